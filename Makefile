@@ -1,0 +1,45 @@
+# Everything runs in .venv, made from constraints.txt. Only `setup` uses the network.
+PYTHON ?= python3
+PY := .venv/bin/python
+# One thread per process: several ranks or test workers share the cores. Offline: no test may download.
+PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest
+PYTEST_ARGS ?=
+
+.PHONY: help setup demo test test-slow test-gpu test-root lint clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+
+setup: .venv/.installed ## make .venv and install the pinned packages
+
+.venv/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "setup: '$(PYTHON)' is not Python 3.11 or newer; name one: make setup PYTHON=python3.11" >&2; exit 1; }
+	test -x $(PY) || $(PYTHON) -m venv .venv
+	$(PY) -m pip install --disable-pip-version-check --no-input -c constraints.txt -e '.[all]'
+	@touch $@
+
+demo: setup ## train digits with ddp, slowmo and co2 over a throttled link; prints a table
+	$(PY) -m vision.demo
+
+test: setup ## run the fast tests (PYTEST_ARGS adds options)
+	$(PYTEST) -n 2 $(PYTEST_ARGS)
+
+test-slow: setup ## run the slow tests
+	$(PYTEST) -m "slow and not gpu and not root" $(PYTEST_ARGS)
+
+test-gpu: setup ## run the tests that need a CUDA device
+	$(PYTEST) -m gpu $(PYTEST_ARGS)
+
+test-root: setup ## run the tests that make network namespaces
+	$(PYTEST) -m root $(PYTEST_ARGS)
+
+lint: setup ## ruff, and pyright's checks on core
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m basedpyright --pythonpath $(PY) core
+
+clean: ## remove caches and build output; keeps .venv and run folders
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,50 @@
+"""Saving and resuming a run, the all-reduce in flight included: one file a worker, complete or not at all."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from core.errors import UserError
+
+KEEP = 2  # complete checkpoints kept; the older one survives a kill in the middle of saving
+
+
+def save(folder: Path, step: int, state: dict[str, Any], *, rank: int, world_size: int) -> None:
+    """Writes this worker's `state` under folder/step*/; every worker must call it. Removes old checkpoints."""
+    target = folder / f"step{step:09d}"
+    target.mkdir(parents=True, exist_ok=True)
+    path = target / _name(rank, world_size)
+    torch.save(state, path.with_suffix(".tmp"))
+    path.with_suffix(".tmp").rename(path)
+    if dist.is_initialized():
+        dist.barrier()
+    if rank == 0:
+        for old in sorted(folder.glob("step*"))[:-KEEP]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def load(folder: Path, *, rank: int, world_size: int, device: torch.device) -> dict[str, Any] | None:
+    """This worker's state in the newest complete checkpoint; None when there is none.
+
+    UserError when the checkpoints were written by another number of workers: their optimisers' states are theirs.
+    """
+    sizes = set()
+    for target in sorted(folder.glob("step*"), reverse=True):
+        sizes |= {int(path.stem.split("of")[1]) for path in target.glob("rank*of*.pt")}
+        if all((target / _name(r, world_size)).exists() for r in range(world_size)):
+            return torch.load(target / _name(rank, world_size), map_location=device, weights_only=True)
+    if sizes - {world_size}:
+        raise UserError(
+            f"{folder} was written by {min(sizes - {world_size})} workers, this run has {world_size}: resume with the "
+            "same number, or start afresh with another --out"
+        )
+    return None
+
+
+def _name(rank: int, world_size: int) -> str:
+    return f"rank{rank}of{world_size}.pt"

@@ -1,0 +1,266 @@
+"""The asynchronous mean over a process group: flat buffers, launch, done, wait, and what happens on failure.
+
+The communication knows no mathematics: it averages whatever its owner wrote into `flats`. It runs on a process
+group of its own, so it never queues behind the model's own collectives, and needs no thread of ours: gloo and
+NCCL move the data by themselves after `launch`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from core.errors import CollectiveError, UserError
+
+
+class ThrottledLink:
+    """A slow network link emulated in software, for measurements on one machine.
+
+    Every collective is held back until its bytes would have crossed a link of `mbit` Mbit/s in each direction:
+    2 (n - 1) / n x bytes for a ring all-reduce over n workers. Collectives queue one behind the other, as on a
+    real link. The data itself moves at full speed, so the emulated time is a lower bound that includes no latency.
+    """
+
+    def __init__(self, mbit: float):
+        if not mbit > 0:
+            raise UserError(f"link rate {mbit} Mbit/s: give a rate above 0")
+        self.bytes_per_second = mbit * 1e6 / 8
+        self._free_at = 0.0
+
+    def reserve(self, nbytes: float) -> float:
+        """Queues `nbytes` on the link and returns the time.perf_counter() at which they have crossed it."""
+        self._free_at = max(self._free_at, time.perf_counter()) + nbytes / self.bytes_per_second
+        return self._free_at
+
+
+def ring_bytes(nbytes: int, world_size: int) -> int:
+    """Bytes that each of `world_size` workers sends in a ring all-reduce of a buffer of `nbytes` bytes."""
+    return round(2 * (world_size - 1) / world_size * nbytes)
+
+
+def new_group(group: dist.ProcessGroup | None, timeout: float) -> dist.ProcessGroup | None:
+    """A process group with the ranks of `group` (None: all) and `timeout` seconds, used by nobody else.
+
+    None when torch.distributed is not initialised: then there is one worker. On NCCL its stream has high priority.
+    """
+    if not dist.is_initialized():
+        return None
+    options = None
+    if dist.get_backend(group) == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options.is_high_priority_stream = True
+    ranks = None if group is None else dist.get_process_group_ranks(group)
+    made = dist.new_group(
+        ranks,
+        timeout=timedelta(seconds=timeout),
+        pg_options=options,
+        use_local_synchronization=group is not None,  # only the members need to call
+    )
+    assert isinstance(made, dist.ProcessGroup), "only members of the group may use it"
+    return made
+
+
+class Bucket:
+    """One flat buffer for all tensors of one dtype on one device.
+
+    flat: [numel + tail], in the dtype of the sums: float64 for float64 tensors, else float32, so that 16-bit
+    parameters lose nothing in transit. views: `flat` seen in the shape of each tensor, in order.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], tail: int):
+        self.dtype = tensors[0].dtype
+        self.numel = sum(t.numel() for t in tensors)
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.flat = torch.zeros(self.numel + tail, dtype=wide, device=tensors[0].device)
+        self.views = view_as(self.flat, tensors)
+
+
+def view_as(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Consecutive pieces of a 1-d tensor, viewed in the shapes of `tensors`."""
+    pieces = flat[: sum(t.numel() for t in tensors)].split([t.numel() for t in tensors])
+    return [piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True)]
+
+
+class AsyncMean:
+    """The mean over all workers of a set of tensors, computed in the background.
+
+    tensors: templates; grouped by dtype and device into one flat buffer each. The buffers belong to this object:
+    the tensors themselves are never read or written here, so a collective cannot touch live parameters.
+    tail: how many scalars travel behind the first buffer. timeout: seconds until a missing peer is an error.
+
+        mean.buckets[0].views[0].copy_(...)    # the owner writes its snapshot
+        mean.launch([1.0])                     # returns at once, whether or not the peers are there
+        mean.done()                            # True once the result is in; never blocks
+        tail = mean.wait()                     # blocks; the buffers and `tail` now hold means
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        *,
+        group: dist.ProcessGroup | None = None,
+        tail: int = 0,
+        timeout: float = 600.0,
+        link: ThrottledLink | None = None,
+    ):
+        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for t in tensors:
+            kinds.setdefault((t.dtype, t.device), []).append(t)
+        self.members = list(kinds.values())  # the tensors of each bucket, in order
+        self.buckets = [Bucket(ts, tail if i == 0 else 0) for i, ts in enumerate(self.members)]
+        self.tail = tail
+        self.timeout = timeout
+        self.link = link
+        self.group = new_group(group, timeout)
+        self.world_size = dist.get_world_size(self.group) if self.group is not None else 1
+        self.rank = dist.get_rank(self.group) if self.group is not None else 0
+        self.nbytes = sum(b.flat.numel() * b.flat.element_size() for b in self.buckets)
+        self.bytes_sent = ring_bytes(self.nbytes, self.world_size)
+        self.launched = 0  # how many means so far
+        self.seconds = 0.0  # from the last launch to its completion, as far as it was observed
+        self._works: list[dist.Work] = []
+        self._in_flight = self._settled = False
+        self._failed = ""
+        self._launched_at = self._ready_at = 0.0
+        self._landed_at: list[float] = []
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a launched mean has not been waited for."""
+        return self._in_flight
+
+    def launch(self, tail: Sequence[float | Tensor] = ()) -> None:
+        """Starts averaging what the buffers hold, with `tail` scalars behind the first; returns at once."""
+        assert not self._in_flight, "wait() for the mean in flight before the next launch"
+        assert len(tail) == self.tail, f"{len(tail)} tail scalars, built for {self.tail}"
+        if self._failed:
+            raise CollectiveError(self._failed)
+        for i, scalar in enumerate(tail):  # one by one: writes on the device without a synchronising copy
+            self.buckets[0].flat[i - self.tail] = scalar
+        self.launched += 1
+        self._in_flight, self._settled = True, False
+        self._launched_at = time.perf_counter()
+        self._ready_at = self.link.reserve(self.bytes_sent) if self.link else 0.0
+        self._landed_at = []
+        if self.group is None:
+            return
+        reason = ""
+        try:
+            for bucket in self.buckets:
+                work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
+                assert work is not None
+                self._works.append(work)
+                _note_time(work, bucket.flat, self._landed_at)
+        except RuntimeError as error:
+            reason = str(error)
+        work = None
+        if reason:
+            raise self._failure(reason)
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once. Never blocks, and does not synchronise a GPU."""
+        if self._failed:
+            raise CollectiveError(self._failed)
+        landed = all(work.is_completed() for work in self._works)
+        if landed and len(self._landed_at) < len(self._works):  # CUDA: completion is seen by asking
+            self._landed_at = [time.perf_counter()] * len(self._works)
+        return landed and time.perf_counter() >= self._ready_at
+
+    def wait(self) -> Tensor:
+        """Blocks until the mean is in the buffers, for the owner to use; returns the mean of the tail, [tail].
+
+        Raises CollectiveError when a worker died or stayed away for `timeout` seconds. The buffers then hold
+        partial sums and must not be used.
+        """
+        assert self._in_flight, "nothing was launched"
+        self.settle()
+        self._in_flight = False
+        first = self.buckets[0].flat
+        return first[len(first) - self.tail :].clone()
+
+    def settle(self) -> bool:
+        """Blocks until the mean in flight is in the buffers, and leaves it there for `wait`. False: none is."""
+        if not self._in_flight or self._settled:
+            return self._in_flight
+        reason = ""
+        try:
+            for work in self._works:
+                work.wait(timedelta(seconds=self.timeout))
+        except RuntimeError as error:
+            reason = str(error)
+        work = None
+        if reason:
+            raise self._failure(reason)
+        time.sleep(max(0.0, self._ready_at - time.perf_counter()))
+        landed = max([*self._landed_at, self._ready_at], default=0.0) or time.perf_counter()
+        self.seconds = landed - self._launched_at
+        self._works.clear()
+        for bucket in self.buckets:
+            bucket.flat.div_(self.world_size)
+        self._settled = True
+        return True
+
+    def restore(self, flats: Sequence[Tensor] | None, launched: int) -> None:
+        """Continues from a checkpoint: `flats` were in flight and have landed (None: nothing was)."""
+        self.settle()
+        for bucket, flat in zip(self.buckets, flats or [], strict=flats is not None):
+            bucket.flat.copy_(flat)
+        self._in_flight = self._settled = flats is not None
+        self.launched = launched
+
+    def _failure(self, reason: str) -> CollectiveError:
+        """Leaves the group, so that the workers which still wait see it broken too, and names the silent ranks.
+
+        gloo tells only the dead worker's neighbours; the others notice when these close their connections, and
+        connections close once nothing refers to the work any more.
+        """
+        self._works.clear()
+        self._in_flight = False
+        assert self.group is not None
+        ranks, name = dist.get_process_group_ranks(self.group), self.group.group_name
+        group, self.group = self.group, None
+        dist.destroy_process_group(group)
+        del group
+        silent = [ranks[i] for i in _silent(f"co2/failed/{name}", self.rank, self.world_size)]
+        who = f"no answer from rank {', '.join(map(str, silent))}" if silent else "all ranks still answer"
+        self._failed = (
+            f"rank {ranks[self.rank]}: the all-reduce of round {self.launched - 1} failed; {who} "
+            f"(timeout {self.timeout:g} s): {reason.partition('. This is')[0].splitlines()[0]}"
+        )
+        return CollectiveError(self._failed)
+
+    def close(self) -> None:
+        """Leaves the process group; call it after the last `wait`."""
+        assert not self._in_flight, "wait() for the mean in flight first"
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+            self.group = None
+
+
+def _note_time(work: dist.Work, flat: Tensor, times: list[float]) -> None:
+    """Appends to `times` when the collective ends. On a GPU only `done` can tell (a future's callback is early)."""
+    if not flat.is_cuda:
+        work.get_future().add_done_callback(lambda _: times.append(time.perf_counter()))
+
+
+def _silent(key: str, rank: int, world_size: int, patience: float = 2.0) -> list[int]:
+    """The group ranks that do not report the same failure within `patience` seconds of the last one that did."""
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"{key}/{rank}", "failed")
+        silent = list(range(world_size))
+        until = time.perf_counter() + patience
+        while silent and time.perf_counter() < until:
+            heard = [r for r in silent if store.check([f"{key}/{r}"])]
+            if heard:
+                silent = [r for r in silent if r not in heard]
+                until = time.perf_counter() + patience
+            time.sleep(0.05)
+        return silent
+    except RuntimeError:  # the store died with the worker that served it: rank 0, unless torchrun serves it
+        return [0]

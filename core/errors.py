@@ -1,0 +1,12 @@
+"""The errors that a user of this project meets."""
+
+
+class UserError(ValueError):
+    """A mistake in what the user asked for: one line that names the value and the remedy.
+
+    The train scripts print it without a traceback and exit with status 2.
+    """
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed: names this rank, the round, and the ranks that did not answer."""

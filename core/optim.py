@@ -1,0 +1,84 @@
+"""Inner optimisers and learning-rate schedules, the same for every task and every method."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from core.errors import UserError
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The inner optimiser, which every worker runs by itself, and its schedule over all steps of the run."""
+
+    name: Literal["sgd", "adamw", "adam"] = "sgd"
+    lr: float = 0.1
+    """Peak learning rate."""
+    momentum: float = 0.9
+    """Of SGD."""
+    nesterov: bool = False
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Of Adam and AdamW."""
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    """Not applied to biases and normalisation weights (tensors of fewer than two dimensions)."""
+    schedule: Literal["cosine", "inverse_sqrt", "constant"] = "cosine"
+    warmup_steps: int = 0
+    """Steps of linear warm-up from 0."""
+    min_lr_share: float = 0.0
+    """Where the cosine ends, as a share of the peak."""
+    clip_grad_norm: float | None = None
+    """Clips the norm of each worker's gradient; None for no clipping."""
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise UserError(f"optim lr={self.lr}: give a learning rate above 0")
+        if self.warmup_steps < 0:
+            raise UserError(f"optim warmup_steps={self.warmup_steps}: give 0 or more")
+        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
+            raise UserError(f"optim clip_grad_norm={self.clip_grad_norm}: give a number above 0, or None")
+
+
+def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """SGD, Adam or AdamW over the trainable parameters, in two groups: with and without weight decay."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [g for g in groups if g["params"]]
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, config.lr, momentum=config.momentum, nesterov=config.nesterov)
+    cls = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.name]
+    return cls(groups, config.lr, betas=config.betas, eps=config.eps)
+
+
+def clip_gradients(model: nn.Module, config: OptimConfig) -> None:
+    """Clips the norm of this worker's gradient where the recipe says so; call it after backward."""
+    if config.clip_grad_norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm)
+
+
+def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
+    """The learning rate of 0-based `step` as a share of the peak."""
+    warmup = config.warmup_steps
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if config.schedule == "constant":
+        return 1.0
+    if config.schedule == "inverse_sqrt":  # as in Vaswani et al. 2017, scaled to peak at the end of the warm-up
+        return math.sqrt(max(1, warmup) / max(1, step + 1))
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    return config.min_lr_share + (1 - config.min_lr_share) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def make_schedule(
+    optimizer: torch.optim.Optimizer, total_steps: int, config: OptimConfig
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """The schedule as a torch scheduler: call its step() after every optimiser step."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, total_steps, config))

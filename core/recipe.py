@@ -1,0 +1,144 @@
+"""Recipes: what a run is made of, read from the command line, and how a user's mistake is reported."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import torch
+import tyro
+from torch import nn
+
+from core.baselines import MethodName, OverlapLocalConfig, SlowMoConfig
+from core.co2 import CO2Config
+from core.errors import UserError
+from core.optim import OptimConfig
+from core.sharding import per_worker
+
+
+def rank() -> int:
+    """This worker's rank, as torchrun says; 0 without it."""
+    return int(os.environ.get("RANK", 0))
+
+
+def world_size() -> int:
+    """The number of workers, as torchrun says; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What every recipe has; a task adds its model and data. Help texts are the fields' docstrings."""
+
+    name: tyro.conf.Suppress[str] = ""
+    method: MethodName = "co2"
+    """How the workers are kept together. The period of every local method is co2.tau."""
+    co2: CO2Config = field(default_factory=CO2Config)
+    slowmo: SlowMoConfig = field(default_factory=SlowMoConfig)
+    overlap_local: OverlapLocalConfig = field(default_factory=OverlapLocalConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    batch_size: int = 64
+    """Samples per optimiser step over all workers together (global)."""
+    epochs: int = 10
+    seed: int = 0
+    average_buffers: bool = True
+    """Average BatchNorm statistics with the parameters."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: forward and backward under autocast where the device has it."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout: float = 600.0
+    """Seconds until a missing worker is an error."""
+    link_mbit: float | None = None
+    """Holds collectives back in software as a link of this many Mbit/s would; None for the real link."""
+    out: Path | None = None
+    """Run folder; runs/RECIPE-METHOD-seedSEED by default."""
+    resume: bool = False
+    """Continue from the run folder's newest checkpoint, if it has one."""
+    eval_every: int = 1
+    """Epochs between evaluations."""
+    checkpoint_every: int = 1
+    """Epochs between checkpoints; 0 for none but the last."""
+    log_every: int = 10
+    """Steps between two lines of metrics.jsonl."""
+    dry_run: bool = False
+    """Print the resolved recipe, build the model without memory, and stop."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("epochs", 1), ("eval_every", 1), ("log_every", 1), ("checkpoint_every", 0)):
+            if getattr(self, name) < least:
+                raise UserError(f"{name}={getattr(self, name)}: give {least} or more")
+
+    @property
+    def folder(self) -> Path:
+        return self.out or Path("runs") / f"{self.name}-{self.method}-seed{self.seed}"
+
+
+R = TypeVar("R", bound=Recipe)
+
+
+def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str = "train") -> R:
+    """RECIPE [overrides] from the command line; every field of the recipe is an option. Rank 0 prints errors."""
+    name, *overrides = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help"):
+        listing = "\n".join(f"  {name}" for name in recipes)
+        print(f"usage: {prog} RECIPE [overrides]\n\nrecipes:\n{listing}\n\n{prog} RECIPE --help lists its options")
+        sys.exit(0)
+    if name not in recipes:
+        near = difflib.get_close_matches(name, recipes, n=3) or recipes
+        raise UserError(f"recipe {name!r} does not exist; did you mean {', '.join(near)}?")
+    default = dataclasses.replace(recipes[name], name=name)
+    return tyro.cli(
+        type(default),
+        default=default,
+        args=overrides,
+        prog=f"{prog} {name}",
+        use_underscores=True,
+        console_outputs=rank() == 0,
+        config=(tyro.conf.AvoidSubcommands,),
+    )
+
+
+def launch(main: Callable[[], None]) -> None:
+    """Runs a train script's main: a user's mistake becomes one line and exit status 2, without a traceback."""
+    try:
+        main()
+    except UserError as error:
+        if _first_to_say(str(error)):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.stderr.flush()
+        os._exit(2)  # not sys.exit: peers may be waiting in a collective that will never complete
+
+
+def dry_run(recipe: Recipe, build_model: Callable[[], nn.Module]) -> None:
+    """Prints the resolved recipe and the model's size; the model is built on the meta device."""
+    with torch.device("meta"):
+        model = build_model()
+    if rank() == 0:
+        print(json.dumps(dataclasses.asdict(recipe), indent=2, default=str))
+        millions = sum(p.numel() for p in model.parameters()) / 1e6
+        share = per_worker(recipe.batch_size, world_size())
+        print(f"{millions:.2f} M parameters, {world_size()} workers of {share} samples a step")
+
+
+def _first_to_say(text: str) -> bool:
+    """Whether no other worker that the same torchrun started has said `text`: each line is printed once."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return True
+    parent = Path(f"/proc/{os.getppid()}")
+    started = parent.stat().st_mtime_ns if parent.exists() else 0  # tells two processes of one number apart
+    launch = f"{os.environ['TORCHELASTIC_RUN_ID']} {os.getppid()} {started}"
+    mark = hashlib.sha256(f"{launch}\n{text}".encode()).hexdigest()[:24]
+    try:
+        os.close(os.open(Path(tempfile.gettempdir(), f"co2-{mark}"), os.O_CREAT | os.O_EXCL))
+        return True
+    except FileExistsError:
+        return False

@@ -1,0 +1,256 @@
+"""What CO2 and its baselines share: local steps are counted, rounds close, and uneven workers end together."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from core.collectives import AsyncMean, ThrottledLink, view_as
+from core.errors import UserError
+
+# Scalars that travel with every all-reduce: did this worker finish? how many local steps did it take?
+# how far did its first local step go (the `inner` gap)?
+FINISHED, STEPS, FIRST_STEP = range(3)
+TAIL = 3
+
+
+@dataclass
+class RoundStats:
+    """One closed round, as seen by this worker. Seconds are host seconds; bytes are sent, not received."""
+
+    round: int = 0
+    pseudo_gradient_norm: float | Tensor = 0.0
+    momentum_norm: float | Tensor = 0.0
+    gap_mean: float | Tensor = 1.0  # Lambda over all elements
+    gap_max: float | Tensor = 1.0
+    clipped_share: float | Tensor = 0.0  # of the momentum's elements (clip by norm: 1 when it was scaled)
+    wait_seconds: float = 0.0  # exposed communication: how long the boundary blocked
+    allreduce_seconds: float = 0.0  # from launch to landing of the all-reduce that landed in this round
+    bytes_sent: int = 0
+
+    def as_dict(self) -> dict[str, float]:
+        """Plain floats; the only place where a GPU is asked for the values."""
+        return {k: float(v) for k, v in asdict(self).items()}
+
+
+class Rounds(ABC):
+    """Counts local steps and closes a round on every tau-th; subclasses say what closing means.
+
+    params: the parameters to train together (frozen ones are broadcast once and then left alone). buffers: floating
+    point buffers to average, such as BatchNorm's running statistics; integer ones are broadcast once. Both are
+    broadcast from rank 0, so that every worker starts alike.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        tau: int,
+        *,
+        buffers: Iterable[Tensor] = (),
+        group: dist.ProcessGroup | None = None,
+        timeout: float = 600.0,
+        link: ThrottledLink | None = None,
+    ):
+        everything = _unique(params)
+        self.params = [p for p in everything if p.requires_grad]
+        self._frozen = [p for p in everything if not p.requires_grad]
+        fixed = _unique(buffers)
+        self.buffers = [b for b in fixed if b.is_floating_point()]
+        self.tau = tau
+        self._check(everything)
+        self.local_steps = 0  # since the last round closed
+        self.stats = RoundStats()
+        self.mean = AsyncMean([*self.params, *self.buffers], group=group, tail=TAIL, timeout=timeout, link=link)
+        self._agree([*everything, *fixed])
+        # Parameters come first in each bucket, buffers behind them: this many elements are parameters.
+        ids = {id(p) for p in self.params}
+        self.bucket_params = [[t for t in ts if id(t) in ids] for ts in self.mean.members]
+        self.sizes = [sum(t.numel() for t in ts) for ts in self.bucket_params]
+        self._flats: dict[str, list[Tensor]] = {}  # the method's state, a tensor a bucket
+
+    def step(self) -> bool:
+        """Call after every optimiser step (also one that a GradScaler skipped). True when a round closed."""
+        self.local_steps += 1
+        if self.local_steps < self.tau:
+            self.mean.done()  # notes when the all-reduce ended
+            return False
+        self._check_frozen()
+        self._close(finished=False)
+        return True
+
+    def finish(self) -> None:
+        """Averages what is pending and leaves all workers with equal parameters. Every worker must call it.
+
+        Workers may come here after different numbers of steps: the early ones take part in the others' rounds,
+        contributing no change, until all have arrived. Training may go on afterwards.
+        """
+        while not self._close(finished=True):
+            pass
+
+    @property
+    def rounds(self) -> int:
+        """Rounds closed so far, those of finish() included."""
+        return self.mean.launched
+
+    @abstractmethod
+    def _close(self, *, finished: bool) -> bool:
+        """Ends the round; True once a mean has landed that every worker launched with `finished`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs besides parameters and optimiser; waits for the all-reduce in flight.
+
+        Take it at a round boundary and the run goes on from there bit for bit. Tensors are copies.
+        """
+        in_flight = self.mean.settle()
+        return {
+            "method": type(self).__name__,
+            "flats": {name: [f.clone() for f in flats] for name, flats in self._flats.items()},
+            "in_flight": [b.flat.clone() for b in self.mean.buckets] if in_flight else None,
+            "local_steps": self.local_steps,
+            "rounds": self.rounds,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what state_dict returned, on every worker; parameters and optimiser are the caller's."""
+        if state["method"] != type(self).__name__:
+            raise UserError(
+                f"the checkpoint is of {state['method']}, not {type(self).__name__}: resume with its method"
+            )
+        wanted = self._flats | {"all-reduce": [b.flat for b in self.mean.buckets]}
+        saved = state["flats"] | {"all-reduce": state["in_flight"] or wanted["all-reduce"]}
+        for name, flats in wanted.items():
+            if (theirs := [len(f) for f in saved[name]]) != (mine := [len(f) for f in flats]):
+                raise UserError(
+                    f"the checkpoint's {name} has {theirs} elements, here it has {mine}: resume with the model, and "
+                    "the buffers to average, that wrote it"
+                )
+        for name, flats in self._flats.items():
+            for flat, value in zip(flats, saved[name], strict=True):
+                flat.copy_(value)
+        self.local_steps = state["local_steps"]
+        self.mean.restore(state["in_flight"], launched=state["rounds"])
+
+    def close(self) -> None:
+        """Leaves the process group. Only after finish()."""
+        self.mean.close()
+
+    # -- for subclasses -------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _new_flats(self, name: str, *, zero: bool) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """State shaped like the parameters: a flat tensor a bucket, and its views; zeros or the parameters."""
+        flats = [torch.zeros_like(b.flat[:n]) for b, n in zip(self.mean.buckets, self.sizes, strict=True)]
+        views = [view_as(f, ps) for f, ps in zip(flats, self.bucket_params, strict=True)]
+        if not zero:
+            for piece, ps in zip(views, self.bucket_params, strict=True):
+                _copy(piece, ps)
+        self._flats[name] = flats
+        return flats, views
+
+    def _means(self) -> list[Tensor]:
+        """The parameters' part of each flat buffer of the all-reduce."""
+        return [b.flat[:n] for b, n in zip(self.mean.buckets, self.sizes, strict=True)]
+
+    def _set_params(self, views: list[list[Tensor]]) -> None:
+        """Copies views, one list a bucket, into the live parameters."""
+        for piece, ps in zip(views, self.bucket_params, strict=True):
+            _copy(ps, piece)
+
+    def _snapshot(self, *, exchange_buffers: bool = False) -> None:
+        """Copies parameters and buffers into the flat buffers of the all-reduce.
+
+        exchange_buffers: a mean has landed there, so the model's buffers take its place and it theirs.
+        """
+        for bucket, tensors, own in zip(self.mean.buckets, self.mean.members, self.bucket_params, strict=True):
+            n = len(own)
+            local = [b.clone() for b in tensors[n:]]
+            if exchange_buffers:
+                _copy(tensors[n:], bucket.views[n:])
+            _copy(bucket.views, [*own, *local])
+
+    def _restore_buffers(self) -> None:
+        """Copies the averaged buffers back into the model."""
+        for bucket, tensors, own in zip(self.mean.buckets, self.mean.members, self.bucket_params, strict=True):
+            _copy(tensors[len(own) :], bucket.views[len(own) :])
+
+    def _launch(self, *, finished: bool, first_step: float | Tensor = 0.0) -> None:
+        self.mean.launch([float(finished), float(self.local_steps), first_step])
+        self.local_steps = 0
+
+    def _land(self) -> Tensor:
+        """Waits for the mean in flight, notes what that cost, and returns the averaged tail."""
+        start = time.perf_counter()
+        tail = self.mean.wait()
+        self.stats = RoundStats(
+            round=self.mean.launched,
+            wait_seconds=time.perf_counter() - start,
+            allreduce_seconds=self.mean.seconds,
+            bytes_sent=self.mean.bytes_sent,
+        )
+        return tail
+
+    # -- construction ---------------------------------------------------------------------------------------
+
+    def _check(self, params: list[Tensor]) -> None:
+        if not isinstance(self.tau, int) or self.tau < 1:
+            raise UserError(f"tau={self.tau!r}: give a whole number of local steps, 1 or more")
+        if not self.params:
+            raise UserError("no parameter requires a gradient: nothing to train")
+        for t in [*params, *self.buffers]:
+            if not t.is_floating_point():
+                raise UserError(f"a parameter of dtype {t.dtype}: only floating point can be averaged")
+
+    def _check_frozen(self) -> None:
+        if any(p.requires_grad for p in self._frozen):
+            raise UserError(
+                "a parameter that was frozen when this object was built now requires a gradient and would never "
+                "be averaged: build it again after changing requires_grad"
+            )
+
+    @torch.no_grad()
+    def _agree(self, tensors: list[Tensor]) -> None:
+        """Checks that all workers hold the same shapes and the same tau, then gives them rank 0's values."""
+        group = self.mean.group
+        if group is None:
+            return
+        mine = (type(self).__name__, self._signature(), [(tuple(t.shape), str(t.dtype)) for t in tensors])
+        theirs: list[Any] = [None] * self.mean.world_size
+        dist.all_gather_object(theirs, mine, group=group)
+        for rank, other in enumerate(theirs):
+            for ours, its in zip(theirs[0], other, strict=True):
+                if ours != its:
+                    raise UserError(f"workers differ: rank 0 has {_first_difference(ours, its)} of rank {rank}")
+        for t in tensors:
+            flat = t.detach().contiguous()
+            dist.broadcast(flat, group_src=0, group=group)
+            t.copy_(flat)
+
+    def _signature(self) -> Any:
+        """What must be equal on all workers, compared at construction."""
+        return f"tau={self.tau}"
+
+
+def _first_difference(a: Any, b: Any) -> str:
+    if isinstance(a, list):
+        if len(a) != len(b):
+            return f"{len(a)} tensors, against {len(b)}"
+        a, b = next((x, y) for x, y in zip(a, b, strict=True) if x != y)
+    return f"{a}, against {b}"
+
+
+def _copy(to: list[Tensor], source: list[Tensor]) -> None:
+    if to:
+        torch._foreach_copy_(to, source)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _unique(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """In order, each tensor object once: shared parameters count once."""
+    return list({id(t): t for t in tensors}.values())

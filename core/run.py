@@ -1,0 +1,322 @@
+"""What every train script shares: ranks, the run folder, metrics, progress, stopping and resuming."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from core import checkpoint
+from core.baselines import Method, make_method
+from core.collectives import ThrottledLink
+from core.errors import UserError
+from core.recipe import Recipe, rank, world_size
+from core.sharding import per_worker
+
+
+class Every:
+    """Says when something that happens every `period` steps is due; it may be asked at some steps only.
+
+    period 0: never. start: the step that the run begins or resumes at.
+    """
+
+    def __init__(self, period: int, start: int = 0):
+        self.period = period
+        self._last = start
+
+    def due(self, step: int) -> bool:
+        """Whether a multiple of the period lies behind the last step at which this was True."""
+        if not self.period or step // self.period <= self._last // self.period:
+            return False
+        self._last = step
+        return True
+
+
+class Averages:
+    """Running means of scalars, kept on their device until they are read."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._count = 0
+
+    def add(self, **scalars: Tensor) -> None:
+        """Adds one step's values, 0-d each, always the same names."""
+        for name, value in scalars.items():
+            self._sums[name] = self._sums.get(name, 0) + value.detach().float()
+        self._count += 1
+
+    def pop(self) -> dict[str, Tensor]:
+        """The means since the last pop."""
+        means = {name: total / self._count for name, total in self._sums.items()}
+        self._sums, self._count = {}, 0
+        return means
+
+
+class Run:
+    """One training run of this worker: use it as a context manager around the loop.
+
+    Attributes: rank, world_size, device, folder, link (an emulated slow link, or None).
+    """
+
+    def __init__(self, recipe: Recipe):
+        self.recipe = recipe
+        self.rank, self.world_size = rank(), world_size()
+        per_worker(recipe.batch_size, self.world_size)
+        self.device = _device(recipe.device)
+        self.folder = recipe.folder
+        self.link = ThrottledLink(recipe.link_mbit) if recipe.link_mbit else None
+        if self.link and self.device.type == "cuda":
+            raise UserError(f"link_mbit={recipe.link_mbit}: the emulated link works on CPUs only; leave it out")
+        self.wait_seconds = self.allreduce_seconds = 0.0
+        self.rounds = self.bytes_sent = 0
+        self._stop_signal = 0
+        self._stop_asked_at = 0.0
+        self._seconds = 0.0  # of training, evaluation and checkpoints left out
+        self._since: float | None = None
+        self._bar: tqdm[Any] | None = None
+
+    def __enter__(self) -> Run:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self._made_group = "RANK" in os.environ and not dist.is_initialized()
+        if self._made_group:
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(seconds=self.recipe.timeout))
+        torch.manual_seed(self.recipe.seed * 1_000_003 + self.rank)  # rank 0's initial parameters are broadcast
+        self._open_folder()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        if self.rank == 0:
+            self.writer.close()
+            self._metrics.close()
+        if self._made_group and kind is None:
+            dist.destroy_process_group()
+
+    def _open_folder(self) -> None:
+        """Rank 0 makes the folder; refuses one that holds another run's metrics."""
+        refusal = ""
+        if self.rank == 0:
+            if (self.folder / "metrics.jsonl").exists() and not self.recipe.resume:
+                refusal = f"{self.folder} holds a run: add --resume to continue it, or choose another --out"
+            else:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                (self.folder / "config.json").write_text(json.dumps(self._description(), indent=2, default=str))
+                self._metrics = open(self.folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
+                self.writer = SummaryWriter(str(self.folder))
+        if dist.is_initialized():
+            box = [refusal]
+            dist.broadcast_object_list(box, src=0)
+            refusal = box[0]
+        if refusal:
+            raise UserError(refusal)
+
+    def _description(self) -> dict[str, Any]:
+        packages = ("torch", "torchvision", "timm", "numpy", "transformers", "onedl-mmsegmentation")
+        return {
+            "recipe": dataclasses.asdict(self.recipe),
+            "world_size": self.world_size,
+            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
+            "command": sys.argv,
+            "commit": _commit(),
+            "versions": {p: v for p in packages if (v := _version(p))},
+        }
+
+    # -- training -------------------------------------------------------------------------------------------
+
+    def make_method(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Method]:
+        """The recipe's method around `model`: see core.baselines.make_method."""
+        r = self.recipe
+        return make_method(
+            r.method,
+            model,
+            co2=r.co2,
+            slowmo=r.slowmo,
+            overlap_local=r.overlap_local,
+            lr=lambda: optimizer.param_groups[0]["lr"],
+            average_buffers=r.average_buffers,
+            timeout=r.timeout,
+            link=self.link,
+        )
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Autocast to the recipe's precision where the device has it."""
+        kind = self.device.type
+        usable = kind == "cpu" or torch.cuda.is_bf16_supported()
+        on = self.recipe.precision == "bfloat16" and usable
+        return torch.autocast(kind, torch.bfloat16) if on else contextlib.nullcontext()
+
+    def progress(self, total: int, initial: int = 0) -> tqdm[Any]:
+        """A progress bar over optimiser steps on rank 0, and the start of the run's clock."""
+        interval = 0.5 if sys.stderr.isatty() else 20.0
+        label = f"{self.recipe.name} {self.recipe.method}"
+        self._bar = tqdm(total=total, initial=initial, desc=label, disable=self.rank != 0, mininterval=interval)
+        self._since = time.perf_counter()
+        return self._bar
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training so far, without evaluations and checkpoints."""
+        return self._seconds + (time.perf_counter() - self._since if self._since is not None else 0.0)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stops the clock: for evaluations and checkpoints."""
+        self._seconds, self._since = self.seconds, None
+        yield
+        self._since = time.perf_counter()
+
+    def count(self, method: Method) -> None:
+        """Adds the round that has just closed to the run's communication totals."""
+        self.rounds += 1
+        self.wait_seconds += method.stats.wait_seconds
+        self.allreduce_seconds += method.stats.allreduce_seconds
+        self.bytes_sent += method.stats.bytes_sent
+
+    @property
+    def hidden_share(self) -> float:
+        """The part of the all-reduces' own time that the loop did not wait for."""
+        return max(0.0, 1 - self.wait_seconds / self.allreduce_seconds) if self.allreduce_seconds else 1.0
+
+    def log(self, step: int, **scalars: float | Tensor) -> None:
+        """One line of metrics.jsonl and TensorBoard scalars, by rank 0."""
+        if self.rank:
+            return
+        values = {k: float(v) for k, v in scalars.items()}
+        self._metrics.write(json.dumps({"step": step, "seconds": round(self.seconds, 3), **values}) + "\n")
+        for key, value in values.items():
+            self.writer.add_scalar(key, value, step)
+
+    def log_train(self, step: int, method: Method, **scalars: float | Tensor) -> None:
+        """`log` with the newest round's statistics, and the progress bar's figures."""
+        rounds = {f"round/{k}": v for k, v in method.stats.as_dict().items()}
+        self.log(step, **scalars, hidden_share=self.hidden_share, **rounds)
+        if self._bar is not None and not self._bar.disable:
+            shown = {k.rsplit("/")[-1]: f"{float(v):.4g}" for k, v in scalars.items()}
+            self._bar.set_postfix(shown | {"hidden": f"{self.hidden_share:.0%}"}, refresh=False)
+
+    def sum(self, *values: float | Tensor) -> list[float]:
+        """Sums over all workers, in float64; every worker must call it."""
+        total = torch.tensor([float(v) for v in values], dtype=torch.float64, device=self.device)
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return total.tolist()
+
+    # -- stopping and resuming ------------------------------------------------------------------------------
+
+    def _on_signal(self, number: int, _: Any) -> None:
+        """The first signal ends the run after the current steps; another, over 2 s later, at once."""
+        now = time.monotonic()
+        if self._stop_signal and now - self._stop_asked_at > 2:  # torchrun and the terminal both send one
+            raise KeyboardInterrupt
+        if not self._stop_signal:
+            self._stop_signal, self._stop_asked_at = number, now
+
+    def should_stop(self, step: int) -> bool:
+        """Whether a signal reached any worker; call it before every step, with the number of steps taken.
+
+        All stop at the same step as far as their method keeps them in step: two steps on from the first to know.
+        """
+        if not dist.is_initialized():
+            return bool(self._stop_signal)
+        store = dist.distributed_c10d._get_default_store()
+        if self._stop_signal and not store.check(["co2/stop"]):
+            store.set("co2/stop", str(step + 2))
+        return store.check(["co2/stop"]) and step >= int(store.get("co2/stop"))
+
+    def save(self, step: int, method: Method, **parts: Any) -> None:
+        """Writes a checkpoint of everything with a state_dict in `parts`, at a round boundary."""
+        with self.paused():
+            state = {name: part.state_dict() for name, part in parts.items()}
+            totals = [self.wait_seconds, self.allreduce_seconds, self.bytes_sent, self.rounds, self._seconds]
+            state |= {
+                "step": step,
+                "method": {"name": self.recipe.method, "state": method.state_dict()},
+                "totals": totals,
+            }
+            state["rng"] = torch.get_rng_state()
+            checkpoint.save(self.folder / "checkpoints", step, state, rank=self.rank, world_size=self.world_size)
+
+    def load(self, method: Method, **parts: Any) -> int:
+        """Restores the newest checkpoint when the recipe says resume; returns the step to go on from, 0 for none."""
+        state = None
+        if self.recipe.resume:
+            folder = self.folder / "checkpoints"
+            state = checkpoint.load(folder, rank=self.rank, world_size=self.world_size, device=self.device)
+        if state is None:
+            return 0
+        if state["method"]["name"] != self.recipe.method:
+            raise UserError(f"{self.folder} was trained with {state['method']['name']}, not {self.recipe.method}")
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+        method.load_state_dict(state["method"]["state"])
+        totals = state["totals"]
+        self.wait_seconds, self.allreduce_seconds, self.bytes_sent, self.rounds, self._seconds = totals
+        torch.set_rng_state(state["rng"].cpu())
+        return int(state["step"])
+
+    def summarise(self, step: int, **results: float) -> None:
+        """Writes summary.json: the results with what communication cost; prints it on rank 0."""
+        stopped = {"stopped_by_signal": self._stop_signal} if self._stop_signal else {}
+        summary = {
+            **results,
+            "steps": step,
+            "seconds": self.seconds,
+            "steps_per_second": step / self.seconds if self.seconds else 0.0,
+            "exposed_seconds": self.wait_seconds,
+            "allreduce_seconds": self.allreduce_seconds,
+            "hidden_share": self.hidden_share,
+            "bytes_sent": self.bytes_sent,
+            **stopped,
+        }
+        if self.rank == 0:
+            (self.folder / "summary.json").write_text(json.dumps(summary, indent=2))
+            text = ", ".join(f"{k} {v:.4g}" for k, v in summary.items())
+            print(f"{self.recipe.name} {self.recipe.method}: {text}\n{self.folder}", flush=True)
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda: torch sees no CUDA device here; use --device cpu or auto")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _commit() -> str:
+    """The commit of this checkout, with a mark when it has changes; empty outside one."""
+    root = Path(__file__).parent
+    git = ["git", "-C", str(root)]
+    try:
+        head = subprocess.run([*git, "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=10)
+        return head.stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

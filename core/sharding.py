@@ -1,0 +1,52 @@
+"""Which samples a worker sees: a pure function of (seed, epoch, rank, world size), whatever loads the data."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from core.errors import UserError
+
+
+def per_worker(batch_size: int, world_size: int) -> int:
+    """Samples per worker of a global batch; UserError when it does not divide."""
+    if batch_size < 1 or batch_size % world_size:
+        raise UserError(
+            f"batch_size={batch_size} (global) over {world_size} workers: choose a positive multiple of {world_size}"
+        )
+    return batch_size // world_size
+
+
+def steps_per_epoch(n: int, batch_size: int) -> int:
+    """Optimiser steps that n samples make with a global batch; an incomplete last batch is left out."""
+    if n < batch_size:
+        raise UserError(f"batch_size={batch_size} (global) exceeds the {n} training samples: choose a smaller one")
+    return n // batch_size
+
+
+def epoch_batches(n: int, batch_size: int, *, seed: int, epoch: int, rank: int, world_size: int) -> Tensor:
+    """Sample indices of this worker, int64 [steps, batch_size / world_size].
+
+    One shuffle of all n samples is cut into global batches and each batch into `world_size` consecutive shares, so
+    the same samples are seen in the same order by any number of workers. An incomplete last batch is left out.
+    """
+    share, steps = per_worker(batch_size, world_size), steps_per_epoch(n, batch_size)
+    order = torch.randperm(n, generator=generator(seed, epoch))
+    batches = order[: steps * batch_size].view(steps, world_size, share)
+    return batches[:, rank]
+
+
+def eval_share(n: int, *, rank: int, world_size: int) -> range:
+    """The samples that this worker evaluates: every one belongs to exactly one worker."""
+    return range(rank, n, world_size)
+
+
+def generator(*key: int) -> torch.Generator:
+    """A random generator that depends on all numbers of `key`, such as (seed, epoch, step, rank)."""
+    seed = 0
+    for number in key:  # splitmix64, so that neighbouring keys give unrelated streams
+        seed = (seed + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        seed = ((seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        seed = ((seed ^ (seed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        seed ^= seed >> 31
+    return torch.Generator().manual_seed(seed & 0x7FFFFFFFFFFFFFFF)

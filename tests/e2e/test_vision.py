@@ -1,0 +1,97 @@
+"""The train script as its users start it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from core.baselines import METHODS
+from core.run import Run
+from core.testing import run_distributed
+from vision import data
+from vision.demo import table
+from vision.recipes import digits_resnet
+from vision.train import train
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+ROOT = Path(__file__).parents[2]
+ENV = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+def start(folder: Path, *options: str) -> subprocess.Popen:
+    command = [*TORCHRUN, "-m", "vision.train", "digits_resnet", "--device", "cpu", "--out", str(folder), *options]
+    return subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def run(folder: Path, *options: str) -> str:
+    process = start(folder, *options)
+    text, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, text
+    return text
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def train_in_process(rank: int, world_size: int, folder: str, jobs: dict[str, dict]) -> dict[str, list[float]]:
+    """Runs the train loop for several recipes in one process group; their logged training losses."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    for name, changes in jobs.items():
+        recipe = replace(digits_resnet(), device="cpu", log_every=4, out=Path(folder, name), **changes)
+        with Run(recipe) as job:
+            train(job, recipe, *data.load(recipe.dataset))
+    return {name: [r["train_loss"] for r in rows(Path(folder, name)) if "train_loss" in r] for name in jobs}
+
+
+def test_each_method_learns_on_two_workers(tmp_path: Path):
+    jobs = {method: {"method": method, "epochs": 6} for method in METHODS}
+    losses, _ = run_distributed(train_in_process, 2, str(tmp_path), jobs, timeout=240)
+    for method in METHODS:
+        assert losses[method][-1] < losses[method][0] / 3, method
+        summary = json.loads((tmp_path / method / "summary.json").read_text())
+        assert 0.8 < summary["test_top1"] <= summary["test_top5"] and summary["bytes_sent"] > 0, method
+
+
+def test_equal_seeds_give_equal_runs_and_others_do_not(tmp_path: Path):
+    jobs = {name: {"epochs": 1, "seed": seed} for name, seed in (("a", 0), ("b", 0), ("c", 1))}
+    losses, _ = run_distributed(train_in_process, 2, str(tmp_path), jobs, timeout=120)
+    assert losses["a"] == losses["b"] != losses["c"]
+
+
+def test_ctrl_c_saves_and_resume_finishes(tmp_path: Path):
+    folder = tmp_path / "run"
+    process = start(folder, "--epochs", "60", "--method", "ddp")  # ddp: the workers must stop at the same step
+    deadline = time.monotonic() + 120
+    while not (folder / "metrics.jsonl").exists() or len(rows(folder)) < 3:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["stopped_by_signal"] == signal.SIGINT and 0 < summary["steps"] < 60 * 22
+    assert list((folder / "checkpoints").glob("step*/rank1of2.pt"))
+    epochs = summary["steps"] // 22 + 2
+    run(folder, "--resume", "--epochs", str(epochs), "--method", "ddp")
+    resumed = json.loads((folder / "summary.json").read_text())
+    assert resumed["steps"] == epochs * 22 and "stopped_by_signal" not in resumed
+    steps = [row["step"] for row in rows(folder) if "train_loss" in row]
+    assert steps == sorted(set(steps)), "no step is trained twice"
+
+
+def test_a_users_mistake_is_one_line_once(tmp_path: Path):
+    process = start(tmp_path / "run", "--batch_size", "63")
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert text.count("error: batch_size=63 (global) over 2 workers: choose a positive multiple of 2\n") == 1, text
+    assert "vision/train.py" not in text, "no traceback of ours"
+
+
+def test_the_demos_table_holds_ratios_against_ddp():
+    base = {"test_top1": 0.5, "hidden_share": 0.25}
+    summaries = {"ddp": base | {"steps_per_second": 2.0}, "co2": base | {"steps_per_second": 7.0}}
+    assert table(summaries).splitlines()[-1] == "| co2 | 50.0% | 7.00 | 25% | 3.5 x |"

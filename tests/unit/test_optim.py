@@ -1,0 +1,84 @@
+"""Optimisers and schedules."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from core import UserError
+from core.optim import OptimConfig, clip_gradients, lr_factor, make_optimizer, make_schedule
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
+
+
+def test_weight_decay_leaves_biases_and_norms_alone():
+    optimizer = make_optimizer(model(), OptimConfig("sgd", lr=0.1, momentum=0.0, weight_decay=0.5))
+    decayed, spared = optimizer.param_groups
+    assert (decayed["weight_decay"], [p.ndim for p in decayed["params"]]) == (0.5, [2])
+    assert (spared["weight_decay"], [p.ndim for p in spared["params"]]) == (0.0, [1, 1, 1])
+
+
+def test_frozen_parameters_are_left_out():
+    net = model()
+    net[0].requires_grad_(False)
+    assert sum(len(g["params"]) for g in make_optimizer(net, OptimConfig()).param_groups) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "cls"), [("sgd", torch.optim.SGD), ("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW)]
+)
+def test_optimizer_by_name_takes_its_settings(name: str, cls: type):
+    config = OptimConfig(name, lr=0.3, momentum=0.7, nesterov=True, betas=(0.8, 0.9), eps=1e-6)
+    optimizer = make_optimizer(model(), config)
+    assert type(optimizer) is cls and optimizer.defaults["lr"] == 0.3
+    if name == "sgd":
+        assert (optimizer.defaults["momentum"], optimizer.defaults["nesterov"]) == (0.7, True)
+    else:
+        assert (optimizer.defaults["betas"], optimizer.defaults["eps"]) == ((0.8, 0.9), 1e-6)
+
+
+def test_cosine_with_warm_up():
+    config = OptimConfig(warmup_steps=4, min_lr_share=0.1)
+    factors = [lr_factor(step, 104, config) for step in range(104)]
+    assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert factors[54] == pytest.approx(0.1 + 0.9 / 2)  # half way
+    assert lr_factor(104, 104, config) == pytest.approx(0.1)
+    assert all(a >= b for a, b in zip(factors[4:], factors[5:], strict=False))
+
+
+def test_inverse_sqrt_and_constant():
+    config = OptimConfig(schedule="inverse_sqrt", warmup_steps=100)
+    assert lr_factor(399, 1000, config) == pytest.approx(math.sqrt(100 / 400))
+    assert lr_factor(99, 1000, config) == pytest.approx(100 / 101)
+    assert lr_factor(900, 1000, OptimConfig(schedule="constant", warmup_steps=3)) == 1.0
+
+
+def test_schedule_drives_the_optimizer():
+    config = OptimConfig(lr=2.0, warmup_steps=1)
+    optimizer = make_optimizer(model(), config)
+    schedule = make_schedule(optimizer, 11, config)
+    rates = []
+    for _ in range(3):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates == pytest.approx([1.0, 2.0, 2.0 * 0.5 * (1 + math.cos(math.pi / 10))])
+
+
+def test_gradient_clipping_is_a_knob():
+    net = model()
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    clip_gradients(net, OptimConfig())
+    assert net[0].weight.grad.norm() == pytest.approx(math.sqrt(12))
+    clip_gradients(net, OptimConfig(clip_grad_norm=0.5))
+    assert math.sqrt(sum(p.grad.pow(2).sum().item() for p in net.parameters())) == pytest.approx(0.5, rel=1e-4)
+
+
+@pytest.mark.parametrize("bad", [{"lr": 0.0}, {"warmup_steps": -1}, {"clip_grad_norm": 0.0}])
+def test_bad_values_are_named(bad: dict):
+    with pytest.raises(UserError, match="=".join(map(str, *bad.items()))):
+        OptimConfig(**bad)

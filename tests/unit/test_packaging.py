@@ -1,0 +1,141 @@
+"""The files that describe the project agree with each other and with the tree."""
+
+import importlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from core import compat
+
+ROOT = Path(__file__).resolve().parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+COMMANDS = ("make demo", "make test")
+
+
+def exact_pins(lines: list[str]) -> dict[str, str]:
+    """Canonical name -> version of requirement lines, each of which must be `name==version`."""
+    pins = {}
+    for line in lines:
+        name, version = line.split("==")
+        pins[canonicalize_name(name)] = version
+    assert len(pins) == len(lines), "a package is pinned twice"
+    return pins
+
+
+def constraints() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return exact_pins([line for line in lines if line and not line.startswith("#")])
+
+
+def environment_pins() -> dict[str, str]:
+    document = yaml.safe_load((ROOT / "environment.yml").read_text())
+    (pip,) = [entry["pip"] for entry in document["dependencies"] if isinstance(entry, dict)]
+    return exact_pins(pip)
+
+
+def direct_requirements() -> list[Requirement]:
+    lines = PROJECT["dependencies"] + sum(PROJECT["optional-dependencies"].values(), [])
+    requirements = [Requirement(line) for line in lines]
+    return [requirement for requirement in requirements if requirement.name != PROJECT["name"]]
+
+
+def test_environment_pins_are_those_of_constraints():
+    pinned = constraints()
+    assert environment_pins() == {name: pinned.get(name) for name in environment_pins()}
+
+
+@pytest.mark.parametrize("requirement", direct_requirements(), ids=str)
+def test_each_requirement_is_pinned_within_its_range(requirement: Requirement):
+    name = canonicalize_name(requirement.name)
+    assert name in environment_pins()
+    assert requirement.specifier.contains(constraints()[name])
+
+
+def test_pins_carry_no_local_version():
+    assert [name for name, version in constraints().items() if "+" in version] == []
+
+
+def test_all_names_every_other_extra():
+    extras = PROJECT["optional-dependencies"]
+    (everything,) = [Requirement(line) for line in extras["all"]]
+    assert everything.extras == set(extras) - {"all"}
+
+
+@pytest.mark.parametrize("package", PYPROJECT["tool"]["setuptools"]["packages"])
+def test_each_listed_package_is_in_the_repository(package: str):
+    assert (ROOT / package / "__init__.py").is_file()
+
+
+def test_each_package_in_the_repository_is_listed():
+    found = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"}
+    assert found == set(PYPROJECT["tool"]["setuptools"]["packages"])
+
+
+def test_core_resolves_inside_the_repository():
+    spec = importlib.util.find_spec("core")
+    assert spec is not None and spec.origin is not None
+    assert Path(spec.origin).resolve() == ROOT / "core" / "__init__.py"
+
+
+def test_version_is_one_plain_literal():
+    """setuptools reads it from the source; an expression would make it import torch."""
+    source = (ROOT / "core" / "__init__.py").read_text()
+    assert re.findall(r'^__version__ = "(\d+\.\d+\.\d+)"$', source, re.MULTILINE) == [
+        importlib.import_module("core").__version__
+    ]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_readme_and_makefile_have_both_commands(command: str):
+    assert command in (ROOT / "README.md").read_text()
+    assert f"\n{command.removeprefix('make ')}: setup" in (ROOT / "Makefile").read_text()
+
+
+def test_ci_runs_the_make_targets():
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert script.read_text().splitlines()[-2:] == ["make lint", "make test"]
+
+
+def test_torchvision_imports_in_a_fresh_process():
+    """Models and transforms work after it, also when it is called twice."""
+    program = (
+        "from core.compat import prepare_torchvision; prepare_torchvision(); prepare_torchvision()\n"
+        "import torch, torchvision; from torchvision.transforms import v2\n"
+        "assert v2.Resize(8)(torch.zeros(3, 16, 16)).shape == (3, 8, 8)\n"
+        "assert torchvision.models.resnet18().eval()(torch.zeros(1, 3, 32, 32)).shape == (1, 1000)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("accelerator", ["cuda", "hip"])
+def test_prepare_torchvision_leaves_a_gpu_build_alone(monkeypatch: pytest.MonkeyPatch, accelerator: str):
+    def refuse(name: str):
+        raise AssertionError(f"imported {name}")
+
+    monkeypatch.setattr(torch.version, accelerator, "12.8")
+    monkeypatch.setattr(compat.importlib, "import_module", refuse)
+    compat.prepare_torchvision()
+
+
+def test_prepare_torchvision_passes_on_an_unknown_error(monkeypatch: pytest.MonkeyPatch):
+    def fail(name: str):
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(compat.importlib, "import_module", fail)
+    with pytest.raises(RuntimeError, match="something else"):
+        compat.prepare_torchvision()

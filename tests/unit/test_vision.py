@@ -1,0 +1,162 @@
+"""Vision's data and models."""
+
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from core import UserError
+from core.recipe import dry_run
+from core.sharding import generator
+from vision import data
+from vision.model import build_model
+from vision.recipes import RECIPES, digits_resnet
+from vision.train import make_model
+
+
+def test_digits_are_split_without_overlap():
+    train, test = data.digits()
+    assert (len(train), len(test)) == (1437, 360)
+    assert train.images.shape[1:] == (1, 8, 8) and train.images.dtype == torch.uint8 and train.images.max() == 255
+    assert set(test.labels.tolist()) == set(range(10))
+    pixels = train.normalise(train.images)
+    assert abs(pixels.mean()) < 1e-3 and abs(pixels.std() - 1) < 1e-3
+
+
+def jpeg(colour: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (32, 32), (colour, 0, 255 - colour)).save(file, "JPEG")
+    return file.getvalue()
+
+
+@pytest.fixture
+def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small archive in CIFAR-10's layout, and a cache folder of its own."""
+    monkeypatch.setenv("CO2_DATA", str(tmp_path))
+    monkeypatch.setenv("CO2_CACHE", str(tmp_path / "cache"))
+    write(
+        tmp_path / "cifar10_jpeg.tar.xz",
+        {"train/b/0.jpg": jpeg(200), "train/a/0.jpg": jpeg(20), "test/b/0.jpg": jpeg(90)},
+    )
+    return tmp_path / "cifar10_jpeg.tar.xz"
+
+
+def write(path: Path, files: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w:xz") as tar:
+        for name, content in files.items():
+            info = tarfile.TarInfo(f"cifar10/{name}")
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+
+
+def test_cifar_is_decoded_once_with_labels_from_folders(archive: Path):
+    train, test = data.cifar10()
+    assert train.classes == ("a", "b") and train.labels.tolist() == [0, 1] and test.labels.tolist() == [1]
+    assert abs(int(train.images[0, 0, 5, 5]) - 20) < 6 and abs(int(train.images[1, 0, 5, 5]) - 200) < 6
+    (cache,) = (archive.parent / "cache").iterdir()
+    written = cache.stat().st_mtime_ns
+    data.cifar10()
+    assert cache.stat().st_mtime_ns == written
+
+
+def test_a_corrupt_image_is_named(archive: Path):
+    write(archive, {"train/a/bad.jpg": b"no image", "test/a/0.jpg": jpeg(1)})
+    with pytest.raises(UserError, match="train/a/bad.jpg is not a readable image"):
+        data.cifar10()
+
+
+def test_a_truncated_archive_is_named(archive: Path):
+    archive.write_bytes(archive.read_bytes()[:200])
+    with pytest.raises(UserError, match="cifar10_jpeg.tar.xz: cannot be read as a tar archive"):
+        data.cifar10()
+
+
+def test_missing_cifar_names_folder_layout_and_stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("CO2_DATA", str(tmp_path))
+    with pytest.raises(UserError) as caught:
+        data.cifar10()
+    text = str(caught.value)
+    assert str(tmp_path) in text and "split/class/file" in text and "digits_resnet" in text and "\n" not in text
+
+
+def batches(start: int, rank: int = 0, *, augment: bool = True) -> list[torch.Tensor]:
+    train, _ = data.digits()
+    recipe = digits_resnet().__class__(augment=augment, batch_size=64)
+    return [images for images, _ in data.train_batches(train, recipe, rank, 2, start, 25)]
+
+
+def test_batches_do_not_depend_on_where_a_run_resumed():
+    whole, tail = batches(0), batches(20)
+    assert all(torch.equal(a, b) for a, b in zip(whole[20:], tail, strict=True))
+    assert whole[0].shape == (32, 1, 8, 8)
+    assert not torch.equal(whole[0], whole[22]), "the next epoch is shuffled anew"
+    assert not torch.equal(whole[0], batches(0, rank=1)[0])
+    assert not torch.equal(whole[0], batches(0, augment=False)[0])
+
+
+def test_test_batches_cover_the_test_set_once():
+    _, test = data.digits()
+    labels = [y for rank in range(3) for _, y in data.test_batches(test, rank=rank, world_size=3, batch_size=50)]
+    assert torch.equal(torch.cat(labels).bincount(), test.labels.bincount())
+
+
+def test_crops_are_shifted_or_flipped_copies():
+    image = torch.arange(64.0).view(1, 1, 8, 8).expand(64, 1, 8, 8)
+    out = data.crop_and_flip(image, generator(0))
+    assert out.shape == image.shape
+    offsets = {tuple((out[i, 0, 3, 4] - image[i, 0, 3, 4]).view(1).int().tolist()) for i in range(64)}
+    assert len(offsets) > 9, "three rows by three columns, flipped or not"
+    assert set(out.unique().tolist()) <= set(range(64))
+
+
+@pytest.mark.parametrize(
+    ("name", "millions", "size"),
+    [("resnet50", 25.557, 64), ("vit_base_patch16_224", 86.568, 224)],  # as published for ImageNet
+)
+def test_imagenet_models_have_their_published_size(name: str, millions: float, size: int):
+    with torch.device("meta"):
+        model = build_model(name, num_classes=1000)
+        assert model(torch.empty(2, 3, size, size)).shape == (2, 1000)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=5e-4)
+
+
+@pytest.mark.parametrize("name", ["resnet_small", "vit_small"])
+@pytest.mark.parametrize(("channels", "size"), [(1, 8), (3, 32)])
+def test_small_models_train_on_both_sizes(name: str, channels: int, size: int):
+    torch.manual_seed(0)
+    model = build_model(name, num_classes=10, in_chans=channels, image_size=size)
+    images, labels = torch.randn(8, channels, size, size), torch.arange(8)
+    optimizer = torch.optim.Adam(model.parameters(), 2e-3)
+    losses = []
+    for _ in range(20):
+        loss = torch.nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+
+
+def test_an_unknown_model_suggests_near_ones():
+    with pytest.raises(UserError, match="'resnet5O' is unknown to timm; did you mean resnet5"):
+        build_model("resnet5O", num_classes=10)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_runs_dry(name: str, capsys: pytest.CaptureFixture):
+    recipe = RECIPES[name]
+    dry_run(recipe, lambda: make_model(recipe, 10, 3, 32))
+    assert f'"model": "{recipe.model}"' in (text := capsys.readouterr().out)
+    assert float(text.splitlines()[-1].split()[0]) > 0.1
+
+
+@pytest.mark.skipif("not __import__('os').environ.get('CO2_DATA')", reason="CO2_DATA is not set: no CIFAR-10")
+def test_real_cifar_has_its_published_shape():
+    train, test = data.cifar10()
+    assert (len(train), len(test), len(train.classes)) == (50_000, 10_000, 10)
+    assert train.images.shape[1:] == (3, 32, 32)
+    assert np.array_equal(train.labels.bincount(), [5000] * 10)

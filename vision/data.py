@@ -1,0 +1,155 @@
+"""Small image sets held in memory: scikit-learn's digits, which need no download, and CIFAR-10."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from core import UserError
+from core.sharding import epoch_batches, eval_share, generator, steps_per_epoch
+from vision.recipes import VisionRecipe
+
+
+@dataclass(frozen=True)
+class Images:
+    """A labelled image set. images: uint8 [n, c, h, w]; labels: int64 [n]; mean, std: a float a channel, of 0..1."""
+
+    images: Tensor
+    labels: Tensor
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """uint8 [b, c, h, w] -> float32, zero mean and unit variance over the training set."""
+        mean, std = (torch.tensor(v, device=images.device).view(-1, 1, 1) for v in (self.mean, self.std))
+        return (images.float() / 255 - mean) / std
+
+
+def load(name: str) -> tuple[Images, Images]:
+    """(training set, test set) of `digits` or `cifar10`."""
+    return {"digits": digits, "cifar10": cifar10}[name]()
+
+
+def digits() -> tuple[Images, Images]:
+    """scikit-learn's 1,797 digits of 8 x 8 pixels; every fifth is for testing."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    images = torch.from_numpy((data.images * (255 / 16)).round().astype(np.uint8))[:, None]
+    labels = torch.from_numpy(data.target).long()
+    test = torch.arange(len(labels)) % 5 == 0
+    pixels = images[~test].float() / 255
+    shared = dict(classes=tuple("0123456789"), mean=(pixels.mean().item(),), std=(pixels.std().item(),))
+    return Images(images[~test], labels[~test], **shared), Images(images[test], labels[test], **shared)
+
+
+def cifar10() -> tuple[Images, Images]:
+    """CIFAR-10 from CO2_DATA/cifar10_jpeg.tar.xz (JPEGs, split/class/file), decoded once into a cache folder."""
+    data = os.environ.get("CO2_DATA", "")
+    archive = Path(data, "cifar10_jpeg.tar.xz")
+    if not data or not archive.is_file():
+        raise UserError(
+            f"CIFAR-10 not found: looked for cifar10_jpeg.tar.xz (JPEGs in split/class/file) in CO2_DATA={data!r}; "
+            "set CO2_DATA to the folder that holds it, or train digits_resnet, which needs no data"
+        )
+    cache = Path(os.environ.get("CO2_CACHE") or Path.home() / ".cache" / "co2")
+    path = cache / f"cifar10-{archive.stat().st_size}.npz"
+    if not path.exists():
+        _decode(archive, path)
+    arrays = np.load(path)
+    classes = tuple(arrays["classes"].tolist())
+    # the channel statistics in common use for CIFAR-10
+    shared = dict(classes=classes, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
+    train, test = (
+        Images(torch.from_numpy(arrays[f"{s}_x"]), torch.from_numpy(arrays[f"{s}_y"]), **shared)
+        for s in ("train", "test")
+    )
+    return train, test
+
+
+def _decode(archive: Path, path: Path) -> None:
+    """Decodes all JPEGs of the archive into one .npz; renamed into place, so that ranks may race."""
+    from PIL import Image, UnidentifiedImageError
+
+    items: dict[str, list[tuple[str, str, np.ndarray]]] = {"train": [], "test": []}
+    try:
+        with tarfile.open(archive) as tar:
+            for member in tar:
+                if not member.isfile():
+                    continue
+                split, label, _ = member.name.split("/")[-3:]
+                file = tar.extractfile(member)
+                assert file is not None
+                try:
+                    pixels = np.asarray(Image.open(io.BytesIO(file.read())).convert("RGB"))
+                except (UnidentifiedImageError, OSError):
+                    raise UserError(
+                        f"{archive}: {member.name} is not a readable image; fetch the archive again"
+                    ) from None
+                items[split].append((label, member.name, pixels))
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise UserError(f"{archive}: cannot be read as a tar archive ({error}); fetch it again") from None
+    classes = sorted({label for label, _, _ in items["train"]})
+    arrays: dict[str, np.ndarray] = {"classes": np.array(classes)}
+    for split, found in items.items():
+        found.sort(key=lambda item: item[1])
+        arrays[f"{split}_x"] = np.stack([pixels.transpose(2, 0, 1) for _, _, pixels in found])
+        arrays[f"{split}_y"] = np.array([classes.index(label) for label, _, _ in found], dtype=np.int64)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.stem}.{os.getpid()}.npz")
+    np.savez(partial, **arrays)
+    partial.rename(path)
+
+
+def train_batches(
+    data: Images, recipe: VisionRecipe, rank: int, world_size: int, start: int, total: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """This worker's batches from step `start` to `total`: float32 [b, c, h, w] normalised, int64 [b].
+
+    Samples and augmentation depend on (seed, epoch, rank, world_size) and the batch's number in its epoch alone.
+    """
+    steps = steps_per_epoch(len(data), recipe.batch_size)
+    for step in range(start, total):
+        epoch, number = divmod(step, steps)
+        if step == start or number == 0:
+            batches = epoch_batches(
+                len(data), recipe.batch_size, seed=recipe.seed, epoch=epoch, rank=rank, world_size=world_size
+            )
+        index = batches[number]
+        images = data.normalise(data.images[index])
+        if recipe.augment:
+            images = crop_and_flip(images, generator(recipe.seed, epoch, number, rank))
+        yield images, data.labels[index]
+
+
+def crop_and_flip(images: Tensor, rng: torch.Generator) -> Tensor:
+    """A random crop of each image padded by an eighth of its size, and a flip of every second one on average."""
+    n, _, h, w = images.shape
+    pad = h // 8
+    padded = F.pad(images, (pad,) * 4, mode="reflect")
+    dy, dx = torch.randint(0, 2 * pad + 1, (2, n, 1), generator=rng)
+    rows, columns = dy + torch.arange(h), dx + torch.arange(w)
+    flip = torch.rand(n, 1, generator=rng) < 0.5
+    columns = torch.where(flip, columns.flip(1), columns)
+    picked = torch.arange(n)[:, None, None]
+    return padded.permute(0, 2, 3, 1)[picked, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
+
+
+def test_batches(data: Images, *, rank: int, world_size: int, batch_size: int = 256) -> Iterator[tuple[Tensor, Tensor]]:
+    """This worker's share of the test set, in batches."""
+    index = torch.tensor(eval_share(len(data), rank=rank, world_size=world_size))
+    for part in index.split(batch_size):
+        yield data.normalise(data.images[part]), data.labels[part]

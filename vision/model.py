@@ -1,0 +1,42 @@
+"""The classifiers: two small ones for images of 8 to 32 pixels, and every model that timm knows by name."""
+
+from __future__ import annotations
+
+import difflib
+
+import timm
+from timm.models import VisionTransformer
+from timm.models.resnet import BasicBlock, ResNet
+from torch import nn
+
+from core import UserError
+
+SMALL = ("resnet_small", "vit_small")
+
+
+def build_model(name: str, *, num_classes: int, in_chans: int = 3, image_size: int = 32) -> nn.Module:
+    """A classifier [n, in_chans, image_size, image_size] float -> logits [n, num_classes], randomly initialised.
+
+    resnet_small and vit_small are ours, made of timm's classes; any other name is timm's (resnet50,
+    vit_base_patch16_224), which fixes its own image size.
+    """
+    if name == "resnet_small":
+        return _resnet_small(num_classes, in_chans)
+    if name == "vit_small":
+        patch = max(2, image_size // 8)  # 64 tokens at 32 x 32, 16 at 8 x 8
+        return VisionTransformer(
+            image_size, patch, in_chans, num_classes, embed_dim=96, depth=4, num_heads=3, mlp_ratio=2.0
+        )
+    if not timm.is_model(name):
+        near = difflib.get_close_matches(name, [*SMALL, *timm.list_models()], n=3)
+        raise UserError(f"model {name!r} is unknown to timm; did you mean {', '.join(near) or 'one of ' + str(SMALL)}?")
+    return timm.create_model(name, pretrained=False, num_classes=num_classes, in_chans=in_chans)
+
+
+def _resnet_small(num_classes: int, in_chans: int) -> nn.Module:
+    """ResNet-10 with 16 to 128 channels; its stem keeps the resolution, as is usual for small images."""
+    channels = (16, 32, 64, 128)
+    model = ResNet(BasicBlock, layers=(1,) * 4, channels=channels, num_classes=num_classes, in_chans=in_chans)
+    model.conv1 = nn.Conv2d(in_chans, 64, 3, padding=1, bias=False)
+    model.maxpool = nn.Identity()
+    return model
