@@ -1,0 +1,188 @@
+"""The asynchronous mean, and the helper that runs a function on several processes."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from core.collectives import AsyncMean, ring_bytes
+from core.testing import run_distributed
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def wait_for(path: Path, seconds: float = 30.0) -> None:
+    """A gate between processes: returns once another one has made the file."""
+    until = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < until, f"nobody made {path.name}"
+        time.sleep(0.01)
+
+
+def mixed_dtypes(rank: int, world_size: int) -> dict[str, object]:
+    tensors = [torch.zeros(s, dtype=d) for d in DTYPES for s in [(3,), (), (0, 2), (2, 5)]]
+    mean = AsyncMean(tensors, tail=2)
+    for bucket, members in zip(mean.buckets, mean.members, strict=True):
+        for i, (view, member) in enumerate(zip(bucket.views, members, strict=True)):
+            assert view.shape == member.shape
+            view.fill_((rank + 1) * 10.0**i)
+    mean.launch([float(rank), 7.0])
+    tail = mean.wait()
+    flats = [b.flat[: b.numel].tolist() for b in mean.buckets]
+    kinds = [(b.dtype, b.flat.dtype) for b in mean.buckets]
+    assert all(not t.any() for t in tensors), "the templates were written to"
+    mean.close()
+    return {"tail": tail.tolist(), "flats": flats, "kinds": kinds}
+
+
+def test_mean_of_every_dtype_and_shape():
+    results = run_distributed(mixed_dtypes, 3)
+    assert results[0] == results[1] == results[2]
+    # worker r writes (r + 1) 10^i into tensor i of a bucket; the mean over 3 workers is 2 x 10^i
+    expected = [2.0] * 3 + [20.0] + [2000.0] * 10
+    assert results[0]["flats"] == [expected] * len(DTYPES)
+    assert results[0]["tail"] == [1.0, 7.0]
+    sums = (torch.float64, torch.float32, torch.float32, torch.float32)
+    assert results[0]["kinds"] == list(zip(DTYPES, sums, strict=True))
+
+
+def slow_peer(rank: int, world_size: int, folder: str) -> dict[str, float]:
+    gate = Path(folder, "gate")
+    mean = AsyncMean([torch.zeros(1000)])
+    mean.buckets[0].flat.fill_(rank)
+    if rank == 1:
+        wait_for(gate)
+        mean.launch()
+        mean.wait()
+        return {}
+    mean.launch()  # returns although rank 1 waits for the gate that only this rank opens
+    time.sleep(0.2)
+    before = mean.done()
+    gate.touch()
+    until = time.monotonic() + 30
+    while not mean.done():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    start = time.perf_counter()
+    mean.wait()
+    return {"before": before, "value": mean.buckets[0].flat.mean().item(), "wait": time.perf_counter() - start}
+
+
+def test_launch_returns_before_the_peer_joins(tmp_path: Path):
+    result = run_distributed(slow_peer, 2, str(tmp_path))[0]
+    assert result["before"] is False
+    assert result["value"] == 0.5
+
+
+def other_collectives_pass(rank: int, world_size: int, folder: str) -> float:
+    gate = Path(folder, "gate")
+    mean = AsyncMean([torch.zeros(10)])
+    if rank == 0:
+        mean.launch()
+    other = torch.tensor(1.0)
+    dist.all_reduce(other)  # in the model's own group, while the mean is still incomplete
+    if rank == 1:
+        assert gate.exists() is False
+        gate.touch()
+        mean.launch()
+    mean.wait()
+    return other.item()
+
+
+def test_the_mean_has_a_group_of_its_own(tmp_path: Path):
+    """A collective of the model's overtakes it: in one shared group the two would be mixed up."""
+    assert run_distributed(other_collectives_pass, 2, str(tmp_path)) == [2.0, 2.0]
+
+
+def in_subgroup(rank: int, world_size: int) -> tuple[float, int] | None:
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return None
+    mean = AsyncMean([torch.zeros(4)], group=group)
+    mean.buckets[0].flat.fill_(float(rank))
+    mean.launch()
+    mean.wait()
+    return mean.buckets[0].flat.mean().item(), mean.world_size
+
+
+def test_mean_over_some_of_the_ranks():
+    assert run_distributed(in_subgroup, 3) == [(1.0, 2), None, (1.0, 2)]
+
+
+def test_misuse_is_caught_without_a_process_group():
+    mean = AsyncMean([torch.zeros(2)], tail=1)
+    with pytest.raises(AssertionError, match="nothing was launched"):
+        mean.wait()
+    with pytest.raises(AssertionError, match="0 tail scalars, built for 1"):
+        mean.launch()
+    mean.buckets[0].flat[:2] = torch.tensor([1.0, 2.0])
+    mean.launch([5.0])
+    with pytest.raises(AssertionError, match="in flight"):
+        mean.launch([5.0])
+    with pytest.raises(AssertionError, match="in flight"):
+        mean.close()
+    assert mean.done()
+    assert mean.wait().tolist() == [5.0]
+    assert mean.buckets[0].flat[:2].tolist() == [1.0, 2.0]
+    assert mean.bytes_sent == 0
+
+
+def test_bytes_of_a_ring():
+    assert [ring_bytes(1200, n) for n in (1, 2, 3, 4)] == [0, 1200, 1600, 1800]
+
+
+# -- run_distributed ------------------------------------------------------------------------------------------
+
+
+def square_of_rank(rank: int, world_size: int, offset: int) -> tuple[int, int]:
+    assert dist.get_rank() == rank and dist.get_world_size() == world_size
+    time.sleep(0.1 * (world_size - rank))  # the last rank ends first
+    return world_size, rank**2 + offset
+
+
+def test_results_come_in_rank_order():
+    assert run_distributed(square_of_rank, 3, 10) == [(3, 10), (3, 11), (3, 14)]
+
+
+def fail_on_rank_1(rank: int, world_size: int) -> None:
+    if rank == 1:
+        time.sleep(0.3)  # by now the others wait for it
+        raise KeyError("deliberate")
+    dist.barrier()
+
+
+def test_the_first_error_is_raised_with_its_traceback():
+    """Rank 0 fails too, because its peer is gone; that error would hide the cause."""
+    with pytest.raises(RuntimeError) as caught:
+        run_distributed(fail_on_rank_1, 2)
+    text = str(caught.value)
+    assert text.startswith("rank 1:")
+    assert "Traceback" in text and "fail_on_rank_1" in text and "KeyError: 'deliberate'" in text
+
+
+def hang_on_rank_1(rank: int, world_size: int) -> None:
+    if rank == 1:
+        time.sleep(60)
+
+
+def test_a_hung_rank_is_named_and_killed():
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"^rank 1 still running after 3 s$"):
+        run_distributed(hang_on_rank_1, 2, timeout=3)
+    assert time.monotonic() - start < 30
+
+
+def die_on_rank_1(rank: int, world_size: int) -> str:
+    if rank == 1:
+        import os
+
+        os._exit(0)
+    return "alive"
+
+
+def test_a_rank_that_vanishes_is_no_success():
+    with pytest.raises(RuntimeError, match="rank 1"):
+        run_distributed(die_on_rank_1, 2, timeout=5)
+    assert run_distributed(die_on_rank_1, 2, expect_death=(1,)) == ["alive", None]

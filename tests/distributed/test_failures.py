@@ -1,0 +1,123 @@
+"""A worker that dies or stalls: the others fail in time, name it, and never hang; nothing is computed from ruins."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from core import CO2Config, CollectiveError, make_method
+from core.collectives import AsyncMean
+from core.testing import run_distributed
+from tests import problems
+from tests.problems import flat, sgd_step
+
+TIMEOUT = 4.0
+PATIENCE = 25.0  # seconds on a busy machine beyond the timeout
+
+
+def die(how: str) -> None:
+    if how == "sigkill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "exception":
+        raise KeyError("deliberate")
+    time.sleep(TIMEOUT + 6)  # longer than its peers wait, and than they look who is silent
+
+
+def bad_worker(rank: int, world_size: int, name: str, how: str, who: int, folder: str) -> dict[str, Any] | None:
+    """Worker `who` dies or stalls before its tenth step; the survivors write what they saw to the folder."""
+    params = problems.odd_parameters()
+    _, method = make_method(name, nn.ParameterList(params), co2=CO2Config(tau=2), timeout=TIMEOUT)
+    for step in range(40):
+        if rank == who and step == 9:
+            die(how)
+        sgd_step(params, rank, step)
+        before, outer = flat(params), [f.clone() for fs in method._flats.values() for f in fs]
+        start = time.perf_counter()
+        try:
+            method.step()
+        except CollectiveError as error:
+            seen = {"message": str(error), "seconds": time.perf_counter() - start, "step": step}
+            now = [f for fs in method._flats.values() for f in fs]
+            seen["kept"] = torch.equal(before, flat(params)) and all(
+                torch.equal(a, b) for a, b in zip(outer, now, strict=True)
+            )
+            seen["again"] = again(method)
+            torch.save(seen, f"{folder}/{rank}.pt")
+            return seen
+    return None
+
+
+def again(method: Any) -> list[tuple[str, float]]:
+    """What further calls do after a failure: the message of each, and the seconds that it took."""
+    messages = []
+    for call in (method.step, method.step, method.finish):
+        start = time.perf_counter()
+        with pytest.raises(CollectiveError) as caught:
+            call()
+        messages.append((str(caught.value), time.perf_counter() - start))
+    return messages
+
+
+def check(seen: dict[str, Any], rank: int, who: int) -> None:
+    message = seen["message"]
+    assert f"rank {rank}: the all-reduce of round" in message
+    assert f"no answer from rank {who} (" in message
+    assert "\n" not in message
+    assert seen["seconds"] < TIMEOUT + PATIENCE
+    assert 9 <= seen["step"] <= 13, "the failure must show at a boundary soon after"
+    assert seen["kept"], "a failed round must leave parameters and outer state as they were"
+    assert all(text == message and seconds < 2 for text, seconds in seen["again"])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "who", "name"),
+    [(2, 1, "co2"), (4, 0, "co2"), (4, 2, "co2"), (3, 1, "slowmo"), (3, 2, "overlap_local")],
+)
+def test_the_others_name_a_killed_worker(world_size: int, who: int, name: str, tmp_path: Path):
+    results = run_distributed(bad_worker, world_size, name, "sigkill", who, str(tmp_path), expect_death=(who,))
+    for rank in set(range(world_size)) - {who}:
+        check(results[rank], rank, who)
+
+
+def test_the_others_name_a_worker_that_raised(tmp_path: Path):
+    """The error that is shown is the worker's own, not what its death did to the others."""
+    with pytest.raises(RuntimeError, match="(?s)^rank 1:.*KeyError: 'deliberate'"):
+        run_distributed(bad_worker, 3, "co2", "exception", 1, str(tmp_path))
+    for rank in (0, 2):
+        check(torch.load(tmp_path / f"{rank}.pt"), rank, 1)
+
+
+@pytest.mark.parametrize(("world_size", "who"), [(2, 0), (4, 2)])
+def test_the_others_name_a_stalled_worker(world_size: int, who: int, tmp_path: Path):
+    results = run_distributed(
+        bad_worker, world_size, "co2", "stall", who, str(tmp_path), timeout=90, expect_death=tuple(range(world_size))
+    )
+    for rank in set(range(world_size)) - {who}:
+        check(results[rank], rank, who)
+        assert results[rank]["seconds"] >= TIMEOUT / 2, "it must have been waited for"
+    assert results[who] is not None, "the stalled worker itself must find out when it wakes"
+
+
+def absent_peer(rank: int, world_size: int) -> str:
+    """Rank 1 never launches; rank 0's partial sums must not come out of wait()."""
+    mean = AsyncMean([torch.zeros(3)], timeout=2.0)
+    if rank == 1:
+        time.sleep(8)
+        return ""
+    mean.launch()
+    with pytest.raises(CollectiveError) as caught:
+        mean.wait()
+    with pytest.raises(CollectiveError, match="rank 0"):
+        mean.launch()
+    assert not mean.in_flight
+    return str(caught.value)
+
+
+def test_a_mean_without_its_peer_raises_after_the_timeout():
+    message = run_distributed(absent_peer, 2, expect_death=(0, 1))[0]
+    assert "rank 0" in message and "round 0" in message and "no answer from rank 1" in message and "2 s" in message

@@ -1,0 +1,130 @@
+"""Saving at a boundary, all-reduce in flight, and going on in new objects: bit for bit as without the break."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from core import CO2, CO2Config, LocalSGD, SlowMo, UserError, make_method
+from core.testing import run_distributed
+from tests import problems
+from tests.problems import flat
+
+SAVE_AT, STEPS = 6, 13
+RUNS = [("co2", gap) for gap in ("elementwise", "norm", "inner", "none")]
+RUNS += [(name, "elementwise") for name in ("local", "slowmo", "overlap_local")]
+
+
+class Net(nn.Module):
+    """With BatchNorm, so that buffers are in flight too."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def build(name: str, seed: int, gap: Any) -> tuple[Net, torch.optim.Optimizer, Any]:
+    model = Net(seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    config = CO2Config(tau=3, outer_lr=0.4, outer_momentum=0.5, gap=gap, clip=0.1)
+    _, method = make_method(name, model, co2=config, lr=lambda: optimizer.param_groups[0]["lr"])
+    return model, optimizer, method
+
+
+def go(model: Net, optimizer: torch.optim.Optimizer, method: Any, rank: int, steps: range) -> None:
+    for step in steps:
+        optimizer.param_groups[0]["lr"] = 0.2 / (1 + step)
+        problems.loss(model, problems.batch(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        method.step()
+
+
+def everything(model: Net) -> Tensor:
+    return flat([*model.parameters(), *model.buffers()])
+
+
+def interrupted(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:
+    return [interrupt(rank, name, gap, folder) for name, gap in RUNS]
+
+
+def interrupt(rank: int, name: str, gap: str, folder: str) -> dict[str, Any]:
+    model, optimizer, method = build(name, 0, gap)
+    go(model, optimizer, method, rank, range(SAVE_AT))
+    in_flight = method.mean.in_flight
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "method": method.state_dict()}
+    torch.save(state, f"{folder}/{rank}.pt")
+    go(model, optimizer, method, rank, range(SAVE_AT, STEPS))
+    method.finish()
+
+    resumed = build(name, 1, gap)  # starts from other values
+    state = torch.load(f"{folder}/{rank}.pt", weights_only=True)
+    for part, saved in zip(resumed, state.values(), strict=True):
+        part.load_state_dict(saved)
+    go(*resumed, rank, range(SAVE_AT, STEPS))
+    resumed[2].finish()
+    rounds = (method.rounds, resumed[2].rounds)
+    return {"in_flight": in_flight, "a": everything(model), "b": everything(resumed[0]), "rounds": rounds}
+
+
+def test_a_resumed_run_is_bit_identical(tmp_path: Path):
+    for results in run_distributed(interrupted, 2, str(tmp_path)):
+        for (name, gap), result in zip(RUNS, results, strict=True):
+            assert result["in_flight"] is (name in ("co2", "overlap_local"))
+            assert torch.equal(result["a"], result["b"]), f"{name}, gap {gap}"
+            assert result["rounds"][0] == result["rounds"][1]
+
+
+def params(*sizes: int) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(n)) for n in sizes]
+
+
+def saved_by(method: Any) -> dict[str, Any]:
+    for _ in range(3):
+        method.step()
+    return method.state_dict()
+
+
+CO2_2 = CO2Config(tau=2)
+MISFITS = {
+    "other sizes": (lambda: CO2(params(3, 4), CO2_2), lambda: CO2(params(3, 5), CO2_2)),
+    "fewer dtypes": (
+        lambda: CO2(params(3), CO2_2),
+        lambda: CO2([*params(3), nn.Parameter(torch.zeros(1).double())], CO2_2),
+    ),
+    "of slowmo": (lambda: SlowMo(params(3), 2), lambda: CO2(params(3), CO2_2)),
+    "of local": (lambda: LocalSGD(params(3), 2), lambda: SlowMo(params(3), 2)),
+    "without buffers": (lambda: CO2(params(3), CO2_2), lambda: CO2(params(3), CO2_2, buffers=[torch.zeros(2)])),
+    "with buffers": (lambda: CO2(params(3), CO2_2, buffers=[torch.zeros(2)]), lambda: CO2(params(3), CO2_2)),
+}
+
+
+@pytest.mark.parametrize("which", MISFITS)
+def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(which: str):
+    writer, reader = (build() for build in MISFITS[which])
+    state = saved_by(writer)
+    before = {k: [f.clone() for f in v] for k, v in reader.state_dict()["flats"].items()}
+    with pytest.raises(UserError) as caught:
+        reader.load_state_dict(state)
+    assert "checkpoint" in str(caught.value) and "resume with" in str(caught.value) and "\n" not in str(caught.value)
+    for name, flats in reader.state_dict()["flats"].items():
+        assert all(torch.equal(a, b) for a, b in zip(flats, before[name], strict=True))
+
+
+def test_state_dict_is_a_copy():
+    p = params(3)
+    co2 = CO2(p, CO2_2)
+    state = saved_by(co2)
+    kept = [f.clone() for fs in state["flats"].values() for f in fs] + [f.clone() for f in state["in_flight"]]
+    for _ in range(4):
+        with torch.no_grad():
+            p[0].add_(1.0)
+        co2.step()
+    now = [f for fs in state["flats"].values() for f in fs] + list(state["in_flight"])
+    assert all(torch.equal(a, b) for a, b in zip(now, kept, strict=True))

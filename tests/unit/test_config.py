@@ -1,0 +1,134 @@
+"""A bad setting gives one line that names the value and the remedy."""
+
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, fields
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from core import CO2, CO2Config, LocalSGD, UserError, make_method
+from core.baselines import METHODS, OverlapLocalConfig, SlowMoConfig
+from core.collectives import ThrottledLink
+
+
+def message(build: Callable[[], Any]) -> str:
+    """The UserError's text, which must be one line."""
+    with pytest.raises(UserError) as caught:
+        build()
+    text = str(caught.value)
+    assert text and "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("settings", "named", "remedy"),
+    [
+        ({"tau": 0}, "tau=0", "1 or more"),
+        ({"tau": -3}, "tau=-3", "1 or more"),
+        ({"tau": 2.5}, "tau=2.5", "whole number"),
+        ({"tau": True}, "tau=True", "whole number"),
+        ({"tau": "48"}, "tau='48'", "whole number"),
+        ({"outer_lr": 0.0}, "outer_lr=0.0", "above 0"),
+        ({"outer_lr": -1.0}, "outer_lr=-1.0", "above 0"),
+        ({"outer_lr": float("inf")}, "outer_lr=inf", "finite"),
+        ({"outer_lr": float("nan")}, "outer_lr=nan", "finite"),
+        ({"outer_momentum": 1.0}, "outer_momentum=1.0", "[0, 1)"),
+        ({"outer_momentum": -0.1}, "outer_momentum=-0.1", "[0, 1)"),
+        ({"outer_momentum": float("nan")}, "outer_momentum=nan", "[0, 1)"),
+        ({"gap": "element"}, "gap='element'", "elementwise, norm, inner, none"),
+        ({"clip": 0.0}, "clip=0.0", "None for no clipping"),
+        ({"clip": -1.0}, "clip=-1.0", "None for no clipping"),
+        ({"clip": float("nan")}, "clip=nan", "None for no clipping"),
+        ({"clip_by": "value"}, "clip_by='value'", "element or norm"),
+        ({"delay": 2, "gap": "none"}, "delay=2", "1 (CO2) or 0"),
+        ({"delay": 0}, "gap='elementwise'", "set gap none"),
+    ],
+    ids=str,
+)
+def test_bad_co2_setting(settings: dict[str, Any], named: str, remedy: str):
+    text = message(lambda: CO2Config(**settings))
+    assert named in text and remedy in text
+
+
+@pytest.mark.parametrize(
+    ("build", "named", "remedy"),
+    [
+        (lambda: SlowMoConfig(outer_lr=0.0), "outer_lr=0.0", "above 0"),
+        (lambda: SlowMoConfig(outer_momentum=1.0), "outer_momentum=1.0", "[0, 1)"),
+        (lambda: SlowMoConfig(outer_momentum=-0.5), "outer_momentum=-0.5", "[0, 1)"),
+        (lambda: OverlapLocalConfig(pull=0.0), "pull=0.0", "(0, 1]"),
+        (lambda: OverlapLocalConfig(pull=1.5), "pull=1.5", "(0, 1]"),
+        (lambda: OverlapLocalConfig(anchor_momentum=1.0), "anchor_momentum=1.0", "[0, 1)"),
+        (lambda: ThrottledLink(0), "link rate 0", "above 0"),
+        (lambda: ThrottledLink(float("nan")), "link rate nan", "above 0"),
+        (lambda: make_method("sgd", nn.Linear(1, 1)), "'sgd'", "co2, ddp, local, overlap_local, slowmo"),
+        (lambda: CO2([]), "no parameter", "nothing to train"),
+        (lambda: CO2([nn.Parameter(torch.zeros(1), requires_grad=False)]), "no parameter", "nothing to train"),
+        (lambda: CO2([torch.zeros(1, requires_grad=True), torch.zeros(1, dtype=torch.int64)]), "int64", "floating"),
+        (lambda: CO2([torch.zeros(1, dtype=torch.complex64, requires_grad=True)]), "complex64", "floating"),
+        (lambda: LocalSGD([torch.zeros(1, requires_grad=True)], tau=0), "tau=0", "1 or more"),
+    ],
+)
+def test_other_bad_settings(build: Callable[[], Any], named: str, remedy: str):
+    text = message(build)
+    assert named in text and remedy in text
+
+
+@pytest.mark.parametrize(("beta", "alpha"), [(0.5, 1.0), (0.5, 0.5), (0.0, 1.0), (0.9, 0.2)])
+def test_unstable_settings_explain_the_condition(beta: float, alpha: float):
+    text = message(lambda: CO2Config(outer_momentum=beta, outer_lr=alpha, gap="none"))
+    for part in (f"outer_momentum={beta}", f"outer_lr={alpha}", "beta + alpha rho / Lambda < 1", "gap='elementwise'"):
+        assert part in text
+    assert "allow_unstable=True" in text
+    assert CO2Config(outer_momentum=beta, outer_lr=alpha, gap="none", allow_unstable=True).gap == "none"
+    assert CO2Config(outer_momentum=beta, outer_lr=alpha).gap == "elementwise"
+
+
+def test_settings_below_the_boundary_need_no_penalty():
+    assert CO2Config(outer_momentum=0.5, outer_lr=0.49, gap="none").clip == 1.0
+
+
+def test_without_delay_the_same_sum_is_accepted():
+    assert CO2Config(outer_momentum=0.5, outer_lr=1.0, gap="none", delay=0).delay == 0
+
+
+def test_defaults_are_those_of_the_released_example():
+    c = CO2Config()
+    assert (c.tau, c.outer_lr, c.outer_momentum, c.clip, c.gap) == (48, 1.0, 0.5, 1.0, "elementwise")
+
+
+def test_config_is_frozen_and_refuses_unknown_keys():
+    with pytest.raises(FrozenInstanceError):
+        CO2Config().tau = 3  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(TypeError, match="taus"):
+        CO2Config(taus=3)  # pyright: ignore[reportCallIssue]
+    assert {f.name for f in fields(CO2Config)} >= {"tau", "outer_lr", "outer_momentum", "gap", "clip"}
+
+
+def test_user_error_is_a_value_error():
+    assert issubclass(UserError, ValueError)
+
+
+def test_thawing_a_frozen_parameter_is_refused_at_the_boundary():
+    trained, frozen = (nn.Parameter(torch.zeros(1), requires_grad=r) for r in (True, False))
+    co2 = CO2([trained, frozen], CO2Config(tau=1))
+    co2.step()
+    frozen.requires_grad_(True)
+    assert "requires a gradient" in message(co2.step)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_runs_with_one_worker_and_no_process_group(name: str):
+    model = nn.Linear(2, 1)
+    wrapped, method = make_method(name, model, co2=CO2Config(tau=2))
+    closed = []
+    for _ in range(4):
+        with torch.no_grad():
+            for p in wrapped.parameters():
+                p.sub_(0.1)
+        closed.append(method.step())
+    method.finish()
+    assert closed == ([True] * 4 if name == "ddp" else [False, True] * 2)
+    assert torch.isfinite(model.weight).all()

@@ -1,0 +1,87 @@
+"""The outer step's formulas on numbers worked out by hand."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from core import outer
+
+
+def vector(*values: float, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def test_norm_runs_over_all_tensors():
+    tensors = [vector(3.0), torch.tensor([[0.0, 4.0], [12.0, 0.0]], dtype=torch.float64)]
+    assert outer.norm(tensors).item() == pytest.approx(13.0, rel=1e-15)
+
+
+def test_norm_accumulates_in_the_widest_dtype():
+    """In float32, 1 + 1e-10 would be 1."""
+    total = outer.norm([vector(1.0, dtype=torch.float32), vector(1e-5)])
+    assert total.dtype == torch.float64
+    assert total.item() == pytest.approx((1 + 1e-10) ** 0.5, rel=1e-15)
+
+
+def test_rms_counts_every_element_and_survives_none():
+    assert outer.rms([vector(3.0, 4.0), vector(0.0, 0.0)]).item() == 2.5
+    assert outer.rms([vector()]).item() == 0.0
+
+
+def test_gap_elementwise():
+    gap = outer.gap_elementwise(vector(0.0, -1.0, 3.0), torch.tensor(2.0, dtype=torch.float64))
+    torch.testing.assert_close(gap, vector(1.0, 1.5, 2.5))
+
+
+def test_gap_scalar():
+    assert outer.gap_scalar(vector(6.0)[0], vector(3.0)[0]).item() == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("gap", [outer.gap_elementwise, outer.gap_scalar])
+def test_gap_is_finite_when_the_pseudo_gradient_is_zero(gap):
+    assert gap(vector(0.0)[0], vector(0.0)[0]).item() == 1.0
+    assert torch.isfinite(gap(vector(1.0)[0], vector(0.0)[0]))
+
+
+def test_gap_scales_only_the_new_term_of_the_momentum():
+    m, delta = vector(10.0, 10.0), vector(4.0, 4.0)
+    torch.testing.assert_close(outer.momentum(m, delta, 0.5), vector(9.0, 9.0))
+    torch.testing.assert_close(outer.momentum(m, delta, 0.5, vector(1.0, 2.0)), vector(9.0, 7.0))
+    torch.testing.assert_close(outer.momentum(m, delta, 0.5, vector(4.0)[0]), vector(6.0, 6.0))
+
+
+def test_clip_by_element():
+    torch.testing.assert_close(outer.clip_elements(vector(-3.0, -0.5, 2.0), 1.0), vector(-1.0, -0.5, 1.0))
+
+
+def test_clip_by_norm_never_enlarges():
+    assert outer.clip_norm_factor(vector(5.0)[0], 2.0).item() == pytest.approx(0.4)
+    assert outer.clip_norm_factor(vector(1.0)[0], 2.0).item() == 1.0
+    assert outer.clip_norm_factor(vector(0.0)[0], 2.0).item() == 1.0
+
+
+def test_outer_step():
+    torch.testing.assert_close(outer.outer_step(vector(1.0, 2.0), vector(4.0, -4.0), 0.5), vector(-1.0, 4.0))
+
+
+def test_nothing_changes_its_arguments():
+    x = vector(1.0, -2.0, 3.0)
+    kept = x.clone()
+    for call in (
+        lambda: outer.gap_elementwise(x, x[0]),
+        lambda: outer.momentum(x, x, 0.5, x.abs()),
+        lambda: outer.clip_elements(x, 1.0),
+        lambda: outer.outer_step(x, x, 0.5),
+    ):
+        assert call().data_ptr() != x.data_ptr()
+        assert torch.equal(x, kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_dtype_is_kept_when_the_scale_is_wider(dtype: torch.dtype):
+    """c_t comes from all dtypes of a model, as float64 if one of them is."""
+    x, scale = vector(1.0, -2.0, dtype=dtype), torch.tensor(0.5, dtype=torch.float64)
+    gap = outer.gap_elementwise(x, scale)
+    assert gap.dtype == dtype
+    assert outer.momentum(x, x, 0.5, gap).dtype == dtype
+    assert outer.momentum(x, x, 0.5, outer.gap_scalar(scale, scale)).dtype == dtype
