@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -36,17 +38,35 @@ def epoch_batches(n: int, batch_size: int, *, seed: int, epoch: int, rank: int, 
     return batches[:, rank]
 
 
+def worker_batches(
+    n: int, batch_size: int, *, seed: int, rank: int, world_size: int, start: int, total: int
+) -> Iterator[tuple[int, int, Tensor]]:
+    """This worker's batches from optimiser step `start` to `total`, across epochs: (epoch, number in it, indices)."""
+    steps = steps_per_epoch(n, batch_size)
+    batches = torch.empty(0)
+    for step in range(start, total):
+        epoch, number = divmod(step, steps)
+        if step == start or number == 0:
+            batches = epoch_batches(n, batch_size, seed=seed, epoch=epoch, rank=rank, world_size=world_size)
+        yield epoch, number, batches[number]
+
+
 def eval_share(n: int, *, rank: int, world_size: int) -> range:
     """The samples that this worker evaluates: every one belongs to exactly one worker."""
     return range(rank, n, world_size)
 
 
-def generator(*key: int) -> torch.Generator:
-    """A random generator that depends on all numbers of `key`, such as (seed, epoch, step, rank)."""
+def mix(*key: int) -> int:
+    """A 63-bit number that depends on all numbers of `key`, such as (seed, epoch, step, rank)."""
     seed = 0
-    for number in key:  # splitmix64, so that neighbouring keys give unrelated streams
+    for number in key:  # splitmix64, so that neighbouring keys give unrelated numbers
         seed = (seed + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
         seed = ((seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
         seed = ((seed ^ (seed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
         seed ^= seed >> 31
-    return torch.Generator().manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
+    return seed & 0x7FFFFFFFFFFFFFFF
+
+
+def generator(*key: int) -> torch.Generator:
+    """A random generator seeded by `mix(*key)`."""
+    return torch.Generator().manual_seed(mix(*key))

@@ -1,4 +1,4 @@
-"""Small image sets held in memory: scikit-learn's digits, which need no download, and CIFAR-10."""
+"""The data sets: scikit-learn's digits, which need no download, and CIFAR-10, both in memory; ImageNet from folders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core import UserError
-from core.sharding import epoch_batches, eval_share, generator, steps_per_epoch
+from core.sharding import eval_share, generator, worker_batches
+from vision.imagenet import ImageNet, imagenet
 from vision.recipes import VisionRecipe
 
 
@@ -37,10 +38,45 @@ class Images:
         mean, std = (torch.tensor(v, device=images.device).view(-1, 1, 1) for v in (self.mean, self.std))
         return (images.float() / 255 - mean) / std
 
+    def train_batches(
+        self, recipe: VisionRecipe, rank: int, world_size: int, start: int, total: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """This worker's batches from step `start` to `total`: float32 [b, c, h, w] normalised, int64 [b].
 
-def load(name: str) -> tuple[Images, Images]:
-    """(training set, test set) of `digits` or `cifar10`."""
-    return {"digits": digits, "cifar10": cifar10}[name]()
+        Samples and augmentation depend on (seed, epoch, rank, world_size) and the batch's number in its epoch alone.
+        """
+        for epoch, number, index in worker_batches(
+            len(self), recipe.batch_size, seed=recipe.seed, rank=rank, world_size=world_size, start=start, total=total
+        ):
+            images = self.normalise(self.images[index])
+            if recipe.augment:
+                images = crop_and_flip(images, generator(recipe.seed, epoch, number, rank))
+            yield images, self.labels[index]
+
+    def test_batches(
+        self, recipe: VisionRecipe, rank: int, world_size: int, batch_size: int = 256
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """This worker's share of the set, in batches, without augmentation."""
+        index = torch.tensor(eval_share(len(self), rank=rank, world_size=world_size))
+        for part in index.split(batch_size):
+            yield self.normalise(self.images[part]), self.labels[part]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model must know of a data set."""
+
+    num_classes: int
+    in_chans: int
+    image_size: int
+
+
+SHAPES = {"digits": Shape(10, 1, 8), "cifar10": Shape(10, 3, 32), "imagenet": Shape(1000, 3, 224)}
+
+
+def load(name: str) -> tuple[Images, Images] | tuple[ImageNet, ImageNet]:
+    """(training set, test set) of a name in SHAPES."""
+    return {"digits": digits, "cifar10": cifar10, "imagenet": imagenet}[name]()
 
 
 def digits() -> tuple[Images, Images]:
@@ -63,7 +99,7 @@ def cifar10() -> tuple[Images, Images]:
     if not data or not archive.is_file():
         raise UserError(
             f"CIFAR-10 not found: looked for cifar10_jpeg.tar.xz (JPEGs in split/class/file) in CO2_DATA={data!r}; "
-            "set CO2_DATA to the folder that holds it, or train digits_resnet, which needs no data"
+            "set CO2_DATA to the folder that holds it, or train digits_small, which needs no data"
         )
     cache = Path(os.environ.get("CO2_CACHE") or Path.home() / ".cache" / "co2")
     path = cache / f"cifar10-{archive.stat().st_size}.npz"
@@ -114,27 +150,6 @@ def _decode(archive: Path, path: Path) -> None:
     partial.rename(path)
 
 
-def train_batches(
-    data: Images, recipe: VisionRecipe, rank: int, world_size: int, start: int, total: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """This worker's batches from step `start` to `total`: float32 [b, c, h, w] normalised, int64 [b].
-
-    Samples and augmentation depend on (seed, epoch, rank, world_size) and the batch's number in its epoch alone.
-    """
-    steps = steps_per_epoch(len(data), recipe.batch_size)
-    for step in range(start, total):
-        epoch, number = divmod(step, steps)
-        if step == start or number == 0:
-            batches = epoch_batches(
-                len(data), recipe.batch_size, seed=recipe.seed, epoch=epoch, rank=rank, world_size=world_size
-            )
-        index = batches[number]
-        images = data.normalise(data.images[index])
-        if recipe.augment:
-            images = crop_and_flip(images, generator(recipe.seed, epoch, number, rank))
-        yield images, data.labels[index]
-
-
 def crop_and_flip(images: Tensor, rng: torch.Generator) -> Tensor:
     """A random crop of each image padded by an eighth of its size, and a flip of every second one on average."""
     n, _, h, w = images.shape
@@ -146,10 +161,3 @@ def crop_and_flip(images: Tensor, rng: torch.Generator) -> Tensor:
     columns = torch.where(flip, columns.flip(1), columns)
     picked = torch.arange(n)[:, None, None]
     return padded.permute(0, 2, 3, 1)[picked, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
-
-
-def test_batches(data: Images, *, rank: int, world_size: int, batch_size: int = 256) -> Iterator[tuple[Tensor, Tensor]]:
-    """This worker's share of the test set, in batches."""
-    index = torch.tensor(eval_share(len(data), rank=rank, world_size=world_size))
-    for part in index.split(batch_size):
-        yield data.normalise(data.images[part]), data.labels[part]

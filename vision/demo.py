@@ -66,7 +66,7 @@ def main() -> int:
 def train(demo: Demo, method: str, folder: Path) -> int:
     """One training run under torchrun; returns its exit status."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={demo.workers}"]
-    recipe = ["-m", "vision.train", "digits_resnet", "--method", method, "--device", "cpu"]
+    recipe = ["-m", "vision.train", "digits_small", "--method", method, "--device", "cpu"]
     settings = {
         "epochs": demo.epochs,
         "eval_every": demo.epochs,

@@ -14,7 +14,9 @@ from core import UserError
 SMALL = ("resnet_small", "vit_small")
 
 
-def build_model(name: str, *, num_classes: int, in_chans: int = 3, image_size: int = 32) -> nn.Module:
+def build_model(
+    name: str, *, num_classes: int, in_chans: int = 3, image_size: int = 32, drop_path: float = 0.0
+) -> nn.Module:
     """A classifier [n, in_chans, image_size, image_size] float -> logits [n, num_classes], randomly initialised.
 
     resnet_small and vit_small are ours, made of timm's classes; any other name is timm's (resnet50,
@@ -30,7 +32,9 @@ def build_model(name: str, *, num_classes: int, in_chans: int = 3, image_size: i
     if not timm.is_model(name):
         near = difflib.get_close_matches(name, [*SMALL, *timm.list_models()], n=3)
         raise UserError(f"model {name!r} is unknown to timm; did you mean {', '.join(near) or 'one of ' + str(SMALL)}?")
-    return timm.create_model(name, pretrained=False, num_classes=num_classes, in_chans=in_chans)
+    return timm.create_model(
+        name, pretrained=False, num_classes=num_classes, in_chans=in_chans, drop_path_rate=drop_path
+    )
 
 
 def _resnet_small(num_classes: int, in_chans: int) -> nn.Module:

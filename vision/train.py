@@ -11,27 +11,37 @@ from core.recipe import dry_run, launch, parse
 from core.run import Averages, Every, Run
 from core.sharding import steps_per_epoch
 from vision import data
+from vision.imagenet import ImageNet
 from vision.model import build_model
 from vision.recipes import RECIPES, VisionRecipe
+
+Dataset = data.Images | ImageNet
 
 
 def main() -> None:
     recipe = parse(RECIPES, prog="vision.train")
     if recipe.dry_run:
-        return dry_run(recipe, lambda: make_model(recipe, 10, 3, 32))
+        return dry_run(recipe, lambda: make_model(recipe))
     train_set, test_set = data.load(recipe.dataset)
     with Run(recipe) as run:
         train(run, recipe, train_set, test_set)
 
 
-def make_model(recipe: VisionRecipe, num_classes: int, in_chans: int, image_size: int) -> nn.Module:
-    return build_model(recipe.model, num_classes=num_classes, in_chans=in_chans, image_size=image_size)
+def make_model(recipe: VisionRecipe, num_classes: int | None = None) -> nn.Module:
+    """The recipe's model, with as many classes as its data set usually has unless told otherwise."""
+    shape = data.SHAPES[recipe.dataset]
+    return build_model(
+        recipe.model,
+        num_classes=num_classes or shape.num_classes,
+        in_chans=shape.in_chans,
+        image_size=shape.image_size,
+        drop_path=recipe.drop_path,
+    )
 
 
-def train(run: Run, recipe: VisionRecipe, train_set: data.Images, test_set: data.Images) -> None:
+def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset) -> None:
     """The loop: optimiser steps, method.step(), and at round boundaries evaluations and checkpoints."""
-    _, in_chans, image_size, _ = train_set.images.shape
-    model = make_model(recipe, len(train_set.classes), in_chans, image_size).to(run.device)
+    model = make_model(recipe, len(train_set.classes)).to(run.device)
     optimizer = make_optimizer(model, recipe.optim)
     epoch = steps_per_epoch(len(train_set), recipe.batch_size)
     total = epoch * recipe.epochs
@@ -44,11 +54,12 @@ def train(run: Run, recipe: VisionRecipe, train_set: data.Images, test_set: data
 
     model.train()
     bar = run.progress(total, step)
-    for images, labels in data.train_batches(train_set, recipe, run.rank, run.world_size, step, total):
+    for images, labels in train_set.train_batches(recipe, run.rank, run.world_size, step, total):
         images, labels = images.to(run.device), labels.to(run.device)
         with run.autocast():
             logits = wrapped(images)
-            loss = F.cross_entropy(logits, labels, label_smoothing=recipe.label_smoothing)
+            smoothing = 0.0 if labels.ndim == 2 else recipe.label_smoothing  # mixup has smoothed its own
+            loss = F.cross_entropy(logits, labels, label_smoothing=smoothing)
         loss.backward()
         clip_gradients(model, recipe.optim)
         optimizer.step()
@@ -58,36 +69,37 @@ def train(run: Run, recipe: VisionRecipe, train_set: data.Images, test_set: data
 
         step += 1
         bar.update()
-        means.add(train_loss=loss, train_top1=(logits.argmax(1) == labels).float().mean())
+        classes = labels.argmax(1) if labels.ndim == 2 else labels  # mixup gives shares of classes
+        means.add(train_loss=loss, train_top1=(logits.argmax(1) == classes).float().mean())
         if closed:
             run.count(method)
         if step % recipe.log_every == 0:
             run.log_train(step, method, lr=schedule.get_last_lr()[0], **means.pop())
         if closed and step < total and evaluation.due(step):
-            evaluate(run, model, test_set, step)
+            evaluate(run, recipe, model, test_set, step)
         if closed and step < total and saving.due(step):
             run.save(step, method, **parts)
         if run.should_stop(step):
             break
 
     method.finish()
-    results = evaluate(run, model, test_set, step)
+    results = evaluate(run, recipe, model, test_set, step)
     run.save(step, method, **parts)
     run.summarise(step, **results)
     method.close()
 
 
 @torch.no_grad()
-def evaluate(run: Run, model: nn.Module, test_set: data.Images, step: int) -> dict[str, float]:
+def evaluate(run: Run, recipe: VisionRecipe, model: nn.Module, test_set: Dataset, step: int) -> dict[str, float]:
     """Top-1, top-5 and loss over the whole test set, each worker on its share."""
     with run.paused():
         model.eval()
         top1 = top5 = loss = count = 0.0
-        for images, labels in data.test_batches(test_set, rank=run.rank, world_size=run.world_size):
+        for images, labels in test_set.test_batches(recipe, run.rank, run.world_size):
             images, labels = images.to(run.device), labels.to(run.device)
             with run.autocast():
                 logits = model(images).float()
-            best = logits.topk(5, dim=1).indices == labels[:, None]
+            best = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
             top1 += best[:, 0].sum().item()
             top5 += best.any(dim=1).sum().item()
             loss += F.cross_entropy(logits, labels, reduction="sum").item()

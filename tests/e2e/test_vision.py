@@ -14,7 +14,7 @@ from core.run import Run
 from core.testing import run_distributed
 from vision import data
 from vision.demo import table
-from vision.recipes import digits_resnet
+from vision.recipes import digits_small
 from vision.train import train
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -23,7 +23,7 @@ ENV = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def start(folder: Path, *options: str) -> subprocess.Popen:
-    command = [*TORCHRUN, "-m", "vision.train", "digits_resnet", "--device", "cpu", "--out", str(folder), *options]
+    command = [*TORCHRUN, "-m", "vision.train", "digits_small", "--device", "cpu", "--out", str(folder), *options]
     return subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -42,7 +42,7 @@ def train_in_process(rank: int, world_size: int, folder: str, jobs: dict[str, di
     """Runs the train loop for several recipes in one process group; their logged training losses."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     for name, changes in jobs.items():
-        recipe = replace(digits_resnet(), device="cpu", log_every=4, out=Path(folder, name), **changes)
+        recipe = replace(digits_small(), device="cpu", log_every=4, out=Path(folder, name), **changes)
         with Run(recipe) as job:
             train(job, recipe, *data.load(recipe.dataset))
     return {name: [r["train_loss"] for r in rows(Path(folder, name)) if "train_loss" in r] for name in jobs}

@@ -2,7 +2,9 @@
 
 import io
 import tarfile
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from core.recipe import dry_run
 from core.sharding import generator
 from vision import data
 from vision.model import build_model
-from vision.recipes import RECIPES, digits_resnet
+from vision.recipes import RECIPES, VisionRecipe, digits_small
 from vision.train import make_model
 
 
@@ -80,13 +82,64 @@ def test_missing_cifar_names_folder_layout_and_stand_in(monkeypatch: pytest.Monk
     with pytest.raises(UserError) as caught:
         data.cifar10()
     text = str(caught.value)
-    assert str(tmp_path) in text and "split/class/file" in text and "digits_resnet" in text and "\n" not in text
+    assert str(tmp_path) in text and "split/class/file" in text and "digits_small" in text and "\n" not in text
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Four small images in ImageNet's layout."""
+    monkeypatch.setenv("CO2_DATA", str(tmp_path))
+    rng = np.random.default_rng(0)
+    for name in ("train/a/0", "train/a/1", "train/b/0", "train/b/1", "val/a/0", "val/b/0"):
+        path = tmp_path / "imagenet" / f"{name}.JPEG"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 255, (40, 60, 3), dtype=np.uint8)).save(path, "JPEG")
+    return tmp_path / "imagenet"
+
+
+def imagenet_batches(**changes: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    recipe = VisionRecipe(dataset="imagenet", batch_size=2, loader_workers=0, color_jitter=0.4)
+    train, _ = data.load("imagenet")
+    return list(train.train_batches(replace(recipe, **changes), 0, 1, 0, 4))
+
+
+def test_imagenet_batches_do_not_depend_on_loader_workers(folders: Path):
+    before = torch.get_rng_state()
+    one = imagenet_batches()
+    assert torch.equal(before, torch.get_rng_state()), "the model's own random state is left alone"
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(one, imagenet_batches(loader_workers=2), strict=True))
+    assert one[0][0].shape == (2, 3, 224, 224) and sorted(torch.cat([one[0][1], one[1][1]]).tolist()) == [0, 0, 1, 1]
+    assert not torch.equal(one[0][0], imagenet_batches(seed=1)[0][0])
+    assert not torch.equal(one[0][0], imagenet_batches(color_jitter=0.0)[0][0])
+
+
+def test_imagenet_mixup_gives_shares_of_classes(folders: Path):
+    images, shares = imagenet_batches(mixup=0.8, label_smoothing=0.1)[0]
+    assert shares.shape == (2, 2) and torch.allclose(shares.sum(1), torch.ones(2))
+    assert torch.equal(images, imagenet_batches(mixup=0.8, label_smoothing=0.1)[0][0])
+
+
+def test_imagenet_errors_name_the_file_or_folder(folders: Path, monkeypatch: pytest.MonkeyPatch):
+    (folders / "train" / "a" / "1.JPEG").write_bytes(b"no image")
+    for workers in (0, 1):
+        with pytest.raises(UserError, match=r"^\S*train/a/1.JPEG: not a readable image; .*$"):
+            imagenet_batches(loader_workers=workers)
+    monkeypatch.setenv("CO2_DATA", str(folders / "train"))
+    with pytest.raises(UserError, match="no folder .*train/imagenet/train .layout: .*digits_small"):
+        data.load("imagenet")
+
+
+def test_imagenet_test_batches_cover_the_set(folders: Path):
+    _, val = data.load("imagenet")
+    recipe = VisionRecipe(dataset="imagenet", loader_workers=0)
+    labels = [y for rank in range(2) for _, y in val.test_batches(recipe, rank, 2)]
+    assert sorted(torch.cat(labels).tolist()) == [0, 1]
 
 
 def batches(start: int, rank: int = 0, *, augment: bool = True) -> list[torch.Tensor]:
     train, _ = data.digits()
-    recipe = digits_resnet().__class__(augment=augment, batch_size=64)
-    return [images for images, _ in data.train_batches(train, recipe, rank, 2, start, 25)]
+    recipe = digits_small().__class__(augment=augment, batch_size=64)
+    return [images for images, _ in train.train_batches(recipe, rank, 2, start, 25)]
 
 
 def test_batches_do_not_depend_on_where_a_run_resumed():
@@ -100,7 +153,7 @@ def test_batches_do_not_depend_on_where_a_run_resumed():
 
 def test_test_batches_cover_the_test_set_once():
     _, test = data.digits()
-    labels = [y for rank in range(3) for _, y in data.test_batches(test, rank=rank, world_size=3, batch_size=50)]
+    labels = [y for rank in range(3) for _, y in test.test_batches(digits_small(), rank, 3, batch_size=50)]
     assert torch.equal(torch.cat(labels).bincount(), test.labels.bincount())
 
 
@@ -149,7 +202,7 @@ def test_an_unknown_model_suggests_near_ones():
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_runs_dry(name: str, capsys: pytest.CaptureFixture):
     recipe = RECIPES[name]
-    dry_run(recipe, lambda: make_model(recipe, 10, 3, 32))
+    dry_run(recipe, lambda: make_model(recipe))
     assert f'"model": "{recipe.model}"' in (text := capsys.readouterr().out)
     assert float(text.splitlines()[-1].split()[0]) > 0.1
 
