@@ -197,8 +197,10 @@ class AsyncMean:
         if reason:
             raise self._failure(reason)
         time.sleep(max(0.0, self._ready_at - time.perf_counter()))
-        landed = max([*self._landed_at, self._ready_at], default=0.0) or time.perf_counter()
-        self.seconds = landed - self._launched_at
+        if self._works:  # a callback may be late by a moment: then it lands now
+            seen = len(self._landed_at) == len(self._works)
+            landed = max([self._ready_at, *self._landed_at] if seen else [time.perf_counter()])
+            self.seconds = landed - self._launched_at
         self._works.clear()
         for bucket in self.buckets:
             bucket.flat.div_(self.world_size)

@@ -187,12 +187,14 @@ class Run:
         yield
         self._since = time.perf_counter()
 
-    def count(self, method: Method) -> None:
-        """Adds the round that has just closed to the run's communication totals."""
+    def count(self, method: Method, step: int) -> None:
+        """Adds the round that has just closed to the run's communication totals, and logs its statistics."""
         self.rounds += 1
         self.wait_seconds += method.stats.wait_seconds
         self.allreduce_seconds += method.stats.allreduce_seconds
         self.bytes_sent += method.stats.bytes_sent
+        if method.tau > 1 or self.rounds % self.recipe.log_every == 0:  # a synchronous method's rounds are its steps
+            self.log(step, **{f"round/{k}": v for k, v in method.stats.as_dict().items()})
 
     @property
     def hidden_share(self) -> float:
@@ -208,10 +210,9 @@ class Run:
         for key, value in values.items():
             self.writer.add_scalar(key, value, step)
 
-    def log_train(self, step: int, method: Method, **scalars: float | Tensor) -> None:
-        """`log` with the newest round's statistics, and the progress bar's figures."""
-        rounds = {f"round/{k}": v for k, v in method.stats.as_dict().items()}
-        self.log(step, **scalars, hidden_share=self.hidden_share, **rounds)
+    def log_train(self, step: int, **scalars: float | Tensor) -> None:
+        """`log` with the share of communication hidden so far, and the progress bar's figures."""
+        self.log(step, **scalars, hidden_share=self.hidden_share)
         if self._bar is not None and not self._bar.disable:
             shown = {k.rsplit("/")[-1]: f"{float(v):.4g}" for k, v in scalars.items()}
             self._bar.set_postfix(shown | {"hidden": f"{self.hidden_share:.0%}"}, refresh=False)

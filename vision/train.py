@@ -72,9 +72,9 @@ def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset)
         classes = labels.argmax(1) if labels.ndim == 2 else labels  # mixup gives shares of classes
         means.add(train_loss=loss, train_top1=(logits.argmax(1) == classes).float().mean())
         if closed:
-            run.count(method)
+            run.count(method, step)
         if step % recipe.log_every == 0:
-            run.log_train(step, method, lr=schedule.get_last_lr()[0], **means.pop())
+            run.log_train(step, lr=schedule.get_last_lr()[0], **means.pop())
         if closed and step < total and evaluation.due(step):
             evaluate(run, recipe, model, test_set, step)
         if closed and step < total and saving.due(step):
