@@ -141,7 +141,6 @@ class CO2(Rounds):
                 x = x.to(bucket.dtype).to(x.dtype)
             torch.sub(x, flat[s], out=flat[s])
         self._launch(finished=finished, first_step=self._first_step)
-        self._first_step = 0.0
 
     def _receive(self, finished: bool) -> tuple[bool, bool]:
         """Steps 2, 4, 5, 6: waits for Delta and folds it into the momentum.

@@ -1,0 +1,1 @@
+"""Language modelling: GPT-2, a TransNormer-style linear-attention model and RoBERTa, trained with `core`."""

@@ -1,0 +1,166 @@
+"""The corpora that recipes name, each opened by `open_corpus(name, vocab_size)`.
+
+`openwebtext`, `wikibooks` and `wikitext103` are the paper's; they are read from `$CO2_DATA/<name>`, where the
+user has put token files. `gutenberg` (books, from CO2_DATA) and `pydoc` (Python's own documentation, which
+every Python brings) are the small stand-ins; they are tokenised once into `$CO2_CACHE` (default
+~/.cache/co2).
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Literal
+
+import numpy as np
+
+from core.errors import UserError
+from language.data import Corpus, data_folder, load_corpus, open_tokens
+from language.prepare import Documents, encode_documents, split_documents, token_dtype, write_corpus
+
+CorpusName = Literal["pydoc", "gutenberg", "openwebtext", "wikibooks", "wikitext103"]
+
+STAND_IN = "or run the stand-in recipe gpt2_pydoc_small, which needs no data"
+GUTENBERG_HELD_OUT = 4  # books; with seed 0 about 3 % of the text
+# Whole topics of the documentation, about a seventh of its text.
+PYDOC_HELD_OUT = ("calls", "formatstrings", "import", "objects", "raise", "typesmapping")
+_FORMAT = "1"  # part of every cache key: raise it when the files' content changes for the same source
+
+
+def open_corpus(name: CorpusName, vocab_size: int) -> Corpus:
+    """Open a corpus by name, tokenising a stand-in on first use.
+
+    Args:
+        name: one of `CorpusName`.
+        vocab_size: vocabulary of a stand-in's tokenizer; the paper's corpora bring their own.
+
+    Raises:
+        UserError: the data is missing; the message says which folder was looked in and what runs without it.
+    """
+    if name == "pydoc":
+        return _open_pydoc(vocab_size)
+    if name == "gutenberg":
+        return _open_gutenberg(vocab_size)
+    folder = _data_folder(name) / name
+    if not (folder / "train.bin").is_file():
+        raise UserError(
+            f"no {name} token files in {folder}: expected train.bin and val.bin, made by `python -m "
+            f"language.prepare TEXT... --out {folder} --vocab-size {vocab_size}` or, for GPT-2, by nanoGPT; {STAND_IN}"
+        )
+    return load_corpus(folder)
+
+
+def open_wikitext2(corpus: Corpus) -> np.ndarray:
+    """WikiText-2's test text in the tokens of `corpus`: 1-D, uint16 or uint32; to evaluate on, not to train on.
+
+    Its bytes are those of the file as distributed, with its " @-@ " and "<unk>".
+    """
+    tokenizer = corpus.tokenizer
+    if tokenizer is None:
+        raise UserError(f"{corpus.folder} has no tokenizer.json to encode WikiText-2 with: add it, or --no_wikitext2")
+    file = _data_folder("wikitext2") / "wt2.test.txt"
+    if not file.is_file():
+        raise UserError(f"no WikiText-2: {file} is missing (the test text, plain); add it, or --no_wikitext2")
+    key = _key(file.read_bytes(), tokenizer.to_str().encode())
+
+    def build(target: Path) -> None:
+        encode_documents(tokenizer, Documents((file,)), target / "test.bin")
+
+    cached = cached_folder(f"wikitext2-{key}", build)
+    return open_tokens(cached / "test.bin", token_dtype(tokenizer), tokenizer.get_vocab_size())
+
+
+def _open_gutenberg(vocab_size: int) -> Corpus:
+    file = _data_folder("gutenberg") / "gutenberg_en.txt.xz"
+    if not file.is_file():
+        raise UserError(
+            f"no Gutenberg books: {file} is missing (one xz file, books separated by form feed lines); {STAND_IN}"
+        )
+
+    def build(target: Path) -> None:
+        train, held = split_documents((file,), GUTENBERG_HELD_OUT, seed=0)
+        write_corpus(train, held, target, vocab_size, [file.name])
+
+    key = _key(file.read_bytes())
+    return load_corpus(cached_folder(f"gutenberg-{vocab_size}-{key}", build))
+
+
+def _open_pydoc(vocab_size: int) -> Corpus:
+    def build(target: Path) -> None:
+        train, held = pydoc_documents()
+        write_corpus(train, held, target, vocab_size, ["pydoc_data.topics"])
+
+    key = _key("\0".join(topics.values()).encode())
+    return load_corpus(cached_folder(f"pydoc-{vocab_size}-{key}", build))
+
+
+def pydoc_documents() -> tuple[list[str], list[str]]:
+    """Python's documentation topics: (training documents, held-out documents).
+
+    Topics quote each other at length, so the held-out topics' paragraphs are cut out of the training topics.
+    """
+    held = [topics[name] for name in PYDOC_HELD_OUT]
+    seen = {paragraph.strip() for text in held for paragraph in text.split("\n\n")}
+    kept = (
+        "\n\n".join(part for part in text.split("\n\n") if part.strip() not in seen)
+        for name, text in sorted(topics.items())
+        if name not in PYDOC_HELD_OUT
+    )
+    return [text for text in kept if text.strip()], held
+
+
+def _data_folder(corpus: str) -> Path:
+    folder = data_folder()
+    if folder is None:
+        raise UserError(f"corpus {corpus} needs data: set CO2_DATA to the folder that holds it, {STAND_IN}")
+    return folder
+
+
+def _key(*contents: bytes) -> str:
+    digest = hashlib.sha256(_FORMAT.encode())
+    for content in contents:
+        digest.update(hashlib.sha256(content).digest())
+    return digest.hexdigest()[:12]
+
+
+def cached_folder(name: str, build: Callable[[Path], None]) -> Path:
+    """The folder `name` in the cache, made by `build(empty folder)` when it is not there yet.
+
+    Safe when several ranks, also of several hosts on a shared file system, start at once: a lock lets one of
+    a host build while the others wait, and the folder appears by one atomic rename, so it is never half full.
+    """
+    parent = Path(os.environ.get("CO2_CACHE") or "~/.cache/co2").expanduser() / "language"
+    folder = parent / name
+    if folder.is_dir():
+        return folder
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        lock = open(parent / f".{name}.lock", "w")  # noqa: SIM115, closed below
+    except OSError as error:
+        raise UserError(
+            f"cannot write to the cache {parent} ({error.strerror}): set CO2_CACHE to another folder"
+        ) from error
+    with lock:
+        with suppress(OSError):  # a file system without locks: all build, the first rename wins
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.is_dir():
+            _build_and_rename(folder, build)
+    return folder
+
+
+def _build_and_rename(folder: Path, build: Callable[[Path], None]) -> None:
+    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        build(scratch)
+        scratch.chmod(0o755)  # mkdtemp's folders are private
+        scratch.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # otherwise another host was first
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,272 @@
+"""Token files on disk, and the batches that causal and masked language models read from them.
+
+A corpus is a folder with `train.bin` and `val.bin`: raw token ids, uint16 or uint32, documents one after the
+other, each ended by the end-of-text token. `language.prepare` writes such folders together with `meta.json`
+and `tokenizer.json`; nanoGPT's OpenWebText files (uint16, GPT-2 tokens, no meta.json) are read too.
+
+Which tokens a worker sees is a pure function of (seed, epoch, rank, world size), and how a window is masked
+one of (seed, epoch, window), so neither the number of workers nor a resumed run changes what is trained on.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from core.errors import UserError
+from core.sharding import eval_share, generator, per_worker, worker_batches
+
+GPT2_VOCABULARY = 50257  # nanoGPT's prepare.py; its end-of-text token is the last one
+IGNORE = -100  # torch's cross_entropy skips targets of this value
+PREDICTED = 0.15  # share of the tokens that a masked language model predicts
+
+Sampling = Literal["tiled", "random"]
+Batch = tuple[Tensor, Tensor]  # inputs and targets
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The token files of one corpus and what is needed to read them.
+
+    Attributes:
+        folder: where the files lie.
+        train, val: read-only memory maps, 1-D, uint16 or uint32.
+        vocab_size: number of token ids.
+        eot: id that ends each document.
+        pad, mask: ids for masked language models, None where the vocabulary has none (GPT-2's).
+        tokenizer: None when the folder has no tokenizer.json.
+        token_bytes: int64 [vocab_size], UTF-8 bytes that each token stands for; None without a tokenizer.
+    """
+
+    folder: Path
+    train: np.ndarray
+    val: np.ndarray
+    vocab_size: int
+    eot: int
+    pad: int | None
+    mask: int | None
+    tokenizer: Tokenizer | None
+    token_bytes: Tensor | None
+
+
+def load_corpus(folder: Path) -> Corpus:
+    """Open the token files in `folder`; UserError names the file that is missing, empty or inconsistent."""
+    meta = _read_meta(folder)
+    vocab_size = meta["vocab_size"]
+    tokenizer_file = folder / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file.is_file() else None
+    if tokenizer is not None and tokenizer.get_vocab_size() != vocab_size:
+        raise UserError(
+            f"{tokenizer_file} has {tokenizer.get_vocab_size()} tokens but the token files use {vocab_size}: "
+            "put the tokenizer that made them beside them, or remove it"
+        )
+    return Corpus(
+        folder=folder,
+        train=open_tokens(folder / "train.bin", meta["dtype"], vocab_size),
+        val=open_tokens(folder / "val.bin", meta["dtype"], vocab_size),
+        vocab_size=vocab_size,
+        eot=meta["eot"],
+        pad=meta["pad"],
+        mask=meta["mask"],
+        tokenizer=tokenizer,
+        token_bytes=None if tokenizer is None else bytes_per_token(tokenizer),
+    )
+
+
+def _read_meta(folder: Path) -> dict:
+    file = folder / "meta.json"
+    if not file.is_file():
+        return dict(vocab_size=GPT2_VOCABULARY, dtype="uint16", eot=GPT2_VOCABULARY - 1, pad=None, mask=None)
+    try:
+        meta = json.loads(file.read_text())
+        return {key: meta[key] for key in ("vocab_size", "dtype", "eot", "pad", "mask")}
+    except (json.JSONDecodeError, KeyError) as error:
+        raise UserError(f"{file} is damaged ({error!r}): run `python -m language.prepare` again") from error
+
+
+def open_tokens(file: Path, dtype: str, vocab_size: int) -> np.ndarray:
+    """Map a token file into memory, read only: 1-D array of `dtype`.
+
+    The first and last million tokens are checked against the vocabulary, because a file of another tokenizer
+    or dtype would otherwise show up only as an index error, on a GPU as a device assertion.
+    """
+    if not file.is_file():
+        raise UserError(f"no token file {file}: expected train.bin and val.bin, made by `python -m language.prepare`")
+    size = file.stat().st_size
+    if size == 0 or size % np.dtype(dtype).itemsize:
+        raise UserError(f"{file} holds {size} bytes, not a whole number of {dtype} tokens: write it again")
+    tokens = np.memmap(file, dtype=dtype, mode="r")
+    largest = max(int(tokens[:1_000_000].max()), int(tokens[-1_000_000:].max()))
+    if largest >= vocab_size:
+        raise UserError(
+            f"{file} holds token {largest}, outside its vocabulary of {vocab_size}: wrong tokenizer or dtype"
+        )
+    return tokens
+
+
+def bytes_per_token(tokenizer: Tokenizer) -> Tensor:
+    """UTF-8 bytes per token of a byte-level BPE: int64 [vocab_size], 0 for special tokens.
+
+    A byte-level vocabulary writes each byte as one printable character: a token's length counts its bytes.
+    """
+    special = tokenizer.get_added_tokens_decoder()
+    counts = torch.zeros(tokenizer.get_vocab_size(), dtype=torch.int64)
+    for token, index in tokenizer.get_vocab().items():
+        counts[index] = 0 if index in special else len(token)
+    return counts
+
+
+@dataclass(frozen=True)
+class CausalObjective:
+    """Predict each next token.
+
+    Attributes:
+        context: tokens that the model reads, and predicts, per window.
+    """
+
+    context: int
+
+    @property
+    def read(self) -> int:
+        """Tokens taken from the file per window: a window's last target is the next window's first input."""
+        return self.context + 1
+
+    @property
+    def stride(self) -> int:
+        """Distance of neighbouring windows in the file."""
+        return self.context
+
+    def batch(self, windows: Tensor, keys: list[tuple[int, ...]]) -> Batch:
+        """Windows int64 [batch, n + 1] to inputs and targets, both [batch, n]; nothing is random, so no `keys`."""
+        return windows[:, :-1], windows[:, 1:]
+
+
+@dataclass(frozen=True)
+class MaskedObjective:
+    """Recover hidden tokens, by BERT's rule with RoBERTa's dynamic masking (Liu et al., arXiv 1907.11692).
+
+    15 % of the tokens are predicted; of these 80 % are replaced by the mask token, 10 % by a random token and
+    10 % are kept. Each window is put between two end-of-text tokens, which play RoBERTa's <s> and </s>;
+    windows run across documents ("FULL-SENTENCES").
+
+    Attributes:
+        context: tokens that the model reads per window, the two end-of-text tokens included.
+        vocab_size, eot, mask: of the corpus.
+    """
+
+    context: int
+    vocab_size: int
+    eot: int
+    mask: int
+
+    @property
+    def read(self) -> int:
+        """Tokens taken from the file per window."""
+        return self.context - 2
+
+    @property
+    def stride(self) -> int:
+        """Distance of neighbouring windows in the file."""
+        return self.context - 2
+
+    def batch(self, windows: Tensor, keys: list[tuple[int, ...]]) -> Batch:
+        """Windows int64 [batch, n] to inputs and targets, both [batch, n + 2].
+
+        Row i is masked by a generator that depends on `keys[i]`; targets are IGNORE where nothing is predicted.
+        """
+        ends = windows.new_full((len(windows), 1), self.eot)
+        words = torch.cat((ends, windows, ends), dim=1)
+        rows = [self._draw(words.shape[1], generator(*key)) for key in keys]
+        draw, other = torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows])
+        chosen = (draw < PREDICTED) & (words != self.eot)
+        inputs = torch.where(chosen & (draw < 0.8 * PREDICTED), self.mask, words)
+        inputs = torch.where(chosen & (draw >= 0.9 * PREDICTED), other, inputs)
+        return inputs, torch.where(chosen, words, IGNORE)
+
+    def _draw(self, n: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Uniform numbers in [0, 1) and random tokens, [n] each."""
+        return torch.rand(n, generator=rng), torch.randint(self.vocab_size, (n,), generator=rng)
+
+
+Objective = CausalObjective | MaskedObjective
+
+
+def count_windows(n_tokens: int, objective: Objective) -> int:
+    """Neighbouring windows that a training text of `n_tokens` is cut into: the samples of an epoch."""
+    return max(0, n_tokens - objective.read) // objective.stride  # one fewer than fit, so that the cut can move
+
+
+def window_starts(
+    n_tokens: int,
+    objective: Objective,
+    batch_size: int,
+    *,
+    sampling: Sampling = "tiled",
+    seed: int,
+    rank: int,
+    world_size: int,
+    start: int,
+    total: int,
+) -> Iterator[tuple[int, Tensor]]:
+    """Where this worker's windows of steps `start` to `total` begin: (epoch, int64 [batch_size / world_size]).
+
+    `tiled` cuts the text into neighbouring windows, from an origin that moves with the epoch, and shuffles them:
+    a token is seen at most once an epoch. `random` takes windows anywhere (nanoGPT's way). The global batches are
+    the same for every number of workers. batch_size is global.
+    """
+    share = per_worker(batch_size, world_size)
+    samples = count_windows(n_tokens, objective)
+    where = dict(seed=seed, rank=rank, world_size=world_size, start=start, total=total)
+    for epoch, number, tiles in worker_batches(samples, batch_size, **where):
+        if sampling == "tiled":
+            origin = torch.randint(objective.stride, (), generator=generator(seed, epoch, 0))
+            yield epoch, origin + objective.stride * tiles
+        else:
+            rng = generator(seed, epoch, 1, number)
+            anywhere = torch.randint(n_tokens - objective.read + 1, (world_size, share), generator=rng)
+            yield epoch, anywhere[rank]
+
+
+def train_batches(
+    tokens: np.ndarray, objective: Objective, batch_size: int, *, seed: int, **where: Any
+) -> Iterator[Batch]:
+    """This worker's (inputs, targets) of each step, int64 [batch_size / world_size, context]; see `window_starts`."""
+    for epoch, starts in window_starts(len(tokens), objective, batch_size, seed=seed, **where):
+        places = starts.tolist()
+        yield objective.batch(read_windows(tokens, places, objective.read), [(seed, epoch, at) for at in places])
+
+
+def held_out_batches(
+    tokens: np.ndarray, objective: Objective, batch_size: int, *, rank: int, world_size: int
+) -> Iterator[Batch]:
+    """This worker's share of the non-overlapping windows that cover `tokens`, in order; batch_size is per worker.
+
+    Together the workers predict every token but the text's first (causal), or look at every token (masked),
+    exactly once, however many they are; the short last window comes alone, so that nothing is padded.
+    """
+    overlap = objective.read - objective.stride
+    n_windows = -(-(len(tokens) - overlap) // objective.stride)
+    mine = [objective.stride * k for k in eval_share(n_windows, rank=rank, world_size=world_size)]
+    whole = [start for start in mine if start + objective.read <= len(tokens)]
+    groups = [whole[i : i + batch_size] for i in range(0, len(whole), batch_size)]
+    groups += [[start] for start in mine[len(whole) :]]
+    for starts in groups:
+        yield objective.batch(read_windows(tokens, starts, objective.read), [(start,) for start in starts])
+
+
+def read_windows(tokens: np.ndarray, starts: list[int], length: int) -> Tensor:
+    """Stack tokens[start : start + length]: int64 [len(starts), length], shorter at the end of the text."""
+    return torch.from_numpy(np.stack([tokens[start : start + length] for start in starts]).astype(np.int64))
+
+
+def data_folder() -> Path | None:
+    """The folder that CO2_DATA names, or None when it is not set."""
+    name = os.environ.get("CO2_DATA")
+    return Path(name).expanduser() if name else None

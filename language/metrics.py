@@ -1,0 +1,65 @@
+"""What is measured on held-out tokens: perplexity, bits per byte, and accuracy.
+
+Perplexity is exp of the mean negative log-likelihood per predicted token and depends on the tokenizer. Bits
+per byte divides the same sum by the bytes of text that the tokens stand for, so models with different
+vocabularies compare. Sums, not means, are added over ranks, so the result is exact for every world size.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from language.data import IGNORE
+
+
+def token_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """Cross-entropy in nats over the targets that are not IGNORE, in float32.
+
+    Args:
+        logits: [batch, time, vocab_size]; targets: int64 [batch, time].
+    """
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction=reduction)
+
+
+@torch.no_grad()
+def held_out_sums(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    device: torch.device,
+    token_bytes: Tensor | None,
+) -> Tensor:
+    """Add up, over (inputs, targets): float64 [nats, predicted tokens, their bytes, right first guesses].
+
+    Add those of all workers, then call `summarize`. The model is put into eval mode and back.
+    """
+    was_training = model.training
+    model.eval()
+    sizes = None if token_bytes is None else token_bytes.to(device)
+    sums = torch.zeros(4, dtype=torch.float64, device=device)
+    for inputs, targets in batches:
+        inputs, targets = inputs.to(device), targets.to(device)
+        logits = model(inputs).logits
+        predicted = targets[targets != IGNORE]
+        n_bytes = predicted.new_zeros(()) if sizes is None else sizes[predicted].sum()
+        right = (logits.argmax(-1) == targets).sum()  # IGNORE is no token, so it never counts
+        nats = token_loss(logits, targets, reduction="sum")
+        sums += torch.stack([nats.double(), torch.tensor(predicted.numel(), device=device).double(), n_bytes, right])
+    model.train(was_training)
+    return sums
+
+
+def summarize(sums: Sequence[float], causal: bool) -> dict[str, float]:
+    """Metrics from `held_out_sums` added over all workers.
+
+    Keys: loss (nats per predicted token), perplexity, accuracy, tokens; bits_per_byte and bytes as well for a
+    causal model whose tokenizer is known. A masked model predicts only a sample, which codes no text.
+    """
+    nats, tokens, n_bytes, right = sums
+    loss = nats / tokens
+    metrics = dict(loss=loss, perplexity=math.exp(loss), accuracy=right / tokens, tokens=tokens)
+    if causal and n_bytes:
+        metrics |= dict(bits_per_byte=nats / math.log(2) / n_bytes, bytes=n_bytes)
+    return metrics

@@ -1,0 +1,135 @@
+"""The language models: GPT-2 and RoBERTa from transformers, with random weights, and TransNormer.
+
+All map int64 token ids [batch, time] to an object whose `logits` are [batch, time, vocab_size].
+"""
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+from core.compat import prepare_torchvision
+from core.optim import OptimConfig
+
+prepare_torchvision()  # transformers imports torchvision when it is installed
+
+from transformers import GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForMaskedLM  # noqa: E402
+from transformers.pytorch_utils import Conv1D  # noqa: E402
+
+from language.transnormer import TransNormer, TransNormerConfig  # noqa: E402
+
+ModelName = Literal[
+    "gpt2_tiny",
+    "gpt2_small",
+    "gpt2_medium",
+    "gpt2_large",
+    "roberta_tiny",
+    "roberta_base",
+    "roberta_large",
+    "transnormer_tiny",
+    "transnormer_7b",
+]
+
+# Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; the tiny one is ours.
+GPT2_SIZES = {
+    "gpt2_tiny": dict(n_layer=4, n_head=4, n_embd=128),
+    "gpt2_small": dict(n_layer=12, n_head=12, n_embd=768),
+    "gpt2_medium": dict(n_layer=24, n_head=16, n_embd=1024),
+    "gpt2_large": dict(n_layer=36, n_head=20, n_embd=1280),
+}
+# Liu et al., arXiv 1907.11692; the tiny one is ours.
+ROBERTA_SIZES = {
+    "roberta_tiny": dict(num_hidden_layers=4, num_attention_heads=4, hidden_size=128, intermediate_size=512),
+    "roberta_base": dict(num_hidden_layers=12, num_attention_heads=12, hidden_size=768, intermediate_size=3072),
+    "roberta_large": dict(num_hidden_layers=24, num_attention_heads=16, hidden_size=1024, intermediate_size=4096),
+}
+# Both ours: the sizes of TransNormer-LLM 7B are not in our sources; these give 7 billion parameters.
+TRANSNORMER_SIZES = {
+    "transnormer_tiny": dict(layers=4, width=128, heads=4, glu_width=256),
+    "transnormer_7b": dict(layers=30, width=4096, heads=32, glu_width=10880),
+}
+
+
+def build_model(name: ModelName, *, vocab_size: int, context: int, dropout: float, pad: int | None = None) -> nn.Module:
+    """Build a model with random weights, drawn from torch's default generator.
+
+    Args:
+        vocab_size: number of token ids.
+        context: longest input, in tokens.
+        dropout: on embeddings, attention weights and residual branches; TransNormer has none.
+        pad: id of the pad token, for RoBERTa only, whose position numbers begin after it.
+    """
+    if name in GPT2_SIZES:
+        return _gpt2(name, vocab_size, context, dropout)
+    if name in ROBERTA_SIZES:
+        assert pad is not None, "a masked model needs a vocabulary with a pad token"
+        return _roberta(name, vocab_size, context, dropout, pad)
+    return TransNormer(TransNormerConfig(vocab_size=vocab_size, **TRANSNORMER_SIZES[name]))
+
+
+def _gpt2(name: str, vocab_size: int, context: int, dropout: float) -> GPT2LMHeadModel:
+    config = GPT2Config(
+        vocab_size=vocab_size,
+        n_positions=context,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        **GPT2_SIZES[name],
+    )
+    return GPT2LMHeadModel(config)
+
+
+def _roberta(name: str, vocab_size: int, context: int, dropout: float, pad: int) -> RobertaForMaskedLM:
+    config = RobertaConfig(
+        vocab_size=vocab_size,
+        max_position_embeddings=context + pad + 1,  # position numbers begin at pad + 1
+        type_vocab_size=1,
+        layer_norm_eps=1e-5,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        pad_token_id=pad,
+        bos_token_id=None,
+        eos_token_id=None,
+        **ROBERTA_SIZES[name],
+    )
+    return RobertaForMaskedLM(config)
+
+
+def is_causal(name: ModelName) -> bool:
+    """Whether the model predicts the next token; otherwise it is trained on masked ones."""
+    return name not in ROBERTA_SIZES
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Two parameter groups for an optimiser: weight decay on matrices that multiply, none on anything else.
+
+    Biases, norms, positions and embeddings are not decayed, nor is an output layer that shares the
+    embedding's weight. Every parameter that needs a gradient is in exactly one group.
+    """
+    modules = list(model.modules())
+    embedded = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}
+    matrices = {id(m.weight) for m in modules if isinstance(m, nn.Linear | Conv1D)} - embedded
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [
+        dict(params=[p for p in trained if id(p) in matrices], weight_decay=weight_decay),
+        dict(params=[p for p in trained if id(p) not in matrices], weight_decay=0.0),
+    ]
+
+
+def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """core.optim.make_optimizer with `decay_groups`: that one would decay embeddings, which are matrices too."""
+    groups = decay_groups(model, config.weight_decay)
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, config.lr, momentum=config.momentum, nesterov=config.nesterov)
+    cls = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.name]
+    return cls(groups, config.lr, betas=config.betas, eps=config.eps)
+
+
+def count_parameters(name: ModelName, vocab_size: int, context: int) -> int:
+    """Parameters of a model, shared ones once, without allocating it."""
+    with torch.device("meta"):
+        model = build_model(name, vocab_size=vocab_size, context=context, dropout=0.0, pad=1)
+    return sum(p.numel() for p in model.parameters())

@@ -1,0 +1,250 @@
+"""Turn text into token files: `python -m language.prepare SOURCE... --out DIR --vocab-size N`.
+
+A byte-level BPE tokenizer (GPT-2's kind) is trained on the training documents with the `tokenizers` library,
+and DIR receives
+
+    train.bin, val.bin   token ids, uint16 or uint32; every document is followed by the end-of-text token
+    tokenizer.json       the tokenizer
+    meta.json            vocabulary, special tokens, and the documents, tokens and bytes of both files
+
+Nothing is fetched. Documents are held out whole, so that no book is in both files.
+"""
+
+import json
+import lzma
+import random
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import tyro
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from core.errors import UserError
+from core.recipe import launch
+
+DOCUMENT_END = "\x0c\n"  # a line with nothing but a form feed
+SUFFIXES = (".txt", ".txt.xz", ".xz")
+END_OF_TEXT, PAD, MASK = SPECIAL_TOKENS = ("<|endoftext|>", "<pad>", "<mask>")
+SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
+PIECE = 1 << 20  # characters that are encoded at a time, to bound memory on documents of any length
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of some text files, read anew by each iteration: never more than one is in memory.
+
+    Attributes:
+        files: text files, plain or xz-compressed UTF-8.
+        chosen: indices of the documents to give, in the order of the files; None gives all.
+    """
+
+    files: tuple[Path, ...]
+    chosen: frozenset[int] | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        numbered = enumerate(document for file in self.files for document in read_documents(file))
+        return (document for i, document in numbered if self.chosen is None or i in self.chosen)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a token file holds. Bytes are UTF-8 bytes of text; tokens include one end-of-text per document."""
+
+    documents: int
+    tokens: int
+    bytes: int
+
+
+def text_files(sources: Iterable[Path]) -> tuple[Path, ...]:
+    """The text files that the sources name; a folder stands for those anywhere below it, sorted by path."""
+    files: list[Path] = []
+    for source in sources:
+        if source.is_dir():
+            found = sorted(file for file in source.rglob("*") if file.is_file() and file.name.endswith(SUFFIXES))
+            if not found:
+                raise UserError(f"no text file in folder {source}: expected names that end in {', '.join(SUFFIXES)}")
+            files += found
+        elif not source.is_file():
+            raise UserError(f"no such file or folder: {source}")
+        elif not source.name.endswith(SUFFIXES):
+            raise UserError(f"{source} is no text file: expected a name that ends in {', '.join(SUFFIXES)}")
+        else:
+            files.append(source)
+    return tuple(files)
+
+
+def read_documents(file: Path) -> Iterator[str]:
+    """Yield the documents of a UTF-8 text file, in order, empty ones left out.
+
+    Raises UserError that names the file when it cannot be decompressed or decoded, or holds no text.
+    """
+    opener = lzma.open if file.name.endswith(".xz") else open
+    empty = True
+    try:
+        with opener(file, "rt", encoding="utf-8", newline="\n") as stream:
+            for document in _split(stream):
+                empty = False
+                yield document
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not UTF-8 text ({error.reason}): convert it, or leave it out") from error
+    except (lzma.LZMAError, EOFError) as error:
+        raise UserError(f"{file} cannot be decompressed ({error}): get it again, or leave it out") from error
+    if empty:
+        raise UserError(f"{file} holds no text: remove it from the sources")
+
+
+def _split(lines: Iterable[str]) -> Iterator[str]:
+    """Join lines to documents, those without text left out; the line end before a form feed goes with it."""
+    held: list[str] = []
+    for line in lines:
+        held.append(line)
+        if line == DOCUMENT_END:
+            document, held = "".join(held[:-1]).removesuffix("\n"), []
+            if document.strip():
+                yield document
+    if (last := "".join(held)).strip():
+        yield last
+
+
+def split_documents(files: tuple[Path, ...], hold_out: int, seed: int) -> tuple[Documents, Documents]:
+    """Choose `hold_out` whole documents at random, by `seed`: (training documents, held-out documents)."""
+    count = sum(1 for _ in Documents(files))
+    if not 0 < hold_out < count:
+        raise UserError(
+            f"cannot hold out {hold_out} of {count} documents: give more documents (a line with only a form "
+            "feed ends one), another --hold-out, or files of their own with --val"
+        )
+    held = frozenset(random.Random(seed).sample(range(count), hold_out))
+    return Documents(files, frozenset(range(count)) - held), Documents(files, held)
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE with GPT-2's word splitting; ids 0, 1, 2 are end-of-text, pad and mask.
+
+    All 256 bytes are in the vocabulary, so any text can be encoded and decoded without loss. A small corpus
+    may yield fewer than `vocab_size` tokens.
+    """
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise UserError(
+            f"vocab-size {vocab_size} is too small: 256 bytes and 3 special tokens need {SMALLEST_VOCABULARY}"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(iter(documents), trainer)
+    return tokenizer
+
+
+def encode_documents(tokenizer: Tokenizer, documents: Iterable[str], file: Path) -> Counts:
+    """Write token ids of the documents, an end-of-text after each, as raw numbers of `token_dtype`."""
+    tokenizer.encode_special_tokens = True  # "<mask>" in a text is text
+    end, dtype = tokenizer.token_to_id(END_OF_TEXT), token_dtype(tokenizer)
+    n_documents = n_tokens = n_bytes = 0
+    with open(file, "wb") as out:
+        for document in documents:
+            for encoding in tokenizer.encode_batch_fast(list(_pieces(document))):
+                np.asarray(encoding.ids, dtype).tofile(out)
+                n_tokens += len(encoding.ids)
+            np.asarray([end], dtype).tofile(out)
+            n_documents, n_tokens, n_bytes = n_documents + 1, n_tokens + 1, n_bytes + len(document.encode())
+    return Counts(n_documents, n_tokens, n_bytes)
+
+
+def token_dtype(tokenizer: Tokenizer) -> str:
+    """The smallest type that holds every token id: "uint16" or "uint32"."""
+    return "uint16" if tokenizer.get_vocab_size() <= 1 << 16 else "uint32"
+
+
+def _pieces(document: str) -> Iterator[str]:
+    """Cut a long document after line ends, where GPT-2's word splitting never joins words."""
+    start = 0
+    while start < len(document):
+        end = document.rfind("\n", start, start + PIECE) + 1 if start + PIECE < len(document) else len(document)
+        end = end if end > start else start + PIECE
+        yield document[start:end]
+        start = end
+
+
+def write_corpus(
+    train: Iterable[str], val: Iterable[str], folder: Path, tokenizer: Tokenizer | int, sources: list[str]
+) -> dict:
+    """Write a corpus folder and return its meta.json.
+
+    Args:
+        train, val: documents; iterated over more than once, so no generators.
+        folder: an existing, empty folder.
+        tokenizer: the tokenizer to use, or the size of the vocabulary to train one with.
+        sources: names of what the text came from, recorded in meta.json.
+    """
+    if isinstance(tokenizer, int):
+        tokenizer = train_tokenizer(train, tokenizer)
+    meta = dict(
+        sources=sources,
+        vocab_size=tokenizer.get_vocab_size(),
+        dtype=token_dtype(tokenizer),
+        eot=tokenizer.token_to_id(END_OF_TEXT),
+        pad=tokenizer.token_to_id(PAD),
+        mask=tokenizer.token_to_id(MASK),
+        train=asdict(encode_documents(tokenizer, train, folder / "train.bin")),
+        val=asdict(encode_documents(tokenizer, val, folder / "val.bin")),
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+    return meta
+
+
+def prepare(
+    sources: Annotated[tuple[Path, ...], tyro.conf.Positional],
+    /,
+    out: Path,
+    vocab_size: int = 50257,
+    hold_out: int = 1,
+    val: tuple[Path, ...] = (),
+    seed: int = 0,
+) -> dict:
+    """Make token files from text files; returns what meta.json holds.
+
+    Args:
+        sources: text files (.txt, .txt.xz, .xz; UTF-8; a line with only a form feed ends a document),
+            or folders of such files.
+        out: folder to create; it appears only when complete.
+        vocab_size: tokens of the byte-level BPE vocabulary, the three special ones included.
+        hold_out: whole documents that go to val.bin instead of train.bin; not used with `val`.
+        val: text files that make val.bin, where a data set brings its own split.
+        seed: chooses the held-out documents.
+    """
+    files = text_files(sources)
+    if out.exists():
+        raise UserError(f"{out} exists already: remove it, or give another --out")
+    train, held = (Documents(files), Documents(text_files(val))) if val else split_documents(files, hold_out, seed)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        meta = write_corpus(train, held, scratch, vocab_size, [file.name for file in files])
+        scratch.chmod(0o755)  # mkdtemp's folders are private
+        scratch.rename(out)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return meta
+
+
+def main() -> None:
+    meta = tyro.cli(prepare, description=__doc__)
+    for name in ("train", "val"):
+        print(f"{name}: " + ", ".join(f"{value:,} {key}" for key, value in meta[name].items()))
+    print(f"vocabulary: {meta['vocab_size']:,} tokens, stored as {meta['dtype']}")
+
+
+if __name__ == "__main__":
+    launch(main)

@@ -1,0 +1,176 @@
+"""Trains a language model: torchrun --standalone --nproc-per-node 4 -m language.train RECIPE [overrides]."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from core.errors import UserError
+from core.optim import clip_gradients, make_schedule
+from core.recipe import dry_run, launch, parse
+from core.run import Averages, Every, Run
+from core.sharding import generator, per_worker, steps_per_epoch
+from language import generate
+from language.corpora import open_corpus, open_wikitext2
+from language.data import (
+    IGNORE,
+    Batch,
+    CausalObjective,
+    Corpus,
+    MaskedObjective,
+    Objective,
+    count_windows,
+    held_out_batches,
+    read_windows,
+    train_batches,
+)
+from language.metrics import held_out_sums, summarize, token_loss
+from language.model import build_model, is_causal, make_optimizer
+from language.recipes import RECIPES, LanguageRecipe
+
+PROMPT_TOKENS, NEW_TOKENS, TOP_K = 16, 48, 20  # of the text that a causal model writes for TensorBoard
+SAMPLES = 4
+
+Texts = dict[str, np.ndarray]  # held-out tokens by the name of their text
+
+
+def main() -> None:
+    recipe = parse(RECIPES, prog="language.train")
+    if recipe.dry_run:
+        return dry_run(recipe, lambda: make_model(recipe, pad=1))
+    corpus = open_corpus(recipe.corpus, recipe.vocab_size)
+    objective = make_objective(recipe, corpus)
+    final_texts = {"val": corpus.val} | ({"wikitext2": open_wikitext2(corpus)} if recipe.wikitext2 else {})
+    with Run(recipe) as run:
+        train(run, recipe, corpus, objective, final_texts)
+
+
+def make_model(recipe: LanguageRecipe, pad: int | None) -> nn.Module:
+    return build_model(
+        recipe.model, vocab_size=recipe.vocab_size, context=recipe.context, dropout=recipe.dropout, pad=pad
+    )
+
+
+def make_objective(recipe: LanguageRecipe, corpus: Corpus) -> Objective:
+    """What the model learns on this corpus; refuses a corpus that does not fit the recipe."""
+    if corpus.vocab_size != recipe.vocab_size:
+        raise UserError(
+            f"vocab_size={recipe.vocab_size}, but {corpus.folder} uses {corpus.vocab_size} tokens: "
+            f"add --vocab_size {corpus.vocab_size}"
+        )
+    if is_causal(recipe.model):
+        return CausalObjective(recipe.context)
+    if corpus.mask is None:
+        raise UserError(
+            f"{corpus.folder} has no mask token, for {recipe.model}: make it with `python -m language.prepare`"
+        )
+    return MaskedObjective(recipe.context, corpus.vocab_size, corpus.eot, corpus.mask)
+
+
+def train(run: Run, recipe: LanguageRecipe, corpus: Corpus, objective: Objective, final_texts: Texts) -> None:
+    """The loop: optimiser steps, method.step(), and at round boundaries evaluations and checkpoints."""
+    model = make_model(recipe, corpus.pad).to(run.device)
+    optimizer = make_optimizer(model, recipe.optim)
+    samples = count_windows(len(corpus.train), objective)
+    epoch = recipe.epoch_steps or steps_per_epoch(samples, recipe.batch_size)
+    total = epoch * recipe.epochs
+    schedule = make_schedule(optimizer, total, recipe.optim)
+    wrapped, method = run.make_method(model, optimizer)
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    step = run.load(method, **parts)
+    evaluation, saving = Every(epoch * recipe.eval_every, step), Every(epoch * recipe.checkpoint_every, step)
+    means = Averages()
+
+    model.train()
+    bar = run.progress(total, step)
+    where = dict(seed=recipe.seed, rank=run.rank, world_size=run.world_size, start=step, total=total)
+    for batch in train_batches(corpus.train, objective, recipe.batch_size, sampling=recipe.sampling, **where):
+        loss = backward(run, recipe, wrapped, batch)
+        clip_gradients(model, recipe.optim)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        closed = method.step()
+
+        step += 1
+        bar.update()
+        means.add(train_loss=loss)
+        if closed:
+            run.count(method, step)
+        if step % recipe.log_every == 0:
+            run.log_train(step, lr=schedule.get_last_lr()[0], **means.pop())
+        if closed and step < total and evaluation.due(step):
+            evaluate(run, recipe, model, corpus, objective, step, {"val": corpus.val[: recipe.eval_tokens]})
+        if closed and step < total and saving.due(step):
+            run.save(step, method, **parts)
+        if run.should_stop(step):
+            break
+
+    method.finish()
+    results = evaluate(run, recipe, model, corpus, objective, step, final_texts)
+    run.save(step, method, **parts)
+    run.summarise(step, **results)
+    method.close()
+
+
+def backward(run: Run, recipe: LanguageRecipe, wrapped: nn.Module, batch: Batch) -> Tensor:
+    """Adds the gradient of this worker's mean loss over the batch, in micro-batches; returns the loss."""
+    inputs, targets = (part.to(run.device) for part in batch)
+    predicted = (targets != IGNORE).sum().clamp(min=1)  # over the whole batch, so that micro-batches change nothing
+    loss = torch.zeros((), device=run.device)
+    parts = list(zip(inputs.chunk(recipe.accumulate), targets.chunk(recipe.accumulate), strict=True))
+    for number, (some_inputs, some_targets) in enumerate(parts, start=1):
+        last = number == len(parts)
+        waits = hasattr(wrapped, "no_sync") and not last  # DDP reduces the gradients once, in the last backward pass
+        with wrapped.no_sync() if waits else contextlib.nullcontext():
+            with run.autocast():
+                logits = wrapped(some_inputs).logits
+            part = token_loss(logits, some_targets, reduction="sum") / predicted
+            part.backward()
+        loss += part.detach()
+    return loss
+
+
+def evaluate(
+    run: Run,
+    recipe: LanguageRecipe,
+    model: nn.Module,
+    corpus: Corpus,
+    objective: Objective,
+    step: int,
+    texts: Texts,
+) -> dict[str, float]:
+    """Perplexity and bits per byte of each text, each worker on its share; shows sample text in TensorBoard."""
+    results: dict[str, float] = {}
+    with run.paused(), run.autocast():
+        for name, tokens in texts.items():
+            batch_size = max(1, per_worker(recipe.batch_size, run.world_size) // recipe.accumulate)
+            batches = held_out_batches(tokens, objective, batch_size, rank=run.rank, world_size=run.world_size)
+            sums = run.sum(*held_out_sums(model, batches, run.device, corpus.token_bytes))
+            metrics = summarize(sums, causal=isinstance(objective, CausalObjective))
+            results |= {f"{name}_{key}": value for key, value in metrics.items()}
+        if run.rank == 0 and corpus.tokenizer is not None:
+            run.writer.add_text("sample", sample(run, model, corpus, objective), step)
+    run.log(step, **results)
+    return results
+
+
+def sample(run: Run, model: nn.Module, corpus: Corpus, objective: Objective) -> str:
+    """What the model writes after, or into, some held-out text: Markdown."""
+    assert corpus.tokenizer is not None
+    starts = np.linspace(0, max(0, len(corpus.val) - objective.read), SAMPLES).astype(int).tolist()
+    windows = read_windows(corpus.val, starts, objective.read)
+    if isinstance(objective, CausalObjective):
+        prompts = windows[:, :PROMPT_TOKENS].to(run.device)
+        rng = generator(run.recipe.seed)
+        ids = generate.continue_text(model, prompts, NEW_TOKENS, context=objective.context, top_k=TOP_K, generator=rng)
+        return generate.continuation_markdown(corpus.tokenizer, ids, prompts.shape[1])
+    inputs, targets = (part.to(run.device) for part in objective.batch(windows, [(at,) for at in starts]))
+    return generate.filled_markdown(corpus.tokenizer, generate.fill_masks(model, inputs, targets), targets)
+
+
+if __name__ == "__main__":
+    launch(main)

@@ -1,0 +1,188 @@
+"""A causal language model with linear attention, in the style of TransNormerLLM (arXiv 2307.14995).
+
+Each layer mixes tokens by linear attention with exponential decay and gates the result, then mixes channels
+by a gated linear unit without activation; both are pre-normalised by SimpleRMSNorm, which has no parameters.
+Attention is computed in chunks (the idea of lightning attention), so its cost is linear in sequence length.
+No position embeddings: order comes from the decay and, in the first layer, from LRPE's rotation.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutput
+
+
+@dataclass(frozen=True)
+class TransNormerConfig:
+    """Sizes of the model.
+
+    Attributes:
+        vocab_size: number of token ids.
+        width: of the residual stream; a multiple of `heads`.
+        glu_width: of the channel mixer.
+        chunk: tokens per chunk of the attention; changes speed and rounding, not the function.
+    """
+
+    vocab_size: int
+    layers: int
+    width: int
+    heads: int
+    glu_width: int
+    chunk: int = 64
+
+
+class TransNormer(nn.Module):
+    """int64 token ids [batch, time] -> CausalLMOutput with logits [batch, time, vocab_size]; any length."""
+
+    def __init__(self, config: TransNormerConfig):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.layers = nn.ModuleList(TransNormerLayer(config, index) for index in range(config.layers))
+        self.norm = SimpleRMSNorm()
+        self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, input_ids: Tensor) -> CausalLMOutput:
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return CausalLMOutput(logits=self.lm_head(self.norm(x)))
+
+
+class TransNormerLayer(nn.Module):
+    """Both mixers, each behind a norm and around a residual: [batch, time, width] to the same."""
+
+    def __init__(self, config: TransNormerConfig, index: int):
+        super().__init__()
+        self.norm = SimpleRMSNorm()
+        self.token_mixer = GatedLinearAttention(config, index)
+        self.channel_mixer = SimpleGatedUnit(config.width, config.glu_width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.token_mixer(self.norm(x))
+        return x + self.channel_mixer(self.norm(x))
+
+
+class GatedLinearAttention(nn.Module):
+    """Norm(decayed linear attention) * gate, swish on queries and keys; [batch, time, width] to the same."""
+
+    slope: Tensor
+
+    def __init__(self, config: TransNormerConfig, index: int):
+        super().__init__()
+        self.heads, self.chunk = config.heads, config.chunk
+        self.projection = nn.Linear(config.width, 4 * config.width, bias=False)
+        self.output = nn.Linear(config.width, config.width, bias=False)
+        self.norm = SimpleRMSNorm()
+        self.lrpe = LRPE(config.heads, config.width // config.heads) if index == 0 else None
+        self.register_buffer("slope", decay_slopes(config.heads, index, config.layers), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value, gate = self.projection(x).chunk(4, dim=-1)
+        query, key, value = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (query, key, value))
+        query, key = F.silu(query), F.silu(key)
+        # The running sum of outer products needs float32 also where autocast computes in bfloat16.
+        with torch.autocast(x.device.type, enabled=False):
+            query, key, value = query.float(), key.float(), value.float()
+            if self.lrpe is not None:
+                query, key = self.lrpe(query), self.lrpe(key)
+            mixed = chunked_attention(query, key, value, self.slope, self.chunk)
+        mixed = self.norm(mixed.transpose(1, 2).flatten(2)).to(gate.dtype)
+        return self.output(mixed * gate)
+
+
+class SimpleGatedUnit(nn.Module):
+    """SGLU: the product of two linear maps, mapped back; no activation. [..., width] to the same."""
+
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        self.up = nn.Linear(width, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.up(x).chunk(2, dim=-1)
+        return self.down(left * right)
+
+
+class SimpleRMSNorm(nn.Module):
+    """SRMSNorm: x / (||x||_2 / sqrt(d)) over the last dimension, without a learned scale."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], eps=1e-6)
+
+
+class LRPE(nn.Module):
+    """Linearised relative positions: [batch, heads, time, d] -> [batch, heads, time, 2 d].
+
+    x_t becomes [x_t cos(theta t), x_t sin(theta t)], so that the product of a query at t and a key at s
+    depends on t - s only: sum_i q_i k_i cos(theta_i (t - s)). theta is learned, from a geometric series.
+    """
+
+    def __init__(self, heads: int, dim: int):
+        super().__init__()
+        self.theta = nn.Parameter((10000.0 ** (-torch.arange(dim) / dim)).repeat(heads, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        time = torch.arange(x.shape[-2], device=x.device, dtype=x.dtype)[:, None]
+        angle = self.theta.to(x.dtype) * time
+        return torch.cat((x * angle.cos(), x * angle.sin()), dim=-1)
+
+
+def decay_slopes(heads: int, layer: int, layers: int) -> Tensor:
+    """Decay rate of each head: float32 [heads], in (0, 1]; a token n steps back weighs exp(-slope n).
+
+    Geometric over the heads (2^(-8 h / H), h = 1 ... H, as in ALiBi) and falling linearly over the layers, to
+    almost nothing in the last: low layers look near, the last sees everything. Fixed, not learned.
+    """
+    geometric = 2.0 ** (-8.0 * torch.arange(1, heads + 1, dtype=torch.float32) / heads)
+    return geometric * (1.0 - layer / max(layers - 1, 1) + 1e-5)
+
+
+def chunked_attention(query: Tensor, key: Tensor, value: Tensor, slope: Tensor, chunk: int) -> Tensor:
+    """o_t = sum over s <= t of exp(-slope (t - s)) (q_t . k_s) v_s, in time linear in the sequence length.
+
+    Inside a chunk as written, from earlier chunks by a running sum of k_s v_s^T. Every exponent is at most 0,
+    so nothing overflows at any length.
+
+    Args:
+        query, key: [batch, heads, time, d].
+        value: [batch, heads, time, e].
+        slope: [heads].
+        chunk: tokens per chunk.
+
+    Returns:
+        [batch, heads, time, e].
+    """
+    time = query.shape[-2]
+    padding = -time % chunk  # zero keys at the end change nothing before it
+    query, key, value = (F.pad(t, (0, 0, 0, padding)).unflatten(-2, (-1, chunk)) for t in (query, key, value))
+    slope = slope[:, None]
+    position = torch.arange(chunk, device=query.device)
+    since_start = torch.exp(-slope * (position + 1))[:, None, :, None]  # [heads, 1, chunk, 1]
+    until_end = torch.exp(-slope * (chunk - 1 - position))[:, None, :, None]
+    inside = (query @ key.transpose(-1, -2) * _causal_decay(slope[:, 0], chunk)[:, None]) @ value
+    sums = (key * until_end).transpose(-1, -2) @ value  # [batch, heads, chunks, d, e]
+    before = _states_before(sums, torch.exp(-slope[..., None] * chunk))
+    return (inside + (query * since_start) @ before).flatten(2, 3)[:, :, :time]
+
+
+def _causal_decay(slope: Tensor, time: int) -> Tensor:
+    """exp(-slope (t - s)) for s <= t, else 0: [heads, time, time]."""
+    position = torch.arange(time, device=slope.device)
+    distance = position[:, None] - position
+    return torch.exp(-slope[:, None, None] * distance.clamp(min=0)) * (distance >= 0)
+
+
+def _states_before(sums: Tensor, decay: Tensor) -> Tensor:
+    """The running sum at each chunk's start, S_{n+1} = decay S_n + sums_n: [batch, heads, chunks, d, e]."""
+    state = torch.zeros_like(sums[:, :, 0])
+    states = []
+    for added in sums.unbind(dim=2):
+        states.append(state)
+        state = decay * state + added
+    return torch.stack(states, dim=2)

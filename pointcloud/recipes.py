@@ -1,0 +1,120 @@
+"""The point-cloud runs. Batch sizes are global: all workers together.
+
+The paper's settings for its point-cloud task are unknown; every value here is ours, or that of the work named.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from core import UserError
+from core.co2 import CO2Config
+from core.optim import OptimConfig
+from core.recipe import Recipe
+from pointcloud.mae import MaskedAutoencoderConfig
+from pointcloud.model import AutoencoderConfig
+
+
+@dataclass(frozen=True)
+class PointCloudRecipe(Recipe):
+    """An autoencoder of 3-D shapes and its data."""
+
+    model: Literal["autoencoder", "mae"] = "autoencoder"
+    """autoencoder: reconstructs the cloud from a code; mae: predicts masked patches from the visible ones."""
+    autoencoder: AutoencoderConfig = field(default_factory=AutoencoderConfig)
+    mae: MaskedAutoencoderConfig = field(default_factory=MaskedAutoencoderConfig)
+    dataset: Literal["shapenet", "shapenet55", "modelnet10", "surfaces"] = "shapenet"
+    """surfaces is embedded; the others are read from the folder CO2_DATA."""
+    points: int = 2048
+    """Points of a cloud, a new random subset every epoch."""
+    augment: bool = False
+    """Random scaling and translation."""
+    loss: Literal["chamfer", "emd"] = "chamfer"
+    """emd solves an exact assignment on the CPU for every cloud: for a few hundred points."""
+    emd_points: int = 256
+    """Points of each cloud that the EMD of an evaluation compares (at most; for speed)."""
+    loader_workers: int = 0
+    """Processes per worker that load clouds."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, least in (("points", 1), ("emd_points", 1), ("loader_workers", 0)):
+            if getattr(self, name) < least:
+                raise UserError(f"{name}={getattr(self, name)}: give {least} or more")
+        side = math.isqrt(self.points)
+        folds = self.model == "autoencoder" and self.autoencoder.decoder == "folding"
+        if self.loss == "emd" and folds and side * side != self.points:
+            raise UserError(f"loss=emd needs as many points as the folded grid: give points={side * side}")
+
+
+def shapenet_folding() -> PointCloudRecipe:
+    """ShapeNetCore v2, 2,048 points, folding decoder. 128 or 80 GPUs: 640 = 128 x 5 = 80 x 8. Not run."""
+    return PointCloudRecipe(
+        batch_size=640,
+        epochs=300,
+        optim=OptimConfig("adamw", lr=1e-3, weight_decay=0.05, warmup_steps=550),
+        co2=CO2Config(tau=12),
+        loader_workers=4,
+        eval_every=10,
+        checkpoint_every=10,
+    )
+
+
+def shapenet_mlp() -> PointCloudRecipe:
+    """ShapeNetCore v2 with the fully connected decoder. Not run."""
+    return replace(shapenet_folding(), autoencoder=AutoencoderConfig(decoder="mlp"))
+
+
+def shapenet_mae() -> PointCloudRecipe:
+    """ShapeNetCore v2, 2,048 points, masked autoencoder of Point-MAE's size. Not run."""
+    return replace(shapenet_folding(), model="mae", augment=True)
+
+
+def shapenet55_mae() -> PointCloudRecipe:
+    """Point-MAE's own pre-training: ShapeNet-55, 1,024 points, batch 128, 300 epochs, 10 of warm-up. Not run."""
+    return replace(
+        shapenet_mae(),
+        dataset="shapenet55",
+        points=1024,
+        batch_size=128,
+        optim=OptimConfig("adamw", lr=1e-3, weight_decay=0.05, warmup_steps=3280),
+    )
+
+
+def surfaces_small() -> PointCloudRecipe:
+    """Embedded analytic surfaces, 512 points, a small fully connected decoder."""
+    return PointCloudRecipe(
+        dataset="surfaces",
+        points=512,
+        autoencoder=AutoencoderConfig("mlp", encoder_widths=(64, 128), latent=128, mlp_widths=(256, 256)),
+        batch_size=64,
+        epochs=20,
+        optim=OptimConfig("adamw", lr=2e-3, weight_decay=0.01, warmup_steps=64),
+        co2=CO2Config(tau=6, outer_momentum=0.0),
+        eval_every=4,
+    )
+
+
+def modelnet10_small() -> PointCloudRecipe:
+    """ModelNet10, 512 points, a small fully connected decoder."""
+    return replace(surfaces_small(), dataset="modelnet10")
+
+
+def modelnet10_mae_small() -> PointCloudRecipe:
+    """ModelNet10, 512 points, a small masked autoencoder: 32 patches of 16 points."""
+    mae = MaskedAutoencoderConfig(groups=32, group_size=16, dim=96, depth=3, heads=3, decoder_depth=1, drop_path=0.0)
+    return replace(modelnet10_small(), model="mae", mae=mae, epochs=15)
+
+
+_RECIPES = (
+    shapenet_folding,
+    shapenet_mlp,
+    shapenet_mae,
+    shapenet55_mae,
+    surfaces_small,
+    modelnet10_small,
+    modelnet10_mae_small,
+)
+RECIPES = {f.__name__: f() for f in _RECIPES}

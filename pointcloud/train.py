@@ -1,0 +1,146 @@
+"""Trains a point-cloud autoencoder: torchrun --standalone --nproc-per-node 4 -m pointcloud.train RECIPE [overrides]."""
+
+from __future__ import annotations
+
+import matplotlib.image
+import torch
+from torch import Tensor, nn
+
+from core.optim import clip_gradients, make_optimizer, make_schedule
+from core.recipe import dry_run, launch, parse
+from core.run import Averages, Every, Run
+from core.sharding import generator, steps_per_epoch
+from pointcloud import data
+from pointcloud.data import PointClouds
+from pointcloud.losses import chamfer_distance, earth_mover_distance
+from pointcloud.mae import MaskedAutoencoder
+from pointcloud.model import Autoencoder
+from pointcloud.picture import draw_clouds
+from pointcloud.recipes import RECIPES, PointCloudRecipe
+
+LOSSES = {"chamfer": chamfer_distance, "emd": earth_mover_distance}
+
+
+def main() -> None:
+    recipe = parse(RECIPES, prog="pointcloud.train")
+    if recipe.dry_run:
+        return dry_run(recipe, lambda: make_model(recipe))
+    train_set, test_set = data.load(recipe)
+    with Run(recipe) as run:
+        train(run, recipe, train_set, test_set)
+
+
+def make_model(recipe: PointCloudRecipe) -> nn.Module:
+    if recipe.model == "mae":
+        return MaskedAutoencoder(recipe.points, recipe.mae)
+    return Autoencoder(recipe.points, recipe.autoencoder)
+
+
+def train(run: Run, recipe: PointCloudRecipe, train_set: PointClouds, test_set: PointClouds) -> None:
+    """The loop: optimiser steps, method.step(), and at round boundaries evaluations and checkpoints."""
+    model = make_model(recipe).to(run.device)
+    distance = LOSSES[recipe.loss]
+    optimizer = make_optimizer(model, recipe.optim)
+    epoch = steps_per_epoch(len(train_set), recipe.batch_size)
+    total = epoch * recipe.epochs
+    schedule = make_schedule(optimizer, total, recipe.optim)
+    wrapped, method = run.make_method(model, optimizer)
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    step = run.load(method, **parts)
+    evaluation, saving = Every(epoch * recipe.eval_every, step), Every(epoch * recipe.checkpoint_every, step)
+    means = Averages()
+
+    model.train()
+    bar = run.progress(total, step)
+    for points in train_set.train_batches(recipe, run.rank, run.world_size, step, total):
+        with run.autocast():
+            out = wrapped(points.to(run.device))
+        loss = distance(out.prediction, out.target).mean()
+        loss.backward()
+        clip_gradients(model, recipe.optim)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        closed = method.step()
+
+        step += 1
+        bar.update()
+        means.add(train_loss=loss)
+        if closed:
+            run.count(method, step)
+        if step % recipe.log_every == 0:
+            run.log_train(step, lr=schedule.get_last_lr()[0], **means.pop())
+        if closed and step < total and evaluation.due(step):
+            evaluate(run, recipe, model, test_set, step)
+        if closed and step < total and saving.due(step):
+            run.save(step, method, **parts)
+        if run.should_stop(step):
+            break
+
+    method.finish()
+    results = evaluate(run, recipe, model, test_set, step)
+    run.save(step, method, **parts)
+    run.summarise(step, **results)
+    method.close()
+
+
+@torch.no_grad()
+def evaluate(
+    run: Run, recipe: PointCloudRecipe, model: nn.Module, test_set: PointClouds, step: int
+) -> dict[str, float]:
+    """Chamfer distance and EMD of whole clouds over the test set, each worker on its share, and a picture.
+
+    The EMD compares at most recipe.emd_points random points of each cloud. test_loss is the training loss on the
+    test set: for a masked autoencoder, of the masked patches only, while test_chamfer includes the visible ones.
+    """
+    with run.paused():
+        model.eval()
+        chamfer = emd = loss = count = 0.0
+        for points in test_set.test_batches(recipe, run.rank, run.world_size):
+            points = points.to(run.device)
+            with run.autocast():
+                out = model(points)
+            chamfer += chamfer_distance(out.cloud, points).sum().item()
+            size = min(recipe.emd_points, out.cloud.shape[1], points.shape[1])
+            emd += earth_mover_distance(subset(out.cloud, size), subset(points, size)).sum().item()
+            loss += LOSSES[recipe.loss](out.prediction, out.target).mean().item() * len(points)
+            count += len(points)
+        if run.rank == 0:
+            save_picture(run, recipe, model, test_set, step)
+        model.train()
+        chamfer, emd, loss, count = run.sum(chamfer, emd, loss, count)
+        results = {"test_chamfer": chamfer / count, "test_emd": emd / count, "test_loss": loss / count}
+    run.log(step, **results)
+    return results
+
+
+def subset(clouds: Tensor, size: int) -> Tensor:
+    """The same `size` random points of each of [B, n, 3]."""
+    order = torch.randperm(clouds.shape[1], generator=generator(0))
+    return clouds[:, order[:size].to(clouds.device)]
+
+
+@torch.no_grad()
+def save_picture(run: Run, recipe: PointCloudRecipe, model: nn.Module, test_set: PointClouds, step: int) -> None:
+    """Six test clouds beside their reconstructions: reconstructions.png in the run folder, and TensorBoard.
+
+    model: in evaluation mode.
+    """
+    index = [i * len(test_set) // 6 for i in range(6)]
+    points = torch.stack([test_set[i, 0] for i in index])
+    out = model(points.to(run.device))
+    rows = {"input": points}
+    if recipe.model == "mae":
+        rows["visible"] = out.visible
+    rows["reconstruction"] = out.cloud
+    image = draw_clouds(
+        {name: clouds.float().cpu().numpy() for name, clouds in rows.items()},
+        [test_set.source.label(i) for i in index],
+        caption=f"{recipe.name}, {recipe.method}, step {step}",
+    )
+    matplotlib.image.imsave(run.folder / "reconstructions.png", image)
+    run.writer.add_image("reconstructions", image, step, dataformats="HWC")
+
+
+if __name__ == "__main__":
+    launch(main)

@@ -1,0 +1,248 @@
+"""Data sets for mmseg: ADE20K from its folders, CamVid from one file, and the embedded digits on photographs.
+
+All are registered with mmseg, so that a config of one's own may name them. An item is what mmseg's PackSegInputs
+makes: `inputs` uint8 [3, h, w] BGR and `data_samples`, whose gt_sem_seg holds int64 [1, h, w] labels, 255 = ignored.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from mmcv.transforms import BaseTransform
+from mmseg.datasets import ADE20KDataset, BaseSegDataset
+from mmseg.registry import DATASETS, TRANSFORMS
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+
+from core import UserError
+from segmentation import synthetic
+
+Split = Literal["train", "val", "test"]
+Bytes = NDArray[np.uint8]
+IGNORE = 255
+
+STAND_IN = "or run the recipe digits_small, which needs no data"
+CAMVID_CLASSES = (
+    "sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian", "bicyclist",
+)  # fmt: skip
+CAMVID_VOID = 11
+CAMVID_PALETTE = [
+    [128, 128, 128], [128, 0, 0], [192, 192, 128], [128, 64, 128], [60, 40, 222], [128, 128, 0],
+    [192, 128, 128], [64, 64, 128], [64, 0, 128], [64, 64, 0], [0, 128, 192],
+]  # fmt: skip
+
+
+# -- reading files that may be broken ---------------------------------------------------------------------------
+
+
+@TRANSFORMS.register_module()
+class LoadImage(BaseTransform):
+    """Reads results["img_path"] into `img`, uint8 [h, w, 3] BGR.
+
+    In place of mmcv's LoadImageFromFile, which takes a truncated JPEG for a whole one. UserError names the file.
+    """
+
+    def transform(self, results: dict[str, Any]) -> dict[str, Any]:
+        image = np.asarray(_read(results["img_path"], "RGB"))
+        results["img"] = np.ascontiguousarray(image[..., ::-1])
+        results["img_shape"] = results["ori_shape"] = image.shape[:2]
+        return results
+
+
+@TRANSFORMS.register_module()
+class LoadMask(BaseTransform):
+    """Reads results["seg_map_path"] into `gt_seg_map`, uint8 [h, w] in [0, num_classes) or 255.
+
+    In place of mmseg's LoadAnnotations, which wraps 16-bit labels around and lets labels out of range through to the
+    loss. With results["reduce_zero_label"] label 0 is ignored and the others move down by one. UserError names the
+    file.
+    """
+
+    def __init__(self, num_classes: int):
+        self.num_classes = num_classes
+
+    def transform(self, results: dict[str, Any]) -> dict[str, Any]:
+        path, shift = results["seg_map_path"], int(results["reduce_zero_label"])
+        mask = np.asarray(_read(path)).astype(np.int64)
+        # an image resized for testing keeps the mask's size in ori_shape
+        if mask.shape != tuple(results["ori_shape"]):
+            raise UserError(
+                f"{path}: a mask of shape {mask.shape} for an image of {tuple(results['ori_shape'])}: one label per "
+                "pixel is expected, in a single channel; repair or remove the pair"
+            )
+        mask = np.where((mask == IGNORE) | (mask < shift), IGNORE, mask - shift)
+        check_labels(mask, self.num_classes, path, shift)
+        results["gt_seg_map"] = mask.astype(np.uint8)
+        results["seg_fields"].append("gt_seg_map")
+        return results
+
+
+def _read(path: str, mode: str | None = None) -> Image.Image:
+    try:
+        image = Image.open(path)
+        image.load()
+        return image.convert(mode) if mode else image
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; every image needs its mask, of the same name") from None
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{path}: not a readable image ({reason}); repair or remove it with its pair") from None
+
+
+def check_labels(mask: NDArray[Any], num_classes: int, where: str | Path, shift: int = 0) -> None:
+    """UserError unless every label is in [0, num_classes) or 255. shift: what the file's own labels start at."""
+    bad = (mask >= num_classes) & (mask != IGNORE)
+    if bad.any():
+        raise UserError(
+            f"{where}: label {int(mask[bad][0]) + shift} is out of range: expected {shift} to "
+            f"{num_classes - 1 + shift}, or {IGNORE} for pixels to ignore"
+        )
+
+
+# -- data sets --------------------------------------------------------------------------------------------------
+
+
+@DATASETS.register_module()
+class ArraySegDataset(BaseSegDataset):
+    """Images held in memory, for pipelines that begin after loading.
+
+    images: uint8 [n, h, w, 3] RGB. masks: uint8 [n, h, w], 255 for pixels to ignore. kwargs: BaseSegDataset's.
+    """
+
+    def __init__(self, images: Bytes, masks: Bytes, **kwargs: Any):
+        self.images, self.masks = images, masks
+        super().__init__(**({"serialize_data": False} | kwargs))  # its list holds nothing worth packing
+
+    def load_data_list(self) -> list[dict[str, Any]]:
+        return [{"place": i, "reduce_zero_label": False} for i in range(len(self.images))]
+
+    def get_data_info(self, idx: int) -> dict[str, Any]:
+        info = super().get_data_info(idx)  # mmengine may have taken a subset: its idx is no place in the arrays
+        image, mask = self.images[info["place"]], self.masks[info["place"]]
+        return info | {
+            "img": np.ascontiguousarray(image[..., ::-1]),
+            "img_shape": image.shape[:2],
+            "ori_shape": image.shape[:2],
+            "gt_seg_map": mask.copy(),
+            "seg_fields": ["gt_seg_map"],
+        }
+
+
+@DATASETS.register_module()
+class CamVid(ArraySegDataset):
+    """CamVid at 240 x 180 in 11 classes (Brostow et al., 2009): 367 training, 101 validation, 233 test images.
+
+    root: the folder with camvid_240x180.npz: x_SPLIT uint8 [n, 180, 240, 3] RGB, y_SPLIT uint8 [n, 180, 240], 11 void.
+    """
+
+    METAINFO = {"classes": CAMVID_CLASSES, "palette": CAMVID_PALETTE}
+
+    def __init__(self, root: str | Path, split: Split, **kwargs: Any):
+        path = Path(root, "camvid_240x180.npz")
+        if not path.exists():
+            raise UserError(
+                f"no CamVid in {root}: expected {path.name} with x_train, y_train, x_val, ... there; set CO2_DATA to "
+                f"the folder that holds it, {STAND_IN}"
+            )
+        try:
+            with np.load(path) as file:
+                images, masks = file[f"x_{split}"], file[f"y_{split}"]
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise UserError(f"{path}: not readable ({error}); fetch the file again") from None
+        masks = np.where(masks == CAMVID_VOID, IGNORE, masks)
+        for i, mask in enumerate(masks):
+            check_labels(mask, len(CAMVID_CLASSES), f"{path}, y_{split}[{i}]")
+        super().__init__(images, masks, **kwargs)
+
+
+@DATASETS.register_module()
+class DigitsOnPhotos(ArraySegDataset):
+    """The embedded set of segmentation.synthetic: 1,024 training and 128 validation scenes of 64 x 64 pixels."""
+
+    METAINFO = {"classes": synthetic.CLASSES}  # mmseg makes a palette
+
+    def __init__(self, split: Split, **kwargs: Any):
+        images, masks = synthetic.digits_on_photos(split, n=1024 if split == "train" else 128)
+        super().__init__(images, masks, **kwargs)
+
+
+@DATASETS.register_module()
+class ADE20K(ADE20KDataset):
+    """ADE20K scene parsing (Zhou et al., 2017), 150 classes: 20,210 training and 2,000 validation images.
+
+    root: ADEChallengeData2016 as published: images/{training,validation}/*.jpg, annotations/*/*.png (label 0 ignored).
+    """
+
+    def __init__(self, root: str | Path, split: Split, **kwargs: Any):
+        if split == "test":
+            raise UserError("ADE20K's 3,352 test images come without masks: evaluate on the split val")
+        part = {"train": "training", "val": "validation"}[split]
+        for folder in ("images", "annotations"):
+            if not Path(root, folder, part).is_dir():
+                raise UserError(
+                    f"no ADE20K in {root}: expected images/{part}/*.jpg and annotations/{part}/*.png there; set "
+                    f"CO2_DATA to the folder that holds ade/ADEChallengeData2016, {STAND_IN}"
+                )
+        prefix = {"img_path": f"images/{part}", "seg_map_path": f"annotations/{part}"}
+        super().__init__(data_root=str(root), data_prefix=prefix, **kwargs)
+        if not len(self):
+            raise UserError(f"no *.jpg in {Path(root, 'images', part)}: unpack ADE20K there again")
+
+
+# -- the three tasks --------------------------------------------------------------------------------------------
+
+DataName = Literal["ade20k", "camvid", "digits"]
+NUM_CLASSES: dict[DataName, int] = {"ade20k": 150, "camvid": 11, "digits": 11}
+CROP: dict[DataName, tuple[int, int]] = {"ade20k": (512, 512), "camvid": (144, 144), "digits": (64, 64)}
+# held-out splits whose labels are public; the first is evaluated during training, all at the end
+EVAL_SPLITS: dict[DataName, tuple[Split, ...]] = {"ade20k": ("val",), "camvid": ("val", "test"), "digits": ("val",)}
+EVAL_BATCH: dict[DataName, int] = {"ade20k": 1, "camvid": 8, "digits": 8}  # ADE20K's images differ in size
+_PACK = [{"type": "PackSegInputs"}]
+
+
+def data_root() -> Path:
+    """The folder named by CO2_DATA; `data` in the working directory without it."""
+    return Path(os.environ.get("CO2_DATA") or "data")
+
+
+def _augmentation(name: DataName) -> list[dict[str, Any]]:
+    """mmseg's standard for ADE20K; gentler scales for CamVid's small frames; digits may not be flipped."""
+    colours = {"type": "PhotoMetricDistortion"}
+    if name == "digits":
+        return [colours]
+    scale, ratios = {"ade20k": ((2048, 512), (0.5, 2.0)), "camvid": ((240, 180), (0.8, 1.6))}[name]
+    return [
+        {"type": "RandomResize", "scale": scale, "ratio_range": ratios, "keep_ratio": True},
+        {"type": "RandomCrop", "crop_size": CROP[name], "cat_max_ratio": 0.75},
+        {"type": "RandomFlip", "prob": 0.5},
+        colours,
+    ]
+
+
+def dataset_config(name: DataName, split: Split, root: Path | None = None) -> dict[str, Any]:
+    """An mmseg config of the data set: augmented crops of CROP[name] for "train", whole images otherwise.
+
+    root: overrides CO2_DATA.
+    """
+    root = root or data_root()
+    train = split == "train"
+    common = {"split": split, "test_mode": not train}
+    if name == "digits":
+        return common | {"type": "DigitsOnPhotos", "pipeline": (_augmentation(name) if train else []) + _PACK}
+    if name == "camvid":
+        pipeline = (_augmentation(name) if train else []) + _PACK
+        return common | {"type": "CamVid", "root": str(root), "pipeline": pipeline}
+    load_mask = {"type": "LoadMask", "num_classes": NUM_CLASSES[name]}
+    resize = {"type": "Resize", "scale": (2048, 512), "keep_ratio": True}  # for testing; the mask keeps its size
+    middle = [load_mask, *_augmentation(name)] if train else [resize, load_mask]
+    pipeline = [{"type": "LoadImage"}, *middle, *_PACK]
+    return common | {"type": "ADE20K", "root": str(root / "ade" / "ADEChallengeData2016"), "pipeline": pipeline}
+
+
+def build_dataset(name: DataName, split: Split, root: Path | None = None) -> BaseSegDataset:
+    """The data set of dataset_config. UserError when it is missing or broken."""
+    return DATASETS.build(dataset_config(name, split, root))

@@ -1,0 +1,49 @@
+"""mIoU, mAcc and aAcc by the functions of mmseg's IoUMetric, their areas summed over all workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from mmseg.evaluation import IoUMetric
+from torch import Tensor
+
+from segmentation.data import IGNORE
+
+
+class SegmentationMetric:
+    """Collects one worker's predictions; compute() gives the result over all workers.
+
+    mmseg's own evaluate() gathers one record per image through files in the working directory; the four areas per
+    class are all that it needs, so this sums them with one all-reduce.
+    """
+
+    def __init__(self, classes: Sequence[str], device: torch.device | str = "cpu"):
+        self.classes = tuple(classes)
+        # intersection, union, predicted, labelled: pixels per class, exact in float64
+        self.areas = torch.zeros(4, len(self.classes), dtype=torch.float64, device=device)
+
+    def update(self, prediction: Tensor, label: Tensor) -> None:
+        """prediction, label: integer class maps [h, w]; label 255 is ignored."""
+        areas = IoUMetric.intersect_and_union(prediction, label, len(self.classes), IGNORE)
+        self.areas += torch.stack(areas).to(self.areas)
+
+    def compute(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
+        """mIoU, mAcc, aAcc and IoU/CLASS in percent; every worker must call it.
+
+        The means leave out classes that occur in neither predictions (IoU) nor labels; those have no IoU/CLASS entry.
+        """
+        areas = self.areas.clone()
+        if dist.is_initialized():
+            dist.all_reduce(areas, group=group)
+        values = IoUMetric.total_area_to_metrics(*areas.cpu(), ["mIoU"])
+        iou, acc = (torch.as_tensor(values[key]) for key in ("IoU", "Acc"))
+        result = {
+            "mIoU": 100 * iou.nanmean().item(),
+            "mAcc": 100 * acc.nanmean().item(),
+            "aAcc": 100 * float(values["aAcc"]),
+        }
+        per_class = zip(self.classes, iou.tolist(), strict=True)
+        return result | {f"IoU/{name}": 100 * value for name, value in per_class if not math.isnan(value)}

@@ -1,0 +1,137 @@
+"""The segmentation runs. Batch sizes are global: all workers together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from core import CO2Config, UserError
+from core.recipe import Recipe
+from segmentation.data import DataName
+from segmentation.model import BackboneName
+from segmentation.schedule import PolyOptimConfig
+
+
+@dataclass(frozen=True)
+class SegmentationRecipe(Recipe):
+    """UPerNet, its backbone and its data."""
+
+    backbone: BackboneName = "resnet_mini"
+    """The mini ones are for small images on a CPU."""
+    dataset: DataName = "digits"
+    """digits needs no data; ade20k and camvid are read from the folder CO2_DATA."""
+    optim: PolyOptimConfig = field(default_factory=PolyOptimConfig)
+    pretrained: Path | None = None
+    """A checkpoint of the backbone in mmseg's naming, such as one trained on ImageNet."""
+    sync_bn: bool = False
+    """ddp on GPUs only: share batch statistics in every forward pass, as mmseg's published runs do."""
+    loader_workers: int = 0
+    """Processes per worker that load and augment; 0 for none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sync_bn and self.method != "ddp":
+            raise UserError(
+                f"sync_bn with method={self.method}: SyncBN waits for all workers at every step; leave it out"
+            )
+
+
+def _ade20k(backbone: BackboneName, optim: PolyOptimConfig) -> SegmentationRecipe:
+    """ADE20K on 128 GPUs, two 512 x 512 crops each. The paper's settings for this task are not known: these are ours.
+
+    They are mmsegmentation's for 160,000 iterations of 16 images (127 epochs), with 16 times the batch and the
+    learning rate scaled by 16 (SGD) or its square root (AdamW). Its backbones start from ImageNet: see `pretrained`.
+    Not run here.
+    """
+    return SegmentationRecipe(
+        backbone=backbone,
+        dataset="ade20k",
+        epochs=127,
+        batch_size=256,
+        optim=optim,
+        co2=CO2Config(tau=48),
+        precision="bfloat16",
+        loader_workers=4,
+        eval_every=10,
+        checkpoint_every=5,
+    )
+
+
+SGD = PolyOptimConfig("sgd", lr=0.16, momentum=0.9, weight_decay=5e-4, power=0.9, min_lr_share=0.01, warmup_steps=100)
+ADAMW = PolyOptimConfig("adamw", lr=2.4e-4, weight_decay=0.01, power=1.0, warmup_steps=100)
+
+
+def ade20k_resnet50() -> SegmentationRecipe:
+    """UPerNet with ResNet-50 (V1c)."""
+    return _ade20k("resnet50", SGD)
+
+
+def ade20k_resnet101() -> SegmentationRecipe:
+    """UPerNet with ResNet-101 (V1c)."""
+    return _ade20k("resnet101", SGD)
+
+
+def ade20k_swin_tiny() -> SegmentationRecipe:
+    """UPerNet with Swin-T."""
+    return _ade20k("swin_tiny", ADAMW)
+
+
+def ade20k_swin_base() -> SegmentationRecipe:
+    """UPerNet with Swin-B."""
+    return _ade20k("swin_base", ADAMW)
+
+
+def ade20k_vit_base() -> SegmentationRecipe:
+    """UPerNet with ViT-B/16 and a multi-level neck."""
+    return _ade20k("vit_base", ADAMW)
+
+
+def digits_small() -> SegmentationRecipe:
+    """Digits pasted on photographs, a small ResNet. Needs no data."""
+    return SegmentationRecipe(
+        epochs=40,
+        batch_size=32,
+        optim=PolyOptimConfig("adamw", lr=4e-3, weight_decay=0.01, warmup_steps=32),
+        co2=CO2Config(tau=8),
+        eval_every=8,
+        checkpoint_every=8,
+    )
+
+
+def digits_swin() -> SegmentationRecipe:
+    """The same data with a small Swin."""
+    return replace(digits_small(), backbone="swin_mini")
+
+
+def digits_vit() -> SegmentationRecipe:
+    """The same data with a small ViT."""
+    return replace(digits_small(), backbone="vit_mini")
+
+
+def camvid_small() -> SegmentationRecipe:
+    """CamVid at 240 x 180 from scratch, a small ResNet; needs camvid_240x180.npz in CO2_DATA."""
+    return SegmentationRecipe(
+        dataset="camvid",
+        epochs=40,
+        batch_size=16,
+        optim=PolyOptimConfig("adamw", lr=4e-3, weight_decay=0.01, warmup_steps=22),
+        co2=CO2Config(tau=8),
+        eval_every=10,
+        checkpoint_every=10,
+    )
+
+
+RECIPES = {
+    f.__name__: f()
+    for f in (
+        ade20k_resnet50,
+        ade20k_resnet101,
+        ade20k_swin_tiny,
+        ade20k_swin_base,
+        ade20k_vit_base,
+        digits_small,
+        digits_swin,
+        digits_vit,
+        camvid_small,
+    )
+}

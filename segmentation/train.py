@@ -1,0 +1,125 @@
+"""Trains UPerNet: torchrun --standalone --nproc-per-node 4 -m segmentation.train RECIPE [overrides]."""
+
+from __future__ import annotations
+
+import torch
+from mmseg.datasets import BaseSegDataset
+from torch import nn
+
+from core import UserError
+from core.optim import clip_gradients, make_optimizer
+from core.recipe import dry_run, launch, parse
+from core.run import Averages, Every, Run
+from core.sharding import per_worker, steps_per_epoch
+from segmentation.data import CROP, EVAL_BATCH, EVAL_SPLITS, NUM_CLASSES, build_dataset
+from segmentation.loader import eval_batches, train_batches
+from segmentation.metrics import SegmentationMetric
+from segmentation.model import build_model, upernet
+from segmentation.pictures import side_by_side
+from segmentation.recipes import RECIPES, SegmentationRecipe
+from segmentation.schedule import make_schedule
+
+PICTURES = 4  # samples shown at each evaluation
+
+
+def main() -> None:
+    recipe = parse(RECIPES, prog="segmentation.train")
+    if recipe.dry_run:
+        return dry_run(recipe, lambda: make_model(recipe))
+    train_set = build_dataset(recipe.dataset, "train")
+    eval_sets = {split: build_dataset(recipe.dataset, split) for split in EVAL_SPLITS[recipe.dataset]}
+    with Run(recipe) as run:
+        if per_worker(recipe.batch_size, run.world_size) < 2:
+            raise UserError(
+                f"batch_size={recipe.batch_size} (global) over {run.world_size} workers: BatchNorm needs two images a "
+                f"worker; give {2 * run.world_size} or more"
+            )
+        train(run, recipe, train_set, eval_sets)
+
+
+def make_model(recipe: SegmentationRecipe) -> nn.Module:
+    """UPerNet as the recipe says; SyncBN only where torch has it, on GPUs."""
+    norm = "SyncBN" if recipe.sync_bn and torch.cuda.is_available() else "BN"
+    config = upernet(
+        recipe.backbone, NUM_CLASSES[recipe.dataset], CROP[recipe.dataset], norm=norm, pretrained=recipe.pretrained
+    )
+    return build_model(config)
+
+
+def train(
+    run: Run, recipe: SegmentationRecipe, train_set: BaseSegDataset, eval_sets: dict[str, BaseSegDataset]
+) -> None:
+    """The loop: optimiser steps, method.step(), and at round boundaries evaluations and checkpoints."""
+    model = make_model(recipe).to(run.device)
+    optimizer = make_optimizer(model, recipe.optim)
+    epoch = steps_per_epoch(len(train_set), recipe.batch_size)
+    total = epoch * recipe.epochs
+    schedule = make_schedule(optimizer, total, recipe.optim)
+    wrapped, method = run.make_method(model, optimizer)
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    step = run.load(method, **parts)
+    evaluation, saving = Every(epoch * recipe.eval_every, step), Every(epoch * recipe.checkpoint_every, step)
+    means = Averages()
+
+    model.train()
+    bar = run.progress(total, step)
+    for batch in train_batches(train_set, recipe, run.rank, run.world_size, step, total):
+        inputs = model.data_preprocessor(batch, training=True)
+        with run.autocast():
+            loss, terms = model.parse_losses(wrapped(**inputs, mode="loss"))
+        loss.backward()
+        clip_gradients(model, recipe.optim)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        closed = method.step()
+
+        step += 1
+        bar.update()
+        means.add(train_loss=loss, train_aAcc=terms["decode.acc_seg"])
+        if closed:
+            run.count(method, step)
+        if step % recipe.log_every == 0:
+            run.log_train(step, lr=schedule.get_last_lr()[0], **means.pop())
+        if closed and step < total and evaluation.due(step):
+            evaluate(run, model, "val", eval_sets["val"], step)
+        if closed and step < total and saving.due(step):
+            run.save(step, method, **parts)
+        if run.should_stop(step):
+            break
+
+    method.finish()
+    results = {}
+    for split, eval_set in eval_sets.items():
+        results |= evaluate(run, model, split, eval_set, step)
+    run.save(step, method, **parts)
+    run.summarise(step, **results)
+    method.close()
+
+
+@torch.no_grad()
+def evaluate(run: Run, model: nn.Module, split: str, eval_set: BaseSegDataset, step: int) -> dict[str, float]:
+    """mIoU, mAcc and aAcc over the whole split, each worker on its share; logs each class's IoU and some pictures."""
+    classes, palette = eval_set.metainfo["classes"], eval_set.metainfo["palette"]
+    metric = SegmentationMetric(classes, run.device)
+    shown = 0
+    with run.paused():
+        model.eval()
+        for batch in eval_batches(eval_set, run.recipe, run.rank, run.world_size, EVAL_BATCH[run.recipe.dataset]):
+            with run.autocast():
+                samples = model(**model.data_preprocessor(batch, training=False), mode="predict")
+            for image, sample in zip(batch["inputs"], samples, strict=True):
+                prediction, label = sample.pred_sem_seg.data[0], sample.gt_sem_seg.data[0]
+                metric.update(prediction, label)
+                if run.rank == 0 and shown < PICTURES:
+                    picture = side_by_side(image, label, prediction, palette)
+                    run.writer.add_image(f"{split}/image_label_prediction_{shown}", picture, step)
+                    shown += 1
+        model.train()
+        results = {f"{split}_{key}": value for key, value in metric.compute().items()}
+    run.log(step, **results)
+    return {key: value for key, value in results.items() if "IoU/" not in key}
+
+
+if __name__ == "__main__":
+    launch(main)

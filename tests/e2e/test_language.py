@@ -1,0 +1,115 @@
+"""The train script as its users start it, on Python's documentation and on small files made here."""
+
+import json
+import lzma
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from core.baselines import METHODS
+from core.run import Run
+from core.testing import run_distributed
+from language.corpora import open_corpus
+from language.recipes import LanguageRecipe, gpt2_pydoc_small
+from language.train import make_objective, train
+
+ROOT = Path(__file__).parents[2]
+ENV = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+
+
+def tiny(**changes) -> LanguageRecipe:
+    """gpt2_pydoc_small cut down to a few seconds."""
+    recipe = replace(gpt2_pydoc_small(), device="cpu", context=32, batch_size=8, epoch_steps=12, log_every=6)
+    recipe = replace(recipe, optim=replace(recipe.optim, lr=3e-3, warmup_steps=6), co2=replace(recipe.co2, tau=3))
+    return replace(recipe, **changes)
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def train_in_process(rank: int, world_size: int, folder: str, jobs: dict[str, dict]) -> dict[str, list[float]]:
+    """Runs the train loop for several recipes in one process group; their logged training losses."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    for name, changes in jobs.items():
+        recipe = tiny(out=Path(folder, changes.get("name", name)), **changes)
+        corpus = open_corpus(recipe.corpus, recipe.vocab_size)
+        with Run(recipe) as job:
+            train(job, recipe, corpus, make_objective(recipe, corpus), {"val": corpus.val[:3000]})
+    names = {changes.get("name", name) for name, changes in jobs.items()}
+    return {name: [r["train_loss"] for r in rows(Path(folder, name)) if "train_loss" in r] for name in names}
+
+
+def test_each_method_learns_on_two_workers(tmp_path: Path):
+    jobs = {method: {"method": method, "epochs": 5} for method in METHODS}
+    losses, _ = run_distributed(train_in_process, 2, str(tmp_path), jobs, timeout=240)
+    for method in METHODS:
+        assert losses[method][-1] < losses[method][0] - 0.5, method
+        summary = json.loads((tmp_path / method / "summary.json").read_text())
+        # Guessing evenly makes 1,024.
+        assert summary["val_perplexity"] < 600 and summary["val_tokens"] == 2999, method
+        assert 0 < summary["val_bits_per_byte"] < 8 and summary["bytes_sent"] > 0, method
+
+
+@pytest.mark.parametrize("model", ["roberta_tiny", "transnormer_tiny"])
+def test_the_other_models_learn_on_two_workers(tmp_path: Path, model: str):
+    run_distributed(train_in_process, 2, str(tmp_path), {model: {"model": model, "epochs": 8}}, timeout=240)
+    summary = json.loads((tmp_path / model / "summary.json").read_text())
+    assert summary["val_loss"] < math.log(1024) - 0.5, "better than guessing"
+    assert ("val_bits_per_byte" in summary) == (model == "transnormer_tiny")
+
+
+def test_equal_seeds_give_equal_runs_and_micro_batches_the_same_losses(tmp_path: Path):
+    jobs = {name: {"epochs": 1, "seed": seed} for name, seed in (("a", 0), ("b", 0), ("c", 1))}
+    jobs |= {name: {"epochs": 1, "method": "ddp", "accumulate": n} for name, n in (("whole", 1), ("parts", 2))}
+    losses, _ = run_distributed(train_in_process, 2, str(tmp_path), jobs, timeout=240)
+    assert losses["a"] == losses["b"] != losses["c"]
+    assert losses["parts"] == pytest.approx(losses["whole"], rel=1e-4)
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path):
+    steady = {"method": "ddp", "optim": replace(tiny().optim, schedule="constant")}
+    jobs = {
+        "whole": steady | {"epochs": 2},
+        "first half": steady | {"epochs": 1, "name": "halves"},
+        "second half": steady | {"epochs": 2, "name": "halves", "resume": True},
+    }
+    losses, _ = run_distributed(train_in_process, 2, str(tmp_path), jobs, timeout=240)
+    assert losses["halves"] == losses["whole"] and len(losses["whole"]) == 4
+
+
+def start(*arguments: str, **env: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "language.train", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=ENV | env, capture_output=True, text=True, timeout=240)
+
+
+def test_one_process_trains_on_books_and_is_evaluated_on_wikitext2(tmp_path: Path):
+    books = [f"Chapter {i}. It was the year {1800 + i}, and all was well in town number {i}.\n" * 30 for i in range(8)]
+    with lzma.open(tmp_path / "gutenberg_en.txt.xz", "wt") as file:
+        file.write("\n\x0c\n".join(books))
+    (tmp_path / "wt2.test.txt").write_text(" = Town = \n It was the year 1807 <unk> , and all was well .\n" * 9)
+    sizes = ["--vocab_size", "300", "--context", "16", "--batch_size", "8", "--epoch_steps", "4", "--epochs", "2"]
+    folder = tmp_path / "run"
+    arguments = ["gpt2_gutenberg_small", *sizes, "--eval_every", "1", "--eval_tokens", "100", "--co2.tau", "2"]
+    done = start(*arguments, "--out", str(folder), CO2_DATA=str(tmp_path), CO2_CACHE=str(tmp_path / "cache"))
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((folder / "summary.json").read_text())
+    assert {"val_perplexity", "val_bits_per_byte", "wikitext2_perplexity", "wikitext2_bits_per_byte"} <= set(summary)
+    assert [row["val_tokens"] for row in rows(folder) if "val_tokens" in row][0] == 99, "a part, while it trains"
+    assert summary["val_tokens"] > 99, "all, at the end"
+    events = EventAccumulator(str(folder)).Reload()
+    assert len(events.Tensors("sample/text_summary")) == 2
+    assert events.Tensors("sample/text_summary")[0].tensor_proto.string_val[0].startswith(b"**")
+
+
+def test_a_users_mistake_is_one_line(tmp_path: Path):
+    done = start("gpt2_small_owt", CO2_DATA=str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: no openwebtext token files in {tmp_path}/openwebtext: expected train.bin")
+    assert "gpt2_pydoc_small" in done.stderr and done.stderr.count("\n") == 1

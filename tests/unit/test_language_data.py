@@ -1,0 +1,256 @@
+"""Token files, windows, masking, held-out batches, and the named corpora with their cache."""
+
+import json
+import lzma
+import multiprocessing
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import numpy as np
+import pytest
+import torch
+
+from core.errors import UserError
+from language.corpora import PYDOC_HELD_OUT, cached_folder, open_corpus, open_wikitext2, pydoc_documents
+from language.data import (
+    IGNORE,
+    CausalObjective,
+    MaskedObjective,
+    count_windows,
+    held_out_batches,
+    load_corpus,
+    train_batches,
+    window_starts,
+)
+
+TOKENS = np.arange(1000, dtype=np.uint16)
+MASKED = MaskedObjective(context=34, vocab_size=50, eot=0, mask=2)
+
+
+def _steps(objective, start=0, total=40, rank=0, world_size=1, seed=0, **kwargs):
+    where = dict(seed=seed, rank=rank, world_size=world_size, start=start, total=total)
+    return list(window_starts(1000, objective, 6, **where, **kwargs))
+
+
+def _starts(*args, **kwargs):
+    return torch.stack([starts for _, starts in _steps(*args, **kwargs)])
+
+
+def test_tiled_windows_do_not_overlap_and_cover_the_text_in_each_epoch():
+    per_epoch = count_windows(1000, CausalObjective(16)) // 6
+    assert per_epoch == (1000 - 17) // 16 // 6 == 10
+    steps = _steps(CausalObjective(16))
+    assert [epoch for epoch, _ in steps] == [0] * 10 + [1] * 10 + [2] * 10 + [3] * 10
+    origins = set()
+    for epoch in range(4):
+        starts = torch.cat([found for at, found in steps if at == epoch]).sort().values
+        assert len(starts.unique()) == len(starts) == 60
+        assert ((starts - starts[0]) % 16 == 0).all()
+        assert starts[0] >= 0 and starts[-1] + 17 <= 1000
+        origins.add(int(starts[0]) % 16)
+    assert len(origins) > 1, "the cut moves"
+
+
+@pytest.mark.parametrize("sampling", ["tiled", "random"])
+@pytest.mark.parametrize("world_size", [2, 3, 6])
+def test_global_batches_are_the_same_for_every_number_of_workers(sampling, world_size):
+    shares = [_starts(MASKED, rank=rank, world_size=world_size, sampling=sampling) for rank in range(world_size)]
+    assert all(share.shape == (40, 6 // world_size) for share in shares)
+    assert torch.equal(torch.cat(shares, dim=1), _starts(MASKED, sampling=sampling))
+
+
+@pytest.mark.parametrize("sampling", ["tiled", "random"])
+def test_windows_depend_on_seed_epoch_and_rank_alone(sampling):
+    same = dict(sampling=sampling, rank=1, world_size=2)
+    assert torch.equal(_starts(MASKED, **same), _starts(MASKED, **same))
+    assert torch.equal(_starts(MASKED, start=13, **same), _starts(MASKED, **same)[13:]), "resumed in an epoch's middle"
+    for other in (dict(seed=1), dict(rank=0)):
+        assert not torch.equal(_starts(MASKED, **same), _starts(MASKED, **(same | other)))
+    epochs = _starts(MASKED, **same, total=10), _starts(MASKED, **same, start=10, total=20)
+    assert not torch.equal(*epochs)
+
+
+def test_random_windows_reach_the_first_and_the_last_token():
+    starts = _starts(CausalObjective(16), sampling="random", total=3000)
+    assert starts.min() == 0 and starts.max() == 1000 - 17
+
+
+def test_causal_targets_are_the_next_tokens():
+    where = dict(seed=0, rank=0, world_size=2, start=0, total=1)
+    ((inputs, targets),) = train_batches(TOKENS, CausalObjective(8), 4, **where)
+    assert inputs.shape == targets.shape == (2, 8)
+    assert inputs.dtype == torch.int64
+    assert torch.equal(inputs + 1, targets)
+
+
+@pytest.mark.parametrize(("objective", "samples"), [(CausalObjective(400), 1), (MaskedObjective(1200, 50, 0, 2), 0)])
+def test_too_little_text_is_refused(objective, samples):
+    with pytest.raises(UserError, match=rf"batch_size=6 \(global\) exceeds the {samples} training samples"):
+        _starts(objective)
+
+
+def test_masking_follows_the_15_80_10_10_rule():
+    words = torch.from_numpy(np.random.default_rng(0).integers(3, 50, size=(4000, 32)))
+    inputs, targets = MASKED.batch(words, [(0, row) for row in range(4000)])
+    assert (inputs[:, [0, -1]] == MASKED.eot).all() and (targets[:, [0, -1]] == IGNORE).all()
+    inputs, targets = inputs[:, 1:-1], targets[:, 1:-1]
+    chosen = targets != IGNORE
+    assert torch.equal(targets[chosen], words[chosen])
+    assert torch.equal(inputs[~chosen], words[~chosen])
+    assert chosen.float().mean().item() == pytest.approx(0.15, abs=0.005)
+    masked, kept = inputs[chosen] == MASKED.mask, inputs[chosen] == words[chosen]
+    # A random word is the mask, or the word itself, once in 50.
+    assert masked.float().mean().item() == pytest.approx(0.8 + 0.1 / 50, abs=0.01)
+    assert kept.float().mean().item() == pytest.approx(0.1 + 0.1 / 50, abs=0.01)
+
+
+def test_end_of_text_is_never_predicted():
+    _, targets = MASKED.batch(torch.zeros(200, 32, dtype=torch.int64), [(row,) for row in range(200)])
+    assert (targets == IGNORE).all()
+
+
+def test_masks_change_with_the_epoch_and_not_with_the_batch_size():
+    words = torch.full((5, 32), 7)
+
+    def targets(epoch, rows):
+        return MASKED.batch(words[rows], [(0, epoch, row) for row in rows])[1]
+
+    assert torch.equal(torch.cat((targets(0, [0, 1]), targets(0, [2, 3, 4]))), targets(0, [0, 1, 2, 3, 4]))
+    assert not torch.equal(targets(0, [0, 1, 2]), targets(1, [0, 1, 2]))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("n_tokens", [17, 100, 129, 130])
+def test_held_out_windows_predict_every_token_once(world_size, n_tokens):
+    predicted = [
+        target
+        for rank in range(world_size)
+        for inputs, target in held_out_batches(
+            TOKENS[:n_tokens], CausalObjective(16), 3, rank=rank, world_size=world_size
+        )
+        if torch.equal(inputs + 1, target)
+    ]
+    tokens = torch.cat([target.flatten() for target in predicted]).sort().values
+    assert tokens.tolist() == list(range(1, n_tokens))
+
+
+def test_held_out_masks_do_not_depend_on_the_workers():
+    words = np.random.default_rng(0).integers(3, 50, size=333).astype(np.uint16)
+
+    def masked(world_size, batch_size):
+        rows = []
+        for rank in range(world_size):
+            for inputs, targets in held_out_batches(words, MASKED, batch_size, rank=rank, world_size=world_size):
+                rows += [str(row) for row in torch.stack((inputs, targets), 1).tolist()]
+        return sorted(rows)
+
+    assert masked(1, 4) == masked(3, 2)
+
+
+def _nanogpt(folder: Path, tokens, dtype="uint16") -> Path:
+    folder.mkdir(parents=True)
+    for name in ("train", "val"):
+        np.asarray(tokens, dtype).tofile(folder / f"{name}.bin")
+    return folder
+
+
+def test_nanogpt_files_are_read_without_meta(tmp_path):
+    corpus = load_corpus(_nanogpt(tmp_path / "owt", [1, 50255, 50256]))
+    assert (corpus.vocab_size, corpus.eot, corpus.mask, corpus.token_bytes) == (50257, 50256, None, None)
+    assert corpus.train.tolist() == [1, 50255, 50256]
+
+
+def test_token_files_that_cannot_be_right_are_named(tmp_path):
+    with pytest.raises(UserError, match=r"train\.bin holds token 50257, outside"):
+        load_corpus(_nanogpt(tmp_path / "large", [50257]))
+    odd = _nanogpt(tmp_path / "odd", [1, 2])
+    (odd / "train.bin").write_bytes(b"abc")
+    with pytest.raises(UserError, match=r"train\.bin holds 3 bytes"):
+        load_corpus(odd)
+    (odd / "train.bin").unlink()
+    with pytest.raises(UserError, match=r"no token file .*train\.bin"):
+        load_corpus(odd)
+    broken = _nanogpt(tmp_path / "broken", [1])
+    (broken / "meta.json").write_text(json.dumps({"vocab_size": 5}))
+    with pytest.raises(UserError, match=r"meta\.json is damaged"):
+        load_corpus(broken)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("CO2_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def _build_slowly(target: Path) -> None:
+    with open(target.parent / "builds.log", "a") as log:
+        log.write("built\n")
+    (target / "content").write_text("whole")
+
+
+def _open_cached(_: int) -> str:
+    return (cached_folder("thing", _build_slowly) / "content").read_text()
+
+
+def test_ranks_that_start_at_once_build_the_cache_once(cache):
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        assert pool.map(_open_cached, range(8)) == ["whole"] * 8
+    assert (cache / "language" / "builds.log").read_text() == "built\n"
+
+
+def test_a_build_that_fails_leaves_no_folder(cache):
+    def fail(target: Path) -> None:
+        (target / "half").write_text("half")
+        raise UserError("no")
+
+    with pytest.raises(UserError, match="no"):
+        cached_folder("thing", fail)
+    assert [path.name for path in (cache / "language").iterdir()] == [".thing.lock"]
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CO2_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UserError, match="set CO2_CACHE"):
+        cached_folder("thing", _build_slowly)
+
+
+def test_pydoc_needs_no_data_and_does_not_leak(cache, monkeypatch):
+    monkeypatch.delenv("CO2_DATA", raising=False)
+    corpus = open_corpus("pydoc", 512)
+    assert corpus.vocab_size == 512
+    assert len(corpus.train) > 4 * len(corpus.val) > 40_000
+    train, held = pydoc_documents()
+    assert held == [topics[name] for name in PYDOC_HELD_OUT]
+    text = "\n\n".join(train)
+    paragraphs = [p for document in held for p in document.split("\n\n") if len(p) > 100]
+    assert len(paragraphs) > 100
+    assert not [p for p in paragraphs if p in text]
+
+
+def test_gutenberg_and_wikitext_come_from_the_data_folder(cache, tmp_path, monkeypatch):
+    monkeypatch.setenv("CO2_DATA", str(tmp_path))
+    with pytest.raises(UserError, match=r"gutenberg_en\.txt\.xz is missing.*gpt2_pydoc_small"):
+        open_corpus("gutenberg", 300)
+    books = [f"This is the story of number {i}. " * 20 for i in range(9)]
+    with lzma.open(tmp_path / "gutenberg_en.txt.xz", "wt") as file:
+        file.write("\n\x0c\n".join(books))
+    corpus = open_corpus("gutenberg", 300)
+    assert json.loads((corpus.folder / "meta.json").read_text())["val"]["documents"] == 4
+    assert open_corpus("gutenberg", 300).folder == corpus.folder, "made once"
+    with pytest.raises(UserError, match=r"wt2\.test\.txt is missing.*--no_wikitext2"):
+        open_wikitext2(corpus)
+    (tmp_path / "wt2.test.txt").write_text(" = Title = \n A <unk> text .\n")
+    tokens = open_wikitext2(corpus)
+    assert corpus.tokenizer.decode(tokens[:-1].tolist()) == " = Title = \n A <unk> text .\n"
+
+
+@pytest.mark.parametrize("name", ["openwebtext", "wikibooks", "wikitext103", "gutenberg"])
+def test_missing_data_says_where_it_looked_and_what_runs_without(name, tmp_path, monkeypatch):
+    monkeypatch.delenv("CO2_DATA", raising=False)
+    with pytest.raises(UserError, match="set CO2_DATA.*gpt2_pydoc_small"):
+        open_corpus(name, 300)
+    monkeypatch.setenv("CO2_DATA", str(tmp_path))
+    with pytest.raises(UserError) as caught:
+        open_corpus(name, 300)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)

@@ -1,0 +1,226 @@
+"""Model sizes and shapes, linear attention, weight-decay groups, metrics, generated text."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models
+from torch import nn
+from transformers.modeling_outputs import CausalLMOutput
+
+from language.data import IGNORE, CausalObjective, held_out_batches
+from language.generate import continuation_markdown, continue_text, fill_masks, filled_markdown
+from language.metrics import held_out_sums, summarize, token_loss
+from language.model import build_model, count_parameters, decay_groups, is_causal
+from language.transnormer import LRPE, chunked_attention, decay_slopes
+
+TINY = ["gpt2_tiny", "roberta_tiny", "transnormer_tiny"]
+CPU = torch.device("cpu")
+
+
+def _tiny(name: str, vocab_size: int = 97, context: int = 32) -> nn.Module:
+    torch.manual_seed(0)
+    return build_model(name, vocab_size=vocab_size, context=context, dropout=0.0, pad=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "vocab_size", "context", "millions"),
+    [
+        ("gpt2_small", 50257, 1024, 124.4),
+        ("gpt2_medium", 50257, 1024, 354.8),
+        ("gpt2_large", 50257, 1024, 774.0),
+        ("roberta_base", 50265, 512, 124.7),
+        ("roberta_large", 50265, 512, 355.4),
+        ("transnormer_7b", 64000, 2048, 7051.7),
+    ],
+)
+def test_parameter_counts_are_the_published_ones(name, vocab_size, context, millions):
+    assert count_parameters(name, vocab_size, context) / 1e6 == pytest.approx(millions, abs=0.1)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_logits_have_one_score_per_token_of_the_vocabulary(name):
+    model = _tiny(name)
+    for time in (1, 32):
+        assert model(torch.randint(97, (2, time))).logits.shape == (2, time, 97)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_first_loss_is_that_of_guessing(name):
+    ids, targets = torch.randint(3, 97, (2, 8, 32))
+    assert token_loss(_tiny(name)(ids).logits, targets).item() == pytest.approx(math.log(97), abs=0.35)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_only_causal_models_ignore_what_comes_later(name):
+    model = _tiny(name).eval()
+    ids = torch.randint(3, 97, (1, 32))
+    changed = ids.clone()
+    changed[0, 20:] = (changed[0, 20:] + 1 - 3) % 94 + 3
+    before, after = model(ids).logits[0, :20], model(changed).logits[0, :20]
+    assert torch.allclose(before, after, atol=1e-5) == is_causal(name)
+
+
+def _attention_by_definition(query, key, value, slope):
+    out = torch.zeros(*query.shape[:-1], value.shape[-1], dtype=query.dtype)
+    for t in range(query.shape[2]):
+        for s in range(t + 1):
+            weight = torch.exp(-slope * (t - s)) * (query[:, :, t] * key[:, :, s]).sum(-1)
+            out[:, :, t] += weight[..., None] * value[:, :, s]
+    return out
+
+
+@pytest.mark.parametrize(("time", "chunk"), [(1, 4), (4, 4), (13, 4), (12, 64), (16, 1)])
+def test_chunked_attention_equals_its_definition_and_so_do_its_gradients(time, chunk):
+    torch.manual_seed(0)
+    shapes = [(2, 3, time, 5), (2, 3, time, 5), (2, 3, time, 4)]
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    slope = torch.tensor([0.01, 0.5, 3.0], dtype=torch.float64)
+    chunked, defined = chunked_attention(*inputs, slope, chunk), _attention_by_definition(*inputs, slope)
+    torch.testing.assert_close(chunked, defined, rtol=1e-10, atol=1e-12)
+    weight = torch.randn_like(chunked)
+    for a, b in zip(
+        torch.autograd.grad((chunked * weight).sum(), inputs),
+        torch.autograd.grad((defined * weight).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_chunked_attention_stays_finite_over_long_sequences():
+    long = torch.ones(1, 2, 5000, 4)
+    out = chunked_attention(long, long, long, torch.tensor([0.9, 0.05]), 64)
+    # Sum of a geometric series, times q.k = 4.
+    expected = 4 / (1 - torch.exp(-torch.tensor([0.9, 0.05])))
+    torch.testing.assert_close(out[0, :, -1, 0], expected, rtol=1e-4, atol=0)
+
+
+def test_lrpe_products_depend_on_the_distance_alone():
+    lrpe = LRPE(heads=2, dim=6)
+    query, key = torch.randn(2, 1, 2, 1, 6).expand(2, 1, 2, 9, 6)
+    scores = lrpe(query) @ lrpe(key).transpose(-1, -2)
+    torch.testing.assert_close(scores[..., 1:, 1:], scores[..., :-1, :-1], rtol=1e-4, atol=1e-4)
+    angle = lrpe.theta[:, 0] * 3
+    torch.testing.assert_close(scores[0, :, 5, 2], (query * key)[0, :, 0].mul(angle.cos()).sum(-1))
+
+
+def test_decay_is_fast_in_low_layers_and_almost_none_in_the_last():
+    first, last = decay_slopes(8, 0, 6), decay_slopes(8, 5, 6)
+    torch.testing.assert_close(first, 2.0 ** -torch.arange(1.0, 9.0), rtol=1e-4, atol=0)
+    assert last.max() < 1e-5 and last.min() > 0
+    assert decay_slopes(8, 0, 1).max() == pytest.approx(0.5, rel=1e-4), "a single layer is a first layer"
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_weight_decay_reaches_matrices_only(name):
+    model = _tiny(name)
+    decayed, others = decay_groups(model, 0.1)
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    names = {id(p): n for n, p in model.named_parameters()}
+    grouped = [id(p) for group in (decayed, others) for p in group["params"]]
+    assert sorted(grouped) == sorted(names), "each parameter once"
+    for p in decayed["params"]:
+        assert p.ndim == 2 and not any(word in names[id(p)] for word in ("bias", "emb", "norm", "wte", "wpe", "ln_"))
+    undecayed = [names[id(p)] for p in others["params"] if p.ndim == 2]
+    assert all("emb" in n or "wte" in n or "wpe" in n for n in undecayed), undecayed
+
+
+def test_frozen_parameters_are_in_no_group():
+    model = _tiny("gpt2_tiny")
+    model.transformer.wte.requires_grad_(False)
+    grouped = [p for group in decay_groups(model, 0.1) for p in group["params"]]
+    assert len(grouped) == len(list(model.parameters())) - 1
+
+
+class Successor(nn.Module):
+    """Knows that token n is followed by n + 1 modulo the vocabulary, with the given margin in its logits."""
+
+    def __init__(self, vocab_size: int, margin: float):
+        super().__init__()
+        self.vocab_size, self.margin = vocab_size, margin
+
+    def forward(self, ids):
+        return CausalLMOutput(logits=self.margin * F.one_hot((ids + 1) % self.vocab_size, self.vocab_size).float())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_perplexity_and_bits_per_byte_by_hand(world_size):
+    tokens = torch.arange(50).remainder(8).numpy()  # every target is the successor
+    token_bytes = torch.arange(8)
+    margin = math.log(7.0)  # the right token gets probability 7 / (7 + 7) = 1/2
+    sums = sum(
+        held_out_sums(
+            Successor(8, margin),
+            held_out_batches(tokens, CausalObjective(6), 4, rank=rank, world_size=world_size),
+            CPU,
+            token_bytes,
+        )
+        for rank in range(world_size)
+    )
+    metrics = summarize(sums.tolist(), causal=True)
+    n_bytes = int(tokens[1:].sum())
+    assert metrics["tokens"] == 49 and metrics["bytes"] == n_bytes
+    assert metrics["perplexity"] == pytest.approx(2.0, rel=1e-6)
+    assert metrics["accuracy"] == 1.0
+    assert metrics["bits_per_byte"] == pytest.approx(49 / n_bytes, rel=1e-6)
+
+
+def test_perplexity_agrees_with_torchmetrics():
+    from torchmetrics.text import Perplexity  # after language.model, which makes torchvision importable
+
+    torch.manual_seed(0)
+    logits, targets = torch.randn(3, 7, 11), torch.randint(11, (3, 7))
+    targets[0, :4] = IGNORE
+
+    class Fixed(nn.Module):
+        def forward(self, ids):
+            return CausalLMOutput(logits=logits)
+
+    metrics = summarize(held_out_sums(Fixed(), [(targets, targets)], CPU, None).tolist(), causal=True)
+    library = Perplexity(ignore_index=IGNORE)
+    assert metrics["perplexity"] == pytest.approx(library(logits, targets).item(), rel=1e-5)
+    assert metrics["loss"] == pytest.approx(token_loss(logits, targets).item(), rel=1e-5)
+    assert metrics["tokens"] == 17 and "bits_per_byte" not in metrics
+
+
+def test_evaluation_leaves_the_model_as_it_was():
+    model = _tiny("gpt2_tiny").train()
+    held_out_sums(model, [(torch.zeros(1, 4, dtype=torch.int64),) * 2], CPU, None)
+    assert model.training and all(p.grad is None for p in model.parameters())
+
+
+def _continue(top_k: int, seed: int, margin: float = 3.0):
+    prompts = torch.tensor([[3, 4], [6, 7]])
+    generator = torch.Generator().manual_seed(seed)
+    return continue_text(Successor(9, margin), prompts, 5, context=4, top_k=top_k, generator=generator)
+
+
+def test_greedy_text_follows_the_model_and_sampling_its_seed():
+    assert _continue(1, 0).tolist() == [[3, 4, 5, 6, 7, 8, 0], [6, 7, 8, 0, 1, 2, 3]]
+    assert torch.equal(_continue(9, 1), _continue(9, 1))
+    assert not torch.equal(_continue(9, 1, margin=0.0), _continue(9, 2, margin=0.0))
+
+
+@pytest.mark.parametrize("name", ["gpt2_tiny", "transnormer_tiny"])
+def test_text_may_grow_beyond_the_context(name):
+    model = _tiny(name, context=8)
+    ids = continue_text(
+        model, torch.tensor([[3, 4]]), 12, context=8, top_k=5, generator=torch.Generator().manual_seed(0)
+    )
+    assert ids.shape == (1, 14) and model.training
+
+
+def _word_tokenizer(words: list[str]) -> Tokenizer:
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
+
+
+def test_samples_are_shown_as_markdown():
+    tokenizer = _word_tokenizer(["?", "one", " two", "\n", " *"])
+    assert continuation_markdown(tokenizer, torch.tensor([[1, 2, 3, 4]]), 2) == "**one two**↵ \\*"
+    targets = torch.tensor([[IGNORE, 2, 2]])
+    filled = fill_masks(Successor(5, 1.0), torch.tensor([[1, 1, 2]]), targets)
+    assert filled.tolist() == [[1, 2, 3]]
+    assert filled_markdown(tokenizer, filled, targets) == "one **two**  **↵** (two) "

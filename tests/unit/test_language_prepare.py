@@ -1,0 +1,158 @@
+"""`language.prepare`: reading documents, the tokenizer, token files, and what is said of bad input."""
+
+import json
+import lzma
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models
+
+from core.errors import UserError
+from language.data import bytes_per_token, load_corpus
+from language.prepare import Documents, prepare, read_documents, split_documents, text_files, token_dtype
+
+BOOKS = [f"Book {i}.\nIt says that {i} and {i + 1} are 日本 — numbers.\n" * 4 for i in range(6)]
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    """A folder with six books in two files, one of them compressed."""
+    folder = tmp_path / "library"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "a.txt").write_text("\n\x0c\n".join(BOOKS[:2]))
+    with lzma.open(folder / "deep" / "b.txt.xz", "wt", encoding="utf-8") as file:
+        file.write("\n\x0c\n".join(BOOKS[2:]))
+    (folder / "notes.md").write_text("not a text file of the corpus")
+    return folder
+
+
+def test_a_folder_stands_for_its_text_files_and_form_feeds_split_them(library):
+    files = text_files([library])
+    assert [file.name for file in files] == ["a.txt", "b.txt.xz"]
+    assert list(Documents(files)) == BOOKS
+    assert list(Documents(files, frozenset({0, 5}))) == [BOOKS[0], BOOKS[5]]
+
+
+@pytest.mark.parametrize(
+    "text", ["one", "one\n", "one\n\x0c\ntwo", "one\n\n\x0c\n\ntwo\n", "a\x0cb\n\x0c\nc\r\n\x0c\r\nd", "\n\x0c\n one"]
+)
+def test_documents_are_those_of_splitting_the_whole_text(tmp_path, text):
+    file = tmp_path / "x.txt"
+    file.write_bytes(text.encode())
+    assert list(read_documents(file)) == [part for part in text.split("\n\x0c\n") if part.strip()]
+
+
+def test_token_files_decode_to_the_documents_and_count_their_bytes(library, tmp_path):
+    meta = prepare((library,), out=tmp_path / "out", vocab_size=300, hold_out=2, seed=3)
+    corpus = load_corpus(tmp_path / "out")
+    assert meta == json.loads((tmp_path / "out" / "meta.json").read_text())
+    found = {}
+    for name, tokens in (("train", corpus.train), ("val", corpus.val)):
+        *documents, after = np.split(tokens, np.flatnonzero(tokens == corpus.eot) + 1)
+        assert len(after) == 0, "the last document ends with end-of-text too"
+        found[name] = [corpus.tokenizer.decode(document[:-1].tolist()) for document in documents]
+        assert meta[name]["documents"] == len(found[name])
+        assert meta[name]["tokens"] == len(tokens)
+        assert meta[name]["bytes"] == sum(len(text.encode()) for text in found[name])
+        assert meta[name]["bytes"] == int(corpus.token_bytes[tokens.astype(np.int64)].sum())
+    assert len(found["val"]) == 2
+    assert sorted(found["train"] + found["val"]) == sorted(BOOKS)
+
+
+def test_the_seed_chooses_the_held_out_books(library):
+    files = text_files([library])
+    held = [list(split_documents(files, 2, seed)[1]) for seed in (0, 0, 1, 2, 3)]
+    assert held[0] == held[1]
+    assert any(other != held[0] for other in held[2:])
+
+
+def test_a_split_of_the_data_sets_own_is_kept(library, tmp_path):
+    meta = prepare((library / "a.txt",), out=tmp_path / "out", vocab_size=280, val=(library / "deep",))
+    assert (meta["train"]["documents"], meta["val"]["documents"]) == (2, 4)
+
+
+def test_special_tokens_in_a_text_stay_text(tmp_path):
+    text = "before <|endoftext|> and <mask> after"
+    (tmp_path / "x.txt").write_text(f"{text}\n\x0c\n{text}")
+    prepare((tmp_path / "x.txt",), out=tmp_path / "out", vocab_size=260)
+    corpus = load_corpus(tmp_path / "out")
+    assert (corpus.train == corpus.eot).sum() == 1
+    assert corpus.tokenizer.decode(corpus.train[:-1].tolist()) == text
+
+
+def test_long_documents_are_encoded_in_pieces_without_loss(tmp_path, monkeypatch):
+    monkeypatch.setattr("language.prepare.PIECE", 50)
+    document = "A line of words.\n" * 9 + "x" * 140 + "\nend"
+    (tmp_path / "x.txt").write_text(document)
+    (tmp_path / "y.txt").write_text("held out")
+    prepare((tmp_path / "x.txt",), out=tmp_path / "out", vocab_size=270, val=(tmp_path / "y.txt",))
+    corpus = load_corpus(tmp_path / "out")
+    assert corpus.tokenizer.decode(corpus.train[:-1].tolist()) == document
+
+
+def test_more_than_65536_tokens_are_stored_as_uint32():
+    def sized(n: int) -> Tokenizer:
+        return Tokenizer(models.WordLevel({str(i): i for i in range(n)}, unk_token="0"))
+
+    assert token_dtype(sized(65536)) == "uint16"
+    assert token_dtype(sized(65537)) == "uint32"
+
+
+def test_bytes_per_token_counts_utf8_bytes(library, tmp_path):
+    prepare((library,), out=tmp_path / "out", vocab_size=320)
+    tokenizer = load_corpus(tmp_path / "out").tokenizer
+    counts = bytes_per_token(tokenizer)
+    assert counts[:3].tolist() == [0, 0, 0]
+    assert sorted(counts[3:259].tolist()) == [1] * 256
+    assert counts[tokenizer.encode("日本 — 7").ids].sum() == len("日本 — 7".encode())
+
+
+def _bad_input(tmp_path: Path, kind: str) -> Path:
+    file = tmp_path / ("bad.txt.xz" if "xz" in kind else "bad.txt")
+    if kind == "empty folder":
+        file = tmp_path / "none"
+        file.mkdir()
+    elif kind == "cut off xz":
+        file.write_bytes(lzma.compress(b"some text " * 1000)[:40])
+    elif kind == "other suffix":
+        file = tmp_path / "table.csv"
+        file.write_text("a,b")
+    elif kind != "missing":
+        content = {"empty": b"", "blank": b" \n\n", "not utf-8": b"caf\xe9 au lait", "no xz": b"plain text"}
+        file.write_bytes(content[kind])
+    return file
+
+
+@pytest.mark.parametrize(
+    "kind", ["empty", "blank", "not utf-8", "no xz", "cut off xz", "missing", "empty folder", "other suffix"]
+)
+def test_bad_input_is_one_line_that_names_the_file(tmp_path, kind):
+    file = _bad_input(tmp_path, kind)
+    with pytest.raises(UserError) as caught:
+        prepare((file,), out=tmp_path / "out", vocab_size=300)
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_values_name_themselves(library, tmp_path):
+    with pytest.raises(UserError, match="hold out 6 of 6 documents"):
+        prepare((library,), out=tmp_path / "out", vocab_size=300, hold_out=6)
+    with pytest.raises(UserError, match="vocab-size 200"):
+        prepare((library,), out=tmp_path / "out", vocab_size=200)
+    with pytest.raises(UserError, match="exists already"):
+        prepare((library,), out=library, vocab_size=300)
+    assert [path.name for path in tmp_path.iterdir()] == ["library"], "no half-made folder is left behind"
+
+
+def test_the_command_prints_counts_and_fails_without_a_traceback(library, tmp_path):
+    command = [sys.executable, "-m", "language.prepare", str(library), "--out", str(tmp_path / "out")]
+    done = subprocess.run([*command, "--vocab-size", "300", "--hold-out", "2"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "train: 4 documents" in done.stdout
+    again = subprocess.run([*command, "--vocab-size", "300"], capture_output=True, text=True)
+    assert again.returncode == 2
+    assert again.stderr.startswith("error: ") and "Traceback" not in again.stderr

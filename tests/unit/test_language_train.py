@@ -1,0 +1,101 @@
+"""Recipes, what a run is made of, and one step's gradient."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from core.errors import UserError
+from core.recipe import dry_run, parse
+from core.run import Run
+from language.data import CausalObjective, Corpus, MaskedObjective, read_windows
+from language.recipes import RECIPES, LanguageRecipe, gpt2_pydoc_small, roberta_pydoc_small
+from language.train import backward, make_model, make_objective
+
+MILLIONS = {  # published, with the recipe's vocabulary; TransNormer's size is ours
+    "gpt2_small_owt": 124.44,
+    "gpt2_medium_owt": 354.82,
+    "gpt2_large_owt": 774.03,
+    "roberta_base_wikibooks": 124.70,
+    "roberta_large_wikibooks": 355.41,
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_dry_runs(name, capsys):
+    recipe = parse(RECIPES, [name, "--dry_run"])
+    assert recipe.dry_run and recipe.name == name
+    dry_run(recipe, lambda: make_model(recipe, pad=1))
+    printed = capsys.readouterr().out
+    assert f'"corpus": "{recipe.corpus}"' in printed
+    if name in MILLIONS:
+        assert f"{MILLIONS[name]:.2f} M parameters" in printed
+
+
+def test_the_papers_batches_are_as_stated():
+    for name in ("gpt2_small_owt", "gpt2_medium_owt", "gpt2_large_owt"):
+        assert (RECIPES[name].context, RECIPES[name].batch_size, RECIPES[name].corpus) == (1024, 480, "openwebtext")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(context=3), "context=3: give 4 or more"),
+        (dict(accumulate=0), "accumulate=0"),
+        (dict(epoch_steps=0), "epoch_steps=0"),
+        (dict(eval_tokens=64), "eval_tokens=64: give 65 or more"),
+    ],
+)
+def test_bad_values_are_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        replace(gpt2_pydoc_small(), **(dict(context=64) | changes))
+
+
+def _corpus(vocab_size: int, mask: int | None) -> Corpus:
+    tokens = np.random.default_rng(0).integers(3, vocab_size, 4000).astype(np.uint16)
+    return Corpus(Path("words"), tokens, tokens, vocab_size, 0, 1, mask, None, None)
+
+
+def test_the_model_decides_what_is_predicted():
+    causal, masked = gpt2_pydoc_small(), roberta_pydoc_small()
+    assert make_objective(causal, _corpus(1024, None)) == CausalObjective(causal.context)
+    assert make_objective(masked, _corpus(1024, 2)) == MaskedObjective(masked.context, 1024, 0, 2)
+    with pytest.raises(UserError, match="no mask token"):
+        make_objective(masked, _corpus(1024, None))
+    with pytest.raises(UserError, match="add --vocab_size 500"):
+        make_objective(causal, _corpus(500, 2))
+
+
+@pytest.mark.parametrize("recipe", [gpt2_pydoc_small(), roberta_pydoc_small()], ids=["causal", "masked"])
+@pytest.mark.parametrize("accumulate", [2, 3, 5])
+def test_micro_batches_add_up_to_the_whole_batchs_gradient(recipe, accumulate):
+    recipe = replace(recipe, device="cpu", vocab_size=50)
+    corpus = _corpus(50, 2)
+    objective = make_objective(recipe, corpus)
+    windows = read_windows(corpus.train, [0, 100, 200, 300, 400], objective.read)
+    batch = objective.batch(windows, [(i,) for i in range(5)])
+
+    def step(recipe: LanguageRecipe) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        torch.manual_seed(0)
+        model = make_model(recipe, pad=1)
+        loss = backward(Run(recipe), recipe, model, batch)
+        return loss, [p.grad for p in model.parameters()]
+
+    (whole, expected), (parts, found) = step(recipe), step(replace(recipe, accumulate=accumulate))
+    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=0)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
+
+
+def test_autocast_keeps_the_loss_close():
+    recipe = replace(gpt2_pydoc_small(), device="cpu", vocab_size=50, model="transnormer_tiny")
+    corpus = _corpus(50, 2)
+    objective = make_objective(recipe, corpus)
+    batch = objective.batch(read_windows(corpus.train, [0, 100], objective.read), [(0,), (1,)])
+    losses = []
+    for precision in ("float32", "bfloat16"):
+        torch.manual_seed(0)
+        job = replace(recipe, precision=precision)
+        losses.append(backward(Run(job), job, make_model(job, pad=1), batch).item())
+    assert losses[0] != losses[1] and losses[1] == pytest.approx(losses[0], rel=0.02)

@@ -1,0 +1,209 @@
+"""Point-cloud sources and items: layouts, determinism, and errors that name the file."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from core import UserError
+from pointcloud.data import SOURCES, PointClouds, Surfaces, load_source, normalise
+from pointcloud.recipes import RECIPES
+
+SYNSETS = ("02691156", "03001627")
+
+
+def random_cloud(seed: int, n: int = 64) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(n, 3)).astype(np.float32)
+
+
+@pytest.fixture
+def shapenet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of PointFlow's release with two models a synset and split."""
+    monkeypatch.setenv("CO2_DATA", str(tmp_path))
+    for i, synset in enumerate(SYNSETS):
+        for j, split in enumerate(("train", "val", "test")):
+            folder = tmp_path / "ShapeNetCore.v2.PC15k" / synset / split
+            folder.mkdir(parents=True)
+            for k in range(2):
+                np.save(folder / f"model{k}.npy", random_cloud(100 * i + 10 * j + k))
+    return tmp_path
+
+
+@pytest.fixture
+def shapenet55(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of Point-BERT's release with two training models and one for testing."""
+    monkeypatch.setenv("CO2_DATA", str(tmp_path))
+    folder = tmp_path / "ShapeNet55-34"
+    (folder / "ShapeNet-55").mkdir(parents=True)
+    (folder / "shapenet_pc").mkdir()
+    names = [f"{SYNSETS[i % 2]}-model{i}.npy" for i in range(3)]
+    for i, name in enumerate(names):
+        np.save(folder / "shapenet_pc" / name, random_cloud(i))
+    (folder / "ShapeNet-55" / "train.txt").write_text("\n".join(names[:2]) + "\n")
+    (folder / "ShapeNet-55" / "test.txt").write_text(names[2] + "\n")
+    return tmp_path
+
+
+def test_shapenet_pc15k_layout(shapenet: Path):
+    source = load_source("shapenet", "train")
+    assert [source.label(i) for i in range(len(source))] == [s for s in SYNSETS for _ in range(2)]
+    np.testing.assert_array_equal(source.load(3), random_cloud(101))
+    assert len(load_source("shapenet", "test")) == 4
+
+
+def test_shapenet55_layout(shapenet55: Path):
+    train, test = (load_source("shapenet55", split) for split in ("train", "test"))
+    assert [train.label(i) for i in range(len(train))] == list(SYNSETS)
+    np.testing.assert_array_equal(train.load(1), random_cloud(1))
+    np.testing.assert_array_equal(test.load(0), random_cloud(2))
+
+
+def test_modelnet10():
+    root = os.environ.get("CO2_DATA")
+    if not root or not (Path(root) / "modelnet10_1024_fp16.npz").exists():
+        pytest.skip("CO2_DATA names no folder with modelnet10_1024_fp16.npz")
+    train, test = (load_source("modelnet10", split) for split in ("train", "test"))
+    assert (len(train), len(test)) == (3991, 908)
+    assert len({test.label(i) for i in range(908)}) == 10
+    item = PointClouds(test, 1024)[907, 0]
+    assert item.shape == (1024, 3) and item.dtype == torch.float32
+
+
+def test_surfaces_repeat_and_their_splits_differ():
+    train, test = (load_source("surfaces", split) for split in ("train", "test"))
+    np.testing.assert_array_equal(train.load(5), load_source("surfaces", "train").load(5))
+    assert not np.array_equal(train.load(5), test.load(5))
+    assert len({train.label(i) for i in range(100)}) == 7
+    assert train.load(0).shape == (4096, 3)
+
+
+def test_items_are_centred_subsets_in_the_unit_sphere(shapenet: Path):
+    source = load_source("shapenet", "train")
+    whole = torch.from_numpy(normalise(source.load(0).astype(np.float64)).astype(np.float32))
+    assert whole.mean(dim=0).abs().max() < 1e-6 and whole.norm(dim=1).max() == pytest.approx(1)
+    item = PointClouds(source, 40)[0, 0]
+    where = (item[:, None] == whole[None]).all(dim=2)
+    assert where.any(dim=1).all() and where.any(dim=0).sum() == 40  # 40 different points of the cloud
+
+
+def test_items_depend_on_seed_epoch_and_index_only(shapenet: Path):
+    source = load_source("shapenet", "train")
+    a = PointClouds(source, 16, seed=0)
+    b = PointClouds(load_source("shapenet", "train"), 16, seed=0)
+    b[3, 0], b[2, 1]  # what else is read, and when, does not matter
+    assert torch.equal(a[2, 1], b[2, 1])
+    assert not torch.equal(a[2, 1], a[2, 2])
+    assert not torch.equal(a[2, 1], PointClouds(source, 16, seed=1)[2, 1])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_workers_together_see_every_sample_once(world_size: int, shapenet: Path):
+    recipe = replace(RECIPES["surfaces_small"], batch_size=6, points=4)
+    clouds = PointClouds(Surfaces(Path(), "train"), 4)
+    clouds.source.COUNTS = {"train": 13}
+    trained, tested = [], []
+    for rank in range(world_size):
+        batches = clouds.train_batches(recipe, rank, world_size, start=3, total=6)  # the last step of epoch 1, epoch 2
+        trained.append(torch.cat(list(batches)))
+        tested += [row for batch in clouds.test_batches(recipe, rank, world_size, 2) for row in batch.tolist()]
+    assert sorted(tested) == sorted(clouds[i, 0].tolist() for i in range(13))
+    steps = torch.cat([part.view(3, 6 // world_size, 4, 3) for part in trained], dim=1)
+    everything = [[clouds[i, epoch].tolist() for i in range(13)] for epoch in range(3)]
+    assert all(row in everything[1] for row in steps[0].tolist())
+    second = [everything[2].index(row) for step in steps[1:].tolist() for row in step]
+    assert len(set(second)) == 12
+
+
+def test_loader_processes_change_nothing_and_pass_errors_on_as_one_line():
+    recipe = replace(RECIPES["surfaces_small"], batch_size=8, points=4)
+    clouds = PointClouds(load_source("surfaces", "train"), 4)
+    here, there = (
+        [b.tolist() for b in clouds.train_batches(replace(recipe, loader_workers=n), 1, 2, start=510, total=514)]
+        for n in (0, 1)
+    )
+    assert here == there and len(here) == 4
+    greedy = PointClouds(load_source("surfaces", "train"), 5000)
+    for n in (0, 1):
+        with pytest.raises(UserError) as error:
+            next(greedy.train_batches(replace(recipe, loader_workers=n), 0, 1, start=0, total=1))
+        assert str(error.value).startswith("analytic surface ") and "\n" not in str(error.value)
+
+
+def test_augmentation_stretches_and_moves_within_its_range(shapenet: Path):
+    source = load_source("shapenet", "train")
+    plain, augmented = PointClouds(source, 64)[0, 0], PointClouds(source, 64, augment=True)[0, 0]
+    scale = (augmented.amax(dim=0) - augmented.amin(dim=0)) / (plain.amax(dim=0) - plain.amin(dim=0))
+    shift = augmented.mean(dim=0)
+    assert (scale > 2 / 3 - 1e-5).all() and (scale < 3 / 2 + 1e-5).all() and scale.std() > 0.01
+    assert (shift.abs() <= 0.2).all() and (shift != 0).all()
+    torch.testing.assert_close(augmented, plain * scale + shift)
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if name != "surfaces"])
+def test_missing_data_names_folder_layout_and_stand_in(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CO2_DATA", str(tmp_path))
+    with pytest.raises(UserError) as error:
+        load_source(name, "train")
+    message = str(error.value)
+    assert f"looked in {tmp_path} for " in message and "train" in message.split(" for ")[1]
+    assert "surfaces_small" in message and "\n" not in message
+    monkeypatch.delenv("CO2_DATA")
+    with pytest.raises(UserError, match="set CO2_DATA.*surfaces_small"):
+        load_source(name, "train")
+
+
+def with_value(value: float) -> np.ndarray:
+    cloud = random_cloud(0)
+    cloud[7, 1] = value
+    return cloud
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (random_cloud(0, 31), "31 points, but the recipe wants 32"),
+        (with_value(np.nan), "1 of 64 points are NaN or infinite"),
+        (with_value(np.inf), "1 of 64 points are NaN or infinite"),
+        (random_cloud(0).reshape(3, 64), r"expected floating-point \[n, 3\], found float32 \[3, 64\]"),
+        (np.zeros((64, 3), dtype=np.int64), r"found int64 \[64, 3\]"),
+        (np.ones((64, 3), dtype=np.float32), "all 64 points coincide"),
+        (b"no numpy file", "cannot be read"),
+        (b"", "cannot be read"),
+    ],
+    ids=["too few", "NaN", "inf", "shape", "integers", "one point", "garbage", "empty"],
+)
+def test_bad_clouds_name_their_file(content: np.ndarray | bytes, problem: str, shapenet: Path):
+    path = shapenet / "ShapeNetCore.v2.PC15k" / SYNSETS[0] / "train" / "model1.npy"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        np.save(path, content)
+    with pytest.raises(UserError, match=f"model1.npy.*{problem}"):
+        PointClouds(load_source("shapenet", "train"), 32)[1, 0]
+
+
+def test_a_file_listed_but_absent_is_named(shapenet55: Path):
+    (shapenet55 / "ShapeNet55-34" / "shapenet_pc" / f"{SYNSETS[0]}-model0.npy").unlink()
+    with pytest.raises(UserError, match="model0.npy cannot be read"):
+        PointClouds(load_source("shapenet55", "train"), 32)[0, 0]
+    (shapenet55 / "ShapeNet55-34" / "ShapeNet-55" / "test.txt").write_text("\n")
+    with pytest.raises(UserError, match="test.txt is empty"):
+        load_source("shapenet55", "test")
+
+
+def test_corrupt_modelnet10_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CO2_DATA", str(tmp_path))
+    path = tmp_path / "modelnet10_1024_fp16.npz"
+    path.write_bytes(b"PK\x03\x04 cut short")
+    with pytest.raises(UserError, match=f"{path} cannot be read"):
+        load_source("modelnet10", "train")
+    np.savez(path, x_train=np.zeros((1, 4, 3)))
+    with pytest.raises(UserError, match="y_train"):
+        load_source("modelnet10", "train")
+    broken = np.stack([random_cloud(0), with_value(np.nan)])
+    np.savez(path, x_train=broken, y_train=np.zeros(2, dtype=int), cls=np.array(["chair"]))
+    with pytest.raises(UserError, match=r"modelnet10_1024_fp16.npz, x_train\[1\]: 1 of 64"):
+        PointClouds(load_source("modelnet10", "train"), 64)[1, 0]

@@ -1,0 +1,181 @@
+"""Models: output shapes, parameter counts, the geometry below them, and pictures."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.spatial import cKDTree
+from torch import nn
+
+from core import UserError
+from pointcloud.geometry import farthest_points, nearest_neighbours, patches
+from pointcloud.losses import chamfer_distance
+from pointcloud.mae import MaskedAutoencoder, MaskedAutoencoderConfig
+from pointcloud.model import Autoencoder, AutoencoderConfig, FoldingDecoder, MLPDecoder, PointNetEncoder
+from pointcloud.picture import draw_clouds
+
+EXACT = "donot_use_mm_for_euclid_dist"
+SMALL_MAE = MaskedAutoencoderConfig(groups=8, group_size=16, dim=32, depth=2, heads=2, decoder_depth=1)
+
+
+def count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def clouds(batch: int, n: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(batch, n, 3, generator=torch.Generator().manual_seed(seed))
+
+
+def test_decoder_sizes_are_those_of_foldingnet():
+    """FoldingNet's abstract: its decoder has about 7 % of the parameters of the fully connected one."""
+    folding, mlp = FoldingDecoder(2048, 512, 512), MLPDecoder(2048, 512, (1024, 2048))
+    fold = lambda d: (512 + d) * 512 + 512 + 512 * 512 + 512 + 512 * 3 + 3  # noqa: E731
+    assert count(folding) == fold(2) + fold(3) == 1_056_262
+    assert count(mlp) == 512 * 1024 + 1024 + 1024 * 2048 + 2048 + 2048 * 6144 + 6144 == 15_213_568
+    assert round(100 * count(folding) / count(mlp)) == 7
+
+
+def test_pointnet_encoder_size_and_invariance():
+    encoder = PointNetEncoder((64, 128), 256).eval()
+    assert count(encoder) == (3 * 64 + 2 * 64) + (64 * 128 + 2 * 128) + (128 * 256 + 256)
+    x = clouds(2, 50)
+    torch.testing.assert_close(encoder(x), encoder(x.flip(1)))
+    assert encoder(x).shape == (2, 256)
+
+
+@pytest.mark.parametrize(("decoder", "points"), [("folding", 2025), ("mlp", 2048)])
+def test_autoencoder_shapes_and_gradients(decoder: str, points: int):
+    config = AutoencoderConfig(decoder=decoder, latent=16, folding_width=16, mlp_widths=(16,))
+    model, x = Autoencoder(2048, config), clouds(2, 2048)
+    out = model(x)
+    assert out.prediction.shape == out.cloud.shape == (2, points, 3) and out.target is x
+    chamfer_distance(out.prediction, out.target).sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+def test_folding_equals_a_network_on_concatenated_inputs():
+    decoder = FoldingDecoder(16, 5, 7)
+    code, fold = torch.randn(2, 5), decoder.first
+    both = torch.cat([decoder.grid.expand(2, -1, -1), code[:, None].expand(-1, 16, -1)], dim=2)
+    weight = torch.cat([fold.coordinates.weight, fold.code.weight], dim=1)
+    expected = fold.rest(nn.functional.linear(both, weight, fold.coordinates.bias))
+    torch.testing.assert_close(fold(decoder.grid, code), expected)
+
+
+def test_farthest_points_by_hand():
+    x = torch.tensor([[[0.0, 0, 0], [1, 0, 0], [10, 0, 0], [4, 0, 0], [9, 0, 0]]])
+    assert farthest_points(x, 4).tolist() == [[0, 2, 3, 1]]
+
+
+def test_neighbours_equal_kdtree():
+    x, centres = clouds(2, 200), clouds(2, 9, seed=1)
+    found = nearest_neighbours(x, centres, 5)
+    for b in range(2):
+        expected = cKDTree(x[b].numpy()).query(centres[b].numpy(), 5)[1]
+        np.testing.assert_array_equal(found[b].numpy(), expected)
+
+
+def test_patches_hold_points_of_the_cloud_nearest_first():
+    x = clouds(2, 100)
+    grouped, centres = patches(x, 6, 10)
+    assert grouped.shape == (2, 6, 10, 3) and centres.shape == (2, 6, 3)
+    assert torch.equal(grouped[:, :, 0], torch.zeros(2, 6, 3))  # a centre is its own nearest point
+    distance = torch.cdist(grouped + centres[:, :, None], x[:, None], compute_mode=EXACT).amin(dim=3)
+    assert distance.max() < 1e-6
+    assert grouped.norm(dim=3).diff(dim=2).min() >= 0
+
+
+def test_point_mae_size():
+    """Point-MAE's published figure is 22.1 M for its fine-tuned classifier: this encoder and a ModelNet40 head."""
+    model = MaskedAutoencoder(1024, MaskedAutoencoderConfig())
+    block = 4 * 384 * 384 + 384 + 8 * 384 * 384 + 5 * 384 + 4 * 384  # attention without qkv bias, MLP, two norms
+    embedding = 4 * 128 + 2 * 128 + 129 * 256 + 513 * 512 + 2 * 512 + 513 * 384
+    position = 4 * 128 + 129 * 384
+    encoder = embedding + position + 12 * block + 2 * 384
+    assert count(model.embedding) + count(model.encoder_position) + count(model.encoder) == encoder
+    assert count(model) == encoder + position + 4 * block + 2 * 384 + 384 + 385 * 96 == 29_006_432
+    classifier = 2 * 384 + (2 * 384 * 256 + 256) + 512 + 257 * 256 + 512 + 257 * 40  # token and position, head
+    assert round((encoder + classifier) / 1e6, 1) == 22.1
+
+
+def test_masked_autoencoder_shapes_and_gradients():
+    model, x = MaskedAutoencoder(64, SMALL_MAE), clouds(3, 64)
+    out = model(x)
+    assert SMALL_MAE.masked == 4  # int(0.6 x 8)
+    assert out.prediction.shape == out.target.shape == (3 * 4, 16, 3)
+    assert out.cloud.shape == (3, 8 * 16, 3) and out.visible.shape == (3, 4 * 16, 3)
+    chamfer_distance(out.prediction, out.target).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_masked_autoencoder_does_not_see_hidden_points():
+    """Moving hidden points changes the target, not the prediction, as long as the centres stay."""
+    model = MaskedAutoencoder(64, SMALL_MAE).eval()
+    patch, centres = patches(clouds(2, 64), 8, 16)
+    order = model._mask_order(2, torch.device("cpu"))
+    shown, hidden = order[:, 4:], order[:, :4]
+
+    def predict(p: torch.Tensor) -> torch.Tensor:
+        pick = lambda t, i: torch.stack([row[j] for row, j in zip(t, i, strict=True)])  # noqa: E731
+        return model._predict(pick(p, shown), pick(centres, shown), pick(centres, hidden))
+
+    moved = patch.clone()
+    for row, index in zip(moved, hidden, strict=True):
+        row[index] += 1
+    assert torch.equal(predict(patch), predict(moved))
+    assert not torch.equal(predict(patch), predict(patch + 1))
+
+
+def test_masks_are_random_in_training_and_fixed_in_evaluation():
+    model, x = MaskedAutoencoder(64, SMALL_MAE), clouds(4, 64)
+    torch.manual_seed(0)
+    assert not torch.equal(model(x).target, model(x).target)
+    model.eval()
+    alone = torch.cat([model(cloud[None]).prediction for cloud in x])
+    torch.testing.assert_close(model(x).prediction, alone)  # neither the batch nor the call matters
+
+
+@pytest.mark.parametrize("decoder", ["folding", "mlp", "mae"])
+def test_models_learn_one_batch(decoder: str):
+    torch.manual_seed(0)
+    if decoder == "mae":
+        model: nn.Module = MaskedAutoencoder(64, SMALL_MAE)
+    else:
+        model = Autoencoder(64, AutoencoderConfig(decoder=decoder, latent=32, folding_width=64, mlp_widths=(64,)))
+    x, optimizer = clouds(4, 64), torch.optim.AdamW(model.parameters(), 3e-3)
+    losses = []
+    for _ in range(60):
+        out = model(x)
+        losses.append(chamfer_distance(out.prediction, out.target).mean())
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_models_build_on_the_meta_device():
+    with torch.device("meta"):
+        models = [Autoencoder(64, AutoencoderConfig()), MaskedAutoencoder(64, SMALL_MAE)]
+    assert all(p.is_meta for model in models for p in model.parameters())
+
+
+def test_bad_configurations_name_the_value():
+    with pytest.raises(UserError, match="mask_ratio=1 hides 8 of 8"):
+        MaskedAutoencoderConfig(groups=8, mask_ratio=1.0)
+    with pytest.raises(UserError, match="mask_ratio=0.1 hides 0 of 8"):
+        MaskedAutoencoderConfig(groups=8, mask_ratio=0.1)
+    with pytest.raises(UserError, match="dim=100 with heads=6"):
+        MaskedAutoencoderConfig(dim=100)
+    with pytest.raises(UserError, match="points=32.*64 groups"):
+        MaskedAutoencoder(32, MaskedAutoencoderConfig())
+    with pytest.raises(UserError, match="decoder='fold': choose one of folding, mlp"):
+        AutoencoderConfig(decoder="fold")
+
+
+def test_picture_shows_each_cloud_in_its_place():
+    """Rows and columns hold ink where a cloud is, and none where it is empty."""
+    ball = np.random.default_rng(0).normal(size=(300, 3)) / 4
+    image = draw_clouds({"input": [ball, ball], "reconstruction": [ball, np.empty((0, 3))]}, ["chair", "sofa"])
+    assert image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3
+    top, bottom = np.array_split((image != 255).any(axis=2), 2)
+    ink = [half.mean() for row in (top, bottom) for half in np.array_split(row, 2, axis=1)]
+    assert min(ink[:3]) > 5 * ink[3] > 0  # the empty plot still has its title

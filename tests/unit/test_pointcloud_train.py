@@ -1,0 +1,95 @@
+"""The train script in one process on a handful of surfaces: recipes, knobs, resuming."""
+
+import json
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from core import UserError
+from core.run import Run
+from pointcloud.data import Surfaces
+from pointcloud.model import AutoencoderConfig
+from pointcloud.recipes import RECIPES
+from pointcloud.train import main
+
+TINY = """
+    --epochs 2 --batch_size 8 --points 64 --autoencoder.encoder_widths 16 --autoencoder.latent 16
+    --autoencoder.mlp_widths 16 --optim.warmup_steps 0 --co2.tau 2 --log_every 1 --device cpu
+    --mae.groups 8 --mae.group_size 8 --mae.dim 24 --mae.depth 1 --mae.heads 2 --emd_points 32
+"""
+
+
+@pytest.fixture
+def train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Runs surfaces_small with few, small clouds and no picture; returns (metrics.jsonl's lines, the summary)."""
+    monkeypatch.setattr(Surfaces, "COUNTS", {"train": 24, "test": 9})
+    monkeypatch.setattr("pointcloud.train.save_picture", lambda *_: None)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+
+    def run(*overrides: str, name: str = "run") -> tuple[list[dict], dict]:
+        out = tmp_path / name
+        monkeypatch.setattr(sys, "argv", ["train", "surfaces_small", *TINY.split(), *overrides, "--out", str(out)])
+        main()
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        return lines, json.loads((out / "summary.json").read_text())
+
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def losses(lines: list[dict]) -> list[float]:
+    return [line["train_loss"] for line in lines if "train_loss" in line]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_dry_run_of_every_recipe(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    monkeypatch.setattr(sys, "argv", ["train", name, "--dry_run"])
+    main()
+    printed = capsys.readouterr().out
+    assert f'"name": "{name}"' in printed and "M parameters" in printed
+
+
+@pytest.mark.parametrize("model", ["autoencoder", "mae"])
+def test_a_run_resumed_after_a_crash_ends_as_if_uninterrupted(model: str, train, monkeypatch: pytest.MonkeyPatch):
+    whole, _ = train("--model", model, name="whole")
+    assert len(losses(whole)) == 6  # 2 epochs of 24 / 8 steps
+
+    def crash(run: Run, step: int) -> bool:
+        assert step < 5, "crash"
+        return False
+
+    with monkeypatch.context() as patch, pytest.raises(AssertionError, match="crash"):
+        patch.setattr(Run, "should_stop", crash)
+        train("--model", model, name="parts")
+    resumed, summary = train("--model", model, "--resume", name="parts")  # from step 4, within the second epoch
+    assert summary["steps"] == 6
+    assert losses(resumed)[-2:] == losses(whole)[-2:]
+    assert resumed[-1]["test_chamfer"] == whole[-1]["test_chamfer"]
+
+
+def test_each_knob_changes_the_result(train):
+    overrides = ["", "--loss emd", "--augment", "--autoencoder.decoder folding", "--model mae", "--points 100"]
+    chamfers = [train(*override.split(), name=str(i))[1]["test_chamfer"] for i, override in enumerate(overrides)]
+    assert len(set(chamfers)) == len(overrides)
+
+
+def test_emd_points_changes_only_the_emd(train):
+    _, few = train("--emd_points", "16", name="few")
+    _, many = train("--emd_points", "64", name="many")
+    assert few["test_emd"] > many["test_emd"] and few["test_chamfer"] == many["test_chamfer"]
+
+
+def test_bad_settings_name_the_value(train, monkeypatch: pytest.MonkeyPatch):
+    small = RECIPES["surfaces_small"]
+    for name, value in (("points", 0), ("emd_points", 0), ("loader_workers", -1)):
+        with pytest.raises(UserError, match=f"{name}={value}: give"):
+            replace(small, **{name: value})
+    with pytest.raises(UserError, match="loss=emd needs as many points as the folded grid: give points=81"):
+        replace(small, loss="emd", points=90, autoencoder=AutoencoderConfig("folding"))
+    monkeypatch.delenv("CO2_DATA", raising=False)
+    with pytest.raises(UserError, match="set CO2_DATA.*surfaces_small"):
+        train("--dataset", "shapenet")

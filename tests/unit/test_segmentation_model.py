@@ -1,0 +1,130 @@
+"""UPerNet's configs: parameter counts against published figures, output shapes, losses, and checkpoints."""
+
+from pathlib import Path
+from typing import get_args
+
+import mmseg
+import numpy as np
+import pytest
+import torch
+from mmengine.config import Config
+from mmengine.dataset import pseudo_collate
+from mmengine.structures import PixelData
+from mmseg.structures import SegDataSample
+
+from core import UserError
+from segmentation.model import BackboneName, build_model, upernet
+
+MINIS = ("resnet_mini", "swin_mini", "vit_mini")
+
+
+def count(module: torch.nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+# Swin: the table of its authors' segmentation repository; ResNet-101: the same paper's (Liu et al., ICCV 2021, table 3)
+@pytest.mark.parametrize(
+    "name, published", [("resnet101", 86), ("swin_tiny", 60), ("swin_small", 81), ("swin_base", 121)]
+)
+def test_parameter_counts_are_the_published_ones(name: BackboneName, published: int) -> None:
+    with torch.device("meta"):
+        model = build_model(upernet(name, 150, (512, 512)))
+    assert round(count(model) / 1e6) == published
+
+
+def test_state_dicts_have_the_shapes_of_mmsegs_own_configs() -> None:
+    configs = Path(mmseg.__path__[0], ".mim", "configs")
+    files = {
+        "resnet50": "upernet/upernet_r50_4xb4-160k_ade20k-512x512.py",
+        "vit_base": "vit/vit_vit-b16_mln_upernet_8xb2-160k_ade20k-512x512.py",
+        "swin_tiny": "swin/swin-tiny-patch4-window7-in1k-pre_upernet_8xb2-160k_ade20k-512x512.py",
+    }
+    for name, file in files.items():
+        theirs = Config.fromfile(configs / file).model
+        theirs["backbone"].pop("init_cfg", None)
+        theirs["pretrained"] = None
+        with torch.device("meta"):
+            shapes = {k: v.shape for k, v in build_model(theirs).state_dict().items()}
+            ours = build_model(upernet(name, 150, (512, 512))).state_dict()
+        assert {k: v.shape for k, v in ours.items()} == shapes, name
+
+
+def test_vit_backbone_is_timms() -> None:
+    import timm  # needs torchvision, which core.compat has prepared by now
+
+    with torch.device("meta"):
+        model = build_model(upernet("vit_base", 150, (512, 512)))
+        reference = timm.create_model("vit_base_patch16_224", img_size=512, num_classes=0)
+    # timm's has a norm behind the last block (2 x 768) and a bias in the patch embedding (768), mmseg's has neither
+    assert count(model.backbone) == count(reference) - 3 * 768
+
+
+@pytest.mark.parametrize("name", get_args(BackboneName))
+def test_every_backbone_builds_on_the_meta_device(name: BackboneName) -> None:
+    with torch.device("meta"):
+        model = build_model(upernet(name, 11, (96, 96)))
+    assert all(p.is_meta for p in model.parameters())
+
+
+def batch(n: int = 2, size: int = 96) -> dict:
+    """Noisy images whose brightness tells the label, 0 to 10 in stripes, the last ignored; as a loader makes them."""
+    rng = np.random.default_rng(0)
+    label = np.arange(size) * 12 // size + np.zeros((size, 1), int)
+    items = []
+    for _ in range(n):
+        image = (20 * label + rng.integers(0, 20, (3, size, size))).astype(np.uint8)
+        sample = SegDataSample(gt_sem_seg=PixelData(data=torch.from_numpy(np.where(label == 11, 255, label))[None]))
+        sample.set_metainfo({"img_shape": (size, size), "ori_shape": (size, size)})
+        items.append({"inputs": torch.from_numpy(image), "data_samples": sample})
+    return pseudo_collate(items)
+
+
+@pytest.mark.parametrize("name", MINIS)
+def test_losses_fall_and_predictions_have_the_image_size(name: BackboneName) -> None:
+    torch.manual_seed(0)
+    model = build_model(upernet(name, 11, (96, 96)))
+    optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
+    data, losses = batch(), []
+    for _ in range(10):
+        parts = model(**model.data_preprocessor(data, True), mode="loss")
+        loss, logs = model.parse_losses(parts)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert {"decode.loss_ce", "aux.loss_ce"} <= set(logs)
+    assert losses[-1] < 0.8 * losses[0]
+    model.eval()
+    for size in (96, 128):  # other sizes than the crop as well
+        with torch.no_grad():
+            (first, _) = model(**model.data_preprocessor(batch(2, size), False), mode="predict")
+        assert first.pred_sem_seg.data.shape == (1, size, size)
+        assert first.seg_logits.data.shape == (11, size, size)
+
+
+def test_equal_seeds_give_equal_weights() -> None:
+    def weights(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        model = build_model(upernet("swin_mini", 11, (96, 96)))
+        return torch.cat([p.flatten() for p in model.parameters()])
+
+    assert torch.equal(weights(0), weights(0))
+    assert not torch.equal(weights(0), weights(1))
+
+
+def test_pretrained_backbone_is_loaded_and_a_wrong_one_refused(tmp_path: Path) -> None:
+    path = tmp_path / "backbone.pth"
+    source = build_model(upernet("resnet_mini", 11, (96, 96)))
+    torch.save({"state_dict": source.backbone.state_dict()}, path)
+    model = build_model(upernet("resnet_mini", 11, (96, 96), pretrained=path))
+    for key, value in source.backbone.state_dict().items():
+        assert torch.equal(model.backbone.state_dict()[key], value)
+    with pytest.raises(UserError, match="of the backbone's .* tensors.* same network"):
+        build_model(upernet("swin_mini", 11, (96, 96), pretrained=path))
+    with pytest.raises(UserError, match="no such file"):
+        build_model(upernet("resnet_mini", 11, (96, 96), pretrained=tmp_path / "absent.pth"))
+
+
+def test_unknown_backbone_lists_the_known() -> None:
+    with pytest.raises(UserError, match="'resnet5': choose one of resnet50, resnet101"):
+        upernet("resnet5", 11, (96, 96))  # type: ignore[arg-type]

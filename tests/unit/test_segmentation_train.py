@@ -1,0 +1,130 @@
+"""What segmentation.train is made of: batches, the schedule, pictures, recipes."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from core import UserError
+from core.optim import OptimConfig
+from core.optim import lr_factor as core_lr_factor
+from core.recipe import dry_run
+from segmentation import data
+from segmentation.loader import SeededAugmentation, eval_batches, train_batches
+from segmentation.pictures import side_by_side
+from segmentation.recipes import RECIPES, digits_small
+from segmentation.schedule import PolyOptimConfig, lr_factor
+from segmentation.train import make_model
+from tests.unit.test_segmentation_data import write_ade20k
+
+
+@pytest.fixture(scope="module")
+def digits() -> data.ArraySegDataset:
+    return data.build_dataset("digits", "train")
+
+
+def images(dataset: data.ArraySegDataset, rank: int, start: int, total: int, workers: int = 0) -> list[torch.Tensor]:
+    """This worker's batches, uint8 [b, 3, h, w] each, of 8 images over two workers."""
+    dataset.full_init()
+    recipe = replace(digits_small(), batch_size=8, loader_workers=workers)
+    return [torch.stack(b["inputs"]) for b in train_batches(dataset, recipe, rank, 2, start, total)]
+
+
+def test_batches_do_not_depend_on_resuming_or_loader_processes(digits: data.ArraySegDataset) -> None:
+    few = digits.get_subset(20)  # two batches an epoch
+    whole = images(few, 0, 0, 5)
+    assert [len(b) for b in whole] == [4] * 5
+    for same in (images(few, 0, 1, 5), images(few, 0, 1, 5, workers=2)):
+        assert all(torch.equal(a, b) for a, b in zip(whole[1:], same, strict=True))
+    assert not torch.equal(whole[0], whole[2])  # the next epoch is shuffled and augmented anew
+    assert not torch.equal(whole[0], images(few, 1, 0, 1)[0])
+
+
+def test_augmentation_depends_on_seed_epoch_and_index_alone(digits: data.ArraySegDataset) -> None:
+    first = SeededAugmentation(digits, 3)[0, 7]["inputs"]
+    np.random.seed(11)
+    before = np.random.get_state()[1].copy()  # type: ignore[index]
+    assert torch.equal(SeededAugmentation(digits, 3)[0, 7]["inputs"], first)
+    assert np.array_equal(np.random.get_state()[1], before)  # type: ignore[index]
+    assert not torch.equal(SeededAugmentation(digits, 3)[1, 7]["inputs"], first)
+    assert not torch.equal(SeededAugmentation(digits, 4)[0, 7]["inputs"], first)
+
+
+def test_evaluation_sees_every_image_once() -> None:
+    val = data.build_dataset("digits", "val")
+    recipe = digits_small()
+    batches = [b["inputs"] for rank in range(3) for b in eval_batches(val, recipe, rank, 3, 5)]
+    assert max(len(b) for b in batches) == 5
+    seen = [image.numpy().tobytes() for batch in batches for image in batch]
+    assert sorted(seen) == sorted(val[i]["inputs"].numpy().tobytes() for i in range(128))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_broken_file_is_one_line_from_any_process(tmp_path: Path, workers: int) -> None:
+    path = write_ade20k(tmp_path) / "images/training/1.jpg"
+    path.write_bytes(b"no image")
+    recipe = replace(digits_small(), batch_size=3, loader_workers=workers)
+    with pytest.raises(UserError) as error:
+        list(train_batches(data.build_dataset("ade20k", "train", tmp_path), recipe, 0, 1, 0, 1))
+    assert str(error.value).startswith(f"{path}: not a readable image") and "\n" not in str(error.value)
+
+
+def test_poly_schedule_by_hand() -> None:
+    config = PolyOptimConfig(lr=1.0, power=0.9, min_lr_share=0.1, warmup_steps=4)
+    assert lr_factor(1, 14, config) == pytest.approx(2 / 5)
+    assert lr_factor(4, 14, config) == 1.0
+    assert lr_factor(9, 14, config) == pytest.approx(0.1 + 0.9 * 0.5**0.9)
+    assert lr_factor(14, 14, config) == pytest.approx(0.1)
+    assert lr_factor(9, 14, replace(config, power=2.0)) == pytest.approx(0.1 + 0.9 * 0.25)
+    cosine = replace(config, schedule="cosine")
+    plain = OptimConfig(lr=1.0, schedule="cosine", min_lr_share=0.1, warmup_steps=4)
+    assert lr_factor(9, 14, cosine) == core_lr_factor(9, 14, plain)
+    with pytest.raises(UserError, match="power=0"):
+        PolyOptimConfig(power=0.0)
+
+
+def test_poly_is_torchs_polynomial() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    torchs = torch.optim.lr_scheduler.PolynomialLR(torch.optim.SGD([weight], 1.0), total_iters=20, power=0.9)
+    for step in range(20):
+        assert torchs.get_last_lr()[0] == pytest.approx(lr_factor(step, 20, PolyOptimConfig(power=0.9)))
+        torchs.optimizer.step()
+        torchs.step()
+
+
+def test_pictures_show_colours_and_black_where_ignored() -> None:
+    image = torch.zeros(3, 4, 6, dtype=torch.uint8)
+    image[0] = 200  # blue, in BGR
+    label = torch.tensor([[0, 1, 255], [0, 0, 0]])
+    prediction = torch.tensor([[1, 1, 1], [0, 0, 0]])
+    picture = side_by_side(image, label, prediction, [[10, 20, 30], [40, 50, 60]])
+    assert picture.shape == (3, 2, 9) and picture.dtype == torch.uint8
+    assert picture[:, 0, 0].tolist() == [0, 0, 200]
+    assert picture[:, 0, 3:6].T.tolist() == [[10, 20, 30], [40, 50, 60], [0, 0, 0]]
+    assert picture[:, 0, 6:9].T.tolist() == [[40, 50, 60], [40, 50, 60], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_runs_dry(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    dry_run(RECIPES[name], lambda: make_model(RECIPES[name]))
+    text = capsys.readouterr().out
+    assert f'"backbone": "{RECIPES[name].backbone}"' in text
+    assert float(text.splitlines()[-1].split()[0]) > 0.5
+
+
+def test_ade20k_recipes_cover_the_three_backbones_and_fit_128_workers() -> None:
+    rows = {name: r for name, r in RECIPES.items() if r.dataset == "ade20k"}
+    assert {r.backbone.split("_")[0] for r in rows.values()} == {"resnet50", "resnet101", "swin", "vit"}
+    assert all(r.batch_size % 128 == 0 and r.batch_size >= 2 * 128 for r in rows.values())
+    assert data.CROP["ade20k"] == (512, 512) and data.NUM_CLASSES["ade20k"] == 150
+
+
+def test_sync_bn_is_for_ddp_alone() -> None:
+    with pytest.raises(UserError, match="sync_bn with method=co2"):
+        replace(digits_small(), sync_bn=True)
+    recipe = replace(digits_small(), sync_bn=True, method="ddp")
+    with torch.device("meta"):
+        names = {type(m).__name__ for m in make_model(recipe).modules()}
+    assert ("SyncBatchNorm" in names) == torch.cuda.is_available()
