@@ -1,0 +1,181 @@
+"""The paper's tables as data: what each row runs, and the paper's value where it is known to us.
+
+The paper is CO2 (arXiv 2401.16265). We do not know its tables in full: ours have names, not its numbers, and every
+value of the paper that we know stands in this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from core.baselines import METHODS
+
+GPUS = 8  # in each node of the paper's clusters
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A key of summary.json, its column's title, and how it is shown."""
+
+    key: str
+    title: str
+    scale: float = 1.0
+    spec: str = ".2f"
+
+
+TOP1 = Metric("test_top1", "top-1, %", scale=100)
+MIOU = Metric("val_mIoU", "mIoU, %")
+CHAMFER = Metric("test_chamfer", "Chamfer distance", spec=".3g")
+PERPLEXITY = Metric("val_perplexity", "perplexity")
+TOKENS = Metric("tokens_per_second", "tokens/s", spec=",.0f")
+
+# (recipe, method) -> the paper's mean and standard deviation; all that we know of its tables' main rows.
+PAPER: dict[tuple[str, str], tuple[float, float | None]] = {
+    ("imagenet_resnet50", "ddp"): (76.92, 0.05),
+    ("imagenet_resnet50", "co2"): (77.14, 0.09),
+    ("imagenet_vit_base", "ddp"): (81.33, 0.04),
+    ("imagenet_vit_base", "co2"): (80.95, 0.08),
+    ("gpt2_small_owt", "slowmo"): (7.34, 0.89),
+    ("gpt2_small_owt", "co2"): (7.37, 0.73),
+    ("transnormer_7b_owt", "ddp"): (16.82, None),
+}
+PAPER_WORDS_PER_SECOND = {(None, 1): 18_444, (None, 2): 3_488, (None, 16): 22_810, (48, 16): 304_736}  # (tau, nodes)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a table: what is run and the paper's value, None where it is unknown to us."""
+
+    label: str
+    script: str
+    """slurm/SCRIPT_CLUSTER.sh runs it."""
+    task: str
+    """The package with train.py and recipes.py."""
+    recipe: str
+    method: str
+    paper: tuple[float, float | None] | None
+    local: str | None = None
+    """The stand-in recipe for two CPU cores."""
+    tau: int | None = None
+    """None: the recipe's; runs with any other count as well, on a line of their own. So for nodes."""
+    nodes: int | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Changes of the recipe, as on the command line; those of co2 hold for the stand-in, too."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows with one metric, in the order in which they are shown."""
+
+    title: str
+    metric: Metric
+    rows: tuple[Row, ...]
+    note: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """For the jobs."""
+    paper_ratio: Mapping[int | None, float] = field(default_factory=dict)
+    """tau (None: ddp) -> the paper's throughput(128 GPUs) / (8 x throughput(16 GPUs))."""
+
+
+def every_method(task: str, script: str, models: Mapping[str, tuple[str, str | None]], **row: Any) -> tuple[Row, ...]:
+    """models {label: (recipe, stand-in)}, each under each method."""
+    return tuple(
+        Row(label, script, task, recipe, method, PAPER.get((recipe, method)), local, **row)
+        for label, (recipe, local) in models.items()
+        for method in METHODS
+    )
+
+
+def throughput(tau: int | None, nodes: int) -> Row:
+    """A short run with 4 samples a GPU: co2 with tau, or ddp."""
+    words = PAPER_WORDS_PER_SECOND.get((tau, nodes))
+    return Row(
+        label=f"{nodes * GPUS} GPUs",
+        script="gpt2",
+        task="language",
+        recipe="gpt2_large_owt",
+        method="co2" if tau else "ddp",
+        paper=(words, None) if words else None,
+        tau=tau,
+        nodes=nodes,
+        overrides={"batch_size": 4 * GPUS * nodes, "epochs": 1},
+        seeds=(0,),
+    )
+
+
+def gap(label: str, perplexity: float, **overrides: Any) -> Row:
+    """GPT-2 Small with one staleness gap penalty."""
+    small = ("gpt2", "language", "gpt2_small_owt", "co2", (perplexity, None), "gpt2_pydoc_small")
+    return Row(label, *small, nodes=8, overrides=overrides)
+
+
+IMAGENET = {
+    "ResNet-50": ("imagenet_resnet50", "digits_small"),
+    "ViT-Base": ("imagenet_vit_base", "digits_vit"),
+    "Swin-T": ("imagenet_swin_tiny", None),
+    "RegNetY-16GF": ("imagenet_regnet", None),
+}
+ADE20K = {
+    "ResNet-50": ("ade20k_resnet50", "digits_small"),
+    "ResNet-101": ("ade20k_resnet101", None),
+    "Swin-T": ("ade20k_swin_tiny", "digits_swin"),
+    "Swin-B": ("ade20k_swin_base", None),
+    "ViT-B": ("ade20k_vit_base", "digits_vit"),
+}
+SHAPENET = {
+    "autoencoder, folding": ("shapenet_folding", "modelnet10_folding_small"),
+    "autoencoder, MLP": ("shapenet_mlp", "surfaces_small"),
+    "masked autoencoder": ("shapenet_mae", "modelnet10_mae_small"),
+}
+GPT2 = {
+    "GPT-2 Small": ("gpt2_small_owt", "gpt2_pydoc_small"),
+    "GPT-2 Medium": ("gpt2_medium_owt", None),
+    "GPT-2 Large": ("gpt2_large_owt", None),
+}
+ROBERTA = {
+    "Base": ("roberta_base_wikibooks", "roberta_pydoc_small"),
+    "Large": ("roberta_large_wikibooks", None),
+    "Base, WikiText-103": ("roberta_base_wikitext103", None),
+    "Large, WikiText-103": ("roberta_large_wikitext103", None),
+}
+TABLES = {
+    "imagenet": Table(
+        "Image classification on ImageNet-1K",
+        TOP1,
+        every_method("vision", "vision", IMAGENET),
+        "The paper: CO2 is 1 to 3 points above Local-SGD and Overlap-Local-SGD.",
+    ),
+    "ade20k": Table("Segmentation on ADE20K", MIOU, every_method("segmentation", "segmentation", ADE20K)),
+    "shapenet": Table("3-D reconstruction on ShapeNet", CHAMFER, every_method("pointcloud", "pointcloud", SHAPENET)),
+    "gpt2": Table(
+        "GPT-2 on OpenWebText, 64 GPUs",
+        PERPLEXITY,
+        every_method("language", "gpt2", GPT2, nodes=8),
+        "The paper: CO2 is 0.5 to 1.0 below Local-SGD and Overlap-Local-SGD.",
+    ),
+    "transnormer": Table(
+        "TransNormer-LLM",
+        PERPLEXITY,
+        every_method("language", "gpt2", {"7B": ("transnormer_7b_owt", "transnormer_pydoc_small")}),
+        "The paper's text for this model is unknown to us; perplexities of different texts do not compare.",
+    ),
+    "roberta": Table("RoBERTa", PERPLEXITY, every_method("language", "roberta", ROBERTA)),
+    "gap": Table(
+        "The staleness gap penalty: GPT-2 Small",
+        PERPLEXITY,
+        (gap("without", 7.56, **{"co2.gap": "none", "co2.allow_unstable": True}), gap("with", 7.39)),
+        "The paper's definition of the penalty is unknown to us; ours is `elementwise`.",
+    ),
+    "throughput": Table(
+        "Throughput over 80 Gbps TCP/IP",
+        TOKENS,
+        tuple(throughput(tau, nodes) for tau in (None, 48, 12) for nodes in (1, 2, 16)),
+        "The paper's numbers are words/s of a model that is unknown to us; ours is GPT-2 Large: compare ratios only. "
+        "A run folder does not tell which network it ran on: collect a folder of TCP/IP runs.",
+        env={"NCCL_IB_DISABLE": "1"},
+        paper_ratio={None: 0.82, 48: 1.06, 12: 0.86},
+    ),
+}

@@ -1,0 +1,30 @@
+#!/bin/bash
+# Autoregressive language modelling on 10 servers of 8 x RTX 3090 (80 GPUs).
+# From the repository's root: [TAU=24 METHOD=slowmo ...] sbatch slurm/gpt2_3090.sh [--epochs 10 ...]
+#SBATCH --job-name=gpt2_3090
+#SBATCH --nodes=10
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=32
+#SBATCH --mem=0
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@120
+#SBATCH --open-mode=append
+#SBATCH --output=slurm-%x-%j.out
+
+source slurm/env.sh && source slurm/launch.sh || exit 2
+
+RECIPE="${RECIPE:-gpt2_small_owt}" # or gpt2_medium_owt, gpt2_large_owt, transnormer_7b_owt
+METHOD="${METHOD:-co2}"            # or ddp, local, overlap_local, slowmo
+TAU="${TAU:-48}"                   # local steps per round, of every method but ddp
+ACCUMULATE="${ACCUMULATE:-1}"      # micro-batches per step and GPU; more need less memory
+SEED="${SEED:-0}"
+case "$RECIPE" in
+    transnormer_*_owt) fit=480 ;; # 6 a GPU: the recipe's 512 does not divide by 80
+esac
+BATCH_SIZE="${BATCH_SIZE-${fit-}}" # over all GPUs; empty: the recipe's
+OUT="${OUT:-runs/3090/$RECIPE-$METHOD-tau$TAU-${SLURM_JOB_NUM_NODES-}nodes-seed$SEED}"
+export CO2_DATA="${CO2_DATA:-$PWD/data}" # holds openwebtext/train.bin, openwebtext/val.bin
+
+launch language.train --accumulate "$ACCUMULATE" "$@"

@@ -1,0 +1,30 @@
+#!/bin/bash
+# Autoregressive language modelling on 16 x DGX-A100 (128 GPUs).
+# From the repository's root: [TAU=24 METHOD=slowmo ...] sbatch slurm/gpt2_a100.sh [--epochs 10 ...]
+#SBATCH --job-name=gpt2_a100
+#SBATCH --nodes=16
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=128
+#SBATCH --mem=0
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@120
+#SBATCH --open-mode=append
+#SBATCH --output=slurm-%x-%j.out
+
+source slurm/env.sh && source slurm/launch.sh || exit 2
+
+RECIPE="${RECIPE:-gpt2_small_owt}" # or gpt2_medium_owt, gpt2_large_owt, transnormer_7b_owt
+METHOD="${METHOD:-co2}"            # or ddp, local, overlap_local, slowmo
+TAU="${TAU:-48}"                   # local steps per round, of every method but ddp
+ACCUMULATE="${ACCUMULATE:-1}"      # micro-batches per step and GPU; more need less memory
+SEED="${SEED:-0}"
+case "$RECIPE" in
+    gpt2_*_owt) fit=512 ;; # 4 a GPU: the recipe's 480 does not divide by 128
+esac
+BATCH_SIZE="${BATCH_SIZE-${fit-}}" # over all GPUs; empty: the recipe's
+OUT="${OUT:-runs/a100/$RECIPE-$METHOD-tau$TAU-${SLURM_JOB_NUM_NODES-}nodes-seed$SEED}"
+export CO2_DATA="${CO2_DATA:-$PWD/data}" # holds openwebtext/train.bin, openwebtext/val.bin
+
+launch language.train --accumulate "$ACCUMULATE" "$@"

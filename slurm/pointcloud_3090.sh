@@ -1,0 +1,26 @@
+#!/bin/bash
+# 3-D point-cloud reconstruction on 10 servers of 8 x RTX 3090 (80 GPUs).
+# From the repository's root: [TAU=24 METHOD=slowmo ...] sbatch slurm/pointcloud_3090.sh [--epochs 10 ...]
+#SBATCH --job-name=pointcloud_3090
+#SBATCH --nodes=10
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=32
+#SBATCH --mem=0
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@120
+#SBATCH --open-mode=append
+#SBATCH --output=slurm-%x-%j.out
+
+source slurm/env.sh && source slurm/launch.sh || exit 2
+
+RECIPE="${RECIPE:-shapenet_folding}" # or shapenet_mlp, shapenet_mae
+METHOD="${METHOD:-co2}"              # or ddp, local, overlap_local, slowmo
+TAU="${TAU:-12}"                     # local steps per round, of every method but ddp
+BATCH_SIZE="${BATCH_SIZE-}"          # over all GPUs; empty: the recipe's
+SEED="${SEED:-0}"
+OUT="${OUT:-runs/3090/$RECIPE-$METHOD-tau$TAU-${SLURM_JOB_NUM_NODES-}nodes-seed$SEED}"
+export CO2_DATA="${CO2_DATA:-$PWD/data}" # holds ShapeNetCore.v2.PC15k/SYNSET/SPLIT/*.npy
+
+launch pointcloud.train "$@"

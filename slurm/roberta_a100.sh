@@ -1,0 +1,27 @@
+#!/bin/bash
+# Bidirectional language modelling on 16 x DGX-A100 (128 GPUs).
+# From the repository's root: [TAU=24 METHOD=slowmo ...] sbatch slurm/roberta_a100.sh [--epochs 10 ...]
+#SBATCH --job-name=roberta_a100
+#SBATCH --nodes=16
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=128
+#SBATCH --mem=0
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@120
+#SBATCH --open-mode=append
+#SBATCH --output=slurm-%x-%j.out
+
+source slurm/env.sh && source slurm/launch.sh || exit 2
+
+RECIPE="${RECIPE:-roberta_base_wikibooks}" # or roberta_large_wikibooks, roberta_base_wikitext103, ...
+METHOD="${METHOD:-co2}"                    # or ddp, local, overlap_local, slowmo
+TAU="${TAU:-48}"                           # local steps per round, of every method but ddp
+BATCH_SIZE="${BATCH_SIZE-}"                # over all GPUs; empty: the recipe's
+ACCUMULATE="${ACCUMULATE:-2}"              # micro-batches per step and GPU; more need less memory
+SEED="${SEED:-0}"
+OUT="${OUT:-runs/a100/$RECIPE-$METHOD-tau$TAU-${SLURM_JOB_NUM_NODES-}nodes-seed$SEED}"
+export CO2_DATA="${CO2_DATA:-$PWD/data}" # holds wikibooks/train.bin, wikibooks/val.bin; or in wikitext103/
+
+launch language.train --accumulate "$ACCUMULATE" "$@"

@@ -1,0 +1,26 @@
+#!/bin/bash
+# Semantic segmentation on 16 x DGX-A100 (128 GPUs).
+# From the repository's root: [TAU=24 METHOD=slowmo ...] sbatch slurm/segmentation_a100.sh [--epochs 10 ...]
+#SBATCH --job-name=segmentation_a100
+#SBATCH --nodes=16
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=128
+#SBATCH --mem=0
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@120
+#SBATCH --open-mode=append
+#SBATCH --output=slurm-%x-%j.out
+
+source slurm/env.sh && source slurm/launch.sh || exit 2
+
+RECIPE="${RECIPE:-ade20k_resnet50}" # or ade20k_resnet101, ade20k_swin_tiny, ade20k_swin_base, ade20k_vit_base
+METHOD="${METHOD:-co2}"             # or ddp, local, overlap_local, slowmo
+TAU="${TAU:-48}"                    # local steps per round, of every method but ddp
+BATCH_SIZE="${BATCH_SIZE-}"         # over all GPUs; empty: the recipe's
+SEED="${SEED:-0}"
+OUT="${OUT:-runs/a100/$RECIPE-$METHOD-tau$TAU-${SLURM_JOB_NUM_NODES-}nodes-seed$SEED}"
+export CO2_DATA="${CO2_DATA:-$PWD/data}" # holds ade/ADEChallengeData2016/{images,annotations}/
+
+launch segmentation.train "$@"

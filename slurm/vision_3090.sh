@@ -1,0 +1,30 @@
+#!/bin/bash
+# Image classification on 10 servers of 8 x RTX 3090 (80 GPUs).
+# From the repository's root: [TAU=24 METHOD=slowmo ...] sbatch slurm/vision_3090.sh [--epochs 10 ...]
+#SBATCH --job-name=vision_3090
+#SBATCH --nodes=10
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=32
+#SBATCH --mem=0
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@120
+#SBATCH --open-mode=append
+#SBATCH --output=slurm-%x-%j.out
+
+source slurm/env.sh && source slurm/launch.sh || exit 2
+
+RECIPE="${RECIPE:-imagenet_resnet50}" # or imagenet_vit_base, imagenet_swin_tiny, imagenet_regnet
+METHOD="${METHOD:-co2}"               # or ddp, local, overlap_local, slowmo
+TAU="${TAU:-48}"                      # local steps per round, of every method but ddp
+SEED="${SEED:-0}"
+case "$RECIPE" in
+    imagenet_resnet50 | imagenet_regnet) fit=8160 ;; # 102 a GPU: the recipe's 8192 does not divide by 80
+    imagenet_vit_base | imagenet_swin_tiny) fit=4080 ;; # 51 a GPU: the recipe's 4096 does not divide by 80
+esac
+BATCH_SIZE="${BATCH_SIZE-${fit-}}" # over all GPUs; empty: the recipe's
+OUT="${OUT:-runs/3090/$RECIPE-$METHOD-tau$TAU-${SLURM_JOB_NUM_NODES-}nodes-seed$SEED}"
+export CO2_DATA="${CO2_DATA:-$PWD/data}" # holds imagenet/train/CLASS/*.JPEG, imagenet/val/CLASS/*.JPEG
+
+launch vision.train "$@"

@@ -1,0 +1,26 @@
+#!/bin/bash
+# Image classification on 16 x DGX-A100 (128 GPUs).
+# From the repository's root: [TAU=24 METHOD=slowmo ...] sbatch slurm/vision_a100.sh [--epochs 10 ...]
+#SBATCH --job-name=vision_a100
+#SBATCH --nodes=16
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=128
+#SBATCH --mem=0
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@120
+#SBATCH --open-mode=append
+#SBATCH --output=slurm-%x-%j.out
+
+source slurm/env.sh && source slurm/launch.sh || exit 2
+
+RECIPE="${RECIPE:-imagenet_resnet50}" # or imagenet_vit_base, imagenet_swin_tiny, imagenet_regnet
+METHOD="${METHOD:-co2}"               # or ddp, local, overlap_local, slowmo
+TAU="${TAU:-48}"                      # local steps per round, of every method but ddp
+BATCH_SIZE="${BATCH_SIZE-}"           # over all GPUs; empty: the recipe's
+SEED="${SEED:-0}"
+OUT="${OUT:-runs/a100/$RECIPE-$METHOD-tau$TAU-${SLURM_JOB_NUM_NODES-}nodes-seed$SEED}"
+export CO2_DATA="${CO2_DATA:-$PWD/data}" # holds imagenet/train/CLASS/*.JPEG, imagenet/val/CLASS/*.JPEG
+
+launch vision.train "$@"

@@ -1,0 +1,301 @@
+"""The Slurm scripts, with srun, scontrol and, in the fast tests, torchrun played by small scripts."""
+
+import importlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import reproduce
+from core.recipe import Recipe, parse
+from core.sharding import per_worker
+from paper_tables import GPUS
+
+ROOT = Path(__file__).resolve().parents[2]
+TASKS = ("vision", "segmentation", "pointcloud", "gpt2", "roberta")
+SCRIPTS = [f"slurm/{task}_{cluster}.sh" for task in TASKS for cluster in reproduce.NODES]
+SMALL = {
+    "vision": "digits_small",
+    "segmentation": "digits_small",
+    "pointcloud": "surfaces_small",
+    "gpt2": "gpt2_pydoc_small",
+    "roberta": "roberta_pydoc_small",
+}
+
+FAKES = {
+    "srun": 'while [[ "$1" == --* ]]; do shift; done; exec "$@"',  # one node: runs what stands behind its own options
+    "scontrol": """case "$1" in
+show) echo 127.0.0.1 ;;
+requeue) [ ! -e "$FAKES/refuse" ] && echo "$2" >> "$FAKES/requeued" ;;
+esac""",
+    # a worker: handles SIGUSR1 although torchrun ignores it, which a bash script could not
+    "worker": """exec python3 -c '
+import os, pathlib, signal, sys, time
+fakes = pathlib.Path(os.environ["FAKES"])
+signal.signal(signal.SIGUSR1, lambda *_: (fakes / "saved").touch() or sys.exit(0))
+(fakes / "ready").touch()
+time.sleep(60)
+sys.exit(9)
+'""",
+}
+SAY = 'printf "%s\\n" "$@" > "$FAKES/arguments"'
+WORK = """worker &
+trap 'touch "$FAKES/terminated"; kill $!; exit 4' TERM
+wait $!"""
+
+
+def install(folder: Path, **programs: str) -> dict[str, str]:
+    """Writes programs into `folder`; returns an environment with them and Slurm's variables of one node of 2 GPUs."""
+    for name, text in {**FAKES, **programs}.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "CO2_"))}
+    return kept | {
+        "PATH": os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "FAKES": str(folder),
+        "VENV": "",
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_JOB_NODELIST": "node0",
+        "SLURM_GPUS_ON_NODE": "2",
+        "SLURM_CPUS_PER_TASK": "2",
+        "RDZV_PORT": str(port),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+
+
+def torchruns_line(script: str, folder: Path, *options: str, **variables: str) -> tuple[list[str], str, list[str]]:
+    """(torchrun's options, module, the train script's arguments) that a Slurm script ends up with."""
+    env = install(folder, torchrun=SAY) | variables
+    subprocess.run(["bash", script, *options], cwd=ROOT, env=env, check=True, capture_output=True, timeout=60)
+    arguments = (folder / "arguments").read_text().splitlines()
+    at = arguments.index("-m")
+    return arguments[:at], arguments[at + 1], arguments[at + 2 :]
+
+
+def directives(script: str) -> dict[str, str]:
+    """{"--nodes": "16", "--requeue": ""} and so on, of a script's #SBATCH lines."""
+    return dict(re.findall(r"^#SBATCH (--[a-z-]+)=?(\S*)$", (ROOT / script).read_text(), re.MULTILINE))
+
+
+def recipes_of(script: str) -> dict[str, Recipe]:
+    task = re.search(r"^launch (\w+)\.train", (ROOT / script).read_text(), re.MULTILINE)
+    assert task
+    return importlib.import_module(f"{task[1]}.recipes").RECIPES
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.05)
+
+
+def start(script: str, env: dict[str, str], *options: str) -> subprocess.Popen[str]:
+    command = ["bash", script, *options]
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+# -- the scripts themselves ---------------------------------------------------------------------------------------
+
+
+def test_each_task_has_a_script_for_each_cluster():
+    assert {str(path.relative_to(ROOT)) for path in (ROOT / "slurm").glob("*_*.sh")} == set(SCRIPTS)
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, "slurm/env.sh", "slurm/launch.sh"])
+def test_bash_can_parse_it(script: str):
+    subprocess.run(["bash", "-n", script], cwd=ROOT, check=True, timeout=60)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_it_asks_for_its_cluster_for_a_log_and_for_a_signal_before_the_end(script: str):
+    asked, cluster = directives(script), Path(script).stem.split("_")[1]
+    assert asked["--nodes"] == str(reproduce.NODES[cluster]) and asked["--gpus-per-node"] == str(GPUS)
+    assert asked["--job-name"] == Path(script).stem and asked["--output"] == "slurm-%x-%j.out"
+    assert asked["--signal"] == "B:USR1@120" and asked["--open-mode"] == "append" and "--requeue" in asked
+    assert asked["--ntasks-per-node"] == "1" and int(asked["--cpus-per-task"]) >= GPUS
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_slurm_accepts_it(script: str):
+    if not shutil.which("sbatch"):
+        pytest.skip("Slurm is not installed: no sbatch")
+    if subprocess.run(["scontrol", "ping"], capture_output=True, timeout=60).returncode:
+        pytest.skip("Slurm is installed, but no controller answers")
+    result = subprocess.run(["sbatch", "--test-only", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    if "node configuration is not available" in result.stderr:
+        pytest.skip(f"this cluster is smaller: {result.stderr.strip()}")
+    assert result.returncode == 0, result.stderr
+
+
+# -- what they start ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_its_command_line_trains_its_recipe_on_all_gpus(script: str, tmp_path: Path):
+    torchrun, module, (name, *overrides) = torchruns_line(script, tmp_path, RDZV_PORT="")
+    assert torchrun == [
+        "--nnodes=1",
+        "--nproc-per-node=2",
+        "--rdzv-backend=c10d",
+        "--rdzv-id=17",
+        "--rdzv-endpoint=127.0.0.1:20017",
+    ]
+    recipes = recipes_of(script)
+    assert type(recipes[name]).__module__ == f"{module.split('.')[0]}.recipes"
+    recipe = parse(recipes, [name, *overrides])
+    assert recipe.resume and recipe.method == "co2" and recipe.seed == 0
+    assert recipe.co2.tau == recipes[name].co2.tau, "the script's tau is the recipe's"
+    cluster = Path(script).stem.split("_")[1]
+    assert str(recipe.out) == f"runs/{cluster}/{name}-co2-tau{recipe.co2.tau}-1nodes-seed0"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_each_recipe_that_it_names_gets_a_batch_that_its_gpus_divide(script: str, tmp_path: Path):
+    (choices,) = re.findall(r"^RECIPE=.*$", (ROOT / script).read_text(), re.MULTILINE)
+    recipes, cluster = recipes_of(script), Path(script).stem.split("_")[1]
+    gpus = reproduce.NODES[cluster] * GPUS
+    names = set(re.findall(r"\w+", choices)) & recipes.keys()
+    assert len(names) >= 3
+    for name in names:
+        _, _, arguments = torchruns_line(script, tmp_path, RECIPE=name)
+        batch_size = parse(recipes, arguments).batch_size
+        per_worker(batch_size, gpus)
+        assert batch_size == round(recipes[name].batch_size / gpus) * gpus, (
+            "the nearest to the recipe's, as in reproduce"
+        )
+
+
+def test_variables_and_options_change_the_run(tmp_path: Path):
+    changes = {"RECIPE": "digits_small", "METHOD": "slowmo", "TAU": "24", "BATCH_SIZE": "128", "SEED": "3", "OUT": "x"}
+    _, _, arguments = torchruns_line("slurm/vision_a100.sh", tmp_path, "--epochs", "2", **changes)
+    recipe = parse(recipes_of("slurm/vision_a100.sh"), arguments)
+    assert (recipe.method, recipe.co2.tau, recipe.batch_size, recipe.seed) == ("slowmo", 24, 128, 3)
+    assert (recipe.name, str(recipe.out), recipe.epochs) == ("digits_small", "x", 2)
+
+
+def test_the_sites_settings_reach_the_workers(tmp_path: Path):
+    say = 'echo "$CO2_DATA $NCCL_SOCKET_IFNAME $GLOO_SOCKET_IFNAME $OMP_NUM_THREADS" > "$FAKES/arguments"'
+    env = install(tmp_path, torchrun=say) | {
+        "IFACE": "bond0",
+        "GLOO_SOCKET_IFNAME": "eth1",
+        "SLURM_CPUS_PER_TASK": "32",
+    }
+    env.pop("OMP_NUM_THREADS", None)
+    subprocess.run(["bash", "slurm/vision_a100.sh"], cwd=ROOT, env=env, check=True, capture_output=True, timeout=60)
+    assert (tmp_path / "arguments").read_text() == f"{ROOT}/data bond0 eth1 16\n"
+    env |= {"CO2_DATA": "/sets", "OMP_NUM_THREADS": "3"}
+    subprocess.run(["bash", "slurm/vision_a100.sh"], cwd=ROOT, env=env, check=True, capture_output=True, timeout=60)
+    assert (tmp_path / "arguments").read_text() == "/sets bond0 eth1 3\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"SLURM_JOB_NUM_NODES": ""}, "submit this script with sbatch"),
+        ({"SLURM_GPUS_ON_NODE": ""}, "the job has no GPUs"),
+        ({"VENV": "/nowhere"}, "/nowhere/bin/activate"),
+    ],
+)
+def test_a_script_that_cannot_run_says_why(change: dict[str, str], message: str, tmp_path: Path):
+    env = install(tmp_path, torchrun=SAY) | change
+    result = subprocess.run(
+        ["bash", "slurm/vision_a100.sh"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode != 0 and message in result.stderr and not (tmp_path / "arguments").exists()
+
+
+# -- signals ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_the_signal_reaches_the_workers_and_the_job_is_requeued(refused: bool, tmp_path: Path):
+    env = install(tmp_path, torchrun=WORK)
+    if refused:
+        (tmp_path / "refuse").touch()
+    job = start("slurm/vision_a100.sh", env)
+    wait_for(tmp_path / "ready", job)
+    job.send_signal(signal.SIGUSR1)  # to the batch script alone, as --signal=B: does
+    text, _ = job.communicate(timeout=60)
+    assert (tmp_path / "saved").exists(), text
+    assert "job 17 got SIGUSR1, and its run ended with status 0: back into the queue" in text
+    if refused:
+        assert job.returncode == 1 and "not requeued; submit it again" in text
+    else:
+        assert job.returncode == 0 and (tmp_path / "requeued").read_text() == "17\n", text
+
+
+def test_a_run_that_fails_is_not_requeued(tmp_path: Path):
+    job = start("slurm/vision_a100.sh", install(tmp_path, torchrun="exit 3"))
+    text, _ = job.communicate(timeout=60)
+    assert job.returncode == 3 and not (tmp_path / "requeued").exists(), text
+
+
+def test_termination_reaches_torchrun(tmp_path: Path):
+    """scancel and preemption: Slurm may signal on_node alone."""
+    env = install(tmp_path, torchrun=WORK)
+    command = ["bash", "-c", "source slurm/launch.sh; on_node torchrun"]
+    node = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_for(tmp_path / "ready", node)
+    node.terminate()
+    node.communicate(timeout=60)
+    assert node.returncode == 4 and (tmp_path / "terminated").exists()
+
+
+# -- the real torchrun, on CPUs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_its_torchrun_line_runs_with_the_small_recipe(script: str, tmp_path: Path):
+    small = SMALL[Path(script).stem.split("_")[0]]
+    env = install(tmp_path) | {
+        "RECIPE": small,
+        "BATCH_SIZE": "",
+        "OUT": str(tmp_path / "run"),
+        "CO2_DATA": str(tmp_path),
+    }
+    result = subprocess.run(
+        ["bash", script, "--dry_run", "--device", "cpu"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f'"name": "{small}"' in result.stdout and "2 workers of" in result.stdout
+
+
+@pytest.mark.slow
+def test_a_run_is_stopped_requeued_and_resumed(tmp_path: Path):
+    """As at the time limit: SIGUSR1 to the batch script, a checkpoint, the queue, and on from there to the end."""
+    run, options = tmp_path / "run", ("--device", "cpu", "--log_every", "2", "--checkpoint_every", "0")
+    env = install(tmp_path) | {"RECIPE": "digits_small", "TAU": "6", "BATCH_SIZE": "", "OUT": str(run)}
+    job = start("slurm/vision_3090.sh", env, *options, "--epochs", "60")
+    wait_for(run / "metrics.jsonl", job)
+    while len((run / "metrics.jsonl").read_text().splitlines()) < 20:
+        assert job.poll() is None, job.communicate()[0]
+        time.sleep(0.1)
+    job.send_signal(signal.SIGUSR1)
+    text, _ = job.communicate(timeout=120)
+    assert job.returncode == 0 and (tmp_path / "requeued").read_text() == "17\n", text
+    stopped = json.loads((run / "summary.json").read_text())
+    assert stopped["stopped_by_signal"] == signal.SIGUSR1 and 0 < stopped["steps"] < 60 * 22
+
+    epochs = stopped["steps"] // 22 + 2
+    job = start("slurm/vision_3090.sh", env, *options, "--epochs", str(epochs))
+    text, _ = job.communicate(timeout=240)
+    assert job.returncode == 0 and (tmp_path / "requeued").read_text() == "17\n", text
+    finished = json.loads((run / "summary.json").read_text())
+    assert finished["steps"] == 22 * epochs and "stopped_by_signal" not in finished
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows if "train_loss" in row]
+    assert steps == sorted(set(steps)), "no step is trained twice"
