@@ -24,6 +24,10 @@ class Metric:
     scale: float = 1.0
     spec: str = ".2f"
 
+    def show(self, mean: float, sd: float | None = None) -> str:
+        """Values that are scaled already, as the paper's are."""
+        return f"{mean:{self.spec}}" + ("" if sd is None else f" ± {sd:{self.spec}}")
+
 
 TOP1 = Metric("test_top1", "top-1, %", scale=100)
 MIOU = Metric("val_mIoU", "mIoU, %")
@@ -79,6 +83,10 @@ class Table:
     paper_ratio: Mapping[int | None, float] = field(default_factory=dict)
     """tau (None: ddp) -> the paper's throughput(128 GPUs) / (8 x throughput(16 GPUs))."""
 
+    @property
+    def has_stand_ins(self) -> bool:
+        return any(row.local for row in self.rows)
+
 
 def every_method(task: str, script: str, models: Mapping[str, tuple[str, str | None]], **row: Any) -> tuple[Row, ...]:
     """models {label: (recipe, stand-in)}, each under each method."""
@@ -126,7 +134,7 @@ ADE20K = {
     "ViT-B": ("ade20k_vit_base", "digits_vit"),
 }
 SHAPENET = {
-    "autoencoder, folding": ("shapenet_folding", "modelnet10_folding_small"),
+    "autoencoder, folding": ("shapenet_folding", None),
     "autoencoder, MLP": ("shapenet_mlp", "surfaces_small"),
     "masked autoencoder": ("shapenet_mae", "modelnet10_mae_small"),
 }

@@ -61,13 +61,15 @@ def main() -> None:
     tables = TABLES if command.table in ("all", "list") else {command.table: find_table(command.table)}
     if command.collect:
         return print("\n".join(collect(tables, command.collect)))
+    if command.local and not (tables := {name: table for name, table in tables.items() if table.has_stand_ins}):
+        raise UserError(f"{command.table} has no stand-ins: it needs a cluster; see {command.table} --dry-run")
     for table in tables.values():
         if command.local:
             run_local(table, command.workers, command.dry_run)
         else:
             submit(table, command.cluster, command.dry_run)
     if command.local and not command.dry_run:
-        print("\n".join(collect(tables, ROOT / "runs" / "local")))
+        print("\n".join(collect(tables, ROOT / "runs/local")))
 
 
 def find_table(name: str) -> Table:
@@ -215,16 +217,18 @@ def read_run(folder: Path) -> Finished | str:
         return Finished(folder, settings, config["world_size"], config["commit"], summary | derived)
     except FileNotFoundError:
         return "it has no summary.json: not finished"
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"config.json or summary.json is damaged ({error!r})"
 
 
 def differences(run: Finished, row: Row, metric: Metric, local: bool) -> list[str]:
     """Where the run departs from the row or, if `local`, from its stand-in; empty when it counts."""
-    recipe = load_recipe(row.task, row.local if local and row.local else row.recipe)
-    overrides = stand_in_overrides(row) if local else row.overrides
+    name, overrides = (row.local, stand_in_overrides(row)) if local else (row.recipe, row.overrides)
+    if name is None or (run.settings.get("name"), run.settings.get("method")) != (name, row.method):
+        return ["another recipe or method"]
+    recipe = load_recipe(row.task, name)
     wanted = flat(json.loads(json.dumps(dataclasses.asdict(recipe), default=str)))
-    wanted |= {**overrides, "method": row.method, "co2.tau": row.tau or recipe.co2.tau}
+    wanted |= {"co2.tau": row.tau or recipe.co2.tau, **overrides, "method": row.method}
     idle = {"co2", "slowmo", "overlap_local"} - {row.method}  # settings of methods that were not used
     free = FREE | {"batch_size", "co2.tau"} | {key for key in wanted if key.split(".")[0] in idle}
     free -= overrides.keys() | ({"co2.tau"} if row.tau else set())
@@ -258,11 +262,11 @@ def collect(tables: Mapping[str, Table], folder: Path) -> Iterator[str]:
             yield from (*ratios(table, runs), "")
         if table.note:
             yield from (table.note, "")
-        if any(row.local for row in table.rows):
+        if table.has_stand_ins:
             yield from ("Stand-ins, small models and data of our own: no number of the paper compares with these.", "")
             yield from (*section(table, True, runs, counted), "")
-    commits = sorted({run.commit for run in runs if run.folder in counted})
-    yield f"Commits: {', '.join(filter(None, commits)) or 'none'}."
+    commits = {run.commit for run in runs if run.folder in counted} - {""}
+    yield f"Commits: {', '.join(sorted(commits)) or 'none'}."
     left_out = {path: run if isinstance(run, str) else departure(run, tables) for path, run in found.items()}
     yield from (f"Not counted: {path}: {why}." for path, why in left_out.items() if path not in counted and why)
 
@@ -275,7 +279,7 @@ def section(table: Table, local: bool, runs: Sequence[Finished], counted: set[Pa
         if local and not row.local:
             continue
         label = f"{row.label}: {row.local}" if local else row.label
-        paper = [] if local else [paper_cell(row, table.metric)]
+        paper = [] if local else [table.metric.show(*row.paper) if row.paper else ""]
         groups = matching(runs, row, table.metric, local)
         if not groups:
             workers = row.nodes * GPUS if row.nodes and not local else ""
@@ -313,7 +317,7 @@ def ratios(table: Table, runs: Sequence[Finished]) -> Iterator[str]:
 
 def departure(run: Finished, tables: Mapping[str, Table]) -> str:
     """Why a finished run is in none of the tables; empty when they have nothing to do with it."""
-    name, method = run.settings["name"], run.settings["method"]
+    name, method = run.settings.get("name"), run.settings.get("method")
     found = [
         differences(run, row, table.metric, local)
         for table in tables.values()
@@ -336,13 +340,8 @@ def cells(*values: object) -> str:
 
 def spread(values: Sequence[float], metric: Metric) -> str:
     """Mean and, of two values or more, their standard deviation (n - 1)."""
-    numbers = [statistics.mean(values), *([statistics.stdev(values)] if len(values) > 1 else [])]
-    return " ± ".join(f"{number * metric.scale:{metric.spec}}" for number in numbers)
-
-
-def paper_cell(row: Row, metric: Metric) -> str:
-    """The paper's mean and standard deviation, as far as known; the paper's are in the units shown."""
-    return " ± ".join(f"{number:{metric.spec}}" for number in row.paper or () if number is not None)
+    scaled = [value * metric.scale for value in values]
+    return metric.show(statistics.mean(scaled), statistics.stdev(scaled) if len(scaled) > 1 else None)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -224,6 +225,13 @@ class Run:
             dist.all_reduce(total)
         return total.tolist()
 
+    def _largest(self, number: int) -> int:
+        """The largest of all workers' numbers."""
+        largest = torch.tensor(number, device=self.device)
+        if dist.is_initialized():
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
+
     # -- stopping and resuming ------------------------------------------------------------------------------
 
     def _on_signal(self, number: int, _: Any) -> None:
@@ -237,7 +245,8 @@ class Run:
     def should_stop(self, step: int) -> bool:
         """Whether a signal reached any worker; call it before every step, with the number of steps taken.
 
-        All stop at the same step as far as their method keeps them in step: two steps on from the first to know.
+        All stop two steps on from the first to know, which ddp's workers do together; those of a local method may be
+        past it already.
         """
         if not dist.is_initialized():
             return bool(self._stop_signal)
@@ -246,9 +255,16 @@ class Run:
             store.set("co2/stop", str(step + 2))
         return store.check(["co2/stop"]) and step >= int(store.get("co2/stop"))
 
-    def save(self, step: int, method: Method, **parts: Any) -> None:
-        """Writes a checkpoint of everything with a state_dict in `parts`, at a round boundary."""
+    def save(self, step: int, method: Method, **parts: Any) -> int:
+        """Writes a checkpoint of everything with a state_dict in `parts`, at a round boundary or after finish().
+
+        A signal may have stopped the workers at different steps: the checkpoint is of the largest, and is returned.
+        """
         with self.paused():
+            step = self._largest(step)
+            for part in parts.values():
+                while isinstance(part, LRScheduler) and part.last_epoch < step:
+                    part.step()
             state = {name: part.state_dict() for name, part in parts.items()}
             totals = [self.wait_seconds, self.allreduce_seconds, self.bytes_sent, self.rounds, self._seconds]
             state |= {
@@ -258,6 +274,7 @@ class Run:
             }
             state["rng"] = torch.get_rng_state()
             checkpoint.save(self.folder / "checkpoints", step, state, rank=self.rank, world_size=self.world_size)
+        return step
 
     def load(self, method: Method, **parts: Any) -> int:
         """Restores the newest checkpoint when the recipe says resume; returns the step to go on from, 0 for none."""
@@ -266,6 +283,8 @@ class Run:
             folder = self.folder / "checkpoints"
             state = checkpoint.load(folder, rank=self.rank, world_size=self.world_size, device=self.device)
         if state is None:
+            if self.rank == 0 and self.recipe.resume and self.folder.joinpath("checkpoints").exists():
+                print(f"warning: no complete checkpoint in {self.folder}: starting from step 0", file=sys.stderr)
             return 0
         if state["method"]["name"] != self.recipe.method:
             raise UserError(f"{self.folder} was trained with {state['method']['name']}, not {self.recipe.method}")

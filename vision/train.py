@@ -84,7 +84,7 @@ def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset)
 
     method.finish()
     results = evaluate(run, recipe, model, test_set, step)
-    run.save(step, method, **parts)
+    step = run.save(step, method, **parts)
     run.summarise(step, **results)
     method.close()
 

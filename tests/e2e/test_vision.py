@@ -9,6 +9,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from core.baselines import METHODS
 from core.run import Run
 from core.testing import run_distributed
@@ -63,9 +65,10 @@ def test_equal_seeds_give_equal_runs_and_others_do_not(tmp_path: Path):
     assert losses["a"] == losses["b"] != losses["c"]
 
 
-def test_ctrl_c_saves_and_resume_finishes(tmp_path: Path):
+@pytest.mark.parametrize("method", ["ddp", "co2"])  # ddp's workers must stop at the same step, co2's may not
+def test_ctrl_c_saves_and_resume_finishes(method: str, tmp_path: Path):
     folder = tmp_path / "run"
-    process = start(folder, "--epochs", "60", "--method", "ddp")  # ddp: the workers must stop at the same step
+    process = start(folder, "--epochs", "60", "--method", method)
     deadline = time.monotonic() + 120
     while not (folder / "metrics.jsonl").exists() or len(rows(folder)) < 3:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
@@ -74,9 +77,11 @@ def test_ctrl_c_saves_and_resume_finishes(tmp_path: Path):
     process.communicate(timeout=60)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["stopped_by_signal"] == signal.SIGINT and 0 < summary["steps"] < 60 * 22
-    assert list((folder / "checkpoints").glob("step*/rank1of2.pt"))
+    newest = max((folder / "checkpoints").glob("step*"))
+    assert newest.name == f"step{summary['steps']:09d}"
+    assert sorted(p.name for p in newest.iterdir()) == ["rank0of2.pt", "rank1of2.pt"]
     epochs = summary["steps"] // 22 + 2
-    run(folder, "--resume", "--epochs", str(epochs), "--method", "ddp")
+    run(folder, "--resume", "--epochs", str(epochs), "--method", method)
     resumed = json.loads((folder / "summary.json").read_text())
     assert resumed["steps"] == epochs * 22 and "stopped_by_signal" not in resumed
     steps = [row["step"] for row in rows(folder) if "train_loss" in row]

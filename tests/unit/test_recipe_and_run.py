@@ -1,6 +1,7 @@
 """The command line, the run folder, cadences and checkpoints."""
 
 import json
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from core import UserError, checkpoint
 from core.recipe import Recipe, launch, parse
 from core.run import Averages, Every, Run
 from core.sharding import generator
+from core.testing import run_distributed
 
 
 @dataclass(frozen=True)
@@ -148,3 +150,31 @@ def test_checkpoints_are_complete_or_ignored(tmp_path: Path):
     with pytest.raises(UserError, match="was written by 1 workers, this run has 2"):
         checkpoint.load(tmp_path, rank=0, world_size=2, device=device)
     assert checkpoint.load(tmp_path / "nothing", rank=0, world_size=1, device=device) is None
+
+
+def save_at_different_steps(rank: int, world_size: int, folder: str) -> tuple[int, int]:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    with Run(replace(Toy(name="toy", batch_size=2, out=Path(folder), device="cpu"), method="local")) as run:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        _, method = run.make_method(model, optimizer)
+        for _ in range(3 + 2 * rank):
+            optimizer.step()
+            schedule.step()
+            method.step()
+        method.finish()
+        return run.save(3 + 2 * rank, method, model=model, schedule=schedule), schedule.last_epoch
+
+
+def test_workers_stopped_at_different_steps_save_one_checkpoint(tmp_path: Path):
+    assert run_distributed(save_at_different_steps, 2, str(tmp_path)) == [(5, 5), (5, 5)]
+    (step,) = (tmp_path / "checkpoints").iterdir()
+    assert step.name == "step000000005" and len(list(step.iterdir())) == 2
+
+
+def test_resuming_without_a_complete_checkpoint_says_so(tmp_path: Path, capsys: pytest.CaptureFixture):
+    train(tmp_path, 20, stop_after=9)
+    next(tmp_path.glob("checkpoints/step*/rank0of1.pt")).unlink()
+    train(tmp_path, 3, resume=True)
+    assert f"warning: no complete checkpoint in {tmp_path}: starting from step 0" in capsys.readouterr().err

@@ -94,7 +94,7 @@ def test_every_recipe_of_the_papers_tasks_is_in_a_row():
 
 
 def test_every_table_of_models_has_a_stand_in():
-    assert [name for name, table in TABLES.items() if not any(row.local for row in table.rows)] == ["throughput"]
+    assert [name for name, table in TABLES.items() if not table.has_stand_ins] == ["throughput"]
 
 
 def test_a_jobs_line_holds_all_that_its_row_says():
@@ -186,10 +186,12 @@ def test_runs_that_are_no_fair_measurement_are_left_out_with_the_reason(tmp_path
     (tmp_path / "unfinished" / "summary.json").unlink()
     resnet50(tmp_path / "damaged", 0.82)
     (tmp_path / "damaged" / "config.json").write_text("{")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "config.json").write_text('["of another program"]')
+    (tmp_path / "foreign" / "summary.json").write_text("{}")
     lines = collected(tmp_path)
-    assert sum("75.00" in line for line in lines) == 1 and not any(
-        f"{v}.00" in line for v in range(76, 83) for line in lines
-    )
+    assert sum("75.00" in line for line in lines) == 1
+    assert not any(f"{value}.00" in line for value in range(76, 83) for line in lines)
     for name, reason in {
         "again": "seed 0 is there already",
         "short": "epochs=9 in place of 90",
@@ -200,10 +202,9 @@ def test_runs_that_are_no_fair_measurement_are_left_out_with_the_reason(tmp_path
         "unfinished": "it has no summary.json: not finished",
     }.items():
         assert f"Not counted: {tmp_path / name}: {reason}." in lines
-    assert any(
-        line.startswith(f"Not counted: {tmp_path / 'damaged'}: config.json or summary.json is damaged")
-        for line in lines
-    )
+    for name in ("damaged", "foreign"):
+        start = f"Not counted: {tmp_path / name}: config.json or summary.json is damaged"
+        assert any(line.startswith(start) for line in lines)
 
 
 def test_settings_of_unused_methods_and_of_the_loader_do_not_matter(tmp_path: Path):
@@ -282,6 +283,7 @@ def test_dry_run_prints_a_line_a_row_and_seed(monkeypatch: pytest.MonkeyPatch, c
         (["--collect", "nowhere"], "--collect nowhere: no such folder; name"),
         (["--collect", str(ROOT / "slurm")], "no run folder in it, at any depth"),
         (["gap"], "no sbatch here: --dry-run prints the lines"),
+        (["throughput", "--local"], "throughput has no stand-ins: it needs a cluster"),
     ],
 )
 def test_a_mistake_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str):
