@@ -18,6 +18,7 @@ setup: .venv/.installed ## make .venv and install the pinned packages
 	  { echo "setup: '$(PYTHON)' is not Python 3.11 or newer; name one: make setup PYTHON=python3.11" >&2; exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv .venv
 	$(PY) -m pip install --disable-pip-version-check --no-input -c constraints.txt -e '.[all]'
+	$(PY) -c 'import yapf' # writes its grammar cache at the first import, where the ranks of mmengine would race
 	@touch $@
 
 demo: setup ## train digits with ddp, slowmo and co2 over a throttled link; prints a table

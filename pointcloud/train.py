@@ -79,7 +79,7 @@ def train(run: Run, recipe: PointCloudRecipe, train_set: PointClouds, test_set: 
 
     method.finish()
     results = evaluate(run, recipe, model, test_set, step)
-    run.save(step, method, **parts)
+    step = run.save(step, method, **parts)
     run.summarise(step, **results)
     method.close()
 

@@ -161,7 +161,7 @@ class CamVid(ArraySegDataset):
 
 @DATASETS.register_module()
 class DigitsOnPhotos(ArraySegDataset):
-    """The embedded set of segmentation.synthetic: 1,024 training and 128 validation scenes of 64 x 64 pixels."""
+    """The embedded set of segmentation.synthetic: 1,024 training and 128 validation scenes of 48 x 48 pixels."""
 
     METAINFO = {"classes": synthetic.CLASSES}  # mmseg makes a palette
 
@@ -197,7 +197,7 @@ class ADE20K(ADE20KDataset):
 
 DataName = Literal["ade20k", "camvid", "digits"]
 NUM_CLASSES: dict[DataName, int] = {"ade20k": 150, "camvid": 11, "digits": 11}
-CROP: dict[DataName, tuple[int, int]] = {"ade20k": (512, 512), "camvid": (144, 144), "digits": (64, 64)}
+CROP: dict[DataName, tuple[int, int]] = {"ade20k": (512, 512), "camvid": (144, 144), "digits": (48, 48)}
 # held-out splits whose labels are public; the first is evaluated during training, all at the end
 EVAL_SPLITS: dict[DataName, tuple[Split, ...]] = {"ade20k": ("val",), "camvid": ("val", "test"), "digits": ("val",)}
 EVAL_BATCH: dict[DataName, int] = {"ade20k": 1, "camvid": 8, "digits": 8}  # ADE20K's images differ in size

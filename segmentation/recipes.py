@@ -87,7 +87,10 @@ def ade20k_vit_base() -> SegmentationRecipe:
 
 
 def digits_small() -> SegmentationRecipe:
-    """Digits pasted on photographs, a small ResNet. Needs no data."""
+    """Digits pasted on photographs, a small ResNet. Needs no data.
+
+    Not run to its end. A run that was stopped at 415 steps still called everything background (mIoU 7.8 %).
+    """
     return SegmentationRecipe(
         epochs=40,
         batch_size=32,
@@ -99,17 +102,21 @@ def digits_small() -> SegmentationRecipe:
 
 
 def digits_swin() -> SegmentationRecipe:
-    """The same data with a small Swin."""
+    """The same data with a small Swin. Not run to its end."""
     return replace(digits_small(), backbone="swin_mini")
 
 
 def digits_vit() -> SegmentationRecipe:
-    """The same data with a small ViT."""
+    """The same data with a small ViT. Not run to its end."""
     return replace(digits_small(), backbone="vit_mini")
 
 
 def camvid_small() -> SegmentationRecipe:
-    """CamVid at 240 x 180 from scratch, a small ResNet; needs camvid_240x180.npz in CO2_DATA."""
+    """CamVid at 240 x 180 from scratch, a small ResNet; needs camvid_240x180.npz in CO2_DATA.
+
+    Measured with co2, one seed, in 6.1 minutes on a busy machine of two cores: mIoU 32.8 % on the validation split
+    (18.9 % after 224 steps), 28.5 % on the test split; pixel accuracy 78.0 and 73.3 %.
+    """
     return SegmentationRecipe(
         dataset="camvid",
         epochs=40,

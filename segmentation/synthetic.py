@@ -15,8 +15,8 @@ THRESHOLD = 0.3  # of full ink, above which a pixel belongs to a digit
 OVERLAP = 0.1  # a digit is left out where more than this share of its pixels would cover others
 
 
-def digits_on_photos(split: str, n: int, size: int = 64, seed: int = 0) -> tuple[Bytes, Bytes]:
-    """n scenes of 1 to 6 digits each on a crop of a photograph, the same for equal arguments.
+def digits_on_photos(split: str, n: int, size: int = 48, seed: int = 0) -> tuple[Bytes, Bytes]:
+    """n scenes of 1 to 4 digits each on a crop of a photograph, the same for equal arguments.
 
     split: "train" or "val"; their digits are different samples and their crops different parts of the photographs.
     Returns images uint8 [n, size, size, 3] RGB and masks uint8 [n, size, size]: 0 background, d + 1 for digit d.
@@ -28,7 +28,7 @@ def digits_on_photos(split: str, n: int, size: int = 64, seed: int = 0) -> tuple
     masks = np.zeros((n, size, size), np.uint8)
     for image, mask in zip(images, masks, strict=True):
         image[:] = _crop(photos[rng.integers(len(photos))], size, rng)
-        for i in rng.integers(len(glyphs), size=rng.integers(2, 7)):
+        for i in rng.integers(len(glyphs), size=rng.integers(2, 5)):
             _paste(image, mask, glyphs[i], int(labels[i]) + 1, rng)
     return images, masks
 
@@ -59,7 +59,7 @@ def _crop(photo: Bytes, size: int, rng: np.random.Generator) -> Bytes:
 def _paste(image: Bytes, mask: Bytes, glyph: NDArray[np.float64], label: int, rng: np.random.Generator) -> None:
     """Draws one digit in a colour of its own, in place, unless others lie where it would go."""
     size = image.shape[0]
-    side = int(rng.integers(7 * size // 16, 11 * size // 16))
+    side = int(rng.integers(size // 2, 2 * size // 3 + 1))
     ink = cv2.resize(glyph, (side, side), interpolation=cv2.INTER_CUBIC) > THRESHOLD
     top, left = rng.integers(size - side + 1, size=2)
     labels = mask[top : top + side, left : left + side]

@@ -92,7 +92,7 @@ def train(
     results = {}
     for split, eval_set in eval_sets.items():
         results |= evaluate(run, model, split, eval_set, step)
-    run.save(step, method, **parts)
+    step = run.save(step, method, **parts)
     run.summarise(step, **results)
     method.close()
 

@@ -77,7 +77,7 @@ def test_surfaces_repeat_and_their_splits_differ():
     np.testing.assert_array_equal(train.load(5), load_source("surfaces", "train").load(5))
     assert not np.array_equal(train.load(5), test.load(5))
     assert len({train.label(i) for i in range(100)}) == 7
-    assert train.load(0).shape == (4096, 3)
+    assert train.load(0).shape == (2048, 3)
 
 
 def test_items_are_centred_subsets_in_the_unit_sphere(shapenet: Path):
