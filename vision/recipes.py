@@ -37,7 +37,10 @@ class VisionRecipe(Recipe):
 
 
 def digits_small() -> VisionRecipe:
-    """A small ResNet on scikit-learn's digits."""
+    """A small ResNet on scikit-learn's digits, which need no data.
+
+    Measured with 4 workers, 3 seeds: test top-1 98.70 +- 0.58 % with co2, 98.80 +- 0.32 % with ddp.
+    """
     return VisionRecipe(
         epochs=20,
         batch_size=64,
@@ -48,13 +51,13 @@ def digits_small() -> VisionRecipe:
 
 
 def digits_vit() -> VisionRecipe:
-    """A small ViT on scikit-learn's digits."""
+    """A small ViT on scikit-learn's digits. Not run to its end."""
     adamw = OptimConfig("adamw", lr=2e-3, weight_decay=0.05, warmup_steps=44)
     return replace(digits_small(), model="vit_small", epochs=40, optim=adamw)
 
 
 def cifar10_small() -> VisionRecipe:
-    """A small ResNet on CIFAR-10."""
+    """A small ResNet on CIFAR-10. Not run to its end."""
     return VisionRecipe(
         dataset="cifar10",
         augment=True,
@@ -66,7 +69,7 @@ def cifar10_small() -> VisionRecipe:
 
 
 def cifar10_vit() -> VisionRecipe:
-    """A small ViT on CIFAR-10."""
+    """A small ViT on CIFAR-10. Not run to its end."""
     adamw = OptimConfig("adamw", lr=1e-3, weight_decay=0.05, warmup_steps=390, clip_grad_norm=1.0)
     return replace(cifar10_small(), model="vit_small", epochs=20, optim=adamw, label_smoothing=0.1)
 

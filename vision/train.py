@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from core.optim import clip_gradients, make_optimizer, make_schedule
 from core.recipe import dry_run, launch, parse
@@ -99,6 +99,8 @@ def evaluate(run: Run, recipe: VisionRecipe, model: nn.Module, test_set: Dataset
             images, labels = images.to(run.device), labels.to(run.device)
             with run.autocast():
                 logits = model(images).float()
+            if run.rank == 0 and not count:
+                show(run, images, logits, test_set.classes, step)
             best = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
             top1 += best[:, 0].sum().item()
             top5 += best.any(dim=1).sum().item()
@@ -109,6 +111,14 @@ def evaluate(run: Run, recipe: VisionRecipe, model: nn.Module, test_set: Dataset
         results = {"test_top1": top1 / count, "test_top5": top5 / count, "test_loss": loss / count}
     run.log(step, **results)
     return results
+
+
+def show(run: Run, images: Tensor, logits: Tensor, classes: tuple[str, ...], step: int, n: int = 8) -> None:
+    """Some test images in TensorBoard, stretched to 0..1, and what the model sees in them."""
+    few = images[:n].float()
+    low, high = few.amin((1, 2, 3), keepdim=True), few.amax((1, 2, 3), keepdim=True)
+    run.writer.add_images("test/images", (few - low) / (high - low).clamp(min=1e-6), step)
+    run.writer.add_text("test/predictions", ", ".join(classes[i] for i in logits[:n].argmax(1).tolist()), step)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from core.baselines import METHODS
 from core.run import Run
@@ -56,6 +57,9 @@ def test_each_method_learns_on_two_workers(tmp_path: Path):
     for method in METHODS:
         assert losses[method][-1] < losses[method][0] / 3, method
         summary = json.loads((tmp_path / method / "summary.json").read_text())
+        events = EventAccumulator(str(tmp_path / method)).Reload()
+        assert {"lr", "train_loss", "test_top1", "round/gap_mean"} <= set(events.Tags()["scalars"])
+        assert "test/images" in events.Tags()["images"], method
         assert 0.8 < summary["test_top1"] <= summary["test_top5"] and summary["bytes_sent"] > 0, method
 
 
