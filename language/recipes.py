@@ -181,7 +181,7 @@ def transnormer_pydoc_small() -> LanguageRecipe:
 def roberta_pydoc_small() -> LanguageRecipe:
     """A tiny RoBERTa on Python's documentation, which needs no data.
 
-    Measured: perplexity of masked tokens 275.5 after 680 steps in 2.9 minutes.
+    Measured: perplexity of masked tokens 275.5 after 680 steps in 2.9 minutes; a unigram model has 388.
     """
     small = gpt2_pydoc_small()
     return replace(small, model="roberta_tiny", optim=replace(small.optim, lr=2e-3))
@@ -190,7 +190,8 @@ def roberta_pydoc_small() -> LanguageRecipe:
 def gpt2_gutenberg_small() -> LanguageRecipe:
     """A tiny GPT-2 on Gutenberg books, evaluated on whole held-out books and on WikiText-2.
 
-    Measured: perplexity 226, 2.91 bits per byte, after 1,000 steps in 5.3 minutes; on WikiText-2's test text 4.12.
+    Measured: perplexity 226, 2.91 bits per byte, after 1,000 steps in 5.3 minutes; on WikiText-2's test text 852 and
+    4.12. A unigram model of the held-out books has 674.
     """
     return replace(
         gpt2_pydoc_small(),
