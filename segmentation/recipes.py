@@ -89,15 +89,16 @@ def ade20k_vit_base() -> SegmentationRecipe:
 def digits_small() -> SegmentationRecipe:
     """Digits pasted on photographs, a small ResNet. Needs no data.
 
-    Not run to its end. A run that was stopped at 415 steps still called everything background (mIoU 7.8 %).
+    Measured with co2, 4 workers, one seed, in 4.7 minutes on two cores: mIoU 65.0 % on the validation split, pixel
+    accuracy 94.0 %. It calls everything background (7.3 %) for the first 20 epochs.
     """
     return SegmentationRecipe(
-        epochs=40,
+        epochs=100,
         batch_size=32,
         optim=PolyOptimConfig("adamw", lr=4e-3, weight_decay=0.01, warmup_steps=32),
-        co2=CO2Config(tau=8),
-        eval_every=8,
-        checkpoint_every=8,
+        co2=CO2Config(tau=8, outer_momentum=0.0),  # as the authors' example for up to 16 GPUs
+        eval_every=10,
+        checkpoint_every=10,
     )
 
 
