@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -67,9 +68,9 @@ class _Blocking(Rounds):
             self._restore_buffers()
         return finished and tail[FINISHED].item() == 1.0
 
+    @abstractmethod
     def _apply(self) -> None:
         """Uses the mean parameters in the flat buffers."""
-        raise NotImplementedError
 
 
 class LocalSGD(_Blocking):
