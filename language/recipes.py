@@ -152,8 +152,8 @@ def roberta_large_wikitext103() -> LanguageRecipe:
 
 
 # Measured with co2, one seed, on a busy machine of two cores, from a perplexity of about the vocabulary's size. These
-# runs are short, and CO2 with the default outer momentum did worse. Learning rate, tau and outer momentum are the best of
-# about ten trials with co2 on the same held-out text; ddp was given CO2's learning rate.
+# runs are short, and CO2 with the default outer momentum did worse. Learning rate, tau and outer momentum are the best
+# of about ten trials with co2 on the same held-out text; ddp was given the learning rate of co2.
 
 
 def gpt2_pydoc_small() -> LanguageRecipe:
