@@ -1,0 +1,1 @@
+"""Speed measurements, and the emulated cluster that they run on."""

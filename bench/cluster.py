@@ -1,0 +1,191 @@
+"""A cluster emulated on one machine: a network namespace per node, joined by links of a set rate.
+
+python -m bench.cluster --nodes 4 --rate 200mbit [--delay 5ms] [--verify] [--throttle] -- -m vision.train RECIPE ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from bench.guard import kill_members
+from bench.namespaces import enter, inside, new_namespace, require_namespaces, tool
+from bench.ranks import run_ranks
+from core.errors import UserError
+
+__all__ = ["Cluster", "require_namespaces", "run_ranks"]
+
+BURST = "256kb"  # of the token bucket; with 64kb gloo runs several times too slow although plain sockets do not
+HEADERS = 1514 / 1448  # bytes on an Ethernet wire per byte of TCP payload, full frames with time stamps
+HERE = Path(__file__).parent
+
+
+class Cluster:
+    """Nodes on one machine: a network namespace each, joined by veth pairs and a bridge, each link shaped by tbf.
+
+    Every node sends and receives `rate_mbit` Mbit/s, both at once; a frame between two nodes takes `delay_ms` longer.
+    A context manager, for a process that may make namespaces (require_namespaces). The bridge lives in a namespace
+    of its own: the machine's network stays untouched, and two clusters never meet.
+    """
+
+    interface: str = "e0"
+
+    def __init__(self, nodes: int, rate_mbit: float, delay_ms: float = 0.0):
+        if not 1 <= nodes <= 250:
+            raise UserError(f"nodes={nodes}: give 1 to 250")
+        self.nodes, self.rate_mbit, self.delay_ms = nodes, _positive(rate_mbit), delay_ms
+        self._namespaces: list[int] = []  # descriptors: the nodes', then the bridge's
+        self._processes: list[subprocess.Popen[Any]] = []
+        self._guard: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Cluster:
+        try:
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kills every process inside and removes all that the cluster is made of."""
+        kill_members(self._namespaces)
+        for process in self._processes:
+            process.wait()
+        if self._guard is not None:
+            self._guard.kill()
+            self._guard.wait()
+        for namespace in self._namespaces:
+            os.close(namespace)
+        self._namespaces, self._processes, self._guard = [], [], None
+
+    def address(self, node: int) -> str:
+        """The node's IPv4 address."""
+        return f"10.0.0.{node + 1}"
+
+    def set_rate(self, rate_mbit: float) -> None:
+        """Shapes all links anew, both ends, while processes run."""
+        self.rate_mbit = _positive(rate_mbit)
+        for node in range(self.nodes):
+            self._configure("tc", node, [self._tbf(self.interface)])
+        self._configure("tc", -1, [self._tbf(f"p{node}") for node in range(self.nodes)])
+
+    def enter(self, node: int) -> None:
+        """Moves the calling process, a forked child with a single thread, into the node."""
+        enter(self._namespaces[node])
+
+    def inside(self, node: int, fn: Callable[[], Any]) -> Any:
+        """fn(), run by a thread inside the node; a socket that it makes stays there."""
+        return inside(self._namespaces[node], fn)
+
+    def popen(self, node: int, argv: Sequence[str], **kwargs: Any) -> subprocess.Popen[Any]:
+        """Starts a command inside a node; it is killed with the cluster."""
+        env = dict(kwargs.pop("env", None) or os.environ)
+        env |= {"GLOO_SOCKET_IFNAME": self.interface, "TP_SOCKET_IFNAME": self.interface}
+        process = subprocess.Popen([*self._nsenter(node), *argv], env=env, **kwargs)
+        self._processes.append(process)
+        return process
+
+    def verify(self) -> float:
+        """The rate between two nodes, Mbit/s on the wire, from one TCP stream; UserError if over 10 % off."""
+        if self.nodes < 2:
+            raise UserError("--verify measures between two nodes: give --nodes 2 or more")
+        measured = self._transfer(source=0, target=1)
+        if abs(measured / self.rate_mbit - 1) > 0.1:
+            raise UserError(f"the link carries {measured:.1f} Mbit/s, over 10 % off the {self.rate_mbit:g} asked for")
+        return measured
+
+    # -- inside ---------------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        for _ in range(self.nodes + 1):
+            self._namespaces.append(new_namespace())
+        guard = [sys.executable, "-ES", str(HERE / "guard.py"), str(os.getpid()), *map(str, self._namespaces)]
+        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self._guard = subprocess.Popen(guard, pass_fds=self._namespaces, start_new_session=True, cwd="/", **quiet)
+        lines = [] if self.delay_ms else ["link add br0 type bridge", "link set br0 up"]
+        for node in range(self.nodes):
+            peer = f"name {self.interface} address 02:00:00:00:00:{node + 1:02x} netns {self._path(node)}"
+            lines += [f"link add p{node} type veth peer {peer}", f"link set p{node} addrgenmode none up"]
+            lines += [] if self.delay_ms else [f"link set p{node} master br0"]
+        self._configure("ip", -1, lines)
+        for node in range(self.nodes):
+            up = f"link set {self.interface} addrgenmode none up"
+            address = f"addr add {self.address(node)}/24 dev {self.interface}"
+            self._configure("ip", node, ["link set lo up", up, address])
+        self.set_rate(self.rate_mbit)
+        if self.delay_ms:
+            command = [sys.executable, "-ES", str(HERE / "switch.py"), str(self.delay_ms), str(self.nodes)]
+            self._processes.append(subprocess.Popen([*self._nsenter(-1), *command], start_new_session=True))
+
+    def _tbf(self, interface: str) -> str:
+        rate = f"{self.rate_mbit * 1e6:.0f}bit"
+        return f"qdisc replace dev {interface} root tbf rate {rate} burst {BURST} latency 100ms"
+
+    def _configure(self, command: str, node: int, lines: list[str]) -> None:
+        """Runs lines of `ip` or `tc` in a node, or in the bridge's namespace (-1)."""
+        argv = [*self._nsenter(node), tool(command), "-batch", "-"]
+        done = subprocess.run(argv, input="\n".join(lines) + "\n", capture_output=True, text=True)
+        if done.returncode:
+            raise UserError(f"{command} failed: {' '.join(done.stderr.split())}")
+
+    def _path(self, node: int) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._namespaces[node]}"
+
+    def _nsenter(self, node: int) -> list[str]:
+        return [tool("nsenter"), f"--net={self._path(node)}", "--"]
+
+    def _transfer(self, source: int, target: int) -> float:
+        """Mbit/s on the wire of a stream of about 0.7 s, after 0.3 s or 1 MB: slow start and the bucket's burst."""
+        server = self.inside(target, lambda: socket.create_server((self.address(target), 0)))
+        client = self.inside(source, socket.socket)
+        second = self.rate_mbit * 1e6 / 8
+        warm = int(max(1e6, second * (0.3 + self.delay_ms / 50)))
+        total = warm + int(0.7 * second)
+        with server, client:
+            server.settimeout(10.0)
+            client.settimeout(10.0)
+            client.connect(server.getsockname())
+            stream, _ = server.accept()
+            sender = threading.Thread(target=_send, args=(client, total), daemon=True)
+            sender.start()
+            with stream:
+                started = _receive(stream, warm)
+                ended = _receive(stream, total - warm)
+            sender.join()
+        return (total - warm) * 8 / 1e6 * HEADERS / (ended - started)
+
+
+def _positive(rate_mbit: float) -> float:
+    if not rate_mbit > 0:
+        raise UserError(f"rate_mbit={rate_mbit}: give a positive number of Mbit/s")
+    return rate_mbit
+
+
+def _send(sock: socket.socket, size: int) -> None:
+    data = bytes(1 << 16)
+    with contextlib.suppress(OSError):  # the receiver reports what went wrong
+        for start in range(0, size, len(data)):
+            sock.sendall(data[: size - start])
+
+
+def _receive(sock: socket.socket, size: int) -> float:
+    """Reads `size` bytes; returns the time of the last."""
+    buffer = bytearray(1 << 18)
+    while size > 0:
+        count = sock.recv_into(buffer, min(size, len(buffer)))
+        if not count:
+            raise UserError("the link broke while its rate was measured")
+        size -= count
+    return time.monotonic()

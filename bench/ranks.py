@@ -1,0 +1,130 @@
+"""Runs a function on the ranks of an emulated cluster, forked from a process that has imported torch once."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.namespaces import die_with
+from core.errors import UserError
+
+if TYPE_CHECKING:
+    from bench.cluster import Cluster
+
+
+def run_ranks(
+    fn: Callable[..., Any], cluster: Cluster | None, ranks_per_node: int, nodes: int, *args: Any, timeout: float
+) -> list[Any]:
+    """Runs fn(*args) on `nodes` * `ranks_per_node` forked processes; returns their results in rank order.
+
+    Each rank sits in its node (cluster None: all on loopback) and finds RANK, WORLD_SIZE, MASTER_ADDR and so on in its
+    environment; fn calls init_process_group itself. The caller has imported torch and started no threads. The
+    first error of any rank is raised here, a UserError as it is, any other as RuntimeError with its traceback;
+    TimeoutError after `timeout` seconds. Either way all ranks are killed.
+    """
+    environment = _environment(cluster, ranks_per_node, nodes)
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = [(rank, fn, args, cluster, environment, Path(folder)) for rank in range(nodes * ranks_per_node)]
+        workers = [context.Process(target=_rank, args=(os.getpid(), *job), daemon=True) for job in jobs]
+        try:
+            for worker in workers:
+                worker.start()
+            late = _wait(workers, time.monotonic() + timeout)
+        finally:
+            for worker in workers:
+                if worker.pid is not None:
+                    worker.kill()
+                    worker.join()
+        _raise_first_error(Path(folder))
+        if late:
+            raise TimeoutError(f"rank {', '.join(map(str, late))} still running after {timeout:g} s")
+        return [_result(Path(folder), rank, worker.exitcode) for rank, worker in enumerate(workers)]
+
+
+def _environment(cluster: Cluster | None, ranks_per_node: int, nodes: int) -> dict[str, str]:
+    """What all ranks have in common, as torchrun would set it."""
+    if cluster is not None and nodes > cluster.nodes:
+        raise UserError(f"nodes={nodes}: the cluster has {cluster.nodes}")
+    address, interface = (cluster.address(0), cluster.interface) if cluster else ("127.0.0.1", "lo")
+    port = cluster.inside(0, _free_port) if cluster else _free_port()
+    return {
+        "WORLD_SIZE": str(nodes * ranks_per_node),
+        "LOCAL_WORLD_SIZE": str(ranks_per_node),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": interface,
+        "TP_SOCKET_IFNAME": interface,
+    }
+
+
+def _free_port() -> int:
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
+
+
+def _rank(
+    parent: int,
+    rank: int,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    cluster: Cluster | None,
+    environment: dict[str, str],
+    folder: Path,
+) -> None:
+    try:
+        die_with(parent)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the caller's handler
+        local_world_size = int(environment["LOCAL_WORLD_SIZE"])
+        if cluster is not None:
+            cluster.enter(rank // local_world_size)
+        os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank % local_world_size))
+        _write(folder / f"result{rank}", pickle.dumps(fn(*args)))
+    except BaseException as error:
+        message = error if isinstance(error, UserError) else RuntimeError(f"rank {rank}:\n{traceback.format_exc()}")
+        _write(folder / f"error{rank}", pickle.dumps((time.time(), message)))
+        os._exit(1)
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.with_suffix(".tmp").write_bytes(data)
+    path.with_suffix(".tmp").rename(path)
+
+
+def _wait(workers: list[Any], deadline: float) -> list[int]:
+    """Waits for all; returns the ranks that still run at the deadline, or a while after one has failed."""
+    failed = False
+    while running := [w for w in workers if w.exitcode is None]:
+        if time.monotonic() > deadline:
+            break
+        wait([w.sentinel for w in running], timeout=0.1)
+        if not failed and any(w.exitcode for w in workers):
+            failed, deadline = True, min(deadline, time.monotonic() + 2.0)  # the others may say why
+    return [] if failed else [rank for rank, w in enumerate(workers) if w.exitcode is None]
+
+
+def _raise_first_error(folder: Path) -> None:
+    errors = []
+    for path in folder.glob("error*"):
+        with contextlib.suppress(EOFError, pickle.UnpicklingError):  # a .tmp, cut short by the kill
+            errors.append(pickle.loads(path.read_bytes()))
+    if errors:
+        raise min(errors, key=lambda error: error[0])[1]
+
+
+def _result(folder: Path, rank: int, status: int | None) -> Any:
+    path = folder / f"result{rank}"
+    if not path.exists():
+        raise RuntimeError(f"rank {rank} died without a result or an error, exit status {status}")
+    return pickle.loads(path.read_bytes())
