@@ -1,6 +1,6 @@
 """A cluster emulated on one machine: a network namespace per node, joined by links of a set rate.
 
-python -m bench.cluster --nodes 4 --rate 200mbit [--delay 5ms] [--verify] [--throttle] -- -m vision.train RECIPE ...
+On the command line (see bench/launch.py): python -m bench.cluster --nodes 4 --rate 200mbit -- -m vision.train RECIPE ...
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from bench.guard import kill_members
 from bench.namespaces import enter, inside, new_namespace, require_namespaces, tool
 from bench.ranks import run_ranks
 from core.errors import UserError
+from core.recipe import launch
 
 __all__ = ["Cluster", "require_namespaces", "run_ranks"]
 
@@ -42,6 +43,8 @@ class Cluster:
     def __init__(self, nodes: int, rate_mbit: float, delay_ms: float = 0.0):
         if not 1 <= nodes <= 250:
             raise UserError(f"nodes={nodes}: give 1 to 250")
+        if delay_ms < 0:
+            raise UserError(f"delay_ms={delay_ms}: give 0 or more")
         self.nodes, self.rate_mbit, self.delay_ms = nodes, _positive(rate_mbit), delay_ms
         self._namespaces: list[int] = []  # descriptors: the nodes', then the bridge's
         self._processes: list[subprocess.Popen[Any]] = []
@@ -126,8 +129,18 @@ class Cluster:
             self._configure("ip", node, ["link set lo up", up, address])
         self.set_rate(self.rate_mbit)
         if self.delay_ms:
-            command = [sys.executable, "-ES", str(HERE / "switch.py"), str(self.delay_ms), str(self.nodes)]
-            self._processes.append(subprocess.Popen([*self._nsenter(-1), *command], start_new_session=True))
+            self._start_switch()
+
+    def _start_switch(self) -> None:
+        """Starts the process that forwards frames after the delay, in the bridge's place, and waits until it does."""
+        command = [sys.executable, "-ES", str(HERE / "switch.py"), str(self.delay_ms), str(self.nodes)]
+        argv = [*self._nsenter(-1), *command]
+        switch = subprocess.Popen(argv, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        self._processes.append(switch)
+        assert switch.stdout is not None
+        with switch.stdout as output:
+            if output.readline() != b"ready\n":
+                raise UserError("--delay: the kernel grants no packet sockets for it; leave it out")
 
     def _tbf(self, interface: str) -> str:
         rate = f"{self.rate_mbit * 1e6:.0f}bit"
@@ -189,3 +202,9 @@ def _receive(sock: socket.socket, size: int) -> float:
             raise UserError("the link broke while its rate was measured")
         size -= count
     return time.monotonic()
+
+
+if __name__ == "__main__":
+    from bench.launch import main
+
+    launch(main)

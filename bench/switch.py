@@ -1,0 +1,77 @@
+"""The switch of an emulated cluster whose frames take longer: python switch.py DELAY_MS PORTS, in its namespace.
+
+Kernels without netem cannot delay frames, so this forwards them between p0, p1, ... through packet sockets. Frames
+keep the header in which the kernel notes segments not cut and checksums not computed yet (PACKET_VNET_HDR).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+
+SOL_PACKET, PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING = 263, 15, 23  # linux/if_packet.h
+SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33  # asm-generic/socket.h
+ETH_P_ALL = 3
+VNET_HEADER = 10  # bytes ahead of every frame
+LARGEST = 70_000  # bytes: an uncut segment of 64 KiB and its headers
+BUFFER = 8 << 20  # bytes: more than the 0.1 s that tbf queues at 500 Mbit/s
+
+
+def open_port(name: str) -> socket.socket:
+    """A packet socket that receives what a node sends into its link, and sends what the node is to receive."""
+    port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+    port.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
+    port.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
+    for forced, plain in ((SO_SNDBUFFORCE, socket.SO_SNDBUF), (SO_RCVBUFFORCE, socket.SO_RCVBUF)):
+        try:
+            port.setsockopt(socket.SOL_SOCKET, forced, BUFFER)
+        except PermissionError:  # root of a user namespace only: as much as the system grants anyone
+            port.setsockopt(socket.SOL_SOCKET, plain, BUFFER)
+    port.setblocking(False)
+    port.bind((name, ETH_P_ALL))
+    return port
+
+
+def targets(frame: bytes, source: int, count: int) -> Sequence[int]:
+    """The ports that a frame leaves by: node i has the address 02:00:00:00:00:(i+1); a broadcast goes to all others."""
+    destination = frame[VNET_HEADER : VNET_HEADER + 6]
+    if destination[0] & 1:
+        return [port for port in range(count) if port != source]
+    port = destination[5] - 1
+    return [port] if destination[:5] == b"\x02\0\0\0\0" and 0 <= port < count else []
+
+
+def forward(ports: list[socket.socket], delay: float) -> None:
+    """Sends every frame on `delay` seconds after its arrival. A full queue drops it, as in any switch."""
+    waiting: deque[tuple[float, int, bytes]] = deque()  # (when due, source, frame), in order of arrival
+    index = {port: number for number, port in enumerate(ports)}
+    while True:
+        timeout = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
+        readable, _, _ = select.select(ports, [], [], timeout)
+        for port in readable:
+            with contextlib.suppress(BlockingIOError):
+                for _ in range(64):  # not for ever: other frames fall due
+                    frame = port.recv(LARGEST)
+                    waiting.append((time.monotonic() + delay, index[port], frame))
+        now = time.monotonic()
+        while waiting and waiting[0][0] <= now:
+            _, source, frame = waiting.popleft()
+            for target in targets(frame, source, len(ports)):
+                with contextlib.suppress(OSError):
+                    ports[target].send(frame)
+
+
+def main() -> None:
+    delay, count = float(sys.argv[1]) / 1e3, int(sys.argv[2])
+    ports = [open_port(f"p{number}") for number in range(count)]
+    print("ready", flush=True)
+    forward(ports, delay)
+
+
+if __name__ == "__main__":
+    main()
