@@ -3,7 +3,7 @@
 from core.baselines import LocalSGD, OverlapLocalSGD, SlowMo, make_method
 from core.co2 import CO2, CO2Config
 from core.errors import CollectiveError, UserError
-from core.rounds import RoundStats
+from core.overlap import RoundStats
 
 __version__ = "0.1.0"
 

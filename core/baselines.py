@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from core.co2 import CO2, CO2Config
 from core.collectives import ThrottledLink, new_group, ring_bytes
 from core.errors import UserError
-from core.rounds import FINISHED, STEPS, Rounds, RoundStats
+from core.overlap import Mark, RoundStats, Seconds, between, mark
+from core.rounds import FINISHED, STEPS, Rounds
 
 MethodName = Literal["co2", "ddp", "local", "overlap_local", "slowmo"]
 METHODS: tuple[MethodName, ...] = get_args(MethodName)
@@ -119,7 +120,13 @@ class OverlapLocalSGD(Rounds):
     until finish(), which leaves all with the mean.
     """
 
-    def __init__(self, params: Iterable[Tensor], tau: int, config: OverlapLocalConfig | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        tau: int | Literal["auto"],
+        config: OverlapLocalConfig | None = None,
+        **kwargs: Any,
+    ):
         super().__init__(params, tau, **kwargs)
         self.config = config or OverlapLocalConfig()
         self._z, self._z_views = self._new_flats("anchor", zero=False)
@@ -181,17 +188,17 @@ class DDP:
             name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.13
             no_broadcast: dict[str, Any] = {name: False}
             ddp = DistributedDataParallel(model, process_group=self.group, **no_broadcast)
-            if not next(model.parameters()).is_cuda:  # on a GPU the hook's times would be those of the launch
-                ddp.register_comm_hook(None, self._all_reduce)
+            ddp.register_comm_hook(None, self._all_reduce)
             self.model = ddp
 
     def _reset(self) -> None:
-        self._bytes, self._busy, self._landed_at, self._backward_end = 0, 0.0, 0.0, 0.0
+        self._bytes = 0
+        self._spans: list[tuple[Mark, Mark]] = []  # of each bucket: launched, landed
 
     def _all_reduce(self, _, bucket):  # DDP wants no annotation, or types it can evaluate
         """The default hook (mean of the gradients), timed, and held back by the emulated link if there is one."""
-        started = self._backward_end = time.perf_counter()  # the last bucket's start is where backward ends
         gradients = bucket.buffer().div_(self.world_size)
+        started = mark(gradients.device)
         sent = ring_bytes(gradients.numel() * gradients.element_size(), self.world_size)
         ready_at = self._link.reserve(sent) if self._link else 0.0
         work = dist.all_reduce(gradients, group=self.group, async_op=True)
@@ -199,20 +206,24 @@ class DDP:
 
         def land(future: torch.futures.Future[list[Tensor]]) -> Tensor:
             time.sleep(max(0.0, ready_at - time.perf_counter()))
-            now = time.perf_counter()
-            self._busy += now - max(started, self._landed_at)
-            self._landed_at = now
+            self._spans.append((started, mark(gradients.device)))  # on a GPU the current stream is the collective's
             self._bytes += sent
             return future.value()[0]
 
         return work.get_future().then(land)
 
     def step(self) -> bool:
-        """Call after every optimiser step; always True, for the gradients were averaged."""
+        """Call after every optimiser step; always True, for the gradients were averaged.
+
+        Exposed is what the last bucket takes: its launch is where backward ends. All buckets together count from
+        the first one's launch, without the gaps between them.
+        """
         self.rounds += 1
-        exposed = max(0.0, self._landed_at - self._backward_end)
-        self.stats = RoundStats(self.rounds, 0, 0, wait_seconds=exposed)
-        self.stats.allreduce_seconds, self.stats.bytes_sent = self._busy, self._bytes
+        self.stats = RoundStats(self.rounds, local_steps=1, bytes_sent=self._bytes)
+        if self._spans:
+            last = self._spans[-1]
+            self.stats.wait_seconds = between(*last)
+            self.stats.allreduce_seconds = _union(self._spans)
         self._reset()
         return True
 
@@ -233,6 +244,18 @@ class DDP:
         if self.group is not None:
             dist.destroy_process_group(self.group)
             self.group = None
+
+
+def _union(spans: list[tuple[Mark, Mark]]) -> Seconds:
+    """How long at least one of them ran; on a GPU from the first's start to the last's end, gaps included."""
+    if isinstance(spans[0][0], torch.cuda.Event):
+        return between(spans[0][0], spans[-1][1])
+    total = until = 0.0
+    for start, end in spans:
+        assert not isinstance(start, torch.cuda.Event) and not isinstance(end, torch.cuda.Event)
+        total += end - max(start, until)
+        until = end
+    return total
 
 
 Method = CO2 | LocalSGD | OverlapLocalSGD | SlowMo | DDP
@@ -262,10 +285,12 @@ def make_method(
     kwargs["buffers"] = list(model.buffers()) if average_buffers else []
     if name == "co2":
         return model, CO2(params, co2, **kwargs)
+    if name == "overlap_local":
+        return model, OverlapLocalSGD(params, co2.tau, overlap_local, tau_max=co2.tau_max, **kwargs)
+    if name not in METHODS:
+        raise UserError(f"method {name!r}: choose one of {', '.join(METHODS)}")
+    if not isinstance(co2.tau, int):
+        raise UserError(f"tau='auto' with method {name!r}: it hides no communication; give a number of local steps")
     if name == "local":
         return model, LocalSGD(params, co2.tau, **kwargs)
-    if name == "slowmo":
-        return model, SlowMo(params, co2.tau, slowmo, lr=lr, **kwargs)
-    if name == "overlap_local":
-        return model, OverlapLocalSGD(params, co2.tau, overlap_local, **kwargs)
-    raise UserError(f"method {name!r}: choose one of {', '.join(METHODS)}")
+    return model, SlowMo(params, co2.tau, slowmo, lr=lr, **kwargs)

@@ -35,8 +35,11 @@ CHUNK = 1 << 18  # elements per slice on a CPU: four float32 slices of 1 MiB sta
 class CO2Config:
     """The settings of the outer optimiser; defaults as in the example that the authors released."""
 
-    tau: int = 48
-    """Local steps per round; the paper searched {1, 3, 6, 12, 24, 48, 96, 192}."""
+    tau: int | Literal["auto"] = 48
+    """Local steps per round; the paper searched {1, 3, 6, 12, 24, 48, 96, 192}. auto: chosen from measured times, the
+    fewest that hide the all-reduce, and again when those change."""
+    tau_max: int = 192
+    """With tau auto: never more local steps than this."""
     outer_lr: float = 1.0
     """alpha: the share of the momentum that the outer step takes."""
     outer_momentum: float = 0.5
@@ -57,8 +60,9 @@ class CO2Config:
             if not ok:
                 raise UserError(f"{name}={getattr(self, name)!r}: {remedy}")
 
-        is_int = isinstance(self.tau, int) and not isinstance(self.tau, bool)
-        require(is_int and self.tau >= 1, "tau", "give a whole number of local steps, 1 or more")
+        is_int = isinstance(self.tau, int) and not isinstance(self.tau, bool) and self.tau >= 1
+        require(is_int or self.tau == "auto", "tau", "give a whole number of local steps, 1 or more, or auto")
+        require(self.tau_max >= 1, "tau_max", "give a whole number of local steps, 1 or more")
         require(0 < self.outer_lr < float("inf"), "outer_lr", "give a finite number above 0; 1.0 is usual")
         require(0 <= self.outer_momentum < 1, "outer_momentum", "give a number in [0, 1)")
         require(self.gap in GAPS, "gap", f"choose one of {', '.join(GAPS)}")
@@ -67,6 +71,7 @@ class CO2Config:
         require(self.delay in (0, 1), "delay", "choose 1 (CO2) or 0 (wait for the mean)")
         if not self.delay:
             require(self.gap == "none", "gap", "without delay nothing is stale; set gap none")
+            require(self.tau != "auto", "tau", "without delay nothing is hidden; give a number of local steps")
         elif self.gap == "none" and self.outer_momentum + self.outer_lr >= 1 and not self.allow_unstable:
             total = self.outer_momentum + self.outer_lr
             raise UserError(
@@ -99,7 +104,8 @@ class CO2(Rounds):
         link: ThrottledLink | None = None,
     ):
         self.config = config or CO2Config()
-        super().__init__(params, self.config.tau, buffers=buffers, group=group, timeout=timeout, link=link)
+        c = self.config
+        super().__init__(params, c.tau, tau_max=c.tau_max, buffers=buffers, group=group, timeout=timeout, link=link)
         self._x, self._x_views = self._new_flats("outer_iterate", zero=False)
         self._m, _ = self._new_flats("outer_momentum", zero=True)
         # x_{t,0} - x_{t-1,0} = -_last_lr * m: alpha, or 0 where the last boundary took no outer step
@@ -192,7 +198,7 @@ class CO2(Rounds):
             return self._inner_scale, None
         # `inner` takes the largest first step so far, so that a decaying learning rate does not shrink c
         pseudo_gradient = torch.as_tensor(self.stats.pseudo_gradient_norm)
-        scale = pseudo_gradient if c.gap == "norm" else c.tau * self._inner_scale
+        scale = pseudo_gradient if c.gap == "norm" else self.tau * self._inner_scale
         return scale, outer.gap_scalar(self._last_lr * outer.norm(self._m), scale)
 
     def _clip_norm(self, phi: float) -> None:

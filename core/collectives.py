@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from core.errors import CollectiveError, UserError
+from core.overlap import Mark, Seconds, between, mark
 
 
 class ThrottledLink:
@@ -122,11 +123,15 @@ class AsyncMean:
         self.nbytes = sum(b.flat.numel() * b.flat.element_size() for b in self.buckets)
         self.bytes_sent = ring_bytes(self.nbytes, self.world_size)
         self.launched = 0  # how many means so far
-        self.seconds = 0.0  # from the last launch to its completion, as far as it was observed
+        self.seconds: Seconds = 0.0  # from the last launch to its landing
+        self.waited: Seconds = 0.0  # how long the last wait() blocked: the host on a CPU, the current stream on a GPU
         self._works: list[dist.Work] = []
         self._in_flight = self._settled = False
         self._failed = ""
-        self._launched_at = self._ready_at = 0.0
+        self.device = self.buckets[0].flat.device
+        self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # sees when it lands
+        self._ready_at = 0.0
+        self._launched_at: Mark = 0.0
         self._landed_at: list[float] = []
 
     @property
@@ -134,17 +139,23 @@ class AsyncMean:
         """Whether a launched mean has not been waited for."""
         return self._in_flight
 
+    @property
+    def tail_view(self) -> Tensor:
+        """The scalars behind the first buffer, [tail], for the owner to write before launch."""
+        first = self.buckets[0].flat
+        return first[len(first) - self.tail :]
+
     def launch(self, tail: Sequence[float | Tensor] = ()) -> None:
-        """Starts averaging what the buffers hold, with `tail` scalars behind the first; returns at once."""
+        """Starts averaging what the buffers hold, `tail` written to the tail's first places; returns at once."""
         assert not self._in_flight, "wait() for the mean in flight before the next launch"
-        assert len(tail) == self.tail, f"{len(tail)} tail scalars, built for {self.tail}"
+        assert len(tail) <= self.tail, f"{len(tail)} tail scalars, built for {self.tail}"
         if self._failed:
             raise CollectiveError(self._failed)
-        for i, scalar in enumerate(tail):  # one by one: writes on the device without a synchronising copy
-            self.buckets[0].flat[i - self.tail] = scalar
+        for place, scalar in enumerate(tail):  # one by one: writes on the device without a synchronising copy
+            self.tail_view[place] = scalar
         self.launched += 1
         self._in_flight, self._settled = True, False
-        self._launched_at = time.perf_counter()
+        self._launched_at = mark(self.device)
         self._ready_at = self.link.reserve(self.bytes_sent) if self.link else 0.0
         self._landed_at = []
         if self.group is None:
@@ -166,10 +177,7 @@ class AsyncMean:
         """Whether `wait` would return at once. Never blocks, and does not synchronise a GPU."""
         if self._failed:
             raise CollectiveError(self._failed)
-        landed = all(work.is_completed() for work in self._works)
-        if landed and len(self._landed_at) < len(self._works):  # CUDA: completion is seen by asking
-            self._landed_at = [time.perf_counter()] * len(self._works)
-        return landed and time.perf_counter() >= self._ready_at
+        return all(work.is_completed() for work in self._works) and time.perf_counter() >= self._ready_at
 
     def wait(self) -> Tensor:
         """Blocks until the mean is in the buffers, for the owner to use; returns the mean of the tail, [tail].
@@ -178,10 +186,11 @@ class AsyncMean:
         partial sums and must not be used.
         """
         assert self._in_flight, "nothing was launched"
+        start = mark(self.device)
         self.settle()
+        self.waited = between(start, mark(self.device))
         self._in_flight = False
-        first = self.buckets[0].flat
-        return first[len(first) - self.tail :].clone()
+        return self.tail_view.clone()
 
     def settle(self) -> bool:
         """Blocks until the mean in flight is in the buffers, and leaves it there for `wait`. False: none is."""
@@ -189,6 +198,7 @@ class AsyncMean:
             return self._in_flight
         reason = ""
         try:
+            self._note_landing()
             for work in self._works:
                 work.wait(timedelta(seconds=self.timeout))
         except RuntimeError as error:
@@ -197,15 +207,23 @@ class AsyncMean:
         if reason:
             raise self._failure(reason)
         time.sleep(max(0.0, self._ready_at - time.perf_counter()))
-        if self._works:  # a callback may be late by a moment: then it lands now
+        if self._works and self._side is None:  # a callback may be late by a moment: then it lands now
             seen = len(self._landed_at) == len(self._works)
             landed = max([self._ready_at, *self._landed_at] if seen else [time.perf_counter()])
-            self.seconds = landed - self._launched_at
+            self.seconds = between(self._launched_at, landed)
         self._works.clear()
         for bucket in self.buckets:
             bucket.flat.div_(self.world_size)
         self._settled = True
         return True
+
+    def _note_landing(self) -> None:
+        """On a GPU: an event behind the collectives, in a stream where nothing else waits for them."""
+        if self._side is not None and self._works:
+            with torch.cuda.stream(self._side):
+                for work in self._works:
+                    work.wait()
+            self.seconds = between(self._launched_at, mark(self.device, self._side))
 
     def restore(self, flats: Sequence[Tensor] | None, launched: int) -> None:
         """Continues from a checkpoint: `flats` were in flight and have landed (None: nothing was)."""
@@ -245,7 +263,7 @@ class AsyncMean:
 
 
 def _note_time(work: dist.Work, flat: Tensor, times: list[float]) -> None:
-    """Appends to `times` when the collective ends. On a GPU only `done` can tell (a future's callback is early)."""
+    """Appends to `times` when the collective ends; not on a GPU, where a future's callback is early."""
     if not flat.is_cuda:
         work.get_future().add_done_callback(lambda _: times.append(time.perf_counter()))
 

@@ -69,6 +69,8 @@ class Recipe:
     """Epochs between checkpoints; 0 for none but the last."""
     log_every: int = 10
     """Steps between two lines of metrics.jsonl."""
+    trace: bool = False
+    """Write a torch.profiler trace of two rounds to the run folder: the all-reduce is seen under the local steps."""
     dry_run: bool = False
     """Print the resolved recipe, build the model without memory, and stop."""
 

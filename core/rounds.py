@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,30 +12,14 @@ from torch import Tensor
 
 from core.collectives import AsyncMean, ThrottledLink, view_as
 from core.errors import UserError
+from core.overlap import Mark, RoundStats, between, mark, ready
+from core.tau import TauDecision, TauTuner
 
 # Scalars that travel with every all-reduce: did this worker finish? how many local steps did it take?
-# how far did its first local step go (the `inner` gap)?
+# how far did its first local step go (the `inner` gap)? With tau="auto", two more for every worker: the seconds of its
+# local step and of its last all-reduce, each worker writing its own places and 0 to the others'.
 FINISHED, STEPS, FIRST_STEP = range(3)
 TAIL = 3
-
-
-@dataclass
-class RoundStats:
-    """One closed round, as seen by this worker. Seconds are host seconds; bytes are sent, not received."""
-
-    round: int = 0
-    pseudo_gradient_norm: float | Tensor = 0.0
-    momentum_norm: float | Tensor = 0.0
-    gap_mean: float | Tensor = 1.0  # Lambda over all elements
-    gap_max: float | Tensor = 1.0
-    clipped_share: float | Tensor = 0.0  # of the momentum's elements (clip by norm: 1 when it was scaled)
-    wait_seconds: float = 0.0  # exposed communication: how long the boundary blocked
-    allreduce_seconds: float = 0.0  # from launch to landing of the all-reduce that landed in this round
-    bytes_sent: int = 0
-
-    def as_dict(self) -> dict[str, float]:
-        """Plain floats; the only place where a GPU is asked for the values."""
-        return {k: float(v) for k, v in asdict(self).items()}
 
 
 class Rounds(ABC):
@@ -51,8 +33,9 @@ class Rounds(ABC):
     def __init__(
         self,
         params: Iterable[Tensor],
-        tau: int,
+        tau: int | Literal["auto"],
         *,
+        tau_max: int = 192,
         buffers: Iterable[Tensor] = (),
         group: dist.ProcessGroup | None = None,
         timeout: float = 600.0,
@@ -63,11 +46,18 @@ class Rounds(ABC):
         self._frozen = [p for p in everything if not p.requires_grad]
         fixed = _unique(buffers)
         self.buffers = [b for b in fixed if b.is_floating_point()]
-        self.tau = tau
+        self.tuner = TauTuner(tau_max) if tau == "auto" else None
+        self.tau: int = self.tuner.tau if self.tuner else tau  # pyright: ignore[reportAttributeAccessIssue]
         self._check(everything)
         self.local_steps = 0  # since the last round closed
         self.stats = RoundStats()
-        self.mean = AsyncMean([*self.params, *self.buffers], group=group, tail=TAIL, timeout=timeout, link=link)
+        self.tau_decision: TauDecision | None = None  # taken by tau="auto" at the last boundary
+        size = dist.get_world_size(group) if dist.is_initialized() else 1
+        tail = TAIL + 2 * size if self.tuner else TAIL
+        self.mean = AsyncMean([*self.params, *self.buffers], group=group, tail=tail, timeout=timeout, link=link)
+        self._stepping_since: Mark = mark(self.mean.device)
+        self._numbers = (0.0, 0.0)  # this worker's last known seconds of a local step and of an all-reduce
+        self._arriving: tuple[Tensor, Mark] | None = None  # every worker's, on their way from the GPU
         self._agree([*everything, *fixed])
         # Parameters come first in each bucket, buffers behind them: this many elements are parameters.
         ids = {id(p) for p in self.params}
@@ -79,10 +69,12 @@ class Rounds(ABC):
         """Call after every optimiser step (also one that a GradScaler skipped). True when a round closed."""
         self.local_steps += 1
         if self.local_steps < self.tau:
-            self.mean.done()  # notes when the all-reduce ended
+            if self.local_steps == 1:
+                self._stepping_since = mark(self.mean.device)
+            self.mean.done()  # an error is known as soon as it can be
             return False
         self._check_frozen()
-        self._close(finished=False)
+        self._boundary(finished=False)
         return True
 
     def finish(self) -> None:
@@ -91,13 +83,25 @@ class Rounds(ABC):
         Workers may come here after different numbers of steps: the early ones take part in the others' rounds,
         contributing no change, until all have arrived. Training may go on afterwards.
         """
-        while not self._close(finished=True):
+        while not self._boundary(finished=True):
             pass
 
     @property
     def rounds(self) -> int:
         """Rounds closed so far, those of finish() included."""
         return self.mean.launched
+
+    def _boundary(self, *, finished: bool) -> bool:
+        arrived = mark(self.mean.device)
+        timed = self.local_steps - (self.tau > 1)
+        self.stats = RoundStats(tau=self.tau, local_steps=self.local_steps)
+        if timed > 0:
+            self.stats.step_seconds = between(self._stepping_since, arrived, timed)
+        self.tau_decision = None
+        everyone = self._close(finished=finished)
+        self._stepping_since = mark(self.mean.device)
+        self.stats.boundary_seconds = between(arrived, self._stepping_since)
+        return everyone
 
     @abstractmethod
     def _close(self, *, finished: bool) -> bool:
@@ -115,6 +119,7 @@ class Rounds(ABC):
             "in_flight": [b.flat.clone() for b in self.mean.buckets] if in_flight else None,
             "local_steps": self.local_steps,
             "rounds": self.rounds,
+            "tuner": self.tuner.state_dict() if self.tuner else None,
         }
 
     @torch.no_grad()
@@ -136,6 +141,9 @@ class Rounds(ABC):
             for flat, value in zip(flats, saved[name], strict=True):
                 flat.copy_(value)
         self.local_steps = state["local_steps"]
+        if self.tuner and state["tuner"]:
+            self.tuner.load_state_dict(state["tuner"])
+            self.tau = self.tuner.tau
         self.mean.restore(state["in_flight"], launched=state["rounds"])
 
     def close(self) -> None:
@@ -182,26 +190,49 @@ class Rounds(ABC):
             _copy(tensors[len(own) :], bucket.views[len(own) :])
 
     def _launch(self, *, finished: bool, first_step: float | Tensor = 0.0) -> None:
+        if self.tuner:
+            self._tell()
         self.mean.launch([float(finished), float(self.local_steps), first_step])
         self.local_steps = 0
 
     def _land(self) -> Tensor:
         """Waits for the mean in flight, notes what that cost, and returns the averaged tail."""
-        start = time.perf_counter()
         tail = self.mean.wait()
-        self.stats = RoundStats(
-            round=self.mean.launched,
-            wait_seconds=time.perf_counter() - start,
-            allreduce_seconds=self.mean.seconds,
-            bytes_sent=self.mean.bytes_sent,
-        )
+        self.stats.round = self.mean.launched
+        self.stats.wait_seconds = self.mean.waited
+        self.stats.allreduce_seconds = self.mean.seconds
+        self.stats.bytes_sent = self.mean.bytes_sent
+        if self.tuner:
+            self._hear(tail)
         return tail
+
+    # -- tau="auto" -----------------------------------------------------------------------------------------
+
+    def _tell(self) -> None:
+        """Writes this worker's latest times into its places of the tail."""
+        if ready(self.stats.step_seconds, self.stats.allreduce_seconds) and float(self.stats.step_seconds):
+            self._numbers = (float(self.stats.step_seconds), float(self.stats.allreduce_seconds))
+        places = self.mean.tail_view[TAIL:].zero_()
+        places[2 * self.mean.rank], places[2 * self.mean.rank + 1] = self._numbers
+
+    def _hear(self, tail: Tensor) -> None:
+        """Gives the tuner every worker's times; on a GPU those of the round before, so that nobody waits for it."""
+        told = tail[TAIL:] * self.mean.world_size
+        arrived, self._arriving = self._arriving, (told.to("cpu", non_blocking=True), mark(told.device))
+        if not told.is_cuda:
+            arrived = self._arriving
+        elif arrived is not None and isinstance(arrived[1], torch.cuda.Event):
+            arrived[1].synchronize()  # passed long ago
+        if arrived is not None and self.tuner:
+            steps, allreduces = arrived[0].view(-1, 2).unbind(1)
+            self.tau_decision = self.tuner.hear(self.rounds, steps.tolist(), allreduces.tolist())
+            self.tau = self.tuner.tau
 
     # -- construction ---------------------------------------------------------------------------------------
 
     def _check(self, params: list[Tensor]) -> None:
         if not isinstance(self.tau, int) or self.tau < 1:
-            raise UserError(f"tau={self.tau!r}: give a whole number of local steps, 1 or more")
+            raise UserError(f"tau={self.tau!r}: give a whole number of local steps, 1 or more, or auto")
         if not self.params:
             raise UserError("no parameter requires a gradient: nothing to train")
         for t in [*params, *self.buffers]:

@@ -28,46 +28,10 @@ from core import checkpoint
 from core.baselines import Method, make_method
 from core.collectives import ThrottledLink
 from core.errors import UserError
+from core.overlap import Overlap, RoundStats, Trace
 from core.recipe import Recipe, rank, world_size
+from core.rounds import Rounds
 from core.sharding import per_worker
-
-
-class Every:
-    """Says when something that happens every `period` steps is due; it may be asked at some steps only.
-
-    period 0: never. start: the step that the run begins or resumes at.
-    """
-
-    def __init__(self, period: int, start: int = 0):
-        self.period = period
-        self._last = start
-
-    def due(self, step: int) -> bool:
-        """Whether a multiple of the period lies behind the last step at which this was True."""
-        if not self.period or step // self.period <= self._last // self.period:
-            return False
-        self._last = step
-        return True
-
-
-class Averages:
-    """Running means of scalars, kept on their device until they are read."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._count = 0
-
-    def add(self, **scalars: Tensor) -> None:
-        """Adds one step's values, 0-d each, always the same names."""
-        for name, value in scalars.items():
-            self._sums[name] = self._sums.get(name, 0) + value.detach().float()
-        self._count += 1
-
-    def pop(self) -> dict[str, Tensor]:
-        """The means since the last pop."""
-        means = {name: total / self._count for name, total in self._sums.items()}
-        self._sums, self._count = {}, 0
-        return means
 
 
 class Run:
@@ -85,8 +49,9 @@ class Run:
         self.link = ThrottledLink(recipe.link_mbit) if recipe.link_mbit else None
         if self.link and self.device.type == "cuda":
             raise UserError(f"link_mbit={recipe.link_mbit}: the emulated link works on CPUs only; leave it out")
-        self.wait_seconds = self.allreduce_seconds = 0.0
-        self.rounds = self.bytes_sent = 0
+        self.overlap = Overlap()
+        self._unread: list[tuple[int, RoundStats]] = []  # rounds whose times a GPU may still be taking
+        self._trace: Trace | None = None
         self._stop_signal = 0
         self._stop_asked_at = 0.0
         self._seconds = 0.0  # of training, evaluation and checkpoints left out
@@ -126,6 +91,9 @@ class Run:
                 (self.folder / "config.json").write_text(json.dumps(self._description(), indent=2, default=str))
                 self._metrics = open(self.folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
                 self.writer = SummaryWriter(str(self.folder))
+                if self.recipe.trace:
+                    first = 8 if self.recipe.co2.tau == "auto" else 2  # tau has settled by then
+                    self._trace = Trace(self.folder / "trace.json", cuda=self.device.type == "cuda", first=first)
         if dist.is_initialized():
             box = [refusal]
             dist.broadcast_object_list(box, src=0)
@@ -189,18 +157,32 @@ class Run:
         self._since = time.perf_counter()
 
     def count(self, method: Method, step: int) -> None:
-        """Adds the round that has just closed to the run's communication totals, and logs its statistics."""
-        self.rounds += 1
-        self.wait_seconds += method.stats.wait_seconds
-        self.allreduce_seconds += method.stats.allreduce_seconds
-        self.bytes_sent += method.stats.bytes_sent
-        if method.tau > 1 or self.rounds % self.recipe.log_every == 0:  # a synchronous method's rounds are its steps
-            self.log(step, **{f"round/{k}": v for k, v in method.stats.as_dict().items()})
+        """Call it when a round has closed: adds it to the run's communication and logs its statistics.
 
-    @property
-    def hidden_share(self) -> float:
-        """The part of the all-reduces' own time that the loop did not wait for."""
-        return max(0.0, 1 - self.wait_seconds / self.allreduce_seconds) if self.allreduce_seconds else 1.0
+        On a GPU they are read when the next round closes, so that the host does not wait for them.
+        """
+        self._unread.append((step, method.stats))
+        while len(self._unread) > (self.device.type == "cuda"):
+            self._read(synchronous=method.tau == 1)
+        if isinstance(method, Rounds) and (decision := method.tau_decision):
+            self.note(step, "tau", f"tau {decision.old} -> {decision.new}: {decision.reason}")
+        if self._trace and self._trace.close_round():
+            self.note(step, "trace", f"trace in {self._trace.path}")
+
+    def _read(self, *, synchronous: bool) -> None:
+        step, stats = self._unread.pop(0)
+        values = stats.as_dict()
+        self.overlap.add(values)
+        if not synchronous or self.overlap.rounds % self.recipe.log_every == 0:  # there a round is a step
+            self.log(step, **{f"round/{k}": v for k, v in values.items()})
+
+    def note(self, step: int, name: str, text: str) -> None:
+        """A line of text on the screen, in metrics.jsonl and in TensorBoard, by rank 0."""
+        if self.rank:
+            return
+        tqdm.write(f"step {step}: {text}", file=sys.stderr)
+        self._metrics.write(json.dumps({"step": step, "seconds": round(self.seconds, 3), name: text}) + "\n")
+        self.writer.add_text(name, text, step)
 
     def log(self, step: int, **scalars: float | Tensor) -> None:
         """One line of metrics.jsonl and TensorBoard scalars, by rank 0."""
@@ -213,10 +195,11 @@ class Run:
 
     def log_train(self, step: int, **scalars: float | Tensor) -> None:
         """`log` with the share of communication hidden so far, and the progress bar's figures."""
-        self.log(step, **scalars, hidden_share=self.hidden_share)
+        self.log(step, **scalars, hidden_share=self.overlap.hidden_share)
         if self._bar is not None and not self._bar.disable:
             shown = {k.rsplit("/")[-1]: f"{float(v):.4g}" for k, v in scalars.items()}
-            self._bar.set_postfix(shown | {"hidden": f"{self.hidden_share:.0%}"}, refresh=False)
+            link = {"hidden": f"{self.overlap.hidden_share:.0%}", "link": f"{self.overlap.link_mbit:.4g}Mbit/s"}
+            self._bar.set_postfix(shown | link, refresh=False)
 
     def sum(self, *values: float | Tensor) -> list[float]:
         """Sums over all workers, in float64; every worker must call it."""
@@ -266,7 +249,7 @@ class Run:
                 while isinstance(part, LRScheduler) and part.last_epoch < step:
                     part.step()
             state = {name: part.state_dict() for name, part in parts.items()}
-            totals = [self.wait_seconds, self.allreduce_seconds, self.bytes_sent, self.rounds, self._seconds]
+            totals = self.overlap.state_dict() | {"seconds": self._seconds}
             state |= {
                 "step": step,
                 "method": {"name": self.recipe.method, "state": method.state_dict()},
@@ -292,22 +275,24 @@ class Run:
             part.load_state_dict(state[name])
         method.load_state_dict(state["method"]["state"])
         totals = state["totals"]
-        self.wait_seconds, self.allreduce_seconds, self.bytes_sent, self.rounds, self._seconds = totals
+        self.overlap.load_state_dict(totals)
+        self._seconds = totals["seconds"]
         torch.set_rng_state(state["rng"].cpu())
         return int(state["step"])
 
     def summarise(self, step: int, **results: float) -> None:
         """Writes summary.json: the results with what communication cost; prints it on rank 0."""
+        while self._unread:
+            self._read(synchronous=False)
+        if self._trace and self._trace.finish():
+            self.note(step, "trace", f"trace in {self._trace.path}")
         stopped = {"stopped_by_signal": self._stop_signal} if self._stop_signal else {}
         summary = {
             **results,
             "steps": step,
             "seconds": self.seconds,
             "steps_per_second": step / self.seconds if self.seconds else 0.0,
-            "exposed_seconds": self.wait_seconds,
-            "allreduce_seconds": self.allreduce_seconds,
-            "hidden_share": self.hidden_share,
-            "bytes_sent": self.bytes_sent,
+            **self.overlap.summary(),
             **stopped,
         }
         if self.rank == 0:

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from core.counters import Averages, Every
 from core.errors import UserError
 from core.optim import clip_gradients, make_schedule
 from core.recipe import dry_run, launch, parse
-from core.run import Averages, Every, Run
+from core.run import Run
 from core.sharding import generator, per_worker, steps_per_epoch
 from language import generate
 from language.corpora import open_corpus, open_wikitext2

@@ -6,9 +6,10 @@ import matplotlib.image
 import torch
 from torch import Tensor, nn
 
+from core.counters import Averages, Every
 from core.optim import clip_gradients, make_optimizer, make_schedule
 from core.recipe import dry_run, launch, parse
-from core.run import Averages, Every, Run
+from core.run import Run
 from core.sharding import generator, steps_per_epoch
 from pointcloud import data
 from pointcloud.data import PointClouds

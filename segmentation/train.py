@@ -7,9 +7,10 @@ from mmseg.datasets import BaseSegDataset
 from torch import nn
 
 from core import UserError
+from core.counters import Averages, Every
 from core.optim import clip_gradients, make_optimizer
 from core.recipe import dry_run, launch, parse
-from core.run import Averages, Every, Run
+from core.run import Run
 from core.sharding import per_worker, steps_per_epoch
 from segmentation.data import CROP, EVAL_BATCH, EVAL_SPLITS, NUM_CLASSES, build_dataset
 from segmentation.loader import eval_batches, train_batches

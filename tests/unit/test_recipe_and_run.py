@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from core import UserError, checkpoint
+from core.counters import Averages, Every
 from core.recipe import Recipe, launch, parse
-from core.run import Averages, Every, Run
+from core.run import Run
 from core.sharding import generator
 from core.testing import run_distributed
 

@@ -1,0 +1,168 @@
+"""How much communication was hidden, measured; and a trace in which one can see it.
+
+Times are taken where the work happens: on a CPU by the host's clock, on a GPU by events in its streams, which are
+read a round later, when they have long passed. Nothing here makes the host wait for the device.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+Mark = float | torch.cuda.Event
+
+
+def mark(device: torch.device, stream: torch.cuda.Stream | None = None) -> Mark:
+    """This moment: time.perf_counter() on a CPU, on a GPU an event in `stream` (None: the current one)."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream or torch.cuda.current_stream(device))
+    return event
+
+
+@dataclass(frozen=True)
+class Elapsed:
+    """The time between two events of a GPU, or one of its equal `parts`."""
+
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+    parts: int = 1
+
+    def ready(self) -> bool:
+        """Whether float() would return at once."""
+        return self.end.query()
+
+    def __float__(self) -> float:
+        """Seconds; waits until the GPU has passed both."""
+        self.end.synchronize()
+        return self.start.elapsed_time(self.end) / 1e3 / self.parts
+
+
+Seconds = float | Elapsed
+
+
+def between(start: Mark, end: Mark, parts: int = 1) -> Seconds:
+    """The time between two marks of one device, or one of its equal `parts`."""
+    if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+        return Elapsed(start, end, parts)
+    assert not isinstance(start, torch.cuda.Event) and not isinstance(end, torch.cuda.Event), "two devices"
+    return (end - start) / parts
+
+
+def ready(*times: Seconds) -> bool:
+    """Whether all of them can be read without waiting."""
+    return all(t.ready() for t in times if isinstance(t, Elapsed))
+
+
+@dataclass
+class RoundStats:
+    """One closed round, as seen by this worker. Times are seconds; bytes are sent, not received.
+
+    Values may still be on their way on a GPU: as_dict() reads them.
+    """
+
+    round: int = 0
+    tau: int = 1
+    local_steps: int = 0
+    pseudo_gradient_norm: float | Tensor = 0.0
+    momentum_norm: float | Tensor = 0.0
+    gap_mean: float | Tensor = 1.0  # Lambda over all elements
+    gap_max: float | Tensor = 1.0
+    clipped_share: float | Tensor = 0.0  # of the momentum's elements (clip by norm: 1 when it was scaled)
+    step_seconds: Seconds = 0.0  # of one local step; the round's first is left out, it may follow an evaluation
+    wait_seconds: Seconds = 0.0  # exposed communication: how long the boundary waited for the all-reduce
+    boundary_seconds: Seconds = 0.0  # the whole boundary, the waiting included
+    allreduce_seconds: Seconds = 0.0  # from launch to landing of the all-reduce that landed in this round
+    bytes_sent: int = 0
+
+    def as_dict(self) -> dict[str, float]:
+        """Plain floats, with what follows from them; the only place where a GPU is asked for the values."""
+        values = {name: float(value) for name, value in vars(self).items()}
+        busy = values["allreduce_seconds"]
+        values["hidden_seconds"] = max(0.0, busy - values["wait_seconds"])
+        values["link_mbit"] = values["bytes_sent"] * 8e-6 / busy if busy else 0.0
+        return values
+
+
+@dataclass
+class Overlap:
+    """The communication of a whole run, added up round by round. Seconds, bytes."""
+
+    rounds: int = 0
+    exposed_seconds: float = 0.0
+    allreduce_seconds: float = 0.0
+    bytes_sent: float = 0.0
+
+    def add(self, stats: dict[str, float]) -> None:
+        """A closed round's RoundStats.as_dict()."""
+        self.rounds += 1
+        self.exposed_seconds += stats["wait_seconds"]
+        self.allreduce_seconds += stats["allreduce_seconds"]
+        self.bytes_sent += stats["bytes_sent"]
+
+    @property
+    def hidden_seconds(self) -> float:
+        """The all-reduces' own time that no loop waited for."""
+        return max(0.0, self.allreduce_seconds - self.exposed_seconds)
+
+    @property
+    def hidden_share(self) -> float:
+        """hidden_seconds as a share of the all-reduces' own time; 1 when there was none."""
+        return self.hidden_seconds / self.allreduce_seconds if self.allreduce_seconds else 1.0
+
+    @property
+    def link_mbit(self) -> float:
+        """The rate at which this worker sent while an all-reduce was under way, Mbit/s."""
+        return self.bytes_sent * 8e-6 / self.allreduce_seconds if self.allreduce_seconds else 0.0
+
+    def summary(self) -> dict[str, float]:
+        """For the end of a run."""
+        names = ("rounds", "exposed_seconds", "hidden_seconds", "allreduce_seconds", "hidden_share", "bytes_sent")
+        return {name: getattr(self, name) for name in (*names, "link_mbit")}
+
+    def state_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        for f in fields(self):
+            setattr(self, f.name, state[f.name])
+
+
+class Trace:
+    """Writes a torch.profiler trace of some rounds: the all-reduce is seen under the local steps.
+
+    Open it in https://ui.perfetto.dev or chrome://tracing: gloo's all-reduce lies in a thread of its own
+    (`gloo:all_reduce`), NCCL's in a stream of its own. first: the round after which the trace begins, once all has
+    warmed up; rounds: how many it covers.
+    """
+
+    def __init__(self, path: Path, *, cuda: bool = False, first: int = 2, rounds: int = 2):
+        self.path, self.first, self.rounds = path, first, rounds
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
+        self._profile: Any = profile(activities=activities)
+        self._running = False
+        self._closed = 0
+
+    def close_round(self) -> bool:
+        """Call it when a round has closed; True when that wrote the trace."""
+        self._closed += 1
+        if self._closed == self.first:
+            self._profile.start()
+            self._running = True
+        return self._closed == self.first + self.rounds and self.finish()
+
+    def finish(self) -> bool:
+        """Writes what there is; True when there was something (a run may end before the trace begins)."""
+        if not self._running:
+            return False
+        self._running = False
+        self._profile.stop()
+        self._profile.export_chrome_trace(str(self.path))
+        return True

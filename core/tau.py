@@ -1,0 +1,99 @@
+"""Choosing tau: the fewest local steps under which an all-reduce fits, from times measured while training."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import astuple, dataclass
+from statistics import median
+from typing import Any
+
+CALIBRATION_TAU = 4  # local steps a round until the first decision
+WARM_UP = 1  # rounds whose numbers are left out: kernels are picked, connections opened
+WINDOW = 5  # rounds over which medians are taken
+
+
+@dataclass(frozen=True)
+class TauDecision:
+    """One change of tau, equal on all workers."""
+
+    round: int
+    old: int
+    new: int
+    step_seconds: float
+    """A local step of the slowest worker."""
+    allreduce_seconds: float
+    """The all-reduce, from the last worker's launch to its landing."""
+    reason: str
+
+
+def smallest_tau(allreduce_seconds: float, step_seconds: float, margin: float) -> int:
+    """The smallest tau with tau x step_seconds >= (1 + margin) x allreduce_seconds; at least 1."""
+    return max(1, math.ceil((1 + margin) * allreduce_seconds / step_seconds - 1e-9))
+
+
+class TauTuner:
+    """Decides tau on every worker alike, from numbers that all workers have received in the same all-reduce.
+
+    The slowest worker paces the rounds: the others wait for it whatever tau is. So a step counts as long as the
+    slowest worker's, and the all-reduce as long as the worker saw that launched last, which is the shortest time seen.
+    Both are medians over the last rounds. tau grows as soon as the all-reduce no longer fits; it shrinks only
+    when a quarter fewer steps would do, so that noise does not move it.
+
+    margin: by how much the local steps should outlast the all-reduce. tau_max: never above.
+    """
+
+    def __init__(self, tau_max: int, margin: float = 0.25):
+        self.tau = min(CALIBRATION_TAU, tau_max)
+        self.tau_max, self.margin = tau_max, margin
+        self.decisions: list[TauDecision] = []
+        self._heard = 0
+        self._steps: deque[float] = deque(maxlen=WINDOW)
+        self._allreduces: deque[float] = deque(maxlen=WINDOW)
+
+    def hear(self, round: int, step_seconds: list[float], allreduce_seconds: list[float]) -> TauDecision | None:
+        """One round's times of every worker, 0 where one has none. Returns the first decision, and each change."""
+        steps, allreduces = [s for s in step_seconds if s > 0], [a for a in allreduce_seconds if a > 0]
+        if not steps or not allreduces:
+            return None
+        self._heard += 1
+        if self._heard <= WARM_UP:
+            return None
+        self._steps.append(max(steps))
+        self._allreduces.append(min(allreduces))
+        return self._decide(round) if self._heard > WARM_UP + 1 else None
+
+    def _decide(self, round: int) -> TauDecision | None:
+        step, allreduce = median(self._steps), median(self._allreduces)
+        wanted = smallest_tau(allreduce, step, self.margin)
+        new = min(wanted, self.tau_max)
+        fits = self.tau >= smallest_tau(allreduce, step, self.margin / 2)  # half the margin may be used up
+        wasteful = new <= 0.75 * self.tau
+        if self.decisions and (new == self.tau or (fits and not wasteful)):  # the first is always told
+            return None
+        decision = TauDecision(round, self.tau, new, step, allreduce, self._reason(step, allreduce, wanted))
+        self.tau = new
+        self.decisions.append(decision)
+        return decision
+
+    def _reason(self, step: float, allreduce: float, wanted: int) -> str:
+        text = f"the all-reduce takes {allreduce:.4g} s and a local step {step:.4g} s"
+        if wanted <= self.tau_max:
+            return f"{text}: {wanted} steps outlast it by {self.margin:.0%}"
+        exposed = max(0.0, allreduce - self.tau_max * step)
+        return f"{text}: {wanted} steps would outlast it, tau_max={self.tau_max} leaves {exposed:.3g} s a round exposed"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "tau": self.tau,
+            "heard": self._heard,
+            "decisions": [astuple(d) for d in self.decisions],
+            "steps": list(self._steps),
+            "allreduces": list(self._allreduces),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tau, self._heard = state["tau"], state["heard"]
+        self.decisions = [TauDecision(*d) for d in state["decisions"]]
+        self._steps = deque(state["steps"], maxlen=WINDOW)
+        self._allreduces = deque(state["allreduces"], maxlen=WINDOW)

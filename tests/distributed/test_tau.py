@@ -1,0 +1,144 @@
+"""tau="auto" on real processes: all workers decide alike, at the same boundary, inside the all-reduce they have."""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from core import CO2, CO2Config, make_method
+from core.collectives import ThrottledLink
+from core.reference import Reference
+from core.testing import run_distributed
+from tests import problems
+from tests.problems import LR, flat, gradient, sgd_step
+
+AUTO = CO2Config(tau="auto", outer_momentum=0.4, clip=None)
+BYTES = 4 * problems.flat(problems.odd_parameters()).numel()
+
+
+def paced(method: Any, params: list[nn.Parameter], rank: int, steps: int, step_seconds: float = 0.004) -> list[int]:
+    """Trains, each step at least `step_seconds`; the tau of each round that closed."""
+    taus = []
+    for step in range(steps):
+        sgd_step(params, rank, step)
+        time.sleep(step_seconds * (1 + rank / 4))  # rank 2 is half as slow again
+        if method.step():
+            taus.append(method.stats.tau)
+    return taus
+
+
+def auto_training(rank: int, world_size: int) -> dict[str, Any]:
+    params = problems.odd_parameters()
+    co2 = CO2(params, AUTO, link=ThrottledLink(0.1))  # some 0.06 s an all-reduce
+    start = flat(params)
+    taus = paced(co2, params, rank, 120)
+    co2.finish()
+    assert co2.tuner is not None
+    return {
+        "start": start,
+        "taus": taus,
+        "end": flat(params),
+        "decisions": co2.tuner.decisions,
+        "launched": co2.mean.launched,
+        "works": co2.rounds,
+    }
+
+
+def test_all_workers_decide_alike_and_train_as_the_reference_does_with_those_taus():
+    results = run_distributed(auto_training, 3)
+    first = results[0]
+    for other in results[1:]:
+        assert other["taus"] == first["taus"] and other["decisions"] == first["decisions"]
+        assert torch.equal(other["end"], first["end"])
+    assert first["taus"][0] == 4 and max(first["taus"]) > 4
+    for d in first["decisions"]:  # it covers the all-reduce, and the steps are those of the slowest worker
+        assert d.new * d.step_seconds >= 1.25 * d.allreduce_seconds * 0.999
+        assert d.step_seconds >= 0.006 and d.allreduce_seconds >= 0.05
+    torch.testing.assert_close(first["end"], replay(first["taus"], first["start"], 120))
+
+
+def replay(taus: list[int], x: Tensor, steps: int) -> Tensor:
+    c = AUTO
+    ref = Reference(x.expand(3, -1).clone(), taus[0], c.outer_lr, c.outer_momentum, c.gap, c.clip, c.clip_by, c.delay)
+    workers = torch.arange(3, dtype=torch.float64)[:, None]
+    rest = iter(taus[1:])
+    for step in range(steps):
+        ref.x.sub_(LR * gradient(ref.x, workers, step))
+        if ref.local_step():
+            ref.tau = next(rest, 10**9)
+    ref.finish()
+    return ref.x[0]
+
+
+def changing_link(rank: int, world_size: int) -> list[tuple[int, int]]:
+    params = problems.odd_parameters()
+    link = ThrottledLink(1.0)
+    co2 = CO2(params, AUTO, link=link)
+    paced(co2, params, rank, 60)
+    link.bytes_per_second /= 10
+    paced(co2, params, rank, 150)
+    co2.finish()
+    assert co2.tuner is not None
+    return [(d.old, d.new) for d in co2.tuner.decisions]
+
+
+def test_a_link_that_slows_down_makes_rounds_longer():
+    one, two = run_distributed(changing_link, 2)
+    assert one == two
+    assert one[-1][1] >= 3 * one[0][1], one
+
+
+def capped_or_overlap(rank: int, world_size: int) -> tuple[list[int], list[int]]:
+    params = problems.odd_parameters()
+    co2 = CO2(params, replace(AUTO, tau_max=6), link=ThrottledLink(0.1))
+    capped = paced(co2, params, rank, 60)
+    co2.finish()
+    model = nn.ParameterList(problems.odd_parameters())
+    _, overlap = make_method("overlap_local", model, co2=AUTO, link=ThrottledLink(0.1))
+    taus = paced(overlap, list(model.parameters()), rank, 100)
+    overlap.finish()
+    return capped, taus
+
+
+def test_tau_max_caps_and_overlap_local_sgd_has_it_too():
+    (capped, overlap), others = run_distributed(capped_or_overlap, 2)
+    assert (capped, overlap) == others
+    assert max(capped) == 6 and max(overlap) > 6
+
+
+def uneven_and_resumed(rank: int, world_size: int) -> list[Any]:
+    params = problems.odd_parameters()
+    co2 = CO2(params, AUTO, link=ThrottledLink(0.1))
+    paced(co2, params, rank, 30 + 9 * rank)  # rank 1 takes more steps
+    co2.finish()
+    state = co2.state_dict()
+    again = CO2(problems.odd_parameters(), AUTO, link=ThrottledLink(0.1))
+    again.load_state_dict(state)
+    assert again.tuner is not None and co2.tuner is not None
+    assert again.tau == co2.tau and again.tuner.state_dict() == co2.tuner.state_dict()
+    return [flat(params), co2.tau]
+
+
+def test_uneven_workers_end_together_and_the_tuner_is_in_the_checkpoint():
+    (end, tau), (other_end, other_tau) = run_distributed(uneven_and_resumed, 2)
+    assert torch.equal(end, other_end) and tau == other_tau
+
+
+def test_one_worker_keeps_the_calibration_tau():
+    params = problems.odd_parameters()
+    co2 = CO2(params, AUTO)
+    assert set(paced(co2, params, 0, 30, 0.0)) == {4}
+
+
+@pytest.mark.parametrize("bad", ["tau", "tau_max"])
+def test_workers_must_agree_on_the_setting(bad: str):
+    with pytest.raises(RuntimeError, match="workers differ"):
+        run_distributed(disagreeing, 2, bad)
+
+
+def disagreeing(rank: int, world_size: int, bad: str) -> None:
+    configs = {"tau": (AUTO, replace(AUTO, tau=4)), "tau_max": (AUTO, replace(AUTO, tau_max=9))}
+    CO2(problems.odd_parameters(), configs[bad][rank])

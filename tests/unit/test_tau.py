@@ -1,0 +1,96 @@
+"""The choice of tau, on times given by hand."""
+
+import pytest
+from torch import nn
+
+from core import CO2Config, UserError, make_method
+from core.tau import CALIBRATION_TAU, TauTuner, smallest_tau
+
+
+@pytest.mark.parametrize(
+    ("allreduce", "step", "margin", "tau"),
+    [(1.0, 0.1, 0.0, 10), (1.0, 0.1, 0.25, 13), (0.96, 0.04, 0.25, 30), (0.001, 0.04, 0.25, 1), (0.3, 0.1, 0.0, 3)],
+)
+def test_the_smallest_tau_that_covers_the_allreduce(allreduce: float, step: float, margin: float, tau: int):
+    assert smallest_tau(allreduce, step, margin) == tau
+    assert tau * step >= (1 + margin) * allreduce - 1e-9
+    assert tau == 1 or (tau - 1) * step < (1 + margin) * allreduce
+
+
+def tell(tuner: TauTuner, n: int, step: float, allreduce: float) -> None:
+    for _ in range(n):
+        tuner.hear(0, [step, step / 2], [allreduce, allreduce * 1.5])
+
+
+def test_calibration_leaves_out_the_first_round_and_then_decides():
+    tuner = TauTuner(192)
+    assert tuner.tau == CALIBRATION_TAU
+    assert tuner.hear(1, [9.0, 9.0], [9.0, 9.0]) is None  # the warm-up
+    assert tuner.hear(2, [0.04, 0.03], [0.9, 0.8]) is None
+    decision = tuner.hear(3, [0.04, 0.03], [0.8, 0.9])
+    assert decision is not None and tuner.tau == decision.new == 25  # 1.25 x 0.8 / 0.04: slowest step, last launch
+    assert (decision.round, decision.old, decision.step_seconds, decision.allreduce_seconds) == (3, 4, 0.04, 0.8)
+    assert "0.8 s" in decision.reason and "0.04 s" in decision.reason and "25 steps" in decision.reason
+
+
+def test_rounds_without_numbers_are_no_measurements():
+    tuner = TauTuner(192)
+    for _ in range(9):
+        assert tuner.hear(1, [0.0, 0.1], [0.0, 0.0]) is None
+        assert tuner.hear(1, [0.0, 0.0], [0.2, 0.1]) is None
+    assert tuner.tau == CALIBRATION_TAU and not tuner.decisions
+
+
+def test_tau_follows_the_link_and_the_steps_but_not_the_noise():
+    tuner = TauTuner(192)
+    tell(tuner, 10, 0.04, 0.8)
+    assert tuner.tau == 25
+    tell(tuner, 10, 0.04, 0.85)  # within the margin
+    tell(tuner, 10, 0.045, 0.8)
+    tell(tuner, 2, 0.04, 8.0)  # a hiccup: the median of five rounds does not move
+    tell(tuner, 10, 0.04, 0.8)
+    assert tuner.tau == 25 and len(tuner.decisions) == 1
+    tell(tuner, 10, 0.04, 1.6)  # a slower link
+    assert tuner.tau == 50
+    tell(tuner, 10, 0.16, 1.6)  # slower steps
+    assert tuner.tau == 13
+    assert [(d.old, d.new) for d in tuner.decisions] == [(4, 25), (25, 50), (50, 13)]
+
+
+def test_the_cap_says_what_stays_exposed():
+    tuner = TauTuner(tau_max=10)
+    tell(tuner, 9, 0.04, 0.8)
+    assert tuner.tau == 10 and len(tuner.decisions) == 1
+    assert "25 steps would outlast it" in tuner.decisions[0].reason
+    assert "tau_max=10 leaves 0.4 s a round exposed" in tuner.decisions[0].reason
+    assert TauTuner(tau_max=2).tau == 2
+
+
+def test_the_first_decision_is_told_even_if_nothing_changes():
+    tuner = TauTuner(192)
+    tell(tuner, 5, 0.1, 0.3)
+    assert [(d.old, d.new) for d in tuner.decisions] == [(4, 4)]
+
+
+def test_a_resumed_tuner_goes_on_alike():
+    a, b = TauTuner(192), TauTuner(192)
+    tell(a, 7, 0.04, 0.8)
+    b.load_state_dict(a.state_dict())
+    for tuner in (a, b):
+        tell(tuner, 4, 0.04, 1.6)
+    assert a.state_dict() == b.state_dict() and a.tau == 50
+
+
+@pytest.mark.parametrize("name", ["local", "slowmo"])
+def test_methods_that_hide_nothing_refuse_auto(name: str):
+    with pytest.raises(UserError, match="hides no communication"):
+        make_method(name, nn.Linear(2, 2), co2=CO2Config(tau="auto"))
+
+
+def test_bad_settings_are_refused():
+    with pytest.raises(UserError, match="tau='automatic': give a whole number of local steps, 1 or more, or auto"):
+        CO2Config(tau="automatic")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UserError, match="tau_max=0"):
+        CO2Config(tau="auto", tau_max=0)
+    with pytest.raises(UserError, match="without delay nothing is hidden"):
+        CO2Config(tau="auto", delay=0, gap="none")
