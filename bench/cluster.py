@@ -1,6 +1,6 @@
 """A cluster emulated on one machine: a network namespace per node, joined by links of a set rate.
 
-On the command line (see bench/launch.py): python -m bench.cluster --nodes 4 --rate 200mbit -- -m vision.train RECIPE ...
+The command line is that of bench/launch.py: python -m bench.cluster --nodes 4 --rate 200mbit -- -m vision.train RECIPE
 """
 
 from __future__ import annotations

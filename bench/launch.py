@@ -51,14 +51,16 @@ class Launch:
     throttle: bool = False
     """No namespaces: all ranks on loopback, slowed down in software (adds --link_mbit RATE to COMMAND)."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """UserError for a value that cannot be meant."""
         for name in ("nodes", "ranks_per_node"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)}: give 1 or more")
         if not self.rate_mbit > 0:
-            raise UserError(f"rate={self.rate}: give more than 0")
-        if self.throttle and (self.delay_ms or self.verify):
-            option = "--delay" if self.delay_ms else "--verify"
+            raise UserError(f"rate={self.rate!r}: give more than 0")
+        delayed = self.delay_ms > 0
+        if self.throttle and (delayed or self.verify):
+            option = "--delay" if delayed else "--verify"
             raise UserError(f"{option} needs network namespaces: leave out --throttle, or {option}")
         if self.verify and self.nodes < 2:
             raise UserError("--verify measures between two nodes: give --nodes 2 or more")
@@ -83,6 +85,7 @@ def quantity(name: str, text: str, units: Sequence[str], example: str) -> float:
 def main() -> None:
     own, command = split(sys.argv[1:])
     asked = tyro.cli(Launch, args=own, prog="python -m bench.cluster", description=__doc__, use_underscores=True)
+    asked.check()
     if not command:
         raise UserError("no command: end with `-- COMMAND`, where COMMAND is what follows torchrun")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
