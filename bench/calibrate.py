@@ -1,0 +1,304 @@
+"""Fits the model's constants to a part of bench.scaling's measurements and predicts the rest."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from bench.events import HIDDEN, Outcome, Work, expected_skew, simulate
+from bench.network import Cluster, allreduce_seconds, ring_seconds
+from core.baselines import METHODS
+from core.errors import UserError
+
+MODEL_KEYS = ("params", "bytes")
+ROW_KEYS = (
+    *("method", "tau", "workers", "rate_mbit", "steps", "seconds", "samples_per_second", "step_seconds", "step_spread"),
+    *("exposed_share", "allreduce_seconds", "boundary_seconds"),
+)
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Link:
+    """What an all-reduce over the link costs: theory / efficiency + hops x latency + overhead, in seconds."""
+
+    efficiency: float = 1.0
+    """Effective bandwidth as a share of the nominal one, for the ring's 2 (n-1)/n bytes."""
+    latency: float = 0.0
+    overhead: float = 0.0
+
+    def seconds(self, workers: int, nbytes: float, rate_mbit: float) -> float:
+        """One all-reduce around a ring of workers whose links carry rate_mbit Mbit/s each way."""
+        cluster = Cluster(
+            workers,
+            inter_gbps=rate_mbit / 1e3,
+            latency=self.latency,
+            efficiency=self.efficiency,
+            overhead=self.overhead,
+        )
+        return allreduce_seconds(cluster, nbytes, "ring")
+
+
+@dataclass(frozen=True)
+class Constants:
+    """All that is fitted. Seconds unless stated."""
+
+    step: float
+    spread: float
+    link: Link
+    """Of whole all-reduces, at round boundaries."""
+    ddp_link: Link
+    """Of a step's buckets, under and after the backward pass."""
+    boundary: dict[str, float]
+    """A method's own; "" for one that was not measured."""
+    overlap: float | None
+    """ddp: share of the backward pass that communication runs under; None: no row could tell."""
+
+
+def read(path: Path) -> dict[str, Any]:
+    """bench.scaling's JSON, checked; a UserError names what is missing."""
+    remedy = "write the file with python -m bench.scaling"
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"not JSON ({error})"
+        raise UserError(f"{path}: {reason}; {remedy}") from None
+    if not isinstance(data, dict) or data.get("format") != 1:
+        raise UserError(f"{path}: not of format 1; {remedy}")
+    rows = data.get("rows")
+    if not isinstance(rows, list) or not rows:
+        raise UserError(f"{path}: has no rows; {remedy}")
+    _require(data, ("model", "batch"), str(path), remedy)
+    _require(data["model"], MODEL_KEYS, f"{path}: model", remedy)
+    for index, row in enumerate(rows):
+        _require(row, ROW_KEYS, f"{path}: row {index}", remedy)
+        if row["method"] not in METHODS:
+            raise UserError(f"{path}: row {index} has method {row['method']!r}, not one of {', '.join(METHODS)}")
+        for key in ROW_KEYS[1:]:
+            empty = key == "rate_mbit" and row["workers"] == 1
+            good = isinstance(row[key], int | float) and math.isfinite(row[key])
+            if not empty and not (good and row[key] >= 0):
+                raise UserError(f"{path}: row {index}: {key}={row[key]!r} is no number from 0 on; {remedy}")
+        for key in ("tau", "workers", "steps", "seconds", "samples_per_second", "step_seconds", "rate_mbit"):
+            if row[key] == 0:
+                raise UserError(f"{path}: row {index}: {key} is 0; {remedy}")
+    return data
+
+
+def _require(table: Any, keys: Sequence[str], where: str, remedy: str) -> None:
+    missing = [key for key in keys if not isinstance(table, dict) or key not in table]
+    if missing:
+        raise UserError(f"{where} lacks {', '.join(missing)}; {remedy}")
+
+
+def split(rows: list[Row], fit_workers: Sequence[int] = ()) -> tuple[list[Row], list[Row], str]:
+    """(rows to fit to, rows held out, in words). Lone workers are fitted to: their step times count.
+
+    Held out are the larger worker counts (fit_workers: those not named); with one count, every second rate.
+    """
+    linked = [row for row in rows if row["workers"] > 1]
+    counts = sorted({row["workers"] for row in linked})
+    rates = sorted({row["rate_mbit"] for row in linked})
+    key, values = ("workers", counts) if len(counts) > 1 or fit_workers else ("rate_mbit", rates)
+    chosen = list(fit_workers) or (counts[: (len(counts) + 1) // 2] if key == "workers" else rates[::2])
+    rest = [value for value in values if value not in chosen]
+    if not set(chosen) <= set(values) or not chosen or not rest:
+        raise UserError(
+            f"cannot fit to {key} {_list(chosen)} of {_list(values)}: the file needs two worker counts above 1 or two "
+            "rates, and some of them must stay to be predicted"
+        )
+    words = f"fitted to {key} {_list(chosen)}; held out: {key} {_list(rest)}"
+    held_out = [row for row in linked if row[key] in rest]
+    return [row for row in rows if row["workers"] == 1 or row[key] in chosen], held_out, words
+
+
+def _list(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:g}" for value in values) or "(none)"
+
+
+def fit(rows: list[Row], nbytes: float) -> Constants:
+    """Least squares on relative errors for the all-reduce and the overlap; medians for the rest."""
+    step, spread = median(r["step_seconds"] for r in rows), median(r["step_spread"] for r in rows)
+    linked = [r for r in rows if r["workers"] > 1]
+    ddp = [r for r in linked if r["method"] == "ddp"]
+    hidden = [r for r in linked if r["method"] in HIDDEN]
+    # Blocking methods see an all-reduce end at once; a hidden one's end is noted at the next step only.
+    blocking = [r for r in linked if r["method"] not in (*HIDDEN, "ddp")]
+    link = _fit_link(blocking or hidden or ddp, nbytes, spread)
+    ddp_link = _fit_link(ddp, nbytes, spread) if ddp else link
+    boundary = {"": median(r["boundary_seconds"] for r in rows)}
+    for method in {r["method"] for r in linked}:
+        boundary[method] = median(r["boundary_seconds"] for r in linked if r["method"] == method)
+    constants = Constants(step, spread, link, ddp_link, boundary, None)
+    return Constants(step, spread, link, ddp_link, boundary, _fit_overlap(ddp, constants, nbytes))
+
+
+def _fit_link(rows: list[Row], nbytes: float, spread: float) -> Link:
+    """Non-negative least squares of measured on theoretical seconds, hops and 1, each row divided by its measurement.
+
+    The wait for the last worker, which a measured all-reduce includes, is subtracted first.
+    """
+    columns, measured = [], []
+    for row in rows:
+        n, rate = row["workers"], row["rate_mbit"] * 1e6 / 8
+        skew = expected_skew(Work(n, row["step_seconds"], spread, paced=_paced(row)), row["tau"])
+        measured.append(row["allreduce_seconds"] - skew)
+        columns.append((ring_seconds(n, nbytes, rate), 2 * (n - 1), 1.0))
+    y, a = np.array(measured), np.array(columns)
+    if not (y > 0).all():
+        raise UserError("an all-reduce took no longer than the spread of the steps: measure on a slower link")
+    slope, latency, overhead = _nonnegative(a / y[:, None], np.ones_like(y))
+    if not slope > 0:
+        raise UserError(
+            "the all-reduces took no longer at lower rates or with more workers: nothing to fit; measure again"
+        )
+    return Link(1 / slope, latency, overhead)
+
+
+def _nonnegative(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float]:
+    """argmin ||a x - b|| over x >= 0 by trying which of the three are 0; the first never is. a: (rows, 3).
+
+    Where two columns are proportional (hops and 1, with one worker count) overhead is preferred to latency.
+    """
+    best, answer = math.inf, np.zeros(3)
+    for size in range(3):
+        for others in combinations((2, 1), size):
+            keep = [0, *others]
+            x, _, deficient, _ = np.linalg.lstsq(a[:, keep], b, rcond=None)
+            error = float(((a[:, keep] @ x - b) ** 2).sum())
+            if (x >= 0).all() and x[0] > 0 and deficient == len(keep) and error < best * (1 - 1e-9) - 1e-15:
+                best, answer = error, np.zeros(3)
+                answer[keep] = x
+    return float(answer[0]), float(answer[1]), float(answer[2])
+
+
+def _fit_overlap(rows: list[Row], c: Constants, nbytes: float) -> float | None:
+    """ddp's overlap share by least squares on the relative step time, from steps that communication lengthened."""
+    top = bottom = 0.0
+    for row in rows:
+        work = work_of(row, c, nbytes)
+        wall = row["seconds"] / row["steps"]
+        exposed = wall - work.step - work.boundary
+        backward = work.step * work.backward_share
+        if exposed > 0.02 * wall:
+            top += (work.allreduce + expected_skew(work, 1) - exposed) * backward / wall**2
+            bottom += (backward / wall) ** 2
+    return min(1.0, max(0.0, top / bottom)) if bottom else None
+
+
+def work_of(row: Row, c: Constants, nbytes: float) -> Work:
+    """The model's input for a row of which only workers, rate and method are known."""
+    n, ddp = row["workers"], row["method"] == "ddp"
+    allreduce = (c.ddp_link if ddp else c.link).seconds(n, nbytes, row["rate_mbit"]) if n > 1 else 0.0
+    boundary = c.boundary.get(row["method"], c.boundary[""])
+    return Work(n, c.step, c.spread, allreduce, boundary=boundary, overlap=c.overlap or 0.0, paced=_paced(row))
+
+
+def _paced(row: Row) -> bool:
+    return row.get("compute") == "stand-in"
+
+
+def predict(row: Row, c: Constants, nbytes: float, batch: int, seed: int = 0) -> tuple[float, float]:
+    """(samples/s, exposed share) of a run with the row's method, tau, workers, rate and number of steps.
+
+    A round before it is not counted, as in bench.scaling.
+    """
+    tau = 1 if row["method"] == "ddp" else row["tau"]
+    rounds = row["steps"] // tau
+    rest = (row["steps"] - rounds * tau) * c.step
+    outcome = Outcome(0, 0.0, 0.0, 0.0)
+    if rounds:
+        outcome = simulate(row["method"], work_of(row, c, nbytes), tau, rounds + 1, seed=seed, warmup=1)
+    seconds = outcome.seconds + rest
+    return row["workers"] * batch * row["steps"] / seconds, outcome.exposed_seconds / seconds
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Of one method's rows, or of all. Relative errors of samples/s; exposed share in percentage points."""
+
+    part: str
+    method: str
+    rows: int
+    median_error: float
+    largest_error: float
+    median_points: float
+    largest_points: float
+
+
+def errors(part: str, rows: list[Row], c: Constants, nbytes: float, batch: int, seed: int = 0) -> list[Errors]:
+    """One entry a method in order, then one of all rows; signs are dropped."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        samples, exposed = predict(row, c, nbytes, batch, seed)
+        pair = (abs(samples / row["samples_per_second"] - 1), 100 * abs(exposed - row["exposed_share"]))
+        found.setdefault(row["method"], []).append(pair)
+    found = {method: found[method] for method in METHODS if method in found}
+    found["all"] = [pair for pairs in found.values() for pair in pairs]
+    lines = []
+    for method, pairs in found.items():
+        speed, points = zip(*pairs, strict=True)
+        lines.append(Errors(part, method, len(pairs), median(speed), max(speed), median(points), max(points)))
+    return lines
+
+
+@dataclass(frozen=True)
+class Calibration:
+    constants: Constants
+    errors: list[Errors]
+    split: str
+    """Which rows were fitted to, and which were held out, in words."""
+    link: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def calibrate(path: Path, fit_workers: Sequence[int] = (), seed: int = 0) -> Calibration:
+    """Reads, splits, fits, and predicts both parts; only the held-out part's errors are those of predictions.
+
+    Late rows, in which the machine did not keep a stand-in's pace, are neither fitted to nor held out: shown apart.
+    """
+    data = read(path)
+    nbytes, batch = data["model"]["bytes"], data["batch"]
+    on_time = [row for row in data["rows"] if not row.get("late")]
+    fitted, held_out, words = split(on_time, fit_workers)
+    constants = fit(fitted, nbytes)
+    late = [row for row in data["rows"] if row.get("late") and row["workers"] > 1]
+    parts = {"held out": held_out, "fitted": [row for row in fitted if row["workers"] > 1], "late": late}
+    lines = [e for part, rows in parts.items() if rows for e in errors(part, rows, constants, nbytes, batch, seed)]
+    return Calibration(constants, lines, words, str(data.get("link", "unknown")))
+
+
+def markdown(c: Calibration, name: str) -> str:
+    """Constants and errors, held-out rows first: only theirs are errors of predictions."""
+    k = c.constants
+    boundary = ", ".join(f"{method} {1e3 * s:.3g}" for method, s in sorted(k.boundary.items()) if method)
+    overlap = "not to be told from these rows" if k.overlap is None else f"{k.overlap:.2f} of the backward pass"
+    text = [
+        f"## Calibration: {name} ({c.link})\n\n{c.split}\n",
+        f"- step {1e3 * k.step:.4g} ms, standard deviation {1e3 * k.spread:.3g} ms",
+        *(
+            f"- {what}: efficiency {x.efficiency:.3f} of theory, {1e3 * x.latency:.3g} ms a hop, "
+            f"{1e3 * x.overhead:.3g} ms fixed"
+            for what, x in (("all-reduce", k.link), ("ddp's all-reduce", k.ddp_link))
+        ),
+        f"- boundary, ms: {boundary}",
+        f"- ddp overlaps communication: {overlap}\n",
+        "| rows | method | number | samples/s, median error | largest | exposed share, median error | largest |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for e in c.errors:
+        text.append(
+            f"| {e.part} | {e.method} | {e.rows} | {e.median_error:.1%} | {e.largest_error:.1%} "
+            f"| {e.median_points:.1f} points | {e.largest_points:.1f} points |"
+        )
+    return "\n".join(text)

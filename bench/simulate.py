@@ -1,0 +1,317 @@
+"""Predicts throughput, exposed communication and the tau to use for a cluster; calibrated by bench.scaling's JSON.
+
+python -m bench.simulate --preset internet-1000 [--params 125e6] [--step_ms 500] ...
+python -m bench.simulate --calibrate scaling.json      # fit to some rows, predict the others
+python -m bench.simulate --paper                       # against the known cells of the paper's throughput table
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from bench import calibrate, paper_throughput
+from bench.calibrate import Calibration
+from bench.events import Outcome, Work, recommend_tau, simulate, useful_share
+from bench.network import Algorithm, Cluster, allreduce_seconds, fastest, preset
+from core.errors import UserError
+from core.recipe import launch
+
+DEFAULT_PRESET = "dgx-a100-tcp"
+METHODS = ("ddp", "local", "overlap_local", "slowmo", "co2")
+TAUS = (1, 3, 6, 12, 24, 48, 96, 192)  # the paper's search grid
+WARMUP = 2  # rounds until a hidden method's first all-reduce has been waited for
+DDP_STEPS = 200
+# Ours, not the paper's and not measured: every output that uses one says so.
+ASSUMED = {
+    "step_spread": 0.05,
+    "allreduce_spread": 0.1,
+    "boundary_ms": 10.0,
+    "ddp_overlap": 0.8,
+    "backward_share": 2 / 3,
+}
+CLUSTER_UNITS = {
+    "latency": ("latency_ms", 1e3),
+    "intra_latency": ("intra_latency_ms", 1e3),
+    "overhead": ("overhead_ms", 1e3),
+}
+
+
+@dataclass(frozen=True)
+class Simulate:
+    """A model of rounds: how fast each method trains on a cluster. Options left out are the preset's or assumed."""
+
+    preset: str | None = None
+    """dgx-a100-roce, dgx-a100-tcp, rtx3090, internet-1000 or internet-10000; dgx-a100-tcp unless told otherwise."""
+    nodes: int | None = None
+    workers_per_node: int | None = None
+    inter_gbps: float | None = None
+    """Gbit/s of one node's network cards together."""
+    intra_gbps: float | None = None
+    """Gbit/s of one worker to the others in its node."""
+    latency_ms: float | None = None
+    """Per hop between nodes."""
+    intra_latency_ms: float | None = None
+    efficiency: float | None = None
+    """Share of the nominal bandwidth that an all-reduce gets."""
+    overhead_ms: float | None = None
+    """Of every all-reduce, whatever its size."""
+    algorithm: Literal["auto", "ring", "tree", "hierarchical"] = "auto"
+    """auto: the one that takes least by its formula."""
+    params: float = 125e6
+    """Parameters of the model."""
+    bytes_per_param: float = 4.0
+    step_ms: float = 500.0
+    """Mean local step without communication."""
+    step_spread: float | None = None
+    """Standard deviation of a step as a share of its mean."""
+    distribution: Literal["lognormal", "normal"] = "lognormal"
+    batch: int = 8
+    """Samples per worker and step."""
+    boundary_ms: float | None = None
+    """What closing a round costs a worker besides waiting (not ddp)."""
+    backward_share: float | None = None
+    """Share of a step that is the backward pass."""
+    ddp_overlap: float | None = None
+    """Share of the backward pass that ddp's communication can run under."""
+    allreduce_spread: float | None = None
+    """Standard deviation of an all-reduce's time as a share of its mean."""
+    straggler_probability: float = 0.0
+    """Chance per round (ddp: step) and node to be slow."""
+    straggler_factor: float = 2.0
+    mtbf_hours: float | None = None
+    """Mean time between failures of one node; None for no failures."""
+    restart_minutes: float = 10.0
+    checkpoint_minutes: float = 30.0
+    """Time between checkpoints: a failure sends everyone back to the last."""
+    tau: int | None = None
+    """Local steps per round; None picks the smallest that hides the all-reduce."""
+    quantile: float = 0.95
+    """Of the all-reduce's time, that tau must cover."""
+    margin: float = 0.25
+    """And this share more."""
+    rounds: int = 50
+    seed: int = 0
+    calibrate: Path | None = None
+    """bench.scaling's JSON: fit to some rows, report the errors on the others. With --preset, what carries over
+    (efficiency, overhead, step_spread, ddp_overlap) takes the place of assumptions there."""
+    fit_workers: tuple[int, ...] = ()
+    """Worker counts to fit to; the smaller half by default."""
+    paper: bool = False
+    """Compare with the known cells of the paper's throughput table."""
+    words: int = 4096
+    """--paper: words per GPU and step."""
+    json: Path | None = None
+    """Write everything that is printed here, too."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One number that a prediction rests on, in the option's unit, and where it comes from."""
+
+    name: str
+    value: float
+    source: str
+
+
+def main() -> None:
+    options = tyro.cli(Simulate, use_underscores=True)
+    _check(options)
+    results: dict[str, Any] = {}
+    calibration = None
+    if options.calibrate:
+        calibration = calibrate.calibrate(options.calibrate, options.fit_workers, options.seed)
+        print(calibrate.markdown(calibration, str(options.calibrate)), flush=True)
+        results["calibration"] = calibration.as_dict()
+    if options.paper:
+        results["paper"] = paper(options)
+    if options.preset or not (options.paper or calibration):
+        results["prediction"] = prediction(options, calibration)
+    if options.json:
+        try:
+            options.json.write_text(json.dumps(results, indent=2) + "\n")
+        except OSError as error:
+            raise UserError(f"{options.json}: {error.strerror}; give --json a file that can be written") from None
+
+
+def _check(options: Simulate) -> None:
+    for name in ("params", "bytes_per_param", "step_ms", "batch", "words", "restart_minutes", "checkpoint_minutes"):
+        if not 0 < getattr(options, name) < float("inf"):
+            raise UserError(f"{name}={getattr(options, name):g}: give a finite number above 0")
+    if options.mtbf_hours is not None and not options.mtbf_hours > 0:
+        raise UserError(f"mtbf_hours={options.mtbf_hours:g}: give a number above 0, or leave it out for no failures")
+    if options.rounds <= WARMUP:
+        raise UserError(f"rounds={options.rounds}: give {WARMUP + 1} or more; the first {WARMUP} are not counted")
+    if options.tau is not None and options.tau < 1:
+        raise UserError(f"tau={options.tau}: give 1 or more local steps, or leave it out to have it picked")
+    if options.fit_workers and not options.calibrate:
+        raise UserError("fit_workers: give --calibrate FILE with it")
+
+
+def settings(options: Simulate, calibration: Calibration | None) -> tuple[Cluster, list[Setting]]:
+    """The cluster, and every number with its source: the command line, the preset, the calibration, or assumed."""
+    name = options.preset or DEFAULT_PRESET
+    base = preset(name)
+    c = calibration.constants if calibration else None
+    # Above 1 comes from the link's burst or from noise; it is no property that another cluster would share.
+    measured = {"efficiency": min(1.0, c.link.efficiency), "overhead_ms": c.link.overhead * 1e3} if c else {}
+    if c:
+        measured["step_spread"] = c.spread / c.step
+    if c and c.overlap is not None:
+        measured["ddp_overlap"] = c.overlap
+    found = []
+    for field in fields(Cluster):
+        option, unit = CLUSTER_UNITS.get(field.name, (field.name, 1.0))
+        label = f"preset {name}" if field.name in base.facts else "assumed"
+        found.append(_setting(options, option, measured, getattr(base.cluster, field.name) * unit, label))
+    found += [_setting(options, option, measured, value, "assumed") for option, value in ASSUMED.items()]
+    values = {s.name: s.value for s in found}
+    parts = {f.name: CLUSTER_UNITS.get(f.name, (f.name, 1.0)) for f in fields(Cluster)}
+    cluster = replace(base.cluster, **{key: values[option] / unit for key, (option, unit) in parts.items()})
+    return replace(cluster, nodes=int(cluster.nodes), workers_per_node=int(cluster.workers_per_node)), found
+
+
+def _setting(options: Simulate, name: str, measured: dict[str, float], value: float, label: str) -> Setting:
+    given = getattr(options, name)
+    if given is not None:
+        return Setting(name, given, "given")
+    if name in measured:
+        return Setting(name, measured[name], "calibrated")
+    return Setting(name, value, label)
+
+
+def build(options: Simulate, calibration: Calibration | None = None) -> tuple[Cluster, Algorithm, Work, list[Setting]]:
+    """All that the model needs, and the settings to print."""
+    cluster, found = settings(options, calibration)
+    v = {s.name: s.value for s in found}
+    nbytes = options.params * options.bytes_per_param
+    algorithm = fastest(cluster, nbytes) if options.algorithm == "auto" else options.algorithm
+    step = options.step_ms / 1e3
+    work = Work(
+        workers=cluster.workers,
+        step=step,
+        spread=v["step_spread"] * step,
+        allreduce=allreduce_seconds(cluster, nbytes, algorithm),
+        allreduce_spread=v["allreduce_spread"],
+        boundary=v["boundary_ms"] / 1e3,
+        backward_share=v["backward_share"],
+        overlap=v["ddp_overlap"],
+        distribution=options.distribution,
+        straggler_probability=options.straggler_probability,
+        straggler_factor=options.straggler_factor,
+        workers_per_node=cluster.workers_per_node,
+    )
+    return cluster, algorithm, work, found
+
+
+@dataclass(frozen=True)
+class Line:
+    """One prediction."""
+
+    method: str
+    tau: int
+    samples_per_second: float
+    share_of_ideal: float
+    """Of workers x batch / step."""
+    exposed_share: float
+    useful_share: float
+    """1 without failures."""
+    allreduce_seconds: float
+
+
+def predict(options: Simulate, cluster: Cluster, work: Work, method: str, tau: int) -> Line:
+    """Simulates one method; failures then take their share of the time."""
+    if method == "ddp":
+        tau, work = 1, replace(work, boundary=0.0)
+    rounds = max(DDP_STEPS, options.rounds) if method == "ddp" else options.rounds
+    outcome: Outcome = simulate(method, work, tau, rounds, seed=options.seed, warmup=WARMUP)
+    mtbf = options.mtbf_hours * 3600 / cluster.nodes if options.mtbf_hours else None
+    useful = useful_share(
+        mtbf, options.restart_minutes * 60, options.checkpoint_minutes * 60, outcome.step_seconds * tau
+    )
+    speed = work.workers * options.batch / outcome.step_seconds * useful
+    ideal = work.workers * options.batch / work.step
+    return Line(method, tau, speed, speed / ideal, outcome.exposed_share, useful, outcome.allreduce_seconds)
+
+
+def prediction(options: Simulate, calibration: Calibration | None) -> dict[str, Any]:
+    """Prints the methods at one tau, then taus for CO2 and Local-SGD; returns the same as plain data."""
+    cluster, algorithm, work, found = build(options, calibration)
+    best = recommend_tau(work, quantile=options.quantile, margin=options.margin, seed=options.seed)
+    tau = best if options.tau is None else options.tau
+    started = time.perf_counter()
+    methods = [predict(options, cluster, work, method, tau) for method in METHODS]
+    taus = [predict(options, cluster, work, m, t) for t in sorted({*TAUS, best, tau}) for m in ("co2", "local")]
+    seconds = time.perf_counter() - started
+    print(
+        f"\n## {options.preset or DEFAULT_PRESET}: {cluster.workers} workers in {cluster.nodes} nodes "
+        "(predicted by a model, not run)\n"
+    )
+    print(settings_markdown(options, found))
+    print(f"\nall-reduce: {work.allreduce:.4g} s = {work.allreduce / work.step:.3g} steps, {algorithm}")
+    print(
+        f"tau to use: {best}, the smallest whose steps last {1 + options.margin:g} times the all-reduce's "
+        f"{options.quantile:.0%} quantile\n"
+    )
+    print(lines_markdown(methods))
+    print(f"\nOver tau:\n\n{lines_markdown(taus)}\n")
+    print(
+        "Of ideal: of workers x batch / step. Exposed: waiting for the link or for slower workers, of the time without"
+    )
+    print(f"failures. Useful time: what failures leave.\n\n(simulated in {seconds:.1f} s)", flush=True)
+    return {
+        "cluster": asdict(cluster),
+        "algorithm": algorithm,
+        "work": asdict(work),
+        "settings": [asdict(s) for s in found],
+        "recommended_tau": best,
+        "methods": [asdict(line) for line in methods],
+        "taus": [asdict(line) for line in taus],
+        "simulated_seconds": seconds,
+    }
+
+
+def settings_markdown(options: Simulate, found: list[Setting]) -> str:
+    """What the prediction rests on, by source."""
+    workload = {n: getattr(options, n) for n in ("params", "bytes_per_param", "step_ms", "batch")}
+    defaults = {f.name: f.default for f in fields(Simulate)}
+    found = found + [Setting(n, v, "assumed" if v == defaults[n] else "given") for n, v in workload.items()]
+    by_source: dict[str, list[str]] = {}
+    for s in found:
+        by_source.setdefault(s.source, []).append(f"{s.name} {s.value:g}")
+    return "\n".join(f"- {source}: {', '.join(items)}" for source, items in by_source.items())
+
+
+def lines_markdown(lines: list[Line]) -> str:
+    table = ["| method | tau | samples/s | of ideal | exposed | useful time |", "|---|---|---|---|---|---|"]
+    for x in lines:
+        table.append(
+            f"| {x.method} | {x.tau} | {x.samples_per_second:,.1f} | {x.share_of_ideal:.1%} | {x.exposed_share:.1%} "
+            f"| {x.useful_share:.1%} |"
+        )
+    return "\n".join(table)
+
+
+def paper(options: Simulate) -> dict[str, Any]:
+    """Prints the comparison with the paper's cells; returns it as plain data."""
+    cluster, _, work, _ = build(replace(options, preset=DEFAULT_PRESET, nodes=None, workers_per_node=None))
+    nbytes = options.params * options.bytes_per_param
+    result = paper_throughput.report(cluster, nbytes, options.words, work.backward_share, work.overlap)
+    print(
+        "\n## The paper's throughput table, 80 Gbit/s TCP/IP (CO2, arXiv 2401.16265)\n\n"
+        f"Assumed or given: {options.params:g} parameters of {options.bytes_per_param:g} bytes, {options.words} "
+        f"words per GPU and step, backward pass {work.backward_share:.2g} of a step, ddp's overlap {work.overlap:g} of "
+        f"it, {cluster.latency * 1e3:g} ms a hop. Which model the table is of is not known here: size and words only "
+        "scale the fitted constants, apart from latency and the traffic inside a node.\n"
+    )
+    print(f"{paper_throughput.markdown(result)}\n\n{paper_throughput.remarks(result)}", flush=True)
+    return asdict(result)
+
+
+if __name__ == "__main__":
+    launch(main)

@@ -1,0 +1,309 @@
+"""The model of rounds: hand-computed runs, failures, the choice of tau, the paper's cells, the command line."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench import paper_throughput
+from bench.events import Work, expected_skew, recommend_tau, simulate, useful_share
+from bench.network import ALGORITHMS, PRESETS
+from bench.simulate import Simulate, build, main, predict, prediction
+from core.baselines import METHODS
+from core.errors import UserError
+from tests.unit.test_calibrate import scaling_data
+
+ROOT = Path(__file__).resolve().parents[2]
+DGX = PRESETS["dgx-a100-tcp"].cluster
+
+
+# -- rounds, by hand ------------------------------------------------------------------------------------------
+
+TWO = Work(2, step=1.0, allreduce=3.0, boundary=0.5)
+
+
+@pytest.mark.parametrize("method", ["local", "slowmo"])
+def test_blocking_methods_pay_for_every_allreduce(method):
+    outcome = simulate(method, TWO, tau=4, rounds=10)
+    assert outcome.steps == 40
+    assert outcome.seconds == pytest.approx(10 * (4 + 3 + 0.5))
+    assert outcome.exposed_seconds == pytest.approx(30)
+    assert outcome.exposed_share == pytest.approx(30 / 75)
+    assert outcome.allreduce_seconds == pytest.approx(3)
+
+
+@pytest.mark.parametrize("method", ["co2", "overlap_local"])
+def test_hidden_methods_wait_for_what_tau_steps_leave_over(method):
+    hidden = simulate(method, TWO, tau=4, rounds=10)
+    assert hidden.seconds == pytest.approx(10 * 4.5)
+    assert hidden.exposed_seconds == 0.0
+    assert simulate(method, TWO, tau=3, rounds=10).exposed_seconds == 0.0  # just
+    partly = simulate(method, TWO, tau=2, rounds=10)  # 3 s under 2 s: 1 s shows, but for the first round
+    assert partly.exposed_seconds == pytest.approx(9)
+    assert partly.seconds == pytest.approx(10 * 2.5 + 9)
+    warm = simulate(method, TWO, tau=2, rounds=10, warmup=1)
+    assert (warm.steps, warm.exposed_seconds, warm.seconds) == pytest.approx((18, 9, 9 * 3.5))
+
+
+def test_ddp_hides_its_share_of_the_backward_pass():
+    work = dataclasses.replace(TWO, boundary=0.0, backward_share=0.5, overlap=0.8)
+    outcome = simulate("ddp", work, tau=48, rounds=10)  # starts 0.4 s before the step's end
+    assert outcome.steps == 10
+    assert outcome.seconds == pytest.approx(10 * (1 + 3 - 0.4))
+    assert outcome.exposed_seconds == pytest.approx(10 * 2.6)
+    fast = simulate("ddp", dataclasses.replace(work, allreduce=0.3), tau=1, rounds=10)
+    assert (fast.seconds, fast.exposed_seconds) == pytest.approx((10, 0))
+
+
+def test_a_straggling_node_holds_up_the_others_but_not_itself():
+    work = Work(2, step=1.0, straggler_probability=0.5, straggler_factor=3.0)
+    outcome = simulate("local", work, tau=1, rounds=4000, seed=1)
+    # max of two: 1 s when none is slow (1/4), else 3 s; a worker's own mean is 2 s
+    assert outcome.step_seconds == pytest.approx(0.25 * 1 + 0.75 * 3, rel=0.03)
+    assert outcome.exposed_seconds / outcome.steps == pytest.approx(0.5, rel=0.1)
+    together = simulate("local", dataclasses.replace(work, workers_per_node=2), tau=1, rounds=4000, seed=1)
+    assert together.step_seconds == pytest.approx(2.0, rel=0.03)  # slow together: nobody waits
+    assert together.exposed_seconds == 0.0
+
+
+def test_a_round_of_slack_lets_co2_wait_less_for_uneven_steps_than_local():
+    work = Work(64, step=1.0, spread=0.2)
+    waits = {m: simulate(m, work, tau=4, rounds=200, warmup=2).exposed_share for m in ("local", "co2")}
+    assert 0 < waits["co2"] < 0.5 * waits["local"]
+
+
+@pytest.mark.parametrize("distribution", ["lognormal", "normal"])
+def test_steps_have_the_given_mean_and_deviation_and_the_barrier_takes_the_largest(distribution):
+    work = Work(2, step=2.0, spread=0.2, distribution=distribution)
+    alone = simulate("local", dataclasses.replace(work, workers=1), tau=1, rounds=4000)
+    assert alone.step_seconds == pytest.approx(2.0, rel=0.01)
+    pair = simulate("local", work, tau=9, rounds=4000)
+    # E max of two normals = sd / sqrt(pi); nine independent steps: sd 0.6
+    assert pair.seconds / 4000 == pytest.approx(18 + 0.6 / np.sqrt(np.pi), rel=0.003)
+    assert expected_skew(work, 9) == pytest.approx(0.6 / np.sqrt(np.pi), rel=0.06)
+    paced = simulate("local", dataclasses.replace(work, paced=True), tau=9, rounds=4000)
+    assert paced.seconds / 4000 == pytest.approx(18 + 0.2 / np.sqrt(np.pi), rel=0.003)
+
+
+KNOBS = dict(
+    step=1.1,
+    spread=0.3,
+    allreduce=5.0,
+    allreduce_spread=0.5,
+    boundary=0.9,
+    distribution="normal",
+    paced=True,
+    straggler_probability=0.5,
+    workers=16,
+)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_knob_changes_the_result(method):
+    work = Work(8, 1.0, 0.1, 4.0, 0.1, 0.5, straggler_probability=0.1, overlap=0.3, workers_per_node=4)
+    base = simulate(method, work, tau=4, rounds=20)
+    knobs = KNOBS | dict(straggler_factor=4.0, workers_per_node=2)
+    if method == "ddp":
+        knobs = knobs | dict(backward_share=0.5, overlap=0.9)
+        del knobs["paced"]  # one step a round: the same
+    for name, value in knobs.items():
+        assert simulate(method, dataclasses.replace(work, **{name: value}), tau=4, rounds=20) != base, name
+    assert simulate(method, work, tau=4, rounds=20, seed=1) != base
+    assert simulate(method, work, tau=4, rounds=20) == base
+
+
+def test_methods_share_their_draws():
+    work = Work(8, 1.0, 0.1)
+    assert simulate("local", work, 4, 20) == simulate("slowmo", work, 4, 20)
+    assert simulate("co2", work, 4, 20) == simulate("overlap_local", work, 4, 20)
+
+
+def test_throughput_falls_with_the_allreduce_and_rises_with_tau():
+    seconds = [simulate("co2", dataclasses.replace(TWO, allreduce=a), 4, 20).seconds for a in (1.0, 4.0, 8.0, 16.0)]
+    assert seconds == sorted(seconds) and seconds[-1] > 2 * seconds[0]
+    for method in ("local", "co2"):
+        per_step = [simulate(method, TWO, tau, 20).step_seconds for tau in (1, 2, 4, 8, 16)]
+        assert per_step == sorted(per_step, reverse=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [dict(workers=3, workers_per_node=2), dict(step=0.0), dict(spread=-1.0), dict(overlap=1.5)]
+    + [dict(straggler_factor=0.5), dict(distribution="normal", spread=0.5)],
+)
+def test_impossible_work_is_refused(change):
+    with pytest.raises(UserError):
+        dataclasses.replace(TWO, **change)
+
+
+# -- failures and tau -----------------------------------------------------------------------------------------
+
+
+def test_failures_agree_with_a_simulation_of_them():
+    mtbf, restart, checkpoint = 100.0, 5.0, 40.0
+    rng, total, done = np.random.default_rng(0), 0.0, 0
+    while done < 5000:  # one checkpoint's work after the other, begun again after each failure
+        until = rng.exponential(mtbf)
+        total += checkpoint if until > checkpoint else until + restart
+        done += until > checkpoint
+    assert useful_share(mtbf, restart, checkpoint, 10.0) == pytest.approx(done * checkpoint / total, rel=0.02)
+    assert useful_share(mtbf, restart, 35.0, 10.0) == useful_share(mtbf, restart, checkpoint, 10.0)  # whole rounds
+    assert useful_share(None, restart, checkpoint, 10.0) == 1.0
+    assert useful_share(1.0, restart, 1e6, 10.0) == 0.0
+
+
+def test_failures_cost_throughput_by_each_of_their_knobs():
+    options = Simulate(preset="dgx-a100-tcp", mtbf_hours=100.0, rounds=10)
+    cluster, _, work, _ = build(options)
+    base = predict(options, cluster, work, "co2", 4)
+    for change in (dict(mtbf_hours=10.0), dict(restart_minutes=60.0), dict(checkpoint_minutes=120.0)):
+        worse = predict(dataclasses.replace(options, **change), cluster, work, "co2", 4)
+        assert worse.useful_share < base.useful_share < 1, change
+        assert worse.samples_per_second < base.samples_per_second
+
+
+def test_tau_is_the_smallest_that_covers_the_allreduce_with_margin():
+    work = Work(8, step=0.5, allreduce=10.0)
+    assert recommend_tau(work, quantile=0.95, margin=0.0) == 20
+    assert recommend_tau(work, quantile=0.95, margin=0.25) == 25
+    assert recommend_tau(dataclasses.replace(work, allreduce=0.01), quantile=0.95, margin=0.25) == 1
+    spread = dataclasses.replace(work, allreduce_spread=0.1)
+    # a lognormal's 95 % quantile: exp(mu + 1.645 sigma) with sigma^2 = ln 1.01: 1.173 times the mean
+    assert recommend_tau(spread, quantile=0.95, margin=0.0) == 24
+    assert recommend_tau(spread, quantile=0.5, margin=0.0) == 20
+
+
+def test_the_recommended_tau_hides_and_half_of_it_does_not():
+    options = Simulate(preset="internet-1000", seed=3)
+    cluster, _, work, _ = build(options)
+    tau = recommend_tau(work, quantile=0.95, margin=0.25)
+    assert predict(options, cluster, work, "co2", tau).exposed_share < 0.02
+    assert predict(options, cluster, work, "co2", tau // 2).exposed_share > 0.2
+
+
+def test_ten_thousand_nodes():
+    options = Simulate(preset="internet-10000")
+    cluster, algorithm, work, _ = build(options)
+    assert (work.workers, algorithm) == (10_000, "tree")
+    # 5e8 bytes twice over 0.8 Gbit/s, 14 levels of 50 ms up and down, 0.1 s fixed
+    assert work.allreduce == pytest.approx(2 * 5e8 / 1e8 + 28 * 0.05 + 0.1)
+    line = predict(options, cluster, dataclasses.replace(work, spread=0.0, allreduce_spread=0.0), "local", 10)
+    assert line.samples_per_second == pytest.approx(10_000 * 8 * 10 / (10 * 0.5 + work.allreduce + 0.01))
+
+
+# -- the paper ------------------------------------------------------------------------------------------------
+
+
+def test_the_paper_s_fitted_cells_come_out_and_the_others_are_called_predictions():
+    result = paper_throughput.report(DGX, 5e8, 4096, 2 / 3, 0.8)
+    cells = {cell.name: cell for cell in result.cells}
+    for name, cell in cells.items():
+        assert cell.fitted == (name in ("AdamW, 8 GPUs, words/s", "AdamW, 16 GPUs, words/s"))
+        if cell.fitted:
+            assert all(abs(cell.error(a)) < 1e-4 for a in ALGORITHMS)
+    # The ring by hand: 16 GPUs take 16/8 x 18,444/3,488 = 10.576 steps, of which 1 is the step, and 0.533 more hide.
+    step_times = 1 + (10.576 - 1 + 0.5333) * (127 / 128) / (15 / 16) - 0.5333
+    ring = cells["AdamW, 128 GPUs, words/s"].predicted["ring"]
+    assert ring == pytest.approx(16 * 18_444 / step_times, rel=0.005)
+    text = paper_throughput.remarks(result)
+    assert "no prediction" in text and "Not matched: CO2 tau 48, ratio" in text
+    assert max(cells["CO2 tau 48, ratio"].predicted.values()) <= 1.0 + 1e-9
+
+
+# -- the command line -----------------------------------------------------------------------------------------
+
+
+def run(*args: str | Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "bench.simulate", *map(str, args)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_command_line_prints_tables_labels_assumptions_and_writes_json(tmp_path):
+    out, scaling = tmp_path / "out.json", tmp_path / "scaling.json"
+    scaling.write_text(json.dumps(scaling_data(workers=(2, 4), rates=(200.0,))))
+    done = run(
+        "--preset", "rtx3090", "--calibrate", scaling, "--paper", "--step_ms", "100", "--rounds", "5", "--json", out
+    )
+    assert done.returncode == 0, done.stderr
+    for text in ("preset rtx3090: nodes 10", "assumed: inter_gbps 10", "given: step_ms 100", "calibrated: efficiency"):
+        assert text in done.stdout, text
+    results = json.loads(out.read_text())
+    assert set(results) == {"calibration", "paper", "prediction"}
+    assert [line["method"] for line in results["prediction"]["methods"]] == ["ddp", *METHODS_AT_TAU]
+
+
+METHODS_AT_TAU = ("local", "overlap_local", "slowmo", "co2")
+
+
+BASE = Simulate(preset="dgx-a100-tcp", inter_gbps=1.0, rounds=4)
+OPTIONS = dict(
+    preset="rtx3090",
+    nodes=8,
+    workers_per_node=4,
+    inter_gbps=2.0,
+    intra_gbps=5.0,
+    latency_ms=5.0,
+    intra_latency_ms=5.0,
+    efficiency=0.5,
+    overhead_ms=500.0,
+    algorithm="ring",
+    params=250e6,
+    bytes_per_param=2.0,
+    step_ms=400.0,
+    step_spread=0.2,
+    distribution="normal",
+    batch=4,
+    boundary_ms=100.0,
+    backward_share=0.5,
+    ddp_overlap=0.1,
+    allreduce_spread=0.3,
+    straggler_probability=0.5,
+    mtbf_hours=10.0,
+    tau=7,
+    quantile=0.5,
+    margin=1.0,
+    rounds=8,
+    seed=1,
+)
+
+
+def test_every_option_changes_the_prediction():
+    base = prediction(BASE, None)
+    for name, value in OPTIONS.items():
+        changed = prediction(dataclasses.replace(BASE, **{name: value}), None)
+        assert changed["methods"] != base["methods"], name
+    slow = dataclasses.replace(BASE, straggler_probability=0.1)
+    slower = dataclasses.replace(slow, straggler_factor=5.0)
+    assert prediction(slow, None)["methods"] != prediction(slower, None)["methods"]
+
+
+def test_a_mistake_is_one_line_without_a_traceback():
+    done = run("--preset", "dgx")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: preset 'dgx' does not exist") and done.stderr.count("\n") == 1
+    assert "choose one of dgx-a100-roce, dgx-a100-tcp, rtx3090, internet-1000, internet-10000" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--inter_gbps", "0"), "inter_gbps=0: give a finite number above 0"),
+        (("--inter_gbps", "-1"), "inter_gbps=-1: give a finite number above 0"),
+        (("--calibrate", "/nowhere.json"), "write the file with python -m bench.scaling"),
+        (("--fit_workers", "2"), "give --calibrate FILE"),
+        (("--tau", "0"), "tau=0: give 1 or more"),
+        (("--rounds", "2"), "rounds=2: give 3 or more"),
+        (("--step_ms", "nan"), "step_ms=nan"),
+        (("--mtbf_hours", "0"), "mtbf_hours=0"),
+        (("--quantile", "1"), "quantile=1"),
+        (("--paper", "--params", "1e15"), "the 16-GPU cell cannot be matched"),
+    ],
+)
+def test_mistakes_name_the_value_and_the_remedy(monkeypatch, args, words):
+    monkeypatch.setattr(sys, "argv", ["simulate", *args])
+    with pytest.raises(UserError, match=words):
+        main()
