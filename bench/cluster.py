@@ -104,7 +104,10 @@ class Cluster:
         """The rate between two nodes, Mbit/s on the wire, from one TCP stream; UserError if over 10 % off."""
         if self.nodes < 2:
             raise UserError("--verify measures between two nodes: give --nodes 2 or more")
-        measured = self._transfer(source=0, target=1)
+        try:
+            measured = self._transfer(source=0, target=1)
+        except OSError as error:
+            raise UserError(f"nothing crosses the link: {error}") from error
         if abs(measured / self.rate_mbit - 1) > 0.1:
             raise UserError(f"the link carries {measured:.1f} Mbit/s, over 10 % off the {self.rate_mbit:g} asked for")
         return measured
@@ -160,24 +163,25 @@ class Cluster:
         return [tool("nsenter"), f"--net={self._path(node)}", "--"]
 
     def _transfer(self, source: int, target: int) -> float:
-        """Mbit/s on the wire of a stream of about 0.7 s, after 0.3 s or 1 MB: slow start and the bucket's burst."""
+        """Mbit/s on the wire of a stream of about 0.7 s, its start left out: slow start and the buckets' burst."""
         server = self.inside(target, lambda: socket.create_server((self.address(target), 0)))
         client = self.inside(source, socket.socket)
         second = self.rate_mbit * 1e6 / 8
-        warm = int(max(1e6, second * (0.3 + self.delay_ms / 50)))
-        total = warm + int(0.7 * second)
+        warm = int(max(512e3, second * (0.3 + self.delay_ms / 50)))
+        total = warm + int(max(256e3, second * 0.7))  # no less: up to 64 KiB arrive at once
         with server, client:
             server.settimeout(10.0)
             client.settimeout(10.0)
             client.connect(server.getsockname())
             stream, _ = server.accept()
+            stream.settimeout(10.0)
             sender = threading.Thread(target=_send, args=(client, total), daemon=True)
             sender.start()
             with stream:
-                started = _receive(stream, warm)
-                ended = _receive(stream, total - warm)
+                skipped, started = _receive(stream, warm)
+                count, ended = _receive(stream, total - skipped)
             sender.join()
-        return (total - warm) * 8 / 1e6 * HEADERS / (ended - started)
+        return count * 8 / 1e6 * HEADERS / (ended - started)
 
 
 def _positive(rate_mbit: float) -> float:
@@ -193,15 +197,15 @@ def _send(sock: socket.socket, size: int) -> None:
             sock.sendall(data[: size - start])
 
 
-def _receive(sock: socket.socket, size: int) -> float:
-    """Reads `size` bytes; returns the time of the last."""
-    buffer = bytearray(1 << 18)
-    while size > 0:
-        count = sock.recv_into(buffer, min(size, len(buffer)))
-        if not count:
+def _receive(sock: socket.socket, least: int) -> tuple[int, float]:
+    """Reads at least `least` bytes; returns how many came and when the last of them did."""
+    count, buffer = 0, bytearray(1 << 18)
+    while count < least:
+        received = sock.recv_into(buffer)
+        if not received:
             raise UserError("the link broke while its rate was measured")
-        size -= count
-    return time.monotonic()
+        count += received
+    return count, time.monotonic()
 
 
 if __name__ == "__main__":

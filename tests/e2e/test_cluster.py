@@ -378,22 +378,27 @@ def worker(folder: Path, mode: str, *options: str):
         yield process
     finally:
         process.kill()
+        for pid in left(folder, process.pid):  # after a failure
+            os.kill(pid, signal.SIGKILL)
         process.communicate()
 
 
 def assert_gone(folder: Path, owner: int) -> None:
     """No rank, torchrun, switch or guard of the run is left; a guard may take a moment when its owner was killed."""
     deadline = time.monotonic() + 10
-    while left := [line for line in commands() if str(folder) in line or f"guard.py {owner} " in line]:
-        assert time.monotonic() < deadline, left
+    while pids := left(folder, owner):
+        assert time.monotonic() < deadline, pids
         time.sleep(0.05)
 
 
-def commands() -> list[str]:
+def left(folder: Path, owner: int) -> list[int]:
+    """The processes that name the test's folder, and the guard of `owner`."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if str(folder) in command or f"guard.py {owner} " in command:
+                found.append(int(path.parent.name))
     return found
 
 
