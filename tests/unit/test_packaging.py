@@ -33,8 +33,8 @@ def exact_pins(lines: list[str]) -> dict[str, str]:
     return pins
 
 
-def constraints() -> dict[str, str]:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
+def constraints(file: str = "constraints.txt") -> dict[str, str]:
+    lines = (ROOT / file).read_text().splitlines()
     return exact_pins([line for line in lines if line and not line.startswith("#")])
 
 
@@ -45,7 +45,9 @@ def environment_pins() -> dict[str, str]:
 
 
 def direct_requirements() -> list[Requirement]:
-    lines = PROJECT["dependencies"] + sum(PROJECT["optional-dependencies"].values(), [])
+    """What `make setup` installs: all but the extra of the comparison with other packages."""
+    extras = [lines for extra, lines in PROJECT["optional-dependencies"].items() if extra != "peers"]
+    lines = PROJECT["dependencies"] + sum(extras, [])
     requirements = [Requirement(line) for line in lines]
     return [requirement for requirement in requirements if requirement.name != PROJECT["name"]]
 
@@ -62,14 +64,22 @@ def test_each_requirement_is_pinned_within_its_range(requirement: Requirement):
     assert requirement.specifier.contains(constraints()[name])
 
 
+def test_peers_are_pinned_in_a_file_of_their_own():
+    """It adds to constraints.txt and contradicts it nowhere."""
+    pinned = constraints("bench/peers-constraints.txt")
+    assert pinned.keys() & constraints().keys() == set()
+    for requirement in map(Requirement, PROJECT["optional-dependencies"]["peers"]):
+        assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)])
+
+
 def test_pins_carry_no_local_version():
     assert [name for name, version in constraints().items() if "+" in version] == []
 
 
-def test_all_names_every_other_extra():
+def test_all_names_every_other_extra_but_peers():
     extras = PROJECT["optional-dependencies"]
     (everything,) = [Requirement(line) for line in extras["all"]]
-    assert everything.extras == set(extras) - {"all"}
+    assert everything.extras == set(extras) - {"all", "peers"}
 
 
 @pytest.mark.parametrize("package", PYPROJECT["tool"]["setuptools"]["packages"])

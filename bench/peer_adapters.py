@@ -1,0 +1,329 @@
+"""Methods of other packages, run by those packages' own code, behind the calls that bench/peer_loop.py makes.
+
+Nothing here reimplements a peer: each function configures the package as its documentation says, for the period that
+the bench compares. Packages are imported inside the functions, so that a missing one costs nothing but its row.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
+
+
+def nothing() -> None:
+    """What a peer without such a call does."""
+
+
+@dataclass
+class Trainer:
+    """A model with whatever keeps the workers together.
+
+    model: to be called in the loop. optimizer: its zero_grad and step are called. after_step: follows every optimiser
+    step. finish: ends the training (inside the clock). close: frees ports and processes (outside it). rounds: how many
+    synchronisations there were. sent: bytes that the method says it sent; None where it does not say.
+    """
+
+    model: nn.Module
+    optimizer: Any
+    after_step: Callable[[], Any] = nothing
+    finish: Callable[[], Any] = nothing
+    close: Callable[[], Any] = nothing
+    rounds: Callable[[], int] = lambda: 0
+    sent: Callable[[], int | None] = lambda: None
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a peer is given. model: the same initial values on every worker. batch: samples per worker and step."""
+
+    model: nn.Sequential
+    make_optimizer: OptimizerFactory
+    tau: int
+    batch: int
+    steps: int
+    timeout: float
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def workers(self) -> int:
+        return dist.get_world_size()
+
+
+@dataclass(frozen=True)
+class Peer:
+    """package: the distribution that carries it. module: what to import. note: its settings, for the table."""
+
+    package: str
+    module: str
+    start: Callable[[Task], Trainer]
+    note: str
+
+    def missing(self) -> str:
+        """Why the package cannot be imported here; empty when it is there."""
+        try:
+            importlib.metadata.version(self.package)
+            found = importlib.util.find_spec(self.module.partition(".")[0])
+        except (importlib.metadata.PackageNotFoundError, ModuleNotFoundError, ValueError):
+            found = None
+        return "" if found else f"package {self.package} is not installed"
+
+
+# -- torch ----------------------------------------------------------------------------------------------------
+
+
+def post_local_sgd(task: Task) -> Trainer:
+    """Post-local SGD (Lin et al., ICLR 2020) without its synchronous warm-up; averages after steps 1, 1 + tau, ..."""
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    averager = PeriodicModelAverager(period=task.tau, warmup_steps=0)
+    optimizer = PostLocalSGDOptimizer(task.make_optimizer(task.model.parameters()), averager)
+    return Trainer(task.model, optimizer, rounds=lambda: -(-averager.step // task.tau))
+
+
+def powersgd(task: Task) -> Trainer:
+    """DDP whose gradients travel as matrices of rank 1 (PowerSGD: Vogels et al., NeurIPS 2019) from step 2 on.
+
+    One bucket holds all: the hook waits for a second all-reduce in the callback of the first, and gloo, which has two
+    threads for callbacks and all-reduces alike, locks up when two buckets do that at once.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    state = PowerSGDState(process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    model = DistributedDataParallel(task.model, bucket_cap_mb=1 << 14)
+    model.register_comm_hook(state, powerSGD_hook)
+    return Trainer(model, task.make_optimizer(model.parameters()), rounds=lambda: task.steps)
+
+
+# -- torchft --------------------------------------------------------------------------------------------------
+
+
+def own_address() -> str:
+    """This node's IPv4 address, as seen on the way to rank 0."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing
+        return probe.getsockname()[0]
+
+
+def shared(make: Callable[[], Any]) -> Any:
+    """What rank 0 made, on every rank."""
+    box = [make() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def torchft_manager(task: Task) -> tuple[Any, Callable[[], None]]:
+    """A torchft manager, each worker being a replica group of one, with the lighthouse on rank 0; and how to end it."""
+    address = own_address()
+    socket.gethostname = lambda: address  # torchft advertises this name, and a node's name is in nobody's DNS
+    from torch.distributed import TCPStore
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.coordination import LighthouseServer
+
+    patience = timedelta(seconds=task.timeout)
+    lighthouses: list[Any] = []
+
+    def light() -> str:
+        lighthouses.append(LighthouseServer(bind="[::]:0", min_replicas=task.workers))
+        return f"http://{address}:{lighthouses[0].address().rpartition(':')[2]}"
+
+    lighthouse = shared(light)
+    store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    group = ProcessGroupGloo(timeout=patience)
+    manager = Manager(
+        pg=group,
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=task.workers,
+        use_async_quorum=False,  # DiLoCo requires it
+        init_sync=False,  # every worker starts from the same values
+        timeout=patience,
+        quorum_timeout=patience,
+        rank=0,
+        world_size=1,
+        store_addr=address,
+        store_port=store.port,
+        lighthouse_addr=lighthouse,
+        replica_id=f"worker{task.rank}",
+        hostname=address,
+    )
+
+    def end() -> None:
+        dist.barrier()  # a worker that leaves early would make the others form a new quorum
+        manager.shutdown(wait=False)
+        group.shutdown()
+        for server in lighthouses:
+            server.shutdown()
+
+    return manager, end
+
+
+def diloco(task: Task, fragments: int = 1, delay: int = 0) -> Trainer:
+    """DiLoCo (Douillard et al., 2023); with more fragments its streaming form (Douillard et al., 2025).
+
+    fragments: consecutive parts of the model, each synchronised once in tau steps. delay: steps that a fragment's
+    all-reduce has to run underneath.
+    """
+    manager, end = torchft_manager(task)
+    from torchft.local_sgd import DiLoCo
+
+    inner = task.make_optimizer(task.model.parameters())
+    parts = split(task.model, fragments)
+    outer = [torch.optim.SGD(part.parameters(), lr=0.7, momentum=0.9, nesterov=True) for part in parts]
+    context = DiLoCo(manager, parts, inner, outer, sync_every=task.tau, fragment_sync_delay=delay)
+    context.__enter__()
+
+    def finish() -> None:
+        context.__exit__(None, None, None)
+
+    return Trainer(task.model, inner, finish=finish, close=end, rounds=manager.current_step)
+
+
+def streaming_diloco(task: Task) -> Trainer:
+    """DiLoCo in two fragments, whose all-reduce has as many steps as torchft lets it have."""
+    return diloco(task, fragments=2, delay=max(0, task.tau // 2 - 1))
+
+
+def split(model: nn.Sequential, parts: int) -> list[nn.Module]:
+    """Consecutive layers in `parts` groups of about equally many parameters."""
+    total = sum(p.numel() for p in model.parameters())
+    groups: list[list[nn.Module]] = [[] for _ in range(parts)]
+    before = 0
+    for layer in model:
+        size = sum(p.numel() for p in layer.parameters())
+        groups[min(parts - 1, int((before + size / 2) * parts / total))].append(layer)
+        before += size
+    return [nn.Sequential(*group) for group in groups]
+
+
+# -- hivemind -------------------------------------------------------------------------------------------------
+
+
+class UntilFirstEnds:
+    """hivemind's optimiser until the first worker has taken all its steps, from then on the local one inside it.
+
+    hivemind's workers do not keep step with each other; those behind would look for partners, until a timeout, at
+    every step that is left.
+    """
+
+    KEY = "bench/hivemind/ended"
+
+    def __init__(self, optimizer: Any):
+        self._optimizer = optimizer
+        self._store = dist.distributed_c10d._get_default_store()
+        self.zero_grad = optimizer.zero_grad
+
+    def step(self) -> None:
+        if self._store.check([self.KEY]):
+            self._optimizer.state_averager.optimizer.step()
+        else:
+            self._optimizer.step()
+
+    def end(self) -> None:
+        self._store.set(self.KEY, "")
+
+
+def hivemind(task: Task) -> Trainer:
+    """Local updates whose states hivemind averages in the background (delayed by what that takes).
+
+    Its epochs end when the swarm is believed to have seen tau global batches. That belief comes from counts in a
+    distributed hash table, extrapolated in time (time spent waiting too): the period is approximate.
+    """
+    multiprocessing.current_process()._config["daemon"] = False  # hivemind starts processes, a daemon must not
+    from hivemind import DHT, Optimizer
+
+    offline: dict[str, Any] = dict(use_relay=False, use_auto_relay=False, nat_port_map=False, auto_nat=False)
+    listen = [f"/ip4/{own_address()}/tcp/0"]
+    first = DHT(host_maddrs=listen, start=True, **offline) if task.rank == 0 else None
+    peers = shared(lambda: [str(address) for address in first.get_visible_maddrs()])
+    dht = first or DHT(host_maddrs=listen, initial_peers=peers, start=True, **offline)
+    optimizer = Optimizer(
+        dht=dht,
+        run_id="bench",
+        params=list(task.model.parameters()),
+        optimizer=task.make_optimizer,
+        batch_size_per_step=task.batch,
+        target_batch_size=task.tau * task.batch * task.workers,
+        use_local_updates=True,
+        delay_state_averaging=True,
+        matchmaking_time=1.0,
+        averaging_timeout=5.0,
+        averager_opts=dict(request_timeout=0.5, target_group_size=task.workers),
+        tracker_opts=dict(min_refresh_period=0.1, max_refresh_period=0.1, default_refresh_period=0.1),
+        verbose=True,
+    )
+
+    steps = UntilFirstEnds(optimizer)
+
+    def finish() -> None:
+        steps.end()
+        optimizer.state_averager.step(wait_for_delayed_updates=True)
+
+    def close() -> None:
+        dist.barrier()
+        optimizer.shutdown()
+        dht.shutdown()
+
+    return Trainer(task.model, steps, finish=finish, close=close, rounds=lambda: optimizer.local_epoch)
+
+
+# -- accelerate -----------------------------------------------------------------------------------------------
+
+
+def accelerate_local_sgd(task: Task) -> Trainer:
+    """accelerate's LocalSGD around the model that its Accelerator prepared."""
+    from accelerate import Accelerator
+    from accelerate.local_sgd import LocalSGD
+
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(task.model, task.make_optimizer(task.model.parameters()))
+    local = LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=task.tau)
+    local.__enter__()
+
+    def finish() -> None:
+        local.__exit__(None, None, None)  # averages once more
+
+    return Trainer(model, optimizer, local.step, finish, rounds=lambda: local.num_steps // task.tau + 1)
+
+
+PEERS: dict[str, Peer] = {
+    "torch_post_local": Peer(
+        "torch", "torch", post_local_sgd, "PostLocalSGDOptimizer, PeriodicModelAverager(period=tau), no warm-up"
+    ),
+    "torch_powersgd": Peer("torch", "torch", powersgd, "DDP with powerSGD_hook, rank 1, from step 2; every step"),
+    "torchft_diloco": Peer(
+        "torchft-nightly", "torchft", diloco, "DiLoCo, outer SGD lr 0.7, Nesterov momentum 0.9; blocks"
+    ),
+    "torchft_streaming": Peer(
+        "torchft-nightly",
+        "torchft",
+        streaming_diloco,
+        "DiLoCo in 2 fragments, fragment_sync_delay tau/2 - 1, fragment_update_alpha 0 (torchft's default), outer "
+        "SGD as above",
+    ),
+    "hivemind": Peer(
+        "hivemind",
+        "hivemind",
+        hivemind,
+        "Optimizer, use_local_updates, delay_state_averaging, target_batch_size tau global batches, matchmaking_time "
+        "1 s; its period is approximate, see rounds",
+    ),
+    "accelerate_local": Peer("accelerate", "accelerate", accelerate_local_sgd, "LocalSGD(local_sgd_steps=tau)"),
+}

@@ -1,0 +1,235 @@
+"""What every worker of bench/peers.py runs: the same model, data, order and pace around each method."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.peer_adapters import PEERS, Task, Trainer
+from core import CO2Config, UserError, make_method
+from core.baselines import METHODS
+from core.collectives import ThrottledLink
+from core.sharding import worker_batches
+from vision.data import Images
+
+REFERENCE = "none"  # the same steps without any communication
+BATCH = 16  # samples per worker and step
+HIDDEN_LAYERS = 5
+LR, MOMENTUM = 0.05, 0.9
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of one method. folder: where workers leave snapshots."""
+
+    method: str
+    steps: int
+    tau: int
+    workers: int
+    width: int
+    step_ms: float
+    seed: int
+    timeout: float
+    link_mbit: float | None
+    interface: str | None
+    folder: Path
+    logs: Path
+
+
+def build_model(width: int) -> nn.Sequential:
+    """A perceptron of 8 x 8 pixels -> 10 logits with HIDDEN_LAYERS layers of `width`, He initialisation."""
+    sizes = [64, *[width] * HIDDEN_LAYERS, 10]
+    layers: list[nn.Module] = [nn.Flatten()]
+    for a, b in zip(sizes[:-1], sizes[1:], strict=True):
+        layer = nn.Linear(a, b)
+        nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+        nn.init.zeros_(layer.bias)
+        layers += [layer, nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def make_optimizer(params: Any) -> torch.optim.Optimizer:
+    """The inner optimiser of every method."""
+    return torch.optim.SGD(params, lr=LR, momentum=MOMENTUM)
+
+
+def worker(job: Job, train: Images, test: Images) -> dict[str, Any]:
+    """One rank of one row, after run_ranks has placed it; what goes wrong becomes the one line of a UserError.
+
+    What the rank, its package and their processes print goes to a file, and so does a traceback.
+    """
+    log = job.logs / f"{job.method}-{job.seed}-rank{os.environ['RANK']}.log"
+    with open(log, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    try:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", timeout=timedelta(seconds=job.timeout))
+        return run(job, train, test)
+    except Exception as error:
+        traceback.print_exc()
+        line = (str(error).strip().splitlines() or ["no message"])[0]
+        raise UserError(f"{type(error).__name__}: {line}") from error
+
+
+def run(job: Job, train: Images, test: Images) -> dict[str, Any]:
+    """Trains, measures, and on rank 0 evaluates the snapshots afterwards."""
+    rank = dist.get_rank()
+    if job.method in PEERS:
+        __import__(PEERS[job.method].module)  # its code is not the method's memory
+    torch.manual_seed(job.seed)
+    model = build_model(job.width)
+    warm_up(job.width)
+    base = reset_peak()
+    trainer = make_trainer(job, model)
+    dist.barrier()
+    sent = network_bytes(job.interface)
+    seconds, times = train_loop(job, trainer, model, batches(job, train, rank), rank)
+    sent = network_bytes(job.interface) - sent if job.interface else trainer.sent()
+    result = {"seconds": seconds, "times": times, "sent": sent, "rounds": trainer.rounds()}
+    result["memory"] = peak_bytes() - base
+    dist.barrier()  # all snapshots are written
+    if rank == 0:
+        result["losses"] = [mean_loss(job, step, test) for step in times]
+    trainer.close()
+    dist.barrier()
+    return result
+
+
+def make_trainer(job: Job, model: nn.Sequential) -> Trainer:
+    """The method or peer of the job around the model."""
+    if job.method in PEERS:
+        task = Task(model, make_optimizer, job.tau, BATCH, job.steps, job.timeout)
+        return PEERS[job.method].start(task)
+    optimizer = make_optimizer(model.parameters())
+    if job.method == REFERENCE:
+        return Trainer(model, optimizer, sent=lambda: 0)
+    assert job.method in METHODS
+    link = ThrottledLink(job.link_mbit) if job.link_mbit else None
+    settings = {"co2": CO2Config(tau=job.tau), "lr": lambda: LR, "timeout": job.timeout, "link": link}
+    wrapped, method = make_method(job.method, model, **settings)
+    sent = [0]
+
+    def after_step() -> None:
+        if method.step():
+            sent[0] += method.stats.bytes_sent
+
+    def finish() -> None:
+        method.finish()
+        mean = getattr(method, "mean", None)  # finish() may close several rounds: every one has sent the same
+        if mean is not None:
+            sent[0] = mean.launched * mean.bytes_sent
+
+    return Trainer(
+        wrapped, optimizer, after_step, finish, method.close, lambda: int(method.rounds), lambda: round(sent[0])
+    )
+
+
+def batches(job: Job, train: Images, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """This worker's samples, float32 [BATCH, 1, 8, 8] and int64 [BATCH], in an order that only the seed decides."""
+    size = BATCH * job.workers
+    order = worker_batches(len(train), size, seed=job.seed, rank=rank, world_size=job.workers, start=0, total=job.steps)
+    for _, _, index in order:
+        yield train.normalise(train.images[index]), train.labels[index]
+
+
+def train_loop(
+    job: Job, trainer: Trainer, model: nn.Module, data: Iterator[tuple[Tensor, Tensor]], rank: int
+) -> tuple[float, dict[int, float]]:
+    """The loop; returns its seconds and, for each snapshot, its step and when it was taken (the clock stands still).
+
+    The forward pass is stretched to the stand-in step time, so that workers do not fight for the cores; backward, the
+    optimiser and communication come on top.
+    """
+    start, stopped = time.perf_counter(), 0.0
+    times = {0: 0.0}
+    snapshot(job, model, 0, rank)
+    stopped += time.perf_counter() - start
+    for step, (images, labels) in enumerate(data, start=1):
+        deadline = time.perf_counter() + job.step_ms / 1e3
+        loss = F.cross_entropy(trainer.model(images), labels)
+        time.sleep(max(0.0, deadline - time.perf_counter()))
+        loss.backward()
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        trainer.after_step()
+        if step == job.steps:
+            trainer.finish()
+        if step % job.tau == 0 or step == job.steps:
+            now = time.perf_counter()
+            times[step] = now - start - stopped
+            snapshot(job, model, step, rank)
+            stopped += time.perf_counter() - now
+    return times[job.steps], times
+
+
+# -- snapshots ------------------------------------------------------------------------------------------------
+
+
+def snapshot(job: Job, model: nn.Module, step: int, rank: int) -> None:
+    """Writes the parameters to the job's folder, tensor by tensor, so that the peak of memory does not see it."""
+    with open(job.folder / f"{step}.{rank}", "wb") as file:
+        for p in model.parameters():
+            p.detach().numpy().tofile(file)
+
+
+@torch.no_grad()
+def mean_loss(job: Job, step: int, test: Images) -> float:
+    """Held-out cross-entropy of the mean of all workers' parameters at a snapshot."""
+    paths = [job.folder / f"{step}.{rank}" for rank in range(job.workers)]
+    mean = torch.from_numpy(np.mean([np.fromfile(path, dtype=np.float32) for path in paths], axis=0))
+    model = build_model(job.width)
+    torch.nn.utils.vector_to_parameters(mean, model.parameters())
+    return F.cross_entropy(model(test.normalise(test.images)), test.labels).item()
+
+
+# -- measures -------------------------------------------------------------------------------------------------
+
+
+def warm_up(width: int) -> None:
+    """One step of a throw-away model: torch loads much at the first, which is nobody's memory."""
+    model = build_model(width)
+    optimizer = make_optimizer(model.parameters())
+    model(torch.zeros(BATCH, 64)).sum().backward()
+    optimizer.step()
+
+
+def network_bytes(interface: str | None) -> int:
+    """Bytes that this node has sent through the interface so far; 0 without one."""
+    if interface is None:
+        return 0
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counters = line.strip().partition(":")
+        if name == interface:
+            return int(counters.split()[8])
+    raise OSError(f"no interface {interface} in this node")
+
+
+def reset_peak() -> int:
+    """Makes the kernel forget this process's peak of resident memory; returns what is resident now, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def peak_bytes() -> int:
+    """The peak of resident memory since reset_peak, in bytes."""
+    return _status("VmHWM")
+
+
+def _status(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"no {key} in /proc/self/status")

@@ -1,0 +1,316 @@
+"""CO2 and its baselines beside the same ideas in other packages, run by those packages' own code over one link.
+
+python -m bench.peers [--rate 100] [--tau 12] [--steps 240] [--workers 4] [--repeats 3] [--methods co2 hivemind ...]
+
+Same model, data, data order, initial values, inner optimiser, period and link for every row. The peers need the extra
+`peers`; one that cannot run says why in its row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+
+from bench.cluster import Cluster, require_namespaces, run_ranks
+from bench.peer_adapters import PEERS
+from bench.peer_loop import BATCH, LR, MOMENTUM, REFERENCE, Job, build_model, worker
+from core import UserError
+from core.baselines import OverlapLocalConfig, SlowMoConfig
+from core.co2 import CO2Config
+from core.recipe import launch
+from vision import data
+
+OURS = ("ddp", "local", "overlap_local", "slowmo", "co2")
+ALL = (*OURS, *PEERS)
+MAX_REASON = 160  # characters of an error in the table
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Compares methods of this project and of other packages over the same emulated link."""
+
+    steps: int = 240
+    """Optimiser steps of every worker."""
+    tau: int = 12
+    """Local steps per round."""
+    rate: float = 100.0
+    """Mbit/s of every worker's link."""
+    workers: int = 4
+    """Workers, each on a node of its own."""
+    repeats: int = 3
+    """Runs of every row, interleaved; each has its own seed."""
+    methods: tuple[str, ...] = ALL
+    """The rows, in this order."""
+    width: int = 256
+    """Of the five hidden layers: 256 makes 0.28 million parameters."""
+    step_ms: float = 20.0
+    """Stand-in for a step's computing time, so that the workers do not fight for the cores."""
+    seconds: float | None = None
+    """The time budget of "loss at equal seconds"; by default what the fastest row took."""
+    timeout: float = 180.0
+    """Seconds until a run of a row is killed."""
+    throttle: bool = False
+    """Throttle the link in software instead of making namespaces; the other packages cannot take part."""
+    out: Path | None = None
+    """Folder of table.md, results.json and the workers' logs; runs/peers-DATE by default."""
+
+    def check(self) -> None:
+        """UserError for options that cannot be."""
+        for name in ("steps", "tau", "workers", "repeats", "width"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)}: give 1 or more")
+        for name in ("rate", "timeout"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"{name}={getattr(self, name)}: give a number above 0")
+        if self.step_ms < 0:
+            raise UserError(f"step_ms={self.step_ms}: give 0 or more")
+        for name in self.methods:
+            if name not in ALL:
+                raise UserError(f"method {name!r}: choose among {', '.join(ALL)}")
+
+
+def main() -> None:
+    bench = tyro.cli(Bench, use_underscores=True)
+    bench.check()
+    if not bench.throttle:
+        require_namespaces()
+    torch.set_num_threads(1)  # before any work: the ranks are forked, and threads do not survive that
+    os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    link = describe_link(bench)
+    print(f"link: {link}\n", flush=True)
+    out = bench.out or Path("runs") / time.strftime("peers-%Y%m%d-%H%M%S")
+    (out / "logs").mkdir(parents=True, exist_ok=True)
+    runs = run_all(bench, out / "logs")
+    rows = summarise(bench, runs)
+    text = report(bench, rows, link)
+    (out / "table.md").write_text(text + "\n")
+    options = {k: v for k, v in asdict(bench).items() if k != "out"}
+    result = {"options": options, "link": link, "versions": versions(), "rows": rows, "runs": runs}
+    (out / "results.json").write_text(json.dumps(result, indent=2))
+    print(f"\n{text}\n\n{out / 'table.md'}\n{out / 'results.json'}")
+
+
+def describe_link(bench: Bench) -> str:
+    """The link in words; the emulated one is measured first."""
+    if bench.throttle:
+        return f"throttled in software to {bench.rate:g} Mbit/s, without latency; not a real network"
+    if bench.workers < 2:
+        return "none: one worker"
+    with Cluster(bench.workers, bench.rate) as cluster:
+        measured = cluster.verify()
+    return f"{bench.rate:g} Mbit/s between network namespaces of one machine (measured {measured:.1f})"
+
+
+# -- running --------------------------------------------------------------------------------------------------
+
+
+def run_all(bench: Bench, logs: Path) -> list[dict[str, Any]]:
+    """All repeats of all rows, the reference without communication first; a failed run holds its `reason`."""
+    sets = data.digits()
+    runs, broken = [], {}
+    for repeat in range(bench.repeats):
+        for method in (REFERENCE, *bench.methods):
+            reason = broken.get(method) or refusal(method, bench.throttle)
+            result = {"reason": reason} if reason else run_row(bench, method, repeat, sets, logs)
+            broken |= {method: result["reason"]} if "reason" in result else {}  # no second wait for its timeout
+            runs.append({"method": method, "repeat": repeat, **result})
+            said = result.get("reason") or f"{result['seconds']:.1f} s, loss {result['losses'][-1]:.3f}"
+            print(f"{repeat + 1}/{bench.repeats} {method:18} {said}", flush=True)
+    return runs
+
+
+def refusal(method: str, throttle: bool) -> str:
+    """Why a row cannot run here; empty when it can."""
+    if method not in PEERS:
+        return ""
+    if throttle:
+        return "not run: a software throttle cannot hold back another package's collectives"
+    missing = PEERS[method].missing()
+    return f"not run: {missing}" if missing else ""
+
+
+def run_row(
+    bench: Bench, method: str, repeat: int, sets: tuple[data.Images, data.Images], logs: Path
+) -> dict[str, Any]:
+    """One run of one row in fresh processes on a fresh cluster, which takes all that a peer started with it."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        cluster = None if bench.throttle else stack.enter_context(Cluster(bench.workers, bench.rate))
+        job = Job(
+            method=method,
+            steps=bench.steps,
+            tau=bench.tau,
+            workers=bench.workers,
+            width=bench.width,
+            step_ms=bench.step_ms,
+            seed=repeat,
+            timeout=bench.timeout,
+            link_mbit=bench.rate if bench.throttle else None,
+            interface=cluster.interface if cluster else None,
+            folder=Path(folder),
+            logs=logs,
+        )
+        return attempt(job, cluster, sets)
+
+
+def attempt(job: Job, cluster: Cluster | None, sets: tuple[data.Images, data.Images]) -> dict[str, Any]:
+    """The row's measurements over all its workers, or the reason why there are none."""
+    try:
+        ranks = run_ranks(worker, cluster, 1, job.workers, job, *sets, timeout=job.timeout)
+    except TimeoutError:
+        return {"reason": f"killed: still running after {job.timeout:g} s"}
+    except (UserError, RuntimeError) as error:
+        return {"reason": f"failed: {str(error).strip().splitlines()[0]}"}
+    sent = [rank["sent"] for rank in ranks]
+    return {
+        "seconds": max(rank["seconds"] for rank in ranks),
+        "steps": list(ranks[0]["times"]),
+        "times": [max(rank["times"][step] for rank in ranks) for step in ranks[0]["times"]],
+        "losses": ranks[0]["losses"],
+        "rounds": ranks[0]["rounds"],
+        "sent": None if None in sent else statistics.mean(sent),
+        "memory": statistics.mean(rank["memory"] for rank in ranks),
+    }
+
+
+# -- results --------------------------------------------------------------------------------------------------
+
+
+def summarise(bench: Bench, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row a method: each measure as a list over the repeats, or the reason why it has none."""
+    budget = bench.seconds or time_budget(runs)
+    reference = {run["repeat"]: run["seconds"] for run in runs if run["method"] == REFERENCE and "seconds" in run}
+    rows = []
+    for method in (REFERENCE, *bench.methods):
+        mine = [run for run in runs if run["method"] == method]
+        done = [run for run in mine if "reason" not in run]
+        row: dict[str, Any] = {"method": method, "budget": budget}
+        if len(done) < len(mine):
+            row["reason"] = next(run["reason"] for run in mine if "reason" in run)
+        else:
+            row |= measures(bench, done, reference, budget)
+        rows.append(row)
+    return rows
+
+
+def time_budget(runs: Sequence[dict[str, Any]]) -> float:
+    """Seconds of the fastest run that communicated; 0 when none did."""
+    return min((run["seconds"] for run in runs if run["method"] != REFERENCE and "seconds" in run), default=0.0)
+
+
+def measures(
+    bench: Bench, runs: Sequence[dict[str, Any]], reference: dict[int, float], budget: float
+) -> dict[str, list[float | None]]:
+    """What the columns show, a value a repeat."""
+    own = BATCH * bench.steps  # samples of one worker
+    return {
+        "samples_per_second": [own * bench.workers / run["seconds"] for run in runs],
+        "exposed": [
+            max(0.0, 1 - reference[run["repeat"]] / run["seconds"]) if run["repeat"] in reference else None
+            for run in runs
+        ],
+        "loss_at_samples": [run["losses"][-1] for run in runs],
+        "loss_at_seconds": [loss_at(run["times"], run["losses"], budget) for run in runs],
+        "bytes_per_sample": [None if run["sent"] is None else run["sent"] / own for run in runs],
+        "memory_mib": [run["memory"] / 2**20 for run in runs],
+        "rounds": [run["rounds"] for run in runs],
+    }
+
+
+def loss_at(times: Sequence[float], losses: Sequence[float], budget: float) -> float:
+    """The last loss that was known when the budget had passed; the first is that of the untrained model."""
+    return [loss for seconds, loss in zip(times, losses, strict=True) if seconds <= budget or seconds == 0][-1]
+
+
+COLUMNS = {
+    "samples_per_second": ("samples/s", "{:.0f}"),
+    "exposed": ("exposed share", "{:.0%}"),
+    "loss_at_samples": ("loss at equal samples", "{:.3f}"),
+    "loss_at_seconds": ("loss at equal seconds", "{:.3f}"),
+    "bytes_per_sample": ("bytes sent per sample", "{:.0f}"),
+    "memory_mib": ("memory per worker, MiB", "{:.1f}"),
+    "rounds": ("rounds", "{:.0f}"),
+}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown: median (least to greatest) over the repeats, or the reason across the row."""
+    lines = ["| method | " + " | ".join(title for title, _ in COLUMNS.values()) + " |"]
+    lines.append("|---" * (len(COLUMNS) + 1) + "|")
+    for row in rows:
+        if "reason" in row:
+            reason = row["reason"].replace("|", "/")
+            short = reason if len(reason) <= MAX_REASON else reason[: MAX_REASON - 3] + "..."
+            cells = [short] + [""] * (len(COLUMNS) - 1)
+        else:
+            cells = [cell(row[key], form) for key, (_, form) in COLUMNS.items()]
+        lines.append(f"| {row['method']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def cell(values: Sequence[float | None], form: str) -> str:
+    known = [value for value in values if value is not None]
+    if len(known) < len(values) or not known:
+        return "not measured"
+    middle, low, high = (form.format(value) for value in (statistics.median(known), min(known), max(known)))
+    return middle if low == high else f"{middle} ({low} to {high})"
+
+
+def report(bench: Bench, rows: Sequence[dict[str, Any]], link: str) -> str:
+    """The table with all that a reader needs to judge it."""
+    millions = sum(p.numel() for p in build_model(bench.width).parameters()) / 1e6
+    sent = "the method's own count, without protocol headers" if bench.throttle else "counter of each node's interface"
+    notes = [
+        f"Link: {link}. {bench.workers} workers, each on its own node; {bench.steps} steps, tau {bench.tau}.",
+        f"Task: scikit-learn's digits, a perceptron of {millions:.2f} M parameters, SGD lr {LR:g} momentum "
+        f"{MOMENTUM:g}, {BATCH} samples per worker and step. Every forward pass is stretched to {bench.step_ms:g} ms, "
+        "a stand-in for computing on hardware of one's own.",
+        f"Median (least to greatest) of {bench.repeats} runs, a seed each. `{REFERENCE}`: the same steps without any "
+        "communication.",
+        f"Exposed share: 1 - (seconds of `{REFERENCE}`) / (seconds of the row), for all rows alike; it holds whatever "
+        "slows a row down, not waiting alone.",
+        "Loss: held-out cross-entropy of the mean of all workers' models, taken every tau steps with the clock stopped "
+        f"and evaluated afterwards; equal seconds: the last before {rows[0]['budget']:.2f} s.",
+        f"Bytes sent: by one worker, per sample that it trained on ({sent}).",
+        "Memory: peak resident memory above what was resident once model and package were loaded; of the worker's own "
+        "process (hivemind has two or three more).",
+        "Rounds: synchronisations, those that end the training included (torchft_streaming: of a fragment).",
+        f"Ours: co2 {chosen(CO2Config(tau=bench.tau), 'outer_lr', 'outer_momentum', 'gap', 'clip')}; "
+        f"slowmo {chosen(SlowMoConfig())}; overlap_local {chosen(OverlapLocalConfig())}.",
+        *(f"{name}: {PEERS[name].note}." for name in bench.methods if name in PEERS),
+        "Versions: " + ", ".join(f"{name} {version}" for name, version in versions().items()) + ".",
+    ]
+    return table(rows) + "\n\n" + "\n".join(f"- {note}" for note in notes)
+
+
+def chosen(config: Any, *names: str) -> str:
+    """Settings of a method in words; all of them without names."""
+    values = asdict(config)
+    return ", ".join(f"{name} {values[name]}" for name in names or values)
+
+
+def versions() -> dict[str, str]:
+    """Version of Python and of every peer's package; "absent" without it."""
+    found = {"python": platform.python_version()}
+    for package in dict.fromkeys(peer.package for peer in PEERS.values()):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "absent"
+    return found
+
+
+if __name__ == "__main__":
+    launch(main)

@@ -1,0 +1,190 @@
+"""The peers that torch brings, on real processes, against sums by hand; and the bench's own loop and command."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench import peer_loop
+from bench.peer_adapters import PEERS, Task
+from bench.peer_loop import BATCH, LR, MOMENTUM, Job
+from core.testing import run_distributed
+from vision import data
+
+ROOT = Path(__file__).parents[2]
+STEPS, TAU = 7, 3
+
+
+def linear(size: int = 8) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(size, size, bias=False))
+
+
+def gradient(rank: int, step: int, terms: int = 1, size: int = 8) -> Tensor:
+    """[size, size], of rank `terms`, different on every worker; the right factors are the same on all."""
+    left = torch.randn(terms, size, generator=torch.Generator().manual_seed(100 * rank + step))
+    right = torch.randn(terms, size, generator=torch.Generator().manual_seed(7))
+    return left.t() @ right
+
+
+def sgd(params) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def post_local(rank: int, _: int) -> tuple[Tensor, int]:
+    task = Task(linear(), sgd, TAU, 1, STEPS, 30.0)
+    trainer = PEERS["torch_post_local"].start(task)
+    for step in range(STEPS):
+        task.model[0].weight.grad = gradient(rank, step)
+        trainer.optimizer.step()
+    return task.model[0].weight.detach(), trainer.rounds()
+
+
+def test_post_local_sgd_averages_every_tau_steps():
+    """After steps 1, 4 and 7."""
+    workers = [linear()[0].weight.detach().clone() for _ in range(2)]
+    for step in range(STEPS):
+        workers = [w - 0.1 * gradient(rank, step) for rank, w in enumerate(workers)]
+        if step % TAU == 0:
+            workers = [(workers[0] + workers[1]) / 2] * 2
+    for (weight, rounds), expected in zip(run_distributed(post_local, 2), workers, strict=True):
+        torch.testing.assert_close(weight, expected)
+        assert rounds == 3
+
+
+def power(rank: int, _: int, terms: int) -> Tensor:
+    task = Task(linear(), sgd, TAU, 1, STEPS, 30.0)
+    trainer = PEERS["torch_powersgd"].start(task)
+    for step in range(STEPS):
+        wanted = gradient(rank, step, terms)
+        (trainer.model(torch.eye(8)) * wanted.t()).sum().backward()  # so that the weight's gradient is `wanted`
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+    return task.model[0].weight.detach()
+
+
+@pytest.mark.parametrize("terms", [1, 3])
+def test_powersgd_is_exact_for_gradients_of_its_rank(terms: int):
+    """Gradients of rank 3 lose something at once, and both workers lose the same."""
+    expected = linear()[0].weight.detach().clone()
+    for step in range(STEPS):
+        expected -= 0.1 * (gradient(0, step, terms) + gradient(1, step, terms)) / 2
+    first, second = run_distributed(power, 2, terms)
+    torch.testing.assert_close(first, second)
+    error = (first - expected).abs().max().item()
+    assert error < 1e-5 if terms == 1 else error > 1e-3
+
+
+# -- the loop ---------------------------------------------------------------------------------------------------
+
+
+def job(method: str, folder: Path) -> Job:
+    return Job(method, 5, 2, 2, 16, 0.0, 3, 30.0, None, None, folder, folder)
+
+
+def loop(rank: int, _: int, method: str, folder: Path) -> dict:
+    return peer_loop.run(job(method, folder), *data.digits())
+
+
+def two_workers_by_hand(average_every: int) -> list[float]:
+    """Losses of the mean model after steps 0, 2, 4, 5 of two workers that average now and then (0: never)."""
+    train, test = data.digits()
+    torch.manual_seed(3)
+    models = [peer_loop.build_model(16), peer_loop.build_model(16)]
+    models[1].load_state_dict(models[0].state_dict())
+    mean = peer_loop.build_model(16)
+    optimizers = [torch.optim.SGD(m.parameters(), LR, MOMENTUM) for m in models]
+    batches = [peer_loop.batches(job("none", Path()), train, rank) for rank in range(2)]
+    losses = []
+    for step in range(6):
+        if step:
+            for model, optimizer, (x, y) in zip(models, optimizers, map(next, batches), strict=True):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        with torch.no_grad():
+            for m, a, b in zip(mean.parameters(), *(model.parameters() for model in models), strict=True):
+                m.copy_((a + b) / 2)
+                if average_every and step % average_every == 0:
+                    a.copy_(m)
+                    b.copy_(m)
+            if step in (0, 2, 4, 5):
+                losses.append(F.cross_entropy(mean(test.normalise(test.images)), test.labels).item())
+    return losses
+
+
+@pytest.mark.parametrize(("method", "rounds"), [("none", 0), ("local", 3)])
+def test_the_loop_against_two_workers_by_hand(method: str, rounds: int, tmp_path: Path):
+    """finish() adds a third round to the two of five steps with tau 2, and every round sends the model once."""
+    first, second = run_distributed(loop, 2, method, tmp_path)
+    assert first["losses"] == pytest.approx(two_workers_by_hand(2 if method == "local" else 0), rel=1e-4)
+    assert list(first["times"]) == list(second["times"]) == [0, 2, 4, 5]
+    assert first["rounds"] == rounds and "losses" not in second
+    if method == "local":
+        parameters = sum(p.numel() for p in peer_loop.build_model(16).parameters())
+        assert first["sent"] == pytest.approx(3 * 4 * parameters, rel=0.01)  # 2 (n - 1) / n = 1; 4 bytes each
+
+
+def failing(rank: int, _: int, folder: Path) -> str:
+    """What peer_loop.worker makes of a method's error: the process group is there already."""
+    os.environ["RANK"] = str(rank)
+    dist.destroy_process_group()
+    try:
+        peer_loop.worker(job("ddp", folder), *data.digits())
+    except Exception as error:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/again", rank=rank, world_size=2)
+        return f"{type(error).__name__}|{error}"
+    return "no error"
+
+
+def test_an_error_is_one_line_and_its_traceback_is_in_the_log(tmp_path: Path):
+    """No MASTER_ADDR is set, so the rendezvous fails."""
+    for rank, text in enumerate(run_distributed(failing, 2, tmp_path)):
+        assert text.startswith("UserError|ValueError: Error initializing torch.distributed") and "\n" not in text
+        assert "Traceback" in (tmp_path / f"ddp-3-rank{rank}.log").read_text()
+
+
+# -- the command ------------------------------------------------------------------------------------------------
+
+
+def bench(folder: Path, *options: str) -> tuple[str, dict]:
+    argv = [sys.executable, "-m", "bench.peers", "--workers", "2", "--repeats", "1", "--steps", "6", "--tau", "2"]
+    argv += ["--step_ms", "0", "--width", "16", "--out", str(folder), *options]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=100, env=env)
+    assert done.returncode == 0, done.stderr
+    assert (folder / "table.md").read_text().strip() in done.stdout
+    return done.stdout, json.loads((folder / "results.json").read_text())
+
+
+def test_the_command_with_a_throttled_link(tmp_path: Path):
+    """co2 sends the model after steps 2, 4 and 6, and an empty round ends it; torch's peers are refused."""
+    out, result = bench(tmp_path, "--throttle", "--rate", "1", "--methods", "co2", "torch_powersgd")
+    none, co2, refused = result["rows"]
+    assert "throttled in software to 1 Mbit/s" in out
+    assert "cannot hold back" in refused["reason"] and "| torch_powersgd | not run: " in out
+    parameters = sum(p.numel() for p in peer_loop.build_model(16).parameters())
+    sent = co2["bytes_per_sample"][0] * 6 * BATCH
+    assert co2["rounds"] == [4] and sent == pytest.approx(4 * 4 * parameters, rel=0.01)
+    assert result["runs"][1]["seconds"] > 0.95 * sent * 8 / 1e6 > result["runs"][0]["seconds"]
+    assert none["bytes_per_sample"] == [0.0]
+
+
+@pytest.mark.root
+def test_the_command_over_namespaces(tmp_path: Path):
+    """Bytes are those of the interface: with headers, above the model's in every one of post-local SGD's rounds."""
+    out, result = bench(tmp_path, "--rate", "20", "--methods", "torch_post_local", "torch_powersgd", "local")
+    parameters = sum(p.numel() for p in peer_loop.build_model(16).parameters())
+    _, post, power_sgd, local = result["rows"]
+    assert "20 Mbit/s between network namespaces of one machine (measured" in out
+    for row, rounds in ((post, 3), (local, 4)):
+        sent = row["bytes_per_sample"][0] * 6 * BATCH
+        assert row["rounds"] == [rounds] and 4 * rounds * parameters < sent < 4 * rounds * parameters + 40_000
+    assert "reason" not in power_sgd

@@ -1,0 +1,195 @@
+"""The comparison with other packages: what becomes of a peer that cannot run, the columns, the table, the options."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from bench import peers
+from bench.peer_adapters import PEERS, Peer, split
+from bench.peer_loop import Job, network_bytes, peak_bytes, reset_peak
+from bench.peers import Bench, loss_at, run_all, summarise, table
+from core import UserError
+
+ROOT = Path(__file__).parents[2]
+JOB = Job("local", 4, 2, 2, 8, 0.0, 0, 5.0, None, None, Path(), Path())
+DONE = {
+    "seconds": 2.0,
+    "steps": [0, 2, 4],
+    "times": [0.0, 1.0, 2.0],
+    "losses": [2.3, 1.5, 0.7],
+    "rounds": 3,
+    "sent": 6400.0,
+    "memory": 3 * 2**20,
+}
+
+
+# -- peers that cannot run --------------------------------------------------------------------------------------
+
+
+def test_an_absent_package_is_named():
+    absent = Peer("co2-no-such-package", "co2_no_such_module", lambda task: None, "")
+    assert absent.missing() == "package co2-no-such-package is not installed"
+    assert PEERS["torch_powersgd"].missing() == ""
+
+
+def test_other_rows_come_out_beside_an_absent_package(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(PEERS, "hivemind", replace(PEERS["hivemind"], package="co2-no-such-package"))
+    monkeypatch.setattr(peers, "run_row", lambda *_: dict(DONE))
+    runs = run_all(Bench(repeats=2, methods=("hivemind", "co2")), tmp_path)
+    assert [run["method"] for run in runs] == ["none", "hivemind", "co2"] * 2
+    reasons = [run.get("reason") for run in runs]
+    assert reasons == [None, "not run: package co2-no-such-package is not installed", None] * 2
+    assert "hivemind           not run: package" in capsys.readouterr().out
+
+
+def test_a_software_throttle_refuses_every_peer(monkeypatch, tmp_path):
+    monkeypatch.setattr(peers, "run_row", lambda *_: dict(DONE))
+    runs = run_all(Bench(repeats=1, throttle=True), tmp_path)
+    refused = {run["method"] for run in runs if "cannot hold back" in run.get("reason", "")}
+    assert refused == set(PEERS)
+
+
+def test_a_row_that_failed_is_not_tried_again(monkeypatch, tmp_path):
+    tried = []
+
+    def run_row(bench, method, repeat, *_):
+        tried.append((method, repeat))
+        return {"reason": "killed: still running after 5 s"} if method == "co2" else dict(DONE)
+
+    monkeypatch.setattr(peers, "run_row", run_row)
+    runs = run_all(Bench(repeats=2, methods=("co2", "local")), tmp_path)
+    assert tried == [("none", 0), ("co2", 0), ("local", 0), ("none", 1), ("local", 1)]
+    assert [run["reason"] for run in runs if run["method"] == "co2"] == ["killed: still running after 5 s"] * 2
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (TimeoutError("rank 0 still running after 5 s"), "killed: still running after 5 s"),
+        (UserError("ValueError: sync_every must divide"), "failed: ValueError: sync_every must divide"),
+        (RuntimeError("rank 1 died without a result\nand more"), "failed: rank 1 died without a result"),
+    ],
+)
+def test_an_error_becomes_the_reason_of_its_row(monkeypatch, error, reason):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(peers, "run_ranks", fail)
+    assert peers.attempt(JOB, None, ()) == {"reason": reason}
+
+
+def test_a_row_is_as_slow_as_its_slowest_worker(monkeypatch):
+    def rank(seconds, sent, **more):
+        return {"seconds": seconds, "times": {0: 0.0, 4: seconds}, "sent": sent, "memory": sent, "rounds": 2, **more}
+
+    monkeypatch.setattr(peers, "run_ranks", lambda *_, **__: [rank(1.0, 10, losses=[2.0, 1.0]), rank(3.0, 20)])
+    row = peers.attempt(JOB, None, ())
+    assert (row["seconds"], row["times"], row["sent"], row["memory"]) == (3.0, [0.0, 3.0], 15, 15)
+
+
+# -- the columns ------------------------------------------------------------------------------------------------
+
+
+def test_measures_by_hand():
+    """64 samples a worker and two workers in 2 s; the reference took 1.5 s; 6400 bytes for a worker's 64 samples."""
+    runs = [
+        {"method": "none", "repeat": 0, **DONE, "seconds": 1.5, "sent": 0.0},
+        {"method": "co2", "repeat": 0, **DONE},
+        {"method": "ddp", "repeat": 0, **DONE, "seconds": 8.0, "times": [0.0, 4.0, 8.0]},
+        {"method": "hivemind", "repeat": 0, "reason": "not run: x"},
+    ]
+    bench = Bench(steps=4, tau=2, workers=2, repeats=1, methods=("co2", "ddp", "hivemind"))
+    none, co2, ddp, hivemind = summarise(bench, runs)
+    assert co2["budget"] == 2.0  # not the reference's 1.5
+    assert co2["samples_per_second"] == [64.0] and ddp["samples_per_second"] == [16.0]
+    assert none["exposed"] == [0.0] and co2["exposed"] == [0.25] and ddp["exposed"] == [1 - 1.5 / 8]
+    assert co2["loss_at_samples"] == ddp["loss_at_samples"] == [0.7]
+    assert co2["loss_at_seconds"] == [0.7] and ddp["loss_at_seconds"] == [2.3]
+    assert co2["bytes_per_sample"] == [100.0] and co2["memory_mib"] == [3.0]
+    assert hivemind == {"method": "hivemind", "budget": 2.0, "reason": "not run: x"}
+
+
+def test_loss_at_takes_the_last_one_known():
+    assert [loss_at([0.0, 1.0, 2.0], [3.0, 2.0, 1.0], budget) for budget in (0.0, 0.9, 1.0, 9.0)] == [3, 3, 2, 1]
+
+
+def test_a_table_from_rows():
+    row = {
+        "samples_per_second": [10.0, 30.0, 20.0],
+        "exposed": [0.25, 0.25, 0.25],
+        "loss_at_samples": [0.5, 0.25, 0.125],
+        "loss_at_seconds": [1.0, 1.0, 1.0],
+        "bytes_per_sample": [None, None, None],
+        "memory_mib": [1.0, 2.0, 4.0],
+        "rounds": [20, 20, 20],
+    }
+    rows = [{"method": "co2", **row}, {"method": "hivemind", "reason": "failed: a | b " + "x" * 200}]
+    head, rule, first, second = table(rows).splitlines()
+    assert head.startswith("| method | samples/s | exposed share | loss at equal samples | loss at equal seconds |")
+    assert rule == "|---" * 8 + "|"
+    assert first == (
+        "| co2 | 20 (10 to 30) | 25% | 0.250 (0.125 to 0.500) | 1.000 | not measured | 2.0 (1.0 to 4.0) | 20 |"
+    )
+    assert second.startswith("| hivemind | failed: a / b xxx") and "...|" not in second
+    assert second.count("|") == first.count("|") and len(second) < 220
+
+
+def test_the_report_names_link_and_settings():
+    runs = [{"method": name, "repeat": 0, **DONE} for name in ("none", "torchft_diloco")]
+    bench = Bench(steps=4, tau=2, workers=2, repeats=1, methods=("torchft_diloco",))
+    text = peers.report(bench, summarise(bench, runs), "a test's link")
+    assert "Link: a test's link. 2 workers" in text
+    assert "Nesterov" in text and "torchft-nightly" in text and "0.28 M parameters" in text
+    assert "hivemind: Optimizer" not in text
+
+
+# -- pieces -----------------------------------------------------------------------------------------------------
+
+
+def test_fragments_are_about_equal():
+    """Layers of 20, 20, 30 and 30 parameters: 40 and 60, the activations with them."""
+    sizes = [(4, 5), (4, 5), (6, 5), (6, 5)]
+    layers = [module for size in sizes for module in (nn.Linear(*size, bias=False), nn.ReLU())]
+    parts = split(nn.Sequential(*layers), 2)
+    assert [sum(p.numel() for p in part.parameters()) for part in parts] == [40, 60]
+    assert [module for part in parts for module in part] == layers
+
+
+def test_the_peak_is_that_since_the_reset():
+    base = reset_peak()
+    held = torch.ones(8 << 20)  # 32 MiB
+    del held
+    assert 30 << 20 < peak_bytes() - base < 60 << 20
+    assert reset_peak() - base < 16 << 20
+
+
+def test_counters_are_those_of_the_interface():
+    assert network_bytes("lo") >= 0 and network_bytes(None) == 0
+    with pytest.raises(OSError, match="no interface nonesuch0"):
+        network_bytes("nonesuch0")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--steps", "0"], "steps=0: give 1 or more"),
+        (["--rate", "-3"], "rate=-3.0: give a number above 0"),
+        (["--step_ms", "-1"], "step_ms=-1.0: give 0 or more"),
+        (["--methods", "co2", "dilocco"], "method 'dilocco': choose among ddp, local"),
+    ],
+)
+def test_bad_options_are_refused(monkeypatch, options, says):
+    monkeypatch.setattr(sys, "argv", ["peers", *options])
+    with pytest.raises(UserError, match=says) as refusal:
+        peers.main()
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_refusal_is_one_line():
+    done = subprocess.run([sys.executable, "-m", "bench.peers", "--tau", "0"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: tau=0: give 1 or more\n")
