@@ -118,7 +118,11 @@ class Cluster:
         for _ in range(self.nodes + 1):
             self._namespaces.append(new_namespace())
         guard = [sys.executable, "-ES", str(HERE / "guard.py"), str(os.getpid()), *map(str, self._namespaces)]
-        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        quiet: dict[str, Any] = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.DEVNULL,
+            "stderr": subprocess.DEVNULL,
+        }
         self._guard = subprocess.Popen(guard, pass_fds=self._namespaces, start_new_session=True, cwd="/", **quiet)
         lines = [] if self.delay_ms else ["link add br0 type bridge", "link set br0 up"]
         for node in range(self.nodes):

@@ -138,7 +138,7 @@ def start(cluster: Cluster, node: int, ranks: int, command: list[str], log: Path
     if node == 0:
         return cluster.popen(node, argv, start_new_session=True)
     with log.open("wb") as output:
-        quiet = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
         return cluster.popen(node, argv, start_new_session=True, **quiet)
 
 
