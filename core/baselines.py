@@ -106,7 +106,7 @@ class SlowMo(_Blocking):
 
     def _apply(self) -> None:
         gamma = max(self._lr(), 1e-12)  # a schedule may end at exactly 0
-        for x, u, mean in zip(self._x, self._u, self._means(), strict=True):
+        for x, u, mean in zip(self._x, self._u, self._landed(), strict=True):
             u.mul_(self.config.outer_momentum).add_(x - mean, alpha=1 / gamma)
             x.sub_(u, alpha=self.config.outer_lr * gamma)
         self._set_params(self._x_views)
@@ -146,7 +146,7 @@ class OverlapLocalSGD(Rounds):
 
     def _receive(self, finished: bool) -> bool:
         tail = self._land()
-        for z, v, mean in zip(self._z, self._v, self._means(), strict=True):
+        for z, v, mean in zip(self._z, self._v, self._landed(), strict=True):
             v.mul_(self.config.anchor_momentum).add_(mean - z)
             z.add_(v)
         everyone = finished and tail[FINISHED].item() == 1.0

@@ -14,7 +14,7 @@ momentum, and the buffer in flight.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -25,10 +25,11 @@ from torch import Tensor
 from core import outer
 from core.collectives import ThrottledLink
 from core.errors import UserError
+from core.fused import BoundaryStats, Rule, Work, boundary
 from core.outer import GAPS, Gap
 from core.rounds import FINISHED, FIRST_STEP, STEPS, Rounds
 
-CHUNK = 1 << 18  # elements per slice on a CPU: four float32 slices of 1 MiB stay in the L2 cache
+OUTER_STEP = Work.MOMENTUM | Work.ADVANCE | Work.RESTORE
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,11 @@ class CO2(Rounds):
         super().__init__(params, c.tau, tau_max=c.tau_max, buffers=buffers, group=group, timeout=timeout, link=link)
         self._x, self._x_views = self._new_flats("outer_iterate", zero=False)
         self._m, _ = self._new_flats("outer_momentum", zero=True)
+        flats = zip(self.bucket_params, self._landed(), self._x, self._m, strict=True)
+        self._boundaries = [boundary(ps, d, x, m) for ps, d, x, m in flats]
         # x_{t,0} - x_{t-1,0} = -_last_lr * m: alpha, or 0 where the last boundary took no outer step
         self._last_lr = 0.0
+        self._m_norm = self._m[0].new_zeros(())
         self._first_step: float | Tensor = 0.0  # ||x_{t,1} - x_{t,0}|| of the round that runs
         self._inner_scale = self._m[0].new_zeros(())  # largest mean first step of the rounds that landed
 
@@ -124,104 +128,87 @@ class CO2(Rounds):
 
     @torch.no_grad()
     def _close(self, *, finished: bool) -> bool:
-        """Steps 2 to 7; the launch comes after the momentum only because both need the one buffer."""
+        """Steps 2 to 7 in one pass; the launch comes after it because both need the one buffer."""
         everyone = stepped = False
         landed = self.mean.in_flight  # never without delay
         if landed:
             everyone, stepped = self._receive(finished)
-        if not everyone:
-            self._send(finished, landed)
-        if not self.config.delay:
-            everyone, stepped = self._receive(finished)
-        if stepped and (everyone or not self.config.delay):  # an empty round carries older buffers
+        own = [b.clone() for b in self.buffers]
+        if stepped and everyone:
+            self._update(OUTER_STEP)
+        elif stepped:
+            self._update(OUTER_STEP | Work.SNAPSHOT)
+        elif not everyone:
+            self._run(Work.SNAPSHOT | Work.RESTORE if self.config.delay else Work.SNAPSHOT, Rule())
+        if stepped:  # an empty round carries older buffers
             self._restore_buffers()
         self._last_lr = self.config.outer_lr if stepped else 0.0
-        self._restart()
+        if not everyone:
+            self._send_buffers(own)
+            self._launch(finished=finished, first_step=self._first_step)
+        if not self.config.delay:
+            everyone, stepped = self._receive(finished)
+            if stepped:
+                self._update(OUTER_STEP)
+                self._restore_buffers()
+            self._last_lr = self.config.outer_lr if stepped else 0.0
         return everyone
 
-    def _send(self, finished: bool, landed: bool) -> None:
-        """Step 3: snapshot x_{t,0} - x^i_{t,tau} and launch its mean; BatchNorm's means of the round before arrive."""
-        self._snapshot(exchange_buffers=landed)
-        for bucket, x, flat, s in self._slices():
-            if bucket.dtype != x.dtype:  # 16-bit parameters restarted from the rounded iterate
-                x = x.to(bucket.dtype).to(x.dtype)
-            torch.sub(x, flat[s], out=flat[s])
-        self._launch(finished=finished, first_step=self._first_step)
-
     def _receive(self, finished: bool) -> tuple[bool, bool]:
-        """Steps 2, 4, 5, 6: waits for Delta and folds it into the momentum.
+        """Step 2: waits for the sum over the workers, from which the boundary's pass takes the mean.
 
         Returns whether every worker had finished, and whether anyone had made a local step: a last, empty round
         must not move the parameters. Only finish() needs to know, so only finish() reads it from the device.
         """
-        tail = self._land()
+        tail = self._land(divide=False)
+        for bucket, n in zip(self.mean.buckets, self.sizes, strict=True):  # BatchNorm's statistics
+            bucket.flat[n : len(bucket.flat) - self.mean.tail].mul_(self.mean.scale)
         everyone = finished and tail[FINISHED].item() == 1.0
         if everyone and tail[STEPS].item() == 0.0:
             return True, False
         torch.maximum(self._inner_scale, tail[FIRST_STEP].to(self._inner_scale), out=self._inner_scale)
-        self._update_momentum()
         return everyone, True
 
-    def _update_momentum(self) -> None:
+    def _update(self, work: Work) -> None:
+        """Steps 4 to 7, and 3 where `work` holds a snapshot; notes the statistics."""
         c = self.config
-        deltas = self._means()
-        self.stats.pseudo_gradient_norm = outer.norm(deltas)
-        scale, scalar_gap = self._gap_scale(deltas)
-        gap_sum = clipped = 0.0
-        gap_max: Tensor | None = scalar_gap
-        for _, m, flat, s in self._slices(self._m):
-            gap = scalar_gap
-            if c.gap == "elementwise":
-                gap = outer.gap_elementwise(m * -self._last_lr, scale)
-                gap_sum = gap_sum + gap.sum()
-                gap_max = gap.max() if gap_max is None else torch.maximum(gap_max, gap.max())
-            new = outer.momentum(m, flat[s], c.outer_momentum, gap)
-            if c.clip is not None and c.clip_by == "element":
-                clipped = clipped + (new.abs() > c.clip).sum()
-                new = outer.clip_elements(new, c.clip)
-            m.copy_(new)
-        self.stats.momentum_norm = outer.norm(self._m)
-        total = sum(self.sizes)
-        if gap_max is not None:
-            self.stats.gap_max = gap_max
-            self.stats.gap_mean = gap_sum / total if c.gap == "elementwise" else gap_max
-        self.stats.clipped_share = clipped / total
-        if c.clip is not None and c.clip_by == "norm":
-            self._clip_norm(c.clip)
-
-    def _gap_scale(self, deltas: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """c_t of step 4, and Lambda_t where it is one number for the whole model."""
-        c = self.config
+        squares = [b.rms_sum(self.mean.scale) for b in self._boundaries]
+        delta_norm = _total(squares).sqrt()
+        self.stats.pseudo_gradient_norm = delta_norm
+        rms = gap = None
         if c.gap == "elementwise":
-            return outer.rms(deltas), None
-        if c.gap == "none":
-            return self._inner_scale, None
-        # `inner` takes the largest first step so far, so that a decaying learning rate does not shrink c
-        pseudo_gradient = torch.as_tensor(self.stats.pseudo_gradient_norm)
-        scale = pseudo_gradient if c.gap == "norm" else self.tau * self._inner_scale
-        return scale, outer.gap_scalar(self._last_lr * outer.norm(self._m), scale)
+            rms = delta_norm / max(1, sum(self.sizes)) ** 0.5
+        elif c.gap != "none":
+            # `inner` takes the largest first step so far, so that a decaying learning rate does not shrink c
+            scale = delta_norm if c.gap == "norm" else self.tau * self._inner_scale
+            gap = outer.gap_scalar(self._last_lr * self._m_norm, scale)
+        phi = c.clip if c.clip_by == "element" else None
+        rule = Rule(c.outer_momentum, c.outer_lr, self._last_lr, phi, self.mean.scale, rms, gap)
+        if c.clip is None or c.clip_by == "element":
+            self._note(self._run(work, rule))
+        else:
+            self._note(self._run(Work.MOMENTUM, rule))
+            self._clip_norm(c.clip)
+            self._run(work & ~Work.MOMENTUM, rule)
+
+    def _run(self, work: Work, rule: Rule) -> list[BoundaryStats]:
+        return [b.run(work, rule) for b in self._boundaries]
+
+    def _note(self, seen: list[BoundaryStats]) -> None:
+        total = max(1, sum(self.sizes))
+        self._m_norm = _total([s.momentum_squares for s in seen]).sqrt()
+        self.stats.momentum_norm = self._m_norm
+        self.stats.gap_mean = _total([s.gap_sum for s in seen]) / total
+        self.stats.gap_max = torch.stack([s.gap_max.to(self._m_norm) for s in seen]).max()
+        self.stats.clipped_share = _total([s.clipped for s in seen]) / total
 
     def _clip_norm(self, phi: float) -> None:
-        factor = outer.clip_norm_factor(torch.as_tensor(self.stats.momentum_norm), phi)
+        factor = outer.clip_norm_factor(self._m_norm, phi)
         for m in self._m:
             m.mul_(factor.to(m))
-        self.stats.momentum_norm = self.stats.momentum_norm * factor
+        self._m_norm = self._m_norm * factor
+        self.stats.momentum_norm = self._m_norm
         self.stats.clipped_share = (factor < 1).float()
-
-    def _restart(self) -> None:
-        """Step 7: the outer step, from which every worker's parameters restart."""
-        if self._last_lr:
-            for (_, x, _, _), (_, m, _, _) in zip(self._slices(self._x), self._slices(self._m), strict=True):
-                x.copy_(outer.outer_step(x, m, self._last_lr))
-        self._set_params(self._x_views)
-
-    def _slices(self, flats: list[Tensor] | None = None) -> Iterator[tuple[Any, Tensor, Tensor, slice]]:
-        """(bucket, slice of `flats`, the bucket's flat buffer, which slice): cache-sized on a CPU, whole on a GPU."""
-        for bucket, flat, n in zip(self.mean.buckets, flats or self._x, self.sizes, strict=True):
-            chunk = n if flat.is_cuda else CHUNK
-            for start in range(0, n, max(1, chunk)):
-                s = slice(start, min(start + chunk, n))
-                yield bucket, flat[s], bucket.flat, s
 
     @torch.no_grad()
     def _displacement(self) -> Tensor:
@@ -236,6 +223,7 @@ class CO2(Rounds):
             "inner_scale": self._inner_scale.clone(),
             "first_step": torch.as_tensor(self._first_step).clone(),
             "last_lr": self._last_lr,
+            "m_norm": self._m_norm.clone(),
         }
 
     @torch.no_grad()
@@ -244,3 +232,9 @@ class CO2(Rounds):
         self._inner_scale.copy_(state["inner_scale"])
         self._first_step = state["first_step"].to(self._inner_scale)
         self._last_lr = state["last_lr"]
+        self._m_norm = state["m_norm"].to(self.mean.device)
+
+
+def _total(parts: list[Tensor]) -> Tensor:
+    """Their sum, 0-d, float64, where the first lies."""
+    return torch.stack([p.to(parts[0].device, torch.float64) for p in parts]).sum()

@@ -8,7 +8,7 @@ NCCL move the data by themselves after `launch`.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -87,6 +87,9 @@ def view_as(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True)]
 
 
+Stage = tuple[list[dist.Work], int]  # collectives under way, and the bytes that this worker sends for them
+
+
 class AsyncMean:
     """The mean over all workers of a set of tensors, computed in the background.
 
@@ -98,6 +101,9 @@ class AsyncMean:
         mean.launch([1.0])                     # returns at once, whether or not the peers are there
         mean.done()                            # True once the result is in; never blocks
         tail = mean.wait()                     # blocks; the buffers and `tail` now hold means
+
+    What runs in the background is a chain of stages, a generator that yields the collectives it has started; it goes on
+    in done() and wait() on a CPU, and by itself in a stream of its own on a GPU. An owner appends stages with `then`.
     """
 
     def __init__(
@@ -120,19 +126,21 @@ class AsyncMean:
         self.group = new_group(group, timeout)
         self.world_size = dist.get_world_size(self.group) if self.group is not None else 1
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
-        self.nbytes = sum(b.flat.numel() * b.flat.element_size() for b in self.buckets)
-        self.bytes_sent = ring_bytes(self.nbytes, self.world_size)
+        self.then: Callable[[], Iterator[Stage]] | None = None
+        self.scale = 1 / self.world_size  # turns what lands in the buffers into means
         self.launched = 0  # how many means so far
+        self.bytes_sent = 0  # by this worker, for the last mean
         self.seconds: Seconds = 0.0  # from the last launch to its landing
         self.waited: Seconds = 0.0  # how long the last wait() blocked: the host on a CPU, the current stream on a GPU
-        self._works: list[dist.Work] = []
-        self._in_flight = self._settled = False
-        self._failed = ""
         self.device = self.buckets[0].flat.device
-        self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # sees when it lands
+        self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._chain: Iterator[Stage] | None = None
+        self._works: list[dist.Work] = []
+        self._in_flight = False
+        self._failed = ""
         self._ready_at = 0.0
         self._launched_at: Mark = 0.0
-        self._landed_at: list[float] = []
+        self._landed_at: list[float] = []  # when the works of the last stage ended
 
     @property
     def in_flight(self) -> bool:
@@ -154,51 +162,66 @@ class AsyncMean:
         for place, scalar in enumerate(tail):  # one by one: writes on the device without a synchronising copy
             self.tail_view[place] = scalar
         self.launched += 1
-        self._in_flight, self._settled = True, False
+        self.bytes_sent = 0
+        self._in_flight = True
         self._launched_at = mark(self.device)
-        self._ready_at = self.link.reserve(self.bytes_sent) if self.link else 0.0
-        self._landed_at = []
-        if self.group is None:
-            return
-        reason = ""
+        self._chain = self._stages()
+        if self._side is None:
+            self._next_stage()
+        else:  # everything is queued at once: in this stream a wait does not block the host
+            self._side.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._side):
+                self._next_stage()
+                self._advance(block=True)
+                self.seconds = between(self._launched_at, mark(self.device, self._side))
+
+    def _stages(self) -> Iterator[Stage]:
+        """All that happens in the background, in order."""
+        if self.group is not None:
+            sizes = [b.flat.numel() * b.flat.element_size() for b in self.buckets]
+            yield [self.all_reduce(b.flat) for b in self.buckets], sum(ring_bytes(s, self.world_size) for s in sizes)
+        if self.then is not None:
+            yield from self.then()
+
+    def all_reduce(self, flat: Tensor) -> dist.Work:
+        """Starts the sum over the workers, in place."""
+        work = dist.all_reduce(flat, group=self.group, async_op=True)
+        assert work is not None
+        return work
+
+    def _next_stage(self) -> None:
+        """Starts the next collectives; at the chain's end there are none."""
+        assert self._chain is not None
+        self._works.clear()
+        reason, sent = "", 0
         try:
-            for bucket in self.buckets:
-                work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
-                assert work is not None
-                self._works.append(work)
-                _note_time(work, bucket.flat, self._landed_at)
+            self._works, sent = next(self._chain, ([], -1))
         except RuntimeError as error:
             reason = str(error)
-        work = None
         if reason:
             raise self._failure(reason)
+        if sent < 0:
+            self._chain = None
+            return
+        self.bytes_sent += sent
+        self._ready_at = self.link.reserve(sent) if self.link else 0.0
+        self._landed_at = []
+        for work in self._works if self._side is None else []:  # on a GPU a future's callback is early
+            _note_time(work, self._landed_at)
 
-    def done(self) -> bool:
-        """Whether `wait` would return at once. Never blocks, and does not synchronise a GPU."""
-        if self._failed:
-            raise CollectiveError(self._failed)
-        return all(work.is_completed() for work in self._works) and time.perf_counter() >= self._ready_at
+    def _advance(self, *, block: bool) -> bool:
+        """Goes along the chain as far as it has got, or to its end; True at the end."""
+        while self._chain is not None:
+            landed = all(work.is_completed() for work in self._works)
+            if not block and not (landed and time.perf_counter() >= self._ready_at):
+                return False
+            self._wait_for_works()
+            self._next_stage()
+        return True
 
-    def wait(self) -> Tensor:
-        """Blocks until the mean is in the buffers, for the owner to use; returns the mean of the tail, [tail].
-
-        Raises CollectiveError when a worker died or stayed away for `timeout` seconds. The buffers then hold
-        partial sums and must not be used.
-        """
-        assert self._in_flight, "nothing was launched"
-        start = mark(self.device)
-        self.settle()
-        self.waited = between(start, mark(self.device))
-        self._in_flight = False
-        return self.tail_view.clone()
-
-    def settle(self) -> bool:
-        """Blocks until the mean in flight is in the buffers, and leaves it there for `wait`. False: none is."""
-        if not self._in_flight or self._settled:
-            return self._in_flight
+    def _wait_for_works(self) -> None:
         reason = ""
         try:
-            self._note_landing()
             for work in self._works:
                 work.wait(timedelta(seconds=self.timeout))
         except RuntimeError as error:
@@ -207,30 +230,51 @@ class AsyncMean:
         if reason:
             raise self._failure(reason)
         time.sleep(max(0.0, self._ready_at - time.perf_counter()))
-        if self._works and self._side is None:  # a callback may be late by a moment: then it lands now
+        if self._side is None and self._works:  # a callback may be late by a moment: then it lands now
             seen = len(self._landed_at) == len(self._works)
             landed = max([self._ready_at, *self._landed_at] if seen else [time.perf_counter()])
             self.seconds = between(self._launched_at, landed)
-        self._works.clear()
-        for bucket in self.buckets:
-            bucket.flat.div_(self.world_size)
-        self._settled = True
-        return True
 
-    def _note_landing(self) -> None:
-        """On a GPU: an event behind the collectives, in a stream where nothing else waits for them."""
-        if self._side is not None and self._works:
-            with torch.cuda.stream(self._side):
-                for work in self._works:
-                    work.wait()
-            self.seconds = between(self._launched_at, mark(self.device, self._side))
+    def done(self) -> bool:
+        """Whether `wait` would return at once. Never blocks, and does not synchronise a GPU."""
+        if self._failed:
+            raise CollectiveError(self._failed)
+        return self._advance(block=False)
+
+    def wait(self, *, divide: bool = True) -> Tensor:
+        """Blocks until the mean is in the buffers, for the owner to use; returns the mean of the tail, [tail].
+
+        divide=False: the owner multiplies by `scale` itself, in a pass over the buffers that it makes anyway.
+        Raises CollectiveError when a worker died or stayed away for `timeout` seconds. The buffers then hold
+        partial sums and must not be used.
+        """
+        assert self._in_flight, "nothing was launched"
+        start = mark(self.device)
+        self.settle()
+        self.waited = between(start, mark(self.device))
+        self._in_flight = False
+        tail = self.tail_view * self.scale
+        for bucket in self.buckets if divide else []:
+            bucket.flat.mul_(self.scale)
+        return tail
+
+    def settle(self) -> bool:
+        """Blocks until what is in flight has landed, and leaves it there for `wait`. False: nothing is."""
+        if not self._in_flight:
+            return False
+        if self._failed:
+            raise CollectiveError(self._failed)
+        self._advance(block=True)
+        if self._side is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._side)
+        return True
 
     def restore(self, flats: Sequence[Tensor] | None, launched: int) -> None:
         """Continues from a checkpoint: `flats` were in flight and have landed (None: nothing was)."""
         self.settle()
         for bucket, flat in zip(self.buckets, flats or [], strict=flats is not None):
             bucket.flat.copy_(flat)
-        self._in_flight = self._settled = flats is not None
+        self._in_flight = flats is not None
         self.launched = launched
 
     def _failure(self, reason: str) -> CollectiveError:
@@ -240,6 +284,7 @@ class AsyncMean:
         connections close once nothing refers to the work any more.
         """
         self._works.clear()
+        self._chain = None
         self._in_flight = False
         assert self.group is not None
         ranks, name = dist.get_process_group_ranks(self.group), self.group.group_name
@@ -262,10 +307,9 @@ class AsyncMean:
             self.group = None
 
 
-def _note_time(work: dist.Work, flat: Tensor, times: list[float]) -> None:
-    """Appends to `times` when the collective ends; not on a GPU, where a future's callback is early."""
-    if not flat.is_cuda:
-        work.get_future().add_done_callback(lambda _: times.append(time.perf_counter()))
+def _note_time(work: dist.Work, times: list[float]) -> None:
+    """Appends to `times` when the collective ends."""
+    work.get_future().add_done_callback(lambda _: times.append(time.perf_counter()))
 
 
 def _silent(key: str, rank: int, world_size: int, patience: float = 2.0) -> list[int]:

@@ -163,7 +163,7 @@ class Rounds(ABC):
         self._flats[name] = flats
         return flats, views
 
-    def _means(self) -> list[Tensor]:
+    def _landed(self) -> list[Tensor]:
         """The parameters' part of each flat buffer of the all-reduce."""
         return [b.flat[:n] for b, n in zip(self.mean.buckets, self.sizes, strict=True)]
 
@@ -177,12 +177,18 @@ class Rounds(ABC):
 
         exchange_buffers: a mean has landed there, so the model's buffers take its place and it theirs.
         """
+        own = [b.clone() for b in self.buffers]
+        if exchange_buffers:
+            self._restore_buffers()
+        for bucket, ps in zip(self.mean.buckets, self.bucket_params, strict=True):
+            _copy(bucket.views[: len(ps)], ps)
+        self._send_buffers(own)
+
+    def _send_buffers(self, values: list[Tensor]) -> None:
+        """Copies the model's buffers, or values of theirs from before, behind the parameters."""
+        value_of = {id(b): value for b, value in zip(self.buffers, values, strict=True)}
         for bucket, tensors, own in zip(self.mean.buckets, self.mean.members, self.bucket_params, strict=True):
-            n = len(own)
-            local = [b.clone() for b in tensors[n:]]
-            if exchange_buffers:
-                _copy(tensors[n:], bucket.views[n:])
-            _copy(bucket.views, [*own, *local])
+            _copy(bucket.views[len(own) :], [value_of[id(b)] for b in tensors[len(own) :]])
 
     def _restore_buffers(self) -> None:
         """Copies the averaged buffers back into the model."""
@@ -195,9 +201,9 @@ class Rounds(ABC):
         self.mean.launch([float(finished), float(self.local_steps), first_step])
         self.local_steps = 0
 
-    def _land(self) -> Tensor:
+    def _land(self, *, divide: bool = True) -> Tensor:
         """Waits for the mean in flight, notes what that cost, and returns the averaged tail."""
-        tail = self.mean.wait()
+        tail = self.mean.wait(divide=divide)
         self.stats.round = self.mean.launched
         self.stats.wait_seconds = self.mean.waited
         self.stats.allreduce_seconds = self.mean.seconds

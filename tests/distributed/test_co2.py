@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import core.co2
+import core.fused
 from core import CO2, CO2Config
 from core.reference import Reference
 from core.testing import run_distributed
@@ -33,7 +33,7 @@ def grid() -> list[CO2Config]:
 
 
 def train_grid(rank: int, world_size: int, configs: list[CO2Config], chunk: int) -> list[list[Tensor]]:
-    core.co2.CHUNK = chunk
+    core.fused.CHUNK = chunk
     return [train("co2", problems.odd_parameters(), rank, STEPS, co2=c) for c in configs]
 
 
