@@ -48,7 +48,7 @@ class Cluster:
         self.nodes, self.rate_mbit, self.delay_ms = nodes, _positive(rate_mbit), delay_ms
         self._namespaces: list[int] = []  # descriptors: the nodes', then the bridge's
         self._processes: list[subprocess.Popen[Any]] = []
-        self._guard: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[Any] | None = None
 
     def __enter__(self) -> Cluster:
         try:

@@ -284,14 +284,8 @@ def worker(folder: Path, mode: str, *options: str):
     """`python -m bench.cluster` with two ranks of WORKER, which have started."""
     (folder / "worker.py").write_text(WORKER)
     argv = ["--nodes", "2", "--rate", "100mbit", *options, "--", str(folder / "worker.py"), mode, str(folder)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "bench.cluster", *argv],
-        cwd=ROOT,
-        env=ENV,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-m", "bench.cluster", *argv], cwd=ROOT, env=ENV, text=True, **pipes)
     try:
         deadline = time.monotonic() + 60
         while not all((folder / f"started{rank}").exists() for rank in range(2)):
