@@ -1,0 +1,262 @@
+"""What one outer boundary of CO2 costs against the model's size: seconds, share of the copy bandwidth, memory.
+
+python -m bench.boundary [--sizes 1e6 1e7 1e8 1e9] [--threads N] [--repeats 5] [--device cpu|cuda] [--out FOLDER]
+
+Three ways: `co2` is core.co2.CO2 with one worker and tau 1, so that each step() is a boundary with nothing to wait
+for; `one_pass` is core.fused alone; `plain` is core.outer's functions on whole tensors, each a pass of its own. The
+copy, torch's copy_ of a large tensor, is measured in between with as many threads. Every case is a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tyro
+from torch import Tensor
+
+from core import outer
+from core.co2 import CO2, CO2Config
+from core.collectives import view_as
+from core.errors import UserError
+from core.fused import Rule, boundary
+from core.recipe import launch
+
+MATRIX = 2048  # the model is matrices [2048, 2048] and vectors [2048], as in a transformer of that width
+COPY = 1 << 26  # elements of the measured copy: 256 MiB each, beyond any cache
+ALPHA, BETA, PHI = 1.0, 0.5, 1.0  # CO2Config's defaults
+BYTES = 36  # a float32 parameter: p, d, x, m read and written once, and d read once before for its RMS
+
+# Accesses of 4 bytes a parameter that `plain` makes: cat 2, RMS 1, Lambda 8, momentum 8, clip 2, snapshot 3, outer
+# step 5, restart 2.
+PLAIN_BYTES = 4 * 31
+# Copies beyond the live parameters, each 4 bytes a parameter: x, m, d; `plain` holds five temporaries at its worst.
+COPIES = {"co2": 3, "one_pass": 3, "plain": 8}
+Way = Literal["co2", "one_pass", "plain"]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The cost of one outer boundary, for models of several sizes."""
+
+    sizes: tuple[float, ...] = (1e6, 1e7, 1e8, 1e9)
+    """Parameters, all float32."""
+    threads: int = 0
+    """Of torch; 0 for torch's own choice."""
+    repeats: int = 5
+    """Timed boundaries, and copies in between."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    out: Path | None = None
+    """Where boundary.json and boundary.md go; runs/boundary-DATE by default."""
+
+
+def check(bench: Bench) -> None:
+    """Raises UserError; not in Bench itself, where tyro would dress it up."""
+    if not bench.sizes or min(bench.sizes) < 1:
+        raise UserError(f"sizes={bench.sizes}: give one or more numbers of parameters, 1 or more each")
+    if bench.repeats < 1:
+        raise UserError(f"repeats={bench.repeats}: give 1 or more")
+    if bench.threads < 0:
+        raise UserError(f"threads={bench.threads}: give a number of threads, or 0 for torch's choice")
+    if bench.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda: this torch finds no CUDA device; use cpu")
+
+
+def main() -> None:
+    bench = tyro.cli(Bench, use_underscores=True)
+    check(bench)
+    out = bench.out or Path("runs") / time.strftime("boundary-%Y%m%d-%H%M%S")
+    out.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    ways: tuple[Way, ...] = ("co2", "one_pass", "plain")
+    for size in map(int, bench.sizes):
+        for way in ways:
+            rows.append({"parameters": size, "way": way} | in_process(bench, way, size))
+            print(line(rows[-1]), flush=True)
+    cuda = bench.device == "cuda"
+    machine = torch.cuda.get_device_name() if cuda else f"{bench.threads or torch.get_num_threads()} threads"
+    text = f"{bench.device}, {machine}, torch {torch.__version__}\n\n{table(rows)}"
+    record = {"settings": asdict(bench), "torch": torch.__version__, "machine": machine, "rows": rows}
+    (out / "boundary.json").write_text(json.dumps(record, indent=2, default=str) + "\n")
+    (out / "boundary.md").write_text(text + "\n")
+    print(f"\n{text}\n\nwritten to {out}/boundary.md and boundary.json")
+
+
+def in_process(bench: Bench, way: Way, size: int) -> dict[str, Any]:
+    """The case in a fresh process, so that no earlier one's memory is counted; why not, where it does not fit."""
+    need = 4 * size * (1 + COPIES[way]) + 8 * COPY + (1 << 30)  # 1 GiB for torch itself
+    if need > (free := free_bytes(bench.device)):
+        return {"not_run": f"needs about {need / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"}
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(measure, bench, way, size).result()
+        except BrokenProcessPool:
+            return {"not_run": "the process was killed, most likely for its memory"}
+
+
+def free_bytes(device: str) -> int:
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    return 1024 * int(field("/proc/meminfo", "MemAvailable"))
+
+
+def field(path: str, name: str) -> str:
+    """The number behind `name:` in a file of /proc, in kB."""
+    rows = (row.split() for row in Path(path).read_text().splitlines())
+    return next(row[1] for row in rows if row and row[0] == f"{name}:")
+
+
+def measure(bench: Bench, way: Way, size: int) -> dict[str, Any]:
+    """Seconds of each repeat, and peak bytes beyond parameters and what was there before."""
+    if bench.threads:
+        torch.set_num_threads(bench.threads)
+    source, target = torch.ones(2, COPY, device=bench.device).unbind()
+    params = model(size, bench.device)
+    before = memory(bench.device, reset=True)
+    boundary_once = WAYS[way](params)
+    seconds: list[float] = []
+    copies: list[float] = []
+    for i in range(bench.repeats + 2):  # the first boundary has nothing to fold in; the second follows no outer step
+        with torch.no_grad():
+            torch._foreach_mul_(params, 1.001 if i % 2 else 0.999)  # training has moved the parameters
+        copied = timed(lambda: target.copy_(source), bench.device)
+        took = timed(boundary_once, bench.device)
+        if i > 1:
+            copies.append(copied)
+            seconds.append(took)
+    peak = memory(bench.device)
+    return {
+        "threads": torch.get_num_threads(),
+        "seconds": seconds,
+        "copy_seconds": copies,
+        "copy_bytes_per_second": 8 * COPY / statistics.median(copies),
+        "bytes_moved": size * (PLAIN_BYTES if way == "plain" else BYTES),
+        "memory_counted": 4 * size * COPIES[way],
+        "memory_measured": peak - before,
+    }
+
+
+def timed(fn: Callable[[], Any], device: str) -> float:
+    """Seconds; on CUDA between two events."""
+    if device == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        fn()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+    began = time.perf_counter()
+    fn()
+    return time.perf_counter() - began
+
+
+def memory(device: str, *, reset: bool = False) -> int:
+    """Peak bytes since the last reset: the allocator's on CUDA, else the process's resident memory."""
+    if device == "cuda":
+        if reset:
+            torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.max_memory_allocated()
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    return 1024 * int(field("/proc/self/status", "VmHWM"))
+
+
+def model(size: int, device: str) -> list[torch.nn.Parameter]:
+    """`size` float32 parameters: [2048, 2048], [2048], [2048, 2048], ... and what is left as one vector."""
+    values = torch.randn(MATRIX * MATRIX).mul_(0.02).to(device)
+    params = []
+    while size:
+        shape = (MATRIX, MATRIX) if len(params) % 2 == 0 else (MATRIX,)
+        n = min(size, torch.Size(shape).numel())
+        piece = values[:n].clone()
+        params.append(torch.nn.Parameter(piece.view(shape) if n == torch.Size(shape).numel() else piece))
+        size -= n
+    return params
+
+
+def co2_way(params: list[torch.nn.Parameter]) -> Callable[[], Any]:
+    return CO2(params, CO2Config(tau=1, outer_lr=ALPHA, outer_momentum=BETA, clip=PHI)).step
+
+
+def one_pass_way(params: list[torch.nn.Parameter]) -> Callable[[], Any]:
+    d, x, m = state(params)
+    fused = boundary(list(params), d, x, m)
+    fused.first()
+
+    def once() -> None:
+        c = (fused.rms_sum() / len(d)).sqrt()
+        fused.step(Rule(BETA, ALPHA, ALPHA, PHI, c=c))
+
+    return once
+
+
+def plain_way(params: list[torch.nn.Parameter]) -> Callable[[], Any]:
+    d, x, m = state(params)
+    views = view_as(x, params)
+
+    @torch.no_grad()
+    def once() -> None:
+        nonlocal d, x, m, views
+        p = torch.cat([t.view(-1) for t in params])
+        m = outer.momentum(m, d, BETA, outer.gap_elementwise(m * -ALPHA, outer.rms([d])))
+        m = outer.clip_elements(m, PHI)
+        d = x - p
+        x = outer.outer_step(x, m, ALPHA)
+        views = view_as(x, params)
+        torch._foreach_copy_(params, views)
+
+    return once
+
+
+@torch.no_grad()
+def state(params: list[torch.nn.Parameter]) -> tuple[Tensor, Tensor, Tensor]:
+    """d and m of zeros, x the parameters: flat."""
+    x = torch.cat([p.view(-1) for p in params])
+    return torch.zeros_like(x), x, torch.zeros_like(x)
+
+
+WAYS: dict[Way, Callable[[list[torch.nn.Parameter]], Callable[[], Any]]] = {
+    "co2": co2_way,
+    "one_pass": one_pass_way,
+    "plain": plain_way,
+}
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row of the table. The share is that of the bytes that one pass must move, whichever way was taken."""
+    head = f"| {row['parameters']:.3g} | {row['way']} |"
+    if "not_run" in row:
+        return f"{head} not run: {row['not_run']} | | | | | |"
+    seconds, size = row["seconds"], row["parameters"]
+    median = statistics.median(seconds)
+    speed = row["copy_bytes_per_second"]
+    return (
+        f"{head} {1e3 * median:.4g} ({1e3 * min(seconds):.4g} to {1e3 * max(seconds):.4g}) "
+        f"| {row['bytes_moved'] / 1e9:.3g} | {speed / 1e9:.1f} | {BYTES * size / median / speed:.0%} "
+        f"| {row['memory_counted'] / 1e6:.4g} | {row['memory_measured'] / 1e6:.4g} |"
+    )
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    head = (
+        "| parameters | way | ms a boundary, median (range) | GB moved, counted | copy GB/s | "
+        f"share of it: {BYTES} bytes a parameter | MB beyond the parameters, counted | measured |"
+    )
+    note = (
+        "For co2 the bytes counted are those of one pass. A model that fits into the processor's cache can pass 100 %, "
+        "and so can any other: the copy also reads what it overwrites, and that read is not counted."
+    )
+    return "\n".join([head, "|---" * 8 + "|", *map(line, rows), "", note])
+
+
+if __name__ == "__main__":
+    launch(main)

@@ -1,0 +1,90 @@
+"""The boundary's benchmark: its counts, its table, and a small run from the command line."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import boundary
+from core import outer
+
+ROOT = Path(__file__).parents[2]
+ROW = {
+    "parameters": 10**9,
+    "way": "co2",
+    "seconds": [2.0, 1.0, 4.0],
+    "copy_bytes_per_second": 36e9,
+    "bytes_moved": 36 * 10**9,
+    "memory_counted": 12 * 10**9,
+    "memory_measured": 12.5e9,
+}
+
+
+def run(*options: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "bench.boundary", *options]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+def test_a_row_by_hand():
+    assert boundary.line(ROW) == "| 1e+09 | co2 | 2000 (1000 to 4000) | 36 | 36.0 | 50% | 1.2e+04 | 1.25e+04 |"
+
+
+def test_what_does_not_fit_is_not_run():
+    row = boundary.in_process(boundary.Bench(), "co2", 10**14)
+    assert row["not_run"].startswith("needs about 1600001")
+    assert "not run: needs" in boundary.line({"parameters": 10**14, "way": "co2"} | row)
+
+
+@pytest.mark.parametrize("size", [1, 2048**2, 2048**2 + 5, 2 * 2048**2 + 2048 + 3])
+def test_the_model_has_the_size_asked_for(size):
+    assert sum(p.numel() for p in boundary.model(size, "cpu")) == size
+
+
+def test_the_ways_compute_the_same():
+    """Three boundaries of a training that adds 0.1 to every parameter in each round."""
+    ends = []
+    for way in ("co2", "one_pass", "plain"):
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(40, 3)), torch.nn.Parameter(torch.randn(7))]
+        once = boundary.WAYS[way](params)
+        for _ in range(3):
+            with torch.no_grad():
+                torch._foreach_add_(params, 0.1)
+            once()
+        ends.append(torch.cat([p.detach().view(-1) for p in params]))
+    start = torch.manual_seed(0) and torch.cat([torch.randn(40, 3).view(-1), torch.randn(7)])
+    # Delta = -0.1 from the second boundary on: m_2 = -0.1, m_3 = -0.05 - 0.1 / (1 + 0.1 / 0.1)
+    torch.testing.assert_close(ends[0], start + 0.1 + 0.1, rtol=1e-5, atol=1e-6)
+    for end in ends[1:]:
+        torch.testing.assert_close(end, ends[0], rtol=1e-5, atol=1e-6)
+
+
+def test_the_plain_way_is_made_of_the_specification(monkeypatch):
+    called = []
+    real = outer.momentum
+    monkeypatch.setattr(outer, "momentum", lambda *a: called.append(1) or real(*a))
+    boundary.WAYS["plain"]([torch.nn.Parameter(torch.randn(5))])()
+    assert called
+
+
+def test_a_small_run(tmp_path):
+    done = run("--sizes", "1e5", "--repeats", "2", "--threads", "1", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "boundary.json").read_text())["rows"]
+    assert [row["way"] for row in rows] == ["co2", "one_pass", "plain"]
+    assert all(len(row["seconds"]) == 2 and min(row["seconds"]) > 0 for row in rows)
+    assert rows[0]["bytes_moved"] == 36e5 and rows[0]["memory_counted"] == 12e5
+    assert all(row["memory_measured"] > 0 for row in rows)
+    assert "| 1e+05 | one_pass |" in (tmp_path / "boundary.md").read_text()
+
+
+@pytest.mark.parametrize("options", [("--sizes", "0"), ("--repeats", "0"), ("--threads", "-1")], ids=lambda o: o[0])
+def test_a_mistake_is_one_line(options):
+    done = run(*options)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {options[0].strip('-')}=") and done.stderr.count("\n") == 1
