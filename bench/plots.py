@@ -1,0 +1,269 @@
+"""The table and the plots of bench.scaling's measurements; python -m bench.plots FOLDER makes them anew."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import tyro
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from core.errors import UserError
+from core.recipe import launch
+
+FORMAT = 1
+NAME = "scaling.json"
+COLOURS = {"ddp": "C7", "local": "C2", "overlap_local": "C4", "slowmo": "C1", "co2": "C0"}
+MARKERS = {1: "o", 3: "v", 12: "s", 48: "D", "auto": "*"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The repeats of one method at one number of workers and one link rate: medians, and the lowest and highest."""
+
+    method: str
+    tau_setting: int | str
+    tau: float
+    """The median of what "auto" chose; else tau_setting."""
+    workers: int
+    rate_mbit: float | None
+    repeats: int
+    samples_per_second: float
+    lowest: float
+    highest: float
+    exposed_share: float
+    exposed_lowest: float
+    exposed_highest: float
+    allreduce_seconds: float
+    late: bool
+    """In any repeat the stand-in missed its deadline."""
+
+    @property
+    def label(self) -> str:
+        return self.method if self.method == "ddp" else f"{self.method} tau {self.tau_setting}"
+
+
+def summarise(rows: Iterable[dict[str, Any]]) -> list[Cell]:
+    """Rows of scaling.json, repeats gathered, in order of first appearance."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[k] for k in ("method", "tau_setting", "workers", "rate_mbit")), []).append(row)
+    return [_cell(group) for group in groups.values()]
+
+
+def _cell(rows: list[dict[str, Any]]) -> Cell:
+    def column(name: str) -> list[float]:
+        return [row[name] for row in rows]
+
+    speed, exposed = column("samples_per_second"), column("exposed_share")
+    first = rows[0]
+    return Cell(
+        first["method"],
+        first["tau_setting"],
+        statistics.median(column("tau")),
+        first["workers"],
+        first["rate_mbit"],
+        len(rows),
+        statistics.median(speed),
+        min(speed),
+        max(speed),
+        statistics.median(exposed),
+        min(exposed),
+        max(exposed),
+        statistics.median(column("allreduce_seconds")),
+        any(row.get("late", False) for row in rows),
+    )
+
+
+def ratio(cells: Sequence[Cell], cell: Cell, base: int) -> float | None:
+    """Scaling ratio: throughput over (workers / base) times the throughput of `base` workers; 1 is perfect.
+
+    None without that base. The paper's ratio is of this kind and takes a base that has a network in it already.
+    """
+    for other in cells:
+        same = (other.method, other.tau_setting) == (cell.method, cell.tau_setting)
+        if same and other.workers == base and (other.rate_mbit == cell.rate_mbit or base == 1):
+            return cell.samples_per_second / (cell.workers / base * other.samples_per_second)
+    return None
+
+
+def labels(cells: Iterable[Cell]) -> list[str]:
+    """The methods in a fixed order, auto behind numbers."""
+    order = list(COLOURS)
+    known = {c.label: (order.index(c.method), math.inf if c.tau_setting == "auto" else c.tau_setting) for c in cells}
+    return sorted(known, key=lambda label: known[label])
+
+
+def caption(result: dict[str, Any]) -> str:
+    link = {"namespaces + tbf": "network namespaces with shaped links"}.get(result["link"], f"link {result['link']}")
+    size = result["model"]["bytes"] / 1e6
+    return f"{link}; compute is a stand-in of {result['step_ms']:g} ms a step, {size:.1f} MB model"
+
+
+# -- the table --------------------------------------------------------------------------------------------------
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Throughput, exposed share and both scaling ratios: a table for each link rate."""
+    cells = summarise(result["rows"])
+    repeats = max((c.repeats for c in cells), default=0)
+    text = [
+        f"Weak scaling, one worker a node; {caption(result)}. {result['cpu_count']} CPU cores, commit "
+        f"{result['commit'] or 'unknown'}, {result['date']}.",
+        "",
+        f"samples/s of all workers, median of {repeats} repeats [lowest to highest], and in round brackets the exposed "
+        "share: time that the loop waited for communication. Scaling ratio at the most workers: throughput per worker, "
+        "relative to that of 1 worker and of 2 (the latter leaves out the first drop, as the paper's ratio does).",
+    ]
+    rates = sorted({c.rate_mbit for c in cells if c.rate_mbit is not None})
+    for rate in rates or [None]:
+        text += ["", f"{rate:g} Mbit/s" if rate else "No link", "", *_rate_table(cells, rate)]
+    if any(c.late for c in cells):
+        text += [
+            "",
+            "† the stand-in missed its deadlines by over 10 %: this machine was too slow for so many workers",
+        ]
+    return "\n".join(text) + "\n"
+
+
+def _rate_table(cells: list[Cell], rate: float | None) -> list[str]:
+    here = [c for c in cells if c.rate_mbit in (rate, None)]
+    counts = sorted({c.workers for c in here})
+    heads = [f"{n} worker{'s' * (n > 1)}" for n in counts]
+    lines = ["| method | " + " | ".join(heads) + " | ratio from 1 | from 2 |", "|---" * (len(counts) + 3) + "|"]
+    for label in labels(here):
+        found = {c.workers: c for c in here if c.label == label}
+        fields = [_speed(found[n]) if n in found else "not run" for n in counts]
+        last = found.get(counts[-1])
+        ratios = [ratio(here, last, base) if last and last.workers > base else None for base in (1, 2)]
+        lines.append(f"| {_name(label, found)} | {' | '.join(fields + [f'{r:.2f}' if r else '' for r in ratios])} |")
+    return lines
+
+
+def _name(label: str, found: dict[int, Cell]) -> str:
+    """What "auto" chose stands behind its label, in order of workers."""
+    chosen = [f"{found[n].tau:g}" for n in sorted(found)]
+    return f"{label} ({', '.join(chosen)})" if label.endswith("auto") else label
+
+
+def _speed(c: Cell) -> str:
+    spread = f" [{c.lowest:.0f} to {c.highest:.0f}]" if c.repeats > 1 else ""
+    return f"{c.samples_per_second:.0f}{'†' if c.late else ''}{spread} ({c.exposed_share:.1%})"
+
+
+# -- the plots --------------------------------------------------------------------------------------------------
+
+
+def throughput_vs_workers(result: dict[str, Any]) -> Figure:
+    """A panel for each link rate: samples/s against workers, bars from the lowest to the highest repeat."""
+    cells = summarise(result["rows"])
+    rates = sorted({c.rate_mbit for c in cells if c.rate_mbit is not None}) or [None]
+    figure, panels = _panels(len(rates), "Throughput of all workers (weak scaling)", result)
+    for axes, rate in zip(panels, rates, strict=True):
+        here = [c for c in cells if c.rate_mbit in (rate, None)]
+        counts = sorted({c.workers for c in here})
+        perfect = result["batch"] / result["step_ms"] * 1e3
+        axes.plot(counts, [n * perfect for n in counts], "k:", lw=1, label="no communication")
+        for label in labels(here):
+            line = sorted((c for c in here if c.label == label), key=lambda c: c.workers)
+            spread = [(c.samples_per_second - c.lowest, c.highest - c.samples_per_second) for c in line]
+            _line(axes, line[0], [c.workers for c in line], [c.samples_per_second for c in line], spread)
+        axes.set(xscale="log", yscale="log", xlabel="workers", title=f"{rate:g} Mbit/s" if rate else "no link")
+        axes.set_xticks(counts, map(str, counts))
+        axes.minorticks_off()
+    panels[0].set_ylabel("samples/s")
+    _legend(figure, panels[0])
+    return figure
+
+
+def exposed_vs_bandwidth(result: dict[str, Any]) -> Figure:
+    """A panel for each number of workers above 1: exposed share of the time against the link rate."""
+    cells = [c for c in summarise(result["rows"]) if c.rate_mbit is not None]
+    counts = sorted({c.workers for c in cells})
+    rates = sorted({c.rate_mbit for c in cells if c.rate_mbit is not None})
+    figure, panels = _panels(max(1, len(counts)), "Time spent waiting for communication", result)
+    for axes, n in zip(panels, counts, strict=False):
+        for label in labels(c for c in cells if c.workers == n):
+            line = sorted((c for c in cells if c.workers == n and c.label == label), key=lambda c: c.rate_mbit or 0)
+            shares = [100 * c.exposed_share for c in line]
+            spread = [
+                (100 * (c.exposed_share - c.exposed_lowest), 100 * (c.exposed_highest - c.exposed_share)) for c in line
+            ]
+            _line(axes, line[0], [c.rate_mbit for c in line], shares, spread)
+        axes.set(xscale="log", xlabel="link rate, Mbit/s", ylim=(-2, 102), title=f"{n} workers")
+        axes.set_xticks(rates, [f"{r:g}" for r in rates])
+        axes.minorticks_off()
+    panels[0].set_ylabel("exposed, % of the time")
+    _legend(figure, panels[0])
+    return figure
+
+
+def _panels(count: int, title: str, result: dict[str, Any]) -> tuple[Figure, list[Axes]]:
+    figure, axes = plt.subplots(
+        1, count, figsize=(max(6.5, 3.3 * count), 4.2), sharey=True, squeeze=False, constrained_layout=True
+    )
+    figure.suptitle(f"{title}\n{caption(result)}", fontsize=9)
+    for panel in axes[0]:
+        panel.grid(alpha=0.3)
+    return figure, list(axes[0])
+
+
+def _line(axes: Axes, cell: Cell, x: Sequence[Any], y: Sequence[float], spread: Sequence[tuple[float, float]]) -> None:
+    """spread: (below, above) of each point."""
+    style = {"color": COLOURS[cell.method], "marker": MARKERS.get(cell.tau_setting, "."), "label": cell.label}
+    hidden = "--" if cell.tau_setting == "auto" else "-"
+    axes.errorbar(x, y, yerr=list(zip(*spread, strict=True)), linestyle=hidden, lw=1.3, ms=5, capsize=2, **style)
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    handles, names = axes.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, names, loc="outside lower center", ncols=5, fontsize=8)
+
+
+# -- files ------------------------------------------------------------------------------------------------------
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """A folder's scaling.json."""
+    path = folder / NAME
+    if not path.is_file():
+        raise UserError(f"{folder} holds no {NAME}: measure with python -m bench.scaling --out {folder}")
+    try:
+        result = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is no JSON ({error}): measure again") from None
+    if not isinstance(result, dict) or result.get("format") != FORMAT or not result.get("rows"):
+        raise UserError(f"{path} has no rows of format {FORMAT}: measure again")
+    return result
+
+
+def write(folder: Path) -> str:
+    """Makes scaling.md and the plots from scaling.json; returns the table."""
+    result = read(folder)
+    text = markdown(result)
+    (folder / "scaling.md").write_text(text)
+    for draw in (throughput_vs_workers, exposed_vs_bandwidth):
+        figure = draw(result)
+        figure.savefig(folder / f"{draw.__name__}.png", dpi=150)
+        plt.close(figure)
+    return text
+
+
+def main() -> None:
+    folder = tyro.cli(tyro.conf.Positional[Path], prog="bench.plots")
+    print(write(folder))
+
+
+if __name__ == "__main__":
+    launch(main)

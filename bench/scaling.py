@@ -1,0 +1,220 @@
+"""Weak scaling on an emulated cluster: samples/s and exposed communication of every method, by workers and link rate.
+
+python -m bench.scaling [--workers 1 2 4 8 16] [--rates 50 200 1000] [--repeats 3] [--throttle] [--out FOLDER] [--quick]
+
+A worker is a node, a network namespace of its own, with links shaped to each rate; with --throttle all share the
+loopback device and collectives are held back in software. Computing is a stand-in (bench/standin.py). The workers are
+forked once per worker count and rate; they build every method once and measure all of them, in an order that is
+shuffled for each repeat, so that whatever else the machine does falls on all alike. Writes scaling.json, scaling.md and
+two plots.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from bench import plots
+from bench.cluster import Cluster, require_namespaces, run_ranks
+from bench.measure import SETTLED, Job, Setting, round_seconds, rounds_to_measure, wire_seconds, work
+from bench.standin import BYTES, LAYERS, PARAMS, digits
+from core.errors import UserError
+from core.recipe import launch
+
+# slowmo at two tau, each beside co2 at the same: over the slowest link co2 hides everything at 48 and a part at 12.
+# local and overlap_local stand once, at 12, where the most differ: local's times are slowmo's, overlap_local's co2's.
+DEFAULT = ("ddp", "local:12", "overlap_local:12", "slowmo:12", "slowmo:48", "co2:3", "co2:12", "co2:48", "co2:auto")
+QUICK = ("ddp", "local:12", "overlap_local:12", "slowmo:12", "co2:12", "co2:auto")
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What to measure."""
+
+    workers: tuple[int, ...] = (1, 2, 4, 8, 16)
+    rates: tuple[float, ...] = (50.0, 200.0, 1000.0)
+    """Link rates, Mbit/s."""
+    methods: tuple[str, ...] = DEFAULT
+    """ddp, or METHOD:TAU; co2:auto and overlap_local:auto choose tau themselves."""
+    repeats: int = 3
+    seconds: float = 3.0
+    """Of each measurement, after a round of warm-up; never less than two rounds."""
+    step_ms: float = 40.0
+    """A local step of the stand-in."""
+    batch: int = 8
+    """Samples per step and worker."""
+    seed: int = 0
+    throttle: bool = False
+    """Hold collectives back in software instead of making network namespaces."""
+    quick: bool = False
+    """In less than a minute: 1, 2 and 4 workers, 200 Mbit/s, tau up to 12, one short repeat."""
+    out: Path | None = None
+    """Where to write; runs/scaling-DATE by default."""
+
+    def check(self) -> None:
+        """A UserError names the first option that cannot be."""
+        for name in ("workers", "rates", "methods"):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                raise UserError(f"{name}={' '.join(map(str, values))}: give one or more, each once")
+        for name in ("workers", "rates", "repeats", "seconds", "step_ms", "batch"):
+            values = getattr(self, name)
+            for value in values if isinstance(values, tuple) else (values,):
+                if not 0 < value < math.inf:
+                    raise UserError(f"{name}={value}: give a number above 0")
+        self.settings()
+
+    def settings(self) -> list[Setting]:
+        return [Setting.parse(text) for text in self.methods]
+
+    @property
+    def link(self) -> str:
+        return "throttled in software" if self.throttle else "namespaces + tbf"
+
+    def groups(self) -> list[tuple[int, float | None]]:
+        """(workers, rate): what one fork of the workers measures. A lone worker has no link."""
+        return [(n, rate) for n in self.workers for rate in (self.rates if n > 1 else (None,))]
+
+
+def predict(o: Scaling, workers: int, rate: float | None) -> float:
+    """Seconds that a group will take, roughly: start, build (rank 0's parameters are broadcast), measure, drain."""
+    wire, step = wire_seconds(workers, rate), o.step_ms / 1e3
+    total = 1.0 + 0.1 * workers
+    for setting in o.settings():
+        tau = max(1, math.ceil(1.25 * wire / step)) if setting.tau == "auto" else setting.tau
+        one = round_seconds(setting, tau, step, wire)
+        total += wire * math.log2(max(2, workers)) / 2 + (2 * SETTLED * one if setting.tau == "auto" else 0)
+        total += o.repeats * (one + rounds_to_measure(o.seconds, one) * one + wire / 2)
+    return total
+
+
+class Progress:
+    """One line a measurement on stdout, with the time left: what was predicted, corrected by what it took so far."""
+
+    def __init__(self, o: Scaling):
+        self._o = o
+        self._total = sum(predict(o, *group) for group in o.groups())
+        self._before = 0.0  # predicted seconds of the groups that are done
+        self._started = time.monotonic()
+        count = len(o.groups()) * len(o.methods) * o.repeats
+        print(f"{count} measurements, about {math.ceil(self._total / 60)} min", flush=True)
+
+    def group_done(self, workers: int, rate: float | None) -> None:
+        self._before += predict(self._o, workers, rate)
+
+    def report(self, setting: Setting, cells: list[dict[str, Any]]) -> None:
+        """Runs in rank 0 of a group: cells are the group's, so far."""
+        row, o = cells[-1], self._o
+        share = len(cells) / (len(o.methods) * o.repeats)
+        done = self._before + share * predict(o, row["workers"], row["rate_mbit"])
+        left = int((time.monotonic() - self._started) * (self._total / done - 1))
+        link = f"{row['rate_mbit']:g} Mbit/s" if row["rate_mbit"] else "no link"
+        print(
+            f"{left // 60:3d}:{left % 60:02d} left | {row['workers']:2d} workers, {link}, {setting}: "
+            f"{row['samples_per_second']:.0f} samples/s, {row['exposed_share']:.1%} exposed",
+            flush=True,
+        )
+
+
+def combine(per_rank: Sequence[dict[str, Any]], step_ms: float) -> list[dict[str, Any]]:
+    """One row a measurement: means over the workers; late when the slowest worker's steps were, by over a tenth."""
+    rows = []
+    for cells in zip(*(result["cells"] for result in per_rank), strict=True):
+        row = dict(cells[0])
+        for name in ("seconds", "step_seconds", "step_spread", "exposed_seconds", "exposed_share"):
+            row[name] = statistics.fmean(c[name] for c in cells)
+        for name in ("samples_per_second", "allreduce_seconds", "boundary_seconds"):
+            row[name] = statistics.fmean(c[name] for c in cells)
+        busy = sum(c["cpu_seconds"] for c in cells) / row["seconds"]
+        slowest = max(c["mean_step_seconds"] for c in cells)
+        del row["cpu_seconds"], row["mean_step_seconds"]
+        rows.append(row | {"cpu_cores_busy": busy, "late": slowest > 1.1 * step_ms / 1e3})
+    return rows
+
+
+def run(o: Scaling, folder: Path) -> None:
+    """Measures every group; scaling.json is written after each, so that an interrupted run keeps what it has."""
+    result, data, progress = header(o), digits(), Progress(o)
+    most = max(o.workers)
+    with contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(Cluster(most, o.rates[0])) if most > 1 and not o.throttle else None
+        for n, rate in o.groups():
+            if cluster and rate:
+                shape(cluster, rate, result["verified_mbit"])
+            job = Job(o.settings(), n, rate, data, o.repeats, o.seconds, o.step_ms / 1e3, o.batch, o.seed, o.throttle)
+            job.report = progress.report
+            limit = 60 + 4 * predict(o, n, rate)
+            per_rank = run_ranks(work, cluster if rate else None, 1, n, job, timeout=limit)
+            result["rows"] += combine(per_rank, o.step_ms)
+            result["model"]["ddp_bucket_bytes"] = per_rank[0]["ddp_buckets"] or result["model"]["ddp_bucket_bytes"]
+            (folder / plots.NAME).write_text(json.dumps(result, indent=1))
+            progress.group_done(n, rate)
+
+
+def shape(cluster: Cluster, rate: float, verified: dict[str, float]) -> None:
+    """Sets the links' rate, and measures it the first time."""
+    cluster.set_rate(rate)
+    if f"{rate:g}" not in verified:
+        verified[f"{rate:g}"] = cluster.verify()
+
+
+def header(o: Scaling) -> dict[str, Any]:
+    """scaling.json without its rows."""
+    return {
+        "format": plots.FORMAT,
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "commit": commit(),
+        "link": o.link,
+        "verified_mbit": {},  # rate -> what a transfer between two nodes measured
+        "cpu_count": len(os.sched_getaffinity(0)),
+        "model": {"params": PARAMS, "bytes": BYTES, "layers": LAYERS, "ddp_bucket_bytes": None},
+        "step_ms": o.step_ms,
+        "batch": o.batch,
+        "seed": o.seed,
+        "options": json.loads(json.dumps(asdict(o), default=str)),
+        "rows": [],
+    }
+
+
+def commit() -> str:
+    """The commit of this checkout, with a mark when it has changes; empty outside one."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def main() -> None:
+    o = tyro.cli(Scaling, use_underscores=True)
+    o.check()
+    if o.quick:
+        o = replace(o, workers=(1, 2, 4), rates=(200.0,), methods=QUICK, repeats=1, seconds=0.5)
+    if not o.throttle and max(o.workers) > 1:
+        require_namespaces()
+    folder = o.out or Path("runs") / time.strftime("scaling-%Y%m%d-%H%M%S")
+    if (folder / plots.NAME).exists():
+        raise UserError(f"{folder} holds a measurement: choose another --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        run(o, folder)
+    except KeyboardInterrupt:
+        print(f"stopped; complete groups are in {folder / plots.NAME}", file=sys.stderr)
+        sys.exit(130)
+    print("\n" + plots.write(folder))
+
+
+if __name__ == "__main__":
+    launch(main)

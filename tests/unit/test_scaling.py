@@ -1,0 +1,341 @@
+"""The stand-in's pacing, what is made of measured rows, and the options of bench.scaling."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+
+from bench import measure, plots, scaling, standin
+from bench.measure import Setting, round_seconds, rounds_to_measure, wire_seconds
+from bench.standin import LAYERS, PARAMS, PATIENCE, Pacer, StandIn
+from core.errors import UserError
+from core.recipe import launch
+
+
+class Clock:
+    """Time that passes only when told, and sleeps that overshoot."""
+
+    def __init__(self, overshoot: float = 0.0):
+        self.now, self.overshoot, self.slept = 100.0, overshoot, 0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept += 1
+        self.now += seconds + self.overshoot
+
+
+def pacer(clock: Clock, step: float = 1.2, layers: int = 4) -> Pacer:
+    return Pacer(step, layers, clock, clock.sleep)
+
+
+# -- pacing -----------------------------------------------------------------------------------------------------
+
+
+def test_overshooting_sleeps_do_not_add_up():
+    clock = Clock(overshoot=0.01)
+    p = pacer(clock)
+    for _ in range(10):
+        p.wait(4)
+        for _ in range(4):
+            p.wait(2)
+    assert clock.now - 100 == pytest.approx(10 * 1.2 + 0.01)
+
+
+def test_a_late_part_is_caught_up_and_a_stall_is_not():
+    clock = Clock()
+    p = pacer(clock)  # a part takes 0.1
+    clock.now += 0.25
+    p.wait(1)  # due at 0.1, over at 0.25
+    assert (p.passed_at, clock.slept) == (100.25, 0)
+    p.wait(4)  # due at 0.5
+    assert clock.now == pytest.approx(100.5)
+    clock.now += 2.0
+    p.stalled(2.0)
+    p.wait(2)
+    assert clock.now == pytest.approx(102.7)
+
+
+def test_what_is_very_late_is_given_up():
+    clock = Clock()
+    p = pacer(clock)
+    clock.now += 100.0
+    p.wait(12)
+    for _ in range(2 * PATIENCE):
+        p.wait(12)
+    assert clock.now == pytest.approx(
+        200.0 + PATIENCE * 1.2
+    )  # PATIENCE steps were caught up, the others took their time
+
+
+def test_gradients_become_ready_one_layer_after_the_other_and_are_right():
+    clock = Clock()
+    torch.manual_seed(0)
+    model = StandIn(pacer(clock, step=1.2, layers=LAYERS), width=16)
+    x = torch.randn(5, 16)
+    ready: dict[int, float] = {}
+    for i, layer in enumerate(model.layers):
+        layer.weight.register_post_accumulate_grad_hook(lambda _, i=i: ready.update({i: clock.now - 100}))
+    model(x).square().sum().backward()
+    parts = 3 * LAYERS
+    assert ready == {i: pytest.approx((LAYERS + 2 * (LAYERS - i)) / parts * 1.2) for i in range(LAYERS)}
+    plain = torch.nn.Sequential()
+    for layer in model.layers:
+        plain.extend([torch.nn.Linear(16, 16), torch.nn.ReLU()])
+        plain[-2].load_state_dict(layer.state_dict())
+    plain[:-1](x)[:, :10].square().sum().backward()
+    for layer, other in zip(model.layers, plain[::2], strict=True):
+        torch.testing.assert_close(layer.weight.grad, other.weight.grad)
+        torch.testing.assert_close(layer.bias.grad, other.bias.grad)
+
+
+def test_the_stand_in_has_the_stated_size_and_real_data():
+    x, y = standin.digits()
+    assert sum(p.numel() for p in StandIn(pacer(Clock())).parameters()) == PARAMS
+    assert x.shape == (1797, standin.WIDTH) and x.min() >= 0 and x.max() == 1 and x[:, 64:].abs().sum() == 0
+    assert sorted(y.unique().tolist()) == list(range(10))
+
+
+class Method:
+    """A method whose every second step closes a round that waited 5 s of the fake clock."""
+
+    def __init__(self, clock: Clock):
+        self.clock, self.steps, self.stats = clock, 0, SimpleNamespace(wait_seconds=0.0)
+
+    def step(self) -> bool:
+        self.steps += 1
+        if self.steps % 2:
+            return False
+        self.clock.now += 5.0
+        self.stats.wait_seconds = 5.0
+        return True
+
+
+def test_waiting_is_told_from_computing(monkeypatch: pytest.MonkeyPatch):
+    clock, cpu = Clock(), iter(range(100))
+    monkeypatch.setattr(standin, "time", SimpleNamespace(perf_counter=clock, thread_time=lambda: next(cpu) / 4))
+    monkeypatch.setattr(standin, "Rounds", Method)
+    p = Pacer(1.2, LAYERS, clock, clock.sleep)
+    trainer = standin.Trainer(StandIn(p, width=64), Method(clock), p, standin.digits(64), batch=2, seed=0)  # pyright: ignore
+    trainer.restart()
+    steps = [trainer.step() for _ in range(4)]
+    assert [s.closed for s in steps] == [False, True, False, True]
+    assert [(s.wait, s.boundary) for s in steps] == [(0, 0), (5.0, 0.25), (0, 0), (5.0, 0.25)]
+    assert [s.compute for s in steps] == pytest.approx([1.2, 1.2 - 0.25, 1.2 + 0.25, 1.2 - 0.25])
+    assert clock.now - 100 == pytest.approx(4 * 1.2 + 2 * 5.0 + 0.25)  # the second boundary's CPU time is still owed
+
+
+# -- theory and settings ----------------------------------------------------------------------------------------
+
+
+def test_rounds_are_as_long_as_theory_says():
+    assert wire_seconds(1, None) == 0
+    assert wire_seconds(4, 100.0) == pytest.approx(2 * 3 / 4 * 4 * PARAMS * 8 / 100e6)
+    assert round_seconds(Setting("co2", 12), 12, 0.04, 0.6) == 0.6
+    assert round_seconds(Setting("co2", 48), 48, 0.04, 0.6) == pytest.approx(1.92)
+    assert round_seconds(Setting("slowmo", 12), 12, 0.04, 0.6) == pytest.approx(1.08)
+    assert round_seconds(Setting("ddp", 1), 1, 0.04, 0.6) == pytest.approx(0.64)
+    assert [rounds_to_measure(3.0, each) for each in (0.5, 0.7, 5.0)] == [6, 5, 2]
+
+
+def test_the_default_grid_takes_less_than_half_an_hour():
+    default = scaling.Scaling()
+    assert sum(scaling.predict(default, *group) for group in default.groups()) < 28 * 60
+    assert len(default.groups()) == 1 + 4 * 3  # a lone worker has no link
+
+
+def test_settings_are_read():
+    assert Setting.parse("ddp") == Setting("ddp", 1)
+    assert Setting.parse("co2:auto") == Setting("co2", "auto")
+    assert str(Setting.parse("slowmo:12")) == "slowmo tau 12"
+
+
+@pytest.mark.parametrize("text", ["co2", "co2:0", "co2:x", "ddp:3", "slowmo:auto", "c02:3", ""])
+def test_a_wrong_setting_is_named(text: str):
+    with pytest.raises(UserError, match=f"'{text}'"):
+        Setting.parse(text)
+
+
+def test_auto_settles_when_tau_rests(monkeypatch: pytest.MonkeyPatch):
+    taus = iter([4] * 9 + [20] * 3 + [21] * 100)
+    trainer: Any = SimpleNamespace(method=SimpleNamespace(tau=0))
+    monkeypatch.setattr(measure, "run_round", lambda t: setattr(t.method, "tau", next(taus)))
+    measure.settle(trainer)
+    assert next(taus) == 21 and sum(1 for _ in taus) == 100 - measure.SETTLED - 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--workers", "0"], "workers=0: give a number above 0"),
+        (["--rates", "200", "200"], "rates=200.0 200.0: give one or more, each once"),
+        (["--seconds", "inf"], "seconds=inf: give a number above 0"),
+        (["--methods", "co2"], "methods: 'co2': ddp has no tau"),
+        (["--throttle", "--out", "FOLDER"], "FOLDER holds a measurement: choose another --out"),
+    ],
+)
+def test_a_bad_option_is_one_line(
+    options: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+):
+    (tmp_path / plots.NAME).write_text("{}")
+    argv = [option.replace("FOLDER", str(tmp_path)) for option in options]
+    codes: list[int] = []
+    monkeypatch.setattr("os._exit", codes.append)
+    monkeypatch.setattr(sys, "argv", ["bench.scaling", *argv])
+    launch(scaling.main)
+    error = capsys.readouterr().err
+    assert codes == [2]
+    assert error.startswith("error: " + said.replace("FOLDER", str(tmp_path))) and error.count("\n") == 1
+
+
+# -- what is made of the rows -----------------------------------------------------------------------------------
+
+
+def row(
+    method: str, setting: int | str, workers: int, speed: float, exposed: float = 0.0, **more: Any
+) -> dict[str, Any]:
+    values = {"method": method, "tau_setting": setting, "tau": setting, "workers": workers}
+    values |= {"rate_mbit": 200.0 if workers > 1 else None, "repeat": 0, "samples_per_second": speed}
+    return values | {"exposed_share": exposed, "allreduce_seconds": 0.1, "late": False} | more
+
+
+ROWS = [
+    *(row("co2", 12, 1, speed) for speed in (190.0, 200.0, 201.0)),
+    *(row("co2", 12, 2, speed, share) for speed, share in ((390.0, 0.01), (370.0, 0.02), (380.0, 0.06))),
+    *(row("co2", 12, 4, speed, 0.1) for speed in (760.0, 700.0, 720.0)),
+    *(row("ddp", 1, n, speed, late=n == 4) for n, speed in ((2, 90.0), (4, 100.0))),
+    row("co2", "auto", 4, 780.0, tau=7),
+]
+RESULT = {
+    "format": 1,
+    "date": "2026-01-02 03:04:05",
+    "commit": "abc",
+    "link": "namespaces + tbf",
+    "cpu_count": 2,
+    "model": {"params": 500, "bytes": 2_100_000, "layers": 4},
+    "step_ms": 40.0,
+    "batch": 8,
+    "rows": ROWS,
+}
+
+
+def test_repeats_become_medians_and_ranges():
+    cells = plots.summarise(ROWS)
+    assert [(c.label, c.workers, c.repeats) for c in cells[:3]] == [("co2 tau 12", n, 3) for n in (1, 2, 4)]
+    two = cells[1]
+    assert (two.samples_per_second, two.lowest, two.highest) == (380, 370, 390)
+    assert (two.exposed_share, two.exposed_lowest, two.exposed_highest) == (0.02, 0.01, 0.06)
+    assert [c.late for c in cells] == [False, False, False, False, True, False]
+
+
+def test_both_scaling_ratios():
+    cells = plots.summarise(ROWS)
+    co2, ddp = cells[2], cells[4]
+    assert plots.ratio(cells, co2, 1) == pytest.approx(720 / (4 * 200))
+    assert plots.ratio(cells, co2, 2) == pytest.approx(720 / (2 * 380))
+    assert plots.ratio(cells, ddp, 1) is None
+    assert plots.ratio(cells, ddp, 2) == pytest.approx(100 / (2 * 90))
+
+
+def test_ratios_keep_to_one_link_rate():
+    faster = [r | {"rate_mbit": 1000.0, "samples_per_second": 399.0} for r in ROWS if r["workers"] == 2]
+    cells = plots.summarise(faster + ROWS)
+    assert plots.ratio(cells, next(c for c in cells if c.workers == 4), 2) == pytest.approx(720 / (2 * 380))
+
+
+def test_the_table():
+    lines = plots.markdown(RESULT).splitlines()
+    assert lines[0] == (
+        "Weak scaling, one worker a node; network namespaces with shaped links; compute is a stand-in of 40 ms a step, "
+        "2.1 MB model. 2 CPU cores, commit abc, 2026-01-02 03:04:05."
+    )
+    assert lines[4:11] == [
+        "200 Mbit/s",
+        "",
+        "| method | 1 worker | 2 workers | 4 workers | ratio from 1 | from 2 |",
+        "|---|---|---|---|---|---|",
+        "| ddp | not run | 90 (0.0%) | 100† (0.0%) |  | 0.56 |",
+        "| co2 tau 12 | 200 [190 to 201] (0.0%) | 380 [370 to 390] (2.0%) | 720 [700 to 760] (10.0%) | 0.90 | 0.95 |",
+        "| co2 tau auto (7) | not run | not run | 780 (0.0%) |  |  |",
+    ]
+    assert lines[-1].startswith("† the stand-in missed its deadlines")
+
+
+def test_a_table_of_a_lone_worker():
+    text = plots.markdown(RESULT | {"link": "throttled in software", "rows": ROWS[:3]})
+    assert "link throttled in software; compute is a stand-in" in text
+    assert "\nNo link\n\n| method | 1 worker |" in text
+
+
+def test_ranks_become_one_row():
+    def cell(speed: float, mean_step: float) -> dict[str, Any]:
+        same = {"method": "co2", "tau": 3, "bytes_sent_per_worker": 7, "rounds": 2, "seconds": 2.0}
+        each = {
+            "step_seconds": 0.04,
+            "step_spread": 0.001,
+            "exposed_seconds": speed / 100,
+            "exposed_share": speed / 200,
+        }
+        more = {"allreduce_seconds": speed, "boundary_seconds": 0.002, "cpu_seconds": 1.5}
+        return same | each | more | {"samples_per_second": speed, "mean_step_seconds": mean_step}
+
+    ranks = [{"cells": [cell(10, 0.040), cell(20, 0.040)]}, {"cells": [cell(30, 0.0439), cell(40, 0.0441)]}]
+    first, second = scaling.combine(ranks, step_ms=40.0)
+    assert (first["samples_per_second"], first["allreduce_seconds"], first["exposed_seconds"]) == (20, 20, 0.2)
+    assert first["exposed_share"] == pytest.approx(0.1)
+    assert (first["bytes_sent_per_worker"], first["cpu_cores_busy"]) == (7, 1.5)
+    assert (first["late"], second["late"]) == (False, True)
+    assert not {"cpu_seconds", "mean_step_seconds"} & set(first)
+
+
+def test_throughput_is_drawn_with_its_range():
+    figure = plots.throughput_vs_workers(RESULT)
+    (axes,) = figure.axes
+    perfect, ddp, co2, auto = axes.lines[0], *(c.lines[0] for c in axes.containers)
+    assert perfect.get_ydata().tolist() == [200, 400, 800]
+    assert (ddp.get_xdata().tolist(), ddp.get_ydata().tolist()) == ([2, 4], [90, 100])
+    assert co2.get_ydata().tolist() == [200, 380, 720]
+    assert auto.get_linestyle() == "--"
+    bars = axes.containers[1].lines[2][0].get_segments()
+    assert [segment[:, 1].tolist() for segment in bars] == [[190, 201], [370, 390], [700, 760]]
+    assert "shaped links; compute is a stand-in" in figure.get_suptitle()
+    plt.close(figure)
+
+
+def test_exposed_share_is_drawn_over_rates():
+    slower = [r | {"rate_mbit": 50.0, "exposed_share": 0.8} for r in ROWS if r["workers"] > 1]
+    figure = plots.exposed_vs_bandwidth(RESULT | {"rows": ROWS + slower})
+    assert [axes.get_title() for axes in figure.axes] == ["2 workers", "4 workers"]
+    co2 = figure.axes[0].containers[1].lines[0]
+    assert (co2.get_xdata().tolist(), co2.get_ydata().tolist()) == ([50, 200], [80, 2])
+    plt.close(figure)
+
+
+def test_everything_is_made_anew_from_json(tmp_path: Path):
+    (tmp_path / plots.NAME).write_text(json.dumps(RESULT))
+    text = plots.write(tmp_path)
+    assert (tmp_path / "scaling.md").read_text() == text == plots.markdown(RESULT)
+    for name in ("throughput_vs_workers", "exposed_vs_bandwidth"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "holds no scaling.json"),
+        ("{", "is no JSON"),
+        ("[]", "has no rows of format 1"),
+        ('{"format": 1}', "no rows"),
+    ],
+)
+def test_a_folder_without_measurements_is_refused(text: str | None, said: str, tmp_path: Path):
+    if text is not None:
+        (tmp_path / plots.NAME).write_text(text)
+    with pytest.raises(UserError, match=said):
+        plots.read(tmp_path)
