@@ -70,15 +70,18 @@ class Bucket:
     """One flat buffer for all tensors of one dtype on one device.
 
     flat: [numel + tail], in the dtype of the sums: float64 for float64 tensors, else float32, so that 16-bit
-    parameters lose nothing in transit. views: `flat` seen in the shape of each tensor, in order.
+    parameters lose nothing in transit. views: `flat` seen in the shape of each tensor, in order. shared, parts: the
+    first `shared` tensors are followed by zeros up to a multiple of `parts` elements, to be cut into equal parts.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], tail: int):
+    def __init__(self, tensors: Sequence[Tensor], tail: int, shared: int = 0, parts: int = 1):
         self.dtype = tensors[0].dtype
-        self.numel = sum(t.numel() for t in tensors)
+        front, rest = tensors[:shared], tensors[shared:]
+        self.shared_numel = -(-sum(t.numel() for t in front) // parts) * parts
+        self.numel = self.shared_numel + sum(t.numel() for t in rest)
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.flat = torch.zeros(self.numel + tail, dtype=wide, device=tensors[0].device)
-        self.views = view_as(self.flat, tensors)
+        self.views = view_as(self.flat, front) + view_as(self.flat[self.shared_numel :], rest)
 
 
 def view_as(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -119,7 +122,7 @@ class AsyncMean:
         for t in tensors:
             kinds.setdefault((t.dtype, t.device), []).append(t)
         self.members = list(kinds.values())  # the tensors of each bucket, in order
-        self.buckets = [Bucket(ts, tail if i == 0 else 0) for i, ts in enumerate(self.members)]
+        self.buckets = [self._bucket(ts, tail if i == 0 else 0) for i, ts in enumerate(self.members)]
         self.tail = tail
         self.timeout = timeout
         self.link = link
@@ -141,6 +144,9 @@ class AsyncMean:
         self._ready_at = 0.0
         self._launched_at: Mark = 0.0
         self._landed_at: list[float] = []  # when the works of the last stage ended
+
+    def _bucket(self, tensors: list[Tensor], tail: int) -> Bucket:
+        return Bucket(tensors, tail)
 
     @property
     def in_flight(self) -> bool:

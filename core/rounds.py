@@ -54,7 +54,7 @@ class Rounds(ABC):
         self.tau_decision: TauDecision | None = None  # taken by tau="auto" at the last boundary
         size = dist.get_world_size(group) if dist.is_initialized() else 1
         tail = TAIL + 2 * size if self.tuner else TAIL
-        self.mean = AsyncMean([*self.params, *self.buffers], group=group, tail=tail, timeout=timeout, link=link)
+        self.mean = self._make_mean([*self.params, *self.buffers], group=group, tail=tail, timeout=timeout, link=link)
         self._stepping_since: Mark = mark(self.mean.device)
         self._numbers = (0.0, 0.0)  # this worker's last known seconds of a local step and of an all-reduce
         self._arriving: tuple[Tensor, Mark] | None = None  # every worker's, on their way from the GPU
@@ -151,6 +151,9 @@ class Rounds(ABC):
         self.mean.close()
 
     # -- for subclasses -------------------------------------------------------------------------------------
+
+    def _make_mean(self, tensors: list[Tensor], **kwargs: Any) -> AsyncMean:
+        return AsyncMean(tensors, **kwargs)
 
     @torch.no_grad()
     def _new_flats(self, name: str, *, zero: bool) -> tuple[list[Tensor], list[list[Tensor]]]:
