@@ -244,7 +244,8 @@ def hivemind(task: Task) -> Trainer:
     """Local updates whose states hivemind averages in the background (delayed by what that takes).
 
     Its epochs end when the swarm is believed to have seen tau global batches. That belief comes from counts in a
-    distributed hash table, extrapolated in time (time spent waiting too): the period is approximate.
+    distributed hash table, extrapolated in time (time spent waiting too): the period is approximate. In 1.1.12 the
+    next local step waits for the average that was started in the background, so little of it is hidden.
     """
     multiprocessing.current_process()._config["daemon"] = False  # hivemind starts processes, a daemon must not
     from hivemind import DHT, Optimizer
@@ -323,7 +324,7 @@ PEERS: dict[str, Peer] = {
         "hivemind",
         hivemind,
         "Optimizer, use_local_updates, delay_state_averaging, target_batch_size tau global batches, matchmaking_time "
-        "1 s; its period is approximate, see rounds",
+        "1 s; it times its rounds itself: near tau (see rounds) only where tau steps take seconds",
     ),
     "accelerate_local": Peer("accelerate", "accelerate", accelerate_local_sgd, "LocalSGD(local_sgd_steps=tau)"),
 }

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.peer_adapters import PEERS, Task, Trainer
+from bench.peer_model import FORWARD, LR, Pace, build_model, make_optimizer
 from core import CO2Config, UserError, make_method
 from core.baselines import METHODS
 from core.collectives import ThrottledLink
@@ -26,8 +27,6 @@ from vision.data import Images
 
 REFERENCE = "none"  # the same steps without any communication
 BATCH = 16  # samples per worker and step
-HIDDEN_LAYERS = 5
-LR, MOMENTUM = 0.05, 0.9
 
 
 @dataclass(frozen=True)
@@ -46,23 +45,6 @@ class Job:
     interface: str | None
     folder: Path
     logs: Path
-
-
-def build_model(width: int) -> nn.Sequential:
-    """A perceptron of 8 x 8 pixels -> 10 logits with HIDDEN_LAYERS layers of `width`, He initialisation."""
-    sizes = [64, *[width] * HIDDEN_LAYERS, 10]
-    layers: list[nn.Module] = [nn.Flatten()]
-    for a, b in zip(sizes[:-1], sizes[1:], strict=True):
-        layer = nn.Linear(a, b)
-        nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-        nn.init.zeros_(layer.bias)
-        layers += [layer, nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
-
-
-def make_optimizer(params: Any) -> torch.optim.Optimizer:
-    """The inner optimiser of every method."""
-    return torch.optim.SGD(params, lr=LR, momentum=MOMENTUM)
 
 
 def worker(job: Job, train: Images, test: Images) -> dict[str, Any]:
@@ -90,13 +72,14 @@ def run(job: Job, train: Images, test: Images) -> dict[str, Any]:
     if job.method in PEERS:
         __import__(PEERS[job.method].module)  # its code is not the method's memory
     torch.manual_seed(job.seed)
-    model = build_model(job.width)
+    pace = Pace(job.step_ms / 1e3)
+    model = build_model(job.width, pace)
     warm_up(job.width)
     base = reset_peak()
     trainer = make_trainer(job, model)
     dist.barrier()
     sent = network_bytes(job.interface)
-    seconds, times = train_loop(job, trainer, model, batches(job, train, rank), rank)
+    seconds, times = train_loop(job, trainer, model, pace, batches(job, train, rank))
     sent = network_bytes(job.interface) - sent if job.interface else trainer.sent()
     result = {"seconds": seconds, "times": times, "sent": sent, "rounds": trainer.rounds()}
     result["memory"] = peak_bytes() - base
@@ -146,21 +129,22 @@ def batches(job: Job, train: Images, rank: int) -> Iterator[tuple[Tensor, Tensor
 
 
 def train_loop(
-    job: Job, trainer: Trainer, model: nn.Module, data: Iterator[tuple[Tensor, Tensor]], rank: int
+    job: Job, trainer: Trainer, model: nn.Module, pace: Pace, data: Iterator[tuple[Tensor, Tensor]]
 ) -> tuple[float, dict[int, float]]:
     """The loop; returns its seconds and, for each snapshot, its step and when it was taken (the clock stands still).
 
-    The forward pass is stretched to the stand-in step time, so that workers do not fight for the cores; backward, the
+    Forward and backward are stretched to the stand-in step time, so that workers do not fight for the cores; the
     optimiser and communication come on top.
     """
+    rank = dist.get_rank()
     start, stopped = time.perf_counter(), 0.0
     times = {0: 0.0}
     snapshot(job, model, 0, rank)
     stopped += time.perf_counter() - start
     for step, (images, labels) in enumerate(data, start=1):
-        deadline = time.perf_counter() + job.step_ms / 1e3
+        pace.begin()
         loss = F.cross_entropy(trainer.model(images), labels)
-        time.sleep(max(0.0, deadline - time.perf_counter()))
+        pace.wait(FORWARD)
         loss.backward()
         trainer.optimizer.step()
         trainer.optimizer.zero_grad()

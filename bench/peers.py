@@ -26,7 +26,8 @@ import tyro
 
 from bench.cluster import Cluster, require_namespaces, run_ranks
 from bench.peer_adapters import PEERS
-from bench.peer_loop import BATCH, LR, MOMENTUM, REFERENCE, Job, build_model, worker
+from bench.peer_loop import BATCH, REFERENCE, Job, worker
+from bench.peer_model import LR, MOMENTUM, build_model
 from core import UserError
 from core.baselines import OverlapLocalConfig, SlowMoConfig
 from core.co2 import CO2Config
@@ -275,8 +276,8 @@ def report(bench: Bench, rows: Sequence[dict[str, Any]], link: str) -> str:
     notes = [
         f"Link: {link}. {bench.workers} workers, each on its own node; {bench.steps} steps, tau {bench.tau}.",
         f"Task: scikit-learn's digits, a perceptron of {millions:.2f} M parameters, SGD lr {LR:g} momentum "
-        f"{MOMENTUM:g}, {BATCH} samples per worker and step. Every forward pass is stretched to {bench.step_ms:g} ms, "
-        "a stand-in for computing on hardware of one's own.",
+        f"{MOMENTUM:g}, {BATCH} samples per worker and step. Forward and backward are stretched to "
+        f"{bench.step_ms:g} ms, layer by layer, a stand-in for computing on hardware of one's own.",
         f"Median (least to greatest) of {bench.repeats} runs, a seed each. `{REFERENCE}`: the same steps without any "
         "communication.",
         f"Exposed share: 1 - (seconds of `{REFERENCE}`) / (seconds of the row), for all rows alike; it holds whatever "
@@ -286,7 +287,8 @@ def report(bench: Bench, rows: Sequence[dict[str, Any]], link: str) -> str:
         f"Bytes sent: by one worker, per sample that it trained on ({sent}).",
         "Memory: peak resident memory above what was resident once model and package were loaded; of the worker's own "
         "process (hivemind has two or three more).",
-        "Rounds: synchronisations, those that end the training included (torchft_streaming: of a fragment).",
+        "Rounds: synchronisations, those that end the training included (torchft_streaming: of a fragment). They are "
+        "inside the clock too: with few steps they weigh more than in a real training.",
         f"Ours: co2 {chosen(CO2Config(tau=bench.tau), 'outer_lr', 'outer_momentum', 'gap', 'clip')}; "
         f"slowmo {chosen(SlowMoConfig())}; overlap_local {chosen(OverlapLocalConfig())}.",
         *(f"{name}: {PEERS[name].note}." for name in bench.methods if name in PEERS),

@@ -12,9 +12,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench import peer_loop
+from bench import peer_loop, peer_model
 from bench.peer_adapters import PEERS, Task
-from bench.peer_loop import BATCH, LR, MOMENTUM, Job
+from bench.peer_loop import BATCH, Job
+from bench.peer_model import LR, MOMENTUM
 from core.testing import run_distributed
 from vision import data
 
@@ -97,9 +98,9 @@ def two_workers_by_hand(average_every: int) -> list[float]:
     """Losses of the mean model after steps 0, 2, 4, 5 of two workers that average now and then (0: never)."""
     train, test = data.digits()
     torch.manual_seed(3)
-    models = [peer_loop.build_model(16), peer_loop.build_model(16)]
+    models = [peer_model.build_model(16), peer_model.build_model(16)]
     models[1].load_state_dict(models[0].state_dict())
-    mean = peer_loop.build_model(16)
+    mean = peer_model.build_model(16)
     optimizers = [torch.optim.SGD(m.parameters(), LR, MOMENTUM) for m in models]
     batches = [peer_loop.batches(job("none", Path()), train, rank) for rank in range(2)]
     losses = []
@@ -128,7 +129,7 @@ def test_the_loop_against_two_workers_by_hand(method: str, rounds: int, tmp_path
     assert list(first["times"]) == list(second["times"]) == [0, 2, 4, 5]
     assert first["rounds"] == rounds and "losses" not in second
     if method == "local":
-        parameters = sum(p.numel() for p in peer_loop.build_model(16).parameters())
+        parameters = sum(p.numel() for p in peer_model.build_model(16).parameters())
         assert first["sent"] == pytest.approx(3 * 4 * parameters, rel=0.01)  # 2 (n - 1) / n = 1; 4 bytes each
 
 
@@ -170,7 +171,7 @@ def test_the_command_with_a_throttled_link(tmp_path: Path):
     none, co2, refused = result["rows"]
     assert "throttled in software to 1 Mbit/s" in out
     assert "cannot hold back" in refused["reason"] and "| torch_powersgd | not run: " in out
-    parameters = sum(p.numel() for p in peer_loop.build_model(16).parameters())
+    parameters = sum(p.numel() for p in peer_model.build_model(16).parameters())
     sent = co2["bytes_per_sample"][0] * 6 * BATCH
     assert co2["rounds"] == [4] and sent == pytest.approx(4 * 4 * parameters, rel=0.01)
     assert result["runs"][1]["seconds"] > 0.95 * sent * 8 / 1e6 > result["runs"][0]["seconds"]
@@ -181,7 +182,7 @@ def test_the_command_with_a_throttled_link(tmp_path: Path):
 def test_the_command_over_namespaces(tmp_path: Path):
     """Bytes are those of the interface: with headers, above the model's in every one of post-local SGD's rounds."""
     out, result = bench(tmp_path, "--rate", "20", "--methods", "torch_post_local", "torch_powersgd", "local")
-    parameters = sum(p.numel() for p in peer_loop.build_model(16).parameters())
+    parameters = sum(p.numel() for p in peer_model.build_model(16).parameters())
     _, post, power_sgd, local = result["rows"]
     assert "20 Mbit/s between network namespaces of one machine (measured" in out
     for row, rounds in ((post, 3), (local, 4)):

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import nn
 from bench import peers
 from bench.peer_adapters import PEERS, Peer, split
 from bench.peer_loop import Job, network_bytes, peak_bytes, reset_peak
+from bench.peer_model import Pace, build_model
 from bench.peers import Bench, loss_at, run_all, summarise, table
 from core import UserError
 
@@ -158,6 +160,32 @@ def test_fragments_are_about_equal():
     parts = split(nn.Sequential(*layers), 2)
     assert [sum(p.numel() for p in part.parameters()) for part in parts] == [40, 60]
     assert [module for part in parts for module in part] == layers
+
+
+def test_gradients_come_spread_over_the_backward_pass():
+    """Six layers, a step of 0.3 s: forward ends at 0.1 s, a layer's gradients come every 0.033 s, the last layer's
+    first; the values are those of the model without a pace."""
+    pace = Pace(0.3)
+    torch.manual_seed(0)
+    model, x = build_model(8, pace), torch.randn(4, 1, 8, 8)
+    times: list[float] = []
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            layer.weight.register_post_accumulate_grad_hook(lambda _: times.append(time.perf_counter()))
+    pace.begin()
+    start = time.perf_counter()
+    loss = model(x).square().sum()
+    pace.wait(1 / 3)
+    forward = time.perf_counter() - start
+    loss.backward()
+    expected = [0.1 + 0.2 * k / 6 for k in range(1, 7)]
+    assert 0.1 <= forward < 0.13
+    assert all(wanted - 0.002 < seen - start < wanted + 0.03 for wanted, seen in zip(expected, times, strict=True))
+    torch.manual_seed(0)
+    plain = build_model(8)
+    plain(x).square().sum().backward()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
 
 
 def test_the_peak_is_that_since_the_reset():
