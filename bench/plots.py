@@ -24,6 +24,8 @@ from core.recipe import launch
 FORMAT = 1
 NAME = "scaling.json"
 COLOURS = {"ddp": "C7", "local": "C2", "overlap_local": "C4", "slowmo": "C1", "co2": "C0"}
+# (size of the marker, width of the line): wide ones lie under the thin lines of methods that take as long
+SIZES = {"local": (10, 5), "overlap_local": (10, 5), "slowmo": (6, 1.5), "co2": (4, 1.2), "ddp": (5, 1.3)}
 MARKERS = {1: "o", 3: "v", 12: "s", 48: "D", "auto": "*"}
 
 
@@ -125,6 +127,8 @@ def markdown(result: dict[str, Any]) -> str:
         "share: time that the loop waited for communication. Scaling ratio at the most workers: throughput per worker, "
         "relative to that of 1 worker and of 2 (the latter leaves out the first drop, as the paper's ratio does).",
     ]
+    if buckets := result["model"].get("ddp_bucket_bytes"):
+        text[-1] += f" ddp's buckets: {' + '.join(f'{b / 1e6:.2f}' for b in buckets)} MB, torch's default sizes."
     rates = sorted({c.rate_mbit for c in cells if c.rate_mbit is not None})
     for rate in rates or [None]:
         text += ["", f"{rate:g} Mbit/s" if rate else "No link", "", *_rate_table(cells, rate)]
@@ -220,9 +224,21 @@ def _panels(count: int, title: str, result: dict[str, Any]) -> tuple[Figure, lis
 
 def _line(axes: Axes, cell: Cell, x: Sequence[Any], y: Sequence[float], spread: Sequence[tuple[float, float]]) -> None:
     """spread: (below, above) of each point."""
-    style = {"color": COLOURS[cell.method], "marker": MARKERS.get(cell.tau_setting, "."), "label": cell.label}
-    hidden = "--" if cell.tau_setting == "auto" else "-"
-    axes.errorbar(x, y, yerr=list(zip(*spread, strict=True)), linestyle=hidden, lw=1.3, ms=5, capsize=2, **style)
+    size, width = SIZES[cell.method]
+    axes.errorbar(
+        x,
+        y,
+        yerr=list(zip(*spread, strict=True)),
+        color=COLOURS[cell.method],
+        alpha=0.5 if width > 2 else 1.0,
+        linestyle="--" if cell.tau_setting == "auto" else "-",
+        lw=width,
+        elinewidth=1,
+        marker=MARKERS.get(cell.tau_setting, "."),
+        ms=size,
+        capsize=2,
+        label=cell.label,
+    )
 
 
 def _legend(figure: Figure, axes: Axes) -> None:

@@ -26,6 +26,8 @@ from typing import Any
 
 import tyro
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo's warnings about host names; torch reads it when imported
+
 from bench import plots
 from bench.cluster import Cluster, require_namespaces, run_ranks
 from bench.measure import SETTLED, Job, Setting, round_seconds, rounds_to_measure, wire_seconds, work

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from core.baselines import Method
 from core.rounds import Rounds
 
-# Small enough that sixteen workers fit on two cores. Two layers fill a bucket of DistributedDataParallel, 1 MiB.
+# Small enough that sixteen workers fit on two cores: with twice as many parameters they do not. Two layers fill the
+# first bucket of DistributedDataParallel, 1 MiB; so it has two, and only the first can cross under the backward pass.
 LAYERS = 4
 WIDTH = 364
 PARAMS = LAYERS * (WIDTH + 1) * WIDTH  # 531,440
