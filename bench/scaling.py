@@ -213,7 +213,8 @@ def main() -> None:
     try:
         run(o, folder)
     except KeyboardInterrupt:
-        print(f"stopped; complete groups are in {folder / plots.NAME}", file=sys.stderr)
+        kept = f"complete groups are in {folder / plots.NAME}" if (folder / plots.NAME).exists() else "nothing is kept"
+        print(f"stopped; {kept}", file=sys.stderr)
         sys.exit(130)
     print("\n" + plots.write(folder))
 
