@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from core.co2 import CO2, CO2Config
-from core.collectives import ThrottledLink, new_group, ring_bytes
+from core.collectives import ThrottledLink, leave_group, new_group, ring_bytes
 from core.errors import UserError
 from core.overlap import Mark, RoundStats, Seconds, between, mark
-from core.rounds import FINISHED, STEPS, Rounds
+from core.rounds import STEPS, Rounds, all_finished
 
 MethodName = Literal["co2", "ddp", "local", "overlap_local", "slowmo"]
 METHODS: tuple[MethodName, ...] = get_args(MethodName)
@@ -67,7 +67,7 @@ class _Blocking(Rounds):
         if not (finished and tail[STEPS].item() == 0.0):  # nobody has moved: leave the parameters as they are
             self._apply()
             self._restore_buffers()
-        return finished and tail[FINISHED].item() == 1.0
+        return finished and all_finished(tail)
 
     @abstractmethod
     def _apply(self) -> None:
@@ -149,7 +149,7 @@ class OverlapLocalSGD(Rounds):
         for z, v, mean in zip(self._z, self._v, self._landed(), strict=True):
             v.mul_(self.config.anchor_momentum).add_(mean - z)
             z.add_(v)
-        everyone = finished and tail[FINISHED].item() == 1.0
+        everyone = finished and all_finished(tail)
         if everyone:
             if tail[STEPS].item() > 0.0:  # an empty round carries older buffers
                 self._restore_buffers()
@@ -178,6 +178,7 @@ class DDP:
         self.rounds = 0
         self.stats = RoundStats()
         self.group = new_group(group, timeout)
+        self._timeout = timeout
         self.model = model
         self._buffers = [b for b in model.buffers() if b.is_floating_point()] if average_buffers else []
         self._link = link
@@ -242,7 +243,7 @@ class DDP:
     def close(self) -> None:
         """Leaves the process group."""
         if self.group is not None:
-            dist.destroy_process_group(self.group)
+            leave_group(self.group, self._timeout)
             self.group = None
 
 

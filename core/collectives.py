@@ -44,6 +44,9 @@ def ring_bytes(nbytes: int, world_size: int) -> int:
     return round(2 * (world_size - 1) / world_size * nbytes)
 
 
+_spare: dict[tuple[object, ...], list[dist.ProcessGroup]] = {}  # of ranks and timeout: left, not destroyed
+
+
 def new_group(group: dist.ProcessGroup | None, timeout: float) -> dist.ProcessGroup | None:
     """A process group with the ranks of `group` (None: all) and `timeout` seconds, used by nobody else.
 
@@ -51,19 +54,40 @@ def new_group(group: dist.ProcessGroup | None, timeout: float) -> dist.ProcessGr
     """
     if not dist.is_initialized():
         return None
+    everyone = group is None or dist.get_world_size(group) == dist.get_world_size()
+    ranks = None if everyone else dist.get_process_group_ranks(group)
+    left = _spare.get((tuple(ranks), timeout), []) if ranks else []
+    if left and _alive(left[-1]):
+        return left.pop()
     options = None
     if dist.get_backend(group) == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options.is_high_priority_stream = True
-    ranks = None if group is None else dist.get_process_group_ranks(group)
     made = dist.new_group(
         ranks,
         timeout=timedelta(seconds=timeout),
         pg_options=options,
-        use_local_synchronization=group is not None,  # only the members need to call
+        use_local_synchronization=not everyone,  # only the members need to call
     )
     assert isinstance(made, dist.ProcessGroup), "only members of the group may use it"
     return made
+
+
+def leave_group(group: dist.ProcessGroup, timeout: float) -> None:
+    """Destroys a group of new_group, or keeps it for the next one with its ranks.
+
+    torch names a subgroup after its ranks, so that a second one would find the first one's addresses in the store.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) < dist.get_world_size():
+        _spare.setdefault((tuple(ranks), timeout), []).append(group)
+    else:
+        dist.destroy_process_group(group)
+
+
+def _alive(group: dist.ProcessGroup) -> bool:
+    """Whether torch.distributed still knows the group; not after destroy_process_group() and a new start."""
+    return group in dist.distributed_c10d._world.pg_map
 
 
 class Bucket:
@@ -136,6 +160,7 @@ class AsyncMean:
         self.seconds: Seconds = 0.0  # from the last launch to its landing
         self.waited: Seconds = 0.0  # how long the last wait() blocked: the host on a CPU, the current stream on a GPU
         self.device = self.buckets[0].flat.device
+        self.state: dict[str, list[Tensor]] = {}  # what a checkpoint holds of it, beside the buffers in flight
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._chain: Iterator[Stage] | None = None
         self._works: list[dist.Work] = []
@@ -194,6 +219,20 @@ class AsyncMean:
         work = dist.all_reduce(flat, group=self.group, async_op=True)
         assert work is not None
         return work
+
+    def average(self, flats: Sequence[Tensor]) -> None:
+        """Blocks until each of `flats`, equally shaped on all workers, holds its mean; exact, whatever launch() sends.
+
+        For a rare moment when nothing is in flight; a CollectiveError leaves partial sums.
+        """
+        assert not self._in_flight, "wait() for the mean in flight first"
+        if self.group is not None:
+            self._ready_at = 0.0
+            self._works = [self.all_reduce(flat) for flat in flats if flat.numel()]
+            self._wait_for_works()
+            self._works.clear()
+            for flat in flats:
+                flat.div_(self.world_size)
 
     def _next_stage(self) -> None:
         """Starts the next collectives; at the chain's end there are none."""
@@ -309,7 +348,7 @@ class AsyncMean:
         """Leaves the process group; call it after the last `wait`."""
         assert not self._in_flight, "wait() for the mean in flight first"
         if self.group is not None:
-            dist.destroy_process_group(self.group)
+            leave_group(self.group, self.timeout)
             self.group = None
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from core.collectives import AsyncMean, ThrottledLink, view_as
 from core.errors import UserError
@@ -41,9 +42,11 @@ class Rounds(ABC):
         timeout: float = 600.0,
         link: ThrottledLink | None = None,
     ):
-        everything = _unique(params)
-        self.params = [p for p in everything if p.requires_grad]
-        self._frozen = [p for p in everything if not p.requires_grad]
+        given = _unique(params)
+        local = {id(p): _local(p) for p in given}
+        everything = list(local.values())
+        self.params = [local[id(p)] for p in given if p.requires_grad]
+        self._frozen = [p for p in given if not p.requires_grad]
         fixed = _unique(buffers)
         self.buffers = [b for b in fixed if b.is_floating_point()]
         self.tuner = TauTuner(tau_max) if tau == "auto" else None
@@ -63,7 +66,7 @@ class Rounds(ABC):
         ids = {id(p) for p in self.params}
         self.bucket_params = [[t for t in ts if id(t) in ids] for ts in self.mean.members]
         self.sizes = [sum(t.numel() for t in ts) for ts in self.bucket_params]
-        self._flats: dict[str, list[Tensor]] = {}  # the method's state, a tensor a bucket
+        self._flats: dict[str, list[Tensor]] = dict(self.mean.state)  # the method's state, a tensor a bucket
 
     def step(self) -> bool:
         """Call after every optimiser step (also one that a GradScaler skipped). True when a round closed."""
@@ -276,6 +279,17 @@ class Rounds(ABC):
     def _signature(self) -> Any:
         """What must be equal on all workers, compared at construction."""
         return f"tau={self.tau}"
+
+
+def _local(p: Tensor) -> Tensor:
+    """A DTensor's shard, which shares its memory; any other tensor itself."""
+    shard: Any = p.detach() if isinstance(p, DTensor) else p
+    return shard.to_local() if isinstance(p, DTensor) else p
+
+
+def all_finished(tail: Tensor) -> bool:
+    """Whether every worker launched the mean whose tail this is from finish(); reads it from the device."""
+    return tail[FINISHED].item() > 1 - 1e-6  # one over the number of workers may be rounded
 
 
 def _first_difference(a: Any, b: Any) -> str:

@@ -1,0 +1,261 @@
+"""Shared outer state and hierarchy on real processes: equal to the unshared run, and to the reference."""
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from core import CO2, CO2Config, UserError
+from core.groups import gather_parts, local_world_size, node_mesh, sum_parts
+from core.reference import Reference
+from core.sharded import ShardedCO2
+from core.testing import run_distributed
+from tests import problems
+from tests.problems import LR, assert_traces_equal, flat, gradient
+
+TAU, STEPS = 3, 62  # 20 rounds and an incomplete one
+CONFIGS = [
+    CO2Config(tau=TAU, outer_momentum=beta, outer_lr=alpha, gap=gap, clip=clip, allow_unstable=True)
+    for (beta, alpha), gap, clip in product([(0.5, 1.0), (0.3, 0.6)], ["elementwise", "norm", "none"], [None, 0.2])
+]
+
+
+def node_step(params: list[nn.Parameter], ranks: list[int], step: int) -> None:
+    """SGD with the mean gradient of a node's workers, as after their all-reduce."""
+    with torch.no_grad():
+        for p in {id(p): p for p in params}.values():
+            p.sub_(LR * torch.stack([gradient(p, rank, step) for rank in ranks]).mean(0))
+
+
+def run_co2(config: CO2Config, ranks: list[int], **kwargs: Any) -> tuple[list[Tensor], CO2]:
+    params = problems.odd_parameters()
+    co2 = CO2(params, config, **kwargs)
+    trace = []
+    for step in range(STEPS):
+        node_step(params, ranks, step)
+        if co2.step():
+            trace.append(flat(params))
+    co2.finish()
+    co2.close()
+    return [*trace, flat(params)], co2
+
+
+def expected(config: CO2Config, nodes: list[list[int]]) -> list[Tensor]:
+    x = flat(problems.odd_parameters()).expand(len(nodes), -1).clone()
+    c = config
+    ref = Reference(x, c.tau, c.outer_lr, c.outer_momentum, c.gap, c.clip)
+    workers = torch.tensor(nodes, dtype=torch.float64)[:, :, None]  # [nodes, workers, 1]
+    ref.run(lambda rows, step: gradient(rows[:, None], workers, step).mean(1), LR, STEPS)
+    rounds = ref.outer[1:]
+    ref.finish()
+    return [*rounds, ref.x[0].clone()]
+
+
+def hierarchical(rank: int, world_size: int, shard: bool) -> list[list[Tensor]]:
+    node = rank // 2
+    mesh = node_mesh("cpu", 2)
+    results = []
+    for config in CONFIGS:
+        trace, co2 = run_co2(replace(config, shard=shard), [2 * node, 2 * node + 1], mesh=mesh)
+        assert isinstance(co2, ShardedCO2)
+        parts = 4 if shard else 2
+        assert len(co2._x[0]) == -(-co2.sizes[0] // parts)
+        results.append(trace)
+    return results
+
+
+@pytest.mark.parametrize("shard", [False, True], ids=["node", "all"])
+def test_two_nodes_of_two_equal_the_reference(shard: bool):
+    """x and m in halves inside the node, or in quarters over all; gradients synchronised inside the node."""
+    results = run_distributed(hierarchical, 4, shard, timeout=200)
+    for i, config in enumerate(CONFIGS):
+        for rank in range(4):
+            assert_traces_equal(results[rank][i], expected(config, [[0, 1], [2, 3]]))
+            assert all(torch.equal(a, b) for a, b in zip(results[rank][i], results[0][i], strict=True))
+
+
+def flat_workers(rank: int, world_size: int, shard: bool) -> list[list[Tensor]]:
+    return [run_co2(replace(c, shard=shard), [rank])[0] for c in CONFIGS]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_shared_over_all_workers_equals_unshared(world_size: int):
+    shared = run_distributed(flat_workers, world_size, True, timeout=200)
+    unshared = run_distributed(flat_workers, world_size, False, timeout=200)
+    for i in range(len(CONFIGS)):
+        for rank in range(world_size):
+            assert_traces_equal(shared[rank][i], unshared[rank][i])
+
+
+def parts(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    values = torch.arange(world_size * 50, dtype=torch.float64) + rank
+    for works, _ in sum_parts(values, group):
+        for work in works:
+            work.wait()
+    own = values.view(world_size, -1)[rank].clone()
+    works, sent = gather_parts(values, group)
+    works[0].wait()
+    assert sent == (world_size - 1) * 50 * 8
+    return own, values
+
+
+def test_parts_are_summed_and_gathered():
+    for rank, (own, everything) in enumerate(run_distributed(parts, 3)):
+        whole = 3 * torch.arange(150, dtype=torch.float64) + 3
+        assert torch.equal(own, whole.view(3, -1)[rank]) and torch.equal(everything, whole)
+
+
+def resumed(rank: int, world_size: int, at: int) -> list[tuple[Tensor, Tensor]]:
+    mesh, ends = node_mesh("cpu", 2), []
+    for config in (CONFIGS[1], replace(CONFIGS[1], shard=True)):
+        ranks = [rank // 2 * 2, rank // 2 * 2 + 1]
+        params, co2 = problems.odd_parameters(), None
+        for step in range(30):
+            if step in (0, at):
+                state = co2.state_dict() if co2 else None
+                fresh = problems.odd_parameters()
+                for new, old in zip(fresh, params, strict=True):
+                    new.data.copy_(old.data)
+                params, co2 = fresh, CO2(fresh, config, mesh=mesh)
+                if state:
+                    co2.load_state_dict(state)
+            node_step(params, ranks, step)
+            assert co2 is not None
+            co2.step()
+        assert co2 is not None
+        co2.finish()
+        straight = CO2(other := problems.odd_parameters(), config, mesh=mesh)
+        for step in range(30):
+            node_step(other, ranks, step)
+            straight.step()
+        straight.finish()
+        ends.append((flat(params), flat(other)))
+    return ends
+
+
+@pytest.mark.parametrize("at", [9, 12])
+def test_a_resumed_run_goes_on_bit_for_bit(at: int):
+    for ends in run_distributed(resumed, 4, at, timeout=120):
+        for again, straight in ends:
+            assert torch.equal(again, straight)
+
+
+def uneven(rank: int, world_size: int) -> list[Tensor]:
+    ends = []
+    for config in (replace(CONFIGS[0], shard=True), CONFIGS[0]):
+        params = problems.odd_parameters()
+        co2 = CO2(params, config)
+        for leg in range(2):  # training goes on after finish()
+            for step in range(10 + 4 * rank):
+                node_step(params, [rank], step + leg)
+
+                co2.step()
+            co2.finish()
+            ends.append(flat(params))
+    return ends
+
+
+def test_uneven_workers_end_together_and_go_on():
+    results = run_distributed(uneven, 3, timeout=100)
+    for first, second, plain_first, plain_second in results:
+        torch.testing.assert_close(first, plain_first, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(second, plain_second, rtol=1e-9, atol=1e-9)
+        assert torch.equal(first, results[0][0]) and torch.equal(second, results[0][1])
+
+
+def low_precision(rank: int, world_size: int) -> dict[torch.dtype, tuple[Tensor, Tensor]]:
+    ends = {}
+    for dtype in (torch.bfloat16, torch.float16):
+        both = []
+        for shard in (True, False):
+            params = [nn.Parameter(torch.linspace(-1, 1, 37).to(dtype)), nn.Parameter(torch.ones(3))]
+            co2 = CO2(params, CO2Config(tau=2, outer_momentum=0.3, clip=None, shard=shard))
+            for _ in range(30):
+                with torch.no_grad():
+                    for p in params:
+                        p.sub_(torch.full_like(p, 0.01 * (rank + 1)) + 0.02 * p)
+                co2.step()
+            co2.finish()
+            both.append(flat(params))
+        ends[dtype] = tuple(both)
+    return ends
+
+
+def test_sixteen_bit_parameters_equal_unshared():
+    for ends in run_distributed(low_precision, 2):
+        for shared, unshared in ends.values():
+            torch.testing.assert_close(shared, unshared, rtol=1e-6, atol=1e-6)
+
+
+def buffers(rank: int, world_size: int) -> tuple[Tensor, Tensor, float]:
+    """BatchNorm's statistics are means over all four workers, one round late."""
+    values = []
+    for kwargs in ({"mesh": node_mesh("cpu", 2)}, {}):
+        params, statistics = [nn.Parameter(torch.zeros(5))], torch.zeros(3)
+        co2 = CO2(params, CO2Config(tau=2), buffers=[statistics], **kwargs)
+        for step in range(8):
+            statistics.add_(rank + 1 + step)
+            co2.step()
+        co2.finish()
+        values.append(statistics.clone())
+    assert "pseudo_gradient_norm" in co2.stats.as_dict()
+    return values[0], values[1], co2.stats.as_dict()["pseudo_gradient_norm"]
+
+
+def test_buffers_are_averaged_over_everybody():
+    for shared, unshared, _ in run_distributed(buffers, 4):
+        torch.testing.assert_close(shared, unshared)
+
+
+def norms(rank: int, world_size: int) -> list[tuple[float, float]]:
+    seen = []
+    for config in (CO2Config(tau=2, clip=None), CO2Config(tau=2, clip=None, shard=True)):
+        params = [nn.Parameter(torch.linspace(0, 1, 11, dtype=torch.float64))]
+        co2 = CO2(params, config)
+        for step in range(12):
+            node_step(params, [rank], step)
+            co2.step()
+        stats = co2.stats.as_dict()
+        seen.append((stats["pseudo_gradient_norm"], stats["allreduce_seconds"]))
+        co2.finish()
+    return seen
+
+
+def test_statistics_are_of_the_whole_model():
+    for (unshared, _), (shared, seconds) in run_distributed(norms, 2):
+        assert shared == pytest.approx(unshared) and seconds > 0
+
+
+@pytest.mark.parametrize("setting", [{"gap": "inner"}, {"clip_by": "norm"}, {"delay": 0, "gap": "none"}])
+def test_what_needs_unshared_state_is_refused(setting: dict[str, Any]):
+    with pytest.raises(UserError, match="unshared outer state"):
+        CO2(problems.odd_parameters(), CO2Config(shard=True, **setting))
+
+
+@pytest.mark.parametrize(
+    ("env", "n"),
+    [
+        ({}, 1),
+        ({"LOCAL_WORLD_SIZE": "8"}, 8),
+        ({"SLURM_NTASKS_PER_NODE": "4"}, 4),
+        ({"SLURM_TASKS_PER_NODE": "8(x16)"}, 8),
+        ({"LOCAL_WORLD_SIZE": "2", "SLURM_NTASKS_PER_NODE": "4"}, 2),
+    ],
+)
+def test_workers_per_node_come_from_the_environment(env: dict[str, str], n: int):
+    assert local_world_size(env) == n
+
+
+def three_in_twos(rank: int, world_size: int) -> None:
+    node_mesh("cpu", 2)
+
+
+def test_uneven_nodes_are_refused():
+    with pytest.raises(RuntimeError, match="2 workers per node do not divide 3 workers"):
+        run_distributed(three_in_twos, 3)
