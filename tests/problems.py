@@ -56,17 +56,17 @@ def train(name: str, params: list[nn.Parameter], rank: int, steps: int, **option
     return [*trace, flat(params)]
 
 
-def train_reference(config: CO2Config, world_size: int, steps: int, x: Tensor) -> list[Tensor]:
-    """What `train("co2", ...)` must return on every worker that starts from x [n]."""
+def train_reference(config: CO2Config, world_size: int, steps: int, x: Tensor, worker: int = 0) -> list[Tensor]:
+    """What `train("co2", ...)` must return on a worker; all start from x [n]. Without own parts all get the same."""
     c = config
-    ref = Reference(
-        x.expand(world_size, -1).clone(), c.tau, c.outer_lr, c.outer_momentum, c.gap, c.clip, c.clip_by, c.delay
-    )
+    later = {"policy": c.policy, "mix": c.mix, "taylor": c.taylor, "nesterov": c.nesterov}
+    outer = c.tau, c.outer_lr, c.outer_momentum, c.gap, c.clip, c.clip_by, c.delay
+    ref = Reference(x.expand(world_size, -1).clone(), *outer, **later)
     workers = torch.arange(world_size, dtype=torch.float64)[:, None]
     ref.run(lambda rows, step: gradient(rows, workers, step), LR, steps)
-    rounds = ref.outer[1:]
+    rounds = [rows[worker] for rows in ref.restarts]
     ref.finish()
-    return [*rounds, ref.x[0].clone()]
+    return [*rounds, ref.x[worker].clone()]
 
 
 def assert_traces_equal(ours: list[Tensor], expected: list[Tensor], tolerance: float = 1e-9) -> None:

@@ -44,6 +44,14 @@ def message(build: Callable[[], Any]) -> str:
         ({"clip_by": "value"}, "clip_by='value'", "element or norm"),
         ({"delay": 2, "gap": "none"}, "delay=2", "1 (CO2) or 0"),
         ({"delay": 0}, "gap='elementwise'", "set gap none"),
+        ({"policy": "late"}, "policy='late'", "penalty, eager, mix, taylor"),
+        ({"policy": "eager"}, "gap='elementwise'", "set gap none"),
+        ({"policy": "mix", "gap": "none", "delay": 0}, "policy='mix'", "set policy penalty"),
+        ({"mix": 0.0}, "mix=0.0", "(0, 1]"),
+        ({"mix": 1.01}, "mix=1.01", "(0, 1]"),
+        ({"mix": float("nan")}, "mix=nan", "(0, 1]"),
+        ({"taylor": -0.1}, "taylor=-0.1", "0 or more"),
+        ({"taylor": float("inf")}, "taylor=inf", "finite"),
     ],
     ids=str,
 )
@@ -84,6 +92,20 @@ def test_unstable_settings_explain_the_condition(beta: float, alpha: float):
     assert "allow_unstable=True" in text
     assert CO2Config(outer_momentum=beta, outer_lr=alpha, gap="none", allow_unstable=True).gap == "none"
     assert CO2Config(outer_momentum=beta, outer_lr=alpha).gap == "elementwise"
+
+
+@pytest.mark.parametrize("policy", ["eager", "mix", "taylor"])
+def test_what_takes_the_penaltys_place_does_not_move_the_limit(policy: Any):
+    text = message(lambda: CO2Config(policy=policy, gap="none"))
+    assert "outer_momentum=0.5 + outer_lr=1.0 = 1.5" in text and "set policy='penalty' and gap='elementwise'" in text
+    assert CO2Config(policy=policy, gap="none", allow_unstable=True).policy == policy
+    assert CO2Config(policy=policy, gap="none", outer_lr=0.49).policy == policy
+
+
+def test_nesterov_has_a_limit_of_its_own():
+    """At outer_momentum 1/2 it is (sqrt(17) - 3) / 2 = 0.5616."""
+    assert CO2Config(outer_lr=0.56, gap="none", nesterov=True).nesterov
+    assert "(Nesterov)" in message(lambda: CO2Config(outer_lr=0.563, gap="none", nesterov=True))
 
 
 def test_settings_below_the_boundary_need_no_penalty():

@@ -64,6 +64,47 @@ def test_outer_step():
     torch.testing.assert_close(outer.outer_step(vector(1.0, 2.0), vector(4.0, -4.0), 0.5), vector(-1.0, 4.0))
 
 
+def test_eager_replaces_the_workers_own_part_of_the_mean():
+    """Three workers whose last differences were 3, 6 and 9: the mean is 6. The first now has 12."""
+    assert outer.eager(vector(6.0), vector(12.0), vector(3.0), 1 / 3).item() == pytest.approx((12 + 6 + 9) / 3)
+
+
+def test_delay_compensation_shrinks_what_has_been_walked_already():
+    """Delta = 2 and a step of -1 against it: 2 + 2^2 (-1) / 4 = 1. A step the other way adds."""
+    moved = vector(-1.0, 1.0, -1.0)
+    torch.testing.assert_close(outer.delay_compensated(vector(2.0, 2.0, -2.0), moved, 0.25), vector(1.0, 3.0, -3.0))
+
+
+def test_mix_lies_between():
+    assert outer.mix(vector(4.0), vector(8.0), 0.25).item() == 7.0
+    assert outer.mix(vector(4.0), vector(8.0), 1.0).item() == 4.0
+
+
+def test_nesterov_is_that_of_torch():
+    parameter = torch.nn.Parameter(vector(1.0, -2.0))
+    sgd = torch.optim.SGD([parameter], lr=0.3, momentum=0.7, nesterov=True)
+    x, m = parameter.detach().clone(), torch.zeros(2, dtype=torch.float64)
+    for delta in (vector(1.0, 2.0), vector(-3.0, 0.5), vector(0.2, 0.1)):
+        parameter.grad = delta
+        sgd.step()
+        m = outer.momentum(m, delta, 0.7)
+        x = outer.outer_step(x, outer.nesterov(m, delta, 0.7), 0.3)
+        torch.testing.assert_close(x, parameter.detach())
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 0.9])
+def test_settles_says_where_the_roots_of_the_recurrence_leave_the_unit_circle(beta: float, nesterov: bool):
+    """rho = 1: z^3 - (1 + beta) z^2 + (beta + alpha (1 + b)) z - alpha b, with b = beta under Nesterov, else 0."""
+    b = beta if nesterov else 0.0
+    for alpha in torch.linspace(0.01, 1.2, 120).tolist():
+        c = [alpha * -b, beta + alpha * (1 + b), -(1 + beta)]
+        companion = torch.tensor([[0, 0, -c[0]], [1, 0, -c[1]], [0, 1, -c[2]]], dtype=torch.float64)
+        modulus = torch.linalg.eigvals(companion).abs().max().item()
+        if abs(modulus - 1) > 1e-6:
+            assert outer.settles(alpha, beta, nesterov) == (modulus < 1)
+
+
 def test_nothing_changes_its_arguments():
     x = vector(1.0, -2.0, 3.0)
     kept = x.clone()
@@ -72,6 +113,10 @@ def test_nothing_changes_its_arguments():
         lambda: outer.momentum(x, x, 0.5, x.abs()),
         lambda: outer.clip_elements(x, 1.0),
         lambda: outer.outer_step(x, x, 0.5),
+        lambda: outer.eager(x, x, x, 0.5),
+        lambda: outer.delay_compensated(x, x, 0.5),
+        lambda: outer.mix(x, x, 0.5),
+        lambda: outer.nesterov(x, x, 0.5),
     ):
         assert call().data_ptr() != x.data_ptr()
         assert torch.equal(x, kept)
