@@ -1,0 +1,209 @@
+"""What bench.time_to_loss makes of a run's metrics, and its table: python -m bench.loss_table FOLDER makes it anew."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from core.errors import UserError
+from core.recipe import launch
+
+FORMAT = 1
+NAME = "time_to_loss.json"
+METHODS = ("ddp", "local", "overlap_local", "slowmo", "co2")
+Status = Literal["reached", "out of time", "not reached", "failed"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    status: Status
+    seconds: float
+    """Of training without evaluations: to the loss if reached, else as far as is known without having reached it."""
+    steps: int
+    loss: float | None
+    """Of the last evaluation; None without one."""
+    exposed_share: float | None
+    """Time that the loop waited for communication, of `seconds`."""
+    credit_seconds: float
+    """The part of `seconds` that was added for all-reduces which went on during evaluations: see `unpaid`."""
+    reason: str = ""
+    """What failed."""
+
+    def __str__(self) -> str:
+        loss = "no evaluation" if self.loss is None else f"loss {self.loss:.3f}"
+        how = {"reached": f"{self.seconds:.1f} s", "out of time": f"> {self.seconds:.1f} s"}.get(
+            self.status, self.status
+        )
+        return f"{how} ({loss}, {self.steps} steps)" + (f": {self.reason}" if self.reason else "")
+
+
+def follow(
+    rows: Sequence[dict[str, Any]],
+    key: str,
+    target: float,
+    limit: float,
+    *,
+    ended: Status | None = None,
+    reason: str = "",
+) -> Outcome | None:
+    """The outcome that a run's rows of metrics.jsonl show; None while it is open.
+
+    key: of the held-out loss. ended: what it is when the run has stopped and the rows do not show "reached" or "out of
+    time". A run that logs a later moment than `limit` seconds of training is out of time.
+    """
+    exposed = credit = seconds = 0.0
+    steps, loss, before, evaluated = 0, None, {"round/round": 0.0, "seconds": 0.0}, False
+
+    def result(status: Status, reason: str = "") -> Outcome:
+        return Outcome(status, seconds, steps, loss, exposed / seconds if seconds else None, credit, reason)
+
+    for row in rows:
+        if "round/wait_seconds" in row:
+            rounds = row["round/round"] - before["round/round"]
+            missing = unpaid(row, row["seconds"] - before["seconds"]) if evaluated and rounds == 1 else 0.0
+            credit += missing
+            exposed += rounds * row["round/wait_seconds"] + missing  # of ddp's rounds every few are logged
+            before, evaluated = row, False
+        if row["seconds"] + credit > limit:
+            seconds = limit
+            return result("out of time")
+        seconds, steps = row["seconds"] + credit, row["step"]
+        if key in row:
+            loss, evaluated = row[key], True
+            if loss <= target:
+                return result("reached")
+    return result(ended, reason) if ended else None
+
+
+def unpaid(row: dict[str, Any], seconds: float) -> float:
+    """Seconds that this round would have waited longer, had there been no evaluation before its first step.
+
+    row: of a round that took `seconds` by the run's clock. That clock stands still during an evaluation, but an
+    all-reduce that is under way does not. What computing could hide of it is the round without its boundary; a method
+    that waits at the boundary has nothing under way, and gets 0.
+    """
+    computing = seconds - row["round/boundary_seconds"]
+    return max(0.0, row["round/allreduce_seconds"] - computing - row["round/wait_seconds"])
+
+
+# -- the table --------------------------------------------------------------------------------------------------
+
+HEAD = ("task", "link", "method", "reached", "seconds to loss", "speed-up over ddp", "steps to loss", "exposed share")
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """A row for each task, link rate and method, and what a reader needs to judge it."""
+    lines = ["| " + " | ".join((*HEAD, "final loss")) + " |", "|---" * (len(HEAD) + 1) + "|"]
+    groups: dict[tuple[str, float], dict[str, list[dict[str, Any]]]] = {}
+    for run in sorted(result["runs"], key=lambda run: run["seed"]):
+        methods = groups.setdefault((run["task"], run["rate_mbit"]), {})
+        methods.setdefault(run["method"], []).append(run)
+    for (task, rate), methods in sorted(groups.items(), key=lambda item: (item[0][0] != "vision", item[0])):
+        for method in sorted(methods, key=METHODS.index):
+            fields = cells(methods[method], methods.get("ddp", []) if method != "ddp" else [])
+            lines.append(f"| {task} | {rate:g} Mbit/s | {method} | {' | '.join(fields)} |")
+    return "\n".join([*lines, "", *(f"- {note}" for note in notes(result))]) + "\n"
+
+
+def cells(runs: Sequence[dict[str, Any]], ddp: Sequence[dict[str, Any]]) -> list[str]:
+    """The columns behind the method's name, from its runs in order of their seeds."""
+    reached = [run for run in runs if run["status"] == "reached"]
+    all_reached = len(reached) == len(runs)
+    times = spread([r["seconds"] for r in runs], "{:.1f}") if all_reached else ", ".join(map(time_cell, runs))
+    steps = spread([r["steps"] for r in reached], "{:.0f}") if reached else ""
+    shares = [r["exposed_share"] for r in runs if r["exposed_share"] is not None]
+    losses = [r["loss"] for r in runs if r["loss"] is not None]
+    return [
+        f"{len(reached)} of {len(runs)}",
+        times,
+        speed_up(runs, ddp),
+        steps,
+        f"{statistics.fmean(shares):.0%}" if shares else "",
+        spread(losses, "{:.3f}") if losses else "no evaluation",
+    ]
+
+
+def time_cell(run: dict[str, Any]) -> str:
+    """One run's seconds to the loss, or why there are none."""
+    if run["status"] == "reached":
+        return f"{run['seconds']:.1f}"
+    if run["status"] == "out of time":
+        return f"> {run['seconds']:.1f}"
+    return run["status"] if run["loss"] is None else f"{run['status']} (loss {run['loss']:.3f})"
+
+
+def speed_up(runs: Sequence[dict[str, Any]], ddp: Sequence[dict[str, Any]]) -> str:
+    """Ratio of the mean seconds over the same seeds; a lower bound where ddp ran out of time; else empty."""
+    same = {run["seed"] for run in runs} == {run["seed"] for run in ddp}
+    known = all(run["status"] in ("reached", "out of time") for run in ddp)
+    if not (same and known) or any(run["status"] != "reached" for run in runs):
+        return ""
+    bound = any(run["status"] == "out of time" for run in ddp)
+    ratio = statistics.fmean(r["seconds"] for r in ddp) / statistics.fmean(r["seconds"] for r in runs)
+    return f"{'> ' if bound else ''}{ratio:.1f} x"
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """Mean and sample standard deviation."""
+    mean = form.format(statistics.fmean(values))
+    return f"{mean} ± {form.format(statistics.stdev(values))}" if len(values) > 1 else mean
+
+
+def notes(result: dict[str, Any]) -> list[str]:
+    options, link = result["options"], result["link"]
+    if link == "namespaces + tbf":
+        measured = ", ".join(f"{rate}: {mbit:.1f}" for rate, mbit in result["verified_mbit"].items())
+        link = f"network namespaces of one machine joined by shaped links (Mbit/s asked for: measured; {measured})"
+    lines = [
+        f"{options['workers']} workers, each on a node of its own; link: {link}.",
+        f"All workers share {result['cpu_count']} CPU cores, so that computing takes longer than on devices of their "
+        "own, and communication a smaller share of the time.",
+        "Every run was stopped at the first evaluation at or below the target, or after "
+        f"{options['limit_seconds']:g} s of training (`>`: not reached until then; `not reached`: at the end of all "
+        "steps).",
+        "Seconds: training without start and evaluations. An all-reduce that went on during an evaluation is charged "
+        "as if there had been none.",
+        "Methods share data, order, seeds, learning rate, steps and tau. Evaluations are due every epoch and take "
+        "place at the next round boundary; a local method's is of the model that its workers train on, which in co2 "
+        "and overlap_local holds what the others sent a round ago.",
+        "Speed-up: ratio of the mean seconds over the seeds; `>`: a lower bound, as ddp ran out of time. Mean ± sample "
+        "standard deviation over the seeds; steps over those that reached the target; final loss at each run's last "
+        "evaluation.",
+        "Exposed share: time that rank 0 waited for communication (ddp: the last bucket of every fifth step).",
+    ]
+    for name, task in result["tasks"].items():
+        lines.append(f"{name}: `{name}.train {task['command']}`, target {task['loss']} {task['target']:g}.")
+    return [*lines, f"`{result['command']}`, commit {result['commit'] or 'unknown'}, {result['date']}."]
+
+
+# -- files ------------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, result: dict[str, Any]) -> str:
+    """Writes time_to_loss.json and time_to_loss.md; returns the table."""
+    partial = folder / f".{NAME}"
+    partial.write_text(json.dumps(result, indent=1))
+    partial.rename(folder / NAME)
+    text = markdown(result)
+    (folder / "time_to_loss.md").write_text(text)
+    return text
+
+
+def main() -> None:
+    folder = tyro.cli(tyro.conf.Positional[Path], prog="bench.loss_table")
+    path = folder / NAME
+    if not path.is_file():
+        raise UserError(f"{folder} holds no {NAME}: measure with python -m bench.time_to_loss --out {folder}")
+    print(write(folder, json.loads(path.read_text())))
+
+
+if __name__ == "__main__":
+    launch(main)
