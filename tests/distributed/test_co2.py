@@ -180,6 +180,13 @@ VARIANTS = {
     "no clip": {"clip": None},
     "clip_by": {"clip_by": "norm"},
     "delay": {"gap": "none", "delay": 0},
+    "policy=eager": {"gap": "none", "policy": "eager"},
+    "policy=mix": {"gap": "none", "policy": "mix"},
+    "mix": {"gap": "none", "policy": "mix", "mix": 0.8},
+    "policy=taylor": {"gap": "none", "policy": "taylor"},
+    "taylor": {"gap": "none", "policy": "taylor", "taylor": 2.0},
+    "nesterov": {"nesterov": True},
+    "nesterov without delay": {"gap": "none", "delay": 0, "nesterov": True},
 }
 
 

@@ -97,7 +97,7 @@ def test_no_policy_escapes_the_limit_but_for_the_workers_own_part(
 
 
 def test_eager_rounds_by_hand():
-    """Two workers, beta = 0, alpha = 1: x^i_{t+1} = -(sum of the means before t) - d^i_t / 2, and the mean at the end."""
+    """Two workers, beta = 0, alpha = 1: x^i_{t+1} = -(sum of the means before t) - d^i_t / 2; the mean at the end."""
     ref = Reference(torch.zeros(2, 1, dtype=torch.float64), 1, beta=0.0, gap="none", phi=None, policy="eager")
     for displacements in (vector(1.0, 3.0), vector(2.0, 6.0)):
         ref.x -= displacements[:, None]
