@@ -74,7 +74,7 @@ class CO2Config:
     wire_rounding: Rounding = "nearest"
     """Of the narrow wire formats: nearest, or stochastic, whose mean over many rounds is exact."""
     error_feedback: bool = True
-    """With a narrow wire format: what rounding left out is sent along in the next round, for a copy of the parameters."""
+    """With a narrow wire format: what rounding left out goes along in the next round, for a copy of the parameters."""
     allow_unstable: bool = False
     """Accept outer_momentum + outer_lr >= 1 without a gap penalty, to show that it diverges."""
 
@@ -97,8 +97,8 @@ class CO2Config:
         require(0 <= self.taylor < float("inf"), "taylor", "give a finite number, 0 or more")
         require(self.wire in WIRES, "wire", f"choose one of {', '.join(WIRES)}")
         require(self.wire_rounding in ROUNDINGS, "wire_rounding", f"choose one of {', '.join(ROUNDINGS)}")
-        plain = self.wire == "float32"
-        require(not plain or self.wire_rounding == "nearest", "wire_rounding", "float32 rounds nothing; set a narrow wire")
+        rounds = self.wire != "float32"
+        require(rounds or self.wire_rounding == "nearest", "wire_rounding", "float32 rounds nothing; set a narrow wire")
         if not self.delay:
             require(self.policy == "penalty", "policy", "without delay there is nothing to correct; set policy penalty")
             require(self.gap == "none", "gap", "without delay nothing is stale; set gap none")
