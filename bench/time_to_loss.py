@@ -257,9 +257,9 @@ def _clock(seconds: float) -> str:
 
 def run_all(o: TimeToLoss, folder: Path) -> None:
     """Trains everything; both files are written after each run, so that an interruption costs no more than one."""
-    modules = {task: importlib.import_module(f"{task}.train") for task in o.tasks}
     result, plan = header(o), o.plan()
     loss_table.write(folder, result)
+    modules = {task: importlib.import_module(f"{task}.train") for task in o.tasks}
     with contextlib.ExitStack() as stack:
         cluster = None if o.throttle else stack.enter_context(Cluster(o.workers, o.rates[0]))
         progress = Progress(o.limit_seconds, len(plan))
