@@ -108,7 +108,8 @@ def stand_in_overrides(row: Row) -> dict[str, Any]:
 def run_name(recipe: Recipe, row: Row, overrides: Mapping[str, Any], seed: int, nodes: int | None = None) -> str:
     """The name of a run folder: all that differs between the runs of a recipe."""
     parts = [recipe.name, row.method, f"tau{row.tau or recipe.co2.tau}", f"{nodes}nodes" if nodes else ""]
-    parts += [f"{key.split('.')[-1]}_{value}" for key, value in overrides.items() if value is not True]
+    names = {key.split(".")[-1]: value for key, value in overrides.items() if key != "co2.allow_unstable"}
+    parts += [name if value is True else f"{name}_{value}" for name, value in names.items()]
     return "-".join([*filter(None, parts), f"seed{seed}"])
 
 

@@ -137,7 +137,9 @@ def test_the_stand_ins_commands_are_understood_by_the_train_scripts(name: str):
             recipe = parse(recipes, command[module + 1 :])
             assert command[module] == f"{row.task}.train" and "--nproc-per-node=4" in command[:module]
             assert (recipe.method, recipe.seed, recipe.out, recipe.resume) == (row.method, 1, folder, True)
-            assert recipe.co2.gap == row.overrides.get("co2.gap", recipes[row.local].co2.gap)
+            for name in ("gap", "policy", "nesterov", "outer_lr"):
+                expected = row.overrides.get(f"co2.{name}", getattr(recipes[row.local].co2, name))
+                assert getattr(recipe.co2, name) == expected
             folders.append(folder)
     assert len(folders) == len(set(folders)) > 0
 
