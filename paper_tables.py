@@ -196,8 +196,8 @@ TABLES = {
             delay_policy("delay compensation", gap="none", policy="taylor"),
             delay_policy("the penalty, Nesterov's momentum", nesterov=True),
         ),
-        "Ours, the paper has no such rows. All have outer_lr 0.5 and outer_momentum 0.4, for at the defaults, whose sum "
-        "is above 1, a delayed step without the penalty is unstable.",
+        "Ours, the paper has no such rows. All have outer_lr 0.5 and outer_momentum 0.4: at the defaults, whose sum is "
+        "above 1, a delayed step without the penalty is unstable.",
     ),
     "throughput": Table(
         "Throughput over 80 Gbps TCP/IP",
