@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from core.co2 import CO2, CO2Config
@@ -19,6 +20,7 @@ from core.collectives import ThrottledLink, leave_group, new_group, ring_bytes
 from core.errors import UserError
 from core.overlap import Mark, RoundStats, Seconds, between, mark
 from core.rounds import STEPS, Rounds, all_finished
+from core.zero import is_sharded
 
 MethodName = Literal["co2", "ddp", "local", "overlap_local", "slowmo"]
 METHODS: tuple[MethodName, ...] = get_args(MethodName)
@@ -185,6 +187,8 @@ class DDP:
         self._reset()
         if self.group is not None:
             self.world_size = dist.get_world_size(self.group)
+            if is_sharded(model):
+                raise UserError("ddp with zero=2 or 3 is not offered: take zero=0 or 1, or another method")
             known = inspect.signature(DistributedDataParallel).parameters
             name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.13
             no_broadcast: dict[str, Any] = {name: False}
@@ -271,12 +275,14 @@ def make_method(
     overlap_local: OverlapLocalConfig | None = None,
     lr: Callable[[], float] | None = None,
     average_buffers: bool = True,
+    mesh: DeviceMesh | None = None,
     **kwargs: Any,
 ) -> tuple[nn.Module, Method]:
     """The model to call in the loop, and the method whose step() follows every optimiser step.
 
     name: one of METHODS. The period of every local method is co2.tau, so that comparisons share it. lr: returns the
-    current inner learning rate, for SlowMo. kwargs: group, timeout, link.
+    current inner learning rate, for SlowMo. mesh: [nodes, workers of a node]: these synchronise gradients every step,
+    and the method runs across nodes. ddp synchronises all every step anyway. kwargs: group, timeout, link.
     """
     co2 = co2 or CO2Config()
     if name == "ddp":
@@ -284,8 +290,12 @@ def make_method(
         return ddp.model, ddp
     params = list(model.parameters())
     kwargs["buffers"] = list(model.buffers()) if average_buffers else []
+    if mesh is not None and not is_sharded(model):  # sharded ones synchronise by themselves
+        model = DistributedDataParallel(model, process_group=mesh.get_group("shard"))
     if name == "co2":
-        return model, CO2(params, co2, **kwargs)
+        return model, CO2(params, co2, mesh=mesh, **kwargs)
+    if mesh is not None:
+        kwargs["group"] = mesh.get_group("replicate")
     if name == "overlap_local":
         return model, OverlapLocalSGD(params, co2.tau, overlap_local, tau_max=co2.tau_max, **kwargs)
     if name not in METHODS:

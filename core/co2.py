@@ -115,11 +115,11 @@ class CO2(Rounds):
     """Hides the all-reduce of a data-parallel training loop behind tau local steps.
 
     params: model.parameters() or any list of tensors, on this worker's device; every worker must pass the same shapes.
-    config: see CO2Config. buffers: BatchNorm statistics and the like, to be averaged along (pass none to keep
-    them local). group: the workers (None: all). timeout: seconds until a missing worker is an error. link: an
-    emulated slow link, for measurements. inner_group: workers that synchronise gradients every step, such as a
-    node's; then `group` are the ranks with the same share across nodes, and the outer state is shared out inside the
-    node. mesh: both, [replicate, shard]. See core/sharded.py, which these two and config.shard lead to.
+    config: see CO2Config. group: the workers (None: all). inner_group: workers that synchronise gradients every step,
+    such as a node's; then `group` are the ranks with the same share across nodes, and the outer state is shared out
+    inside the node. mesh: both, [replicate, shard]. See core/sharded.py, which these two and config.shard lead to.
+    kwargs, all keywords of Rounds: buffers (BatchNorm statistics, to be averaged along; leave them out to keep them
+    local), mirrors (of masters), timeout (seconds until a missing worker is an error), link (an emulated slow one).
 
     After n * tau calls of step() the parameters of every worker equal x_{n,0}, bit for bit. With policy eager or mix
     they differ by the own part, or the local share, until finish().
@@ -141,13 +141,10 @@ class CO2(Rounds):
         *,
         inner_group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
-        buffers: Iterable[Tensor] = (),
-        timeout: float = 600.0,
-        link: ThrottledLink | None = None,
+        **kwargs: Any,
     ):
         self.config = config or CO2Config()
-        c = self.config
-        super().__init__(params, c.tau, tau_max=c.tau_max, buffers=buffers, group=group, timeout=timeout, link=link)
+        super().__init__(params, self.config.tau, tau_max=self.config.tau_max, group=group, **kwargs)
         # x_{t,0} - x_{t-1,0} = -_last_lr * m: alpha, or 0 where the last boundary took no outer step
         self._last_lr = 0.0
         self._m_norm = self.mean.tail_view.new_zeros(())

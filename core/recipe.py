@@ -54,6 +54,11 @@ class Recipe:
     """Average BatchNorm statistics with the parameters."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: forward and backward under autocast where the device has it."""
+    per_node: int = 1
+    """Workers (consecutive ranks) that synchronise gradients every step, the method running across such nodes; 0: those
+    that torchrun or SLURM started on one machine."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """ZeRO stage inside a node: 1 shares out the optimiser's state, 2 the gradients too, 3 the parameters too."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout: float = 600.0
     """Seconds until a missing worker is an error."""
@@ -75,7 +80,8 @@ class Recipe:
     """Print the resolved recipe, build the model without memory, and stop."""
 
     def __post_init__(self) -> None:
-        for name, least in (("epochs", 1), ("eval_every", 1), ("log_every", 1), ("checkpoint_every", 0)):
+        least_of = {"epochs": 1, "eval_every": 1, "log_every": 1, "checkpoint_every": 0, "per_node": 0}
+        for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise UserError(f"{name}={getattr(self, name)}: give {least} or more")
 

@@ -28,7 +28,9 @@ class Rounds(ABC):
 
     params: the parameters to train together (frozen ones are broadcast once and then left alone). buffers: floating
     point buffers to average, such as BatchNorm's running statistics; integer ones are broadcast once. Both are
-    broadcast from rank 0, so that every worker starts alike.
+    broadcast from rank 0, so that every worker starts alike. mirrors: where `params` are the float32 masters that an
+    optimiser keeps of a 16-bit model, that model's parameters, in the same order: masters are averaged, and mirrors
+    are refreshed from them at every boundary.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Rounds(ABC):
         *,
         tau_max: int = 192,
         buffers: Iterable[Tensor] = (),
+        mirrors: Iterable[Tensor] = (),
         group: dist.ProcessGroup | None = None,
         timeout: float = 600.0,
         link: ThrottledLink | None = None,
@@ -47,6 +50,9 @@ class Rounds(ABC):
         everything = list(local.values())
         self.params = [local[id(p)] for p in given if p.requires_grad]
         self._frozen = [p for p in given if not p.requires_grad]
+        self._mirrors = [_local(p) for p in mirrors]
+        if self._mirrors and [p.shape for p in self._mirrors] != [p.shape for p in self.params]:
+            raise UserError(f"{len(self._mirrors)} mirrors for {len(self.params)} parameters: give one of each shape")
         fixed = _unique(buffers)
         self.buffers = [b for b in fixed if b.is_floating_point()]
         self.tuner = TauTuner(tau_max) if tau == "auto" else None
@@ -102,6 +108,8 @@ class Rounds(ABC):
             self.stats.step_seconds = between(self._stepping_since, arrived, timed)
         self.tau_decision = None
         everyone = self._close(finished=finished)
+        with torch.no_grad():
+            _copy(self._mirrors, self.params)
         self._stepping_since = mark(self.mean.device)
         self.stats.boundary_seconds = between(arrived, self._stepping_since)
         return everyone

@@ -20,14 +20,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from core import checkpoint
+from core import checkpoint, zero
 from core.baselines import Method, make_method
 from core.collectives import ThrottledLink
 from core.errors import UserError
+from core.groups import local_world_size, node_mesh
 from core.overlap import Overlap, RoundStats, Trace
 from core.recipe import Recipe, rank, world_size
 from core.rounds import Rounds
@@ -52,6 +54,8 @@ class Run:
         self.overlap = Overlap()
         self._unread: list[tuple[int, RoundStats]] = []  # rounds whose times a GPU may still be taking
         self._trace: Trace | None = None
+        self._model: nn.Module | None = None
+        self.mesh: DeviceMesh | None = None  # [nodes, workers of a node], where those synchronise every step
         self._stop_signal = 0
         self._stop_asked_at = 0.0
         self._seconds = 0.0  # of training, evaluation and checkpoints left out
@@ -66,6 +70,7 @@ class Run:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=timedelta(seconds=self.recipe.timeout))
         torch.manual_seed(self.recipe.seed * 1_000_003 + self.rank)  # rank 0's initial parameters are broadcast
+        self.mesh = self._make_mesh()
         self._open_folder()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
@@ -114,6 +119,23 @@ class Run:
 
     # -- training -------------------------------------------------------------------------------------------
 
+    def _make_mesh(self) -> DeviceMesh | None:
+        """[nodes, workers of a node] where the recipe has workers synchronise every step."""
+        n = self.recipe.per_node or local_world_size()
+        zero.check(self.recipe.zero, n)
+        if n > 1 and not dist.is_initialized():
+            raise UserError(f"per_node={n} needs {n} workers or a multiple: start them with torchrun")
+        return node_mesh(self.device.type, n) if n > 1 else None
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        """The model on this worker's device, its parameters sharded inside the node with ZeRO-2 and 3."""
+        self._model = model.to(self.device)
+        return zero.shard_model(self._model, self.mesh, self.recipe.zero) if self.mesh else self._model
+
+    def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimiser, its state shared out inside the node with ZeRO-1."""
+        return zero.shard_optimizer(optimizer, self.mesh, self.recipe.zero) if self.mesh else optimizer
+
     def make_method(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Method]:
         """The recipe's method around `model`: see core.baselines.make_method."""
         r = self.recipe
@@ -125,6 +147,7 @@ class Run:
             overlap_local=r.overlap_local,
             lr=lambda: optimizer.param_groups[0]["lr"],
             average_buffers=r.average_buffers,
+            mesh=self.mesh,
             timeout=r.timeout,
             link=self.link,
         )
@@ -150,11 +173,16 @@ class Run:
         return self._seconds + (time.perf_counter() - self._since if self._since is not None else 0.0)
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Stops the clock: for evaluations and checkpoints."""
+    def _clock_stopped(self) -> Iterator[None]:
         self._seconds, self._since = self.seconds, None
         yield
         self._since = time.perf_counter()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stops the clock, and gathers a sharded model's parameters: for evaluations."""
+        with self._clock_stopped(), zero.gathered(self._model or nn.Module(), self.recipe.zero):
+            yield
 
     def count(self, method: Method, step: int) -> None:
         """Call it when a round has closed: adds it to the run's communication and logs its statistics.
@@ -243,7 +271,7 @@ class Run:
 
         A signal may have stopped the workers at different steps: the checkpoint is of the largest, and is returned.
         """
-        with self.paused():
+        with self._clock_stopped():
             step = self._largest(step)
             for part in parts.values():
                 while isinstance(part, LRScheduler) and part.last_epoch < step:

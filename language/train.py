@@ -73,8 +73,8 @@ def make_objective(recipe: LanguageRecipe, corpus: Corpus) -> Objective:
 
 def train(run: Run, recipe: LanguageRecipe, corpus: Corpus, objective: Objective, final_texts: Texts) -> None:
     """The loop: optimiser steps, method.step(), and at round boundaries evaluations and checkpoints."""
-    model = make_model(recipe, corpus.pad).to(run.device)
-    optimizer = make_optimizer(model, recipe.optim)
+    model = run.shard(make_model(recipe, corpus.pad))
+    optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
     samples = count_windows(len(corpus.train), objective)
     epoch = recipe.epoch_steps or steps_per_epoch(samples, recipe.batch_size)
     total = epoch * recipe.epochs

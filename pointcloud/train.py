@@ -39,9 +39,9 @@ def make_model(recipe: PointCloudRecipe) -> nn.Module:
 
 def train(run: Run, recipe: PointCloudRecipe, train_set: PointClouds, test_set: PointClouds) -> None:
     """The loop: optimiser steps, method.step(), and at round boundaries evaluations and checkpoints."""
-    model = make_model(recipe).to(run.device)
+    model = run.shard(make_model(recipe))
     distance = LOSSES[recipe.loss]
-    optimizer = make_optimizer(model, recipe.optim)
+    optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
     epoch = steps_per_epoch(len(train_set), recipe.batch_size)
     total = epoch * recipe.epochs
     schedule = make_schedule(optimizer, total, recipe.optim)

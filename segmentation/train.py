@@ -51,8 +51,8 @@ def train(
     run: Run, recipe: SegmentationRecipe, train_set: BaseSegDataset, eval_sets: dict[str, BaseSegDataset]
 ) -> None:
     """The loop: optimiser steps, method.step(), and at round boundaries evaluations and checkpoints."""
-    model = make_model(recipe).to(run.device)
-    optimizer = make_optimizer(model, recipe.optim)
+    model = run.shard(make_model(recipe))
+    optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
     epoch = steps_per_epoch(len(train_set), recipe.batch_size)
     total = epoch * recipe.epochs
     schedule = make_schedule(optimizer, total, recipe.optim)

@@ -42,8 +42,8 @@ def make_model(recipe: VisionRecipe, num_classes: int | None = None) -> nn.Modul
 
 def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset) -> None:
     """The loop: optimiser steps, method.step(), and at round boundaries evaluations and checkpoints."""
-    model = make_model(recipe, len(train_set.classes)).to(run.device)
-    optimizer = make_optimizer(model, recipe.optim)
+    model = run.shard(make_model(recipe, len(train_set.classes)))
+    optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
     epoch = steps_per_epoch(len(train_set), recipe.batch_size)
     total = epoch * recipe.epochs
     schedule = make_schedule(optimizer, total, recipe.optim)

@@ -1,0 +1,103 @@
+"""ZeRO inside a node (Rajbhandari et al., 2020): what the workers that synchronise every step need not all hold.
+
+Stage 1 shares out the optimiser's state (torch's ZeroRedundancyOptimizer), stage 2 also the gradients, stage 3 also
+the parameters between the uses of a layer (torch's FSDP2, `fully_shard`, without and with resharding after forward).
+CO2 takes the dimension across nodes: see core/sharded.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+
+from core.errors import UserError
+
+Stage = Literal[0, 1, 2, 3]
+
+
+def shard_model(model: nn.Module, mesh: DeviceMesh, stage: Stage) -> nn.Module:
+    """Stages 2 and 3: makes DTensors of the parameters, a shard on each worker of the mesh's dimension "shard".
+
+    Every element of a ModuleList (a transformer's blocks) is gathered by itself, and what remains as a whole. Gradients
+    are averaged over the shards' workers in every backward pass. Build the optimiser afterwards.
+    """
+    if stage >= 2:
+        logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)  # at every DTensor of a checkpoint
+        inner = mesh["shard"]
+        _start_alike(model, inner.get_group())
+        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+        for block in [block for blocks in lists for block in blocks if any(True for _ in block.parameters())]:
+            fully_shard(block, mesh=inner, reshard_after_forward=stage == 3)
+        fully_shard(model, mesh=inner, reshard_after_forward=stage == 3)
+    return model
+
+
+def shard_optimizer(optimizer: torch.optim.Optimizer, mesh: DeviceMesh, stage: Stage) -> torch.optim.Optimizer:
+    """Stage 1: the same optimiser, each of the mesh's "shard" workers keeping the state of its part of the parameters.
+
+    With the other stages the optimiser itself: its state is sharded as the parameters are.
+    """
+    if stage != 1:
+        return optimizer
+    group = mesh["shard"].get_group()
+    known = inspect.signature(type(optimizer)).parameters  # AdamW's defaults hold more than it takes
+    settings = {k: v for k, v in optimizer.defaults.items() if k in known}
+    groups = [dict(g) for g in optimizer.param_groups]
+    return _LocallySaved(groups, optimizer_class=type(optimizer), process_group=group, **settings)
+
+
+class _LocallySaved(ZeroRedundancyOptimizer):
+    """torch's, whose state_dict is this worker's part: every worker writes its own checkpoint file."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optim.load_state_dict(state_dict)
+        for mine, theirs in zip(self.param_groups, self.optim.param_groups, strict=True):
+            mine.update({k: v for k, v in theirs.items() if k != "params"})
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module, stage: Stage) -> Iterator[None]:
+    """The whole parameters on every worker, so that a forward pass communicates nothing: for evaluations, in which
+    workers may see different numbers of batches. Does nothing to a model that is not sharded."""
+    sharded = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    for module in sharded:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    yield
+    for module in sharded:
+        module.set_reshard_after_forward(stage == 3, recurse=False)
+        module.reshard()
+
+
+def _start_alike(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """The first worker's parameters for all: once sharded they could not be compared."""
+    for p in model.parameters():
+        dist.broadcast(p.detach(), group_src=0, group=group)
+
+
+def check(stage: int, inner_size: int) -> None:
+    """Refuses a stage that would have nothing to shard."""
+    if stage and inner_size < 2:
+        raise UserError(
+            f"zero={stage} with 1 worker that synchronises every step has nothing to shard: give --per_node 0 (the "
+            "workers of a node) or a number above 1"
+        )
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether its parameters are DTensors."""
+    return any(isinstance(p, DTensor) for p in model.parameters())
