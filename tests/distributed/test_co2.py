@@ -187,6 +187,9 @@ VARIANTS = {
     "taylor": {"gap": "none", "policy": "taylor", "taylor": 2.0},
     "nesterov": {"nesterov": True},
     "nesterov without delay": {"gap": "none", "delay": 0, "nesterov": True},
+    "wire": {"wire": "int8"},
+    "wire_rounding": {"wire": "int8", "wire_rounding": "stochastic"},
+    "error_feedback": {"wire": "int8", "error_feedback": False},
 }
 
 

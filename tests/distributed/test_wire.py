@@ -1,0 +1,317 @@
+"""The compressed mean on real processes against a simulation in one, and CO2 with every wire format."""
+
+import io
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+import core.compressed
+from core import CO2, CO2Config, UserError, make_method
+from core.compressed import CompressedMean
+from core.sharding import generator, mix
+from core.testing import run_distributed
+from core.wire import BLOCK, WIRES, decode, encode, nbytes
+from tests import problems
+from tests.distributed.test_resume import Net, everything, go
+from tests.problems import flat
+
+NARROW: tuple[Any, ...] = WIRES[1:]
+WAYS = [
+    (wire, rounding, feedback)
+    for wire in NARROW
+    for rounding in ("nearest", "stochastic")
+    for feedback in (True, False)
+]
+ROUNDS = 3
+# numel of the encoded tensors, then of the exact ones, by dtype: several blocks, part of one, none
+LAYOUT = {
+    torch.float64: ([1500, 3], [7]),
+    torch.float32: ([5], []),
+    torch.bfloat16: ([700], [1, 2]),
+    torch.float16: ([], [4]),
+}
+
+
+def templates() -> tuple[list[Tensor], list[Tensor]]:
+    lossy = [torch.zeros(n, dtype=d) for d, (sizes, _) in LAYOUT.items() for n in sizes]
+    return lossy, [torch.zeros(n, dtype=d) for d, (_, sizes) in LAYOUT.items() for n in sizes]
+
+
+def written(rank: int, round: int, bucket: int, numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(numel, generator=generator(rank, round, bucket), dtype=dtype) * 10.0**-bucket
+
+
+def means(rank: int, world_size: int, segment: int) -> list[list[Tensor]]:
+    core.compressed.SEGMENT = segment
+    return [of_rounds(rank, world_size, *way) for way in WAYS]
+
+
+def of_rounds(rank: int, world_size: int, wire: Any, rounding: Any, feedback: bool) -> list[Tensor]:
+    """What the buffers hold after each round, bucket by bucket, and the state."""
+    lossy, exact = templates()
+    ids = {id(t) for t in lossy}
+    mean = CompressedMean([*lossy, *exact], ids, wire, rounding=rounding, error_feedback=feedback, tail=2)
+    seen = []
+    for round in range(ROUNDS):
+        for i, bucket in enumerate(mean.buckets):
+            bucket.flat[: bucket.numel] = written(rank, round, i, bucket.numel, bucket.flat.dtype)
+        mean.launch([0.1 * rank, 1.0])
+        tail = mean.wait()
+        seen += [b.flat[: b.numel].clone() for b in mean.buckets] + [tail]
+    row = sum(nbytes(wire, chunk) for chunk in mean.chunks)
+    row += sum(rest * b.flat.element_size() for rest, b in zip(mean.rests, mean.buckets, strict=True))
+    assert mean.bytes_sent == (world_size - 1) * (2 * row + 2 * 8)
+    mean.close()
+    return [*seen, *(flat for flats in mean.state.values() for flat in flats)]
+
+
+def simulate(world_size: int, wire: str, rounding: str, feedback: bool) -> list[Tensor]:
+    """of_rounds for all workers at once: without processes, chunks of bytes or segments. States are not returned."""
+    n, seen = world_size, []
+    kinds = list(LAYOUT.items())
+    wide = [torch.float64 if d == torch.float64 else torch.float32 for d, _ in kinds]
+    chunks = [-(-sum(sizes) // (n * BLOCK)) * BLOCK for _, (sizes, _) in kinds]
+    errors = [[torch.zeros(n * c, dtype=w) for c, w in zip(chunks, wide, strict=True)] for _ in range(n)]
+    mean_errors = [[torch.zeros(c, dtype=w) for c, w in zip(chunks, wide, strict=True)] for _ in range(n)]
+
+    def send(x: Tensor, error: Tensor, draws: Any) -> Tensor:
+        total = x + error if feedback else x
+        decoded = decode(encode(total, wire, draws), wire, x.dtype)
+        error.copy_(total - decoded)
+        return decoded
+
+    for round in range(ROUNDS):
+        stochastic = rounding == "stochastic"
+        draws = [
+            [torch.Generator().manual_seed(mix(round + 1, r, s)) if stochastic else None for s in (0, 1)]
+            for r in range(n)
+        ]
+        for i, (_, (sizes, rests)) in enumerate(kinds):
+            size, rest, c = sum(sizes), sum(rests), chunks[i]
+            rows = [written(r, round, i, size + rest, wide[i]) for r in range(n)]
+            got = [
+                [
+                    send(x, e, draws[r][0])
+                    for x, e in zip(pad(rows[r][:size], (0, n * c - size)).split(c), errors[r][i].split(c), strict=True)
+                ]
+                if c
+                else [rows[r][:0]] * n
+                for r in range(n)
+            ]
+            parts = [send(sum(got[r][j] for r in range(n)) / n, mean_errors[j][i], draws[j][1]) for j in range(n)]
+            seen.append(torch.cat([torch.cat(parts)[:size], sum(row[size:] for row in rows) / n]))
+        seen.append(torch.tensor([sum(0.1 * r for r in range(n)) / n, 1.0], dtype=wide[0]))
+    return seen
+
+
+@pytest.mark.parametrize(("world_size", "segment"), [(2, 1 << 18), (3, 256), (4, 512)])
+def test_equals_a_simulation_bit_for_bit(world_size: int, segment: int):
+    """Every dtype, several blocks and parts of one, empty and exact tensors, a tail; the segments change nothing."""
+    results = run_distributed(means, world_size, segment)
+    for i, way in enumerate(WAYS):
+        expected = simulate(world_size, *way)
+        for rank in range(world_size):
+            for number, (a, b) in enumerate(zip(results[rank][i], expected)):  # noqa: B905  the state follows
+                assert torch.equal(a, b), f"{way}, rank {rank}, tensor {number}"
+        assert len(results[0][i]) == len(expected) + (8 if way[2] else 0), "no feedback, no memory for it"
+
+
+def test_one_worker_alone_sees_the_same_as_one_in_a_group():
+    alone = means(0, 1, 1 << 18)
+    for way, a, b in zip(WAYS, alone, run_distributed(means, 1, 1 << 18)[0], strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), way
+        assert not torch.equal(a[0], written(0, 0, 0, 1510, torch.float64)), "one worker rounds too"
+
+
+# -- CO2 --------------------------------------------------------------------------------------------------------
+
+BASE = CO2Config(tau=2, outer_momentum=0.4, outer_lr=0.5, clip=0.1)
+CONFIGS = [BASE, *(replace(BASE, wire=w, wire_rounding=r, error_feedback=f) for w, r, f in WAYS)]
+WITHIN = {"float32": 0.0, "bfloat16": 3e-3, "float16": 4e-4, "int8": 1e-2, "int4": 0.15}
+
+
+def finals(rank: int, world_size: int) -> list[list[Tensor]]:
+    configs = [*CONFIGS, *(replace(c, gap="none", delay=0) for c in CONFIGS)]
+    return [problems.train("co2", problems.odd_parameters(), rank, 11, co2=c) for c in configs]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_workers_agree_bit_for_bit_and_stay_near_float32(world_size: int):
+    """With and without delay; every setting gives parameters of its own."""
+    results = run_distributed(finals, world_size)
+    for half in (slice(0, len(CONFIGS)), slice(len(CONFIGS), None)):
+        runs = [r[half] for r in results]
+        for i, config in enumerate(CONFIGS):
+            for run in runs:
+                assert all(torch.equal(a, b) for a, b in zip(run[i], runs[0][i], strict=True)), config
+            error = max((a - b).abs().max().item() for a, b in zip(runs[0][i], runs[0][0], strict=True))
+            assert error <= WITHIN[config.wire], config
+            for j in range(i):
+                assert (runs[0][i][-1] - runs[0][j][-1]).abs().max() > 1e-6, f"{config} and {CONFIGS[j]} do the same"
+
+
+def move(rank: int) -> Tensor:
+    """int4's scale, a seventh of the first element, rounds the others to nothing."""
+    return torch.tensor([rank + 1.0] + [0.031 + 0.0117 * rank**1.7] * 19, dtype=torch.float64)
+
+
+def constant_moves(rank: int, world_size: int, config: CO2Config, rests: bool) -> tuple[Tensor, float, list[Tensor]]:
+    """50 rounds of `move`: parameters, their largest distance from the exact mean, state.
+
+    rests: finish() now and then, which sends means of nothing.
+    """
+    p = nn.Parameter(torch.zeros(20, dtype=torch.float64))
+    exact = sum(move(r) for r in range(world_size)) / world_size
+    co2 = CO2([p], config)
+    worst = 0.0
+    for round in range(50):
+        with torch.no_grad():
+            p.sub_(move(rank))
+        co2.step()
+        if rests and round % 10 == 9:
+            co2.finish()
+        arrived = round + 1 - config.delay
+        worst = worst if rests else max(worst, (p.detach() + arrived * exact).abs().max().item())
+    co2.finish()
+    return p.detach().clone(), worst, [f.clone() for fs in co2.mean.state.values() for f in fs]
+
+
+PLAIN = CO2Config(
+    tau=1, outer_momentum=0.0, outer_lr=1.0, gap="none", clip=None, allow_unstable=True, delay=0, wire="int4"
+)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_error_feedback_keeps_the_drift_bounded(delay: Any):
+    """By half a step at each encoding, a step being a seventh of the largest. Else the mean, 0.03685, never arrives."""
+    drift = {
+        feedback: run_distributed(constant_moves, 2, replace(PLAIN, delay=delay, error_feedback=feedback), False)[0][1]
+        for feedback in (True, False)
+    }
+    assert drift[True] <= 2 * (1.5 / 7 / 2) * 1.1  # the feedback makes the largest a little larger
+    assert drift[False] == pytest.approx((50 - delay) * 0.03685, rel=1e-6)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_nothing_is_lost_not_even_where_empty_means_are_thrown_away(delay: Any, rounding: Any):
+    """What arrived and what is held back are the sum of all moves: finish() sends means that nobody uses."""
+    results = run_distributed(constant_moves, 3, replace(PLAIN, delay=delay, wire_rounding=rounding), True)
+    own = sum(r[2][0][:20] for r in results) / 3
+    of_means = results[0][2][1][:20]  # all 20 elements are in worker 0's chunk
+    assert own.abs().max() > 1e-3 and of_means.abs().max() > 1e-3, "both hold something back"
+    total = 50 * sum(move(r) for r in range(3)) / 3
+    torch.testing.assert_close(own + of_means - results[0][0], total, rtol=0, atol=1e-11)
+    assert all(torch.equal(r[0], results[0][0]) for r in results)
+
+
+def uneven(rank: int, world_size: int, config: CO2Config) -> tuple[Tensor, int, Tensor]:
+    params = problems.odd_parameters()
+    co2 = CO2(params, config)
+    for step in range(5 + 4 * rank):
+        problems.sgd_step(params, rank, step)
+        co2.step()
+    co2.finish()
+    once = flat(params)
+    co2.finish()
+    return flat(params), co2.rounds, once
+
+
+@pytest.mark.parametrize("wire", NARROW)
+def test_workers_that_stop_at_different_steps_end_with_equal_parameters(wire: Any):
+    results = run_distributed(uneven, 3, replace(BASE, wire=wire))
+    plain = run_distributed(uneven, 3, BASE)[0]
+    for parameters, rounds, once in results:
+        assert torch.equal(parameters, results[0][0]) and rounds == plain[1]
+        assert torch.equal(parameters, once), "finishing again moves nothing"
+        assert (parameters - plain[0]).abs().max() < 2 * WITHIN[wire]
+
+
+def first_buffers(rank: int, world_size: int) -> list[Tensor]:
+    """BatchNorm's statistics when the first mean has landed, for float32 and int4."""
+    seen = []
+    for wire in ("float32", "int4"):
+        model = Net(0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        method = CO2(model.parameters(), replace(BASE, wire=wire, delay=0, gap="none"), buffers=model.buffers())
+        go(model, optimizer, method, rank, range(2))
+        seen += [torch.cat([b.double().flatten() for b in model.buffers()]), method.mean.tail_view.clone()]
+        seen.append(everything(model))
+    return seen
+
+
+def test_batch_norm_and_the_tail_are_exact():
+    for buffers, tail, parameters, narrow_buffers, narrow_tail, narrow_parameters in run_distributed(first_buffers, 2):
+        assert torch.equal(buffers, narrow_buffers)
+        assert (narrow_tail * 2 == tail).all(), "sums and means of whole numbers"
+        assert not torch.equal(parameters, narrow_parameters)
+
+
+def poisoned(rank: int, world_size: int) -> list[Tensor]:
+    ends = []
+    for wire in NARROW:
+        p = nn.Parameter(torch.zeros(2000))
+        co2 = CO2([p], replace(PLAIN, wire=wire))
+        with torch.no_grad():
+            p.sub_(torch.linspace(0, 1, 2000))
+            p[1300] = float("nan") if rank == 1 else 1.0
+        co2.step()
+        ends.append(p.detach().clone())
+    return ends
+
+
+def test_one_workers_nan_reaches_everyone():
+    for result in run_distributed(poisoned, 3):
+        for p in result:
+            assert not p[1300].isfinite()
+            assert p[:1280].isfinite().all() and p[1536:].isfinite().all(), "blocks of 256"
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------
+
+
+def interrupted(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
+    return [
+        interrupt(rank, replace(BASE, tau=3, wire=w, wire_rounding=r))
+        for w in ("int4", "float16")
+        for r in ("nearest", "stochastic")
+    ]
+
+
+def interrupt(rank: int, config: CO2Config) -> tuple[Tensor, Tensor]:
+    def build(seed: int) -> tuple[Any, Any, Any]:
+        model = Net(seed)
+        return (
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9),
+            make_method("co2", model, co2=config)[1],
+        )
+
+    first, second = build(0), build(1)
+    go(*first, rank, range(6))
+    file = io.BytesIO()
+    torch.save([part.state_dict() for part in first], file)
+    for part, saved in zip(second, torch.load(io.BytesIO(file.getvalue()), weights_only=True), strict=True):
+        part.load_state_dict(saved)
+    for run in (second, first):
+        go(*run, rank, range(6, 14))
+        run[2].finish()
+    return everything(first[0]), everything(second[0])
+
+
+def test_a_resumed_run_is_bit_identical():
+    for results in run_distributed(interrupted, 2):
+        for unbroken, resumed in results:
+            assert torch.equal(unbroken, resumed)
+
+
+@pytest.mark.parametrize("other", [{"wire": "float32"}, {"wire": "int8", "error_feedback": False}])
+def test_a_checkpoint_of_another_wire_is_refused(other: dict[str, Any]):
+    methods = [CO2([nn.Parameter(torch.zeros(3))], replace(BASE, **o)) for o in ({"wire": "int8"}, other)]
+    for writer, reader in (methods, methods[::-1]):
+        with pytest.raises(UserError, match="checkpoint.*error_feedback"):
+            reader.load_state_dict(writer.state_dict())

@@ -1,0 +1,173 @@
+"""Wire formats against numbers worked out by hand, and what each promises about its error."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from core import CO2Config, UserError
+from core.compressed import CompressedMean
+from core.wire import BLOCK, WIRES, decode, encode, nbytes
+
+NARROW = WIRES[1:]
+BITS = {"bfloat16": 16.0, "float16": 16 + 1 / 8, "int8": 8 + 1 / 8, "int4": 4 + 1 / 8}  # an element
+ROUNDINGS = (None, 1)
+
+
+def generator(seed: int | None) -> torch.Generator | None:
+    return None if seed is None else torch.Generator().manual_seed(seed)
+
+
+def block(*values: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[256]: the values, then zeros."""
+    x = torch.zeros(BLOCK, dtype=dtype)
+    x[: len(values)] = torch.tensor(values, dtype=dtype)
+    return x
+
+
+def through(x: Tensor, wire: str, seed: int | None = None) -> Tensor:
+    return decode(encode(x, wire, generator(seed)), wire, x.dtype)
+
+
+@pytest.mark.parametrize("wire", NARROW)
+def test_bytes(wire: str):
+    assert nbytes(wire, 512) == 512 * BITS[wire] / 8 == len(encode(torch.ones(512), wire))
+    assert encode(torch.ones(0), wire).shape == (0,) and through(torch.ones(0), wire).shape == (0,)
+    with pytest.raises(AssertionError, match="100 elements"):
+        nbytes(wire, 100)
+
+
+def test_int4_bytes_by_hand():
+    """Scale 14 / 7 = 2, so 14, -3, 5, 2.9 are 7, -1.5, 2.5, 1.45: to nearest, ties to even, 7, -2, 2, 1."""
+    payload = encode(block(14.0, -3.0, 5.0, 2.9), "int4")
+    assert payload[:4].view(torch.float32).item() == 2.0
+    assert payload[4:9].tolist() == [0x80 + 15, 0x80 + 6, 0x80 + 10, 0x80 + 9, 0x80 + 8]  # 8 stands for 0
+    assert decode(payload, "int4")[:5].tolist() == [14.0, -4.0, 4.0, 2.0, 0.0]
+    x = torch.zeros(BLOCK)
+    x[130] = -7.0  # the other half: the upper four bits of byte 2
+    assert encode(x, "int4")[4:8].tolist() == [0x88, 0x88, 0x18, 0x88]
+    assert torch.equal(through(x, "int4"), x)
+
+
+def test_int8_bytes_by_hand():
+    payload = encode(torch.cat([block(-63.5, 63.5, 0.2, 0.3, -0.3), block(0.0), block(254.0, 3.0)]), "int8")
+    blocks = payload.view(3, 260)
+    assert blocks[:, :4].clone().view(torch.float32).flatten().tolist() == [0.5, 0.0, 2.0]
+    assert blocks[0, 4:10].view(torch.int8).tolist() == [-127, 127, 0, 1, -1, 0]
+    values = decode(payload, "int8").view(3, BLOCK)
+    assert values[0, :5].tolist() == [-63.5, 63.5, 0.0, 0.5, -0.5]
+    assert not values[1].any() and values[2, :2].tolist() == [254.0, 4.0]
+
+
+def test_float16_keeps_what_a_plain_cast_would_flush():
+    tiny = block(1.5e-9, 3e-12)
+    assert not tiny.to(torch.float16).any()
+    assert through(tiny, "float16")[:2].tolist() == pytest.approx([1.5e-9, 3e-12], rel=2**-11)
+    huge = block(1e30, -3e25)
+    assert through(huge, "float16")[:2].tolist() == pytest.approx([1e30, -3e25], rel=2**-11)
+    payload = encode(block(1.0, -0.75), "float16")  # 1 = 2^-14 x 2^14
+    assert payload[:4].view(torch.float32).item() == 2.0**-14
+    assert payload[4:8].clone().view(torch.float16).tolist() == [2.0**14, -0.75 * 2**14]
+
+
+def test_bfloat16_is_the_plain_cast():
+    x = torch.randn(1024, generator=generator(0)) * 1e-20
+    assert torch.equal(through(x, "bfloat16"), x.to(torch.bfloat16).float())
+
+
+def bound(x: Tensor, wire: str) -> Tensor:
+    """The largest allowed error of rounding to nearest; stochastic rounding: twice that."""
+    top = x.view(-1, BLOCK).abs().amax(1, keepdim=True).expand(-1, BLOCK).reshape(-1)
+    return {
+        "bfloat16": x.abs() * 2**-8,
+        "float16": (x.abs() * 2**-11).maximum(top * 2**-39),
+        "int8": top / 254,
+        "int4": top / 14,
+    }[wire]
+
+
+@pytest.mark.parametrize("wire", NARROW)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seed", ROUNDINGS)
+def test_error_stays_within_the_format(wire: str, dtype: torch.dtype, seed: int | None):
+    """Blocks of sizes from 1e-30 to 1e30, values inside a block over twelve orders of magnitude."""
+    x = torch.randn(61, BLOCK, generator=generator(0), dtype=dtype)
+    x = x * 10 ** (torch.rand(61, BLOCK, generator=generator(2), dtype=dtype) * 12 - 12)
+    x = (x * 10 ** torch.arange(-30, 31, dtype=dtype)[:, None]).view(-1)
+    allowed = bound(x, wire) * (1 if seed is None else 2) * (1 + 1e-5)
+    tiny = 1e-37 if wire == "bfloat16" else 0.0  # the grid of its stochastic rounding ends there
+    assert ((through(x, wire, seed) - x).abs() <= allowed + tiny).all()
+
+
+@pytest.mark.parametrize("wire", NARROW)
+def test_stochastic_rounding_is_unbiased(wire: str):
+    """The mean over 4000 seeds is within five standard errors, where rounding to nearest is far off."""
+    x = block(1.0, 0.30001, -0.0703, 0.013, -0.55517)
+    seeds = 4000
+    one = torch.stack([through(x, wire, s)[:5] for s in range(seeds)]).double()
+    standard_error = 2 * bound(x, wire)[:5].double() / 2 / seeds**0.5
+    error = (one.mean(0) - x[:5]).abs()
+    assert (error <= 5 * standard_error).all()
+    assert ((through(x, wire)[:5] - x[:5]).abs() > 5 * standard_error)[1:].any()
+    assert torch.equal(one[:, 0], torch.ones(seeds).double()), "what needs no rounding is not rounded"
+
+
+def test_a_seed_gives_the_same_bytes_again_and_another_seed_others():
+    x = torch.randn(1024, generator=generator(0))
+    for wire in NARROW:
+        assert torch.equal(encode(x, wire, generator(5)), encode(x, wire, generator(5)))
+        assert not torch.equal(encode(x, wire, generator(5)), encode(x, wire, generator(6)))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("seed", ROUNDINGS)
+@pytest.mark.parametrize("wire", NARROW)
+def test_what_is_not_finite_stays_so(wire: str, seed: int | None, bad: float):
+    x = torch.randn(3 * BLOCK, generator=generator(0))
+    x[300] = bad
+    finite = through(x, wire, seed).isfinite().view(3, BLOCK)
+    assert finite[0].all() and finite[2].all()
+    assert not finite[1, 44] if wire == "bfloat16" else not finite[1].any()
+
+
+@pytest.mark.parametrize("wire", NARROW)
+def test_a_float64_beyond_float32_does_not_become_finite(wire: str):
+    assert not through(block(1e300, 1.0, dtype=torch.float64), wire)[0].isfinite()
+    assert torch.equal(through(block(1e-300, dtype=torch.float64), wire), torch.zeros(BLOCK).double())
+
+
+# -- what is refused --------------------------------------------------------------------------------------------
+
+
+def test_another_backend_is_refused_with_the_reason():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with pytest.raises(UserError) as caught:
+            CompressedMean([torch.zeros(3)], set(), "int8")
+    finally:
+        dist.destroy_process_group()
+    assert (
+        str(caught.value) == "wire='int8' over fake backend for cpu tensors: only gloo and nccl do, or use wire float32"
+    )
+
+
+def test_two_devices_are_refused():
+    with pytest.raises(UserError, match="on cpu, meta: .* one device, or use wire float32"):
+        CompressedMean([torch.zeros(3), torch.zeros(3, device="meta")], set(), "int4")
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"wire": "fp8"}, "wire='fp8': choose one of float32, bfloat16, float16, int8, int4"),
+        ({"wire": "int8", "wire_rounding": "up"}, "wire_rounding='up': choose one of nearest, stochastic"),
+        ({"wire_rounding": "stochastic"}, "wire_rounding='stochastic': float32 rounds nothing; set a narrow wire"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], text: str):
+    with pytest.raises(UserError) as caught:
+        CO2Config(**settings)
+    assert str(caught.value) == text
