@@ -1,6 +1,8 @@
 """The compressed mean on real processes against a simulation in one, and CO2 with every wire format."""
 
 import io
+import os
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 import core.compressed
-from core import CO2, CO2Config, UserError, make_method
+from core import CO2, CO2Config, CollectiveError, UserError, make_method
 from core.compressed import CompressedMean
 from core.sharding import generator, mix
 from core.testing import run_distributed
@@ -269,6 +271,30 @@ def test_one_workers_nan_reaches_everyone():
         for p in result:
             assert not p[1300].isfinite()
             assert p[:1280].isfinite().all() and p[1536:].isfinite().all(), "blocks of 256"
+
+
+def loses_a_worker(rank: int, world_size: int) -> tuple[str, bool, float]:
+    params = problems.odd_parameters()
+    co2 = CO2(params, replace(BASE, wire="int8"), timeout=4.0)
+    for step in range(20):
+        if rank == 1 and step == 7:
+            os._exit(1)
+        problems.sgd_step(params, rank, step)
+        before, start = [flat(params), co2._x[0].clone(), co2._m[0].clone()], time.perf_counter()
+        try:
+            co2.step()
+        except CollectiveError as error:
+            kept = all(torch.equal(a, b) for a, b in zip(before, [flat(params), co2._x[0], co2._m[0]], strict=True))
+            time.sleep(3)  # the others look who is silent
+            return str(error), kept, time.perf_counter() - start
+    return "", False, 0.0
+
+
+def test_a_dead_worker_is_named_and_nothing_is_computed_from_ruins():
+    results = run_distributed(loses_a_worker, 3, expect_death=(1,))
+    for message, kept, seconds in (results[0], results[2]):
+        assert "no answer from rank 1 (" in message and "\n" not in message
+        assert kept and seconds < 30
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------

@@ -139,6 +139,23 @@ def test_a_float64_beyond_float32_does_not_become_finite(wire: str):
     assert torch.equal(through(block(1e-300, dtype=torch.float64), wire), torch.zeros(BLOCK).double())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("wire", NARROW)
+def test_cuda_gives_the_same_bytes_and_the_same_mean(wire: Any):
+    x = torch.randn(3 * BLOCK, generator=generator(0)) * 1e-4
+    assert torch.equal(encode(x.cuda(), wire).cpu(), encode(x, wire))
+    seen = []
+    for device in ("cpu", "cuda"):
+        p = torch.zeros(700, device=device)
+        mean = CompressedMean([p, torch.zeros(5, device=device)], {id(p)}, wire, tail=1)
+        for _ in range(3):
+            mean.buckets[0].flat[:705] = x[:705].to(device)
+            mean.launch([2.0])
+            mean.wait()
+        seen.append([mean.buckets[0].flat.cpu(), *(f.cpu() for fs in mean.state.values() for f in fs)])
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
 # -- what is refused --------------------------------------------------------------------------------------------
 
 
