@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from core import outer, policies
-from core.collectives import AsyncMean, ThrottledLink
+from core.collectives import AsyncMean
 from core.compressed import CompressedMean
 from core.errors import UserError
 from core.fused import CHUNK, BoundaryStats, Rule, Work, boundary
@@ -75,6 +75,8 @@ class CO2Config:
     """Of the narrow wire formats: nearest, or stochastic, whose mean over many rounds is exact."""
     error_feedback: bool = True
     """With a narrow wire format: what rounding left out goes along in the next round, for a copy of the parameters."""
+    offload: bool = False
+    """Keep the outer state and its all-reduce in the host's (pinned) memory: no copy of the parameters on a GPU."""
     allow_unstable: bool = False
     """Accept outer_momentum + outer_lr >= 1 without a gap penalty, to show that it diverges."""
 
@@ -127,7 +129,7 @@ class CO2(Rounds):
 
     def __new__(cls, params: Any, config: CO2Config | None = None, *args: Any, **kwargs: Any) -> CO2:
         shared = {"inner_group", "mesh"} & {name for name, value in kwargs.items() if value is not None}
-        if cls is CO2 and (shared or (config is not None and config.shard)):
+        if cls is CO2 and (shared or (config is not None and (config.shard or config.offload))):
             from core.sharded import ShardedCO2  # it derives from this class
 
             return object.__new__(ShardedCO2)

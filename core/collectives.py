@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from core.errors import CollectiveError, UserError
+from core.groups import Pending, Stage, leave_group, new_group, ring_bytes
 from core.overlap import Mark, Seconds, between, mark
 
 
@@ -39,72 +40,23 @@ class ThrottledLink:
         return self._free_at
 
 
-def ring_bytes(nbytes: int, world_size: int) -> int:
-    """Bytes that each of `world_size` workers sends in a ring all-reduce of a buffer of `nbytes` bytes."""
-    return round(2 * (world_size - 1) / world_size * nbytes)
-
-
-_spare: dict[tuple[object, ...], list[dist.ProcessGroup]] = {}  # of ranks and timeout: left, not destroyed
-
-
-def new_group(group: dist.ProcessGroup | None, timeout: float) -> dist.ProcessGroup | None:
-    """A process group with the ranks of `group` (None: all) and `timeout` seconds, used by nobody else.
-
-    None when torch.distributed is not initialised: then there is one worker. On NCCL its stream has high priority.
-    """
-    if not dist.is_initialized():
-        return None
-    everyone = group is None or dist.get_world_size(group) == dist.get_world_size()
-    ranks = None if everyone else dist.get_process_group_ranks(group)
-    left = _spare.get((tuple(ranks), timeout), []) if ranks else []
-    if left and _alive(left[-1]):
-        return left.pop()
-    options = None
-    if dist.get_backend(group) == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options.is_high_priority_stream = True
-    made = dist.new_group(
-        ranks,
-        timeout=timedelta(seconds=timeout),
-        pg_options=options,
-        use_local_synchronization=not everyone,  # only the members need to call
-    )
-    assert isinstance(made, dist.ProcessGroup), "only members of the group may use it"
-    return made
-
-
-def leave_group(group: dist.ProcessGroup, timeout: float) -> None:
-    """Destroys a group of new_group, or keeps it for the next one with its ranks.
-
-    torch names a subgroup after its ranks, so that a second one would find the first one's addresses in the store.
-    """
-    ranks = dist.get_process_group_ranks(group)
-    if len(ranks) < dist.get_world_size():
-        _spare.setdefault((tuple(ranks), timeout), []).append(group)
-    else:
-        dist.destroy_process_group(group)
-
-
-def _alive(group: dist.ProcessGroup) -> bool:
-    """Whether torch.distributed still knows the group; not after destroy_process_group() and a new start."""
-    return group in dist.distributed_c10d._world.pg_map
-
-
 class Bucket:
     """One flat buffer for all tensors of one dtype on one device.
 
     flat: [numel + tail], in the dtype of the sums: float64 for float64 tensors, else float32, so that 16-bit
     parameters lose nothing in transit. views: `flat` seen in the shape of each tensor, in order. shared, parts: the
     first `shared` tensors are followed by zeros up to a multiple of `parts` elements, to be cut into equal parts.
+    host: in the host's memory, pinned where there is a GPU.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], tail: int, shared: int = 0, parts: int = 1):
+    def __init__(self, tensors: Sequence[Tensor], tail: int, shared: int = 0, parts: int = 1, host: bool = False):
         self.dtype = tensors[0].dtype
         front, rest = tensors[:shared], tensors[shared:]
         self.shared_numel = -(-sum(t.numel() for t in front) // parts) * parts
         self.numel = self.shared_numel + sum(t.numel() for t in rest)
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        self.flat = torch.zeros(self.numel + tail, dtype=wide, device=tensors[0].device)
+        device, pinned = ("cpu", torch.cuda.is_available()) if host else (tensors[0].device, False)
+        self.flat = torch.zeros(self.numel + tail, dtype=wide, device=device, pin_memory=pinned)
         self.views = view_as(self.flat, front) + view_as(self.flat[self.shared_numel :], rest)
 
 
@@ -112,9 +64,6 @@ def view_as(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Consecutive pieces of a 1-d tensor, viewed in the shapes of `tensors`."""
     pieces = flat[: sum(t.numel() for t in tensors)].split([t.numel() for t in tensors])
     return [piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True)]
-
-
-Stage = tuple[list[dist.Work], int]  # collectives under way, and the bytes that this worker sends for them
 
 
 class AsyncMean:
@@ -141,6 +90,7 @@ class AsyncMean:
         tail: int = 0,
         timeout: float = 600.0,
         link: ThrottledLink | None = None,
+        backend: str | None = None,
     ):
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for t in tensors:
@@ -150,7 +100,7 @@ class AsyncMean:
         self.tail = tail
         self.timeout = timeout
         self.link = link
-        self.group = new_group(group, timeout)
+        self.group = new_group(group, timeout, backend)
         self.world_size = dist.get_world_size(self.group) if self.group is not None else 1
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
         self.then: Callable[[], Iterator[Stage]] | None = None
@@ -163,7 +113,7 @@ class AsyncMean:
         self.state: dict[str, list[Tensor]] = {}  # what a checkpoint holds of it, beside the buffers in flight
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._chain: Iterator[Stage] | None = None
-        self._works: list[dist.Work] = []
+        self._works: list[Pending] = []
         self._in_flight = False
         self._failed = ""
         self._ready_at = 0.0
@@ -240,7 +190,8 @@ class AsyncMean:
         self._works.clear()
         reason, sent = "", 0
         try:
-            self._works, sent = next(self._chain, ([], -1))
+            works, sent = next(self._chain, ([], -1))
+            self._works = list(works)
         except RuntimeError as error:
             reason = str(error)
         if reason:
@@ -252,7 +203,8 @@ class AsyncMean:
         self._ready_at = self.link.reserve(sent) if self.link else 0.0
         self._landed_at = []
         for work in self._works if self._side is None else []:  # on a GPU a future's callback is early
-            _note_time(work, self._landed_at)
+            if isinstance(work, dist.Work):
+                _note_time(work, self._landed_at)
 
     def _advance(self, *, block: bool) -> bool:
         """Goes along the chain as far as it has got, or to its end; True at the end."""

@@ -1,18 +1,28 @@
-"""Groups of workers: the nodes of a cluster, and what a group does with the equal parts of a flat tensor."""
+"""Groups of workers: making and leaving them, the nodes of a cluster, and the equal parts of a flat tensor."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from core.collectives import Stage
 from core.errors import UserError
 
+
+class Pending(Protocol):
+    """What is under way in the background: a dist.Work, or a copy between a GPU and the host."""
+
+    def is_completed(self) -> bool: ...
+    def wait(self, timeout: timedelta = ...) -> Any: ...
+
+
+Stage = tuple[Sequence[Pending], int]  # collectives under way, and the bytes that this worker sends for them
 PIECES = 16  # a sum over the workers goes in so many pieces, for the sake of its temporary
 
 
@@ -33,6 +43,60 @@ def node_mesh(device_type: str, per_node: int | None = None) -> DeviceMesh:
     if n < 1 or world % n:
         raise UserError(f"{n} workers per node do not divide {world} workers: start equally many on each node")
     return init_device_mesh(device_type, (world // n, n), mesh_dim_names=("replicate", "shard"))
+
+
+def ring_bytes(nbytes: int, world_size: int) -> int:
+    """Bytes that each of `world_size` workers sends in a ring all-reduce of a buffer of `nbytes` bytes."""
+    return round(2 * (world_size - 1) / world_size * nbytes)
+
+
+_spare: dict[tuple[object, ...], list[dist.ProcessGroup]] = {}  # of ranks, timeout, backend: left, not destroyed
+
+
+def new_group(group: dist.ProcessGroup | None, timeout: float, backend: str | None = None) -> dist.ProcessGroup | None:
+    """A process group with the ranks of `group` (None: all) and `timeout` seconds, used by nobody else.
+
+    backend: gloo or nccl; None: that of `group`. Returns None when torch.distributed is not initialised: then there is
+    one worker. On NCCL its stream has high priority.
+    """
+    if not dist.is_initialized():
+        return None
+    everyone = group is None or dist.get_world_size(group) == dist.get_world_size()
+    ranks = None if everyone else dist.get_process_group_ranks(group)
+    backend = backend or dist.get_backend(group)
+    left = _spare.get((tuple(ranks), timeout, backend), []) if ranks else []
+    if left and _alive(left[-1]):
+        return left.pop()
+    options = None
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options.is_high_priority_stream = True
+    made = dist.new_group(
+        ranks,
+        timeout=timedelta(seconds=timeout),
+        backend=backend,
+        pg_options=options,
+        use_local_synchronization=not everyone,  # only the members need to call
+    )
+    assert isinstance(made, dist.ProcessGroup), "only members of the group may use it"
+    return made
+
+
+def leave_group(group: dist.ProcessGroup, timeout: float) -> None:
+    """Destroys a group of new_group, or keeps it for the next one with its ranks.
+
+    torch names a subgroup after its ranks, so that a second one would find the first one's addresses in the store.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) < dist.get_world_size():
+        _spare.setdefault((tuple(ranks), timeout, dist.get_backend(group)), []).append(group)
+    else:
+        dist.destroy_process_group(group)
+
+
+def _alive(group: dist.ProcessGroup) -> bool:
+    """Whether torch.distributed still knows the group; not after destroy_process_group() and a new start."""
+    return group in dist.distributed_c10d._world.pg_map
 
 
 def sum_parts(flat: Tensor, group: dist.ProcessGroup) -> Iterator[Stage]:

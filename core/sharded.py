@@ -25,6 +25,7 @@ from core.collectives import AsyncMean, Bucket, Stage, leave_group, new_group, r
 from core.errors import UserError
 from core.fused import group_pieces, views
 from core.groups import gather_parts, sum_parts
+from core.offload import Arrival
 from core.rounds import STEPS, all_finished
 
 SEGMENT = 1 << 18  # elements at a time on a CPU, which stay in its cache
@@ -59,7 +60,8 @@ class ShardedCO2(CO2):
             raise UserError("inner_group without group: give also the ranks across nodes, or both at once with mesh")
         self._refuse(config or CO2Config())
         self._slicing = not any(isinstance(p, DTensor) for p in params)  # else the shards are the shares
-        self._inner = new_group(inner_group, timeout) if inner_group is not None else None
+        backend = "gloo" if (config or CO2Config()).offload else None
+        self._inner = new_group(inner_group, timeout, backend) if inner_group is not None else None
         self.inner_size = dist.get_world_size(self._inner) if self._inner else 1
         super().__init__(params, config, group, timeout=timeout, **kwargs)
 
@@ -75,7 +77,9 @@ class ShardedCO2(CO2):
         group = kwargs["group"]
         workers = dist.get_world_size(group) if dist.is_initialized() else 1
         parts = slices * (workers if self.config.shard else 1)
-        mean = _ChainedMean(tensors, {id(p) for p in self.params}, parts, **kwargs)
+        host = self.config.offload
+        kwargs["backend"] = "gloo" if host else None
+        mean = _ChainedMean(tensors, {id(p) for p in self.params}, parts, host, **kwargs)
         mean.chain = self._background
         mean.scale = 1 / (mean.world_size * self.inner_size)  # of what is summed over both groups
         return mean
@@ -85,6 +89,13 @@ class ShardedCO2(CO2):
         """x and m as shares; g, which begins as x_{0,0}, in the flat buffers."""
         for bucket, ps in zip(self.mean.buckets, self.bucket_params, strict=True):
             _copy(bucket.views[: len(ps)], ps)
+        self._arrived = Arrival(self.params[0].device) if self.config.offload else None
+        pinned = self.config.offload and torch.cuda.is_available()
+        on_host = {"device": "cpu", "pin_memory": pinned}  # in the parameters' dtype and shapes
+        self._copies = [
+            [torch.empty(p.shape, dtype=p.dtype, **on_host) for p in ps] if self.config.offload else []
+            for ps in self.bucket_params
+        ]
         self._x = [share.clone() for share in self._shares()]
         self._m = [torch.zeros_like(x) for x in self._x]
         self._flats |= {"outer_iterate": self._x, "outer_momentum": self._m}
@@ -101,7 +112,7 @@ class ShardedCO2(CO2):
     def _agree(self, tensors: list[Tensor]) -> None:
         if self._inner is not None and self._slicing:
             for t in tensors:
-                flat = t.detach().contiguous()
+                flat = t.detach().to(self.mean.device).contiguous()
                 dist.broadcast(flat, group_src=0, group=self._inner)
                 with torch.no_grad():
                     t.copy_(flat)
@@ -133,6 +144,8 @@ class ShardedCO2(CO2):
 
     def _swap(self, *, snapshot: bool) -> None:
         """p <- g, and g <- g - p where a snapshot is wanted, a cache-sized segment at a time."""
+        if self._arrived is not None:
+            return self._swap_with_host(snapshot=snapshot)
         for bucket, ps in zip(self.mean.buckets, self.bucket_params, strict=True):
             start = 0
             for pieces in group_pieces(ps, GPU_SEGMENT if bucket.flat.is_cuda else SEGMENT):
@@ -142,6 +155,26 @@ class ShardedCO2(CO2):
                 _copy(pieces, g)
                 _copy(g, difference)
                 start += n
+
+    def _swap_with_host(self, *, snapshot: bool) -> None:
+        """Queues p -> the host's copy and g -> p; the difference is taken in the background, once both are through.
+
+        In a stream of its own: the compute stream waits for it, the host does not.
+        """
+        arrived = self._arrived
+        assert arrived is not None
+        with arrived.stream():
+            for bucket, ps, copies in zip(self.mean.buckets, self.bucket_params, self._copies, strict=True):
+                for p, g, copy in zip(ps, bucket.views, copies, strict=False):
+                    if snapshot:
+                        copy.copy_(p, non_blocking=True)
+                    p.copy_(g, non_blocking=True)
+
+    def _take_differences(self) -> None:
+        """g <- g - p from the host's copies."""
+        for bucket, copies in zip(self.mean.buckets, self._copies, strict=True):
+            for g, copy in zip(bucket.views, copies, strict=False):
+                g.sub_(copy)
 
     # -- in the background ----------------------------------------------------------------------------------
 
@@ -162,6 +195,9 @@ class ShardedCO2(CO2):
     @torch.no_grad()
     def _background(self) -> Iterator[Stage]:
         """From the snapshots in g to x_{t+2,0} in g."""
+        if self._arrived is not None:
+            yield [self._arrived], 0
+            self._take_differences()
         rests = [rest for b in self.mean.buckets if len(rest := b.flat[b.shared_numel :])]
         yield from self._reduce(rests)
         squares = self._pseudo_gradient()
@@ -267,12 +303,12 @@ class _ChainedMean(AsyncMean):
 
     chain: Any
 
-    def __init__(self, tensors: list[Tensor], shared: set[int], parts: int, **kwargs: Any):
-        self._shared, self._parts = shared, parts
+    def __init__(self, tensors: list[Tensor], shared: set[int], parts: int, host: bool, **kwargs: Any):
+        self._shared, self._parts, self._host = shared, parts, host
         super().__init__(tensors, **kwargs)
 
     def _bucket(self, tensors: list[Tensor], tail: int) -> Bucket:
-        return Bucket(tensors, tail, sum(id(t) in self._shared for t in tensors), self._parts)
+        return Bucket(tensors, tail, sum(id(t) in self._shared for t in tensors), self._parts, self._host)
 
     def _stages(self) -> Iterator[Stage]:
         return self.chain()

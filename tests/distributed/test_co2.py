@@ -208,8 +208,8 @@ def test_each_setting_changes_the_result():
 
 def test_every_config_field_is_tested_above():
     varied = {key for v in VARIANTS.values() for key in v}
-    assert varied == set(CO2Config.__dataclass_fields__) - {"allow_unstable", "tau_max", "shard"}
-    # only permits; bounds tau="auto", see test_tau.py; changes memory only, see test_sharded.py
+    assert varied == set(CO2Config.__dataclass_fields__) - {"allow_unstable", "tau_max", "shard", "offload"}
+    # only permits; bounds tau="auto", see test_tau.py; change memory only, see test_sharded.py
 
 
 # -- hidden communication -------------------------------------------------------------------------------------

@@ -78,14 +78,15 @@ def test_two_nodes_of_two_equal_the_reference(shard: bool):
             assert all(torch.equal(a, b) for a, b in zip(results[rank][i], results[0][i], strict=True))
 
 
-def flat_workers(rank: int, world_size: int, shard: bool) -> list[list[Tensor]]:
-    return [run_co2(replace(c, shard=shard), [rank])[0] for c in CONFIGS]
+def flat_workers(rank: int, world_size: int, how: dict[str, bool]) -> list[list[Tensor]]:
+    return [run_co2(replace(c, **how), [rank])[0] for c in CONFIGS]
 
 
+@pytest.mark.parametrize("how", [{"shard": True}, {"offload": True}, {"shard": True, "offload": True}], ids=str)
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_shared_over_all_workers_equals_unshared(world_size: int):
-    shared = run_distributed(flat_workers, world_size, True, timeout=200)
-    unshared = run_distributed(flat_workers, world_size, False, timeout=200)
+def test_shared_or_offloaded_equals_unshared(world_size: int, how: dict[str, bool]):
+    shared = run_distributed(flat_workers, world_size, how, timeout=200)
+    unshared = run_distributed(flat_workers, world_size, {}, timeout=200)
     for i in range(len(CONFIGS)):
         for rank in range(world_size):
             assert_traces_equal(shared[rank][i], unshared[rank][i])
@@ -113,7 +114,7 @@ def test_parts_are_summed_and_gathered():
 
 def resumed(rank: int, world_size: int, at: int) -> list[tuple[Tensor, Tensor]]:
     mesh, ends = node_mesh("cpu", 2), []
-    for config in (CONFIGS[1], replace(CONFIGS[1], shard=True)):
+    for config in (CONFIGS[1], replace(CONFIGS[1], shard=True), replace(CONFIGS[1], offload=True)):
         ranks = [rank // 2 * 2, rank // 2 * 2 + 1]
         params, co2 = problems.odd_parameters(), None
         for step in range(30):
@@ -169,13 +170,13 @@ def test_uneven_workers_end_together_and_go_on():
         assert torch.equal(first, results[0][0]) and torch.equal(second, results[0][1])
 
 
-def low_precision(rank: int, world_size: int) -> dict[torch.dtype, tuple[Tensor, Tensor]]:
+def low_precision(rank: int, world_size: int) -> dict[torch.dtype, tuple[Tensor, ...]]:
     ends = {}
     for dtype in (torch.bfloat16, torch.float16):
         both = []
-        for shard in (True, False):
+        for how in ({"shard": True}, {"offload": True}, {}):
             params = [nn.Parameter(torch.linspace(-1, 1, 37).to(dtype)), nn.Parameter(torch.ones(3))]
-            co2 = CO2(params, CO2Config(tau=2, outer_momentum=0.3, clip=None, shard=shard))
+            co2 = CO2(params, CO2Config(tau=2, outer_momentum=0.3, clip=None, **how))
             for _ in range(30):
                 with torch.no_grad():
                     for p in params:
@@ -189,8 +190,9 @@ def low_precision(rank: int, world_size: int) -> dict[torch.dtype, tuple[Tensor,
 
 def test_sixteen_bit_parameters_equal_unshared():
     for ends in run_distributed(low_precision, 2):
-        for shared, unshared in ends.values():
+        for shared, offloaded, unshared in ends.values():
             torch.testing.assert_close(shared, unshared, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(offloaded, unshared, rtol=1e-6, atol=1e-6)
 
 
 def buffers(rank: int, world_size: int) -> tuple[Tensor, Tensor, float]:
