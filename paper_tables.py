@@ -128,6 +128,17 @@ def delay_policy(label: str, **changes: Any) -> Row:
     return gap(label, None, **{f"co2.{name}": value for name, value in settings.items()})
 
 
+def wire(task: str, recipe: str, stand_in: str) -> tuple[Row, ...]:
+    """CO2 with its pseudo-gradient in each wire format."""
+    script = "gpt2" if task == "language" else task
+    return tuple(
+        Row(
+            name, script, task, recipe, "co2", None, stand_in, overrides={"co2.wire": name} if name != "float32" else {}
+        )
+        for name in ("float32", "bfloat16", "int8")
+    )
+
+
 IMAGENET = {
     "ResNet-50": ("imagenet_resnet50", "digits_small"),
     "ViT-Base": ("imagenet_vit_base", "digits_vit"),
@@ -198,6 +209,18 @@ TABLES = {
         ),
         "Ours, the paper has no such rows. All have outer_lr 0.5 and outer_momentum 0.4: at the defaults, whose sum is "
         "above 1, a delayed step without the penalty is unstable.",
+    ),
+    "wire_vision": Table(
+        "Wire formats: ResNet-50",
+        TOP1,
+        wire("vision", "imagenet_resnet50", "digits_small"),
+        "Ours, the paper has no such rows.",
+    ),
+    "wire_language": Table(
+        "Wire formats: GPT-2 Small",
+        PERPLEXITY,
+        wire("language", "gpt2_small_owt", "gpt2_pydoc_small"),
+        "Ours, the paper has no such rows.",
     ),
     "throughput": Table(
         "Throughput over 80 Gbps TCP/IP",

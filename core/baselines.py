@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from core.co2 import CO2, CO2Config
 from core.collectives import ThrottledLink, leave_group, new_group, ring_bytes
 from core.errors import UserError
+from core.groups import is_sharded
 from core.overlap import Mark, RoundStats, Seconds, between, mark
 from core.rounds import STEPS, Rounds, all_finished
-from core.zero import is_sharded
 
 MethodName = Literal["co2", "ddp", "local", "overlap_local", "slowmo"]
 METHODS: tuple[MethodName, ...] = get_args(MethodName)

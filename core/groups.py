@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from core.errors import UserError
 
@@ -97,6 +98,11 @@ def leave_group(group: dist.ProcessGroup, timeout: float) -> None:
 def _alive(group: dist.ProcessGroup) -> bool:
     """Whether torch.distributed still knows the group; not after destroy_process_group() and a new start."""
     return group in dist.distributed_c10d._world.pg_map
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether its parameters are DTensors."""
+    return any(isinstance(p, DTensor) for p in model.parameters())
 
 
 def sum_parts(flat: Tensor, group: dist.ProcessGroup) -> Iterator[Stage]:

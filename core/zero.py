@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
 
 from core.errors import UserError
 
@@ -96,8 +95,3 @@ def check(stage: int, inner_size: int) -> None:
             f"zero={stage} with 1 worker that synchronises every step has nothing to shard: give --per_node 0 (the "
             "workers of a node) or a number above 1"
         )
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether its parameters are DTensors."""
-    return any(isinstance(p, DTensor) for p in model.parameters())

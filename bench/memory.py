@@ -1,0 +1,163 @@
+"""What CO2 and ZeRO keep in memory: bytes per worker beyond the live parameters, counted and measured.
+
+python -m bench.memory [--parameters 2e7] [--out FOLDER]
+
+Four workers as two nodes of two, on this machine, train a stack of linear layers with AdamW for some steps. Counted are
+the bytes of the tensors that each part holds; measured is the growth of a worker's resident memory while CO2 is
+built and closes two rounds, with nothing else going on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from bench.boundary import field
+from bench.ranks import run_ranks
+from core import zero
+from core.co2 import CO2, CO2Config
+from core.errors import UserError
+from core.groups import node_mesh
+from core.recipe import launch
+
+WIDTH = 1024
+# name -> (workers that synchronise every step, ZeRO stage, share over all workers, outer state on the host)
+MODES: dict[str, tuple[int, Any, bool, bool]] = {
+    "unshared": (1, 0, False, False),
+    "shared over all 4": (1, 0, True, False),
+    "shared inside the node": (2, 0, False, False),
+    "shared inside the node and over all": (2, 0, True, False),
+    "ZeRO-1": (2, 1, False, False),
+    "ZeRO-2": (2, 2, False, False),
+    "ZeRO-3": (2, 3, False, False),
+    "ZeRO-3, shared over all": (2, 3, True, False),
+    "offloaded": (1, 0, False, True),
+}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Memory per worker, for each way to share it."""
+
+    parameters: float = 2e7
+    """Of the model, float32."""
+    out: Path | None = None
+    """Where memory.json and memory.md go; runs/memory-DATE by default."""
+
+
+def main() -> None:
+    bench = tyro.cli(Bench, use_underscores=True)
+    if bench.parameters < 4 * WIDTH**2:
+        raise UserError(
+            f"parameters={bench.parameters:g}: give {4 * WIDTH**2} or more, or the process outweighs the model"
+        )
+    import torch._dynamo  # noqa: F401  the optimiser's first step would import it in every worker
+
+    torch.set_num_threads(1)
+    out = bench.out or Path("runs") / time.strftime("memory-%Y%m%d-%H%M%S")
+    out.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for name, mode in MODES.items():
+        rows.append({"mode": name} | run_ranks(measure, None, 4, 1, int(bench.parameters), mode, timeout=300)[0])
+        print(line(rows[-1]), flush=True)
+    text = table(rows, bench.parameters)
+    (out / "memory.json").write_text(
+        json.dumps({"settings": asdict(bench), "rows": rows}, indent=2, default=str) + "\n"
+    )
+    (out / "memory.md").write_text(text + "\n")
+    print(f"\n{text}\n\nwritten to {out}/memory.md and memory.json")
+
+
+def measure(parameters: int, mode: tuple[int, Any, bool, bool]) -> dict[str, float]:
+    """Megabytes that one worker holds."""
+    per_node, stage, shard, offload = mode
+    dist.init_process_group("gloo")
+    mesh = node_mesh("cpu", per_node) if per_node > 1 else None
+    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(parameters // WIDTH**2))
+    model = Stack(layers)
+    if mesh is not None:
+        zero.shard_model(model, mesh, stage)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    if mesh is not None:
+        optimizer = zero.shard_optimizer(optimizer, mesh, stage)
+    before = resident()
+    method = CO2(model.parameters(), CO2Config(tau=1, shard=shard, offload=offload), mesh=mesh)
+    method.step()
+    method.step()
+    grown = resident() - before
+    model(torch.ones(1, WIDTH)).sum().backward()
+    optimizer.step()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    moments = [t for s in optimizer.state_dict()["state"].values() for t in s.values() if isinstance(t, Tensor)]
+    held = {
+        "parameters": megabytes(model.parameters()),
+        "gradients": megabytes(gradients),
+        "optimiser": megabytes(moments),
+        "co2": megabytes([b.flat for b in method.mean.buckets] + method._x + method._m),
+        "co2_measured": grown / 1e6,
+        "whole_model": 4e-6 * WIDTH**2 * len(layers),
+    }
+    method.finish()
+    return held
+
+
+class Stack(nn.Module):
+    """Layers one after the other."""
+
+    def __init__(self, layers: nn.ModuleList):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def megabytes(tensors: Iterable[Tensor]) -> float:
+    """Of this worker's own shards."""
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    return sum(t.numel() * t.element_size() for t in local) / 1e6
+
+
+def resident() -> int:
+    """This process's resident bytes."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is freed goes back to the system
+    return 1024 * int(field("/proc/self/status", "VmRSS"))
+
+
+def line(row: dict[str, Any]) -> str:
+    names = ("parameters", "gradients", "optimiser", "co2", "co2_measured")
+    cells = " | ".join(f"{row[name]:.1f}" for name in names)
+    where = " (on the host)" if row["mode"] == "offloaded" else ""
+    return f"| {row['mode']} | {cells} | {row['co2'] / row['whole_model']:.2f}{where} |"
+
+
+def table(rows: list[dict[str, Any]], parameters: float) -> str:
+    head = (
+        "| 2 nodes x 2 workers | parameters | gradients | AdamW | CO2, counted | CO2, measured "
+        "| CO2 in copies of the model |"
+    )
+    note = (
+        f"MB per worker, {parameters / 1e6:g} M float32 parameters, at rest between steps. ZeRO-2 gathers them "
+        "from forward to backward, ZeRO-3 a layer at a time. Offloaded: nothing on a GPU; on a CPU both are the same "
+        "memory, and the parameters' copy in transit, one more copy on the host, is not counted."
+    )
+    return "\n".join([head, "|---" * 7 + "|", *map(line, rows), "", note])
+
+
+if __name__ == "__main__":
+    launch(main)

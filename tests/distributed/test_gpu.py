@@ -1,0 +1,121 @@
+"""On a CUDA device: nothing synchronises, offloaded state leaves the device alone, copies and collectives run beside.
+
+`pytest -m gpu`. Nothing here has run yet: no CUDA device was at hand when it was written.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from core import CO2, CO2Config
+from core.testing import run_distributed
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+SIZE = 1024
+
+
+def parameters(layers: int = 4) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(SIZE, SIZE, generator=generator).cuda()) for _ in range(layers)]
+
+
+@torch.no_grad()
+def local_steps(params: list[nn.Parameter], co2: CO2, steps: int) -> None:
+    """Matrix products, so that the compute stream has work, and a deterministic move."""
+    for step in range(steps):
+        for p in params:
+            p.mul_(0.99).add_(torch.tanh(p @ p) * 1e-3 * (step % 3))
+        co2.step()
+
+
+def trained(**settings: Any) -> list[Tensor]:
+    params = parameters()
+    co2 = CO2(params, CO2Config(tau=4, outer_momentum=0.3, clip=None, **settings))
+    local_steps(params, co2, 18)
+    co2.finish()
+    return [p.detach().cpu() for p in params]
+
+
+@pytest.mark.parametrize("settings", [{"offload": True}, {"shard": True}], ids=str)
+def test_offloaded_and_shared_state_train_as_unshared(settings: dict[str, Any]):
+    for a, b in zip(trained(**settings), trained(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_offloaded_state_takes_nothing_on_the_device():
+    params = parameters()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    co2 = CO2(params, CO2Config(tau=2, offload=True))
+    local_steps(params, co2, 6)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() - before < 1 << 20
+    assert all(b.flat.is_pinned() for b in co2.mean.buckets)
+    co2.finish()
+
+
+def test_a_boundary_does_not_synchronise():
+    params = parameters()
+    co2 = CO2(params, CO2Config(tau=2))
+    local_steps(params, co2, 6)  # warmed up: the kernel is compiled
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        local_steps(params, co2, 6)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def streams(trace: Path) -> dict[str, set[int]]:
+    """Streams of matrix products, of copies to the host, and of NCCL's kernels."""
+    found: dict[str, set[int]] = {"compute": set(), "copies": set(), "nccl": set()}
+    for event in json.loads(trace.read_text())["traceEvents"]:
+        stream = event.get("args", {}).get("stream")
+        name = str(event.get("name", ""))
+        if event.get("cat") == "kernel" and ("gemm" in name or "cutlass" in name):
+            found["compute"].add(stream)
+        if event.get("cat") == "kernel" and "nccl" in name.lower():
+            found["nccl"].add(stream)
+        if event.get("cat") == "gpu_memcpy" and "DtoH" in name:
+            found["copies"].add(stream)
+    return found
+
+
+def test_offloading_copies_in_a_stream_of_its_own(tmp_path: Path):
+    params = parameters()
+    co2 = CO2(params, CO2Config(tau=2, offload=True))
+    local_steps(params, co2, 4)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
+        local_steps(params, co2, 6)
+        torch.cuda.synchronize()
+    traced.export_chrome_trace(str(tmp_path / "trace.json"))
+    seen = streams(tmp_path / "trace.json")
+    assert seen["compute"] and seen["copies"] and not seen["compute"] & seen["copies"], seen
+    co2.finish()
+
+
+def traced_collective(rank: int, world_size: int, folder: str) -> None:
+    torch.cuda.set_device(rank)
+    group = dist.new_group(backend="nccl")
+    assert isinstance(group, dist.ProcessGroup)
+    params = parameters()
+    co2 = CO2(params, CO2Config(tau=4), group)
+    local_steps(params, co2, 8)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
+        local_steps(params, co2, 12)
+        torch.cuda.synchronize()
+    traced.export_chrome_trace(f"{folder}/{rank}.json")
+    co2.finish()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a device for each of two workers")
+def test_the_collective_runs_outside_the_compute_stream(tmp_path: Path):
+    run_distributed(traced_collective, 2, str(tmp_path), timeout=300)
+    for rank in range(2):
+        seen = streams(tmp_path / f"{rank}.json")
+        assert seen["compute"] and seen["nccl"] and not seen["compute"] & seen["nccl"], seen
