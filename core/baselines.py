@@ -164,7 +164,8 @@ class DDP:
     """torch's DistributedDataParallel itself, behind the calls of the local methods: every step is a round.
 
     model: to be called in place of the wrapped one. BatchNorm statistics stay local until finish() averages them, for
-    DDP's own broadcast would block every forward pass.
+    DDP's own broadcast would block every forward pass. A model of DTensors synchronises itself over all workers where
+    it was sharded so (core.zero.shard_model with everywhere=True); its communication is not measured: nan.
     """
 
     def __init__(
@@ -187,8 +188,8 @@ class DDP:
         self._reset()
         if self.group is not None:
             self.world_size = dist.get_world_size(self.group)
-            if is_sharded(model):
-                raise UserError("ddp with zero=2 or 3 is not offered: take zero=0 or 1, or another method")
+        self._sharded = is_sharded(model)
+        if self.group is not None and not self._sharded:
             known = inspect.signature(DistributedDataParallel).parameters
             name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.13
             no_broadcast: dict[str, Any] = {name: False}
@@ -229,6 +230,8 @@ class DDP:
             last = self._spans[-1]
             self.stats.wait_seconds = between(*last)
             self.stats.allreduce_seconds = _union(self._spans)
+        if self._sharded:
+            self.stats.wait_seconds = self.stats.allreduce_seconds = float("nan")
         self._reset()
         return True
 

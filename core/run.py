@@ -130,7 +130,9 @@ class Run:
     def shard(self, model: nn.Module) -> nn.Module:
         """The model on this worker's device, its parameters sharded inside the node with ZeRO-2 and 3."""
         self._model = model.to(self.device)
-        return zero.shard_model(self._model, self.mesh, self.recipe.zero) if self.mesh else self._model
+        if self.mesh is None:
+            return self._model
+        return zero.shard_model(self._model, self.mesh, self.recipe.zero, everywhere=self.recipe.method == "ddp")
 
     def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimiser, its state shared out inside the node with ZeRO-1."""

@@ -25,20 +25,22 @@ from core.errors import UserError
 Stage = Literal[0, 1, 2, 3]
 
 
-def shard_model(model: nn.Module, mesh: DeviceMesh, stage: Stage) -> nn.Module:
+def shard_model(model: nn.Module, mesh: DeviceMesh, stage: Stage, *, everywhere: bool = False) -> nn.Module:
     """Stages 2 and 3: makes DTensors of the parameters, a shard on each worker of the mesh's dimension "shard".
 
     Every element of a ModuleList (a transformer's blocks) is gathered by itself, and what remains as a whole. Gradients
-    are averaged over the shards' workers in every backward pass. Build the optimiser afterwards.
+    are averaged over the shards' workers in every backward pass; everywhere: over all nodes too (HSDP), as ddp wants
+    it. Build the optimiser afterwards.
     """
     if stage >= 2:
         logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)  # at every DTensor of a checkpoint
-        inner = mesh["shard"]
-        _start_alike(model, inner.get_group())
+        over = mesh if everywhere else mesh["shard"]
+        for group in over.get_all_groups():
+            _start_alike(model, group)
         lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
         for block in [block for blocks in lists for block in blocks if any(True for _ in block.parameters())]:
-            fully_shard(block, mesh=inner, reshard_after_forward=stage == 3)
-        fully_shard(model, mesh=inner, reshard_after_forward=stage == 3)
+            fully_shard(block, mesh=over, reshard_after_forward=stage == 3)
+        fully_shard(model, mesh=over, reshard_after_forward=stage == 3)
     return model
 
 

@@ -199,10 +199,23 @@ def test_a_stage_without_workers_to_shard_over_is_refused():
         check(2, 1)
 
 
-def ddp_with_shards(rank: int, world_size: int) -> None:
-    make_method("ddp", shard_model(problems.small_net(), node_mesh("cpu", 2), 3))
+def synchronous(rank: int, world_size: int, stage: Any) -> tuple[Tensor, float]:
+    mesh = node_mesh("cpu", 2)
+    model = shard_model(problems.small_net(), mesh, stage, everywhere=True)
+    wrapped, method = make_method("ddp", model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for step in range(8):
+        loss(wrapped, batch(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        method.step()
+    method.finish()
+    return whole(model), float(method.stats.wait_seconds)
 
 
-def test_ddp_of_sharded_parameters_is_refused():
-    with pytest.raises(RuntimeError, match="ddp with zero=2 or 3 is not offered"):
-        run_distributed(ddp_with_shards, 2)
+def test_ddp_with_shards_synchronises_all_nodes():
+    (plain, measured), *_ = run_distributed(synchronous, 4, 0)
+    for stage in (2, 3):
+        for end, exposed in run_distributed(synchronous, 4, stage):
+            torch.testing.assert_close(end, plain, rtol=1e-9, atol=1e-9)
+            assert measured >= 0 and exposed != exposed  # nan: not measured
