@@ -155,6 +155,10 @@ class CO2(Rounds):
         self._make_state()
 
     def _make_state(self) -> None:
+        if self.of_shards:
+            raise UserError(
+                "parameters that are DTensors need mesh=, or group= and inner_group=: norms are of the model"
+            )
         self._x, self._x_views = self._new_flats("outer_iterate", zero=False)
         self._m, _ = self._new_flats("outer_momentum", zero=True)
         c = self.config

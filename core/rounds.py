@@ -46,6 +46,7 @@ class Rounds(ABC):
         link: ThrottledLink | None = None,
     ):
         given = _unique(params)
+        self.of_shards = any(isinstance(p, DTensor) for p in given)
         local = {id(p): _local(p) for p in given}
         everything = list(local.values())
         self.params = [local[id(p)] for p in given if p.requires_grad]

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from core import outer
 from core.co2 import CO2, CO2Config
@@ -53,13 +52,11 @@ class ShardedCO2(CO2):
         timeout: float = 600.0,
         **kwargs: Any,
     ):
-        params = list(params)
         if mesh is not None:
             group, inner_group = _groups_of(mesh)
         elif inner_group is not None and group is None:
             raise UserError("inner_group without group: give also the ranks across nodes, or both at once with mesh")
         self._refuse(config or CO2Config())
-        self._slicing = not any(isinstance(p, DTensor) for p in params)  # else the shards are the shares
         backend = "gloo" if (config or CO2Config()).offload else None
         self._inner = new_group(inner_group, timeout, backend) if inner_group is not None else None
         self.inner_size = dist.get_world_size(self._inner) if self._inner else 1
@@ -73,7 +70,7 @@ class ShardedCO2(CO2):
             raise UserError("gap='inner' needs unshared outer state; choose elementwise, norm or none")
 
     def _make_mean(self, tensors: list[Tensor], **kwargs: Any) -> AsyncMean:
-        slices = self.inner_size if self._slicing else 1
+        slices = self.inner_size if not self.of_shards else 1
         group = kwargs["group"]
         workers = dist.get_world_size(group) if dist.is_initialized() else 1
         parts = slices * (workers if self.config.shard else 1)
@@ -104,13 +101,13 @@ class ShardedCO2(CO2):
         self._m_squares = torch.zeros_like(self._last)
         self._seen: dict[str, Tensor] = {}
         self._numel = sum(self.sizes)
-        if self._inner is not None and not self._slicing:
+        if self._inner is not None and self.of_shards:
             box = torch.tensor(self._numel, device=self.mean.device)
             dist.all_reduce(box, group=self._inner)
             self._numel = int(box)
 
     def _agree(self, tensors: list[Tensor]) -> None:
-        if self._inner is not None and self._slicing:
+        if self._inner is not None and not self.of_shards:
             for t in tensors:
                 flat = t.detach().to(self.mean.device).contiguous()
                 dist.broadcast(flat, group_src=0, group=self._inner)
@@ -188,7 +185,7 @@ class ShardedCO2(CO2):
     def _node_shares(self) -> list[Tensor]:
         """The share that this worker sends across nodes."""
         flats = [b.flat[: b.shared_numel] for b in self.mean.buckets]
-        if self._inner is None or not self._slicing:
+        if self._inner is None or self.of_shards:
             return flats
         return [f.view(self.inner_size, -1)[dist.get_rank(self._inner)] for f in flats]
 
@@ -208,7 +205,7 @@ class ShardedCO2(CO2):
         if self.config.shard and self.mean.group is not None:
             for share in self._node_shares():
                 yield gather_parts(share, self.mean.group)
-        if self._inner is not None and self._slicing:
+        if self._inner is not None and not self.of_shards:
             for bucket in self.mean.buckets:
                 yield gather_parts(bucket.flat[: bucket.shared_numel], self._inner)
 

@@ -219,3 +219,12 @@ def test_ddp_with_shards_synchronises_all_nodes():
         for end, exposed in run_distributed(synchronous, 4, stage):
             torch.testing.assert_close(end, plain, rtol=1e-9, atol=1e-9)
             assert measured >= 0 and exposed != exposed  # nan: not measured
+
+
+def without_a_mesh(rank: int, world_size: int) -> None:
+    make_method("co2", shard_model(problems.small_net(), node_mesh("cpu", 2), 3))
+
+
+def test_shards_without_a_mesh_are_refused():
+    with pytest.raises(RuntimeError, match="DTensors need mesh="):
+        run_distributed(without_a_mesh, 2)
