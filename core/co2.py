@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from core import outer, policies
 from core.collectives import AsyncMean
@@ -146,6 +147,11 @@ class CO2(Rounds):
         **kwargs: Any,
     ):
         self.config = config or CO2Config()
+        params = list(params)
+        if type(self) is CO2 and any(isinstance(p, DTensor) for p in params):
+            raise UserError(
+                "DTensors as parameters need mesh=, or group= and inner_group=: norms are of the whole model"
+            )
         super().__init__(params, self.config.tau, tau_max=self.config.tau_max, group=group, **kwargs)
         # x_{t,0} - x_{t-1,0} = -_last_lr * m: alpha, or 0 where the last boundary took no outer step
         self._last_lr = 0.0
@@ -155,10 +161,6 @@ class CO2(Rounds):
         self._make_state()
 
     def _make_state(self) -> None:
-        if self.of_shards:
-            raise UserError(
-                "parameters that are DTensors need mesh=, or group= and inner_group=: norms are of the model"
-            )
         self._x, self._x_views = self._new_flats("outer_iterate", zero=False)
         self._m, _ = self._new_flats("outer_momentum", zero=True)
         c = self.config

@@ -226,5 +226,5 @@ def without_a_mesh(rank: int, world_size: int) -> None:
 
 
 def test_shards_without_a_mesh_are_refused():
-    with pytest.raises(RuntimeError, match="DTensors need mesh="):
+    with pytest.raises(RuntimeError, match="DTensors as parameters need mesh="):
         run_distributed(without_a_mesh, 2)
