@@ -69,6 +69,45 @@ def test_equal_seeds_give_equal_runs_and_others_do_not(tmp_path: Path):
     assert losses["a"] == losses["b"] != losses["c"]
 
 
+def test_tau_is_chosen_and_the_trace_shows_the_all_reduce(tmp_path: Path):
+    folder = tmp_path / "run"
+    text = run(folder, "--epochs", "5", "--co2.tau", "auto", "--link_mbit", "30", "--trace")
+    decisions = [row for row in rows(folder) if "tau" in row]
+    assert decisions and decisions[0]["tau"].startswith("tau 4 -> ") and decisions[0]["tau"] in text
+    taus = [row["round/tau"] for row in rows(folder) if "round/tau" in row]
+    assert taus[0] == 4 and taus[-1] > 4
+    landed = [row for row in rows(folder) if row.get("round/allreduce_seconds")]
+    for row in landed:
+        whole = row["round/wait_seconds"] + row["round/hidden_seconds"]
+        assert whole >= row["round/allreduce_seconds"] * 0.99 and 0 < row["round/link_mbit"] < 31
+    names = [e.get("name") for e in json.loads((folder / "trace.json").read_text())["traceEvents"]]
+    assert "gloo:all_reduce" in names and "aten::convolution_backward" in names
+
+
+def zero_in_process(rank: int, world_size: int, folder: str) -> list[float]:
+    """Trains with each ZeRO stage, stage 3 in two goes; the test losses of the ends."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": "2"}
+    ends = []
+    for name, changes in {
+        "1": {"zero": 1, "per_node": 2},
+        "3": {"zero": 3, "per_node": 0},
+        "3 again": {"zero": 3, "per_node": 0, "epochs": 3, "resume": True, "out": Path(folder, "3")},
+        "3 ddp": {"zero": 3, "per_node": 0, "method": "ddp"},
+    }.items():
+        settings = {"model": "vit_small", "epochs": 2, "device": "cpu", "out": Path(folder, name)} | changes
+        with Run(recipe := replace(digits_small(), **settings)) as job:
+            train(job, recipe, *data.load(recipe.dataset))
+        ends.append(json.loads(Path(recipe.folder, "summary.json").read_text())["test_loss"] if rank == 0 else 0.0)
+    return ends
+
+
+def test_zero_trains_and_resumes(tmp_path: Path):
+    stage1, stage3, resumed, ddp = run_distributed(zero_in_process, 2, str(tmp_path), timeout=240)[0]
+    assert stage3 == pytest.approx(stage1, rel=1e-3)  # one node: CO2 has nobody to average with
+    assert resumed != stage3 and max(resumed, ddp) < 4
+    assert sorted(row["step"] for row in rows(tmp_path / "3") if "train_loss" in row) == list(range(10, 67, 10))
+
+
 @pytest.mark.parametrize("method", ["ddp", "co2"])  # ddp's workers must stop at the same step, co2's may not
 def test_ctrl_c_saves_and_resume_finishes(method: str, tmp_path: Path):
     folder = tmp_path / "run"
