@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -44,13 +44,19 @@ class OptimConfig:
             raise UserError(f"optim clip_grad_norm={self.clip_grad_norm}: give a number above 0, or None")
 
 
-def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """SGD, Adam or AdamW over the trainable parameters, in two groups: with and without weight decay."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
+def make_optimizer(
+    model: nn.Module, config: OptimConfig, groups: list[dict[str, Any]] | None = None
+) -> torch.optim.Optimizer:
+    """SGD, Adam or AdamW over the trainable parameters, in two groups: with and without weight decay.
+
+    groups: others, in torch's form; None: matrices and larger tensors are decayed, vectors are not.
+    """
+    if groups is None:
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        ]
     groups = [g for g in groups if g["params"]]
     if config.name == "sgd":
         return torch.optim.SGD(groups, config.lr, momentum=config.momentum, nesterov=config.nesterov)

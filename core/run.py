@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import importlib.metadata
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -31,6 +27,7 @@ from core.collectives import ThrottledLink
 from core.errors import UserError
 from core.groups import local_world_size, node_mesh
 from core.overlap import Overlap, RoundStats, Trace
+from core.provenance import describe
 from core.recipe import Recipe, rank, world_size
 from core.rounds import Rounds
 from core.sharding import per_worker
@@ -93,7 +90,10 @@ class Run:
                 refusal = f"{self.folder} holds a run: add --resume to continue it, or choose another --out"
             else:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                (self.folder / "config.json").write_text(json.dumps(self._description(), indent=2, default=str))
+                made = describe(self.recipe, self.world_size, self.device)
+                (self.folder / "config.json").write_text(json.dumps(made, indent=2, default=str))
+                    json.dumps(describe(self.recipe, self.world_size, self.device), indent=2, default=str)
+                )
                 self._metrics = open(self.folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
                 self.writer = SummaryWriter(str(self.folder))
                 if self.recipe.trace:
@@ -105,17 +105,6 @@ class Run:
             refusal = box[0]
         if refusal:
             raise UserError(refusal)
-
-    def _description(self) -> dict[str, Any]:
-        packages = ("torch", "torchvision", "timm", "numpy", "transformers", "onedl-mmsegmentation")
-        return {
-            "recipe": dataclasses.asdict(self.recipe),
-            "world_size": self.world_size,
-            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
-            "command": sys.argv,
-            "commit": _commit(),
-            "versions": {p: v for p in packages if (v := _version(p))},
-        }
 
     # -- training -------------------------------------------------------------------------------------------
 
@@ -337,21 +326,3 @@ def _device(name: str) -> torch.device:
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def _commit() -> str:
-    """The commit of this checkout, with a mark when it has changes; empty outside one."""
-    root = Path(__file__).parent
-    git = ["git", "-C", str(root)]
-    try:
-        head = subprocess.run([*git, "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=10)
-        return head.stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        return ""

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from core import optim
 from core.compat import prepare_torchvision
 from core.optim import OptimConfig
 
@@ -121,11 +122,7 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """core.optim.make_optimizer with `decay_groups`: that one would decay embeddings, which are matrices too."""
-    groups = decay_groups(model, config.weight_decay)
-    if config.name == "sgd":
-        return torch.optim.SGD(groups, config.lr, momentum=config.momentum, nesterov=config.nesterov)
-    cls = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.name]
-    return cls(groups, config.lr, betas=config.betas, eps=config.eps)
+    return optim.make_optimizer(model, config, decay_groups(model, config.weight_decay))
 
 
 def count_parameters(name: ModelName, vocab_size: int, context: int) -> int:
