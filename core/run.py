@@ -92,8 +92,6 @@ class Run:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 made = describe(self.recipe, self.world_size, self.device)
                 (self.folder / "config.json").write_text(json.dumps(made, indent=2, default=str))
-                    json.dumps(describe(self.recipe, self.world_size, self.device), indent=2, default=str)
-                )
                 self._metrics = open(self.folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
                 self.writer = SummaryWriter(str(self.folder))
                 if self.recipe.trace:
