@@ -288,6 +288,9 @@ def make_method(
     and the method runs across nodes. ddp synchronises all every step anyway. kwargs: group, timeout, link.
     """
     co2 = co2 or CO2Config()
+    for key, plain in (("wire", "float32"), ("shard", False), ("offload", False)):
+        if name != "co2" and getattr(co2, key) != plain:
+            raise UserError(f"{key}={getattr(co2, key)!r} is CO2's own, method {name!r} does not have it: leave it out")
     if name == "ddp":
         ddp = DDP(model, average_buffers=average_buffers, **kwargs)
         return ddp.model, ddp
