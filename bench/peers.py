@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import statistics
@@ -265,6 +266,10 @@ def cell(values: Sequence[float | None], form: str) -> str:
     known = [value for value in values if value is not None]
     if len(known) < len(values) or not known:
         return "not measured"
+    finite = [value for value in known if math.isfinite(value)]
+    if len(finite) < len(known):
+        left = f" (else {', '.join(form.format(value) for value in finite)})" if finite else ""
+        return f"diverged in {len(known) - len(finite)} of {len(known)}{left}"
     middle, low, high = (form.format(value) for value in (statistics.median(known), min(known), max(known)))
     return middle if low == high else f"{middle} ({low} to {high})"
 
@@ -278,8 +283,8 @@ def report(bench: Bench, rows: Sequence[dict[str, Any]], link: str) -> str:
         f"Task: scikit-learn's digits, a perceptron of {millions:.2f} M parameters, SGD lr {LR:g} momentum "
         f"{MOMENTUM:g}, {BATCH} samples per worker and step. Forward and backward are stretched to "
         f"{bench.step_ms:g} ms, layer by layer, a stand-in for computing on hardware of one's own.",
-        f"Median (least to greatest) of {bench.repeats} runs, a seed each. `{REFERENCE}`: the same steps without any "
-        "communication.",
+        f"Median (least to greatest) of {bench.repeats} runs, a seed each; a repeat whose loss is not finite has "
+        f"diverged. `{REFERENCE}`: the same steps without any communication.",
         f"Exposed share: 1 - (seconds of `{REFERENCE}`) / (seconds of the row), for all rows alike; it holds whatever "
         "slows a row down, not waiting alone.",
         "Loss: held-out cross-entropy of the mean of all workers' models, taken every tau steps with the clock stopped "

@@ -221,3 +221,9 @@ def test_bad_options_are_refused(monkeypatch, options, says):
 def test_a_refusal_is_one_line():
     done = subprocess.run([sys.executable, "-m", "bench.peers", "--tau", "0"], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: tau=0: give 1 or more\n")
+
+
+def test_a_diverged_repeat_is_told_and_enters_no_median():
+    assert peers.cell([float("nan"), 0.585, float("nan")], "{:.3f}") == "diverged in 2 of 3 (else 0.585)"
+    assert peers.cell([float("inf")], "{:.3f}") == "diverged in 1 of 1"
+    assert peers.cell([1.0, 3.0, 2.0], "{:.1f}") == "2.0 (1.0 to 3.0)"
