@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from core import checkpoint, zero
+from core import checkpoint
 from core.baselines import Method, make_method
 from core.collectives import ThrottledLink
 from core.errors import UserError
@@ -109,7 +109,7 @@ class Run:
     def _make_mesh(self) -> DeviceMesh | None:
         """[nodes, workers of a node] where the recipe has workers synchronise every step."""
         n = self.recipe.per_node or local_world_size()
-        zero.check(self.recipe.zero, n)
+        _zero().check(self.recipe.zero, n) if self.recipe.zero else None
         if n > 1 and not dist.is_initialized():
             raise UserError(f"per_node={n} needs {n} workers or a multiple: start them with torchrun")
         return node_mesh(self.device.type, n) if n > 1 else None
@@ -119,11 +119,11 @@ class Run:
         self._model = model.to(self.device)
         if self.mesh is None:
             return self._model
-        return zero.shard_model(self._model, self.mesh, self.recipe.zero, everywhere=self.recipe.method == "ddp")
+        return _zero().shard_model(self._model, self.mesh, self.recipe.zero, everywhere=self.recipe.method == "ddp")
 
     def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimiser, its state shared out inside the node with ZeRO-1."""
-        return zero.shard_optimizer(optimizer, self.mesh, self.recipe.zero) if self.mesh else optimizer
+        return _zero().shard_optimizer(optimizer, self.mesh, self.recipe.zero) if self.mesh else optimizer
 
     def make_method(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Method]:
         """The recipe's method around `model`: see core.baselines.make_method."""
@@ -170,7 +170,10 @@ class Run:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Stops the clock, and gathers a sharded model's parameters: for evaluations."""
-        with self._clock_stopped(), zero.gathered(self._model or nn.Module(), self.recipe.zero):
+        gathering = contextlib.nullcontext()
+        if self.mesh is not None and self._model is not None:
+            gathering = _zero().gathered(self._model, self.recipe.zero)
+        with self._clock_stopped(), gathering:
             yield
 
     def count(self, method: Method, step: int) -> None:
@@ -316,6 +319,13 @@ class Run:
             (self.folder / "summary.json").write_text(json.dumps(summary, indent=2))
             text = ", ".join(f"{k} {v:.4g}" for k, v in summary.items())
             print(f"{self.recipe.name} {self.recipe.method}: {text}\n{self.folder}", flush=True)
+
+
+def _zero() -> Any:
+    """core.zero, imported where it is used: FSDP and torch.distributed.optim take a second to import."""
+    from core import zero
+
+    return zero
 
 
 def _device(name: str) -> torch.device:
