@@ -281,7 +281,7 @@ class Rounds(ABC):
                 if ours != its:
                     raise UserError(f"workers differ: rank 0 has {_first_difference(ours, its)} of rank {rank}")
         for t in tensors:
-            flat = t.detach().contiguous()
+            flat = t.detach().to(self.mean.device).contiguous()  # the host's, with outer state that lies there
             dist.broadcast(flat, group_src=0, group=group)
             t.copy_(flat)
 

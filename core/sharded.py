@@ -26,6 +26,7 @@ from core.fused import group_pieces, views
 from core.groups import gather_parts, sum_parts
 from core.offload import Arrival
 from core.rounds import STEPS, all_finished
+from core.rounds import _copy as copy_all
 
 SEGMENT = 1 << 18  # elements at a time on a CPU, which stay in its cache
 GPU_SEGMENT = 1 << 24
@@ -85,7 +86,7 @@ class ShardedCO2(CO2):
     def _make_state(self) -> None:
         """x and m as shares; g, which begins as x_{0,0}, in the flat buffers."""
         for bucket, ps in zip(self.mean.buckets, self.bucket_params, strict=True):
-            _copy(bucket.views[: len(ps)], ps)
+            copy_all(bucket.views[: len(ps)], ps)
         self._arrived = Arrival(self.params[0].device) if self.config.offload else None
         pinned = self.config.offload and torch.cuda.is_available()
         on_host = {"device": "cpu", "pin_memory": pinned}  # in the parameters' dtype and shapes
@@ -149,8 +150,8 @@ class ShardedCO2(CO2):
                 n = sum(p.numel() for p in pieces)
                 g = views(bucket.flat[start : start + n], pieces)
                 difference = [a - p for a, p in zip(g, pieces, strict=True)] if snapshot else g
-                _copy(pieces, g)
-                _copy(g, difference)
+                copy_all(pieces, g)
+                copy_all(g, difference)
                 start += n
 
     def _swap_with_host(self, *, snapshot: bool) -> None:
@@ -254,9 +255,13 @@ class ShardedCO2(CO2):
             gap = outer.gap_scalar(self._last * m_norm, delta_norm)
         alpha = moved.double() * c.outer_lr
         m_squares, clipped = torch.zeros_like(self._last), torch.zeros_like(self._last)
+        gap_sum, gap_max = torch.zeros_like(self._last), torch.ones_like(self._last)
         for _, g, x, m in self._segments():
             if c.gap == "elementwise":
                 gap = outer.gap_elementwise(m * self._last, rms)
+            if gap is not None and len(m):
+                gap_sum += gap.double().expand_as(m).sum()
+                gap_max = torch.maximum(gap_max, gap.max().double())
             new = outer.momentum(m, g, c.outer_momentum, gap)
             if c.clip is not None:
                 clipped += (new.abs() > c.clip).sum()
@@ -267,6 +272,8 @@ class ShardedCO2(CO2):
         self._last, self._m_squares = alpha, m_squares
         share = max(1, sum(len(m) for m in self._m))
         self._seen = {"pseudo_gradient_norm": delta_norm, "momentum_norm": m_norm, "clipped_share": clipped / share}
+        if c.gap != "none":  # of this worker's share, as clipped_share
+            self._seen |= {"gap_mean": gap_sum / share, "gap_max": gap_max}
 
     # -- checkpoints ----------------------------------------------------------------------------------------
 
@@ -321,8 +328,3 @@ def _all_reduce(tensors: list[Tensor], group: dist.ProcessGroup) -> Stage:
     works = [dist.all_reduce(t, group=group, async_op=True) for t in tensors]
     n = dist.get_world_size(group)
     return [w for w in works if w is not None], sum(ring_bytes(t.numel() * t.element_size(), n) for t in tensors)
-
-
-def _copy(to: list[Tensor], source: list[Tensor]) -> None:
-    if to:
-        torch._foreach_copy_(to, source)  # pyright: ignore[reportPrivateImportUsage]
