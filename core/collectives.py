@@ -8,7 +8,7 @@ NCCL move the data by themselves after `launch`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -79,7 +79,7 @@ class AsyncMean:
         tail = mean.wait()                     # blocks; the buffers and `tail` now hold means
 
     What runs in the background is a chain of stages, a generator that yields the collectives it has started; it goes on
-    in done() and wait() on a CPU, and by itself in a stream of its own on a GPU. An owner appends stages with `then`.
+    in done() and wait() on a CPU, and by itself in a stream of its own on a GPU.
     """
 
     def __init__(
@@ -103,7 +103,6 @@ class AsyncMean:
         self.group = new_group(group, timeout, backend)
         self.world_size = dist.get_world_size(self.group) if self.group is not None else 1
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
-        self.then: Callable[[], Iterator[Stage]] | None = None
         self.scale = 1 / self.world_size  # turns what lands in the buffers into means
         self.launched = 0  # how many means so far
         self.bytes_sent = 0  # by this worker, for the last mean
@@ -161,8 +160,6 @@ class AsyncMean:
         if self.group is not None:
             sizes = [b.flat.numel() * b.flat.element_size() for b in self.buckets]
             yield [self.all_reduce(b.flat) for b in self.buckets], sum(ring_bytes(s, self.world_size) for s in sizes)
-        if self.then is not None:
-            yield from self.then()
 
     def all_reduce(self, flat: Tensor) -> dist.Work:
         """Starts the sum over the workers, in place."""

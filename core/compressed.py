@@ -88,8 +88,6 @@ class CompressedMean(AsyncMean):
             means = mean.new_empty(self.world_size, len(mean))
             yield [_all_gather(means, mean, self.group)], others * len(mean)
         self._unpack(means)
-        if self.then is not None:
-            yield from self.then()
 
     def _layout(self) -> list[int]:
         """Bytes of the payload for one worker: every bucket's encoded chunk, then every bucket's share of the rest."""

@@ -215,7 +215,7 @@ def test_buffers_are_averaged_over_everybody():
         torch.testing.assert_close(shared, unshared)
 
 
-def norms(rank: int, world_size: int) -> list[tuple[float, float]]:
+def norms(rank: int, world_size: int) -> list[tuple[float, ...]]:
     seen = []
     for config in (CO2Config(tau=2, clip=None), CO2Config(tau=2, clip=None, shard=True)):
         params = [nn.Parameter(torch.linspace(0, 1, 11, dtype=torch.float64))]
@@ -224,14 +224,18 @@ def norms(rank: int, world_size: int) -> list[tuple[float, float]]:
             node_step(params, [rank], step)
             co2.step()
         stats = co2.stats.as_dict()
-        seen.append((stats["pseudo_gradient_norm"], stats["allreduce_seconds"]))
+        seen.append((stats["pseudo_gradient_norm"], stats["allreduce_seconds"], stats["gap_max"], stats["gap_mean"]))
         co2.finish()
     return seen
 
 
 def test_statistics_are_of_the_whole_model():
-    for (unshared, _), (shared, seconds) in run_distributed(norms, 2):
+    results = run_distributed(norms, 2)
+    for (unshared, *_), (shared, seconds, *_) in results:
         assert shared == pytest.approx(unshared) and seconds > 0
+    whole, shares = results[0][0], [result[1] for result in results]
+    assert whole[2] > 1 and max(share[2] for share in shares) == pytest.approx(whole[2])
+    assert min(share[3] for share in shares) <= whole[3] <= max(share[3] for share in shares)
 
 
 @pytest.mark.parametrize("setting", [{"gap": "inner"}, {"clip_by": "norm"}, {"delay": 0, "gap": "none"}])
