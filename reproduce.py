@@ -28,8 +28,8 @@ from typing import Any, Literal
 import tyro
 
 from core import UserError
-from core.recipe import Recipe, launch
 from paper_tables import GPUS, TABLES, Metric, Row, Table
+from training.recipe import Recipe, launch
 
 ROOT = Path(__file__).resolve().parent
 Cluster = Literal["a100", "3090"]

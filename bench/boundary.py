@@ -29,7 +29,7 @@ from core.co2 import CO2, CO2Config
 from core.collectives import view_as
 from core.errors import UserError
 from core.fused import Rule, boundary
-from core.recipe import launch
+from training.recipe import launch
 
 MATRIX = 2048  # the model is matrices [2048, 2048] and vectors [2048], as in a transformer of that width
 COPY = 1 << 25  # elements of the measured copy: 128 MiB each, beyond the cache

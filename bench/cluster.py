@@ -21,7 +21,7 @@ from bench.guard import kill_members
 from bench.namespaces import enter, inside, new_namespace, require_namespaces, tool
 from bench.ranks import run_ranks
 from core.errors import UserError
-from core.recipe import launch
+from training.recipe import launch
 
 __all__ = ["Cluster", "require_namespaces", "run_ranks"]
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import tyro
 
 from core.errors import UserError
-from core.recipe import launch
+from training.recipe import launch
 
 FORMAT = 1
 NAME = "time_to_loss.json"

@@ -26,11 +26,11 @@ from torch.distributed.tensor import DTensor
 
 from bench.boundary import field
 from bench.ranks import run_ranks
-from core import zero
 from core.co2 import CO2, CO2Config
 from core.errors import UserError
 from core.groups import node_mesh
-from core.recipe import launch
+from training import zero
+from training.recipe import launch
 
 WIDTH = 1024
 # name -> (workers that synchronise every step, ZeRO stage, share over all workers, outer state on the host)

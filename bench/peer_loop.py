@@ -22,7 +22,7 @@ from bench.peer_model import FORWARD, LR, Pace, build_model, make_optimizer
 from core import CO2Config, UserError, make_method
 from core.baselines import METHODS
 from core.collectives import ThrottledLink
-from core.sharding import worker_batches
+from training.sampling import worker_batches
 from vision.data import Images
 
 REFERENCE = "none"  # the same steps without any communication

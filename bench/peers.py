@@ -32,7 +32,7 @@ from bench.peer_model import LR, MOMENTUM, build_model
 from core import UserError
 from core.baselines import OverlapLocalConfig, SlowMoConfig
 from core.co2 import CO2Config
-from core.recipe import launch
+from training.recipe import launch
 from vision import data
 
 OURS = ("ddp", "local", "overlap_local", "slowmo", "co2")

@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from core.errors import UserError
-from core.recipe import launch
+from training.recipe import launch
 
 FORMAT = 1
 NAME = "scaling.json"

@@ -20,7 +20,7 @@ from bench.calibrate import Calibration
 from bench.events import Outcome, Work, recommend_tau, simulate, useful_share
 from bench.network import Algorithm, Cluster, allreduce_seconds, fastest, preset
 from core.errors import UserError
-from core.recipe import launch
+from training.recipe import launch
 
 DEFAULT_PRESET = "dgx-a100-tcp"
 METHODS = ("ddp", "local", "overlap_local", "slowmo", "co2")

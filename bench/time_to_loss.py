@@ -37,7 +37,7 @@ from bench.cluster import Cluster, require_namespaces, run_ranks
 from bench.loss_table import METHODS, NAME, Outcome, follow
 from bench.scaling import commit, shape
 from core.errors import UserError
-from core.recipe import launch
+from training.recipe import launch
 
 POLL = 0.3  # seconds between two looks at a run's metrics
 LOG_EVERY = 5  # steps; ddp's waiting is logged at these, a local method's at every round

@@ -165,7 +165,7 @@ class DDP:
 
     model: to be called in place of the wrapped one. BatchNorm statistics stay local until finish() averages them, for
     DDP's own broadcast would block every forward pass. A model of DTensors synchronises itself over all workers where
-    it was sharded so (core.zero.shard_model with everywhere=True); its communication is not measured: nan.
+    it was sharded so (training.zero.shard_model with everywhere=True); its communication is not measured: nan.
     """
 
     def __init__(

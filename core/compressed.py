@@ -24,7 +24,6 @@ from torch.nn.functional import pad
 from core import wire as wires
 from core.collectives import AsyncMean, Stage
 from core.errors import UserError
-from core.sharding import mix
 from core.wire import BLOCK, Rounding, Wire
 
 SEGMENT = 1 << 18  # elements that are encoded at once: the temporaries stay in a CPU's cache
@@ -141,7 +140,7 @@ class CompressedMean(AsyncMean):
     def _seed(self, stage: int) -> None:
         """Rounds at random in the same way in a resumed run, and differently on every worker."""
         if self._generator is not None:
-            self._generator.manual_seed(mix(self.launched, self.rank, stage))
+            self._generator.manual_seed(seed(self.launched, self.rank, self.world_size, stage))
 
     # -- the second stage -------------------------------------------------------------------------------------
 
@@ -226,3 +225,8 @@ def _check(tensors: Sequence[Tensor], wire: str, group: dist.ProcessGroup | None
     backend = backends.get(kind, "no")
     if backend not in ("gloo", "nccl"):
         raise UserError(f"wire={wire!r} over {backend} backend for {kind} tensors: only gloo and nccl do, or {remedy}")
+
+
+def seed(launched: int, rank: int, world_size: int, stage: int) -> int:
+    """Of stochastic rounding: another for every mean, worker and stage."""
+    return (launched * world_size + rank) * 2 + stage

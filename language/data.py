@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from core.errors import UserError
-from core.sharding import eval_share, generator, per_worker, worker_batches
+from training.sampling import eval_share, generator, per_worker, worker_batches
 
 GPT2_VOCABULARY = 50257  # nanoGPT's prepare.py; its end-of-text token is the last one
 IGNORE = -100  # torch's cross_entropy skips targets of this value

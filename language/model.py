@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import nn
 
-from core import optim
-from core.compat import prepare_torchvision
-from core.optim import OptimConfig
+from training import optim
+from training.compat import prepare_torchvision
+from training.optim import OptimConfig
 
 prepare_torchvision()  # transformers imports torchvision when it is installed
 
@@ -121,7 +121,7 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """core.optim.make_optimizer with `decay_groups`: that one would decay embeddings, which are matrices too."""
+    """training.optim.make_optimizer with `decay_groups`: that one would decay embeddings, which are matrices too."""
     return optim.make_optimizer(model, config, decay_groups(model, config.weight_decay))
 
 

@@ -25,7 +25,7 @@ import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from core.errors import UserError
-from core.recipe import launch
+from training.recipe import launch
 
 DOCUMENT_END = "\x0c\n"  # a line with nothing but a form feed
 SUFFIXES = (".txt", ".txt.xz", ".xz")

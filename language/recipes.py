@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 from core.co2 import CO2Config
 from core.errors import UserError
-from core.optim import OptimConfig
-from core.recipe import Recipe
 from language.corpora import CorpusName
 from language.data import GPT2_VOCABULARY, Sampling
 from language.model import ModelName
+from training.optim import OptimConfig
+from training.recipe import Recipe
 
 
 @dataclass(frozen=True)

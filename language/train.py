@@ -8,12 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from core.counters import Averages, Every
 from core.errors import UserError
-from core.optim import clip_gradients, make_schedule
-from core.recipe import dry_run, launch, parse
-from core.run import Run
-from core.sharding import generator, per_worker, steps_per_epoch
 from language import generate
 from language.corpora import open_corpus, open_wikitext2
 from language.data import (
@@ -31,6 +26,11 @@ from language.data import (
 from language.metrics import held_out_sums, summarize, token_loss
 from language.model import build_model, is_causal, make_optimizer
 from language.recipes import RECIPES, LanguageRecipe
+from training.counters import Averages, Every
+from training.optim import clip_gradients, make_schedule
+from training.recipe import dry_run, launch, parse
+from training.run import Run
+from training.sampling import generator, per_worker, steps_per_epoch
 
 PROMPT_TOKENS, NEW_TOKENS, TOP_K = 16, 48, 20  # of the text that a causal model writes for TensorBoard
 SAMPLES = 4

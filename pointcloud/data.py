@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from core import UserError
-from core.sharding import eval_share, worker_batches
 from pointcloud.recipes import PointCloudRecipe
 from pointcloud.surfaces import random_surface
+from training.sampling import eval_share, worker_batches
 
 SPLITS = ("train", "test")
 

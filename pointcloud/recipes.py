@@ -11,10 +11,10 @@ from typing import Literal
 
 from core import UserError
 from core.co2 import CO2Config
-from core.optim import OptimConfig
-from core.recipe import Recipe
 from pointcloud.mae import MaskedAutoencoderConfig
 from pointcloud.model import AutoencoderConfig
+from training.optim import OptimConfig
+from training.recipe import Recipe
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,6 @@ import matplotlib.image
 import torch
 from torch import Tensor, nn
 
-from core.counters import Averages, Every
-from core.optim import clip_gradients, make_optimizer, make_schedule
-from core.recipe import dry_run, launch, parse
-from core.run import Run
-from core.sharding import generator, steps_per_epoch
 from pointcloud import data
 from pointcloud.data import PointClouds
 from pointcloud.losses import chamfer_distance, earth_mover_distance
@@ -18,6 +13,11 @@ from pointcloud.mae import MaskedAutoencoder
 from pointcloud.model import Autoencoder
 from pointcloud.picture import draw_clouds
 from pointcloud.recipes import RECIPES, PointCloudRecipe
+from training.counters import Averages, Every
+from training.optim import clip_gradients, make_optimizer, make_schedule
+from training.recipe import dry_run, launch, parse
+from training.run import Run
+from training.sampling import generator, steps_per_epoch
 
 LOSSES = {"chamfer": chamfer_distance, "emd": earth_mover_distance}
 

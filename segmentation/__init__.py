@@ -8,7 +8,7 @@ import contextlib
 import io
 import warnings
 
-from core.compat import prepare_torchvision
+from training.compat import prepare_torchvision
 
 prepare_torchvision()
 # mmcv and mmseg tell of compiled operators and a data service that nothing here uses.

@@ -12,8 +12,8 @@ from mmseg.datasets import BaseSegDataset
 from torch.utils.data import DataLoader, Dataset
 
 from core import UserError
-from core.sharding import eval_share, worker_batches
 from segmentation.recipes import SegmentationRecipe
+from training.sampling import eval_share, worker_batches
 
 Batch = dict[
     str, list[Any]

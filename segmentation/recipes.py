@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from core import CO2Config, UserError
-from core.recipe import Recipe
 from segmentation.data import DataName
 from segmentation.model import BackboneName
 from segmentation.schedule import PolyOptimConfig
+from training.recipe import Recipe
 
 
 @dataclass(frozen=True)

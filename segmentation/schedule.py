@@ -7,7 +7,8 @@ from typing import Literal
 
 import torch
 
-from core import UserError, optim
+from core import UserError
+from training import optim
 
 
 @dataclass(frozen=True)

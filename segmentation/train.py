@@ -7,11 +7,6 @@ from mmseg.datasets import BaseSegDataset
 from torch import nn
 
 from core import UserError
-from core.counters import Averages, Every
-from core.optim import clip_gradients, make_optimizer
-from core.recipe import dry_run, launch, parse
-from core.run import Run
-from core.sharding import per_worker, steps_per_epoch
 from segmentation.data import CROP, EVAL_BATCH, EVAL_SPLITS, NUM_CLASSES, build_dataset
 from segmentation.loader import eval_batches, train_batches
 from segmentation.metrics import SegmentationMetric
@@ -19,6 +14,11 @@ from segmentation.model import build_model, upernet
 from segmentation.pictures import side_by_side
 from segmentation.recipes import RECIPES, SegmentationRecipe
 from segmentation.schedule import make_schedule
+from training.counters import Averages, Every
+from training.optim import clip_gradients, make_optimizer
+from training.recipe import dry_run, launch, parse
+from training.run import Run
+from training.sampling import per_worker, steps_per_epoch
 
 PICTURES = 4  # samples shown at each evaluation
 

@@ -1,5 +1,5 @@
 """Image classification with timm models."""
 
-from core.compat import prepare_torchvision
+from training.compat import prepare_torchvision
 
 prepare_torchvision()  # before anything here imports timm

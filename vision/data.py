@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core import UserError
-from core.sharding import eval_share, generator, worker_batches
+from training.sampling import eval_share, generator, worker_batches
 from vision.imagenet import ImageNet, imagenet
 from vision.recipes import VisionRecipe
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import ImageFolder
 
 from core import UserError
-from core.sharding import eval_share, mix, worker_batches
+from training.sampling import eval_share, mix, worker_batches
 from vision.recipes import VisionRecipe
 
 

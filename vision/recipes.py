@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from core.co2 import CO2Config
-from core.optim import OptimConfig
-from core.recipe import Recipe
+from training.optim import OptimConfig
+from training.recipe import Recipe
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.counters import Averages, Every
-from core.optim import clip_gradients, make_optimizer, make_schedule
-from core.recipe import dry_run, launch, parse
-from core.run import Run
-from core.sharding import steps_per_epoch
+from training.counters import Averages, Every
+from training.optim import clip_gradients, make_optimizer, make_schedule
+from training.recipe import dry_run, launch, parse
+from training.run import Run
+from training.sampling import steps_per_epoch
 from vision import data
 from vision.imagenet import ImageNet
 from vision.model import build_model

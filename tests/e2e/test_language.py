@@ -13,11 +13,11 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from core.baselines import METHODS
-from core.run import Run
 from core.testing import run_distributed
 from language.corpora import open_corpus
 from language.recipes import LanguageRecipe, gpt2_pydoc_small
 from language.train import make_objective, train
+from training.run import Run
 
 ROOT = Path(__file__).parents[2]
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}

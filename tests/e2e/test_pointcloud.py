@@ -12,7 +12,6 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from core.baselines import METHODS
-from core.run import Run
 from core.testing import run_distributed
 from pointcloud import data
 from pointcloud import train as script
@@ -20,6 +19,7 @@ from pointcloud.data import Surfaces
 from pointcloud.mae import MaskedAutoencoderConfig
 from pointcloud.model import AutoencoderConfig
 from pointcloud.recipes import PointCloudRecipe, surfaces_small
+from training.run import Run
 
 ROOT = Path(__file__).parents[2]
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}

@@ -11,11 +11,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from core.baselines import METHODS
 from core.co2 import CO2Config
-from core.run import Run
 from core.testing import run_distributed
 from segmentation.data import build_dataset
 from segmentation.recipes import digits_small
 from segmentation.train import train
+from training.run import Run
 
 ROOT = Path(__file__).parents[2]
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}

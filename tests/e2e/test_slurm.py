@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 import reproduce
-from core.recipe import Recipe, parse
-from core.sharding import per_worker
 from paper_tables import GPUS
+from training.recipe import Recipe, parse
+from training.sampling import per_worker
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = ("vision", "segmentation", "pointcloud", "gpt2", "roberta")

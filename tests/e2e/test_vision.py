@@ -13,8 +13,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from core.baselines import METHODS
-from core.run import Run
 from core.testing import run_distributed
+from training.run import Run
 from vision import data
 from vision.demo import table
 from vision.recipes import digits_small

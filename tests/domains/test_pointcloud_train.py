@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from core import UserError
-from core.run import Run
 from pointcloud.data import Surfaces
 from pointcloud.model import AutoencoderConfig
 from pointcloud.recipes import RECIPES
 from pointcloud.train import main
+from training.run import Run
 
 TINY = """
     --epochs 2 --batch_size 8 --points 64 --autoencoder.encoder_widths 16 --autoencoder.latent 16

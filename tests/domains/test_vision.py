@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 from core import UserError
-from core.recipe import dry_run
-from core.sharding import generator
+from training.recipe import dry_run
+from training.sampling import generator
 from vision import data
 from vision.model import build_model
 from vision.recipes import RECIPES, VisionRecipe, digits_small

@@ -13,8 +13,8 @@ from core import CO2, CO2Config, UserError
 from core.policies import POLICIES, PolicyBoundary
 from core.testing import run_distributed
 from tests import problems
-from tests.distributed.test_co2 import CLIPS, OUTER, STEPS, three_dtypes, train_dtypes
-from tests.distributed.test_resume import SAVE_AT, Net, everything, go
+from tests.core.test_co2 import CLIPS, OUTER, STEPS, three_dtypes, train_dtypes
+from tests.core.test_resume import SAVE_AT, Net, everything, go
 from tests.problems import assert_traces_equal, flat, sgd_step, train, train_reference
 
 OTHERS = [policy for policy in POLICIES if policy != "penalty"]

@@ -19,7 +19,7 @@ from bench import loss_table, time_to_loss
 from bench.loss_table import Outcome, cells, follow, markdown, speed_up, unpaid
 from bench.time_to_loss import Metrics, TimeToLoss, every
 from core.errors import UserError
-from core.recipe import launch
+from training.recipe import launch
 
 ROOT = Path(__file__).parents[2]
 KEY = "test_loss"

@@ -21,16 +21,16 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from core import checkpoint
 from core.baselines import Method, make_method
 from core.collectives import ThrottledLink
 from core.errors import UserError
 from core.groups import local_world_size, node_mesh
 from core.overlap import Overlap, RoundStats, Trace
-from core.provenance import describe
-from core.recipe import Recipe, rank, world_size
 from core.rounds import Rounds
-from core.sharding import per_worker
+from training import checkpoint
+from training.provenance import describe
+from training.recipe import Recipe, rank, world_size
+from training.sampling import per_worker
 
 
 class Run:
@@ -322,8 +322,8 @@ class Run:
 
 
 def _zero() -> Any:
-    """core.zero, imported where it is used: FSDP and torch.distributed.optim take a second to import."""
-    from core import zero
+    """training.zero, imported where it is used: FSDP and torch.distributed.optim take a second to import."""
+    from training import zero
 
     return zero
 

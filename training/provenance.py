@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from core.recipe import Recipe
+from training.recipe import Recipe
 
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "transformers", "onedl-mmsegmentation")
 

@@ -21,8 +21,8 @@ from torch import nn
 from core.baselines import MethodName, OverlapLocalConfig, SlowMoConfig
 from core.co2 import CO2Config
 from core.errors import UserError
-from core.optim import OptimConfig
-from core.sharding import per_worker
+from training.optim import OptimConfig
+from training.sampling import per_worker
 
 
 def rank() -> int:

@@ -12,9 +12,9 @@ from core import CO2Config, UserError, make_method
 from core.groups import node_mesh
 from core.reference import Reference, vmap_gradient
 from core.testing import run_distributed
-from core.zero import check, gathered, shard_model, shard_optimizer
 from tests import problems
 from tests.problems import batch, flat, loss
+from training.zero import check, gathered, shard_model, shard_optimizer
 
 TAU, ROUNDS, LR = 3, 20, 0.2
 CONFIG = CO2Config(tau=TAU, outer_momentum=0.4, outer_lr=0.9, clip=0.3)

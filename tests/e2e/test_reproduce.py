@@ -14,8 +14,8 @@ import pytest
 import reproduce
 from core import UserError
 from core.baselines import METHODS
-from core.recipe import parse
 from paper_tables import TABLES
+from training.recipe import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = [(name, row) for name, table in TABLES.items() for row in table.rows]
@@ -41,7 +41,7 @@ PAPER = {
 def make_run(
     folder: Path, task: str, name: str, *, workers: int = 128, results: dict[str, Any], **changes: Any
 ) -> None:
-    """A finished run of a recipe, as core/run.py leaves it."""
+    """A finished run of a recipe, as training/run.py leaves it."""
     co2 = {key: changes.pop(key) for key in ("tau", "gap") if key in changes}
     recipe = reproduce.load_recipe(task, name)
     recipe = replace(recipe, co2=replace(recipe.co2, **co2, allow_unstable="gap" in co2), out=folder, **changes)

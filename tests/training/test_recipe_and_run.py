@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from core import UserError, checkpoint
-from core.counters import Averages, Every
-from core.recipe import Recipe, launch, parse
-from core.run import Run
-from core.sharding import generator
+from core import UserError
 from core.testing import run_distributed
+from training import checkpoint
+from training.counters import Averages, Every
+from training.recipe import Recipe, launch, parse
+from training.run import Run
+from training.sampling import generator
 
 
 @dataclass(frozen=True)

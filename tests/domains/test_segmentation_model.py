@@ -50,7 +50,7 @@ def test_state_dicts_have_the_shapes_of_mmsegs_own_configs() -> None:
 
 
 def test_vit_backbone_is_timms() -> None:
-    import timm  # needs torchvision, which core.compat has prepared by now
+    import timm  # needs torchvision, which training.compat has prepared by now
 
     with torch.device("meta"):
         model = build_model(upernet("vit_base", 150, (512, 512)))

@@ -37,7 +37,7 @@ def _maps(n: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_agrees_with_torchmetrics() -> None:
-    import torchmetrics  # needs torchvision, which core.compat has prepared by now
+    import torchmetrics  # needs torchvision, which training.compat has prepared by now
 
     prediction, label = _maps()
     metric = SegmentationMetric(CLASSES[:3])

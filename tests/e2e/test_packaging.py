@@ -15,7 +15,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from core import compat
+from training import compat
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -121,7 +121,7 @@ def test_ci_runs_the_make_targets():
 def test_torchvision_imports_in_a_fresh_process():
     """Models and transforms work after it, also when it is called twice."""
     program = (
-        "from core.compat import prepare_torchvision; prepare_torchvision(); prepare_torchvision()\n"
+        "from training.compat import prepare_torchvision; prepare_torchvision(); prepare_torchvision()\n"
         "import torch, torchvision; from torchvision.transforms import v2\n"
         "assert v2.Resize(8)(torch.zeros(3, 16, 16)).shape == (3, 8, 8)\n"
         "assert torchvision.models.resnet18().eval()(torch.zeros(1, 3, 32, 32)).shape == (1, 1000)\n"

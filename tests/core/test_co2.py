@@ -15,7 +15,7 @@ from core import CO2, CO2Config
 from core.reference import Reference
 from core.testing import run_distributed
 from tests import problems
-from tests.distributed.test_collectives import wait_for
+from tests.core.test_collectives import wait_for
 from tests.problems import assert_traces_equal, flat, sgd_step, train, train_reference
 
 STEPS = 11  # tau = 4 does not divide it

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from core.errors import UserError
-from core.recipe import dry_run, parse
-from core.run import Run
 from language.data import CausalObjective, Corpus, MaskedObjective, read_windows
 from language.recipes import RECIPES, LanguageRecipe, gpt2_pydoc_small, roberta_pydoc_small
 from language.train import backward, make_model, make_objective
+from training.recipe import dry_run, parse
+from training.run import Run
 
 MILLIONS = {  # published, with the recipe's vocabulary; TransNormer's size is ours
     "gpt2_small_owt": 124.44,

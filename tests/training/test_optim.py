@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from core import UserError
-from core.optim import OptimConfig, clip_gradients, lr_factor, make_optimizer, make_schedule
+from training.optim import OptimConfig, clip_gradients, lr_factor, make_optimizer, make_schedule
 
 
 def model() -> nn.Module:

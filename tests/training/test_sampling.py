@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from core import UserError
-from core.sharding import epoch_batches, eval_share, generator, per_worker, steps_per_epoch
+from training.sampling import epoch_batches, eval_share, generator, per_worker, steps_per_epoch
 
 
 def shares(world_size: int, epoch: int = 0, seed: int = 0) -> torch.Tensor:

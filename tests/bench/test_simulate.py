@@ -15,7 +15,7 @@ from bench.network import ALGORITHMS, PRESETS
 from bench.simulate import Simulate, build, main, predict, prediction
 from core.baselines import METHODS
 from core.errors import UserError
-from tests.unit.test_calibrate import scaling_data
+from tests.bench.test_calibrate import scaling_data
 
 ROOT = Path(__file__).resolve().parents[2]
 DGX = PRESETS["dgx-a100-tcp"].cluster

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from core import UserError
-from core.optim import OptimConfig
-from core.optim import lr_factor as core_lr_factor
-from core.recipe import dry_run
 from segmentation import data
 from segmentation.loader import SeededAugmentation, eval_batches, train_batches
 from segmentation.pictures import side_by_side
 from segmentation.recipes import RECIPES, digits_small
 from segmentation.schedule import PolyOptimConfig, lr_factor
 from segmentation.train import make_model
-from tests.unit.test_segmentation_data import write_ade20k
+from tests.domains.test_segmentation_data import write_ade20k
+from training.optim import OptimConfig
+from training.optim import lr_factor as core_lr_factor
+from training.recipe import dry_run
 
 
 @pytest.fixture(scope="module")

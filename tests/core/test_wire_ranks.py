@@ -13,13 +13,13 @@ from torch.nn.functional import pad
 
 import core.compressed
 from core import CO2, CO2Config, CollectiveError, UserError, make_method
-from core.compressed import CompressedMean
-from core.sharding import generator, mix
+from core.compressed import CompressedMean, seed
 from core.testing import run_distributed
 from core.wire import BLOCK, WIRES, decode, encode, nbytes
 from tests import problems
-from tests.distributed.test_resume import Net, everything, go
+from tests.core.test_resume import Net, everything, go
 from tests.problems import flat
+from training.sampling import generator
 
 NARROW: tuple[Any, ...] = WIRES[1:]
 WAYS = [
@@ -89,7 +89,7 @@ def simulate(world_size: int, wire: str, rounding: str, feedback: bool) -> list[
     for round in range(ROUNDS):
         stochastic = rounding == "stochastic"
         draws = [
-            [torch.Generator().manual_seed(mix(round + 1, r, s)) if stochastic else None for s in (0, 1)]
+            [torch.Generator().manual_seed(seed(round + 1, r, n, s)) if stochastic else None for s in (0, 1)]
             for r in range(n)
         ]
         for i, (_, (sizes, rests)) in enumerate(kinds):

@@ -14,10 +14,10 @@ from torch import nn
 
 from core import CO2
 from core.collectives import ThrottledLink, ring_bytes
-from core.sharding import generator
 from core.testing import run_distributed
 from core.wire import WIRES
-from tests.distributed.test_wire import PLAIN
+from tests.core.test_wire_ranks import PLAIN
+from training.sampling import generator
 
 NUMEL = 1 << 20  # so large that headers and padding hardly count
 
@@ -73,7 +73,7 @@ def test_bytes_sent_by_hand(world_size: int):
 
 COUNT = """
 from core.testing import run_distributed
-from tests.distributed.test_wire_bytes import bytes_of_a_round
+from tests.core.test_wire_bytes import bytes_of_a_round
 print(run_distributed(bytes_of_a_round, 3))
 """
 

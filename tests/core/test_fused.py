@@ -255,7 +255,7 @@ def run_python(code: str, **env: str) -> None:
 
 def test_the_triton_kernel_in_its_interpreter():
     pytest.importorskip("triton", reason="triton is not installed: it comes with torch's CUDA builds")
-    run_python("from tests.unit.test_fused import check_triton; check_triton('cpu')", TRITON_INTERPRET="1")
+    run_python("from tests.core.test_fused import check_triton; check_triton('cpu')", TRITON_INTERPRET="1")
 
 
 def test_the_triton_kernel_compiles_for_both_clusters():

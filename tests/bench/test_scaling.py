@@ -14,7 +14,7 @@ from bench import measure, plots, scaling, standin
 from bench.measure import Setting, round_seconds, rounds_to_measure, wire_seconds
 from bench.standin import LAYERS, PARAMS, PATIENCE, Pacer, StandIn
 from core.errors import UserError
-from core.recipe import launch
+from training.recipe import launch
 
 
 class Clock:
