@@ -19,9 +19,10 @@ from torch import Tensor
 from bench.standin import BYTES, LEARNING_RATE, Pacer, StandIn, Trainer
 from core.baselines import METHODS, make_method
 from core.co2 import CO2Config
-from core.collectives import ThrottledLink, ring_bytes
+from core.collectives import ring_bytes
 from core.errors import UserError
 from core.rounds import Rounds
+from training.throttle import ThrottledLink
 
 TIMEOUT = 120.0  # seconds until a missing worker is an error
 TAU_MAX = 192  # of tau="auto": what the paper searched up to

@@ -21,8 +21,8 @@ from bench.peer_adapters import PEERS, Task, Trainer
 from bench.peer_model import FORWARD, LR, Pace, build_model, make_optimizer
 from core import CO2Config, UserError, make_method
 from core.baselines import METHODS
-from core.collectives import ThrottledLink
 from training.sampling import worker_batches
+from training.throttle import ThrottledLink
 from vision.data import Images
 
 REFERENCE = "none"  # the same steps without any communication

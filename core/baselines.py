@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from core.co2 import CO2, CO2Config
-from core.collectives import ThrottledLink, leave_group, new_group, ring_bytes
+from core.collectives import Link, leave_group, new_group, ring_bytes
 from core.errors import UserError
 from core.groups import is_sharded
 from core.overlap import Mark, RoundStats, Seconds, between, mark
@@ -175,7 +175,7 @@ class DDP:
         average_buffers: bool = True,
         group: dist.ProcessGroup | None = None,
         timeout: float = 600.0,
-        link: ThrottledLink | None = None,
+        link: Link | None = None,
     ):
         self.tau = 1
         self.rounds = 0

@@ -10,34 +10,23 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from core.errors import CollectiveError, UserError
+from core.errors import CollectiveError
 from core.groups import Pending, Stage, leave_group, new_group, ring_bytes
 from core.overlap import Mark, Seconds, between, mark
 
 
-class ThrottledLink:
-    """A slow network link emulated in software, for measurements on one machine.
-
-    Every collective is held back until its bytes would have crossed a link of `mbit` Mbit/s in each direction:
-    2 (n - 1) / n x bytes for a ring all-reduce over n workers. Collectives queue one behind the other, as on a
-    real link. The data itself moves at full speed, so the emulated time is a lower bound that includes no latency.
-    """
-
-    def __init__(self, mbit: float):
-        if not mbit > 0:
-            raise UserError(f"link rate {mbit} Mbit/s: give a rate above 0")
-        self.bytes_per_second = mbit * 1e6 / 8
-        self._free_at = 0.0
+class Link(Protocol):
+    """An emulated network link, which holds every collective back until its bytes would have crossed."""
 
     def reserve(self, nbytes: float) -> float:
-        """Queues `nbytes` on the link and returns the time.perf_counter() at which they have crossed it."""
-        self._free_at = max(self._free_at, time.perf_counter()) + nbytes / self.bytes_per_second
-        return self._free_at
+        """Queues `nbytes` and returns the time.perf_counter() at which they have crossed."""
+        ...
 
 
 class Bucket:
@@ -89,7 +78,7 @@ class AsyncMean:
         group: dist.ProcessGroup | None = None,
         tail: int = 0,
         timeout: float = 600.0,
-        link: ThrottledLink | None = None,
+        link: Link | None = None,
         backend: str | None = None,
     ):
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}

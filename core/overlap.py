@@ -1,4 +1,4 @@
-"""How much communication was hidden, measured; and a trace in which one can see it.
+"""How much communication was hidden, measured.
 
 Times are taken where the work happens: on a CPU by the host's clock, on a GPU by events in its streams, which are
 read a round later, when they have long passed. Nothing here makes the host wait for the device.
@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 Mark = float | torch.cuda.Event
 
@@ -133,36 +130,3 @@ class Overlap:
     def load_state_dict(self, state: dict[str, float]) -> None:
         for f in fields(self):
             setattr(self, f.name, state[f.name])
-
-
-class Trace:
-    """Writes a torch.profiler trace of some rounds: the all-reduce is seen under the local steps.
-
-    Open it in https://ui.perfetto.dev or chrome://tracing: gloo's all-reduce lies in a thread of its own
-    (`gloo:all_reduce`), NCCL's in a stream of its own. first: the round after which the trace begins, once all has
-    warmed up; rounds: how many it covers.
-    """
-
-    def __init__(self, path: Path, *, cuda: bool = False, first: int = 2, rounds: int = 2):
-        self.path, self.first, self.rounds = path, first, rounds
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
-        self._profile: Any = profile(activities=activities)
-        self._running = False
-        self._closed = 0
-
-    def close_round(self) -> bool:
-        """Call it when a round has closed; True when that wrote the trace."""
-        self._closed += 1
-        if self._closed == self.first:
-            self._profile.start()
-            self._running = True
-        return self._closed == self.first + self.rounds and self.finish()
-
-    def finish(self) -> bool:
-        """Writes what there is; True when there was something (a run may end before the trace begins)."""
-        if not self._running:
-            return False
-        self._running = False
-        self._profile.stop()
-        self._profile.export_chrome_trace(str(self.path))
-        return True

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from core.collectives import AsyncMean, ThrottledLink, view_as
+from core.collectives import AsyncMean, Link, view_as
 from core.errors import UserError
 from core.overlap import Mark, RoundStats, between, mark, ready
 from core.tau import TauDecision, TauTuner
@@ -43,7 +43,7 @@ class Rounds(ABC):
         mirrors: Iterable[Tensor] = (),
         group: dist.ProcessGroup | None = None,
         timeout: float = 600.0,
-        link: ThrottledLink | None = None,
+        link: Link | None = None,
     ):
         given = _unique(params)
         self.of_shards = any(isinstance(p, DTensor) for p in given)

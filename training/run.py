@@ -22,15 +22,16 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from core.baselines import Method, make_method
-from core.collectives import ThrottledLink
 from core.errors import UserError
 from core.groups import local_world_size, node_mesh
-from core.overlap import Overlap, RoundStats, Trace
+from core.overlap import Overlap, RoundStats
 from core.rounds import Rounds
 from training import checkpoint
 from training.provenance import describe
 from training.recipe import Recipe, rank, world_size
 from training.sampling import per_worker
+from training.throttle import ThrottledLink
+from training.trace import Trace
 
 
 class Run:

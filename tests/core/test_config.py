@@ -10,7 +10,7 @@ from torch import nn
 
 from core import CO2, CO2Config, LocalSGD, UserError, make_method
 from core.baselines import METHODS, OverlapLocalConfig, SlowMoConfig
-from core.collectives import ThrottledLink
+from training.throttle import ThrottledLink
 
 
 def message(build: Callable[[], Any]) -> str:

@@ -9,8 +9,9 @@ from torch import nn
 
 from core import CO2Config, make_method
 from core.baselines import METHODS
-from core.collectives import AsyncMean, ThrottledLink
+from core.collectives import AsyncMean
 from core.testing import run_distributed
+from training.throttle import ThrottledLink
 
 MBIT = 8.0  # a million bytes a second
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from core import CO2, CO2Config, make_method
-from core.collectives import ThrottledLink
 from core.reference import Reference
 from core.testing import run_distributed
 from tests import problems
 from tests.problems import LR, flat, gradient, sgd_step
+from training.throttle import ThrottledLink
 
 AUTO = CO2Config(tau="auto", outer_momentum=0.4, clip=None)
 BYTES = 4 * problems.flat(problems.odd_parameters()).numel()

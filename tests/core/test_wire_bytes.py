@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 from core import CO2
-from core.collectives import ThrottledLink, ring_bytes
+from core.collectives import ring_bytes
 from core.testing import run_distributed
 from core.wire import WIRES
 from tests.core.test_wire_ranks import PLAIN
 from training.sampling import generator
+from training.throttle import ThrottledLink
 
 NUMEL = 1 << 20  # so large that headers and padding hardly count
 
