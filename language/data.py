@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from torch import Tensor
 
 from core.errors import UserError
 from training.sampling import eval_share, generator, per_worker, worker_batches
+
+if TYPE_CHECKING:
+    from language.recipes import LanguageRecipe
 
 GPT2_VOCABULARY = 50257  # nanoGPT's prepare.py; its end-of-text token is the last one
 IGNORE = -100  # torch's cross_entropy skips targets of this value
@@ -208,7 +211,7 @@ def window_starts(
     objective: Objective,
     batch_size: int,
     *,
-    sampling: Sampling = "tiled",
+    sampling: Sampling,
     seed: int,
     rank: int,
     world_size: int,
@@ -223,8 +226,8 @@ def window_starts(
     """
     share = per_worker(batch_size, world_size)
     samples = count_windows(n_tokens, objective)
-    where = dict(seed=seed, rank=rank, world_size=world_size, start=start, total=total)
-    for epoch, number, tiles in worker_batches(samples, batch_size, **where):
+    batches = worker_batches(samples, batch_size, seed=seed, rank=rank, world_size=world_size, start=start, total=total)
+    for epoch, number, tiles in batches:
         if sampling == "tiled":
             origin = torch.randint(objective.stride, (), generator=generator(seed, epoch, 0))
             yield epoch, origin + objective.stride * tiles
@@ -235,12 +238,30 @@ def window_starts(
 
 
 def train_batches(
-    tokens: np.ndarray, objective: Objective, batch_size: int, *, seed: int, **where: Any
+    tokens: np.ndarray,
+    objective: Objective,
+    recipe: "LanguageRecipe",
+    rank: int,
+    world_size: int,
+    start: int,
+    total: int,
 ) -> Iterator[Batch]:
     """This worker's (inputs, targets) of each step, int64 [batch_size / world_size, context]; see `window_starts`."""
-    for epoch, starts in window_starts(len(tokens), objective, batch_size, seed=seed, **where):
+    all_starts = window_starts(
+        len(tokens),
+        objective,
+        recipe.batch_size,
+        sampling=recipe.sampling,
+        seed=recipe.seed,
+        rank=rank,
+        world_size=world_size,
+        start=start,
+        total=total,
+    )
+    for epoch, starts in all_starts:
         places = starts.tolist()
-        yield objective.batch(read_windows(tokens, places, objective.read), [(seed, epoch, at) for at in places])
+        keys = [(recipe.seed, epoch, at) for at in places]
+        yield objective.batch(read_windows(tokens, places, objective.read), keys)
 
 
 def held_out_batches(

@@ -26,7 +26,6 @@ from language.data import (
 from language.metrics import held_out_sums, summarize, token_loss
 from language.model import build_model, is_causal, make_optimizer
 from language.recipes import RECIPES, LanguageRecipe
-from training.counters import Averages, Every
 from training.optim import clip_gradients, make_schedule
 from training.recipe import dry_run, launch, parse
 from training.run import Run
@@ -80,41 +79,25 @@ def train(run: Run, recipe: LanguageRecipe, corpus: Corpus, objective: Objective
     total = epoch * recipe.epochs
     schedule = make_schedule(optimizer, total, recipe.optim)
     wrapped, method = run.make_method(model, optimizer)
-    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    step = run.load(method, **parts)
-    evaluation, saving = Every(epoch * recipe.eval_every, step), Every(epoch * recipe.checkpoint_every, step)
-    means = Averages()
+    start = run.begin(model, optimizer, schedule, method, epoch=epoch, total=total)
 
     model.train()
-    bar = run.progress(total, step)
-    where = dict(seed=recipe.seed, rank=run.rank, world_size=run.world_size, start=step, total=total)
-    for batch in train_batches(corpus.train, objective, recipe.batch_size, sampling=recipe.sampling, **where):
+    for batch in train_batches(corpus.train, objective, recipe, run.rank, run.world_size, start, total):
         loss = backward(run, recipe, wrapped, batch)
         clip_gradients(model, recipe.optim)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        closed = method.step()
-
-        step += 1
-        bar.update()
-        means.add(train_loss=loss)
-        if closed:
-            run.count(method, step)
-        if step % recipe.log_every == 0:
-            run.log_train(step, lr=schedule.get_last_lr()[0], **means.pop())
-        if closed and step < total and evaluation.due(step):
-            evaluate(run, recipe, model, corpus, objective, step, {"val": corpus.val[: recipe.eval_tokens]})
-        if closed and step < total and saving.due(step):
-            run.save(step, method, **parts)
-        if run.should_stop(step):
+        due = run.after_step(method.step(), train_loss=loss)
+        if due.evaluation:
+            evaluate(run, recipe, model, corpus, objective, {"val": corpus.val[: recipe.eval_tokens]})
+        if due.checkpoint:
+            run.save()
+        if due.stop:
             break
 
     method.finish()
-    results = evaluate(run, recipe, model, corpus, objective, step, final_texts)
-    step = run.save(step, method, **parts)
-    run.summarise(step, **results)
-    method.close()
+    run.end(evaluate(run, recipe, model, corpus, objective, final_texts))
 
 
 def backward(run: Run, recipe: LanguageRecipe, wrapped: nn.Module, batch: Batch) -> Tensor:
@@ -141,7 +124,6 @@ def evaluate(
     model: nn.Module,
     corpus: Corpus,
     objective: Objective,
-    step: int,
     texts: Texts,
 ) -> dict[str, float]:
     """Perplexity and bits per byte of each text, each worker on its share; shows sample text in TensorBoard."""
@@ -154,8 +136,8 @@ def evaluate(
             metrics = summarize(sums, causal=isinstance(objective, CausalObjective))
             results |= {f"{name}_{key}": value for key, value in metrics.items()}
         if run.rank == 0 and corpus.tokenizer is not None:
-            run.writer.add_text("sample", sample(run, model, corpus, objective), step)
-    run.log(step, **results)
+            run.folder.writer.add_text("sample", sample(run, model, corpus, objective), run.step)
+    run.log(**results)
     return results
 
 

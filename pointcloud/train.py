@@ -13,7 +13,6 @@ from pointcloud.mae import MaskedAutoencoder
 from pointcloud.model import Autoencoder
 from pointcloud.picture import draw_clouds
 from pointcloud.recipes import RECIPES, PointCloudRecipe
-from training.counters import Averages, Every
 from training.optim import clip_gradients, make_optimizer, make_schedule
 from training.recipe import dry_run, launch, parse
 from training.run import Run
@@ -46,14 +45,10 @@ def train(run: Run, recipe: PointCloudRecipe, train_set: PointClouds, test_set: 
     total = epoch * recipe.epochs
     schedule = make_schedule(optimizer, total, recipe.optim)
     wrapped, method = run.make_method(model, optimizer)
-    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    step = run.load(method, **parts)
-    evaluation, saving = Every(epoch * recipe.eval_every, step), Every(epoch * recipe.checkpoint_every, step)
-    means = Averages()
+    start = run.begin(model, optimizer, schedule, method, epoch=epoch, total=total)
 
     model.train()
-    bar = run.progress(total, step)
-    for points in train_set.train_batches(recipe, run.rank, run.world_size, step, total):
+    for points in train_set.train_batches(recipe, run.rank, run.world_size, start, total):
         with run.autocast():
             out = wrapped(points.to(run.device))
         loss = distance(out.prediction, out.target).mean()
@@ -62,33 +57,20 @@ def train(run: Run, recipe: PointCloudRecipe, train_set: PointClouds, test_set: 
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        closed = method.step()
-
-        step += 1
-        bar.update()
-        means.add(train_loss=loss)
-        if closed:
-            run.count(method, step)
-        if step % recipe.log_every == 0:
-            run.log_train(step, lr=schedule.get_last_lr()[0], **means.pop())
-        if closed and step < total and evaluation.due(step):
-            evaluate(run, recipe, model, test_set, step)
-        if closed and step < total and saving.due(step):
-            run.save(step, method, **parts)
-        if run.should_stop(step):
+        due = run.after_step(method.step(), train_loss=loss)
+        if due.evaluation:
+            evaluate(run, recipe, model, test_set)
+        if due.checkpoint:
+            run.save()
+        if due.stop:
             break
 
     method.finish()
-    results = evaluate(run, recipe, model, test_set, step)
-    step = run.save(step, method, **parts)
-    run.summarise(step, **results)
-    method.close()
+    run.end(evaluate(run, recipe, model, test_set))
 
 
 @torch.no_grad()
-def evaluate(
-    run: Run, recipe: PointCloudRecipe, model: nn.Module, test_set: PointClouds, step: int
-) -> dict[str, float]:
+def evaluate(run: Run, recipe: PointCloudRecipe, model: nn.Module, test_set: PointClouds) -> dict[str, float]:
     """Chamfer distance and EMD of whole clouds over the test set, each worker on its share, and a picture.
 
     The EMD compares at most recipe.emd_points random points of each cloud. test_loss is the training loss on the
@@ -107,11 +89,11 @@ def evaluate(
             loss += LOSSES[recipe.loss](out.prediction, out.target).mean().item() * len(points)
             count += len(points)
         if run.rank == 0:
-            save_picture(run, recipe, model, test_set, step)
+            save_picture(run, recipe, model, test_set)
         model.train()
         chamfer, emd, loss, count = run.sum(chamfer, emd, loss, count)
         results = {"test_chamfer": chamfer / count, "test_emd": emd / count, "test_loss": loss / count}
-    run.log(step, **results)
+    run.log(**results)
     return results
 
 
@@ -122,7 +104,7 @@ def subset(clouds: Tensor, size: int) -> Tensor:
 
 
 @torch.no_grad()
-def save_picture(run: Run, recipe: PointCloudRecipe, model: nn.Module, test_set: PointClouds, step: int) -> None:
+def save_picture(run: Run, recipe: PointCloudRecipe, model: nn.Module, test_set: PointClouds) -> None:
     """Six test clouds beside their reconstructions: reconstructions.png in the run folder, and TensorBoard.
 
     model: in evaluation mode.
@@ -137,10 +119,10 @@ def save_picture(run: Run, recipe: PointCloudRecipe, model: nn.Module, test_set:
     image = draw_clouds(
         {name: clouds.float().cpu().numpy() for name, clouds in rows.items()},
         [test_set.source.label(i) for i in index],
-        caption=f"{recipe.name}, {recipe.method}, step {step}",
+        caption=f"{recipe.name}, {recipe.method}, step {run.step}",
     )
-    matplotlib.image.imsave(run.folder / "reconstructions.png", image)
-    run.writer.add_image("reconstructions", image, step, dataformats="HWC")
+    matplotlib.image.imsave(run.folder.path / "reconstructions.png", image)
+    run.folder.writer.add_image("reconstructions", image, run.step, dataformats="HWC")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 from core import CO2Config, UserError
 from segmentation.data import DataName
 from segmentation.model import BackboneName
-from segmentation.schedule import PolyOptimConfig
+from training.optim import OptimConfig
 from training.recipe import Recipe
 
 
@@ -20,7 +20,7 @@ class SegmentationRecipe(Recipe):
     """The mini ones are for small images on a CPU."""
     dataset: DataName = "digits"
     """digits needs no data; ade20k and camvid are read from the folder CO2_DATA."""
-    optim: PolyOptimConfig = field(default_factory=PolyOptimConfig)
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(schedule="poly"))
     pretrained: Path | None = None
     """A checkpoint of the backbone in mmseg's naming, such as one trained on ImageNet."""
     sync_bn: bool = False
@@ -36,7 +36,7 @@ class SegmentationRecipe(Recipe):
             )
 
 
-def _ade20k(backbone: BackboneName, optim: PolyOptimConfig) -> SegmentationRecipe:
+def _ade20k(backbone: BackboneName, optim: OptimConfig) -> SegmentationRecipe:
     """ADE20K on 128 GPUs, two 512 x 512 crops each. The paper's settings for this task are not known: these are ours.
 
     They are mmsegmentation's for 160,000 iterations of 16 images (127 epochs), with 16 times the batch and the
@@ -57,8 +57,17 @@ def _ade20k(backbone: BackboneName, optim: PolyOptimConfig) -> SegmentationRecip
     )
 
 
-SGD = PolyOptimConfig("sgd", lr=0.16, momentum=0.9, weight_decay=5e-4, power=0.9, min_lr_share=0.01, warmup_steps=100)
-ADAMW = PolyOptimConfig("adamw", lr=2.4e-4, weight_decay=0.01, power=1.0, warmup_steps=100)
+SGD = OptimConfig(
+    "sgd",
+    lr=0.16,
+    momentum=0.9,
+    weight_decay=5e-4,
+    schedule="poly",
+    power=0.9,
+    min_lr_share=0.01,
+    warmup_steps=100,
+)
+ADAMW = OptimConfig("adamw", lr=2.4e-4, weight_decay=0.01, schedule="poly", warmup_steps=100)
 
 
 def ade20k_resnet50() -> SegmentationRecipe:
@@ -95,7 +104,7 @@ def digits_small() -> SegmentationRecipe:
     return SegmentationRecipe(
         epochs=100,
         batch_size=32,
-        optim=PolyOptimConfig("adamw", lr=4e-3, weight_decay=0.01, warmup_steps=32),
+        optim=OptimConfig("adamw", lr=4e-3, weight_decay=0.01, schedule="poly", warmup_steps=32),
         co2=CO2Config(tau=8, outer_momentum=0.0),  # as the authors' example for up to 16 GPUs
         eval_every=10,
         checkpoint_every=10,
@@ -122,7 +131,7 @@ def camvid_small() -> SegmentationRecipe:
         dataset="camvid",
         epochs=40,
         batch_size=16,
-        optim=PolyOptimConfig("adamw", lr=4e-3, weight_decay=0.01, warmup_steps=22),
+        optim=OptimConfig("adamw", lr=4e-3, weight_decay=0.01, schedule="poly", warmup_steps=22),
         co2=CO2Config(tau=8),
         eval_every=10,
         checkpoint_every=10,

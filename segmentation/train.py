@@ -13,9 +13,7 @@ from segmentation.metrics import SegmentationMetric
 from segmentation.model import build_model, upernet
 from segmentation.pictures import side_by_side
 from segmentation.recipes import RECIPES, SegmentationRecipe
-from segmentation.schedule import make_schedule
-from training.counters import Averages, Every
-from training.optim import clip_gradients, make_optimizer
+from training.optim import clip_gradients, make_optimizer, make_schedule
 from training.recipe import dry_run, launch, parse
 from training.run import Run
 from training.sampling import per_worker, steps_per_epoch
@@ -57,14 +55,10 @@ def train(
     total = epoch * recipe.epochs
     schedule = make_schedule(optimizer, total, recipe.optim)
     wrapped, method = run.make_method(model, optimizer)
-    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    step = run.load(method, **parts)
-    evaluation, saving = Every(epoch * recipe.eval_every, step), Every(epoch * recipe.checkpoint_every, step)
-    means = Averages()
+    start = run.begin(model, optimizer, schedule, method, epoch=epoch, total=total)
 
     model.train()
-    bar = run.progress(total, step)
-    for batch in train_batches(train_set, recipe, run.rank, run.world_size, step, total):
+    for batch in train_batches(train_set, recipe, run.rank, run.world_size, start, total):
         inputs = model.data_preprocessor(batch, training=True)
         with run.autocast():
             loss, terms = model.parse_losses(wrapped(**inputs, mode="loss"))
@@ -73,33 +67,23 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        closed = method.step()
-
-        step += 1
-        bar.update()
-        means.add(train_loss=loss, train_aAcc=terms["decode.acc_seg"])
-        if closed:
-            run.count(method, step)
-        if step % recipe.log_every == 0:
-            run.log_train(step, lr=schedule.get_last_lr()[0], **means.pop())
-        if closed and step < total and evaluation.due(step):
-            evaluate(run, model, "val", eval_sets["val"], step)
-        if closed and step < total and saving.due(step):
-            run.save(step, method, **parts)
-        if run.should_stop(step):
+        due = run.after_step(method.step(), train_loss=loss, train_aAcc=terms["decode.acc_seg"])
+        if due.evaluation:
+            evaluate(run, model, "val", eval_sets["val"])
+        if due.checkpoint:
+            run.save()
+        if due.stop:
             break
 
     method.finish()
     results = {}
     for split, eval_set in eval_sets.items():
-        results |= evaluate(run, model, split, eval_set, step)
-    step = run.save(step, method, **parts)
-    run.summarise(step, **results)
-    method.close()
+        results |= evaluate(run, model, split, eval_set)
+    run.end(results)
 
 
 @torch.no_grad()
-def evaluate(run: Run, model: nn.Module, split: str, eval_set: BaseSegDataset, step: int) -> dict[str, float]:
+def evaluate(run: Run, model: nn.Module, split: str, eval_set: BaseSegDataset) -> dict[str, float]:
     """mIoU, mAcc and aAcc over the whole split, each worker on its share; logs each class's IoU and some pictures."""
     classes, palette = eval_set.metainfo["classes"], eval_set.metainfo["palette"]
     metric = SegmentationMetric(classes, run.device)
@@ -114,11 +98,11 @@ def evaluate(run: Run, model: nn.Module, split: str, eval_set: BaseSegDataset, s
                 metric.update(prediction, label)
                 if run.rank == 0 and shown < PICTURES:
                     picture = side_by_side(image, label, prediction, palette)
-                    run.writer.add_image(f"{split}/image_label_prediction_{shown}", picture, step)
+                    run.folder.writer.add_image(f"{split}/image_label_prediction_{shown}", picture, run.step)
                     shown += 1
         model.train()
         results = {f"{split}_{key}": value for key, value in metric.compute().items()}
-    run.log(step, **results)
+    run.log(**results)
     return {key: value for key, value in results.items() if "IoU/" not in key}
 
 

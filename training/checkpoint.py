@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,10 @@ def save(folder: Path, step: int, state: dict[str, Any], *, rank: int, world_siz
 
 
 def load(folder: Path, *, rank: int, world_size: int, device: torch.device) -> dict[str, Any] | None:
-    """This worker's state in the newest complete checkpoint; None when there is none.
+    """This worker's state in the newest complete checkpoint; None when there is none, with a warning from rank 0 when
+    incomplete ones lie there.
 
-    UserError when the checkpoints were written by another number of workers: their optimisers' states are theirs.
+    UserError when another number of workers wrote the checkpoints, for each holds the state of its own optimiser.
     """
     sizes = set()
     for target in sorted(folder.glob("step*"), reverse=True):
@@ -43,6 +45,8 @@ def load(folder: Path, *, rank: int, world_size: int, device: torch.device) -> d
             f"{folder} was written by {min(sizes - {world_size})} workers, this run has {world_size}: resume with the "
             "same number, or start afresh with another --out"
         )
+    if rank == 0 and folder.exists():
+        print(f"warning: no complete checkpoint in {folder.parent}: starting from step 0", file=sys.stderr)
     return None
 
 

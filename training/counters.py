@@ -1,14 +1,28 @@
-"""What a training loop counts with: when something is due, and means between two lines of the log."""
+"""What a training loop counts with: when something is due, means between two lines of the log, and its time."""
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Due:
+    """What a loop has to do after a step."""
+
+    evaluation: bool
+    checkpoint: bool
+    stop: bool
 
 
 class Every:
     """Says when something that happens every `period` steps is due; it may be asked at some steps only.
 
-    period 0: never. start: the step that the run begins or resumes at.
+    period: 0 for never. start: the step that the run begins or resumes at.
     """
 
     def __init__(self, period: int, start: int = 0):
@@ -30,7 +44,7 @@ class Averages:
         self._sums: dict[str, Tensor] = {}
         self._count = 0
 
-    def add(self, **scalars: Tensor) -> None:
+    def add(self, scalars: dict[str, Tensor]) -> None:
         """Adds one step's values, 0-d each, always the same names."""
         for name, value in scalars.items():
             self._sums[name] = self._sums.get(name, 0) + value.detach().float()
@@ -41,3 +55,26 @@ class Averages:
         means = {name: total / self._count for name, total in self._sums.items()}
         self._sums, self._count = {}, 0
         return means
+
+
+class Stopwatch:
+    """Measures the seconds of training, without evaluations and checkpoints."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._since: float | None = None  # the start of the stretch that runs
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds + (time.perf_counter() - self._since if self._since is not None else 0.0)
+
+    def start(self, seconds: float = 0.0) -> None:
+        """Goes on from `seconds`, those of the run that is resumed."""
+        self._seconds, self._since = seconds, time.perf_counter()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Does not count the time of the block."""
+        self._seconds, self._since = self.seconds, None
+        yield
+        self._since = time.perf_counter()

@@ -27,11 +27,13 @@ class OptimConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     """Not applied to biases and normalisation weights (tensors of fewer than two dimensions)."""
-    schedule: Literal["cosine", "inverse_sqrt", "constant"] = "cosine"
+    schedule: Literal["cosine", "poly", "inverse_sqrt", "constant"] = "cosine"
+    power: float = 1.0
+    """Of poly: 0.9 is usual for SGD, 1.0 (linear) for AdamW."""
     warmup_steps: int = 0
     """Steps of linear warm-up from 0."""
     min_lr_share: float = 0.0
-    """Where the cosine ends, as a share of the peak."""
+    """Where cosine and poly end, as a share of the peak."""
     clip_grad_norm: float | None = None
     """Clips the norm of each worker's gradient; None for no clipping."""
 
@@ -40,6 +42,8 @@ class OptimConfig:
             raise UserError(f"optim lr={self.lr}: give a learning rate above 0")
         if self.warmup_steps < 0:
             raise UserError(f"optim warmup_steps={self.warmup_steps}: give 0 or more")
+        if not self.power > 0:
+            raise UserError(f"optim power={self.power}: give a number above 0")
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise UserError(f"optim clip_grad_norm={self.clip_grad_norm}: give a number above 0, or None")
 
@@ -49,7 +53,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """SGD, Adam or AdamW over the trainable parameters, in two groups: with and without weight decay.
 
-    groups: others, in torch's form; None: matrices and larger tensors are decayed, vectors are not.
+    groups: parameter groups in torch's form, to be taken instead. Without them matrices and larger tensors are decayed,
+    and vectors are not.
     """
     if groups is None:
         trainable = [p for p in model.parameters() if p.requires_grad]
@@ -80,7 +85,11 @@ def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
     if config.schedule == "inverse_sqrt":  # as in Vaswani et al. 2017, scaled to peak at the end of the warm-up
         return math.sqrt(max(1, warmup) / max(1, step + 1))
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    return config.min_lr_share + (1 - config.min_lr_share) * 0.5 * (1 + math.cos(math.pi * progress))
+    if config.schedule == "poly":
+        left = (1 - progress) ** config.power
+    else:
+        left = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.min_lr_share + (1 - config.min_lr_share) * left
 
 
 def make_schedule(

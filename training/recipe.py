@@ -23,16 +23,7 @@ from core.co2 import CO2Config
 from core.errors import UserError
 from training.optim import OptimConfig
 from training.sampling import per_worker
-
-
-def rank() -> int:
-    """This worker's rank, as torchrun says; 0 without it."""
-    return int(os.environ.get("RANK", 0))
-
-
-def world_size() -> int:
-    """The number of workers, as torchrun says; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", 1))
+from training.workers import rank, world_size
 
 
 @dataclass(frozen=True)

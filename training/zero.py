@@ -20,8 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from core.errors import UserError
-
 Stage = Literal[0, 1, 2, 3]
 
 
@@ -88,12 +86,3 @@ def _start_alike(model: nn.Module, group: dist.ProcessGroup) -> None:
     """The first worker's parameters for all: once sharded they could not be compared."""
     for p in model.parameters():
         dist.broadcast(p.detach(), group_src=0, group=group)
-
-
-def check(stage: int, inner_size: int) -> None:
-    """Refuses a stage that would have nothing to shard."""
-    if stage and inner_size < 2:
-        raise UserError(
-            f"zero={stage} with 1 worker that synchronises every step has nothing to shard: give --per_node 0 (the "
-            "workers of a node) or a number above 1"
-        )

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.counters import Averages, Every
 from training.optim import clip_gradients, make_optimizer, make_schedule
 from training.recipe import dry_run, launch, parse
 from training.run import Run
@@ -48,14 +47,10 @@ def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset)
     total = epoch * recipe.epochs
     schedule = make_schedule(optimizer, total, recipe.optim)
     wrapped, method = run.make_method(model, optimizer)
-    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    step = run.load(method, **parts)
-    evaluation, saving = Every(epoch * recipe.eval_every, step), Every(epoch * recipe.checkpoint_every, step)
-    means = Averages()
+    start = run.begin(model, optimizer, schedule, method, epoch=epoch, total=total)
 
     model.train()
-    bar = run.progress(total, step)
-    for images, labels in train_set.train_batches(recipe, run.rank, run.world_size, step, total):
+    for images, labels in train_set.train_batches(recipe, run.rank, run.world_size, start, total):
         images, labels = images.to(run.device), labels.to(run.device)
         with run.autocast():
             logits = wrapped(images)
@@ -66,32 +61,22 @@ def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        closed = method.step()
-
-        step += 1
-        bar.update()
         classes = labels.argmax(1) if labels.ndim == 2 else labels  # mixup gives shares of classes
-        means.add(train_loss=loss, train_top1=(logits.argmax(1) == classes).float().mean())
-        if closed:
-            run.count(method, step)
-        if step % recipe.log_every == 0:
-            run.log_train(step, lr=schedule.get_last_lr()[0], **means.pop())
-        if closed and step < total and evaluation.due(step):
-            evaluate(run, recipe, model, test_set, step)
-        if closed and step < total and saving.due(step):
-            run.save(step, method, **parts)
-        if run.should_stop(step):
+        top1 = (logits.argmax(1) == classes).float().mean()
+        due = run.after_step(method.step(), train_loss=loss, train_top1=top1)
+        if due.evaluation:
+            evaluate(run, recipe, model, test_set)
+        if due.checkpoint:
+            run.save()
+        if due.stop:
             break
 
     method.finish()
-    results = evaluate(run, recipe, model, test_set, step)
-    step = run.save(step, method, **parts)
-    run.summarise(step, **results)
-    method.close()
+    run.end(evaluate(run, recipe, model, test_set))
 
 
 @torch.no_grad()
-def evaluate(run: Run, recipe: VisionRecipe, model: nn.Module, test_set: Dataset, step: int) -> dict[str, float]:
+def evaluate(run: Run, recipe: VisionRecipe, model: nn.Module, test_set: Dataset) -> dict[str, float]:
     """Top-1, top-5 and loss over the whole test set, each worker on its share."""
     with run.paused():
         model.eval()
@@ -101,7 +86,7 @@ def evaluate(run: Run, recipe: VisionRecipe, model: nn.Module, test_set: Dataset
             with run.autocast():
                 logits = model(images).float()
             if run.rank == 0 and not count:
-                show(run, images, logits, test_set.classes, step)
+                show(run, images, logits, test_set.classes)
             best = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
             top1 += best[:, 0].sum().item()
             top5 += best.any(dim=1).sum().item()
@@ -110,16 +95,17 @@ def evaluate(run: Run, recipe: VisionRecipe, model: nn.Module, test_set: Dataset
         model.train()
         top1, top5, loss, count = run.sum(top1, top5, loss, count)
         results = {"test_top1": top1 / count, "test_top5": top5 / count, "test_loss": loss / count}
-    run.log(step, **results)
+    run.log(**results)
     return results
 
 
-def show(run: Run, images: Tensor, logits: Tensor, classes: tuple[str, ...], step: int, n: int = 8) -> None:
+def show(run: Run, images: Tensor, logits: Tensor, classes: tuple[str, ...], n: int = 8) -> None:
     """Some test images in TensorBoard, stretched to 0..1, and what the model sees in them."""
     few = images[:n].float()
     low, high = few.amin((1, 2, 3), keepdim=True), few.amax((1, 2, 3), keepdim=True)
-    run.writer.add_images("test/images", (few - low) / (high - low).clamp(min=1e-6), step)
-    run.writer.add_text("test/predictions", ", ".join(classes[i] for i in logits[:n].argmax(1).tolist()), step)
+    run.folder.writer.add_images("test/images", (few - low) / (high - low).clamp(min=1e-6), run.step)
+    seen = ", ".join(classes[i] for i in logits[:n].argmax(1).tolist())
+    run.folder.writer.add_text("test/predictions", seen, run.step)
 
 
 if __name__ == "__main__":

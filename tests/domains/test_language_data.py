@@ -3,6 +3,7 @@
 import json
 import lzma
 import multiprocessing
+from dataclasses import replace
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -22,14 +23,15 @@ from language.data import (
     train_batches,
     window_starts,
 )
+from language.recipes import gpt2_pydoc_small
 
 TOKENS = np.arange(1000, dtype=np.uint16)
 MASKED = MaskedObjective(context=34, vocab_size=50, eot=0, mask=2)
 
 
-def _steps(objective, start=0, total=40, rank=0, world_size=1, seed=0, **kwargs):
+def _steps(objective, start=0, total=40, rank=0, world_size=1, seed=0, sampling="tiled"):
     where = dict(seed=seed, rank=rank, world_size=world_size, start=start, total=total)
-    return list(window_starts(1000, objective, 6, **where, **kwargs))
+    return list(window_starts(1000, objective, 6, sampling=sampling, **where))
 
 
 def _starts(*args, **kwargs):
@@ -76,8 +78,8 @@ def test_random_windows_reach_the_first_and_the_last_token():
 
 
 def test_causal_targets_are_the_next_tokens():
-    where = dict(seed=0, rank=0, world_size=2, start=0, total=1)
-    ((inputs, targets),) = train_batches(TOKENS, CausalObjective(8), 4, **where)
+    recipe = replace(gpt2_pydoc_small(), batch_size=4)
+    ((inputs, targets),) = train_batches(TOKENS, CausalObjective(8), recipe, rank=0, world_size=2, start=0, total=1)
     assert inputs.shape == targets.shape == (2, 8)
     assert inputs.dtype == torch.int64
     assert torch.equal(inputs + 1, targets)

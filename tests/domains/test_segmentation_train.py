@@ -1,4 +1,4 @@
-"""What segmentation.train is made of: batches, the schedule, pictures, recipes."""
+"""What segmentation.train is made of: batches, pictures, recipes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +12,8 @@ from segmentation import data
 from segmentation.loader import SeededAugmentation, eval_batches, train_batches
 from segmentation.pictures import side_by_side
 from segmentation.recipes import RECIPES, digits_small
-from segmentation.schedule import PolyOptimConfig, lr_factor
 from segmentation.train import make_model
 from tests.domains.test_segmentation_data import write_ade20k
-from training.optim import OptimConfig
-from training.optim import lr_factor as core_lr_factor
 from training.recipe import dry_run
 
 
@@ -69,29 +66,6 @@ def test_a_broken_file_is_one_line_from_any_process(tmp_path: Path, workers: int
     with pytest.raises(UserError) as error:
         list(train_batches(data.build_dataset("ade20k", "train", tmp_path), recipe, 0, 1, 0, 1))
     assert str(error.value).startswith(f"{path}: not a readable image") and "\n" not in str(error.value)
-
-
-def test_poly_schedule_by_hand() -> None:
-    config = PolyOptimConfig(lr=1.0, power=0.9, min_lr_share=0.1, warmup_steps=4)
-    assert lr_factor(1, 14, config) == pytest.approx(2 / 5)
-    assert lr_factor(4, 14, config) == 1.0
-    assert lr_factor(9, 14, config) == pytest.approx(0.1 + 0.9 * 0.5**0.9)
-    assert lr_factor(14, 14, config) == pytest.approx(0.1)
-    assert lr_factor(9, 14, replace(config, power=2.0)) == pytest.approx(0.1 + 0.9 * 0.25)
-    cosine = replace(config, schedule="cosine")
-    plain = OptimConfig(lr=1.0, schedule="cosine", min_lr_share=0.1, warmup_steps=4)
-    assert lr_factor(9, 14, cosine) == core_lr_factor(9, 14, plain)
-    with pytest.raises(UserError, match="power=0"):
-        PolyOptimConfig(power=0.0)
-
-
-def test_poly_is_torchs_polynomial() -> None:
-    weight = torch.nn.Parameter(torch.zeros(1))
-    torchs = torch.optim.lr_scheduler.PolynomialLR(torch.optim.SGD([weight], 1.0), total_iters=20, power=0.9)
-    for step in range(20):
-        assert torchs.get_last_lr()[0] == pytest.approx(lr_factor(step, 20, PolyOptimConfig(power=0.9)))
-        torchs.optimizer.step()
-        torchs.step()
 
 
 def test_pictures_show_colours_and_black_where_ignored() -> None:

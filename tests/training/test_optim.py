@@ -1,6 +1,7 @@
 """Optimisers and schedules."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -56,6 +57,25 @@ def test_inverse_sqrt_and_constant():
     assert lr_factor(900, 1000, OptimConfig(schedule="constant", warmup_steps=3)) == 1.0
 
 
+def test_poly_by_hand():
+    config = OptimConfig(schedule="poly", power=0.9, min_lr_share=0.1, warmup_steps=4)
+    assert lr_factor(1, 14, config) == pytest.approx(2 / 5)
+    assert lr_factor(4, 14, config) == 1.0
+    assert lr_factor(9, 14, config) == pytest.approx(0.1 + 0.9 * 0.5**0.9)
+    assert lr_factor(14, 14, config) == pytest.approx(0.1)
+    assert lr_factor(9, 14, replace(config, power=2.0)) == pytest.approx(0.1 + 0.9 * 0.25)
+
+
+def test_poly_is_torchs_polynomial():
+    config = OptimConfig(schedule="poly", power=0.9)
+    weight = nn.Parameter(torch.zeros(1))
+    torchs = torch.optim.lr_scheduler.PolynomialLR(torch.optim.SGD([weight], 1.0), total_iters=20, power=0.9)
+    for step in range(20):
+        assert torchs.get_last_lr()[0] == pytest.approx(lr_factor(step, 20, config))
+        torchs.optimizer.step()
+        torchs.step()
+
+
 def test_schedule_drives_the_optimizer():
     config = OptimConfig(lr=2.0, warmup_steps=1)
     optimizer = make_optimizer(model(), config)
@@ -78,7 +98,7 @@ def test_gradient_clipping_is_a_knob():
     assert math.sqrt(sum(p.grad.pow(2).sum().item() for p in net.parameters())) == pytest.approx(0.5, rel=1e-4)
 
 
-@pytest.mark.parametrize("bad", [{"lr": 0.0}, {"warmup_steps": -1}, {"clip_grad_norm": 0.0}])
+@pytest.mark.parametrize("bad", [{"lr": 0.0}, {"warmup_steps": -1}, {"power": 0.0}, {"clip_grad_norm": 0.0}])
 def test_bad_values_are_named(bad: dict):
     with pytest.raises(UserError, match="=".join(map(str, *bad.items()))):
         OptimConfig(**bad)

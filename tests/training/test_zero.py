@@ -14,7 +14,8 @@ from core.reference import Reference, vmap_gradient
 from core.testing import run_distributed
 from tests import problems
 from tests.problems import batch, flat, loss
-from training.zero import check, gathered, shard_model, shard_optimizer
+from training.workers import make_mesh
+from training.zero import gathered, shard_model, shard_optimizer
 
 TAU, ROUNDS, LR = 3, 20, 0.2
 CONFIG = CO2Config(tau=TAU, outer_momentum=0.4, outer_lr=0.9, clip=0.3)
@@ -196,7 +197,7 @@ def test_the_baselines_run_across_nodes_too():
 
 def test_a_stage_without_workers_to_shard_over_is_refused():
     with pytest.raises(UserError, match="zero=2 with 1 worker"):
-        check(2, 1)
+        make_mesh(torch.device("cpu"), 1, 2)
 
 
 def synchronous(rank: int, world_size: int, stage: Any) -> tuple[Tensor, float]:

@@ -1,0 +1,169 @@
+"""The run around a loop: its folder, what is due after a step, signals, checkpoints and resuming."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from core import UserError
+from core.co2 import CO2Config
+from core.testing import run_distributed
+from training import checkpoint
+from training.optim import OptimConfig, make_schedule
+from training.recipe import Recipe
+from training.run import Run
+from training.sampling import generator
+from training.stop import SIGNALS, StopSignal
+
+
+@dataclass(frozen=True)
+class Toy(Recipe):
+    """A recipe of a test: a linear model, rounds of three steps."""
+
+    co2: CO2Config = CO2Config(tau=3)
+    optim: OptimConfig = OptimConfig(schedule="constant")
+    batch_size: int = 1
+    log_every: int = 1
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers() -> Iterator[None]:
+    """A run installs its own."""
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def train(folder: Path, steps: int, *, resume: bool = False, crash_at: int | None = None) -> list[torch.Tensor]:
+    """A few steps of a linear model under Run, with dropout so that random state matters; the final parameters."""
+    recipe = Toy(name="toy", out=folder, resume=resume, device="cpu")
+    with Run(recipe) as run:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        schedule = make_schedule(optimizer, steps, recipe.optim)
+        wrapped, method = run.make_method(model, optimizer)
+        for step in range(run.begin(model, optimizer, schedule, method, epoch=steps, total=steps), steps):
+            loss = wrapped(torch.randn(2, 4, generator=generator(step))).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            run.after_step(method.step(), loss=loss)
+            if run.step == crash_at:
+                run.save()
+                break
+        else:
+            method.finish()
+            run.end({"loss": loss.item()})
+        return [p.detach().clone() for p in model.parameters()]
+
+
+def test_resume_goes_on_bit_for_bit(tmp_path: Path):
+    whole = train(tmp_path / "whole", 20)
+    train(tmp_path / "parts", 20, crash_at=9)
+    resumed = train(tmp_path / "parts", 20, resume=True)
+    assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
+    other = train(tmp_path / "other", 19)
+    assert not all(torch.equal(a, b) for a, b in zip(whole, other, strict=True)), "the comparison must be able to fail"
+
+
+def test_run_folder_is_complete_and_never_overwritten(tmp_path: Path):
+    train(tmp_path, 6)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["recipe"]["co2"]["tau"] == 3 and config["versions"]["torch"] == torch.__version__
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6] and steps[4]["lr"] == 0.1
+    assert {"seconds", "loss", "hidden_share"} <= steps[4].keys()
+    assert [row["step"] for row in rows if "round/tau" in row] == [3, 6]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["steps"] == 6 and summary["loss"] == steps[-1]["loss"] and summary["rounds"] == 2
+    assert list(tmp_path.glob("events.out.tfevents*"))
+    with pytest.raises(UserError, match="holds a run: add --resume"):
+        train(tmp_path, 6)
+
+
+def due_steps(recipe: Toy, epoch: int, total: int) -> tuple[list[int], list[int], list[int]]:
+    """The steps at which evaluations, checkpoints and the stop are due, a round being three steps long."""
+    with Run(recipe) as run:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        schedule = make_schedule(optimizer, total, recipe.optim)
+        _, method = run.make_method(model, optimizer)
+        run.begin(model, optimizer, schedule, method, epoch=epoch, total=total)
+        found: tuple[list[int], list[int], list[int]] = ([], [], [])
+        for step in range(1, total + 1):
+            due = run.after_step(method.step(), loss=torch.tensor(0.0))
+            for steps, is_due in zip(found, (due.evaluation, due.checkpoint, due.stop), strict=True):
+                steps += [step] * is_due
+    return found
+
+
+def test_evaluations_and_checkpoints_are_due_where_rounds_close_but_not_at_the_end(tmp_path: Path):
+    recipe = Toy(name="toy", device="cpu", eval_every=1, checkpoint_every=2, out=tmp_path / "a")
+    assert due_steps(recipe, epoch=4, total=12) == ([6, 9], [9], [])  # 12, the end, would be due for both
+    assert due_steps(replace(recipe, checkpoint_every=0, out=tmp_path / "b"), 6, 18) == ([6, 12], [], [])
+
+
+def test_a_signal_makes_the_stop_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    stop = StopSignal()
+    stop.listen()
+    assert not stop.reached(1)
+    for now[0] in (10.0, 11.5):  # torchrun and the terminal both send one
+        signal.raise_signal(signal.SIGUSR1)
+    assert stop.reached(2) and stop.number == signal.SIGUSR1
+    now[0] = 12.5
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_checkpoints_are_complete_or_ignored(tmp_path: Path):
+    device = torch.device("cpu")
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path, step, {"value": step}, rank=0, world_size=1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step000000002", "step000000003"]
+    (tmp_path / "step000000003" / "rank0of1.pt").rename(tmp_path / "step000000003" / "rank0of1.tmp")  # killed here
+    assert checkpoint.load(tmp_path, rank=0, world_size=1, device=device) == {"value": 2}
+    with pytest.raises(UserError, match="was written by 1 workers, this run has 2"):
+        checkpoint.load(tmp_path, rank=0, world_size=2, device=device)
+    assert checkpoint.load(tmp_path / "nothing", rank=0, world_size=1, device=device) is None
+
+
+def save_at_different_steps(rank: int, world_size: int, folder: str) -> tuple[int, int]:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    recipe = Toy(name="toy", batch_size=2, out=Path(folder), device="cpu", method="local")
+    with Run(recipe) as run:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        schedule = make_schedule(optimizer, 100, recipe.optim)
+        _, method = run.make_method(model, optimizer)
+        run.begin(model, optimizer, schedule, method, epoch=100, total=100)
+        for _ in range(1 + rank):
+            optimizer.step()
+            schedule.step()
+            run.after_step(method.step(), loss=torch.tensor(0.0))
+        method.finish()
+        run.save()
+        return run.step, schedule.last_epoch
+
+
+def test_workers_stopped_at_different_steps_save_one_checkpoint(tmp_path: Path):
+    assert run_distributed(save_at_different_steps, 2, str(tmp_path)) == [(2, 2), (2, 2)]
+    (step,) = (tmp_path / "checkpoints").iterdir()
+    assert step.name == "step000000002" and len(list(step.iterdir())) == 2
+
+
+def test_resuming_without_a_complete_checkpoint_says_so(tmp_path: Path, capsys: pytest.CaptureFixture):
+    train(tmp_path, 20, crash_at=9)
+    next(tmp_path.glob("checkpoints/step*/rank0of1.pt")).unlink()
+    train(tmp_path, 3, resume=True)
+    assert f"warning: no complete checkpoint in {tmp_path}: starting from step 0" in capsys.readouterr().err

@@ -1,0 +1,54 @@
+"""What a run's rounds communicated: added up, logged, and traced where the recipe says so."""
+
+from __future__ import annotations
+
+import torch
+
+from core.baselines import Method
+from core.overlap import Overlap, RoundStats
+from core.rounds import Rounds
+from training.folder import RunFolder
+from training.recipe import Recipe
+from training.trace import Trace
+from training.workers import rank
+
+
+class RoundLog:
+    """Attributes: overlap, the communication of all rounds that were read so far."""
+
+    def __init__(self, recipe: Recipe, folder: RunFolder, device: torch.device):
+        self.overlap = Overlap()
+        self._folder = folder
+        self._log_every = recipe.log_every
+        self._on_gpu = device.type == "cuda"
+        self._unread: list[tuple[int, RoundStats]] = []  # rounds whose times a GPU may still be taking
+        self._trace: Trace | None = None
+        if recipe.trace and rank() == 0:
+            first = 8 if recipe.co2.tau == "auto" else 2  # tau has settled by then
+            self._trace = Trace(folder.path / "trace.json", cuda=self._on_gpu, first=first)
+
+    def close_round(self, step: int, method: Method) -> None:
+        """Call it when a round has closed. On a GPU the round's statistics are read when the next one closes, so that
+        the host does not wait for them."""
+        self._unread.append((step, method.stats))
+        while len(self._unread) > self._on_gpu:
+            self._read(synchronous=method.tau == 1)
+        if isinstance(method, Rounds) and (decision := method.tau_decision):
+            self._folder.note(step, "tau", f"tau {decision.old} -> {decision.new}: {decision.reason}")
+        if self._trace and self._trace.close_round():
+            self._folder.note(step, "trace", f"trace in {self._trace.path}")
+
+    def finish(self, step: int) -> None:
+        """Reads the rounds that are left, and ends the trace."""
+        while self._unread:
+            self._read(synchronous=False)
+        if self._trace and self._trace.finish():
+            self._folder.note(step, "trace", f"trace in {self._trace.path}")
+
+    def _read(self, *, synchronous: bool) -> None:
+        """Adds the oldest unread round up, and logs it; where every step is a round, only each log_every-th."""
+        step, stats = self._unread.pop(0)
+        values = stats.as_dict()
+        self.overlap.add(values)
+        if not synchronous or self.overlap.rounds % self._log_every == 0:
+            self._folder.log(step, {f"round/{name}": value for name, value in values.items()})

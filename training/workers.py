@@ -1,0 +1,77 @@
+"""This worker among the others: its rank, its device, its node, and what all agree on."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from core.errors import UserError
+from core.groups import local_world_size, node_mesh
+
+
+def rank() -> int:
+    """This worker's rank, as torchrun says; 0 without it."""
+    return int(os.environ.get("RANK", 0))
+
+
+def world_size() -> int:
+    """The number of workers, as torchrun says; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def pick_device(name: str) -> torch.device:
+    """name: auto, cpu or cuda."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda: torch sees no CUDA device here; use --device cpu or auto")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+
+
+def join(device: torch.device, timeout: float) -> bool:
+    """Joins the process group of all workers that torchrun started; returns whether it had to be made."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    makes_group = "RANK" in os.environ and not dist.is_initialized()
+    if makes_group:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    return makes_group
+
+
+def make_mesh(device: torch.device, per_node: int, zero: int) -> DeviceMesh | None:
+    """[nodes, workers of a node] where the workers of a node synchronise every step; None where none do.
+
+    per_node: how many consecutive ranks make a node; 0 for those that torchrun or SLURM started on one machine.
+    zero: the ZeRO stage, which is refused where a node has nothing to shard.
+    """
+    n = per_node or local_world_size()
+    if zero and n < 2:
+        raise UserError(
+            f"zero={zero} with 1 worker that synchronises every step has nothing to shard: give --per_node 0 (the "
+            "workers of a node) or a number above 1"
+        )
+    if n > 1 and not dist.is_initialized():
+        raise UserError(f"per_node={n} needs {n} workers or a multiple: start them with torchrun")
+    return node_mesh(device.type, n) if n > 1 else None
+
+
+def sum_over_workers(values: tuple[float | Tensor, ...], device: torch.device) -> list[float]:
+    """The sum of each value, in float64; every worker must call it."""
+    total = torch.tensor([float(v) for v in values], dtype=torch.float64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total.tolist()
+
+
+def largest_of_workers(number: int, device: torch.device) -> int:
+    """The largest of all workers' numbers; every worker must call it."""
+    largest = torch.tensor(number, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
