@@ -1,6 +1,6 @@
 """Data sets for mmseg: ADE20K from its folders, CamVid from one file, and the embedded digits on photographs.
 
-All are registered with mmseg, so that a config of one's own may name them. An item is what mmseg's PackSegInputs
+All are registered with mmseg, so that a user's own config may name them. An item is what mmseg's PackSegInputs
 makes: `inputs` uint8 [3, h, w] BGR and `data_samples`, whose gt_sem_seg holds int64 [1, h, w] labels, 255 = ignored.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,8 @@ from segmentation import synthetic
 
 Split = Literal["train", "val", "test"]
 Bytes = NDArray[np.uint8]
+Pipeline = Sequence[dict[str, Any]]  # configs of mmseg's transforms
+Indices = int | Sequence[int] | None  # the samples to keep: that many first ones, or these
 IGNORE = 255
 
 STAND_IN = "or run the recipe digits_small, which needs no data"
@@ -110,12 +113,16 @@ def check_labels(mask: NDArray[Any], num_classes: int, where: str | Path, shift:
 class ArraySegDataset(BaseSegDataset):
     """Images held in memory, for pipelines that begin after loading.
 
-    images: uint8 [n, h, w, 3] RGB. masks: uint8 [n, h, w], 255 for pixels to ignore. kwargs: BaseSegDataset's.
+    images: uint8 [n, h, w, 3] RGB. masks: uint8 [n, h, w], 255 for pixels to ignore. pipeline, test_mode, indices: as
+    in all of mmengine's data sets.
     """
 
-    def __init__(self, images: Bytes, masks: Bytes, **kwargs: Any):
+    def __init__(
+        self, images: Bytes, masks: Bytes, pipeline: Pipeline = (), test_mode: bool = False, indices: Indices = None
+    ):
         self.images, self.masks = images, masks
-        super().__init__(**({"serialize_data": False} | kwargs))  # its list holds nothing worth packing
+        # serialize_data packs the list of images, which here is only their numbers
+        super().__init__(pipeline=list(pipeline), test_mode=test_mode, indices=indices, serialize_data=False)
 
     def load_data_list(self) -> list[dict[str, Any]]:
         return [{"place": i, "reduce_zero_label": False} for i in range(len(self.images))]
@@ -141,7 +148,9 @@ class CamVid(ArraySegDataset):
 
     METAINFO = {"classes": CAMVID_CLASSES, "palette": CAMVID_PALETTE}
 
-    def __init__(self, root: str | Path, split: Split, **kwargs: Any):
+    def __init__(
+        self, root: str | Path, split: Split, pipeline: Pipeline = (), test_mode: bool = False, indices: Indices = None
+    ):
         path = Path(root, "camvid_240x180.npz")
         if not path.exists():
             raise UserError(
@@ -156,7 +165,7 @@ class CamVid(ArraySegDataset):
         masks = np.where(masks == CAMVID_VOID, IGNORE, masks)
         for i, mask in enumerate(masks):
             check_labels(mask, len(CAMVID_CLASSES), f"{path}, y_{split}[{i}]")
-        super().__init__(images, masks, **kwargs)
+        super().__init__(images, masks, pipeline, test_mode, indices)
 
 
 @DATASETS.register_module()
@@ -165,9 +174,9 @@ class DigitsOnPhotos(ArraySegDataset):
 
     METAINFO = {"classes": synthetic.CLASSES}  # mmseg makes a palette
 
-    def __init__(self, split: Split, **kwargs: Any):
+    def __init__(self, split: Split, pipeline: Pipeline = (), test_mode: bool = False, indices: Indices = None):
         images, masks = synthetic.digits_on_photos(split, n=1024 if split == "train" else 128)
-        super().__init__(images, masks, **kwargs)
+        super().__init__(images, masks, pipeline, test_mode, indices)
 
 
 @DATASETS.register_module()
@@ -177,7 +186,9 @@ class ADE20K(ADE20KDataset):
     root: ADEChallengeData2016 as published: images/{training,validation}/*.jpg, annotations/*/*.png (label 0 ignored).
     """
 
-    def __init__(self, root: str | Path, split: Split, **kwargs: Any):
+    def __init__(
+        self, root: str | Path, split: Split, pipeline: Pipeline = (), test_mode: bool = False, indices: Indices = None
+    ):
         if split == "test":
             raise UserError("ADE20K's 3,352 test images come without masks: evaluate on the split val")
         part = {"train": "training", "val": "validation"}[split]
@@ -188,7 +199,9 @@ class ADE20K(ADE20KDataset):
                     f"CO2_DATA to the folder that holds ade/ADEChallengeData2016, {STAND_IN}"
                 )
         prefix = {"img_path": f"images/{part}", "seg_map_path": f"annotations/{part}"}
-        super().__init__(data_root=str(root), data_prefix=prefix, **kwargs)
+        super().__init__(
+            data_root=str(root), data_prefix=prefix, pipeline=list(pipeline), test_mode=test_mode, indices=indices
+        )
         if not len(self):
             raise UserError(f"no *.jpg in {Path(root, 'images', part)}: unpack ADE20K there again")
 
@@ -224,7 +237,7 @@ def _augmentation(name: DataName) -> list[dict[str, Any]]:
 
 
 def dataset_config(name: DataName, split: Split, root: Path | None = None) -> dict[str, Any]:
-    """An mmseg config of the data set: augmented crops of CROP[name] for "train", whole images otherwise.
+    """The mmseg config of the data set: augmented crops of CROP[name] for "train", whole images otherwise.
 
     root: overrides CO2_DATA.
     """
