@@ -3,7 +3,7 @@
 Each layer mixes tokens by linear attention with exponential decay and gates the result, then mixes channels
 by a gated linear unit without activation; both are pre-normalised by SimpleRMSNorm, which has no parameters.
 Attention is computed in chunks (the idea of lightning attention), so its cost is linear in sequence length.
-No position embeddings: order comes from the decay and, in the first layer, from LRPE's rotation.
+There are no position embeddings: order comes from the decay and, in the first layer, from LRPE's rotation.
 """
 
 from dataclasses import dataclass
@@ -136,8 +136,8 @@ class LRPE(nn.Module):
 def decay_slopes(heads: int, layer: int, layers: int) -> Tensor:
     """Decay rate of each head: float32 [heads], in (0, 1]; a token n steps back weighs exp(-slope n).
 
-    Geometric over the heads (2^(-8 h / H), h = 1 ... H, as in ALiBi) and falling linearly over the layers, to
-    almost nothing in the last: low layers look near, the last sees everything. Fixed, not learned.
+    The rates are geometric over the heads (2^(-8 h / H), h = 1 ... H, as in ALiBi) and fall linearly over the layers,
+    to almost nothing in the last: low layers look near, and the last sees everything. They are not learned.
     """
     geometric = 2.0 ** (-8.0 * torch.arange(1, heads + 1, dtype=torch.float32) / heads)
     return geometric * (1.0 - layer / max(layers - 1, 1) + 1e-5)
@@ -146,8 +146,8 @@ def decay_slopes(heads: int, layer: int, layers: int) -> Tensor:
 def chunked_attention(query: Tensor, key: Tensor, value: Tensor, slope: Tensor, chunk: int) -> Tensor:
     """o_t = sum over s <= t of exp(-slope (t - s)) (q_t . k_s) v_s, in time linear in the sequence length.
 
-    Inside a chunk as written, from earlier chunks by a running sum of k_s v_s^T. Every exponent is at most 0,
-    so nothing overflows at any length.
+    Inside a chunk this is computed as written; earlier chunks enter by a running sum of k_s v_s^T. Every exponent is
+    at most 0, so nothing overflows at any length.
 
     Args:
         query, key: [batch, heads, time, d].

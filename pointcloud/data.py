@@ -15,12 +15,12 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from core import UserError
 from pointcloud.recipes import PointCloudRecipe
 from pointcloud.surfaces import random_surface
-from training.sampling import eval_share, worker_batches
+from training.sampling import eval_share, load_batches, worker_batches
 
 SPLITS = ("train", "test")
 
@@ -213,7 +213,7 @@ class PointClouds(Dataset[Tensor]):
             len(self), recipe.batch_size, seed=self.seed, rank=rank, world_size=world_size, start=start, total=total
         )
         keyed = ([(i, epoch) for i in index.tolist()] for epoch, _, index in plan)
-        return self._load(keyed, recipe.loader_workers)
+        return load_batches(self, keyed, recipe.loader_workers)
 
     def test_batches(
         self, recipe: PointCloudRecipe, rank: int, world_size: int, batch_size: int = 32
@@ -221,20 +221,7 @@ class PointClouds(Dataset[Tensor]):
         """This worker's share of the set, in batches."""
         share = eval_share(len(self), rank=rank, world_size=world_size)
         keyed = ([(i, 0) for i in share[at : at + batch_size]] for at in range(0, len(share), batch_size))
-        return self._load(keyed, recipe.loader_workers)
-
-    def _load(self, keyed: Iterator[list[tuple[int, int]]], loader_workers: int) -> Iterator[Tensor]:
-        loader = DataLoader(
-            self,
-            batch_sampler=keyed,
-            num_workers=loader_workers,
-            pin_memory=torch.cuda.is_available(),
-            generator=torch.Generator(),  # else it draws from the model's
-        )
-        try:
-            yield from loader
-        except UserError as error:  # a loader worker puts its traceback in front
-            raise UserError(str(error).splitlines()[-1].rpartition("UserError: ")[2]) from None
+        return load_batches(self, keyed, recipe.loader_workers)
 
 
 def normalise(cloud: np.ndarray) -> np.ndarray:

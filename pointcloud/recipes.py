@@ -28,13 +28,13 @@ class PointCloudRecipe(Recipe):
     dataset: Literal["shapenet", "shapenet55", "modelnet10", "surfaces"] = "shapenet"
     """surfaces is embedded; the others are read from the folder CO2_DATA."""
     points: int = 2048
-    """Points of a cloud, a new random subset every epoch."""
+    """How many points of each cloud are used; every epoch takes a new random subset."""
     augment: bool = False
     """Random scaling and translation."""
     loss: Literal["chamfer", "emd"] = "chamfer"
-    """emd solves an exact assignment on the CPU for every cloud: for a few hundred points."""
+    """emd solves an exact assignment on the CPU for every cloud, which is feasible for a few hundred points."""
     emd_points: int = 256
-    """Points of each cloud that the EMD of an evaluation compares (at most; for speed)."""
+    """How many points of each cloud an evaluation's EMD compares at most, for speed."""
     loader_workers: int = 0
     """Processes per worker that load clouds."""
 
@@ -50,7 +50,7 @@ class PointCloudRecipe(Recipe):
 
 
 def shapenet_folding() -> PointCloudRecipe:
-    """ShapeNetCore v2, 2,048 points, folding decoder. 128 or 80 GPUs: 640 = 128 x 5 = 80 x 8. Not run."""
+    """ShapeNetCore v2, 2,048 points, folding decoder. The batch of 640 divides by 128 and by 80 GPUs. Not run."""
     return PointCloudRecipe(
         batch_size=640,
         epochs=300,

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
 from mmengine.dataset import pseudo_collate
 from mmseg.datasets import BaseSegDataset
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from core import UserError
 from segmentation.recipes import SegmentationRecipe
-from training.sampling import eval_share, worker_batches
+from training.sampling import eval_share, load_batches, worker_batches
 
-Batch = dict[
-    str, list[Any]
-]  # `inputs` uint8 [3, h, w] BGR and `data_samples` (mmseg's SegDataSample), an entry an image
+# `inputs`, uint8 [3, h, w] BGR, and `data_samples`, mmseg's SegDataSample: a list each, with one entry for every image
+Batch = dict[str, list[Any]]
 
 
 class SeededAugmentation(Dataset[dict[str, Any]]):
@@ -53,7 +50,8 @@ def train_batches(
         total=total,
     )
     places = ([(epoch, i) for i in indices.tolist()] for epoch, _, indices in batches)
-    return _load(SeededAugmentation(dataset, recipe.seed), places, recipe.loader_workers)
+    augmented = SeededAugmentation(dataset, recipe.seed)
+    return load_batches(augmented, places, recipe.loader_workers, collate=pseudo_collate, pin=False)
 
 
 def eval_batches(
@@ -61,20 +59,5 @@ def eval_batches(
 ) -> Iterator[Batch]:
     """This worker's share of the data set, every image once, in batches of at most batch_size."""
     share = list(eval_share(len(dataset), rank=rank, world_size=world_size))
-    batches = [share[i : i + batch_size] for i in range(0, len(share), batch_size)]
-    return _load(dataset, batches, recipe.loader_workers)
-
-
-def _load(dataset: Any, batches: Iterable[list[Any]], workers: int) -> Iterator[Batch]:
-    """The batches of items that `batches` lists; UserError of a loader process is raised as the line it was there."""
-    loader = DataLoader(
-        dataset,
-        batch_sampler=batches,  # type: ignore[arg-type]  # an iterable will do
-        num_workers=workers,
-        collate_fn=pseudo_collate,
-        generator=torch.Generator(),  # else it draws from the generator that the model's dropout uses
-    )
-    try:
-        yield from loader
-    except UserError as error:  # torch has put the process's traceback before it
-        raise UserError(str(error).strip().rsplit("UserError: ")[-1]) from None
+    batches = (share[i : i + batch_size] for i in range(0, len(share), batch_size))
+    return load_batches(dataset, batches, recipe.loader_workers, collate=pseudo_collate, pin=False)

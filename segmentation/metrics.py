@@ -22,7 +22,7 @@ class SegmentationMetric:
 
     def __init__(self, classes: Sequence[str], device: torch.device | str = "cpu"):
         self.classes = tuple(classes)
-        # intersection, union, predicted, labelled: pixels per class, exact in float64
+        # the pixels of each class in the intersection, the union, the prediction and the label; float64 counts exactly
         self.areas = torch.zeros(4, len(self.classes), dtype=torch.float64, device=device)
 
     def update(self, prediction: Tensor, label: Tensor) -> None:

@@ -50,7 +50,7 @@ def _photos(split: str) -> list[Bytes]:
 
 
 def _crop(photo: Bytes, size: int, rng: np.random.Generator) -> Bytes:
-    """At half its brightness, so that every digit stands out."""
+    """A random part of the photograph at half its brightness, so that every digit stands out."""
     top = rng.integers(photo.shape[0] - size + 1)
     left = rng.integers(photo.shape[1] - size + 1)
     return photo[top : top + size, left : left + size] // 2

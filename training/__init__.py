@@ -1,1 +1,1 @@
-"""What the train scripts share: recipes, the run and its folder, optimisers, samples, ZeRO, checkpoints."""
+"""The harness that the train scripts share: recipes, the run around a loop, optimisers, samples, ZeRO, checkpoints."""

@@ -1,4 +1,4 @@
-"""Saving and resuming a run, the all-reduce in flight included: one file a worker, complete or not at all."""
+"""A run's checkpoints: every worker writes its own file, and only a checkpoint with all files is ever loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEEP = 2  # complete checkpoints kept; the older one survives a kill in the midd
 
 
 def save(folder: Path, step: int, state: dict[str, Any], *, rank: int, world_size: int) -> None:
-    """Writes this worker's `state` under folder/step*/; every worker must call it. Removes old checkpoints."""
+    """Writes this worker's `state` under folder/step*/, and removes old checkpoints; every worker must call it."""
     target = folder / f"step{step:09d}"
     target.mkdir(parents=True, exist_ok=True)
     path = target / _name(rank, world_size)

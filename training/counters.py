@@ -20,7 +20,7 @@ class Due:
 
 
 class Every:
-    """Says when something that happens every `period` steps is due; it may be asked at some steps only.
+    """Says when something that happens every `period` steps is due, though it is asked at some steps only.
 
     period: 0 for never. start: the step that the run begins or resumes at.
     """
@@ -30,7 +30,7 @@ class Every:
         self._last = start
 
     def due(self, step: int) -> bool:
-        """Whether a multiple of the period lies behind the last step at which this was True."""
+        """Whether a multiple of the period has been passed since the last step at which this was True."""
         if not self.period or step // self.period <= self._last // self.period:
             return False
         self._last = step

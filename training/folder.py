@@ -89,7 +89,7 @@ class RunFolder:
         self._metrics.write(json.dumps(line) + "\n")
 
     def summarise(self, title: str, summary: dict[str, float]) -> None:
-        """Writes summary.json, and prints it behind the title."""
+        """Writes summary.json, and prints it after the title."""
         if not self._writes:
             return
         (self.path / "summary.json").write_text(json.dumps(summary, indent=2))

@@ -14,28 +14,28 @@ from core.errors import UserError
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """The inner optimiser, which every worker runs by itself, and its schedule over all steps of the run."""
+    """The inner optimiser, which every worker runs by itself, and its learning-rate schedule over the whole run."""
 
     name: Literal["sgd", "adamw", "adam"] = "sgd"
     lr: float = 0.1
     """Peak learning rate."""
     momentum: float = 0.9
-    """Of SGD."""
+    """SGD's."""
     nesterov: bool = False
     betas: tuple[float, float] = (0.9, 0.999)
-    """Of Adam and AdamW."""
+    """Adam's and AdamW's."""
     eps: float = 1e-8
     weight_decay: float = 0.0
     """Not applied to biases and normalisation weights (tensors of fewer than two dimensions)."""
     schedule: Literal["cosine", "poly", "inverse_sqrt", "constant"] = "cosine"
     power: float = 1.0
-    """Of poly: 0.9 is usual for SGD, 1.0 (linear) for AdamW."""
+    """The exponent of poly; 0.9 is usual for SGD, 1.0 (linear) for AdamW."""
     warmup_steps: int = 0
     """Steps of linear warm-up from 0."""
     min_lr_share: float = 0.0
-    """Where cosine and poly end, as a share of the peak."""
+    """Where cosine and poly end, as a share of the peak learning rate."""
     clip_grad_norm: float | None = None
-    """Clips the norm of each worker's gradient; None for no clipping."""
+    """The norm to which each worker clips its gradient; None for no clipping."""
 
     def __post_init__(self) -> None:
         if not self.lr > 0:

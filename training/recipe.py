@@ -28,7 +28,10 @@ from training.workers import rank, world_size
 
 @dataclass(frozen=True)
 class Recipe:
-    """What every recipe has; a task adds its model and data. Help texts are the fields' docstrings."""
+    """The settings that every recipe has; a task's own recipe adds its model and data.
+
+    The command line shows each field's docstring as its help text.
+    """
 
     name: tyro.conf.Suppress[str] = ""
     method: MethodName = "co2"
@@ -44,19 +47,19 @@ class Recipe:
     average_buffers: bool = True
     """Average BatchNorm statistics with the parameters."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16: forward and backward under autocast where the device has it."""
+    """bfloat16 runs the forward pass under autocast where the device has it."""
     per_node: int = 1
-    """Workers (consecutive ranks) that synchronise gradients every step, the method running across such nodes; 0: those
-    that torchrun or SLURM started on one machine."""
+    """How many workers (consecutive ranks) make a node. They synchronise gradients at every step, and the method runs
+    across nodes. 0 takes the workers that torchrun or SLURM started on one machine."""
     zero: Literal[0, 1, 2, 3] = 0
-    """ZeRO stage inside a node: 1 shares out the optimiser's state, 2 the gradients too, 3 the parameters too."""
+    """The ZeRO stage inside a node: 1 shares out the optimiser's state, 2 the gradients too, 3 the parameters too."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout: float = 600.0
     """Seconds until a missing worker is an error."""
     link_mbit: float | None = None
-    """Holds collectives back in software as a link of this many Mbit/s would; None for the real link."""
+    """Hold collectives back in software as a link of this many Mbit/s would; None for the real link."""
     out: Path | None = None
-    """Run folder; runs/RECIPE-METHOD-seedSEED by default."""
+    """The run folder; runs/RECIPE-METHOD-seedSEED by default."""
     resume: bool = False
     """Continue from the run folder's newest checkpoint, if it has one."""
     eval_every: int = 1
@@ -66,7 +69,7 @@ class Recipe:
     log_every: int = 10
     """Steps between two lines of metrics.jsonl."""
     trace: bool = False
-    """Write a torch.profiler trace of two rounds to the run folder: the all-reduce is seen under the local steps."""
+    """Write a torch.profiler trace of two rounds to the run folder; it shows the all-reduce under the local steps."""
     dry_run: bool = False
     """Print the resolved recipe, build the model without memory, and stop."""
 

@@ -204,7 +204,7 @@ class Run:
             checkpoint.save(self._checkpoints, self.step, state, rank=self.rank, world_size=self.world_size)
 
     def _resume(self) -> float:
-        """Restores the newest checkpoint, if there is one; returns the seconds of training that lie behind it."""
+        """Restores the newest checkpoint, if there is one; returns the seconds of training that led to it."""
         state = checkpoint.load(self._checkpoints, rank=self.rank, world_size=self.world_size, device=self.device)
         if state is None:
             return 0.0

@@ -1,11 +1,13 @@
-"""Which samples a worker sees: a pure function of (seed, epoch, rank, world size), whatever loads the data."""
+"""Which samples a worker sees, a pure function of (seed, epoch, rank, world size), and how they are loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from core.errors import UserError
 
@@ -54,6 +56,34 @@ def worker_batches(
 def eval_share(n: int, *, rank: int, world_size: int) -> range:
     """The samples that this worker evaluates: every one belongs to exactly one worker."""
     return range(rank, n, world_size)
+
+
+def load_batches(
+    dataset: Dataset[Any],
+    keys: Iterator[list[Any]],
+    workers: int,
+    *,
+    collate: Callable[[list[Any]], Any] | None = None,
+    pin: bool = True,
+) -> Iterator[Any]:
+    """The batches whose items' keys are listed, in order.
+
+    workers: how many processes load them; 0 for this one. collate: makes a batch of a list of items, None for torch's
+    way. pin: in pinned memory where there is a GPU. A UserError of a loading process is raised as the one line that it
+    was there.
+    """
+    loader = DataLoader(
+        dataset,
+        batch_sampler=keys,  # type: ignore[arg-type]  # an iterator will do
+        num_workers=workers,
+        collate_fn=collate,
+        pin_memory=pin and torch.cuda.is_available(),
+        generator=torch.Generator(),  # otherwise it would draw from the generator that the model's dropout uses
+    )
+    try:
+        yield from loader
+    except UserError as error:  # torch puts the process's traceback in front
+        raise UserError(str(error).strip().rpartition("UserError: ")[2]) from None
 
 
 def mix(*key: int) -> int:

@@ -12,8 +12,8 @@ class Trace:
     """Writes a torch.profiler trace of some rounds: the all-reduce is seen under the local steps.
 
     Open it in https://ui.perfetto.dev or chrome://tracing: gloo's all-reduce lies in a thread of its own
-    (`gloo:all_reduce`), NCCL's in a stream of its own. first: the round after which the trace begins, once all has
-    warmed up; rounds: how many it covers.
+    (`gloo:all_reduce`), NCCL's in a stream of its own. The trace begins when `first` rounds have closed, so that
+    everything has warmed up, and covers `rounds` rounds.
     """
 
     def __init__(self, path: Path, *, cuda: bool = False, first: int = 2, rounds: int = 2):

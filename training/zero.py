@@ -1,7 +1,8 @@
-"""ZeRO inside a node (Rajbhandari et al., 2020): what the workers that synchronise every step need not all hold.
+"""ZeRO inside a node (Rajbhandari et al., 2020): the node's workers share out what they need not all hold.
 
-Stage 1 shares out the optimiser's state (torch's ZeroRedundancyOptimizer), stage 2 also the gradients, stage 3 also
-the parameters between the uses of a layer (torch's FSDP2, `fully_shard`, without and with resharding after forward).
+Stage 1 shares out the optimiser's state, with torch's ZeroRedundancyOptimizer. Stage 2 shares out the gradients too,
+and stage 3 the parameters as well while no layer uses them; both are torch's FSDP2, `fully_shard`, which reshards the
+parameters after the forward pass in stage 3 and not in stage 2.
 CO2 takes the dimension across nodes: see core/sharded.py.
 """
 
@@ -26,12 +27,13 @@ Stage = Literal[0, 1, 2, 3]
 def shard_model(model: nn.Module, mesh: DeviceMesh, stage: Stage, *, everywhere: bool = False) -> nn.Module:
     """Stages 2 and 3: makes DTensors of the parameters, a shard on each worker of the mesh's dimension "shard".
 
-    Every element of a ModuleList (a transformer's blocks) is gathered by itself, and what remains as a whole. Gradients
-    are averaged over the shards' workers in every backward pass; everywhere: over all nodes too (HSDP), as ddp wants
-    it. Build the optimiser afterwards.
+    Each element of a ModuleList, such as a transformer's block, is gathered by itself, and the rest of the model as a
+    whole. Every backward pass averages the gradients over the shards' workers, and with `everywhere` over all nodes too
+    (HSDP), as ddp wants it. Build the optimiser afterwards.
     """
     if stage >= 2:
-        logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)  # at every DTensor of a checkpoint
+        # it would warn at every DTensor of a checkpoint
+        logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
         over = mesh if everywhere else mesh["shard"]
         for group in over.get_all_groups():
             _start_alike(model, group)
@@ -43,9 +45,9 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, stage: Stage, *, everywhere:
 
 
 def shard_optimizer(optimizer: torch.optim.Optimizer, mesh: DeviceMesh, stage: Stage) -> torch.optim.Optimizer:
-    """Stage 1: the same optimiser, each of the mesh's "shard" workers keeping the state of its part of the parameters.
+    """Stage 1: the same optimiser, of which each worker of the mesh's "shard" keeps the state of its own parameters.
 
-    With the other stages the optimiser itself: its state is sharded as the parameters are.
+    The other stages return the optimiser as it is: its state is sharded as the parameters are.
     """
     if stage != 1:
         return optimizer
@@ -57,7 +59,7 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, mesh: DeviceMesh, stage: S
 
 
 class _LocallySaved(ZeroRedundancyOptimizer):
-    """torch's, whose state_dict is this worker's part: every worker writes its own checkpoint file."""
+    """torch's optimiser with a state_dict of this worker's part alone, since every worker writes its own checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
         return self.optim.state_dict()
@@ -70,8 +72,11 @@ class _LocallySaved(ZeroRedundancyOptimizer):
 
 @contextlib.contextmanager
 def gathered(model: nn.Module, stage: Stage) -> Iterator[None]:
-    """The whole parameters on every worker, so that a forward pass communicates nothing: for evaluations, in which
-    workers may see different numbers of batches. Does nothing to a model that is not sharded."""
+    """Keeps the whole parameters on every worker, so that a forward pass communicates nothing.
+
+    Evaluations need it, in which workers may see different numbers of batches. A model that is not sharded stays as
+    it is.
+    """
     sharded = [m for m in model.modules() if isinstance(m, FSDPModule)]
     for module in sharded:
         module.set_reshard_after_forward(False, recurse=False)

@@ -14,11 +14,11 @@ import torch
 from PIL import UnidentifiedImageError
 from timm.data import Mixup, create_transform
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from torchvision.datasets import ImageFolder
 
 from core import UserError
-from training.sampling import eval_share, mix, worker_batches
+from training.sampling import eval_share, load_batches, mix, worker_batches
 from vision.recipes import VisionRecipe
 
 
@@ -63,7 +63,7 @@ class ImageNet:
         )
         keyed = ([(i, mix(seed, epoch, i)) for i in index.tolist()] for epoch, _, index in ahead)
         mixup = self._mixup(recipe)
-        batches = self._load(train_transform(recipe), keyed, recipe)
+        batches = load_batches(Seeded(self.samples, train_transform(recipe)), keyed, recipe.loader_workers)
         for (epoch, number, _), (images, labels) in zip(plan, batches, strict=True):
             if mixup is not None:
                 np.random.seed(mix(seed, epoch, number, rank) % 2**32)  # timm draws from numpy
@@ -76,25 +76,13 @@ class ImageNet:
         """This worker's share of the set, centre crops."""
         share = eval_share(len(self), rank=rank, world_size=world_size)
         keyed = ([(i, 0) for i in share[at : at + batch_size]] for at in range(0, len(share), batch_size))
-        yield from self._load(create_transform(224, crop_pct=0.875, interpolation="bicubic"), keyed, recipe)
+        transform = create_transform(224, crop_pct=0.875, interpolation="bicubic")
+        return load_batches(Seeded(self.samples, transform), keyed, recipe.loader_workers)
 
     def _mixup(self, recipe: VisionRecipe) -> Mixup | None:
         if not recipe.mixup and not recipe.cutmix:
             return None
         return Mixup(recipe.mixup, recipe.cutmix, label_smoothing=recipe.label_smoothing, num_classes=len(self.classes))
-
-    def _load(self, transform: Any, keyed: Iterator[Any], recipe: VisionRecipe) -> Iterator[tuple[Tensor, Tensor]]:
-        loader = DataLoader(
-            Seeded(self.samples, transform),
-            batch_sampler=keyed,
-            num_workers=recipe.loader_workers,
-            pin_memory=torch.cuda.is_available(),
-            generator=torch.Generator(),  # else it draws from the model's
-        )
-        try:
-            yield from loader
-        except UserError as error:  # a loader worker puts its traceback in front
-            raise UserError(str(error).splitlines()[-1].rpartition("UserError: ")[2]) from None
 
 
 class Seeded(Dataset[tuple[Tensor, int]]):
