@@ -5,7 +5,7 @@
     python reproduce.py TABLE --local [--workers 4] [--dry-run]    trains the small stand-ins on this machine
     python reproduce.py [TABLE] --collect runs/                    Markdown, from config.json and summary.json alone
 
-The tables are in paper_tables.py. A cell of the paper that is unknown to us is empty; a row without runs: "not run".
+The tables are in results/paper.py. A cell of the paper that is unknown to us is empty; a row without runs: "not run".
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, Literal
 import tyro
 
 from core import UserError
-from paper_tables import GPUS, TABLES, Metric, Row, Table
+from results.paper import GPUS, TABLES, Metric, Row, Table
 from training.recipe import Recipe, launch
 
 ROOT = Path(__file__).resolve().parent

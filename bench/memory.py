@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bench.boundary import field
-from bench.ranks import run_ranks
+from bench.cluster import run_ranks
 from core.co2 import CO2, CO2Config
 from core.errors import UserError
 from core.groups import node_mesh

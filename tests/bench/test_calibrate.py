@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import calibrate
-from bench.events import simulate
-from bench.simulate import Simulate, build
+from bench.simulator import calibrate
+from bench.simulator.events import simulate
+from bench.simulator.predict import Simulate, build
 from core.errors import UserError
 
 TRUE = calibrate.Constants(

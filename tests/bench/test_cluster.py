@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import launch, namespaces
-from bench.cluster import require_namespaces
-from bench.switch import VNET_HEADER, targets
+from bench.cluster import launch, namespaces, require_namespaces
+from bench.cluster.switch import VNET_HEADER, targets
 from core.errors import UserError
 
 ROOT = Path(__file__).parents[2]

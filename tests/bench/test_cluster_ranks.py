@@ -15,9 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import namespaces
-from bench.cluster import Cluster
-from bench.guard import members
+from bench.cluster import Cluster, namespaces
+from bench.cluster.guard import members
 from core.errors import UserError
 
 ROOT = Path(__file__).parents[2]

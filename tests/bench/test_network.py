@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from bench.network import (
+from bench.simulator.network import (
     ALGORITHMS,
     PRESETS,
     Cluster,

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from bench import peers
-from bench.peer_adapters import PEERS, Peer, split
-from bench.peer_loop import Job, network_bytes, peak_bytes, reset_peak
-from bench.peer_model import Pace, build_model
-from bench.peers import Bench, loss_at, run_all, summarise, table
+from bench.peers import compare
+from bench.peers.adapters import PEERS, Peer, split
+from bench.peers.compare import Bench, loss_at, run_all, summarise, table
+from bench.peers.loop import Job, network_bytes, peak_bytes, reset_peak
+from bench.peers.model import Pace, build_model
 from core import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ def test_an_absent_package_is_named():
 
 def test_other_rows_come_out_beside_an_absent_package(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(PEERS, "hivemind", replace(PEERS["hivemind"], package="co2-no-such-package"))
-    monkeypatch.setattr(peers, "run_row", lambda *_: dict(DONE))
+    monkeypatch.setattr(compare, "run_row", lambda *_: dict(DONE))
     runs = run_all(Bench(repeats=2, methods=("hivemind", "co2")), tmp_path)
     assert [run["method"] for run in runs] == ["none", "hivemind", "co2"] * 2
     reasons = [run.get("reason") for run in runs]
@@ -50,7 +50,7 @@ def test_other_rows_come_out_beside_an_absent_package(monkeypatch, tmp_path, cap
 
 
 def test_a_software_throttle_refuses_every_peer(monkeypatch, tmp_path):
-    monkeypatch.setattr(peers, "run_row", lambda *_: dict(DONE))
+    monkeypatch.setattr(compare, "run_row", lambda *_: dict(DONE))
     runs = run_all(Bench(repeats=1, throttle=True), tmp_path)
     refused = {run["method"] for run in runs if "cannot hold back" in run.get("reason", "")}
     assert refused == set(PEERS)
@@ -63,7 +63,7 @@ def test_a_row_that_failed_is_not_tried_again(monkeypatch, tmp_path):
         tried.append((method, repeat))
         return {"reason": "killed: still running after 5 s"} if method == "co2" else dict(DONE)
 
-    monkeypatch.setattr(peers, "run_row", run_row)
+    monkeypatch.setattr(compare, "run_row", run_row)
     runs = run_all(Bench(repeats=2, methods=("co2", "local")), tmp_path)
     assert tried == [("none", 0), ("co2", 0), ("local", 0), ("none", 1), ("local", 1)]
     assert [run["reason"] for run in runs if run["method"] == "co2"] == ["killed: still running after 5 s"] * 2
@@ -81,16 +81,16 @@ def test_an_error_becomes_the_reason_of_its_row(monkeypatch, error, reason):
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(peers, "run_ranks", fail)
-    assert peers.attempt(JOB, None, ()) == {"reason": reason}
+    monkeypatch.setattr(compare, "run_ranks", fail)
+    assert compare.attempt(JOB, None, ()) == {"reason": reason}
 
 
 def test_a_row_is_as_slow_as_its_slowest_worker(monkeypatch):
     def rank(seconds, sent, **more):
         return {"seconds": seconds, "times": {0: 0.0, 4: seconds}, "sent": sent, "memory": sent, "rounds": 2, **more}
 
-    monkeypatch.setattr(peers, "run_ranks", lambda *_, **__: [rank(1.0, 10, losses=[2.0, 1.0]), rank(3.0, 20)])
-    row = peers.attempt(JOB, None, ())
+    monkeypatch.setattr(compare, "run_ranks", lambda *_, **__: [rank(1.0, 10, losses=[2.0, 1.0]), rank(3.0, 20)])
+    row = compare.attempt(JOB, None, ())
     assert (row["seconds"], row["times"], row["sent"], row["memory"]) == (3.0, [0.0, 3.0], 15, 15)
 
 
@@ -144,7 +144,7 @@ def test_a_table_from_rows():
 def test_the_report_names_link_and_settings():
     runs = [{"method": name, "repeat": 0, **DONE} for name in ("none", "torchft_diloco")]
     bench = Bench(steps=4, tau=2, workers=2, repeats=1, methods=("torchft_diloco",))
-    text = peers.report(bench, summarise(bench, runs), "a test's link")
+    text = compare.report(bench, summarise(bench, runs), "a test's link")
     assert "Link: a test's link. 2 workers" in text
     assert "Nesterov" in text and "torchft-nightly" in text and "0.28 M parameters" in text
     assert "hivemind: Optimizer" not in text
@@ -214,7 +214,7 @@ def test_counters_are_those_of_the_interface():
 def test_bad_options_are_refused(monkeypatch, options, says):
     monkeypatch.setattr(sys, "argv", ["peers", *options])
     with pytest.raises(UserError, match=says) as refusal:
-        peers.main()
+        compare.main()
     assert "\n" not in str(refusal.value)
 
 
@@ -224,6 +224,6 @@ def test_a_refusal_is_one_line():
 
 
 def test_a_diverged_repeat_is_told_and_enters_no_median():
-    assert peers.cell([float("nan"), 0.585, float("nan")], "{:.3f}") == "diverged in 2 of 3 (else 0.585)"
-    assert peers.cell([float("inf")], "{:.3f}") == "diverged in 1 of 1"
-    assert peers.cell([1.0, 3.0, 2.0], "{:.1f}") == "2.0 (1.0 to 3.0)"
+    assert compare.cell([float("nan"), 0.585, float("nan")], "{:.3f}") == "diverged in 2 of 3 (else 0.585)"
+    assert compare.cell([float("inf")], "{:.3f}") == "diverged in 1 of 1"
+    assert compare.cell([1.0, 3.0, 2.0], "{:.1f}") == "2.0 (1.0 to 3.0)"

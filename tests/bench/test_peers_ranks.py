@@ -12,10 +12,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench import peer_loop, peer_model
-from bench.peer_adapters import PEERS, Task
-from bench.peer_loop import BATCH, Job
-from bench.peer_model import LR, MOMENTUM
+from bench.peers import loop
+from bench.peers.adapters import PEERS, Task
+from bench.peers.loop import BATCH, Job
+from bench.peers.model import LR, MOMENTUM, build_model
 from core.testing import run_distributed
 from vision import data
 
@@ -90,19 +90,19 @@ def job(method: str, folder: Path) -> Job:
     return Job(method, 5, 2, 2, 16, 0.0, 3, 30.0, None, None, folder, folder)
 
 
-def loop(rank: int, _: int, method: str, folder: Path) -> dict:
-    return peer_loop.run(job(method, folder), *data.digits())
+def trained(rank: int, _: int, method: str, folder: Path) -> dict:
+    return loop.run(job(method, folder), *data.digits())
 
 
 def two_workers_by_hand(average_every: int) -> list[float]:
     """Losses of the mean model after steps 0, 2, 4, 5 of two workers that average now and then (0: never)."""
     train, test = data.digits()
     torch.manual_seed(3)
-    models = [peer_model.build_model(16), peer_model.build_model(16)]
+    models = [build_model(16), build_model(16)]
     models[1].load_state_dict(models[0].state_dict())
-    mean = peer_model.build_model(16)
+    mean = build_model(16)
     optimizers = [torch.optim.SGD(m.parameters(), LR, MOMENTUM) for m in models]
-    batches = [peer_loop.batches(job("none", Path()), train, rank) for rank in range(2)]
+    batches = [loop.batches(job("none", Path()), train, rank) for rank in range(2)]
     losses = []
     for step in range(6):
         if step:
@@ -124,21 +124,21 @@ def two_workers_by_hand(average_every: int) -> list[float]:
 @pytest.mark.parametrize(("method", "rounds"), [("none", 0), ("local", 3)])
 def test_the_loop_against_two_workers_by_hand(method: str, rounds: int, tmp_path: Path):
     """finish() adds a third round to the two of five steps with tau 2, and every round sends the model once."""
-    first, second = run_distributed(loop, 2, method, tmp_path)
+    first, second = run_distributed(trained, 2, method, tmp_path)
     assert first["losses"] == pytest.approx(two_workers_by_hand(2 if method == "local" else 0), rel=1e-4)
     assert list(first["times"]) == list(second["times"]) == [0, 2, 4, 5]
     assert first["rounds"] == rounds and "losses" not in second
     if method == "local":
-        parameters = sum(p.numel() for p in peer_model.build_model(16).parameters())
+        parameters = sum(p.numel() for p in build_model(16).parameters())
         assert first["sent"] == pytest.approx(3 * 4 * parameters, rel=0.01)  # 2 (n - 1) / n = 1; 4 bytes each
 
 
 def failing(rank: int, _: int, folder: Path) -> str:
-    """What peer_loop.worker makes of a method's error: the process group is there already."""
+    """What loop.worker makes of a method's error: the process group is there already."""
     os.environ["RANK"] = str(rank)
     dist.destroy_process_group()
     try:
-        peer_loop.worker(job("ddp", folder), *data.digits())
+        loop.worker(job("ddp", folder), *data.digits())
     except Exception as error:
         dist.init_process_group("gloo", init_method=f"file://{folder}/again", rank=rank, world_size=2)
         return f"{type(error).__name__}|{error}"
@@ -171,7 +171,7 @@ def test_the_command_with_a_throttled_link(tmp_path: Path):
     none, co2, refused = result["rows"]
     assert "throttled in software to 1 Mbit/s" in out
     assert "cannot hold back" in refused["reason"] and "| torch_powersgd | not run: " in out
-    parameters = sum(p.numel() for p in peer_model.build_model(16).parameters())
+    parameters = sum(p.numel() for p in build_model(16).parameters())
     sent = co2["bytes_per_sample"][0] * 6 * BATCH
     assert co2["rounds"] == [4] and sent == pytest.approx(4 * 4 * parameters, rel=0.01)
     assert result["runs"][1]["seconds"] > 0.95 * sent * 8 / 1e6  # what the link takes
@@ -182,7 +182,7 @@ def test_the_command_with_a_throttled_link(tmp_path: Path):
 def test_the_command_over_namespaces(tmp_path: Path):
     """Bytes are those of the interface: with headers, above the model's in every one of post-local SGD's rounds."""
     out, result = bench(tmp_path, "--rate", "20", "--methods", "torch_post_local", "torch_powersgd", "local")
-    parameters = sum(p.numel() for p in peer_model.build_model(16).parameters())
+    parameters = sum(p.numel() for p in build_model(16).parameters())
     _, post, power_sgd, local = result["rows"]
     assert "20 Mbit/s between network namespaces of one machine (measured" in out
     for row, rounds in ((post, 3), (local, 4)):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench import calibrate
+from bench.simulator import calibrate
 from bench.standin import BYTES, PARAMS
 from core.collectives import ring_bytes
 

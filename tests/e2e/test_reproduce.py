@@ -14,7 +14,7 @@ import pytest
 import reproduce
 from core import UserError
 from core.baselines import METHODS
-from paper_tables import TABLES
+from results.paper import TABLES
 from training.recipe import parse
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import reproduce
-from paper_tables import GPUS
+from results.paper import GPUS
 from training.recipe import Recipe, parse
 from training.sampling import per_worker
 

@@ -1,7 +1,4 @@
-"""A cluster emulated on one machine: a network namespace per node, joined by links of a set rate.
-
-The command line is that of bench/launch.py: python -m bench.cluster --nodes 4 --rate 200mbit -- -m vision.train RECIPE
-"""
+"""A cluster emulated on one machine: a network namespace per node, joined by links of a set rate."""
 
 from __future__ import annotations
 
@@ -17,13 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from bench.guard import kill_members
-from bench.namespaces import enter, inside, new_namespace, require_namespaces, tool
-from bench.ranks import run_ranks
+from bench.cluster.guard import kill_members
+from bench.cluster.namespaces import enter, inside, new_namespace, tool
 from core.errors import UserError
-from training.recipe import launch
-
-__all__ = ["Cluster", "require_namespaces", "run_ranks"]
 
 BURST = "256kb"  # of the token bucket; with 64kb gloo runs several times too slow although plain sockets do not
 HEADERS = 1514 / 1448  # bytes on an Ethernet wire per byte of TCP payload, full frames with time stamps
@@ -210,9 +203,3 @@ def _receive(sock: socket.socket, least: int) -> tuple[int, float]:
             raise UserError("the link broke while its rate was measured")
         count += received
     return count, time.monotonic()
-
-
-if __name__ == "__main__":
-    from bench.launch import main
-
-    launch(main)

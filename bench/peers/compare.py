@@ -26,13 +26,12 @@ import torch
 import tyro
 
 from bench.cluster import Cluster, require_namespaces, run_ranks
-from bench.peer_adapters import PEERS
-from bench.peer_loop import BATCH, REFERENCE, Job, worker
-from bench.peer_model import LR, MOMENTUM, build_model
+from bench.peers.adapters import PEERS
+from bench.peers.loop import BATCH, REFERENCE, Job, worker
+from bench.peers.model import LR, MOMENTUM, build_model
 from core import UserError
 from core.baselines import OverlapLocalConfig, SlowMoConfig
 from core.co2 import CO2Config
-from training.recipe import launch
 from vision import data
 
 OURS = ("ddp", "local", "overlap_local", "slowmo", "co2")
@@ -85,7 +84,7 @@ class Bench:
 
 
 def main() -> None:
-    bench = tyro.cli(Bench, use_underscores=True)
+    bench = tyro.cli(Bench, prog="python -m bench.peers", use_underscores=True)
     bench.check()
     if not bench.throttle:
         require_namespaces()
@@ -317,7 +316,3 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[package] = "absent"
     return found
-
-
-if __name__ == "__main__":
-    launch(main)

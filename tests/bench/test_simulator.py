@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import paper_throughput
-from bench.events import Work, expected_skew, recommend_tau, simulate, useful_share
-from bench.network import ALGORITHMS, PRESETS
-from bench.simulate import Simulate, build, main, predict, prediction
+from bench.simulator import paper
+from bench.simulator.events import Work, expected_skew, recommend_tau, simulate, useful_share
+from bench.simulator.network import ALGORITHMS, PRESETS
+from bench.simulator.predict import Simulate, build, main, predict, prediction
 from core.baselines import METHODS
 from core.errors import UserError
 from tests.bench.test_calibrate import scaling_data
@@ -199,7 +199,7 @@ def test_ten_thousand_nodes():
 
 
 def test_the_paper_s_fitted_cells_come_out_and_the_others_are_called_predictions():
-    result = paper_throughput.report(DGX, 5e8, 4096, 2 / 3, 0.8)
+    result = paper.report(DGX, 5e8, 4096, 2 / 3, 0.8)
     cells = {cell.name: cell for cell in result.cells}
     for name, cell in cells.items():
         assert cell.fitted == (name in ("AdamW, 8 GPUs, words/s", "AdamW, 16 GPUs, words/s"))
@@ -209,7 +209,7 @@ def test_the_paper_s_fitted_cells_come_out_and_the_others_are_called_predictions
     step_times = 1 + (10.576 - 1 + 0.5333) * (127 / 128) / (15 / 16) - 0.5333
     ring = cells["AdamW, 128 GPUs, words/s"].predicted["ring"]
     assert ring == pytest.approx(16 * 18_444 / step_times, rel=0.005)
-    text = paper_throughput.remarks(result)
+    text = paper.remarks(result)
     assert "no prediction" in text and "Not matched: CO2 tau 48, ratio" in text
     assert max(cells["CO2 tau 48, ratio"].predicted.values()) <= 1.0 + 1e-9
 
@@ -218,7 +218,7 @@ def test_the_paper_s_fitted_cells_come_out_and_the_others_are_called_predictions
 
 
 def run(*args: str | Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "bench.simulate", *map(str, args)]
+    command = [sys.executable, "-m", "bench.simulator", *map(str, args)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 

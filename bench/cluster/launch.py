@@ -27,8 +27,8 @@ from typing import Any
 
 import tyro
 
-from bench.cluster import Cluster
-from bench.namespaces import die_with, require_namespaces
+from bench.cluster.namespaces import die_with, require_namespaces
+from bench.cluster.nodes import Cluster
 from core.errors import UserError
 
 PORT = 29500  # of the rendezvous on node 0, whose namespace is empty

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from bench.events import Work, simulate
-from bench.network import ALGORITHMS, Algorithm, Cluster, allreduce_seconds
+from bench.simulator.events import Work, simulate
+from bench.simulator.network import ALGORITHMS, Algorithm, Cluster, allreduce_seconds
 from core.errors import UserError
 
 # Words/s of all GPUs together, 8 of them a node; ratio = throughput(128) / (8 x throughput(16)).

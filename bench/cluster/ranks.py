@@ -16,11 +16,11 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.namespaces import die_with
+from bench.cluster.namespaces import die_with
 from core.errors import UserError
 
 if TYPE_CHECKING:
-    from bench.cluster import Cluster
+    from bench.cluster.nodes import Cluster
 
 
 def run_ranks(

@@ -1,8 +1,8 @@
 """Predicts throughput, exposed communication and the tau to use for a cluster; calibrated by bench.scaling's JSON.
 
-python -m bench.simulate --preset internet-1000 [--params 125e6] [--step_ms 500] ...
-python -m bench.simulate --calibrate scaling.json      # fit to some rows, predict the others
-python -m bench.simulate --paper                       # against the known cells of the paper's throughput table
+python -m bench.simulator --preset internet-1000 [--params 125e6] [--step_ms 500] ...
+python -m bench.simulator --calibrate scaling.json      # fit to some rows, predict the others
+python -m bench.simulator --paper                       # against the known cells of the paper's throughput table
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from typing import Any, Literal
 
 import tyro
 
-from bench import calibrate, paper_throughput
-from bench.calibrate import Calibration
-from bench.events import Outcome, Work, recommend_tau, simulate, useful_share
-from bench.network import Algorithm, Cluster, allreduce_seconds, fastest, preset
+from bench.simulator import calibrate, paper
+from bench.simulator.calibrate import Calibration
+from bench.simulator.events import Outcome, Work, recommend_tau, simulate, useful_share
+from bench.simulator.network import Algorithm, Cluster, allreduce_seconds, fastest, preset
 from core.errors import UserError
-from training.recipe import launch
 
 DEFAULT_PRESET = "dgx-a100-tcp"
 METHODS = ("ddp", "local", "overlap_local", "slowmo", "co2")
@@ -120,7 +119,7 @@ class Setting:
 
 
 def main() -> None:
-    options = tyro.cli(Simulate, use_underscores=True)
+    options = tyro.cli(Simulate, prog="python -m bench.simulator", use_underscores=True)
     _check(options)
     results: dict[str, Any] = {}
     calibration = None
@@ -129,7 +128,7 @@ def main() -> None:
         print(calibrate.markdown(calibration, str(options.calibrate)), flush=True)
         results["calibration"] = calibration.as_dict()
     if options.paper:
-        results["paper"] = paper(options)
+        results["paper"] = papers_table(options)
     if options.preset or not (options.paper or calibration):
         results["prediction"] = prediction(options, calibration)
     if options.json:
@@ -297,11 +296,11 @@ def lines_markdown(lines: list[Line]) -> str:
     return "\n".join(table)
 
 
-def paper(options: Simulate) -> dict[str, Any]:
+def papers_table(options: Simulate) -> dict[str, Any]:
     """Prints the comparison with the paper's cells; returns it as plain data."""
     cluster, _, work, _ = build(replace(options, preset=DEFAULT_PRESET, nodes=None, workers_per_node=None))
     nbytes = options.params * options.bytes_per_param
-    result = paper_throughput.report(cluster, nbytes, options.words, work.backward_share, work.overlap)
+    result = paper.report(cluster, nbytes, options.words, work.backward_share, work.overlap)
     print(
         "\n## The paper's throughput table, 80 Gbit/s TCP/IP (CO2, arXiv 2401.16265)\n\n"
         f"Assumed or given: {options.params:g} parameters of {options.bytes_per_param:g} bytes, {options.words} "
@@ -309,9 +308,5 @@ def paper(options: Simulate) -> dict[str, Any]:
         f"it, {cluster.latency * 1e3:g} ms a hop. Which model the table is of is not known here: size and words only "
         "scale the fitted constants, apart from latency and the traffic inside a node.\n"
     )
-    print(f"{paper_throughput.markdown(result)}\n\n{paper_throughput.remarks(result)}", flush=True)
+    print(f"{paper.markdown(result)}\n\n{paper.remarks(result)}", flush=True)
     return asdict(result)
-
-
-if __name__ == "__main__":
-    launch(main)

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.events import HIDDEN, Outcome, Work, expected_skew, simulate
-from bench.network import Cluster, allreduce_seconds, ring_seconds
+from bench.simulator.events import HIDDEN, Outcome, Work, expected_skew, simulate
+from bench.simulator.network import Cluster, allreduce_seconds, ring_seconds
 from core.baselines import METHODS
 from core.errors import UserError
 

@@ -1,4 +1,4 @@
-"""What every worker of bench/peers.py runs: the same model, data, order and pace around each method."""
+"""What every worker of bench/peers runs: the same model, data, order and pace around each method."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.peer_adapters import PEERS, Task, Trainer
-from bench.peer_model import FORWARD, LR, Pace, build_model, make_optimizer
+from bench.peers.adapters import PEERS, Task, Trainer
+from bench.peers.model import FORWARD, LR, Pace, build_model, make_optimizer
 from core import CO2Config, UserError, make_method
 from core.baselines import METHODS
 from training.sampling import worker_batches

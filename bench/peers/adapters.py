@@ -1,4 +1,4 @@
-"""Methods of other packages, run by those packages' own code, behind the calls that bench/peer_loop.py makes.
+"""Methods of other packages, run by those packages' own code, behind the calls that bench/peers/loop.py makes.
 
 Nothing here reimplements a peer: each function configures the package as its documentation says, for the period that
 the bench compares. Packages are imported inside the functions, so that a missing one costs nothing but its row.

@@ -1,4 +1,4 @@
-"""The model that bench/peers.py trains, and the stand-in for computing on hardware of one's own."""
+"""The model that bench/peers trains, and the stand-in for computing on hardware of one's own."""
 
 from __future__ import annotations
 

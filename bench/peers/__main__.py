@@ -1,0 +1,4 @@
+from bench.peers.compare import main
+from training.recipe import launch
+
+launch(main)
