@@ -16,7 +16,8 @@ import torch._dynamo  # noqa: F401 (the first optimiser imports it: once here ra
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.standin import BYTES, LEARNING_RATE, Pacer, StandIn, Trainer
+from bench.pace import Pacer
+from bench.standin import BYTES, LAYERS, LEARNING_RATE, StandIn, Trainer
 from core.baselines import METHODS, make_method
 from core.co2 import CO2Config
 from core.collectives import ring_bytes
@@ -123,7 +124,7 @@ def measure_all(job: Job) -> dict[str, Any]:
 
 def build(job: Job, setting: Setting, rank: int) -> Trainer:
     """The method around a model of its own. Every worker starts from rank 0's parameters, with data of its own."""
-    pacer = Pacer(job.step_seconds)
+    pacer = Pacer(job.step_seconds, LAYERS)
     torch.manual_seed(job.seed)
     link = ThrottledLink(job.rate) if job.throttle and job.rate else None
     config = CO2Config(tau=setting.tau, tau_max=TAU_MAX)

@@ -1,20 +1,18 @@
-"""A stand-in for computing: a small real model whose layers take as long as if every worker had a device of its own.
+"""A small real model that stands in for a large one, and its timed training loop.
 
 Sixteen workers cannot compute for real on two cores. So the model is small, its forward, backward and optimiser step
-are real, and each layer then waits until its deadline. Gradients become ready one layer after the other, spread over
-the backward pass, so that a method which overlaps its all-reduces with it (DistributedDataParallel) does so here.
+are real, and its layers are paced (bench/pace.py).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bench.pace import PacedLinear, Pacer
 from core.baselines import Method
 from core.rounds import Rounds
 
@@ -26,82 +24,20 @@ PARAMS = LAYERS * (WIDTH + 1) * WIDTH  # 531,440
 BYTES = 4 * PARAMS  # float32
 CLASSES = 10
 LEARNING_RATE = 0.05
-PATIENCE = 4
-
-
-class Pacer:
-    """The deadlines of one worker's layers.
-
-    A step of `step_seconds` has 3 `layers` equal parts: one for each layer's forward, two for its backward, as the
-    floating point operations are shared. Deadlines are absolute: a part that ends late shortens the wait of the next,
-    so that noise does not add up. What is late by more than PATIENCE steps is given up. clock, sleep: for tests.
-    """
-
-    def __init__(
-        self,
-        step_seconds: float,
-        layers: int = LAYERS,
-        clock: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], None] = time.sleep,
-    ):
-        self.step_seconds = step_seconds
-        self.part = step_seconds / (3 * layers)
-        self._clock, self._sleep = clock, sleep
-        self.restart()
-
-    def restart(self) -> None:
-        """The next part begins now."""
-        self.passed_at = self._deadline = self._clock()
-
-    def wait(self, parts: int) -> None:
-        """Ends the work of `parts` parts: returns at their deadline, or at once when that has passed."""
-        now = self._clock()
-        self._deadline = max(self._deadline + parts * self.part, now - PATIENCE * self.step_seconds)
-        if now < self._deadline:
-            self._sleep(self._deadline - now)
-        self.passed_at = self._clock()
-
-    def stalled(self, seconds: float) -> None:
-        """Moves the deadlines to come by `seconds` in which the worker was held up: they are not caught up."""
-        self._deadline += seconds
-
-
-class PacedLinear(torch.autograd.Function):
-    """x [batch, in] -> x W^T + b [batch, out], whose forward ends `parts` of a step's parts, its backward two."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, pacer: Pacer, parts: int) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.pacer = pacer
-        y = torch.addmm(bias, x, weight.t())
-        if parts:
-            pacer.wait(parts)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        x, weight = ctx.saved_tensors
-        grads = grad @ weight, grad.t() @ x, grad.sum(0)
-        ctx.pacer.wait(2)
-        return *grads, None, None
 
 
 class StandIn(nn.Module):
-    """LAYERS equal linear layers with ReLU between; the first ten outputs of the last are the digits' logits.
-
-    The forward pass waits once, at its end: nothing can be seen of its layers, and every sleep costs CPU time.
-    """
+    """LAYERS equal linear layers with ReLU between; the first ten outputs of the last are the digits' logits."""
 
     def __init__(self, pacer: Pacer, width: int = WIDTH):
         super().__init__()
-        self.pacer = pacer
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(LAYERS))
+        parts = [0] * (LAYERS - 1) + [LAYERS]
+        self.layers = nn.ModuleList(PacedLinear(width, width, pacer, n) for n in parts)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, width]; returns [batch, 10]."""
         for i, layer in enumerate(self.layers):
-            parts = LAYERS if i == LAYERS - 1 else 0
-            x = PacedLinear.apply(x.relu() if i else x, layer.weight, layer.bias, self.pacer, parts)  # pyright: ignore
+            x = layer(x.relu() if i else x)
         return x[:, :CLASSES]
 
 

@@ -17,8 +17,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench.pace import Pacer
 from bench.peers.adapters import PEERS, Task, Trainer
-from bench.peers.model import FORWARD, LR, Pace, build_model, make_optimizer
+from bench.peers.model import LR, build_model, make_optimizer, make_pacer
 from core import CO2Config, UserError, make_method
 from core.baselines import METHODS
 from training.sampling import worker_batches
@@ -72,14 +73,14 @@ def run(job: Job, train: Images, test: Images) -> dict[str, Any]:
     if job.method in PEERS:
         __import__(PEERS[job.method].module)  # its code is not the method's memory
     torch.manual_seed(job.seed)
-    pace = Pace(job.step_ms / 1e3)
-    model = build_model(job.width, pace)
+    pacer = make_pacer(job.step_ms / 1e3)
+    model = build_model(job.width, pacer)
     warm_up(job.width)
     base = reset_peak()
     trainer = make_trainer(job, model)
     dist.barrier()
     sent = network_bytes(job.interface)
-    seconds, times = train_loop(job, trainer, model, pace, batches(job, train, rank))
+    seconds, times = train_loop(job, trainer, model, pacer, batches(job, train, rank))
     sent = network_bytes(job.interface) - sent if job.interface else trainer.sent()
     result = {"seconds": seconds, "times": times, "sent": sent, "rounds": trainer.rounds()}
     result["memory"] = peak_bytes() - base
@@ -129,7 +130,7 @@ def batches(job: Job, train: Images, rank: int) -> Iterator[tuple[Tensor, Tensor
 
 
 def train_loop(
-    job: Job, trainer: Trainer, model: nn.Module, pace: Pace, data: Iterator[tuple[Tensor, Tensor]]
+    job: Job, trainer: Trainer, model: nn.Module, pacer: Pacer, data: Iterator[tuple[Tensor, Tensor]]
 ) -> tuple[float, dict[int, float]]:
     """The loop; returns its seconds and, for each snapshot, its step and when it was taken (the clock stands still).
 
@@ -142,9 +143,8 @@ def train_loop(
     snapshot(job, model, 0, rank)
     stopped += time.perf_counter() - start
     for step, (images, labels) in enumerate(data, start=1):
-        pace.begin()
+        pacer.restart()
         loss = F.cross_entropy(trainer.model(images), labels)
-        pace.wait(FORWARD)
         loss.backward()
         trainer.optimizer.step()
         trainer.optimizer.zero_grad()

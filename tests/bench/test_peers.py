@@ -14,7 +14,7 @@ from bench.peers import compare
 from bench.peers.adapters import PEERS, Peer, split
 from bench.peers.compare import Bench, loss_at, run_all, summarise, table
 from bench.peers.loop import Job, network_bytes, peak_bytes, reset_peak
-from bench.peers.model import Pace, build_model
+from bench.peers.model import build_model, make_pacer
 from core import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -164,18 +164,17 @@ def test_fragments_are_about_equal():
 
 def test_gradients_come_spread_over_the_backward_pass():
     """Six layers, a step of 0.3 s: forward ends at 0.1 s, a layer's gradients come every 0.033 s, the last layer's
-    first; the values are those of the model without a pace."""
-    pace = Pace(0.3)
+    first; the values are those of the model without a pacer."""
+    pacer = make_pacer(0.3)
     torch.manual_seed(0)
-    model, x = build_model(8, pace), torch.randn(4, 1, 8, 8)
+    model, x = build_model(8, pacer), torch.randn(4, 1, 8, 8)
     times: list[float] = []
     for layer in model:
         if isinstance(layer, nn.Linear):
             layer.weight.register_post_accumulate_grad_hook(lambda _: times.append(time.perf_counter()))
-    pace.begin()
+    pacer.restart()
     start = time.perf_counter()
     loss = model(x).square().sum()
-    pace.wait(1 / 3)
     forward = time.perf_counter() - start
     loss.backward()
     expected = [0.1 + 0.2 * k / 6 for k in range(1, 7)]
