@@ -27,6 +27,8 @@ from typing import Any, Literal
 
 import tyro
 
+from bench import report
+from bench.report import mean_sd, plus_minus
 from core import UserError
 from results.paper import GPUS, TABLES, Metric, Row, Table
 from training.recipe import Recipe, launch
@@ -275,23 +277,28 @@ def collect(tables: Mapping[str, Table], folder: Path) -> Iterator[str]:
 def section(table: Table, local: bool, runs: Sequence[Finished], counted: set[Path]) -> Iterator[str]:
     """One Markdown table, of the rows or of their stand-ins; adds the folders of the runs in it to `counted`."""
     titles = ["model", "method", "tau", "workers", "batch", "seeds", table.metric.title, "samples/s", "exposed"]
-    yield from heading(titles + ([] if local else ["paper"]))
+    rows: list[tuple[object, ...]] = []
     for row in table.rows:
         if local and not row.local:
             continue
         label = f"{row.label}: {row.local}" if local else row.label
-        paper = [] if local else [table.metric.show(*row.paper) if row.paper else ""]
+        paper = [] if local else [plus_minus(*row.paper, table.metric.spec) if row.paper else ""]
         groups = matching(runs, row, table.metric, local)
         if not groups:
             workers = row.nodes * GPUS if row.nodes and not local else ""
-            yield cells(label, row.method, row.tau or "", workers, "", "", "not run", "", "", *paper)
+            rows.append((label, row.method, row.tau or "", workers, "", "", "not run", "", "", *paper))
         for (tau, workers, batch_size), group in sorted(groups.items()):
             counted |= {run.folder for run in group}
-            value, rate, exposed = (
-                [run.results[key] for run in group] for key in (table.metric.key, "samples_per_second", "exposed_share")
-            )
-            measured = [spread(value, table.metric), f"{statistics.mean(rate):,.1f}", f"{statistics.mean(exposed):.1%}"]
-            yield cells(label, row.method, tau or "", workers, batch_size, len(group), *measured, *paper)
+            measured = measures(group, table.metric)
+            rows.append((label, row.method, tau or "", workers, batch_size, len(group), *measured, *paper))
+    yield from report.table(titles + ([] if local else ["paper"]), rows).splitlines()
+
+
+def measures(runs: Sequence[Finished], metric: Metric) -> list[str]:
+    """Means over the seeds: the metric with its standard deviation (n - 1), samples/s and the exposed share."""
+    rate, exposed = ([run.results[key] for run in runs] for key in ("samples_per_second", "exposed_share"))
+    value = mean_sd([run.results[metric.key] * metric.scale for run in runs], metric.spec)
+    return [value, f"{statistics.mean(rate):,.1f}", f"{statistics.mean(exposed):.1%}"]
 
 
 def matching(runs: Sequence[Finished], row: Row, metric: Metric, local: bool) -> dict[tuple, list[Finished]]:
@@ -309,11 +316,13 @@ def ratios(table: Table, runs: Sequence[Finished]) -> Iterator[str]:
     for row in table.rows:
         values = [r.results[table.metric.key] for g in matching(runs, row, table.metric, False).values() for r in g]
         rates[row.tau, row.nodes] = statistics.mean(values) if values else None
-    yield from heading(["method", "tau", "128 / (8 x 16) GPUs", "128 / (16 x 8) GPUs", "paper, 128 / (8 x 16)"])
+    rows = []
     for tau, paper in table.paper_ratio.items():
         most, fewer = rates[tau, 16], {nodes: rates[tau, nodes] for nodes in (2, 1)}
         shares = [f"{most / (16 / n * rate):.2f}" if most and rate else "not run" for n, rate in fewer.items()]
-        yield cells("co2" if tau else "ddp", tau or "", *shares, f"{paper:.2f}")
+        rows.append(("co2" if tau else "ddp", tau or "", *shares, f"{paper:.2f}"))
+    titles = ["method", "tau", "128 / (8 x 16) GPUs", "128 / (16 x 8) GPUs", "paper, 128 / (8 x 16)"]
+    yield from report.table(titles, rows).splitlines()
 
 
 def departure(run: Finished, tables: Mapping[str, Table]) -> str:
@@ -329,20 +338,6 @@ def departure(run: Finished, tables: Mapping[str, Table]) -> str:
     if not found:
         return f"no row trains {name} with {method}" if len(tables) == len(TABLES) else ""
     return ", ".join(min(found, key=len)) or f"seed {run.settings['seed']} is there already"
-
-
-def heading(titles: Sequence[str]) -> tuple[str, str]:
-    return cells(*titles), "|---" * len(titles) + "|"
-
-
-def cells(*values: object) -> str:
-    return "| " + " | ".join(map(str, values)) + " |"
-
-
-def spread(values: Sequence[float], metric: Metric) -> str:
-    """Mean and, of two values or more, their standard deviation (n - 1)."""
-    scaled = [value * metric.scale for value in values]
-    return metric.show(statistics.mean(scaled), statistics.stdev(scaled) if len(scaled) > 1 else None)
 
 
 if __name__ == "__main__":

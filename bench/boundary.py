@@ -9,14 +9,13 @@ copy, torch's copy_ of a large tensor, is measured in between with as many threa
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +23,9 @@ import torch
 import tyro
 from torch import Tensor
 
+from bench import report, resident
+from bench.options import require_one_or_more
+from bench.report import Spread
 from core import outer
 from core.co2 import CO2, CO2Config
 from core.collectives import view_as
@@ -60,11 +62,9 @@ class Bench:
 
 
 def check(bench: Bench) -> None:
-    """Raises UserError; not in Bench itself, where tyro would dress it up."""
     if not bench.sizes or min(bench.sizes) < 1:
         raise UserError(f"sizes={bench.sizes}: give one or more numbers of parameters, 1 or more each")
-    if bench.repeats < 1:
-        raise UserError(f"repeats={bench.repeats}: give 1 or more")
+    require_one_or_more(bench, "repeats")
     if bench.threads < 0:
         raise UserError(f"threads={bench.threads}: give a number of threads, or 0 for torch's choice")
     if bench.device == "cuda" and not torch.cuda.is_available():
@@ -74,21 +74,19 @@ def check(bench: Bench) -> None:
 def main() -> None:
     bench = tyro.cli(Bench, use_underscores=True)
     check(bench)
-    out = bench.out or Path("runs") / time.strftime("boundary-%Y%m%d-%H%M%S")
-    out.mkdir(parents=True, exist_ok=True)
+    out = report.new_folder("boundary", bench.out)
     rows: list[dict[str, Any]] = []
     ways: tuple[Way, ...] = ("co2", "one_pass", "plain")
     for size in map(int, bench.sizes):
         for way in ways:
             rows.append({"parameters": size, "way": way} | in_process(bench, way, size))
-            print(line(rows[-1]), flush=True)
+            print(report.row(*cells(rows[-1])), flush=True)
     cuda = bench.device == "cuda"
     machine = torch.cuda.get_device_name() if cuda else f"{bench.threads or torch.get_num_threads()} threads"
-    text = f"{bench.device}, {machine}, torch {torch.__version__}\n\n{table(rows)}"
-    record = {"settings": asdict(bench), "torch": torch.__version__, "machine": machine, "rows": rows}
-    (out / "boundary.json").write_text(json.dumps(record, indent=2, default=str) + "\n")
-    (out / "boundary.md").write_text(text + "\n")
-    print(f"\n{text}\n\nwritten to {out}/boundary.md and boundary.json")
+    result = report.header("bench.boundary", bench) | {"machine": machine, "rows": rows}
+    text = f"{bench.device}, {machine}, torch {torch.__version__}; {report.source(result)}\n\n{table(rows)}\n"
+    report.save(out, "boundary", result, text)
+    print(f"\n{text}\nwritten to {out}/boundary.md and boundary.json")
 
 
 def in_process(bench: Bench, way: Way, size: int) -> dict[str, Any]:
@@ -106,13 +104,7 @@ def in_process(bench: Bench, way: Way, size: int) -> dict[str, Any]:
 def free_bytes(device: str) -> int:
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
-    return 1024 * int(field("/proc/meminfo", "MemAvailable"))
-
-
-def field(path: str, name: str) -> str:
-    """The number behind `name:` in a file of /proc, in kB."""
-    rows = (row.split() for row in Path(path).read_text().splitlines())
-    return next(row[1] for row in rows if row and row[0] == f"{name}:")
+    return resident.free_bytes()
 
 
 def measure(bench: Bench, way: Way, size: int) -> dict[str, Any]:
@@ -167,8 +159,8 @@ def memory(device: str, *, reset: bool = False) -> int:
             torch.cuda.reset_peak_memory_stats()
         return torch.cuda.max_memory_allocated()
     if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    return 1024 * int(field("/proc/self/status", "VmHWM"))
+        resident.reset_peak()
+    return resident.peak_bytes()
 
 
 def model(size: int, device: str) -> list[torch.nn.Parameter]:
@@ -232,31 +224,36 @@ WAYS: dict[Way, Callable[[list[torch.nn.Parameter]], Callable[[], Any]]] = {
 }
 
 
-def line(row: dict[str, Any]) -> str:
+def cells(row: dict[str, Any]) -> list[str]:
     """One row of the table. The share is that of the bytes that one pass must move, whichever way was taken."""
-    head = f"| {row['parameters']:.3g} | {row['way']} |"
+    head = [f"{row['parameters']:.3g}", row["way"]]
     if "not_run" in row:
-        return f"{head} not run: {row['not_run']} | | | | | |"
-    seconds, size = row["seconds"], row["parameters"]
-    median = statistics.median(seconds)
+        return [*head, f"not run: {row['not_run']}"]
+    took = Spread.of([1e3 * seconds for seconds in row["seconds"]])
     speed = row["copy_bytes_per_second"]
-    return (
-        f"{head} {1e3 * median:.4g} ({1e3 * min(seconds):.4g} to {1e3 * max(seconds):.4g}) "
-        f"| {row['bytes_moved'] / 1e9:.3g} | {speed / 1e9:.1f} | {BYTES * size / median / speed:.0%} "
-        f"| {row['memory_counted'] / 1e6:.4g} | {row['memory_measured'] / 1e6:.4g} |"
-    )
+    return [
+        *head,
+        took.show(".4g"),
+        f"{row['bytes_moved'] / 1e9:.3g}",
+        f"{speed / 1e9:.1f}",
+        f"{BYTES * row['parameters'] / (took.median / 1e3) / speed:.0%}",
+        f"{row['memory_counted'] / 1e6:.4g}",
+        f"{row['memory_measured'] / 1e6:.4g}",
+    ]
+
+
+TITLES = (
+    *("parameters", "way", "ms a boundary, median (range)", "GB moved, counted", "copy GB/s"),
+    *(f"share of it: {BYTES} bytes a parameter", "MB beyond the parameters, counted", "measured"),
+)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    head = (
-        "| parameters | way | ms a boundary, median (range) | GB moved, counted | copy GB/s | "
-        f"share of it: {BYTES} bytes a parameter | MB beyond the parameters, counted | measured |"
-    )
     note = (
         "For co2 the bytes counted are those of one pass. A model that fits into the processor's cache can pass 100 %, "
         "and so can any other: the copy also reads what it overwrites, and that read is not counted."
     )
-    return "\n".join([head, "|---" * 8 + "|", *map(line, rows), "", note])
+    return f"{report.table(TITLES, map(cells, rows))}\n\n{note}"
 
 
 if __name__ == "__main__":

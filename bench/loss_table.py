@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +10,11 @@ from typing import Any, Literal
 
 import tyro
 
-from core.errors import UserError
+from bench import report
+from bench.report import mean_sd
 from training.recipe import launch
 
-FORMAT = 1
-NAME = "time_to_loss.json"
+NAME = "time_to_loss"
 METHODS = ("ddp", "local", "overlap_local", "slowmo", "co2")
 Status = Literal["reached", "out of time", "not reached", "failed"]
 
@@ -96,12 +95,15 @@ def unpaid(row: dict[str, Any], seconds: float) -> float:
 
 # -- the table --------------------------------------------------------------------------------------------------
 
-HEAD = ("task", "link", "method", "reached", "seconds to loss", "speed-up over ddp", "steps to loss", "exposed share")
+TITLES = (
+    *("task", "link", "method", "reached", "seconds to loss", "speed-up over ddp", "steps to loss", "exposed share"),
+    "final loss",
+)
 
 
 def markdown(result: dict[str, Any]) -> str:
     """A row for each task, link rate and method, and what a reader needs to judge it."""
-    lines = ["| " + " | ".join((*HEAD, "final loss")) + " |", "|---" * (len(HEAD) + 1) + "|"]
+    rows = []
     groups: dict[tuple[str, float], dict[str, list[dict[str, Any]]]] = {}
     for run in sorted(result["runs"], key=lambda run: run["seed"]):
         methods = groups.setdefault((run["task"], run["rate_mbit"]), {})
@@ -109,16 +111,16 @@ def markdown(result: dict[str, Any]) -> str:
     for (task, rate), methods in sorted(groups.items(), key=lambda item: (item[0][0] != "vision", item[0])):
         for method in sorted(methods, key=METHODS.index):
             fields = cells(methods[method], methods.get("ddp", []) if method != "ddp" else [])
-            lines.append(f"| {task} | {rate:g} Mbit/s | {method} | {' | '.join(fields)} |")
-    return "\n".join([*lines, "", *(f"- {note}" for note in notes(result))]) + "\n"
+            rows.append((task, f"{rate:g} Mbit/s", method, *fields))
+    return f"{report.table(TITLES, rows)}\n\n{report.bullets(notes(result))}\n"
 
 
 def cells(runs: Sequence[dict[str, Any]], ddp: Sequence[dict[str, Any]]) -> list[str]:
     """The columns behind the method's name, from its runs in order of their seeds."""
     reached = [run for run in runs if run["status"] == "reached"]
     all_reached = len(reached) == len(runs)
-    times = spread([r["seconds"] for r in runs], "{:.1f}") if all_reached else ", ".join(map(time_cell, runs))
-    steps = spread([r["steps"] for r in reached], "{:.0f}") if reached else ""
+    times = mean_sd([r["seconds"] for r in runs], ".1f") if all_reached else ", ".join(map(time_cell, runs))
+    steps = mean_sd([r["steps"] for r in reached], ".0f") if reached else ""
     shares = [r["exposed_share"] for r in runs if r["exposed_share"] is not None]
     losses = [r["loss"] for r in runs if r["loss"] is not None]
     return [
@@ -127,7 +129,7 @@ def cells(runs: Sequence[dict[str, Any]], ddp: Sequence[dict[str, Any]]) -> list
         speed_up(runs, ddp),
         steps,
         f"{statistics.fmean(shares):.0%}" if shares else "",
-        spread(losses, "{:.3f}") if losses else "no evaluation",
+        mean_sd(losses, ".3f") if losses else "no evaluation",
     ]
 
 
@@ -149,12 +151,6 @@ def speed_up(runs: Sequence[dict[str, Any]], ddp: Sequence[dict[str, Any]]) -> s
     bound = any(run["status"] == "out of time" for run in ddp)
     ratio = statistics.fmean(r["seconds"] for r in ddp) / statistics.fmean(r["seconds"] for r in runs)
     return f"{'> ' if bound else ''}{ratio:.1f} x"
-
-
-def spread(values: Sequence[float], form: str) -> str:
-    """Mean and sample standard deviation."""
-    mean = form.format(statistics.fmean(values))
-    return f"{mean} ± {form.format(statistics.stdev(values))}" if len(values) > 1 else mean
 
 
 def notes(result: dict[str, Any]) -> list[str]:
@@ -181,7 +177,7 @@ def notes(result: dict[str, Any]) -> list[str]:
     ]
     for name, task in result["tasks"].items():
         lines.append(f"{name}: `{name}.train {task['command']}`, target {task['loss']} {task['target']:g}.")
-    return [*lines, f"`{result['command']}`, commit {result['commit'] or 'unknown'}, {result['date']}."]
+    return [*lines, f"{report.source(result)}."]
 
 
 # -- files ------------------------------------------------------------------------------------------------------
@@ -189,20 +185,14 @@ def notes(result: dict[str, Any]) -> list[str]:
 
 def write(folder: Path, result: dict[str, Any]) -> str:
     """Writes time_to_loss.json and time_to_loss.md; returns the table."""
-    partial = folder / f".{NAME}"
-    partial.write_text(json.dumps(result, indent=1))
-    partial.rename(folder / NAME)
     text = markdown(result)
-    (folder / "time_to_loss.md").write_text(text)
+    report.save(folder, NAME, result, text)
     return text
 
 
 def main() -> None:
     folder = tyro.cli(tyro.conf.Positional[Path], prog="bench.loss_table")
-    path = folder / NAME
-    if not path.is_file():
-        raise UserError(f"{folder} holds no {NAME}: measure with python -m bench.time_to_loss --out {folder}")
-    print(write(folder, json.loads(path.read_text())))
+    print(write(folder, report.load(folder / f"{NAME}.json", "bench.time_to_loss", "runs")))
 
 
 if __name__ == "__main__":

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
-import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +22,9 @@ import tyro
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from bench.boundary import field
+from bench import report
 from bench.cluster import run_ranks
+from bench.resident import resident_bytes
 from core.co2 import CO2, CO2Config
 from core.errors import UserError
 from core.groups import node_mesh
@@ -66,18 +65,15 @@ def main() -> None:
     import torch._dynamo  # noqa: F401  the optimiser's first step would import it in every worker
 
     torch.set_num_threads(1)
-    out = bench.out or Path("runs") / time.strftime("memory-%Y%m%d-%H%M%S")
-    out.mkdir(parents=True, exist_ok=True)
+    out = report.new_folder("memory", bench.out)
     rows = []
     for name, mode in MODES.items():
         rows.append({"mode": name} | run_ranks(measure, None, 4, 1, int(bench.parameters), mode, timeout=300)[0])
-        print(line(rows[-1]), flush=True)
-    text = table(rows, bench.parameters)
-    (out / "memory.json").write_text(
-        json.dumps({"settings": asdict(bench), "rows": rows}, indent=2, default=str) + "\n"
-    )
-    (out / "memory.md").write_text(text + "\n")
-    print(f"\n{text}\n\nwritten to {out}/memory.md and memory.json")
+        print(report.row(*cells(rows[-1])), flush=True)
+    result = report.header("bench.memory", bench) | {"rows": rows}
+    text = f"{table(rows, bench.parameters)} {report.source(result)}.\n"
+    report.save(out, "memory", result, text)
+    print(f"\n{text}\nwritten to {out}/memory.md and memory.json")
 
 
 def measure(parameters: int, mode: tuple[int, Any, bool, bool]) -> dict[str, float]:
@@ -136,27 +132,30 @@ def resident() -> int:
     """This process's resident bytes."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what is freed goes back to the system
-    return 1024 * int(field("/proc/self/status", "VmRSS"))
+    return resident_bytes()
 
 
-def line(row: dict[str, Any]) -> str:
+def cells(row: dict[str, Any]) -> list[str]:
+    """One row of the table."""
     names = ("parameters", "gradients", "optimiser", "co2", "co2_measured")
-    cells = " | ".join(f"{row[name]:.1f}" for name in names)
     where = " (on the host)" if row["mode"] == "offloaded" else ""
-    return f"| {row['mode']} | {cells} | {row['co2'] / row['whole_model']:.2f}{where} |"
+    copies = f"{row['co2'] / row['whole_model']:.2f}{where}"
+    return [row["mode"], *(f"{row[name]:.1f}" for name in names), copies]
+
+
+TITLES = (
+    *("2 nodes x 2 workers", "parameters", "gradients", "AdamW", "CO2, counted", "CO2, measured"),
+    "CO2 in copies of the model",
+)
 
 
 def table(rows: list[dict[str, Any]], parameters: float) -> str:
-    head = (
-        "| 2 nodes x 2 workers | parameters | gradients | AdamW | CO2, counted | CO2, measured "
-        "| CO2 in copies of the model |"
-    )
     note = (
         f"MB per worker, {parameters / 1e6:g} M float32 parameters, at rest between steps. ZeRO-2 gathers them "
         "from forward to backward, ZeRO-3 a layer at a time. Offloaded: nothing on a GPU; on a CPU both are the same "
         "memory, and the parameters' copy in transit, one more copy on the host, is not counted."
     )
-    return "\n".join([head, "|---" * 7 + "|", *map(line, rows), "", note])
+    return f"{report.table(TITLES, map(cells, rows))}\n\n{note}"
 
 
 if __name__ == "__main__":

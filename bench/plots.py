@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -18,11 +17,11 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from core.errors import UserError
+from bench import report
+from bench.report import Spread
 from training.recipe import launch
 
-FORMAT = 1
-NAME = "scaling.json"
+NAME = "scaling"
 COLOURS = {"ddp": "C7", "local": "C2", "overlap_local": "C4", "slowmo": "C1", "co2": "C0"}
 # (size of the marker, width of the line): wide ones lie under the thin lines of methods that take as long
 SIZES = {"local": (10, 5), "overlap_local": (10, 5), "slowmo": (6, 1.5), "co2": (4, 1.2), "ddp": (5, 1.3)}
@@ -31,7 +30,7 @@ MARKERS = {1: "o", 3: "v", 12: "s", 48: "D", "auto": "*"}
 
 @dataclass(frozen=True)
 class Cell:
-    """The repeats of one method at one number of workers and one link rate: medians, and the lowest and highest."""
+    """The repeats of one method at one number of workers and one link rate."""
 
     method: str
     tau_setting: int | str
@@ -40,13 +39,8 @@ class Cell:
     workers: int
     rate_mbit: float | None
     repeats: int
-    samples_per_second: float
-    lowest: float
-    highest: float
-    exposed_share: float
-    exposed_lowest: float
-    exposed_highest: float
-    allreduce_seconds: float
+    samples_per_second: Spread
+    exposed_share: Spread
     late: bool
     """In any repeat the stand-in missed its deadline."""
 
@@ -67,7 +61,6 @@ def _cell(rows: list[dict[str, Any]]) -> Cell:
     def column(name: str) -> list[float]:
         return [row[name] for row in rows]
 
-    speed, exposed = column("samples_per_second"), column("exposed_share")
     first = rows[0]
     return Cell(
         first["method"],
@@ -76,13 +69,8 @@ def _cell(rows: list[dict[str, Any]]) -> Cell:
         first["workers"],
         first["rate_mbit"],
         len(rows),
-        statistics.median(speed),
-        min(speed),
-        max(speed),
-        statistics.median(exposed),
-        min(exposed),
-        max(exposed),
-        statistics.median(column("allreduce_seconds")),
+        Spread.of(column("samples_per_second")),
+        Spread.of(column("exposed_share")),
         any(row.get("late", False) for row in rows),
     )
 
@@ -95,7 +83,7 @@ def ratio(cells: Sequence[Cell], cell: Cell, base: int) -> float | None:
     for other in cells:
         same = (other.method, other.tau_setting) == (cell.method, cell.tau_setting)
         if same and other.workers == base and (other.rate_mbit == cell.rate_mbit or base == 1):
-            return cell.samples_per_second / (cell.workers / base * other.samples_per_second)
+            return cell.samples_per_second.median / (cell.workers / base * other.samples_per_second.median)
     return None
 
 
@@ -120,8 +108,8 @@ def markdown(result: dict[str, Any]) -> str:
     cells = summarise(result["rows"])
     repeats = max((c.repeats for c in cells), default=0)
     text = [
-        f"Weak scaling, one worker a node; {caption(result)}. {result['cpu_count']} CPU cores, commit "
-        f"{result['commit'] or 'unknown'}, {result['date']}.",
+        f"Weak scaling, one worker a node; {caption(result)}. {result['cpu_count']} CPU cores, "
+        f"{report.source(result)}.",
         "",
         f"samples/s of all workers, median of {repeats} repeats [lowest to highest], and in round brackets the exposed "
         "share: time that the loop waited for communication. Scaling ratio at the most workers: throughput per worker, "
@@ -131,7 +119,7 @@ def markdown(result: dict[str, Any]) -> str:
         text[-1] += f" ddp's buckets: {' + '.join(f'{b / 1e6:.2f}' for b in buckets)} MB, torch's default sizes."
     rates = sorted({c.rate_mbit for c in cells if c.rate_mbit is not None})
     for rate in rates or [None]:
-        text += ["", f"{rate:g} Mbit/s" if rate else "No link", "", *_rate_table(cells, rate)]
+        text += ["", f"{rate:g} Mbit/s" if rate else "No link", "", _rate_table(cells, rate)]
     if any(c.late for c in cells):
         text += [
             "",
@@ -140,18 +128,18 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(text) + "\n"
 
 
-def _rate_table(cells: list[Cell], rate: float | None) -> list[str]:
+def _rate_table(cells: list[Cell], rate: float | None) -> str:
     here = [c for c in cells if c.rate_mbit in (rate, None)]
     counts = sorted({c.workers for c in here})
     heads = [f"{n} worker{'s' * (n > 1)}" for n in counts]
-    lines = ["| method | " + " | ".join(heads) + " | ratio from 1 | from 2 |", "|---" * (len(counts) + 3) + "|"]
+    rows = []
     for label in labels(here):
         found = {c.workers: c for c in here if c.label == label}
         fields = [_speed(found[n]) if n in found else "not run" for n in counts]
         last = found.get(counts[-1])
         ratios = [ratio(here, last, base) if last and last.workers > base else None for base in (1, 2)]
-        lines.append(f"| {_name(label, found)} | {' | '.join(fields + [f'{r:.2f}' if r else '' for r in ratios])} |")
-    return lines
+        rows.append([_name(label, found), *fields, *(f"{r:.2f}" if r else "" for r in ratios)])
+    return report.table(["method", *heads, "ratio from 1", "from 2"], rows)
 
 
 def _name(label: str, found: dict[int, Cell]) -> str:
@@ -161,8 +149,9 @@ def _name(label: str, found: dict[int, Cell]) -> str:
 
 
 def _speed(c: Cell) -> str:
-    spread = f" [{c.lowest:.0f} to {c.highest:.0f}]" if c.repeats > 1 else ""
-    return f"{c.samples_per_second:.0f}{'†' if c.late else ''}{spread} ({c.exposed_share:.1%})"
+    speed = c.samples_per_second
+    spread = f" [{speed.range('.0f')}]" if c.repeats > 1 else ""
+    return f"{speed.median:.0f}{'†' if c.late else ''}{spread} ({c.exposed_share.median:.1%})"
 
 
 # -- the plots --------------------------------------------------------------------------------------------------
@@ -180,8 +169,7 @@ def throughput_vs_workers(result: dict[str, Any]) -> Figure:
         axes.plot(counts, [n * perfect for n in counts], "k:", lw=1, label="no communication")
         for label in labels(here):
             line = sorted((c for c in here if c.label == label), key=lambda c: c.workers)
-            spread = [(c.samples_per_second - c.lowest, c.highest - c.samples_per_second) for c in line]
-            _line(axes, line[0], [c.workers for c in line], [c.samples_per_second for c in line], spread)
+            _line(axes, line[0], [c.workers for c in line], [c.samples_per_second for c in line])
         axes.set(xscale="log", yscale="log", xlabel="workers", title=f"{rate:g} Mbit/s" if rate else "no link")
         axes.set_xticks(counts, map(str, counts))
         axes.minorticks_off()
@@ -199,11 +187,7 @@ def exposed_vs_bandwidth(result: dict[str, Any]) -> Figure:
     for axes, n in zip(panels, counts, strict=False):
         for label in labels(c for c in cells if c.workers == n):
             line = sorted((c for c in cells if c.workers == n and c.label == label), key=lambda c: c.rate_mbit or 0)
-            shares = [100 * c.exposed_share for c in line]
-            spread = [
-                (100 * (c.exposed_share - c.exposed_lowest), 100 * (c.exposed_highest - c.exposed_share)) for c in line
-            ]
-            _line(axes, line[0], [c.rate_mbit for c in line], shares, spread)
+            _line(axes, line[0], [c.rate_mbit for c in line], [c.exposed_share for c in line], scale=100)
         axes.set(xscale="log", xlabel="link rate, Mbit/s", ylim=(-2, 102), title=f"{n} workers")
         axes.set_xticks(rates, [f"{r:g}" for r in rates])
         axes.minorticks_off()
@@ -222,13 +206,15 @@ def _panels(count: int, title: str, result: dict[str, Any]) -> tuple[Figure, lis
     return figure, list(axes[0])
 
 
-def _line(axes: Axes, cell: Cell, x: Sequence[Any], y: Sequence[float], spread: Sequence[tuple[float, float]]) -> None:
-    """spread: (below, above) of each point."""
+def _line(axes: Axes, cell: Cell, x: Sequence[Any], points: Sequence[Spread], scale: float = 1) -> None:
+    """Medians, with bars from the least to the greatest."""
     size, width = SIZES[cell.method]
+    below = [scale * (p.median - p.least) for p in points]
+    above = [scale * (p.greatest - p.median) for p in points]
     axes.errorbar(
         x,
-        y,
-        yerr=list(zip(*spread, strict=True)),
+        [scale * p.median for p in points],
+        yerr=[below, above],
         color=COLOURS[cell.method],
         alpha=0.5 if width > 2 else 1.0,
         linestyle="--" if cell.tau_setting == "auto" else "-",
@@ -250,25 +236,11 @@ def _legend(figure: Figure, axes: Axes) -> None:
 # -- files ------------------------------------------------------------------------------------------------------
 
 
-def read(folder: Path) -> dict[str, Any]:
-    """A folder's scaling.json."""
-    path = folder / NAME
-    if not path.is_file():
-        raise UserError(f"{folder} holds no {NAME}: measure with python -m bench.scaling --out {folder}")
-    try:
-        result = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is no JSON ({error}): measure again") from None
-    if not isinstance(result, dict) or result.get("format") != FORMAT or not result.get("rows"):
-        raise UserError(f"{path} has no rows of format {FORMAT}: measure again")
-    return result
-
-
 def write(folder: Path) -> str:
     """Makes scaling.md and the plots from scaling.json; returns the table."""
-    result = read(folder)
+    result = report.load(folder / f"{NAME}.json", "bench.scaling")
     text = markdown(result)
-    (folder / "scaling.md").write_text(text)
+    (folder / f"{NAME}.md").write_text(text)
     for draw in (throughput_vs_workers, exposed_vs_bandwidth):
         figure = draw(result)
         figure.savefig(folder / f"{draw.__name__}.png", dpi=150)

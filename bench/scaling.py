@@ -12,15 +12,13 @@ two plots.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +26,11 @@ import tyro
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo's warnings about host names; torch reads it when imported
 
-from bench import plots
+from bench import plots, report
 from bench.cluster import Cluster, require_namespaces, run_ranks
 from bench.measure import SETTLED, Job, Setting, round_seconds, rounds_to_measure, wire_seconds, work
+from bench.options import require_each_once, require_positive
 from bench.standin import BYTES, LAYERS, PARAMS, digits
-from core.errors import UserError
 from training.recipe import launch
 
 # slowmo at two tau, each beside co2 at the same: over the slowest link co2 hides everything at 48 and a part at 12.
@@ -67,15 +65,8 @@ class Scaling:
 
     def check(self) -> None:
         """A UserError names the first option that cannot be."""
-        for name in ("workers", "rates", "methods"):
-            values = getattr(self, name)
-            if not values or len(set(values)) < len(values):
-                raise UserError(f"{name}={' '.join(map(str, values))}: give one or more, each once")
-        for name in ("workers", "rates", "repeats", "seconds", "step_ms", "batch"):
-            values = getattr(self, name)
-            for value in values if isinstance(values, tuple) else (values,):
-                if not 0 < value < math.inf:
-                    raise UserError(f"{name}={value}: give a number above 0")
+        require_each_once(self, "workers", "rates", "methods")
+        require_positive(self, "workers", "rates", "repeats", "seconds", "step_ms", "batch")
         self.settings()
 
     def settings(self) -> list[Setting]:
@@ -161,7 +152,7 @@ def run(o: Scaling, folder: Path) -> None:
             per_rank = run_ranks(work, cluster if rate else None, 1, n, job, timeout=limit)
             result["rows"] += combine(per_rank, o.step_ms)
             result["model"]["ddp_bucket_bytes"] = per_rank[0]["ddp_buckets"] or result["model"]["ddp_bucket_bytes"]
-            (folder / plots.NAME).write_text(json.dumps(result, indent=1))
+            report.save(folder, plots.NAME, result)
             progress.group_done(n, rate)
 
 
@@ -174,29 +165,15 @@ def shape(cluster: Cluster, rate: float, verified: dict[str, float]) -> None:
 
 def header(o: Scaling) -> dict[str, Any]:
     """scaling.json without its rows."""
-    return {
-        "format": plots.FORMAT,
-        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "commit": commit(),
+    return report.header("bench.scaling", o) | {
         "link": o.link,
         "verified_mbit": {},  # rate -> what a transfer between two nodes measured
-        "cpu_count": len(os.sched_getaffinity(0)),
         "model": {"params": PARAMS, "bytes": BYTES, "layers": LAYERS, "ddp_bucket_bytes": None},
         "step_ms": o.step_ms,
         "batch": o.batch,
         "seed": o.seed,
-        "options": json.loads(json.dumps(asdict(o), default=str)),
         "rows": [],
     }
-
-
-def commit() -> str:
-    """The commit of this checkout, with a mark when it has changes; empty outside one."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        return subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
 
 
 def main() -> None:
@@ -206,14 +183,12 @@ def main() -> None:
         o = replace(o, workers=(1, 2, 4), rates=(200.0,), methods=QUICK, repeats=1, seconds=0.5)
     if not o.throttle and max(o.workers) > 1:
         require_namespaces()
-    folder = o.out or Path("runs") / time.strftime("scaling-%Y%m%d-%H%M%S")
-    if (folder / plots.NAME).exists():
-        raise UserError(f"{folder} holds a measurement: choose another --out")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = report.new_folder(plots.NAME, o.out)
     try:
         run(o, folder)
     except KeyboardInterrupt:
-        kept = f"complete groups are in {folder / plots.NAME}" if (folder / plots.NAME).exists() else "nothing is kept"
+        path = folder / f"{plots.NAME}.json"
+        kept = f"complete groups are in {path}" if path.exists() else "nothing is kept"
         print(f"stopped; {kept}", file=sys.stderr)
         sys.exit(130)
     print("\n" + plots.write(folder))

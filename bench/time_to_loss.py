@@ -13,7 +13,6 @@ import contextlib
 import importlib
 import itertools
 import json
-import math
 import multiprocessing
 import os
 import random
@@ -32,10 +31,11 @@ import torch._dynamo  # noqa: F401 (the first optimiser imports it: once here ra
 import torch.distributed as dist
 import tyro
 
-from bench import loss_table
+from bench import loss_table, report
 from bench.cluster import Cluster, require_namespaces, run_ranks
-from bench.loss_table import METHODS, NAME, Outcome, follow
-from bench.scaling import commit, shape
+from bench.loss_table import METHODS, Outcome, follow
+from bench.options import require_each_once, require_positive
+from bench.scaling import shape
 from core.errors import UserError
 from training.recipe import launch
 
@@ -87,19 +87,12 @@ class TimeToLoss:
 
     def check(self) -> None:
         """A UserError names the first option that cannot be."""
-        for name in ("tasks", "rates", "seeds", "methods"):
-            values = getattr(self, name)
-            if not values or len(set(values)) < len(values):
-                raise UserError(f"{name}={' '.join(map(str, values))}: give one or more, each once")
+        require_each_once(self, "tasks", "rates", "seeds", "methods")
         for name, known in (("tasks", TASKS), ("methods", METHODS)):
             for value in getattr(self, name):
                 if value not in known:
                     raise UserError(f"{name}: {value!r} does not exist; choose among {', '.join(known)}")
-        for name in ("rates", "workers", "vision_loss", "language_loss", "limit_seconds"):
-            value = getattr(self, name)
-            for number in value if isinstance(value, tuple) else (value,):
-                if not 0 < number < math.inf:
-                    raise UserError(f"{name}={number}: give a number above 0")
+        require_positive(self, "rates", "workers", "vision_loss", "language_loss", "limit_seconds")
         if self.workers < 2:
             raise UserError(f"workers={self.workers}: a lone worker has no link; give 2 or more")
 
@@ -279,15 +272,9 @@ def run_all(o: TimeToLoss, folder: Path) -> None:
 
 def header(o: TimeToLoss) -> dict[str, Any]:
     """time_to_loss.json without its runs."""
-    return {
-        "format": loss_table.FORMAT,
-        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "commit": commit(),
-        "command": shlex.join(["python", "-m", "bench.time_to_loss", *sys.argv[1:]]),
+    return report.header("bench.time_to_loss", o) | {
         "link": "throttled in software" if o.throttle else "namespaces + tbf",
         "verified_mbit": {},  # rate -> what a transfer between two nodes measured
-        "cpu_count": len(os.sched_getaffinity(0)),
-        "options": json.loads(json.dumps(asdict(o), default=str)),
         "tasks": {
             task: {
                 "loss": TASKS[task].loss,
@@ -307,14 +294,11 @@ def main() -> None:
         require_namespaces()
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
     torch.set_num_threads(1)  # before any work: the ranks are forked, and threads do not survive that
-    folder = o.out or Path("runs") / time.strftime("time_to_loss-%Y%m%d-%H%M%S")
-    if (folder / NAME).exists() or (folder / "runs").exists():
-        raise UserError(f"{folder} holds a measurement: choose another --out")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = report.new_folder(loss_table.NAME, o.out)
     try:
         run_all(o, folder)
     except KeyboardInterrupt:
-        print(f"stopped; the runs that ended are in {folder / NAME}", file=sys.stderr)
+        print(f"stopped; the runs that ended are in {folder / loss_table.NAME}.json", file=sys.stderr)
         sys.exit(130)
     print("\n" + (folder / "time_to_loss.md").read_text())
 

@@ -29,6 +29,7 @@ import tyro
 
 from bench.cluster.namespaces import die_with, require_namespaces
 from bench.cluster.nodes import Cluster
+from bench.options import require_one_or_more
 from core.errors import UserError
 
 PORT = 29500  # of the rendezvous on node 0, whose namespace is empty
@@ -53,9 +54,7 @@ class Launch:
 
     def check(self) -> None:
         """UserError for a value that cannot be meant."""
-        for name in ("nodes", "ranks_per_node"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)}: give 1 or more")
+        require_one_or_more(self, "nodes", "ranks_per_node")
         if not self.rate_mbit > 0:
             raise UserError(f"rate={self.rate!r}: give more than 0")
         delayed = self.delay_ms > 0

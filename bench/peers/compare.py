@@ -9,14 +9,10 @@ Same model, data, data order, initial values, inner optimiser, period and link f
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
-import json
 import math
 import os
-import platform
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,10 +21,13 @@ from typing import Any
 import torch
 import tyro
 
+from bench import report
 from bench.cluster import Cluster, require_namespaces, run_ranks
+from bench.options import require_one_or_more, require_positive
 from bench.peers.adapters import PEERS
 from bench.peers.loop import BATCH, REFERENCE, Job, worker
 from bench.peers.model import LR, MOMENTUM, build_model
+from bench.report import Spread
 from core import UserError
 from core.baselines import OverlapLocalConfig, SlowMoConfig
 from core.co2 import CO2Config
@@ -66,16 +65,12 @@ class Bench:
     throttle: bool = False
     """Throttle the link in software instead of making namespaces; the other packages cannot take part."""
     out: Path | None = None
-    """Folder of table.md, results.json and the workers' logs; runs/peers-DATE by default."""
+    """Folder of peers.md, peers.json and the workers' logs; runs/peers-DATE by default."""
 
     def check(self) -> None:
         """UserError for options that cannot be."""
-        for name in ("steps", "tau", "workers", "repeats", "width"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)}: give 1 or more")
-        for name in ("rate", "timeout"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"{name}={getattr(self, name)}: give a number above 0")
+        require_one_or_more(self, "steps", "tau", "workers", "repeats", "width")
+        require_positive(self, "rate", "timeout")
         if self.step_ms < 0:
             raise UserError(f"step_ms={self.step_ms}: give 0 or more")
         for name in self.methods:
@@ -92,16 +87,15 @@ def main() -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     link = describe_link(bench)
     print(f"link: {link}\n", flush=True)
-    out = bench.out or Path("runs") / time.strftime("peers-%Y%m%d-%H%M%S")
+    out = report.new_folder("peers", bench.out)
     (out / "logs").mkdir(parents=True, exist_ok=True)
     runs = run_all(bench, out / "logs")
-    rows = summarise(bench, runs)
-    text = report(bench, rows, link)
-    (out / "table.md").write_text(text + "\n")
-    options = {k: v for k, v in asdict(bench).items() if k != "out"}
-    result = {"options": options, "link": link, "versions": versions(), "rows": rows, "runs": runs}
-    (out / "results.json").write_text(json.dumps(result, indent=2))
-    print(f"\n{text}\n\n{out / 'table.md'}\n{out / 'results.json'}")
+    packages = list(dict.fromkeys(peer.package for peer in PEERS.values()))
+    result = report.header("bench.peers", bench, packages)
+    result |= {"link": link, "rows": summarise(bench, runs), "runs": runs}
+    text = markdown(bench, result)
+    report.save(out, "peers", result, text)
+    print(f"\n{text}\n{out / 'peers.md'}\n{out / 'peers.json'}")
 
 
 def describe_link(bench: Bench) -> str:
@@ -236,49 +230,46 @@ def loss_at(times: Sequence[float], losses: Sequence[float], budget: float) -> f
 
 
 COLUMNS = {
-    "samples_per_second": ("samples/s", "{:.0f}"),
-    "exposed": ("exposed share", "{:.0%}"),
-    "loss_at_samples": ("loss at equal samples", "{:.3f}"),
-    "loss_at_seconds": ("loss at equal seconds", "{:.3f}"),
-    "bytes_per_sample": ("bytes sent per sample", "{:.0f}"),
-    "memory_mib": ("memory per worker, MiB", "{:.1f}"),
-    "rounds": ("rounds", "{:.0f}"),
+    "samples_per_second": ("samples/s", ".0f"),
+    "exposed": ("exposed share", ".0%"),
+    "loss_at_samples": ("loss at equal samples", ".3f"),
+    "loss_at_seconds": ("loss at equal seconds", ".3f"),
+    "bytes_per_sample": ("bytes sent per sample", ".0f"),
+    "memory_mib": ("memory per worker, MiB", ".1f"),
+    "rounds": ("rounds", ".0f"),
 }
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown: median (least to greatest) over the repeats, or the reason across the row."""
-    lines = ["| method | " + " | ".join(title for title, _ in COLUMNS.values()) + " |"]
-    lines.append("|---" * (len(COLUMNS) + 1) + "|")
+    lines = []
     for row in rows:
         if "reason" in row:
             reason = row["reason"].replace("|", "/")
-            short = reason if len(reason) <= MAX_REASON else reason[: MAX_REASON - 3] + "..."
-            cells = [short] + [""] * (len(COLUMNS) - 1)
+            lines.append((row["method"], reason if len(reason) <= MAX_REASON else reason[: MAX_REASON - 3] + "..."))
         else:
-            cells = [cell(row[key], form) for key, (_, form) in COLUMNS.items()]
-        lines.append(f"| {row['method']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            lines.append((row["method"], *(cell(row[key], spec) for key, (_, spec) in COLUMNS.items())))
+    return report.table(["method", *(title for title, _ in COLUMNS.values())], lines)
 
 
-def cell(values: Sequence[float | None], form: str) -> str:
+def cell(values: Sequence[float | None], spec: str) -> str:
     known = [value for value in values if value is not None]
     if len(known) < len(values) or not known:
         return "not measured"
     finite = [value for value in known if math.isfinite(value)]
     if len(finite) < len(known):
-        left = f" (else {', '.join(form.format(value) for value in finite)})" if finite else ""
+        left = f" (else {', '.join(f'{value:{spec}}' for value in finite)})" if finite else ""
         return f"diverged in {len(known) - len(finite)} of {len(known)}{left}"
-    middle, low, high = (form.format(value) for value in (statistics.median(known), min(known), max(known)))
-    return middle if low == high else f"{middle} ({low} to {high})"
+    return Spread.of(known).show(spec)
 
 
-def report(bench: Bench, rows: Sequence[dict[str, Any]], link: str) -> str:
+def markdown(bench: Bench, result: dict[str, Any]) -> str:
     """The table with all that a reader needs to judge it."""
+    rows, versions = result["rows"], result["versions"]
     millions = sum(p.numel() for p in build_model(bench.width).parameters()) / 1e6
     sent = "the method's own count, without protocol headers" if bench.throttle else "counter of each node's interface"
     notes = [
-        f"Link: {link}. {bench.workers} workers, each on its own node; {bench.steps} steps, tau {bench.tau}.",
+        f"Link: {result['link']}. {bench.workers} workers, each on its own node; {bench.steps} steps, tau {bench.tau}.",
         f"Task: scikit-learn's digits, a perceptron of {millions:.2f} M parameters, SGD lr {LR:g} momentum "
         f"{MOMENTUM:g}, {BATCH} samples per worker and step. Forward and backward are stretched to "
         f"{bench.step_ms:g} ms, layer by layer, a stand-in for computing on hardware of one's own.",
@@ -296,23 +287,12 @@ def report(bench: Bench, rows: Sequence[dict[str, Any]], link: str) -> str:
         f"Ours: co2 {chosen(CO2Config(tau=bench.tau), 'outer_lr', 'outer_momentum', 'gap', 'clip')}; "
         f"slowmo {chosen(SlowMoConfig())}; overlap_local {chosen(OverlapLocalConfig())}.",
         *(f"{name}: {PEERS[name].note}." for name in bench.methods if name in PEERS),
-        "Versions: " + ", ".join(f"{name} {version}" for name, version in versions().items()) + ".",
+        "Versions: " + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
     ]
-    return table(rows) + "\n\n" + "\n".join(f"- {note}" for note in notes)
+    return f"{table(rows)}\n\n{report.bullets([*notes, f'{report.source(result)}.'])}\n"
 
 
 def chosen(config: Any, *names: str) -> str:
     """Settings of a method in words; all of them without names."""
     values = asdict(config)
     return ", ".join(f"{name} {values[name]}" for name in names or values)
-
-
-def versions() -> dict[str, str]:
-    """Version of Python and of every peer's package; "absent" without it."""
-    found = {"python": platform.python_version()}
-    for package in dict.fromkeys(peer.package for peer in PEERS.values()):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "absent"
-    return found

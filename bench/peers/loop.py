@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from bench.pace import Pacer
 from bench.peers.adapters import PEERS, Task, Trainer
 from bench.peers.model import LR, build_model, make_optimizer, make_pacer
+from bench.resident import peak_bytes, reset_peak
 from core import CO2Config, UserError, make_method
 from core.baselines import METHODS
 from training.sampling import worker_batches
@@ -199,21 +200,3 @@ def network_bytes(interface: str | None) -> int:
         if name == interface:
             return int(counters.split()[8])
     raise OSError(f"no interface {interface} in this node")
-
-
-def reset_peak() -> int:
-    """Makes the kernel forget this process's peak of resident memory; returns what is resident now, in bytes."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
-
-
-def peak_bytes() -> int:
-    """The peak of resident memory since reset_peak, in bytes."""
-    return _status("VmHWM")
-
-
-def _status(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"no {key} in /proc/self/status")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from bench import report
 from bench.simulator.events import HIDDEN, Outcome, Work, expected_skew, simulate
 from bench.simulator.network import Cluster, allreduce_seconds, ring_seconds
 from core.baselines import METHODS
@@ -66,19 +66,10 @@ class Constants:
 def read(path: Path) -> dict[str, Any]:
     """bench.scaling's JSON, checked; a UserError names what is missing."""
     remedy = "write the file with python -m bench.scaling"
-    try:
-        data = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"not JSON ({error})"
-        raise UserError(f"{path}: {reason}; {remedy}") from None
-    if not isinstance(data, dict) or data.get("format") != 1:
-        raise UserError(f"{path}: not of format 1; {remedy}")
-    rows = data.get("rows")
-    if not isinstance(rows, list) or not rows:
-        raise UserError(f"{path}: has no rows; {remedy}")
+    data = report.load(path, "bench.scaling")
     _require(data, ("model", "batch"), str(path), remedy)
     _require(data["model"], MODEL_KEYS, f"{path}: model", remedy)
-    for index, row in enumerate(rows):
+    for index, row in enumerate(data["rows"]):
         _require(row, ROW_KEYS, f"{path}: row {index}", remedy)
         if row["method"] not in METHODS:
             raise UserError(f"{path}: row {index} has method {row['method']!r}, not one of {', '.join(METHODS)}")
@@ -293,12 +284,16 @@ def markdown(c: Calibration, name: str) -> str:
         ),
         f"- boundary, ms: {boundary}",
         f"- ddp overlaps communication: {overlap}\n",
-        "| rows | method | number | samples/s, median error | largest | exposed share, median error | largest |",
-        "|---|---|---|---|---|---|---|",
+        report.table(TITLES, map(_cells, c.errors)),
     ]
-    for e in c.errors:
-        text.append(
-            f"| {e.part} | {e.method} | {e.rows} | {e.median_error:.1%} | {e.largest_error:.1%} "
-            f"| {e.median_points:.1f} points | {e.largest_points:.1f} points |"
-        )
     return "\n".join(text)
+
+
+TITLES = (
+    *("rows", "method", "number", "samples/s, median error", "largest", "exposed share, median error", "largest"),
+)
+
+
+def _cells(e: Errors) -> tuple[object, ...]:
+    speed = f"{e.median_error:.1%}", f"{e.largest_error:.1%}"
+    return e.part, e.method, e.rows, *speed, f"{e.median_points:.1f} points", f"{e.largest_points:.1f} points"

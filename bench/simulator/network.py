@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from bench.options import require_one_or_more
 from core.errors import UserError
 
 Algorithm = Literal["ring", "tree", "hierarchical"]
@@ -59,9 +60,7 @@ class Cluster:
     """Seconds that every all-reduce costs whatever its size."""
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "workers_per_node"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)}: give 1 or more")
+        require_one_or_more(self, "nodes", "workers_per_node")
         for name in ("inter_gbps", "intra_gbps", "efficiency"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"{name}={getattr(self, name):g}: give a finite number above 0")

@@ -7,14 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from bench.report import table
 from bench.simulator.events import Work, simulate
 from bench.simulator.network import ALGORITHMS, Algorithm, Cluster, allreduce_seconds
 from core.errors import UserError
+from results.paper import GPUS, SCALING_RATIO, WORDS_PER_SECOND
 
-# Words/s of all GPUs together, 8 of them a node; ratio = throughput(128) / (8 x throughput(16)).
-ADAMW_8, ADAMW_16, ADAMW_128 = 18_444.0, 3_488.0, 22_810.0
-CO2_48_128, RATIO_ADAMW, RATIO_48, RATIO_12 = 304_736.0, 0.82, 1.06, 0.86
-PER_NODE = 8
+ADAMW_8, ADAMW_16, ADAMW_128 = (float(WORDS_PER_SECOND[None, nodes]) for nodes in (1, 2, 16))
+CO2_48_128 = float(WORDS_PER_SECOND[48, 16])
+RATIO_ADAMW, RATIO_48, RATIO_12 = (SCALING_RATIO[tau] for tau in (None, 48, 12))
 ROUNDS = 20
 
 
@@ -43,7 +44,7 @@ def report(cluster: Cluster, nbytes: float, words: int, backward_share: float, o
     words: per GPU and step. cluster gives the latencies and the intra-node bandwidth; its nodes and inter-node
     bandwidth are replaced. Steps are constant here and boundaries take no time: the table says nothing of either.
     """
-    step = PER_NODE * words / ADAMW_8
+    step = GPUS * words / ADAMW_8
     gpu = Work(1, step, backward_share=backward_share, overlap=overlap)
     exposed = 16 * words / ADAMW_16 - step
     cells: dict[str, dict[Algorithm, float]] = {}
@@ -61,7 +62,7 @@ def report(cluster: Cluster, nbytes: float, words: int, backward_share: float, o
 def _words_per_second(
     link: Cluster, nbytes: float, algorithm: Algorithm, gpu: Work, words: int, method: str, tau: int, gpus: int
 ) -> float:
-    there = dataclasses.replace(link, nodes=gpus // PER_NODE, workers_per_node=PER_NODE)
+    there = dataclasses.replace(link, nodes=gpus // GPUS, workers_per_node=GPUS)
     work = dataclasses.replace(gpu, workers=gpus, allreduce=allreduce_seconds(there, nbytes, algorithm))
     return gpus * words / simulate(method, work, tau, ROUNDS, warmup=2).step_seconds
 
@@ -95,7 +96,7 @@ def _fit_gbps(cluster: Cluster, nbytes: float, algorithm: Algorithm, seconds: fl
     """Inter-node Gbit/s at which an all-reduce of 2 nodes takes `seconds`; by bisection, for it falls with them."""
 
     def takes(gbps: float) -> float:
-        two = dataclasses.replace(cluster, nodes=2, workers_per_node=PER_NODE, efficiency=1.0, inter_gbps=gbps)
+        two = dataclasses.replace(cluster, nodes=2, workers_per_node=GPUS, efficiency=1.0, inter_gbps=gbps)
         return allreduce_seconds(two, nbytes, algorithm)
 
     low, high = 1e-9, 1e9
@@ -112,17 +113,14 @@ def _fit_gbps(cluster: Cluster, nbytes: float, algorithm: Algorithm, seconds: fl
 
 def markdown(result: Report) -> str:
     """The table, cell by cell; fitted cells are marked, for they are no predictions."""
-    lines = [
-        "| cell | paper | used | " + " | ".join(f"{a} | error" for a in ALGORITHMS) + " |",
-        "|---" * (3 + 2 * len(ALGORITHMS)) + "|",
-    ]
+    rows = []
     for cell in result.cells:
         number = "{:.2f}" if cell.paper < 10 else "{:,.0f}"
         parts = [cell.name, number.format(cell.paper), "fitted to" if cell.fitted else "predicted"]
         for a in ALGORITHMS:
             parts += [number.format(cell.predicted[a]), "-" if cell.fitted else f"{cell.error(a):+.1%}"]
-        lines.append("| " + " | ".join(parts) + " |")
-    return "\n".join(lines)
+        rows.append(parts)
+    return table(["cell", "paper", "used", *(title for a in ALGORITHMS for title in (a, "error"))], rows)
 
 
 def remarks(result: Report) -> str:
@@ -136,7 +134,7 @@ def remarks(result: Report) -> str:
     ]
     cells = {cell.name: cell for cell in result.cells}
     above = [c.name for c in result.cells if "ratio" in c.name and c.paper > 1]
-    most = 128 / PER_NODE * ADAMW_8
+    most = 128 / GPUS * ADAMW_8
     lines.append(
         f"Not matched: {', '.join(above)}. No ratio above 1 can come out of this model: a worker never gets faster by "
         f"having more peers. Nor can words/s above 128/8 of the 8-GPU cell, {most:,.0f}, where the paper's CO2 has "

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import tyro
 
+from bench.report import table
 from bench.simulator import calibrate, paper
 from bench.simulator.calibrate import Calibration
 from bench.simulator.events import Outcome, Work, recommend_tau, simulate, useful_share
@@ -287,13 +288,11 @@ def settings_markdown(options: Simulate, found: list[Setting]) -> str:
 
 
 def lines_markdown(lines: list[Line]) -> str:
-    table = ["| method | tau | samples/s | of ideal | exposed | useful time |", "|---|---|---|---|---|---|"]
-    for x in lines:
-        table.append(
-            f"| {x.method} | {x.tau} | {x.samples_per_second:,.1f} | {x.share_of_ideal:.1%} | {x.exposed_share:.1%} "
-            f"| {x.useful_share:.1%} |"
-        )
-    return "\n".join(table)
+    def cells(x: Line) -> tuple[object, ...]:
+        shares = (f"{share:.1%}" for share in (x.share_of_ideal, x.exposed_share, x.useful_share))
+        return x.method, x.tau, f"{x.samples_per_second:,.1f}", *shares
+
+    return table(["method", "tau", "samples/s", "of ideal", "exposed", "useful time"], map(cells, lines))
 
 
 def papers_table(options: Simulate) -> dict[str, Any]:

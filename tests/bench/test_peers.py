@@ -13,8 +13,9 @@ from torch import nn
 from bench.peers import compare
 from bench.peers.adapters import PEERS, Peer, split
 from bench.peers.compare import Bench, loss_at, run_all, summarise, table
-from bench.peers.loop import Job, network_bytes, peak_bytes, reset_peak
+from bench.peers.loop import Job, network_bytes
 from bench.peers.model import build_model, make_pacer
+from bench.resident import peak_bytes, reset_peak
 from core import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -144,9 +145,11 @@ def test_a_table_from_rows():
 def test_the_report_names_link_and_settings():
     runs = [{"method": name, "repeat": 0, **DONE} for name in ("none", "torchft_diloco")]
     bench = Bench(steps=4, tau=2, workers=2, repeats=1, methods=("torchft_diloco",))
-    text = compare.report(bench, summarise(bench, runs), "a test's link")
+    result = {"link": "a test's link", "versions": {"torchft-nightly": "1.2"}, "rows": summarise(bench, runs)}
+    text = compare.markdown(bench, result | {"commit": "abc", "date": "today"})
     assert "Link: a test's link. 2 workers" in text
-    assert "Nesterov" in text and "torchft-nightly" in text and "0.28 M parameters" in text
+    for said in ("Nesterov", "torchft-nightly 1.2", "commit abc, today", "0.28 M parameters"):
+        assert said in text
     assert "hivemind: Optimizer" not in text
 
 
@@ -223,6 +226,6 @@ def test_a_refusal_is_one_line():
 
 
 def test_a_diverged_repeat_is_told_and_enters_no_median():
-    assert compare.cell([float("nan"), 0.585, float("nan")], "{:.3f}") == "diverged in 2 of 3 (else 0.585)"
-    assert compare.cell([float("inf")], "{:.3f}") == "diverged in 1 of 1"
-    assert compare.cell([1.0, 3.0, 2.0], "{:.1f}") == "2.0 (1.0 to 3.0)"
+    assert compare.cell([float("nan"), 0.585, float("nan")], ".3f") == "diverged in 2 of 3 (else 0.585)"
+    assert compare.cell([float("inf")], ".3f") == "diverged in 1 of 1"
+    assert compare.cell([1.0, 3.0, 2.0], ".1f") == "2.0 (1.0 to 3.0)"

@@ -161,8 +161,8 @@ def bench(folder: Path, *options: str) -> tuple[str, dict]:
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=100, env=env)
     assert done.returncode == 0, done.stderr
-    assert (folder / "table.md").read_text().strip() in done.stdout
-    return done.stdout, json.loads((folder / "results.json").read_text())
+    assert (folder / "peers.md").read_text().strip() in done.stdout
+    return done.stdout, json.loads((folder / "peers.json").read_text())
 
 
 def test_the_command_with_a_throttled_link(tmp_path: Path):

@@ -293,7 +293,7 @@ def test_a_mistake_is_one_line_without_a_traceback():
     [
         (("--inter_gbps", "0"), "inter_gbps=0: give a finite number above 0"),
         (("--inter_gbps", "-1"), "inter_gbps=-1: give a finite number above 0"),
-        (("--calibrate", "/nowhere.json"), "write the file with python -m bench.scaling"),
+        (("--calibrate", "/nowhere.json"), "measure with python -m bench.scaling"),
         (("--fit_workers", "2"), "give --calibrate FILE"),
         (("--tau", "0"), "tau=0: give 1 or more"),
         (("--rounds", "2"), "rounds=2: give 3 or more"),

@@ -294,7 +294,7 @@ def test_the_emulated_link_is_an_option_of_the_recipe():
 def test_a_bad_option_is_refused(
     options: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
 ):
-    (tmp_path / loss_table.NAME).write_text("{}")
+    (tmp_path / "time_to_loss.json").write_text("{}")
     monkeypatch.setattr(sys, "argv", ["x", *(option.replace("FOLDER", str(tmp_path)) for option in options)])
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr(time_to_loss.torch, "set_num_threads", lambda _: None)
@@ -317,7 +317,7 @@ def small(folder: Path, *options: str) -> tuple[list[dict[str, Any]], str]:
     command = [sys.executable, "-m", "bench.time_to_loss", *fixed, *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((folder / loss_table.NAME).read_text())["runs"], done.stdout
+    return json.loads((folder / "time_to_loss.json").read_text())["runs"], done.stdout
 
 
 def test_a_small_run(tmp_path: Path):

@@ -1,0 +1,132 @@
+"""The report of a measurement: NAME.json with its figures and where they come from, NAME.md with its tables."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from core.errors import UserError
+from training.provenance import commit, version
+
+FORMAT = 1  # of the JSON
+
+
+# -- tables -----------------------------------------------------------------------------------------------------
+
+
+def row(*cells: object) -> str:
+    """A row of a Markdown table."""
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table; a row that ends early, such as one that was not run, is filled up with empty cells."""
+    lines = [row(*titles), "|---" * len(titles) + "|"]
+    for cells in rows:
+        lines.append(row(*cells, *[""] * (len(titles) - len(cells))))
+    return "\n".join(lines)
+
+
+def bullets(notes: Iterable[str]) -> str:
+    return "\n".join(f"- {note}" for note in notes)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of a measurement's repeats, and the least and the greatest of them."""
+
+    median: float
+    least: float
+    greatest: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values))
+
+    def range(self, spec: str) -> str:
+        return f"{self.least:{spec}} to {self.greatest:{spec}}"
+
+    def show(self, spec: str) -> str:
+        """`median (least to greatest)`, each in the format `spec`; the median alone where all three look alike."""
+        alike = f"{self.least:{spec}}" == f"{self.greatest:{spec}}"
+        return f"{self.median:{spec}}" + ("" if alike else f" ({self.range(spec)})")
+
+
+def mean_sd(values: Sequence[float], spec: str) -> str:
+    """`mean ± sample standard deviation`, each in the format `spec`; the mean alone of a single value."""
+    return plus_minus(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, spec)
+
+
+def plus_minus(mean: float, sd: float | None, spec: str) -> str:
+    return f"{mean:{spec}}" + ("" if sd is None else f" ± {sd:{spec}}")
+
+
+# -- where figures come from ------------------------------------------------------------------------------------
+
+
+def header(module: str, options: Any, packages: Sequence[str] = ("torch",)) -> dict[str, Any]:
+    """What the JSON of `python -m MODULE` begins with. options: a dataclass."""
+    found = {package: version(package) or "absent" for package in packages}
+    return {
+        "format": FORMAT,
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "commit": commit(),
+        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
+        "versions": {"python": platform.python_version(), **found},
+        "cpu_count": len(os.sched_getaffinity(0)),
+        "options": json.loads(json.dumps(asdict(options), default=str)),
+    }
+
+
+def source(result: dict[str, Any]) -> str:
+    """Command, commit and date of a measurement in words."""
+    command = f"`{result['command']}`, " if "command" in result else ""
+    return f"{command}commit {result['commit'] or 'unknown'}, {result['date']}"
+
+
+# -- files ------------------------------------------------------------------------------------------------------
+
+
+def new_folder(name: str, out: Path | None) -> Path:
+    """Makes the folder for a measurement, runs/NAME-DATE unless `out` is given; refuses one that holds such already."""
+    folder = out or Path("runs") / time.strftime(f"{name}-%Y%m%d-%H%M%S")
+    if (folder / f"{name}.json").exists():
+        raise UserError(f"{folder} holds a measurement: choose another --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def save(folder: Path, name: str, result: dict[str, Any], text: str | None = None) -> None:
+    """Writes NAME.json, never half of it, and NAME.md when there is a text."""
+    partial = folder / f".{name}.json"
+    partial.write_text(json.dumps(result, indent=1, default=str) + "\n")
+    partial.rename(folder / f"{name}.json")
+    if text is not None:
+        (folder / f"{name}.md").write_text(text)
+
+
+def load(path: Path, module: str, rows: str = "rows") -> dict[str, Any]:
+    """A file that `python -m MODULE` has written, with at least one of its `rows`; else a UserError."""
+    remedy = f"measure with python -m {module} --out {path.parent}"
+    try:
+        result = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path.parent} holds no {path.name}: {remedy}") from None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; {remedy}") from None
+    except ValueError as error:  # also of bytes that are no text
+        raise UserError(f"{path}: not JSON ({error}); {remedy}") from None
+    if not isinstance(result, dict) or result.get("format") != FORMAT:
+        raise UserError(f"{path}: not of format {FORMAT}; {remedy}")
+    if not isinstance(result.get(rows), list) or not result[rows]:
+        raise UserError(f"{path}: has no {rows}; {remedy}")
+    return result

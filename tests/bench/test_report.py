@@ -1,0 +1,101 @@
+"""The report writer of all measurements, and the checks of their options."""
+
+import json
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from bench import loss_table, plots, report
+from bench.options import require_each_once, require_one_or_more, require_positive
+from bench.peers import compare
+from bench.report import Spread, mean_sd
+from core.errors import UserError
+
+RESULTS = Path(__file__).parents[2] / "results"
+
+
+@dataclass
+class Options:
+    rates: tuple[float, ...] = (1.0, 2.0)
+    workers: int = 4
+    out: Path | None = Path("folder")
+
+
+def test_a_table_fills_rows_that_end_early():
+    text = report.table(["a", "b", "c"], [(1, 2, 3), ("x", "not run")])
+    assert text.splitlines() == ["| a | b | c |", "|---|---|---|", "| 1 | 2 | 3 |", "| x | not run |  |"]
+
+
+def test_repeats_in_words():
+    assert Spread.of([4.0, 1.0, 2.0]) == Spread(2.0, 1.0, 4.0)
+    assert Spread.of([4.0, 1.0, 2.0]).show(".1f") == "2.0 (1.0 to 4.0)"
+    assert Spread.of([0.701, 0.702]).show(".0%") == "70%", "all look alike"
+    assert mean_sd([1.0, 2.0, 3.0], ".2f") == "2.00 ± 1.00" and mean_sd([0.5], ".0%") == "50%"
+
+
+def test_a_result_says_where_it_comes_from(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["x", "--out", "a folder"])
+    result = report.header("bench.x", Options(), packages=("torch", "co2-no-such-package"))
+    assert result["options"] == {"rates": [1.0, 2.0], "workers": 4, "out": "folder"} and result["format"] == 1
+    assert result["command"] == "python -m bench.x --out 'a folder'" and result["cpu_count"] >= 1
+    assert result["versions"].keys() == {"python", "torch", "co2-no-such-package"}
+    assert result["versions"]["co2-no-such-package"] == "absent" and result["versions"]["torch"][0].isdigit()
+    assert re.fullmatch(
+        r"`python -m bench.x --out 'a folder'`, commit \S+, 2\d{3}-\d\d-\d\d \S+", report.source(result)
+    )
+    assert report.source({"commit": "", "date": "today"}) == "commit unknown, today"
+
+
+def test_what_is_saved_can_be_loaded_and_is_not_overwritten(tmp_path: Path):
+    folder = report.new_folder("speed", tmp_path / "new")
+    result = {"format": 1, "rows": [{"folder": folder}]}
+    report.save(folder, "speed", result, "| a |\n")
+    assert report.load(folder / "speed.json", "bench.x") == {"format": 1, "rows": [{"folder": str(folder)}]}
+    assert {path.name for path in folder.iterdir()} == {"speed.json", "speed.md"}
+    with pytest.raises(UserError, match="holds a measurement: choose another --out"):
+        report.new_folder("speed", folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "holds no scaling.json: measure with python -m bench.scaling --out "),
+        ("{", "not JSON"),
+        ("[]", "not of format 1"),
+        ('{"format": 1}', "has no rows"),
+    ],
+)
+def test_a_folder_without_measurements_is_refused(text: str | None, said: str, tmp_path: Path):
+    if text is not None:
+        (tmp_path / "scaling.json").write_text(text)
+    with pytest.raises(UserError, match=said):
+        plots.write(tmp_path)
+
+
+def test_the_published_tables_are_those_of_the_published_figures():
+    result = report.load(RESULTS / "scaling.json", "bench.scaling")
+    assert (RESULTS / "scaling.md").read_text() == plots.markdown(result)
+    losses = report.load(RESULTS / "time_to_loss.json", "bench.time_to_loss", "runs")
+    assert (RESULTS / "time_to_loss.md").read_text() == loss_table.markdown(losses)
+    peers = json.loads((RESULTS / "peers.json").read_text())
+    assert (RESULTS / "peers.md").read_text().startswith(compare.table(peers["rows"]))
+
+
+@pytest.mark.parametrize(
+    ("check", "values", "said"),
+    [
+        (require_each_once, {"rates": (1.0, 1.0)}, "rates=1.0 1.0: give one or more, each once"),
+        (require_each_once, {"rates": ()}, "rates=: give one or more, each once"),
+        (require_positive, {"rates": (1.0, 0.0)}, "rates=0.0: give a number above 0"),
+        (require_positive, {"rates": float("nan")}, "rates=nan: give a number above 0"),
+        (require_one_or_more, {"rates": 0}, "rates=0: give 1 or more"),
+    ],
+)
+def test_an_option_that_cannot_be_is_named(check, values, said: str):
+    with pytest.raises(UserError) as error:
+        check(Options(**values), "rates")
+    assert str(error.value) == said
+    check(Options(), "workers" if check is require_one_or_more else "rates")
