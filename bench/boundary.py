@@ -72,7 +72,7 @@ def check(bench: Bench) -> None:
 
 
 def main() -> None:
-    bench = tyro.cli(Bench, use_underscores=True)
+    bench = tyro.cli(Bench, prog="python -m bench.boundary", use_underscores=True)
     check(bench)
     out = report.new_folder("boundary", bench.out)
     rows: list[dict[str, Any]] = []

@@ -191,8 +191,10 @@ def write(folder: Path, result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    folder = tyro.cli(tyro.conf.Positional[Path], prog="bench.loss_table")
-    print(write(folder, report.load(folder / f"{NAME}.json", "bench.time_to_loss", "runs")))
+    folder = tyro.cli(tyro.conf.Positional[Path], prog="python -m bench.loss_table")
+    text = markdown(report.load(folder / f"{NAME}.json", "bench.time_to_loss", "runs"))
+    (folder / f"{NAME}.md").write_text(text)
+    print(text)
 
 
 if __name__ == "__main__":

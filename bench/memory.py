@@ -57,7 +57,7 @@ class Bench:
 
 
 def main() -> None:
-    bench = tyro.cli(Bench, use_underscores=True)
+    bench = tyro.cli(Bench, prog="python -m bench.memory", use_underscores=True)
     if bench.parameters < 4 * WIDTH**2:
         raise UserError(
             f"parameters={bench.parameters:g}: give {4 * WIDTH**2} or more, or the process outweighs the model"

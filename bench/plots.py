@@ -249,7 +249,7 @@ def write(folder: Path) -> str:
 
 
 def main() -> None:
-    folder = tyro.cli(tyro.conf.Positional[Path], prog="bench.plots")
+    folder = tyro.cli(tyro.conf.Positional[Path], prog="python -m bench.plots")
     print(write(folder))
 
 

@@ -177,7 +177,7 @@ def header(o: Scaling) -> dict[str, Any]:
 
 
 def main() -> None:
-    o = tyro.cli(Scaling, use_underscores=True)
+    o = tyro.cli(Scaling, prog="python -m bench.scaling", use_underscores=True)
     o.check()
     if o.quick:
         o = replace(o, workers=(1, 2, 4), rates=(200.0,), methods=QUICK, repeats=1, seconds=0.5)

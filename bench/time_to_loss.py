@@ -288,7 +288,7 @@ def header(o: TimeToLoss) -> dict[str, Any]:
 
 
 def main() -> None:
-    o = tyro.cli(TimeToLoss, use_underscores=True)
+    o = tyro.cli(TimeToLoss, prog="python -m bench.time_to_loss", use_underscores=True)
     o.check()
     if not o.throttle:
         require_namespaces()

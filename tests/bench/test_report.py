@@ -13,6 +13,7 @@ from bench.options import require_each_once, require_one_or_more, require_positi
 from bench.peers import compare
 from bench.report import Spread, mean_sd
 from core.errors import UserError
+from results import paper
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -82,6 +83,16 @@ def test_the_published_tables_are_those_of_the_published_figures():
     assert (RESULTS / "time_to_loss.md").read_text() == loss_table.markdown(losses)
     peers = json.loads((RESULTS / "peers.json").read_text())
     assert (RESULTS / "peers.md").read_text().startswith(compare.table(peers["rows"]))
+
+
+def test_the_papers_numbers_stand_in_one_section_of_the_results():
+    ours, papers = (RESULTS / "RESULTS.md").read_text().split("\n## The paper\n")
+    assert "Reported by the paper (not by us)" in papers and "not run" in papers
+    reported = [f"{mean:.2f}" + (f" ± {sd:.2f}" if sd else "") for mean, sd in paper.REPORTED.values()]
+    reported += [f"{words:,}" for words in paper.WORDS_PER_SECOND.values()]
+    for number in reported:
+        assert number in papers and number not in ours
+    assert all(f"{number:.2f}" in papers for number in (*paper.GAP_PERPLEXITY.values(), *paper.SCALING_RATIO.values()))
 
 
 @pytest.mark.parametrize(
