@@ -104,13 +104,13 @@ def options(overrides: Mapping[str, Any]) -> list[str]:
 
 def stand_in_overrides(row: Row) -> dict[str, Any]:
     """Those of a row's overrides that its stand-in has, too."""
-    return {key: value for key, value in row.overrides.items() if key.startswith("co2.")}
+    return {key: value for key, value in row.overrides.items() if key.startswith(("co2.", "delayed."))}
 
 
 def run_name(recipe: Recipe, row: Row, overrides: Mapping[str, Any], seed: int, nodes: int | None = None) -> str:
     """The name of a run folder: all that differs between the runs of a recipe."""
     parts = [recipe.name, row.method, f"tau{row.tau or recipe.co2.tau}", f"{nodes}nodes" if nodes else ""]
-    names = {key.split(".")[-1]: value for key, value in overrides.items() if key != "co2.allow_unstable"}
+    names = {key.split(".", 1)[-1]: value for key, value in overrides.items() if key != "co2.allow_unstable"}
     parts += [name if value is True else f"{name}_{value}" for name, value in names.items()]
     return "-".join([*filter(None, parts), f"seed{seed}"])
 
@@ -232,7 +232,8 @@ def differences(run: Finished, row: Row, metric: Metric, local: bool) -> list[st
     recipe = load_recipe(row.task, name)
     wanted = flat(json.loads(json.dumps(dataclasses.asdict(recipe), default=str)))
     wanted |= {"co2.tau": row.tau or recipe.co2.tau, **overrides, "method": row.method}
-    idle = {"co2", "slowmo", "overlap_local"} - {row.method}  # settings of methods that were not used
+    used = {"co2", "delayed"} if row.method == "delayed" else {row.method}  # delayed reads co2's settings, too
+    idle = {"co2", "delayed", "slowmo", "overlap_local"} - used
     free = FREE | {"batch_size", "co2.tau"} | {key for key in wanted if key.split(".")[0] in idle}
     free -= overrides.keys() | ({"co2.tau"} if row.tau else set())
     found = [

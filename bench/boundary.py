@@ -1,10 +1,12 @@
 """What one outer boundary of CO2 costs against the model's size: seconds, share of the copy bandwidth, memory.
 
-python -m bench.boundary [--sizes 1e6 1e7 1e8 1e9] [--threads N] [--repeats 5] [--device cpu|cuda] [--out FOLDER]
+python -m bench.boundary [--sizes 1e6 1e7 1e8 1e9] [--ways co2 fast plain compiled] [--threads N] [--repeats 5]
+    [--device cpu|cuda] [--out FOLDER]
 
-Three ways: `co2` is core.co2.CO2 with one worker and tau 1, so that each step() is a boundary with nothing to wait
-for; `one_pass` is core.fused alone; `plain` is core.outer's functions on whole tensors, each a pass of its own. The
-copy, torch's copy_ of a large tensor, is measured in between with as many threads. Every case is a process of its own.
+Four ways: `co2` is core.CO2 with one worker and tau 1, so that each step() is a boundary with nothing to wait for;
+`fast` is its single pass over memory alone; `plain` is core/outer.py's `update`, which defines it, segment by segment;
+`compiled` is that by torch.compile, the comparator of the kernel on CUDA. The copy, torch's copy_ of a large tensor, is
+measured in between with as many threads. Every case is a process of its own.
 """
 
 from __future__ import annotations
@@ -26,11 +28,8 @@ from torch import Tensor
 from bench import report, resident
 from bench.options import require_one_or_more
 from bench.report import Spread
-from core import outer
-from core.co2 import CO2, CO2Config
-from core.collectives import view_as
-from core.errors import UserError
-from core.fused import Rule, boundary
+from core import CO2, CO2Config, UserError, outer
+from core.fast import Pass, make_boundary
 from training.recipe import launch
 
 MATRIX = 2048  # the model is matrices [2048, 2048] and vectors [2048], as in a transformer of that width
@@ -38,12 +37,8 @@ COPY = 1 << 25  # elements of the measured copy: 128 MiB each, beyond the cache
 ALPHA, BETA, PHI = 1.0, 0.5, 1.0  # CO2Config's defaults
 BYTES = 36  # a float32 parameter: p, d, x, m read and written once, and d read once before for its RMS
 
-# Accesses of 4 bytes a parameter that `plain` makes: cat 2, RMS 1, Lambda 8, momentum 8, clip 2, snapshot 3, outer
-# step 5, restart 2.
-PLAIN_BYTES = 4 * 31
-# Copies beyond the live parameters, each 4 bytes a parameter: x, m, d; `plain` holds five temporaries at its worst.
-COPIES = {"co2": 3, "one_pass": 3, "plain": 8}
-Way = Literal["co2", "one_pass", "plain"]
+COPIES = 3  # x, m and d, each 4 bytes a parameter beyond the live ones
+Way = Literal["co2", "fast", "plain", "compiled"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +47,7 @@ class Bench:
 
     sizes: tuple[float, ...] = (1e6, 1e7, 1e8, 1e9)
     """Parameters, all float32."""
+    ways: tuple[Way, ...] = ("co2", "fast", "plain", "compiled")
     threads: int = 0
     """Of torch; 0 for torch's own choice."""
     repeats: int = 5
@@ -76,9 +72,8 @@ def main() -> None:
     check(bench)
     out = report.new_folder("boundary", bench.out)
     rows: list[dict[str, Any]] = []
-    ways: tuple[Way, ...] = ("co2", "one_pass", "plain")
     for size in map(int, bench.sizes):
-        for way in ways:
+        for way in bench.ways:
             rows.append({"parameters": size, "way": way} | in_process(bench, way, size))
             print(report.row(*cells(rows[-1])), flush=True)
     cuda = bench.device == "cuda"
@@ -91,7 +86,7 @@ def main() -> None:
 
 def in_process(bench: Bench, way: Way, size: int) -> dict[str, Any]:
     """The case in a fresh process, so that no earlier one's memory is counted; why not, where it does not fit."""
-    need = 4 * size * (1 + COPIES[way]) + 8 * COPY + (1 << 30)  # 1 GiB for torch itself
+    need = 4 * size * (1 + COPIES) + 8 * COPY + (1 << 30)  # 1 GiB for torch itself
     if need > (free := free_bytes(bench.device)):
         return {"not_run": f"needs about {need / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"}
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -132,8 +127,8 @@ def measure(bench: Bench, way: Way, size: int) -> dict[str, Any]:
         "seconds": seconds,
         "copy_seconds": copies,
         "copy_bytes_per_second": 8 * COPY / statistics.median(copies),
-        "bytes_moved": size * (PLAIN_BYTES if way == "plain" else BYTES),
-        "memory_counted": 4 * size * COPIES[way],
+        "bytes_moved": size * BYTES,
+        "memory_counted": 4 * size * COPIES,
         "memory_measured": peak - before,
     }
 
@@ -180,34 +175,19 @@ def co2_way(params: list[torch.nn.Parameter]) -> Callable[[], Any]:
     return CO2(params, CO2Config(tau=1, outer_lr=ALPHA, outer_momentum=BETA, clip=PHI)).step
 
 
-def one_pass_way(params: list[torch.nn.Parameter]) -> Callable[[], Any]:
-    d, x, m = state(params)
-    fused = boundary(list(params), d, x, m)
-    fused.first()
+def pass_way(kind: Pass) -> Callable[[list[torch.nn.Parameter]], Callable[[], Any]]:
+    def way(params: list[torch.nn.Parameter]) -> Callable[[], Any]:
+        d, x, m = state(params)
+        one = make_boundary(kind, params, d, x, m)
+        one.run(outer.NOTHING_LANDED)
 
-    def once() -> None:
-        c = (fused.rms_sum() / len(d)).sqrt()
-        fused.step(Rule(BETA, ALPHA, ALPHA, PHI, c=c))
+        def once() -> None:
+            c = outer.norm([d]) / len(d) ** 0.5
+            one.run(outer.Rule(BETA, ALPHA, ALPHA, PHI, 1.0, c=c))
 
-    return once
+        return once
 
-
-def plain_way(params: list[torch.nn.Parameter]) -> Callable[[], Any]:
-    d, x, m = state(params)
-    views = view_as(x, params)
-
-    @torch.no_grad()
-    def once() -> None:
-        nonlocal d, x, m, views
-        p = torch.cat([t.view(-1) for t in params])
-        m = outer.momentum(m, d, BETA, outer.gap_elementwise(m * -ALPHA, outer.rms([d])))
-        m = outer.clip_elements(m, PHI)
-        d = x - p
-        x = outer.outer_step(x, m, ALPHA)
-        views = view_as(x, params)
-        torch._foreach_copy_(params, views)
-
-    return once
+    return way
 
 
 @torch.no_grad()
@@ -219,8 +199,9 @@ def state(params: list[torch.nn.Parameter]) -> tuple[Tensor, Tensor, Tensor]:
 
 WAYS: dict[Way, Callable[[list[torch.nn.Parameter]], Callable[[], Any]]] = {
     "co2": co2_way,
-    "one_pass": one_pass_way,
-    "plain": plain_way,
+    "fast": pass_way("fast"),
+    "plain": pass_way("plain"),
+    "compiled": pass_way("compiled"),
 }
 
 
@@ -250,8 +231,8 @@ TITLES = (
 
 def table(rows: list[dict[str, Any]]) -> str:
     note = (
-        "For co2 the bytes counted are those of one pass. A model that fits into the processor's cache can pass 100 %, "
-        "and so can any other: the copy also reads what it overwrites, and that read is not counted."
+        "The bytes counted are those of one pass, whichever way was taken. A model that fits into the processor's "
+        "cache can pass 100 %, and so can any other: the copy also reads what it overwrites, which is not counted."
     )
     return f"{report.table(TITLES, map(cells, rows))}\n\n{note}"
 

@@ -65,11 +65,11 @@ def follow(
         return Outcome(status, seconds, steps, loss, exposed / seconds if seconds else None, credit, reason)
 
     for row in rows:
-        if "round/wait_seconds" in row:
+        if "round/exposed_seconds" in row:
             rounds = row["round/round"] - before["round/round"]
             missing = unpaid(row, row["seconds"] - before["seconds"]) if evaluated and rounds == 1 else 0.0
             credit += missing
-            exposed += rounds * row["round/wait_seconds"] + missing  # of ddp's rounds every few are logged
+            exposed += rounds * row["round/exposed_seconds"] + missing  # of ddp's rounds every few are logged
             before, evaluated = row, False
         if row["seconds"] + credit > limit:
             seconds = limit
@@ -90,7 +90,7 @@ def unpaid(row: dict[str, Any], seconds: float) -> float:
     that waits at the boundary has nothing under way, and gets 0.
     """
     computing = seconds - row["round/boundary_seconds"]
-    return max(0.0, row["round/allreduce_seconds"] - computing - row["round/wait_seconds"])
+    return max(0.0, row["round/allreduce_seconds"] - computing - row["round/exposed_seconds"])
 
 
 # -- the table --------------------------------------------------------------------------------------------------

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from bench.pace import Pacer
 from bench.standin import BYTES, LAYERS, LEARNING_RATE, StandIn, Trainer
-from core.baselines import METHODS, make_method
 from core.co2 import CO2Config
-from core.collectives import ring_bytes
 from core.errors import UserError
-from core.rounds import Rounds
+from core.groups import ring_bytes
+from core.methods import METHODS, make_method
+from core.rounds import LocalMethod
 from training.throttle import ThrottledLink
 
 TIMEOUT = 120.0  # seconds until a missing worker is an error
@@ -116,8 +116,8 @@ def measure_all(job: Job) -> dict[str, Any]:
                 job.report(setting, cells)
     buckets = next((ddp_buckets(t.model) for s, t in trainers.items() if s.method == "ddp"), None)
     for trainer in trainers.values():
-        if isinstance(trainer.method, Rounds) and trainer.method.mean.in_flight:
-            trainer.method.mean.wait()  # finish() would take two more all-reduces; the models are thrown away
+        if isinstance(trainer.method, LocalMethod) and trainer.method.background.in_flight:
+            trainer.method.background.wait()  # finish() would take two more all-reduces; the models are thrown away
         trainer.method.close()
     return {"cells": cells, "ddp_buckets": buckets}
 
@@ -149,8 +149,8 @@ def measure(job: Job, setting: Setting, trainer: Trainer, repeat: int) -> dict[s
     start, cpu, tau = time.perf_counter(), time.process_time(), method.tau
     rounds = [run_round(trainer) for _ in range(planned)]
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    if isinstance(method, Rounds):
-        method.mean.settle()
+    if isinstance(method, LocalMethod):
+        method.background.settle()
     steps = [each for r in rounds for each in r.compute]
     exposed = sum(r.wait for r in rounds)
     return {

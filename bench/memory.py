@@ -25,8 +25,7 @@ from torch.distributed.tensor import DTensor
 from bench import report
 from bench.cluster import run_ranks
 from bench.resident import resident_bytes
-from core.co2 import CO2, CO2Config
-from core.errors import UserError
+from core import CO2, CO2Config, ShardedCO2, UserError
 from core.groups import node_mesh
 from training import zero
 from training.recipe import launch
@@ -89,7 +88,11 @@ def measure(parameters: int, mode: tuple[int, Any, bool, bool]) -> dict[str, flo
     if mesh is not None:
         optimizer = zero.shard_optimizer(optimizer, mesh, stage)
     before = resident()
-    method = CO2(model.parameters(), CO2Config(tau=1, shard=shard, offload=offload), mesh=mesh)
+    method: CO2 | ShardedCO2
+    if mesh is not None or shard or offload:
+        method = ShardedCO2(model.parameters(), CO2Config(tau=1), mesh=mesh, shard=shard, offload=offload)
+    else:
+        method = CO2(model.parameters(), CO2Config(tau=1))
     method.step()
     method.step()
     grown = resident() - before
@@ -101,7 +104,7 @@ def measure(parameters: int, mode: tuple[int, Any, bool, bool]) -> dict[str, flo
         "parameters": megabytes(model.parameters()),
         "gradients": megabytes(gradients),
         "optimiser": megabytes(moments),
-        "co2": megabytes([b.flat for b in method.mean.buckets] + method._x + method._m),
+        "co2": megabytes([b.flat for b in method.buckets] + method._x + method._m),
         "co2_measured": grown / 1e6,
         "whole_model": 4e-6 * WIDTH**2 * len(layers),
     }

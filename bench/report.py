@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from core.errors import UserError
 from training.provenance import commit, version
+
+from core.errors import UserError
 
 FORMAT = 1  # of the JSON
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from bench.pace import PacedLinear, Pacer
-from core.baselines import Method
-from core.rounds import Rounds
+from core.methods import Method
+from core.rounds import LocalMethod
 
 # Small enough that sixteen workers fit on two cores: with twice as many parameters they do not. Two layers fill the
 # first bucket of DistributedDataParallel, 1 MiB; so it has two, and only the first can cross under the backward pass.
@@ -94,9 +94,9 @@ class Trainer:
         cpu = time.thread_time()
         closed = self.method.step()
         boundary = time.thread_time() - cpu if closed else 0.0
-        wait = float(self.method.stats.wait_seconds) if closed else 0.0
+        wait = float(self.method.stats.exposed_seconds) if closed else 0.0
         # DistributedDataParallel waits between the last gradient and the end of the backward pass
-        held_up = wait + boundary if isinstance(self.method, Rounds) else backward_ended - self.pacer.passed_at
+        held_up = wait + boundary if isinstance(self.method, LocalMethod) else backward_ended - self.pacer.passed_at
         self.pacer.stalled(held_up)
         now = time.perf_counter()
         compute, self._ended_at = now - self._ended_at - held_up, now

@@ -1,9 +1,7 @@
 """CO2 (arXiv 2401.16265): data-parallel training whose communication hides behind computation."""
 
-from core.baselines import LocalSGD, OverlapLocalSGD, SlowMo, make_method
-from core.co2 import CO2, CO2Config
-from core.errors import CollectiveError, UserError
-from core.overlap import RoundStats
+from .methods import CO2, CO2Config, LocalSGD, OverlapLocalSGD, ShardedCO2, SlowMo, make_method
+from .rounds import CollectiveError, RoundStats, UserError
 
 __version__ = "0.1.0"
 
@@ -14,6 +12,7 @@ __all__ = [
     "LocalSGD",
     "OverlapLocalSGD",
     "RoundStats",
+    "ShardedCO2",
     "SlowMo",
     "UserError",
     "make_method",

@@ -1,4 +1,7 @@
-"""Groups of workers: making and leaving them, the nodes of a cluster, and the equal parts of a flat tensor."""
+"""Groups of workers: making and leaving them, what their members must agree on, and collectives over one of them.
+
+A collective over a group is a stage: what has been started, and the bytes that this worker sends for it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from core.errors import UserError
+from .errors import UserError
 
 
 class Pending(Protocol):
@@ -100,9 +103,50 @@ def _alive(group: dist.ProcessGroup) -> bool:
     return group in dist.distributed_c10d._world.pg_map
 
 
+@torch.no_grad()
+def agree(settings: tuple[Any, ...], tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Checks that all workers hold the same settings and shapes, then gives them rank 0's tensors.
+
+    device: where the group's collectives take their tensors.
+    """
+    mine = (*settings, [(tuple(t.shape), str(t.dtype)) for t in tensors])
+    theirs: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(theirs, mine, group=group)
+    for rank, other in enumerate(theirs):
+        for ours, its in zip(theirs[0], other, strict=True):
+            if ours != its:
+                raise UserError(f"workers differ: rank 0 has {_first_difference(ours, its)} of rank {rank}")
+    broadcast(tensors, group, device)
+
+
+@torch.no_grad()
+def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
+    """The first member's values for all."""
+    for t in tensors:
+        flat = t.detach().to(device).contiguous()
+        dist.broadcast(flat, group_src=0, group=group)
+        t.copy_(flat)
+
+
+def _first_difference(a: Any, b: Any) -> str:
+    if isinstance(a, list):
+        if len(a) != len(b):
+            return f"{len(a)} tensors, against {len(b)}"
+        a, b = next((x, y) for x, y in zip(a, b, strict=True) if x != y)
+    return f"{a}, against {b}"
+
+
 def is_sharded(model: nn.Module) -> bool:
     """Whether its parameters are DTensors."""
     return any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def all_reduce(flats: Sequence[Tensor], group: dist.ProcessGroup) -> Stage:
+    """Starts the sum over the workers of each tensor, in place."""
+    works = [dist.all_reduce(flat, group=group, async_op=True) for flat in flats if flat.numel()]
+    n = dist.get_world_size(group)
+    sent = sum(ring_bytes(flat.numel() * flat.element_size(), n) for flat in flats)
+    return [work for work in works if work is not None], sent
 
 
 def sum_parts(flat: Tensor, group: dist.ProcessGroup) -> Iterator[Stage]:

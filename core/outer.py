@@ -1,40 +1,49 @@
-"""The outer step of CO2 (arXiv 2401.16265, steps 4 to 7 of Algorithm 1) as pure functions on tensors.
+"""The outer step of CO2 (arXiv 2401.16265, steps 3 to 7 of Algorithm 1): first its formulas, then `update`, which
+applies them to a segment of the model and so defines what a boundary does.
 
 Symbols as in the paper: x_{t,0} the outer iterate of round t, m_t the outer momentum, Lambda_t >= 1 the
 staleness gap, Delta = x_{t-1,0} - mean_i x^i_{t-1,tau} the pseudo-gradient that arrives one round late.
-Nothing here communicates, and nothing is changed in place. Tensors may be whole flat buffers or slices of
+Nothing here communicates. The formulas change nothing in place; their tensors may be whole flat tensors or slices of
 them, in any floating dtype; what needs the whole vector (a norm, an RMS) is a 0-d tensor handed in.
-
-Below them the formulas of other ways to live with the delay, which core/policies.py puts in the penalty's place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from .flat import copy, group_pieces, views
+
 Gap = Literal["elementwise", "norm", "inner", "none"]
 GAPS: tuple[Gap, ...] = ("elementwise", "norm", "inner", "none")
 
 EPS = 1e-12  # keeps Lambda finite when a pseudo-gradient is exactly zero
+SEGMENT = (
+    1 << 18
+)  # elements updated at a time on a CPU: what belongs to them, some 5 MiB in float32, stays in its cache
+GPU_SEGMENT = 1 << 24  # on a GPU: few kernels, and temporaries of some 64 MiB
+
+
+def segment_size(flat: Tensor) -> int:
+    """How many elements are updated at a time where this tensor lies."""
+    return GPU_SEGMENT if flat.is_cuda else SEGMENT
 
 
 def norm(tensors: Sequence[Tensor]) -> Tensor:
     """Euclidean norm over all elements of all tensors, 0-d, in the widest dtype given.
 
-    Piece by piece: torch's sum over one float32 tensor on a CPU loses a third of it at 3e8 elements.
+    On a CPU piece by piece: torch's sum over one float32 tensor there loses a third of it at 3e8 elements.
     """
-    norms = [torch.linalg.vector_norm(piece) for t in tensors for piece in t.reshape(-1).split(1 << 24)]
-    widest = max((n.dtype for n in norms), key=lambda d: torch.finfo(d).bits)
-    return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device, widest) for n in norms]))
-
-
-def rms(tensors: Sequence[Tensor]) -> Tensor:
-    """Root mean square over all elements of all tensors, 0-d: c_t of the `elementwise` gap."""
-    return norm(tensors) / max(1, sum(t.numel() for t in tensors)) ** 0.5
+    squares = []
+    for flat in (t.reshape(-1) for t in tensors):
+        for part in [flat] if flat.is_cuda else flat.split(SEGMENT):
+            squares.append(torch.linalg.vector_norm(part).square() if part.is_cuda else torch.dot(part, part))
+    widest = max((q.dtype for q in squares), key=lambda d: torch.finfo(d).bits)
+    return torch.stack([q.to(squares[0].device, torch.float64) for q in squares]).sum().sqrt().to(widest)
 
 
 def gap_elementwise(last_step: Tensor, c: Tensor) -> Tensor:
@@ -68,60 +77,137 @@ def clip_elements(m: Tensor, phi: float) -> Tensor:
     return m.clamp(-phi, phi)
 
 
-def clip_norm_factor(m_norm: Tensor, phi: float) -> Tensor:
-    """Step 6 by norm: the factor min(1, phi / ||m_t||), 0-d, that brings ||m_t|| down to phi at most."""
-    return (phi / (m_norm + EPS)).clamp(max=1.0)
-
-
 def outer_step(x: Tensor, m: Tensor, alpha: float | Tensor) -> Tensor:
     """Step 7: x_{t+1,0} = x_{t,0} - alpha m_t."""
     return x - alpha * m
 
 
-def eager(delta: Tensor, own: Tensor, last_own: Tensor, share: float) -> Tensor:
-    """The worker's own newest difference stands in for its older one in the mean that arrives late:
-    Delta~^i_t = mean_{t-1} + (d^i_t - d^i_{t-1}) / G, with d^i_t = x^i_{t,0} - x^i_{t,tau}.
-
-    delta: mean_{t-1}. own, last_own: d^i_t and d^i_{t-1}. share: 1 / G, one over the number of workers.
-    Kale, Douillard and Donchev, "Eager Updates for Overlapped Communication and Computation in DiLoCo" (2025).
-    """
-    return delta + share * (own - last_own)
-
-
-def delay_compensated(delta: Tensor, moved: Tensor, strength: float) -> Tensor:
-    """First-order Taylor correction of DC-ASGD (Zheng et al., ICML 2017): Delta + lambda Delta^2 moved, by element.
-
-    moved: x_{t,0} - x_{t-1,0}, from where Delta was taken to where it is used; without Nesterov -alpha m_{t-1}.
-    There the gradient g, here Delta, which plays the part of a learning rate times g: x moves against both, so a step
-    that goes on in Delta's direction shrinks it. strength: lambda, with one over that learning rate in it.
-    """
-    return delta + strength * delta * delta * moved
-
-
-def mix(x: Tensor, p: Tensor, share: float) -> Tensor:
-    """Where a worker restarts: share x_{t+1,0} + (1 - share) x^i_{t,tau}, between the outer and its own iterate.
-
-    Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512).
-    """
-    return share * x + (1 - share) * p
-
-
-def nesterov(m: Tensor, new: Tensor, beta: float) -> Tensor:
-    """What takes m_t's place in step 7 under Nesterov momentum: beta m_t + Delta_t / Lambda_t.
-
-    new: Delta_t / Lambda_t, which m_t holds already. As in torch.optim.SGD, after Sutskever et al. (2013); DiLoCo
-    (Douillard et al. 2023) takes its outer step so. m_t is clipped, what is added to it is not.
-    """
-    return beta * m + new
-
-
-def settles(alpha: float, beta: float, nesterov: bool = False) -> bool:
+def settles(alpha: float, beta: float) -> bool:
     """Whether a step delayed by one round, without a penalty, settles however far tau local steps solve a direction.
 
     On a quadratic whose error tau local steps reduce by the share rho, x_{t+1} = (1 + beta) x_t - beta x_{t-1} - alpha
-    rho x_{t-1}; Nesterov puts (1 + beta) x_{t-1} - beta x_{t-2} in place of the last. Jury's criterion at rho = 1, the
-    worst: beta + alpha < 1, and (1 - beta^2) alpha + beta^2 alpha^2 < 1 - beta.
+    rho x_{t-1}. Jury's criterion at rho = 1, the worst: beta + alpha < 1.
     """
-    if nesterov:
-        return (1 - beta**2) * alpha + (beta * alpha) ** 2 < 1 - beta
     return beta + alpha < 1
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The numbers of one boundary, and where Lambda comes from: c (elementwise), gap (one number), or neither (1)."""
+
+    beta: float = 1.0
+    """Outer momentum."""
+    alpha: float | Tensor = 0.0
+    """Outer learning rate."""
+    last_alpha: float | Tensor = 0.0
+    """|x_{t,0} - x_{t-1,0}| = last_alpha |m|: alpha, or 0 where the last boundary took no outer step."""
+    phi: float | None = None
+    """Clips the momentum's elements to [-phi, phi]."""
+    scale: float = 0.0
+    """Delta = scale * d: one over the number of workers where d holds their sum."""
+    c: Tensor | None = None
+    """0-d: the RMS of Delta over the whole model."""
+    gap: Tensor | None = None
+    """0-d: Lambda itself."""
+
+
+NOTHING_LANDED = Rule()  # m and x stay what they are; what remains is step 3 and the restart
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of the model. params: slices of the live parameters, in any shapes; d, x, m: [n], of these parameters the
+    buffer in which a mean has landed, the outer iterate and the momentum; x_views, d_views: x, d in params' shapes."""
+
+    params: list[Tensor]
+    x_views: list[Tensor]
+    d_views: list[Tensor]
+    d: Tensor
+    x: Tensor
+    m: Tensor
+
+
+def update(s: Segment, rule: Rule) -> Tensor:
+    """Steps 3 to 7 on a segment, in place; returns what was seen there, [4] (see new_momentum).
+
+    Step 3 stands first, for the workers are still where tau local steps have led them; it is written last, for d
+    holds the mean that steps 4 to 6 use.
+    """
+    own_difference = difference(s)  # 3
+    m, seen = new_momentum(s.m, rule.scale * s.d, rule)  # 4, 5, 6
+    s.d.copy_(own_difference)
+    s.m.copy_(m)
+    s.x.copy_(outer_step(s.x, m, rule.alpha))  # 7
+    copy(s.params, s.x_views)
+    return seen
+
+
+def difference(s: Segment) -> Tensor:
+    """Step 3: x_{t,0} - x^i_{t,tau}, [n]; the local steps began at x_{t,0} as the parameters' dtype holds it."""
+    return torch.cat([(x.to(p.dtype).to(x.dtype) - p).reshape(-1) for x, p in zip(s.x_views, s.params, strict=True)])
+
+
+def new_momentum(m: Tensor, delta: Tensor, rule: Rule, last_step: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Steps 4 to 6: m_t, and what was seen: [4] float64, the sum of m_t^2, the sum and the maximum of Lambda, and how
+    many elements were clipped. last_step: x_{t,0} - x_{t-1,0} where that is not -last_alpha m_{t-1}."""
+    gap = staleness_gap(m, rule, last_step)
+    raw = momentum(m, delta, rule.beta, gap)
+    new = raw if rule.phi is None else clip_elements(raw, rule.phi)
+    gap = torch.ones_like(m) if gap is None else gap.to(m.dtype).expand_as(m)
+    clipped = torch.zeros_like(m[0]) if rule.phi is None else (raw.abs() > rule.phi).sum()
+    return new, torch.stack([v.double() for v in (torch.dot(new, new), gap.sum(), gap.amax(), clipped)])
+
+
+def staleness_gap(m: Tensor, rule: Rule, last_step: Tensor | None = None) -> Tensor | None:
+    """Step 4 as the rule says: shaped as m, 0-d, or None for Lambda = 1."""
+    if rule.c is None:
+        return rule.gap
+    return gap_elementwise(rule.last_alpha * m if last_step is None else last_step, rule.c)
+
+
+def all_seen(parts: Sequence[Tensor]) -> Tensor:
+    """What was seen in all parts together, [4], from [4] of each."""
+    seen = torch.stack([p.to(parts[0].device) for p in parts])
+    return torch.stack([seen[:, 0].sum(), seen[:, 1].sum(), seen[:, 2].max(), seen[:, 3].sum()])
+
+
+class Boundary:
+    """`update` over one bucket, segment after segment; the faster ways to do the same (core/fast) derive from it.
+
+    params: the live parameters, of one dtype and device, in any shapes and strides, at least one element in all.
+    d, x, m: flat [sum of their numel], in the parameters' order; float32 where the parameters are 16-bit, else their
+    dtype. A parameter whose storage was replaced (`p.data = ...`) is noticed.
+    """
+
+    def __init__(self, params: Sequence[Tensor], d: Tensor, x: Tensor, m: Tensor):
+        self.params, self.d, self.x, self.m = params, d, x, m
+        total = sum(p.numel() for p in params)
+        assert all(f.shape == (total,) and f.is_contiguous() and f.dtype == d.dtype for f in (d, x, m))
+        assert all(p.dtype == params[0].dtype and p.device == d.device for p in params)
+        self.segments: list[Segment] = []
+        self._where: list[tuple[int, tuple[int, ...]]] | None = None
+
+    @torch.no_grad()
+    def run(self, rule: Rule) -> Tensor:
+        """Steps 3 to 7 of the whole bucket; what was seen, [4] float64 on d's device."""
+        self.locate()
+        return self.update(rule)
+
+    def locate(self) -> None:
+        """Plans anew where a parameter's storage has moved."""
+        where = [(p.data_ptr(), p.stride()) for p in self.params]
+        if where != self._where:
+            self.plan()
+            self._where = where
+
+    def plan(self) -> None:
+        """Notes where the parameters lie: once, and again when they have moved."""
+        self.segments, start = [], 0
+        for pieces in group_pieces(self.params, segment_size(self.d)):
+            end = start + sum(p.numel() for p in pieces)
+            d, x, m = (f[start:end] for f in (self.d, self.x, self.m))
+            self.segments.append(Segment(pieces, views(x, pieces), views(d, pieces), d, x, m))
+            start = end
+
+    def update(self, rule: Rule) -> Tensor:
+        return all_seen([update(s, rule) for s in self.segments])

@@ -8,6 +8,11 @@ from dataclasses import astuple, dataclass
 from statistics import median
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from .stats import Mark, RoundStats, mark, ready
+
 CALIBRATION_TAU = 4  # local steps a round until the first decision
 WARM_UP = 1  # rounds whose numbers are left out: kernels are picked, connections opened
 WINDOW = 5  # rounds over which medians are taken
@@ -35,6 +40,9 @@ def smallest_tau(allreduce_seconds: float, step_seconds: float, margin: float) -
 class TauTuner:
     """Decides tau on every worker alike, from numbers that all workers have received in the same all-reduce.
 
+    Each worker writes its times into its own places among the scalars (`tell`), reads everybody's (`listen`), and
+    decides (`hear`).
+
     The slowest worker paces the rounds: the others wait for it whatever tau is. So a step counts as long as the
     slowest worker's, and the all-reduce as long as the worker saw that launched last, which is the shortest time seen.
     Both are medians over the last rounds. tau grows as soon as the all-reduce no longer fits; it shrinks only
@@ -50,6 +58,28 @@ class TauTuner:
         self._heard = 0
         self._steps: deque[float] = deque(maxlen=WINDOW)
         self._allreduces: deque[float] = deque(maxlen=WINDOW)
+        self._told = (0.0, 0.0)  # this worker's last known seconds of a local step and of an all-reduce
+        self._arriving: tuple[Tensor, Mark] | None = None  # everybody's, on their way from the GPU
+
+    def tell(self, stats: RoundStats, rank: int, places: Tensor) -> None:
+        """Writes this worker's latest times to places, [2 x workers], where all others write 0."""
+        if ready(stats.step_seconds, stats.allreduce_seconds) and float(stats.step_seconds):
+            self._told = (float(stats.step_seconds), float(stats.allreduce_seconds))
+        places.zero_()
+        for i, seconds in enumerate(self._told):
+            places[2 * rank + i].fill_(seconds)
+
+    def listen(self, round: int, told: Tensor) -> TauDecision | None:
+        """told: everybody's times, [2 x workers]; on a GPU those of the round before count, so that nobody waits."""
+        arrived, self._arriving = self._arriving, (told.to("cpu", non_blocking=True), mark(told.device))
+        if not told.is_cuda:
+            arrived = self._arriving
+        elif arrived is not None and isinstance(arrived[1], torch.cuda.Event):
+            arrived[1].synchronize()  # passed long ago
+        if arrived is None:
+            return None
+        steps, allreduces = arrived[0].view(-1, 2).unbind(1)
+        return self.hear(round, steps.tolist(), allreduces.tolist())
 
     def hear(self, round: int, step_seconds: list[float], allreduce_seconds: list[float]) -> TauDecision | None:
         """One round's times of every worker, 0 where one has none. Returns the first decision, and each change."""

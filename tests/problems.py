@@ -3,15 +3,87 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from core import CO2Config, make_method
+from core import CO2, CO2Config, make_method
+from core.collectives import AllReduce, Background
+from core.fast.quantized import WireConfig
+from core.flat import Scalars, make_buckets
+from core.methods.delayed import DelayedCO2, DelayedConfig
 from core.reference import Reference
 
 LR = 0.1
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of CO2, its wire format and the delayed methods in one flat list, to be varied by `replace`."""
+
+    tau: Any = 48
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.5
+    gap: Any = "elementwise"
+    clip: float | None = 1.0
+    tau_max: int = 192
+    allow_unstable: bool = False
+    update: Any = "fast"
+    wire: Any = "float32"
+    rounding: Any = "nearest"
+    error_feedback: bool = True
+    policy: Any = "penalty"
+    mix: float = 0.5
+    taylor: float = 0.5
+    nesterov: bool = False
+    delay: Any = 1
+    clip_by: Any = "element"
+
+    @property
+    def co2(self) -> CO2Config:
+        wire = WireConfig(self.wire, self.rounding, self.error_feedback)
+        outer = self.tau, self.tau_max, self.outer_lr, self.outer_momentum, self.gap, self.clip, self.allow_unstable
+        return CO2Config(*outer, wire, self.update)
+
+    @property
+    def delayed(self) -> DelayedConfig:
+        return DelayedConfig(self.policy, self.mix, self.taylor, self.nesterov, self.delay, self.clip_by)
+
+    @property
+    def method(self) -> str:
+        return "co2" if self.delayed == DelayedConfig() else "delayed"
+
+    def build(self, params: Iterable[Tensor], **options: Any) -> CO2:
+        """CO2 itself where nothing else is asked for."""
+        if self.method == "co2":
+            return CO2(params, self.co2, **options)
+        return DelayedCO2(params, self.co2, self.delayed, **options)
+
+
+class Mean:
+    """The mean over all workers of some tensors in the background: buckets, a reducer and Background put together."""
+
+    def __init__(
+        self, tensors: list[Tensor], scalars: dict[str, int] | None = None, reducer: Any = None, **options: Any
+    ):
+        self.scalars = Scalars(scalars or {})
+        self.buckets = make_buckets(tensors, options.pop("buffers", []), self.scalars.numel)
+        self.scalars.attach(self.buckets[0].scalars)
+        self.background = Background(self.buckets[0].flat.device, **options)
+        workers = self.background.rank, self.background.world_size
+        self.reducer = reducer(self.buckets, self.scalars, *workers) if reducer else None
+        self.reducer = self.reducer or AllReduce([b.flat for b in self.buckets], self.background.world_size)
+        self.done, self.close = self.background.done, self.background.close
+
+    def launch(self) -> None:
+        self.background.launch(self.reducer.stages(self.background.group, self.background.launched + 1))
+
+    def wait(self) -> None:
+        self.background.wait()
+        for bucket in self.buckets:
+            bucket.flat.mul_(self.reducer.scale)
 
 
 def odd_parameters() -> list[nn.Parameter]:
@@ -46,6 +118,15 @@ def sgd_step(params: Iterable[Tensor], worker: int, step: int, lr: float = LR) -
 def train(name: str, params: list[nn.Parameter], rank: int, steps: int, **options: Any) -> list[Tensor]:
     """Trains with a method by name; the parameters after each closed round and after finish(), [n] each."""
     _, method = make_method(name, nn.ParameterList(params), **options)
+    return train_with(method, params, rank, steps)
+
+
+def train_co2(params: list[nn.Parameter], rank: int, steps: int, settings: Settings) -> list[Tensor]:
+    """As `train`."""
+    return train_with(settings.build(params), params, rank, steps)
+
+
+def train_with(method: Any, params: list[nn.Parameter], rank: int, steps: int) -> list[Tensor]:
     trace = []
     for step in range(steps):
         sgd_step(params, rank, step)
@@ -56,9 +137,9 @@ def train(name: str, params: list[nn.Parameter], rank: int, steps: int, **option
     return [*trace, flat(params)]
 
 
-def train_reference(config: CO2Config, world_size: int, steps: int, x: Tensor, worker: int = 0) -> list[Tensor]:
-    """What `train("co2", ...)` must return on a worker; all start from x [n]. Without own parts all get the same."""
-    c = config
+def train_reference(settings: Settings, world_size: int, steps: int, x: Tensor, worker: int = 0) -> list[Tensor]:
+    """What `train_co2` must return on a worker; all start from x [n]. Without own parts all get the same."""
+    c = settings
     later = {"policy": c.policy, "mix": c.mix, "taylor": c.taylor, "nesterov": c.nesterov}
     outer = c.tau, c.outer_lr, c.outer_momentum, c.gap, c.clip, c.clip_by, c.delay
     ref = Reference(x.expand(world_size, -1).clone(), *outer, **later)

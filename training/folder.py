@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +16,7 @@ from tqdm import tqdm
 
 from core.errors import UserError
 from training.counters import Stopwatch
+from training.provenance import commit, version
 from training.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -110,21 +109,3 @@ def describe(recipe: Recipe, world_size: int, device: torch.device) -> dict[str,
         "commit": commit(),
         "versions": {p: v for p in PACKAGES if (v := version(p))},
     }
-
-
-def version(package: str) -> str:
-    """The installed version; empty for a package that is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def commit() -> str:
-    """The commit of this checkout, with a mark when it has changes; empty outside a checkout."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    try:
-        head = subprocess.run([*git, "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=10)
-        return head.stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        return ""

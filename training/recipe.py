@@ -18,9 +18,8 @@ import torch
 import tyro
 from torch import nn
 
-from core.baselines import MethodName, OverlapLocalConfig, SlowMoConfig
-from core.co2 import CO2Config
-from core.errors import UserError
+from core import CO2Config, UserError
+from core.methods import DelayedConfig, MethodName, OverlapLocalConfig, SlowMoConfig, check_settings
 from training.optim import OptimConfig
 from training.sampling import per_worker
 from training.workers import rank, world_size
@@ -37,6 +36,8 @@ class Recipe:
     method: MethodName = "co2"
     """How the workers are kept together. The period of every local method is co2.tau."""
     co2: CO2Config = field(default_factory=CO2Config)
+    delayed: DelayedConfig = field(default_factory=DelayedConfig)
+    """Of method delayed: co2 with another way to live with the delay."""
     slowmo: SlowMoConfig = field(default_factory=SlowMoConfig)
     overlap_local: OverlapLocalConfig = field(default_factory=OverlapLocalConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -53,6 +54,10 @@ class Recipe:
     across nodes. 0 takes the workers that torchrun or SLURM started on one machine."""
     zero: Literal[0, 1, 2, 3] = 0
     """The ZeRO stage inside a node: 1 shares out the optimiser's state, 2 the gradients too, 3 the parameters too."""
+    shard: bool = False
+    """Share CO2's outer state out over all workers: 1 + 2 / workers copies of the parameters, not 3."""
+    offload: bool = False
+    """Keep CO2's outer state and its all-reduce in the host's memory: no copy of the parameters on a GPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout: float = 600.0
     """Seconds until a missing worker is an error."""
@@ -78,6 +83,7 @@ class Recipe:
         for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise UserError(f"{name}={getattr(self, name)}: give {least} or more")
+        check_settings(self.method, self.co2, self.delayed, shard=self.shard, offload=self.offload)
 
     @property
     def folder(self) -> Path:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from core.baselines import Method
-from core.overlap import Overlap, RoundStats
-from core.rounds import Rounds
+from core.methods import Method
+from core.rounds import LocalMethod
+from core.stats import Overlap, RoundStats
 from training.folder import RunFolder
 from training.recipe import Recipe
 from training.trace import Trace
@@ -33,7 +33,7 @@ class RoundLog:
         self._unread.append((step, method.stats))
         while len(self._unread) > self._on_gpu:
             self._read(synchronous=method.tau == 1)
-        if isinstance(method, Rounds) and (decision := method.tau_decision):
+        if isinstance(method, LocalMethod) and (decision := method.tau_decision):
             self._folder.note(step, "tau", f"tau {decision.old} -> {decision.new}: {decision.reason}")
         if self._trace and self._trace.close_round():
             self._folder.note(step, "trace", f"trace in {self._trace.path}")

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
-from core.baselines import Method, make_method
 from core.errors import UserError
+from core.methods import Method, make_method
 from training import checkpoint
 from training.counters import Averages, Due, Every, Stopwatch
 from training.folder import RunFolder
@@ -85,17 +85,20 @@ class Run:
         return _zero().shard_optimizer(optimizer, self._mesh, self.recipe.zero) if self._mesh else optimizer
 
     def make_method(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Method]:
-        """The model to call in the loop, and the recipe's method: see core.baselines.make_method."""
+        """The model to call in the loop, and the recipe's method: see core.methods.make_method."""
         r = self.recipe
         return make_method(
             r.method,
             model,
             co2=r.co2,
+            delayed=r.delayed,
             slowmo=r.slowmo,
             overlap_local=r.overlap_local,
             lr=lambda: optimizer.param_groups[0]["lr"],
             average_buffers=r.average_buffers,
             mesh=self._mesh,
+            shard=r.shard,
+            offload=r.offload,
             timeout=r.timeout,
             link=self._link,
         )

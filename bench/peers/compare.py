@@ -29,8 +29,8 @@ from bench.peers.loop import BATCH, REFERENCE, Job, worker
 from bench.peers.model import LR, MOMENTUM, build_model
 from bench.report import Spread
 from core import UserError
-from core.baselines import OverlapLocalConfig, SlowMoConfig
 from core.co2 import CO2Config
+from core.methods import OverlapLocalConfig, SlowMoConfig
 from vision import data
 
 OURS = ("ddp", "local", "overlap_local", "slowmo", "co2")

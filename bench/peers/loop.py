@@ -22,7 +22,8 @@ from bench.peers.adapters import PEERS, Task, Trainer
 from bench.peers.model import LR, build_model, make_optimizer, make_pacer
 from bench.resident import peak_bytes, reset_peak
 from core import CO2Config, UserError, make_method
-from core.baselines import METHODS
+from core.methods import METHODS
+from core.rounds import LocalMethod
 from training.sampling import worker_batches
 from training.throttle import ThrottledLink
 from vision.data import Images
@@ -113,9 +114,8 @@ def make_trainer(job: Job, model: nn.Sequential) -> Trainer:
 
     def finish() -> None:
         method.finish()
-        mean = getattr(method, "mean", None)  # finish() may close several rounds: every one has sent the same
-        if mean is not None:
-            sent[0] = mean.launched * mean.bytes_sent
+        if isinstance(method, LocalMethod):  # finish() may close several rounds: every one has sent the same
+            sent[0] = method.rounds * method.background.bytes_sent
 
     return Trainer(
         wrapped, optimizer, after_step, finish, method.close, lambda: int(method.rounds), lambda: round(sent[0])

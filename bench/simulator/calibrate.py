@@ -15,8 +15,8 @@ import numpy as np
 from bench import report
 from bench.simulator.events import HIDDEN, Outcome, Work, expected_skew, simulate
 from bench.simulator.network import Cluster, allreduce_seconds, ring_seconds
-from core.baselines import METHODS
 from core.errors import UserError
+from core.methods import METHODS
 
 MODEL_KEYS = ("params", "bytes")
 ROW_KEYS = (

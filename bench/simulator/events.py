@@ -13,8 +13,8 @@ from typing import Literal
 
 import numpy as np
 
-from core.baselines import METHODS
 from core.errors import UserError
+from core.methods import METHODS
 
 HIDDEN = ("co2", "overlap_local")  # their all-reduce runs under the next round
 COMPUTE, ALLREDUCE, STRAGGLERS = range(3)  # random streams: a knob of one leaves the others' draws alone

@@ -108,21 +108,21 @@ class Method:
     """A method whose every second step closes a round that waited 5 s of the fake clock."""
 
     def __init__(self, clock: Clock):
-        self.clock, self.steps, self.stats = clock, 0, SimpleNamespace(wait_seconds=0.0)
+        self.clock, self.steps, self.stats = clock, 0, SimpleNamespace(exposed_seconds=0.0)
 
     def step(self) -> bool:
         self.steps += 1
         if self.steps % 2:
             return False
         self.clock.now += 5.0
-        self.stats.wait_seconds = 5.0
+        self.stats.exposed_seconds = 5.0
         return True
 
 
 def test_waiting_is_told_from_computing(monkeypatch: pytest.MonkeyPatch):
     clock, cpu = Clock(), iter(range(100))
     monkeypatch.setattr(standin, "time", SimpleNamespace(perf_counter=clock, thread_time=lambda: next(cpu) / 4))
-    monkeypatch.setattr(standin, "Rounds", Method)
+    monkeypatch.setattr(standin, "LocalMethod", Method)
     p = Pacer(1.2, LAYERS, clock, clock.sleep)
     trainer = standin.Trainer(StandIn(p, width=64), Method(clock), p, standin.digits(64), batch=2, seed=0)  # pyright: ignore
     trainer.restart()

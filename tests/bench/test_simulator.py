@@ -13,8 +13,8 @@ from bench.simulator import paper
 from bench.simulator.events import Work, expected_skew, recommend_tau, simulate, useful_share
 from bench.simulator.network import ALGORITHMS, PRESETS
 from bench.simulator.predict import Simulate, build, main, predict, prediction
-from core.baselines import METHODS
 from core.errors import UserError
+from core.methods import METHODS
 from tests.bench.test_calibrate import scaling_data
 
 ROOT = Path(__file__).resolve().parents[2]

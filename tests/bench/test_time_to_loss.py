@@ -27,7 +27,7 @@ KEY = "test_loss"
 
 def closed(number: int, seconds: float, wait: float = 0.0, busy: float = 0.0) -> dict[str, Any]:
     """A row of a round of six steps, whose boundary took nothing but its waiting."""
-    times = {"wait_seconds": wait, "boundary_seconds": wait, "allreduce_seconds": busy, "round": number}
+    times = {"exposed_seconds": wait, "boundary_seconds": wait, "allreduce_seconds": busy, "round": number}
     return {"step": 6 * number, "seconds": seconds} | {f"round/{name}": value for name, value in times.items()}
 
 

@@ -10,31 +10,31 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import core.fused
+import core.outer
 from core import CO2, CO2Config
 from core.reference import Reference
 from core.testing import run_distributed
 from tests import problems
 from tests.core.test_collectives import wait_for
-from tests.problems import assert_traces_equal, flat, sgd_step, train, train_reference
+from tests.problems import Settings, assert_traces_equal, flat, sgd_step, train_co2, train_reference
 
 STEPS = 11  # tau = 4 does not divide it
 CLIPS: tuple[dict[str, Any], ...] = ({"clip": None}, {"clip": 0.15}, {"clip": 0.6, "clip_by": "norm"})
 OUTER = ((0.5, 1.0), (0.0, 1.0), (0.3, 0.6))
 
 
-def grid() -> list[CO2Config]:
+def grid() -> list[Settings]:
     configs = []
     for (beta, alpha), clip, tau in product(OUTER, CLIPS, (1, 4)):
-        base = CO2Config(tau=tau, outer_momentum=beta, outer_lr=alpha, **clip)
+        base = Settings(tau=tau, outer_momentum=beta, outer_lr=alpha, **clip)
         configs += [replace(base, gap=gap, allow_unstable=True) for gap in ("elementwise", "norm", "inner", "none")]
         configs.append(replace(base, gap="none", delay=0))
     return configs
 
 
-def train_grid(rank: int, world_size: int, configs: list[CO2Config], chunk: int) -> list[list[Tensor]]:
-    core.fused.CHUNK = chunk
-    return [train("co2", problems.odd_parameters(), rank, STEPS, co2=c) for c in configs]
+def train_grid(rank: int, world_size: int, configs: list[Settings], chunk: int) -> list[list[Tensor]]:
+    core.outer.SEGMENT = chunk
+    return [train_co2(problems.odd_parameters(), rank, STEPS, c) for c in configs]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -54,7 +54,7 @@ def test_one_worker_in_and_out_of_a_process_group():
     x = flat(problems.odd_parameters())
     for c, inside in zip(configs, run_distributed(train_grid, 1, configs, 1 << 18)[0], strict=True):
         assert_traces_equal(inside, train_reference(c, 1, STEPS, x))
-        assert_traces_equal(train("co2", problems.odd_parameters(), 0, STEPS, co2=c), inside, 0.0)
+        assert_traces_equal(train_co2(problems.odd_parameters(), 0, STEPS, c), inside, 0.0)
 
 
 # -- a real inner optimiser -----------------------------------------------------------------------------------
@@ -129,8 +129,8 @@ def three_dtypes() -> list[nn.Parameter]:
     return [nn.Parameter(torch.linspace(-s, s, n).to(dtype)) for n in (3, 5) for dtype, s in kinds]
 
 
-def train_dtypes(rank: int, world_size: int, config: CO2Config) -> list[Tensor]:
-    return train("co2", three_dtypes(), rank, 6, co2=config)
+def train_dtypes(rank: int, world_size: int, config: Settings) -> list[Tensor]:
+    return train_co2(three_dtypes(), rank, 6, config)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def train_dtypes(rank: int, world_size: int, config: CO2Config) -> list[Tensor]:
 )
 def test_several_dtypes_in_one_model(gap: Any, float64: float, float32: float):
     """As one float64 model. Without a gap the dtypes are independent; else bfloat16's rounding is in the norms."""
-    config = CO2Config(tau=2, outer_momentum=0.3, outer_lr=0.6, gap=gap, clip=0.2)
+    config = Settings(tau=2, outer_momentum=0.3, outer_lr=0.6, gap=gap, clip=0.2)
     tolerance = {torch.float64: float64, torch.float32: float32, torch.bfloat16: 0.02}
     allowed = torch.cat([torch.full((p.numel(),), tolerance[p.dtype]).double() for p in three_dtypes()])
     expected = train_reference(config, 2, 6, flat(three_dtypes()))
@@ -150,7 +150,7 @@ def test_several_dtypes_in_one_model(gap: Any, float64: float, float32: float):
 def small_steps_in_bf16(rank: int, world_size: int, dtype: torch.dtype) -> list[float]:
     """Only worker 0 moves, by 1/256 a round: the mean, 1/768, is below bfloat16's spacing at 1."""
     p = nn.Parameter(torch.ones(1, dtype=dtype))
-    co2 = CO2([p], CO2Config(tau=1, outer_momentum=0.0, outer_lr=1.0, gap="none", clip=None, delay=0))
+    co2 = Settings(tau=1, outer_momentum=0.0, outer_lr=1.0, gap="none", clip=None, delay=0).build([p])
     values = []
     for _ in range(6):
         with torch.no_grad():
@@ -168,7 +168,7 @@ def test_steps_below_the_precision_of_bf16_add_up():
 
 # -- every setting --------------------------------------------------------------------------------------------
 
-BASE = CO2Config(tau=2, outer_momentum=0.4, outer_lr=0.5, clip=0.1)
+BASE = Settings(tau=2, outer_momentum=0.4, outer_lr=0.5, clip=0.1)
 VARIANTS = {
     "tau": {"tau": 3},
     "outer_lr": {"outer_lr": 0.4},
@@ -188,13 +188,13 @@ VARIANTS = {
     "nesterov": {"nesterov": True},
     "nesterov without delay": {"gap": "none", "delay": 0, "nesterov": True},
     "wire": {"wire": "int8"},
-    "wire_rounding": {"wire": "int8", "wire_rounding": "stochastic"},
+    "rounding": {"wire": "int8", "rounding": "stochastic"},
     "error_feedback": {"wire": "int8", "error_feedback": False},
 }
 
 
-def final_of(rank: int, world_size: int, configs: list[CO2Config]) -> list[Tensor]:
-    return [train("co2", problems.odd_parameters(), rank, 12, co2=c)[-1] for c in configs]
+def final_of(rank: int, world_size: int, configs: list[Settings]) -> list[Tensor]:
+    return [train_co2(problems.odd_parameters(), rank, 12, c)[-1] for c in configs]
 
 
 def test_each_setting_changes_the_result():
@@ -208,8 +208,8 @@ def test_each_setting_changes_the_result():
 
 def test_every_config_field_is_tested_above():
     varied = {key for v in VARIANTS.values() for key in v}
-    assert varied == set(CO2Config.__dataclass_fields__) - {"allow_unstable", "tau_max", "shard", "offload"}
-    # only permits; bounds tau="auto", see test_tau.py; change memory only, see test_sharded.py
+    assert varied == set(Settings.__dataclass_fields__) - {"allow_unstable", "tau_max", "update"}
+    # only permits; bounds tau="auto", see test_tau.py; computes the same, see test_boundary.py
 
 
 # -- hidden communication -------------------------------------------------------------------------------------
@@ -229,13 +229,13 @@ def hidden_round(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     for step in range(4, 7):  # local steps go on under the all-reduce
         sgd_step(params, rank, step)
         assert co2.step() is False
-        seen.append(co2.mean.done())
+        seen.append(co2.background.done())
     before = [p.detach().clone() for p in params]
     if rank == 0:
         assert not any(seen), "the peer has not launched, yet the mean is there"
         gate.touch()
     until = time.monotonic() + 30
-    while not co2.mean.done():
+    while not co2.background.done():
         assert time.monotonic() < until
     untouched = all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
     moved = not torch.equal(flat(params), flat(problems.odd_parameters()))
@@ -248,7 +248,7 @@ def hidden_round(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 def aliases(co2: CO2) -> bool:
     """Whether a flat buffer that a collective writes shares memory with a live tensor."""
     live = {t.untyped_storage().data_ptr() for t in [*co2.params, *co2.buffers] if t.numel()}
-    return any(b.flat.untyped_storage().data_ptr() in live for b in co2.mean.buckets)
+    return any(b.flat.untyped_storage().data_ptr() in live for b in co2.buckets)
 
 
 def test_a_slow_peer_delays_nobody_and_live_parameters_stay_untouched(tmp_path: Path):

@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core.collectives import AsyncMean, ring_bytes
+from core.groups import ring_bytes
 from core.testing import run_distributed
+from tests.problems import Mean
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -23,18 +24,21 @@ def wait_for(path: Path, seconds: float = 30.0) -> None:
 
 def mixed_dtypes(rank: int, world_size: int) -> dict[str, object]:
     tensors = [torch.zeros(s, dtype=d) for d in DTYPES for s in [(3,), (), (0, 2), (2, 5)]]
-    mean = AsyncMean(tensors, tail=2)
-    for bucket, members in zip(mean.buckets, mean.members, strict=True):
-        for i, (view, member) in enumerate(zip(bucket.views, members, strict=True)):
+    mean = Mean(tensors, {"rank": 1, "sevens": 2})
+    for bucket in mean.buckets:
+        for i, (view, member) in enumerate(zip(bucket.payload_views, bucket.params, strict=True)):
             assert view.shape == member.shape
             view.fill_((rank + 1) * 10.0**i)
-    mean.launch([float(rank), 7.0])
-    tail = mean.wait()
-    flats = [b.flat[: b.numel].tolist() for b in mean.buckets]
+    mean.scalars.set("rank", float(rank))
+    mean.scalars.set("sevens", torch.full((2,), 7.0))
+    mean.launch()
+    mean.wait()
+    scalars = [mean.scalars["rank"].item(), *mean.scalars["sevens"].tolist()]
+    flats = [b.payload.tolist() for b in mean.buckets]
     kinds = [(b.dtype, b.flat.dtype) for b in mean.buckets]
     assert all(not t.any() for t in tensors), "the templates were written to"
     mean.close()
-    return {"tail": tail.tolist(), "flats": flats, "kinds": kinds}
+    return {"scalars": scalars, "flats": flats, "kinds": kinds}
 
 
 def test_mean_of_every_dtype_and_shape():
@@ -43,14 +47,14 @@ def test_mean_of_every_dtype_and_shape():
     # worker r writes (r + 1) 10^i into tensor i of a bucket; the mean over 3 workers is 2 x 10^i
     expected = [2.0] * 3 + [20.0] + [2000.0] * 10
     assert results[0]["flats"] == [expected] * len(DTYPES)
-    assert results[0]["tail"] == [1.0, 7.0]
+    assert results[0]["scalars"] == [1.0, 7.0, 7.0]
     sums = (torch.float64, torch.float32, torch.float32, torch.float32)
     assert results[0]["kinds"] == list(zip(DTYPES, sums, strict=True))
 
 
 def slow_peer(rank: int, world_size: int, folder: str) -> dict[str, float]:
     gate = Path(folder, "gate")
-    mean = AsyncMean([torch.zeros(1000)])
+    mean = Mean([torch.zeros(1000)])
     mean.buckets[0].flat.fill_(rank)
     if rank == 1:
         wait_for(gate)
@@ -78,7 +82,7 @@ def test_launch_returns_before_the_peer_joins(tmp_path: Path):
 
 def other_collectives_pass(rank: int, world_size: int, folder: str) -> float:
     gate = Path(folder, "gate")
-    mean = AsyncMean([torch.zeros(10)])
+    mean = Mean([torch.zeros(10)])
     if rank == 0:
         mean.launch()
     other = torch.tensor(1.0)
@@ -100,11 +104,11 @@ def in_subgroup(rank: int, world_size: int) -> tuple[float, int] | None:
     group = dist.new_group([0, 2])
     if rank == 1:
         return None
-    mean = AsyncMean([torch.zeros(4)], group=group)
+    mean = Mean([torch.zeros(4)], group=group)
     mean.buckets[0].flat.fill_(float(rank))
     mean.launch()
     mean.wait()
-    return mean.buckets[0].flat.mean().item(), mean.world_size
+    return mean.buckets[0].flat.mean().item(), mean.background.world_size
 
 
 def test_mean_over_some_of_the_ranks():
@@ -112,21 +116,19 @@ def test_mean_over_some_of_the_ranks():
 
 
 def test_misuse_is_caught_without_a_process_group():
-    mean = AsyncMean([torch.zeros(2)], tail=1)
+    mean = Mean([torch.zeros(2)])
     with pytest.raises(AssertionError, match="nothing was launched"):
         mean.wait()
-    with pytest.raises(AssertionError, match="2 tail scalars, built for 1"):
-        mean.launch([5.0, 6.0])
     mean.buckets[0].flat[:2] = torch.tensor([1.0, 2.0])
-    mean.launch([5.0])
+    mean.launch()
     with pytest.raises(AssertionError, match="in flight"):
-        mean.launch([5.0])
+        mean.launch()
     with pytest.raises(AssertionError, match="in flight"):
         mean.close()
     assert mean.done()
-    assert mean.wait().tolist() == [5.0]
+    mean.wait()
     assert mean.buckets[0].flat[:2].tolist() == [1.0, 2.0]
-    assert mean.bytes_sent == 0
+    assert mean.background.bytes_sent == 0
 
 
 def test_bytes_of_a_ring():

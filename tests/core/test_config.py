@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from core import CO2, CO2Config, LocalSGD, UserError, make_method
-from core.baselines import METHODS, OverlapLocalConfig, SlowMoConfig
+from core import CO2, CO2Config, LocalSGD, ShardedCO2, UserError, make_method
+from core.methods import METHODS, OverlapLocalConfig, SlowMoConfig
+from tests.problems import Settings
 from training.throttle import ThrottledLink
 
 
@@ -41,9 +42,22 @@ def message(build: Callable[[], Any]) -> str:
         ({"clip": 0.0}, "clip=0.0", "None for no clipping"),
         ({"clip": -1.0}, "clip=-1.0", "None for no clipping"),
         ({"clip": float("nan")}, "clip=nan", "None for no clipping"),
+        ({"update": "quick"}, "update='quick'", "fast, plain, compiled"),
+    ],
+    ids=str,
+)
+def test_bad_co2_setting(settings: dict[str, Any], named: str, remedy: str):
+    text = message(lambda: CO2Config(**settings))
+    assert named in text and remedy in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "named", "remedy"),
+    [
         ({"clip_by": "value"}, "clip_by='value'", "element or norm"),
         ({"delay": 2, "gap": "none"}, "delay=2", "1 (CO2) or 0"),
         ({"delay": 0}, "gap='elementwise'", "set gap none"),
+        ({"delay": 0, "gap": "none", "tau": "auto"}, "tau='auto'", "give a number"),
         ({"policy": "late"}, "policy='late'", "penalty, eager, mix, taylor"),
         ({"policy": "eager"}, "gap='elementwise'", "set gap none"),
         ({"policy": "mix", "gap": "none", "delay": 0}, "policy='mix'", "set policy penalty"),
@@ -55,9 +69,13 @@ def message(build: Callable[[], Any]) -> str:
     ],
     ids=str,
 )
-def test_bad_co2_setting(settings: dict[str, Any], named: str, remedy: str):
-    text = message(lambda: CO2Config(**settings))
+def test_bad_delayed_setting(settings: dict[str, Any], named: str, remedy: str):
+    text = message(lambda: build(**settings))
     assert named in text and remedy in text
+
+
+def build(**settings: Any) -> CO2:
+    return Settings(**settings).build([nn.Parameter(torch.ones(1))])
 
 
 @pytest.mark.parametrize(
@@ -71,7 +89,7 @@ def test_bad_co2_setting(settings: dict[str, Any], named: str, remedy: str):
         (lambda: OverlapLocalConfig(anchor_momentum=1.0), "anchor_momentum=1.0", "[0, 1)"),
         (lambda: ThrottledLink(0), "link rate 0", "above 0"),
         (lambda: ThrottledLink(float("nan")), "link rate nan", "above 0"),
-        (lambda: make_method("sgd", nn.Linear(1, 1)), "'sgd'", "co2, ddp, local, overlap_local, slowmo"),
+        (lambda: make_method("sgd", nn.Linear(1, 1)), "'sgd'", "co2, ddp, delayed, local, overlap_local, slowmo"),
         (lambda: CO2([]), "no parameter", "nothing to train"),
         (lambda: CO2([nn.Parameter(torch.zeros(1), requires_grad=False)]), "no parameter", "nothing to train"),
         (lambda: CO2([torch.zeros(1, requires_grad=True), torch.zeros(1, dtype=torch.int64)]), "int64", "floating"),
@@ -86,34 +104,36 @@ def test_other_bad_settings(build: Callable[[], Any], named: str, remedy: str):
 
 @pytest.mark.parametrize(("beta", "alpha"), [(0.5, 1.0), (0.5, 0.5), (0.0, 1.0), (0.9, 0.2)])
 def test_unstable_settings_explain_the_condition(beta: float, alpha: float):
-    text = message(lambda: CO2Config(outer_momentum=beta, outer_lr=alpha, gap="none"))
+    text = message(lambda: build(outer_momentum=beta, outer_lr=alpha, gap="none"))
     for part in (f"outer_momentum={beta}", f"outer_lr={alpha}", "beta + alpha rho / Lambda < 1", "gap='elementwise'"):
         assert part in text
     assert "allow_unstable=True" in text
-    assert CO2Config(outer_momentum=beta, outer_lr=alpha, gap="none", allow_unstable=True).gap == "none"
-    assert CO2Config(outer_momentum=beta, outer_lr=alpha).gap == "elementwise"
+    build(outer_momentum=beta, outer_lr=alpha, gap="none", allow_unstable=True)
+    build(outer_momentum=beta, outer_lr=alpha)
+    shared = CO2Config(outer_momentum=beta, outer_lr=alpha, gap="none")
+    assert text == message(lambda: ShardedCO2([nn.Parameter(torch.ones(1))], shared))
 
 
 @pytest.mark.parametrize("policy", ["eager", "mix", "taylor"])
 def test_what_takes_the_penaltys_place_does_not_move_the_limit(policy: Any):
-    text = message(lambda: CO2Config(policy=policy, gap="none"))
+    text = message(lambda: build(policy=policy, gap="none"))
     assert "outer_momentum=0.5 + outer_lr=1.0 = 1.5" in text and "set policy='penalty' and gap='elementwise'" in text
-    assert CO2Config(policy=policy, gap="none", allow_unstable=True).policy == policy
-    assert CO2Config(policy=policy, gap="none", outer_lr=0.49).policy == policy
+    build(policy=policy, gap="none", allow_unstable=True)
+    build(policy=policy, gap="none", outer_lr=0.49)
 
 
 def test_nesterov_has_a_limit_of_its_own():
     """At outer_momentum 1/2 it is (sqrt(17) - 3) / 2 = 0.5616."""
-    assert CO2Config(outer_lr=0.56, gap="none", nesterov=True).nesterov
-    assert "(Nesterov)" in message(lambda: CO2Config(outer_lr=0.563, gap="none", nesterov=True))
+    build(outer_lr=0.56, gap="none", nesterov=True)
+    assert "(Nesterov)" in message(lambda: build(outer_lr=0.563, gap="none", nesterov=True))
 
 
 def test_settings_below_the_boundary_need_no_penalty():
-    assert CO2Config(outer_momentum=0.5, outer_lr=0.49, gap="none").clip == 1.0
+    build(outer_momentum=0.5, outer_lr=0.49, gap="none")
 
 
 def test_without_delay_the_same_sum_is_accepted():
-    assert CO2Config(outer_momentum=0.5, outer_lr=1.0, gap="none", delay=0).delay == 0
+    build(outer_momentum=0.5, outer_lr=1.0, gap="none", delay=0)
 
 
 def test_defaults_are_those_of_the_released_example():

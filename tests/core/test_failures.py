@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from core import CO2Config, CollectiveError, make_method
-from core.collectives import AsyncMean
 from core.testing import run_distributed
 from tests import problems
-from tests.problems import flat, sgd_step
+from tests.problems import Mean, flat, sgd_step
 
 TIMEOUT = 4.0
 PATIENCE = 25.0  # seconds on a busy machine beyond the timeout
@@ -36,13 +35,13 @@ def bad_worker(rank: int, world_size: int, name: str, how: str, who: int, folder
         if rank == who and step == 9:
             die(how)
         sgd_step(params, rank, step)
-        before, outer = flat(params), [f.clone() for fs in method._flats.values() for f in fs]
+        before, outer = flat(params), [f.clone() for fs in method.state.values() for f in fs]
         start = time.perf_counter()
         try:
             method.step()
         except CollectiveError as error:
             seen = {"message": str(error), "seconds": time.perf_counter() - start, "step": step}
-            now = [f for fs in method._flats.values() for f in fs]
+            now = [f for fs in method.state.values() for f in fs]
             seen["kept"] = torch.equal(before, flat(params)) and all(
                 torch.equal(a, b) for a, b in zip(outer, now, strict=True)
             )
@@ -105,7 +104,7 @@ def test_the_others_name_a_stalled_worker(world_size: int, who: int, tmp_path: P
 
 def absent_peer(rank: int, world_size: int) -> str:
     """Rank 1 never launches; rank 0's partial sums must not come out of wait()."""
-    mean = AsyncMean([torch.zeros(3)], timeout=2.0)
+    mean = Mean([torch.zeros(3)], timeout=2.0)
     if rank == 1:
         time.sleep(8)
         return ""
@@ -114,7 +113,7 @@ def absent_peer(rank: int, world_size: int) -> str:
         mean.wait()
     with pytest.raises(CollectiveError, match="rank 0"):
         mean.launch()
-    assert not mean.in_flight
+    assert not mean.background.in_flight
     return str(caught.value)
 
 

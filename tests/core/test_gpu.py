@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from core import CO2, CO2Config
+from core import CO2, CO2Config, ShardedCO2
 from core.testing import run_distributed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -26,7 +26,7 @@ def parameters(layers: int = 4) -> list[nn.Parameter]:
 
 
 @torch.no_grad()
-def local_steps(params: list[nn.Parameter], co2: CO2, steps: int) -> None:
+def local_steps(params: list[nn.Parameter], co2: CO2 | ShardedCO2, steps: int) -> None:
     """Matrix products, so that the compute stream has work, and a deterministic move."""
     for step in range(steps):
         for p in params:
@@ -34,17 +34,18 @@ def local_steps(params: list[nn.Parameter], co2: CO2, steps: int) -> None:
         co2.step()
 
 
-def trained(**settings: Any) -> list[Tensor]:
+def trained(**how: Any) -> list[Tensor]:
     params = parameters()
-    co2 = CO2(params, CO2Config(tau=4, outer_momentum=0.3, clip=None, **settings))
+    config = CO2Config(tau=4, outer_momentum=0.3, clip=None)
+    co2 = ShardedCO2(params, config, **how) if how else CO2(params, config)
     local_steps(params, co2, 18)
     co2.finish()
     return [p.detach().cpu() for p in params]
 
 
-@pytest.mark.parametrize("settings", [{"offload": True}, {"shard": True}], ids=str)
-def test_offloaded_and_shared_state_train_as_unshared(settings: dict[str, Any]):
-    for a, b in zip(trained(**settings), trained(), strict=True):
+@pytest.mark.parametrize("how", [{"offload": True}, {"shard": True}], ids=str)
+def test_offloaded_and_shared_state_train_as_unshared(how: dict[str, Any]):
+    for a, b in zip(trained(**how), trained(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -52,11 +53,11 @@ def test_offloaded_state_takes_nothing_on_the_device():
     params = parameters()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    co2 = CO2(params, CO2Config(tau=2, offload=True))
+    co2 = ShardedCO2(params, CO2Config(tau=2), offload=True)
     local_steps(params, co2, 6)
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() - before < 1 << 20
-    assert all(b.flat.is_pinned() for b in co2.mean.buckets)
+    assert all(b.flat.is_pinned() for b in co2.buckets)
     co2.finish()
 
 
@@ -88,7 +89,7 @@ def streams(trace: Path) -> dict[str, set[int]]:
 
 def test_offloading_copies_in_a_stream_of_its_own(tmp_path: Path):
     params = parameters()
-    co2 = CO2(params, CO2Config(tau=2, offload=True))
+    co2 = ShardedCO2(params, CO2Config(tau=2), offload=True)
     local_steps(params, co2, 4)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
         local_steps(params, co2, 6)
@@ -104,7 +105,7 @@ def traced_collective(rank: int, world_size: int, folder: str) -> None:
     group = dist.new_group(backend="nccl")
     assert isinstance(group, dist.ProcessGroup)
     params = parameters()
-    co2 = CO2(params, CO2Config(tau=4), group)
+    co2 = CO2(params, CO2Config(tau=4), group=group)
     local_steps(params, co2, 8)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
         local_steps(params, co2, 12)

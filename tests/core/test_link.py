@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from core import CO2Config, make_method
-from core.baselines import METHODS
-from core.collectives import AsyncMean
+from core.methods import METHODS
 from core.testing import run_distributed
+from tests.problems import Mean
 from training.throttle import ThrottledLink
 
 MBIT = 8.0  # a million bytes a second
@@ -34,7 +34,7 @@ def test_an_idle_link_does_not_save_up_time():
 
 def throttled_mean(rank: int, world_size: int) -> dict[str, Any]:
     """100,000 float32 on three workers: each sends 4/3 x 400,000 bytes, 0.533 s."""
-    mean = AsyncMean([torch.zeros(100_000)], link=ThrottledLink(MBIT))
+    mean = Mean([torch.zeros(100_000)], link=ThrottledLink(MBIT))
     mean.buckets[0].flat.fill_(rank)
     start = time.perf_counter()
     mean.launch()
@@ -52,8 +52,8 @@ def throttled_mean(rank: int, world_size: int) -> dict[str, Any]:
         "landed": landed,
         "waited": time.perf_counter() - start - landed,
         "value": mean.buckets[0].flat.mean().item(),
-        "seconds": mean.seconds,
-        "bytes": mean.bytes_sent,
+        "seconds": mean.background.seconds,
+        "bytes": mean.background.bytes_sent,
     }
 
 
@@ -69,7 +69,7 @@ def test_a_throttled_mean_takes_its_time_and_overlaps_with_computation():
 def wait_at_once(rank: int, world_size: int) -> tuple[float, float]:
     """Two means over one link: the second crosses after the first."""
     link = ThrottledLink(MBIT)
-    means = [AsyncMean([torch.zeros(25_000)], link=link) for _ in range(2)]
+    means = [Mean([torch.zeros(25_000)], link=link) for _ in range(2)]
     start = time.perf_counter()
     for mean in means:
         mean.launch()
@@ -95,7 +95,7 @@ def exposed(rank: int, world_size: int) -> dict[str, tuple[float, float]]:
         for _ in range(3):
             wrapped(torch.ones(1, 250)).sum().backward()
             method.step()
-            waited += method.stats.wait_seconds
+            waited += method.stats.exposed_seconds
         method.finish()
         totals[name] = time.perf_counter() - start, waited
     return totals

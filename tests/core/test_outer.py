@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from core import outer
+from core.methods import delayed
 
 
 def vector(*values: float, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -23,9 +24,10 @@ def test_norm_accumulates_in_the_widest_dtype():
     assert total.item() == pytest.approx((1 + 1e-10) ** 0.5, rel=1e-15)
 
 
-def test_rms_counts_every_element_and_survives_none():
-    assert outer.rms([vector(3.0, 4.0), vector(0.0, 0.0)]).item() == 2.5
-    assert outer.rms([vector()]).item() == 0.0
+@pytest.mark.slow
+def test_norm_of_a_model_too_large_for_float32_accumulators():
+    """On a CPU torch.linalg.vector_norm of these 3 x 10^8 ones is a third too small (1.2 GB of memory)."""
+    assert outer.norm([torch.ones(3 * 10**8)]).item() == pytest.approx((3e8) ** 0.5, rel=1e-6)
 
 
 def test_gap_elementwise():
@@ -55,9 +57,9 @@ def test_clip_by_element():
 
 
 def test_clip_by_norm_never_enlarges():
-    assert outer.clip_norm_factor(vector(5.0)[0], 2.0).item() == pytest.approx(0.4)
-    assert outer.clip_norm_factor(vector(1.0)[0], 2.0).item() == 1.0
-    assert outer.clip_norm_factor(vector(0.0)[0], 2.0).item() == 1.0
+    assert delayed.clip_norm_factor(vector(5.0)[0], 2.0).item() == pytest.approx(0.4)
+    assert delayed.clip_norm_factor(vector(1.0)[0], 2.0).item() == 1.0
+    assert delayed.clip_norm_factor(vector(0.0)[0], 2.0).item() == 1.0
 
 
 def test_outer_step():
@@ -66,18 +68,18 @@ def test_outer_step():
 
 def test_eager_replaces_the_workers_own_part_of_the_mean():
     """Three workers whose last differences were 3, 6 and 9: the mean is 6. The first now has 12."""
-    assert outer.eager(vector(6.0), vector(12.0), vector(3.0), 1 / 3).item() == pytest.approx((12 + 6 + 9) / 3)
+    assert delayed.eager(vector(6.0), vector(12.0), vector(3.0), 1 / 3).item() == pytest.approx((12 + 6 + 9) / 3)
 
 
 def test_delay_compensation_shrinks_what_has_been_walked_already():
     """Delta = 2 and a step of -1 against it: 2 + 2^2 (-1) / 4 = 1. A step the other way adds."""
     moved = vector(-1.0, 1.0, -1.0)
-    torch.testing.assert_close(outer.delay_compensated(vector(2.0, 2.0, -2.0), moved, 0.25), vector(1.0, 3.0, -3.0))
+    torch.testing.assert_close(delayed.delay_compensated(vector(2.0, 2.0, -2.0), moved, 0.25), vector(1.0, 3.0, -3.0))
 
 
 def test_mix_lies_between():
-    assert outer.mix(vector(4.0), vector(8.0), 0.25).item() == 7.0
-    assert outer.mix(vector(4.0), vector(8.0), 1.0).item() == 4.0
+    assert delayed.mix(vector(4.0), vector(8.0), 0.25).item() == 7.0
+    assert delayed.mix(vector(4.0), vector(8.0), 1.0).item() == 4.0
 
 
 def test_nesterov_is_that_of_torch():
@@ -88,7 +90,7 @@ def test_nesterov_is_that_of_torch():
         parameter.grad = delta
         sgd.step()
         m = outer.momentum(m, delta, 0.7)
-        x = outer.outer_step(x, outer.nesterov(m, delta, 0.7), 0.3)
+        x = outer.outer_step(x, delayed.nesterov(m, delta, 0.7), 0.3)
         torch.testing.assert_close(x, parameter.detach())
 
 
@@ -102,7 +104,8 @@ def test_settles_says_where_the_roots_of_the_recurrence_leave_the_unit_circle(be
         companion = torch.tensor([[0, 0, -c[0]], [1, 0, -c[1]], [0, 1, -c[2]]], dtype=torch.float64)
         modulus = torch.linalg.eigvals(companion).abs().max().item()
         if abs(modulus - 1) > 1e-6:
-            assert outer.settles(alpha, beta, nesterov) == (modulus < 1)
+            settles = delayed.nesterov_settles if nesterov else outer.settles
+            assert settles(alpha, beta) == (modulus < 1)
 
 
 def test_nothing_changes_its_arguments():
@@ -113,10 +116,10 @@ def test_nothing_changes_its_arguments():
         lambda: outer.momentum(x, x, 0.5, x.abs()),
         lambda: outer.clip_elements(x, 1.0),
         lambda: outer.outer_step(x, x, 0.5),
-        lambda: outer.eager(x, x, x, 0.5),
-        lambda: outer.delay_compensated(x, x, 0.5),
-        lambda: outer.mix(x, x, 0.5),
-        lambda: outer.nesterov(x, x, 0.5),
+        lambda: delayed.eager(x, x, x, 0.5),
+        lambda: delayed.delay_compensated(x, x, 0.5),
+        lambda: delayed.mix(x, x, 0.5),
+        lambda: delayed.nesterov(x, x, 0.5),
     ):
         assert call().data_ptr() != x.data_ptr()
         assert torch.equal(x, kept)

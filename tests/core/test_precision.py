@@ -1,12 +1,13 @@
 """Mixed precision: autocast, 16-bit parameters, masters, and a GradScaler that skips steps on some workers only."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from core import CO2, CO2Config, UserError
+from core import CO2, CO2Config, ShardedCO2, UserError
 from core.testing import run_distributed
 from tests import problems
 from tests.problems import batch, flat, loss
@@ -74,8 +75,9 @@ def masters(rank: int, world_size: int, keep: bool, shard: bool) -> tuple[Tensor
     """An optimiser that keeps float32 masters of a bfloat16 model, its steps far below bfloat16's precision."""
     model = [nn.Parameter(torch.ones(40, dtype=torch.bfloat16))]
     kept = [nn.Parameter(p.detach().float()) for p in model]
-    config = CO2Config(tau=2, outer_momentum=0.0, clip=None, gap="norm", shard=shard)
-    co2 = CO2(kept, config, mirrors=model) if keep else CO2(model, config)
+    config = CO2Config(tau=2, outer_momentum=0.0, clip=None, gap="norm")
+    kind = partial(ShardedCO2, shard=True) if shard else CO2
+    co2 = kind(kept, config, model_params=model) if keep else kind(model, config)
     for _ in range(40):
         with torch.no_grad():
             for p, m in zip(model, kept, strict=True):
@@ -97,6 +99,6 @@ def test_masters_are_what_is_averaged_and_the_model_follows(shard: bool):
         assert (model == 1.0).all()  # without masters every step rounds to nothing
 
 
-def test_mirrors_must_match():
-    with pytest.raises(UserError, match="1 mirrors for 2 parameters"):
-        CO2([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))], mirrors=[torch.ones(2)])
+def test_model_params_must_match():
+    with pytest.raises(UserError, match="1 model_params for 2 parameters"):
+        CO2([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))], model_params=[torch.ones(2)])

@@ -57,7 +57,7 @@ def interrupted(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]
 def interrupt(rank: int, name: str, gap: str, folder: str) -> dict[str, Any]:
     model, optimizer, method = build(name, 0, gap)
     go(model, optimizer, method, rank, range(SAVE_AT))
-    in_flight = method.mean.in_flight
+    in_flight = method.background.in_flight
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "method": method.state_dict()}
     torch.save(state, f"{folder}/{rank}.pt")
     go(model, optimizer, method, rank, range(SAVE_AT, STEPS))
@@ -109,11 +109,11 @@ MISFITS = {
 def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(which: str):
     writer, reader = (build() for build in MISFITS[which])
     state = saved_by(writer)
-    before = {k: [f.clone() for f in v] for k, v in reader.state_dict()["flats"].items()}
+    before = {k: [f.clone() for f in v] for k, v in reader.state_dict()["state"].items()}
     with pytest.raises(UserError) as caught:
         reader.load_state_dict(state)
     assert "checkpoint" in str(caught.value) and "resume with" in str(caught.value) and "\n" not in str(caught.value)
-    for name, flats in reader.state_dict()["flats"].items():
+    for name, flats in reader.state_dict()["state"].items():
         assert all(torch.equal(a, b) for a, b in zip(flats, before[name], strict=True))
 
 
@@ -121,10 +121,10 @@ def test_state_dict_is_a_copy():
     p = params(3)
     co2 = CO2(p, CO2_2)
     state = saved_by(co2)
-    kept = [f.clone() for fs in state["flats"].values() for f in fs] + [f.clone() for f in state["in_flight"]]
+    kept = [f.clone() for fs in state["state"].values() for f in fs] + [f.clone() for f in state["in_flight"]]
     for _ in range(4):
         with torch.no_grad():
             p[0].add_(1.0)
         co2.step()
-    now = [f for fs in state["flats"].values() for f in fs] + list(state["in_flight"])
+    now = [f for fs in state["state"].values() for f in fs] + list(state["in_flight"])
     assert all(torch.equal(a, b) for a, b in zip(now, kept, strict=True))

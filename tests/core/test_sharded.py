@@ -1,6 +1,6 @@
 """Shared outer state and hierarchy on real processes: equal to the unshared run, and to the reference."""
 
-from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core import CO2, CO2Config, UserError
+from core.fast.quantized import WireConfig
+from core.fast.sharded import ShardedCO2
 from core.groups import gather_parts, local_world_size, node_mesh, sum_parts
 from core.reference import Reference
-from core.sharded import ShardedCO2
 from core.testing import run_distributed
 from tests import problems
 from tests.problems import LR, assert_traces_equal, flat, gradient
@@ -31,9 +32,10 @@ def node_step(params: list[nn.Parameter], ranks: list[int], step: int) -> None:
             p.sub_(LR * torch.stack([gradient(p, rank, step) for rank in ranks]).mean(0))
 
 
-def run_co2(config: CO2Config, ranks: list[int], **kwargs: Any) -> tuple[list[Tensor], CO2]:
+def run_co2(config: CO2Config, ranks: list[int], **how: Any) -> tuple[list[Tensor], Any]:
+    """how: what ShardedCO2 takes; CO2 itself without."""
     params = problems.odd_parameters()
-    co2 = CO2(params, config, **kwargs)
+    co2 = ShardedCO2(params, config, **how) if how else CO2(params, config)
     trace = []
     for step in range(STEPS):
         node_step(params, ranks, step)
@@ -60,10 +62,9 @@ def hierarchical(rank: int, world_size: int, shard: bool) -> list[list[Tensor]]:
     mesh = node_mesh("cpu", 2)
     results = []
     for config in CONFIGS:
-        trace, co2 = run_co2(replace(config, shard=shard), [2 * node, 2 * node + 1], mesh=mesh)
-        assert isinstance(co2, ShardedCO2)
+        trace, co2 = run_co2(config, [2 * node, 2 * node + 1], mesh=mesh, shard=shard)
         parts = 4 if shard else 2
-        assert len(co2._x[0]) == -(-co2.sizes[0] // parts)
+        assert len(co2._x[0]) == -(-co2.buckets[0].numel // parts)
         results.append(trace)
     return results
 
@@ -79,7 +80,7 @@ def test_two_nodes_of_two_equal_the_reference(shard: bool):
 
 
 def flat_workers(rank: int, world_size: int, how: dict[str, bool]) -> list[list[Tensor]]:
-    return [run_co2(replace(c, **how), [rank])[0] for c in CONFIGS]
+    return [run_co2(c, [rank], **how)[0] for c in CONFIGS]
 
 
 @pytest.mark.parametrize("how", [{"shard": True}, {"offload": True}, {"shard": True, "offload": True}], ids=str)
@@ -114,7 +115,8 @@ def test_parts_are_summed_and_gathered():
 
 def resumed(rank: int, world_size: int, at: int) -> list[tuple[Tensor, Tensor]]:
     mesh, ends = node_mesh("cpu", 2), []
-    for config in (CONFIGS[1], replace(CONFIGS[1], shard=True), replace(CONFIGS[1], offload=True)):
+    config = CONFIGS[1]
+    for how in ({}, {"shard": True}, {"offload": True}):
         ranks = [rank // 2 * 2, rank // 2 * 2 + 1]
         params, co2 = problems.odd_parameters(), None
         for step in range(30):
@@ -123,7 +125,7 @@ def resumed(rank: int, world_size: int, at: int) -> list[tuple[Tensor, Tensor]]:
                 fresh = problems.odd_parameters()
                 for new, old in zip(fresh, params, strict=True):
                     new.data.copy_(old.data)
-                params, co2 = fresh, CO2(fresh, config, mesh=mesh)
+                params, co2 = fresh, ShardedCO2(fresh, config, mesh=mesh, **how)
                 if state:
                     co2.load_state_dict(state)
             node_step(params, ranks, step)
@@ -131,7 +133,7 @@ def resumed(rank: int, world_size: int, at: int) -> list[tuple[Tensor, Tensor]]:
             co2.step()
         assert co2 is not None
         co2.finish()
-        straight = CO2(other := problems.odd_parameters(), config, mesh=mesh)
+        straight = ShardedCO2(other := problems.odd_parameters(), config, mesh=mesh, **how)
         for step in range(30):
             node_step(other, ranks, step)
             straight.step()
@@ -149,9 +151,9 @@ def test_a_resumed_run_goes_on_bit_for_bit(at: int):
 
 def uneven(rank: int, world_size: int) -> list[Tensor]:
     ends = []
-    for config in (replace(CONFIGS[0], shard=True), CONFIGS[0]):
+    for kind in (partial(ShardedCO2, shard=True), CO2):
         params = problems.odd_parameters()
-        co2 = CO2(params, config)
+        co2 = kind(params, CONFIGS[0])
         for leg in range(2):  # training goes on after finish()
             for step in range(10 + 4 * rank):
                 node_step(params, [rank], step + leg)
@@ -174,9 +176,9 @@ def low_precision(rank: int, world_size: int) -> dict[torch.dtype, tuple[Tensor,
     ends = {}
     for dtype in (torch.bfloat16, torch.float16):
         both = []
-        for how in ({"shard": True}, {"offload": True}, {}):
+        for kind in (partial(ShardedCO2, shard=True), partial(ShardedCO2, offload=True), CO2):
             params = [nn.Parameter(torch.linspace(-1, 1, 37).to(dtype)), nn.Parameter(torch.ones(3))]
-            co2 = CO2(params, CO2Config(tau=2, outer_momentum=0.3, clip=None, **how))
+            co2 = kind(params, CO2Config(tau=2, outer_momentum=0.3, clip=None))
             for _ in range(30):
                 with torch.no_grad():
                     for p in params:
@@ -198,9 +200,9 @@ def test_sixteen_bit_parameters_equal_unshared():
 def buffers(rank: int, world_size: int) -> tuple[Tensor, Tensor, float]:
     """BatchNorm's statistics are means over all four workers, one round late."""
     values = []
-    for kwargs in ({"mesh": node_mesh("cpu", 2)}, {}):
+    for kind in (partial(ShardedCO2, mesh=node_mesh("cpu", 2)), CO2):
         params, statistics = [nn.Parameter(torch.zeros(5))], torch.zeros(3)
-        co2 = CO2(params, CO2Config(tau=2), buffers=[statistics], **kwargs)
+        co2 = kind(params, CO2Config(tau=2), buffers=[statistics])
         for step in range(8):
             statistics.add_(rank + 1 + step)
             co2.step()
@@ -217,9 +219,9 @@ def test_buffers_are_averaged_over_everybody():
 
 def norms(rank: int, world_size: int) -> list[tuple[float, ...]]:
     seen = []
-    for config in (CO2Config(tau=2, clip=None), CO2Config(tau=2, clip=None, shard=True)):
+    for kind in (CO2, partial(ShardedCO2, shard=True)):
         params = [nn.Parameter(torch.linspace(0, 1, 11, dtype=torch.float64))]
-        co2 = CO2(params, config)
+        co2 = kind(params, CO2Config(tau=2, clip=None))
         for step in range(12):
             node_step(params, [rank], step)
             co2.step()
@@ -238,10 +240,10 @@ def test_statistics_are_of_the_whole_model():
     assert min(share[3] for share in shares) <= whole[3] <= max(share[3] for share in shares)
 
 
-@pytest.mark.parametrize("setting", [{"gap": "inner"}, {"clip_by": "norm"}, {"delay": 0, "gap": "none"}])
+@pytest.mark.parametrize("setting", [{"gap": "inner"}, {"wire": WireConfig("int8")}], ids=str)
 def test_what_needs_unshared_state_is_refused(setting: dict[str, Any]):
     with pytest.raises(UserError, match="unshared outer state"):
-        CO2(problems.odd_parameters(), CO2Config(shard=True, **setting))
+        ShardedCO2(problems.odd_parameters(), CO2Config(**setting), shard=True)
 
 
 @pytest.mark.parametrize(

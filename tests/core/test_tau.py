@@ -4,6 +4,7 @@ import pytest
 from torch import nn
 
 from core import CO2Config, UserError, make_method
+from core.fast import WireConfig
 from core.tau import CALIBRATION_TAU, TauTuner, smallest_tau
 
 
@@ -92,12 +93,12 @@ def test_bad_settings_are_refused():
         CO2Config(tau="automatic")  # pyright: ignore[reportArgumentType]
     with pytest.raises(UserError, match="tau_max=0"):
         CO2Config(tau="auto", tau_max=0)
-    with pytest.raises(UserError, match="without delay nothing is hidden"):
-        CO2Config(tau="auto", delay=0, gap="none")
 
 
-@pytest.mark.parametrize("setting", [{"wire": "int8"}, {"shard": True}, {"offload": True}], ids=str)
+@pytest.mark.parametrize(
+    "setting", [{"co2": CO2Config(wire=WireConfig("int8"))}, {"shard": True}, {"offload": True}], ids=str
+)
 @pytest.mark.parametrize("name", ["ddp", "local", "slowmo", "overlap_local"])
 def test_the_other_methods_do_not_take_settings_of_co2_in_silence(name: str, setting: dict):
     with pytest.raises(UserError, match="is CO2's own"):
-        make_method(name, nn.Linear(2, 2), co2=CO2Config(**setting))
+        make_method(name, nn.Linear(2, 2), **setting)

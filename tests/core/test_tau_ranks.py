@@ -42,7 +42,7 @@ def auto_training(rank: int, world_size: int) -> dict[str, Any]:
         "taus": taus,
         "end": flat(params),
         "decisions": co2.tuner.decisions,
-        "launched": co2.mean.launched,
+        "launched": co2.background.launched,
         "works": co2.rounds,
     }
 
@@ -62,7 +62,7 @@ def test_all_workers_decide_alike_and_train_as_the_reference_does_with_those_tau
 
 def replay(taus: list[int], x: Tensor, steps: int) -> Tensor:
     c = AUTO
-    ref = Reference(x.expand(3, -1).clone(), taus[0], c.outer_lr, c.outer_momentum, c.gap, c.clip, c.clip_by, c.delay)
+    ref = Reference(x.expand(3, -1).clone(), taus[0], c.outer_lr, c.outer_momentum, c.gap, c.clip)
     workers = torch.arange(3, dtype=torch.float64)[:, None]
     rest = iter(taus[1:])
     for step in range(steps):

@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from core import CO2Config, UserError
-from core.compressed import CompressedMean
-from core.wire import BLOCK, WIRES, decode, encode, nbytes
+from core import UserError
+from core.fast.quantized import WireConfig
+from core.fast.wire import BLOCK, WIRES, decode, encode, nbytes
+from tests.problems import Mean
 
 NARROW = WIRES[1:]
 BITS = {"bfloat16": 16.0, "float16": 16 + 1 / 8, "int8": 8 + 1 / 8, "int4": 4 + 1 / 8}  # an element
@@ -146,13 +147,14 @@ def test_cuda_gives_the_same_bytes_and_the_same_mean(wire: Any):
     assert torch.equal(encode(x.cuda(), wire).cpu(), encode(x, wire))
     seen = []
     for device in ("cpu", "cuda"):
-        p = torch.zeros(700, device=device)
-        mean = CompressedMean([p, torch.zeros(5, device=device)], {id(p)}, wire, tail=1)
+        p, buffer = torch.zeros(700, device=device), torch.zeros(5, device=device)
+        mean = Mean([p], {"steps": 1}, WireConfig(wire).reducer, buffers=[buffer])
         for _ in range(3):
             mean.buckets[0].flat[:705] = x[:705].to(device)
-            mean.launch([2.0])
+            mean.scalars.set("steps", 2.0)
+            mean.launch()
             mean.wait()
-        seen.append([mean.buckets[0].flat.cpu(), *(f.cpu() for fs in mean.state.values() for f in fs)])
+        seen.append([mean.buckets[0].flat.cpu(), *(f.cpu() for fs in mean.reducer.state.values() for f in fs)])
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
 
 
@@ -163,28 +165,30 @@ def test_another_backend_is_refused_with_the_reason():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         with pytest.raises(UserError) as caught:
-            CompressedMean([torch.zeros(3)], set(), "int8")
+            WireConfig("int8").check([torch.zeros(3)], None)
     finally:
         dist.destroy_process_group()
-    assert (
-        str(caught.value) == "wire='int8' over fake backend for cpu tensors: only gloo and nccl do, or use wire float32"
-    )
+    text = "wire.format='int8' over fake backend for cpu tensors: only gloo and nccl do, or use wire.format float32"
+    assert str(caught.value) == text
 
 
 def test_two_devices_are_refused():
-    with pytest.raises(UserError, match="on cpu, meta: .* one device, or use wire float32"):
-        CompressedMean([torch.zeros(3), torch.zeros(3, device="meta")], set(), "int4")
+    with pytest.raises(UserError, match="on cpu, meta: .* one device, or use wire.format float32"):
+        WireConfig("int4").check([torch.zeros(3), torch.zeros(3, device="meta")], None)
 
 
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"wire": "fp8"}, "wire='fp8': choose one of float32, bfloat16, float16, int8, int4"),
-        ({"wire": "int8", "wire_rounding": "up"}, "wire_rounding='up': choose one of nearest, stochastic"),
-        ({"wire_rounding": "stochastic"}, "wire_rounding='stochastic': float32 rounds nothing; set a narrow wire"),
+        ({"format": "fp8"}, "wire.format='fp8': choose one of float32, bfloat16, float16, int8, int4"),
+        ({"format": "int8", "rounding": "up"}, "wire.rounding='up': choose one of nearest, stochastic"),
+        (
+            {"rounding": "stochastic"},
+            "wire.rounding='stochastic': float32 rounds nothing; set wire.format to a narrow one",
+        ),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], text: str):
     with pytest.raises(UserError) as caught:
-        CO2Config(**settings)
+        WireConfig(**settings)
     assert str(caught.value) == text

@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core import CO2
-from core.collectives import ring_bytes
+from core.fast.wire import WIRES
+from core.groups import ring_bytes
 from core.testing import run_distributed
-from core.wire import WIRES
-from tests.core.test_wire_ranks import PLAIN
+from tests.core.test_quantized import PLAIN
 from training.sampling import generator
 from training.throttle import ThrottledLink
 
@@ -34,12 +33,12 @@ class CountingLink(ThrottledLink):
 
 
 def bytes_of_a_round(rank: int, world_size: int) -> dict[str, tuple[int, float, int]]:
-    """By wire format: mean.bytes_sent, what the emulated link saw, and what the kernel sent over lo, of all workers."""
+    """By wire format: bytes_sent, what the emulated link saw, and what the kernel sent over lo, of all workers."""
     counted = {}
     for wire in WIRES:
         link = CountingLink()
         p = nn.Parameter(torch.zeros(NUMEL))
-        co2 = CO2([p], replace(PLAIN, wire=wire), link=link)
+        co2 = replace(PLAIN, wire=wire).build([p], link=link)
         with torch.no_grad():
             p.add_(torch.randn(NUMEL, generator=generator(rank)))
         co2.step()  # connections are made
@@ -63,13 +62,13 @@ def loopback_bytes() -> int:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bytes_sent_by_hand(world_size: int):
-    """Blocks of 256 cost 512, 516, 260 and 132 bytes; twice (n - 1) / n of them, and three tail scalars a peer."""
+    """Blocks of 256 cost 512, 516, 260 and 132 bytes; twice (n - 1) / n of them, and two scalars a peer."""
     blocks = -(-NUMEL // (256 * world_size))  # a worker
     others = world_size - 1
     for counted in run_distributed(bytes_of_a_round, world_size):
-        assert counted["float32"][0] == ring_bytes(4 * (NUMEL + 3), world_size)
+        assert counted["float32"][0] == ring_bytes(4 * (NUMEL + 2), world_size)
         for wire, size in (("bfloat16", 512), ("float16", 516), ("int8", 260), ("int4", 132)):
-            assert counted[wire][0] == counted[wire][1] == others * (2 * blocks * size + 3 * 4)
+            assert counted[wire][0] == counted[wire][1] == others * (2 * blocks * size + 2 * 4)
 
 
 COUNT = """

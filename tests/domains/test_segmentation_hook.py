@@ -12,8 +12,8 @@ from mmengine.runner import Runner
 from torch import Tensor, nn
 
 from core import CO2Config, UserError
+from core.integrations.mmengine import CO2Hook
 from core.testing import run_distributed
-from segmentation.co2_hook import CO2Hook
 from segmentation.model import upernet
 
 # mmengine's default wrapper asks for a GPU
@@ -69,7 +69,7 @@ def scenarios(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """All that needs two processes; each result is what the tests below look at."""
     os.environ["LOCAL_RANK"] = str(rank)
     results: dict[str, Any] = {}
-    co2 = {"tau": 3, "outer_lr": 0.5, "outer_momentum": 0.25, "gap": "norm", "clip": 0.5}
+    co2 = {"tau": 3, "co2": {"outer_lr": 0.5, "outer_momentum": 0.25, "gap": "norm", "clip": 0.5}}
     probe = Probe()
     model = runner("co2", folder, probe, co2).train()
     results["co2"] = {"seen": probe.seen, "end": flat(model), "config": probe.built.config, "wrapped": probe.wrapped}
@@ -79,7 +79,7 @@ def scenarios(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     for method, extra in (("slowmo", {"outer_momentum": 0.3}), ("overlap_local", {"pull": 0.4})):
         probe = Probe()
         loop = {"type": "IterBasedTrainLoop", "max_iters": 3}
-        model = runner(method, folder, probe, {"method": method, "tau": 2, **extra}, train_cfg=loop).train()
+        model = runner(method, folder, probe, {"method": method, "tau": 2, method: extra}, train_cfg=loop).train()
         results[method] = {"seen": probe.seen, "end": flat(model), "config": probe.built.config}
     return results
 
@@ -141,9 +141,11 @@ def test_mistakes_get_one_line() -> None:
     with pytest.raises(UserError, match="method='ddp': choose co2"):
         CO2Hook(method="ddp")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="co2 has no setting 'outer_rl': it has .*outer_lr, outer_momentum"):
-        CO2Hook(outer_rl=1.0)
-    with pytest.raises(UserError, match="local has no setting 'clip': it has none but tau"):
-        CO2Hook(method="local", clip=1.0)
+        CO2Hook(co2={"outer_rl": 1.0})
+    with pytest.raises(UserError, match="slowmo has no setting 'clip': it has outer_lr, outer_momentum"):
+        CO2Hook(method="slowmo", slowmo={"clip": 1.0})
+    with pytest.raises(UserError, match="wire has no setting 'bits'"):
+        CO2Hook(co2={"wire": {"bits": 8}})
     with pytest.raises(UserError, match="tau=0"):
         CO2Hook(tau=0)
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.SyncBatchNorm(4))

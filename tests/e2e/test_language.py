@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from core.baselines import METHODS
+from core.methods import METHODS
 from core.testing import run_distributed
 from language.corpora import open_corpus
 from language.recipes import LanguageRecipe, gpt2_pydoc_small

@@ -11,7 +11,7 @@ import matplotlib.image
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from core.baselines import METHODS
+from core.methods import METHODS
 from core.testing import run_distributed
 from pointcloud import data
 from pointcloud import train as script

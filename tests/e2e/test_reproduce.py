@@ -13,7 +13,7 @@ import pytest
 
 import reproduce
 from core import UserError
-from core.baselines import METHODS
+from core.methods import METHODS
 from results.paper import TABLES
 from training.recipe import parse
 
@@ -137,9 +137,11 @@ def test_the_stand_ins_commands_are_understood_by_the_train_scripts(name: str):
             recipe = parse(recipes, command[module + 1 :])
             assert command[module] == f"{row.task}.train" and "--nproc-per-node=4" in command[:module]
             assert (recipe.method, recipe.seed, recipe.out, recipe.resume) == (row.method, 1, folder, True)
-            for name in ("gap", "policy", "nesterov", "outer_lr"):
-                expected = row.overrides.get(f"co2.{name}", getattr(recipes[row.local].co2, name))
-                assert getattr(recipe.co2, name) == expected
+            before, after = (reproduce.flat(asdict(r)) for r in (recipes[row.local], recipe))
+            wanted = before | reproduce.stand_in_overrides(row)
+            outer = [name for name in before if name.startswith(("co2.", "delayed."))]
+            assert {name: after[name] for name in outer} == {name: wanted[name] for name in outer}
+            assert wanted.keys() == before.keys(), "an override of nothing"
             folders.append(folder)
     assert len(folders) == len(set(folders)) > 0
 

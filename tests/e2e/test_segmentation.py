@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from core.baselines import METHODS
 from core.co2 import CO2Config
+from core.methods import METHODS
 from core.testing import run_distributed
 from segmentation.data import build_dataset
 from segmentation.recipes import digits_small

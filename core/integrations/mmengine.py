@@ -1,7 +1,7 @@
 """CO2 for any mmengine project: one line in a config.
 
-    custom_imports = dict(imports=["segmentation.co2_hook"])
-    custom_hooks = [dict(type="CO2Hook", tau=48, outer_lr=1.0, outer_momentum=0.5)]
+    custom_imports = dict(imports=["core.integrations.mmengine"])
+    custom_hooks = [dict(type="CO2Hook", tau=48, co2=dict(outer_lr=1.0, outer_momentum=0.5))]
 
 The workers then average their parameters in the background every tau optimiser steps instead of their gradients at
 every one.
@@ -9,6 +9,7 @@ every one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -19,19 +20,20 @@ from mmengine.runner import Runner
 from mmengine.utils.dl_utils.parrots_wrapper import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from core import CO2Config, UserError
-from core.baselines import METHODS, OverlapLocalConfig, SlowMoConfig, make_method
+from ..fast import WireConfig
+from ..methods import METHODS, CO2Config, DelayedConfig, OverlapLocalConfig, SlowMoConfig, UserError, make_method
 
-SETTINGS = {"co2": CO2Config, "slowmo": SlowMoConfig, "overlap_local": OverlapLocalConfig}
+Settings = Mapping[str, Any] | None
 
 
 @HOOKS.register_module()
 class CO2Hook(Hook):
     """Trains with CO2, or another local method, in place of DistributedDataParallel.
 
-    method: co2, local, overlap_local or slowmo. tau: optimiser steps per round. average_buffers: BatchNorm statistics
-    are averaged with the parameters. timeout: seconds until a missing worker is an error. settings: the fields of the
-    method's config (core.CO2Config, core.baselines.SlowMoConfig or OverlapLocalConfig).
+    method: co2, delayed, local, overlap_local or slowmo. tau: optimiser steps per round. co2, delayed, slowmo,
+    overlap_local: fields of core.CO2Config (wire: of WireConfig), core.methods.DelayedConfig, SlowMoConfig and
+    OverlapLocalConfig, as dicts. average_buffers: BatchNorm statistics are averaged with the parameters. timeout:
+    seconds until a missing worker is an error.
 
     The model is taken out of the MMDistributedDataParallel that the runner wraps it in; other wrappers and SyncBN,
     which communicate in every forward pass, are refused. With gradient accumulation a step is one update. Before a
@@ -43,18 +45,29 @@ class CO2Hook(Hook):
 
     def __init__(
         self,
-        method: Literal["co2", "local", "overlap_local", "slowmo"] = "co2",
+        method: Literal["co2", "delayed", "local", "overlap_local", "slowmo"] = "co2",
         tau: int = 48,
+        co2: Settings = None,
+        delayed: Settings = None,
+        slowmo: Settings = None,
+        overlap_local: Settings = None,
         average_buffers: bool = True,
         timeout: float = 600.0,
-        **settings: Any,
     ):
         if method not in METHODS or method == "ddp":
             raise UserError(
-                f"CO2Hook: method={method!r}: choose co2, local, overlap_local or slowmo; leave out for ddp"
+                f"CO2Hook: method={method!r}: choose co2, delayed, local, overlap_local or slowmo; leave out for ddp"
             )
         self.method_name, self.average_buffers, self.timeout = method, average_buffers, timeout
-        self.configs = _configs(method, tau, settings)
+        co2 = dict(co2 or {})
+        if "wire" in co2:
+            co2["wire"] = _config("wire", WireConfig, co2["wire"])
+        self.configs = {
+            "co2": _config("co2", CO2Config, {"tau": tau} | co2),
+            "delayed": _config("delayed", DelayedConfig, delayed),
+            "slowmo": _config("slowmo", SlowMoConfig, slowmo),
+            "overlap_local": _config("overlap_local", OverlapLocalConfig, overlap_local),
+        }
         self.method: Any = None
         self._resumed: dict[str, Any] | None = None
 
@@ -81,7 +94,8 @@ class CO2Hook(Hook):
 
     def before_train(self, runner: Runner) -> None:
         """Built here, when the weights to start from are in place; rank 0's go to all workers."""
-        groups = runner.optim_wrapper.param_groups
+        optim_wrapper: Any = runner.optim_wrapper
+        groups = optim_wrapper.param_groups
         self.method = make_method(
             self.method_name,
             runner.model,
@@ -98,7 +112,8 @@ class CO2Hook(Hook):
             self.method.load_state_dict(self._resumed["state"])
 
     def after_train_iter(self, runner: Runner, *_: Any, **__: Any) -> None:
-        if not runner.optim_wrapper.should_update():  # gradients are being accumulated
+        optim_wrapper: Any = runner.optim_wrapper
+        if not optim_wrapper.should_update():  # gradients are being accumulated
             return
         if self.method.step():
             stats = self.method.stats.as_dict()
@@ -130,13 +145,10 @@ class CO2Hook(Hook):
         return any(every(runner, h.interval, h.save_begin) or last for h in hooks)
 
 
-def _configs(method: str, tau: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """make_method's keyword arguments; tau is the period of every method, and the settings are the chosen one's."""
-    cls = SETTINGS.get(method)
-    known = [] if cls is None else [name for name in cls.__dataclass_fields__ if name != "tau"]
-    for name in settings:
-        if name not in known:
-            raise UserError(f"CO2Hook: {method} has no setting {name!r}: it has {', '.join(known) or 'none but tau'}")
-    if method == "co2":
-        return {"co2": CO2Config(tau=tau, **settings)}
-    return {"co2": CO2Config(tau=tau)} | ({method: cls(**settings)} if cls else {})
+def _config(name: str, cls: Any, settings: Settings) -> Any:
+    """The config that the dict describes."""
+    known = cls.__dataclass_fields__
+    for key in settings or {}:
+        if key not in known:
+            raise UserError(f"CO2Hook: {name} has no setting {key!r}: it has {', '.join(known)}")
+    return cls(**(settings or {}))

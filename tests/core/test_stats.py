@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from core.overlap import Overlap, RoundStats, between, mark
+from core.stats import Overlap, RoundStats, between, mark
 
 
 def test_marks_on_a_cpu_are_the_hosts_clock():
@@ -20,10 +20,10 @@ def round_stats(**values: float) -> dict[str, float]:
 
 
 def test_a_rounds_hidden_time_and_link_rate():
-    stats = round_stats(allreduce_seconds=0.5, wait_seconds=0.1, bytes_sent=1_000_000)
+    stats = round_stats(allreduce_seconds=0.5, exposed_seconds=0.1, bytes_sent=1_000_000)
     assert stats["hidden_seconds"] == pytest.approx(0.4)
     assert stats["link_mbit"] == pytest.approx(16)  # 8 Mbit in half a second
-    late = round_stats(allreduce_seconds=0.5, wait_seconds=0.7)  # waited for a peer that launched late
+    late = round_stats(allreduce_seconds=0.5, exposed_seconds=0.7)  # waited for a peer that launched late
     assert late["hidden_seconds"] == 0.0
     assert round_stats()["link_mbit"] == 0.0  # nothing has landed in the first round
 
@@ -31,10 +31,10 @@ def test_a_rounds_hidden_time_and_link_rate():
 def test_a_run_adds_its_rounds_up_and_resumes():
     overlap = Overlap()
     assert overlap.hidden_share == 1.0 and overlap.link_mbit == 0.0
-    overlap.add(round_stats(allreduce_seconds=0.5, wait_seconds=0.1, bytes_sent=1_000_000))
+    overlap.add(round_stats(allreduce_seconds=0.5, exposed_seconds=0.1, bytes_sent=1_000_000))
     resumed = Overlap()
     resumed.load_state_dict(overlap.state_dict())
-    resumed.add(round_stats(allreduce_seconds=1.5, wait_seconds=0.5, bytes_sent=3_000_000))
+    resumed.add(round_stats(allreduce_seconds=1.5, exposed_seconds=0.5, bytes_sent=3_000_000))
     assert resumed.summary() == pytest.approx(
         {
             "rounds": 2,

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from core import CO2Config, make_method
-from core.baselines import OverlapLocalConfig, SlowMoConfig
+from core.methods import OverlapLocalConfig, SlowMoConfig
 from core.testing import run_distributed
 from tests import problems
-from tests.problems import LR, assert_traces_equal, flat, gradient, sgd_step, train
+from tests.problems import LR, Settings, assert_traces_equal, flat, gradient, sgd_step, train
 
 TAU, STEPS = 3, 11
 
@@ -81,8 +81,8 @@ def train_all(rank: int, world_size: int) -> dict[str, list[Tensor]]:
         "overlap momentum": ("overlap_local", {"overlap_local": OverlapLocalConfig(anchor_momentum=0.2)}),
     }
     for key, beta, alpha in (("co2", 0.5, 1.0), ("co2 .3 .8", 0.3, 0.8), ("co2 0 1", 0.0, 1.0)):
-        blocking = CO2Config(TAU, outer_momentum=beta, outer_lr=alpha, gap="none", clip=None, delay=0)
-        runs[key] = "co2", {"co2": blocking}
+        blocking = Settings(TAU, outer_momentum=beta, outer_lr=alpha, gap="none", clip=None, delay=0)
+        runs[key] = "delayed", {"co2": blocking.co2, "delayed": blocking.delayed}
     common = {"co2": CO2Config(tau=TAU)}
     return {k: train(n, problems.odd_parameters(), rank, STEPS, **common | o) for k, (n, o) in runs.items()}
 

@@ -1,4 +1,4 @@
-"""How much communication was hidden, measured.
+"""What a round did and what it cost: statistics of the outer step, and how much communication was hidden.
 
 Times are taken where the work happens: on a CPU by the host's clock, on a GPU by events in its streams, which are
 read a round later, when they have long passed. Nothing here makes the host wait for the device.
@@ -74,7 +74,7 @@ class RoundStats:
     gap_max: float | Tensor = 1.0
     clipped_share: float | Tensor = 0.0  # of the momentum's elements (clip by norm: 1 when it was scaled)
     step_seconds: Seconds = 0.0  # of one local step; the round's first is left out, it may follow an evaluation
-    wait_seconds: Seconds = 0.0  # exposed communication: how long the boundary waited for the all-reduce
+    exposed_seconds: Seconds = 0.0  # exposed communication: how long the boundary waited for the all-reduce
     boundary_seconds: Seconds = 0.0  # the whole boundary, the waiting included
     allreduce_seconds: Seconds = 0.0  # from launch to landing of the all-reduce that landed in this round
     bytes_sent: int = 0
@@ -83,7 +83,7 @@ class RoundStats:
         """Plain floats, with what follows from them; the only place where a GPU is asked for the values."""
         values = {name: float(value) for name, value in vars(self).items()}
         busy = values["allreduce_seconds"]
-        values["hidden_seconds"] = max(0.0, busy - values["wait_seconds"])
+        values["hidden_seconds"] = max(0.0, busy - values["exposed_seconds"])
         values["link_mbit"] = values["bytes_sent"] * 8e-6 / busy if busy else 0.0
         return values
 
@@ -100,7 +100,7 @@ class Overlap:
     def add(self, stats: dict[str, float]) -> None:
         """A closed round's RoundStats.as_dict()."""
         self.rounds += 1
-        self.exposed_seconds += stats["wait_seconds"]
+        self.exposed_seconds += stats["exposed_seconds"]
         self.allreduce_seconds += stats["allreduce_seconds"]
         self.bytes_sent += stats["bytes_sent"]
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-import core.compressed
-from core import CO2, CO2Config, CollectiveError, UserError, make_method
-from core.compressed import CompressedMean, seed
+import core.fast.quantized
+from core import CollectiveError, UserError
+from core.fast.quantized import WireConfig, seed
+from core.fast.wire import BLOCK, WIRES, decode, encode, nbytes
 from core.testing import run_distributed
-from core.wire import BLOCK, WIRES, decode, encode, nbytes
 from tests import problems
 from tests.core.test_resume import Net, everything, go
-from tests.problems import flat
+from tests.problems import Mean, Settings, flat
 from training.sampling import generator
 
 NARROW: tuple[Any, ...] = WIRES[1:]
@@ -48,27 +48,32 @@ def written(rank: int, round: int, bucket: int, numel: int, dtype: torch.dtype) 
 
 
 def means(rank: int, world_size: int, segment: int) -> list[list[Tensor]]:
-    core.compressed.SEGMENT = segment
+    core.fast.quantized.SEGMENT = segment
     return [of_rounds(rank, world_size, *way) for way in WAYS]
 
 
 def of_rounds(rank: int, world_size: int, wire: Any, rounding: Any, feedback: bool) -> list[Tensor]:
     """What the buffers hold after each round, bucket by bucket, and the state."""
     lossy, exact = templates()
-    ids = {id(t) for t in lossy}
-    mean = CompressedMean([*lossy, *exact], ids, wire, rounding=rounding, error_feedback=feedback, tail=2)
+    reducer = WireConfig(wire, rounding, feedback).reducer
+    mean = Mean(lossy, {"rank": 1, "steps": 1}, reducer, buffers=exact)
     seen = []
     for round in range(ROUNDS):
         for i, bucket in enumerate(mean.buckets):
-            bucket.flat[: bucket.numel] = written(rank, round, i, bucket.numel, bucket.flat.dtype)
-        mean.launch([0.1 * rank, 1.0])
-        tail = mean.wait()
-        seen += [b.flat[: b.numel].clone() for b in mean.buckets] + [tail]
-    row = sum(nbytes(wire, chunk) for chunk in mean.chunks)
-    row += sum(rest * b.flat.element_size() for rest, b in zip(mean.rests, mean.buckets, strict=True))
-    assert mean.bytes_sent == (world_size - 1) * (2 * row + 2 * 8)
+            numel = len(bucket.flat) - len(bucket.scalars)
+            bucket.flat[:numel] = written(rank, round, i, numel, bucket.flat.dtype)
+        mean.scalars.set("rank", 0.1 * rank)
+        mean.scalars.set("steps", 1.0)
+        mean.launch()
+        mean.wait()
+        seen += [b.flat[: len(b.flat) - len(b.scalars)].clone() for b in mean.buckets]
+        seen.append(mean.buckets[0].scalars.clone())
+    sender = mean.reducer
+    row = sum(nbytes(wire, chunk) for chunk in sender.chunks)
+    row += sum(rest * b.flat.element_size() for rest, b in zip(sender.rests, mean.buckets, strict=True))
+    assert mean.background.bytes_sent == (world_size - 1) * (2 * row + 2 * 8)
     mean.close()
-    return [*seen, *(flat for flats in mean.state.values() for flat in flats)]
+    return [*seen, *(flat for flats in sender.state.values() for flat in flats)]
 
 
 def simulate(world_size: int, wire: str, rounding: str, feedback: bool) -> list[Tensor]:
@@ -131,14 +136,14 @@ def test_one_worker_alone_sees_the_same_as_one_in_a_group():
 
 # -- CO2 --------------------------------------------------------------------------------------------------------
 
-BASE = CO2Config(tau=2, outer_momentum=0.4, outer_lr=0.5, clip=0.1)
-CONFIGS = [BASE, *(replace(BASE, wire=w, wire_rounding=r, error_feedback=f) for w, r, f in WAYS)]
+BASE = Settings(tau=2, outer_momentum=0.4, outer_lr=0.5, clip=0.1)
+CONFIGS = [BASE, *(replace(BASE, wire=w, rounding=r, error_feedback=f) for w, r, f in WAYS)]
 WITHIN = {"float32": 0.0, "bfloat16": 3e-3, "float16": 4e-4, "int8": 1e-2, "int4": 0.15}
 
 
 def finals(rank: int, world_size: int) -> list[list[Tensor]]:
     configs = [*CONFIGS, *(replace(c, gap="none", delay=0) for c in CONFIGS)]
-    return [problems.train("co2", problems.odd_parameters(), rank, 11, co2=c) for c in configs]
+    return [problems.train_co2(problems.odd_parameters(), rank, 11, c) for c in configs]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -161,14 +166,14 @@ def move(rank: int) -> Tensor:
     return torch.tensor([rank + 1.0] + [0.031 + 0.0117 * rank**1.7] * 19, dtype=torch.float64)
 
 
-def constant_moves(rank: int, world_size: int, config: CO2Config, rests: bool) -> tuple[Tensor, float, list[Tensor]]:
+def constant_moves(rank: int, world_size: int, config: Settings, rests: bool) -> tuple[Tensor, float, list[Tensor]]:
     """50 rounds of `move`: parameters, their largest distance from the exact mean, state.
 
     rests: finish() now and then, which sends means of nothing.
     """
     p = nn.Parameter(torch.zeros(20, dtype=torch.float64))
     exact = sum(move(r) for r in range(world_size)) / world_size
-    co2 = CO2([p], config)
+    co2 = config.build([p])
     worst = 0.0
     for round in range(50):
         with torch.no_grad():
@@ -179,10 +184,10 @@ def constant_moves(rank: int, world_size: int, config: CO2Config, rests: bool) -
         arrived = round + 1 - config.delay
         worst = worst if rests else max(worst, (p.detach() + arrived * exact).abs().max().item())
     co2.finish()
-    return p.detach().clone(), worst, [f.clone() for fs in co2.mean.state.values() for f in fs]
+    return p.detach().clone(), worst, [f.clone() for fs in co2.reducer.state.values() for f in fs]
 
 
-PLAIN = CO2Config(
+PLAIN = Settings(
     tau=1, outer_momentum=0.0, outer_lr=1.0, gap="none", clip=None, allow_unstable=True, delay=0, wire="int4"
 )
 
@@ -202,7 +207,7 @@ def test_error_feedback_keeps_the_drift_bounded(delay: Any):
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_nothing_is_lost_not_even_where_empty_means_are_thrown_away(delay: Any, rounding: Any):
     """What arrived and what is held back are the sum of all moves: finish() sends means that nobody uses."""
-    results = run_distributed(constant_moves, 3, replace(PLAIN, delay=delay, wire_rounding=rounding), True)
+    results = run_distributed(constant_moves, 3, replace(PLAIN, delay=delay, rounding=rounding), True)
     own = sum(r[2][0][:20] for r in results) / 3
     of_means = results[0][2][1][:20]  # all 20 elements are in worker 0's chunk
     assert own.abs().max() > 1e-3 and of_means.abs().max() > 1e-3, "both hold something back"
@@ -211,9 +216,9 @@ def test_nothing_is_lost_not_even_where_empty_means_are_thrown_away(delay: Any, 
     assert all(torch.equal(r[0], results[0][0]) for r in results)
 
 
-def uneven(rank: int, world_size: int, config: CO2Config) -> tuple[Tensor, int, Tensor]:
+def uneven(rank: int, world_size: int, config: Settings) -> tuple[Tensor, int, Tensor]:
     params = problems.odd_parameters()
-    co2 = CO2(params, config)
+    co2 = config.build(params)
     for step in range(5 + 4 * rank):
         problems.sgd_step(params, rank, step)
         co2.step()
@@ -239,17 +244,19 @@ def first_buffers(rank: int, world_size: int) -> list[Tensor]:
     for wire in ("float32", "int4"):
         model = Net(0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        method = CO2(model.parameters(), replace(BASE, wire=wire, delay=0, gap="none"), buffers=model.buffers())
+        method = replace(BASE, wire=wire, delay=0, gap="none").build(model.parameters(), buffers=model.buffers())
         go(model, optimizer, method, rank, range(2))
-        seen += [torch.cat([b.double().flatten() for b in model.buffers()]), method.mean.tail_view.clone()]
+        seen += [torch.cat([b.double().flatten() for b in model.buffers()]), method.buckets[0].scalars.clone()]
         seen.append(everything(model))
     return seen
 
 
-def test_batch_norm_and_the_tail_are_exact():
-    for buffers, tail, parameters, narrow_buffers, narrow_tail, narrow_parameters in run_distributed(first_buffers, 2):
+def test_batch_norm_and_the_scalars_are_exact():
+    for buffers, scalars, parameters, narrow_buffers, narrow_scalars, narrow_parameters in run_distributed(
+        first_buffers, 2
+    ):
         assert torch.equal(buffers, narrow_buffers)
-        assert (narrow_tail * 2 == tail).all(), "sums and means of whole numbers"
+        assert torch.equal(narrow_scalars, scalars), "means of whole numbers"
         assert not torch.equal(parameters, narrow_parameters)
 
 
@@ -257,7 +264,7 @@ def poisoned(rank: int, world_size: int) -> list[Tensor]:
     ends = []
     for wire in NARROW:
         p = nn.Parameter(torch.zeros(2000))
-        co2 = CO2([p], replace(PLAIN, wire=wire))
+        co2 = replace(PLAIN, wire=wire).build([p])
         with torch.no_grad():
             p.sub_(torch.linspace(0, 1, 2000))
             p[1300] = float("nan") if rank == 1 else 1.0
@@ -275,7 +282,7 @@ def test_one_workers_nan_reaches_everyone():
 
 def loses_a_worker(rank: int, world_size: int) -> tuple[str, bool, float]:
     params = problems.odd_parameters()
-    co2 = CO2(params, replace(BASE, wire="int8"), timeout=4.0)
+    co2 = replace(BASE, wire="int8").build(params, timeout=4.0)
     for step in range(20):
         if rank == 1 and step == 7:
             os._exit(1)
@@ -302,19 +309,19 @@ def test_a_dead_worker_is_named_and_nothing_is_computed_from_ruins():
 
 def interrupted(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
     return [
-        interrupt(rank, replace(BASE, tau=3, wire=w, wire_rounding=r))
+        interrupt(rank, replace(BASE, tau=3, wire=w, rounding=r))
         for w in ("int4", "float16")
         for r in ("nearest", "stochastic")
     ]
 
 
-def interrupt(rank: int, config: CO2Config) -> tuple[Tensor, Tensor]:
+def interrupt(rank: int, config: Settings) -> tuple[Tensor, Tensor]:
     def build(seed: int) -> tuple[Any, Any, Any]:
         model = Net(seed)
         return (
             model,
             torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9),
-            make_method("co2", model, co2=config)[1],
+            config.build(model.parameters(), buffers=model.buffers()),
         )
 
     first, second = build(0), build(1)
@@ -337,7 +344,7 @@ def test_a_resumed_run_is_bit_identical():
 
 @pytest.mark.parametrize("other", [{"wire": "float32"}, {"wire": "int8", "error_feedback": False}])
 def test_a_checkpoint_of_another_wire_is_refused(other: dict[str, Any]):
-    methods = [CO2([nn.Parameter(torch.zeros(3))], replace(BASE, **o)) for o in ({"wire": "int8"}, other)]
+    methods = [replace(BASE, **o).build([nn.Parameter(torch.zeros(3))]) for o in ({"wire": "int8"}, other)]
     for writer, reader in (methods, methods[::-1]):
         with pytest.raises(UserError, match="checkpoint.*error_feedback"):
             reader.load_state_dict(writer.state_dict())

@@ -1,4 +1,4 @@
-"""CO2's outer boundary on CUDA: one launch for all parameters, without a synchronisation (see core/fused.py).
+"""CO2's outer boundary on CUDA: one launch for all parameters, without a synchronisation (see core/outer.py).
 
 The parameters lie anywhere, so a table names for each block of them the address, the place in the flat tensors and
 the length. Parameters that are not contiguous have a second table, with strides, and a launch of their own.
@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from core.fused import Boundary, BoundaryStats, Rule, Work
-from core.outer import EPS
+from ..outer import EPS, Boundary, Rule
 
 BLOCK = 2048  # elements of a program
 NO_GAP, ONE_GAP, ELEMENT_GAPS = range(3)
@@ -35,10 +34,6 @@ def boundary_kernel(
     P: tl.constexpr,
     GAP: tl.constexpr,
     CLIP: tl.constexpr,
-    MOMENTUM: tl.constexpr,
-    SNAPSHOT: tl.constexpr,
-    ADVANCE: tl.constexpr,
-    RESTORE: tl.constexpr,
     STRIDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -57,46 +52,36 @@ def boundary_kernel(
     else:
         p_ptr += lane
     x = tl.load(x_ptr + offset + lane, mask=mask, other=0.0)
-    if MOMENTUM or ADVANCE:
-        m = tl.load(m_ptr + offset + lane, mask=mask, other=0.0)
-    if MOMENTUM:
-        new = tl.load(d_ptr + offset + lane, mask=mask, other=0.0) * tl.load(scalars + 4)
-        gap = tl.full([BLOCK], 1.0, x.dtype)
-        if GAP == 1:
-            gap *= tl.load(gap_ptr).to(x.dtype)
-        if GAP == 2:
-            gap += tl.abs(m * tl.load(scalars + 2)) / (tl.load(gap_ptr).to(x.dtype) + EPS)
-        new = tl.load(scalars) * m + new / gap
-        clipped = tl.zeros([BLOCK], x.dtype)
-        if CLIP:
-            phi = tl.load(scalars + 3)
-            clipped = tl.where(tl.abs(new) > phi, 1.0, 0.0)
-            new = tl.where(new > phi, phi, tl.where(new < -phi, -phi, new))  # NaN stays NaN
-        m = new
-        tl.store(m_ptr + offset + lane, m, mask=mask)
-        seen = seen_ptr + program * 4
-        tl.store(seen, tl.sum(m * m))
-        tl.store(seen + 1, tl.sum(tl.where(mask, gap, 0.0)))
-        tl.store(seen + 2, tl.max(tl.where(mask, gap, 1.0)))
-        tl.store(seen + 3, tl.sum(clipped))
-    if SNAPSHOT:
-        p = tl.load(p_ptr, mask=mask, other=0.0).to(x.dtype)
-        tl.store(d_ptr + offset + lane, x.to(P).to(x.dtype) - p, mask=mask)
-    if ADVANCE:
-        x = x - tl.load(scalars + 1) * m
-        tl.store(x_ptr + offset + lane, x, mask=mask)
-    if RESTORE:
-        tl.store(p_ptr, x.to(P), mask=mask)
+    m = tl.load(m_ptr + offset + lane, mask=mask, other=0.0)
+    new = tl.load(d_ptr + offset + lane, mask=mask, other=0.0) * tl.load(scalars + 4)
+    gap = tl.full([BLOCK], 1.0, x.dtype)  # step 4
+    if GAP == 1:
+        gap *= tl.load(gap_ptr).to(x.dtype)
+    if GAP == 2:
+        gap += tl.abs(m * tl.load(scalars + 2)) / (tl.load(gap_ptr).to(x.dtype) + EPS)
+    m = tl.load(scalars) * m + new / gap  # step 5
+    clipped = tl.zeros([BLOCK], x.dtype)
+    if CLIP:  # step 6
+        phi = tl.load(scalars + 3)
+        clipped = tl.where(tl.abs(m) > phi, 1.0, 0.0)
+        m = tl.where(m > phi, phi, tl.where(m < -phi, -phi, m))  # NaN stays NaN
+    tl.store(m_ptr + offset + lane, m, mask=mask)
+    p = tl.load(p_ptr, mask=mask, other=0.0).to(x.dtype)
+    tl.store(d_ptr + offset + lane, x.to(P).to(x.dtype) - p, mask=mask)  # step 3
+    x = x - tl.load(scalars + 1) * m  # step 7
+    tl.store(x_ptr + offset + lane, x, mask=mask)
+    tl.store(p_ptr, x.to(P), mask=mask)
+    seen = seen_ptr + program * 4
+    tl.store(seen, tl.sum(m * m))
+    tl.store(seen + 1, tl.sum(tl.where(mask, gap, 0.0)))
+    tl.store(seen + 2, tl.max(tl.where(mask, gap, 1.0)))
+    tl.store(seen + 3, tl.sum(clipped))
 
 
 class TritonBoundary(Boundary):
     """The boundary as one kernel over a table of blocks. Scalars lie on the device and change when they change."""
 
-    @torch.no_grad()
-    def rms_sum(self, scale: float = 1.0) -> Tensor:
-        return (scale * torch.linalg.vector_norm(self.d)) ** 2
-
-    def _plan(self) -> None:
+    def plan(self) -> None:
         flat, strided = [], []
         offset = 0
         for p in self.params:
@@ -107,7 +92,7 @@ class TritonBoundary(Boundary):
         self._scalars = self.d.new_zeros(5)
         self._values: tuple[float, ...] = ()
 
-    def _run(self, work: Work, rule: Rule) -> BoundaryStats:
+    def update(self, rule: Rule) -> Tensor:
         self._set_scalars(rule)
         gap, source = NO_GAP, self._scalars  # any tensor where the kernel reads none
         if rule.gap is not None:
@@ -119,23 +104,19 @@ class TritonBoundary(Boundary):
                 boundary_kernel[(len(table),)](
                     table, self.d, self.x, self.m, self._scalars, source, seen,
                     EPS=EPS, P=TYPES[self.params[0].dtype], GAP=gap, CLIP=rule.phi is not None,
-                    MOMENTUM=Work.MOMENTUM in work, SNAPSHOT=Work.SNAPSHOT in work, ADVANCE=Work.ADVANCE in work,
-                    RESTORE=Work.RESTORE in work, STRIDED=strided, BLOCK=BLOCK, num_warps=8,
+                    STRIDED=strided, BLOCK=BLOCK, num_warps=8,
                 )  # fmt: skip
-        return self._stats() if Work.MOMENTUM in work else BoundaryStats(*self.d.new_zeros(4))
+        seen = torch.cat([s for _, s, _ in self._launches])
+        sums = seen.sum(0, dtype=torch.float64)
+        return torch.stack([sums[0], sums[1], seen[:, 2].amax().double(), sums[3]])
 
     def _set_scalars(self, rule: Rule) -> None:
         """Filled one by one, in the state's precision: a copy from the host would synchronise."""
-        values = (rule.beta, rule.alpha, rule.last_alpha, rule.phi or 0.0, rule.scale)
+        values = (rule.beta, float(rule.alpha), float(rule.last_alpha), rule.phi or 0.0, rule.scale)
         if values != self._values:
             for i, value in enumerate(values):
                 self._scalars[i].fill_(value)
             self._values = values
-
-    def _stats(self) -> BoundaryStats:
-        seen = torch.cat([self.d.new_zeros(1, 4), *(s for _, s, _ in self._launches)])
-        sums = seen.sum(0, dtype=torch.float64)
-        return BoundaryStats(sums[0], sums[1], seen[:, 2].amax(), sums[3])
 
 
 def blocks(p: Tensor, offset: int) -> list[Tensor]:

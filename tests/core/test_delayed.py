@@ -8,24 +8,25 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import core.fused
+import core.outer
 from core import CO2, CO2Config, UserError
-from core.policies import POLICIES, PolicyBoundary
+from core.fast.chunked import ChunkedBoundary
+from core.methods.delayed import POLICIES
 from core.testing import run_distributed
 from tests import problems
 from tests.core.test_co2 import CLIPS, OUTER, STEPS, three_dtypes, train_dtypes
 from tests.core.test_resume import SAVE_AT, Net, everything, go
-from tests.problems import assert_traces_equal, flat, sgd_step, train, train_reference
+from tests.problems import Settings, assert_traces_equal, flat, sgd_step, train_co2, train_reference
 
 OTHERS = [policy for policy in POLICIES if policy != "penalty"]
 
 
-def grid() -> list[CO2Config]:
+def grid() -> list[Settings]:
     """Every policy with every clip, both momenta, tau 1 and 4; Nesterov with every penalty and without delay."""
     configs = []
     for i, (beta, alpha) in enumerate(OUTER):
         for j, clip in enumerate(CLIPS):
-            base = CO2Config(
+            base = Settings(
                 tau=(1, 4)[(i + j) % 2], outer_momentum=beta, outer_lr=alpha, allow_unstable=True, gap="none", **clip
             )
             for nesterov in (False, True):
@@ -35,9 +36,9 @@ def grid() -> list[CO2Config]:
     return [*configs, replace(configs[1], mix=0.2), replace(configs[2], taylor=3.0)]
 
 
-def train_grid(rank: int, world_size: int, configs: list[CO2Config]) -> list[list[Tensor]]:
-    core.fused.CHUNK = 16  # so that no piece ends where a tensor does
-    return [train("co2", problems.odd_parameters(), rank, STEPS, co2=c) for c in configs]
+def train_grid(rank: int, world_size: int, configs: list[Settings]) -> list[list[Tensor]]:
+    core.outer.SEGMENT = 16  # so that no piece ends where a tensor does
+    return [train_co2(problems.odd_parameters(), rank, STEPS, c) for c in configs]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -56,42 +57,41 @@ def test_one_worker_without_a_process_group():
     x = flat(problems.odd_parameters())
     for config in grid()[:11]:
         expected = train_reference(config, 1, STEPS, x)
-        assert_traces_equal(train("co2", problems.odd_parameters(), 0, STEPS, co2=config), expected)
+        assert_traces_equal(train_co2(problems.odd_parameters(), 0, STEPS, config), expected)
 
 
 def test_with_one_worker_eager_is_without_delay():
-    base = CO2Config(tau=2, gap="none", clip=0.3, outer_lr=0.4)
+    base = Settings(tau=2, gap="none", clip=0.3, outer_lr=0.4)
     eager, undelayed = (
-        train("co2", problems.odd_parameters(), 0, 8, co2=c)
-        for c in (replace(base, policy="eager"), replace(base, delay=0))
+        train_co2(problems.odd_parameters(), 0, 8, c) for c in (replace(base, policy="eager"), replace(base, delay=0))
     )
     assert_traces_equal(eager[:-1], undelayed[:-1], 1e-12)
 
 
 def test_limits_of_the_settings_are_the_plain_delayed_step():
     """Mix 1 restarts from the outer iterate, taylor 0 corrects nothing."""
-    plain = CO2Config(tau=2, gap="none", clip=0.3, outer_lr=0.4)
-    expected = train("co2", problems.odd_parameters(), 0, 7, co2=plain)
+    plain = Settings(tau=2, gap="none", clip=0.3, outer_lr=0.4)
+    expected = train_co2(problems.odd_parameters(), 0, 7, plain)
     for changes in ({"policy": "mix", "mix": 1.0}, {"policy": "taylor", "taylor": 0.0}):
-        ours = train("co2", problems.odd_parameters(), 0, 7, co2=replace(plain, **changes))
+        ours = train_co2(problems.odd_parameters(), 0, 7, replace(plain, **changes))
         assert_traces_equal(ours, expected, 1e-12)
 
 
 def test_the_penalty_keeps_its_single_pass_and_its_copies():
     co2 = CO2(problems.odd_parameters(), CO2Config(tau=2))
-    assert not any(isinstance(b, PolicyBoundary) for b in co2._boundaries)
-    assert set(co2._flats) == {"outer_iterate", "outer_momentum"}
+    assert all(isinstance(b, ChunkedBoundary) for b in co2._boundaries)
+    assert set(co2.state) == {"outer_iterate", "outer_momentum"}
 
 
 # -- uneven workers -------------------------------------------------------------------------------------------
 
-HAND = CO2Config(tau=2, gap="none", outer_momentum=0.0, clip=None, allow_unstable=True)
+HAND = Settings(tau=2, gap="none", outer_momentum=0.0, clip=None, allow_unstable=True)
 
 
-def uneven_by_hand(rank: int, world_size: int, config: CO2Config) -> list[float]:
+def uneven_by_hand(rank: int, world_size: int, config: Settings) -> list[float]:
     """Each local step goes down by 1; worker 0 makes 4 of them, worker 1 makes 7."""
     p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    co2 = CO2([p], config)
+    co2 = config.build([p])
     seen = []
     for _ in range((4, 7)[rank]):
         with torch.no_grad():
@@ -116,14 +116,14 @@ def test_a_worker_that_finished_early_contributes_nothing_mix():
     assert late == [-1.0, -2.5, -4.75, -6.625]
 
 
-def uneven(rank: int, world_size: int, configs: list[CO2Config]) -> list[list[Tensor]]:
+def uneven(rank: int, world_size: int, configs: list[Settings]) -> list[list[Tensor]]:
     return [uneven_twice(rank, config) for config in configs]
 
 
-def uneven_twice(rank: int, config: CO2Config) -> list[Tensor]:
+def uneven_twice(rank: int, config: Settings) -> list[Tensor]:
     """finish() with nothing done, after uneven steps, once more, after further ones, and in a new object from there."""
     params, seen = problems.odd_parameters(), []
-    co2 = CO2(params, config)
+    co2 = config.build(params)
     co2.finish()
     seen.append(flat(params))
     for steps in (range(5 + 2 * rank), range(0), range(20, 24 + rank)):
@@ -136,7 +136,7 @@ def uneven_twice(rank: int, config: CO2Config) -> list[Tensor]:
 
 
 def test_finish_leaves_equal_workers_however_uneven_and_training_goes_on():
-    base = CO2Config(tau=2, gap="none", outer_lr=0.5, outer_momentum=0.4, clip=0.1)
+    base = Settings(tau=2, gap="none", outer_lr=0.5, outer_momentum=0.4, clip=0.1)
     configs = [replace(base, policy=policy, nesterov=n) for policy in OTHERS for n in (False, True)]
     results = run_distributed(uneven, 3, configs)
     for i, config in enumerate(configs):
@@ -151,17 +151,17 @@ def test_finish_leaves_equal_workers_however_uneven_and_training_goes_on():
 
 def in_two_parts(rank: int, world_size: int, policy: Any) -> tuple[Tensor, Tensor]:
     """One object with finish() in the middle; and a new one from there on."""
-    config = CO2Config(tau=2, gap="none", outer_lr=0.6, outer_momentum=0.0, clip=None, policy=policy)
+    config = Settings(tau=2, gap="none", outer_lr=0.6, outer_momentum=0.0, clip=None, policy=policy)
     ends = []
     for anew in (False, True):
         params = problems.odd_parameters()
-        co2 = CO2(params, config)
+        co2 = config.build(params)
         for steps in (range(5), range(5, 10)):
             for step in steps:
                 sgd_step(params, rank, step)
                 co2.step()
             co2.finish()
-            co2 = CO2(params, config) if anew else co2
+            co2 = config.build(params) if anew else co2
         ends.append(flat(params))
     return ends[0], ends[1]
 
@@ -178,7 +178,7 @@ def test_without_momentum_nothing_is_left_over_after_finish(policy: str):
 @pytest.mark.parametrize("changes", [*({"policy": p} for p in OTHERS), {"nesterov": True}], ids=str)
 def test_16_bit_parameters(changes: dict[str, Any]):
     """float64, float32 and bfloat16 in one model, as one float64 model up to each dtype's rounding."""
-    config = CO2Config(tau=2, outer_momentum=0.3, outer_lr=0.6, gap="none", clip=0.2, **changes)
+    config = Settings(tau=2, outer_momentum=0.3, outer_lr=0.6, gap="none", clip=0.2, **changes)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 0.02}
     allowed = torch.cat([torch.full((p.numel(),), tolerance[p.dtype]).double() for p in three_dtypes()])
     for rank, result in enumerate(run_distributed(train_dtypes, 2, config)):
@@ -192,9 +192,9 @@ RUNS = [*({"policy": p} for p in OTHERS), {"nesterov": True}, {"policy": "eager"
 
 def build(seed: int, changes: dict[str, Any]) -> tuple[Net, torch.optim.Optimizer, CO2]:
     model = Net(seed)
-    config = CO2Config(tau=3, outer_lr=0.4, outer_momentum=0.5, gap="none", clip=0.1, **changes)
+    config = Settings(tau=3, outer_lr=0.4, outer_momentum=0.5, gap="none", clip=0.1, **changes)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    return model, optimizer, CO2(model.parameters(), config, buffers=model.buffers())
+    return model, optimizer, config.build(model.parameters(), buffers=model.buffers())
 
 
 def interrupted(rank: int, world_size: int, folder: str) -> list[tuple[Tensor, Tensor]]:
@@ -225,9 +225,9 @@ def test_a_resumed_run_is_bit_identical(tmp_path: Path):
 @pytest.mark.parametrize("changes", [{"policy": "eager", "gap": "none"}, {"nesterov": True}], ids=str)
 def test_a_checkpoint_of_another_policy_is_refused(changes: dict[str, Any]):
     """Either way: one lacks state, or holds iterates that only its own worker had."""
-    base = CO2Config(tau=1, outer_lr=0.4, gap="none")
-    one, other = (CO2([nn.Parameter(torch.ones(2))], c) for c in (base, replace(base, **changes)))
+    base = Settings(tau=1, outer_lr=0.4, gap="none")
+    one, other = (c.build([nn.Parameter(torch.ones(2))]) for c in (base, replace(base, **changes)))
     for saved, reader in ((one, other), (other, one)):
-        with pytest.raises(UserError, match="resume with the policy") as caught:
+        with pytest.raises(UserError, match="resume with") as caught:
             reader.load_state_dict(saved.state_dict())
         assert "\n" not in str(caught.value)

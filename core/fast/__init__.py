@@ -1,0 +1,44 @@
+"""Parts that do what a plain one does, faster or in less memory; each is tested to be equal to it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..outer import Boundary, Rule, all_seen, update
+from .chunked import ChunkedBoundary
+from .quantized import WireConfig
+
+__all__ = ["PASSES", "CompiledBoundary", "Pass", "WireConfig", "make_boundary"]
+
+Pass = Literal["fast", "plain", "compiled"]
+PASSES: tuple[Pass, ...] = ("fast", "plain", "compiled")
+
+
+def make_boundary(kind: Pass, params: Sequence[Tensor], d: Tensor, x: Tensor, m: Tensor) -> Boundary:
+    """fast: Triton's kernel on CUDA where Triton is installed (any CUDA build for Linux brings it), the in-place pass
+    on a CPU; elsewhere plain, which is core/outer.py's own. compiled: that, by torch.compile."""
+    if kind == "compiled":
+        return CompiledBoundary(params, d, x, m)
+    if kind == "fast" and d.is_cuda and importlib.util.find_spec("triton") is not None:
+        from .triton_kernel import TritonBoundary  # imports triton
+
+        return TritonBoundary(params, d, x, m)
+    return ChunkedBoundary(params, d, x, m) if kind == "fast" and not d.is_cuda else Boundary(params, d, x, m)
+
+
+class CompiledBoundary(Boundary):
+    """core/outer.py's `update`, compiled by torch: what the hand-written passes are compared with."""
+
+    def update(self, rule: Rule) -> Tensor:
+        return all_seen([_compiled()(s, rule) for s in self.segments])
+
+
+@functools.cache  # once for all buckets
+def _compiled() -> Any:
+    return torch.compile(update)

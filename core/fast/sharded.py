@@ -1,0 +1,323 @@
+"""CO2 with its outer state shared out: 1 + 2 / n copies of the parameters instead of 3.
+
+Each of n workers keeps 1 / n of the outer iterate x and of the momentum m, and sends 1 / n, so that every link of a
+node is at work. The one full copy, g, holds x_{t+1,0} by the time round t ends: it was computed and gathered while
+the round ran. The boundary only swaps. The parameters restart from g, and g takes g - p = x_{t+1,0} - x^i_{t,tau},
+whose mean is the pseudo-gradient but for x_{t+1,0} - x_{t,0}, which the shares know. In the background follow the sum
+of the shares of g over the workers, steps 4 to 7 on the own share, and the gathering of x_{t+2,0} in g. The boundary
+waits only for what outlasts the round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from .. import outer
+from ..co2 import CO2Config, check_stable
+from ..groups import all_reduce, broadcast, gather_parts, leave_group, new_group, sum_parts
+from ..rounds import Bucket, Link, LocalMethod, Stage, UserError, copy, group_pieces, views
+
+
+class ShardedCO2(LocalMethod):
+    """CO2 whose outer state is shared out over the workers of a node, over all workers, or lies on the host.
+
+    mesh: [replicate, shard], as groups.node_mesh makes it; or its two dimensions as groups. inner_group: ranks that
+    synchronise gradients every step, as a node's do, so that at a boundary their parameters are equal
+    (DistributedDataParallel, ZeRO-1), or are shards of one model (DTensors: ZeRO-2 and 3, where a rank's share is its
+    shard). Each keeps and sends its own share. group: the ranks with the same share, across nodes; alone, or with
+    neither, all workers are equal.
+    shard: shares are cut further over the workers of `group`. offload: the outer state and its all-reduce lie in the
+    host's (pinned) memory, no copy of the parameters on a GPU. The other arguments: see CO2.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        config: CO2Config | None = None,
+        *,
+        mesh: DeviceMesh | None = None,
+        inner_group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | None = None,
+        shard: bool = False,
+        offload: bool = False,
+        buffers: Iterable[Tensor] = (),
+        model_params: Iterable[Tensor] = (),
+        timeout: float = 600.0,
+        link: Link | None = None,
+    ):
+        self.config = c = config or CO2Config()
+        self.shard, self.offload = shard, offload
+        check_supported(c)
+        params, buffers = list(params), list(buffers)
+        if mesh is not None:
+            group, inner_group = _groups_of(mesh)
+        elif inner_group is not None and group is None:
+            raise UserError("inner_group without group: give also the ranks across nodes, or both at once with mesh")
+        backend = "gloo" if offload else None
+        self._inner = new_group(inner_group, timeout, backend) if inner_group is not None else None
+        self.inner_size = dist.get_world_size(self._inner) if self._inner else 1
+        self.of_shards = any(isinstance(p, DTensor) for p in params)
+        if self._inner is not None and not self.of_shards:
+            device = torch.device("cpu") if offload else params[0].device
+            broadcast([*params, *buffers], self._inner, device)
+        workers = dist.get_world_size(group) if dist.is_initialized() else 1
+        super().__init__(
+            params,
+            c.tau,
+            tau_max=c.tau_max,
+            buffers=buffers,
+            model_params=model_params,
+            group=group,
+            timeout=timeout,
+            link=link,
+            parts=(1 if self.of_shards else self.inner_size) * (workers if shard else 1),
+            on_host=offload,
+            backend=backend,
+        )
+        self.reducer.scale = 1 / (workers * self.inner_size)  # of what is summed over both groups
+        self._make_state()
+
+    @torch.no_grad()
+    def _make_state(self) -> None:
+        """x and m as shares; g, which begins as x_{0,0}, in the payloads."""
+        for bucket in self.buckets:
+            bucket.flatten(bucket.payload)
+        self._host = _HostCopies(self.buckets, self.params[0].device) if self.offload else None
+        self._x = self.state["outer_iterate"] = [share.clone() for share in self._shares()]
+        self._m = self.state["outer_momentum"] = [torch.zeros_like(x) for x in self._x]
+        # x lags: g holds x - _last m; also |x_{t,0} - x_{t-1,0}| = _last |m|. 0-d, on the device, as the next two
+        self._last = torch.zeros((), dtype=torch.float64, device=self.background.device)
+        self._m_squares = torch.zeros_like(self._last)
+        self._seen: dict[str, Tensor] = {}
+        self._numel = sum(b.numel for b in self.buckets)
+        if self._inner is not None and self.of_shards:
+            box = torch.tensor(self._numel, device=self.background.device)
+            dist.all_reduce(box, group=self._inner)
+            self._numel = int(box)
+
+    def signature(self) -> Any:
+        return asdict(self.config), self.shard, self.offload
+
+    # -- the boundary ---------------------------------------------------------------------------------------
+
+    def close_round(self, *, finished: bool) -> bool:
+        last = False
+        if self.background.in_flight:
+            last = self.receive(finished=finished).last
+            vars(self.stats).update(self._seen)
+        self._swap(snapshot=not last)
+        if last:  # nothing follows: what lagged catches up
+            for x, m in zip(self._x, self._m, strict=True):
+                x.copy_(outer.outer_step(x, m, self._last))
+            self._last = torch.zeros_like(self._last)
+        else:
+            self.send(finished=finished)
+        return last
+
+    def _swap(self, *, snapshot: bool) -> None:
+        """p <- g, and g <- g - p where a snapshot is wanted, a cache-sized segment at a time."""
+        if self._host is not None:
+            return self._host.swap(snapshot=snapshot)
+        for bucket in self.buckets:
+            start = 0
+            for pieces in group_pieces(bucket.params, outer.segment_size(bucket.flat)):
+                n = sum(p.numel() for p in pieces)
+                g = views(bucket.flat[start : start + n], pieces)
+                difference = [a - p for a, p in zip(g, pieces, strict=True)] if snapshot else g
+                copy(pieces, g)
+                copy(g, difference)
+                start += n
+
+    # -- in the background ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def stages(self) -> Iterator[Stage]:
+        """From the snapshots in g to x_{t+2,0} in g."""
+        if self._host is not None:
+            yield [self._host], 0
+            self._host.take_differences()
+        yield from self._reduce([b.rest for b in self.buckets])
+        squares = self._pseudo_gradient()
+        sums = torch.stack([squares, self._m_squares])
+        for group in self._holders():
+            yield all_reduce([sums], group)
+        self._update_share(sums[0].sqrt(), sums[1].sqrt())
+        if self.shard and self.background.group is not None:
+            for share in self._node_shares():
+                yield gather_parts(share, self.background.group)
+        if self._inner is not None and not self.of_shards:
+            for bucket in self.buckets:
+                yield gather_parts(bucket.flat[: bucket.padded], self._inner)
+
+    def _reduce(self, rests: list[Tensor]) -> Iterator[Stage]:
+        """Sums of the shares over the workers, and of BatchNorm's statistics and the scalars over everybody."""
+        shares, group = self._node_shares(), self.background.group
+        if group is not None:
+            yield all_reduce(rests if self.shard else [*shares, *rests], group)
+            if self.shard:
+                for share in shares:
+                    yield from sum_parts(share, group)
+        if self._inner is not None:
+            yield all_reduce(rests, self._inner)
+
+    def _holders(self) -> list[dist.ProcessGroup]:
+        """The groups over whose workers the shares are spread."""
+        spread = [self._inner, self.background.group if self.shard else None]
+        return [group for group in spread if group is not None]
+
+    def _node_shares(self) -> list[Tensor]:
+        """The share of each payload that this worker sends across nodes."""
+        flats = [b.flat[: b.padded] for b in self.buckets]
+        if self._inner is None or self.of_shards:
+            return flats
+        return [f.view(self.inner_size, -1)[dist.get_rank(self._inner)] for f in flats]
+
+    def _shares(self) -> list[Tensor]:
+        """This worker's share of each payload."""
+        shares = self._node_shares()
+        if self.shard and self.background.group is not None:
+            shares = [s.view(self.background.world_size, -1)[self.background.rank] for s in shares]
+        return shares
+
+    def _segments(self) -> Iterator[tuple[torch.dtype, Tensor, Tensor, Tensor]]:
+        """(dtype of the parameters, share of g, x, m), a cache-sized piece at a time."""
+        for bucket, *flats in zip(self.buckets, self._shares(), self._x, self._m, strict=True):
+            for g, x, m in zip(*(f.split(outer.segment_size(bucket.flat)) for f in flats), strict=True):
+                if len(g):
+                    yield bucket.dtype, g, x, m
+
+    def _pseudo_gradient(self) -> Tensor:
+        """Delta in the share of g, and x catches up; returns the sum of Delta's squares, 0-d.
+
+        What was sent is x_{t+1,0} - x^i_{t,tau}; the local steps began at x_{t,0} as the parameters' dtype holds it.
+        """
+        squares = torch.zeros_like(self._last)
+        for dtype, g, x, m in self._segments():
+            following = outer.outer_step(x, m, self._last)
+            g.mul_(1 / self.background.world_size).add_(x.to(dtype).to(x.dtype) - following)
+            x.copy_(following)
+            squares += outer.norm([g]).double().square()
+        return squares
+
+    def _update_share(self, delta_norm: Tensor, m_norm: Tensor) -> None:
+        """Steps 4 to 7 on the share; an empty round, the last of finish(), moves nothing."""
+        c = self.config
+        moved = self.scalars["steps"] > 0
+        c_t = delta_norm / max(1, self._numel) ** 0.5 if c.gap == "elementwise" else None
+        gap = outer.gap_scalar(self._last * m_norm, delta_norm) if c.gap == "norm" else None
+        alpha = moved.double() * c.outer_lr
+        rule = outer.Rule(c.outer_momentum, alpha, self._last, c.clip, c=c_t, gap=gap)
+        seen = [torch.tensor([0.0, 0.0, 1.0, 0.0], dtype=torch.float64, device=self.background.device)]
+        for _, g, x, m in self._segments():
+            new, numbers = outer.new_momentum(m, g, rule)  # 4, 5, 6
+            m.copy_(torch.where(moved, new, m))
+            g.copy_(outer.outer_step(x, m, rule.alpha))  # 7
+            seen.append(numbers)
+        total = outer.all_seen(seen)
+        self._last, self._m_squares = alpha, torch.where(moved, total[0], self._m_squares)
+        share = max(1, sum(len(m) for m in self._m))  # what follows is of this worker's share
+        self._seen = {"pseudo_gradient_norm": delta_norm, "momentum_norm": m_norm, "clipped_share": total[3] / share}
+        if c.gap != "none":
+            self._seen |= {"gap_mean": total[1] / share, "gap_max": total[2]}
+
+    # -- checkpoints ----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        state["shared"] = {
+            "gathered": [b.flat.clone() for b in self.buckets],
+            "last": self._last.clone(),
+            "m_squares": self._m_squares.clone(),
+        }
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        copy([b.flat for b in self.buckets], state["shared"]["gathered"])
+        self._last.copy_(state["shared"]["last"])
+        self._m_squares.copy_(state["shared"]["m_squares"])
+
+    def close(self) -> None:
+        """Leaves the process groups. Only after finish()."""
+        super().close()
+        if self._inner is not None:
+            leave_group(self._inner, self.background.timeout)
+            self._inner = None
+
+
+class _HostCopies:
+    """The parameters' copies in the host's memory, through which a GPU and the host exchange; on a CPU plain copies.
+
+    The copying is queued in a stream of its own: the compute stream waits for it, the host does not. It is waited for
+    in the background, like a collective.
+    """
+
+    def __init__(self, buckets: list[Bucket], device: torch.device):
+        pinned = torch.cuda.is_available()
+        self._buckets, self._device = buckets, device
+        self._copies = [
+            [torch.empty(p.shape, dtype=p.dtype, device="cpu", pin_memory=pinned) for p in b.params] for b in buckets
+        ]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._event: torch.cuda.Event | None = None
+
+    def swap(self, *, snapshot: bool) -> None:
+        """Queues p -> the host's copy, if that is wanted, and g -> p."""
+        with self._own_stream():
+            for bucket, copies in zip(self._buckets, self._copies, strict=True):
+                for p, g, on_host in zip(bucket.params, bucket.payload_views, copies, strict=True):
+                    if snapshot:
+                        on_host.copy_(p, non_blocking=True)
+                    p.copy_(g, non_blocking=True)
+
+    def take_differences(self) -> None:
+        """g <- g - p from the host's copies, once both are through."""
+        for bucket, copies in zip(self._buckets, self._copies, strict=True):
+            for g, on_host in zip(bucket.payload_views, copies, strict=True):
+                g.sub_(on_host)
+
+    @contextlib.contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """What is queued in here follows the compute stream, which then waits for it."""
+        if self._stream is None:
+            yield
+            return
+        compute = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(compute)
+        with torch.cuda.stream(self._stream):
+            yield
+            self._event = torch.cuda.Event()
+            self._event.record(self._stream)
+        compute.wait_stream(self._stream)
+
+    def is_completed(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def wait(self, timeout: Any = None) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+
+def check_supported(c: CO2Config) -> None:
+    """Refuses what needs the whole outer state in one place."""
+    check_stable(c)
+    if c.gap == "inner":
+        raise UserError("gap='inner' needs unshared outer state; choose elementwise, norm or none")
+    if c.wire.format != "float32":
+        raise UserError(f"wire.format={c.wire.format!r} needs unshared outer state; here only 'float32' works")
+
+
+def _groups_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    if mesh.ndim != 2:
+        raise UserError(f"a mesh of {mesh.ndim} dimensions: give two, [replicate, shard]")
+    return mesh.get_group(0), mesh.get_group(1)

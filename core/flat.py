@@ -1,0 +1,137 @@
+"""Parameters and buffers <-> flat tensors: in what shape they travel, and in what pieces they are updated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+class Bucket:
+    """All tensors of one dtype on one device, and the one flat tensor in which they travel.
+
+    params, buffers: live tensors of a model, buffers being BatchNorm's statistics or the like. scalars: how many
+    numbers travel along. on_host: the flat tensor lies in the host's memory, pinned where there is a GPU.
+
+    flat is 1-d, in the dtype of the sums: float64 for float64 tensors, else float32, so that 16-bit parameters lose
+    nothing on their way. It holds in this order: `payload`, [numel], what the worker sends for its parameters, and
+    later what lands there; zeros up to `padded` elements, a multiple of `parts`, so that equal parts can be cut;
+    `rest`, that is the buffers' `values` and the `scalars`.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        scalars: int = 0,
+        parts: int = 1,
+        on_host: bool = False,
+    ):
+        self.params, self.buffers = list(params), list(buffers)
+        first = [*params, *buffers][0]
+        self.dtype = first.dtype
+        self.numel = sum(p.numel() for p in params)
+        self.padded = -(-self.numel // parts) * parts
+        end = self.padded + sum(b.numel() for b in buffers)
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        device, pinned = ("cpu", torch.cuda.is_available()) if on_host else (first.device, False)
+        self.flat = torch.zeros(end + scalars, dtype=wide, device=device, pin_memory=pinned)
+        self.payload, self.rest = self.flat[: self.numel], self.flat[self.padded :]
+        self.payload_views = views(self.payload, self.params)
+        self.values, self.scalars = self.flat[self.padded : end], self.flat[end:]
+        self.buffer_views = views(self.values, self.buffers)
+
+    def flatten(self, flat: Tensor) -> None:
+        """Copies the live parameters into flat, [numel]."""
+        copy(views(flat, self.params), self.params)
+
+
+def make_buckets(
+    params: Sequence[Tensor], buffers: Sequence[Tensor], scalars: int, parts: int = 1, on_host: bool = False
+) -> list[Bucket]:
+    """A bucket for each dtype and device, in the order in which they occur; the scalars travel with the first."""
+    kinds: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
+    for place, tensors in enumerate((params, buffers)):
+        for t in tensors:
+            kinds.setdefault((t.dtype, t.device), ([], []))[place].append(t)
+    return [Bucket(*kind, 0 if i else scalars, parts, on_host) for i, kind in enumerate(kinds.values())]
+
+
+class Scalars:
+    """Named numbers that travel behind the parameters: before a launch this worker's, once landed means over all.
+
+    sizes: name -> how many numbers it stands for. `attach` gives them their place in the flat tensor.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]):
+        self.sizes = dict(sizes)
+        self.numel = sum(self.sizes.values())
+
+    def attach(self, place: Tensor) -> None:
+        """place: [numel], the end of a bucket's flat tensor."""
+        self._of = dict(zip(self.sizes, place.split(list(self.sizes.values())), strict=True))
+
+    def __getitem__(self, name: str) -> Tensor:
+        """[size], or 0-d where the name stands for one number; what is written to it travels."""
+        numbers = self._of[name]
+        return numbers[0] if self.sizes[name] == 1 else numbers
+
+    def set(self, name: str, value: float | Tensor) -> None:
+        """On a GPU neither branch makes the host wait, as an assignment of a float would."""
+        place = self[name]
+        place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
+
+
+def views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Consecutive slices of a 1-d tensor, viewed in the shapes of `like`."""
+    sizes = [t.numel() for t in like]
+    return [piece.view(t.shape) for piece, t in zip(flat[: sum(sizes)].split(sizes), like, strict=True)]
+
+
+def copy(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+    """Copies each tensor into its counterpart, in as few kernels as possible."""
+    if to:
+        torch._foreach_copy_(list(to), list(source))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def unique(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """In order, each tensor object once: shared parameters count once."""
+    return list({id(t): t for t in tensors}.values())
+
+
+def local_shard(p: Tensor) -> Tensor:
+    """A DTensor's shard, which shares its memory; any other tensor itself."""
+    shard = p.detach() if isinstance(p, DTensor) else p
+    return shard.to_local() if isinstance(shard, DTensor) else shard
+
+
+def group_pieces(params: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
+    """Views that cover all parameters in order, consecutive ones together up to `limit` elements.
+
+    A pass over memory takes one group after the other, so that all that belongs to it stays in the cache.
+    """
+    group: list[Tensor] = []
+    filled = 0
+    for piece in (piece for p in params for piece in _pieces(p.detach(), limit)):
+        if filled + piece.numel() > limit:
+            yield group
+            group, filled = [], 0
+        group.append(piece)
+        filled += piece.numel()
+    if group:
+        yield group
+
+
+def _pieces(p: Tensor, limit: int) -> Iterator[Tensor]:
+    """Views of at most `limit` elements that cover p in row-major order; flat where p is contiguous."""
+    if p.is_contiguous():
+        yield from (piece for piece in p.view(-1).split(limit) if piece.numel())
+    elif p.numel() <= limit:
+        yield p
+    elif rows := limit // p[0].numel():
+        yield from p.split(rows)
+    else:
+        for row in p:
+            yield from _pieces(row, limit)

@@ -1,0 +1,101 @@
+"""The methods that CO2 is compared with, behind the same calls, and the one function that picks a method by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, TypedDict, get_args
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from ..co2 import CO2, CO2Config, check_stable
+from ..fast.sharded import ShardedCO2, check_supported
+from ..rounds import Link, LocalMethod, UserError
+from .ddp import DDP, is_sharded
+from .delayed import DelayedCO2, DelayedConfig
+from .local_sgd import LocalSGD
+from .overlap_local_sgd import OverlapLocalConfig, OverlapLocalSGD
+from .slowmo import SlowMo, SlowMoConfig
+
+MethodName = Literal["co2", "ddp", "delayed", "local", "overlap_local", "slowmo"]
+METHODS: tuple[MethodName, ...] = get_args(MethodName)
+Method = LocalMethod | DDP
+
+
+class _Common(TypedDict):
+    """What every method is given."""
+
+    buffers: Iterable[Tensor]
+    group: dist.ProcessGroup | None
+    timeout: float
+    link: Link | None
+
+
+def make_method(
+    name: str,
+    model: nn.Module,
+    *,
+    co2: CO2Config | None = None,
+    delayed: DelayedConfig | None = None,
+    slowmo: SlowMoConfig | None = None,
+    overlap_local: OverlapLocalConfig | None = None,
+    lr: Callable[[], float] | None = None,
+    average_buffers: bool = True,
+    mesh: DeviceMesh | None = None,
+    shard: bool = False,
+    offload: bool = False,
+    group: dist.ProcessGroup | None = None,
+    timeout: float = 600.0,
+    link: Link | None = None,
+) -> tuple[nn.Module, Method]:
+    """The model to call in the loop, and the method whose step() follows every optimiser step.
+
+    name: one of METHODS. The period of every local method is co2.tau, so that comparisons share it. lr: returns the
+    current inner learning rate, for SlowMo. mesh: [nodes, workers of a node]: these synchronise gradients every step,
+    and the method runs across nodes; ddp synchronises all every step anyway. shard, offload: see ShardedCO2.
+    group, timeout, link: see LocalMethod.
+    """
+    co2 = co2 or CO2Config()
+    check_settings(name, co2, delayed or DelayedConfig(), shard=shard, offload=offload)
+    if name == "ddp":
+        ddp = DDP(model, average_buffers=average_buffers, group=group, timeout=timeout, link=link)
+        return ddp.model, ddp
+    params = list(model.parameters())
+    buffers = list(model.buffers()) if average_buffers else []
+    if mesh is not None and not is_sharded(model):  # sharded ones synchronise by themselves
+        model = DistributedDataParallel(model, process_group=mesh.get_group("shard"))
+    if name == "co2" and (mesh is not None or shard or offload):
+        state: dict[str, Any] = {"mesh": mesh, "shard": shard, "offload": offload}
+        return model, ShardedCO2(params, co2, buffers=buffers, group=group, timeout=timeout, link=link, **state)
+    if mesh is not None:
+        group = mesh.get_group("replicate")
+    common = _Common(buffers=buffers, group=group, timeout=timeout, link=link)
+    if name == "co2":
+        return model, CO2(params, co2, **common)
+    if name == "delayed":
+        return model, DelayedCO2(params, co2, delayed, **common)
+    if name == "overlap_local":
+        return model, OverlapLocalSGD(params, co2.tau, overlap_local, tau_max=co2.tau_max, **common)
+    assert isinstance(co2.tau, int)
+    if name == "local":
+        return model, LocalSGD(params, co2.tau, **common)
+    return model, SlowMo(params, co2.tau, slowmo, lr=lr, **common)
+
+
+def check_settings(name: str, co2: CO2Config, delayed: DelayedConfig, *, shard: bool, offload: bool) -> None:
+    """Refuses settings that the method does not have, rather than to leave them unused, or that do not go together."""
+    if name not in METHODS:
+        raise UserError(f"method {name!r}: choose one of {', '.join(METHODS)}")
+    for key, value in (("shard", shard), ("offload", offload)):
+        if value and name != "co2":
+            raise UserError(f"{key}={value!r} is CO2's own, method {name!r} does not have it: leave it out")
+    if name not in ("co2", "delayed") and co2.wire.format != "float32":
+        raise UserError(f"wire.format={co2.wire.format!r} is CO2's own, method {name!r} does not have it: leave it out")
+    if co2.tau == "auto" and name in ("local", "slowmo"):
+        raise UserError(f"tau='auto' with method {name!r}: it hides no communication; give a number of local steps")
+    if name == "delayed":
+        delayed.check(co2)
+    elif name == "co2":
+        check_supported(co2) if shard or offload else check_stable(co2)

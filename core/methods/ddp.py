@@ -1,0 +1,121 @@
+"""torch's DistributedDataParallel behind the calls of the local methods: the synchronous baseline."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..groups import is_sharded, leave_group, new_group, ring_bytes
+from ..rounds import Link, Mark, RoundStats, Seconds, between, mark
+
+
+class DDP:
+    """torch's DistributedDataParallel itself, behind the calls of the local methods: every step is a round.
+
+    model: to be called in place of the wrapped one. BatchNorm statistics stay local until finish() averages them, for
+    DDP's own broadcast would block every forward pass. A model of DTensors synchronises itself over all workers where
+    it was sharded so (training.zero.shard_model with everywhere=True); its communication is not measured: nan.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        average_buffers: bool = True,
+        group: dist.ProcessGroup | None = None,
+        timeout: float = 600.0,
+        link: Link | None = None,
+    ):
+        self.tau = 1
+        self.rounds = 0
+        self.stats = RoundStats()
+        self.group = new_group(group, timeout)
+        self._timeout = timeout
+        self.model = model
+        self._buffers = [b for b in model.buffers() if b.is_floating_point()] if average_buffers else []
+        self._link = link
+        self._reset()
+        if self.group is not None:
+            self.world_size = dist.get_world_size(self.group)
+        self._sharded = is_sharded(model)
+        if self.group is not None and not self._sharded:
+            known = inspect.signature(DistributedDataParallel).parameters
+            name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.13
+            no_broadcast: dict[str, Any] = {name: False}
+            ddp = DistributedDataParallel(model, process_group=self.group, **no_broadcast)
+            ddp.register_comm_hook(None, self._all_reduce)
+            self.model = ddp
+
+    def _reset(self) -> None:
+        self._bytes = 0
+        self._spans: list[tuple[Mark, Mark]] = []  # of each bucket: launched, landed
+
+    def _all_reduce(self, _, bucket):  # DDP wants no annotation, or types it can evaluate
+        """The default hook (mean of the gradients), timed, and held back by the emulated link if there is one."""
+        gradients = bucket.buffer().div_(self.world_size)
+        started = mark(gradients.device)
+        sent = ring_bytes(gradients.numel() * gradients.element_size(), self.world_size)
+        ready_at = self._link.reserve(sent) if self._link else 0.0
+        work = dist.all_reduce(gradients, group=self.group, async_op=True)
+        assert work is not None
+
+        def land(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+            time.sleep(max(0.0, ready_at - time.perf_counter()))
+            self._spans.append((started, mark(gradients.device)))  # on a GPU the current stream is the collective's
+            self._bytes += sent
+            return future.value()[0]
+
+        return work.get_future().then(land)
+
+    def step(self) -> bool:
+        """Call after every optimiser step; always True, for the gradients were averaged.
+
+        Exposed is what the last bucket takes: its launch is where backward ends. All buckets together count from
+        the first one's launch, without the gaps between them.
+        """
+        self.rounds += 1
+        self.stats = RoundStats(self.rounds, local_steps=1, bytes_sent=self._bytes)
+        if self._spans:
+            last = self._spans[-1]
+            self.stats.exposed_seconds = between(*last)
+            self.stats.allreduce_seconds = _union(self._spans)
+        if self._sharded:
+            self.stats.exposed_seconds = self.stats.allreduce_seconds = float("nan")
+        self._reset()
+        return True
+
+    def finish(self) -> None:
+        """Averages the buffers; the parameters are equal already."""
+        for b in self._buffers if self.group is not None else []:
+            dist.all_reduce(b, group=self.group)
+            b.div_(self.world_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rounds": self.rounds}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rounds = state["rounds"]
+
+    def close(self) -> None:
+        """Leaves the process group."""
+        if self.group is not None:
+            leave_group(self.group, self._timeout)
+            self.group = None
+
+
+def _union(spans: list[tuple[Mark, Mark]]) -> Seconds:
+    """How long at least one of them ran; on a GPU from the first's start to the last's end, gaps included."""
+    if isinstance(spans[0][0], torch.cuda.Event):
+        return between(spans[0][0], spans[-1][1])
+    total = until = 0.0
+    for start, end in spans:
+        assert not isinstance(start, torch.cuda.Event) and not isinstance(end, torch.cuda.Event)
+        total += end - max(start, until)
+        until = end
+    return total

@@ -1,0 +1,34 @@
+"""Local-SGD, and what every method shares that waits for the mean of the parameters."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from ..rounds import LocalMethod, copy
+
+
+class Blocking(LocalMethod):
+    """A method that waits for the mean of the parameters at every boundary."""
+
+    def close_round(self, *, finished: bool) -> bool:
+        for bucket in self.buckets:
+            bucket.flatten(bucket.payload)
+        self.send(finished=finished)
+        landing = self.receive(finished=finished)
+        if not landing.empty:
+            for bucket in self.buckets:
+                bucket.payload.mul_(self.reducer.scale)
+            self.apply()
+        return landing.last
+
+    @abstractmethod
+    def apply(self) -> None:
+        """Uses the mean parameters, which the payloads hold."""
+
+
+class LocalSGD(Blocking):
+    """Local-SGD (Stich, ICLR 2019): every tau local steps the parameters are averaged, and everyone waits."""
+
+    def apply(self) -> None:
+        for bucket in self.buckets:
+            copy(bucket.params, bucket.payload_views)

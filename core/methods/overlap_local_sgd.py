@@ -1,0 +1,86 @@
+"""Overlap-Local-SGD: hidden communication by pulling towards an anchor that is averaged in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..rounds import Link, LocalMethod, UserError, copy, views
+
+
+@dataclass(frozen=True)
+class OverlapLocalConfig:
+    """Overlap-Local-SGD's settings (Wang, Liang and Joshi, ICASSP 2020); the period is CO2's tau."""
+
+    pull: float = 0.6
+    """a: how far each boundary pulls the local model towards the anchor."""
+    anchor_momentum: float = 0.7
+    """Momentum of the anchor."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.pull <= 1:
+            raise UserError(f"overlap_local pull={self.pull}: give a number in (0, 1]")
+        if not 0 <= self.anchor_momentum < 1:
+            raise UserError(f"overlap_local anchor_momentum={self.anchor_momentum}: give a number in [0, 1)")
+
+
+class OverlapLocalSGD(LocalMethod):
+    """Overlap-Local-SGD (Wang, Liang and Joshi, ICASSP 2020): an anchor model, averaged in the background.
+
+    At a boundary the mean launched one round ago moves the anchor, v <- mu v + (mean - z), z <- z + v; each worker is
+    pulled towards it, x^i <- x^i - a (x^i - z); and the mean of the pulled models is launched. Workers differ
+    until finish(), which leaves all with the mean. The arguments: see LocalMethod.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        tau: int | Literal["auto"],
+        config: OverlapLocalConfig | None = None,
+        *,
+        tau_max: int = 192,
+        buffers: Iterable[Tensor] = (),
+        model_params: Iterable[Tensor] = (),
+        group: dist.ProcessGroup | None = None,
+        timeout: float = 600.0,
+        link: Link | None = None,
+    ):
+        self.config = config or OverlapLocalConfig()
+        super().__init__(
+            params,
+            tau,
+            tau_max=tau_max,
+            buffers=buffers,
+            model_params=model_params,
+            group=group,
+            timeout=timeout,
+            link=link,
+        )
+        self._z = self.new_state("anchor", of_params=True)
+        self._v = self.new_state("anchor_momentum")
+
+    def close_round(self, *, finished: bool) -> bool:
+        if self.background.in_flight:
+            landing = self.receive(finished=finished)
+            self._move_anchor()
+            if landing.last:
+                for bucket in self.buckets:
+                    copy(bucket.params, bucket.payload_views)
+                return True
+        for bucket, z in zip(self.buckets, self._z, strict=True):
+            for p, anchor in zip(bucket.params, views(z, bucket.params), strict=True):
+                p.lerp_(anchor.to(p.dtype), self.config.pull)
+            bucket.flatten(bucket.payload)
+        self.send(finished=finished)
+        return False
+
+    def _move_anchor(self) -> None:
+        """Makes means of the payloads, too."""
+        for bucket, z, v in zip(self.buckets, self._z, self._v, strict=True):
+            bucket.payload.mul_(self.reducer.scale)
+            v.mul_(self.config.anchor_momentum).add_(bucket.payload - z)
+            z.add_(v)

@@ -1,0 +1,64 @@
+"""SlowMo: Local-SGD with an outer momentum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..rounds import Link, UserError, copy, views
+from .local_sgd import Blocking
+
+
+@dataclass(frozen=True)
+class SlowMoConfig:
+    """SlowMo's settings (Wang et al., ICLR 2020); the period is CO2's tau."""
+
+    outer_lr: float = 1.0
+    """alpha"""
+    outer_momentum: float = 0.5
+    """beta"""
+
+    def __post_init__(self) -> None:
+        if not self.outer_lr > 0:
+            raise UserError(f"slowmo outer_lr={self.outer_lr}: give a number above 0")
+        if not 0 <= self.outer_momentum < 1:
+            raise UserError(f"slowmo outer_momentum={self.outer_momentum}: give a number in [0, 1)")
+
+
+class SlowMo(Blocking):
+    """SlowMo (Wang et al., ICLR 2020): Local-SGD whose average takes a step with momentum.
+
+    u <- beta u + (x_{t,0} - mean_i x^i_{t,tau}) / gamma;  x_{t+1,0} = x_{t,0} - alpha gamma u. lr: returns gamma, the
+    inner learning rate of now; None stands for a constant one, which cancels. The other arguments: see LocalMethod.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        tau: int,
+        config: SlowMoConfig | None = None,
+        *,
+        lr: Callable[[], float] | None = None,
+        buffers: Iterable[Tensor] = (),
+        model_params: Iterable[Tensor] = (),
+        group: dist.ProcessGroup | None = None,
+        timeout: float = 600.0,
+        link: Link | None = None,
+    ):
+        self.config = config or SlowMoConfig()
+        super().__init__(
+            params, tau, buffers=buffers, model_params=model_params, group=group, timeout=timeout, link=link
+        )
+        self._lr = lr or (lambda: 1.0)
+        self._x = self.new_state("outer_iterate", of_params=True)
+        self._u = self.new_state("outer_momentum")
+
+    def apply(self) -> None:
+        gamma = max(self._lr(), 1e-12)  # a schedule may end at exactly 0
+        for bucket, x, u in zip(self.buckets, self._x, self._u, strict=True):
+            u.mul_(self.config.outer_momentum).add_(x - bucket.payload, alpha=1 / gamma)
+            x.sub_(u, alpha=self.config.outer_lr * gamma)
+            copy(bucket.params, views(x, bucket.params))
