@@ -22,10 +22,9 @@ Gap = Literal["elementwise", "norm", "inner", "none"]
 GAPS: tuple[Gap, ...] = ("elementwise", "norm", "inner", "none")
 
 EPS = 1e-12  # keeps Lambda finite when a pseudo-gradient is exactly zero
-SEGMENT = (
-    1 << 18
-)  # elements updated at a time on a CPU: what belongs to them, some 5 MiB in float32, stays in its cache
-GPU_SEGMENT = 1 << 24  # on a GPU: few kernels, and temporaries of some 64 MiB
+# Elements updated at a time: on a CPU what belongs to them, some 5 MiB in float32, stays in its cache; on a GPU few
+# kernels are wanted, and temporaries of some 64 MiB are cheap.
+SEGMENT, GPU_SEGMENT = 1 << 18, 1 << 24
 
 
 def segment_size(flat: Tensor) -> int:
