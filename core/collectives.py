@@ -7,6 +7,7 @@ data by themselves.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -17,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import CollectiveError
-from .groups import Pending, Stage, agree, all_reduce, leave_group, new_group
-from .stats import Mark, Seconds, between, mark
+from .groups import Pending, Stage, agree, all_reduce, backend_for, leave_group, new_group
+from .stats import Mark, Seconds, between, mark, plus
 
 
 class Link(Protocol):
@@ -65,8 +66,9 @@ class Background:
         background.done()                                              # True once all is through; never blocks
         background.wait()                                              # blocks; the tensors now hold the result
 
-    Stages are a generator that yields the collectives it has started. It goes on in done() and wait() on a CPU, and by
-    itself in a stream of its own on a GPU.
+    Stages are a generator that yields the collectives it has started. Where NCCL moves the tensors, all of it is queued
+    at once in a stream of its own; elsewhere it goes on in done() and wait(). What the calling thread spends in
+    launch(), done() and wait() is exposed time, as is what the current stream waits in wait().
     """
 
     def __init__(
@@ -79,20 +81,21 @@ class Background:
         backend: str | None = None,
     ):
         self.device, self.timeout, self.link = device, timeout, link
-        self.group = new_group(group, timeout, backend)
+        self.group = new_group(group, timeout, device, backend)
         self.world_size = dist.get_world_size(self.group) if self.group is not None else 1
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
         self.launched = 0  # how many reductions so far
         self.bytes_sent = 0  # by this worker, for the last one
         self.seconds: Seconds = 0.0  # from the last launch to its landing
-        self.exposed: Seconds = 0.0  # how long the last wait() blocked: the host on a CPU, the current stream on a GPU
+        self.exposed: Seconds = 0.0  # of the last one that was waited for
         self.in_flight = False  # whether what was launched has not been waited for
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._side = SideStream(device) if self.group is not None and moved_by_nccl(self.group, device) else None
         self._stages: Iterator[Stage] | None = None
         self._works: list[Pending] = []
         self._failed = ""
         self._ready_at = 0.0
         self._launched_at: Mark = 0.0
+        self._host_seconds = 0.0  # that the calling thread has spent here since the last launch
         self._landed_at: list[float] = []  # when the works of the last stage ended
 
     def agree(self, settings: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
@@ -108,22 +111,21 @@ class Background:
         self.launched += 1
         self.bytes_sent = 0
         self.in_flight = True
-        self._launched_at = mark(self.device)
-        self._stages = stages
-        if self._side is None:
-            self._next_stage()
-        else:  # everything is queued at once: in this stream a wait does not block the host
-            self._side.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self._side):
+        self._host_seconds = 0.0
+        with self._counted():
+            self._stages = stages
+            if self._side is None:
+                self._launched_at = time.perf_counter()
                 self._next_stage()
-                self._advance(block=True)
-                self.seconds = between(self._launched_at, mark(self.device, self._side))
+            else:
+                self._queue_all(self._side)
 
     def done(self) -> bool:
-        """Whether `wait` would return at once. Never blocks, and does not synchronise a GPU."""
+        """Whether all is through; where NCCL moves the tensors, whether all is queued. Never blocks."""
         if self._failed:
             raise CollectiveError(self._failed)
-        return self._advance(block=False)
+        with self._counted():
+            return self._advance(block=False)
 
     def wait(self) -> None:
         """Blocks until the result is there, for the owner to use.
@@ -133,8 +135,10 @@ class Background:
         """
         assert self.in_flight, "nothing was launched"
         start = mark(self.device)
-        self.settle()
-        self.exposed = between(start, mark(self.device))
+        with self._counted():
+            self.settle()
+        in_stream = between(start, mark(self.device)) if self._side is not None else 0.0
+        self.exposed = plus(in_stream, self._host_seconds)
         self.in_flight = False
 
     def settle(self) -> bool:
@@ -145,7 +149,7 @@ class Background:
             raise CollectiveError(self._failed)
         self._advance(block=True)
         if self._side is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._side)
+            self._side.join()
         return True
 
     def sum(self, flats: Sequence[Tensor]) -> None:
@@ -172,6 +176,24 @@ class Background:
             leave_group(self.group, self.timeout)
             self.group = None
 
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """What the calling thread does in here is exposed."""
+        began = time.perf_counter()
+        yield
+        self._host_seconds += time.perf_counter() - began
+
+    def _queue_all(self, side: SideStream) -> None:
+        """Queues all stages in the stream. A wait without a timeout makes that stream wait for the collective, and the
+        host goes on; with one, torch documents that the host waits, too."""
+        with side:
+            self._launched_at = mark(self.device)
+            while self._stages is not None:
+                self._next_stage()
+                for work in self._works:
+                    work.wait()
+            self.seconds = between(self._launched_at, mark(self.device))
+
     def _next_stage(self) -> None:
         """Starts the next collectives; after the last ones there are none."""
         assert self._stages is not None
@@ -190,7 +212,7 @@ class Background:
         self.bytes_sent += sent
         self._ready_at = self.link.reserve(sent) if self.link else 0.0
         self._landed_at = []
-        for work in self._works if self._side is None else []:  # on a GPU a future's callback is early
+        for work in self._works if self._side is None else []:
             if isinstance(work, dist.Work):
                 _note_time(work, self._landed_at)
 
@@ -215,7 +237,7 @@ class Background:
         if reason:
             raise self._failure(reason)
         time.sleep(max(0.0, self._ready_at - time.perf_counter()))
-        if self._side is None and self._works:  # a callback may be late by a moment: then it lands now
+        if self._works:  # a callback may be late by a moment: then it lands now
             seen = len(self._landed_at) == len(self._works)
             landed = max([self._ready_at, *self._landed_at] if seen else [time.perf_counter()])
             self.seconds = between(self._launched_at, landed)
@@ -241,6 +263,33 @@ class Background:
             f"(timeout {self.timeout:g} s): {reason.partition('. This is')[0].splitlines()[0]}"
         )
         return CollectiveError(self._failed)
+
+
+class SideStream:
+    """A stream beside that of the computation, in which NCCL's collectives are queued one after the other."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def __enter__(self) -> None:
+        """What is queued from here on follows what the computation has queued so far, and runs beside what follows."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._context = torch.cuda.stream(self._stream)
+        self._context.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._context.__exit__(*error)
+
+    def join(self) -> None:
+        """The computation waits for all that is queued here; the host does not."""
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+def moved_by_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether NCCL moves the group's tensors: then a wait orders streams. gloo moves a GPU's tensors through the host,
+    in threads of its own, and a wait for it blocks."""
+    return device.type == "cuda" and backend_for(group, device) == "nccl"
 
 
 def _note_time(work: dist.Work, times: list[float]) -> None:

@@ -27,6 +27,7 @@ class Pending(Protocol):
 
 
 Stage = tuple[Sequence[Pending], int]  # collectives under way, and the bytes that this worker sends for them
+MAX_CTAS = 8  # thread blocks, each on a multiprocessor of its own, that one of NCCL's collectives may hold
 PIECES = 16  # a sum over the workers goes in so many pieces, for the sake of its temporary
 
 
@@ -57,33 +58,52 @@ def ring_bytes(nbytes: int, world_size: int) -> int:
 _spare: dict[tuple[object, ...], list[dist.ProcessGroup]] = {}  # of ranks, timeout, backend: left, not destroyed
 
 
-def new_group(group: dist.ProcessGroup | None, timeout: float, backend: str | None = None) -> dist.ProcessGroup | None:
+def backend_for(group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """The backend that moves tensors of this device: dist.get_backend says "undefined" where a group has one for each
+    kind of device, as after init_process_group() without a backend."""
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    return backends.get(device.type, "no")
+
+
+def new_group(
+    group: dist.ProcessGroup | None, timeout: float, device: torch.device, backend: str | None = None
+) -> dist.ProcessGroup | None:
     """A process group with the ranks of `group` (None: all) and `timeout` seconds, used by nobody else.
 
-    backend: gloo or nccl; None: that of `group`. Returns None when torch.distributed is not initialised: then there is
-    one worker. On NCCL its stream has high priority.
+    device: of the tensors that it moves. backend: gloo or nccl; None for what `group` uses there. Returns None when
+    torch.distributed is not initialised: then there is one worker.
     """
     if not dist.is_initialized():
         return None
     everyone = group is None or dist.get_world_size(group) == dist.get_world_size()
     ranks = None if everyone else dist.get_process_group_ranks(group)
-    backend = backend or dist.get_backend(group)
+    backend = backend or backend_for(group, device)
+    if backend == "no":
+        raise UserError(
+            f"the process group ({dist.get_backend_config(group)}) moves no {device.type} tensors: start it with "
+            "backend 'cpu:gloo,cuda:nccl'"
+        )
     left = _spare.get((tuple(ranks), timeout, backend), []) if ranks else []
     if left and _alive(left[-1]):
         return left.pop()
-    options = None
-    if backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options.is_high_priority_stream = True
     made = dist.new_group(
         ranks,
         timeout=timedelta(seconds=timeout),
         backend=backend,
-        pg_options=options,
+        pg_options=_nccl_options() if backend == "nccl" else None,
         use_local_synchronization=not everyone,  # only the members need to call
     )
     assert isinstance(made, dist.ProcessGroup), "only members of the group may use it"
     return made
+
+
+def _nccl_options() -> Any:
+    """High priority, so that the few blocks of a collective get their turn beside a full device; and few blocks, for
+    they are held, spinning, until the slowest peer has arrived. MAX_CTAS was not measured on a device."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    options.config.max_ctas = MAX_CTAS
+    return options
 
 
 def leave_group(group: dist.ProcessGroup, timeout: float) -> None:
@@ -157,7 +177,7 @@ def sum_parts(flat: Tensor, group: dist.ProcessGroup) -> Iterator[Stage]:
     n, rank = dist.get_world_size(group), dist.get_rank(group)
     parts = flat.view(n, -1)
     sent = round((n - 1) / n * flat.numel() * flat.element_size())
-    if dist.get_backend(group) == "nccl":
+    if backend_for(group, flat.device) == "nccl":
         work = dist.reduce_scatter_tensor(parts[rank], flat, group=group, async_op=True)
         assert work is not None
         yield [work], sent

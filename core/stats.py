@@ -7,7 +7,7 @@ read a round later, when they have long passed. Nothing here makes the host wait
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -26,11 +26,12 @@ def mark(device: torch.device, stream: torch.cuda.Stream | None = None) -> Mark:
 
 @dataclass(frozen=True)
 class Elapsed:
-    """The time between two events of a GPU, or one of its equal `parts`."""
+    """The time between two events of a GPU, or one of its equal `parts`; `more` seconds of the host's are added."""
 
     start: torch.cuda.Event
     end: torch.cuda.Event
     parts: int = 1
+    more: float = 0.0
 
     def ready(self) -> bool:
         """Whether float() would return at once."""
@@ -39,7 +40,7 @@ class Elapsed:
     def __float__(self) -> float:
         """Seconds; waits until the GPU has passed both."""
         self.end.synchronize()
-        return self.start.elapsed_time(self.end) / 1e3 / self.parts
+        return self.start.elapsed_time(self.end) / 1e3 / self.parts + self.more
 
 
 Seconds = float | Elapsed
@@ -51,6 +52,11 @@ def between(start: Mark, end: Mark, parts: int = 1) -> Seconds:
         return Elapsed(start, end, parts)
     assert not isinstance(start, torch.cuda.Event) and not isinstance(end, torch.cuda.Event), "two devices"
     return (end - start) / parts
+
+
+def plus(time: Seconds, more: float) -> Seconds:
+    """`more` seconds of the host's added to it."""
+    return replace(time, more=time.more + more) if isinstance(time, Elapsed) else time + more
 
 
 def ready(*times: Seconds) -> bool:
@@ -74,7 +80,7 @@ class RoundStats:
     gap_max: float | Tensor = 1.0
     clipped_share: float | Tensor = 0.0  # of the momentum's elements (clip by norm: 1 when it was scaled)
     step_seconds: Seconds = 0.0  # of one local step; the round's first is left out, it may follow an evaluation
-    exposed_seconds: Seconds = 0.0  # exposed communication: how long the boundary waited for the all-reduce
+    exposed_seconds: Seconds = 0.0  # exposed communication: how long launching, polling and waiting held step() up
     boundary_seconds: Seconds = 0.0  # the whole boundary, the waiting included
     allreduce_seconds: Seconds = 0.0  # from launch to landing of the all-reduce that landed in this round
     bytes_sent: int = 0

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..groups import backend_for
 from ..rounds import Bucket, Scalars, Stage, UserError
 from . import wire as wires
 from .wire import BLOCK, ROUNDINGS, WIRES, Rounding, Wire
@@ -59,9 +60,7 @@ class WireConfig:
             )
         if not params or not dist.is_initialized():
             return
-        kind = params[0].device.type
-        backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-        backend = backends.get(kind, "no")
+        kind, backend = params[0].device.type, backend_for(group, params[0].device)
         if backend not in ("gloo", "nccl"):
             raise UserError(f"{what} over {backend} backend for {kind} tensors: only gloo and nccl do, or {remedy}")
 

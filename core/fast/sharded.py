@@ -63,11 +63,11 @@ class ShardedCO2(LocalMethod):
         elif inner_group is not None and group is None:
             raise UserError("inner_group without group: give also the ranks across nodes, or both at once with mesh")
         backend = "gloo" if offload else None
-        self._inner = new_group(inner_group, timeout, backend) if inner_group is not None else None
+        device = torch.device("cpu") if offload else params[0].device
+        self._inner = new_group(inner_group, timeout, device, backend) if inner_group is not None else None
         self.inner_size = dist.get_world_size(self._inner) if self._inner else 1
         self.of_shards = any(isinstance(p, DTensor) for p in params)
         if self._inner is not None and not self.of_shards:
-            device = torch.device("cpu") if offload else params[0].device
             broadcast([*params, *buffers], self._inner, device)
         workers = dist.get_world_size(group) if dist.is_initialized() else 1
         super().__init__(

@@ -35,7 +35,7 @@ class DDP:
         self.tau = 1
         self.rounds = 0
         self.stats = RoundStats()
-        self.group = new_group(group, timeout)
+        self.group = new_group(group, timeout, next(model.parameters()).device)
         self._timeout = timeout
         self.model = model
         self._buffers = [b for b in model.buffers() if b.is_floating_point()] if average_buffers else []
