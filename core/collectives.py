@@ -103,11 +103,15 @@ class Background:
         if self.group is not None:
             agree(settings, tensors, self.group, self.device)
 
+    def check_alive(self) -> None:
+        """Raises again what has failed."""
+        if self._failed:
+            raise CollectiveError(self._failed)
+
     def launch(self, stages: Iterator[Stage]) -> None:
         """Starts the stages; returns at once."""
         assert not self.in_flight, "wait() for what is in flight before the next launch"
-        if self._failed:
-            raise CollectiveError(self._failed)
+        self.check_alive()
         self.launched += 1
         self.bytes_sent = 0
         self.in_flight = True
@@ -122,8 +126,7 @@ class Background:
 
     def done(self) -> bool:
         """Whether all is through; where NCCL moves the tensors, whether all is queued. Never blocks."""
-        if self._failed:
-            raise CollectiveError(self._failed)
+        self.check_alive()
         with self._counted():
             return self._advance(block=False)
 
@@ -145,8 +148,7 @@ class Background:
         """Blocks until what is in flight has landed, and leaves it there for `wait`. False: nothing is."""
         if not self.in_flight:
             return False
-        if self._failed:
-            raise CollectiveError(self._failed)
+        self.check_alive()
         self._advance(block=True)
         if self._side is not None:
             self._side.join()

@@ -5,6 +5,8 @@ A method imports all that it is made of from here.
 
 from __future__ import annotations
 
+import itertools
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -87,7 +89,7 @@ class LocalMethod(ABC):
         self.buffers = [b for b in fixed if b.is_floating_point()]
         self.tuner = TauTuner(tau_max) if tau == "auto" else None
         self.tau: int = self.tuner.tau if self.tuner else tau  # pyright: ignore[reportAttributeAccessIssue]
-        self._check([*everything, *self.buffers])
+        self._check()
         self.local_steps = 0  # since the last round closed
         self.stats = RoundStats()
         self.tau_decision: TauDecision | None = None  # taken by tau="auto" at the last boundary
@@ -102,6 +104,7 @@ class LocalMethod(ABC):
         self.reducer: Reducer = AllReduce([b.flat for b in self.buckets], self.background.world_size)
         self.state: dict[str, list[Tensor]] = {}  # the method's own, a flat tensor a bucket
         self.background.agree((type(self).__name__, self.signature()), [*everything, *fixed])
+        self._refresh_model()
         self._own_buffers = [[b.clone() for b in bucket.buffers] for bucket in self.buckets]
         self._stepping_since: Mark = mark(device)
 
@@ -138,11 +141,13 @@ class LocalMethod(ABC):
 
         Take it at a round boundary and the run goes on from there bit for bit. Tensors are copies.
         """
+        self.background.check_alive()
         in_flight = self.background.settle()
         return {
             "method": type(self).__name__,
             "state": {name: [f.clone() for f in flats] for name, flats in self._all_state().items()},
             "in_flight": [b.flat.clone() for b in self.buckets] if in_flight else None,
+            "workers": self.background.world_size,
             "local_steps": self.local_steps,
             "rounds": self.rounds,
             "tuner": self.tuner.state_dict() if self.tuner else None,
@@ -158,6 +163,11 @@ class LocalMethod(ABC):
         here = self._all_state() | {"all-reduce": [b.flat for b in self.buckets]}
         saved = state["state"] | {"all-reduce": state["in_flight"] or here["all-reduce"]}
         _check_saved(saved, here)
+        if state["in_flight"] is not None and state["workers"] != self.background.world_size:
+            raise UserError(
+                f"the checkpoint holds a sum over {state['workers']} workers that was in flight, here there are "
+                f"{self.background.world_size}: resume with as many, or save after finish()"
+            )
         self.background.restore(state["rounds"], state["in_flight"] is not None)
         for name, flats in here.items():
             copy(flats, saved[name])
@@ -241,24 +251,35 @@ class LocalMethod(ABC):
         for own, bucket in zip(self._own_buffers, self.buckets, strict=True):
             copy(own, bucket.buffers)  # what this worker sends, whatever lands in the meantime
         everyone = self.close_round(finished=finished)
-        copy(self._model_params, self.params)
+        self._refresh_model()
         self._stepping_since = mark(device)
         self.stats.boundary_seconds = between(arrived, self._stepping_since)
         return everyone
 
+    @torch.no_grad()
+    def _refresh_model(self) -> None:
+        """The model follows its masters."""
+        copy(self._model_params, self.params)
+
     def _all_state(self) -> dict[str, list[Tensor]]:
         return self.state | self.reducer.state
 
-    def _check(self, tensors: Sequence[Tensor]) -> None:
+    def _check(self) -> None:
         if not isinstance(self.tau, int) or self.tau < 1:
             raise UserError(f"tau={self.tau!r}: give a whole number of local steps, 1 or more, or auto")
         if not self.params:
             raise UserError("no parameter requires a gradient: nothing to train")
-        if not any(t.numel() for t in tensors):
+        if not any(p.numel() for p in self.params):
             raise UserError("no parameter has an element: nothing to train")
-        for t in tensors:
-            if not t.is_floating_point():
-                raise UserError(f"a parameter of dtype {t.dtype}: only floating point can be averaged")
+        for p in self.params:
+            if not p.is_floating_point():
+                raise UserError(f"a parameter of dtype {p.dtype}: only floating point can be averaged")
+        if (workers := int(os.environ.get("WORLD_SIZE", 1))) > 1 and not dist.is_initialized():
+            raise UserError(
+                f"WORLD_SIZE={workers}, but torch.distributed is not initialised: this worker would train alone; call "
+                "init_process_group first"
+            )
+        _refuse_shared_storage(self.params)
         shapes = [p.shape for p in self._model_params]
         if shapes and shapes != [p.shape for p in self.params]:
             raise UserError(
@@ -270,6 +291,22 @@ class LocalMethod(ABC):
             raise UserError(
                 "a parameter that was frozen when this object was built now requires a gradient and would never "
                 "be averaged: build it again after changing requires_grad"
+            )
+
+
+def _refuse_shared_storage(params: Sequence[Tensor]) -> None:
+    """Two parameters over the same memory would be moved twice at every boundary."""
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for p in (p for p in params if p.numel()):
+        last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
+        if last + 1 == p.numel():  # others, such as columns of one matrix, may lie between each other
+            start = int(p.storage_offset())
+            spans.setdefault(p.untyped_storage().data_ptr(), []).append((start, start + last))
+    for taken in spans.values():
+        taken.sort()
+        if any(following[0] <= one[1] for one, following in itertools.pairwise(taken)):
+            raise UserError(
+                "two parameters share their memory: give the tensor that holds both, or one of them, as the same object"
             )
 
 

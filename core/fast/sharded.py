@@ -118,7 +118,7 @@ class ShardedCO2(LocalMethod):
         if last:  # nothing follows: what lagged catches up
             for x, m in zip(self._x, self._m, strict=True):
                 x.copy_(outer.outer_step(x, m, self._last))
-            self._last = torch.zeros_like(self._last)
+            self._last.zero_()
         else:
             self.send(finished=finished)
         return last
@@ -223,7 +223,8 @@ class ShardedCO2(LocalMethod):
             g.copy_(outer.outer_step(x, m, rule.alpha))  # 7
             seen.append(numbers)
         total = outer.all_seen(seen)
-        self._last, self._m_squares = alpha, torch.where(moved, total[0], self._m_squares)
+        self._last.copy_(alpha)  # in place: they are read and written in another stream
+        self._m_squares.copy_(torch.where(moved, total[0], self._m_squares))
         share = max(1, sum(len(m) for m in self._m))  # what follows is of this worker's share
         self._seen = {"pseudo_gradient_norm": delta_norm, "momentum_norm": m_norm, "clipped_share": total[3] / share}
         if c.gap != "none":

@@ -92,7 +92,6 @@ def build(**settings: Any) -> CO2:
         (lambda: make_method("sgd", nn.Linear(1, 1)), "'sgd'", "co2, ddp, delayed, local, overlap_local, slowmo"),
         (lambda: CO2([]), "no parameter", "nothing to train"),
         (lambda: CO2([nn.Parameter(torch.zeros(1), requires_grad=False)]), "no parameter", "nothing to train"),
-        (lambda: CO2([torch.zeros(1, requires_grad=True), torch.zeros(1, dtype=torch.int64)]), "int64", "floating"),
         (lambda: CO2([torch.zeros(1, dtype=torch.complex64, requires_grad=True)]), "complex64", "floating"),
         (lambda: LocalSGD([torch.zeros(1, requires_grad=True)], tau=0), "tau=0", "1 or more"),
     ],
@@ -100,6 +99,27 @@ def build(**settings: Any) -> CO2:
 def test_other_bad_settings(build: Callable[[], Any], named: str, remedy: str):
     text = message(build)
     assert named in text and remedy in text
+
+
+def test_frozen_integers_are_none_of_its_business():
+    """As in a model whose frozen weights are quantised."""
+    CO2([torch.zeros(1, requires_grad=True), torch.zeros(1, dtype=torch.int64)])
+
+
+def test_parameters_over_one_memory_are_refused():
+    whole = torch.zeros(6)
+    for one, other in ((whole[:4], whole[3:]), (whole, whole.view(2, 3)), (whole, whole[2:3])):
+        text = message(lambda a=one, b=other: CO2([nn.Parameter(a), nn.Parameter(b)]))
+        assert "share their memory" in text
+    matrix = torch.zeros(4, 6)
+    for one, other in ((whole[:3], whole[3:]), (matrix[:, :2], matrix[:, 2:])):
+        CO2([nn.Parameter(one), nn.Parameter(other)])
+
+
+def test_a_worker_of_several_that_would_train_alone_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    text = message(lambda: CO2([nn.Parameter(torch.zeros(1))]))
+    assert "WORLD_SIZE=4" in text and "init_process_group" in text
 
 
 @pytest.mark.parametrize(("beta", "alpha"), [(0.5, 1.0), (0.5, 0.5), (0.0, 1.0), (0.9, 0.2)])

@@ -54,7 +54,7 @@ def bad_worker(rank: int, world_size: int, name: str, how: str, who: int, folder
 def again(method: Any) -> list[tuple[str, float]]:
     """What further calls do after a failure: the message of each, and the seconds that it took."""
     messages = []
-    for call in (method.step, method.step, method.finish):
+    for call in (method.step, method.step, method.finish, method.state_dict):
         start = time.perf_counter()
         with pytest.raises(CollectiveError) as caught:
             call()

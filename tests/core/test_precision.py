@@ -102,3 +102,13 @@ def test_masters_are_what_is_averaged_and_the_model_follows(shard: bool):
 def test_model_params_must_match():
     with pytest.raises(UserError, match="1 model_params for 2 parameters"):
         CO2([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))], model_params=[torch.ones(2)])
+
+
+def started(rank: int, world_size: int) -> float:
+    model, masters = ([nn.Parameter(torch.full((2,), float(rank), dtype=d))] for d in (torch.bfloat16, torch.float32))
+    CO2(masters, model_params=model)
+    return model[0][0].item()
+
+
+def test_the_model_follows_its_masters_from_the_start():
+    assert run_distributed(started, 2) == [0.0, 0.0]

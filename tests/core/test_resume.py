@@ -117,6 +117,15 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(which: st
         assert all(torch.equal(a, b) for a, b in zip(flats, before[name], strict=True))
 
 
+def test_a_sum_in_flight_over_other_workers_is_refused():
+    """It would be scaled by the number of workers here."""
+    co2 = CO2(params(3), CO2_2)
+    state = saved_by(co2)
+    with pytest.raises(UserError, match="a sum over 4 workers.*here there are 1: resume with as many"):
+        co2.load_state_dict(state | {"workers": 4})
+    co2.load_state_dict(state | {"workers": 4, "in_flight": None})
+
+
 def test_state_dict_is_a_copy():
     p = params(3)
     co2 = CO2(p, CO2_2)
