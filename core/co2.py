@@ -132,19 +132,23 @@ class CO2(LocalMethod):
         self._inner_scale = self._m_norm.clone()  # the largest mean first step of the rounds that landed
 
     def close_round(self, *, finished: bool) -> bool:
-        """Steps 2 to 7. On the first round nothing has landed: x_{1,0} = x_{0,0}."""
+        """Steps 2 to 7. In the first round nothing has landed: x_{1,0} = x_{0,0}.
+
+        One buffer serves both directions: the pass takes the mean out of it and puts in what this worker sends, so the
+        launch comes last. A landing is empty, or the last one, only in finish().
+        """
         landing = self.receive(finished=finished) if self.background.in_flight else None  # 2
         if landing and landing.empty:
             self._last_lr = 0.0
             return True
         rule = self.rule() if landing else outer.NOTHING_LANDED  # 4, what of it needs the whole model
-        seen = outer.all_seen([b.run(rule) for b in self._boundaries])  # 3 to 7, in one pass over memory
+        seen = outer.all_seen([b.run(rule) for b in self._boundaries])  # 3 to 7, segment by segment: outer.update
         self._last_lr = float(rule.alpha)
         if landing:
             self.note(seen)
         if landing and landing.last:
             return True
-        self.send(finished=finished)  # 3
+        self.send(finished=finished)  # 3, the launch
         return False
 
     def rule(self) -> outer.Rule:

@@ -25,7 +25,17 @@ from training.round_log import RoundLog
 from training.sampling import per_worker
 from training.stop import StopSignal
 from training.throttle import ThrottledLink
-from training.workers import join, largest_of_workers, make_mesh, pick_device, rank, sum_over_workers, world_size
+from training.workers import (
+    join,
+    largest_of_workers,
+    make_mesh,
+    pick_device,
+    random_state,
+    rank,
+    set_random_state,
+    sum_over_workers,
+    world_size,
+)
 
 
 class Run:
@@ -202,13 +212,13 @@ class Run:
                 "step": self.step,
                 "method": {"name": self.recipe.method, "state": self._method.state_dict()},
                 "totals": self._rounds.overlap.state_dict() | {"seconds": self.clock.seconds},
-                "rng": torch.get_rng_state(),
+                "rng": random_state(self.device),
             }
             checkpoint.save(self._checkpoints, self.step, state, rank=self.rank, world_size=self.world_size)
 
     def _resume(self) -> float:
         """Restores the newest checkpoint, if there is one; returns the seconds of training that led to it."""
-        state = checkpoint.load(self._checkpoints, rank=self.rank, world_size=self.world_size, device=self.device)
+        state = checkpoint.load(self._checkpoints, rank=self.rank, world_size=self.world_size)
         if state is None:
             return 0.0
         if state["method"]["name"] != self.recipe.method:
@@ -217,7 +227,7 @@ class Run:
             part.load_state_dict(state[name])
         self._method.load_state_dict(state["method"]["state"])
         self._rounds.overlap.load_state_dict(state["totals"])
-        torch.set_rng_state(state["rng"].cpu())
+        set_random_state(state["rng"], self.device)
         self.step = int(state["step"])
         return state["totals"]["seconds"]
 

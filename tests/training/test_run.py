@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -127,15 +128,14 @@ def test_a_signal_makes_the_stop_due(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_checkpoints_are_complete_or_ignored(tmp_path: Path):
-    device = torch.device("cpu")
     for step in (1, 2, 3):
         checkpoint.save(tmp_path, step, {"value": step}, rank=0, world_size=1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step000000002", "step000000003"]
     (tmp_path / "step000000003" / "rank0of1.pt").rename(tmp_path / "step000000003" / "rank0of1.tmp")  # killed here
-    assert checkpoint.load(tmp_path, rank=0, world_size=1, device=device) == {"value": 2}
+    assert checkpoint.load(tmp_path, rank=0, world_size=1) == {"value": 2}
     with pytest.raises(UserError, match="was written by 1 workers, this run has 2"):
-        checkpoint.load(tmp_path, rank=0, world_size=2, device=device)
-    assert checkpoint.load(tmp_path / "nothing", rank=0, world_size=1, device=device) is None
+        checkpoint.load(tmp_path, rank=0, world_size=2)
+    assert checkpoint.load(tmp_path / "nothing", rank=0, world_size=1) is None
 
 
 def save_at_different_steps(rank: int, world_size: int, folder: str) -> tuple[int, int]:
@@ -160,6 +160,30 @@ def test_workers_stopped_at_different_steps_save_one_checkpoint(tmp_path: Path):
     assert run_distributed(save_at_different_steps, 2, str(tmp_path)) == [(2, 2), (2, 2)]
     (step,) = (tmp_path / "checkpoints").iterdir()
     assert step.name == "step000000002" and len(list(step.iterdir())) == 2
+
+
+def seen_late(rank: int, world_size: int, folder: str) -> list[Any]:
+    """Rank 1 sees the newest checkpoint later than rank 0, one earlier, and one without its part."""
+    seen = []
+    for theirs in ("behind", "ahead", "torn"):
+        mine = Path(folder, theirs if rank else "rank0")
+        try:
+            state = checkpoint.load(mine, rank=rank, world_size=world_size)
+            seen.append(state and state["step"])
+        except UserError as error:
+            seen.append(str(error))
+    return seen
+
+
+def test_rank_0_chooses_the_checkpoint_for_all(tmp_path: Path):
+    for view, steps in (("rank0", (1, 2)), ("behind", (1,)), ("ahead", (1, 2, 3)), ("torn", (1, 2))):
+        for step in steps:
+            for rank in range(2):
+                checkpoint.save(tmp_path / view, step, {"step": step}, rank=rank, world_size=2)
+    (tmp_path / "torn" / "step000000002" / "rank1of2.pt").unlink()
+    zero, one = run_distributed(seen_late, 2, str(tmp_path))
+    assert zero == [2, 2, 2]
+    assert one[1] == 2 and all("rank1of2.pt is missing, though rank 0 sees it" in one[i] for i in (0, 2))
 
 
 def test_resuming_without_a_complete_checkpoint_says_so(tmp_path: Path, capsys: pytest.CaptureFixture):
