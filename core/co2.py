@@ -191,6 +191,12 @@ class CO2(LocalMethod):
     def check_settings(self) -> None:
         check_stable(self.config)
 
+    def resync(self) -> None:
+        super().resync()
+        self._last_lr = 0.0
+        self._m_norm, self._first_step = torch.zeros_like(self._m_norm), torch.zeros_like(self._m_norm)
+        self._inner_scale.zero_()
+
     def signature(self) -> Any:
         return asdict(self.config)
 

@@ -154,6 +154,11 @@ class Background:
             self._side.join()
         return True
 
+    def discard(self) -> None:
+        """Waits for what is in flight, if anything is, and forgets it."""
+        self.settle()
+        self.in_flight = False
+
     def sum(self, flats: Sequence[Tensor]) -> None:
         """Blocks until each of `flats`, equally shaped on all workers, holds its sum over them; not throttled.
 

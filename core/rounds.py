@@ -103,7 +103,9 @@ class LocalMethod(ABC):
         self.background = Background(device, group=group, timeout=timeout, link=link, backend=backend)
         self.reducer: Reducer = AllReduce([b.flat for b in self.buckets], self.background.world_size)
         self.state: dict[str, list[Tensor]] = {}  # the method's own, a flat tensor a bucket
-        self.background.agree((type(self).__name__, self.signature()), [*everything, *fixed])
+        self._of_params: set[str] = set()  # names of those that start as the parameters
+        self._shared_from_start = [*everything, *fixed]
+        self.background.agree((type(self).__name__, self.signature()), self._shared_from_start)
         self._refresh_model()
         self._own_buffers = [[b.clone() for b in bucket.buffers] for bucket in self.buckets]
         self._stepping_since: Mark = mark(device)
@@ -130,6 +132,25 @@ class LocalMethod(ABC):
         """
         while not self._boundary(finished=True):
             pass
+
+    @torch.no_grad()
+    def resync(self) -> None:
+        """Starts anew from the first worker's parameters as they are now; every worker must call it.
+
+        Call it after weights were loaded into a model that this object already trains: else the next boundaries pull
+        them back to where the old ones were. What is in flight is thrown away, and momenta are forgotten.
+        """
+        self.background.discard()
+        self.background.agree((type(self).__name__, self.signature()), self._shared_from_start)
+        self._refresh_model()
+        self.local_steps = 0
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+        for name, flats in self.state.items():
+            for flat, bucket in zip(flats, self.buckets, strict=True):
+                bucket.flatten(flat) if name in self._of_params else flat.zero_()
+        for flat in (flat for flats in self.reducer.state.values() for flat in flats):
+            flat.zero_()
 
     @property
     def rounds(self) -> int:
@@ -195,6 +216,7 @@ class LocalMethod(ABC):
         """State shaped like the payloads, a flat tensor a bucket: zeros, or the parameters as they are now."""
         self.state[name] = [torch.zeros_like(b.payload) for b in self.buckets]
         if of_params:
+            self._of_params.add(name)
             for flat, bucket in zip(self.state[name], self.buckets, strict=True):
                 bucket.flatten(flat)
         return self.state[name]
@@ -274,6 +296,12 @@ class LocalMethod(ABC):
         for p in self.params:
             if not p.is_floating_point():
                 raise UserError(f"a parameter of dtype {p.dtype}: only floating point can be averaged")
+        for t in [*self.params, *self.buffers]:
+            if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
+                raise UserError(
+                    f"a tensor of shape {tuple(t.shape)} is expanded, several elements being one: give it memory of "
+                    "its own, as clone() does"
+                )
         if (workers := int(os.environ.get("WORLD_SIZE", 1))) > 1 and not dist.is_initialized():
             raise UserError(
                 f"WORLD_SIZE={workers}, but torch.distributed is not initialised: this worker would train alone; call "

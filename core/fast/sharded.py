@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import outer
 from ..co2 import CO2Config, check_stable
-from ..groups import all_reduce, broadcast, gather_parts, leave_group, new_group, sum_parts
+from ..groups import agree, all_reduce, gather_parts, leave_group, new_group, sum_parts
 from ..rounds import Bucket, Link, LocalMethod, Stage, UserError, copy, group_pieces, views
 
 
@@ -68,7 +68,7 @@ class ShardedCO2(LocalMethod):
         self.inner_size = dist.get_world_size(self._inner) if self._inner else 1
         self.of_shards = any(isinstance(p, DTensor) for p in params)
         if self._inner is not None and not self.of_shards:
-            broadcast([*params, *buffers], self._inner, device)
+            agree(("ShardedCO2", self.signature()), [*params, *buffers], self._inner, device)
         workers = dist.get_world_size(group) if dist.is_initialized() else 1
         super().__init__(
             params,
@@ -87,22 +87,38 @@ class ShardedCO2(LocalMethod):
         self._make_state()
 
     @torch.no_grad()
-    def _make_state(self) -> None:
-        """x and m as shares; g, which begins as x_{0,0}, in the payloads."""
+    def _start_from_params(self) -> None:
+        """g, in the payloads, and the shares of x begin as the parameters."""
         for bucket in self.buckets:
             bucket.flatten(bucket.payload)
+        copy(self._x, self._shares())
+        for number in (self._last, self._m_squares):
+            number.zero_()
+
+    @torch.no_grad()
+    def _make_state(self) -> None:
+        """x and m as shares, and what the background notes."""
         self._host = _HostCopies(self.buckets, self.params[0].device) if self.offload else None
-        self._x = self.state["outer_iterate"] = [share.clone() for share in self._shares()]
+        self._x = self.state["outer_iterate"] = [torch.zeros_like(share) for share in self._shares()]
         self._m = self.state["outer_momentum"] = [torch.zeros_like(x) for x in self._x]
         # x lags: g holds x - _last m; also |x_{t,0} - x_{t-1,0}| = _last |m|. 0-d, on the device, as the next two
         self._last = torch.zeros((), dtype=torch.float64, device=self.background.device)
         self._m_squares = torch.zeros_like(self._last)
         self._seen: dict[str, Tensor] = {}
+        self._checked = self._inner is None or self.of_shards
         self._numel = sum(b.numel for b in self.buckets)
         if self._inner is not None and self.of_shards:
             box = torch.tensor(self._numel, device=self.background.device)
             dist.all_reduce(box, group=self._inner)
             self._numel = int(box)
+        self._start_from_params()
+
+    def resync(self) -> None:
+        """See LocalMethod."""
+        if self._inner is not None and not self.of_shards:
+            agree(("resync",), self._shared_from_start, self._inner, self.background.device)
+        super().resync()
+        self._start_from_params()
 
     def signature(self) -> Any:
         return asdict(self.config), self.shard, self.offload
@@ -110,6 +126,8 @@ class ShardedCO2(LocalMethod):
     # -- the boundary ---------------------------------------------------------------------------------------
 
     def close_round(self, *, finished: bool) -> bool:
+        if not self._checked:
+            self._check_node()
         last = False
         if self.background.in_flight:
             last = self.receive(finished=finished).last
@@ -122,6 +140,21 @@ class ShardedCO2(LocalMethod):
         else:
             self.send(finished=finished)
         return last
+
+    def _check_node(self) -> None:
+        """Once, at the first boundary: the workers of a node must have synchronised their gradients, for each sends a
+        part of the parameters for all of them."""
+        device = self.background.device
+        total = outer.norm([p.detach() for p in self.params if p.numel()]).double().to(device)
+        spread = torch.stack([total, -total])
+        dist.all_reduce(spread, dist.ReduceOp.MAX, group=self._inner)
+        highest, lowest = spread[0].item(), -spread[1].item()
+        if highest - lowest > 1e-6 * abs(highest):
+            raise UserError(
+                f"the parameters of one node's workers differ (norms from {lowest:.9g} to {highest:.9g}): they have to "
+                "synchronise gradients every step, as in DistributedDataParallel over mesh['shard']; else give no mesh"
+            )
+        self._checked = True
 
     def _swap(self, *, snapshot: bool) -> None:
         """p <- g, and g <- g - p where a snapshot is wanted, a cache-sized segment at a time."""
@@ -216,7 +249,9 @@ class ShardedCO2(LocalMethod):
         gap = outer.gap_scalar(self._last * m_norm, delta_norm) if c.gap == "norm" else None
         alpha = moved.double() * c.outer_lr
         rule = outer.Rule(c.outer_momentum, alpha, self._last, c.clip, c=c_t, gap=gap)
-        seen = [torch.tensor([0.0, 0.0, 1.0, 0.0], dtype=torch.float64, device=self.background.device)]
+        nothing = torch.zeros(4, dtype=torch.float64, device=self.background.device)
+        nothing[2].fill_(1.0)  # Lambda, where the share is empty
+        seen = [nothing]
         for _, g, x, m in self._segments():
             new, numbers = outer.new_momentum(m, g, rule)  # 4, 5, 6
             m.copy_(torch.where(moved, new, m))

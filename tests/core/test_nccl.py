@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from core import UserError, collectives, groups
+from core import CO2, CO2Config, ShardedCO2, UserError, collectives, groups
 from core.collectives import Background
 from core.testing import run_distributed
+from tests import problems
 
 SECONDS = 0.4
 
@@ -122,3 +125,44 @@ def without_a_backend_for_it(rank: int, world_size: int) -> str:
 def test_a_group_that_cannot_move_the_tensors_is_refused_with_the_remedy():
     (text,) = run_distributed(without_a_backend_for_it, 1)
     assert "moves no meta tensors" in text and "cpu:gloo,cuda:nccl" in text and "\n" not in text
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what would make the host wait for a GPU: reading a number from it, or copying one that was made here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.lift_fresh.default):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("gap", ["elementwise", "norm", "inner", "none"])
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_a_round_reads_nothing_from_the_device(gap: Any, clip: float | None):
+    """With the plain pass, which runs on a GPU where Triton is not installed; the one for CPUs reads its sums."""
+    params = problems.odd_parameters()
+    config = CO2Config(tau=2, gap=gap, clip=clip, update="plain", outer_lr=0.4)
+    assert reads_in_rounds(CO2(params, config, buffers=[torch.zeros(3)]), params) == []
+
+
+def test_a_round_of_shared_state_reads_nothing_and_keeps_its_numbers_in_place():
+    """Its numbers are written in another stream than the one that reads them."""
+    params = problems.odd_parameters()
+    co2 = ShardedCO2(params, CO2Config(tau=2), shard=True)
+    places = co2._last.data_ptr(), co2._m_squares.data_ptr()
+    assert reads_in_rounds(co2, params) == []
+    assert places == (co2._last.data_ptr(), co2._m_squares.data_ptr())
+
+
+def reads_in_rounds(co2: CO2 | ShardedCO2, params: list[nn.Parameter]) -> list[str]:
+    for step in range(4):  # the first rounds look where the parameters lie
+        problems.sgd_step(params, 0, step)
+        co2.step()
+    with HostReads() as reads:
+        for _ in range(4):
+            co2.step()
+    return reads.seen

@@ -1,0 +1,95 @@
+"""Weights that are loaded into a model after construction: resync() starts anew from them."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from core import CO2Config, ShardedCO2, UserError, make_method
+from core.fast import WireConfig
+from core.groups import node_mesh
+from core.methods import METHODS
+from core.testing import run_distributed
+from tests import problems
+from tests.problems import flat, sgd_step
+
+LOCAL = [m for m in METHODS if m != "ddp"]
+CONFIG = CO2Config(tau=2, outer_momentum=0.4, clip=0.3)
+
+
+def load(params: list[nn.Parameter], value: float) -> None:
+    """Other weights, of which only the first worker's should count."""
+    with torch.no_grad():
+        for p in params:
+            p.fill_(value)
+
+
+def go(method: Any, params: list[nn.Parameter], rank: int) -> Tensor:
+    for step in range(7):
+        sgd_step(params, rank, step)
+        method.step()
+    method.finish()
+    return flat(params)
+
+
+def resynced(rank: int, world_size: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """By method: trained from loaded weights after five other steps and resync(), and in a fresh object."""
+    kinds = {name: lambda model, name=name: make_method(name, model, co2=CONFIG)[1] for name in LOCAL}
+    kinds["inner"] = lambda model: make_method("co2", model, co2=CO2Config(tau=2, gap="inner"))[1]
+    kinds["int8"] = lambda model: make_method("co2", model, co2=CO2Config(tau=2, wire=WireConfig("int8")))[1]
+    kinds["shard"] = lambda model: ShardedCO2(list(model.parameters()), CONFIG, shard=True)
+    ends = {}
+    for name, build in kinds.items():
+        pair = []
+        for early in (5, 0):
+            params = problems.odd_parameters()
+            method = build(nn.ParameterList(params)) if early else None
+            for step in range(early):
+                sgd_step(params, rank, step)
+                method.step()
+            load(params, 0.5 + rank)
+            method = method or build(nn.ParameterList(params))
+            if early:
+                method.resync()
+            pair.append(go(method, params, rank))
+        ends[name] = tuple(pair)
+    return ends
+
+
+def test_after_resync_training_goes_on_as_in_a_fresh_object():
+    results = run_distributed(resynced, 2)
+    for result in results:
+        for name, (again, fresh) in result.items():
+            assert torch.equal(again, fresh), name
+            assert torch.equal(again, results[0][name][0]), name
+
+
+def node_apart(rank: int, world_size: int, kind: str) -> str:
+    mesh = node_mesh("cpu", 2)
+    params = [nn.Parameter(torch.ones(4 if kind == "shapes" and rank == 1 else 3))]
+    with pytest.raises(UserError) as caught:
+        co2 = ShardedCO2(params, CO2Config(tau=1), mesh=mesh)
+        with torch.no_grad():
+            params[0].sub_(0.1 * rank)  # without a synchronisation of gradients
+        co2.step()
+    return str(caught.value)
+
+
+def test_a_node_whose_workers_train_apart_is_refused_at_the_first_boundary():
+    for text in run_distributed(node_apart, 2, "values"):
+        assert "synchronise gradients every step" in text and "mesh['shard']" in text and "\n" not in text
+
+
+def test_unequal_shapes_in_a_node_are_refused_before_any_tensor_is_sent():
+    for text in run_distributed(node_apart, 2, "shapes"):
+        assert "workers differ" in text and "(3,)" in text and "(4,)" in text
+
+
+def test_expanded_tensors_are_refused():
+    build = partial(make_method, "co2", co2=CONFIG)
+    model = nn.Linear(2, 2)
+    model.register_buffer("scale", torch.ones(1).expand(3))
+    with pytest.raises(UserError, match=r"shape \(3,\) is expanded.*clone"):
+        build(model)
