@@ -8,6 +8,7 @@ data by themselves.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import CollectiveError
+from .errors import CollectiveError, UserError
 from .groups import Pending, Stage, agree, all_reduce, backend_for, leave_group, new_group
 from .stats import Mark, Seconds, between, mark, plus
 
@@ -295,8 +296,15 @@ class SideStream:
 
 def moved_by_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether NCCL moves the group's tensors: then a wait orders streams. gloo moves a GPU's tensors through the host,
-    in threads of its own, and a wait for it blocks."""
-    return device.type == "cuda" and backend_for(group, device) == "nccl"
+    in threads of its own, and a wait for it blocks. UserError where the environment makes NCCL's waits block, too."""
+    if device.type != "cuda" or backend_for(group, device) != "nccl":
+        return False
+    if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("", "0"):
+        raise UserError(
+            f"TORCH_NCCL_BLOCKING_WAIT={os.environ['TORCH_NCCL_BLOCKING_WAIT']}: the host would wait for every "
+            "all-reduce, and nothing would be hidden; unset it"
+        )
+    return True
 
 
 def _note_time(work: dist.Work, times: list[float]) -> None:

@@ -106,6 +106,14 @@ def test_the_backend_is_that_of_the_tensors(monkeypatch: Any, config: str, devic
     assert collectives.moved_by_nccl(group, torch.device(device)) is (device == "cuda" and backend == "nccl")
 
 
+def test_an_environment_that_makes_every_wait_block_is_refused(monkeypatch: Any):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
+    group: Any = None
+    with pytest.raises(UserError, match="TORCH_NCCL_BLOCKING_WAIT=1: .*unset it"):
+        collectives.moved_by_nccl(group, torch.device("cuda"))
+
+
 def test_nccls_collectives_hold_few_multiprocessors_at_high_priority(monkeypatch: Any):
     class Options:
         def __init__(self) -> None:
