@@ -241,6 +241,7 @@ class LocalMethod(ABC):
     @torch.no_grad()
     def _boundary(self, *, finished: bool) -> bool:
         """close_round, measured, with what every method does around it."""
+        self.background.check_alive()  # before a method takes partial sums for what it keeps there
         device = self.background.device
         arrived = mark(device)
         timed = self.local_steps - (self.tau > 1)
