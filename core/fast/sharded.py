@@ -216,7 +216,8 @@ class ShardedCO2(LocalMethod):
         gap = outer.gap_scalar(self._last * m_norm, delta_norm) if c.gap == "norm" else None
         alpha = moved.double() * c.outer_lr
         rule = outer.Rule(c.outer_momentum, alpha, self._last, c.clip, c=c_t, gap=gap)
-        seen = [torch.tensor([0.0, 0.0, 1.0, 0.0], dtype=torch.float64, device=self.background.device)]
+        seen = [torch.zeros(4, dtype=torch.float64, device=self.background.device)]  # of nothing: Lambda is 1
+        seen[0][2].fill_(1.0)  # on the device: a copy from the host would wait for the collectives before it
         for _, g, x, m in self._segments():
             new, numbers = outer.new_momentum(m, g, rule)  # 4, 5, 6
             m.copy_(torch.where(moved, new, m))
