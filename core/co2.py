@@ -138,6 +138,8 @@ class CO2(LocalMethod):
         launch comes last. A landing is empty, or the last one, only in finish().
         """
         landing = self.receive(finished=finished) if self.background.in_flight else None  # 2
+        for bucket in self.buckets if landing is None else []:
+            bucket.payload.zero_()  # a remainder from before a checkpoint was loaded may not be finite
         if landing and landing.empty:
             self._last_lr = 0.0
             return True

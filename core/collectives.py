@@ -245,7 +245,7 @@ class Background:
         if reason:
             raise self._failure(reason)
         time.sleep(max(0.0, self._ready_at - time.perf_counter()))
-        if self._works:  # a callback may be late by a moment: then it lands now
+        if self._side is None and self._works:  # a callback may be late by a moment: then it lands now
             seen = len(self._landed_at) == len(self._works)
             landed = max([self._ready_at, *self._landed_at] if seen else [time.perf_counter()])
             self.seconds = between(self._launched_at, landed)

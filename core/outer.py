@@ -110,7 +110,8 @@ class Rule:
     """0-d: Lambda itself."""
 
 
-NOTHING_LANDED = Rule()  # m and x stay what they are; what remains is step 3 and the restart
+# m and x stay what they are, if d is finite: 0 times a NaN is a NaN. What remains is step 3 and the restart.
+NOTHING_LANDED = Rule()
 
 
 @dataclass(frozen=True)

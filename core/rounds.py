@@ -89,7 +89,7 @@ class LocalMethod(ABC):
         self.buffers = [b for b in fixed if b.is_floating_point()]
         self.tuner = TauTuner(tau_max) if tau == "auto" else None
         self.tau: int = self.tuner.tau if self.tuner else tau  # pyright: ignore[reportAttributeAccessIssue]
-        self._check()
+        self._check(given)
         self.local_steps = 0  # since the last round closed
         self.stats = RoundStats()
         self.tau_decision: TauDecision | None = None  # taken by tau="auto" at the last boundary
@@ -263,6 +263,7 @@ class LocalMethod(ABC):
     @torch.no_grad()
     def _boundary(self, *, finished: bool) -> bool:
         """close_round, measured, with what every method does around it."""
+        self.background.check_alive()  # before a method takes partial sums for what it keeps there
         device = self.background.device
         arrived = mark(device)
         timed = self.local_steps - (self.tau > 1)
@@ -286,12 +287,12 @@ class LocalMethod(ABC):
     def _all_state(self) -> dict[str, list[Tensor]]:
         return self.state | self.reducer.state
 
-    def _check(self) -> None:
+    def _check(self, given: Sequence[Tensor]) -> None:
         if not isinstance(self.tau, int) or self.tau < 1:
             raise UserError(f"tau={self.tau!r}: give a whole number of local steps, 1 or more, or auto")
         if not self.params:
             raise UserError("no parameter requires a gradient: nothing to train")
-        if not any(p.numel() for p in self.params):
+        if not any(p.numel() for p in given if p.requires_grad):  # of a DTensor's all shards
             raise UserError("no parameter has an element: nothing to train")
         for p in self.params:
             if not p.is_floating_point():

@@ -67,6 +67,8 @@ class ShardedCO2(LocalMethod):
         self._inner = new_group(inner_group, timeout, device, backend) if inner_group is not None else None
         self.inner_size = dist.get_world_size(self._inner) if self._inner else 1
         self.of_shards = any(isinstance(p, DTensor) for p in params)
+        if self.of_shards and self._inner is None:
+            raise UserError("DTensors as parameters need mesh=: without it different shards would be averaged")
         if self._inner is not None and not self.of_shards:
             agree(("ShardedCO2", self.signature()), [*params, *buffers], self._inner, device)
         workers = dist.get_world_size(group) if dist.is_initialized() else 1
@@ -249,9 +251,8 @@ class ShardedCO2(LocalMethod):
         gap = outer.gap_scalar(self._last * m_norm, delta_norm) if c.gap == "norm" else None
         alpha = moved.double() * c.outer_lr
         rule = outer.Rule(c.outer_momentum, alpha, self._last, c.clip, c=c_t, gap=gap)
-        nothing = torch.zeros(4, dtype=torch.float64, device=self.background.device)
-        nothing[2].fill_(1.0)  # Lambda, where the share is empty
-        seen = [nothing]
+        seen = [torch.zeros(4, dtype=torch.float64, device=self.background.device)]  # of nothing: Lambda is 1
+        seen[0][2].fill_(1.0)  # on the device: a copy from the host would wait for the collectives before it
         for _, g, x, m in self._segments():
             new, numbers = outer.new_momentum(m, g, rule)  # 4, 5, 6
             m.copy_(torch.where(moved, new, m))

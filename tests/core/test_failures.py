@@ -120,3 +120,20 @@ def absent_peer(rank: int, world_size: int) -> str:
 def test_a_mean_without_its_peer_raises_after_the_timeout():
     message = run_distributed(absent_peer, 2, expect_death=(0, 1))[0]
     assert "rank 0" in message and "round 0" in message and "no answer from rank 1" in message and "2 s" in message
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_calls_after_a_failure_move_nothing(shard: bool):
+    p = nn.Parameter(torch.arange(4.0))
+    _, method = make_method("co2", nn.ParameterList([p]), co2=CO2Config(tau=2), shard=shard)
+    with torch.no_grad():
+        for _ in range(4):
+            p.sub_(0.1)
+            method.step()
+        p.sub_(0.1)
+    before = p.detach().clone()
+    method.background._failed, method.background.in_flight = "rank 0: it failed", False  # as a failure leaves it
+    for call in (method.finish, method.step, method.step, method.finish):
+        with pytest.raises(CollectiveError):
+            call()
+        assert torch.equal(p, before), "a boundary after a failure must not read what has landed in part"

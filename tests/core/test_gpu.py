@@ -61,9 +61,10 @@ def test_offloaded_state_takes_nothing_on_the_device():
     co2.finish()
 
 
-def test_a_boundary_does_not_synchronise():
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_boundary_does_not_synchronise(shard: bool):
     params = parameters()
-    co2 = CO2(params, CO2Config(tau=2))
+    co2 = ShardedCO2(params, CO2Config(tau=2), shard=True) if shard else CO2(params, CO2Config(tau=2))
     local_steps(params, co2, 6)  # warmed up: the kernel is compiled
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -82,6 +82,15 @@ def test_neither_launch_nor_wait_blocks_the_host(background: Background):
     assert float(background.exposed) < SECONDS / 2
 
 
+def test_a_sum_at_once_leaves_the_time_of_the_last_reduction_alone(background: Background):
+    """That time lies between two events of a device: the host's clock cannot be set against them."""
+    background.launch(stages(background))
+    background.wait()
+    seconds = background.seconds
+    background.sum([torch.ones(2)])
+    assert background.seconds == seconds
+
+
 def test_a_host_that_is_held_up_while_launching_is_exposed(background: Background):
     background.launch(stages(background, starting=0.2))
     time.sleep(0.2)  # local steps: not exposed

@@ -137,3 +137,20 @@ def test_state_dict_is_a_copy():
         co2.step()
     now = [f for fs in state["state"].values() for f in fs] + list(state["in_flight"])
     assert all(torch.equal(a, b) for a, b in zip(now, kept, strict=True))
+
+
+def test_an_object_that_diverged_can_go_back_to_a_finished_checkpoint():
+    p = params(3)
+    co2 = CO2(p, CO2Config(tau=1))
+    saved_by(co2)
+    co2.finish()
+    state = co2.state_dict()
+    with torch.no_grad():
+        p[0].fill_(float("nan"))
+        co2.step()  # the difference that it leaves behind is not finite
+        co2.load_state_dict(state)
+        p[0].zero_()
+        for _ in range(3):
+            p[0].sub_(1.0)
+            co2.step()
+    assert torch.equal(p[0], torch.full((3,), -2.0)), "two differences of 1 have landed, the second halved"
