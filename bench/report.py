@@ -14,9 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from training.provenance import commit, version
-
 from core.errors import UserError
+from training.provenance import commit, version
 
 FORMAT = 1  # of the JSON
 
