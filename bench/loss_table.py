@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -15,6 +15,7 @@ from bench.report import mean_sd
 from training.recipe import launch
 
 NAME = "time_to_loss"
+Folder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER", help="Holds time_to_loss.json.")]
 METHODS = ("ddp", "local", "overlap_local", "slowmo", "co2")
 Status = Literal["reached", "out of time", "not reached", "failed"]
 
@@ -191,7 +192,7 @@ def write(folder: Path, result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    folder = tyro.cli(tyro.conf.Positional[Path], prog="python -m bench.loss_table")
+    folder = tyro.cli(Folder, prog="python -m bench.loss_table", description=__doc__)
     text = markdown(report.load(folder / f"{NAME}.json", "bench.time_to_loss", "runs"))
     (folder / f"{NAME}.md").write_text(text)
     print(text)

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import matplotlib
 import tyro
@@ -22,6 +22,7 @@ from bench.report import Spread
 from training.recipe import launch
 
 NAME = "scaling"
+Folder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER", help="Holds scaling.json.")]
 COLOURS = {"ddp": "C7", "local": "C2", "overlap_local": "C4", "slowmo": "C1", "co2": "C0"}
 # (size of the marker, width of the line): wide ones lie under the thin lines of methods that take as long
 SIZES = {"local": (10, 5), "overlap_local": (10, 5), "slowmo": (6, 1.5), "co2": (4, 1.2), "ddp": (5, 1.3)}
@@ -249,7 +250,7 @@ def write(folder: Path) -> str:
 
 
 def main() -> None:
-    folder = tyro.cli(tyro.conf.Positional[Path], prog="python -m bench.plots")
+    folder = tyro.cli(Folder, prog="python -m bench.plots", description=__doc__)
     print(write(folder))
 
 

@@ -160,7 +160,8 @@ class LocalMethod(ABC):
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs besides parameters and optimiser; waits for the all-reduce in flight.
 
-        Take it at a round boundary and the run goes on from there bit for bit. Tensors are copies.
+        Take it at a round boundary and the run goes on from there bit for bit. Tensors are copies. Each worker saves
+        its own, with its model (BatchNorm's buffers, too) and optimiser.
         """
         self.background.check_alive()
         in_flight = self.background.settle()
@@ -176,7 +177,10 @@ class LocalMethod(ABC):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what state_dict returned, on every worker; parameters and optimiser are the caller's."""
+        """Restores what state_dict returned, on every worker; parameters and optimiser are the caller's.
+
+        Load the model after this object was made, not before: making it broadcasts rank 0's parameters and buffers.
+        """
         if state["method"] != type(self).__name__:
             raise UserError(
                 f"the checkpoint is of {state['method']}, not {type(self).__name__}: resume with its method"

@@ -44,7 +44,10 @@ class RunFolder:
             if (self.path / "metrics.jsonl").exists() and not recipe.resume:
                 refusal = f"{self.path} holds a run: add --resume to continue it, or choose another --out"
             else:
-                self._make(describe(recipe, world_size, device))
+                try:
+                    self._make(describe(recipe, world_size, device))
+                except OSError as error:
+                    refusal = f"{self.path} cannot be written ({error.strerror}): choose another --out"
         if dist.is_initialized():
             box = [refusal]
             dist.broadcast_object_list(box, src=0)

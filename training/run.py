@@ -56,7 +56,7 @@ class Run:
         self.clock = Stopwatch()
         self.folder = RunFolder(recipe.folder, self.rank, self.clock)
         self._checkpoints = self.folder.path / "checkpoints"
-        self._link = ThrottledLink(recipe.link_mbit) if recipe.link_mbit else None
+        self._link = ThrottledLink(recipe.link_mbit) if recipe.link_mbit is not None else None
         if self._link and self.device.type == "cuda":
             raise UserError(f"link_mbit={recipe.link_mbit}: the emulated link works on CPUs only; leave it out")
         self._means = Averages()

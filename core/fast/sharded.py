@@ -30,6 +30,10 @@ from ..rounds import Bucket, Link, LocalMethod, Stage, UserError, copy, group_pi
 class ShardedCO2(LocalMethod):
     """CO2 whose outer state is shared out over the workers of a node, over all workers, or lies on the host.
 
+        mesh = node_mesh("cuda", 8)  # of core.groups: nodes of eight consecutive ranks
+        co2 = ShardedCO2(model.parameters(), CO2Config(tau=48), mesh=mesh, buffers=model.buffers())
+        model = DistributedDataParallel(model, process_group=mesh.get_group("shard"))
+
     mesh: [replicate, shard], as groups.node_mesh makes it; or its two dimensions as groups. inner_group: ranks that
     synchronise gradients every step, as a node's do, so that at a boundary their parameters are equal
     (DistributedDataParallel, ZeRO-1), or are shards of one model (DTensors: ZeRO-2 and 3, where a rank's share is its

@@ -93,6 +93,11 @@ def check_settings(name: str, co2: CO2Config, delayed: DelayedConfig, *, shard: 
             raise UserError(f"{key}={value!r} is CO2's own, method {name!r} does not have it: leave it out")
     if name not in ("co2", "delayed") and co2.wire.format != "float32":
         raise UserError(f"wire.format={co2.wire.format!r} is CO2's own, method {name!r} does not have it: leave it out")
+    if name != "delayed" and delayed != DelayedConfig():
+        key, value = next((k, v) for k, v in vars(delayed).items() if v != getattr(DelayedConfig(), k))
+        raise UserError(
+            f"delayed.{key}={value!r} is method delayed's own, method {name!r} does not have it: leave it out"
+        )
     if co2.tau == "auto" and name in ("local", "slowmo"):
         raise UserError(f"tau='auto' with method {name!r}: it hides no communication; give a number of local steps")
     if name == "delayed":

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from core import CO2, CO2Config, LocalSGD, ShardedCO2, UserError, make_method
-from core.methods import METHODS, OverlapLocalConfig, SlowMoConfig
+from core.methods import METHODS, DelayedConfig, OverlapLocalConfig, SlowMoConfig
 from tests.problems import Settings
 from training.throttle import ThrottledLink
 
@@ -43,6 +43,7 @@ def message(build: Callable[[], Any]) -> str:
         ({"clip": -1.0}, "clip=-1.0", "None for no clipping"),
         ({"clip": float("nan")}, "clip=nan", "None for no clipping"),
         ({"update": "quick"}, "update='quick'", "fast, plain, compiled"),
+        ({"wire": "int8"}, "wire='int8'", "WireConfig('int8')"),
     ],
     ids=str,
 )
@@ -90,6 +91,11 @@ def build(**settings: Any) -> CO2:
         (lambda: ThrottledLink(0), "link rate 0", "above 0"),
         (lambda: ThrottledLink(float("nan")), "link rate nan", "above 0"),
         (lambda: make_method("sgd", nn.Linear(1, 1)), "'sgd'", "co2, ddp, delayed, local, overlap_local, slowmo"),
+        (
+            lambda: make_method("co2", nn.Linear(1, 1), delayed=DelayedConfig(policy="mix")),
+            "delayed.policy='mix'",
+            "leave it out",
+        ),
         (lambda: CO2([]), "no parameter", "nothing to train"),
         (lambda: CO2([nn.Parameter(torch.zeros(1), requires_grad=False)]), "no parameter", "nothing to train"),
         (lambda: CO2([torch.zeros(1, dtype=torch.complex64, requires_grad=True)]), "complex64", "floating"),
