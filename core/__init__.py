@@ -1,6 +1,19 @@
 """CO2 (arXiv 2401.16265): data-parallel training whose communication hides behind computation."""
 
-from .methods import CO2, CO2Config, LocalSGD, OverlapLocalSGD, ShardedCO2, SlowMo, make_method
+from .methods import (
+    CO2,
+    CO2Config,
+    DelayedCO2,
+    DelayedConfig,
+    LocalSGD,
+    OverlapLocalConfig,
+    OverlapLocalSGD,
+    ShardedCO2,
+    SlowMo,
+    SlowMoConfig,
+    WireConfig,
+    make_method,
+)
 from .rounds import CollectiveError, RoundStats, UserError
 
 __version__ = "0.1.0"
@@ -9,11 +22,16 @@ __all__ = [
     "CO2",
     "CO2Config",
     "CollectiveError",
+    "DelayedCO2",
+    "DelayedConfig",
     "LocalSGD",
+    "OverlapLocalConfig",
     "OverlapLocalSGD",
     "RoundStats",
     "ShardedCO2",
     "SlowMo",
+    "SlowMoConfig",
     "UserError",
+    "WireConfig",
     "make_method",
 ]

@@ -75,7 +75,7 @@ class CO2Config:
         require(0 <= self.outer_momentum < 1, "outer_momentum", "give a number in [0, 1)")
         require(self.gap in outer.GAPS, "gap", f"choose one of {', '.join(outer.GAPS)}")
         require(self.clip is None or self.clip > 0, "clip", "give a number above 0, or None for no clipping")
-        require(isinstance(self.wire, WireConfig), "wire", "give a WireConfig, such as core.fast.WireConfig('int8')")
+        require(isinstance(self.wire, WireConfig), "wire", "give a WireConfig, such as core.WireConfig('int8')")
         require(self.update in PASSES, "update", f"choose one of {', '.join(PASSES)}")
 
 

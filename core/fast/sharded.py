@@ -354,6 +354,8 @@ def check_supported(c: CO2Config) -> None:
     check_stable(c)
     if c.gap == "inner":
         raise UserError("gap='inner' needs unshared outer state; choose elementwise, norm or none")
+    if c.update != "fast":
+        raise UserError(f"update={c.update!r}: shared outer state has one pass of its own; leave it out")
     if c.wire.format != "float32":
         raise UserError(f"wire.format={c.wire.format!r} needs unshared outer state; here only 'float32' works")
 

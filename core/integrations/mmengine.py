@@ -20,8 +20,16 @@ from mmengine.runner import Runner
 from mmengine.utils.dl_utils.parrots_wrapper import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from ..fast import WireConfig
-from ..methods import METHODS, CO2Config, DelayedConfig, OverlapLocalConfig, SlowMoConfig, UserError, make_method
+from ..methods import (
+    METHODS,
+    CO2Config,
+    DelayedConfig,
+    OverlapLocalConfig,
+    SlowMoConfig,
+    UserError,
+    WireConfig,
+    make_method,
+)
 
 Settings = Mapping[str, Any] | None
 

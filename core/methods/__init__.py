@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ..co2 import CO2, CO2Config, check_stable
+from ..co2 import CO2, CO2Config, WireConfig, check_stable
 from ..fast.sharded import ShardedCO2, check_supported
 from ..rounds import Link, LocalMethod, UserError
 from .ddp import DDP, is_sharded
@@ -18,6 +18,27 @@ from .delayed import DelayedCO2, DelayedConfig
 from .local_sgd import LocalSGD
 from .overlap_local_sgd import OverlapLocalConfig, OverlapLocalSGD
 from .slowmo import SlowMo, SlowMoConfig
+
+__all__ = [
+    "CO2",
+    "DDP",
+    "METHODS",
+    "CO2Config",
+    "DelayedCO2",
+    "DelayedConfig",
+    "LocalSGD",
+    "Method",
+    "MethodName",
+    "OverlapLocalConfig",
+    "OverlapLocalSGD",
+    "ShardedCO2",
+    "SlowMo",
+    "SlowMoConfig",
+    "UserError",
+    "WireConfig",
+    "check_settings",
+    "make_method",
+]
 
 MethodName = Literal["co2", "ddp", "delayed", "local", "overlap_local", "slowmo"]
 METHODS: tuple[MethodName, ...] = get_args(MethodName)

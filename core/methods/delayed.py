@@ -118,6 +118,8 @@ class DelayedConfig:
         replaces the minimum; and an own part of 1 / G leaves beta + (1 - 1 / G) alpha < 1, which tends to the same
         with the number of workers G, unknown here.
         """
+        if co2.update != "fast":
+            raise UserError(f"update={co2.update!r}: the delayed methods have one plain pass; leave it out")
         if self.policy != "penalty" and co2.gap != "none":
             raise UserError(f"gap={co2.gap!r}: policy {self.policy} takes the penalty's place; set gap none")
         if not self.delay and co2.gap != "none":

@@ -59,6 +59,7 @@ def test_bad_co2_setting(settings: dict[str, Any], named: str, remedy: str):
         ({"delay": 2, "gap": "none"}, "delay=2", "1 (CO2) or 0"),
         ({"delay": 0}, "gap='elementwise'", "set gap none"),
         ({"delay": 0, "gap": "none", "tau": "auto"}, "tau='auto'", "give a number"),
+        ({"nesterov": True, "update": "plain"}, "update='plain'", "leave it out"),
         ({"policy": "late"}, "policy='late'", "penalty, eager, mix, taylor"),
         ({"policy": "eager"}, "gap='elementwise'", "set gap none"),
         ({"policy": "mix", "gap": "none", "delay": 0}, "policy='mix'", "set policy penalty"),
