@@ -8,9 +8,7 @@ LONGEST_FIRST = ("e2e", "training", "bench", "core", "domains")  # so that no wo
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(
-        key=lambda item: LONGEST_FIRST.index(folder) if (folder := item.path.parent.name) in LONGEST_FIRST else 9
-    )
+    items.sort(key=lambda item: LONGEST_FIRST.index(item.path.parent.name))
 
 
 @pytest.fixture

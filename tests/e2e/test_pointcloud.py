@@ -1,7 +1,6 @@
 """The train script as its users start it, on a handful of analytic surfaces."""
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
