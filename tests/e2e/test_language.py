@@ -26,7 +26,8 @@ ENV = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "HF_
 
 def tiny(**changes) -> LanguageRecipe:
     """gpt2_pydoc_small cut down to a few seconds."""
-    recipe = replace(gpt2_pydoc_small(), device="cpu", context=32, batch_size=8, epoch_steps=12, log_every=6)
+    sizes = {"context": 32, "batch_size": 8, "epoch_steps": 12}
+    recipe = replace(gpt2_pydoc_small(), device="cpu", **sizes, log_every=6, eval_every=4)  # it writes a sample then
     recipe = replace(recipe, optim=replace(recipe.optim, lr=3e-3, warmup_steps=6), co2=replace(recipe.co2, tau=3))
     return replace(recipe, **changes)
 

@@ -66,7 +66,7 @@ def train_all(rank: int, world_size: int, folder: str) -> tuple[dict[str, list[f
     jobs = {method: {"method": method, "epochs": 6} for method in ("ddp", "co2")} | SEEDS
     losses = train_in_process(rank, world_size, folder, jobs)
     zero = zero_in_process(rank, world_size, f"{folder}/zero")
-    options = ("--epochs", "4", "--co2.tau", "auto", "--link_mbit", "30", "--trace")
+    options = ("--epochs", "4", "--co2.tau", "auto", "--co2.tau_max", "24", "--link_mbit", "30", "--trace")
     return losses, zero, on_worker(rank, world_size, Path(folder, "auto"), *options)
 
 
@@ -145,18 +145,21 @@ def test_zero_trains_and_resumes(folder: Path, trained: tuple):
     assert sorted(row["step"] for row in rows(folder / "zero/3") if "train_loss" in row) == list(range(4, 31, 4))
 
 
+def trains(folder: Path) -> bool:
+    path = folder / "metrics.jsonl"
+    return path.exists() and path.read_text().count("\n") >= 3
+
+
 def interrupt_once_it_trains(folder: Path) -> None:
     deadline = time.monotonic() + 120
-    while len(rows(folder)) < 3 and time.monotonic() < deadline:
+    while not trains(folder) and time.monotonic() < deadline:
         time.sleep(0.05)
     os.kill(os.getpid(), signal.SIGINT)
 
 
 def interrupted(rank: int, world_size: int, folder: str, *options: str) -> None:
-    (path := Path(folder)).mkdir(exist_ok=True)
-    (path / "metrics.jsonl").touch()
-    threading.Thread(target=interrupt_once_it_trains, args=(path,), daemon=True).start()
-    on_worker(rank, world_size, path, *options)
+    threading.Thread(target=interrupt_once_it_trains, args=(Path(folder),), daemon=True).start()
+    on_worker(rank, world_size, Path(folder), *options)
 
 
 def check_the_stop_and_resume(folder: Path, method: str) -> None:
@@ -179,7 +182,7 @@ def test_ctrl_c_saves_and_resume_finishes(method: str, tmp_path: Path):
     folder = tmp_path / "run"
     process = start(folder, "--epochs", "60", "--method", method)
     deadline = time.monotonic() + 120
-    while not (folder / "metrics.jsonl").exists() or len(rows(folder)) < 3:
+    while not trains(folder):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
