@@ -4,11 +4,12 @@ import pytest
 
 from tests.scripts import Mistakes
 
-LONGEST_FIRST = ("e2e", "training", "bench", "core", "domains")  # so that no worker is left alone with a long file
+FOLDERS = ("e2e", "training", "bench", "core", "domains")  # long files first: no worker is left alone with one
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: LONGEST_FIRST.index(item.path.parent.name))
+    order = {name: number for number, name in enumerate(FOLDERS)}
+    items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
 
 
 @pytest.fixture
