@@ -25,7 +25,7 @@ demo: setup ## train digits with ddp, slowmo and co2 over a throttled link; prin
 	$(PY) -m vision.demo
 
 test: setup ## run the fast tests (PYTEST_ARGS adds options)
-	$(PYTEST) -n 2 $(PYTEST_ARGS)
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-slow: setup ## run the slow tests
 	$(PYTEST) -m "slow and not gpu and not root" $(PYTEST_ARGS)

@@ -19,12 +19,20 @@ TIMEOUT = 4.0
 PATIENCE = 25.0  # seconds on a busy machine beyond the timeout
 
 
-def die(how: str) -> None:
+def die(how: str, peers: list[Path]) -> None:
+    """peers: the files of the others, which a stalled worker outlasts."""
     if how == "sigkill":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "exception":
         raise KeyError("deliberate")
-    time.sleep(TIMEOUT + 6)  # longer than its peers wait, and than they look who is silent
+    outlast(peers)
+
+
+def outlast(files: list[Path]) -> None:
+    """Returns once all files are there: their writers have waited and have looked who is silent."""
+    until = time.monotonic() + TIMEOUT + 2 * PATIENCE
+    while not all(file.exists() for file in files) and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 def bad_worker(rank: int, world_size: int, name: str, how: str, who: int, folder: str) -> dict[str, Any] | None:
@@ -33,7 +41,7 @@ def bad_worker(rank: int, world_size: int, name: str, how: str, who: int, folder
     _, method = make_method(name, nn.ParameterList(params), co2=CO2Config(tau=2), timeout=TIMEOUT)
     for step in range(40):
         if rank == who and step == 9:
-            die(how)
+            die(how, [Path(folder, f"{r}.pt") for r in range(world_size) if r != who])
         sgd_step(params, rank, step)
         before, outer = flat(params), [f.clone() for fs in method.state.values() for f in fs]
         start = time.perf_counter()
@@ -102,11 +110,11 @@ def test_the_others_name_a_stalled_worker(world_size: int, who: int, tmp_path: P
     assert results[who] is not None, "the stalled worker itself must find out when it wakes"
 
 
-def absent_peer(rank: int, world_size: int) -> str:
+def absent_peer(rank: int, world_size: int, folder: str) -> str:
     """Rank 1 never launches; rank 0's partial sums must not come out of wait()."""
     mean = Mean([torch.zeros(3)], timeout=2.0)
     if rank == 1:
-        time.sleep(8)
+        outlast([Path(folder, "seen")])
         return ""
     mean.launch()
     with pytest.raises(CollectiveError) as caught:
@@ -114,11 +122,12 @@ def absent_peer(rank: int, world_size: int) -> str:
     with pytest.raises(CollectiveError, match="rank 0"):
         mean.launch()
     assert not mean.background.in_flight
+    Path(folder, "seen").touch()
     return str(caught.value)
 
 
-def test_a_mean_without_its_peer_raises_after_the_timeout():
-    message = run_distributed(absent_peer, 2, expect_death=(0, 1))[0]
+def test_a_mean_without_its_peer_raises_after_the_timeout(tmp_path: Path):
+    message = run_distributed(absent_peer, 2, str(tmp_path), expect_death=(0, 1))[0]
     assert "rank 0" in message and "round 0" in message and "no answer from rank 1" in message and "2 s" in message
 
 

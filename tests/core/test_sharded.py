@@ -24,6 +24,9 @@ CONFIGS = [
     for (beta, alpha), gap, clip in product([(0.5, 1.0), (0.3, 0.6)], ["elementwise", "norm", "none"], [None, 0.2])
 ]
 
+CORNERS = [CONFIGS[i] for i in (0, 3, 7, 10)]  # every value of every setting
+GRIDS = [pytest.param(CORNERS, id="corners"), pytest.param(CONFIGS, id="whole", marks=pytest.mark.slow)]
+
 
 def node_step(params: list[nn.Parameter], ranks: list[int], step: int) -> None:
     """SGD with the mean gradient of a node's workers, as after their all-reduce."""
@@ -57,11 +60,11 @@ def expected(config: CO2Config, nodes: list[list[int]]) -> list[Tensor]:
     return [*rounds, ref.x[0].clone()]
 
 
-def hierarchical(rank: int, world_size: int, shard: bool) -> list[list[Tensor]]:
+def hierarchical(rank: int, world_size: int, shard: bool, configs: list[CO2Config]) -> list[list[Tensor]]:
     node = rank // 2
     mesh = node_mesh("cpu", 2)
     results = []
-    for config in CONFIGS:
+    for config in configs:
         trace, co2 = run_co2(config, [2 * node, 2 * node + 1], mesh=mesh, shard=shard)
         parts = 4 if shard else 2
         assert len(co2._x[0]) == -(-co2.buckets[0].numel // parts)
@@ -69,28 +72,32 @@ def hierarchical(rank: int, world_size: int, shard: bool) -> list[list[Tensor]]:
     return results
 
 
+@pytest.mark.parametrize("configs", GRIDS)
 @pytest.mark.parametrize("shard", [False, True], ids=["node", "all"])
-def test_two_nodes_of_two_equal_the_reference(shard: bool):
+def test_two_nodes_of_two_equal_the_reference(shard: bool, configs: list[CO2Config]):
     """x and m in halves inside the node, or in quarters over all; gradients synchronised inside the node."""
-    results = run_distributed(hierarchical, 4, shard, timeout=200)
-    for i, config in enumerate(CONFIGS):
+    results = run_distributed(hierarchical, 4, shard, configs, timeout=200)
+    for i, config in enumerate(configs):
+        reference = expected(config, [[0, 1], [2, 3]])
         for rank in range(4):
-            assert_traces_equal(results[rank][i], expected(config, [[0, 1], [2, 3]]))
+            assert_traces_equal(results[rank][i], reference)
             assert all(torch.equal(a, b) for a, b in zip(results[rank][i], results[0][i], strict=True))
 
 
-def flat_workers(rank: int, world_size: int, how: dict[str, bool]) -> list[list[Tensor]]:
-    return [run_co2(c, [rank], **how)[0] for c in CONFIGS]
+WAYS: list[dict[str, bool]] = [{}, {"shard": True}, {"offload": True}, {"shard": True, "offload": True}]
 
 
-@pytest.mark.parametrize("how", [{"shard": True}, {"offload": True}, {"shard": True, "offload": True}], ids=str)
+def flat_workers(rank: int, world_size: int, configs: list[CO2Config]) -> list[list[list[Tensor]]]:
+    return [[run_co2(c, [rank], **how)[0] for how in WAYS] for c in configs]
+
+
+@pytest.mark.parametrize("configs", GRIDS)
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_shared_or_offloaded_equals_unshared(world_size: int, how: dict[str, bool]):
-    shared = run_distributed(flat_workers, world_size, how, timeout=200)
-    unshared = run_distributed(flat_workers, world_size, {}, timeout=200)
-    for i in range(len(CONFIGS)):
-        for rank in range(world_size):
-            assert_traces_equal(shared[rank][i], unshared[rank][i])
+def test_shared_or_offloaded_equals_unshared(world_size: int, configs: list[CO2Config]):
+    for result in run_distributed(flat_workers, world_size, configs, timeout=400):
+        for unshared, *others in result:
+            for shared in others:
+                assert_traces_equal(shared, unshared)
 
 
 def parts(rank: int, world_size: int) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from core.testing import run_distributed
 from language.corpora import open_corpus
 from language.recipes import LanguageRecipe, gpt2_pydoc_small
 from language.train import make_objective, train
+from tests.scripts import Mistakes
 from training.run import Run
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +26,8 @@ ENV = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "HF_
 
 def tiny(**changes) -> LanguageRecipe:
     """gpt2_pydoc_small cut down to a few seconds."""
-    recipe = replace(gpt2_pydoc_small(), device="cpu", context=32, batch_size=8, epoch_steps=12, log_every=6)
+    sizes = {"context": 32, "batch_size": 8, "epoch_steps": 12}
+    recipe = replace(gpt2_pydoc_small(), device="cpu", **sizes, log_every=6, eval_every=4)  # it writes a sample then
     recipe = replace(recipe, optim=replace(recipe.optim, lr=3e-3, warmup_steps=6), co2=replace(recipe.co2, tau=3))
     return replace(recipe, **changes)
 
@@ -46,41 +48,64 @@ def train_in_process(rank: int, world_size: int, folder: str, jobs: dict[str, di
     return {name: [r["train_loss"] for r in rows(Path(folder, name)) if "train_loss" in r] for name in names}
 
 
-def test_each_method_learns_on_two_workers(tmp_path: Path):
-    jobs = {method: {"method": method, "epochs": 5} for method in METHODS}
-    losses, _ = run_distributed(train_in_process, 2, str(tmp_path), jobs, timeout=240)
-    for method in METHODS:
+STEADY = {"method": "ddp", "optim": replace(tiny().optim, schedule="constant")}
+JOBS = (
+    {method: {"method": method, "epochs": 5} for method in ("ddp", "co2")}
+    | {model: {"model": model, "epochs": 8} for model in ("roberta_tiny", "transnormer_tiny")}
+    | {name: {"epochs": 1, "seed": seed} for name, seed in (("a", 0), ("b", 0), ("c", 1))}
+    | {name: {"epochs": 1, "method": "ddp", "accumulate": n} for name, n in (("one part", 1), ("two parts", 2))}
+    | {
+        "whole": STEADY | {"epochs": 2},
+        "first half": STEADY | {"epochs": 1, "name": "halves"},
+        "second half": STEADY | {"epochs": 2, "name": "halves", "resume": True},
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("language")
+
+
+@pytest.fixture(scope="module")
+def losses(folder: Path) -> dict[str, list[float]]:
+    """The training losses of all jobs, trained by one pair of workers."""
+    return run_distributed(train_in_process, 2, str(folder), JOBS, timeout=240)[0]
+
+
+def check_learning(folder: Path, losses: dict[str, list[float]], methods: tuple[str, ...]) -> None:
+    for method in methods:
         assert losses[method][-1] < losses[method][0] - 0.5, method
-        summary = json.loads((tmp_path / method / "summary.json").read_text())
+        summary = json.loads((folder / method / "summary.json").read_text())
         # Guessing evenly makes 1,024.
         assert summary["val_perplexity"] < 600 and summary["val_tokens"] == 2999, method
         assert 0 < summary["val_bits_per_byte"] < 8 and summary["bytes_sent"] > 0, method
 
 
+def test_two_methods_learn_on_two_workers(folder: Path, losses: dict[str, list[float]]):
+    check_learning(folder, losses, ("ddp", "co2"))
+
+
+@pytest.mark.slow
+def test_each_method_learns_on_two_workers(tmp_path: Path):
+    jobs = {method: {"method": method, "epochs": 5} for method in METHODS}
+    check_learning(tmp_path, run_distributed(train_in_process, 2, str(tmp_path), jobs, timeout=240)[0], METHODS)
+
+
+@pytest.mark.usefixtures("losses")
 @pytest.mark.parametrize("model", ["roberta_tiny", "transnormer_tiny"])
-def test_the_other_models_learn_on_two_workers(tmp_path: Path, model: str):
-    run_distributed(train_in_process, 2, str(tmp_path), {model: {"model": model, "epochs": 8}}, timeout=240)
-    summary = json.loads((tmp_path / model / "summary.json").read_text())
+def test_the_other_models_learn_on_two_workers(folder: Path, model: str):
+    summary = json.loads((folder / model / "summary.json").read_text())
     assert summary["val_loss"] < math.log(1024) - 0.5, "better than guessing"
     assert ("val_bits_per_byte" in summary) == (model == "transnormer_tiny")
 
 
-def test_equal_seeds_give_equal_runs_and_micro_batches_the_same_losses(tmp_path: Path):
-    jobs = {name: {"epochs": 1, "seed": seed} for name, seed in (("a", 0), ("b", 0), ("c", 1))}
-    jobs |= {name: {"epochs": 1, "method": "ddp", "accumulate": n} for name, n in (("whole", 1), ("parts", 2))}
-    losses, _ = run_distributed(train_in_process, 2, str(tmp_path), jobs, timeout=240)
+def test_equal_seeds_give_equal_runs_and_micro_batches_the_same_losses(losses: dict[str, list[float]]):
     assert losses["a"] == losses["b"] != losses["c"]
-    assert losses["parts"] == pytest.approx(losses["whole"], rel=1e-4)
+    assert losses["two parts"] == pytest.approx(losses["one part"], rel=1e-4)
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path):
-    steady = {"method": "ddp", "optim": replace(tiny().optim, schedule="constant")}
-    jobs = {
-        "whole": steady | {"epochs": 2},
-        "first half": steady | {"epochs": 1, "name": "halves"},
-        "second half": steady | {"epochs": 2, "name": "halves", "resume": True},
-    }
-    losses, _ = run_distributed(train_in_process, 2, str(tmp_path), jobs, timeout=240)
+def test_a_resumed_run_equals_an_uninterrupted_one(losses: dict[str, list[float]]):
     assert losses["halves"] == losses["whole"] and len(losses["whole"]) == 4
 
 
@@ -108,8 +133,8 @@ def test_one_process_trains_on_books_and_is_evaluated_on_wikitext2(tmp_path: Pat
     assert events.Tensors("sample/text_summary")[0].tensor_proto.string_val[0].startswith(b"**")
 
 
-def test_a_users_mistake_is_one_line(tmp_path: Path):
-    done = start("gpt2_small_owt", CO2_DATA=str(tmp_path))
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: no openwebtext token files in {tmp_path}/openwebtext: expected train.bin")
-    assert "gpt2_pydoc_small" in done.stderr and done.stderr.count("\n") == 1
+def test_a_users_mistake_is_one_line(tmp_path: Path, mistake: Mistakes, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CO2_DATA", str(tmp_path))
+    said = mistake("language.train", "gpt2_small_owt")
+    assert said.startswith(f"error: no openwebtext token files in {tmp_path}/openwebtext: expected train.bin")
+    assert "gpt2_pydoc_small" in said and said.count("\n") == 1

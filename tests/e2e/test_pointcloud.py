@@ -1,9 +1,6 @@
 """The train script as its users start it, on a handful of analytic surfaces."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,10 +16,8 @@ from pointcloud.data import Surfaces
 from pointcloud.mae import MaskedAutoencoderConfig
 from pointcloud.model import AutoencoderConfig
 from pointcloud.recipes import PointCloudRecipe, surfaces_small
+from tests.scripts import Mistakes, run_on_worker
 from training.run import Run
-
-ROOT = Path(__file__).parents[2]
-ENV = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def tiny(**changes) -> PointCloudRecipe:
@@ -42,19 +37,34 @@ def rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def train_in_process(
-    rank: int, world_size: int, folder: str, jobs: dict[str, dict], pictures: bool = False
-) -> dict[str, list[float]]:
-    """Runs the train loop for several recipes in one process group; their logged training losses."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+# With ddp, whose finish() changes no parameter, and a rate that does not depend on the run's length; masks are random.
+STEADY = {"method": "ddp", "model": "mae", "optim": replace(tiny().optim, schedule="constant")}
+SEEDS = {name: {"epochs": 1, "seed": seed} for name, seed in (("a", 0), ("b", 0), ("c", 1))}
+JOBS = (
+    {"mae": {"model": "mae", "epochs": 6, "eval_every": 4, "points": 128}}
+    | {method: {"method": method, "epochs": 6} for method in METHODS}
+    | SEEDS
+    | {f"{name} mae": job | {"model": "mae"} for name, job in SEEDS.items()}
+    | {
+        "whole": STEADY | {"epochs": 2},
+        "first half": STEADY | {"epochs": 1, "name": "halves"},
+        "second half": STEADY | {"epochs": 2, "resume": True, "name": "halves"},
+    }
+)
+
+
+def train_all(rank: int, world_size: int, folder: str) -> dict[str, list[float]]:
+    """The script with the embedded recipe, then its loop for all jobs; their logged training losses."""
+    options = ["--epochs", "1", "--points", "64", "--batch_size", "2048", "--out", f"{folder}/embedded"]
+    run_on_worker(rank, world_size, "pointcloud.train", "surfaces_small", *options)
     Surfaces.COUNTS = {"train": 96, "test": 9}
-    if not pictures:  # they take longer than the training
-        script.save_picture = lambda *_: None
-    for name, changes in jobs.items():
+    save_picture = script.save_picture
+    for name, changes in JOBS.items():
+        script.save_picture = save_picture if name == "mae" else lambda *_: None  # slower than the training
         recipe = tiny(out=Path(folder, changes.get("name", name)), **changes)
         with Run(recipe) as job:
             script.train(job, recipe, *data.load(recipe))
-    names = {changes.get("name", name) for name, changes in jobs.items()}
+    names = {changes.get("name", name) for name, changes in JOBS.items()}
     return {name: [r["train_loss"] for r in rows(Path(folder, name)) if "train_loss" in r] for name in names}
 
 
@@ -62,21 +72,28 @@ def summary(folder: Path) -> dict:
     return json.loads((folder / "summary.json").read_text())
 
 
-def test_each_method_learns_on_two_workers(tmp_path: Path):
-    jobs = {method: {"method": method, "epochs": 6} for method in METHODS}
-    losses, _ = run_distributed(train_in_process, 2, str(tmp_path), jobs, timeout=240)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pointcloud")
+
+
+@pytest.fixture(scope="module")
+def losses(folder: Path) -> dict[str, list[float]]:
+    """The training losses of all jobs, trained by one pair of workers."""
+    return run_distributed(train_all, 2, str(folder), timeout=240)[0]
+
+
+def test_each_method_learns_on_two_workers(folder: Path, losses: dict[str, list[float]]):
     for method in METHODS:
         assert losses[method][-1] < losses[method][0] / 2, method
-        results = summary(tmp_path / method)
+        results = summary(folder / method)
         assert results["test_chamfer"] == pytest.approx(results["test_loss"]) and 0 < results["test_emd"] < 1, method
         assert results["steps"] == 72 and results["bytes_sent"] > 0, method
 
 
-def test_the_masked_autoencoder_learns_on_two_workers_and_leaves_pictures(tmp_path: Path):
-    jobs = {"mae": {"model": "mae", "epochs": 6, "eval_every": 4, "points": 128}}
-    losses, _ = run_distributed(train_in_process, 2, str(tmp_path), jobs, True, timeout=240)
+def test_the_masked_autoencoder_learns_on_two_workers_and_leaves_pictures(folder: Path, losses: dict[str, list[float]]):
     assert losses["mae"][-1] < 0.8 * losses["mae"][0]
-    folder = tmp_path / "mae"
+    folder = folder / "mae"
     picture = matplotlib.image.imread(folder / "reconstructions.png")
     assert picture.shape[:2] == (700, 1360)  # input, visible and reconstruction of six clouds
     events = EventAccumulator(str(folder), size_guidance={"images": 0})
@@ -85,49 +102,26 @@ def test_the_masked_autoencoder_learns_on_two_workers_and_leaves_pictures(tmp_pa
     assert {"train_loss", "lr", "test_chamfer", "test_emd", "round/gap_mean"} <= set(events.Tags()["scalars"])
 
 
-def test_equal_seeds_give_equal_runs_and_others_do_not(tmp_path: Path):
-    jobs = {name: {"epochs": 1, "seed": seed} for name, seed in (("a", 0), ("b", 0), ("c", 1))}
-    jobs |= {f"{name} mae": job | {"model": "mae"} for name, job in jobs.items()}
-    losses, _ = run_distributed(train_in_process, 2, str(tmp_path), jobs, timeout=240)
+def test_equal_seeds_give_equal_runs_and_others_do_not(folder: Path, losses: dict[str, list[float]]):
     for model in ("", " mae"):
         assert losses["a" + model] == losses["b" + model] != losses["c" + model]
-        a, b = (summary(tmp_path / (name + model)) for name in "ab")
+        a, b = (summary(folder / (name + model)) for name in "ab")
         assert a["test_chamfer"] == b["test_chamfer"] and a["test_emd"] == b["test_emd"]
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path):
-    """With ddp, whose finish() changes no parameter, and a rate that does not depend on the run's length."""
-    optim = replace(tiny().optim, schedule="constant")
-    steady = {"method": "ddp", "model": "mae", "optim": optim}  # mae: its masks are random
-    jobs = {
-        "whole": steady | {"epochs": 2},
-        "first half": steady | {"epochs": 1, "name": "halves"},
-        "second half": steady | {"epochs": 2, "resume": True, "name": "halves"},
-    }
-    losses, _ = run_distributed(train_in_process, 2, str(tmp_path), jobs, timeout=240)
+def test_a_resumed_run_equals_an_uninterrupted_one(losses: dict[str, list[float]]):
     assert losses["halves"] == losses["whole"] and len(losses["whole"]) == 4
 
 
-def start(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-    return subprocess.run(
-        [*command, "pointcloud.train", *arguments], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=240
-    )
+def test_a_missing_data_set_is_one_line_once(tmp_path: Path, mistake: Mistakes, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CO2_DATA", str(tmp_path))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "workers of one torchrun")
+    first, second = (mistake("pointcloud.train", "shapenet_folding", "--out", str(tmp_path / "run")) for _ in "12")
+    assert first.startswith("error: ") and first.count("\n") == 1 and not second
+    assert f"looked in {tmp_path} for ShapeNetCore.v2.PC15k/" in first and "surfaces_small" in first
 
 
-def test_a_missing_data_set_is_one_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(ENV, "CO2_DATA", str(tmp_path))
-    done = start("shapenet_folding", "--out", str(tmp_path / "run"))
-    assert done.returncode != 0
-    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(said) == 1 and f"looked in {tmp_path} for ShapeNetCore.v2.PC15k/" in said[0], done.stderr
-    assert "surfaces_small" in said[0] and "pointcloud/data.py" not in done.stderr, "no traceback of ours"
-
-
-def test_torchrun_trains_the_embedded_recipe(tmp_path: Path):
-    done = start(
-        "surfaces_small", "--epochs", "1", "--points", "64", "--batch_size", "2048", "--out", str(tmp_path / "run")
-    )
-    assert done.returncode == 0, done.stderr
-    assert summary(tmp_path / "run")["steps"] == 2
-    assert (tmp_path / "run" / "reconstructions.png").stat().st_size > 10_000
+@pytest.mark.usefixtures("losses")
+def test_the_script_trains_the_embedded_recipe(folder: Path):
+    assert summary(folder / "embedded")["steps"] == 2
+    assert (folder / "embedded" / "reconstructions.png").stat().st_size > 10_000

@@ -2,11 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from core.co2 import CO2Config
@@ -15,10 +14,8 @@ from core.testing import run_distributed
 from segmentation.data import build_dataset
 from segmentation.recipes import digits_small
 from segmentation.train import train
+from tests.scripts import Mistakes
 from training.run import Run
-
-ROOT = Path(__file__).parents[2]
-ENV = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def rows(folder: Path) -> list[dict]:
@@ -35,20 +32,29 @@ def train_in_process(rank: int, world_size: int, folder: str, jobs: dict[str, di
         recipe = replace(
             digits_small(),
             **{"device": "cpu", "batch_size": 16, "epochs": 5, "log_every": 3, "eval_every": 2, "optim": optim}
-            | {"co2": CO2Config(tau=3), "out": Path(folder, name)}
+            | {"co2": CO2Config(tau=3), "out": Path(folder, name.removesuffix(" again"))}
             | changes,
         )
         with Run(recipe) as run:
             train(run, recipe, train_set, eval_sets)
-    return {name: [r["train_loss"] for r in rows(Path(folder, name)) if "train_loss" in r] for name in jobs}
+    return {
+        name: [r["train_loss"] for r in rows(Path(folder, name)) if "train_loss" in r]
+        for name in jobs
+        if Path(folder, name).exists()
+    }
 
 
-def test_each_method_learns_on_two_workers_and_equal_seeds_give_equal_runs(tmp_path: Path) -> None:
-    jobs: dict[str, dict] = {method: {"method": method} for method in METHODS}
+@pytest.mark.parametrize(
+    "methods", [pytest.param(("ddp", "co2"), id="two"), pytest.param(METHODS, id="all", marks=pytest.mark.slow)]
+)
+def test_each_method_learns_on_two_workers_and_equal_seeds_give_equal_runs(
+    methods: tuple[str, ...], tmp_path: Path
+) -> None:
+    jobs: dict[str, dict] = {method: {"method": method} for method in methods}
     short = {"method": "co2", "epochs": 2}
     jobs |= {"a": short, "b": short, "c": short | {"seed": 1}}
     losses, _ = run_distributed(train_in_process, 2, str(tmp_path), jobs, timeout=600)
-    for method in METHODS:
+    for method in methods:
         assert losses[method][-1] < 0.9 * losses[method][0], method
         summary = json.loads((tmp_path / method / "summary.json").read_text())
         assert 0 < summary["val_mIoU"] <= summary["val_mAcc"] < summary["val_aAcc"] < 100, method
@@ -57,10 +63,9 @@ def test_each_method_learns_on_two_workers_and_equal_seeds_give_equal_runs(tmp_p
 
 def test_a_run_folder_holds_per_class_results_and_pictures_and_resumes(tmp_path: Path) -> None:
     """One worker, stopped after two of four epochs and resumed, ends as the run that was not interrupted."""
-    jobs = {"whole": {"epochs": 4}, "halves": {"epochs": 2}}
+    jobs = {"whole": {"epochs": 4}, "halves": {"epochs": 2}, "halves again": {"epochs": 4, "resume": True}}
     run_distributed(train_in_process, 1, str(tmp_path), jobs, timeout=300)
-    run_distributed(train_in_process, 1, str(tmp_path), {"halves": {"epochs": 4, "resume": True}}, timeout=300)
-    whole, halves = (rows(tmp_path / name) for name in jobs)
+    whole, halves = (rows(tmp_path / name) for name in ("whole", "halves"))
     assert [r["step"] for r in whole if "train_loss" in r] == [r["step"] for r in halves if "train_loss" in r]
     last = next(r for r in reversed(whole) if "val_mIoU" in r)
     assert "val_IoU/background" in last
@@ -71,18 +76,15 @@ def test_a_run_folder_holds_per_class_results_and_pictures_and_resumes(tmp_path:
     assert config["recipe"]["backbone"] == "resnet_mini"
 
 
-def fails(*options: str, **env: str) -> str:
-    """Starts the script with one process; its output, which must hold exactly one error and no traceback."""
-    command = [sys.executable, "-m", "segmentation.train", *options]
-    result = subprocess.run(command, cwd=ROOT, env=ENV | env, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 2, result.stderr
-    assert result.stderr.count("error:") == 1 and "Traceback" not in result.stderr
-    return result.stderr
+def test_mistakes_are_one_line(tmp_path: Path, mistake: Mistakes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*options: str) -> str:
+        text = mistake("segmentation.train", *options)
+        assert text.count("error:") == 1 and "Traceback" not in text
+        return text
 
-
-def test_mistakes_are_one_line(tmp_path: Path) -> None:
     out = ("--device", "cpu", "--out", str(tmp_path / "run"))
-    text = fails("ade20k_resnet50", *out, CO2_DATA=str(tmp_path))
+    monkeypatch.setenv("CO2_DATA", str(tmp_path))
+    text = fails("ade20k_resnet50", *out)
     assert f"no ADE20K in {tmp_path}/ade/ADEChallengeData2016: expected images/training" in text
     assert "digits_small" in text
     text = fails("digits_small", *out, "--batch_size", "1")

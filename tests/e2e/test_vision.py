@@ -1,10 +1,13 @@
 """The train script as its users start it."""
 
+import contextlib
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from core.methods import METHODS
 from core.testing import run_distributed
+from tests.scripts import run_on_worker
 from training.run import Run
 from vision import data
 from vision.demo import table
@@ -30,13 +34,6 @@ def start(folder: Path, *options: str) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def run(folder: Path, *options: str) -> str:
-    process = start(folder, *options)
-    text, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, text
-    return text
-
-
 def rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -51,27 +48,65 @@ def train_in_process(rank: int, world_size: int, folder: str, jobs: dict[str, di
     return {name: [r["train_loss"] for r in rows(Path(folder, name)) if "train_loss" in r] for name in jobs}
 
 
-def test_each_method_learns_on_two_workers(tmp_path: Path):
-    jobs = {method: {"method": method, "epochs": 6} for method in METHODS}
-    losses, _ = run_distributed(train_in_process, 2, str(tmp_path), jobs, timeout=240)
-    for method in METHODS:
+def on_worker(rank: int, world_size: int, folder: Path, *options: str) -> str:
+    """The script in a process that is there already; what it says."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        run_on_worker(
+            rank, world_size, "vision.train", "digits_small", "--device", "cpu", "--out", str(folder), *options
+        )
+    return out.getvalue()
+
+
+SEEDS = {name: {"epochs": 1, "seed": seed} for name, seed in (("a", 0), ("b", 0), ("c", 1))}
+
+
+def train_all(rank: int, world_size: int, folder: str) -> tuple[dict[str, list[float]], list[float], str]:
+    """What most of the tests look at: losses of two methods and three seeds, of ZeRO, and what the script says."""
+    jobs = {method: {"method": method, "epochs": 6} for method in ("ddp", "co2")} | SEEDS
+    losses = train_in_process(rank, world_size, folder, jobs)
+    zero = zero_in_process(rank, world_size, f"{folder}/zero")
+    options = ("--epochs", "4", "--co2.tau", "auto", "--co2.tau_max", "24", "--link_mbit", "30", "--trace")
+    return losses, zero, on_worker(rank, world_size, Path(folder, "auto"), *options)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("vision")
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> tuple[dict[str, list[float]], list[float], str]:
+    return run_distributed(train_all, 2, str(folder), timeout=300)[0]
+
+
+def check_learning(folder: Path, losses: dict[str, list[float]], methods: tuple[str, ...]) -> None:
+    for method in methods:
         assert losses[method][-1] < losses[method][0] / 3, method
-        summary = json.loads((tmp_path / method / "summary.json").read_text())
-        events = EventAccumulator(str(tmp_path / method)).Reload()
+        summary = json.loads((folder / method / "summary.json").read_text())
+        events = EventAccumulator(str(folder / method)).Reload()
         assert {"lr", "train_loss", "test_top1", "round/gap_mean"} <= set(events.Tags()["scalars"])
         assert "test/images" in events.Tags()["images"], method
         assert 0.8 < summary["test_top1"] <= summary["test_top5"] and summary["bytes_sent"] > 0, method
 
 
-def test_equal_seeds_give_equal_runs_and_others_do_not(tmp_path: Path):
-    jobs = {name: {"epochs": 1, "seed": seed} for name, seed in (("a", 0), ("b", 0), ("c", 1))}
-    losses, _ = run_distributed(train_in_process, 2, str(tmp_path), jobs, timeout=120)
+def test_two_methods_learn_on_two_workers(folder: Path, trained: tuple):
+    check_learning(folder, trained[0], ("ddp", "co2"))
+
+
+@pytest.mark.slow
+def test_each_method_learns_on_two_workers(tmp_path: Path):
+    jobs = {method: {"method": method, "epochs": 6} for method in METHODS}
+    check_learning(tmp_path, run_distributed(train_in_process, 2, str(tmp_path), jobs, timeout=240)[0], METHODS)
+
+
+def test_equal_seeds_give_equal_runs_and_others_do_not(trained: tuple):
+    losses = trained[0]
     assert losses["a"] == losses["b"] != losses["c"]
 
 
-def test_tau_is_chosen_and_the_trace_shows_the_all_reduce(tmp_path: Path):
-    folder = tmp_path / "run"
-    text = run(folder, "--epochs", "5", "--co2.tau", "auto", "--link_mbit", "30", "--trace")
+def test_tau_is_chosen_and_the_trace_shows_the_all_reduce(folder: Path, trained: tuple):
+    folder, text = folder / "auto", trained[2]
     decisions = [row for row in rows(folder) if "tau" in row]
     assert decisions and decisions[0]["tau"].startswith("tau 4 -> ") and decisions[0]["tau"] in text
     taus = [row["round/tau"] for row in rows(folder) if "round/tau" in row]
@@ -88,47 +123,78 @@ def zero_in_process(rank: int, world_size: int, folder: str) -> list[float]:
     """Trains with each ZeRO stage, stage 3 in two goes; the test losses of the ends."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": "2"}
     ends = []
+    train_set, test_set = data.load("digits")
+    train_set = replace(train_set, images=train_set.images[:640], labels=train_set.labels[:640])  # ten steps an epoch
     for name, changes in {
         "1": {"zero": 1, "per_node": 2},
         "3": {"zero": 3, "per_node": 0},
         "3 again": {"zero": 3, "per_node": 0, "epochs": 3, "resume": True, "out": Path(folder, "3")},
         "3 ddp": {"zero": 3, "per_node": 0, "method": "ddp"},
     }.items():
-        settings = {"model": "vit_small", "epochs": 2, "device": "cpu", "out": Path(folder, name)} | changes
-        with Run(recipe := replace(digits_small(), **settings)) as job:
-            train(job, recipe, *data.load(recipe.dataset))
+        settings = {"model": "vit_small", "epochs": 2, "device": "cpu", "log_every": 4, "out": Path(folder, name)}
+        with Run(recipe := replace(digits_small(), **settings | changes)) as job:
+            train(job, recipe, train_set, test_set)
         ends.append(json.loads(Path(recipe.folder, "summary.json").read_text())["test_loss"] if rank == 0 else 0.0)
     return ends
 
 
-def test_zero_trains_and_resumes(tmp_path: Path):
-    stage1, stage3, resumed, ddp = run_distributed(zero_in_process, 2, str(tmp_path), timeout=240)[0]
+def test_zero_trains_and_resumes(folder: Path, trained: tuple):
+    stage1, stage3, resumed, ddp = trained[1]
     assert stage3 == pytest.approx(stage1, rel=1e-3)  # one node: CO2 has nobody to average with
     assert resumed != stage3 and max(resumed, ddp) < 4
-    assert sorted(row["step"] for row in rows(tmp_path / "3") if "train_loss" in row) == list(range(10, 67, 10))
+    assert sorted(row["step"] for row in rows(folder / "zero/3") if "train_loss" in row) == list(range(4, 31, 4))
 
 
-@pytest.mark.parametrize("method", ["ddp", "co2"])  # ddp's workers must stop at the same step, co2's may not
-def test_ctrl_c_saves_and_resume_finishes(method: str, tmp_path: Path):
-    folder = tmp_path / "run"
-    process = start(folder, "--epochs", "60", "--method", method)
+def trains(folder: Path) -> bool:
+    path = folder / "metrics.jsonl"
+    return path.exists() and path.read_text().count("\n") >= 3
+
+
+def interrupt_once_it_trains(folder: Path) -> None:
     deadline = time.monotonic() + 120
-    while not (folder / "metrics.jsonl").exists() or len(rows(folder)) < 3:
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    while not trains(folder) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupted(rank: int, world_size: int, folder: str, *options: str) -> None:
+    threading.Thread(target=interrupt_once_it_trains, args=(Path(folder),), daemon=True).start()
+    on_worker(rank, world_size, Path(folder), *options)
+
+
+def check_the_stop_and_resume(folder: Path, method: str) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["stopped_by_signal"] == signal.SIGINT and 0 < summary["steps"] < 60 * 22
     newest = max((folder / "checkpoints").glob("step*"))
     assert newest.name == f"step{summary['steps']:09d}"
     assert sorted(p.name for p in newest.iterdir()) == ["rank0of2.pt", "rank1of2.pt"]
     epochs = summary["steps"] // 22 + 2
-    run(folder, "--resume", "--epochs", str(epochs), "--method", method)
+    run_distributed(on_worker, 2, folder, "--resume", "--epochs", str(epochs), "--method", method, timeout=240)
     resumed = json.loads((folder / "summary.json").read_text())
     assert resumed["steps"] == epochs * 22 and "stopped_by_signal" not in resumed
     steps = [row["step"] for row in rows(folder) if "train_loss" in row]
     assert steps == sorted(set(steps)), "no step is trained twice"
+
+
+# ddp's workers must stop at the same step, co2's may not
+@pytest.mark.parametrize("method", ["ddp", pytest.param("co2", marks=pytest.mark.slow)])
+def test_ctrl_c_saves_and_resume_finishes(method: str, tmp_path: Path):
+    folder = tmp_path / "run"
+    process = start(folder, "--epochs", "60", "--method", method)
+    deadline = time.monotonic() + 120
+    while not trains(folder):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    check_the_stop_and_resume(folder, method)
+
+
+def test_a_signal_to_each_worker_saves_and_resume_finishes(tmp_path: Path):
+    """As ctrl-c sends it, without torchrun around the workers."""
+    folder = tmp_path / "run"
+    run_distributed(interrupted, 2, str(folder), "--epochs", "60", "--method", "co2", timeout=240)
+    check_the_stop_and_resume(folder, "co2")
 
 
 def test_a_users_mistake_is_one_line_once(tmp_path: Path):

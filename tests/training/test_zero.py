@@ -1,5 +1,6 @@
 """ZeRO inside nodes of two, CO2 across two nodes: each stage equals the unsharded run, and the reference."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -32,7 +33,12 @@ def build(stage: Any, inner: str, mesh: Any) -> tuple[nn.Module, nn.Module, Any,
     return model, *make_method("co2", model, co2=CONFIG, mesh=mesh), optimizer
 
 
-def train(rank: int, world_size: int, stage: Any, inner: str, shard: bool) -> list[Tensor]:
+def train_all(rank: int, world_size: int, inner: str, cases: list[tuple[int, bool]]) -> list[list[Tensor]]:
+    """cases: a stage, and whether the outer state is shared out over all."""
+    return [train(rank, stage, inner, shard) for stage, shard in cases]
+
+
+def train(rank: int, stage: Any, inner: str, shard: bool) -> list[Tensor]:
     mesh = node_mesh("cpu", 2)
     model = shard_model(problems.small_net(), mesh, stage)
     lr = LR if inner == "sgd" else 0.01
@@ -46,6 +52,7 @@ def train(rank: int, world_size: int, stage: Any, inner: str, shard: bool) -> li
         if method.step():
             trace.append(whole(model))
     method.finish()
+    method.close()
     return [*trace, whole(model)]
 
 
@@ -69,24 +76,38 @@ def reference() -> list[Tensor]:
     return [*rounds, ref.x[0].clone()]
 
 
-@pytest.mark.parametrize("shard", [False, True], ids=["node", "all"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_each_stage_equals_the_reference_for_twenty_rounds(stage: int, shard: bool):
+CORNERS = [(0, False), (1, True), (2, False), (3, True)]
+EVERY_CASE = list(product((0, 1, 2, 3), (False, True)))
+
+
+@pytest.mark.parametrize(
+    "cases", [pytest.param(CORNERS, id="corners"), pytest.param(EVERY_CASE, id="whole", marks=pytest.mark.slow)]
+)
+def test_each_stage_equals_the_reference_for_twenty_rounds(cases: list[tuple[int, bool]]):
+    """With the outer state shared out inside the node, and over all."""
     expected = reference()
-    for trace in run_distributed(train, 4, stage, "sgd", shard, timeout=150):
-        assert len(trace) == len(expected) == ROUNDS + 1
-        for ours, theirs in zip(trace, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    for traces in run_distributed(train_all, 4, "sgd", cases, timeout=240):
+        for (stage, shard), trace in zip(cases, traces, strict=True):
+            assert len(trace) == len(expected) == ROUNDS + 1
+            for ours, theirs in zip(trace, expected, strict=True):
+                torch.testing.assert_close(
+                    ours, theirs, rtol=1e-6, atol=1e-6, msg=lambda m, s=stage, a=shard: f"stage {s}, shard={a}: {m}"
+                )
 
 
 def test_each_stage_equals_the_unsharded_run_with_an_optimiser_that_keeps_state():
-    unsharded = run_distributed(train, 4, 0, "adamw", False, timeout=150)[0]
-    for stage in (1, 2, 3):
-        for ours, theirs in zip(run_distributed(train, 4, stage, "adamw", False)[3], unsharded, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    results = run_distributed(train_all, 4, "adamw", [(stage, False) for stage in range(4)], timeout=150)
+    for traces in results[1:]:
+        for trace in traces[1:]:
+            for ours, theirs in zip(trace, results[0][0], strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-def held(rank: int, world_size: int, stage: Any) -> dict[str, int]:
+def held(rank: int, world_size: int, stages: list[int]) -> list[dict[str, int]]:
+    return [held_in(rank, stage) for stage in stages]
+
+
+def held_in(rank: int, stage: Any) -> dict[str, int]:
     """Elements that this worker holds after some steps."""
     model, wrapped, method, optimizer = build(stage, "adamw", node_mesh("cpu", 2))
     for step in range(4):
@@ -98,6 +119,8 @@ def held(rank: int, world_size: int, stage: Any) -> dict[str, int]:
     local = [t.to_local() if isinstance(t, DTensor) else t for t in moments]
     params = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     grads = [p.grad for p in model.parameters()]
+    method.background.wait()
+    method.close()
     return {
         "parameters": sum(p.numel() for p in params),
         "gradients": sum((g.to_local() if isinstance(g, DTensor) else g).numel() for g in grads if g is not None),
@@ -106,22 +129,21 @@ def held(rank: int, world_size: int, stage: Any) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize(
-    ("stage", "halved"),
-    [(0, {"outer"}), (1, {"outer", "optimiser"}), (2, {"outer", "optimiser", "gradients", "parameters"})],
-)
-def test_what_each_stage_shards(stage: int, halved: set[str]):
+def test_what_each_stage_shards():
     """With FSDP2 the parameters at rest are shards in stage 2 too; it keeps them gathered from forward to backward."""
     n = sum(p.numel() for p in problems.small_net().parameters())
-    for seen in zip(*(d.items() for d in run_distributed(held, 4, stage)[:2]), strict=True):
-        name, total = seen[0][0], sum(value for _, value in seen)
-        if name in halved:
-            assert n <= total <= n + 2, (name, total)  # padding
-        else:
-            assert total == 2 * n, (name, total)
+    halved = [{"outer"}, {"outer", "optimiser"}, {"outer", "optimiser", "gradients", "parameters"}]
+    first, second, *_ = run_distributed(held, 4, [0, 1, 2])
+    for stage, (one, other) in enumerate(zip(first, second, strict=True)):
+        for name in one:
+            total = one[name] + other[name]
+            if name in halved[stage]:
+                assert n <= total <= n + 2, (stage, name, total)  # padding
+            else:
+                assert total == 2 * n, (stage, name, total)
 
 
-def resumed(rank: int, world_size: int, stage: Any, path: str) -> tuple[Tensor, Tensor]:
+def resumed(rank: int, stage: Any, path: str) -> tuple[Tensor, Tensor]:
     mesh, ends = node_mesh("cpu", 2), []
     for stop in (7, None):
         model, wrapped, method, optimizer = build(stage, "adamw", mesh)
@@ -145,13 +167,21 @@ def resumed(rank: int, world_size: int, stage: Any, path: str) -> tuple[Tensor, 
     return ends[0], ends[1]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_every_worker_resumes_from_its_own_file(stage: int, tmp_path):
-    for again, straight in run_distributed(resumed, 4, stage, str(tmp_path)):
-        assert torch.equal(again, straight)
+def resumed_all(rank: int, world_size: int, path: str) -> list[tuple[Tensor, Tensor]]:
+    return [resumed(rank, stage, path) for stage in (1, 2, 3)]
 
 
-def evaluation(rank: int, world_size: int, stage: Any) -> tuple[int, Tensor]:
+def test_every_worker_resumes_from_its_own_file(tmp_path):
+    for stages in run_distributed(resumed_all, 4, str(tmp_path), timeout=120):
+        for again, straight in stages:
+            assert torch.equal(again, straight)
+
+
+def evaluations(rank: int, world_size: int) -> list[Tensor]:
+    return [evaluation(rank, stage) for stage in (2, 3)]
+
+
+def evaluation(rank: int, stage: Any) -> Tensor:
     model, wrapped, method, optimizer = build(stage, "sgd", node_mesh("cpu", 2))
     with gathered(model, stage):
         for step in range(rank):  # uneven: a forward that communicated would hang
@@ -160,16 +190,21 @@ def evaluation(rank: int, world_size: int, stage: Any) -> tuple[int, Tensor]:
     optimizer.step()
     method.step()
     method.finish()
-    return rank, whole(model)
+    return whole(model)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_evaluations_may_be_uneven(stage: int):
-    results = run_distributed(evaluation, 4, stage)
-    assert all(torch.equal(end, results[0][1]) for _, end in results)
+def test_evaluations_may_be_uneven():
+    results = run_distributed(evaluations, 4)
+    for ends in results:
+        assert all(torch.equal(end, first) for end, first in zip(ends, results[0], strict=True))
 
 
-def other_methods(rank: int, world_size: int, stage: Any) -> list[Tensor]:
+def other_methods(rank: int, world_size: int) -> list[list[Tensor]]:
+    """Ends by stage, 0 and 3."""
+    return [of_other_methods(rank, stage) for stage in (0, 3)]
+
+
+def of_other_methods(rank: int, stage: Any) -> list[Tensor]:
     ends = []
     for name in ("local", "slowmo", "overlap_local"):
         mesh = node_mesh("cpu", 2)
@@ -187,9 +222,9 @@ def other_methods(rank: int, world_size: int, stage: Any) -> list[Tensor]:
 
 
 def test_the_baselines_run_across_nodes_too():
-    plain, sharded = (run_distributed(other_methods, 4, stage, timeout=100) for stage in (0, 3))
-    for rank in range(4):
-        for a, b, first in zip(plain[rank], sharded[rank], plain[0], strict=True):
+    results = run_distributed(other_methods, 4, timeout=100)
+    for plain, sharded in results:
+        for a, b, first in zip(plain, sharded, results[0][0], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
             torch.testing.assert_close(a, first, rtol=1e-9, atol=1e-9)
 
@@ -199,7 +234,12 @@ def test_a_stage_without_workers_to_shard_over_is_refused():
         make_mesh(torch.device("cpu"), 1, 2)
 
 
-def synchronous(rank: int, world_size: int, stage: Any) -> tuple[Tensor, float]:
+def synchronous(rank: int, world_size: int) -> list[tuple[Tensor, float]]:
+    """The end and the exposed seconds by stage, 0, 2 and 3."""
+    return [synchronous_of(rank, stage) for stage in (0, 2, 3)]
+
+
+def synchronous_of(rank: int, stage: Any) -> tuple[Tensor, float]:
     mesh = node_mesh("cpu", 2)
     model = shard_model(problems.small_net(), mesh, stage, everywhere=True)
     wrapped, method = make_method("ddp", model, mesh=mesh)
@@ -214,9 +254,10 @@ def synchronous(rank: int, world_size: int, stage: Any) -> tuple[Tensor, float]:
 
 
 def test_ddp_with_shards_synchronises_all_nodes():
-    (plain, measured), *_ = run_distributed(synchronous, 4, 0)
-    for stage in (2, 3):
-        for end, exposed in run_distributed(synchronous, 4, stage):
+    results = run_distributed(synchronous, 4)
+    plain, measured = results[0][0]
+    for _, *others in results:
+        for end, exposed in others:
             torch.testing.assert_close(end, plain, rtol=1e-9, atol=1e-9)
             assert measured >= 0 and exposed != exposed  # nan: not measured
 

@@ -1,0 +1,41 @@
+"""Train scripts started inside the test's own process, which has imported what they need."""
+
+import os
+import runpy
+import sys
+import warnings
+from typing import Any
+
+import pytest
+
+
+def run_script(module: str, *arguments: str) -> None:
+    """As `python -m module arguments`: what stands under `if __name__ == "__main__"` runs too."""
+    before, sys.argv = sys.argv, [module, *arguments]
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "'.*' found in sys.modules", RuntimeWarning)
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:
+        sys.argv = before
+
+
+def run_on_worker(rank: int, world_size: int, module: str, *arguments: str) -> None:
+    """The same on one of the workers of run_distributed."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    run_script(module, *arguments)
+
+
+class Mistakes:
+    """What a script says on stderr about a user's mistake, after which it must exit with status 2."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
+        monkeypatch.setattr(os, "_exit", sys.exit)
+        self.capfd: Any = capfd
+
+    def __call__(self, module: str, *arguments: str) -> str:
+        self.capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            run_script(module, *arguments)
+        assert ended.value.code == 2
+        return self.capfd.readouterr().err
