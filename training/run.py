@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
 from core.errors import UserError
-from core.methods import Method, make_method
+from core.methods import DDP, Method, make_method
 from training import checkpoint
 from training.counters import Averages, Due, Every, Stopwatch
 from training.folder import RunFolder
@@ -166,7 +166,7 @@ class Run:
         return Due(
             evaluation=open_end and self._evaluation.due(self.step),
             checkpoint=open_end and self._saving.due(self.step),
-            stop=self._stop.reached(self.step),
+            stop=self._stop.reached(self.step, together=isinstance(self._method, DDP)),
         )
 
     def _log_means(self) -> None:

@@ -118,10 +118,10 @@ def test_a_signal_makes_the_stop_due(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     stop = StopSignal()
     stop.listen()
-    assert not stop.reached(1)
+    assert not stop.reached(1, together=True)
     for now[0] in (10.0, 11.5):  # torchrun and the terminal both send one
         signal.raise_signal(signal.SIGUSR1)
-    assert stop.reached(2) and stop.number == signal.SIGUSR1
+    assert stop.reached(2, together=True) and stop.number == signal.SIGUSR1
     now[0] = 12.5
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
