@@ -24,8 +24,8 @@ momentum, and the buffer in flight.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -79,13 +79,17 @@ class CO2Config:
         require(self.update in PASSES, "update", f"choose one of {', '.join(PASSES)}")
 
 
+Schedule = Callable[[int], Mapping[str, Any]]
+
+
 class CO2(LocalMethod):
     """Hides the all-reduce of a data-parallel training loop behind tau local steps.
 
     params: model.parameters() or any list of tensors, on this worker's device; every worker must pass the same shapes.
     config: see CO2Config. buffers: BatchNorm statistics, to be averaged along; leave them out to keep them local.
     model_params: of float32 masters, see LocalMethod. group: the workers (None: all). timeout: seconds until a
-    missing worker is an error. link: an emulated slow one.
+    missing worker is an error. link: an emulated slow one. schedule: number of a round, from 0 -> what of tau,
+    outer_lr, outer_momentum and clip changes from then on; the same on all workers, which is checked in every round.
 
     After n * tau calls of step() the parameters of every worker equal x_{n,0}, bit for bit. Where workers synchronise
     gradients every step inside nodes, or hold shards of one model, ShardedCO2 (core/fast/sharded.py) is the class.
@@ -101,8 +105,10 @@ class CO2(LocalMethod):
         group: dist.ProcessGroup | None = None,
         timeout: float = 600.0,
         link: Link | None = None,
+        schedule: Schedule | None = None,
     ):
-        self.config = c = config or CO2Config()
+        self.config = c = scheduled(config or CO2Config(), schedule, 0)
+        self.schedule = schedule
         self.check_settings()
         params = list(params)
         if any(isinstance(p, DTensor) for p in params):
@@ -121,6 +127,7 @@ class CO2(LocalMethod):
         )
         self._x = self.new_state("outer_iterate", of_params=True)
         self._m = self.new_state("outer_momentum")
+        self.replicas = self.starts = self._x
         if c.wire.format != "float32":
             self.reducer = c.wire.reducer(self.buckets, self.scalars, self.background.rank, self.background.world_size)
         flats = zip(self.buckets, self._x, self._m, strict=True)
@@ -203,6 +210,15 @@ class CO2(LocalMethod):
     def signature(self) -> Any:
         return asdict(self.config)
 
+    def settings(self) -> Any:
+        return settings_of(self.config, self.tau)
+
+    def begin_round(self, number: int) -> None:
+        if self.schedule:
+            self.config = c = scheduled(self.config, self.schedule, number)
+            self.check_settings()
+            self.tau = self.tau if c.tau == "auto" else c.tau
+
     @torch.no_grad()
     def _displacement(self) -> Tensor:
         """||x_{t,1} - x_{t,0}||, 0-d, one tensor at a time."""
@@ -227,6 +243,24 @@ class CO2(LocalMethod):
         self._first_step = state["first_step"].to(self._m_norm)
         self._last_lr = state["last_lr"]
         self._m_norm = state["m_norm"].to(self._m_norm)
+
+
+SCHEDULED = ("tau", "outer_lr", "outer_momentum", "clip")
+
+
+def scheduled(c: CO2Config, schedule: Schedule | None, number: int) -> CO2Config:
+    """The settings of round `number`."""
+    changes = dict(schedule(number)) if schedule else {}
+    if unknown := changes.keys() - set(SCHEDULED):
+        raise UserError(f"the schedule changes {', '.join(sorted(unknown))}: only {', '.join(SCHEDULED)} may change")
+    if "tau" in changes and "auto" in (c.tau, changes["tau"]):
+        raise UserError(f"the schedule gives tau={changes['tau']!r} while tau is {c.tau!r}: give numbers, or only auto")
+    return replace(c, **changes)
+
+
+def settings_of(c: CO2Config, tau: int) -> dict[str, Any]:
+    """What may change from round to round."""
+    return {name: getattr(c, name) for name in SCHEDULED} | {"tau": tau}
 
 
 def check_stable(c: CO2Config) -> None:

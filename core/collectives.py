@@ -1,17 +1,16 @@
 """What runs in the background: stages of collectives, one after the other, and what happens when one fails.
 
 The communication knows no mathematics: it moves what its owner wrote into flat tensors. It runs on a process group of
-its own, so it never queues behind the model's own collectives, and needs no thread of ours: gloo and NCCL move the
-data by themselves.
+its own, so it never queues behind the model's own collectives.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import CollectiveError, UserError
-from .groups import Pending, Stage, agree, all_reduce, backend_for, leave_group, new_group
-from .stats import Mark, Seconds, between, mark, plus
+from .groups import Pending, Stage, agree, all_reduce, backend_for, leave_group, new_group, set_timeout
+from .stats import Seconds, between, mark, plus
 
 
 class Link(Protocol):
@@ -61,15 +60,16 @@ class Background:
     """Runs the stages of one reduction at a time while the caller computes.
 
     device: where the reduced tensors lie. group: the workers (None: all). timeout: seconds until a missing peer is an
-    error. backend: None for the group's own.
+    error, beyond the longest time between two launches: so far a peer may be behind. backend: None for the group's own.
 
         background.launch(reducer.stages(background.group, number))    # returns at once, whether or not peers are there
         background.done()                                              # True once all is through; never blocks
         background.wait()                                              # blocks; the tensors now hold the result
 
     Stages are a generator that yields the collectives it has started. Where NCCL moves the tensors, all of it is queued
-    at once in a stream of its own; elsewhere it goes on in done() and wait(). What the calling thread spends in
-    launch(), done() and wait() is exposed time, as is what the current stream waits in wait().
+    at once in a stream of its own. Elsewhere a wait blocks, so a thread goes along them, one reduction long; what it
+    does on a GPU lies in a stream of its own, too. What the calling thread spends in launch(), done() and wait() is
+    exposed time, as is what the current stream waits in wait().
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class Background:
     ):
         self.device, self.timeout, self.link = device, timeout, link
         self.group = new_group(group, timeout, device, backend)
+        self.timed_groups = [self.group] if self.group is not None else []  # those whose timeout follows the rounds
         self.world_size = dist.get_world_size(self.group) if self.group is not None else 1
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
         self.launched = 0  # how many reductions so far
@@ -90,14 +91,13 @@ class Background:
         self.seconds: Seconds = 0.0  # from the last launch to its landing
         self.exposed: Seconds = 0.0  # of the last one that was waited for
         self.in_flight = False  # whether what was launched has not been waited for
-        self._side = SideStream(device) if self.group is not None and moved_by_nccl(self.group, device) else None
-        self._stages: Iterator[Stage] | None = None
-        self._works: list[Pending] = []
+        self._by_nccl = self.group is not None and moved_by_nccl(self.group, device)
+        self._side = SideStream(device) if self._by_nccl or device.type == "cuda" else None
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None  # of the thread
         self._failed = ""
-        self._ready_at = 0.0
-        self._launched_at: Mark = 0.0
+        self._launched_at, self._longest = time.perf_counter(), 0.0  # the longest time between two launches
         self._host_seconds = 0.0  # that the calling thread has spent here since the last launch
-        self._landed_at: list[float] = []  # when the works of the last stage ended
 
     def agree(self, settings: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
         """Checks that all workers hold the same settings and shapes, then gives them rank 0's tensors."""
@@ -114,28 +114,28 @@ class Background:
         assert not self.in_flight, "wait() for what is in flight before the next launch"
         self.check_alive()
         self.launched += 1
-        self.bytes_sent = 0
         self.in_flight = True
         self._host_seconds = 0.0
         with self._counted():
-            self._stages = stages
-            if self._side is None:
-                self._launched_at = time.perf_counter()
-                self._next_stage()
-            else:
-                self._queue_all(self._side)
+            now = time.perf_counter()
+            self._longest, self._launched_at = max(self._longest, now - self._launched_at), now
+            for group in self.timed_groups:
+                set_timeout(group, self.timeout + self._longest)
+            self._begin(stages)
 
     def done(self) -> bool:
         """Whether all is through; where NCCL moves the tensors, whether all is queued. Never blocks."""
         self.check_alive()
         with self._counted():
-            return self._advance(block=False)
+            if self._thread is not None and not self._thread.is_alive():
+                self._end()
+            return self._thread is None
 
     def wait(self) -> None:
         """Blocks until the result is there, for the owner to use.
 
-        Raises CollectiveError when a worker died or stayed away for `timeout` seconds. The tensors then hold partial
-        sums and must not be used.
+        Raises CollectiveError when a worker died or stayed away for too long. The tensors then hold partial sums and
+        must not be used.
         """
         assert self.in_flight, "nothing was launched"
         start = mark(self.device)
@@ -150,9 +150,7 @@ class Background:
         if not self.in_flight:
             return False
         self.check_alive()
-        self._advance(block=True)
-        if self._side is not None:
-            self._side.join()
+        self._end()
         return True
 
     def discard(self) -> None:
@@ -161,16 +159,17 @@ class Background:
         self.in_flight = False
 
     def sum(self, flats: Sequence[Tensor]) -> None:
-        """Blocks until each of `flats`, equally shaped on all workers, holds its sum over them; not throttled.
+        """Until each of `flats`, equally shaped on all workers, holds its sum over them; not throttled.
 
         For a rare moment when nothing is in flight; a CollectiveError leaves partial sums.
         """
         assert not self.in_flight, "wait() for what is in flight first"
         if self.group is not None:
-            self._ready_at = 0.0
-            self._works = list(all_reduce(flats, self.group)[0])
-            self._wait_for_works()
-            self._works.clear()
+            kept = self.link, self.seconds, self.bytes_sent
+            self.link = None
+            self._begin(AllReduce(flats, self.world_size).stages(self.group, 0))
+            self._end()
+            self.link, self.seconds, self.bytes_sent = kept
 
     def restore(self, launched: int, in_flight: bool) -> None:
         """Continues from a checkpoint. in_flight: a result is in the owner's tensors that was not waited for."""
@@ -191,64 +190,70 @@ class Background:
         yield
         self._host_seconds += time.perf_counter() - began
 
-    def _queue_all(self, side: SideStream) -> None:
-        """Queues all stages in the stream. A wait without a timeout makes that stream wait for the collective, and the
-        host goes on; with one, torch documents that the host waits, too."""
-        with side:
-            self._launched_at = mark(self.device)
-            while self._stages is not None:
-                self._next_stage()
-                for work in self._works:
-                    work.wait()
-            self.seconds = between(self._launched_at, mark(self.device))
+    def _begin(self, stages: Iterator[Stage]) -> None:
+        """Queues everything, or starts the first collectives and a thread that goes on."""
+        self.bytes_sent, self.seconds = 0, 0.0
+        if self._side is not None:
+            self._side.follow()
+        with self._aside():
+            if self._by_nccl:
+                began = mark(self.device)
+                while (stage := self._next(stages)) is not None:
+                    for work in self._sent(stage)[0]:
+                        work.wait()  # the stream waits; with a timeout the host would, too, as torch documents
+                self.seconds = between(began, mark(self.device))
+                return
+            began = time.perf_counter()
+            stage = self._next(stages)
+        if stage is not None:
+            self._thread = threading.Thread(target=self._go_along, args=(began, stage, stages), daemon=True)
+            self._thread.start()
 
-    def _next_stage(self) -> None:
-        """Starts the next collectives; after the last ones there are none."""
-        assert self._stages is not None
-        self._works.clear()
-        reason, sent = "", 0
-        try:
-            works, sent = next(self._stages, ([], -1))
-            self._works = list(works)
-        except RuntimeError as error:
-            reason = str(error)
-        if reason:
-            raise self._failure(reason)
-        if sent < 0:
-            self._stages = None
-            return
-        self.bytes_sent += sent
-        self._ready_at = self.link.reserve(sent) if self.link else 0.0
-        self._landed_at = []
-        for work in self._works if self._side is None else []:
-            if isinstance(work, dist.Work):
-                _note_time(work, self._landed_at)
-
-    def _advance(self, *, block: bool) -> bool:
-        """Goes along the stages as far as they have got, or to their end; True at the end."""
-        while self._stages is not None:
-            landed = all(work.is_completed() for work in self._works)
-            if not block and not (landed and time.perf_counter() >= self._ready_at):
-                return False
-            self._wait_for_works()
-            self._next_stage()
-        return True
-
-    def _wait_for_works(self) -> None:
+    def _next(self, stages: Iterator[Stage]) -> Stage | None:
         reason = ""
         try:
-            for work in self._works:
-                work.wait(timedelta(seconds=self.timeout))
+            return next(stages, None)
         except RuntimeError as error:
             reason = str(error)
-        work = None
-        if reason:
-            raise self._failure(reason)
-        time.sleep(max(0.0, self._ready_at - time.perf_counter()))
-        if self._side is None and self._works:  # a callback may be late by a moment: then it lands now
-            seen = len(self._landed_at) == len(self._works)
-            landed = max([self._ready_at, *self._landed_at] if seen else [time.perf_counter()])
-            self.seconds = between(self._launched_at, landed)
+        raise self._failure(reason)  # out here, where no traceback keeps the collectives, and so their connections
+
+    def _go_along(self, began: float, stage: Stage | None, stages: Iterator[Stage]) -> None:
+        """The thread: waits for each stage, and starts the next."""
+        try:
+            with self._aside():
+                while stage is not None:
+                    works, ready_at = self._sent(stage)
+                    for work in works:
+                        work.wait()  # until the group's timeout
+                    time.sleep(max(0.0, ready_at - time.perf_counter()))
+                    stage = next(stages, None)
+            self.seconds = time.perf_counter() - began
+        except RuntimeError as error:
+            self._error = RuntimeError(str(error))  # without the traceback, which would keep the connections
+        except Exception as error:
+            self._error = error
+
+    def _sent(self, stage: Stage) -> tuple[Sequence[Pending], float]:
+        """Counts what a stage sends; its collectives, and when the emulated link has carried them."""
+        works, sent = stage
+        self.bytes_sent += sent
+        return works, self.link.reserve(sent) if self.link else 0.0
+
+    def _aside(self) -> contextlib.AbstractContextManager[Any]:
+        return self._side.used() if self._side is not None else contextlib.nullcontext()
+
+    def _end(self) -> None:
+        """Waits for what `_begin` has started; the current stream does, where it lies in one."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if isinstance(error, RuntimeError) and self.group is not None:
+            raise self._failure(str(error))
+        if error is not None:
+            raise error
+        if self._side is not None:
+            self._side.join()
 
     def _failure(self, reason: str) -> CollectiveError:
         """Leaves the group, so that the workers which still wait see it broken too, and names the silent ranks.
@@ -256,12 +261,10 @@ class Background:
         gloo tells only the dead worker's neighbours; the others notice when these close their connections, and
         connections close once nothing refers to the work any more.
         """
-        self._works.clear()
-        self._stages = None
         self.in_flight = False
         assert self.group is not None
         ranks, name = dist.get_process_group_ranks(self.group), self.group.group_name
-        group, self.group = self.group, None
+        group, self.group, self.timed_groups = self.group, None, []
         dist.destroy_process_group(group)
         del group
         silent = [ranks[i] for i in _silent(f"co2/failed/{name}", self.rank, self.world_size)]
@@ -274,20 +277,19 @@ class Background:
 
 
 class SideStream:
-    """A stream beside that of the computation, in which NCCL's collectives are queued one after the other."""
+    """A GPU's stream beside that of the computation, in which collectives lie one after the other."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def __enter__(self) -> None:
-        """What is queued from here on follows what the computation has queued so far, and runs beside what follows."""
+    def follow(self) -> None:
+        """What is queued here from now on follows what the computation has queued so far, and runs beside the rest."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._context = torch.cuda.stream(self._stream)
-        self._context.__enter__()
 
-    def __exit__(self, *error: object) -> None:
-        self._context.__exit__(*error)
+    def used(self) -> contextlib.AbstractContextManager[Any]:
+        """What this thread queues in the block goes here."""
+        return torch.cuda.stream(self._stream)
 
     def join(self) -> None:
         """The computation waits for all that is queued here; the host does not."""
@@ -305,11 +307,6 @@ def moved_by_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
             "all-reduce, and nothing would be hidden; unset it"
         )
     return True
-
-
-def _note_time(work: dist.Work, times: list[float]) -> None:
-    """Appends to `times` when the collective ends."""
-    work.get_future().add_done_callback(lambda _: times.append(time.perf_counter()))
 
 
 def _silent(key: str, rank: int, world_size: int, patience: float = 2.0) -> list[int]:

@@ -71,6 +71,7 @@ class Scalars:
 
     def attach(self, place: Tensor) -> None:
         """place: [numel], the end of a bucket's flat tensor."""
+        self.place = place
         self._of = dict(zip(self.sizes, place.split(list(self.sizes.values())), strict=True))
 
     def __getitem__(self, name: str) -> Tensor:
@@ -78,10 +79,20 @@ class Scalars:
         numbers = self._of[name]
         return numbers[0] if self.sizes[name] == 1 else numbers
 
+    def named(self, numbers: Sequence[float]) -> dict[str, Sequence[float]]:
+        """All numbers, as the host has them, under their names."""
+        rest = iter(numbers)
+        return {name: [next(rest) for _ in range(size)] for name, size in self.sizes.items()}
+
     def set(self, name: str, value: float | Tensor) -> None:
         """On a GPU neither branch makes the host wait, as an assignment of a float would."""
         place = self[name]
         place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
+
+    def set_checksum(self, name: str, c: int | Tensor) -> None:
+        """c and c^2, of core/agreement.py."""
+        for place, value in zip(self[name], (c, c * c), strict=True):
+            place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
 
 
 def views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

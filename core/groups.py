@@ -106,6 +106,11 @@ def _nccl_options() -> Any:
     return options
 
 
+def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """How long collectives that start from now on may take; with NCCL its watchdog ends the process after that."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
 def leave_group(group: dist.ProcessGroup, timeout: float) -> None:
     """Destroys a group of new_group, or keeps it for the next one with its ranks.
 
@@ -166,6 +171,14 @@ def all_reduce(flats: Sequence[Tensor], group: dist.ProcessGroup) -> Stage:
     works = [dist.all_reduce(flat, group=group, async_op=True) for flat in flats if flat.numel()]
     n = dist.get_world_size(group)
     sent = sum(ring_bytes(flat.numel() * flat.element_size(), n) for flat in flats)
+    return [work for work in works if work is not None], sent
+
+
+def send_first(flats: Sequence[Tensor], group: dist.ProcessGroup) -> Stage:
+    """Starts sending the first member's values of each tensor to all; the bytes are the members' mean."""
+    works = [dist.broadcast(flat, group_src=0, group=group, async_op=True) for flat in flats if flat.numel()]
+    n = dist.get_world_size(group)
+    sent = sum(round((n - 1) / n * flat.nbytes) for flat in flats)
     return [work for work in works if work is not None], sent
 
 

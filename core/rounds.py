@@ -5,8 +5,7 @@ A method imports all that it is made of from here.
 
 from __future__ import annotations
 
-import itertools
-import os
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -15,11 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .agreement import REPAIR_EVERY, agree, checksum, checksum_of
+from .checks import check_inputs, check_saved
 from .collectives import AllReduce, Background, Link, Reducer, Stage
 from .errors import CollectiveError, UserError
 from .flat import Bucket, Scalars, copy, group_pieces, local_shard, make_buckets, unique, views
-from .stats import Mark, RoundStats, Seconds, between, mark
+from .groups import send_first
+from .stats import Late, Mark, RoundStats, Seconds, between, mark
 from .tau import TauDecision, TauTuner
+from .watch import Watch
 
 __all__ = [
     "Bucket",
@@ -89,14 +92,15 @@ class LocalMethod(ABC):
         self.buffers = [b for b in fixed if b.is_floating_point()]
         self.tuner = TauTuner(tau_max) if tau == "auto" else None
         self.tau: int = self.tuner.tau if self.tuner else tau  # pyright: ignore[reportAttributeAccessIssue]
-        self._check(given)
+        check_inputs(self.tau, given, self.params, self.buffers, self._model_params)
         self.local_steps = 0  # since the last round closed
         self.stats = RoundStats()
         self.tau_decision: TauDecision | None = None  # taken by tau="auto" at the last boundary
 
         workers = dist.get_world_size(group) if dist.is_initialized() else 1
         times = {"times": 2 * workers} if self.tuner else {}
-        self.scalars = Scalars({"finished": 1, "steps": 1} | dict(scalars or {}) | times)
+        known = {"finished": 1, "steps": 1, "stop": 1, "settings": 2, "replicas": 2}
+        self.scalars = Scalars(known | dict(scalars or {}) | times)
         self.buckets = make_buckets(self.params, self.buffers, self.scalars.numel, parts, on_host)
         self.scalars.attach(self.buckets[0].scalars)
         device = self.buckets[0].flat.device
@@ -104,10 +108,19 @@ class LocalMethod(ABC):
         self.reducer: Reducer = AllReduce([b.flat for b in self.buckets], self.background.world_size)
         self.state: dict[str, list[Tensor]] = {}  # the method's own, a flat tensor a bucket
         self._of_params: set[str] = set()  # names of those that start as the parameters
+        self.replicas: list[Tensor] = []  # state, flat, that is equal on all workers, bit for bit
+        self.starts: list[Tensor] = []  # where rounds begin, a flat tensor a bucket; empty where that is not kept
+        self.stop_agreed = False  # whether a worker has called ask_to_stop; becomes True on all at the same boundary
+        self._asked_to_stop = False
+        self._late = Late()
+        self._repair, self._repaired = False, -REPAIR_EVERY
         self._shared_from_start = [*everything, *fixed]
         self.background.agree((type(self).__name__, self.signature()), self._shared_from_start)
         self._refresh_model()
         self._own_buffers = [[b.clone() for b in bucket.buffers] for bucket in self.buckets]
+        trained = [p for p in given if p.requires_grad]
+        self._watch = Watch(trained, self.params, self._start_of_each)
+        self._watch.begin()
         self._stepping_since: Mark = mark(device)
 
     # -- for users ------------------------------------------------------------------------------------------
@@ -151,6 +164,12 @@ class LocalMethod(ABC):
                 bucket.flatten(flat) if name in self._of_params else flat.zero_()
         for flat in (flat for flats in self.reducer.state.values() for flat in flats):
             flat.zero_()
+        self._watch.begin()
+
+    def ask_to_stop(self) -> None:
+        """Any worker may: the next reduction carries it, and once that has landed `stop_agreed` is True on all workers,
+        at the same boundary; on a GPU one boundary later, for the host does not wait for the number."""
+        self._asked_to_stop = True
 
     @property
     def rounds(self) -> int:
@@ -187,7 +206,7 @@ class LocalMethod(ABC):
             )
         here = self._all_state() | {"all-reduce": [b.flat for b in self.buckets]}
         saved = state["state"] | {"all-reduce": state["in_flight"] or here["all-reduce"]}
-        _check_saved(saved, here)
+        check_saved(saved, here)
         if state["in_flight"] is not None and state["workers"] != self.background.world_size:
             raise UserError(
                 f"the checkpoint holds a sum over {state['workers']} workers that was in flight, here there are "
@@ -200,6 +219,8 @@ class LocalMethod(ABC):
         if self.tuner and state["tuner"]:
             self.tuner.load_state_dict(state["tuner"])
             self.tau = self.tuner.tau
+        self.begin_round(self.rounds)
+        self._watch.skip()  # the model may be loaded after this
 
     def close(self) -> None:
         """Leaves the process group. Only after finish()."""
@@ -214,6 +235,13 @@ class LocalMethod(ABC):
     def signature(self) -> Any:
         """What must be equal on all workers, compared at construction."""
         return f"tau={self.tau}"
+
+    def settings(self) -> Any:
+        """What must be equal on all workers in every round, compared when the round's reduction lands."""
+        return self.tau
+
+    def begin_round(self, number: int) -> None:  # noqa: B027
+        """For settings that change from round to round. number: of the round, from 0."""
 
     @torch.no_grad()
     def new_state(self, name: str, *, of_params: bool = False) -> list[Tensor]:
@@ -231,14 +259,35 @@ class LocalMethod(ABC):
             copy(bucket.buffer_views, own)
         self.scalars.set("finished", float(finished))
         self.scalars.set("steps", float(self.local_steps))
+        self.scalars.set("stop", float(self._asked_to_stop))
+        self.scalars.set_checksum("settings", checksum_of(self.settings(), self.everybody))
+        heard = self.replicas and self.speaks()
+        workers = self.background.world_size
+        self.scalars.set_checksum("replicas", checksum(self.replicas, self.rounds, workers) if heard else 0)
         if self.tuner:
             self.tuner.tell(self.stats, self.background.rank, self.scalars["times"])
         self.background.launch(self.stages())
         self.local_steps = 0
 
+    @property
+    def everybody(self) -> int:
+        """The number of all processes over which scalars are averaged."""
+        return round(1 / self.reducer.scale)
+
+    def speaks(self) -> bool:
+        """Whether this worker's replicas are compared in this round; of those with the same ones all or none are."""
+        return True
+
     def stages(self) -> Iterator[Stage]:
         """What is launched."""
-        return self.reducer.stages(self.background.group, self.background.launched + 1)
+        yield from self.repair()
+        yield from self.reducer.stages(self.background.group, self.background.launched)
+
+    def repair(self) -> Iterator[Stage]:
+        """The first worker's state for all, where replicas were found to differ."""
+        if self._repair and self.background.group is not None:
+            self._repair, self._repaired = False, self.rounds
+            yield send_first([flat for flats in self.state.values() for flat in flats], self.background.group)
 
     def receive(self, *, finished: bool) -> Landing:
         """Waits for what is in flight and notes what that cost. The model's buffers become their means.
@@ -252,10 +301,9 @@ class LocalMethod(ABC):
         self.stats.bytes_sent = self.background.bytes_sent
         for bucket in self.buckets:
             bucket.rest.mul_(self.reducer.scale)
-        if self.tuner:
-            times = self.scalars["times"] * self.background.world_size
-            self.tau_decision = self.tuner.listen(self.rounds, times)
-            self.tau = self.tuner.tau
+        sums = self._late.exchange(self.scalars.place * self.everybody)
+        if sums is not None:
+            self._hear(self.scalars.named(sums))
         last = finished and self.scalars["finished"].item() > 1 - 1e-6  # one over the workers may be rounded
         empty = last and self.scalars["steps"].item() == 0.0
         for bucket in self.buckets if not empty else []:  # an empty round carries older values
@@ -263,6 +311,39 @@ class LocalMethod(ABC):
         return Landing(last, empty)
 
     # -- of its own -----------------------------------------------------------------------------------------
+
+    def _hear(self, sums: Mapping[str, Sequence[float]]) -> None:
+        """What everybody has sent, which all workers hear in the same round."""
+        if self.tuner:
+            times = sums["times"]
+            self.tau_decision = self.tuner.hear(self.rounds, times[::2], times[1::2])
+            self.tau = self.tuner.tau
+        self.stop_agreed |= sums["stop"][0] > 0.5
+        if not agree(sums["settings"], self.everybody):
+            raise UserError(
+                f"workers differ in their settings in round {self.rounds - 1}, where this one has {self.settings()}: "
+                "a schedule must give all of them the same, from the round's number alone"
+            )
+        if not agree(sums["replicas"], self.background.world_size):
+            self.stats.drifted = 1.0
+            self._repair = self.rounds - self._repaired >= REPAIR_EVERY
+            if self._repair and self._repaired < 0 and self.background.rank == 0:
+                warnings.warn(
+                    f"the workers' outer state was not the same in round {self.rounds - 1}, as on unlike machines: "
+                    f"rank 0's is sent to all, at most once in {REPAIR_EVERY} rounds",
+                    stacklevel=2,
+                )
+
+    def _start_of_each(self) -> list[Tensor] | None:
+        """Where the round began, a tensor a parameter, in the order of self.params; None: not known."""
+        if not self.state:  # nothing is kept that could pull anywhere
+            return self.params
+        if not self.starts:
+            return None
+        found = {}
+        for bucket, flat in zip(self.buckets, self.starts, strict=True):
+            found |= {id(p): start for p, start in zip(bucket.params, views(flat, bucket.params), strict=True)}
+        return [found[id(p)].to(p.dtype) for p in self.params]
 
     @torch.no_grad()
     def _boundary(self, *, finished: bool) -> bool:
@@ -278,7 +359,9 @@ class LocalMethod(ABC):
         for own, bucket in zip(self._own_buffers, self.buckets, strict=True):
             copy(own, bucket.buffers)  # what this worker sends, whatever lands in the meantime
         everyone = self.close_round(finished=finished)
+        self.begin_round(self.rounds)
         self._refresh_model()
+        self._watch.begin()
         self._stepping_since = mark(device)
         self.stats.boundary_seconds = between(arrived, self._stepping_since)
         return everyone
@@ -291,66 +374,9 @@ class LocalMethod(ABC):
     def _all_state(self) -> dict[str, list[Tensor]]:
         return self.state | self.reducer.state
 
-    def _check(self, given: Sequence[Tensor]) -> None:
-        if not isinstance(self.tau, int) or self.tau < 1:
-            raise UserError(f"tau={self.tau!r}: give a whole number of local steps, 1 or more, or auto")
-        if not self.params:
-            raise UserError("no parameter requires a gradient: nothing to train")
-        if not any(p.numel() for p in given if p.requires_grad):  # of a DTensor's all shards
-            raise UserError("no parameter has an element: nothing to train")
-        for p in self.params:
-            if not p.is_floating_point():
-                raise UserError(f"a parameter of dtype {p.dtype}: only floating point can be averaged")
-        for t in [*self.params, *self.buffers]:
-            if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
-                raise UserError(
-                    f"a tensor of shape {tuple(t.shape)} is expanded, several elements being one: give it memory of "
-                    "its own, as clone() does"
-                )
-        if (workers := int(os.environ.get("WORLD_SIZE", 1))) > 1 and not dist.is_initialized():
-            raise UserError(
-                f"WORLD_SIZE={workers}, but torch.distributed is not initialised: this worker would train alone; call "
-                "init_process_group first"
-            )
-        _refuse_shared_storage(self.params)
-        shapes = [p.shape for p in self._model_params]
-        if shapes and shapes != [p.shape for p in self.params]:
-            raise UserError(
-                f"{len(shapes)} model_params for {len(self.params)} parameters: give one of each shape, in their order"
-            )
-
     def _check_frozen(self) -> None:
         if any(p.requires_grad for p in self._frozen):
             raise UserError(
                 "a parameter that was frozen when this object was built now requires a gradient and would never "
                 "be averaged: build it again after changing requires_grad"
-            )
-
-
-def _refuse_shared_storage(params: Sequence[Tensor]) -> None:
-    """Two parameters over the same memory would be moved twice at every boundary."""
-    spans: dict[int, list[tuple[int, int]]] = {}
-    for p in (p for p in params if p.numel()):
-        last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
-        if last + 1 == p.numel():  # others, such as columns of one matrix, may lie between each other
-            start = int(p.storage_offset())
-            spans.setdefault(p.untyped_storage().data_ptr(), []).append((start, start + last))
-    for taken in spans.values():
-        taken.sort()
-        if any(following[0] <= one[1] for one, following in itertools.pairwise(taken)):
-            raise UserError(
-                "two parameters share their memory: give the tensor that holds both, or one of them, as the same object"
-            )
-
-
-def _check_saved(saved: Mapping[str, Sequence[Tensor]], here: Mapping[str, Sequence[Tensor]]) -> None:
-    """Refuses a checkpoint of another model, or of other settings."""
-    if saved.keys() != here.keys():
-        theirs, mine = (", ".join(sorted(names.keys() - {"all-reduce"})) for names in (saved, here))
-        raise UserError(f"the checkpoint holds {theirs}, here it is {mine}: resume with the settings that wrote it")
-    for name, flats in here.items():
-        if (theirs := [len(f) for f in saved[name]]) != (mine := [len(f) for f in flats]):
-            raise UserError(
-                f"the checkpoint's {name} has {theirs} elements, here it has {mine}: resume with the model, and "
-                "the buffers to average, that wrote it"
             )

@@ -64,6 +64,24 @@ def ready(*times: Seconds) -> bool:
     return all(t.ready() for t in times if isinstance(t, Elapsed))
 
 
+class Late:
+    """A device's numbers for the host, which does not wait for them: on a GPU it gets those of the call before."""
+
+    def __init__(self) -> None:
+        self._coming: tuple[Tensor, Mark] | None = None
+
+    def exchange(self, numbers: Tensor) -> list[float] | None:
+        """numbers: 1-d. None: there are none yet."""
+        if not numbers.is_cuda:
+            return numbers.tolist()
+        arrived, self._coming = self._coming, (numbers.to("cpu", non_blocking=True), mark(numbers.device))
+        if arrived is None:
+            return None
+        assert isinstance(arrived[1], torch.cuda.Event)
+        arrived[1].synchronize()  # passed long ago
+        return arrived[0].tolist()
+
+
 @dataclass
 class RoundStats:
     """One closed round, as seen by this worker. Times are seconds; bytes are sent, not received.
@@ -78,6 +96,7 @@ class RoundStats:
     momentum_norm: float | Tensor = 0.0
     gap_mean: float | Tensor = 1.0  # Lambda over all elements
     gap_max: float | Tensor = 1.0
+    drifted: float = 0.0  # 1 when workers were found to differ that should be equal, bit for bit
     clipped_share: float | Tensor = 0.0  # of the momentum's elements (clip by norm: 1 when it was scaled)
     step_seconds: Seconds = 0.0  # of one local step; the round's first is left out, it may follow an evaluation
     exposed_seconds: Seconds = 0.0  # exposed communication: how long launching, polling and waiting held step() up

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from statistics import median
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from .stats import Mark, RoundStats, mark, ready
+from .stats import RoundStats, ready
 
 CALIBRATION_TAU = 4  # local steps a round until the first decision
 WARM_UP = 1  # rounds whose numbers are left out: kernels are picked, connections opened
@@ -40,8 +40,7 @@ def smallest_tau(allreduce_seconds: float, step_seconds: float, margin: float) -
 class TauTuner:
     """Decides tau on every worker alike, from numbers that all workers have received in the same all-reduce.
 
-    Each worker writes its times into its own places among the scalars (`tell`), reads everybody's (`listen`), and
-    decides (`hear`).
+    Each worker writes its times into its own places among the scalars (`tell`), and decides by everybody's (`hear`).
 
     The slowest worker paces the rounds: the others wait for it whatever tau is. So a step counts as long as the
     slowest worker's, and the all-reduce as long as the worker saw that launched last, which is the shortest time seen.
@@ -59,7 +58,6 @@ class TauTuner:
         self._steps: deque[float] = deque(maxlen=WINDOW)
         self._allreduces: deque[float] = deque(maxlen=WINDOW)
         self._told = (0.0, 0.0)  # this worker's last known seconds of a local step and of an all-reduce
-        self._arriving: tuple[Tensor, Mark] | None = None  # everybody's, on their way from the GPU
 
     def tell(self, stats: RoundStats, rank: int, places: Tensor) -> None:
         """Writes this worker's latest times to places, [2 x workers], where all others write 0."""
@@ -69,19 +67,7 @@ class TauTuner:
         for i, seconds in enumerate(self._told):
             places[2 * rank + i].fill_(seconds)
 
-    def listen(self, round: int, told: Tensor) -> TauDecision | None:
-        """told: everybody's times, [2 x workers]; on a GPU those of the round before count, so that nobody waits."""
-        arrived, self._arriving = self._arriving, (told.to("cpu", non_blocking=True), mark(told.device))
-        if not told.is_cuda:
-            arrived = self._arriving
-        elif arrived is not None and isinstance(arrived[1], torch.cuda.Event):
-            arrived[1].synchronize()  # passed long ago
-        if arrived is None:
-            return None
-        steps, allreduces = arrived[0].view(-1, 2).unbind(1)
-        return self.hear(round, steps.tolist(), allreduces.tolist())
-
-    def hear(self, round: int, step_seconds: list[float], allreduce_seconds: list[float]) -> TauDecision | None:
+    def hear(self, round: int, step_seconds: Sequence[float], allreduce_seconds: Sequence[float]) -> TauDecision | None:
         """One round's times of every worker, 0 where one has none. Returns the first decision, and each change."""
         steps, allreduces = [s for s in step_seconds if s > 0], [a for a in allreduce_seconds if a > 0]
         if not steps or not allreduces:

@@ -9,7 +9,7 @@
 #SBATCH --mem=0
 #SBATCH --time=24:00:00
 #SBATCH --requeue
-#SBATCH --signal=B:USR1@120
+#SBATCH --signal=B:USR1@600
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%x-%j.out
 

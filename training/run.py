@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
 from core.errors import UserError
-from core.methods import DDP, Method, make_method
+from core.methods import Method, make_method
 from training import checkpoint
 from training.counters import Averages, Due, Every, Stopwatch
 from training.folder import RunFolder
@@ -166,8 +166,16 @@ class Run:
         return Due(
             evaluation=open_end and self._evaluation.due(self.step),
             checkpoint=open_end and self._saving.due(self.step),
-            stop=self._stop.reached(self.step, together=isinstance(self._method, DDP)),
+            stop=self._stops(),
         )
+
+    def _stops(self) -> bool:
+        """Whether the run ends here, by a signal to any worker: all of them stop at the same step."""
+        if self._stop.number and not dist.is_initialized():
+            return True
+        if self._stop.number:
+            self._method.ask_to_stop()
+        return self._method.stop_agreed
 
     def _log_means(self) -> None:
         """Logs the means since the last time, the learning rate and the share of communication hidden so far."""
@@ -199,14 +207,8 @@ class Run:
     # -- checkpoints and the end ----------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Writes a checkpoint, at a round boundary or after method.finish(); every worker must call it.
-
-        A signal may have stopped the workers at different steps: the checkpoint is of the largest, now everyone's.
-        """
+        """Writes a checkpoint, at a round boundary or after method.finish(); every worker must call it."""
         with self.clock.paused():
-            self.step = largest_of_workers(self.step, self.device)
-            while self._schedule.last_epoch < self.step:
-                self._schedule.step()
             state = {name: part.state_dict() for name, part in self._parts.items()}
             state |= {
                 "step": self.step,
@@ -239,7 +241,8 @@ class Run:
         self.save()
         self._rounds.finish(self.step)
         seconds = self.clock.seconds
-        stopped = {"stopped_by_signal": self._stop.number} if self._stop.number else {}
+        number = largest_of_workers(self._stop.number, self.device)  # a signal may have come to one of them alone
+        stopped = {"stopped_by_signal": number} if number else {}
         summary = {
             **results,
             "steps": self.step,

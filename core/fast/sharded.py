@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .. import outer
-from ..co2 import CO2Config, check_stable
+from ..co2 import CO2Config, Schedule, check_stable, scheduled, settings_of
 from ..groups import agree, all_reduce, gather_parts, leave_group, new_group, sum_parts
 from ..rounds import Bucket, Link, LocalMethod, Stage, UserError, copy, group_pieces, views
 
@@ -57,8 +57,10 @@ class ShardedCO2(LocalMethod):
         model_params: Iterable[Tensor] = (),
         timeout: float = 600.0,
         link: Link | None = None,
+        schedule: Schedule | None = None,
     ):
-        self.config = c = config or CO2Config()
+        self.config = c = scheduled(config or CO2Config(), schedule, 0)
+        self.schedule = schedule
         self.shard, self.offload = shard, offload
         check_supported(c)
         params, buffers = list(params), list(buffers)
@@ -90,6 +92,7 @@ class ShardedCO2(LocalMethod):
             backend=backend,
         )
         self.reducer.scale = 1 / (workers * self.inner_size)  # of what is summed over both groups
+        self.background.timed_groups += [self._inner] if self._inner is not None else []
         self._make_state()
 
     @torch.no_grad()
@@ -107,6 +110,7 @@ class ShardedCO2(LocalMethod):
         self._host = _HostCopies(self.buckets, self.params[0].device) if self.offload else None
         self._x = self.state["outer_iterate"] = [torch.zeros_like(share) for share in self._shares()]
         self._m = self.state["outer_momentum"] = [torch.zeros_like(x) for x in self._x]
+        self.replicas = [] if self.shard else self._x
         # x lags: g holds x - _last m; also |x_{t,0} - x_{t-1,0}| = _last |m|. 0-d, on the device, as the next two
         self._last = torch.zeros((), dtype=torch.float64, device=self.background.device)
         self._m_squares = torch.zeros_like(self._last)
@@ -144,6 +148,7 @@ class ShardedCO2(LocalMethod):
                 x.copy_(outer.outer_step(x, m, self._last))
             self._last.zero_()
         else:
+            self.begin_round(self.rounds + 1)  # before the background uses its settings
             self.send(finished=finished)
         return last
 
@@ -176,6 +181,19 @@ class ShardedCO2(LocalMethod):
                 copy(g, difference)
                 start += n
 
+    def settings(self) -> Any:
+        return settings_of(self.config, self.tau)
+
+    def begin_round(self, number: int) -> None:
+        if self.schedule:
+            self.config = c = scheduled(self.config, self.schedule, number)
+            check_supported(c)
+            self.tau = self.tau if c.tau == "auto" else c.tau
+
+    def speaks(self) -> bool:
+        """The workers of a node take turns: their shares differ."""
+        return self._inner is None or self.rounds % self.inner_size == dist.get_rank(self._inner)
+
     # -- in the background ----------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -184,6 +202,7 @@ class ShardedCO2(LocalMethod):
         if self._host is not None:
             yield [self._host], 0
             self._host.take_differences()
+        yield from self.repair()
         yield from self._reduce([b.rest for b in self.buckets])
         squares = self._pseudo_gradient()
         sums = torch.stack([squares, self._m_squares])

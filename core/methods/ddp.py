@@ -13,6 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..groups import is_sharded, leave_group, new_group, ring_bytes
 from ..rounds import Link, Mark, RoundStats, Seconds, between, mark
+from ..stats import Late
+
+ASK_EVERY = 8  # steps between two exchanges of whether to stop
 
 
 class DDP:
@@ -41,6 +44,11 @@ class DDP:
         self._buffers = [b for b in model.buffers() if b.is_floating_point()] if average_buffers else []
         self._link = link
         self._reset()
+        self.stop_agreed = False
+        self._asked_to_stop = False
+        self._stops = torch.zeros(1, device=next(model.parameters()).device)  # how many workers want to
+        self._exchange: dist.Work | None = None
+        self._late = Late()
         if self.group is not None:
             self.world_size = dist.get_world_size(self.group)
         self._sharded = is_sharded(model)
@@ -80,6 +88,8 @@ class DDP:
         the first one's launch, without the gaps between them.
         """
         self.rounds += 1
+        if self.group is not None and self.rounds % ASK_EVERY == 0:
+            self._agree_to_stop(self.group)
         self.stats = RoundStats(self.rounds, local_steps=1, bytes_sent=self._bytes)
         if self._spans:
             last = self._spans[-1]
@@ -90,8 +100,24 @@ class DDP:
         self._reset()
         return True
 
+    def ask_to_stop(self) -> None:
+        """See LocalMethod: `stop_agreed` becomes True on all workers after the same step."""
+        self._asked_to_stop = True
+
+    def _agree_to_stop(self, group: dist.ProcessGroup) -> None:
+        """Reads what was sent ASK_EVERY steps ago, long through, and sends anew."""
+        if self._exchange is not None:
+            self._exchange.wait()
+            numbers = self._late.exchange(self._stops)
+            self.stop_agreed |= numbers is not None and numbers[0] > 0
+        self._stops.fill_(float(self._asked_to_stop))
+        self._exchange = dist.all_reduce(self._stops, group=group, async_op=True)
+
     def finish(self) -> None:
         """Averages the buffers; the parameters are equal already."""
+        if self._exchange is not None:
+            self._exchange.wait()
+            self._exchange = None
         for b in self._buffers if self.group is not None else []:
             dist.all_reduce(b, group=self.group)
             b.div_(self.world_size)

@@ -158,6 +158,10 @@ class DelayedCO2(CO2):
         super().__init__(
             params, config, buffers=buffers, model_params=model_params, group=group, timeout=timeout, link=link
         )
+        if d.policy in ("eager", "mix"):
+            self.starts = []
+        if d.policy == "eager":
+            self.replicas = []
         none = [None] * len(self.buckets)
         self._steps = self.new_state("outer_step") if d.nesterov else none
         own = self.new_state("own_difference") if d.policy == "eager" else none

@@ -62,6 +62,7 @@ class OverlapLocalSGD(LocalMethod):
         )
         self._z = self.new_state("anchor", of_params=True)
         self._v = self.new_state("anchor_momentum")
+        self.replicas = self._z
 
     def close_round(self, *, finished: bool) -> bool:
         if self.background.in_flight:

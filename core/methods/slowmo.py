@@ -55,6 +55,7 @@ class SlowMo(Blocking):
         self._lr = lr or (lambda: 1.0)
         self._x = self.new_state("outer_iterate", of_params=True)
         self._u = self.new_state("outer_momentum")
+        self.replicas = self.starts = self._x
 
     def apply(self) -> None:
         gamma = max(self._lr(), 1e-12)  # a schedule may end at exactly 0

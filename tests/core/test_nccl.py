@@ -4,6 +4,7 @@ torch on Work.wait for NCCL: without a timeout the current stream waits for the 
 timeout the host waits until the collective has completed.
 """
 
+import contextlib
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -44,10 +45,13 @@ class FakeStream:
     def __init__(self, device: torch.device):
         self.inside, self.joined = 0, 0
 
-    def __enter__(self) -> None:
-        self.inside += 1
+    def follow(self) -> None:
+        assert not self.inside
 
-    def __exit__(self, *error: object) -> None:
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        self.inside += 1
+        yield
         self.inside -= 1
 
     def join(self) -> None:

@@ -1,5 +1,6 @@
 """Weights that are loaded into a model after construction: resync() starts anew from them."""
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -93,3 +94,55 @@ def test_expanded_tensors_are_refused():
     model.register_buffer("scale", torch.ones(1).expand(3))
     with pytest.raises(UserError, match=r"shape \(3,\) is expanded.*clone"):
         build(model)
+
+
+def loaded_under_it(rank: int, world_size: int) -> dict[str, list[int]]:
+    """By method: how many warnings came in a round that begins with each kind of change to the weights."""
+    found: dict[str, list[int]] = {}
+    for name in (*LOCAL, "shard"):
+        params = [nn.Parameter(torch.full((3,), 0.5)), nn.Parameter(torch.zeros(2))]
+        if name == "shard":
+            method: Any = ShardedCO2(params, CONFIG, shard=True)
+        else:
+            method = make_method(name, nn.ParameterList(params), co2=CONFIG)[1]
+        optimizer = torch.optim.SGD(params, 0.1)
+        found[name] = []
+        for change in ("none", "loaded", "swapped", "in mid-round", "no memory of its own", "resynced", "none"):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                apply_change(change, params, method)
+                for step in range(2):
+                    for p in params:
+                        p.grad = torch.ones_like(p)
+                    optimizer.step()
+                    if change == "in mid-round" and not step:
+                        load(params, 2.0)
+                    method.step()
+            found[name] += [len(caught)]
+            assert all("call resync() on all workers" in str(w.message) for w in caught)
+        method.finish()
+    return found
+
+
+def apply_change(change: str, params: list[nn.Parameter], method: Any) -> None:
+    if change in ("loaded", "resynced"):
+        load(params, 1.5)
+    if change == "resynced":
+        method.resync()
+    if change == "swapped":  # an evaluation of other weights, which come back
+        kept = [p.detach().clone() for p in params]
+        load(params, 7.0)
+        with torch.no_grad():
+            for p, own in zip(params, kept, strict=True):
+                p.copy_(own)
+    if change == "no memory of its own":
+        params[0].data = params[0].data + 1.0
+
+
+def test_weights_loaded_under_a_method_are_noticed_at_the_rounds_first_step():
+    """Once, and by those methods that would pull them back; one that keeps no start cannot tell a swap from a load."""
+    (found,) = run_distributed(loaded_under_it, 1)
+    assert found["co2"] == found["slowmo"] == [0, 1, 0, 0, 1, 0, 0]
+    assert found["local"] == [0] * 7, "it takes the mean of whatever is there"
+    for name in ("shard", "overlap_local"):
+        assert found[name] == [0, 1, 1, 0, 1, 0, 0]

@@ -13,7 +13,7 @@ from pointcloud.data import Surfaces
 from pointcloud.model import AutoencoderConfig
 from pointcloud.recipes import RECIPES
 from pointcloud.train import main
-from training.stop import StopSignal
+from training.run import Run
 
 TINY = """
     --epochs 2 --batch_size 8 --points 64 --autoencoder.encoder_widths 16 --autoencoder.latent 16
@@ -58,12 +58,12 @@ def test_a_run_resumed_after_a_crash_ends_as_if_uninterrupted(model: str, train,
     whole, _ = train("--model", model, name="whole")
     assert len(losses(whole)) == 6  # 2 epochs of 24 / 8 steps
 
-    def crash(stop: StopSignal, step: int, *, together: bool) -> bool:
-        assert step < 5, "crash"
+    def crash(run: Run) -> bool:
+        assert run.step < 5, "crash"
         return False
 
     with monkeypatch.context() as patch, pytest.raises(AssertionError, match="crash"):
-        patch.setattr(StopSignal, "reached", crash)
+        patch.setattr(Run, "_stops", crash)
         train("--model", model, name="parts")
     resumed, summary = train("--model", model, "--resume", name="parts")  # from step 4, within the second epoch
     assert summary["steps"] == 6

@@ -124,7 +124,7 @@ def test_it_asks_for_its_cluster_for_a_log_and_for_a_signal_before_the_end(scrip
     asked, cluster = directives(script), Path(script).stem.split("_")[1]
     assert asked["--nodes"] == str(reproduce.NODES[cluster]) and asked["--gpus-per-node"] == str(GPUS)
     assert asked["--job-name"] == Path(script).stem and asked["--output"] == "slurm-%x-%j.out"
-    assert asked["--signal"] == "B:USR1@120" and asked["--open-mode"] == "append" and "--requeue" in asked
+    assert asked["--signal"] == "B:USR1@600" and asked["--open-mode"] == "append" and "--requeue" in asked
     assert asked["--ntasks-per-node"] == "1" and int(asked["--cpus-per-task"]) >= GPUS
 
 

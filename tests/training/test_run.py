@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -113,18 +114,59 @@ def test_evaluations_and_checkpoints_are_due_where_rounds_close_but_not_at_the_e
     assert due_steps(replace(recipe, checkpoint_every=0, out=tmp_path / "b"), 6, 18) == ([6, 12], [], [])
 
 
-def test_a_signal_makes_the_stop_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_second_signal_ends_the_run_at_once(monkeypatch: pytest.MonkeyPatch):
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     stop = StopSignal()
     stop.listen()
-    assert not stop.reached(1, together=True)
+    assert not stop.number
     for now[0] in (10.0, 11.5):  # torchrun and the terminal both send one
         signal.raise_signal(signal.SIGUSR1)
-    assert stop.reached(2, together=True) and stop.number == signal.SIGUSR1
+    assert stop.number == signal.SIGUSR1
     now[0] = 12.5
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+def stopped_by_one(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Only the slow rank 1 gets the signal, in mid-round; rank 0 may by then wait for it in an evaluation's sum."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    ends: dict[str, Any] = {}
+    for method in ("co2", "local", "ddp"):
+        recipe = Toy(name="toy", batch_size=2, out=Path(folder, method), device="cpu", method=method)
+        with Run(recipe) as run:
+            model = nn.Linear(2, 2)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            schedule = make_schedule(optimizer, 200, recipe.optim)
+            called, kept = run.make_method(model, optimizer)
+            run.begin(model, optimizer, schedule, kept, epoch=3, total=200)
+            for step in range(1, 201):
+                called(torch.ones(1, 2)).sum().backward()
+                time.sleep(0.002 * rank)
+                if rank == 1 and step == 11:  # a round is three steps long
+                    signal.raise_signal(signal.SIGUSR1)
+                optimizer.step()
+                schedule.step()
+                due = run.after_step(kept.step(), loss=torch.tensor(0.0))
+                if due.evaluation:
+                    run.sum(1.0)
+                if due.stop:
+                    break
+            kept.finish()
+            run.end({})
+            ends[method] = run.step, schedule.last_epoch
+    return ends
+
+
+def test_a_signal_to_one_worker_stops_all_at_the_same_step(tmp_path: Path):
+    zero, one = run_distributed(stopped_by_one, 2, str(tmp_path))
+    assert zero == one
+    assert zero["co2"] == (15, 15), "it is sent at step 12 and lands at 15"
+    assert zero["local"] == (12, 12), "it is sent at step 12 and lands there"
+    assert zero["ddp"] == (24, 24), "it is sent after step 16 and read after step 24"
+    for method, (step, _) in zero.items():
+        summary = json.loads((tmp_path / method / "summary.json").read_text())
+        assert summary["stopped_by_signal"] == signal.SIGUSR1 and summary["steps"] == step
 
 
 def test_checkpoints_are_complete_or_ignored(tmp_path: Path):
@@ -136,30 +178,6 @@ def test_checkpoints_are_complete_or_ignored(tmp_path: Path):
     with pytest.raises(UserError, match="was written by 1 workers, this run has 2"):
         checkpoint.load(tmp_path, rank=0, world_size=2)
     assert checkpoint.load(tmp_path / "nothing", rank=0, world_size=1) is None
-
-
-def save_at_different_steps(rank: int, world_size: int, folder: str) -> tuple[int, int]:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    recipe = Toy(name="toy", batch_size=2, out=Path(folder), device="cpu", method="local")
-    with Run(recipe) as run:
-        model = nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        schedule = make_schedule(optimizer, 100, recipe.optim)
-        _, method = run.make_method(model, optimizer)
-        run.begin(model, optimizer, schedule, method, epoch=100, total=100)
-        for _ in range(1 + rank):
-            optimizer.step()
-            schedule.step()
-            run.after_step(method.step(), loss=torch.tensor(0.0))
-        method.finish()
-        run.save()
-        return run.step, schedule.last_epoch
-
-
-def test_workers_stopped_at_different_steps_save_one_checkpoint(tmp_path: Path):
-    assert run_distributed(save_at_different_steps, 2, str(tmp_path)) == [(2, 2), (2, 2)]
-    (step,) = (tmp_path / "checkpoints").iterdir()
-    assert step.name == "step000000002" and len(list(step.iterdir())) == 2
 
 
 def seen_late(rank: int, world_size: int, folder: str) -> list[Any]:

@@ -1,0 +1,78 @@
+"""What is refused: parameters and checkpoints with which training would go wrong, in one line that names the remedy."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import UserError
+
+
+def check_inputs(
+    tau: Any,
+    given: Sequence[Tensor],
+    params: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    model_params: Sequence[Tensor],
+) -> None:
+    """given: the parameters as the user gave them; params: those that are trained, DTensors' shards among them."""
+    if not isinstance(tau, int) or tau < 1:
+        raise UserError(f"tau={tau!r}: give a whole number of local steps, 1 or more, or auto")
+    if not params:
+        raise UserError("no parameter requires a gradient: nothing to train")
+    if not any(p.numel() for p in given if p.requires_grad):  # of a DTensor's all shards
+        raise UserError("no parameter has an element: nothing to train")
+    for p in params:
+        if not p.is_floating_point():
+            raise UserError(f"a parameter of dtype {p.dtype}: only floating point can be averaged")
+    for t in [*params, *buffers]:
+        if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
+            raise UserError(
+                f"a tensor of shape {tuple(t.shape)} is expanded, several elements being one: give it memory of "
+                "its own, as clone() does"
+            )
+    if (workers := int(os.environ.get("WORLD_SIZE", 1))) > 1 and not dist.is_initialized():
+        raise UserError(
+            f"WORLD_SIZE={workers}, but torch.distributed is not initialised: this worker would train alone; call "
+            "init_process_group first"
+        )
+    _refuse_shared_storage(params)
+    shapes = [p.shape for p in model_params]
+    if shapes and shapes != [p.shape for p in params]:
+        raise UserError(
+            f"{len(shapes)} model_params for {len(params)} parameters: give one of each shape, in their order"
+        )
+
+
+def _refuse_shared_storage(params: Sequence[Tensor]) -> None:
+    """Two parameters over the same memory would be moved twice at every boundary."""
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for p in (p for p in params if p.numel()):
+        last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
+        if last + 1 == p.numel():  # others, such as columns of one matrix, may lie between each other
+            start = int(p.storage_offset())
+            spans.setdefault(p.untyped_storage().data_ptr(), []).append((start, start + last))
+    for taken in spans.values():
+        taken.sort()
+        if any(following[0] <= one[1] for one, following in itertools.pairwise(taken)):
+            raise UserError(
+                "two parameters share their memory: give the tensor that holds both, or one of them, as the same object"
+            )
+
+
+def check_saved(saved: Mapping[str, Sequence[Tensor]], here: Mapping[str, Sequence[Tensor]]) -> None:
+    """Refuses a checkpoint of another model, or of other settings."""
+    if saved.keys() != here.keys():
+        theirs, mine = (", ".join(sorted(names.keys() - {"all-reduce"})) for names in (saved, here))
+        raise UserError(f"the checkpoint holds {theirs}, here it is {mine}: resume with the settings that wrote it")
+    for name, flats in here.items():
+        if (theirs := [len(f) for f in saved[name]]) != (mine := [len(f) for f in flats]):
+            raise UserError(
+                f"the checkpoint's {name} has {theirs} elements, here it has {mine}: resume with the model, and "
+                "the buffers to average, that wrote it"
+            )

@@ -1,0 +1,76 @@
+"""Noticing that a model's weights were replaced, such as by a checkpoint, under a method that trains it."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .outer import norm
+
+TOLERANCE = 1e-3  # of a tensor's norm: weights that were swapped for an evaluation come back as they were, or nearly so
+
+
+class Watch:
+    """Warns when parameters were written to between a round's end and the optimiser's first step after it.
+
+    given: the parameters as an optimiser knows them; params: the same ones, where they lie (see flat.local_shard).
+    starts: gives for each of them where the round began, in any float dtype, or None where that is not kept. torch
+    counts what is written to a tensor, and torch's optimisers call before their step: so it costs nothing a step.
+    Weights written through `.data` are noticed where their memory is another one.
+    """
+
+    def __init__(
+        self, given: Sequence[Tensor], params: Sequence[Tensor], starts: Callable[[], Sequence[Tensor] | None]
+    ):
+        self._params, self._starts = params, starts
+        self._number = {id(p): i for i, p in enumerate(given)}
+        self._unchecked: dict[int, tuple[int, int]] = {}
+        this = weakref.ref(self)
+
+        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            watch = None if torch.compiler.is_compiling() else this()
+            if watch is not None and watch._unchecked:
+                watch.check(p for group in optimizer.param_groups for p in group["params"])
+
+        weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+
+    def begin(self) -> None:
+        """A round begins with the parameters as they are."""
+        self._unchecked = {i: _writes(p) for i, p in enumerate(self._params)}
+
+    def skip(self) -> None:
+        """Nothing is known of this round's start."""
+        self._unchecked = {}
+
+    @torch.no_grad()
+    def check(self, params: Any) -> None:
+        """Looks at those that are about to take the round's first step."""
+        numbers = [i for i in (self._number.get(id(p), -1) for p in params) if i in self._unchecked]
+        written = [i for i in numbers if self._unchecked.pop(i) != _writes(self._params[i])]
+        starts = self._starts() if written else None
+        if starts is not None:
+            written = [i for i in written if _differ(self._params[i], starts[i])]
+        if written:
+            warnings.warn(
+                f"{len(written)} of {len(self._params)} parameters were changed since the last round closed, and not "
+                "by an optimiser: if weights were loaded, call resync() on all workers, or the next rounds pull them "
+                "back to where the old ones were",
+                stacklevel=2,
+            )
+
+
+def _writes(p: Tensor) -> tuple[int, int]:
+    """Changes when p is written to in place, or gets another memory."""
+    return p._version, p.data_ptr()
+
+
+def _differ(p: Tensor, start: Tensor) -> bool:
+    if not p.numel():
+        return False
+    return bool(norm([p.to(start.dtype) - start]) > TOLERANCE * norm([start]))

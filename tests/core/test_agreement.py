@@ -1,0 +1,171 @@
+"""What workers must agree on in every round: settings that follow a schedule, replicas, and where to stop."""
+
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from core import CO2, CO2Config, ShardedCO2, UserError, make_method
+from core.agreement import PARTS, REPAIR_EVERY, agree, bits, checksum, checksum_of
+from core.groups import node_mesh
+from core.reference import Reference
+from core.testing import run_distributed
+from tests.problems import LR, assert_traces_equal, flat, gradient, odd_parameters, sgd_step
+
+TAUS = (3, 2, 2, 4)
+
+
+def schedule(number: int) -> dict[str, Any]:
+    """Tau, the outer step and momentum, and the clipping, all of them another in every round."""
+    return {
+        "tau": TAUS[min(number, 3)],
+        "outer_lr": 1.0 - 0.1 * number,
+        "outer_momentum": 0.1 * number,
+        "clip": 1.0 / (1 + number),
+    }
+
+
+def scheduled_run(rank: int, world_size: int, kind: str) -> list[Tensor]:
+    params = odd_parameters()
+    build: Any = {"co2": CO2, "shard": lambda *a, **b: ShardedCO2(*a, shard=True, **b)}[kind]
+    co2 = build(params, CO2Config(gap="elementwise"), schedule=schedule)
+    trace, step = [], 0
+    for step in range(11 - rank):  # rank 1 comes to finish() within the last round, and takes part in it
+        sgd_step(params, rank, step)
+        if co2.step():
+            trace.append(flat(params))
+    co2.finish()
+    co2.close()
+    return [*trace, flat(params)] if world_size == 1 or rank == 0 else [flat(params)]
+
+
+def scheduled_reference(world_size: int, steps: int) -> list[Tensor]:
+    ref = Reference(flat(odd_parameters()).expand(world_size, -1).clone(), TAUS[0])
+    workers = torch.arange(world_size, dtype=torch.float64)[:, None]
+    number, rounds = 0, []
+    for step in range(steps):
+        values = schedule(number)
+        ref.tau, ref.alpha, ref.beta, ref.phi = (values[k] for k in ("tau", "outer_lr", "outer_momentum", "clip"))
+        ref.x.sub_(LR * gradient(ref.x, workers, step))
+        if ref.local_step():
+            number += 1
+            rounds.append(ref.x[0].clone())
+    values = schedule(number)
+    ref.alpha, ref.beta, ref.phi = (values[k] for k in ("outer_lr", "outer_momentum", "clip"))
+    return rounds
+
+
+@pytest.mark.parametrize("kind", ["co2", "shard"])
+def test_a_schedule_changes_settings_from_round_to_round(kind: str):
+    (ours,) = run_distributed(scheduled_run, 1, kind)
+    rounds = scheduled_reference(1, 11)
+    assert len(rounds) == 4
+    assert_traces_equal(ours[:-1], rounds)
+    one, other = run_distributed(scheduled_run, 2, kind)
+    assert torch.equal(one[-1], other[-1]), "a worker that has finished early follows the schedule, too"
+
+
+def refused_schedule(rank: int, world_size: int) -> list[str]:
+    """A schedule that differs between workers, though not in the first round; and two that are no schedules."""
+    texts = []
+    for changes in (lambda n: {"outer_lr": 1.0 if n < 2 else 0.5 + rank / 10}, lambda n: {"gap": "norm"}):
+        params = [nn.Parameter(torch.ones(3))]
+        with pytest.raises(UserError) as caught:
+            co2 = CO2(params, CO2Config(tau=1), schedule=changes)
+            for _ in range(9):
+                co2.step()
+        texts.append(str(caught.value))
+    with pytest.raises(UserError, match="give numbers, or only auto"):
+        CO2([nn.Parameter(torch.ones(3))], CO2Config(tau="auto"), schedule=lambda n: {"tau": 3})
+    with pytest.raises(UserError, match="outer_lr=0"):
+        CO2([nn.Parameter(torch.ones(3))], CO2Config(tau=1), schedule=lambda n: {"outer_lr": 0})
+    return texts
+
+
+def test_workers_with_other_schedules_are_refused_when_their_first_round_lands():
+    results = run_distributed(refused_schedule, 2)
+    for rank, (differs, unknown) in enumerate(results):
+        assert "workers differ in their settings in round 2" in differs or "in round 1" in differs, differs
+        assert f"'outer_lr': {0.5 + rank / 10}" in differs and "\n" not in differs
+        assert unknown.startswith("the schedule changes gap: only tau, outer_lr")
+
+
+def drifting(rank: int, world_size: int, kind: str) -> dict[str, Any]:
+    """One worker's outer iterate is moved by less than float32 shows in its norm; who notices, and what follows."""
+    mesh = node_mesh("cpu", 2) if kind == "node" else None
+    params = [nn.Parameter(torch.linspace(-1, 1, 1000))]
+    if kind in ("co2", "local", "slowmo"):
+        _, method = make_method(kind, nn.ParameterList(params), co2=CO2Config(tau=1, outer_momentum=0.0))
+    else:
+        method = ShardedCO2(params, CO2Config(tau=1, outer_momentum=0.0), mesh=mesh, offload=kind == "offload")
+    drift, seen = rank == (2 if mesh else 1), []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(3 * PARTS * (2 if mesh else 1)):
+            if drift and number == 3 and "outer_iterate" in method.state:
+                method.background.settle()
+                method.state["outer_iterate"][0].mul_(1 + 1e-6)
+            with torch.no_grad():
+                params[0].sub_(0.01 * torch.sin(params[0] + (0 if mesh else rank)))
+            method.step()
+            seen.append(method.stats.drifted)
+    method.finish()
+    return {"first": seen.index(1.0) if 1.0 in seen else None, "last": params[0].detach(), "warned": len(caught)}
+
+
+@pytest.mark.parametrize("kind", ["co2", "slowmo", "offload", "node", "local"])
+def test_replicas_that_drift_apart_are_noticed_and_made_equal_again(kind: str):
+    """A mean of differences would keep them apart for ever. Nodes take turns, so it may take twice as long."""
+    results = run_distributed(drifting, 4 if kind == "node" else 2, kind)
+    firsts = {result["first"] for result in results}
+    assert len(firsts) == 1, "all workers notice in the same round"
+    (first,) = firsts
+    assert first is None if kind == "local" else 3 <= first <= 4 + PARTS * (2 if kind == "node" else 1)
+    assert all(torch.equal(r["last"], results[0]["last"]) for r in results)
+    assert [r["warned"] for r in results] == [int(kind != "local")] + [0] * (len(results) - 1) or kind == "node"
+
+
+@pytest.mark.parametrize("workers", [1, 2, 7, 128, 1024])
+def test_checksums_are_exact_in_float32_and_differ_where_one_bit_does(workers: int):
+    flats = [torch.randn(1000), torch.randn(70, dtype=torch.float64)]
+    one = [checksum(flats, number, workers) for number in range(PARTS)]
+    assert torch.equal(torch.stack(one), torch.stack([checksum(flats, PARTS + n, workers) for n in range(PARTS)]))
+    assert workers * (2 ** bits(workers)) ** 2 <= 2**20 or bits(workers) == 1
+    flats[0][500] = torch.nextafter(flats[0][500], torch.tensor(9.0))
+    changed = [checksum(flats, number, workers) for number in range(PARTS)]
+    assert sum(a != b for a, b in zip(one, changed, strict=True)) == 1
+    c, d = float(one[0]), float(one[0]) + 1
+    same = torch.tensor([workers * c, workers * c * c])
+    other = torch.tensor([(workers - 1) * c + d, (workers - 1) * c * c + d * d])
+    assert agree(same.tolist(), workers)
+    assert agree(other.tolist(), workers) == (workers == 1)
+    assert checksum_of({"a": 1.0}, workers) == checksum_of({"a": 1.0}, workers) < 2 ** bits(workers)
+
+
+def test_repairs_are_rare():
+    assert REPAIR_EVERY >= 100
+
+
+def outlasts(rank: int, world_size: int, late: float) -> str:
+    """Rounds of a second, a timeout of half a one; then rank 1 stays away for `late` seconds."""
+    params = [nn.Parameter(torch.ones(3))]
+    _, method = make_method("co2", nn.ParameterList(params), co2=CO2Config(tau=2), timeout=0.5)
+    for _ in range(4):
+        time.sleep(0.5)
+        method.step()
+    if rank:
+        time.sleep(late)
+    try:
+        method.finish()  # rank 0 is there a round's length before rank 1
+    except RuntimeError as error:
+        return str(error)
+    return "fine"
+
+
+def test_the_timeout_follows_the_length_of_the_rounds():
+    assert run_distributed(outlasts, 2, 1.0) == ["fine", "fine"]
+    zero, _ = run_distributed(outlasts, 2, 4.0)
+    assert "no answer from rank 1" in zero
