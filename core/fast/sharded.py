@@ -82,6 +82,7 @@ class ShardedCO2(LocalMethod):
             params,
             c.tau,
             tau_max=c.tau_max,
+            sync_steps=c.sync_steps,
             buffers=buffers,
             model_params=model_params,
             group=group,
@@ -98,6 +99,7 @@ class ShardedCO2(LocalMethod):
     @torch.no_grad()
     def _start_from_params(self) -> None:
         """g, in the payloads, and the shares of x begin as the parameters."""
+        super()._start_from_params()
         for bucket in self.buckets:
             bucket.flatten(bucket.payload)
         copy(self._x, self._shares())
@@ -128,7 +130,6 @@ class ShardedCO2(LocalMethod):
         if self._inner is not None and not self.of_shards:
             agree(("resync",), self._shared_from_start, self._inner, self.background.device)
         super().resync()
-        self._start_from_params()
 
     def signature(self) -> Any:
         return asdict(self.config), self.shard, self.offload
@@ -373,6 +374,8 @@ def check_supported(c: CO2Config) -> None:
     check_stable(c)
     if c.gap == "inner":
         raise UserError("gap='inner' needs unshared outer state; choose elementwise, norm or none")
+    if c.merge != "outer" or not c.at_boundary:
+        raise UserError(f"merge={c.merge!r}, delay={c.delay!r}: shared outer state is merged as the paper does")
     if c.update != "fast":
         raise UserError(f"update={c.update!r}: shared outer state has one pass of its own; leave it out")
     if c.wire.format != "float32":
