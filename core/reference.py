@@ -23,6 +23,7 @@ class Sent:
 
     number: int  # t: the round that it ended
     own: Tensor  # d^i: [workers, n]
+    mean: Tensor  # Delta: [n]
     start: Tensor  # x_{t,0} as it was at the sending: [1, n], or [workers, n] if eager
 
 
@@ -97,7 +98,7 @@ class Reference:
         self.base = self.x.clone()  # x less the own local steps since the last sending
         self.outer = [self.z[0]]
         if self.policy == "eager":  # no difference was sent before the first
-            self.in_flight = [Sent(-1, torch.zeros_like(self.x), self.z)]
+            self.in_flight = [Sent(-1, torch.zeros_like(self.x), torch.zeros_like(self.x[0]), self.z)]
 
     @property
     def whole_round(self) -> bool:
@@ -129,20 +130,20 @@ class Reference:
     def send(self) -> None:
         """Step 3: what is averaged now is merged at its delay."""
         own = (self.base if self.merge == "keep" else self.z) - self.x
-        self.in_flight.append(Sent(len(self.deltas), own, self.z))
         self.deltas.append(own.mean(dim=0))
+        self.in_flight.append(Sent(len(self.first_steps) - 1, own, self.deltas[-1], self.z))
         self.base, self.steps = self.x.clone(), 0
 
     def land(self, *, finishing: bool = False) -> None:
         """Step 2: the oldest mean lands; the outer step and the merge."""
         sent = self.in_flight.pop(0)
-        delta = self.deltas[sent.number][None] if sent.number >= 0 else torch.zeros_like(self.z)
+        delta = sent.mean[None]
         if self.policy == "taylor":
             delta = delta + self.taylor * delta**2 * (self.z - sent.start)
         if self.policy == "eager":
             newest = self.in_flight[0].own if self.in_flight else torch.zeros_like(self.x)
             delta = delta + (newest - sent.own) / len(self.x)
-        self.outer_step(delta, sent.number)
+        self.outer_step(delta, sent)
         self.restart(finishing=finishing)
 
     def restart(self, *, finishing: bool = False) -> None:
@@ -157,9 +158,9 @@ class Reference:
             self.x.copy_(self.kappa * self.z + (1 - self.kappa) * self.x)
         self.base = self.x - since
 
-    def outer_step(self, delta: Tensor, used: int) -> None:
-        """Steps 4 to 7. delta: [1, n], or [workers, n]; used: the round whose mean it is."""
-        gap = self.staleness(used)  # step 4
+    def outer_step(self, delta: Tensor, sent: Sent) -> None:
+        """Steps 4 to 7. delta: the pseudo-gradient that the policy makes of the mean, [1, n] or [workers, n]."""
+        gap = self.staleness(sent)  # step 4
         self.gaps.append(torch.as_tensor(gap))
         new = delta / gap
         self.m = self.beta * self.m + new  # step 5
@@ -173,18 +174,17 @@ class Reference:
         self.z = self.z - self.alpha * step  # step 7
         self.outer.append(self.z[0])
 
-    def staleness(self, used: int) -> Tensor | float:
+    def staleness(self, sent: Sent) -> Tensor | float:
         """Lambda_t, from x_{t,0} - x_{t-1,0}, the last outer movement."""
         if self.gap == "none":
             return 1.0
         moved = self.outer[-1] - self.outer[-2] if len(self.outer) > 1 else torch.zeros_like(self.outer[-1])
-        delta = self.deltas[used]
         if self.gap == "elementwise":
-            return 1 + moved.abs() / (delta.pow(2).mean().sqrt() + EPS)
+            return 1 + moved.abs() / (sent.mean.pow(2).mean().sqrt() + EPS)
         if self.gap == "norm":
-            return 1 + moved.norm() / (delta.norm() + EPS)
+            return 1 + moved.norm() / (sent.mean.norm() + EPS)
         if self.gap == "inner":
-            return 1 + moved.norm() / (self.tau * torch.stack(self.first_steps[: used + 1]).max() + EPS)
+            return 1 + moved.norm() / (self.tau * torch.stack(self.first_steps[: sent.number + 1]).max() + EPS)
         raise ValueError(f"unknown gap {self.gap!r}")
 
     def finish(self) -> None:
