@@ -55,6 +55,7 @@ class Rows:
 
     def __init__(self, path: Path):
         self.path = path
+        self.source = {"commit": commit(), "torch": version("torch")}  # as it is when the code is read
         self.runs: dict[str, dict[str, Any]] = {}
         self.choices: dict[tuple[Group, str], dict[str, Any]] = {}
         for row in self._read():
@@ -91,8 +92,7 @@ class Rows:
         return self.runs.get(_key(describe(plan)))
 
     def add_run(self, plan: Plan, result: Result) -> None:
-        now = {"date": time.strftime("%Y-%m-%d %H:%M:%S"), "commit": commit(), "torch": version("torch")}
-        self._append(describe(plan) | asdict(result) | now)
+        self._append(describe(plan) | asdict(result) | {"date": time.strftime("%Y-%m-%d %H:%M:%S")} | self.source)
 
     def add_choice(self, asked: str, plan: Plan, tried: int, tuning_seeds: tuple[int, ...]) -> None:
         """asked: the method as on the command line; plan: with the settings and lr that it was given."""
