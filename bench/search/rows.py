@@ -56,6 +56,7 @@ class Rows:
     def __init__(self, path: Path):
         self.path = path
         self.source = {"commit": commit(), "torch": version("torch")}  # as it is when the code is read
+        self.half = 0  # bytes of a line at the end that a run which was killed has left incomplete
         self.runs: dict[str, dict[str, Any]] = {}
         self.choices: dict[tuple[Group, str], dict[str, Any]] = {}
         for row in self._read():
@@ -68,18 +69,17 @@ class Rows:
             return []
         except OSError as error:
             raise UserError(f"rows={self.path}: {error.strerror}; name a file") from None
+        complete, end, half = data.rpartition(b"\n")
+        self.half = len(half)
         rows = []
-        for number, line in enumerate(data.split(b"\n"), start=1):
-            complete = number <= data.count(b"\n")  # a run that was killed may have left half a line at the end
+        for number, line in enumerate((complete + end).splitlines(), start=1):
             try:
-                row = json.loads(line) if line.strip() else None
-                if row is not None and (row["format"], row["tasks_version"]) == (FORMAT, TASKS_VERSION):
+                row = json.loads(line)
+                if (row["format"], row["tasks_version"]) == (FORMAT, TASKS_VERSION):
                     rows.append(row)
             except (ValueError, KeyError, TypeError):
-                if complete:
-                    raise UserError(
-                        f"rows={self.path}: line {number} is no row of a search; mend or remove it"
-                    ) from None
+                what = f"rows={self.path}: line {number} is no row of a search"
+                raise UserError(f"{what}; mend or remove it, or name another file") from None
         return rows
 
     def _add(self, row: dict[str, Any]) -> None:
@@ -104,12 +104,10 @@ class Rows:
     def _append(self, row: dict[str, Any]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "ab+") as file:
-            if file.tell():
-                file.seek(-1, 2)
-                torn = file.read(1) != b"\n"
-            else:
-                torn = False
-            file.write(b"\n" * torn + json.dumps(row).encode() + b"\n")
+            if self.half:
+                file.truncate(file.tell() - self.half)
+                self.half = 0
+            file.write(json.dumps(row).encode() + b"\n")
         self._add(json.loads(json.dumps(row)))
 
 
