@@ -140,9 +140,10 @@ def train_with(method: Any, params: list[nn.Parameter], rank: int, steps: int) -
 def train_reference(settings: Settings, world_size: int, steps: int, x: Tensor, worker: int = 0) -> list[Tensor]:
     """What `train_co2` must return on a worker; all start from x [n]. Without own parts all get the same."""
     c = settings
-    later = {"policy": c.policy, "mix": c.mix, "taylor": c.taylor, "nesterov": c.nesterov}
-    outer = c.tau, c.outer_lr, c.outer_momentum, c.gap, c.clip, c.clip_by, c.delay
-    ref = Reference(x.expand(world_size, -1).clone(), *outer, **later)
+    merge, policy = ("mix", "penalty") if c.policy == "mix" else ("outer", c.policy)
+    late = {"delay": None if c.delay else 0, "merge": merge, "kappa": c.mix, "policy": policy, "taylor": c.taylor}
+    outer = c.tau, c.outer_lr, c.outer_momentum, c.gap, c.clip, c.clip_by
+    ref = Reference(x.expand(world_size, -1).clone(), *outer, **late, nesterov=c.nesterov)
     workers = torch.arange(world_size, dtype=torch.float64)[:, None]
     ref.run(lambda rows, step: gradient(rows, workers, step), LR, steps)
     rounds = [rows[worker] for rows in ref.restarts]

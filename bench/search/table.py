@@ -1,0 +1,89 @@
+"""The tables of a search, from its rows alone."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from bench import report
+from bench.report import mean_sd
+from bench.search.rows import IDENTITY, Group, Rows, settings_of
+from bench.search.tasks import load
+from core.errors import UserError
+
+TITLES = ("method", "chosen", "lr", "tried", "held-out loss", "seeds", "against local", "before the end's drain")
+
+
+def markdown(rows: Rows) -> str:
+    """A table for each group of runs, and what a reader needs to judge it."""
+    groups: dict[Group, list[dict[str, Any]]] = {}
+    for (group, _), choice in rows.choices.items():
+        groups.setdefault(group, []).append(choice)
+    parts = [section(rows, group, choices) for group, choices in groups.items()]
+    return "\n\n".join(parts) + "\n"
+
+
+def section(rows: Rows, group: Group, choices: list[dict[str, Any]]) -> str:
+    losses = {choice["asked"]: test_runs(rows, choice) for choice in choices}
+    means = {asked: statistics.fmean(found) for asked, runs in losses.items() if (found := finite(runs, "loss"))}
+    best, local = min(means.values(), default=None), means.get("local")
+    lines = [cells(choice, losses[choice["asked"]], means.get(choice["asked"]), best, local) for choice in choices]
+    tau = f"tau {group.tau}, {group.shards} shards"
+    title = f"### {group.task}: {group.workers} workers of {group.batch} samples a step, {group.steps} steps, {tau}"
+    return f"{title}\n\n{report.table(TITLES, lines)}\n\n{report.bullets(notes(group, choices, losses))}"
+
+
+def test_runs(rows: Rows, choice: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runs on the test split with the settings that a method was given, in order of their seeds."""
+    same = [name for name in IDENTITY if name not in ("seed", "split")]
+    found = [r for r in rows.runs.values() if r["split"] == "test" and all(r[n] == choice[n] for n in same)]
+    return sorted(found, key=lambda row: row["seed"])
+
+
+def finite(runs: list[dict[str, Any]], name: str) -> list[float]:
+    return [run[name] for run in runs if run[name] is not None]
+
+
+def cells(
+    choice: dict[str, Any], runs: list[dict[str, Any]], mean: float | None, best: float | None, local: float | None
+) -> list[str]:
+    """A line of the table. mean: of this method's finite losses; best: the least of them all; local: of local."""
+    asked = choice["asked"].replace("|", "\\|")  # else it would end the cell
+    first = [f"`{asked}`", f"`{settings_of(choice)}`", f"{choice['lr']:.3g}", str(choice["tried"])]
+    if not runs:
+        return [*first, "not run"]
+    loss = mean_sd(finite(runs, "loss"), ".4f") if mean is not None else ""
+    if mean == best and mean is not None:
+        loss = f"**{loss}**"
+    if lost := len(runs) - len(finite(runs, "loss")):
+        loss = f"diverged in {lost} of {len(runs)}" + (f" (else {loss})" if loss else "")
+    against = "" if mean is None or local is None else f"{100 * (mean / local - 1):+.1f} %"
+    before = finite(runs, "loss_of_mean")
+    return [
+        *first,
+        loss,
+        ", ".join(str(run["seed"]) for run in runs),
+        against,
+        mean_sd(before, ".4f") if before else "",
+    ]
+
+
+def notes(group: Group, choices: list[dict[str, Any]], losses: dict[str, list[dict[str, Any]]]) -> list[str]:
+    runs = [run for found in losses.values() for run in found]
+    tuned = sorted({seed for choice in choices for seed in choice["tuning_seeds"]})
+    commits = ", ".join(sorted({run["commit"] or "unknown" for run in runs}))
+    return [
+        f"Task: {about(group.task)}.",
+        "Held-out loss: on the test split, mean ± standard deviation over the seeds, of the model that all workers "
+        "share once everything in flight is applied; last column: of the mean of the workers' models before that.",
+        f"tried: configurations on tuning seed {', '.join(map(str, tuned))} and the tuning split, of which the best is "
+        "in the row; 1: not tuned. The seeds reported and the test split had no part in it.",
+        "All workers in one process, in float32; time and communication are not measured. Commits: " + commits + ".",
+    ]
+
+
+def about(task: str) -> str:
+    try:
+        return load(task).about
+    except (UserError, KeyError):  # its data are not here
+        return task
