@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -13,8 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from .. import outer
 from ..errors import UserError
-from ..flat import Bucket, local_shard
-from ..groups import agree
+from ..flat import Bucket, copy, local_shard, views
+from ..groups import Stage, agree
+
+Places = dict[int, list[tuple[int, slice]]]  # how many ranks hold some elements -> [(which flat tensor, where in it)]
 
 
 class Placement:
@@ -40,7 +42,8 @@ class Placement:
         self.size = len(ranks)
         self._shared = [local_shard(t) for t in [*params, *buffers] if copies[id(t)] == self.size]
         self._copies = [copies[id(p)] for p in params if p.requires_grad]
-        self._repeated: dict[int, list[tuple[int, slice]]] = {}
+        self._in_shares: Places = {}
+        self._in_flats: Places = {}
 
     def agree(self, settings: tuple[Any, ...], group: dist.ProcessGroup, device: torch.device) -> None:
         """groups.agree over the inner group, with what all its ranks hold."""
@@ -76,23 +79,45 @@ class Placement:
         return round(box.item())
 
     def locate(self, trained: Sequence[Tensor], buckets: Sequence[Bucket], shares: Sequence[Tensor]) -> None:
-        """Notes where elements that several ranks hold lie in the shares, views of the buckets' flat tensors."""
+        """Notes where the elements lie that several ranks hold. shares: views of the buckets' flat tensors."""
         copies = {id(p): n for p, n in zip(trained, self._copies, strict=True)}
-        for i, (bucket, share) in enumerate(zip(buckets, shares, strict=True)):
-            end, first = 0, int(share.storage_offset())
-            for n, together in groupby(bucket.params, lambda p: copies[id(p)]):
-                start, end = end, end + sum(p.numel() for p in together)
-                place = slice(max(start - first, 0), min(end - first, len(share)))
-                if n > 1 and place.start < place.stop:
-                    self._repeated.setdefault(n, []).append((i, place))
+        self._in_shares = _places(buckets, shares, copies)
+        self._in_flats = _places(buckets, [b.flat for b in buckets], copies)
 
     def surplus(self, shares: Sequence[Tensor]) -> Tensor | float:
         """What to take off the sum of the squares in `shares`, laid out as in `locate`, before it is summed over the
         inner group: all but 1 / n of what n ranks hold; 0-d, float64."""
         total: Tensor | float = 0.0
-        for n, places in self._repeated.items():
+        for n, places in self._in_shares.items():
             total += (1 - 1 / n) * outer.norm([shares[i][place] for i, place in places]).double().square()
         return total
+
+    def level(self, flats: Sequence[Tensor], group: dist.ProcessGroup) -> Iterator[Stage]:
+        """Gives what all ranks of the inner group hold the first one's values. flats: the buckets', whole.
+
+        The order in which a sum is taken depends on where its terms lie, and shards need not be equally long.
+        """
+        places = self._in_flats.get(self.size, [])
+        for i in sorted({i for i, _ in places}):
+            copies = [flats[i][place] for j, place in places if j == i]
+            packed = torch.cat(copies)
+            work = dist.broadcast(packed, group_src=0, group=group, async_op=True)
+            assert work is not None
+            yield [work], packed.numel() * packed.element_size() * (self.size - 1) // self.size
+            copy(copies, views(packed, copies))
+
+
+def _places(buckets: Sequence[Bucket], parts: Sequence[Tensor], copies: dict[int, int]) -> Places:
+    """parts: a view of each bucket's flat tensor. copies: id of a parameter -> how many ranks hold it."""
+    found: Places = {}
+    for i, (bucket, part) in enumerate(zip(buckets, parts, strict=True)):
+        end, first = 0, int(part.storage_offset())
+        for n, together in groupby(bucket.params, lambda p: copies[id(p)]):
+            start, end = end, end + sum(p.numel() for p in together)
+            place = slice(max(start - first, 0), min(end - first, len(part)))
+            if n > 1 and place.start < place.stop:
+                found.setdefault(n, []).append((i, place))
+    return found
 
 
 def copies_of(t: Tensor, ranks: Sequence[int], shards: bool) -> int:

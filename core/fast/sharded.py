@@ -38,8 +38,9 @@ class ShardedCO2(LocalMethod):
     mesh: [replicate, shard], as groups.node_mesh makes it; or its two dimensions as groups. inner_group: ranks that
     synchronise gradients every step, as a node's do, so that at a boundary their parameters are equal
     (DistributedDataParallel, ZeRO-1), or hold one model's shards (DTensors: ZeRO-2 and 3, tensor parallelism, where a
-    rank's share is its shard; plain tensors beside them are equal on all ranks). Each keeps and sends its own share.
-    group: the ranks with the same share, across nodes; alone, or with neither, all workers are equal.
+    rank's share is its shard; plain tensors beside them are equal on all ranks, and made so again every round). Each
+    keeps and sends its own share. group: the ranks with the same share, across nodes; alone, or with neither, all
+    workers are equal.
     shards: plain tensors are this rank's own part of the model, a pipeline's stage, and unlike those of the others in
     the inner group. Then buffers are averaged over `group` only, else over both groups.
     shard: shares are cut further over the workers of `group`. offload: the outer state and its all-reduce lie in the
@@ -185,6 +186,8 @@ class ShardedCO2(LocalMethod):
         if self._inner is not None and not self.of_shards:
             for bucket in self.buckets:
                 yield gather_parts(bucket.flat[: bucket.padded], self._inner)
+        elif self._inner is not None:
+            yield from self._placement.level([b.flat for b in self.buckets], self._inner)
 
     def _reduce(self, rests: list[Tensor]) -> Iterator[Stage]:
         """Sums of the shares over the workers, and of BatchNorm's statistics and the scalars over everybody; a stage's
