@@ -64,9 +64,9 @@ class LocalMethod(ABC):
     model is refreshed from them at every boundary. group: the workers (None: all). timeout: seconds until a missing
     worker is an error. link: an emulated slow one.
 
-    For subclasses: tau_max, of tau auto. sync_steps: so many first steps after each of which all wait for the mean of the
-    parameters. scalars: name -> how many numbers of that name travel along, beside those
-    that every method has. parts, on_host: see flat.Bucket. backend: of the communication, None for the group's own.
+    For subclasses: tau_max, of tau auto. sync_steps: so many first steps after each of which all wait for the mean of
+    the parameters. scalars: name -> how many numbers of that name travel along, beside those that every method has.
+    parts, on_host: see flat.Bucket. backend: of the communication, None for the group's own.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class LocalMethod(ABC):
         on_host: bool = False,
         backend: str | None = None,
     ):
-        given, fixed = unique(list(params)), unique(list(buffers))
+        given, fixed = unique(list(params)), [local_shard(b) for b in unique(list(buffers))]
         everything = [local_shard(p) for p in given]
         self.params = [shard for p, shard in zip(given, everything, strict=True) if p.requires_grad]
         self._frozen = [p for p in given if not p.requires_grad]

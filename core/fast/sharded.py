@@ -19,12 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from .. import outer
 from ..co2 import CO2Config, Schedule, check_stable, scheduled, settings_of
-from ..groups import agree, all_reduce, gather_parts, leave_group, new_group, sum_parts
+from ..flat import unique
+from ..groups import all_reduce, gather_parts, leave_group, new_group, sum_parts
 from ..rounds import Bucket, Link, LocalMethod, Stage, UserError, copy, group_pieces, views
+from .placement import Placement
 
 
 class ShardedCO2(LocalMethod):
@@ -36,9 +37,12 @@ class ShardedCO2(LocalMethod):
 
     mesh: [replicate, shard], as groups.node_mesh makes it; or its two dimensions as groups. inner_group: ranks that
     synchronise gradients every step, as a node's do, so that at a boundary their parameters are equal
-    (DistributedDataParallel, ZeRO-1), or are shards of one model (DTensors: ZeRO-2 and 3, where a rank's share is its
-    shard). Each keeps and sends its own share. group: the ranks with the same share, across nodes; alone, or with
-    neither, all workers are equal.
+    (DistributedDataParallel, ZeRO-1), or hold one model's shards (DTensors: ZeRO-2 and 3, tensor parallelism, where a
+    rank's share is its shard; plain tensors beside them are equal on all ranks, and made so again every round). Each
+    keeps and sends its own share. group: the ranks with the same share, across nodes; alone, or with neither, all
+    workers are equal.
+    shards: plain tensors are this rank's own part of the model, a pipeline's stage, and unlike those of the others in
+    the inner group. Then buffers are averaged over `group` only, else over both groups.
     shard: shares are cut further over the workers of `group`. offload: the outer state and its all-reduce lie in the
     host's (pinned) memory, no copy of the parameters on a GPU. The other arguments: see CO2.
     """
@@ -51,6 +55,7 @@ class ShardedCO2(LocalMethod):
         mesh: DeviceMesh | None = None,
         inner_group: dist.ProcessGroup | None = None,
         group: dist.ProcessGroup | None = None,
+        shards: bool = False,
         shard: bool = False,
         offload: bool = False,
         buffers: Iterable[Tensor] = (),
@@ -61,9 +66,11 @@ class ShardedCO2(LocalMethod):
     ):
         self.config = c = scheduled(config or CO2Config(), schedule, 0)
         self.schedule = schedule
-        self.shard, self.offload = shard, offload
+        self.shards, self.shard, self.offload = shards, shard, offload
         check_supported(c)
-        params, buffers = list(params), list(buffers)
+        params, buffers = unique(list(params)), unique(list(buffers))
+        if not params:
+            raise UserError("no parameter is given: nothing to train; each stage of a pipeline needs one")
         if mesh is not None:
             group, inner_group = _groups_of(mesh)
         elif inner_group is not None and group is None:
@@ -71,12 +78,10 @@ class ShardedCO2(LocalMethod):
         backend = "gloo" if offload else None
         device = torch.device("cpu") if offload else params[0].device
         self._inner = new_group(inner_group, timeout, device, backend) if inner_group is not None else None
-        self.inner_size = dist.get_world_size(self._inner) if self._inner else 1
-        self.of_shards = any(isinstance(p, DTensor) for p in params)
-        if self.of_shards and self._inner is None:
-            raise UserError("DTensors as parameters need mesh=: without it different shards would be averaged")
-        if self._inner is not None and not self.of_shards:
-            agree(("ShardedCO2", self.signature()), [*params, *buffers], self._inner, device)
+        self._placement = Placement(params, buffers, self._inner, shards)
+        self.inner_size, self.of_shards = self._placement.size, self._placement.of_shards
+        if self._inner is not None:
+            self._placement.agree(("ShardedCO2", self.signature()), self._inner, device)
         workers = dist.get_world_size(group) if dist.is_initialized() else 1
         super().__init__(
             params,
@@ -117,28 +122,28 @@ class ShardedCO2(LocalMethod):
         self._last = torch.zeros((), dtype=torch.float64, device=self.background.device)
         self._m_squares = torch.zeros_like(self._last)
         self._seen: dict[str, Tensor] = {}
-        self._checked = self._inner is None or self.of_shards
+        self._checked = self._inner is None
         self._numel = sum(b.numel for b in self.buckets)
         if self._inner is not None and self.of_shards:
-            box = torch.tensor(self._numel, device=self.background.device)
-            dist.all_reduce(box, group=self._inner)
-            self._numel = int(box)
+            self._numel = self._placement.count(self.params, self._inner, self.background.device)
+            self._placement.locate(self.params, self.buckets, self._shares())
         self._start_from_params()
 
     def resync(self) -> None:
         """See LocalMethod."""
-        if self._inner is not None and not self.of_shards:
-            agree(("resync",), self._shared_from_start, self._inner, self.background.device)
+        if self._inner is not None:
+            self._placement.agree(("resync",), self._inner, self.background.device)
         super().resync()
 
     def signature(self) -> Any:
-        return asdict(self.config), self.shard, self.offload
+        return asdict(self.config), self.shards, self.shard, self.offload
 
     # -- the boundary ---------------------------------------------------------------------------------------
 
     def close_round(self, *, finished: bool) -> bool:
-        if not self._checked:
-            self._check_node()
+        if self._inner is not None and not self._checked:  # once: each sends a part of the parameters for all of them
+            self._placement.check(self.params, self._inner, self.background.device)
+            self._checked = True
         last = False
         if self.background.in_flight:
             last = self.receive(finished=finished).last
@@ -152,21 +157,6 @@ class ShardedCO2(LocalMethod):
             self.begin_round(self.rounds + 1)  # before the background uses its settings
             self.send(finished=finished)
         return last
-
-    def _check_node(self) -> None:
-        """Once, at the first boundary: the workers of a node must have synchronised their gradients, for each sends a
-        part of the parameters for all of them."""
-        device = self.background.device
-        total = outer.norm([p.detach() for p in self.params if p.numel()]).double().to(device)
-        spread = torch.stack([total, -total])
-        dist.all_reduce(spread, dist.ReduceOp.MAX, group=self._inner)
-        highest, lowest = spread[0].item(), -spread[1].item()
-        if highest - lowest > 1e-6 * abs(highest):
-            raise UserError(
-                f"the parameters of one node's workers differ (norms from {lowest:.9g} to {highest:.9g}): they have to "
-                "synchronise gradients every step, as in DistributedDataParallel over mesh['shard']; else give no mesh"
-            )
-        self._checked = True
 
     def _swap(self, *, snapshot: bool) -> None:
         """p <- g, and g <- g - p where a snapshot is wanted, a cache-sized segment at a time."""
@@ -216,16 +206,26 @@ class ShardedCO2(LocalMethod):
         if self._inner is not None and not self.of_shards:
             for bucket in self.buckets:
                 yield gather_parts(bucket.flat[: bucket.padded], self._inner)
+        elif self._inner is not None:
+            yield from self._placement.level([b.flat for b in self.buckets], self._inner)
 
     def _reduce(self, rests: list[Tensor]) -> Iterator[Stage]:
-        """Sums of the shares over the workers, and of BatchNorm's statistics and the scalars over everybody."""
+        """Sums of the shares over the workers, and of BatchNorm's statistics and the scalars over everybody; a stage's
+        statistics are its own."""
         shares, group = self._node_shares(), self.background.group
         if group is not None:
             yield all_reduce(rests if self.shard else [*shares, *rests], group)
             if self.shard:
                 for share in shares:
                     yield from sum_parts(share, group)
-        if self._inner is not None:
+        if self._inner is not None and self.shards:
+            scalars = self.buckets[0].scalars
+            sums = scalars.double()  # the first bucket's dtype may be another elsewhere
+            yield all_reduce([sums], self._inner)
+            scalars.copy_(sums)
+            for bucket in self.buckets:
+                bucket.values.mul_(self.inner_size)  # reducer.scale is of sums over both groups
+        elif self._inner is not None:
             yield all_reduce(rests, self._inner)
 
     def _holders(self) -> list[dist.ProcessGroup]:
@@ -265,7 +265,7 @@ class ShardedCO2(LocalMethod):
             g.mul_(1 / self.background.world_size).add_(x.to(dtype).to(x.dtype) - following)
             x.copy_(following)
             squares += outer.norm([g]).double().square()
-        return squares
+        return squares - self._placement.surplus(self._shares())
 
     def _update_share(self, delta_norm: Tensor, m_norm: Tensor) -> None:
         """Steps 4 to 7 on the share; an empty round, the last of finish(), moves nothing."""
@@ -284,7 +284,7 @@ class ShardedCO2(LocalMethod):
             seen.append(numbers)
         total = outer.all_seen(seen)
         self._last.copy_(alpha)  # in place: they are read and written in another stream
-        self._m_squares.copy_(torch.where(moved, total[0], self._m_squares))
+        self._m_squares.copy_(torch.where(moved, total[0] - self._placement.surplus(self._m), self._m_squares))
         share = max(1, sum(len(m) for m in self._m))  # what follows is of this worker's share
         self._seen = {"pseudo_gradient_norm": delta_norm, "momentum_norm": m_norm, "clipped_share": total[3] / share}
         if c.gap != "none":
