@@ -21,7 +21,7 @@ from .errors import CollectiveError, UserError
 from .flat import Bucket, Scalars, copy, group_pieces, local_shard, make_buckets, unique, views
 from .groups import send_first
 from .stats import Late, Mark, RoundStats, Seconds, between, mark
-from .tau import TauDecision, TauTuner
+from .tau import NUMBERS, TauDecision, TauTuner
 from .watch import Watch
 
 __all__ = [
@@ -97,11 +97,11 @@ class LocalMethod(ABC):
         check_inputs(self.tau, given, self.params, self.buffers, self._model_params)
         self.local_steps = 0  # since the last round closed
         self.sync_steps = sync_steps  # those that are left
-        self.stats = RoundStats()
+        self.stats = self._before = RoundStats()
         self.tau_decision: TauDecision | None = None  # taken by tau="auto" at the last boundary
 
         workers = dist.get_world_size(group) if dist.is_initialized() else 1
-        times = {"times": 2 * workers} if self.tuner else {}
+        times = {"times": NUMBERS * workers} if self.tuner else {}
         known = {"finished": 1, "steps": 1, "stop": 1, "settings": 2, "replicas": 2}
         self.scalars = Scalars(known | dict(scalars or {}) | times)
         self.buckets = make_buckets(self.params, self.buffers, self.scalars.numel, parts, on_host)
@@ -286,7 +286,7 @@ class LocalMethod(ABC):
         workers = self.background.world_size
         self.scalars.set_checksum("replicas", checksum(self.replicas, self.rounds, workers) if heard else 0)
         if self.tuner:
-            self.tuner.tell(self.stats, self.background.rank, self.scalars["times"])
+            self.tuner.tell(self.stats, self._before, self.background.rank, self.scalars["times"])
         self.background.launch(self.stages())
         self.local_steps = 0
 
@@ -337,7 +337,7 @@ class LocalMethod(ABC):
         """What everybody has sent, which all workers hear in the same round."""
         if self.tuner:
             times = sums["times"]
-            self.tau_decision = self.tuner.hear(self.rounds, times[::2], times[1::2])
+            self.tau_decision = self.tuner.hear(self.rounds, *(times[i::NUMBERS] for i in range(NUMBERS)))
             self.tau = self.tuner.tau
         self.stop_agreed |= sums["stop"][0] > 0.5
         if not agree(sums["settings"], self.everybody):
@@ -373,6 +373,7 @@ class LocalMethod(ABC):
         device = self.background.device
         arrived = mark(device)
         timed = self.local_steps - (self.tau > 1)
+        self._before = self.stats if self._early is None else self._before
         self.stats, self._early = self._early or RoundStats(merged_after=self.local_steps), None
         self.stats.tau, self.stats.local_steps = self.tau, self.local_steps
         if timed > 0:
@@ -392,6 +393,7 @@ class LocalMethod(ABC):
     def _merge_early(self) -> None:
         """`merge` in mid-round; the round's statistics are told when it closes."""
         began = mark(self.background.device)
+        self._before = self.stats
         self.stats = self._early = RoundStats(merged_after=self.local_steps)
         self.merge()
         self._refresh_model()
