@@ -93,6 +93,19 @@ class CO2Config:
         require(isinstance(self.wire, WireConfig), "wire", "give a WireConfig, such as core.WireConfig('int8')")
         require(self.update in PASSES, "update", f"choose one of {', '.join(PASSES)}")
 
+    @classmethod
+    def recommended(cls, workers: int, steps: int | None = None) -> CO2Config:
+        """What our measurements support in place of the paper's settings (results/RESULTS.md, "Merge rules"): a mean
+        is merged when it lands, half and half with the own parameters, without a penalty, for little is stale then.
+
+        workers: their number; outer momentum costs most with few of them: 0 up to 16, beyond that what the authors'
+        release sets, 0.2 up to 32, 0.5 up to 64, 0.6 above. steps: of the whole run, if known, so that it has twenty
+        rounds at least. tau set by dataclasses.replace holds.
+        """
+        beta = next(b for limit, b in ((16, 0.0), (32, 0.2), (64, 0.5), (float("inf"), 0.6)) if workers <= limit)
+        tau_max = 192 if steps is None else min(192, max(1, steps // 20))
+        return cls("auto", tau_max, outer_momentum=beta, gap="none", merge="mix", delay="auto")
+
     def _check_delay(self, require: Callable[[bool, str, str], None]) -> None:
         number = self.delay if isinstance(self.delay, int) and not isinstance(self.delay, bool) else None
         known = number is not None or self.delay in ("boundary", "auto")

@@ -36,6 +36,8 @@ class Recipe:
     method: MethodName = "co2"
     """How the workers are kept together. The period of every local method is co2.tau."""
     co2: CO2Config = field(default_factory=CO2Config)
+    recommended: bool = False
+    """Start from CO2Config.recommended, at the recipe's tau, instead of the paper's settings; --co2.* change it."""
     delayed: DelayedConfig = field(default_factory=DelayedConfig)
     """Of method delayed: co2 with another way to live with the delay."""
     slowmo: SlowMoConfig = field(default_factory=SlowMoConfig)
@@ -83,6 +85,8 @@ class Recipe:
         for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise UserError(f"{name}={getattr(self, name)}: give {least} or more")
+        if self.recommended and self.method != "co2":
+            raise UserError(f"recommended is CO2's own, method {self.method!r} does not have it: leave it out")
         check_settings(self.method, self.co2, self.delayed, shard=self.shard, offload=self.offload)
 
     @property
@@ -104,6 +108,9 @@ def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str
         near = difflib.get_close_matches(name, recipes, n=3) or recipes
         raise UserError(f"recipe {name!r} does not exist; did you mean {', '.join(near)}?")
     default = dataclasses.replace(recipes[name], name=name)
+    if "--recommended" in overrides:
+        co2 = dataclasses.replace(CO2Config.recommended(world_size()), tau=default.co2.tau)
+        default = dataclasses.replace(default, co2=co2)
     return tyro.cli(
         type(default),
         default=default,

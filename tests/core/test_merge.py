@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import core.outer
-from core import CO2Config
+from core import CO2, CO2Config
 from core.fast import ChunkedBoundary
 from core.testing import run_distributed
 from tests import problems
@@ -183,3 +183,11 @@ def test_merges_run_in_the_fast_pass_and_only_keep_holds_another_copy():
 def test_the_papers_order_is_the_default():
     config = CO2Config()
     assert (config.merge, config.delay, config.sync_steps, config.at_boundary) == ("outer", "boundary", 0, True)
+
+
+@pytest.mark.parametrize(("workers", "beta"), [(1, 0.0), (16, 0.0), (17, 0.2), (64, 0.5), (65, 0.6)])
+def test_what_is_recommended_is_accepted_and_follows_the_number_of_workers(workers: int, beta: float):
+    config = CO2Config.recommended(workers, steps=480)
+    assert (config.outer_momentum, config.tau, config.tau_max) == (beta, "auto", 24)
+    assert replace(config, tau=24).tau == 24
+    CO2([nn.Parameter(torch.ones(2))], config).finish()
