@@ -122,7 +122,7 @@ class CO2Config:
     @property
     def at_boundary(self) -> bool:
         """Whether a mean is merged at the boundary after the one at which it was sent, in the paper's order."""
-        return self.delay in ("boundary", self.tau)
+        return self.delay == "boundary" or (self.delay != "auto" and self.delay == self.tau)
 
 
 Schedule = Callable[[int], Mapping[str, Any]]

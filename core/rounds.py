@@ -59,10 +59,11 @@ class LocalMethod(ABC):
 
     params: the parameters to train together (frozen ones are broadcast once and then left alone). buffers: floating
     point buffers to average, such as BatchNorm's running statistics; integer ones are broadcast once. Both are
-    broadcast from rank 0, so that every worker starts alike. model_params: where `params` are the float32 masters that
-    an optimiser keeps of a 16-bit model, that model's parameters, in the same order: masters are averaged, and the
-    model is refreshed from them at every boundary. group: the workers (None: all). timeout: seconds until a missing
-    worker is an error. link: an emulated slow one.
+    broadcast from rank 0, so that every worker starts alike. Convert a model (dtype, device, memory format) before this
+    object is made: what puts new tensors in their place is not seen. model_params: where `params` are the float32
+    masters that an optimiser keeps of a 16-bit model, that model's parameters, in the same order: masters are averaged,
+    and the model is refreshed from them at every boundary. group: the workers (None: all). timeout: seconds until a
+    missing worker is an error. link: an emulated slow one.
 
     For subclasses: tau_max, of tau auto. sync_steps: so many first steps after each of which all wait for the mean of
     the parameters. scalars: name -> how many numbers of that name travel along, beside those that every method has.
@@ -189,7 +190,8 @@ class LocalMethod(ABC):
         return self.background.launched
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs besides parameters and optimiser; waits for the all-reduce in flight.
+        """All that a resumed run needs besides parameters and optimiser; waits for the all-reduce in flight, so every
+        worker must come to it, or go on stepping.
 
         Take it at a round boundary and the run goes on from there bit for bit. Tensors are copies. Each worker saves
         its own, with its model (BatchNorm's buffers, too) and optimiser.
@@ -366,6 +368,7 @@ class LocalMethod(ABC):
             found |= {id(p): start for p, start in zip(bucket.params, views(flat, bucket.params), strict=True)}
         return [found[id(p)].to(p.dtype) for p in self.params]
 
+    @torch.inference_mode(False)  # whose tensors, kept here, could not be written to later
     @torch.no_grad()
     def _boundary(self, *, finished: bool) -> bool:
         """close_round, measured, with what every method does around it."""
