@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 
 from . import outer
 from .fast import PASSES, Pass, WireConfig, make_boundary
-from .rounds import Landing, Link, LocalMethod, UserError
+from .rounds import Background, Landing, Link, LocalMethod, UserError
 
 
 @dataclass(frozen=True)
@@ -283,9 +283,7 @@ class CO2(LocalMethod):
         return super().step()
 
     def arrives(self) -> bool:
-        if self.config.at_boundary or self.config.delay == "auto":
-            return not self.config.at_boundary and self.background.landed()
-        return self.local_steps == self.config.delay
+        return arrives(self.config, self.local_steps, self.background)
 
     def send(self, *, finished: bool) -> None:
         if self.config.gap == "inner":
@@ -356,6 +354,13 @@ def scheduled(c: CO2Config, schedule: Schedule | None, number: int) -> CO2Config
 def settings_of(c: CO2Config, tau: int) -> dict[str, Any]:
     """What may change from round to round."""
     return {name: getattr(c, name) for name in SCHEDULED} | {"tau": tau}
+
+
+def arrives(c: CO2Config, local_steps: int, background: Background) -> bool:
+    """Whether what is in flight is to be merged after so many local steps."""
+    if c.delay == "auto":
+        return background.landed()
+    return not c.at_boundary and local_steps == c.delay
 
 
 def check_stable(c: CO2Config) -> None:

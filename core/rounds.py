@@ -25,6 +25,7 @@ from .tau import NUMBERS, TauDecision, TauTuner
 from .watch import Watch
 
 __all__ = [
+    "Background",
     "Bucket",
     "CollectiveError",
     "Landing",

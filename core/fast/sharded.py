@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import outer
-from ..co2 import CO2Config, Schedule, check_stable, scheduled, settings_of
+from ..co2 import CO2Config, Schedule, arrives, check_stable, scheduled, settings_of
 from ..flat import unique
 from ..groups import all_reduce, gather_parts, leave_group, new_group, sum_parts
-from ..rounds import Bucket, Link, LocalMethod, Stage, UserError, copy, group_pieces, views
+from ..rounds import Bucket, Landing, Link, LocalMethod, Stage, UserError, copy, group_pieces, views
 from .placement import Placement
 
 
@@ -75,6 +75,11 @@ class ShardedCO2(LocalMethod):
             group, inner_group = _groups_of(mesh)
         elif inner_group is not None and group is None:
             raise UserError("inner_group without group: give also the ranks across nodes, or both at once with mesh")
+        if inner_group is not None and c.delay == "auto":
+            raise UserError(
+                "delay='auto' lets every worker merge by itself, and those of a node must stay equal: give a number of "
+                "local steps, at least what the all-reduce takes"
+            )
         backend = "gloo" if offload else None
         device = torch.device("cpu") if offload else params[0].device
         self._inner = new_group(inner_group, timeout, device, backend) if inner_group is not None else None
@@ -144,11 +149,16 @@ class ShardedCO2(LocalMethod):
         if self._inner is not None and not self._checked:  # once: each sends a part of the parameters for all of them
             self._placement.check(self.params, self._inner, self.background.device)
             self._checked = True
-        last = False
+        at_boundary, last = self.config.at_boundary, False
         if self.background.in_flight:
-            last = self.receive(finished=finished).last
-            vars(self.stats).update(self._seen)
-        self._swap(snapshot=not last)
+            last = self.merge(finished=finished).last
+        if at_boundary:
+            self._swap(snapshot=not last)
+        else:
+            if finished and (last or not self.local_steps):
+                self._mix(1.0)  # what an earlier mean was mixed with is no local step
+            if not last:
+                self._take()
         if last:  # nothing follows: what lagged catches up
             for x, m in zip(self._x, self._m, strict=True):
                 x.copy_(outer.outer_step(x, m, self._last))
@@ -158,18 +168,48 @@ class ShardedCO2(LocalMethod):
             self.send(finished=finished)
         return last
 
+    def arrives(self) -> bool:
+        return arrives(self.config, self.local_steps, self.background)
+
+    def merge(self, *, finished: bool = False) -> Landing:
+        """See CO2. Of a mean on arrival: the parameters are mixed with g, which holds the outer iterate that it led to,
+        and keeps it until the next sending. In finish() no step follows, so nothing is mixed."""
+        landing = self.receive(finished=finished)
+        vars(self.stats).update(self._seen)
+        if not self.config.at_boundary and not finished:
+            self._mix(self.config.mix)
+        return landing
+
+    def _mix(self, share: float) -> None:
+        """p <- share g + (1 - share) p."""
+        if self._host is not None:
+            return self._host.mix(share)
+        for p, g in self._pieces():
+            copy(p, g if share == 1 else [outer.mix(x, y.to(x.dtype), share) for x, y in zip(g, p, strict=True)])
+
+    def _take(self) -> None:
+        """g <- g - p, from the outer iterate as the parameters' dtype holds it."""
+        if self._host is not None:
+            return self._host.snapshot()
+        for p, g in self._pieces():
+            copy(g, [x.to(y.dtype).to(x.dtype) - y for x, y in zip(g, p, strict=True)])
+
     def _swap(self, *, snapshot: bool) -> None:
         """p <- g, and g <- g - p where a snapshot is wanted, a cache-sized segment at a time."""
         if self._host is not None:
             return self._host.swap(snapshot=snapshot)
+        for p, g in self._pieces():
+            difference = [a - b for a, b in zip(g, p, strict=True)] if snapshot else g
+            copy(p, g)
+            copy(g, difference)
+
+    def _pieces(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """The parameters and g, in the same shapes, as much at a time as a cache holds."""
         for bucket in self.buckets:
             start = 0
             for pieces in group_pieces(bucket.params, outer.segment_size(bucket.flat)):
                 n = sum(p.numel() for p in pieces)
-                g = views(bucket.flat[start : start + n], pieces)
-                difference = [a - p for a, p in zip(g, pieces, strict=True)] if snapshot else g
-                copy(pieces, g)
-                copy(g, difference)
+                yield pieces, views(bucket.flat[start : start + n], pieces)
                 start += n
 
     def settings(self) -> Any:
@@ -192,7 +232,7 @@ class ShardedCO2(LocalMethod):
         """From the snapshots in g to x_{t+2,0} in g."""
         if self._host is not None:
             yield [self._host], 0
-            self._host.take_differences()
+            self._host.take_differences(rounded=not self.config.at_boundary)
         yield from self.repair()
         yield from self._reduce([b.rest for b in self.buckets])
         squares = self._pseudo_gradient()
@@ -257,12 +297,15 @@ class ShardedCO2(LocalMethod):
     def _pseudo_gradient(self) -> Tensor:
         """Delta in the share of g, and x catches up; returns the sum of Delta's squares, 0-d.
 
-        What was sent is x_{t+1,0} - x^i_{t,tau}; the local steps began at x_{t,0} as the parameters' dtype holds it.
+        What was sent at a boundary is x_{t+1,0} - x^i_{t,tau}; the local steps began at x_{t,0} as the parameters'
+        dtype holds it. Where means are merged on arrival, x_{t+1,0} is what the difference is to be taken from.
         """
         squares = torch.zeros_like(self._last)
         for dtype, g, x, m in self._segments():
             following = outer.outer_step(x, m, self._last)
-            g.mul_(1 / self.background.world_size).add_(x.to(dtype).to(x.dtype) - following)
+            g.mul_(1 / self.background.world_size)
+            if self.config.at_boundary:
+                g.add_(x.to(dtype).to(x.dtype) - following)
             x.copy_(following)
             squares += outer.norm([g]).double().square()
         return squares - self._placement.surplus(self._shares())
@@ -334,17 +377,34 @@ class _HostCopies:
 
     def swap(self, *, snapshot: bool) -> None:
         """Queues p -> the host's copy, if that is wanted, and g -> p."""
+        if snapshot:
+            self.snapshot()
+        self.mix(1.0)
+
+    def snapshot(self) -> None:
+        """Queues p -> the host's copy."""
         with self._own_stream():
             for bucket, copies in zip(self._buckets, self._copies, strict=True):
-                for p, g, on_host in zip(bucket.params, bucket.payload_views, copies, strict=True):
-                    if snapshot:
-                        on_host.copy_(p, non_blocking=True)
-                    p.copy_(g, non_blocking=True)
+                for p, on_host in zip(bucket.params, copies, strict=True):
+                    on_host.copy_(p, non_blocking=True)
 
-    def take_differences(self) -> None:
-        """g <- g - p from the host's copies, once both are through."""
+    def mix(self, share: float) -> None:
+        """Queues p <- share g + (1 - share) p."""
+        with self._own_stream():
+            for bucket in self._buckets:
+                for p, g in zip(bucket.params, bucket.payload_views, strict=True):
+                    if share == 1:
+                        p.copy_(g, non_blocking=True)
+                    else:
+                        x = g.to(p.device, non_blocking=True)
+                        p.copy_(outer.mix(x, p.to(x.dtype), share))
+
+    def take_differences(self, *, rounded: bool) -> None:
+        """g <- g - p from the host's copies, once both are through. rounded: from g as the parameters' dtype holds it."""
         for bucket, copies in zip(self._buckets, self._copies, strict=True):
             for g, on_host in zip(bucket.payload_views, copies, strict=True):
+                if rounded:
+                    g.copy_(g.to(on_host.dtype))
                 g.sub_(on_host)
 
     @contextlib.contextmanager
@@ -374,8 +434,11 @@ def check_supported(c: CO2Config) -> None:
     check_stable(c)
     if c.gap == "inner":
         raise UserError("gap='inner' needs unshared outer state; choose elementwise, norm or none")
-    if c.merge != "outer" or not c.at_boundary:
-        raise UserError(f"merge={c.merge!r}, delay={c.delay!r}: shared outer state is merged as the paper does")
+    if c.merge == "keep" or (c.merge == "mix" and c.at_boundary) or c.delay == 0:
+        raise UserError(
+            f"merge={c.merge!r} with delay={c.delay!r} needs the outer state whole; shared, it knows merge outer (the "
+            "paper), and mix with delay auto or a number of local steps"
+        )
     if c.update != "fast":
         raise UserError(f"update={c.update!r}: shared outer state has one pass of its own; leave it out")
     if c.wire.format != "float32":

@@ -210,3 +210,13 @@ def test_every_method_runs_with_one_worker_and_no_process_group(name: str):
     method.finish()
     assert closed == ([True] * 4 if name == "ddp" else [False, True] * 2)
     assert torch.isfinite(model.weight).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [({"merge": "keep"}, "merge outer"), ({"merge": "mix"}, "mix with delay auto"), ({"delay": 0}, "merge outer")],
+)
+def test_shared_state_says_which_merges_it_knows(settings: dict[str, Any], remedy: str):
+    config = CO2Config(tau=3, gap="none", allow_unstable=True, **settings)
+    with pytest.raises(UserError, match=remedy):
+        ShardedCO2([nn.Parameter(torch.ones(2))], config, shard=True)
