@@ -10,7 +10,6 @@ waits only for what outlasts the round.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -24,7 +23,8 @@ from .. import outer
 from ..co2 import CO2Config, Schedule, arrives, check_stable, scheduled, settings_of
 from ..flat import unique
 from ..groups import all_reduce, gather_parts, leave_group, new_group, sum_parts
-from ..rounds import Bucket, Landing, Link, LocalMethod, Stage, UserError, copy, group_pieces, views
+from ..rounds import Landing, Link, LocalMethod, Stage, UserError, copy, group_pieces, views
+from .host import HostCopies
 from .placement import Placement
 
 
@@ -119,7 +119,7 @@ class ShardedCO2(LocalMethod):
     @torch.no_grad()
     def _make_state(self) -> None:
         """x and m as shares, and what the background notes."""
-        self._host = _HostCopies(self.buckets, self.params[0].device) if self.offload else None
+        self._host = HostCopies(self.buckets, self.params[0].device) if self.offload else None
         self._x = self.state["outer_iterate"] = [torch.zeros_like(share) for share in self._shares()]
         self._m = self.state["outer_momentum"] = [torch.zeros_like(x) for x in self._x]
         self.replicas = [] if self.shard else self._x
@@ -357,76 +357,6 @@ class ShardedCO2(LocalMethod):
         if self._inner is not None:
             leave_group(self._inner, self.background.timeout)
             self._inner = None
-
-
-class _HostCopies:
-    """The parameters' copies in the host's memory, through which a GPU and the host exchange; on a CPU plain copies.
-
-    The copying is queued in a stream of its own: the compute stream waits for it, the host does not. It is waited for
-    in the background, like a collective.
-    """
-
-    def __init__(self, buckets: list[Bucket], device: torch.device):
-        pinned = torch.cuda.is_available()
-        self._buckets, self._device = buckets, device
-        self._copies = [
-            [torch.empty(p.shape, dtype=p.dtype, device="cpu", pin_memory=pinned) for p in b.params] for b in buckets
-        ]
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._event: torch.cuda.Event | None = None
-
-    def swap(self, *, snapshot: bool) -> None:
-        """Queues p -> the host's copy, if that is wanted, and g -> p."""
-        if snapshot:
-            self.snapshot()
-        self.mix(1.0)
-
-    def snapshot(self) -> None:
-        """Queues p -> the host's copy."""
-        with self._own_stream():
-            for bucket, copies in zip(self._buckets, self._copies, strict=True):
-                for p, on_host in zip(bucket.params, copies, strict=True):
-                    on_host.copy_(p, non_blocking=True)
-
-    def mix(self, share: float) -> None:
-        """Queues p <- share g + (1 - share) p."""
-        with self._own_stream():
-            for bucket in self._buckets:
-                for p, g in zip(bucket.params, bucket.payload_views, strict=True):
-                    if share == 1:
-                        p.copy_(g, non_blocking=True)
-                    else:
-                        x = g.to(p.device, non_blocking=True)
-                        p.copy_(outer.mix(x, p.to(x.dtype), share))
-
-    def take_differences(self, *, rounded: bool) -> None:
-        """g <- g - p from the host's copies, once both are through. rounded: from g as the parameters' dtype holds it."""
-        for bucket, copies in zip(self._buckets, self._copies, strict=True):
-            for g, on_host in zip(bucket.payload_views, copies, strict=True):
-                if rounded:
-                    g.copy_(g.to(on_host.dtype))
-                g.sub_(on_host)
-
-    @contextlib.contextmanager
-    def _own_stream(self) -> Iterator[None]:
-        """What is queued in here follows the compute stream, which then waits for it."""
-        if self._stream is None:
-            yield
-            return
-        compute = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(compute)
-        with torch.cuda.stream(self._stream):
-            yield
-            self._event = torch.cuda.Event()
-            self._event.record(self._stream)
-        compute.wait_stream(self._stream)
-
-    def is_completed(self) -> bool:
-        return self._event is None or self._event.query()
-
-    def wait(self, timeout: Any = None) -> None:
-        if self._event is not None:
-            self._event.synchronize()
 
 
 def check_supported(c: CO2Config) -> None:
