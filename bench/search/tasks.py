@@ -193,8 +193,8 @@ class ByteGPT(nn.Module):
         self.embedding, self.position = nn.Embedding(256, width), nn.Embedding(context, width)
         self.layers = nn.ModuleList(Layer(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        for weight in (self.embedding.weight, self.position.weight):
-            nn.init.normal_(weight, std=0.02)
+        for weight in (self.embedding.weight, self.position.weight):  # logits of size one, the weight being shared
+            nn.init.normal_(weight, std=width**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embedding(x) + self.position(torch.arange(x.shape[1], device=x.device))
