@@ -1,8 +1,6 @@
 """bench.search: its optimisers and methods against plain formulas, its command line, its rows and its tables."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +19,7 @@ from bench.search.table import markdown
 from bench.search.tasks import Task, load
 from core.errors import UserError
 from tests.problems import small_net
-from tests.scripts import Mistakes
-
-ROOT = Path(__file__).parents[2]
+from tests.scripts import Mistakes, run_script
 
 
 @pytest.fixture
@@ -306,16 +302,16 @@ def test_the_table(tmp_path: Path, tiny: Task):
     assert markdown(Rows(o.rows)) == text  # from the file alone
 
 
-def test_from_the_command_line(tmp_path: Path):
+def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture):
     """A real run of digits, and its table without running anything."""
     rows = tmp_path / "rows.jsonl"
-    begin = [sys.executable, "-m", "bench.search", "--rows", str(rows)]
-    small = ["--tasks", "digits", "--methods", "co2:merge=keep,delay=2", "--lr_factors", "1"]
-    short = ["--steps", "4", "--tau", "3", "--seeds", "0"]
-    done = subprocess.run([*begin, *small, *short], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    short = ["--steps", "4", "--tau", "3", "--seeds", "0", "--lr_factors", "1", "--rows", str(rows)]
+    run_script("bench.search", "--tasks", "digits", "--methods", "co2:merge=keep,delay=2", *short)
     written = [json.loads(line) for line in rows.read_text().splitlines()]
     assert [row["kind"] for row in written] == ["run", "run", "choice", "run"]  # two values of beta are tried
-    again = subprocess.run([*begin, "--report"], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert again.returncode == 0 and "### digits: 4 workers of 16 samples" in again.stdout
-    assert (tmp_path / "rows.md").read_text().strip() == again.stdout.strip()
+    assert written[-1]["split"] == "test" and written[-1]["loss"] > 0 and written[-1]["commit"]
+    capsys.readouterr()
+    run_script("bench.search", "--report", "--rows", str(rows))
+    table = capsys.readouterr().out
+    assert "### digits: 4 workers of 16 samples" in table and (tmp_path / "rows.md").read_text() == table[1:-1]
+    assert len(rows.read_text().splitlines()) == 4
