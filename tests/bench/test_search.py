@@ -197,6 +197,14 @@ def test_a_method_and_its_options():
 
 
 @pytest.mark.parametrize(
+    ("asked", "steps"),
+    [("ddp", 0), ("acco", 0.5), ("dpu", 1), ("local", 0), ("overlap_local", 6), ("co2", 6), ("co2:delay=2", 2)],
+)
+def test_how_long_a_mean_may_take_unnoticed(asked: str, steps: float):
+    assert parse(asked)[0].hidden_steps(6) == steps
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ("--tasks birds", "tasks: 'birds' does not exist; choose among digits, bytes, cifar"),
@@ -295,9 +303,10 @@ def test_the_table(tmp_path: Path, tiny: Task):
     add("co2:beta=0|0.5", results["co2"])
     text = markdown(rows)
     assert "### digits: 4 workers of 4 samples a step, 9 steps, tau 3, iid shards" in text
-    assert "| `local` | `local` | 0.1 | 4 | 0.5500 ± 0.0707 | 0, 1 | +0.0 % | 0.5500 ± 0.0707 |" in text
+    assert "| `local` | `local` | 0.1 | 4 | 0 | 0.5500 ± 0.0707 | 0, 1 | +0.0 % | 0.5500 ± 0.0707 |" in text
     assert (
-        r"| `co2:beta=0\|0.5` | `co2:beta=0` | 0.1 | 4 | diverged in 1 of 2 (else **0.4000**) | 0, 1 | -27.3 %" in text
+        r"| `co2:beta=0\|0.5` | `co2:beta=0` | 0.1 | 4 | 3 | diverged in 1 of 2 (else **0.4000**) | 0, 1 | -27.3 %"
+        in text
     )
     assert markdown(Rows(o.rows)) == text  # from the file alone
 
