@@ -26,19 +26,19 @@ TITLES = (
 
 def markdown(rows: Rows) -> str:
     """A table for each group of runs, and what a reader needs to judge it."""
-    groups: dict[Group, list[dict[str, Any]]] = {}
-    for (group, _), choice in rows.choices.items():
-        groups.setdefault(group, []).append(choice)
-    parts = [section(rows, group, choices) for group, choices in groups.items()]
+    groups: dict[tuple[Group, str], list[dict[str, Any]]] = {}
+    for (group, tuning, _), choice in rows.choices.items():
+        groups.setdefault((group, tuning), []).append(choice)
+    parts = [section(rows, group, tuning, choices) for (group, tuning), choices in groups.items()]
     return "\n\n".join(parts) + "\n"
 
 
-def section(rows: Rows, group: Group, choices: list[dict[str, Any]]) -> str:
+def section(rows: Rows, group: Group, tuning: str, choices: list[dict[str, Any]]) -> str:
     losses = {choice["asked"]: test_runs(rows, choice) for choice in choices}
     means = {asked: statistics.fmean(found) for asked, runs in losses.items() if (found := finite(runs, "loss"))}
     best, local = min(means.values(), default=None), means.get("local")
     lines = [cells(choice, losses[choice["asked"]], means.get(choice["asked"]), best, local) for choice in choices]
-    tau = f"tau {group.tau}, {group.shards} shards"
+    tau = f"tau {group.tau}, {group.shards} shards; {tuning}"
     title = f"### {group.task}: {group.workers} workers of {group.batch} samples a step, {group.steps} steps, {tau}"
     return f"{title}\n\n{report.table(TITLES, lines)}\n\n{report.bullets(notes(group, choices, losses))}"
 

@@ -257,7 +257,7 @@ def test_the_best_on_tuning_seed_and_split_is_reported_on_others(tmp_path: Path,
     for asked in o.methods:
         tried = plans(o, "digits", 4, asked)
         best = min(tried, key=lambda p: command.tuning_loss(o, rows, p))
-        choice = next(row for (_, name), row in rows.choices.items() if name == asked)
+        choice = next(row for (_, _, name), row in rows.choices.items() if name == asked)
         assert (choice["lr"], choice["options"]) == (best.lr, dict(best.settings.options)) and choice["tried"] == 4
     assert {(r["split"], r["seed"]) for r in rows.runs.values()} == {
         *(("tuning", seed) for seed in (7, 8)),
@@ -295,14 +295,14 @@ def test_the_table(tmp_path: Path, tiny: Task):
 
     def add(asked: str, losses: list[float | None]) -> None:
         best = plans(o, "digits", 4, asked)[0]
-        rows.add_choice(asked, best, 4, o.tuning_seeds)
+        rows.add_choice(asked, o.tuning, best, 4, o.tuning_seeds)
         for seed, loss in enumerate(losses):
             rows.add_run(replace(best, seed=seed, split="test"), Result(loss, loss, 1.0))
 
     add("local", results["local"])
     add("co2:beta=0|0.5", results["co2"])
     text = markdown(rows)
-    assert "### digits: 4 workers of 4 samples a step, 9 steps, tau 3, iid shards" in text
+    assert "### digits: 4 workers of 4 samples a step, 9 steps, tau 3, iid shards; each method tuned" in text
     assert "| `local` | `local` | 0.1 | 4 | 0 | 0.5500 ± 0.0707 | 0, 1 | +0.0 % | 0.5500 ± 0.0707 |" in text
     assert (
         r"| `co2:beta=0\|0.5` | `co2:beta=0` | 0.1 | 4 | 3 | diverged in 1 of 2 (else **0.4000**) | 0, 1 | -27.3 %"
