@@ -68,6 +68,8 @@ def places(n: int, seed: int, step: int, workers: int, batch: int, shards: Shard
     if shards == "iid":
         return torch.randint(n, (workers, batch), generator=rng)
     part = n // workers
+    if not part:
+        raise UserError(f"workers={workers}: the training set has {n} samples, too few for a part each; choose fewer")
     return torch.randint(part, (workers, batch), generator=rng) + part * torch.arange(workers)[:, None]
 
 

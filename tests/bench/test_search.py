@@ -158,6 +158,11 @@ def test_digits_have_three_parts_and_sorted_shards():
     assert (tuning[:, None] - test[None]).abs().amax(dim=2).min() > 0  # no image in both
 
 
+def test_more_workers_than_samples_have_no_parts():
+    with pytest.raises(UserError, match="workers=9: the training set has 8 samples"):
+        tasks.places(8, 0, 0, 9, 4, "sorted")
+
+
 def test_a_byte_model_sees_no_later_byte():
     torch.manual_seed(0)
     model, text = tasks.ByteGPT(), torch.randint(256, (1, tasks.CONTEXT))
