@@ -95,7 +95,7 @@ def digits() -> Task:
         F.cross_entropy,
         stacked_draw(images[training], labels[training]),
         {"test": (images[number == 0], labels[number == 0]), "tuning": (images[number == 1], labels[number == 1])},
-        Inner("sgd", 0.05),
+        Inner("sgd", 0.025),
         batch=16,
     )
 
