@@ -88,6 +88,13 @@ class Search:
         if "acco" in self.methods and self.batch is not None and self.batch % 2:
             raise UserError(f"batch={self.batch}: acco halves it; give an even number")
 
+    @property
+    def tuning(self) -> str:
+        """What each method is given, in words."""
+        if self.lr_factors:
+            return f"learning rate {', '.join(f'{factor:g}' for factor in self.lr_factors)} times the task's"
+        return f"each method tuned over {self.configurations} configurations"
+
     def candidates(self, asked: str) -> list[tuple[Settings, float]]:
         """A method's configurations: settings, and the factor of the task's learning rate."""
         all_settings = parse(asked)
@@ -122,7 +129,7 @@ def pending(o: Search, rows: Rows) -> Iterator[Plan]:
                 if len(tried) > 1:
                     yield from missing(rows, [replace(p, seed=s) for p in tried for s in o.tuning_seeds])
                 best = min(tried, key=lambda p: tuning_loss(o, rows, p)) if len(tried) > 1 else tried[0]
-                rows.add_choice(asked, best, len(tried), o.tuning_seeds)
+                rows.add_choice(asked, o.tuning, best, len(tried), o.tuning_seeds)
                 yield from missing(rows, [replace(best, seed=s, split="test") for s in o.seeds])
 
 

@@ -213,6 +213,13 @@ class Settings:
         except ValueError as error:  # Reference's; a developer's there, a user's here
             raise UserError(f"method {self}: {error}") from None
 
+    def hidden_steps(self, tau: int) -> float:
+        """How many local steps a mean may be on its way without anybody waiting: the latency that is tolerated."""
+        if self.name == "co2":
+            delay = dict(self.options)["delay"]
+            return tau if delay == "round" else delay
+        return {"dpu": 1, "acco": 0.5, "overlap_local": tau}.get(self.name, 0)
+
     def __str__(self) -> str:
         usual = KINDS[self.name].options
         changed = ",".join(

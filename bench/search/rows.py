@@ -23,7 +23,7 @@ TASKS_VERSION = 1  # raise it when a task or the engine changes, so that rows of
 
 @dataclass(frozen=True)
 class Group:
-    """What the runs of one table have in common."""
+    """What the runs of one table have in common, beside the tuning that each method was given."""
 
     task: str
     workers: int
@@ -58,7 +58,7 @@ class Rows:
         self.source = {"commit": commit(), "torch": version("torch")}  # as it is when the code is read
         self.half = 0  # bytes of a line at the end that a run which was killed has left incomplete
         self.runs: dict[str, dict[str, Any]] = {}
-        self.choices: dict[tuple[Group, str], dict[str, Any]] = {}
+        self.choices: dict[tuple[Group, str, str], dict[str, Any]] = {}
         for row in self._read():
             self._add(row)
 
@@ -86,7 +86,7 @@ class Rows:
         if row["kind"] == "run":
             self.runs[_key(row)] = row
         else:
-            self.choices[group_of(row), row["asked"]] = row
+            self.choices[_choice_key(row)] = row
 
     def find(self, plan: Plan) -> dict[str, Any] | None:
         return self.runs.get(_key(describe(plan)))
@@ -94,11 +94,13 @@ class Rows:
     def add_run(self, plan: Plan, result: Result) -> None:
         self._append(describe(plan) | asdict(result) | {"date": time.strftime("%Y-%m-%d %H:%M:%S")} | self.source)
 
-    def add_choice(self, asked: str, plan: Plan, tried: int, tuning_seeds: tuple[int, ...]) -> None:
-        """asked: the method as on the command line; plan: with the settings and lr that it was given."""
-        row = describe(plan) | {"kind": "choice", "asked": asked, "tried": tried, "tuning_seeds": list(tuning_seeds)}
+    def add_choice(self, asked: str, tuning: str, plan: Plan, tried: int, tuning_seeds: tuple[int, ...]) -> None:
+        """asked: the method as on the command line; tuning: what each method was given, in words; plan: with the
+        settings and lr that came of it."""
+        row = describe(plan) | {"kind": "choice", "asked": asked, "tuning": tuning, "tried": tried}
+        row["tuning_seeds"] = list(tuning_seeds)
         del row["seed"], row["split"]
-        if self.choices.get((group_of(row), asked)) != row:
+        if self.choices.get(_choice_key(row)) != row:
             self._append(row)
 
     def _append(self, row: dict[str, Any]) -> None:
@@ -116,3 +118,7 @@ IDENTITY = ("task", "method", "options", "lr", "workers", "batch", "steps", "tau
 
 def _key(row: dict[str, Any]) -> str:
     return json.dumps([row[name] for name in IDENTITY], sort_keys=True)
+
+
+def _choice_key(row: dict[str, Any]) -> tuple[Group, str, str]:
+    return group_of(row), row["tuning"], row["asked"]

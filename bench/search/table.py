@@ -11,24 +11,34 @@ from bench.search.rows import IDENTITY, Group, Rows, settings_of
 from bench.search.tasks import load
 from core.errors import UserError
 
-TITLES = ("method", "chosen", "lr", "tried", "held-out loss", "seeds", "against local", "before the end's drain")
+TITLES = (
+    "method",
+    "chosen",
+    "lr",
+    "tried",
+    "hidden steps",
+    "held-out loss",
+    "seeds",
+    "against local",
+    "before the end's drain",
+)
 
 
 def markdown(rows: Rows) -> str:
     """A table for each group of runs, and what a reader needs to judge it."""
-    groups: dict[Group, list[dict[str, Any]]] = {}
-    for (group, _), choice in rows.choices.items():
-        groups.setdefault(group, []).append(choice)
-    parts = [section(rows, group, choices) for group, choices in groups.items()]
+    groups: dict[tuple[Group, str], list[dict[str, Any]]] = {}
+    for (group, tuning, _), choice in rows.choices.items():
+        groups.setdefault((group, tuning), []).append(choice)
+    parts = [section(rows, group, tuning, choices) for (group, tuning), choices in groups.items()]
     return "\n\n".join(parts) + "\n"
 
 
-def section(rows: Rows, group: Group, choices: list[dict[str, Any]]) -> str:
+def section(rows: Rows, group: Group, tuning: str, choices: list[dict[str, Any]]) -> str:
     losses = {choice["asked"]: test_runs(rows, choice) for choice in choices}
     means = {asked: statistics.fmean(found) for asked, runs in losses.items() if (found := finite(runs, "loss"))}
     best, local = min(means.values(), default=None), means.get("local")
     lines = [cells(choice, losses[choice["asked"]], means.get(choice["asked"]), best, local) for choice in choices]
-    tau = f"tau {group.tau}, {group.shards} shards"
+    tau = f"tau {group.tau}, {group.shards} shards; {tuning}"
     title = f"### {group.task}: {group.workers} workers of {group.batch} samples a step, {group.steps} steps, {tau}"
     return f"{title}\n\n{report.table(TITLES, lines)}\n\n{report.bullets(notes(group, choices, losses))}"
 
@@ -49,7 +59,9 @@ def cells(
 ) -> list[str]:
     """A line of the table. mean: of this method's finite losses; best: the least of them all; local: of local."""
     asked = choice["asked"].replace("|", "\\|")  # else it would end the cell
-    first = [f"`{asked}`", f"`{settings_of(choice)}`", f"{choice['lr']:.3g}", str(choice["tried"])]
+    settings = settings_of(choice)
+    first = [f"`{asked}`", f"`{settings}`", f"{choice['lr']:.3g}", str(choice["tried"])]
+    first.append(f"{settings.hidden_steps(choice['tau']):g}")
     if not runs:
         return [*first, "not run"]
     loss = mean_sd(finite(runs, "loss"), ".4f") if mean is not None else ""
@@ -78,6 +90,7 @@ def notes(group: Group, choices: list[dict[str, Any]], losses: dict[str, list[di
         "share once everything in flight is applied; last column: of the mean of the workers' models before that.",
         f"tried: configurations on tuning seed {', '.join(map(str, tuned))} and the tuning split, of which the best is "
         "in the row; 1: not tuned. The seeds reported and the test split had no part in it.",
+        "hidden steps: how many local steps the communication may take without anybody waiting.",
         "All workers in one process, in float32; time and communication are not measured. Commits: " + commits + ".",
     ]
 

@@ -68,6 +68,8 @@ def places(n: int, seed: int, step: int, workers: int, batch: int, shards: Shard
     if shards == "iid":
         return torch.randint(n, (workers, batch), generator=rng)
     part = n // workers
+    if not part:
+        raise UserError(f"workers={workers}: the training set has {n} samples, too few for a part each; choose fewer")
     return torch.randint(part, (workers, batch), generator=rng) + part * torch.arange(workers)[:, None]
 
 
@@ -93,7 +95,7 @@ def digits() -> Task:
         F.cross_entropy,
         stacked_draw(images[training], labels[training]),
         {"test": (images[number == 0], labels[number == 0]), "tuning": (images[number == 1], labels[number == 1])},
-        Inner("sgd", 0.05),
+        Inner("sgd", 0.025),
         batch=16,
     )
 
@@ -193,8 +195,8 @@ class ByteGPT(nn.Module):
         self.embedding, self.position = nn.Embedding(256, width), nn.Embedding(context, width)
         self.layers = nn.ModuleList(Layer(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        for weight in (self.embedding.weight, self.position.weight):
-            nn.init.normal_(weight, std=0.02)
+        for weight in (self.embedding.weight, self.position.weight):  # logits of size one, the weight being shared
+            nn.init.normal_(weight, std=width**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embedding(x) + self.position(torch.arange(x.shape[1], device=x.device))

@@ -1,8 +1,6 @@
 """bench.search: its optimisers and methods against plain formulas, its command line, its rows and its tables."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +19,7 @@ from bench.search.table import markdown
 from bench.search.tasks import Task, load
 from core.errors import UserError
 from tests.problems import small_net
-from tests.scripts import Mistakes
-
-ROOT = Path(__file__).parents[2]
+from tests.scripts import Mistakes, run_script
 
 
 @pytest.fixture
@@ -162,6 +158,11 @@ def test_digits_have_three_parts_and_sorted_shards():
     assert (tuning[:, None] - test[None]).abs().amax(dim=2).min() > 0  # no image in both
 
 
+def test_more_workers_than_samples_have_no_parts():
+    with pytest.raises(UserError, match="workers=9: the training set has 8 samples"):
+        tasks.places(8, 0, 0, 9, 4, "sorted")
+
+
 def test_a_byte_model_sees_no_later_byte():
     torch.manual_seed(0)
     model, text = tasks.ByteGPT(), torch.randint(256, (1, tasks.CONTEXT))
@@ -198,6 +199,14 @@ def test_a_method_and_its_options():
     keep = methods.Settings("co2", parse("co2:merge=keep,phi=none,nesterov=true")[0].options)
     reference: Any = keep.make(torch.zeros(2, 1), 3)
     assert (reference.reference.merge, reference.reference.phi, reference.reference.delay) == ("keep", None, None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "steps"),
+    [("ddp", 0), ("acco", 0.5), ("dpu", 1), ("local", 0), ("overlap_local", 6), ("co2", 6), ("co2:delay=2", 2)],
+)
+def test_how_long_a_mean_may_take_unnoticed(asked: str, steps: float):
+    assert parse(asked)[0].hidden_steps(6) == steps
 
 
 @pytest.mark.parametrize(
@@ -253,7 +262,7 @@ def test_the_best_on_tuning_seed_and_split_is_reported_on_others(tmp_path: Path,
     for asked in o.methods:
         tried = plans(o, "digits", 4, asked)
         best = min(tried, key=lambda p: command.tuning_loss(o, rows, p))
-        choice = next(row for (_, name), row in rows.choices.items() if name == asked)
+        choice = next(row for (_, _, name), row in rows.choices.items() if name == asked)
         assert (choice["lr"], choice["options"]) == (best.lr, dict(best.settings.options)) and choice["tried"] == 4
     assert {(r["split"], r["seed"]) for r in rows.runs.values()} == {
         *(("tuning", seed) for seed in (7, 8)),
@@ -291,31 +300,32 @@ def test_the_table(tmp_path: Path, tiny: Task):
 
     def add(asked: str, losses: list[float | None]) -> None:
         best = plans(o, "digits", 4, asked)[0]
-        rows.add_choice(asked, best, 4, o.tuning_seeds)
+        rows.add_choice(asked, o.tuning, best, 4, o.tuning_seeds)
         for seed, loss in enumerate(losses):
             rows.add_run(replace(best, seed=seed, split="test"), Result(loss, loss, 1.0))
 
     add("local", results["local"])
     add("co2:beta=0|0.5", results["co2"])
     text = markdown(rows)
-    assert "### digits: 4 workers of 4 samples a step, 9 steps, tau 3, iid shards" in text
-    assert "| `local` | `local` | 0.1 | 4 | 0.5500 ± 0.0707 | 0, 1 | +0.0 % | 0.5500 ± 0.0707 |" in text
+    assert "### digits: 4 workers of 4 samples a step, 9 steps, tau 3, iid shards; each method tuned" in text
+    assert "| `local` | `local` | 0.1 | 4 | 0 | 0.5500 ± 0.0707 | 0, 1 | +0.0 % | 0.5500 ± 0.0707 |" in text
     assert (
-        r"| `co2:beta=0\|0.5` | `co2:beta=0` | 0.1 | 4 | diverged in 1 of 2 (else **0.4000**) | 0, 1 | -27.3 %" in text
+        r"| `co2:beta=0\|0.5` | `co2:beta=0` | 0.1 | 4 | 3 | diverged in 1 of 2 (else **0.4000**) | 0, 1 | -27.3 %"
+        in text
     )
     assert markdown(Rows(o.rows)) == text  # from the file alone
 
 
-def test_from_the_command_line(tmp_path: Path):
+def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture):
     """A real run of digits, and its table without running anything."""
     rows = tmp_path / "rows.jsonl"
-    begin = [sys.executable, "-m", "bench.search", "--rows", str(rows)]
-    small = ["--tasks", "digits", "--methods", "co2:merge=keep,delay=2", "--lr_factors", "1"]
-    short = ["--steps", "4", "--tau", "3", "--seeds", "0"]
-    done = subprocess.run([*begin, *small, *short], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    short = ["--steps", "4", "--tau", "3", "--seeds", "0", "--lr_factors", "1", "--rows", str(rows)]
+    run_script("bench.search", "--tasks", "digits", "--methods", "co2:merge=keep,delay=2", *short)
     written = [json.loads(line) for line in rows.read_text().splitlines()]
     assert [row["kind"] for row in written] == ["run", "run", "choice", "run"]  # two values of beta are tried
-    again = subprocess.run([*begin, "--report"], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert again.returncode == 0 and "### digits: 4 workers of 16 samples" in again.stdout
-    assert (tmp_path / "rows.md").read_text().strip() == again.stdout.strip()
+    assert written[-1]["split"] == "test" and written[-1]["loss"] > 0 and written[-1]["commit"]
+    capsys.readouterr()
+    run_script("bench.search", "--report", "--rows", str(rows))
+    table = capsys.readouterr().out
+    assert "### digits: 4 workers of 16 samples" in table and (tmp_path / "rows.md").read_text() == table[1:-1]
+    assert len(rows.read_text().splitlines()) == 4
