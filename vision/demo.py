@@ -1,4 +1,4 @@
-"""The demo: ddp, slowmo, and co2 as in the paper and as recommended, over one slow link; a table, and loss against time.
+"""The demo: ddp, slowmo, and co2 as in the paper and as recommended, over one slow link; a table and a plot.
 
 python -m vision.demo [--link_mbit 50] [--epochs 10] [--out FOLDER]
 """
