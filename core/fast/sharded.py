@@ -92,6 +92,7 @@ class ShardedCO2(LocalMethod):
             params,
             c.tau,
             tau_max=c.tau_max,
+            tau_margin=c.tau_margin,
             sync_steps=c.sync_steps,
             buffers=buffers,
             model_params=model_params,
