@@ -121,10 +121,11 @@ class CO2Config:
 
     @property
     def tau_margin(self) -> float:
-        """Of tau auto: by how much the local steps should outlast the all-reduce. Where a mean is merged when it lands, so
-        much that it comes in the first quarter of a round: a fresh mean is worth more than a frequent one
-        (results/RESULTS.md, "Merge rules")."""
-        return 0.25 if self.at_boundary else 3.0
+        """Of tau auto: by how much the local steps should outlast the all-reduce. Where means are merged on arrival so
+        much that they come in the first two fifths of a round: fresh means are worth more than frequent ones, to there
+        (results/RESULTS.md, "Merge rules").
+        """
+        return 0.25 if self.at_boundary else 1.5
 
     @property
     def at_boundary(self) -> bool:

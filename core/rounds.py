@@ -66,9 +66,9 @@ class LocalMethod(ABC):
     and the model is refreshed from them at every boundary. group: the workers (None: all). timeout: seconds until a
     missing worker is an error. link: an emulated slow one.
 
-    For subclasses: tau_max, tau_margin: of tau auto, see TauTuner. sync_steps: so many first steps after each of which all wait for the mean of
-    the parameters. scalars: name -> how many numbers of that name travel along, beside those that every method has.
-    parts, on_host: see flat.Bucket. backend: of the communication, None for the group's own.
+    For subclasses: tau_max, tau_margin: of tau auto, see TauTuner. sync_steps: so many first steps after each of which
+    all wait for the mean of the parameters. scalars: name -> how many numbers of that name travel along, beside those
+    that every method has. parts, on_host: see flat.Bucket. backend: of the communication, None for the group's own.
     """
 
     def __init__(
