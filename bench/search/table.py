@@ -35,9 +35,12 @@ def markdown(rows: Rows) -> str:
 
 def section(rows: Rows, group: Group, tuning: str, choices: list[dict[str, Any]]) -> str:
     losses = {choice["asked"]: test_runs(rows, choice) for choice in choices}
-    means = {asked: statistics.fmean(found) for asked, runs in losses.items() if (found := finite(runs, "loss"))}
-    best, local = min(means.values(), default=None), means.get("local")
-    lines = [cells(choice, losses[choice["asked"]], means.get(choice["asked"]), best, local) for choice in choices]
+    most = max(map(len, losses.values()))
+    means = [
+        statistics.fmean(finite(runs, "loss")) for runs in losses.values() if len(finite(runs, "loss")) == most > 0
+    ]
+    best, local = min(means, default=None), losses.get("local", [])
+    lines = [cells(choice, losses[choice["asked"]], best, local) for choice in choices]
     tau = f"tau {group.tau}, {group.shards} shards; {tuning}"
     title = f"### {group.task}: {group.workers} workers of {group.batch} samples a step, {group.steps} steps, {tau}"
     return f"{title}\n\n{report.table(TITLES, lines)}\n\n{report.bullets(notes(group, choices, losses))}"
@@ -55,29 +58,34 @@ def finite(runs: list[dict[str, Any]], name: str) -> list[float]:
 
 
 def cells(
-    choice: dict[str, Any], runs: list[dict[str, Any]], mean: float | None, best: float | None, local: float | None
+    choice: dict[str, Any], runs: list[dict[str, Any]], best: float | None, local: list[dict[str, Any]]
 ) -> list[str]:
-    """A line of the table. mean: of this method's finite losses; best: the least of them all; local: of local."""
+    """A line of the table. best: the least mean of the methods with most seeds; local: the runs of local."""
     asked = choice["asked"].replace("|", "\\|")  # else it would end the cell
     settings = settings_of(choice)
     first = [f"`{asked}`", f"`{settings}`", f"{choice['lr']:.3g}", str(choice["tried"])]
     first.append(f"{settings.hidden_steps(choice['tau']):g}")
     if not runs:
         return [*first, "not run"]
-    loss = mean_sd(finite(runs, "loss"), ".4f") if mean is not None else ""
-    if mean == best and mean is not None:
+    found = finite(runs, "loss")
+    loss = mean_sd(found, ".4f") if found else ""
+    if found and statistics.fmean(found) == best:
         loss = f"**{loss}**"
-    if lost := len(runs) - len(finite(runs, "loss")):
+    if lost := len(runs) - len(found):
         loss = f"diverged in {lost} of {len(runs)}" + (f" (else {loss})" if loss else "")
-    against = "" if mean is None or local is None else f"{100 * (mean / local - 1):+.1f} %"
     before = finite(runs, "loss_of_mean")
-    return [
-        *first,
-        loss,
-        ", ".join(str(run["seed"]) for run in runs),
-        against,
-        mean_sd(before, ".4f") if before else "",
-    ]
+    seeds = ", ".join(str(run["seed"]) for run in runs)
+    return [*first, loss, seeds, against(runs, local), mean_sd(before, ".4f") if before else ""]
+
+
+def against(runs: list[dict[str, Any]], local: list[dict[str, Any]]) -> str:
+    """How much greater the loss is than that of local, over the seeds that both have; empty without any."""
+    theirs = {run["seed"]: run["loss"] for run in local}
+    pairs = [(run["loss"], theirs.get(run["seed"])) for run in runs]
+    both = [(ours, other) for ours, other in pairs if ours is not None and other is not None]
+    if not both:
+        return ""
+    return f"{100 * (sum(ours for ours, _ in both) / sum(other for _, other in both) - 1):+.1f} %"
 
 
 def notes(group: Group, choices: list[dict[str, Any]], losses: dict[str, list[dict[str, Any]]]) -> list[str]:
@@ -87,7 +95,8 @@ def notes(group: Group, choices: list[dict[str, Any]], losses: dict[str, list[di
     return [
         f"Task: {about(group.task)}.",
         "Held-out loss: on the test split, mean ± standard deviation over the seeds, of the model that all workers "
-        "share once everything in flight is applied; last column: of the mean of the workers' models before that.",
+        "share once everything in flight is applied; last column: of the mean of the workers' models before that. "
+        "Against local: over the seeds that both have.",
         f"tried: configurations on tuning seed {', '.join(map(str, tuned))} and the tuning split, of which the best is "
         "in the row; 1: not tuned. The seeds reported and the test split had no part in it.",
         "hidden steps: how many local steps the communication may take without anybody waiting.",
