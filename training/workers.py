@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -31,17 +30,6 @@ def pick_device(name: str) -> torch.device:
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-
-
-def join(device: torch.device, timeout: float) -> bool:
-    """Joins the process group of all workers that torchrun started; returns whether it had to be made."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    makes_group = "RANK" in os.environ and not dist.is_initialized()
-    if makes_group:
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-    return makes_group
 
 
 def make_mesh(device: torch.device, per_node: int, zero: int, timeout: float = 600.0) -> DeviceMesh | None:
