@@ -1,7 +1,7 @@
 """A run's checkpoints: every worker writes its own file, and only a whole and undamaged checkpoint is ever loaded.
 
-A checkpoint is written into a folder of its own, step*.tmp-ATTEMPT, which rank 0 renames once all have written theirs and
-it has added a manifest with their checksums. So a folder without .tmp holds what one attempt wrote at one step.
+A checkpoint is written into a folder of its own, step*.tmp-ATTEMPT, which rank 0 renames once all have written
+theirs and it has added a manifest with their checksums. So one without .tmp holds what one attempt wrote at one step.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def load(folder: Path, *, rank: int, world_size: int) -> dict[str, Any] | None:
     none, with a warning from rank 0 when unfinished ones lie there. Every worker must call it.
 
     Rank 0 says which checkpoints were refused, and why: on a network file system another worker may not see the newest
-    one yet. UserError when another number of workers wrote the newest, for each holds the state of its own optimiser, or
-    when none of several can be loaded.
+    one yet. UserError when another number of workers wrote the newest, for each holds the state of its own optimiser,
+    or when there are some and none can be loaded.
     """
     refused: list[str] = []
     for name in _of_all(_finished(folder))[0]:
@@ -69,8 +69,8 @@ def load(folder: Path, *, rank: int, world_size: int) -> dict[str, Any] | None:
         seen = _of_all((workers, problem))
         if others := {workers for workers, _ in seen} - {world_size, 0}:
             raise UserError(
-                f"{folder / name} was written by {min(others)} workers, this run has {world_size}: resume with the same "
-                "number, or start afresh with another --out"
+                f"{folder / name} was written by {min(others)} workers, this run has {world_size}: resume with as "
+                "many, or start afresh with another --out"
             )
         problems = [f"rank {number}: {problem}" for number, (_, problem) in enumerate(seen) if problem]
         if not problems:

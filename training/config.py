@@ -58,6 +58,7 @@ def resumed(file: Path, config: dict[str, Any]) -> tuple[dict[str, Any], str]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return {}, f"{file} is damaged ({error!r}): restore it, or choose another --out"
     if refused := [change for change in changed if change.partition(":")[0] not in FREE]:
-        return {}, f"{file.parent} holds another run ({', '.join(refused)}): resume with its settings, or choose another --out"
+        what = ", ".join(refused)
+        return {}, f"{file.parent} holds another run ({what}): resume with its settings, or choose another --out"
     line = {key: config[key] for key in ("command", "commit", "world_size")} | {"changed": changed}
     return old | {"recipe": config["recipe"], "history": [*history, line]}, ""

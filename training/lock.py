@@ -11,8 +11,8 @@ from typing import IO
 
 
 def take(path: Path) -> tuple[IO[str] | None, str]:
-    """The open file that holds the lock until it is closed, and who holds it in its place; neither where the file system
-    has no locks."""
+    """The open file that holds the lock until it is closed, or who holds the lock; neither where the file system has
+    no locks."""
     file = open(path, "a+")  # noqa: SIM115
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, no process inherits it that loads data

@@ -11,7 +11,6 @@ from torch import nn
 
 from core.errors import UserError
 
-
 LARGE = 1e4  # no learning rate, norm or decay comes near
 
 

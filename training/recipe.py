@@ -27,7 +27,6 @@ from training.sampling import per_worker
 from training.start import refuse
 from training.workers import rank, world_size
 
-
 LARGEST = 10**9  # whole number of a recipe
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE)
 
@@ -94,7 +93,15 @@ class Recipe:
     """Print the resolved recipe, build the model without memory, and stop."""
 
     def __post_init__(self) -> None:
-        least_of = {"epochs": 1, "batch_size": 1, "seed": 0, "eval_every": 1, "log_every": 1, "checkpoint_every": 0, "per_node": 0}
+        least_of = {
+            "epochs": 1,
+            "batch_size": 1,
+            "seed": 0,
+            "eval_every": 1,
+            "log_every": 1,
+            "checkpoint_every": 0,
+            "per_node": 0,
+        }
         for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise UserError(f"{name}={getattr(self, name)}: give {least} or more")

@@ -36,8 +36,13 @@ def join(device: torch.device, timeout: float, settings: dict[str, Any]) -> bool
         return False
     if "RANK" not in os.environ:
         return False
-    store = _meet(timeout)
-    if verdict := _agree(dist.PrefixStore(f"co2/start{next(_starts)}", store), settings, timeout):
+    prefix = f"co2/start{next(_starts)}"
+    try:
+        store = _meet(timeout)
+        verdict = _agree(dist.PrefixStore(prefix, store), settings)
+    except dist.DistError:
+        verdict = f"not all of {world_size()} workers came within {timeout:g} s: start all of them, or raise --timeout"
+    if verdict:
         raise UserError(verdict)
     backend = "nccl" if device.type == "cuda" else "gloo"
     within = timedelta(seconds=timeout)
@@ -64,20 +69,15 @@ def _meet(timeout: float) -> dist.Store:
     return store
 
 
-def _agree(store: dist.Store, settings: dict[str, Any], timeout: float) -> str:
+def _agree(store: dist.Store, settings: dict[str, Any]) -> str:
     """Why this run cannot start, or nothing; the same on all workers."""
     if rank() == 0:
         store.set("settings", json.dumps(settings))
-    try:
-        verdict = _difference(json.loads(store.get("settings")) or settings, settings, rank())
-        if verdict:
-            store.set("verdict", verdict)
-        elif store.add("ready", 1) == world_size():
-            store.set("verdict", "all agree")
-        verdict = store.get("verdict").decode()
-    except dist.DistStoreError:
-        here = store.add("ready", 0)
-        return f"only {here} of {world_size()} workers came within {timeout:g} s: start all of them, or raise --timeout"
+    if verdict := _difference(json.loads(store.get("settings")) or settings, settings, rank()):
+        store.set("verdict", verdict)
+    elif store.add("ready", 1) == world_size():
+        store.set("verdict", "all agree")
+    verdict = store.get("verdict").decode()
     if verdict == "all agree":
         return ""
     _be_heard(store)

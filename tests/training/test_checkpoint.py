@@ -42,7 +42,7 @@ def test_the_last_two_are_kept_and_what_was_not_finished_is_ignored(tmp_path: Pa
 
 def test_another_number_of_workers_is_refused(tmp_path: Path):
     save(tmp_path, 1)
-    with pytest.raises(UserError, match="step000000001 was written by 1 workers, this run has 2: resume with the same"):
+    with pytest.raises(UserError, match="step000000001 was written by 1 workers, this run has 2: resume with as many"):
         load(tmp_path, world_size=2)
 
 

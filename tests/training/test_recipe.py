@@ -41,6 +41,18 @@ def test_unknown_recipe_suggests_the_near_one():
         (["--epochs", "0"], "epochs=0: give 1 or more"),
         (["--method", "dpd"], "ddp"),
         (["--co2.gap", "none"], "unstable"),
+        (["--optim.lr", "inf"], "optim lr=inf: give a learning rate above 0 and below 10000"),
+        (["--optim.lr", "nan"], "optim lr=nan: give a learning rate"),
+        (["--optim.momentum", "1e308"], "optim momentum=1e+308: give a number in [0, 1)"),
+        (["--optim.betas", "0.9", "1"], "optim betas=(0.9, 1.0): give numbers in [0, 1)"),
+        (["--optim.nesterov", "--optim.momentum", "0"], "optim nesterov=True: give a momentum above 0 with it"),
+        (["--slowmo.outer_lr", "inf"], "slowmo.outer_lr=inf: give a finite number"),
+        (["--link_mbit", "0"], "link_mbit=0.0: give a rate above 0"),
+        (["--timeout", "0"], "timeout=0.0: give seconds"),
+        (["--timeout", "1e300"], "timeout=1e+300: give seconds"),
+        (["--batch_size", "0"], "batch_size=0: give 1 or more"),
+        (["--width", "100000000000000000000"], "width=100000000000000000000: give 1000000000 or less"),
+        (["--seed", "-1"], "seed=-1: give 0 or more"),
     ],
 )
 def test_bad_options_end_with_status_2_and_a_remedy(options: list[str], said: str, capsys: pytest.CaptureFixture):
