@@ -116,6 +116,12 @@ class Recipe:
             raise UserError(f"link_mbit={self.link_mbit}: give a rate above 0, or None for the real link")
         check_settings(self.method, self.co2, self.delayed, shard=self.shard, offload=self.offload)
 
+    def check(self, **ranges: tuple[float, float]) -> None:
+        """Refuses a field outside its range, both ends of which belong to it."""
+        for name, (least, most) in ranges.items():
+            if not least <= getattr(self, name) <= most:
+                raise UserError(f"{name}={getattr(self, name)}: give a number from {least:g} to {most:g}")
+
     @property
     def folder(self) -> Path:
         return self.out or Path("runs") / f"{self.name}-{self.method}-seed{self.seed}"

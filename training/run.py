@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
@@ -86,6 +87,12 @@ class Run:
 
     def shard(self, model: nn.Module) -> nn.Module:
         """The model on this worker's device, its parameters sharded inside the node with ZeRO-2 and 3."""
+        alone = per_worker(self.recipe.batch_size, self.world_size) == 1
+        if alone and any(isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
+            raise UserError(
+                f"batch_size={self.recipe.batch_size} (global) over {self.world_size} workers: BatchNorm needs two "
+                f"samples a worker; give {2 * self.world_size} or more"
+            )
         self._model = model.to(self.device)
         if self._mesh is None:
             return self._model

@@ -75,6 +75,21 @@ def test_launch_prints_one_line_for_a_users_mistake(monkeypatch: pytest.MonkeyPa
     assert capsys.readouterr().err == "error: no such folder 'x': make it\n"
 
 
+def test_launch_prints_one_line_for_a_full_disk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    codes: list[int] = []
+    monkeypatch.setattr("os._exit", codes.append)
+
+    def main() -> None:
+        with open("/dev/full", "w") as file:
+            file.write("a line")
+
+    launch(main)
+    assert codes == [2]
+    assert capsys.readouterr().err == (
+        "error: the run folder: No space left on device; make room or choose another --out\n"
+    )
+
+
 def test_launch_does_not_hide_a_bug():
     def main() -> None:
         raise ValueError("a bug")

@@ -167,6 +167,13 @@ def test_a_signal_to_one_worker_stops_all_at_the_same_step(tmp_path: Path):
         assert summary["stopped_by_signal"] == signal.SIGUSR1 and summary["steps"] == step
 
 
+def test_batch_norm_needs_more_than_one_sample_a_worker(tmp_path: Path):
+    recipe = Toy(name="toy", out=tmp_path, device="cpu")
+    with Run(recipe) as run, pytest.raises(UserError, match="batch_size=1 .* over 1 workers: BatchNorm needs two"):
+        run.shard(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    run.shard(nn.Linear(2, 2))
+
+
 def test_resuming_without_a_complete_checkpoint_says_so(tmp_path: Path, capsys: pytest.CaptureFixture):
     train(tmp_path, 20, crash_at=9)
     whole = next(tmp_path.glob("checkpoints/step*"))

@@ -30,7 +30,7 @@ class Toy(Recipe):
     name: str = "toy"
     co2: CO2Config = CO2Config(tau=3)
     optim: OptimConfig = OptimConfig("adamw", lr=0.01, warmup_steps=8)
-    batch_size: int = 2
+    batch_size: int = 4
     log_every: int = 4
     checkpoint_every: int = 0
     device: Any = "cpu"
