@@ -95,7 +95,7 @@ class CO2Config:
 
     @classmethod
     def recommended(cls, workers: int, steps: int | None = None) -> CO2Config:
-        """What our measurements support in place of the paper's settings (results/RESULTS.md, "Merge rules"): a mean
+        """What our measurements support in place of the paper's settings (results/RESULTS.md, "Hidden, and the loss"): a mean
         is merged when it lands, the own progress since the sending is kept, for a copy of the parameters, and there is
         no penalty, for little is stale then. merge="mix" saves the copy and comes close.
 
@@ -124,7 +124,7 @@ class CO2Config:
     def tau_margin(self) -> float:
         """Of tau auto: by how much the local steps should outlast the all-reduce. Where means are merged on arrival so
         much that they come in the first two fifths of a round: fresh means are worth more than frequent ones, to there
-        (results/RESULTS.md, "Merge rules").
+        (results/RESULTS.md, "Hidden, and the loss").
         """
         return 0.25 if self.at_boundary else 1.5
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import errno
 import hashlib
 import json
+import math
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import tyro
@@ -22,7 +24,19 @@ from core import CO2Config, UserError
 from core.methods import DelayedConfig, MethodName, OverlapLocalConfig, SlowMoConfig, check_settings
 from training.optim import OptimConfig
 from training.sampling import per_worker
+from training.start import refuse
 from training.workers import rank, world_size
+
+LARGEST = 10**9  # whole number of a recipe
+OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE)
+
+
+def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"co2": {"tau": 6}} -> {"co2.tau": 6}."""
+    items: dict[str, Any] = {}
+    for key, value in nested.items():
+        items |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return items
 
 
 @dataclass(frozen=True)
@@ -81,13 +95,36 @@ class Recipe:
     """Print the resolved recipe, build the model without memory, and stop."""
 
     def __post_init__(self) -> None:
-        least_of = {"epochs": 1, "eval_every": 1, "log_every": 1, "checkpoint_every": 0, "per_node": 0}
+        least_of = {
+            "epochs": 1,
+            "batch_size": 1,
+            "seed": 0,
+            "eval_every": 1,
+            "log_every": 1,
+            "checkpoint_every": 0,
+            "per_node": 0,
+        }
         for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise UserError(f"{name}={getattr(self, name)}: give {least} or more")
         if self.recommended and self.method != "co2":
             raise UserError(f"recommended is CO2's own, method {self.method!r} does not have it: leave it out")
+        for name, value in flat(dataclasses.asdict(self)).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UserError(f"{name}={value}: give a finite number")
+            if isinstance(value, int) and abs(value) > LARGEST:
+                raise UserError(f"{name}={value}: give {LARGEST} or less")
+        if not 0 < self.timeout <= LARGEST:
+            raise UserError(f"timeout={self.timeout}: give seconds, above 0 and up to {LARGEST}")
+        if self.link_mbit is not None and not self.link_mbit > 0:
+            raise UserError(f"link_mbit={self.link_mbit}: give a rate above 0, or None for the real link")
         check_settings(self.method, self.co2, self.delayed, shard=self.shard, offload=self.offload)
+
+    def check(self, **ranges: tuple[float, float]) -> None:
+        """Refuses a field outside its range, both ends of which belong to it."""
+        for name, (least, most) in ranges.items():
+            if not least <= getattr(self, name) <= most:
+                raise UserError(f"{name}={getattr(self, name)}: give a number from {least:g} to {most:g}")
 
     @property
     def folder(self) -> Path:
@@ -123,14 +160,28 @@ def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str
 
 
 def launch(main: Callable[[], None]) -> None:
-    """Runs a train script's main: a user's mistake becomes one line and exit status 2, without a traceback."""
+    """Runs a train script's main: a user's mistake, or a disk that takes no more, becomes one line and exit status 2,
+    without a traceback. Workers that wait for this one to start hear of it."""
     try:
         main()
     except UserError as error:
-        if _first_to_say(str(error)):
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.stderr.flush()
-        os._exit(2)  # not sys.exit: peers may be waiting in a collective that will never complete
+        _fail(str(error))
+    except OSError as error:
+        if error.errno not in OF_THE_DISK:
+            raise
+        _fail(f"{error.filename or 'the run folder'}: {error.strerror}; make room or choose another --out")
+    except SystemExit as stop:
+        if stop.code:
+            refuse(f"its options are refused, {' '.join(sys.argv[1:])}")
+        raise
+
+
+def _fail(reason: str) -> None:
+    if _first_to_say(reason):
+        print(f"error: {reason}", file=sys.stderr, flush=True)
+    refuse(reason)
+    sys.stderr.flush()
+    os._exit(2)  # not sys.exit: peers may be waiting in a collective that will never complete
 
 
 def dry_run(recipe: Recipe, build_model: Callable[[], nn.Module]) -> None:

@@ -35,6 +35,11 @@ class VisionRecipe(Recipe):
     loader_workers: int = 8
     """Processes per worker that decode images."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check(label_smoothing=(0, 0.99), mixup=(0, 100), cutmix=(0, 100), color_jitter=(0, 1))
+        self.check(random_erasing=(0, 1), drop_path=(0, 0.99), loader_workers=(0, 1000))
+
 
 def digits_small() -> VisionRecipe:
     """A small ResNet on scikit-learn's digits, which need no data.
