@@ -95,9 +95,10 @@ class CO2Config:
 
     @classmethod
     def recommended(cls, workers: int, steps: int | None = None) -> CO2Config:
-        """What our measurements support in place of the paper's settings (results/RESULTS.md, "Hidden, and the loss"): a mean
-        is merged when it lands, the own progress since the sending is kept, for a copy of the parameters, and there is
-        no penalty, for little is stale then. merge="mix" saves the copy and comes close.
+        """What our measurements support in place of the paper's settings (results/RESULTS.md, "Hidden, and the loss").
+
+        A mean is merged when it lands, the own progress since the sending is kept, for a copy of the parameters, and
+        there is no penalty, for little is stale then. merge="mix" saves the copy and comes close.
 
         workers: their number; outer momentum costs most with few of them: 0 up to 16, beyond that what the authors'
         release sets, 0.2 up to 32, 0.5 up to 64, 0.6 above. steps: of the whole run, if known, so that it has twenty

@@ -49,8 +49,9 @@ def node_mesh(device_type: str, per_node: int | None = None, timeout: float | No
     if n < 1 or world % n:
         raise UserError(f"{n} workers per node do not divide {world} workers: start equally many on each node")
     mesh = init_device_mesh(device_type, (world // n, n), mesh_dim_names=("replicate", "shard"))
-    for group in mesh.get_all_groups() if timeout is not None else []:
-        set_timeout(group, timeout)
+    if timeout is not None:
+        for group in mesh.get_all_groups():
+            set_timeout(group, timeout)
     return mesh
 
 

@@ -111,6 +111,7 @@ class LocalMethod(ABC):
         self.scalars.attach(self.buckets[0].scalars)
         device = self.buckets[0].flat.device
         self.background = Background(device, group=group, timeout=timeout, link=link, backend=backend)
+        self.everybody = self.background.world_size  # all processes whose scalars are averaged
         self.reducer: Reducer = AllReduce([b.flat for b in self.buckets], self.background.world_size)
         self.state: dict[str, list[Tensor]] = {}  # the method's own, a flat tensor a bucket
         self._of_params: set[str] = set()  # names of those that start as the parameters
@@ -232,6 +233,7 @@ class LocalMethod(ABC):
         self.background.restore(state["rounds"], state["in_flight"] is not None)
         for name, flats in here.items():
             copy(flats, saved[name])
+        self.scalars["stop"].zero_()  # in flight since the run was stopped: it would end this one, too
         self.local_steps, self.sync_steps = state["local_steps"], state["sync_steps"]
         if self.tuner and state["tuner"]:
             self.tuner.load_state_dict(state["tuner"])
@@ -293,11 +295,6 @@ class LocalMethod(ABC):
             self.tuner.tell(self.stats, self._before, self.background.rank, self.scalars["times"])
         self.background.launch(self.stages())
         self.local_steps = 0
-
-    @property
-    def everybody(self) -> int:
-        """The number of all processes over which scalars are averaged."""
-        return round(1 / self.reducer.scale)
 
     def speaks(self) -> bool:
         """Whether this worker's replicas are compared in this round; of those with the same ones all or none are."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -31,14 +32,8 @@ class Watch:
         self._params, self._starts = params, starts
         self._number = {id(p): i for i, p in enumerate(given)}
         self._unchecked: dict[int, tuple[int, int]] = {}
-        this = weakref.ref(self)
-
-        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            watch = None if torch.compiler.is_compiling() else this()
-            if watch is not None and watch._unchecked:
-                watch.check(p for group in optimizer.param_groups for p in group["params"])
-
-        weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+        _watches.add(self)
+        _listen()
 
     def begin(self) -> None:
         """A round begins with the parameters as they are."""
@@ -63,6 +58,22 @@ class Watch:
                 "back to where the old ones were",
                 stacklevel=2,
             )
+
+
+_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+
+
+@functools.cache  # one hook for ever: torch may be walking its hooks when a watch is collected
+def _listen() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for watch in list(_watches):
+        if watch._unchecked:
+            watch.check(p for group in optimizer.param_groups for p in group["params"])
 
 
 def _writes(p: Tensor) -> tuple[int, int]:

@@ -18,7 +18,6 @@ from tqdm import tqdm
 
 from core.errors import UserError
 from core.methods import Method, make_method
-from core.rounds import LocalMethod
 from training import checkpoint
 from training.config import settings
 from training.counters import Averages, Due, Every, Stopwatch
@@ -240,8 +239,6 @@ class Run:
         for name, part in self._parts.items():
             part.load_state_dict(state[name])
         self._method.load_state_dict(state["method"]["state"])
-        if isinstance(self._method, LocalMethod):
-            self._method.scalars["stop"].zero_()  # in flight since the stop: it would end this run, too
         self._rounds.overlap.load_state_dict(state["totals"])
         self._means.load_state_dict(state["means"])
         set_random_state(state["rng"], self.device)

@@ -103,7 +103,8 @@ class ShardedCO2(LocalMethod):
             on_host=offload,
             backend=backend,
         )
-        self.reducer.scale = 1 / (workers * self.inner_size)  # of what is summed over both groups
+        self.everybody = workers * self.inner_size
+        self.reducer.scale = 1 / self.everybody  # of what is summed over both groups
         self.background.timed_groups += [self._inner] if self._inner is not None else []
         self._make_state()
 
@@ -349,6 +350,7 @@ class ShardedCO2(LocalMethod):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         copy([b.flat for b in self.buckets], state["shared"]["gathered"])
+        self.scalars["stop"].zero_()
         self._last.copy_(state["shared"]["last"])
         self._m_squares.copy_(state["shared"]["m_squares"])
 

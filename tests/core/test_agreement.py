@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from core import CO2, CO2Config, ShardedCO2, UserError, make_method
 from core.agreement import PARTS, REPAIR_EVERY, agree, bits, checksum, checksum_of
+from core.fast import WireConfig
 from core.groups import node_mesh
 from core.reference import Reference
 from core.testing import run_distributed
@@ -97,8 +98,10 @@ def drifting(rank: int, world_size: int, kind: str) -> dict[str, Any]:
     """One worker's outer iterate is moved by less than float32 shows in its norm; who notices, and what follows."""
     mesh = node_mesh("cpu", 2) if kind == "node" else None
     params = [nn.Parameter(torch.linspace(-1, 1, 1000))]
-    if kind in ("co2", "local", "slowmo"):
-        _, method = make_method(kind, nn.ParameterList(params), co2=CO2Config(tau=1, outer_momentum=0.0))
+    if kind in ("co2", "local", "slowmo", "int8"):
+        wire = WireConfig(kind if kind == "int8" else "float32")
+        name, config = "co2" if kind == "int8" else kind, CO2Config(tau=1, outer_momentum=0.0, wire=wire)
+        _, method = make_method(name, nn.ParameterList(params), co2=config)
     else:
         method = ShardedCO2(params, CO2Config(tau=1, outer_momentum=0.0), mesh=mesh, offload=kind == "offload")
     drift, seen = rank == (2 if mesh else 1), []
@@ -116,7 +119,7 @@ def drifting(rank: int, world_size: int, kind: str) -> dict[str, Any]:
     return {"first": seen.index(1.0) if 1.0 in seen else None, "last": params[0].detach(), "warned": len(caught)}
 
 
-@pytest.mark.parametrize("kind", ["co2", "slowmo", "offload", "node", "local"])
+@pytest.mark.parametrize("kind", ["co2", "int8", "slowmo", "offload", "node", "local"])
 def test_replicas_that_drift_apart_are_noticed_and_made_equal_again(kind: str):
     """A mean of differences would keep them apart for ever. Nodes take turns, so it may take twice as long."""
     results = run_distributed(drifting, 4 if kind == "node" else 2, kind)
@@ -147,6 +150,27 @@ def test_checksums_are_exact_in_float32_and_differ_where_one_bit_does(workers: i
 
 def test_repairs_are_rare():
     assert REPAIR_EVERY >= 100
+
+
+def asked(rank: int, world_size: int, wire: Any) -> list[bool]:
+    co2 = CO2([nn.Parameter(torch.ones(3000))], CO2Config(tau=2, wire=WireConfig(wire)))
+    seen = []
+    for step in range(10):
+        if rank == 1 and step == 3:
+            co2.ask_to_stop()
+        co2.step()
+        seen.append(co2.stop_agreed)
+    state = co2.state_dict()
+    resumed = CO2([nn.Parameter(torch.ones(3000))], CO2Config(tau=2, wire=WireConfig(wire)))
+    resumed.load_state_dict(state)
+    resumed.step(), resumed.step()
+    return [*seen, resumed.stop_agreed]
+
+
+@pytest.mark.parametrize("wire", ["float32", "int8"])
+def test_one_worker_that_asks_to_stop_is_heard_by_all_and_not_again_after_a_resume(wire: str):
+    for seen in run_distributed(asked, 2, wire):
+        assert seen == [False] * 5 + [True] * 5 + [False], "sent after step 4, landed after step 6"
 
 
 def outlasts(rank: int, world_size: int, late: float) -> str:
