@@ -277,7 +277,7 @@ def submit_arrays(name: str, jobs: Iterator[Job], command: Command) -> None:
     for job in jobs:
         _, nodes, _, _, script, *given = job.command
         assigned = " ".join(f"{key}={shlex.quote(value)}" for key, value in job.env.items())
-        groups.setdefault((nodes, script), []).append(f"export {assigned}; set -- {shlex.join(given)}")
+        groups.setdefault((nodes, script), []).append(f"export {assigned}; JOB_ARGS=({shlex.join(given)})")
     stamp = time.strftime("%Y%m%d-%H%M%S")  # a file stays as it is while its jobs wait
     for (nodes, script), lines in groups.items():
         kind = f"{name}-{Path(script).stem}-{nodes.removeprefix('--nodes=')}nodes"

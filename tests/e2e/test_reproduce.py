@@ -249,7 +249,7 @@ def test_an_array_has_a_line_for_each_job(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(lines) == 4 and lines[1].startswith(
         "export RECIPE=gpt2_small_owt METHOD=co2 TAU=48 BATCH_SIZE=512 SEED=1"
     )
-    assert lines[1].endswith("seed1; set -- --co2.gap none --co2.allow_unstable --epochs 3")
+    assert lines[1].endswith("seed1; JOB_ARGS=(--co2.gap none --co2.allow_unstable --epochs 3)")
 
 
 @pytest.mark.parametrize(
