@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,10 +20,13 @@ import tyro
 from torch import nn
 
 from core import CO2Config, UserError
+from core.groups import local_world_size
 from core.methods import DelayedConfig, MethodName, OverlapLocalConfig, SlowMoConfig, check_settings
 from training.optim import OptimConfig
 from training.sampling import per_worker
-from training.workers import rank, world_size
+from training.stop import StopSignal
+from training.throttle import make_link
+from training.workers import check_nodes, pick_device, rank, world_size
 
 
 @dataclass(frozen=True)
@@ -101,10 +105,11 @@ def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str
         print(f"usage: {prog} RECIPE [overrides]\n\nrecipes:\n{listing}\n\n{prog} RECIPE --help lists its options")
         sys.exit(0)
     if name not in recipes:
-        near = difflib.get_close_matches(name, recipes, n=3) or recipes
-        raise UserError(f"recipe {name!r} does not exist; did you mean {', '.join(near)}?")
+        near = difflib.get_close_matches(name, recipes, n=3)
+        remedy = f"did you mean {', '.join(near)}?" if near else f"`python -m {prog} --help` lists them"
+        raise UserError(f"recipe {name!r} does not exist; {remedy}")
     default = dataclasses.replace(recipes[name], name=name)
-    return tyro.cli(
+    recipe = tyro.cli(
         type(default),
         default=default,
         args=overrides,
@@ -113,28 +118,69 @@ def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str
         console_outputs=rank() == 0,
         config=(tyro.conf.AvoidSubcommands,),
     )
+    refuse_unused(recipe, default)
+    return recipe
+
+
+def refuse_unused(recipe: Recipe, default: Recipe) -> None:
+    """Refuses settings that were given for another method than the recipe's, rather than to leave them unused.
+
+    Every local method has co2.tau; what a recipe itself sets for methods that may be chosen is no mistake.
+    """
+    for part, methods in (
+        ("slowmo", ("slowmo",)),
+        ("overlap_local", ("overlap_local",)),
+        ("co2", ("co2", "delayed")),
+    ):
+        usual = vars(getattr(default, part)) | ({"tau": ..., "tau_max": ...} if part == "co2" else {})
+        given = {k: v for k, v in vars(getattr(recipe, part)).items() if usual[k] is not ... and v != usual[k]}
+        if given and recipe.method not in methods:
+            key, value = next(iter(given.items()))
+            raise UserError(
+                f"{part}.{key}={value!r} is method {part}'s own, method {recipe.method!r} does not have it: leave it "
+                f"out, or add --method {part}"
+            )
 
 
 def launch(main: Callable[[], None]) -> None:
-    """Runs a train script's main: a user's mistake becomes one line and exit status 2, without a traceback."""
+    """Runs a train script's main. A user's mistake becomes one line and exit status 2; Ctrl-C, which ends a run of one
+    process early, becomes exit status 130."""
     try:
         main()
     except UserError as error:
-        if _first_to_say(str(error)):
+        said = _tell_torchrun(f"error: {error}") and "CO2_LAUNCH" in os.environ  # training.launch says it at its end
+        if not said and _first_to_say(str(error)):
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.stderr.flush()
         os._exit(2)  # not sys.exit: peers may be waiting in a collective that will never complete
+    except KeyboardInterrupt:
+        sys.stderr.flush()
+        os._exit(130)
+    if StopSignal.interrupted and world_size() == 1:  # among several, whoever started them gets the signal, too
+        sys.exit(130)
 
 
 def dry_run(recipe: Recipe, build_model: Callable[[], nn.Module]) -> None:
-    """Prints the resolved recipe and the model's size; the model is built on the meta device."""
+    """Prints the resolved recipe and the model's size; the model is built on the meta device. What a run refuses before
+    its first step is refused here, too."""
+    share = per_worker(recipe.batch_size, world_size())
+    check_nodes(recipe.per_node or local_world_size(), recipe.zero, world_size())
+    make_link(recipe.link_mbit, pick_device(recipe.device))
     with torch.device("meta"):
         model = build_model()
     if rank() == 0:
         print(json.dumps(dataclasses.asdict(recipe), indent=2, default=str))
         millions = sum(p.numel() for p in model.parameters()) / 1e6
-        share = per_worker(recipe.batch_size, world_size())
         print(f"{millions:.2f} M parameters, {world_size()} workers of {share} samples a step")
+
+
+def _tell_torchrun(text: str) -> bool:
+    """Writes `text` where torchrun looks for what went wrong, in its format; returns whether there is a torchrun."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        more = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))
+    return bool(path)
 
 
 def _first_to_say(text: str) -> bool:

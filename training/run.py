@@ -24,7 +24,7 @@ from training.recipe import Recipe
 from training.round_log import RoundLog
 from training.sampling import per_worker
 from training.stop import StopSignal
-from training.throttle import ThrottledLink
+from training.throttle import make_link
 from training.workers import (
     join,
     largest_of_workers,
@@ -56,9 +56,7 @@ class Run:
         self.clock = Stopwatch()
         self.folder = RunFolder(recipe.folder, self.rank, self.clock)
         self._checkpoints = self.folder.path / "checkpoints"
-        self._link = ThrottledLink(recipe.link_mbit) if recipe.link_mbit is not None else None
-        if self._link and self.device.type == "cuda":
-            raise UserError(f"link_mbit={recipe.link_mbit}: the emulated link works on CPUs only; leave it out")
+        self._link = make_link(recipe.link_mbit, self.device)
         self._means = Averages()
         self._rounds = RoundLog(recipe, self.folder, self.device)
         self._stop = StopSignal()
