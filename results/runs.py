@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import importlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from results.paper import GPUS, Metric, Row
 from training.recipe import Recipe
+from training.summary import flat
 
 
 def load_recipe(task: str, name: str) -> Recipe:
@@ -47,14 +47,6 @@ class Finished:
         """Runs of a row that agree in this share a line: (tau or, for ddp, 0; workers; batch size)."""
         tau = 0 if self.settings["method"] == "ddp" else self.settings["co2.tau"]
         return tau, self.workers, self.settings["batch_size"]
-
-
-def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"co2": {"tau": 6}} -> {"co2.tau": 6}."""
-    items: dict[str, Any] = {}
-    for key, value in nested.items():
-        items |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return items
 
 
 WARM_UP = 0.1  # the share of a run's steps whose time does not count in its throughput

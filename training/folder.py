@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from core.errors import UserError
+from training import summary as summaries
 from training.counters import Stopwatch
 from training.provenance import commit, version
 from training.recipe import Recipe
@@ -90,13 +91,14 @@ class RunFolder:
         line = {"step": step, "seconds": round(self.clock.seconds, 3), **values}
         self._metrics.write(json.dumps(line) + "\n")
 
-    def summarise(self, title: str, summary: dict[str, float]) -> None:
-        """Writes summary.json, and prints it after the title."""
+    def summarise(self, recipe: Recipe, summary: dict[str, float]) -> None:
+        """Writes summary.json, prints it, and gives TensorBoard the recipe beside it, for comparing runs."""
         if not self._writes:
             return
         (self.path / "summary.json").write_text(json.dumps(summary, indent=2))
-        text = ", ".join(f"{name} {value:.4g}" for name, value in summary.items())
-        print(f"{title}: {text}\n{self.path}", flush=True)
+        settings = summaries.hparams(dataclasses.asdict(recipe))
+        self.writer.add_hparams(settings, {f"summary/{k}": v for k, v in summary.items()}, run_name=".")
+        print(f"{recipe.name} {recipe.method}: {self.path}\n{summaries.table(summary)}", flush=True)
 
 
 # -- how the run was made -----------------------------------------------------------------------------------------

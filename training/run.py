@@ -128,6 +128,10 @@ class Run:
         self._parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
         self._schedule, self._method, self._total = schedule, method, total
         seconds = self._resume() if self.recipe.resume else 0.0
+        tau = self.recipe.co2.tau
+        if self.rank == 0 and self.recipe.method != "ddp" and isinstance(tau, int) and total < tau:
+            remedy = "give a smaller --co2.tau or more --epochs"
+            tqdm.write(f"warning: {total} steps are less than a round of tau={tau}: {remedy}", file=sys.stderr)
         self._evaluation = Every(epoch * self.recipe.eval_every, self.step)
         self._saving = Every(epoch * self.recipe.checkpoint_every, self.step)
         interval = 0.5 if sys.stderr.isatty() else 20.0
@@ -249,7 +253,9 @@ class Run:
             **self._rounds.overlap.summary(),
             **stopped,
         }
-        self.folder.summarise(f"{self.recipe.name} {self.recipe.method}", summary)
+        if self._bar is not None:
+            self._bar.close()  # before the table is printed
+        self.folder.summarise(self.recipe, summary)
         self._method.close()
 
 

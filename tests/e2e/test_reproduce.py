@@ -14,9 +14,9 @@ import reproduce
 from core import UserError
 from core.methods import METHODS
 from results.paper import TABLES, TAUS
-from results.runs import flat
 from tests.e2e.test_collect import make_run
 from training.recipe import parse
+from training.summary import flat
 
 ROOT = Path(__file__).resolve().parents[2]
 THROUGHPUT = ["throughput", "throughput_roce"]
