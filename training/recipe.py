@@ -164,7 +164,9 @@ def dry_run(recipe: Recipe, build_model: Callable[[], nn.Module]) -> None:
     """Prints the resolved recipe and the model's size; the model is built on the meta device. What a run refuses before
     its first step is refused here, too."""
     share = per_worker(recipe.batch_size, world_size())
-    check_nodes(recipe.per_node or local_world_size(), recipe.zero, world_size())
+    started = "WORLD_SIZE" in os.environ  # else the number of workers is yet to be chosen
+    if n := recipe.per_node or (local_world_size() if started else 0):
+        check_nodes(n, recipe.zero, world_size() if started else n)
     make_link(recipe.link_mbit, pick_device(recipe.device))
     with torch.device("meta"):
         model = build_model()

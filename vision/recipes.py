@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from core.co2 import CO2Config
+from core.errors import UserError
 from training.optim import OptimConfig
 from training.recipe import Recipe
 
@@ -34,6 +35,14 @@ class VisionRecipe(Recipe):
     """Stochastic depth."""
     loader_workers: int = 8
     """Processes per worker that decode images."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("mixup", "cutmix", "color_jitter", "auto_augment", "random_erasing"):
+            if getattr(self, name) and self.dataset != "imagenet":
+                raise UserError(
+                    f"{name}={getattr(self, name)!r} is for imagenet only, not {self.dataset}: leave it out"
+                )
 
 
 def digits_small() -> VisionRecipe:

@@ -91,6 +91,14 @@ def test_a_dry_run_refuses_what_a_run_would(options: list[str], said: str, monke
     assert said in str(error.value)
 
 
+def test_a_dry_run_in_one_process_leaves_the_number_of_workers_open(capsys: pytest.CaptureFixture):
+    dry_run(parse(RECIPES, ["toy_a", "--zero", "2", "--per_node", "0"]), lambda: nn.Linear(1, 1))
+    dry_run(parse(RECIPES, ["toy_a", "--zero", "2", "--per_node", "8"]), lambda: nn.Linear(1, 1))
+    assert capsys.readouterr().out.count("M parameters") == 2
+    with pytest.raises(UserError, match="zero=2 with 1 worker"):
+        dry_run(parse(RECIPES, ["toy_a", "--zero", "2"]), lambda: nn.Linear(1, 1))
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
