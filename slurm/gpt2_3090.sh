@@ -1,7 +1,7 @@
 #!/bin/bash
 # Autoregressive language modelling on 10 servers of 8 x RTX 3090 (80 GPUs).
 # From the repository's root: [TAU=24 METHOD=slowmo ...] sbatch slurm/gpt2_3090.sh [--epochs 10 ...]
-# Account and partition, if this site wants them: SBATCH_ACCOUNT and SBATCH_PARTITION in your shell. See slurm/README.md.
+# Account and partition, if needed: SBATCH_ACCOUNT and SBATCH_PARTITION in your shell; see slurm/README.md.
 #SBATCH --job-name=gpt2_3090
 #SBATCH --nodes=10
 #SBATCH --ntasks-per-node=1

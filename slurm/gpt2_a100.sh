@@ -1,7 +1,7 @@
 #!/bin/bash
 # Autoregressive language modelling on 16 x DGX-A100 (128 GPUs).
 # From the repository's root: [TAU=24 METHOD=slowmo ...] sbatch slurm/gpt2_a100.sh [--epochs 10 ...]
-# Account and partition, if this site wants them: SBATCH_ACCOUNT and SBATCH_PARTITION in your shell. See slurm/README.md.
+# Account and partition, if needed: SBATCH_ACCOUNT and SBATCH_PARTITION in your shell; see slurm/README.md.
 #SBATCH --job-name=gpt2_a100
 #SBATCH --nodes=16
 #SBATCH --ntasks-per-node=1

@@ -4,7 +4,8 @@
 array_job() {
     [ -n "${JOBS-}" ] || return 0
     local line
-    line="$(sed -n "$((${SLURM_ARRAY_TASK_ID:?JOBS is set, but this is no job array} + 1))p" "$JOBS")" && [ -n "$line" ] || {
+    : "${SLURM_ARRAY_TASK_ID:?JOBS is set, but this is no job array}"
+    line="$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" "$JOBS")" && [ -n "$line" ] || {
         echo "error: $JOBS has no line for job $SLURM_ARRAY_TASK_ID of the array" >&2
         return 1
     }
@@ -17,7 +18,7 @@ loader_workers() {
     echo $((share > 2 ? share - 1 : 1))
 }
 
-# launch MODULE [overrides]: trains with RECIPE, METHOD, TAU, BATCH_SIZE, SEED and OUT on all nodes of the job, and exits.
+# launch MODULE [overrides]: trains with RECIPE, METHOD, TAU, BATCH_SIZE, SEED and OUT on all nodes of the job; exits.
 launch() {
     local module="$1" status=0 late="" options=(
         --method "$METHOD" --co2.tau "$TAU" ${BATCH_SIZE:+--batch_size "$BATCH_SIZE"} --seed "$SEED"
@@ -68,9 +69,9 @@ requeue_at_last() {
         echo "job $SLURM_JOB_ID is still running a minute before its limit: back into the queue" && requeue
 }
 
-# on_node TORCHRUN...: runs it, with a log of each worker in LOGS, and passes signals on, since Slurm may signal the process
-# that it started and no other. SIGUSR1 would end torchrun, which therefore ignores it (this is inherited); the workers
-# handle it: they finish the round, save, and end with status 0.
+# on_node TORCHRUN...: runs it, with a log of each worker in LOGS, and passes signals on, since Slurm may signal the
+# process that it started and no other. SIGUSR1 would end torchrun, which therefore ignores it (this is inherited); the
+# workers handle it: they finish the round, save, and end with status 0.
 on_node() {
     trap '' USR1
     "$1" ${LOGS:+--log-dir="$LOGS/${SLURMD_NODENAME:-$HOSTNAME}"} "${@:2}" &

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Semantic segmentation on 16 x DGX-A100 (128 GPUs).
 # From the repository's root: [TAU=24 METHOD=slowmo ...] sbatch slurm/segmentation_a100.sh [--epochs 10 ...]
-# Account and partition, if this site wants them: SBATCH_ACCOUNT and SBATCH_PARTITION in your shell. See slurm/README.md.
+# Account and partition, if needed: SBATCH_ACCOUNT and SBATCH_PARTITION in your shell; see slurm/README.md.
 #SBATCH --job-name=segmentation_a100
 #SBATCH --nodes=16
 #SBATCH --ntasks-per-node=1
