@@ -63,9 +63,11 @@ requeue() {
 # requeue_at_last: where the run has not ended a minute before the job's time limit, requeues the job regardless, for at
 # the limit it would not be; it then goes on from its last complete checkpoint.
 requeue_at_last() {
-    local now
+    local now end
     now="$(date +%s)"
-    sleep $((${SLURM_JOB_END_TIME:-$((now + 600))} - now - 60)) &&
+    end="$(squeue -h -j "$SLURM_JOB_ID" -o %e)"
+    end="$(date -d "${end:-10 minutes}" +%s)" || end=$((now + 600)) # --signal's
+    sleep $((end - now > 60 ? end - now - 60 : 0)) &&
         echo "job $SLURM_JOB_ID is still running a minute before its limit: back into the queue" && requeue
 }
 
@@ -77,7 +79,7 @@ on_node() {
     "$1" ${LOGS:+--log-dir="$LOGS/${SLURMD_NODENAME:-$HOSTNAME}"} "${@:2}" &
     local torchrun=$!
     trap 'pkill -USR1 -P "$torchrun"' USR1
-    trap 'kill -TERM "$torchrun"' TERM
+    trap 'kill -TERM "$torchrun" 2>/dev/null' TERM
     wait_for "$torchrun"
 }
 

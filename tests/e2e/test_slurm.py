@@ -33,6 +33,7 @@ SMALL = {
 FAKES = {
     # one node: runs what stands behind its own options
     "srun": 'echo "$@" > "$FAKES/srun_line"; while [[ "$1" == --* ]]; do shift; done; exec "$@"',
+    "squeue": 'date -d "@$(cat "$FAKES/end")" +%Y-%m-%dT%H:%M:%S',
     "scontrol": """case "$1" in
 show) echo 127.0.0.1 ;;
 requeue) [ ! -e "$FAKES/refuse" ] && echo "$2" >> "$FAKES/requeued" ;;
@@ -272,8 +273,9 @@ def test_the_signal_reaches_the_workers_and_the_job_is_requeued(refused: bool, t
 def test_a_run_that_does_not_stop_in_time_is_requeued_before_the_limit(tmp_path: Path):
     """The workers ignore the signal, as in a round that is too long."""
     env = install(tmp_path, torchrun='touch "$FAKES/ready"; exec sleep 20')
-    job = start("slurm/vision_a100.sh", env | {"SLURM_JOB_END_TIME": str(int(time.time()) + 64)})
+    job = start("slurm/vision_a100.sh", env)
     wait_for(tmp_path / "ready", job)
+    (tmp_path / "end").write_text(str(int(time.time()) + 64))
     assert not (tmp_path / "requeued").exists()
     job.send_signal(signal.SIGUSR1)
     wait_for(tmp_path / "requeued", job)
