@@ -46,7 +46,8 @@ launch() {
     trap 'kill -USR1 "$step"; [ -n "$late" ] || { requeue_at_last & late=$!; }' USR1
     wait_for "$step" || status=$?
     if [ -n "$late" ]; then
-        pkill -P "$late" # its sleep; and with it, it ends
+        kill "$late" 2>/dev/null
+        wait "$late" 2>/dev/null
         echo "job $SLURM_JOB_ID got SIGUSR1, and its run ended with status $status: back into the queue"
         requeue || status=1
     fi
@@ -63,12 +64,14 @@ requeue() {
 # requeue_at_last: where the run has not ended a minute before the job's time limit, requeues the job regardless, for at
 # the limit it would not be; it then goes on from its last complete checkpoint.
 requeue_at_last() {
-    local now end
+    local now end idle
     now="$(date +%s)"
     end="$(squeue -h -j "$SLURM_JOB_ID" -o %e)"
     end="$(date -d "${end:-10 minutes}" +%s)" || end=$((now + 600)) # --signal's
-    sleep $((end - now > 60 ? end - now - 60 : 0)) &&
-        echo "job $SLURM_JOB_ID is still running a minute before its limit: back into the queue" && requeue
+    exec {idle}<> <(:)
+    read -r -t $((end - now > 60 ? end - now - 60 : 1)) -u "$idle" # sleeps in this process
+    echo "job $SLURM_JOB_ID is still running a minute before its limit: back into the queue"
+    requeue
 }
 
 # on_node TORCHRUN...: runs it, with a log of each worker in LOGS, and passes signals on, since Slurm may signal the
