@@ -21,7 +21,7 @@ setup: .venv/.installed ## make .venv and install the pinned packages
 	$(PY) -c 'import yapf' # writes its grammar cache at the first import, where the ranks of mmengine would race
 	@touch $@
 
-demo: setup ## train digits with ddp, slowmo and co2 over a throttled link; prints a table
+demo: setup ## train digits with ddp, slowmo and co2 (the paper's, the recommended) over a throttled link; prints a table
 	$(PY) -m vision.demo
 
 test: setup ## run the fast tests (PYTEST_ARGS adds options)

@@ -16,7 +16,8 @@ from training.recipe import launch
 
 NAME = "time_to_loss"
 Folder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER", help="Holds time_to_loss.json.")]
-METHODS = ("ddp", "local", "overlap_local", "slowmo", "co2")
+RECOMMENDED = "co2_recommended"  # --method co2 --recommended
+METHODS = ("ddp", "local", "overlap_local", "slowmo", "co2", RECOMMENDED)
 Status = Literal["reached", "out of time", "not reached", "failed"]
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .errors import CollectiveError, UserError
 from .groups import Pending, Stage, agree, all_reduce, backend_for, leave_group, new_group, set_timeout
-from .stats import Seconds, between, mark, plus
+from .stats import Mark, Seconds, between, mark, plus
 
 
 class Link(Protocol):
@@ -93,6 +93,7 @@ class Background:
         self.in_flight = False  # whether what was launched has not been waited for
         self._by_nccl = self.group is not None and moved_by_nccl(self.group, device)
         self._side = SideStream(device) if self._by_nccl or device.type == "cuda" else None
+        self._end_mark: Mark = 0.0  # where NCCL moves the tensors: the end of what was queued
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None  # of the thread
         self._failed = ""
@@ -130,6 +131,10 @@ class Background:
             if self._thread is not None and not self._thread.is_alive():
                 self._end()
             return self._thread is None
+
+    def landed(self) -> bool:
+        """Whether wait() would not wait, nor make the current stream wait. Never blocks."""
+        return self.done() and (not isinstance(self._end_mark, torch.cuda.Event) or self._end_mark.query())
 
     def wait(self) -> None:
         """Blocks until the result is there, for the owner to use.
@@ -201,7 +206,8 @@ class Background:
                 while (stage := self._next(stages)) is not None:
                     for work in self._sent(stage)[0]:
                         work.wait()  # the stream waits; with a timeout the host would, too, as torch documents
-                self.seconds = between(began, mark(self.device))
+                self._end_mark = mark(self.device)
+                self.seconds = between(began, self._end_mark)
                 return
             began = time.perf_counter()
             stage = self._next(stages)

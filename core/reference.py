@@ -1,8 +1,8 @@
 """The executable specification: Algorithm 1 of CO2 (arXiv 2401.16265) with all workers in one process.
 
-Every tensor has a leading dimension of `workers`; the mean over workers is a mean over that dimension, and a delay
-is a list. Written as plainly as the algorithm is stated, and sharing no code with outer.py or co2.py, so that the
-two can be held against each other.
+Every tensor has a leading dimension of `workers`; the mean over workers is a mean over that dimension, and what is on
+its way is a list. Written as plainly as the algorithm is stated, and sharing no code with outer.py or co2.py, so that
+the two can be held against each other.
 """
 
 from __future__ import annotations
@@ -18,11 +18,44 @@ EPS = 1e-12
 
 
 @dataclass
+class Sent:
+    """What the workers sent at one boundary, until its mean is merged."""
+
+    number: int  # t: the round that it ended
+    own: Tensor  # d^i: [workers, n]
+    mean: Tensor  # Delta: [n]
+    start: Tensor  # x_{t,0} as it was at the sending: [1, n], or [workers, n] if eager
+
+
+@dataclass
 class Reference:
     """All workers of CO2. x: [workers, n], row i the parameters of worker i, which the caller steps in place.
 
-    Options as in CO2Config. The caller takes tau local steps on `x` (any inner optimiser), calling `local_step`
-    after each; `finish` drains. History of what happened is kept in plain lists.
+    The caller takes local steps on `x` (any inner optimiser) and calls `local_step` after each; `finish` drains. tau,
+    alpha, beta, gap, phi: as in CO2Config; clip_by, policy, taylor, nesterov: as in DelayedConfig. History of what
+    happened is kept in plain lists. Every tau local steps each worker sends, and d local steps later it merges:
+
+    delay: d. None (or tau) is the paper's whole round: at a boundary each worker sends first, and then merges what was
+      sent one round ago. 0 is blocking: sent, received and merged at one boundary. 0 < d < tau: the mean is merged on
+      arrival, d steps after the sending, where the worker did not restart but went on from where it was.
+    merge: what worker i continues from once the mean has landed and the outer step x_{t+1} = x_t - alpha m_t is taken.
+      outer: x_{t+1} (the paper).
+      mix: kappa x_{t+1} + (1 - kappa) x^i, x^i being its parameters now (Streaming DiLoCo, arXiv 2501.18512).
+      keep: x_{t+1} plus its own progress since it sent what has landed (LOSCAR-SGD, arXiv 2605.20866; hivemind's delta
+        rule; CoCoD-SGD).
+    What is sent, d^i: with outer and mix x_t - x^i, from the outer iterate as it is before what lands at the same
+      moment is applied; with keep minus its own progress since its last sending, the sum of its local steps, so that
+      nothing is counted twice.
+    sync_steps: after each of the first so many local steps the workers' parameters are averaged at once. For SGD, with
+      momentum too, that equals averaging gradients; for Adam it does not quite. The outer iterate starts at the last
+      of these means, and the first round after it.
+
+    finish() leaves all workers with equal parameters. With d = tau or 0, local steps since the last boundary are sent
+    as at a boundary, then all that is on its way is merged in order. With 0 < d < tau what is on its way lands first,
+    without mixing, and the local steps since the last sending are sent and merged behind it. So with outer and d < tau
+    the steps taken while a mean was on its way are given up, at the end as in every round. With keep every local step
+    is in exactly one mean. With mix the share of x^i that an earlier restart kept goes along with the steps after it,
+    as at every boundary; without such steps it is dropped, being no progress.
     """
 
     x: Tensor
@@ -32,61 +65,102 @@ class Reference:
     gap: str = "elementwise"
     phi: float | None = 1.0
     clip_by: str = "element"
-    delay: int = 1
+    delay: int | None = None
+    merge: str = "outer"
+    kappa: float = 0.5
     policy: str = "penalty"
-    mix: float = 0.5
     taylor: float = 0.5
     nesterov: bool = False
-    steps: int = 0
+    sync_steps: int = 0
+    steps: int = 0  # local steps since the last boundary
+    taken: int = 0  # all local steps
     outer: list[Tensor] = field(default_factory=list)  # x_{0,0}, x_{1,0}, ...: [n] each; if eager, those of worker 0
-    restarts: list[Tensor] = field(default_factory=list)  # where the workers restarted after each round: [workers, n]
-    deltas: list[Tensor] = field(default_factory=list)  # Delta of each round: [n]
-    first_steps: list[Tensor] = field(default_factory=list)  # mean_i ||x^i_{t,1} - x_{t,0}|| of each round
+    restarts: list[Tensor] = field(default_factory=list)  # x after each boundary: [workers, n]
+    deltas: list[Tensor] = field(default_factory=list)  # the mean of what was sent, of each round: [n]
+    first_steps: list[Tensor] = field(default_factory=list)  # mean_i ||first local step|| of each round
     gaps: list[Tensor] = field(default_factory=list)
-    first: Tensor | None = None
+    in_flight: list[Sent] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        if self.merge not in ("outer", "mix", "keep"):
+            raise ValueError(f"unknown merge {self.merge!r}")
+        if self.delay is not None and not 0 <= self.delay <= self.tau:
+            raise ValueError(f"delay={self.delay}: between 0 and tau={self.tau}")
+        if self.policy == "eager" and (self.merge != "outer" or not self.whole_round):
+            raise ValueError("eager: its own part is that of a round; merge outer, a whole round late")
+        self.begin()
+
+    def begin(self) -> None:
+        """Round 0 starts from where the workers are."""
         rows = len(self.x) if self.policy == "eager" else 1  # 1: all workers have the same
         self.z = self.x[:rows].clone()  # x_{t,0}
         self.m = torch.zeros_like(self.z)
-        self.own = torch.zeros_like(self.x)  # d^i of the last round
-        self.outer.append(self.z[0])
+        self.base = self.x.clone()  # x less the own local steps since the last sending
+        self.outer = [self.z[0]]
+        if self.policy == "eager":  # no difference was sent before the first
+            self.in_flight = [Sent(-1, torch.zeros_like(self.x), torch.zeros_like(self.x[0]), self.z)]
+
+    @property
+    def whole_round(self) -> bool:
+        return self.delay is None or self.delay == self.tau
 
     def local_step(self) -> bool:
         """Counts one local step of all workers; on the tau-th, closes the round and returns True."""
+        self.taken += 1
+        if self.taken <= self.sync_steps:
+            self.x.copy_(self.x.mean(dim=0))
+            self.begin()
+            return False
         if self.steps == 0:
-            self.first = (self.x - self.z).norm(dim=1).mean()
+            self.first_steps.append((self.x - self.base).norm(dim=1).mean())
         self.steps += 1
-        if self.steps == self.tau:
-            self.close()
-            return True
-        return False
-
-    def close(self, *, finishing: bool = False) -> None:
-        """Steps 2 to 7 of one round t."""
-        t = len(self.outer) - 1
-        last_own, self.own = self.own, self.z - self.x
-        self.deltas.append(self.own.mean(dim=0))  # step 3 at t: what is averaged now is used at t + delay
-        self.first_steps.append(torch.zeros(()) if self.first is None else self.first)
-        self.steps, self.first = 0, None
-        used = t - self.delay
-        if used >= 0:
-            delta = self.deltas[used][None]  # step 2
-            if self.policy == "taylor" and t > 0:
-                delta = delta + self.taylor * delta**2 * (self.outer[t] - self.outer[t - 1])
-            if self.policy == "eager":
-                delta = delta + (self.own - last_own) / len(self.x)
-            self.outer_step(delta, t, used)
-        elif self.policy == "eager":  # t = 0: only its own difference is there
-            self.outer_step(self.own / len(self.x), t, used)
-        self.outer.append(self.z[0])
-        mixed = self.mix * self.z + (1 - self.mix) * self.x
-        self.x.copy_(mixed if self.policy == "mix" and not finishing else self.z.expand_as(self.x))
+        if self.in_flight and self.steps == self.delay and not self.whole_round:
+            self.land()
+        if self.steps < self.tau:
+            return False
+        self.send()  # step 3
+        if self.delay == 0 or (self.whole_round and len(self.in_flight) == 2):
+            self.land()  # steps 2 and 4 to 7
+        elif self.whole_round:  # nothing has landed in round 0: x_{1,0} = x_{0,0}
+            self.outer.append(self.z[0])
+            self.restart()
         self.restarts.append(self.x.clone())
+        return True
 
-    def outer_step(self, delta: Tensor, t: int, used: int) -> None:
-        """Steps 4 to 7. delta: [1, n], or [workers, n]."""
-        gap = self.staleness(t, self.deltas[used])  # step 4
+    def send(self) -> None:
+        """Step 3: what is averaged now is merged at its delay."""
+        own = (self.base if self.merge == "keep" else self.z) - self.x
+        self.deltas.append(own.mean(dim=0))
+        self.in_flight.append(Sent(len(self.first_steps) - 1, own, self.deltas[-1], self.z))
+        self.base, self.steps = self.x.clone(), 0
+
+    def land(self, *, finishing: bool = False) -> None:
+        """Step 2: the oldest mean lands; the outer step and the merge."""
+        sent = self.in_flight.pop(0)
+        delta = sent.mean[None]
+        if self.policy == "taylor":
+            delta = delta + self.taylor * delta**2 * (self.z - sent.start)
+        if self.policy == "eager":
+            newest = self.in_flight[0].own if self.in_flight else torch.zeros_like(self.x)
+            delta = delta + (newest - sent.own) / len(self.x)
+        self.outer_step(delta, sent)
+        self.restart(finishing=finishing)
+
+    def restart(self, *, finishing: bool = False) -> None:
+        """The merge: where the workers continue, the outer step being taken."""
+        since = self.x - self.base  # own local steps since the last sending, and since what has landed was sent:
+        progress = since - sum((later.own for later in self.in_flight), torch.zeros_like(self.x))
+        if self.merge == "outer":
+            self.x.copy_(self.z.expand_as(self.x))
+        elif self.merge == "keep":
+            self.x.copy_(self.z + progress)
+        elif not finishing:
+            self.x.copy_(self.kappa * self.z + (1 - self.kappa) * self.x)
+        self.base = self.x - since
+
+    def outer_step(self, delta: Tensor, sent: Sent) -> None:
+        """Steps 4 to 7. delta: the pseudo-gradient that the policy makes of the mean, [1, n] or [workers, n]."""
+        gap = self.staleness(sent)  # step 4
         self.gaps.append(torch.as_tensor(gap))
         new = delta / gap
         self.m = self.beta * self.m + new  # step 5
@@ -98,35 +172,34 @@ class Reference:
                 self.m = torch.where(norms > self.phi, self.m * (self.phi / norms), self.m)
         step = self.beta * self.m + new if self.nesterov else self.m
         self.z = self.z - self.alpha * step  # step 7
+        self.outer.append(self.z[0])
 
-    def staleness(self, t: int, delta: Tensor) -> Tensor | float:
-        """Lambda_t, from x_{t,0} and x_{t-1,0} as they are."""
+    def staleness(self, sent: Sent) -> Tensor | float:
+        """Lambda_t, from x_{t,0} - x_{t-1,0}, the last outer movement."""
         if self.gap == "none":
             return 1.0
-        moved = self.outer[t] - self.outer[t - 1]
+        moved = self.outer[-1] - self.outer[-2] if len(self.outer) > 1 else torch.zeros_like(self.outer[-1])
         if self.gap == "elementwise":
-            return 1 + moved.abs() / (delta.pow(2).mean().sqrt() + EPS)
+            return 1 + moved.abs() / (sent.mean.pow(2).mean().sqrt() + EPS)
         if self.gap == "norm":
-            return 1 + moved.norm() / (delta.norm() + EPS)
+            return 1 + moved.norm() / (sent.mean.norm() + EPS)
         if self.gap == "inner":
-            return 1 + moved.norm() / (self.tau * torch.stack(self.first_steps[:t]).max() + EPS)
+            return 1 + moved.norm() / (self.tau * torch.stack(self.first_steps[: sent.number + 1]).max() + EPS)
         raise ValueError(f"unknown gap {self.gap!r}")
 
     def finish(self) -> None:
-        """Applies what is pending: the mean in flight, then the local steps since the last round, if any."""
-        pending = self.steps > 0
-        if not self.delay:
-            if pending:
-                self.close()
-            return
-        if not pending:
-            self.x.copy_(self.z.expand_as(self.x))  # a mixed restart is no local step
-        self.close(finishing=True)  # uses the mean in flight, launches the incomplete round
-        if pending:
-            self.close(finishing=True)  # uses the incomplete round
+        """Applies what is pending, as the class's docstring says; all workers end with equal parameters."""
+        landing = bool(self.in_flight) and not self.whole_round
+        if landing:
+            self.land(finishing=True)
+        if self.steps and not (landing and self.merge == "outer"):
+            self.send()
+        while self.in_flight:
+            self.land(finishing=True)
         if self.policy == "eager":
             self.z, self.m = (v.mean(dim=0, keepdim=True).expand_as(v) for v in (self.z, self.m))
-            self.x.copy_(self.z)
+        self.x.copy_(self.z.expand_as(self.x))
+        self.base, self.steps = self.x.clone(), 0
 
     def run(self, gradient: Callable[[Tensor, int], Tensor], lr: float, total: int) -> list[Tensor]:
         """`total` steps of plain SGD, gradient(x [workers, n], step) -> [workers, n]; returns the outer iterates."""

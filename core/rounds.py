@@ -21,10 +21,11 @@ from .errors import CollectiveError, UserError
 from .flat import Bucket, Scalars, copy, group_pieces, local_shard, make_buckets, unique, views
 from .groups import send_first
 from .stats import Late, Mark, RoundStats, Seconds, between, mark
-from .tau import TauDecision, TauTuner
+from .tau import NUMBERS, TauDecision, TauTuner
 from .watch import Watch
 
 __all__ = [
+    "Background",
     "Bucket",
     "CollectiveError",
     "Landing",
@@ -59,12 +60,14 @@ class LocalMethod(ABC):
 
     params: the parameters to train together (frozen ones are broadcast once and then left alone). buffers: floating
     point buffers to average, such as BatchNorm's running statistics; integer ones are broadcast once. Both are
-    broadcast from rank 0, so that every worker starts alike. model_params: where `params` are the float32 masters that
-    an optimiser keeps of a 16-bit model, that model's parameters, in the same order: masters are averaged, and the
-    model is refreshed from them at every boundary. group: the workers (None: all). timeout: seconds until a missing
-    worker is an error. link: an emulated slow one.
+    broadcast from rank 0, so that every worker starts alike. Convert a model (dtype, device, memory format) before this
+    object is made: what puts new tensors in their place is not seen. model_params: where `params` are the float32
+    masters that an optimiser keeps of a 16-bit model, that model's parameters, in the same order: masters are averaged,
+    and the model is refreshed from them at every boundary. group: the workers (None: all). timeout: seconds until a
+    missing worker is an error. link: an emulated slow one.
 
-    For subclasses: tau_max, of tau auto. scalars: name -> how many numbers of that name travel along, beside those
+    For subclasses: tau_max, tau_margin: of tau auto, see TauTuner. sync_steps: so many first steps after each of which
+    all wait for the mean of the parameters. scalars: name -> how many numbers of that name travel along, beside those
     that every method has. parts, on_host: see flat.Bucket. backend: of the communication, None for the group's own.
     """
 
@@ -74,6 +77,8 @@ class LocalMethod(ABC):
         tau: int | Literal["auto"],
         *,
         tau_max: int = 192,
+        tau_margin: float = 0.25,
+        sync_steps: int = 0,
         buffers: Iterable[Tensor] = (),
         model_params: Iterable[Tensor] = (),
         group: dist.ProcessGroup | None = None,
@@ -84,21 +89,22 @@ class LocalMethod(ABC):
         on_host: bool = False,
         backend: str | None = None,
     ):
-        given, fixed = unique(list(params)), unique(list(buffers))
+        given, fixed = unique(list(params)), [local_shard(b) for b in unique(list(buffers))]
         everything = [local_shard(p) for p in given]
         self.params = [shard for p, shard in zip(given, everything, strict=True) if p.requires_grad]
         self._frozen = [p for p in given if not p.requires_grad]
         self._model_params = [local_shard(p) for p in model_params]
         self.buffers = [b for b in fixed if b.is_floating_point()]
-        self.tuner = TauTuner(tau_max) if tau == "auto" else None
+        self.tuner = TauTuner(tau_max, tau_margin) if tau == "auto" else None
         self.tau: int = self.tuner.tau if self.tuner else tau  # pyright: ignore[reportAttributeAccessIssue]
         check_inputs(self.tau, given, self.params, self.buffers, self._model_params)
         self.local_steps = 0  # since the last round closed
-        self.stats = RoundStats()
+        self.sync_steps = sync_steps  # those that are left
+        self.stats = self._before = RoundStats()
         self.tau_decision: TauDecision | None = None  # taken by tau="auto" at the last boundary
 
         workers = dist.get_world_size(group) if dist.is_initialized() else 1
-        times = {"times": 2 * workers} if self.tuner else {}
+        times = {"times": NUMBERS * workers} if self.tuner else {}
         known = {"finished": 1, "steps": 1, "stop": 1, "settings": 2, "replicas": 2}
         self.scalars = Scalars(known | dict(scalars or {}) | times)
         self.buckets = make_buckets(self.params, self.buffers, self.scalars.numel, parts, on_host)
@@ -110,6 +116,7 @@ class LocalMethod(ABC):
         self._of_params: set[str] = set()  # names of those that start as the parameters
         self.replicas: list[Tensor] = []  # state, flat, that is equal on all workers, bit for bit
         self.starts: list[Tensor] = []  # where rounds begin, a flat tensor a bucket; empty where that is not kept
+        self._early: RoundStats | None = None  # of the round that runs, where its mean was merged before its end
         self.stop_agreed = False  # whether a worker has called ask_to_stop; becomes True on all at the same boundary
         self._asked_to_stop = False
         self._late = Late()
@@ -127,11 +134,15 @@ class LocalMethod(ABC):
 
     def step(self) -> bool:
         """Call after every optimiser step (also one that a GradScaler skipped). True when a round closed."""
+        if self.sync_steps:
+            return self._synchronise()
         self.local_steps += 1
         if self.local_steps < self.tau:
             if self.local_steps == 1:
                 self._stepping_since = mark(self.background.device)
             self.background.done()  # an error is known as soon as it can be
+            if self.background.in_flight and self.arrives():
+                self._merge_early()
             return False
         self._check_frozen()
         self._boundary(finished=False)
@@ -155,8 +166,12 @@ class LocalMethod(ABC):
         """
         self.background.discard()
         self.background.agree((type(self).__name__, self.signature()), self._shared_from_start)
-        self._refresh_model()
         self.local_steps = 0
+        self._start_from_params()
+
+    def _start_from_params(self) -> None:
+        """Everything is as it was made, the parameters being the start."""
+        self._refresh_model()
         for bucket in self.buckets:
             bucket.flat.zero_()
         for name, flats in self.state.items():
@@ -177,7 +192,8 @@ class LocalMethod(ABC):
         return self.background.launched
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs besides parameters and optimiser; waits for the all-reduce in flight.
+        """All that a resumed run needs besides parameters and optimiser; waits for the all-reduce in flight, so every
+        worker must come to it, or go on stepping.
 
         Take it at a round boundary and the run goes on from there bit for bit. Tensors are copies. Each worker saves
         its own, with its model (BatchNorm's buffers, too) and optimiser.
@@ -190,6 +206,7 @@ class LocalMethod(ABC):
             "in_flight": [b.flat.clone() for b in self.buckets] if in_flight else None,
             "workers": self.background.world_size,
             "local_steps": self.local_steps,
+            "sync_steps": self.sync_steps,
             "rounds": self.rounds,
             "tuner": self.tuner.state_dict() if self.tuner else None,
         }
@@ -215,7 +232,7 @@ class LocalMethod(ABC):
         self.background.restore(state["rounds"], state["in_flight"] is not None)
         for name, flats in here.items():
             copy(flats, saved[name])
-        self.local_steps = state["local_steps"]
+        self.local_steps, self.sync_steps = state["local_steps"], state["sync_steps"]
         if self.tuner and state["tuner"]:
             self.tuner.load_state_dict(state["tuner"])
             self.tau = self.tuner.tau
@@ -239,6 +256,14 @@ class LocalMethod(ABC):
     def settings(self) -> Any:
         """What must be equal on all workers in every round, compared when the round's reduction lands."""
         return self.tau
+
+    def arrives(self) -> bool:
+        """Whether what is in flight is to be merged here, in mid-round."""
+        return False
+
+    def merge(self, *, finished: bool = False) -> Landing:
+        """Receives what is in flight, and uses it."""
+        raise NotImplementedError
 
     def begin_round(self, number: int) -> None:  # noqa: B027
         """For settings that change from round to round. number: of the round, from 0."""
@@ -265,7 +290,7 @@ class LocalMethod(ABC):
         workers = self.background.world_size
         self.scalars.set_checksum("replicas", checksum(self.replicas, self.rounds, workers) if heard else 0)
         if self.tuner:
-            self.tuner.tell(self.stats, self.background.rank, self.scalars["times"])
+            self.tuner.tell(self.stats, self._before, self.background.rank, self.scalars["times"])
         self.background.launch(self.stages())
         self.local_steps = 0
 
@@ -316,7 +341,7 @@ class LocalMethod(ABC):
         """What everybody has sent, which all workers hear in the same round."""
         if self.tuner:
             times = sums["times"]
-            self.tau_decision = self.tuner.hear(self.rounds, times[::2], times[1::2])
+            self.tau_decision = self.tuner.hear(self.rounds, *(times[i::NUMBERS] for i in range(NUMBERS)))
             self.tau = self.tuner.tau
         self.stop_agreed |= sums["stop"][0] > 0.5
         if not agree(sums["settings"], self.everybody):
@@ -345,6 +370,7 @@ class LocalMethod(ABC):
             found |= {id(p): start for p, start in zip(bucket.params, views(flat, bucket.params), strict=True)}
         return [found[id(p)].to(p.dtype) for p in self.params]
 
+    @torch.inference_mode(False)  # whose tensors, kept here, could not be written to later
     @torch.no_grad()
     def _boundary(self, *, finished: bool) -> bool:
         """close_round, measured, with what every method does around it."""
@@ -352,7 +378,9 @@ class LocalMethod(ABC):
         device = self.background.device
         arrived = mark(device)
         timed = self.local_steps - (self.tau > 1)
-        self.stats = RoundStats(tau=self.tau, local_steps=self.local_steps)
+        self._before = self.stats if self._early is None else self._before
+        self.stats, self._early = self._early or RoundStats(merged_after=self.local_steps), None
+        self.stats.tau, self.stats.local_steps = self.tau, self.local_steps
         if timed > 0:
             self.stats.step_seconds = between(self._stepping_since, arrived, timed)
         self.tau_decision = None
@@ -365,6 +393,35 @@ class LocalMethod(ABC):
         self._stepping_since = mark(device)
         self.stats.boundary_seconds = between(arrived, self._stepping_since)
         return everyone
+
+    @torch.no_grad()
+    def _merge_early(self) -> None:
+        """`merge` in mid-round; the round's statistics are told when it closes."""
+        began = mark(self.background.device)
+        self._before = self.stats
+        self.stats = self._early = RoundStats(merged_after=self.local_steps)
+        self.merge()
+        self._refresh_model()
+        self._watch.skip()
+        ended = mark(self.background.device)
+        self._early.merge_seconds = between(began, ended)
+        if isinstance(ended, float) and isinstance(began, float) and isinstance(self._stepping_since, float):
+            self._stepping_since += ended - began  # no part of a local step
+
+    @torch.no_grad()
+    def _synchronise(self) -> bool:
+        """One of the first steps: the mean of the parameters and buffers for all, from which everything starts."""
+        self.sync_steps -= 1
+        for bucket in self.buckets:
+            bucket.flatten(bucket.payload)
+            copy(bucket.buffer_views, bucket.buffers)
+            bucket.scalars.zero_()
+        self.background.sum([bucket.flat for bucket in self.buckets])
+        for bucket in self.buckets:
+            bucket.flat.div_(self.background.world_size)
+            copy([*bucket.params, *bucket.buffers], [*bucket.payload_views, *bucket.buffer_views])
+        self._start_from_params()
+        return False
 
     @torch.no_grad()
     def _refresh_model(self) -> None:

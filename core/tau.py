@@ -1,4 +1,5 @@
-"""Choosing tau: the fewest local steps under which an all-reduce fits, from times measured while training."""
+"""Choosing tau: the fewest local steps under which an all-reduce fits, and beside which a boundary's own work is small,
+from times measured while training."""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ from .stats import RoundStats, ready
 CALIBRATION_TAU = 4  # local steps a round until the first decision
 WARM_UP = 1  # rounds whose numbers are left out: kernels are picked, connections opened
 WINDOW = 5  # rounds over which medians are taken
+COST = 0.02  # a boundary's own work, as a share of the local steps' time
+NUMBERS = 3  # that each worker tells: seconds of a local step, of an all-reduce, of a boundary's own work
 
 
 @dataclass(frozen=True)
@@ -57,17 +60,30 @@ class TauTuner:
         self._heard = 0
         self._steps: deque[float] = deque(maxlen=WINDOW)
         self._allreduces: deque[float] = deque(maxlen=WINDOW)
-        self._told = (0.0, 0.0)  # this worker's last known seconds of a local step and of an all-reduce
+        self._boundaries: deque[float] = deque(maxlen=WINDOW)
+        self._told = [0.0] * NUMBERS  # this worker's last known ones
 
-    def tell(self, stats: RoundStats, rank: int, places: Tensor) -> None:
-        """Writes this worker's latest times to places, [2 x workers], where all others write 0."""
+    def tell(self, stats: RoundStats, before: RoundStats, rank: int, places: Tensor) -> None:
+        """Writes this worker's latest times to places, [NUMBERS x workers], where all others write 0.
+
+        before: of the round before, whose boundary is over.
+        """
         if ready(stats.step_seconds, stats.allreduce_seconds) and float(stats.step_seconds):
-            self._told = (float(stats.step_seconds), float(stats.allreduce_seconds))
+            self._told[:2] = float(stats.step_seconds), float(stats.allreduce_seconds)
+        if ready(before.boundary_seconds, before.merge_seconds, before.exposed_seconds):
+            own = float(before.boundary_seconds) + float(before.merge_seconds) - float(before.exposed_seconds)
+            self._told[2] = max(0.0, own)
         places.zero_()
         for i, seconds in enumerate(self._told):
-            places[2 * rank + i].fill_(seconds)
+            places[NUMBERS * rank + i].fill_(seconds)
 
-    def hear(self, round: int, step_seconds: Sequence[float], allreduce_seconds: Sequence[float]) -> TauDecision | None:
+    def hear(
+        self,
+        round: int,
+        step_seconds: Sequence[float],
+        allreduce_seconds: Sequence[float],
+        boundary_seconds: Sequence[float] = (0.0,),
+    ) -> TauDecision | None:
         """One round's times of every worker, 0 where one has none. Returns the first decision, and each change."""
         steps, allreduces = [s for s in step_seconds if s > 0], [a for a in allreduce_seconds if a > 0]
         if not steps or not allreduces:
@@ -77,23 +93,29 @@ class TauTuner:
             return None
         self._steps.append(max(steps))
         self._allreduces.append(min(allreduces))
+        self._boundaries.append(max(boundary_seconds))
         return self._decide(round) if self._heard > WARM_UP + 1 else None
 
     def _decide(self, round: int) -> TauDecision | None:
         step, allreduce = median(self._steps), median(self._allreduces)
-        wanted = smallest_tau(allreduce, step, self.margin)
+        boundary = min(self._boundaries)  # what disturbs it only adds to it
+        wanted = max(smallest_tau(allreduce, step, self.margin), smallest_tau(boundary / COST, step, 0.0))
         new = min(wanted, self.tau_max)
-        fits = self.tau >= smallest_tau(allreduce, step, self.margin / 2)  # half the margin may be used up
+        # half the margin may be used up
+        least = max(smallest_tau(allreduce, step, self.margin / 2), smallest_tau(boundary / COST, step, -0.25))
+        fits = self.tau >= least
         wasteful = new <= 0.75 * self.tau
         if self.decisions and (new == self.tau or (fits and not wasteful)):  # the first is always told
             return None
-        decision = TauDecision(round, self.tau, new, step, allreduce, self._reason(step, allreduce, wanted))
+        decision = TauDecision(round, self.tau, new, step, allreduce, self._reason(step, allreduce, boundary, wanted))
         self.tau = new
         self.decisions.append(decision)
         return decision
 
-    def _reason(self, step: float, allreduce: float, wanted: int) -> str:
+    def _reason(self, step: float, allreduce: float, boundary: float, wanted: int) -> str:
         text = f"the all-reduce takes {allreduce:.4g} s and a local step {step:.4g} s"
+        if smallest_tau(allreduce, step, self.margin) < wanted <= self.tau_max:
+            return f"{text}, a boundary's own work {boundary:.3g} s: {wanted} steps keep that at {COST:.0%}"
         if wanted <= self.tau_max:
             return f"{text}: {wanted} steps outlast it by {self.margin:.0%}"
         exposed = max(0.0, allreduce - self.tau_max * step)
@@ -106,6 +128,7 @@ class TauTuner:
             "decisions": [astuple(d) for d in self.decisions],
             "steps": list(self._steps),
             "allreduces": list(self._allreduces),
+            "boundaries": list(self._boundaries),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -113,3 +136,4 @@ class TauTuner:
         self.decisions = [TauDecision(*d) for d in state["decisions"]]
         self._steps = deque(state["steps"], maxlen=WINDOW)
         self._allreduces = deque(state["allreduces"], maxlen=WINDOW)
+        self._boundaries = deque(state["boundaries"], maxlen=WINDOW)

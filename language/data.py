@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -89,9 +89,20 @@ def _read_meta(folder: Path) -> dict:
         return dict(vocab_size=GPT2_VOCABULARY, dtype="uint16", eot=GPT2_VOCABULARY - 1, pad=None, mask=None)
     try:
         meta = json.loads(file.read_text())
-        return {key: meta[key] for key in ("vocab_size", "dtype", "eot", "pad", "mask")}
-    except (json.JSONDecodeError, KeyError) as error:
+        known = {key: meta[key] for key in ("vocab_size", "dtype", "eot", "pad", "mask")}
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file} is damaged ({error!r}): run `python -m language.prepare` again") from error
+    size = known["vocab_size"] if type(known["vocab_size"]) is int else 0
+    wrong = [key for key in ("pad", "mask") if known[key] is not None and not _is_token(known[key], size)]
+    wrong += ["eot"] * (not _is_token(known["eot"], size)) + ["dtype"] * (known["dtype"] not in ("uint16", "uint32"))
+    if wrong or size < 1:
+        key = wrong[-1] if size > 0 else "vocab_size"
+        raise UserError(f"{file} has {key}={known[key]!r}: run `python -m language.prepare` again")
+    return known
+
+
+def _is_token(value: Any, vocab_size: int) -> bool:
+    return type(value) is int and 0 <= value < vocab_size
 
 
 def open_tokens(file: Path, dtype: str, vocab_size: int) -> np.ndarray:

@@ -42,6 +42,7 @@ class LanguageRecipe(Recipe):
         for name, value in least.items():
             if getattr(self, name) is not None and getattr(self, name) < value:
                 raise UserError(f"{name}={getattr(self, name)}: give {value} or more")
+        self.check(dropout=(0, 0.99), vocab_size=(1, 10**6), context=(4, 10**6))
 
 
 # -- the paper's rows -------------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def train(run: Run, recipe: LanguageRecipe, corpus: Corpus, objective: Objective
         if due.checkpoint:
             run.save()
         if due.stop:
-            break
+            return run.stop()
 
     method.finish()
     run.end(evaluate(run, recipe, model, corpus, objective, final_texts))

@@ -63,7 +63,7 @@ def train(run: Run, recipe: PointCloudRecipe, train_set: PointClouds, test_set: 
         if due.checkpoint:
             run.save()
         if due.stop:
-            break
+            return run.stop()
 
     method.finish()
     run.end(evaluate(run, recipe, model, test_set))

@@ -240,7 +240,7 @@ TABLES = {
             late("the penalty"),
             late("nothing", **NO_GAP),
             late("eager updates", **NO_GAP, **{"delayed.policy": "eager"}),
-            late("mixed restart", **NO_GAP, **{"delayed.policy": "mix"}),
+            late("mixed restart", **NO_GAP, **{"co2.merge": "mix"}),
             late("delay compensation", **NO_GAP, **{"delayed.policy": "taylor"}),
             late("the penalty, Nesterov's momentum", **{"delayed.nesterov": True}),
         ),

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from results.paper import GPUS, Metric, Row
-from training.recipe import Recipe
-from training.summary import flat
+from training.recipe import Recipe, flat
 
 
 def load_recipe(task: str, name: str) -> Recipe:
@@ -123,5 +122,5 @@ def differences(run: Finished, row: Row, metric: Metric, local: bool) -> list[st
         found.append(f"{run.workers} workers in place of {row.nodes * GPUS}")
     if row.network and not local and row.network not in run.folder.name.split("-"):
         found.append(f"not over {row.network}, by its folder's name")
-    found += [] if metric.key in run.results else [f"no {metric.key} in summary.json"]
+    found += [] if run.results.get(metric.key) is not None else [f"no {metric.key} in summary.json"]
     return found

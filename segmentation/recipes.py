@@ -30,6 +30,7 @@ class SegmentationRecipe(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check(loader_workers=(0, 1000))
         if self.sync_bn and self.method != "ddp":
             raise UserError(
                 f"sync_bn with method={self.method}: SyncBN waits for all workers at every step; leave it out"

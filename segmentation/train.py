@@ -73,7 +73,7 @@ def train(
         if due.checkpoint:
             run.save()
         if due.stop:
-            break
+            return run.stop()
 
     method.finish()
     results = {}

@@ -34,22 +34,25 @@ class Settings:
     wire: Any = "float32"
     rounding: Any = "nearest"
     error_feedback: bool = True
-    policy: Any = "penalty"
+    merge: Any = "outer"
     mix: float = 0.5
+    delay: Any = "boundary"
+    sync_steps: int = 0
+    policy: Any = "penalty"
     taylor: float = 0.5
     nesterov: bool = False
-    delay: Any = 1
     clip_by: Any = "element"
 
     @property
     def co2(self) -> CO2Config:
         wire = WireConfig(self.wire, self.rounding, self.error_feedback)
-        outer = self.tau, self.tau_max, self.outer_lr, self.outer_momentum, self.gap, self.clip, self.allow_unstable
-        return CO2Config(*outer, wire, self.update)
+        outer = self.tau, self.tau_max, self.outer_lr, self.outer_momentum, self.gap, self.clip
+        merge = self.merge, self.mix, self.delay, self.sync_steps
+        return CO2Config(*outer, *merge, self.allow_unstable, wire, self.update)
 
     @property
     def delayed(self) -> DelayedConfig:
-        return DelayedConfig(self.policy, self.mix, self.taylor, self.nesterov, self.delay, self.clip_by)
+        return DelayedConfig(self.policy, self.taylor, self.nesterov, self.clip_by)
 
     @property
     def method(self) -> str:
@@ -140,9 +143,10 @@ def train_with(method: Any, params: list[nn.Parameter], rank: int, steps: int) -
 def train_reference(settings: Settings, world_size: int, steps: int, x: Tensor, worker: int = 0) -> list[Tensor]:
     """What `train_co2` must return on a worker; all start from x [n]. Without own parts all get the same."""
     c = settings
-    later = {"policy": c.policy, "mix": c.mix, "taylor": c.taylor, "nesterov": c.nesterov}
-    outer = c.tau, c.outer_lr, c.outer_momentum, c.gap, c.clip, c.clip_by, c.delay
-    ref = Reference(x.expand(world_size, -1).clone(), *outer, **later)
+    late = {"delay": None if c.delay == "boundary" else c.delay, "merge": c.merge, "kappa": c.mix, "policy": c.policy}
+    outer = c.tau, c.outer_lr, c.outer_momentum, c.gap, c.clip, c.clip_by
+    more = {"taylor": c.taylor, "nesterov": c.nesterov, "sync_steps": c.sync_steps}
+    ref = Reference(x.expand(world_size, -1).clone(), *outer, **late, **more)
     workers = torch.arange(world_size, dtype=torch.float64)[:, None]
     ref.run(lambda rows, step: gradient(rows, workers, step), LR, steps)
     rounds = [rows[worker] for rows in ref.restarts]

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -55,6 +56,12 @@ class Averages:
         means = {name: total / self._count for name, total in self._sums.items()}
         self._sums, self._count = {}, 0
         return means
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sums": dict(self._sums), "count": self._count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._sums, self._count = dict(state["sums"]), state["count"]
 
 
 class Stopwatch:

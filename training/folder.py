@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import os
+import secrets
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,60 +18,94 @@ from torch import Tensor
 from tqdm import tqdm
 
 from core.errors import UserError
+from training import config, lock
 from training import summary as summaries
 from training.counters import Stopwatch
-from training.provenance import commit, version
 from training.recipe import Recipe
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-PACKAGES = ("torch", "torchvision", "timm", "numpy", "transformers", "onedl-mmsegmentation")
-
 
 class RunFolder:
     """Rank 0 writes config.json, metrics.jsonl, TensorBoard's events and summary.json; the other workers write nothing.
 
-    clock: gives every line its seconds of training. Attributes: path; writer, TensorBoard's, on rank 0 alone.
+    clock: gives every line its seconds of training. Attributes: path; checkpoints, the folder of these; attempt, of
+    which the workers know that they were started together; writer, TensorBoard's, on rank 0 alone.
     """
 
     writer: SummaryWriter
 
     def __init__(self, path: Path, rank: int, clock: Stopwatch):
         self.path, self.clock = path, clock
+        self.checkpoints = path / "checkpoints"
+        self.attempt = ""
         self._writes = rank == 0
+        self._lock: IO[str] | None = None
+        self._resumed: dict[str, Any] | None = None  # config.json, once the run has gone on
+        self._metrics: IO[str] | None = None
 
     def open(self, recipe: Recipe, world_size: int, device: torch.device) -> None:
-        """Makes the folder. Every worker must call it; all raise UserError when the folder holds another run."""
-        refusal = ""
+        """Takes the folder for this run. Every worker must call it; all raise UserError when the folder holds another
+        run, or one that goes on."""
+        answer = ["", secrets.token_hex(4)]
         if self._writes:
-            if (self.path / "metrics.jsonl").exists() and not recipe.resume:
-                refusal = f"{self.path} holds a run: add --resume to continue it, or choose another --out"
-            else:
-                try:
-                    self._make(describe(recipe, world_size, device))
-                except OSError as error:
-                    refusal = f"{self.path} cannot be written ({error.strerror}): choose another --out"
+            try:
+                answer[0] = self._take(config.describe(recipe, world_size, device), resume=recipe.resume)
+            except (OSError, ValueError) as error:  # the latter of a name that no file can have
+                reason = getattr(error, "strerror", None) or error
+                answer[0] = f"{self.path} cannot be written ({reason}): choose another --out"
         if dist.is_initialized():
-            box = [refusal]
-            dist.broadcast_object_list(box, src=0)
-            refusal = box[0]
+            dist.broadcast_object_list(answer, src=0)
+        refusal, self.attempt = answer
         if refusal:
+            self.close()
             raise UserError(refusal)
 
-    def _make(self, config: dict[str, Any]) -> None:
+    def _take(self, made_of: dict[str, Any], *, resume: bool) -> str:
+        """Locks the folder, and writes config.json for a fresh run; why it cannot be taken, or nothing."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock, holder = lock.take(self.path / ".lock")
+        if holder:
+            return (
+                f"{self.path} is in use by {holder}: wait for its end, choose another --out or, where that machine is "
+                "gone, remove the folder's .lock"
+            )
+        file = self.path / "config.json"
+        if self._holds_a_run() and not resume:
+            return f"{self.path} holds a run: add --resume to continue it, or choose another --out"
+        if self._holds_a_run() and file.exists():
+            self._resumed, refusal = config.resumed(file, made_of)
+            return refusal
+        _replace(file, _json(made_of))  # in place of what a failed start has left
+        return ""
+
+    def _holds_a_run(self) -> bool:
+        metrics = self.path / "metrics.jsonl"
+        measured = metrics.exists() and metrics.stat().st_size > 0
+        return measured or any(self.checkpoints.glob("step*"))
+
+    def begin(self, step: int) -> None:
+        """Goes on after `step`: forgets what an attempt that came further has logged, and the summary."""
+        if not self._writes:
+            return
         from torch.utils.tensorboard import SummaryWriter  # here, because only rank 0 needs it
 
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "config.json").write_text(json.dumps(config, indent=2, default=str))
+        (self.path / "summary.json").unlink(missing_ok=True)
+        if self._resumed is not None:
+            self._resumed["history"][-1]["step"] = step
+            _replace(self.path / "config.json", _json(self._resumed))
+        _cut(self.path / "metrics.jsonl", step)
         self._metrics = open(self.path / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
-        self.writer = SummaryWriter(str(self.path))
+        self.writer = SummaryWriter(str(self.path), purge_step=step + 1 if self._resumed else None)
 
     def close(self) -> None:
-        """Writes what is still in memory."""
-        if self._writes:
+        """Writes what is still in memory, and lets others have the folder."""
+        if self._metrics is not None:
             self.writer.close()
             self._metrics.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def log(self, step: int, scalars: Mapping[str, float | Tensor]) -> None:
         """Writes one line of metrics.jsonl, and TensorBoard's scalars."""
@@ -88,29 +125,45 @@ class RunFolder:
         self.writer.add_text(name, text, step)
 
     def _write_line(self, step: int, values: dict[str, Any]) -> None:
+        assert self._metrics is not None, "begin() comes first"
         line = {"step": step, "seconds": round(self.clock.seconds, 3), **values}
         self._metrics.write(json.dumps(line) + "\n")
 
     def summarise(self, recipe: Recipe, summary: dict[str, float]) -> None:
-        """Writes summary.json, prints it, and gives TensorBoard the recipe beside it, for comparing runs."""
+        """Writes summary.json, where null stands for what is no finite number, prints it, and gives TensorBoard the
+        recipe beside it, for comparing runs."""
         if not self._writes:
             return
-        (self.path / "summary.json").write_text(json.dumps(summary, indent=2))
+        known = {name: value if math.isfinite(value) else None for name, value in summary.items()}
+        _replace(self.path / "summary.json", _json(known))
         settings = summaries.hparams(dataclasses.asdict(recipe))
         self.writer.add_hparams(settings, {f"summary/{k}": v for k, v in summary.items()}, run_name=".")
         print(f"{recipe.name} {recipe.method}: {self.path}\n{summaries.table(summary)}", flush=True)
+        if unknown := [name for name, value in known.items() if value is None]:
+            print(f"warning: no finite number, null in summary.json: {', '.join(unknown)}", file=sys.stderr, flush=True)
 
 
-# -- how the run was made -----------------------------------------------------------------------------------------
+def _cut(file: Path, step: int) -> None:
+    """Leaves out the lines after `step`, and one that was torn when its writer was killed."""
+    if file.exists():
+        lines = file.read_text(errors="replace").splitlines(keepends=True)
+        _replace(file, "".join(line for line in lines if _step_of(line) <= step))
 
 
-def describe(recipe: Recipe, world_size: int, device: torch.device) -> dict[str, Any]:
-    """What config.json holds: the recipe, the command, the commit, the versions."""
-    return {
-        "recipe": dataclasses.asdict(recipe),
-        "world_size": world_size,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "command": sys.argv,
-        "commit": commit(),
-        "versions": {p: v for p in PACKAGES if (v := version(p))},
-    }
+def _step_of(line: str) -> float:
+    """Infinity for a line that is torn."""
+    try:
+        return json.loads(line)["step"] if line.endswith("\n") else math.inf
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _json(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=2, default=str)
+
+
+def _replace(file: Path, text: str) -> None:
+    """Writes a file that is whole at any moment."""
+    fresh = file.with_name(f"{file.name}.tmp")
+    fresh.write_text(text)
+    os.replace(fresh, file)

@@ -11,6 +11,8 @@ from torch import nn
 
 from core.errors import UserError
 
+LARGE = 1e4  # no learning rate, norm or decay comes near
+
 
 @dataclass(frozen=True)
 class OptimConfig:
@@ -38,14 +40,22 @@ class OptimConfig:
     """The norm to which each worker clips its gradient; None for no clipping."""
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise UserError(f"optim lr={self.lr}: give a learning rate above 0")
-        if self.warmup_steps < 0:
-            raise UserError(f"optim warmup_steps={self.warmup_steps}: give 0 or more")
-        if not self.power > 0:
-            raise UserError(f"optim power={self.power}: give a number above 0")
-        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
-            raise UserError(f"optim clip_grad_norm={self.clip_grad_norm}: give a number above 0, or None")
+        def require(ok: bool, name: str, remedy: str) -> None:
+            if not ok:
+                raise UserError(f"optim {name}={getattr(self, name)}: give {remedy}")
+
+        require(0 < self.lr < LARGE, "lr", f"a learning rate above 0 and below {LARGE:g}")
+        require(0 <= self.momentum < 1, "momentum", "a number in [0, 1)")
+        require(all(0 <= beta < 1 for beta in self.betas), "betas", "numbers in [0, 1)")
+        require(0 < self.eps < LARGE, "eps", "a small number above 0")
+        require(0 <= self.weight_decay < LARGE, "weight_decay", f"0 or more, below {LARGE:g}")
+        require(0 < self.power < LARGE, "power", "a number above 0")
+        require(self.warmup_steps >= 0, "warmup_steps", "0 or more")
+        require(0 <= self.min_lr_share <= 1, "min_lr_share", "a share, from 0 to 1")
+        clip = self.clip_grad_norm
+        require(clip is None or 0 < clip < LARGE, "clip_grad_norm", "a number above 0, or None")
+        if self.name == "sgd":
+            require(not self.nesterov or self.momentum > 0, "nesterov", "a momentum above 0 with it")
 
 
 def make_optimizer(

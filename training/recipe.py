@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import errno
 import hashlib
 import json
+import math
 import os
 import sys
 import tempfile
@@ -13,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import tyro
@@ -24,9 +26,21 @@ from core.groups import local_world_size
 from core.methods import DelayedConfig, MethodName, OverlapLocalConfig, SlowMoConfig, check_settings
 from training.optim import OptimConfig
 from training.sampling import per_worker
+from training.start import refuse
 from training.stop import StopSignal
 from training.throttle import make_link
 from training.workers import check_nodes, pick_device, rank, world_size
+
+LARGEST = 10**9  # whole number of a recipe
+OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE)
+
+
+def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"co2": {"tau": 6}} -> {"co2.tau": 6}."""
+    items: dict[str, Any] = {}
+    for key, value in nested.items():
+        items |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return items
 
 
 @dataclass(frozen=True)
@@ -40,6 +54,8 @@ class Recipe:
     method: MethodName = "co2"
     """How the workers are kept together. The period of every local method is co2.tau."""
     co2: CO2Config = field(default_factory=CO2Config)
+    recommended: bool = False
+    """Start from CO2Config.recommended, at the recipe's tau, instead of the paper's settings; --co2.* change it."""
     delayed: DelayedConfig = field(default_factory=DelayedConfig)
     """Of method delayed: co2 with another way to live with the delay."""
     slowmo: SlowMoConfig = field(default_factory=SlowMoConfig)
@@ -83,11 +99,36 @@ class Recipe:
     """Print the resolved recipe, build the model without memory, and stop."""
 
     def __post_init__(self) -> None:
-        least_of = {"epochs": 1, "eval_every": 1, "log_every": 1, "checkpoint_every": 0, "per_node": 0}
+        least_of = {
+            "epochs": 1,
+            "batch_size": 1,
+            "seed": 0,
+            "eval_every": 1,
+            "log_every": 1,
+            "checkpoint_every": 0,
+            "per_node": 0,
+        }
         for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise UserError(f"{name}={getattr(self, name)}: give {least} or more")
+        if self.recommended and self.method != "co2":
+            raise UserError(f"recommended is CO2's own, method {self.method!r} does not have it: leave it out")
+        for name, value in flat(dataclasses.asdict(self)).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UserError(f"{name}={value}: give a finite number")
+            if isinstance(value, int) and abs(value) > LARGEST:
+                raise UserError(f"{name}={value}: give {LARGEST} or less")
+        if not 0 < self.timeout <= LARGEST:
+            raise UserError(f"timeout={self.timeout}: give seconds, above 0 and up to {LARGEST}")
+        if self.link_mbit is not None and not self.link_mbit > 0:
+            raise UserError(f"link_mbit={self.link_mbit}: give a rate above 0, or None for the real link")
         check_settings(self.method, self.co2, self.delayed, shard=self.shard, offload=self.offload)
+
+    def check(self, **ranges: tuple[float, float]) -> None:
+        """Refuses a field outside its range, both ends of which belong to it."""
+        for name, (least, most) in ranges.items():
+            if not least <= getattr(self, name) <= most:
+                raise UserError(f"{name}={getattr(self, name)}: give a number from {least:g} to {most:g}")
 
     @property
     def folder(self) -> Path:
@@ -109,6 +150,9 @@ def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str
         remedy = f"did you mean {', '.join(near)}?" if near else f"`python -m {prog} --help` lists them"
         raise UserError(f"recipe {name!r} does not exist; {remedy}")
     default = dataclasses.replace(recipes[name], name=name)
+    if "--recommended" in overrides:
+        co2 = dataclasses.replace(CO2Config.recommended(world_size()), tau=default.co2.tau)
+        default = dataclasses.replace(default, co2=co2)
     recipe = tyro.cli(
         type(default),
         default=default,
@@ -143,21 +187,35 @@ def refuse_unused(recipe: Recipe, default: Recipe) -> None:
 
 
 def launch(main: Callable[[], None]) -> None:
-    """Runs a train script's main. A user's mistake becomes one line and exit status 2; Ctrl-C, which ends a run of one
-    process early, becomes exit status 130."""
+    """Runs a train script's main, without tracebacks: a user's mistake, or a disk that takes no more, becomes one line
+    and exit status 2; Ctrl-C, which ends a run of one process early, exit status 130. Workers that wait for this one
+    to start hear of it."""
     try:
         main()
     except UserError as error:
-        said = _tell_torchrun(f"error: {error}") and "CO2_LAUNCH" in os.environ  # training.launch says it at its end
-        if not said and _first_to_say(str(error)):
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.stderr.flush()
-        os._exit(2)  # not sys.exit: peers may be waiting in a collective that will never complete
+        _fail(str(error))
+    except OSError as error:
+        if error.errno not in OF_THE_DISK:
+            raise
+        _fail(f"{error.filename or 'the run folder'}: {error.strerror}; make room or choose another --out")
+    except SystemExit as stop:
+        if stop.code:
+            refuse(f"its options are refused, {' '.join(sys.argv[1:])}")
+        raise
     except KeyboardInterrupt:
         sys.stderr.flush()
         os._exit(130)
     if StopSignal.interrupted and world_size() == 1:  # among several, whoever started them gets the signal, too
         sys.exit(130)
+
+
+def _fail(reason: str) -> None:
+    said = _tell_torchrun(f"error: {reason}") and "CO2_LAUNCH" in os.environ  # training.launch says it at its end
+    if not said and _first_to_say(reason):
+        print(f"error: {reason}", file=sys.stderr, flush=True)
+    refuse(reason)
+    sys.stderr.flush()
+    os._exit(2)  # not sys.exit: peers may be waiting in a collective that will never complete
 
 
 def dry_run(recipe: Recipe, build_model: Callable[[], nn.Module]) -> None:

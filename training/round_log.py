@@ -21,6 +21,7 @@ class RoundLog:
         self._folder = folder
         self._log_every = recipe.log_every
         self._on_gpu = device.type == "cuda"
+        self._synchronous = False
         self._unread: list[tuple[int, RoundStats]] = []  # rounds whose times a GPU may still be taking
         self._trace: Trace | None = None
         if recipe.trace and rank() == 0:
@@ -30,25 +31,29 @@ class RoundLog:
     def close_round(self, step: int, method: Method) -> None:
         """Call it when a round has closed. On a GPU the round's statistics are read when the next one closes, so that
         the host does not wait for them."""
+        self._synchronous = method.tau == 1
         self._unread.append((step, method.stats))
-        while len(self._unread) > self._on_gpu:
-            self._read(synchronous=method.tau == 1)
+        self.read(leave=int(self._on_gpu))
         if isinstance(method, LocalMethod) and (decision := method.tau_decision):
             self._folder.note(step, "tau", f"tau {decision.old} -> {decision.new}: {decision.reason}")
         if self._trace and self._trace.close_round():
             self._folder.note(step, "trace", f"trace in {self._trace.path}")
 
+    def read(self, leave: int = 0) -> None:
+        """Reads all rounds but the newest `leave`."""
+        while len(self._unread) > leave:
+            self._read()
+
     def finish(self, step: int) -> None:
         """Reads the rounds that are left, and ends the trace."""
-        while self._unread:
-            self._read(synchronous=False)
+        self.read()
         if self._trace and self._trace.finish():
             self._folder.note(step, "trace", f"trace in {self._trace.path}")
 
-    def _read(self, *, synchronous: bool) -> None:
+    def _read(self) -> None:
         """Adds the oldest unread round up, and logs it; where every step is a round, only each log_every-th."""
         step, stats = self._unread.pop(0)
         values = stats.as_dict()
         self.overlap.add(values)
-        if not synchronous or self.overlap.rounds % self._log_every == 0:
+        if not self._synchronous or self.overlap.rounds % self._log_every == 0:
             self._folder.log(step, {f"round/{name}": value for name, value in values.items()})

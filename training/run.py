@@ -12,21 +12,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
 from core.errors import UserError
 from core.methods import Method, make_method
+from core.rounds import LocalMethod
 from training import checkpoint
+from training.config import settings
 from training.counters import Averages, Due, Every, Stopwatch
 from training.folder import RunFolder
 from training.recipe import Recipe
 from training.round_log import RoundLog
 from training.sampling import per_worker
+from training.start import join
 from training.stop import StopSignal
 from training.throttle import make_link
 from training.workers import (
-    join,
     largest_of_workers,
     make_mesh,
     pick_device,
@@ -42,7 +45,7 @@ class Run:
     """One training run of this worker: use it as a context manager around the loop.
 
     Before the loop: shard, shard_optimizer, make_method, begin. After every step: after_step, which says whether an
-    evaluation, a checkpoint (save) or the stop is due. After the loop: end.
+    evaluation, a checkpoint (save) or the stop (stop) is due. After the loop: end.
 
     Attributes: rank, world_size, device, folder, step (how many have been taken), clock.
     """
@@ -55,7 +58,6 @@ class Run:
         self.step = 0
         self.clock = Stopwatch()
         self.folder = RunFolder(recipe.folder, self.rank, self.clock)
-        self._checkpoints = self.folder.path / "checkpoints"
         self._link = make_link(recipe.link_mbit, self.device)
         self._means = Averages()
         self._rounds = RoundLog(recipe, self.folder, self.device)
@@ -65,10 +67,10 @@ class Run:
         self._bar: tqdm[Any] | None = None
 
     def __enter__(self) -> Run:
-        self._made_group = join(self.device, self.recipe.timeout)
+        self._made_group = join(self.device, self.recipe.timeout, settings(self.recipe))
         torch.manual_seed(self.recipe.seed * 1_000_003 + self.rank)  # rank 0's initial parameters are broadcast
-        self._mesh = make_mesh(self.device, self.recipe.per_node, self.recipe.zero)
         self.folder.open(self.recipe, self.world_size, self.device)
+        self._mesh = make_mesh(self.device, self.recipe.per_node, self.recipe.zero, self.recipe.timeout)
         self._stop.listen()
         return self
 
@@ -83,6 +85,12 @@ class Run:
 
     def shard(self, model: nn.Module) -> nn.Module:
         """The model on this worker's device, its parameters sharded inside the node with ZeRO-2 and 3."""
+        alone = per_worker(self.recipe.batch_size, self.world_size) == 1
+        if alone and any(isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
+            raise UserError(
+                f"batch_size={self.recipe.batch_size} (global) over {self.world_size} workers: BatchNorm needs two "
+                f"samples a worker; give {2 * self.world_size} or more"
+            )
         self._model = model.to(self.device)
         if self._mesh is None:
             return self._model
@@ -128,6 +136,7 @@ class Run:
         self._parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
         self._schedule, self._method, self._total = schedule, method, total
         seconds = self._resume() if self.recipe.resume else 0.0
+        self.folder.begin(self.step)
         tau = self.recipe.co2.tau
         if self.rank == 0 and self.recipe.method != "ddp" and isinstance(tau, int) and total < tau:
             remedy = "give a smaller --co2.tau or more --epochs"
@@ -168,13 +177,13 @@ class Run:
         return Due(
             evaluation=open_end and self._evaluation.due(self.step),
             checkpoint=open_end and self._saving.due(self.step),
-            stop=self._stops(),
+            stop=self.step < self._total and self._stops(closed),
         )
 
-    def _stops(self) -> bool:
+    def _stops(self, closed: bool) -> bool:
         """Whether the run ends here, by a signal to any worker: all of them stop at the same step."""
         if self._stop.number and not dist.is_initialized():
-            return True
+            return closed
         if self._stop.number:
             self._method.ask_to_stop()
         return self._method.stop_agreed
@@ -211,18 +220,21 @@ class Run:
     def save(self) -> None:
         """Writes a checkpoint, at a round boundary or after method.finish(); every worker must call it."""
         with self.clock.paused():
+            self._rounds.read()
             state = {name: part.state_dict() for name, part in self._parts.items()}
             state |= {
                 "step": self.step,
                 "method": {"name": self.recipe.method, "state": self._method.state_dict()},
                 "totals": self._rounds.overlap.state_dict() | {"seconds": self.clock.seconds},
+                "means": self._means.state_dict(),
                 "rng": random_state(self.device),
             }
-            checkpoint.save(self._checkpoints, self.step, state, rank=self.rank, world_size=self.world_size)
+            place = {"rank": self.rank, "world_size": self.world_size, "attempt": self.folder.attempt}
+            checkpoint.save(self.folder.checkpoints, self.step, state, **place)
 
     def _resume(self) -> float:
         """Restores the newest checkpoint, if there is one; returns the seconds of training that led to it."""
-        state = checkpoint.load(self._checkpoints, rank=self.rank, world_size=self.world_size)
+        state = checkpoint.load(self.folder.checkpoints, rank=self.rank, world_size=self.world_size)
         if state is None:
             return 0.0
         if state["method"]["name"] != self.recipe.method:
@@ -230,10 +242,24 @@ class Run:
         for name, part in self._parts.items():
             part.load_state_dict(state[name])
         self._method.load_state_dict(state["method"]["state"])
+        if isinstance(self._method, LocalMethod):
+            self._method.scalars["stop"].zero_()  # in flight since the stop: it would end this run, too
         self._rounds.overlap.load_state_dict(state["totals"])
+        self._means.load_state_dict(state["means"])
         set_random_state(state["rng"], self.device)
         self.step = int(state["step"])
         return state["totals"]["seconds"]
+
+    def stop(self) -> None:
+        """Ends the run early, in place of method.finish(), the last evaluation and end().
+
+        Saves with the all-reduce in flight, so that the resumed run is the one that was never stopped. Nothing is
+        evaluated: what stopped it may leave no time, and the resumed run will.
+        """
+        self.save()
+        number = largest_of_workers(self._stop.number, self.device)  # a signal may have come to one of them alone
+        self._method.finish()  # the checkpoint knows nothing of this: the workers part in peace
+        self._summarise({"stopped_by_signal": number})
 
     def end(self, results: dict[str, float]) -> None:
         """Call it after method.finish() and the last evaluation: saves, writes summary.json and closes the method.
@@ -241,17 +267,17 @@ class Run:
         results: what the last evaluation measured; summary.json holds it with what communication cost.
         """
         self.save()
+        self._summarise(results)
+
+    def _summarise(self, results: dict[str, float]) -> None:
         self._rounds.finish(self.step)
         seconds = self.clock.seconds
-        number = largest_of_workers(self._stop.number, self.device)  # a signal may have come to one of them alone
-        stopped = {"stopped_by_signal": number} if number else {}
         summary = {
             **results,
             "steps": self.step,
             "seconds": seconds,
             "steps_per_second": self.step / seconds if seconds else 0.0,
             **self._rounds.overlap.summary(),
-            **stopped,
         }
         if self._bar is not None:
             self._bar.close()  # before the table is printed

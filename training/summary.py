@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from training.recipe import flat
+
 # how a result's name ends -> (factor, unit) of what is shown
 UNITS = {
     "steps_per_second": (1, "steps/s"),
@@ -26,14 +28,6 @@ def table(summary: Mapping[str, float]) -> str:
         number = f"{value * factor:,.0f}" if isinstance(value, int) and factor == 1 else f"{value * factor:,.4g}"
         lines.append(f"  {name.replace('_', ' '):24}{number:>12} {unit}".rstrip())
     return "\n".join(lines)
-
-
-def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"co2": {"tau": 6}} -> {"co2.tau": 6}, the names of the command line."""
-    items: dict[str, Any] = {}
-    for key, value in nested.items():
-        items |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return items
 
 
 def hparams(recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -33,26 +32,16 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
-def join(device: torch.device, timeout: float) -> bool:
-    """Joins the process group of all workers that torchrun started; returns whether it had to be made."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    makes_group = "RANK" in os.environ and not dist.is_initialized()
-    if makes_group:
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-    return makes_group
-
-
-def make_mesh(device: torch.device, per_node: int, zero: int) -> DeviceMesh | None:
+def make_mesh(device: torch.device, per_node: int, zero: int, timeout: float = 600.0) -> DeviceMesh | None:
     """[nodes, workers of a node] where the workers of a node synchronise every step; None where none do.
 
     per_node: how many consecutive ranks make a node; 0 for those that torchrun or SLURM started on one machine.
-    zero: the ZeRO stage, which is refused where a node has nothing to shard.
+    zero: the ZeRO stage, which is refused where a node has nothing to shard. timeout: seconds until a missing worker is
+    an error.
     """
     n = per_node or local_world_size()
     check_nodes(n, zero, dist.get_world_size() if dist.is_initialized() else 1)
-    return node_mesh(device.type, n) if n > 1 else None
+    return node_mesh(device.type, n, timeout) if n > 1 else None
 
 
 def check_nodes(n: int, zero: int, world: int) -> None:

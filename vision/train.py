@@ -69,7 +69,7 @@ def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset)
         if due.checkpoint:
             run.save()
         if due.stop:
-            break
+            return run.stop()
 
     method.finish()
     run.end(evaluate(run, recipe, model, test_set))

@@ -25,7 +25,7 @@ from bench import report
 from bench.cluster import Cluster, require_namespaces, run_ranks
 from bench.options import require_one_or_more, require_positive
 from bench.peers.adapters import PEERS
-from bench.peers.loop import BATCH, REFERENCE, Job, worker
+from bench.peers.loop import BATCH, RECOMMENDED, REFERENCE, Job, worker
 from bench.peers.model import LR, MOMENTUM, build_model
 from bench.report import Spread
 from core import UserError
@@ -33,8 +33,9 @@ from core.co2 import CO2Config
 from core.methods import OverlapLocalConfig, SlowMoConfig
 from vision import data
 
-OURS = ("ddp", "local", "overlap_local", "slowmo", "co2")
+OURS = ("ddp", "local", "overlap_local", "slowmo", "co2", RECOMMENDED)
 ALL = (*OURS, *PEERS)
+CO2_SETTINGS = ("outer_lr", "outer_momentum", "gap", "clip", "merge", "mix", "delay")
 MAX_REASON = 160  # characters of an error in the table
 
 
@@ -284,7 +285,8 @@ def markdown(bench: Bench, result: dict[str, Any]) -> str:
         "process (hivemind has two or three more).",
         "Rounds: synchronisations, those that end the training included (torchft_streaming: of a fragment). They are "
         "inside the clock too: with few steps they weigh more than in a real training.",
-        f"Ours: co2 {chosen(CO2Config(tau=bench.tau), 'outer_lr', 'outer_momentum', 'gap', 'clip')}; "
+        f"Ours: co2 {chosen(CO2Config(tau=bench.tau), *CO2_SETTINGS)}; {RECOMMENDED} "
+        f"{chosen(CO2Config.recommended(bench.workers, bench.steps), *CO2_SETTINGS)}; "
         f"slowmo {chosen(SlowMoConfig())}; overlap_local {chosen(OverlapLocalConfig())}.",
         *(f"{name}: {PEERS[name].note}." for name in bench.methods if name in PEERS),
         "Versions: " + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",

@@ -6,7 +6,7 @@ import os
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from training.sampling import worker_batches
 from training.throttle import ThrottledLink
 from vision.data import Images
 
+RECOMMENDED = "co2_recommended"  # co2 with CO2Config.recommended
 REFERENCE = "none"  # the same steps without any communication
 BATCH = 16  # samples per worker and step
 
@@ -102,10 +103,14 @@ def make_trainer(job: Job, model: nn.Sequential) -> Trainer:
     optimizer = make_optimizer(model.parameters())
     if job.method == REFERENCE:
         return Trainer(model, optimizer, sent=lambda: 0)
-    assert job.method in METHODS
+    config = CO2Config(tau=job.tau)
+    if job.method == RECOMMENDED:
+        config = replace(CO2Config.recommended(job.workers, job.steps), tau=job.tau)
+    method_name = "co2" if job.method == RECOMMENDED else job.method
+    assert method_name in METHODS
     link = ThrottledLink(job.link_mbit) if job.link_mbit else None
-    settings = {"co2": CO2Config(tau=job.tau), "lr": lambda: LR, "timeout": job.timeout, "link": link}
-    wrapped, method = make_method(job.method, model, **settings)
+    settings = {"co2": config, "lr": lambda: LR, "timeout": job.timeout, "link": link}
+    wrapped, method = make_method(method_name, model, **settings)
     sent = [0]
 
     def after_step() -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..outer import Boundary, Rule, all_seen, update
+from ..outer import Boundary, Merge, Rule, all_seen, update
 from .chunked import ChunkedBoundary
 from .quantized import WireConfig
 
@@ -20,16 +20,27 @@ Pass = Literal["fast", "plain", "compiled"]
 PASSES: tuple[Pass, ...] = ("fast", "plain", "compiled")
 
 
-def make_boundary(kind: Pass, params: Sequence[Tensor], d: Tensor, x: Tensor, m: Tensor) -> Boundary:
-    """fast: Triton's kernel on CUDA where Triton is installed (any CUDA build for Linux brings it), the in-place pass
-    on a CPU; elsewhere plain, which is core/outer.py's own. compiled: that, by torch.compile."""
+def make_boundary(
+    kind: Pass,
+    params: Sequence[Tensor],
+    d: Tensor,
+    x: Tensor,
+    m: Tensor,
+    sent: Tensor | None = None,
+    *,
+    merge: Merge = "outer",
+) -> Boundary:
+    """fast: Triton's kernel on CUDA where Triton is installed (any CUDA build for Linux brings it) and merge is the
+    paper's, the in-place pass on a CPU; elsewhere plain, which is core/outer.py's own. compiled: that, by
+    torch.compile."""
+    flats = params, d, x, m, sent
     if kind == "compiled":
-        return CompiledBoundary(params, d, x, m)
-    if kind == "fast" and d.is_cuda and importlib.util.find_spec("triton") is not None:
+        return CompiledBoundary(*flats)
+    if kind == "fast" and merge == "outer" and d.is_cuda and importlib.util.find_spec("triton") is not None:
         from .triton_kernel import TritonBoundary  # imports triton
 
-        return TritonBoundary(params, d, x, m)
-    return ChunkedBoundary(params, d, x, m) if kind == "fast" and not d.is_cuda else Boundary(params, d, x, m)
+        return TritonBoundary(*flats)
+    return ChunkedBoundary(*flats) if kind == "fast" and not d.is_cuda else Boundary(*flats)
 
 
 class CompiledBoundary(Boundary):

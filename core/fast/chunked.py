@@ -14,7 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..outer import EPS, Boundary, Rule, Segment
+from ..flat import copy
+from ..outer import EPS, Boundary, Rule, Segment, restart
 
 
 class ChunkedBoundary(Boundary):
@@ -33,12 +34,30 @@ class ChunkedBoundary(Boundary):
         seen = []
         for s in self.segments:
             seen.append(_momentum(s, self._scratch[: len(s.d)], rule, gap, slope))
-            self._snapshot(s)
+            if rule.sends:
+                self._snapshot(s)
             s.x.sub_(s.m, alpha=float(rule.alpha))
-            torch._foreach_copy_(s.params, s.x_views)  # pyright: ignore[reportPrivateImportUsage]
+            self._restart(s, rule)
         squares, gaps, tops, clipped = zip(*seen, strict=True)
         numbers = [sum(squares), sum(gaps), max(tops), sum(clipped)]
         return torch.tensor(numbers, dtype=torch.float64, device=self.d.device)
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """See Boundary."""
+        self.locate()
+        for s in self.segments:
+            self._snapshot(s)
+            copy(s.sent, s.params[: len(s.sent)])
+
+    def _restart(self, s: Segment, rule: Rule) -> None:
+        if self._rounded is not None or rule.merge == "outer":
+            restart(s, rule)
+        elif rule.merge == "mix":
+            torch._foreach_lerp_(s.params, s.x_views, rule.share)  # pyright: ignore[reportPrivateImportUsage]
+        else:
+            torch._foreach_sub_(s.params, s.sent)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_add_(s.params, s.x_views)  # pyright: ignore[reportPrivateImportUsage]
 
     def _snapshot(self, s: Segment) -> None:
         """d <- r(x) - p, with r(x) = x rounded to p's dtype."""

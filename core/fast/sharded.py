@@ -10,7 +10,6 @@ waits only for what outlasts the round.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -19,12 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from .. import outer
-from ..co2 import CO2Config, Schedule, check_stable, scheduled, settings_of
-from ..groups import agree, all_reduce, gather_parts, leave_group, new_group, sum_parts
-from ..rounds import Bucket, Link, LocalMethod, Stage, UserError, copy, group_pieces, views
+from ..co2 import CO2Config, Schedule, arrives, check_stable, scheduled, settings_of
+from ..flat import unique
+from ..groups import all_reduce, gather_parts, leave_group, new_group, sum_parts
+from ..rounds import Landing, Link, LocalMethod, Stage, UserError, copy, group_pieces, views
+from .host import HostCopies
+from .placement import Placement
 
 
 class ShardedCO2(LocalMethod):
@@ -36,9 +37,12 @@ class ShardedCO2(LocalMethod):
 
     mesh: [replicate, shard], as groups.node_mesh makes it; or its two dimensions as groups. inner_group: ranks that
     synchronise gradients every step, as a node's do, so that at a boundary their parameters are equal
-    (DistributedDataParallel, ZeRO-1), or are shards of one model (DTensors: ZeRO-2 and 3, where a rank's share is its
-    shard). Each keeps and sends its own share. group: the ranks with the same share, across nodes; alone, or with
-    neither, all workers are equal.
+    (DistributedDataParallel, ZeRO-1), or hold one model's shards (DTensors: ZeRO-2 and 3, tensor parallelism, where a
+    rank's share is its shard; plain tensors beside them are equal on all ranks, and made so again every round). Each
+    keeps and sends its own share. group: the ranks with the same share, across nodes; alone, or with neither, all
+    workers are equal.
+    shards: plain tensors are this rank's own part of the model, a pipeline's stage, and unlike those of the others in
+    the inner group. Then buffers are averaged over `group` only, else over both groups.
     shard: shares are cut further over the workers of `group`. offload: the outer state and its all-reduce lie in the
     host's (pinned) memory, no copy of the parameters on a GPU. The other arguments: see CO2.
     """
@@ -51,6 +55,7 @@ class ShardedCO2(LocalMethod):
         mesh: DeviceMesh | None = None,
         inner_group: dist.ProcessGroup | None = None,
         group: dist.ProcessGroup | None = None,
+        shards: bool = False,
         shard: bool = False,
         offload: bool = False,
         buffers: Iterable[Tensor] = (),
@@ -61,27 +66,34 @@ class ShardedCO2(LocalMethod):
     ):
         self.config = c = scheduled(config or CO2Config(), schedule, 0)
         self.schedule = schedule
-        self.shard, self.offload = shard, offload
+        self.shards, self.shard, self.offload = shards, shard, offload
         check_supported(c)
-        params, buffers = list(params), list(buffers)
+        params, buffers = unique(list(params)), unique(list(buffers))
+        if not params:
+            raise UserError("no parameter is given: nothing to train; each stage of a pipeline needs one")
         if mesh is not None:
             group, inner_group = _groups_of(mesh)
         elif inner_group is not None and group is None:
             raise UserError("inner_group without group: give also the ranks across nodes, or both at once with mesh")
+        if inner_group is not None and c.delay == "auto":
+            raise UserError(
+                "delay='auto' lets every worker merge by itself, and those of a node must stay equal: give a number of "
+                "local steps, at least what the all-reduce takes"
+            )
         backend = "gloo" if offload else None
         device = torch.device("cpu") if offload else params[0].device
         self._inner = new_group(inner_group, timeout, device, backend) if inner_group is not None else None
-        self.inner_size = dist.get_world_size(self._inner) if self._inner else 1
-        self.of_shards = any(isinstance(p, DTensor) for p in params)
-        if self.of_shards and self._inner is None:
-            raise UserError("DTensors as parameters need mesh=: without it different shards would be averaged")
-        if self._inner is not None and not self.of_shards:
-            agree(("ShardedCO2", self.signature()), [*params, *buffers], self._inner, device)
+        self._placement = Placement(params, buffers, self._inner, shards)
+        self.inner_size, self.of_shards = self._placement.size, self._placement.of_shards
+        if self._inner is not None:
+            self._placement.agree(("ShardedCO2", self.signature()), self._inner, device)
         workers = dist.get_world_size(group) if dist.is_initialized() else 1
         super().__init__(
             params,
             c.tau,
             tau_max=c.tau_max,
+            tau_margin=c.tau_margin,
+            sync_steps=c.sync_steps,
             buffers=buffers,
             model_params=model_params,
             group=group,
@@ -98,6 +110,7 @@ class ShardedCO2(LocalMethod):
     @torch.no_grad()
     def _start_from_params(self) -> None:
         """g, in the payloads, and the shares of x begin as the parameters."""
+        super()._start_from_params()
         for bucket in self.buckets:
             bucket.flatten(bucket.payload)
         copy(self._x, self._shares())
@@ -107,7 +120,7 @@ class ShardedCO2(LocalMethod):
     @torch.no_grad()
     def _make_state(self) -> None:
         """x and m as shares, and what the background notes."""
-        self._host = _HostCopies(self.buckets, self.params[0].device) if self.offload else None
+        self._host = HostCopies(self.buckets, self.params[0].device) if self.offload else None
         self._x = self.state["outer_iterate"] = [torch.zeros_like(share) for share in self._shares()]
         self._m = self.state["outer_momentum"] = [torch.zeros_like(x) for x in self._x]
         self.replicas = [] if self.shard else self._x
@@ -115,34 +128,38 @@ class ShardedCO2(LocalMethod):
         self._last = torch.zeros((), dtype=torch.float64, device=self.background.device)
         self._m_squares = torch.zeros_like(self._last)
         self._seen: dict[str, Tensor] = {}
-        self._checked = self._inner is None or self.of_shards
+        self._checked = self._inner is None
         self._numel = sum(b.numel for b in self.buckets)
         if self._inner is not None and self.of_shards:
-            box = torch.tensor(self._numel, device=self.background.device)
-            dist.all_reduce(box, group=self._inner)
-            self._numel = int(box)
+            self._numel = self._placement.count(self.params, self._inner, self.background.device)
+            self._placement.locate(self.params, self.buckets, self._shares())
         self._start_from_params()
 
     def resync(self) -> None:
         """See LocalMethod."""
-        if self._inner is not None and not self.of_shards:
-            agree(("resync",), self._shared_from_start, self._inner, self.background.device)
+        if self._inner is not None:
+            self._placement.agree(("resync",), self._inner, self.background.device)
         super().resync()
-        self._start_from_params()
 
     def signature(self) -> Any:
-        return asdict(self.config), self.shard, self.offload
+        return asdict(self.config), self.shards, self.shard, self.offload
 
     # -- the boundary ---------------------------------------------------------------------------------------
 
     def close_round(self, *, finished: bool) -> bool:
-        if not self._checked:
-            self._check_node()
-        last = False
+        if self._inner is not None and not self._checked:  # once: each sends a part of the parameters for all of them
+            self._placement.check(self.params, self._inner, self.background.device)
+            self._checked = True
+        at_boundary, last = self.config.at_boundary, False
         if self.background.in_flight:
-            last = self.receive(finished=finished).last
-            vars(self.stats).update(self._seen)
-        self._swap(snapshot=not last)
+            last = self.merge(finished=finished).last
+        if at_boundary:
+            self._swap(snapshot=not last)
+        else:
+            if finished and (last or not self.local_steps):
+                self._mix(1.0)  # what an earlier mean was mixed with is no local step
+            if not last:
+                self._take()
         if last:  # nothing follows: what lagged catches up
             for x, m in zip(self._x, self._m, strict=True):
                 x.copy_(outer.outer_step(x, m, self._last))
@@ -152,33 +169,48 @@ class ShardedCO2(LocalMethod):
             self.send(finished=finished)
         return last
 
-    def _check_node(self) -> None:
-        """Once, at the first boundary: the workers of a node must have synchronised their gradients, for each sends a
-        part of the parameters for all of them."""
-        device = self.background.device
-        total = outer.norm([p.detach() for p in self.params if p.numel()]).double().to(device)
-        spread = torch.stack([total, -total])
-        dist.all_reduce(spread, dist.ReduceOp.MAX, group=self._inner)
-        highest, lowest = spread[0].item(), -spread[1].item()
-        if highest - lowest > 1e-6 * abs(highest):
-            raise UserError(
-                f"the parameters of one node's workers differ (norms from {lowest:.9g} to {highest:.9g}): they have to "
-                "synchronise gradients every step, as in DistributedDataParallel over mesh['shard']; else give no mesh"
-            )
-        self._checked = True
+    def arrives(self) -> bool:
+        return arrives(self.config, self.local_steps, self.background)
+
+    def merge(self, *, finished: bool = False) -> Landing:
+        """See CO2. Of a mean on arrival: the parameters are mixed with g, which holds the outer iterate that it led to,
+        and keeps it until the next sending. In finish() no step follows, so nothing is mixed."""
+        landing = self.receive(finished=finished)
+        vars(self.stats).update(self._seen)
+        if not self.config.at_boundary and not finished:
+            self._mix(self.config.mix)
+        return landing
+
+    def _mix(self, share: float) -> None:
+        """p <- share g + (1 - share) p."""
+        if self._host is not None:
+            return self._host.mix(share)
+        for p, g in self._pieces():
+            copy(p, g if share == 1 else [outer.mix(x, y.to(x.dtype), share) for x, y in zip(g, p, strict=True)])
+
+    def _take(self) -> None:
+        """g <- g - p, from the outer iterate as the parameters' dtype holds it."""
+        if self._host is not None:
+            return self._host.snapshot()
+        for p, g in self._pieces():
+            copy(g, [x.to(y.dtype).to(x.dtype) - y for x, y in zip(g, p, strict=True)])
 
     def _swap(self, *, snapshot: bool) -> None:
         """p <- g, and g <- g - p where a snapshot is wanted, a cache-sized segment at a time."""
         if self._host is not None:
             return self._host.swap(snapshot=snapshot)
+        for p, g in self._pieces():
+            difference = [a - b for a, b in zip(g, p, strict=True)] if snapshot else g
+            copy(p, g)
+            copy(g, difference)
+
+    def _pieces(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """The parameters and g, in the same shapes, as much at a time as a cache holds."""
         for bucket in self.buckets:
             start = 0
             for pieces in group_pieces(bucket.params, outer.segment_size(bucket.flat)):
                 n = sum(p.numel() for p in pieces)
-                g = views(bucket.flat[start : start + n], pieces)
-                difference = [a - p for a, p in zip(g, pieces, strict=True)] if snapshot else g
-                copy(pieces, g)
-                copy(g, difference)
+                yield pieces, views(bucket.flat[start : start + n], pieces)
                 start += n
 
     def settings(self) -> Any:
@@ -201,7 +233,7 @@ class ShardedCO2(LocalMethod):
         """From the snapshots in g to x_{t+2,0} in g."""
         if self._host is not None:
             yield [self._host], 0
-            self._host.take_differences()
+            self._host.take_differences(rounded=not self.config.at_boundary)
         yield from self.repair()
         yield from self._reduce([b.rest for b in self.buckets])
         squares = self._pseudo_gradient()
@@ -215,16 +247,26 @@ class ShardedCO2(LocalMethod):
         if self._inner is not None and not self.of_shards:
             for bucket in self.buckets:
                 yield gather_parts(bucket.flat[: bucket.padded], self._inner)
+        elif self._inner is not None:
+            yield from self._placement.level([b.flat for b in self.buckets], self._inner)
 
     def _reduce(self, rests: list[Tensor]) -> Iterator[Stage]:
-        """Sums of the shares over the workers, and of BatchNorm's statistics and the scalars over everybody."""
+        """Sums of the shares over the workers, and of BatchNorm's statistics and the scalars over everybody; a stage's
+        statistics are its own."""
         shares, group = self._node_shares(), self.background.group
         if group is not None:
             yield all_reduce(rests if self.shard else [*shares, *rests], group)
             if self.shard:
                 for share in shares:
                     yield from sum_parts(share, group)
-        if self._inner is not None:
+        if self._inner is not None and self.shards:
+            scalars = self.buckets[0].scalars
+            sums = scalars.double()  # the first bucket's dtype may be another elsewhere
+            yield all_reduce([sums], self._inner)
+            scalars.copy_(sums)
+            for bucket in self.buckets:
+                bucket.values.mul_(self.inner_size)  # reducer.scale is of sums over both groups
+        elif self._inner is not None:
             yield all_reduce(rests, self._inner)
 
     def _holders(self) -> list[dist.ProcessGroup]:
@@ -256,15 +298,18 @@ class ShardedCO2(LocalMethod):
     def _pseudo_gradient(self) -> Tensor:
         """Delta in the share of g, and x catches up; returns the sum of Delta's squares, 0-d.
 
-        What was sent is x_{t+1,0} - x^i_{t,tau}; the local steps began at x_{t,0} as the parameters' dtype holds it.
+        What was sent at a boundary is x_{t+1,0} - x^i_{t,tau}; the local steps began at x_{t,0} as the parameters'
+        dtype holds it. Where means are merged on arrival, x_{t+1,0} is what the difference is to be taken from.
         """
         squares = torch.zeros_like(self._last)
         for dtype, g, x, m in self._segments():
             following = outer.outer_step(x, m, self._last)
-            g.mul_(1 / self.background.world_size).add_(x.to(dtype).to(x.dtype) - following)
+            g.mul_(1 / self.background.world_size)
+            if self.config.at_boundary:
+                g.add_(x.to(dtype).to(x.dtype) - following)
             x.copy_(following)
             squares += outer.norm([g]).double().square()
-        return squares
+        return squares - self._placement.surplus(self._shares())
 
     def _update_share(self, delta_norm: Tensor, m_norm: Tensor) -> None:
         """Steps 4 to 7 on the share; an empty round, the last of finish(), moves nothing."""
@@ -283,7 +328,7 @@ class ShardedCO2(LocalMethod):
             seen.append(numbers)
         total = outer.all_seen(seen)
         self._last.copy_(alpha)  # in place: they are read and written in another stream
-        self._m_squares.copy_(torch.where(moved, total[0], self._m_squares))
+        self._m_squares.copy_(torch.where(moved, total[0] - self._placement.surplus(self._m), self._m_squares))
         share = max(1, sum(len(m) for m in self._m))  # what follows is of this worker's share
         self._seen = {"pseudo_gradient_norm": delta_norm, "momentum_norm": m_norm, "clipped_share": total[3] / share}
         if c.gap != "none":
@@ -315,64 +360,16 @@ class ShardedCO2(LocalMethod):
             self._inner = None
 
 
-class _HostCopies:
-    """The parameters' copies in the host's memory, through which a GPU and the host exchange; on a CPU plain copies.
-
-    The copying is queued in a stream of its own: the compute stream waits for it, the host does not. It is waited for
-    in the background, like a collective.
-    """
-
-    def __init__(self, buckets: list[Bucket], device: torch.device):
-        pinned = torch.cuda.is_available()
-        self._buckets, self._device = buckets, device
-        self._copies = [
-            [torch.empty(p.shape, dtype=p.dtype, device="cpu", pin_memory=pinned) for p in b.params] for b in buckets
-        ]
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._event: torch.cuda.Event | None = None
-
-    def swap(self, *, snapshot: bool) -> None:
-        """Queues p -> the host's copy, if that is wanted, and g -> p."""
-        with self._own_stream():
-            for bucket, copies in zip(self._buckets, self._copies, strict=True):
-                for p, g, on_host in zip(bucket.params, bucket.payload_views, copies, strict=True):
-                    if snapshot:
-                        on_host.copy_(p, non_blocking=True)
-                    p.copy_(g, non_blocking=True)
-
-    def take_differences(self) -> None:
-        """g <- g - p from the host's copies, once both are through."""
-        for bucket, copies in zip(self._buckets, self._copies, strict=True):
-            for g, on_host in zip(bucket.payload_views, copies, strict=True):
-                g.sub_(on_host)
-
-    @contextlib.contextmanager
-    def _own_stream(self) -> Iterator[None]:
-        """What is queued in here follows the compute stream, which then waits for it."""
-        if self._stream is None:
-            yield
-            return
-        compute = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(compute)
-        with torch.cuda.stream(self._stream):
-            yield
-            self._event = torch.cuda.Event()
-            self._event.record(self._stream)
-        compute.wait_stream(self._stream)
-
-    def is_completed(self) -> bool:
-        return self._event is None or self._event.query()
-
-    def wait(self, timeout: Any = None) -> None:
-        if self._event is not None:
-            self._event.synchronize()
-
-
 def check_supported(c: CO2Config) -> None:
     """Refuses what needs the whole outer state in one place."""
     check_stable(c)
     if c.gap == "inner":
         raise UserError("gap='inner' needs unshared outer state; choose elementwise, norm or none")
+    if c.merge == "keep" or (c.merge == "mix" and c.at_boundary) or c.delay == 0:
+        raise UserError(
+            f"merge={c.merge!r} with delay={c.delay!r} needs the outer state whole; shared, it knows merge outer (the "
+            "paper), and mix with delay auto or a number of local steps"
+        )
     if c.update != "fast":
         raise UserError(f"update={c.update!r}: shared outer state has one pass of its own; leave it out")
     if c.wire.format != "float32":

@@ -18,8 +18,8 @@ from .. import outer
 from ..co2 import CO2, CO2Config, unstable
 from ..rounds import Link, UserError
 
-Policy = Literal["penalty", "eager", "mix", "taylor"]
-POLICIES: tuple[Policy, ...] = ("penalty", "eager", "mix", "taylor")
+Policy = Literal["penalty", "eager", "taylor"]
+POLICIES: tuple[Policy, ...] = ("penalty", "eager", "taylor")
 
 
 # -- formulas -----------------------------------------------------------------------------------------------
@@ -45,15 +45,6 @@ def delay_compensated(delta: Tensor, moved: Tensor, strength: float) -> Tensor:
     that goes on in Delta's direction shrinks it. strength: lambda, with one over that learning rate in it.
     """
     return delta + strength * delta * delta * moved
-
-
-def mix(x: Tensor, p: Tensor, share: float) -> Tensor:
-    """Where a worker restarts: share x_{t+1,0} + (1 - share) x^i_{t,tau}, between the outer and its own iterate.
-
-    The next difference is still taken from the outer iterate.
-    Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512).
-    """
-    return share * x + (1 - share) * p
 
 
 def nesterov(m: Tensor, new: Tensor, beta: float) -> Tensor:
@@ -84,16 +75,12 @@ class DelayedConfig:
     """What is done about the delay, in place of CO2's penalty or beside it."""
 
     policy: Policy = "penalty"
-    """penalty: co2.gap (the paper). In its place, with co2.gap none: eager, the own newest part enters at once; mix, a
-    restart between outer and local iterate; taylor, delay compensation."""
-    mix: float = 0.5
-    """Of policy mix: the share of the outer iterate at the restart; 1 for it alone."""
+    """penalty: co2.gap (the paper). In its place, with co2.gap none: eager, the own newest part enters at once; taylor,
+    delay compensation."""
     taylor: float = 0.5
     """Of policy taylor: lambda, the strength of the correction; 0 for none."""
     nesterov: bool = False
     """Nesterov's outer momentum, as DiLoCo's, for a copy of the parameters more."""
-    delay: Literal[0, 1] = 1
-    """1: use the mean one round late, hidden (CO2). 0: wait for it (an ablation; needs co2.gap none)."""
     clip_by: Literal["element", "norm"] = "element"
     """Clip each element to [-phi, phi] (the paper), or the whole momentum to the norm phi."""
 
@@ -103,31 +90,29 @@ class DelayedConfig:
                 raise UserError(f"delayed {name}={getattr(self, name)!r}: {remedy}")
 
         require(self.policy in POLICIES, "policy", f"choose one of {', '.join(POLICIES)}")
-        require(0 < self.mix <= 1, "mix", "give a number in (0, 1]; 1 restarts from the outer iterate alone")
         require(0 <= self.taylor < float("inf"), "taylor", "give a finite number, 0 or more")
-        require(self.delay in (0, 1), "delay", "choose 1 (CO2) or 0 (wait for the mean)")
         require(self.clip_by in ("element", "norm"), "clip_by", "choose element or norm")
-        without = "without delay there is nothing to correct; set policy penalty"
-        require(bool(self.delay) or self.policy == "penalty", "policy", without)
 
     def check(self, co2: CO2Config) -> None:
         """Refuses what of CO2's settings does not go with these, and what may diverge.
 
-        No policy changes the limit that outer.settles gives: where tau local steps solve a direction (rho = 1) a
-        mixed restart forgets its local part; Taylor's term is of third order, so that beyond the limit a cycle
-        replaces the minimum; and an own part of 1 / G leaves beta + (1 - 1 / G) alpha < 1, which tends to the same
-        with the number of workers G, unknown here.
+        No policy changes the limit that outer.settles gives: where tau local steps solve a direction (rho = 1)
+        Taylor's term is of third order, so that beyond the limit a cycle replaces the minimum; and an own part of
+        1 / G leaves beta + (1 - 1 / G) alpha < 1, which tends to the same with the number of workers G, unknown here.
         """
         if co2.update != "fast":
             raise UserError(f"update={co2.update!r}: the delayed methods have one plain pass; leave it out")
         if self.policy != "penalty" and co2.gap != "none":
             raise UserError(f"gap={co2.gap!r}: policy {self.policy} takes the penalty's place; set gap none")
-        if not self.delay and co2.gap != "none":
-            raise UserError(f"gap={co2.gap!r}: without delay nothing is stale; set gap none")
-        if not self.delay and co2.tau == "auto":
-            raise UserError("tau='auto': without delay nothing is hidden; give a number of local steps")
+        if co2.merge != "outer" or not (co2.at_boundary or co2.delay == 0):
+            raise UserError(
+                f"merge={co2.merge!r}, delay={co2.delay!r}: the delayed methods restart from the outer iterate at a "
+                "boundary; leave both out, or set delay 0"
+            )
+        if co2.delay == 0 and self.policy != "penalty":
+            raise UserError(f"delayed policy={self.policy!r}: with delay 0 nothing is to be corrected; set penalty")
         settles = nesterov_settles if self.nesterov else outer.settles
-        if not self.delay or co2.gap != "none" or co2.allow_unstable or settles(co2.outer_lr, co2.outer_momentum):
+        if co2.delay == 0 or co2.gap != "none" or co2.allow_unstable or settles(co2.outer_lr, co2.outer_momentum):
             return
         remedy = "set gap='elementwise'" if self.policy == "penalty" else "set policy='penalty' and gap='elementwise'"
         limit = "a sum below 1"
@@ -139,7 +124,7 @@ class DelayedConfig:
 class DelayedCO2(CO2):
     """CO2 with what `delayed` says. The arguments: see CO2.
 
-    With policies eager and mix the workers' parameters differ, by the own part or the local share, until finish().
+    With policy eager the workers' parameters differ by the own part until finish().
     """
 
     def __init__(
@@ -158,10 +143,8 @@ class DelayedCO2(CO2):
         super().__init__(
             params, config, buffers=buffers, model_params=model_params, group=group, timeout=timeout, link=link
         )
-        if d.policy in ("eager", "mix"):
-            self.starts = []
-        if d.policy == "eager":
-            self.replicas = []
+        if d.policy == "eager":  # the workers' differ
+            self.starts, self.replicas = [], []
         none = [None] * len(self.buckets)
         self._steps = self.new_state("outer_step") if d.nesterov else none
         own = self.new_state("own_difference") if d.policy == "eager" else none
@@ -173,16 +156,13 @@ class DelayedCO2(CO2):
         ]
 
     def close_round(self, *, finished: bool) -> bool:
-        if not self.delayed.delay:
+        if self.config.delay == 0:
             return self._close_at_once(finished=finished)
-        if finished and not self.local_steps:  # a mixed restart is no local step
-            for boundary in self._delayed:
-                boundary.restart(mixed=False)
         landing = self.receive(finished=finished) if self.background.in_flight else None
         if landing and landing.empty:
             self._last_lr = 0.0
         else:
-            self._outer_step(self._rule_now(landing is not None), finished=finished)
+            self._outer_step(self._rule_now(landing is not None))
         if landing and landing.last:
             if self.delayed.policy == "eager":
                 self._unite()
@@ -202,16 +182,16 @@ class DelayedCO2(CO2):
     def _close_at_once(self, *, finished: bool) -> bool:
         """Without delay: sends the difference, waits for its mean, and takes the outer step."""
         for boundary in self._delayed:
-            boundary.take_difference()
+            boundary.take()
         self.send(finished=finished)
         landing = self.receive(finished=finished)
         if landing.empty:
             self._last_lr = 0.0
         else:
-            self._outer_step(self.rule(), finished=finished)
+            self._outer_step(self.rule())
         return landing.last
 
-    def _outer_step(self, rule: outer.Rule, *, finished: bool) -> None:
+    def _outer_step(self, rule: outer.Rule) -> None:
         """Steps 4 to 6 of the whole model, then clipping by norm, then step 7 with 3."""
         moves = rule is not outer.NOTHING_LANDED
         if moves:
@@ -221,7 +201,7 @@ class DelayedCO2(CO2):
             if by_norm:
                 self._clip_norm(rule.phi)
         for boundary in self._delayed:
-            boundary.advance(rule, mixed=not finished)
+            boundary.advance(rule)
         self._last_lr = float(rule.alpha)
 
     def _clip_norm(self, phi: float | None) -> None:
@@ -248,7 +228,7 @@ class DelayedCO2(CO2):
             for bucket, flat in zip(self.buckets, flats, strict=True):
                 flat.copy_(bucket.payload / self.background.world_size)
         for boundary in self._delayed:
-            boundary.restart(mixed=False)
+            boundary.restart()
 
     def check_settings(self) -> None:
         self.delayed.check(self.config)
@@ -301,28 +281,15 @@ class _DelayedBoundary(outer.Boundary):
         return eager(delta, own, last_own, 1 / self.workers)
 
     @torch.no_grad()
-    def advance(self, rule: outer.Rule, *, mixed: bool) -> None:
+    def advance(self, rule: outer.Rule) -> None:
         """Step 3 into d, step 7, and the restart."""
-        self.take_difference()
+        self.take()
         for s, where in self._places():
             step = s.m
             if self.step is not None and rule is not outer.NOTHING_LANDED:
                 step = self.step[where].copy_(nesterov(s.m, self.step[where], rule.beta))
             s.x.copy_(outer.outer_step(s.x, step, rule.alpha))
-        self.restart(mixed=mixed)
-
-    @torch.no_grad()
-    def take_difference(self) -> None:
-        """Step 3."""
-        for s, _ in self._places():
-            s.d.copy_(outer.difference(s))
-
-    @torch.no_grad()
-    def restart(self, *, mixed: bool) -> None:
-        """From the outer iterate, or where mixed and the policy says so between it and the own iterate."""
-        for s, _ in self._places():
-            for p, x in zip(s.params, s.x_views, strict=True):
-                p.copy_(mix(x, p.to(x.dtype), self.delayed.mix) if mixed and self.delayed.policy == "mix" else x)
+        self.restart()
 
     def _places(self) -> Iterator[tuple[outer.Segment, slice]]:
         """The segments, and where in the flat tensors they lie."""

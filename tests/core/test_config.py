@@ -56,13 +56,22 @@ def test_bad_co2_setting(settings: dict[str, Any], named: str, remedy: str):
     ("settings", "named", "remedy"),
     [
         ({"clip_by": "value"}, "clip_by='value'", "element or norm"),
-        ({"delay": 2, "gap": "none"}, "delay=2", "1 (CO2) or 0"),
-        ({"delay": 0}, "gap='elementwise'", "set gap none"),
-        ({"delay": 0, "gap": "none", "tau": "auto"}, "tau='auto'", "give a number"),
+        ({"delay": 0}, "delay=0", "set gap none"),
+        ({"delay": 0, "gap": "none", "tau": "auto"}, "delay=0", "boundary or auto"),
         ({"nesterov": True, "update": "plain"}, "update='plain'", "leave it out"),
-        ({"policy": "late"}, "policy='late'", "penalty, eager, mix, taylor"),
+        ({"policy": "late"}, "policy='late'", "penalty, eager, taylor"),
         ({"policy": "eager"}, "gap='elementwise'", "set gap none"),
-        ({"policy": "mix", "gap": "none", "delay": 0}, "policy='mix'", "set policy penalty"),
+        ({"policy": "eager", "gap": "none", "delay": 0}, "policy='eager'", "set penalty"),
+        ({"merge": "mix", "policy": "eager", "gap": "none"}, "merge='mix'", "leave both out"),
+        ({"merge": "own"}, "merge='own'", "outer, mix, keep"),
+        ({"merge": "mix", "gap": "inner"}, "merge='mix'", "set merge outer"),
+        ({"delay": 3}, "delay=3", "set merge mix or keep"),
+        ({"delay": "auto"}, "delay='auto'", "set merge mix or keep"),
+        ({"delay": 49, "merge": "mix"}, "delay=49", "at most tau=48"),
+        ({"delay": -1, "merge": "mix"}, "delay=-1", "boundary, auto, or"),
+        ({"delay": "soon", "merge": "mix"}, "delay='soon'", "boundary, auto, or"),
+        ({"delay": 3, "merge": "mix", "tau": "auto"}, "delay=3", "boundary or auto"),
+        ({"sync_steps": -1}, "sync_steps=-1", "0 or more"),
         ({"mix": 0.0}, "mix=0.0", "(0, 1]"),
         ({"mix": 1.01}, "mix=1.01", "(0, 1]"),
         ({"mix": float("nan")}, "mix=nan", "(0, 1]"),
@@ -93,8 +102,8 @@ def build(**settings: Any) -> CO2:
         (lambda: ThrottledLink(float("nan")), "link rate nan", "above 0"),
         (lambda: make_method("sgd", nn.Linear(1, 1)), "'sgd'", "co2, ddp, delayed, local, overlap_local, slowmo"),
         (
-            lambda: make_method("co2", nn.Linear(1, 1), delayed=DelayedConfig(policy="mix")),
-            "delayed.policy='mix'",
+            lambda: make_method("co2", nn.Linear(1, 1), delayed=DelayedConfig(policy="taylor")),
+            "delayed.policy='taylor'",
             "leave it out",
         ),
         (lambda: CO2([]), "no parameter", "nothing to train"),
@@ -141,7 +150,7 @@ def test_unstable_settings_explain_the_condition(beta: float, alpha: float):
     assert text == message(lambda: ShardedCO2([nn.Parameter(torch.ones(1))], shared))
 
 
-@pytest.mark.parametrize("policy", ["eager", "mix", "taylor"])
+@pytest.mark.parametrize("policy", ["eager", "taylor"])
 def test_what_takes_the_penaltys_place_does_not_move_the_limit(policy: Any):
     text = message(lambda: build(policy=policy, gap="none"))
     assert "outer_momentum=0.5 + outer_lr=1.0 = 1.5" in text and "set policy='penalty' and gap='elementwise'" in text
@@ -201,3 +210,13 @@ def test_every_method_runs_with_one_worker_and_no_process_group(name: str):
     method.finish()
     assert closed == ([True] * 4 if name == "ddp" else [False, True] * 2)
     assert torch.isfinite(model.weight).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [({"merge": "keep"}, "merge outer"), ({"merge": "mix"}, "mix with delay auto"), ({"delay": 0}, "merge outer")],
+)
+def test_shared_state_says_which_merges_it_knows(settings: dict[str, Any], remedy: str):
+    config = CO2Config(tau=3, gap="none", allow_unstable=True, **settings)
+    with pytest.raises(UserError, match=remedy):
+        ShardedCO2([nn.Parameter(torch.ones(2))], config, shard=True)

@@ -1,5 +1,6 @@
 """Weights that are loaded into a model after construction: resync() starts anew from them."""
 
+import contextlib
 import warnings
 from functools import partial
 from typing import Any
@@ -146,3 +147,17 @@ def test_weights_loaded_under_a_method_are_noticed_at_the_rounds_first_step():
     assert found["local"] == [0] * 7, "it takes the mean of whatever is there"
     for name in ("shard", "overlap_local"):
         assert found[name] == [0, 1, 1, 0, 1, 0, 0]
+
+
+def test_a_boundary_inside_inference_mode_leaves_nothing_that_training_cannot_write_to():
+    """finish() before an evaluation may be the first boundary, and makes what later ones use."""
+    ends = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        params = problems.odd_parameters()
+        method = make_method("co2", nn.ParameterList(params), co2=CONFIG)[1]
+        for step in range(6):
+            sgd_step(params, 0, step)
+            with mode() if not step else contextlib.nullcontext():
+                method.finish() if not step else method.step()
+        ends.append(flat(params))
+    assert torch.equal(*ends)

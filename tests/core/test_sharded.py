@@ -100,6 +100,34 @@ def test_shared_or_offloaded_equals_unshared(world_size: int, configs: list[CO2C
                 assert_traces_equal(shared, unshared)
 
 
+ARRIVALS = [
+    CO2Config(tau=TAU, outer_momentum=0.3, outer_lr=0.6, gap=gap, clip=0.2, merge="mix", mix=0.3, delay=delay)
+    for gap, delay in (("elementwise", 1), ("norm", 2), ("none", 1))
+]
+
+
+def arriving(rank: int, world_size: int) -> list[list[list[Tensor]]]:
+    if world_size == 2:
+        return [[run_co2(c, [rank], **how)[0] for how in WAYS] for c in ARRIVALS]
+    node, mesh = rank // 2 * 2, node_mesh("cpu", 2)
+    return [[run_co2(c, [node, node + 1], mesh=mesh)[0]] for c in ARRIVALS]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_means_merged_on_arrival_equal_unshared_ones(world_size: int):
+    """On four workers, nodes of two against an unshared run with a worker a node."""
+    results = run_distributed(arriving, world_size, timeout=200)
+    wanted = results[0] if world_size == 2 else run_distributed(pairs, 2)[0]
+    for number, ways in enumerate(results[0]):
+        for shared in ways:
+            assert_traces_equal(shared, wanted[number][0])
+    assert not torch.equal(results[0][0][0][1], results[-1][0][0][1]), "workers differ between the means"
+
+
+def pairs(rank: int, world_size: int) -> list[list[list[Tensor]]]:
+    return [[run_co2(c, [2 * rank, 2 * rank + 1])[0]] for c in ARRIVALS]
+
+
 def parts(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)

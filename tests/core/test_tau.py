@@ -102,3 +102,18 @@ def test_bad_settings_are_refused():
 def test_the_other_methods_do_not_take_settings_of_co2_in_silence(name: str, setting: dict):
     with pytest.raises(UserError, match="is CO2's own"):
         make_method(name, nn.Linear(2, 2), **setting)
+
+
+def test_a_boundarys_own_work_keeps_tau_from_being_too_small():
+    """It would be paid after every step where the all-reduce takes no time."""
+    tuner = TauTuner(192)
+    for _ in range(6):
+        tuner.hear(0, [0.04, 0.03], [0.001, 0.001], [0.004, 0.003])
+    assert tuner.tau == 5  # 0.004 / (0.02 x 0.04)
+    assert "a boundary's own work 0.004 s: 5 steps keep that at 2%" in tuner.decisions[-1].reason
+    resumed = TauTuner(192)
+    resumed.load_state_dict(tuner.state_dict())
+    for _ in range(6):
+        tuner.hear(0, [0.04], [0.8], [0.004])
+        resumed.hear(0, [0.04], [0.8], [0.004])
+    assert tuner.tau == resumed.tau == 25

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import core.tau
 from core import CO2, CO2Config, make_method
 from core.reference import Reference
 from core.testing import run_distributed
@@ -74,6 +75,7 @@ def replay(taus: list[int], x: Tensor, steps: int) -> Tensor:
 
 
 def changing_link(rank: int, world_size: int) -> list[tuple[int, int]]:
+    core.tau.COST = 1.0  # steps of a few milliseconds are soon shorter than 50 boundaries
     params = problems.odd_parameters()
     link = ThrottledLink(1.0)
     co2 = CO2(params, AUTO, link=link)
@@ -92,6 +94,7 @@ def test_a_link_that_slows_down_makes_rounds_longer():
 
 
 def capped_or_overlap(rank: int, world_size: int) -> tuple[list[int], list[int]]:
+    core.tau.COST = 1.0
     params = problems.odd_parameters()
     co2 = CO2(params, replace(AUTO, tau_max=6), link=ThrottledLink(0.1))
     capped = paced(co2, params, rank, 60)

@@ -173,6 +173,15 @@ def test_token_files_that_cannot_be_right_are_named(tmp_path):
     with pytest.raises(UserError, match=r"no token file .*train\.bin"):
         load_corpus(odd)
     broken = _nanogpt(tmp_path / "broken", [1])
+    for content in ("[]", "{", '"O"', "5"):
+        (broken / "meta.json").write_text(content)
+        with pytest.raises(UserError, match=r"meta\.json is damaged"):
+            load_corpus(broken)
+    whole = {"vocab_size": 5, "dtype": "uint16", "eot": 4, "pad": None, "mask": None}
+    for wrong in ({"dtype": "O"}, {"dtype": 3}, {"vocab_size": 5.5}, {"vocab_size": -1}, {"eot": 5}, {"mask": "x"}):
+        (broken / "meta.json").write_text(json.dumps(whole | wrong))
+        with pytest.raises(UserError, match=rf"meta\.json has {next(iter(wrong))}=.*: run `python -m"):
+            load_corpus(broken)
     (broken / "meta.json").write_text(json.dumps({"vocab_size": 5}))
     with pytest.raises(UserError, match=r"meta\.json is damaged"):
         load_corpus(broken)

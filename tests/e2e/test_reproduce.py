@@ -15,8 +15,7 @@ from core import UserError
 from core.methods import METHODS
 from results.paper import TABLES, TAUS
 from tests.e2e.test_collect import make_run
-from training.recipe import parse
-from training.summary import flat
+from training.recipe import flat, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 THROUGHPUT = ["throughput", "throughput_roce"]

@@ -78,7 +78,6 @@ def test_settings_of_the_own_method_and_what_a_recipe_brings_are_not_refused():
     [
         (["--zero", "1"], "zero=1 with 1 worker that synchronises every step has nothing to shard"),
         (["--per_node", "3"], "per_node=3 does not divide 2 workers"),
-        (["--link_mbit", "0"], "link rate 0.0 Mbit/s: give a rate above 0"),
         (["--batch_size", "3"], "batch_size=3 (global) over 2 workers"),
         (["--device", "cuda"], "device=cuda: torch sees no CUDA device here"),
     ],
@@ -107,6 +106,18 @@ def test_a_dry_run_in_one_process_leaves_the_number_of_workers_open(capsys: pyte
         (["--epochs", "0"], "epochs=0: give 1 or more"),
         (["--method", "dpd"], "ddp"),
         (["--co2.gap", "none"], "unstable"),
+        (["--optim.lr", "inf"], "optim lr=inf: give a learning rate above 0 and below 10000"),
+        (["--optim.lr", "nan"], "optim lr=nan: give a learning rate"),
+        (["--optim.momentum", "1e308"], "optim momentum=1e+308: give a number in [0, 1)"),
+        (["--optim.betas", "0.9", "1"], "optim betas=(0.9, 1.0): give numbers in [0, 1)"),
+        (["--optim.nesterov", "--optim.momentum", "0"], "optim nesterov=True: give a momentum above 0 with it"),
+        (["--slowmo.outer_lr", "inf"], "slowmo.outer_lr=inf: give a finite number"),
+        (["--link_mbit", "0"], "link_mbit=0.0: give a rate above 0"),
+        (["--timeout", "0"], "timeout=0.0: give seconds"),
+        (["--timeout", "1e300"], "timeout=1e+300: give seconds"),
+        (["--batch_size", "0"], "batch_size=0: give 1 or more"),
+        (["--width", "100000000000000000000"], "width=100000000000000000000: give 1000000000 or less"),
+        (["--seed", "-1"], "seed=-1: give 0 or more"),
     ],
 )
 def test_bad_options_end_with_status_2_and_a_remedy(options: list[str], said: str, capsys: pytest.CaptureFixture):
@@ -157,6 +168,21 @@ def test_ctrl_c_before_the_run_ends_with_130_and_no_traceback(
 
     launch(main)
     assert codes == [130] and capsys.readouterr().err == ""
+
+
+def test_launch_prints_one_line_for_a_full_disk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    codes: list[int] = []
+    monkeypatch.setattr("os._exit", codes.append)
+
+    def main() -> None:
+        with open("/dev/full", "w") as file:
+            file.write("a line")
+
+    launch(main)
+    assert codes == [2]
+    assert capsys.readouterr().err == (
+        "error: the run folder: No space left on device; make room or choose another --out\n"
+    )
 
 
 def test_launch_does_not_hide_a_bug():

@@ -18,7 +18,6 @@ from torch import nn
 from core import UserError
 from core.co2 import CO2Config
 from core.testing import run_distributed
-from training import checkpoint
 from training.optim import OptimConfig, make_schedule
 from training.recipe import Recipe
 from training.run import Run
@@ -192,8 +191,7 @@ def stopped_by_one(rank: int, world_size: int, folder: str) -> dict[str, Any]:
                     run.sum(1.0)
                 if due.stop:
                     break
-            kept.finish()
-            run.end({})
+            run.stop()
             ends[method] = run.step, schedule.last_epoch
     return ends
 
@@ -209,43 +207,16 @@ def test_a_signal_to_one_worker_stops_all_at_the_same_step(tmp_path: Path):
         assert summary["stopped_by_signal"] == signal.SIGUSR1 and summary["steps"] == step
 
 
-def test_checkpoints_are_complete_or_ignored(tmp_path: Path):
-    for step in (1, 2, 3):
-        checkpoint.save(tmp_path, step, {"value": step}, rank=0, world_size=1)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step000000002", "step000000003"]
-    (tmp_path / "step000000003" / "rank0of1.pt").rename(tmp_path / "step000000003" / "rank0of1.tmp")  # killed here
-    assert checkpoint.load(tmp_path, rank=0, world_size=1) == {"value": 2}
-    with pytest.raises(UserError, match="was written by 1 workers, this run has 2"):
-        checkpoint.load(tmp_path, rank=0, world_size=2)
-    assert checkpoint.load(tmp_path / "nothing", rank=0, world_size=1) is None
-
-
-def seen_late(rank: int, world_size: int, folder: str) -> list[Any]:
-    """Rank 1 sees the newest checkpoint later than rank 0, one earlier, and one without its part."""
-    seen = []
-    for theirs in ("behind", "ahead", "torn"):
-        mine = Path(folder, theirs if rank else "rank0")
-        try:
-            state = checkpoint.load(mine, rank=rank, world_size=world_size)
-            seen.append(state and state["step"])
-        except UserError as error:
-            seen.append(str(error))
-    return seen
-
-
-def test_rank_0_chooses_the_checkpoint_for_all(tmp_path: Path):
-    for view, steps in (("rank0", (1, 2)), ("behind", (1,)), ("ahead", (1, 2, 3)), ("torn", (1, 2))):
-        for step in steps:
-            for rank in range(2):
-                checkpoint.save(tmp_path / view, step, {"step": step}, rank=rank, world_size=2)
-    (tmp_path / "torn" / "step000000002" / "rank1of2.pt").unlink()
-    zero, one = run_distributed(seen_late, 2, str(tmp_path))
-    assert zero == [2, 2, 2]
-    assert one[1] == 2 and all("rank1of2.pt is missing, though rank 0 sees it" in one[i] for i in (0, 2))
+def test_batch_norm_needs_more_than_one_sample_a_worker(tmp_path: Path):
+    recipe = Toy(name="toy", out=tmp_path, device="cpu")
+    with Run(recipe) as run, pytest.raises(UserError, match="batch_size=1 .* over 1 workers: BatchNorm needs two"):
+        run.shard(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    run.shard(nn.Linear(2, 2))
 
 
 def test_resuming_without_a_complete_checkpoint_says_so(tmp_path: Path, capsys: pytest.CaptureFixture):
     train(tmp_path, 20, crash_at=9)
-    next(tmp_path.glob("checkpoints/step*/rank0of1.pt")).unlink()
+    whole = next(tmp_path.glob("checkpoints/step*"))
+    whole.rename(f"{whole}.tmp-0")  # killed before it was whole
     train(tmp_path, 3, resume=True)
     assert f"warning: no complete checkpoint in {tmp_path}: starting from step 0" in capsys.readouterr().err

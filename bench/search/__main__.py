@@ -1,0 +1,4 @@
+from bench.search.command import main
+from training.recipe import launch
+
+launch(main)

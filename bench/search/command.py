@@ -1,0 +1,190 @@
+"""Tunes every method with the same small budget, and reports it on other seeds and other data.
+
+python -m bench.search [--tasks bytes digits] [--methods local co2 co2:merge=keep,delay=3] [--workers 4] [--tau 24]
+python -m bench.search --report
+
+A method's configurations are its options' values times learning rates, as many of these as --configurations allows.
+Each is trained on the tuning seeds and evaluated on the tuning split; the best is trained on the other seeds and
+evaluated on the test split. Initial weights and batches depend on the seed alone: they are the same for all methods.
+Every run is a line of --rows, and one that is there is not run again: a search goes on where it was stopped. The tables
+are in the .md beside it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import tyro
+
+from bench.options import require_each_once, require_one_or_more, require_positive
+from bench.search.engine import Plan, run
+from bench.search.methods import Settings, parse
+from bench.search.rows import Rows
+from bench.search.table import markdown
+from bench.search.tasks import TASKS, Shards, load
+from core.errors import UserError
+
+FACTORS = (1.0, 2.0, 0.5, 1.414, 0.707, 4.0, 0.25, 2.828, 0.354, 8.0, 0.125)
+METHODS = (
+    *("ddp", "dpu", "acco", "local", "slowmo", "diloco", "overlap_local", "co2"),
+    *("co2:merge=mix", "co2:merge=mix,delay=3,gap=none", "co2:merge=keep,gap=none", "co2:merge=keep,delay=3,gap=none"),
+)
+
+
+@dataclass(frozen=True)
+class Search:
+    """What to train, and how much tuning each method is given."""
+
+    tasks: tuple[str, ...] = ("digits", "bytes")
+    """Among digits, bytes (needs CO2_DATA) and cifar (likewise)."""
+    methods: tuple[str, ...] = METHODS
+    """NAME or NAME:OPTION=VALUE,...; VALUE|VALUE are both tried in the tuning."""
+    workers: tuple[int, ...] = (4,)
+    steps: int = 480
+    """Local steps of every worker."""
+    tau: int = 24
+    """Local steps of a round, of every method that has rounds."""
+    batch: int | None = None
+    """Samples per worker and step; the task's own by default."""
+    shards: Shards = "iid"
+    """sorted: each worker draws from its own part of the training set, by label or, for bytes, its own books."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Reported."""
+    tuning_seeds: tuple[int, ...] = (100,)
+    configurations: int = 6
+    """That each method may try."""
+    lr_factors: tuple[float, ...] = ()
+    """Of the task's learning rate, in place of as many as `configurations` allows; a method with one configuration is
+    not tuned."""
+    budget_minutes: float = math.inf
+    """No run is begun that would likely end later than this."""
+    rows: Path = Path("results/search.jsonl")
+    report: bool = False
+    """Make the tables from the rows that are there; run nothing."""
+
+    def check(self) -> None:
+        """A UserError names the first option that cannot be."""
+        require_each_once(self, "tasks", "methods", "workers", "seeds", "tuning_seeds")
+        for task in self.tasks:
+            if task not in TASKS:
+                raise UserError(f"tasks: {task!r} does not exist; choose among {', '.join(TASKS)}")
+        require_positive(self, "workers", "lr_factors")
+        require_one_or_more(self, "steps", "tau", "configurations")
+        if not self.budget_minutes > 0:
+            raise UserError(f"budget_minutes={self.budget_minutes}: give a number above 0")
+        if self.batch is not None and self.batch < 1:
+            raise UserError(f"batch={self.batch}: give 1 or more, or leave it out")
+        if both := set(self.seeds) & set(self.tuning_seeds):
+            raise UserError(f"seeds={min(both)}: it is a tuning seed too; report other seeds")
+        for asked in self.methods:
+            self.candidates(asked)
+        if "acco" in self.methods and self.batch is not None and self.batch % 2:
+            raise UserError(f"batch={self.batch}: acco halves it; give an even number")
+
+    @property
+    def tuning(self) -> str:
+        """What each method is given, in words."""
+        if self.lr_factors:
+            return f"learning rate {', '.join(f'{factor:g}' for factor in self.lr_factors)} times the task's"
+        return f"each method tuned over {self.configurations} configurations"
+
+    def candidates(self, asked: str) -> list[tuple[Settings, float]]:
+        """A method's configurations: settings, and the factor of the task's learning rate."""
+        all_settings = parse(asked)
+        for settings in all_settings:
+            settings.make(torch.zeros(2, 1), self.tau)  # a delay above tau, say
+        count = self.configurations // len(all_settings)
+        if not count:
+            raise UserError(
+                f"method {asked!r}: its options alone make {len(all_settings)} configurations; allow as many with "
+                "--configurations, or give fewer values"
+            )
+        factors = self.lr_factors or FACTORS[:count]
+        return [(settings, factor) for factor in factors for settings in all_settings]
+
+
+# -- what is to be run ------------------------------------------------------------------------------------------
+
+
+def plans(o: Search, task: str, workers: int, asked: str) -> list[Plan]:
+    """A method's configurations on the first tuning seed."""
+    t = load(task)
+    rest = workers, o.batch or t.batch, o.steps, o.tau, o.shards, o.tuning_seeds[0], "tuning"
+    return [Plan(task, settings, t.inner.lr * factor, *rest) for settings, factor in o.candidates(asked)]
+
+
+def pending(o: Search, rows: Rows) -> Iterator[Plan]:
+    """The runs that have no row yet. A method's own are tuned first; the caller adds each row before it asks on."""
+    for task in o.tasks:
+        for workers in o.workers:
+            for asked in o.methods:
+                tried = plans(o, task, workers, asked)
+                if len(tried) > 1:
+                    yield from missing(rows, [replace(p, seed=s) for p in tried for s in o.tuning_seeds])
+                best = min(tried, key=lambda p: tuning_loss(o, rows, p)) if len(tried) > 1 else tried[0]
+                rows.add_choice(asked, o.tuning, best, len(tried), o.tuning_seeds)
+                yield from missing(rows, [replace(best, seed=s, split="test") for s in o.seeds])
+
+
+def missing(rows: Rows, wanted: list[Plan]) -> Iterator[Plan]:
+    return (plan for plan in wanted if rows.find(plan) is None)
+
+
+def tuning_loss(o: Search, rows: Rows, plan: Plan) -> float:
+    """The mean over the tuning seeds; infinite where one has diverged."""
+    found = [rows.find(replace(plan, seed=seed)) for seed in o.tuning_seeds]
+    losses = [row["loss"] for row in found if row is not None]
+    return math.inf if None in losses else statistics.fmean(losses)
+
+
+def at_most(o: Search) -> int:
+    """How many runs a search from nothing is."""
+    count = 0
+    for asked in o.methods:
+        tried = len(o.candidates(asked))
+        count += len(o.seeds) + (tried * len(o.tuning_seeds) if tried > 1 else 0)
+    return count * len(o.tasks) * len(o.workers)
+
+
+def search(o: Search, rows: Rows) -> None:
+    """Runs what has no row until all is there or the time is up."""
+    print(f"{at_most(o)} runs, of which those in {o.rows} are not run again", flush=True)
+    began, longest, count = time.monotonic(), 0.0, 0
+    for plan in pending(o, rows):
+        if time.monotonic() - began + longest > 60 * o.budget_minutes:
+            print(
+                f"stopped after {count} runs: budget_minutes={o.budget_minutes:g}; the same command goes on from here"
+            )
+            return
+        result = run(load(plan.task), plan)
+        rows.add_run(plan, result)
+        longest, count = max(longest, result.seconds), count + 1
+        loss = "diverged" if result.loss is None else f"{result.loss:.4f}"
+        what = f"{plan.task}, {plan.workers} workers, {plan.settings}, lr {plan.lr:g}, seed {plan.seed}"
+        print(f"{count} {what}, {plan.split} loss {loss} ({result.seconds:.1f} s)", flush=True)
+    print(f"complete; {count} runs were new")
+
+
+def main() -> None:
+    o = tyro.cli(Search, prog="python -m bench.search", use_underscores=True)
+    o.check()
+    torch.set_num_threads(1)  # many small operations: more threads cost more than they bring
+    rows = Rows(o.rows)
+    if o.report and not rows.choices:
+        raise UserError(f"rows={o.rows}: no rows to report; run the search first")
+    try:
+        if not o.report:
+            search(o, rows)
+    except KeyboardInterrupt:
+        print(f"stopped; the runs that ended are in {o.rows}", file=sys.stderr)
+        sys.exit(130)
+    text = markdown(rows)
+    o.rows.with_suffix(".md").write_text(text)
+    print("\n" + text)

@@ -1,0 +1,90 @@
+"""One run: all workers in this process, their parameters the rows of one tensor."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from bench.search.inner import cosine
+from bench.search.methods import Method, Settings
+from bench.search.tasks import Batch, Shards, Split, Task
+from core.reference import vmap_gradient
+
+CHUNK = 256  # held-out samples evaluated at a time
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that a run depends on: equal plans give equal rows."""
+
+    task: str
+    settings: Settings
+    lr: float
+    workers: int
+    batch: int
+    """Samples per worker and step."""
+    steps: int
+    tau: int
+    shards: Shards
+    seed: int
+    split: Split
+    """On which the end is evaluated."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The end of a run; None where it is not finite."""
+
+    loss: float | None
+    """Of the model that all workers share once everything in flight is applied."""
+    loss_of_mean: float | None
+    """Of the mean of the workers' models before that."""
+    seconds: float
+
+
+class Stack:
+    """A model's parameters as rows. Buffers are kept as they are: no task has any that training changes."""
+
+    def __init__(self, task: Task, seed: int):
+        torch.manual_seed(seed)
+        self.task, self.model = task, task.build()
+        self.template = {name: p.detach() for name, p in self.model.named_parameters()}
+        self.start = nn.utils.parameters_to_vector(self.template.values())
+        self.gradient = vmap_gradient(self.loss, self.template)
+
+    def loss(self, params: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
+        return self.task.loss(torch.func.functional_call(self.model, params, (inputs,)), targets)
+
+    @torch.no_grad()
+    def held_out_loss(self, flat: Tensor, data: Batch) -> float | None:
+        """The mean loss of the model with parameters `flat`, [n]; None where it is not finite."""
+        pieces = flat.split([p.numel() for p in self.template.values()])
+        params = {k: v.view(p.shape) for (k, p), v in zip(self.template.items(), pieces, strict=True)}
+        parts = zip(*(tensor.split(CHUNK) for tensor in data), strict=True)
+        total = sum(float(self.loss(params, *part)) * len(part[0]) for part in parts)
+        value = total / len(data[0])
+        return value if abs(value) < float("inf") else None  # NaN compares false
+
+
+def train(task: Task, plan: Plan) -> tuple[Stack, Method]:
+    """Trains up to the last step, before `finish`."""
+    stack = Stack(task, plan.seed)
+    x = stack.start.expand(plan.workers, -1).clone()
+    method = plan.settings.make(x, plan.tau)
+    inner = task.inner.start(x)
+    for step in range(plan.steps):
+        batch = task.draw(plan.seed, step, plan.workers, plan.batch, plan.shards)
+        method.train_step(stack.gradient, batch, inner, plan.lr * cosine(step, plan.steps))
+    return stack, method
+
+
+def run(task: Task, plan: Plan) -> Result:
+    began = time.monotonic()
+    stack, method = train(task, plan)
+    data = task.held_out[plan.split]
+    loss_of_mean = stack.held_out_loss(method.x.mean(dim=0), data)
+    method.finish()
+    return Result(stack.held_out_loss(method.x[0], data), loss_of_mean, time.monotonic() - began)

@@ -1,0 +1,271 @@
+"""How the workers of a run are kept together, and how a method is written on the command line.
+
+A method is NAME or NAME:OPTION=VALUE,...; two or more values, VALUE|VALUE, are tried in the tuning. With co2 these are
+the options of core.reference.Reference, whatever is combined: co2:merge=mix,kappa=0.5,delay=3,gap=none,beta=0.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.search.inner import InnerState
+from core.errors import UserError
+from core.reference import Reference
+
+Gradient = Callable[[Tensor, Any], Tensor]
+
+
+class Method:
+    """Workers that never meet: the base of all others. x: [workers, n], stepped in place."""
+
+    def __init__(self, x: Tensor, tau: int, **options: Any):
+        self.x, self.tau, self.options = x, tau, options
+        self.taken, self.lr = 0, 0.0
+
+    def train_step(self, gradient: Gradient, batch: tuple[Tensor, ...], inner: InnerState, lr: float) -> None:
+        """A step of every worker: x[i] moves along its gradient, then local_step.
+
+        gradient: (x, batch) -> [workers, n]. batch: tensors [workers, samples, ...].
+        """
+        inner.step(self.x, gradient(self.x, batch), lr)
+        self.taken, self.lr = self.taken + 1, lr
+        self.local_step()
+
+    def local_step(self) -> None:
+        if self.taken % self.tau == 0:
+            self.boundary()
+
+    def boundary(self) -> None:
+        """What is done after every tau-th step."""
+
+    def finish(self) -> None:
+        """Leaves all rows of x equal."""
+
+
+class Blocking(Method):
+    """Waits for the mean of the parameters at every boundary, and once more for steps behind the last one."""
+
+    def finish(self) -> None:
+        if self.taken % self.tau:
+            self.boundary()
+
+
+class DDP(Method):
+    """The mean of the gradients, every step; whatever clipping there is clips the mean."""
+
+    def train_step(self, gradient: Gradient, batch: tuple[Tensor, ...], inner: InnerState, lr: float) -> None:
+        inner.step(self.x, mean(gradient(self.x, batch)), lr)
+
+
+class DPU(DDP):
+    """DDP one step late (delayed parameter update, ZeRO-Offload, arXiv 2101.06840): the mean gradient of a step is
+    applied after the next one's is computed. The first step moves nothing; the last gradient is not used."""
+
+    late: Tensor | None = None
+
+    def train_step(self, gradient: Gradient, batch: tuple[Tensor, ...], inner: InnerState, lr: float) -> None:
+        now = mean(gradient(self.x, batch))
+        if self.late is not None:
+            inner.step(self.x, self.late, lr)
+        self.late = now
+
+
+class ACCO(DDP):
+    """ACCO (arXiv 2406.02613; the rule as in the authors' release, without its warm-up), tau 1.
+
+    x_t are the parameters, e_t their estimate one step ahead. While the mean of the second halves' gradients, h_t at
+    e_t, is on its way to e_{t+1} = Opt(x_t, h_t), the first halves' g_t are computed at x_t; while (h_t + g_t) / 2 is
+    on its way to x_{t+1} = Opt(x_t, (h_t + g_t) / 2), h_{t+1} is computed at e_{t+1}. The optimiser's state moves with
+    x alone. In the first step there is no estimate: h_1 is taken at x_0, and g_0 is applied.
+    """
+
+    ahead: Tensor | None = None
+
+    def train_step(self, gradient: Gradient, batch: tuple[Tensor, ...], inner: InnerState, lr: float) -> None:
+        half = batch[0].shape[1] // 2
+        now = mean(gradient(self.x, tuple(part[:, :half] for part in batch)))
+        estimate = self.x.clone()
+        if self.ahead is not None:
+            inner.copy().step(estimate, self.ahead, lr)
+        later = mean(gradient(estimate, tuple(part[:, half:] for part in batch)))
+        inner.step(self.x, now if self.ahead is None else (now + self.ahead) / 2, lr)
+        self.ahead = later
+
+
+class SlowMo(Blocking):
+    """core.methods.slowmo: u <- beta u + (x - mean) / lr; x <- x - alpha lr u."""
+
+    def __init__(self, x: Tensor, tau: int, **options: Any):
+        super().__init__(x, tau, **options)
+        self.start, self.u = x[0].clone(), torch.zeros_like(x[0])
+
+    def boundary(self) -> None:
+        lr = max(self.lr, 1e-12)
+        self.u = self.options["beta"] * self.u + (self.start - self.x.mean(dim=0)) / lr
+        self.start = self.start - self.options["alpha"] * lr * self.u
+        self.x.copy_(self.start.expand_as(self.x))
+
+
+class OverlapLocal(Method):
+    """core.methods.overlap_local_sgd: at a boundary the mean that was launched one round ago moves the anchor z,
+    v <- mu v + (mean - z), z <- z + v; each worker is pulled towards it; the mean of the pulled is launched."""
+
+    in_flight: Tensor | None = None
+
+    def __init__(self, x: Tensor, tau: int, **options: Any):
+        super().__init__(x, tau, **options)
+        self.z, self.v = x[0].clone(), torch.zeros_like(x[0])
+
+    def boundary(self) -> None:
+        if self.in_flight is not None:
+            self.v = self.options["mu"] * self.v + self.in_flight - self.z
+            self.z = self.z + self.v
+        self.x.lerp_(self.z.expand_as(self.x), self.options["pull"])
+        self.in_flight = self.x.mean(dim=0)
+
+    def finish(self) -> None:
+        self.boundary()
+        self.x.copy_(mean(self.x))
+
+
+class Outer(Method):
+    """core.reference.Reference, whose history, which nobody reads here, is dropped."""
+
+    def __init__(self, x: Tensor, tau: int, **options: Any):
+        super().__init__(x, tau, **options)
+        self.reference = Reference(x, tau, **options)
+
+    def local_step(self) -> None:
+        r = self.reference
+        if r.local_step():
+            for history in (r.restarts, r.deltas, r.gaps):
+                history.clear()
+            del r.outer[:-2]
+
+    def finish(self) -> None:
+        self.reference.finish()
+
+
+def mean(rows: Tensor) -> Tensor:
+    """The mean over the workers in each row, [workers, n]."""
+    return rows.mean(dim=0, keepdim=True).expand_as(rows)
+
+
+# -- by name ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A method, its options with their usual values, and which it tries where the command line says nothing."""
+
+    method: Callable[..., Method]
+    options: dict[str, Any]
+    tried: dict[str, tuple[Any, ...]]
+    settable: bool = True
+
+
+CO2: dict[str, Any] = {
+    **{"alpha": 1.0, "beta": 0.5, "gap": "elementwise", "phi": 1.0, "clip_by": "element", "delay": "round"},
+    **{"merge": "outer", "kappa": 0.5, "policy": "penalty", "taylor": 0.5, "nesterov": False, "sync_steps": 0},
+}
+BLOCKING = CO2 | {"delay": 0, "gap": "none", "phi": "none"}
+WORDS = {
+    "gap": ("elementwise", "norm", "inner", "none"),
+    "clip_by": ("element", "norm"),
+    "merge": ("outer", "mix", "keep"),
+    "policy": ("penalty", "eager", "taylor"),
+}
+KINDS = {
+    "ddp": Kind(DDP, {}, {}),
+    "dpu": Kind(DPU, {}, {}),
+    "acco": Kind(ACCO, {}, {}),
+    "local": Kind(Outer, BLOCKING | {"beta": 0.0}, {}, settable=False),
+    "slowmo": Kind(SlowMo, {"alpha": 1.0, "beta": 0.5}, {"beta": (0.5, 0.2)}),
+    "diloco": Kind(Outer, BLOCKING | {"alpha": 0.7, "beta": 0.9, "nesterov": True}, {"beta": (0.9, 0.5)}),
+    "overlap_local": Kind(OverlapLocal, {"pull": 0.6, "mu": 0.7}, {"mu": (0.7, 0.0)}),
+    "co2": Kind(Outer, CO2, {"beta": (0.5, 0.0)}),
+}
+Options = tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A method with a value for each option, as in a row of the file."""
+
+    name: str
+    options: Options
+
+    def make(self, x: Tensor, tau: int) -> Method:
+        kind = KINDS[self.name]
+        values = dict(self.options)
+        if kind.method is Outer:
+            values["phi"] = None if values["phi"] == "none" else values["phi"]
+            values["delay"] = None if values["delay"] == "round" else values["delay"]
+        try:
+            return kind.method(x, tau, **values)
+        except ValueError as error:  # Reference's; a developer's there, a user's here
+            raise UserError(f"method {self}: {error}") from None
+
+    def hidden_steps(self, tau: int) -> float:
+        """How many local steps a mean may be on its way without anybody waiting: the latency that is tolerated."""
+        if self.name == "co2":
+            delay = dict(self.options)["delay"]
+            return tau if delay == "round" else delay
+        return {"dpu": 1, "acco": 0.5, "overlap_local": tau}.get(self.name, 0)
+
+    def __str__(self) -> str:
+        usual = KINDS[self.name].options
+        changed = ",".join(
+            f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
+            for key, value in self.options
+            if value != usual[key]
+        )
+        return f"{self.name}:{changed}" if changed else self.name
+
+
+def parse(text: str) -> list[Settings]:
+    """All settings that a method of the command line stands for, the usual ones first; a UserError says what is wrong.
+
+    What it leaves open of `Kind.tried` is tried.
+    """
+    name, _, rest = text.partition(":")
+    if name not in KINDS:
+        raise UserError(f"method {name!r} does not exist; choose among {', '.join(KINDS)}")
+    kind = KINDS[name]
+    values = {key: (value,) for key, value in kind.options.items()} | kind.tried
+    for part in filter(None, rest.split(",")):
+        key, _, given = part.partition("=")
+        if key not in kind.options or not kind.settable:
+            known = ", ".join(kind.options) if kind.settable else "none"
+            raise UserError(f"method {text!r}: {name} has no option {key!r}; it has: {known or 'none'}")
+        values[key] = tuple(_value(text, key, kind.options[key], one) for one in given.split("|"))
+    return [Settings(name, tuple(zip(values, chosen, strict=True))) for chosen in itertools.product(*values.values())]
+
+
+def _value(text: str, key: str, usual: Any, given: str) -> Any:
+    """The value of an option, of the type that its usual value has."""
+    if key in WORDS:
+        if given not in WORDS[key]:
+            raise UserError(f"method {text!r}: {key}={given!r}; choose among {', '.join(WORDS[key])}")
+        return given
+    if isinstance(usual, bool):
+        if given not in ("true", "false"):
+            raise UserError(f"method {text!r}: {key}={given!r}; choose true or false")
+        return given == "true"
+    if (key, given) in (("phi", "none"), ("delay", "round")):
+        return given
+    whole = key in ("delay", "sync_steps")
+    try:
+        number = int(given) if whole else float(given)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise UserError(f"method {text!r}: {key}={given!r}; give a {'whole ' if whole else ''}number, 0 or more")
+    return number

@@ -1,0 +1,329 @@
+"""bench.search: its optimisers and methods against plain formulas, its command line, its rows and its tables."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.search import command, methods, tasks
+from bench.search.command import Search, at_most, plans, search
+from bench.search.engine import Plan, Result, Stack, run, train
+from bench.search.inner import Inner, clip_rows
+from bench.search.methods import ACCO, DPU, parse
+from bench.search.rows import Rows
+from bench.search.table import markdown
+from bench.search.tasks import Task, load
+from core.errors import UserError
+from tests.problems import small_net
+from tests.scripts import Mistakes, run_script
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> Task:
+    """A task that takes a moment, in place of digits."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(240, 6, generator=generator)
+    labels = inputs[:, :3].argmax(dim=1)
+    held = {"tuning": (inputs[:20], labels[:20]), "test": (inputs[20:40], labels[20:40])}
+    draw = tasks.stacked_draw(inputs[40:], labels[40:])
+    cross_entropy = torch.nn.functional.cross_entropy
+    build = lambda: small_net(torch.float32)  # noqa: E731
+    task = Task("digits", "three classes", build, cross_entropy, draw, held, Inner("sgd", 0.1), batch=4)
+    monkeypatch.setattr(command, "load", lambda name: task)
+    return task
+
+
+def options(folder: Path, **values: Any) -> Search:
+    usual: dict[str, Any] = {"tasks": ("digits",), "methods": ("local", "co2"), "steps": 9, "tau": 3, "seeds": (0, 1)}
+    return Search(**usual | {"configurations": 4, "rows": folder / "rows.jsonl"} | values)
+
+
+# -- formulas ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("inner", "theirs"),
+    [
+        (Inner("sgd", 0.1, momentum=0.8), lambda p: torch.optim.SGD(p, 0.1, momentum=0.8)),
+        (Inner("adamw", 0.1, weight_decay=0.3), lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.3)),
+        (Inner("adamw", 0.1, clip=0.5), lambda p: torch.optim.AdamW(p, 0.1)),
+    ],
+)
+def test_the_inner_optimisers_are_torchs_row_by_row(inner: Inner, theirs: Any):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 5, generator=generator, dtype=torch.float64)
+    rows = [torch.nn.Parameter(row.clone()) for row in x]
+    optimizers, state = [theirs([row]) for row in rows], inner.start(x)
+    for _ in range(4):
+        gradients = torch.randn(3, 5, generator=generator, dtype=torch.float64)
+        untouched = x.clone()
+        state.copy().step(untouched, gradients, 0.1)
+        state.step(x, gradients, 0.1)
+        assert torch.equal(untouched, x)  # a copy has the same state, and leaves it alone
+        for row, gradient, optimizer in zip(rows, gradients, optimizers, strict=True):
+            row.grad = gradient.clone()
+            if inner.clip:
+                torch.nn.utils.clip_grad_norm_([row], inner.clip)
+            optimizer.step()
+    torch.testing.assert_close(x, torch.stack([row.detach() for row in rows]), rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_are_clipped_by_row():
+    rows = clip_rows(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), 1.0)
+    torch.testing.assert_close(rows, torch.tensor([[0.6, 0.8], [0.3, 0.4]]), rtol=1e-5, atol=1e-5)
+
+
+def offset(x: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
+    """A gradient that shows where it was taken, and of which samples: x plus their mean."""
+    return x + batch[0].mean(dim=1, keepdim=True)
+
+
+def batches(steps: int) -> list[tuple[Tensor, ...]]:
+    """Two workers of two samples: 1 and 3 in the first half, 10 and 30 in the second; times the step's number."""
+    return [((step + 1) * torch.tensor([[1.0, 10.0], [3.0, 30.0]]).double(),) for step in range(steps)]
+
+
+def test_dpu_applies_each_gradient_one_step_late():
+    x = torch.zeros(2, 1, dtype=torch.float64)
+    method, inner = DPU(x, 1), Inner("sgd", 0.1, momentum=0.0).start(x)
+    seen = [0.0]
+    for step, batch in enumerate(batches(4)):
+        seen.append(seen[step] - (0.1 * (seen[step - 1] + 11.0 * step) if step else 0.0))
+        method.train_step(offset, batch, inner, 0.1)
+        assert x[:, 0].tolist() == [pytest.approx(seen[-1])] * 2
+
+
+def test_acco_by_hand():
+    """First halves' means 2, 4, 6; second halves' 20, 40."""
+    x = torch.zeros(2, 1, dtype=torch.float64)
+    method, inner = ACCO(x, 1), Inner("sgd", 0.1, momentum=0.0).start(x)
+    for batch in batches(3):
+        method.train_step(offset, batch, inner, 0.1)
+    x1 = -0.1 * 2  # h_1 = 20, at x_0
+    estimate = x1 - 0.1 * 20
+    x2 = x1 - 0.1 * (20 + x1 + 4) / 2
+    x3 = x2 - 0.1 * (estimate + 40 + x2 + 6) / 2
+    assert x[:, 0].tolist() == [pytest.approx(x3)] * 2
+
+
+def plan(task: Task, method: str, **values: Any) -> Plan:
+    usual: dict[str, Any] = {"workers": 4, "batch": 4, "steps": 8, "tau": 3, "shards": "iid", "seed": 0}
+    return Plan(task.name, parse(method)[0], 0.1, **usual | {"split": "test"} | values)
+
+
+@pytest.mark.parametrize(
+    "name", ["ddp", "dpu", "acco", "local", "slowmo", "diloco", "overlap_local", "co2", "co2:merge=keep,delay=1"]
+)
+def test_every_method_ends_with_equal_workers_and_learns(tiny: Task, name: str):
+    stack, method = train(tiny, replace(plan(tiny, name, steps=100), lr=0.02))
+    method.finish()
+    assert (method.x - method.x[0]).abs().max() < 1e-6
+    start, end = (stack.held_out_loss(x, tiny.held_out["test"]) for x in (stack.start, method.x[0]))
+    assert start is not None and end is not None and end < start
+    assert run(tiny, plan(tiny, name)).loss is not None
+
+
+def test_blocking_methods_agree_where_they_should(tiny: Task):
+    """SlowMo without momentum is Local-SGD; at tau 1 with SGD so is DDP; and CO2 without delay, penalty and clip."""
+    local = run(tiny, plan(tiny, "local")).loss
+    assert run(tiny, plan(tiny, "slowmo:beta=0")).loss == pytest.approx(local, rel=1e-5)
+    assert run(tiny, plan(tiny, "co2:delay=0,beta=0,gap=none,phi=none")).loss == pytest.approx(local, rel=1e-5)
+    one, ddp = run(tiny, plan(tiny, "local", tau=1)), run(tiny, plan(tiny, "ddp"))
+    assert one.loss == pytest.approx(ddp.loss, rel=1e-5)
+
+
+def test_a_run_that_diverges_has_no_loss(tiny: Task):
+    result = run(tiny, Plan(tiny.name, parse("ddp")[0], 1e38, 2, 4, 20, 3, "iid", 0, "test"))
+    assert result.loss is None and result.loss_of_mean is None
+
+
+# -- data -------------------------------------------------------------------------------------------------------
+
+
+def test_digits_have_three_parts_and_sorted_shards():
+    task = load("digits")
+    _, labels = task.draw(0, 0, 4, 16, "sorted")
+    assert labels.shape == (4, 16)
+    assert all(labels[i].max() <= labels[i + 1].min() for i in range(3))
+    inputs, iid = task.draw(0, 0, 4, 16, "iid")
+    assert inputs.shape == (4, 16, 1, 8, 8) and len(iid[0].unique()) > 3
+    again = task.draw(0, 0, 4, 16, "iid")[0]
+    other = task.draw(0, 1, 4, 16, "iid")[0]
+    assert torch.equal(inputs, again) and not torch.equal(inputs, other)
+    tuning, test = (task.held_out[split][0].flatten(1) for split in ("tuning", "test"))
+    assert (tuning[:, None] - test[None]).abs().amax(dim=2).min() > 0  # no image in both
+
+
+def test_more_workers_than_samples_have_no_parts():
+    with pytest.raises(UserError, match="workers=9: the training set has 8 samples"):
+        tasks.places(8, 0, 0, 9, 4, "sorted")
+
+
+def test_a_byte_model_sees_no_later_byte():
+    torch.manual_seed(0)
+    model, text = tasks.ByteGPT(), torch.randint(256, (1, tasks.CONTEXT))
+    changed = text.clone()
+    changed[0, 30] = (changed[0, 30] + 1) % 256
+    same = (model(text) - model(changed)).abs().amax(dim=2)[0] < 1e-6
+    assert same[:30].all() and not same[30:].any()
+    inputs, targets = tasks.windows(torch.arange(200, dtype=torch.uint8), torch.tensor([[5], [9]]))
+    assert inputs.shape == (2, 1, tasks.CONTEXT) and torch.equal(inputs + 1, targets)
+
+
+@pytest.mark.parametrize("build", [tasks.ByteGPT, tasks.SmallResNet])
+def test_models_run_stacked(build: Any):
+    """Each has functional parameters alone, and no buffer that training would change."""
+    inputs = torch.randint(256, (2, 3, 48)) if build is tasks.ByteGPT else torch.randn(2, 3, 3, 16, 16)
+    targets = inputs if build is tasks.ByteGPT else torch.randint(10, (2, 3))
+    loss = tasks.byte_loss if build is tasks.ByteGPT else torch.nn.functional.cross_entropy
+    task = Task("x", "", build, loss, lambda *_: (inputs, targets), {}, Inner("sgd", 0.1), 3)
+    stack = Stack(task, 0)
+    assert not list(stack.model.buffers())
+    rows = stack.gradient(stack.start.expand(2, -1), (inputs, targets))
+    assert rows.shape == (2, len(stack.start)) and (rows.norm(dim=1) > 0).all()
+
+
+# -- command ----------------------------------------------------------------------------------------------------
+
+
+def test_a_method_and_its_options():
+    assert [str(s) for s in parse("co2")] == ["co2", "co2:beta=0"]
+    assert [str(s) for s in parse("co2:merge=mix,delay=3,beta=0|0.3")] == [
+        "co2:beta=0,delay=3,merge=mix",
+        "co2:beta=0.3,delay=3,merge=mix",
+    ]
+    keep = methods.Settings("co2", parse("co2:merge=keep,phi=none,nesterov=true")[0].options)
+    reference: Any = keep.make(torch.zeros(2, 1), 3)
+    assert (reference.reference.merge, reference.reference.phi, reference.reference.delay) == ("keep", None, None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "steps"),
+    [("ddp", 0), ("acco", 0.5), ("dpu", 1), ("local", 0), ("overlap_local", 6), ("co2", 6), ("co2:delay=2", 2)],
+)
+def test_how_long_a_mean_may_take_unnoticed(asked: str, steps: float):
+    assert parse(asked)[0].hidden_steps(6) == steps
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--tasks birds", "tasks: 'birds' does not exist; choose among digits, bytes, cifar"),
+        ("--tau 0", "tau=0: give 1 or more"),
+        ("--steps 0", "steps=0: give 1 or more"),
+        ("--workers 0", "workers=0: give a number above 0"),
+        ("--methods adam", "method 'adam' does not exist; choose among ddp, dpu"),
+        ("--methods co2:speed=1", "co2 has no option 'speed'"),
+        ("--methods local:beta=1", "local has no option 'beta'"),
+        ("--methods co2:merge=half", "merge='half'; choose among outer, mix, keep"),
+        ("--methods co2:beta=x", "beta='x'; give a number, 0 or more"),
+        ("--methods co2:delay=1.5", "delay='1.5'; give a whole number, 0 or more"),
+        ("--methods co2:nesterov=1", "nesterov='1'; choose true or false"),
+        ("--methods co2:delay=9 --tau 6", "delay=9: between 0 and tau=6"),
+        ("--methods co2:beta=0|0.1|0.2 --configurations 2", "make 3 configurations; allow as many"),
+        ("--seeds 0 1 --tuning_seeds 1", "seeds=1: it is a tuning seed too"),
+        ("--budget_minutes 0", "budget_minutes=0.0: give a number above 0"),
+        ("--batch 7 --methods acco", "batch=7: acco halves it"),
+        ("--report", "no rows to report"),
+    ],
+)
+def test_mistakes(mistake: Mistakes, tmp_path: Path, arguments: str, said: str):
+    message = mistake("bench.search", *arguments.split(), "--rows", str(tmp_path / "rows.jsonl"))
+    assert said in message and message.startswith("error: ") and message.count("\n") == 1
+
+
+def test_every_method_gets_equally_many_configurations(tmp_path: Path, tiny: Task):
+    o = Search(rows=tmp_path / "rows.jsonl")
+    o.check()
+    assert {len(o.candidates(asked)) for asked in o.methods} == {o.configurations}
+    assert [p.lr for p in plans(options(tmp_path), "digits", 4, "local")] == pytest.approx([0.1, 0.2, 0.05, 0.1414])
+
+
+def test_a_second_search_runs_nothing_anew(tmp_path: Path, tiny: Task, capsys: pytest.CaptureFixture):
+    o = options(tmp_path)
+    search(o, Rows(o.rows))
+    assert f"complete; {at_most(o)} runs were new" in capsys.readouterr().out
+    lines = o.rows.read_text()
+    search(o, Rows(o.rows))
+    assert "complete; 0 runs were new" in capsys.readouterr().out
+    assert o.rows.read_text() == lines
+    one_more = options(tmp_path, seeds=(0, 1, 2))
+    search(one_more, Rows(o.rows))
+    assert "complete; 2 runs were new" in capsys.readouterr().out  # one a method
+
+
+def test_the_best_on_tuning_seed_and_split_is_reported_on_others(tmp_path: Path, tiny: Task):
+    o = options(tmp_path, tuning_seeds=(7, 8))
+    search(o, rows := Rows(o.rows))
+    for asked in o.methods:
+        tried = plans(o, "digits", 4, asked)
+        best = min(tried, key=lambda p: command.tuning_loss(o, rows, p))
+        choice = next(row for (_, _, name), row in rows.choices.items() if name == asked)
+        assert (choice["lr"], choice["options"]) == (best.lr, dict(best.settings.options)) and choice["tried"] == 4
+    assert {(r["split"], r["seed"]) for r in rows.runs.values()} == {
+        *(("tuning", seed) for seed in (7, 8)),
+        *(("test", seed) for seed in (0, 1)),
+    }
+
+
+def test_a_budget_stops_between_runs(
+    tmp_path: Path, tiny: Task, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    o = options(tmp_path, budget_minutes=1.0)
+    monkeypatch.setattr(command, "run", lambda task, plan: Result(1.0, 1.0, 40.0))
+    monkeypatch.setattr(command.time, "monotonic", iter([0.0, 0.0, 19.0, 21.0]).__next__)
+    search(o, rows := Rows(o.rows))
+    assert "stopped after 2 runs: budget_minutes=1;" in capsys.readouterr().out and len(rows.runs) == 2
+
+
+def test_a_line_that_was_cut_off_is_run_again(tmp_path: Path, tiny: Task, capsys: pytest.CaptureFixture):
+    o = options(tmp_path, methods=("ddp",), lr_factors=(1.0,))
+    search(o, Rows(o.rows))
+    o.rows.write_bytes(o.rows.read_bytes()[:-40])
+    capsys.readouterr()
+    search(o, Rows(o.rows))
+    assert "complete; 1 runs were new" in capsys.readouterr().out
+    assert len(Rows(o.rows).runs) == 2 and o.rows.read_text().count("\n") == 3
+    o.rows.write_text("not a row\n")
+    with pytest.raises(UserError, match="line 1 is no row"):
+        Rows(o.rows)
+
+
+def test_the_table(tmp_path: Path, tiny: Task):
+    o = options(tmp_path, methods=("local", "co2:beta=0|0.5"))
+    rows = Rows(o.rows)
+    results = {"local": [0.5, 0.6], "co2": [0.4, None]}
+
+    def add(asked: str, losses: list[float | None]) -> None:
+        best = plans(o, "digits", 4, asked)[0]
+        rows.add_choice(asked, o.tuning, best, 4, o.tuning_seeds)
+        for seed, loss in enumerate(losses):
+            rows.add_run(replace(best, seed=seed, split="test"), Result(loss, loss, 1.0))
+
+    add("local", results["local"])
+    add("co2:beta=0|0.5", results["co2"])
+    text = markdown(rows)
+    assert "### digits: 4 workers of 4 samples a step, 9 steps, tau 3, iid shards; each method tuned" in text
+    assert "| `local` | `local` | 0.1 | 4 | 0 | **0.5500 ± 0.0707** | 0, 1 | +0.0 % | 0.5500 ± 0.0707 |" in text
+    co2 = r"| `co2:beta=0\|0.5` | `co2:beta=0` | 0.1 | 4 | 3 | diverged in 1 of 2 (else 0.4000) | 0, 1 | -20.0 %"
+    assert co2 in text  # against local's 0.5 of the same seed
+    assert markdown(Rows(o.rows)) == text  # from the file alone
+
+
+def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """A real run of digits, and its table without running anything."""
+    rows = tmp_path / "rows.jsonl"
+    short = ["--steps", "4", "--tau", "3", "--seeds", "0", "--lr_factors", "1", "--rows", str(rows)]
+    run_script("bench.search", "--tasks", "digits", "--methods", "co2:merge=keep,delay=2", *short)
+    written = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [row["kind"] for row in written] == ["run", "run", "choice", "run"]  # two values of beta are tried
+    assert written[-1]["split"] == "test" and written[-1]["loss"] > 0 and written[-1]["commit"]
+    capsys.readouterr()
+    run_script("bench.search", "--report", "--rows", str(rows))
+    table = capsys.readouterr().out
+    assert "### digits: 4 workers of 16 samples" in table and (tmp_path / "rows.md").read_text() == table[1:-1]
+    assert len(rows.read_text().splitlines()) == 4

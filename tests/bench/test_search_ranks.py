@@ -1,0 +1,98 @@
+"""The search's workers in one process, against the same training on real ones."""
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bench.search.engine import Plan, train
+from bench.search.inner import Inner, cosine
+from bench.search.methods import parse
+from bench.search.tasks import Batch, Shards, Task
+from core import CO2Config, make_method
+from core.methods import DelayedConfig, OverlapLocalConfig, SlowMoConfig
+from core.testing import run_distributed
+from tests.problems import batch, small_net
+
+WORKERS, TAU, STEPS, LR = 3, 4, 14, 0.1
+INNERS = {"sgd": Inner("sgd", LR), "adamw": Inner("adamw", LR, clip=0.5)}
+NO_GAP: dict[str, Any] = {"tau": TAU, "gap": "none", "clip": None}
+# what the search calls a method, and how core makes it
+PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
+    "co2": ("co2", {"co2": CO2Config(TAU)}),
+    "co2:beta=0,gap=norm,phi=0.1": ("co2", {"co2": CO2Config(TAU, outer_momentum=0.0, gap="norm", clip=0.1)}),
+    "co2:merge=mix,kappa=0.3,gap=none,beta=0.2,alpha=0.5,phi=none": (
+        "delayed",
+        {"co2": CO2Config(**NO_GAP, outer_momentum=0.2, outer_lr=0.5), "delayed": DelayedConfig("mix", mix=0.3)},
+    ),
+    "diloco": (
+        "delayed",
+        {
+            "co2": CO2Config(**NO_GAP, outer_momentum=0.9, outer_lr=0.7),
+            "delayed": DelayedConfig(delay=0, nesterov=True),
+        },
+    ),
+    "local": ("local", {"co2": CO2Config(TAU)}),
+    "slowmo:beta=0.3": ("slowmo", {"co2": CO2Config(TAU), "slowmo": SlowMoConfig(outer_momentum=0.3)}),
+    "overlap_local:mu=0.4": (
+        "overlap_local",
+        {"co2": CO2Config(TAU), "overlap_local": OverlapLocalConfig(anchor_momentum=0.4)},
+    ),
+    "ddp": ("ddp", {}),
+}
+
+
+def draw(seed: int, step: int, workers: int, size: int, shards: Shards) -> Batch:
+    inputs, labels = zip(*(batch(worker, step, size) for worker in range(workers)), strict=True)
+    return torch.stack(inputs), torch.stack(labels)
+
+
+def stacked(name: str, inner: Inner) -> torch.Tensor:
+    """The end, [n], of the search's own training."""
+    task = Task("tiny", "", small_net, nn.functional.cross_entropy, draw, {}, inner, batch=4)
+    plan = Plan("tiny", parse(name)[0], LR, WORKERS, 4, STEPS, TAU, "iid", 0, "test")
+    _, method = train(task, plan)
+    method.finish()
+    return method.x[0]
+
+
+def on_ranks(rank: int, world_size: int) -> dict[tuple[str, str], torch.Tensor]:
+    return {(name, inner): on_rank(rank, PAIRS[name], INNERS[inner]) for name in PAIRS for inner in INNERS}
+
+
+def on_rank(rank: int, pair: tuple[str, dict[str, Any]], inner: Inner) -> torch.Tensor:
+    """The same with a model, torch's optimisers and a method of core, on one of the workers."""
+    name, options = pair
+    net = small_net()
+    if inner.name == "sgd":
+        optimizer: Any = torch.optim.SGD(net.parameters(), LR, momentum=inner.momentum)
+    else:
+        optimizer = torch.optim.AdamW(net.parameters(), LR, betas=inner.betas, weight_decay=inner.weight_decay)
+    model, method = make_method(name, net, lr=lambda: optimizer.param_groups[0]["lr"], **options)
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = LR * cosine(step, STEPS)
+        inputs, labels = batch(rank, step)
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), inner.clip or math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+        method.step()
+    method.finish()
+    method.close()
+    return nn.utils.parameters_to_vector(net.parameters()).detach()
+
+
+@functools.cache
+def real() -> list[dict[tuple[str, str], torch.Tensor]]:
+    return run_distributed(on_ranks, WORKERS)
+
+
+@pytest.mark.parametrize("inner", INNERS)
+@pytest.mark.parametrize("name", PAIRS)
+def test_one_process_equals_real_processes(name: str, inner: str):
+    expected = stacked(name, INNERS[inner])
+    for rank in real():
+        torch.testing.assert_close(rank[name, inner], expected, rtol=1e-9, atol=1e-9)

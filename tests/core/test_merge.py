@@ -1,0 +1,193 @@
+"""What a worker continues from when a mean has landed, and when: on real processes against the specification."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import core.outer
+from core import CO2, CO2Config
+from core.fast import ChunkedBoundary
+from core.testing import run_distributed
+from tests import problems
+from tests.core.test_co2 import STEPS, three_dtypes, train_dtypes
+from tests.core.test_delayed import in_two_parts_of, interrupt, uneven_twice
+from tests.problems import Settings, assert_traces_equal, flat, sgd_step, train_co2, train_reference
+
+BASE = Settings(tau=4, outer_momentum=0.3, outer_lr=0.6, clip=0.1)
+MERGES: list[dict[str, Any]] = [
+    {"merge": "mix"},
+    {"merge": "mix", "mix": 0.2, "delay": 1},
+    {"merge": "mix", "delay": 3},
+    {"merge": "mix", "delay": 4},
+    {"merge": "keep"},
+    {"merge": "keep", "delay": 1},
+    {"merge": "keep", "delay": 3},
+]
+BLOCKING: list[dict[str, Any]] = [{"delay": 0}, {"delay": 0, "merge": "mix"}, {"delay": 0, "merge": "keep"}]
+
+
+def grid() -> list[Settings]:
+    """Every merge and delay with every penalty that goes with it, with and without momentum, clipping and first
+    synchronous steps, in the fast pass and the plain one."""
+    configs = [replace(BASE, gap="none", **blocking) for blocking in BLOCKING]
+    for i, merge in enumerate(MERGES):
+        for j, gap in enumerate(("elementwise", "norm", "none")):
+            late = replace(BASE, gap=gap, allow_unstable=True, update=("fast", "plain")[(i + j) % 2], **merge)
+            configs += [late, replace(late, outer_momentum=0.0, outer_lr=1.0, clip=None, sync_steps=i)]
+    return configs
+
+
+def train_grid(rank: int, world_size: int, configs: list[Settings]) -> list[list[Tensor]]:
+    core.outer.SEGMENT = 16  # so that no piece ends where a tensor does
+    return [train_co2(problems.odd_parameters(), rank, STEPS + 3, c) for c in configs]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_equals_the_reference_round_by_round(world_size: int):
+    x, configs = flat(problems.odd_parameters()), grid()
+    results = run_distributed(train_grid, world_size, configs, timeout=300)
+    for i, config in enumerate(configs):
+        for rank in range(world_size):
+            assert_traces_equal(results[rank][i], train_reference(config, world_size, STEPS + 3, x, rank))
+            assert torch.equal(results[rank][i][-1], results[0][i][-1]), f"finish() left them apart: {config}"
+        apart = not torch.equal(results[0][i][0], results[1][i][0])
+        assert apart is (config.merge == "mix" or (config.merge == "keep" and config.delay != 0)), config
+
+
+def test_one_worker_without_a_process_group():
+    x = flat(problems.odd_parameters())
+    for config in grid()[::3]:
+        expected = train_reference(config, 1, STEPS, x)
+        assert_traces_equal(train_co2(problems.odd_parameters(), 0, STEPS, config), expected)
+
+
+def arriving(rank: int, world_size: int, merge: str) -> dict[str, Any]:
+    """Rank 1's steps take longer, so that each worker merges after another number of its own steps."""
+    params = problems.odd_parameters()
+    co2 = Settings(tau=6, merge=merge, delay="auto", gap="none").build(params)
+    outers, merged = [], []
+    for step in range(42):
+        time.sleep(0.004 + 0.004 * rank)
+        sgd_step(params, rank, step)
+        if co2.step():
+            outers.append(co2._x[0].clone())
+            merged.append(co2.stats.merged_after)
+    co2.finish()
+    return {"outers": outers, "merged": merged, "end": flat(params), "drifted": co2.stats.drifted}
+
+
+@pytest.mark.parametrize("merge", ["mix", "keep"])
+def test_replicas_stay_equal_though_each_worker_merges_when_its_own_copy_lands(merge: str):
+    """The outer iterate follows the means alone, whenever they are merged; workers need not agree on when."""
+    zero, one = run_distributed(arriving, 2, merge)
+    assert all(torch.equal(a, b) for a, b in zip(zero["outers"], one["outers"], strict=True))
+    assert torch.equal(zero["end"], one["end"]) and not zero["drifted"]
+    assert min(zero["merged"][1:] + one["merged"][1:]) < 6, "nothing was merged before the boundary"
+
+
+def test_mean_of_kept_progress_is_not_late_at_all():
+    """With alpha 1 and beta 0 the workers' mean moves as in blocking Local-SGD, for a gradient that is linear."""
+    runs = {}
+    for delay in ("boundary", 2, 0):
+        config = replace(
+            BASE, tau=3, outer_lr=1.0, outer_momentum=0.0, gap="none", clip=None, merge="keep", delay=delay
+        )
+        runs[delay] = run_distributed(linear, 2, config)
+    for delay in ("boundary", 2):
+        for ours, blocking in zip(mean_of(runs[delay]), mean_of(runs[0]), strict=True):
+            torch.testing.assert_close(ours, blocking, rtol=1e-12, atol=1e-12)
+        assert not torch.equal(runs[delay][0][3], runs[0][0][3])
+
+
+def linear(rank: int, world_size: int, config: Settings) -> list[Tensor]:
+    p = nn.Parameter(torch.linspace(-1, 1, 5, dtype=torch.float64))
+    co2, seen = config.build([p]), []
+    for _ in range(12):
+        with torch.no_grad():
+            p.sub_(0.1 * (p - rank))
+        if co2.step():
+            seen.append(p.detach().clone())
+    co2.finish()
+    return [*seen, p.detach().clone()]
+
+
+def mean_of(results: list[list[Tensor]]) -> list[Tensor]:
+    return [torch.stack(rows).mean(0) for rows in zip(*results, strict=True)]
+
+
+# -- what else meets a merge ------------------------------------------------------------------------------------
+
+SOME = [{"merge": "mix"}, {"merge": "mix", "delay": 1}, {"merge": "keep", "delay": 2}, {"delay": 0, "gap": "none"}]
+SOME += [{"merge": "keep"}, {"merge": "mix", "delay": 1, "wire": "int8"}, {"merge": "mix", "sync_steps": 5}]
+
+
+@pytest.mark.parametrize("changes", SOME[:5], ids=str)
+def test_16_bit_parameters(changes: dict[str, Any]):
+    """float64, float32 and bfloat16 in one model, as one float64 model up to each dtype's rounding."""
+    config = replace(BASE, tau=2 + (changes.get("delay") == 2), gap="none", allow_unstable=True)
+    config = replace(config, **changes)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 0.03}
+    allowed = torch.cat([torch.full((p.numel(),), tolerance[p.dtype]).double() for p in three_dtypes()])
+    for rank, result in enumerate(run_distributed(train_dtypes, 2, config)):
+        expected = train_reference(config, 2, 6, flat(three_dtypes()), rank)
+        for ours, want in zip(result, expected, strict=True):
+            assert ((ours - want).abs() <= allowed * (1 + want.abs())).all()
+
+
+def uneven(rank: int, world_size: int) -> list[list[Tensor]]:
+    return [uneven_twice(rank, replace(BASE, tau=3, **changes)) for changes in SOME[:6]]
+
+
+def test_finish_leaves_equal_workers_however_uneven_and_training_goes_on():
+    results = run_distributed(uneven, 3)
+    for i, changes in enumerate(SOME[:6]):
+        untouched, first, again, second, x, _ = results[0][i]
+        for other in results[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(results[0][i], other[i], strict=True)), changes
+        for before, after in ((flat(problems.odd_parameters()), untouched), (first, again)):
+            torch.testing.assert_close(after, before, rtol=1e-15, atol=0)  # nothing to finish
+        assert (first - untouched).abs().max() > 0.1 and (second - first).abs().max() > 0.01
+        assert torch.equal(second, x)
+
+
+def interrupted(rank: int, world_size: int, folder: str) -> list[tuple[Tensor, Tensor]]:
+    return [interrupt(rank, changes, Path(folder, f"{rank}.pt")) for changes in SOME]
+
+
+def test_a_resumed_run_is_bit_identical(tmp_path: Path):
+    """Saved in mid-round, before or after the merge, or among the synchronous first steps; with BatchNorm."""
+    for results in run_distributed(interrupted, 2, str(tmp_path)):
+        for changes, (whole, resumed) in zip(SOME, results, strict=True):
+            assert torch.equal(whole, resumed), changes
+
+
+@pytest.mark.parametrize("changes", SOME[:5], ids=str)
+def test_without_momentum_nothing_is_left_over_after_finish(changes: dict[str, Any]):
+    config = replace(BASE, tau=3, outer_momentum=0.0, clip=None, gap="none")
+    for through, anew in run_distributed(in_two_parts_of, 2, replace(config, **changes)):
+        torch.testing.assert_close(through, anew, rtol=1e-12, atol=1e-12)
+
+
+def test_merges_run_in_the_fast_pass_and_only_keep_holds_another_copy():
+    for merge in ("outer", "mix", "keep"):
+        co2 = replace(BASE, merge=merge).build(problems.odd_parameters())
+        assert all(isinstance(b, ChunkedBoundary) for b in co2._boundaries)
+        assert set(co2.state) - {"outer_iterate", "outer_momentum"} == ({"sent"} if merge == "keep" else set())
+
+
+def test_the_papers_order_is_the_default():
+    config = CO2Config()
+    assert (config.merge, config.delay, config.sync_steps, config.at_boundary) == ("outer", "boundary", 0, True)
+
+
+@pytest.mark.parametrize(("workers", "beta"), [(1, 0.0), (16, 0.0), (17, 0.2), (64, 0.5), (65, 0.6)])
+def test_what_is_recommended_is_accepted_and_follows_the_number_of_workers(workers: int, beta: float):
+    config = CO2Config.recommended(workers, steps=480)
+    assert (config.outer_momentum, config.tau, config.tau_max) == (beta, "auto", 24)
+    assert replace(config, tau=24).tau == 24
+    CO2([nn.Parameter(torch.ones(2))], config).finish()

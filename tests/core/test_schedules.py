@@ -1,0 +1,40 @@
+"""Schedules by hand, and that CO2 follows them."""
+
+import pytest
+import torch
+from torch import nn
+
+from core import CO2, CO2Config, UserError
+from core.schedules import QuadraticTau, ramp_tau, warm_up_momentum
+
+
+def test_momentum_warms_up_in_equal_steps():
+    follow = warm_up_momentum(0.4, rounds=4)
+    assert [follow(n)["outer_momentum"] for n in range(6)] == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4, 0.4])
+
+
+def test_tau_doubles_up_to_its_end():
+    follow = ramp_tau(12, first=3)
+    assert [follow(n)["tau"] for n in (0, 1, 2, 3, 999)] == [3, 6, 12, 12, 12]
+
+
+def test_the_quadratic_rule_takes_the_rate_where_a_round_begins():
+    """lr 1 to step 5, then 0.25, then 0: tau = (1 / lr)^2 within 2 and 20."""
+    follow = QuadraticTau(lambda step: 1.0 if step < 6 else 0.25 if step < 30 else 0.0, scale=1.0, least=2, most=20)
+    assert [follow(n)["tau"] for n in (3, 0, 1, 2, 4, 5)] == [16, 2, 2, 2, 16, 20]  # asked in any order
+
+
+def test_co2_follows_a_schedule_of_tau():
+    co2 = CO2([nn.Parameter(torch.ones(2))], CO2Config(tau=12), schedule=ramp_tau(12, first=3))
+    assert [step for step in range(1, 40) if co2.step()] == [3, 9, 21, 33]
+
+
+def test_impossible_schedules_are_refused():
+    for build, named in (
+        (lambda: ramp_tau(3, first=4), "first=4"),
+        (lambda: warm_up_momentum(0.5, 0), "rounds=0"),
+        (lambda: QuadraticTau(lambda step: 1.0, scale=0.0, least=1), "scale=0.0"),
+        (lambda: QuadraticTau(lambda step: 1.0, scale=1.0, least=9, most=3), "least=9"),
+    ):
+        with pytest.raises(UserError, match=named):
+            build()

@@ -1,0 +1,140 @@
+"""The run folder: who may write to it, what a resumed run may change, and what its files hold."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from core import UserError
+from training.counters import Stopwatch
+from training.folder import RunFolder
+from training.optim import OptimConfig
+from training.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Toy(Recipe):
+    """A recipe of a test."""
+
+    name: str = "toy"
+    device: Any = "cpu"
+
+
+def start(recipe: Toy, step: int = 0, *lines: int) -> RunFolder:
+    """Begins after `step`, logs lines at some steps, and leaves the folder open."""
+    folder = RunFolder(recipe.folder, 0, Stopwatch())
+    folder.open(recipe, 1, torch.device("cpu"))
+    folder.begin(step)
+    for at in lines:
+        folder.log(at, {"loss": float(at)})
+    return folder
+
+
+def steps(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_resumed_run_forgets_what_was_logged_after_its_checkpoint(tmp_path: Path):
+    recipe = Toy(out=tmp_path)
+    start(recipe, 0, 1, 2, 3, 4).close()
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "lo')  # killed here
+    (tmp_path / "summary.json").write_text("{}")
+    start(replace(recipe, resume=True), 2, 3, 4).close()
+    assert steps(tmp_path) == [1, 2, 3, 4]
+    assert not (tmp_path / "summary.json").exists(), "it told of the run before"
+    events = EventAccumulator(str(tmp_path)).Reload().Scalars("loss")
+    assert [event.step for event in events] == [1, 2, 3, 4]
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2')
+    start(replace(recipe, resume=True), 2, 3).close()
+    assert steps(tmp_path) == [1, 3]
+
+
+def config(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def test_a_resumed_run_with_other_settings_is_refused_and_leaves_the_folder_alone(tmp_path: Path):
+    recipe = Toy(out=tmp_path)
+    start(recipe, 0, 1).close()
+    before = (tmp_path / "config.json").read_bytes()
+    other = replace(recipe, resume=True, method="ddp", seed=1, optim=OptimConfig(lr=0.5), epochs=20)
+    with pytest.raises(UserError) as caught:
+        start(other)
+    said = f"{tmp_path} holds another run (method: co2 -> ddp, optim.lr: 0.1 -> 0.5, seed: 0 -> 1): resume with its"
+    assert str(caught.value).startswith(said)
+    assert (tmp_path / "config.json").read_bytes() == before
+
+
+def test_a_resumed_run_may_go_on_for_longer_and_says_since_when(tmp_path: Path):
+    recipe = Toy(out=tmp_path)
+    start(recipe, 0, 1, 2, 3).close()
+    first = config(tmp_path)
+    start(replace(recipe, resume=True, epochs=20, log_every=3), 2).close()
+    start(replace(recipe, resume=True, epochs=20, log_every=3), 3).close()
+    now = config(tmp_path)
+    assert now["recipe"]["epochs"] == 20 and now["command"] == first["command"]
+    one, two = now["history"]
+    assert set(one.pop("changed")) == {"epochs: 10 -> 20", "log_every: 10 -> 3", "resume: False -> True"}
+    assert two.pop("changed") == [] and (one.pop("step"), two.pop("step")) == (2, 3)
+    assert one == two == {"command": sys.argv, "commit": first["commit"], "world_size": 1}
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"recipe": 3}', "{}"])
+def test_a_damaged_config_is_one_line(content: str, tmp_path: Path):
+    start(Toy(out=tmp_path), 0, 1).close()
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UserError, match="config.json is damaged .*: restore it, or choose another --out"):
+        start(Toy(out=tmp_path, resume=True))
+
+
+def test_a_failed_start_does_not_block_its_folder(tmp_path: Path):
+    start(Toy(out=tmp_path)).close()  # nothing was logged or saved
+    start(Toy(out=tmp_path, seed=1), 0, 1).close()
+    assert config(tmp_path)["recipe"]["seed"] == 1
+    with pytest.raises(UserError, match="holds a run: add --resume"):
+        start(Toy(out=tmp_path))
+
+
+HOLDER = """
+import sys, torch
+from pathlib import Path
+from tests.training.test_folder import Toy, start
+folder = start(Toy(out=Path(sys.argv[1])), 0, 1)
+print("holds it", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_two_runs_do_not_write_to_one_folder_and_a_dead_one_does_not_block_it(tmp_path: Path):
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout and holder.stdout.readline() == "holds it\n"
+        with pytest.raises(UserError, match=f"{tmp_path} is in use by process {holder.pid} on .*: wait for its end, "):
+            start(Toy(out=tmp_path, resume=True))
+        assert steps(tmp_path) == [1]
+        holder.kill()
+        holder.wait()
+        start(Toy(out=tmp_path, resume=True), 1, 2).close()
+    assert steps(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["/proc/nope", "file/below", "x" * 300, "zero\0byte"])
+def test_a_folder_that_cannot_be_is_one_line(name: str, tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written .*: choose another --out"):
+        start(Toy(out=tmp_path / name))
+
+
+def test_a_summary_holds_numbers_or_null(tmp_path: Path, capsys: pytest.CaptureFixture):
+    folder = start(Toy(out=tmp_path))
+    folder.summarise("toy", {"loss": float("nan"), "norm": float("inf"), "steps": 3})
+    folder.close()
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"loss": None, "norm": None, "steps": 3}
+    assert capsys.readouterr().err == "warning: no finite number, null in summary.json: loss, norm\n"

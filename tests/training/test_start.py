@@ -1,0 +1,106 @@
+"""The start of several processes: all of them end at once, and say why, where one was asked for something else."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from core import UserError
+from core.testing import run_distributed
+from training.start import join
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import time
+from dataclasses import dataclass
+from pathlib import Path
+import torch
+from core import UserError
+from training.recipe import Recipe, launch, parse
+from training.run import Run
+
+@dataclass(frozen=True)
+class Toy(Recipe):
+    fails: bool = False
+    late: float = 0.0
+
+def main():
+    recipe = parse({"toy": Toy(device="cpu", batch_size=2, out=Path("run"))}, prog="toy")
+    time.sleep(recipe.late)
+    if recipe.fails:
+        raise UserError("no data here: bring some")
+    with Run(recipe):
+        print("started", flush=True)
+
+launch(main)
+"""
+
+
+def start(folder: Path, *options: list[str], timeout: float = 60) -> tuple[list[int], list[str], float]:
+    """One process a list of options, without torchrun: how each ended, what it said, and after how many seconds."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    began, processes = time.monotonic(), []
+    for rank, mine in enumerate(options):
+        place = {"RANK": rank, "WORLD_SIZE": len(options), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        env = os.environ | {k: str(v) for k, v in place.items()} | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", SCRIPT, "toy", *mine]
+        pipe = subprocess.PIPE
+        processes.append(
+            subprocess.Popen(command, cwd=folder, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+        )
+    said = [process.communicate(timeout=timeout)[0] for process in processes]
+    return [process.returncode for process in processes], said, time.monotonic() - began
+
+
+def test_workers_with_other_settings_end_at_once_and_say_which(tmp_path: Path):
+    codes, said, seconds = start(tmp_path, [], ["--eval_every", "2", "--per_node", "2"])
+    expected = (
+        "error: rank 1 was started with eval_every=2, per_node=2, rank 0 with eval_every=1, per_node=1: give all "
+        "workers the same command line\n"
+    )
+    assert codes == [2, 2] and said == [expected] * 2
+    assert not (tmp_path / "run").exists() and seconds < 45
+
+
+@pytest.mark.parametrize("bad", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_worker_whose_option_is_bad_ends_all(bad: int, tmp_path: Path):
+    options = [["--late", "0.5"], ["--late", "0.5"]]
+    options[bad] = ["--optim.lr", "inf"]
+    codes, said, seconds = start(tmp_path, *options)
+    assert codes == [2, 2] and seconds < 45
+    assert f"error: rank {bad} cannot start: its options are refused, toy --optim.lr inf\n" == said[1 - bad]
+    assert "Traceback" not in said[bad]
+
+
+@pytest.mark.slow
+def test_a_worker_without_its_data_ends_all(tmp_path: Path):
+    codes, said, seconds = start(tmp_path, [], ["--fails"])
+    assert codes == [2, 2] and seconds < 45
+    assert said == ["error: rank 1 cannot start: no data here: bring some\n", "error: no data here: bring some\n"]
+
+
+@pytest.mark.slow
+def test_a_worker_that_does_not_come_is_one_line(tmp_path: Path):
+    codes, said, _ = start(tmp_path, ["--timeout", "3"], ["--timeout", "3", "--late", "8"])
+    assert codes[0] == 2 and said[0].splitlines()[-1] == (
+        "error: not all of 2 workers came within 3 s: start all of them, or raise --timeout"
+    )
+    assert "Traceback" not in said[0]
+
+
+def in_one_group(rank: int, world_size: int) -> str:
+    with pytest.raises(UserError) as caught:
+        join(torch.device("cpu"), 60.0, {"seed": rank // 2, "epochs": 3})
+    return str(caught.value)
+
+
+def test_a_group_that_is_there_compares_too():
+    expected = "rank 2 was started with seed=1, rank 0 with seed=0: give all workers the same command line"
+    assert run_distributed(in_one_group, 3) == [expected] * 3

@@ -1,0 +1,138 @@
+"""A run that was stopped by a signal and resumed is, bit for bit, the run that was never stopped."""
+
+import gc
+import json
+import os
+import signal
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from core.co2 import CO2Config, WireConfig
+from core.methods import DelayedConfig
+from core.testing import run_distributed
+from training.optim import OptimConfig, make_optimizer, make_schedule
+from training.recipe import Recipe
+from training.run import Run
+from training.sampling import generator
+
+STEPS, STOP_ASKED = 40, 10
+
+
+@dataclass(frozen=True)
+class Toy(Recipe):
+    """A recipe of a test: rounds of three steps, means of four."""
+
+    name: str = "toy"
+    co2: CO2Config = CO2Config(tau=3)
+    optim: OptimConfig = OptimConfig("adamw", lr=0.01, warmup_steps=8)
+    batch_size: int = 4
+    log_every: int = 4
+    checkpoint_every: int = 0
+    device: Any = "cpu"
+
+
+SETTLING = CO2Config(tau=3, gap="none", outer_lr=0.4)
+CASES: dict[str, dict[str, Any]] = {
+    "co2": {},
+    "int8": {"co2": CO2Config(tau=3, wire=WireConfig("int8"))},
+    "inner": {"co2": CO2Config(tau=3, gap="inner")},
+    "shard": {"shard": True},
+    "offload": {"offload": True},
+    "local": {"method": "local"},
+    "slowmo": {"method": "slowmo"},
+    "overlap_local": {"method": "overlap_local"},
+    "delayed": {
+        "method": "delayed",
+        "delayed": DelayedConfig("taylor"),
+        "co2": SETTLING,
+    },
+    "ddp": {"method": "ddp"},
+    "zero 1": {"zero": 1, "per_node": 2},
+    "zero 2": {"zero": 2, "per_node": 2},
+}
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 2))
+
+
+def train(recipe: Toy, stop_asked: int = 0) -> Any:
+    """Trains under Run; the end's parameters and buffers, or the step of the stop."""
+    with Run(recipe) as run:
+        model = run.shard(network())
+        optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
+        schedule = make_schedule(optimizer, STEPS, recipe.optim)
+        wrapped, method = run.make_method(model, optimizer)
+        for step in range(run.begin(model, optimizer, schedule, method, epoch=STEPS, total=STEPS), STEPS):
+            loss = wrapped(torch.randn(5, 4, generator=generator(step, run.rank))).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            if stop_asked and run.step == stop_asked:
+                signal.raise_signal(signal.SIGUSR1)
+            if run.after_step(method.step(), loss=loss).stop:
+                run.stop()
+                return run.step
+        method.finish()
+        run.end({})
+        held = [*model.parameters(), *model.buffers()]
+        return [(t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for t in held]
+
+
+def stopped_and_whole(rank: int, world_size: int, folder: str, cases: list[str]) -> dict[str, list[Any]]:
+    """By case: the ends of a run that was not stopped, and of one that was; and of how many steps the latter's were."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    ends = {}
+    for name in cases:
+        recipe = Toy(out=Path(folder, name), **CASES[name])
+        gc.collect()
+        whole = train(replace(recipe, out=Path(folder, f"{name} whole")))
+        gc.collect()
+        stopped = train(recipe, STOP_ASKED)
+        gc.collect()  # methods that are gone leave torch's list of hooks now, and not while it is gone through
+        ends[name] = [whole, train(replace(recipe, resume=True)), stopped]
+    return ends
+
+
+def rows(folder: Path) -> list[tuple[int, float | None]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"]) for line in lines if "loss" in line]
+
+
+def check(folder: Path, cases: list[str]) -> None:
+    for ends in run_distributed(stopped_and_whole, 2, str(folder), cases, timeout=240):
+        for name, (whole, resumed, stopped) in ends.items():
+            assert isinstance(stopped, int) and STOP_ASKED < stopped < STEPS, name
+            assert len(whole) == len(resumed)
+            assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True)), name
+    for name in cases:
+        assert rows(folder / name) == rows(folder / f"{name} whole"), name
+
+
+def test_a_stop_does_not_change_the_run(tmp_path: Path):
+    check(tmp_path, ["co2", "shard", "ddp", "overlap_local", "zero 1"])
+
+
+@pytest.mark.slow
+def test_a_stop_changes_no_methods_run(tmp_path: Path):
+    check(tmp_path, list(CASES))
+
+
+def test_a_lone_worker_stops_where_a_round_closes(tmp_path: Path):
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        recipe = Toy(out=tmp_path / "stopped")
+        whole = train(replace(recipe, out=tmp_path / "whole"))
+        assert train(recipe, STOP_ASKED) == 12
+        assert json.loads((recipe.folder / "summary.json").read_text())["steps"] == 12
+        resumed = train(replace(recipe, resume=True))
+        assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -1,0 +1,64 @@
+"""config.json: what a run is made of, and whether a resumed run is still made of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from training.provenance import commit, version
+from training.recipe import Recipe, flat
+
+PACKAGES = ("torch", "torchvision", "timm", "numpy", "transformers", "onedl-mmsegmentation")
+
+# What a resumed run may change: how long it goes on, and what does not change its numbers.
+FREE = {
+    "epochs", "out", "resume", "dry_run", "device", "timeout", "link_mbit", "trace", "eval_every", "checkpoint_every",
+    "log_every", "accumulate", "loader_workers", "eval_tokens", "wikitext2", "emd_points",
+}  # fmt: skip
+
+
+def describe(recipe: Recipe, world_size: int, device: torch.device) -> dict[str, Any]:
+    """What config.json holds: the recipe, the command, the commit, the versions."""
+    return {
+        "recipe": dataclasses.asdict(recipe),
+        "world_size": world_size,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "command": sys.argv,
+        "commit": commit(),
+        "versions": {p: v for p in PACKAGES if (v := version(p))},
+    }
+
+
+def settings(recipe: Any) -> dict[str, Any]:
+    """The recipe's fields under the names of the command line, as a file in JSON gives them back.
+
+    recipe: or what describe() holds of one.
+    """
+    nested = dataclasses.asdict(recipe) if dataclasses.is_dataclass(recipe) else recipe
+    return flat(json.loads(json.dumps(nested, default=str)))
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Which settings changed, as "optim.lr: 0.05 -> 0.5"; those that only one of the two knows are left out."""
+    return [f"{key}: {old[key]} -> {new[key]}" for key in old if key in new and old[key] != new[key]]
+
+
+def resumed(file: Path, config: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """What the file holds from now on, where a run of `config` goes on with the run that it describes: its history gets
+    a line more. Or why it cannot go on."""
+    try:
+        old = json.loads(file.read_text())
+        changed = differences(settings(old["recipe"]), settings(config["recipe"]))
+        history = [*old.get("history", [])]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return {}, f"{file} is damaged ({error!r}): restore it, or choose another --out"
+    if refused := [change for change in changed if change.partition(":")[0] not in FREE]:
+        what = ", ".join(refused)
+        return {}, f"{file.parent} holds another run ({what}): resume with its settings, or choose another --out"
+    line = {key: config[key] for key in ("command", "commit", "world_size")} | {"changed": changed}
+    return old | {"recipe": config["recipe"], "history": [*history, line]}, ""
