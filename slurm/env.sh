@@ -22,3 +22,10 @@ IFACE="${IFACE-}"
 if [ -n "$IFACE" ]; then
     export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-$IFACE}" GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$IFACE}"
 fi
+
+# More arguments for srun, such as a container's: "--container-image=co2.sqsh --container-mounts=$PWD:$PWD,/data:/data".
+SRUN_ARGS="${SRUN_ARGS-}"
+
+# More arguments for torchrun. --numa-binding=node keeps each worker and its loader processes on the cores beside its
+# GPU; it needs torch 2.9 or newer, and numactl.
+TORCHRUN_ARGS="${TORCHRUN_ARGS-}"

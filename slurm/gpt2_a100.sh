@@ -1,6 +1,7 @@
 #!/bin/bash
 # Autoregressive language modelling on 16 x DGX-A100 (128 GPUs).
 # From the repository's root: [TAU=24 METHOD=slowmo ...] sbatch slurm/gpt2_a100.sh [--epochs 10 ...]
+# Account and partition, if needed: SBATCH_ACCOUNT and SBATCH_PARTITION in your shell; see slurm/README.md.
 #SBATCH --job-name=gpt2_a100
 #SBATCH --nodes=16
 #SBATCH --ntasks-per-node=1
@@ -13,13 +14,14 @@
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%x-%j.out
 
-source slurm/env.sh && source slurm/launch.sh || exit 2
+source slurm/env.sh && source slurm/launch.sh && array_job || exit 2
 
 RECIPE="${RECIPE:-gpt2_small_owt}" # or gpt2_medium_owt, gpt2_large_owt, transnormer_7b_owt
 METHOD="${METHOD:-co2}"            # or ddp, local, overlap_local, slowmo
 TAU="${TAU:-48}"                   # local steps per round, of every method but ddp
 ACCUMULATE="${ACCUMULATE:-1}"      # micro-batches per step and GPU; more need less memory
-SEED="${SEED:-0}"
+SEED="${SEED:-${SLURM_ARRAY_TASK_ID:-0}}"
+GPU_GB="${GPU_GB:-40}" # GB of a GPU; 80 in the larger DGX-A100
 case "$RECIPE" in
     gpt2_*_owt) fit=512 ;; # 4 a GPU: the recipe's 480 does not divide by 128
 esac

@@ -1,47 +1,88 @@
 # Shared by the task scripts, which source it: one torchrun a node, and saving and requeueing before the time limit.
 
-# launch MODULE [overrides]: trains with RECIPE, METHOD, TAU, BATCH_SIZE, SEED and OUT on all nodes of the job, and exits.
+# array_job: in a job array of reproduce.py --array, sets what this job's line of the file JOBS says.
+array_job() {
+    [ -n "${JOBS-}" ] || return 0
+    local line
+    : "${SLURM_ARRAY_TASK_ID:?JOBS is set, but this is no job array}"
+    line="$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" "$JOBS")" && [ -n "$line" ] || {
+        echo "error: $JOBS has no line for job $SLURM_ARRAY_TASK_ID of the array" >&2
+        return 1
+    }
+    eval "$line"
+}
+
+# loader_workers: how many processes can load data for each GPU: a GPU's share of the cores but one.
+loader_workers() {
+    local share=$((${SLURM_CPUS_PER_TASK:-1} / ${SLURM_GPUS_ON_NODE:-1}))
+    echo $((share > 2 ? share - 1 : 1))
+}
+
+# launch MODULE [overrides]: trains with RECIPE, METHOD, TAU, BATCH_SIZE, SEED and OUT on all nodes of the job; exits.
 launch() {
-    local module="$1" status=0 signalled="" options=(
+    local module="$1" status=0 late="" options=(
         --method "$METHOD" --co2.tau "$TAU" ${BATCH_SIZE:+--batch_size "$BATCH_SIZE"} --seed "$SEED"
+        ${LOADER_WORKERS:+--loader_workers "$LOADER_WORKERS"}
         --out "$OUT" --resume # a fresh folder starts at step 0
     )
     shift
+    if grep -q '^    gpu_gb:' training/recipe.py; then options+=(--gpu_gb "$GPU_GB"); fi
     : "${SLURM_JOB_NUM_NODES:?submit this script with sbatch}" "${SLURM_GPUS_ON_NODE:?the job has no GPUs}"
     local head="${RDZV_HOST:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}"
     local torchrun=(
         torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" --rdzv-backend=c10d
         --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$head:${RDZV_PORT:-$((20000 + SLURM_JOB_ID % 10000))}"
+        --tee=3 $TORCHRUN_ARGS # to the job's log, and to a log of each worker's own
     )
+    export LOGS="$OUT/logs" TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank ${rank}] '
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((SLURM_CPUS_PER_TASK / SLURM_GPUS_ON_NODE))}"
-    set -- "${torchrun[@]}" -m "$module" "$RECIPE" "${options[@]}" "$@"
+    set -- "${torchrun[@]}" -m "$module" "$RECIPE" "${options[@]}" "${JOB_ARGS[@]}" "$@"
     echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST, data in $CO2_DATA: $*"
 
     # Since 22.05, srun no longer takes the job's --cpus-per-task by itself: each torchrun would get one core.
-    srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
-        --kill-on-bad-exit=1 bash -c 'source slurm/launch.sh; on_node "$@"' on_node "$@" &
+    srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --cpu-bind=cores \
+        --kill-on-bad-exit=1 $SRUN_ARGS bash -c 'source slurm/launch.sh; on_node "$@"' on_node "$@" &
     local step=$!
-    trap 'signalled=yes; kill -USR1 "$step"' USR1
+    trap 'kill -USR1 "$step"; [ -n "$late" ] || { requeue_at_last & late=$!; }' USR1
     wait_for "$step" || status=$?
-    if [ -n "$signalled" ]; then
+    if [ -n "$late" ]; then
+        kill "$late" 2>/dev/null
+        wait "$late" 2>/dev/null
         echo "job $SLURM_JOB_ID got SIGUSR1, and its run ended with status $status: back into the queue"
-        scontrol requeue "$SLURM_JOB_ID" || {
-            echo "error: not requeued; submit it again, and it goes on from its last checkpoint" >&2
-            status=1
-        }
+        requeue || status=1
     fi
     exit "$status"
 }
 
-# on_node COMMAND...: runs torchrun and passes signals on, since Slurm may signal the process that it started and no
-# other. SIGUSR1 would end torchrun, which therefore ignores it (this is inherited); the workers handle it: they finish
-# the round, save, and end with status 0.
+# requeue: puts the job back into the queue, which ends it.
+requeue() {
+    scontrol requeue "$SLURM_JOB_ID" && return
+    echo "error: not requeued; submit it again, and it goes on from its last checkpoint" >&2
+    return 1
+}
+
+# requeue_at_last: where the run has not ended a minute before the job's time limit, requeues the job regardless, for at
+# the limit it would not be; it then goes on from its last complete checkpoint.
+requeue_at_last() {
+    local now end idle
+    now="$(date +%s)"
+    end="$(squeue -h -j "$SLURM_JOB_ID" -o %e)"
+    end="$(date -d "${end:-10 minutes}" +%s)" || end=$((now + 600)) # --signal's
+    exec {idle}<> <(:)
+    read -r -t $((end - now > 60 ? end - now - 60 : 1)) -u "$idle" # sleeps in this process
+    echo "job $SLURM_JOB_ID is still running a minute before its limit: back into the queue"
+    requeue
+}
+
+# on_node TORCHRUN...: runs it, with a log of each worker in LOGS, and passes signals on, since Slurm may signal the
+# process that it started and no other. SIGUSR1 would end torchrun, which therefore ignores it (this is inherited); the
+# workers handle it: they finish the round, save, and end with status 0.
 on_node() {
     trap '' USR1
-    "$@" &
+    "$1" ${LOGS:+--log-dir="$LOGS/${SLURMD_NODENAME:-$HOSTNAME}"} "${@:2}" &
     local torchrun=$!
     trap 'pkill -USR1 -P "$torchrun"' USR1
-    trap 'kill -TERM "$torchrun"' TERM
+    trap 'kill -TERM "$torchrun" 2>/dev/null' TERM
     wait_for "$torchrun"
 }
 

@@ -1,6 +1,7 @@
 #!/bin/bash
 # Bidirectional language modelling on 10 servers of 8 x RTX 3090 (80 GPUs).
 # From the repository's root: [TAU=24 METHOD=slowmo ...] sbatch slurm/roberta_3090.sh [--epochs 10 ...]
+# Account and partition, if needed: SBATCH_ACCOUNT and SBATCH_PARTITION in your shell; see slurm/README.md.
 #SBATCH --job-name=roberta_3090
 #SBATCH --nodes=10
 #SBATCH --ntasks-per-node=1
@@ -13,13 +14,14 @@
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%x-%j.out
 
-source slurm/env.sh && source slurm/launch.sh || exit 2
+source slurm/env.sh && source slurm/launch.sh && array_job || exit 2
 
 RECIPE="${RECIPE:-roberta_base_wikibooks}" # or roberta_large_wikibooks, roberta_base_wikitext103, ...
 METHOD="${METHOD:-co2}"                    # or ddp, local, overlap_local, slowmo
 TAU="${TAU:-48}"                           # local steps per round, of every method but ddp
 ACCUMULATE="${ACCUMULATE:-6}"              # micro-batches per step and GPU; more need less memory
-SEED="${SEED:-0}"
+SEED="${SEED:-${SLURM_ARRAY_TASK_ID:-0}}"
+GPU_GB="${GPU_GB:-24}" # GB of a GPU
 case "$RECIPE" in
     roberta_*_wikibooks) fit=8160 ;; # 102 a GPU: the recipe's 8192 does not divide by 80
     roberta_*_wikitext103) fit=240 ;; # 3 a GPU: the recipe's 256 does not divide by 80

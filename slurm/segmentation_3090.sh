@@ -1,6 +1,7 @@
 #!/bin/bash
 # Semantic segmentation on 10 servers of 8 x RTX 3090 (80 GPUs).
 # From the repository's root: [TAU=24 METHOD=slowmo ...] sbatch slurm/segmentation_3090.sh [--epochs 10 ...]
+# Account and partition, if needed: SBATCH_ACCOUNT and SBATCH_PARTITION in your shell; see slurm/README.md.
 #SBATCH --job-name=segmentation_3090
 #SBATCH --nodes=10
 #SBATCH --ntasks-per-node=1
@@ -13,12 +14,14 @@
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%x-%j.out
 
-source slurm/env.sh && source slurm/launch.sh || exit 2
+source slurm/env.sh && source slurm/launch.sh && array_job || exit 2
 
 RECIPE="${RECIPE:-ade20k_resnet50}" # or ade20k_resnet101, ade20k_swin_tiny, ade20k_swin_base, ade20k_vit_base
 METHOD="${METHOD:-co2}"             # or ddp, local, overlap_local, slowmo
 TAU="${TAU:-48}"                    # local steps per round, of every method but ddp
-SEED="${SEED:-0}"
+SEED="${SEED:-${SLURM_ARRAY_TASK_ID:-0}}"
+GPU_GB="${GPU_GB:-24}" # GB of a GPU
+LOADER_WORKERS="${LOADER_WORKERS:-$(loader_workers)}" # processes per GPU that load data
 case "$RECIPE" in
     ade20k_*) fit=240 ;; # 3 a GPU: the recipe's 256 does not divide by 80
 esac

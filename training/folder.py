@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from tqdm import tqdm
 
 from core.errors import UserError
 from training import config, lock
+from training import summary as summaries
 from training.counters import Stopwatch
 from training.recipe import Recipe
 
@@ -127,14 +129,16 @@ class RunFolder:
         line = {"step": step, "seconds": round(self.clock.seconds, 3), **values}
         self._metrics.write(json.dumps(line) + "\n")
 
-    def summarise(self, title: str, summary: dict[str, float]) -> None:
-        """Writes summary.json, where null stands for what is no finite number, and prints it after the title."""
+    def summarise(self, recipe: Recipe, summary: dict[str, float]) -> None:
+        """Writes summary.json, where null stands for what is no finite number, prints it, and gives TensorBoard the
+        recipe beside it, for comparing runs."""
         if not self._writes:
             return
         known = {name: value if math.isfinite(value) else None for name, value in summary.items()}
         _replace(self.path / "summary.json", _json(known))
-        text = ", ".join(f"{name} {value:.4g}" for name, value in summary.items())
-        print(f"{title}: {text}\n{self.path}", flush=True)
+        settings = summaries.hparams(dataclasses.asdict(recipe))
+        self.writer.add_hparams(settings, {f"summary/{k}": v for k, v in summary.items()}, run_name=".")
+        print(f"{recipe.name} {recipe.method}: {self.path}\n{summaries.table(summary)}", flush=True)
         if unknown := [name for name, value in known.items() if value is None]:
             print(f"warning: no finite number, null in summary.json: {', '.join(unknown)}", file=sys.stderr, flush=True)
 

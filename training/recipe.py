@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,11 +22,14 @@ import tyro
 from torch import nn
 
 from core import CO2Config, UserError
+from core.groups import local_world_size
 from core.methods import DelayedConfig, MethodName, OverlapLocalConfig, SlowMoConfig, check_settings
 from training.optim import OptimConfig
 from training.sampling import per_worker
 from training.start import refuse
-from training.workers import rank, world_size
+from training.stop import StopSignal
+from training.throttle import make_link
+from training.workers import check_nodes, pick_device, rank, world_size
 
 LARGEST = 10**9  # whole number of a recipe
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE)
@@ -142,13 +146,14 @@ def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str
         print(f"usage: {prog} RECIPE [overrides]\n\nrecipes:\n{listing}\n\n{prog} RECIPE --help lists its options")
         sys.exit(0)
     if name not in recipes:
-        near = difflib.get_close_matches(name, recipes, n=3) or recipes
-        raise UserError(f"recipe {name!r} does not exist; did you mean {', '.join(near)}?")
+        near = difflib.get_close_matches(name, recipes, n=3)
+        remedy = f"did you mean {', '.join(near)}?" if near else f"`python -m {prog} --help` lists them"
+        raise UserError(f"recipe {name!r} does not exist; {remedy}")
     default = dataclasses.replace(recipes[name], name=name)
     if "--recommended" in overrides:
         co2 = dataclasses.replace(CO2Config.recommended(world_size()), tau=default.co2.tau)
         default = dataclasses.replace(default, co2=co2)
-    return tyro.cli(
+    recipe = tyro.cli(
         type(default),
         default=default,
         args=overrides,
@@ -157,11 +162,34 @@ def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str
         console_outputs=rank() == 0,
         config=(tyro.conf.AvoidSubcommands,),
     )
+    refuse_unused(recipe, default)
+    return recipe
+
+
+def refuse_unused(recipe: Recipe, default: Recipe) -> None:
+    """Refuses settings that were given for another method than the recipe's, rather than to leave them unused.
+
+    Every local method has co2.tau; what a recipe itself sets for methods that may be chosen is no mistake.
+    """
+    for part, methods in (
+        ("slowmo", ("slowmo",)),
+        ("overlap_local", ("overlap_local",)),
+        ("co2", ("co2", "delayed")),
+    ):
+        usual = vars(getattr(default, part)) | ({"tau": ..., "tau_max": ...} if part == "co2" else {})
+        given = {k: v for k, v in vars(getattr(recipe, part)).items() if usual[k] is not ... and v != usual[k]}
+        if given and recipe.method not in methods:
+            key, value = next(iter(given.items()))
+            raise UserError(
+                f"{part}.{key}={value!r} is method {part}'s own, method {recipe.method!r} does not have it: leave it "
+                f"out, or add --method {part}"
+            )
 
 
 def launch(main: Callable[[], None]) -> None:
-    """Runs a train script's main: a user's mistake, or a disk that takes no more, becomes one line and exit status 2,
-    without a traceback. Workers that wait for this one to start hear of it."""
+    """Runs a train script's main, without tracebacks: a user's mistake, or a disk that takes no more, becomes one line
+    and exit status 2; Ctrl-C, which ends a run of one process early, exit status 130. Workers that wait for this one
+    to start hear of it."""
     try:
         main()
     except UserError as error:
@@ -174,10 +202,16 @@ def launch(main: Callable[[], None]) -> None:
         if stop.code:
             refuse(f"its options are refused, {' '.join(sys.argv[1:])}")
         raise
+    except KeyboardInterrupt:
+        sys.stderr.flush()
+        os._exit(130)
+    if StopSignal.interrupted and world_size() == 1:  # among several, whoever started them gets the signal, too
+        sys.exit(130)
 
 
 def _fail(reason: str) -> None:
-    if _first_to_say(reason):
+    said = _tell_torchrun(f"error: {reason}") and "CO2_LAUNCH" in os.environ  # training.launch says it at its end
+    if not said and _first_to_say(reason):
         print(f"error: {reason}", file=sys.stderr, flush=True)
     refuse(reason)
     sys.stderr.flush()
@@ -185,14 +219,28 @@ def _fail(reason: str) -> None:
 
 
 def dry_run(recipe: Recipe, build_model: Callable[[], nn.Module]) -> None:
-    """Prints the resolved recipe and the model's size; the model is built on the meta device."""
+    """Prints the resolved recipe and the model's size; the model is built on the meta device. What a run refuses before
+    its first step is refused here, too."""
+    share = per_worker(recipe.batch_size, world_size())
+    started = "WORLD_SIZE" in os.environ  # else the number of workers is yet to be chosen
+    if n := recipe.per_node or (local_world_size() if started else 0):
+        check_nodes(n, recipe.zero, world_size() if started else n)
+    make_link(recipe.link_mbit, pick_device(recipe.device))
     with torch.device("meta"):
         model = build_model()
     if rank() == 0:
         print(json.dumps(dataclasses.asdict(recipe), indent=2, default=str))
         millions = sum(p.numel() for p in model.parameters()) / 1e6
-        share = per_worker(recipe.batch_size, world_size())
         print(f"{millions:.2f} M parameters, {world_size()} workers of {share} samples a step")
+
+
+def _tell_torchrun(text: str) -> bool:
+    """Writes `text` where torchrun looks for what went wrong, in its format; returns whether there is a torchrun."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        more = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))
+    return bool(path)
 
 
 def _first_to_say(text: str) -> bool:

@@ -27,7 +27,7 @@ from training.round_log import RoundLog
 from training.sampling import per_worker
 from training.start import join
 from training.stop import StopSignal
-from training.throttle import ThrottledLink
+from training.throttle import make_link
 from training.workers import (
     largest_of_workers,
     make_mesh,
@@ -57,9 +57,7 @@ class Run:
         self.step = 0
         self.clock = Stopwatch()
         self.folder = RunFolder(recipe.folder, self.rank, self.clock)
-        self._link = ThrottledLink(recipe.link_mbit) if recipe.link_mbit is not None else None
-        if self._link and self.device.type == "cuda":
-            raise UserError(f"link_mbit={recipe.link_mbit}: the emulated link works on CPUs only; leave it out")
+        self._link = make_link(recipe.link_mbit, self.device)
         self._means = Averages()
         self._rounds = RoundLog(recipe, self.folder, self.device)
         self._stop = StopSignal()
@@ -138,6 +136,10 @@ class Run:
         self._schedule, self._method, self._total = schedule, method, total
         seconds = self._resume() if self.recipe.resume else 0.0
         self.folder.begin(self.step)
+        tau = self.recipe.co2.tau
+        if self.rank == 0 and self.recipe.method != "ddp" and isinstance(tau, int) and total < tau:
+            remedy = "give a smaller --co2.tau or more --epochs"
+            tqdm.write(f"warning: {total} steps are less than a round of tau={tau}: {remedy}", file=sys.stderr)
         self._evaluation = Every(epoch * self.recipe.eval_every, self.step)
         self._saving = Every(epoch * self.recipe.checkpoint_every, self.step)
         interval = 0.5 if sys.stderr.isatty() else 20.0
@@ -274,7 +276,9 @@ class Run:
             "steps_per_second": self.step / seconds if seconds else 0.0,
             **self._rounds.overlap.summary(),
         }
-        self.folder.summarise(f"{self.recipe.name} {self.recipe.method}", summary)
+        if self._bar is not None:
+            self._bar.close()  # before the table is printed
+        self.folder.summarise(self.recipe, summary)
         self._method.close()
 
 

@@ -12,9 +12,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 class StopSignal:
     """Whether a signal has asked to end the run.
 
-    Attributes: number, of the signal that this worker got; 0 for none. The workers agree on where they stop in a
-    collective that their method makes anyway: see ask_to_stop of core's methods.
+    Attributes: interrupted, of the class, whether Ctrl-C has ended this process's run; number, of the signal that this
+    worker got, 0 for none. The workers agree on where they stop in a collective that their method makes anyway: see
+    ask_to_stop of core's methods.
     """
+
+    interrupted = False
 
     def __init__(self) -> None:
         self.number = 0
@@ -22,6 +25,7 @@ class StopSignal:
 
     def listen(self) -> None:
         """Handles the signals from now on."""
+        StopSignal.interrupted = False
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
 
@@ -32,3 +36,4 @@ class StopSignal:
             raise KeyboardInterrupt
         if not self.number:
             self.number, self._asked_at = number, now
+            StopSignal.interrupted = number == signal.SIGINT

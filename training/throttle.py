@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import torch
+
 from core.errors import UserError
 
 
@@ -25,3 +27,12 @@ class ThrottledLink:
         """Queues `nbytes` on the link and returns the time.perf_counter() at which they have crossed it."""
         self._free_at = max(self._free_at, time.perf_counter()) + nbytes / self.bytes_per_second
         return self._free_at
+
+
+def make_link(mbit: float | None, device: torch.device) -> ThrottledLink | None:
+    """The link that a recipe asks for; None for the real one."""
+    if mbit is None:
+        return None
+    if device.type == "cuda":
+        raise UserError(f"link_mbit={mbit}: the emulated link works on CPUs only; leave it out")
+    return ThrottledLink(mbit)

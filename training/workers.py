@@ -40,14 +40,21 @@ def make_mesh(device: torch.device, per_node: int, zero: int, timeout: float = 6
     an error.
     """
     n = per_node or local_world_size()
+    check_nodes(n, zero, dist.get_world_size() if dist.is_initialized() else 1)
+    return node_mesh(device.type, n, timeout) if n > 1 else None
+
+
+def check_nodes(n: int, zero: int, world: int) -> None:
+    """Refuses a ZeRO stage where the n workers of a node have nothing to shard, and an n that does not divide all."""
     if zero and n < 2:
         raise UserError(
             f"zero={zero} with 1 worker that synchronises every step has nothing to shard: give --per_node 0 (the "
             "workers of a node) or a number above 1"
         )
-    if n > 1 and not dist.is_initialized():
+    if n > 1 and world == 1:
         raise UserError(f"per_node={n} needs {n} workers or a multiple: start them with torchrun")
-    return node_mesh(device.type, n, timeout) if n > 1 else None
+    if world % n:
+        raise UserError(f"per_node={n} does not divide {world} workers: start equally many on each node")
 
 
 def sum_over_workers(values: tuple[float | Tensor, ...], device: torch.device) -> list[float]:

@@ -19,6 +19,8 @@ from torchvision.datasets import ImageFolder
 
 from core import UserError
 from training.sampling import eval_share, load_batches, mix, worker_batches
+from vision.index import IndexedFolder
+from vision.model import image_size
 from vision.recipes import VisionRecipe
 
 
@@ -32,8 +34,10 @@ def imagenet() -> tuple[ImageNet, ImageNet]:
             "; set CO2_DATA to the folder that holds imagenet, or train digits_small, which needs no data"
         )
     train, val = ImageNet(root / "train"), ImageNet(root / "val")
-    if train.classes != val.classes:
-        raise UserError(f"{root}: train has {len(train.classes)} classes and val others: both need the same folders")
+    if differing := sorted(set(train.classes) ^ set(val.classes)):
+        some = ", ".join(f"{name} (only in {'train' if name in train.classes else 'val'})" for name in differing[:4])
+        more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
+        raise UserError(f"{root}: train and val need the same class folders, but differ in {some}{more}")
     return train, val
 
 
@@ -42,7 +46,7 @@ class ImageNet:
 
     def __init__(self, folder: Path):
         try:
-            self.samples = ImageFolder(str(folder))
+            self.samples = IndexedFolder(str(folder))
         except FileNotFoundError as error:
             raise UserError(f"{folder}: {str(error).splitlines()[0]}; every class is a folder with images") from None
         self.classes = tuple(self.samples.classes)
@@ -76,7 +80,7 @@ class ImageNet:
         """This worker's share of the set, centre crops."""
         share = eval_share(len(self), rank=rank, world_size=world_size)
         keyed = ([(i, 0) for i in share[at : at + batch_size]] for at in range(0, len(share), batch_size))
-        transform = create_transform(224, crop_pct=0.875, interpolation="bicubic")
+        transform = create_transform(image_size(recipe.model), crop_pct=0.875, interpolation="bicubic")
         return load_batches(Seeded(self.samples, transform), keyed, recipe.loader_workers)
 
     def _mixup(self, recipe: VisionRecipe) -> Mixup | None:
@@ -112,7 +116,7 @@ class Seeded(Dataset[tuple[Tensor, int]]):
 def train_transform(recipe: VisionRecipe) -> Any:
     """timm's training transform: random resized crop, flip, and what the recipe asks for."""
     return create_transform(
-        224,
+        image_size(recipe.model),
         is_training=True,
         color_jitter=recipe.color_jitter,
         auto_augment=recipe.auto_augment,

@@ -22,6 +22,8 @@ def build_model(
     resnet_small and vit_small are ours, made of timm's classes; any other name is timm's (resnet50,
     vit_base_patch16_224), which fixes its own image size.
     """
+    if name in SMALL and drop_path:
+        raise UserError(f"drop_path={drop_path}: {name} has no stochastic depth; leave it out, or choose timm's models")
     if name == "resnet_small":
         return _resnet_small(num_classes, in_chans)
     if name == "vit_small":
@@ -35,6 +37,12 @@ def build_model(
     return timm.create_model(
         name, pretrained=False, num_classes=num_classes, in_chans=in_chans, drop_path_rate=drop_path
     )
+
+
+def image_size(name: str) -> int:
+    """The side of the images that one of timm's models was made for; 224 where that is any."""
+    shape = getattr(timm.get_pretrained_cfg(name, allow_unregistered=True), "input_size", None)
+    return shape[-1] if shape else 224
 
 
 def _resnet_small(num_classes: int, in_chans: int) -> nn.Module:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from core.co2 import CO2Config
+from core.errors import UserError
 from training.optim import OptimConfig
 from training.recipe import Recipe
 
@@ -39,6 +40,11 @@ class VisionRecipe(Recipe):
         super().__post_init__()
         self.check(label_smoothing=(0, 0.99), mixup=(0, 100), cutmix=(0, 100), color_jitter=(0, 1))
         self.check(random_erasing=(0, 1), drop_path=(0, 0.99), loader_workers=(0, 1000))
+        for name in ("mixup", "cutmix", "color_jitter", "auto_augment", "random_erasing"):
+            if getattr(self, name) and self.dataset != "imagenet":
+                raise UserError(
+                    f"{name}={getattr(self, name)!r} is for imagenet only, not {self.dataset}: leave it out"
+                )
 
 
 def digits_small() -> VisionRecipe:

@@ -1,7 +1,9 @@
 """Vision's data and models."""
 
 import io
+import shutil
 import tarfile
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,8 @@ from PIL import Image
 from core import UserError
 from training.recipe import dry_run
 from training.sampling import generator
-from vision import data
-from vision.model import build_model
+from vision import data, index
+from vision.model import build_model, image_size
 from vision.recipes import RECIPES, VisionRecipe, digits_small
 from vision.train import make_model
 
@@ -89,6 +91,7 @@ def test_missing_cifar_names_folder_layout_and_stand_in(monkeypatch: pytest.Monk
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Four small images in ImageNet's layout."""
     monkeypatch.setenv("CO2_DATA", str(tmp_path))
+    monkeypatch.setenv("CO2_CACHE", str(tmp_path / "cache"))
     rng = np.random.default_rng(0)
     for name in ("train/a/0", "train/a/1", "train/b/0", "train/b/1", "val/a/0", "val/b/0"):
         path = tmp_path / "imagenet" / f"{name}.JPEG"
@@ -127,6 +130,63 @@ def test_imagenet_errors_name_the_file_or_folder(folders: Path, monkeypatch: pyt
     monkeypatch.setenv("CO2_DATA", str(folders / "train"))
     with pytest.raises(UserError, match="no folder .*train/imagenet/train .layout: .*digits_small"):
         data.load("imagenet")
+
+
+def test_files_are_listed_once_and_again_when_they_change(folders: Path, monkeypatch: pytest.MonkeyPatch):
+    plain = [index.ImageFolder(str(folders / split)).samples for split in ("train", "val")]
+    listed: list[str] = []
+    really = index.ImageFolder.make_dataset
+    monkeypatch.setattr(index.ImageFolder, "make_dataset", lambda *a: listed.append(a[0]) or really(*a))
+    assert [part.samples.samples for part in data.load("imagenet")] == plain and len(listed) == 2
+    assert [part.samples.samples for part in data.load("imagenet")] == plain and len(listed) == 2
+    (folders / "train" / "b" / "1.JPEG").rename(folders / "train" / "b" / "2.JPEG")
+    train, _ = data.load("imagenet")
+    assert len(listed) == 3 and train.samples.samples[-1] == (str(folders / "train" / "b" / "2.JPEG"), 1)
+
+
+def test_other_workers_of_a_node_wait_for_the_first(folders: Path, monkeypatch: pytest.MonkeyPatch):
+    (path, first) = index.index_path(folders / "val", ["a", "b"]), data.load("imagenet")[1]
+    path.rename(path.with_suffix(".later"))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    timer = threading.Timer(0.5, path.with_suffix(".later").rename, [path])
+    timer.start()
+    _, val = data.load("imagenet")
+    assert not timer.is_alive() and val.samples.samples == first.samples.samples
+    path.unlink()
+    monkeypatch.setattr(index, "PATIENCE", 0.3)
+    with pytest.raises(UserError, match="did not come from this node's first worker: set CO2_CACHE"):
+        data.load("imagenet")
+
+
+def test_an_index_that_cannot_be_written_names_the_variable(folders: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CO2_CACHE", str(folders / "train" / "a" / "0.JPEG" / "cache"))
+    with pytest.raises(UserError, match="cannot be written .Not a directory.: set CO2_CACHE to another folder"):
+        data.load("imagenet")
+
+
+def test_classes_that_differ_are_named(folders: Path):
+    shutil.copytree(folders / "train" / "a", folders / "train" / "c")
+    (folders / "val" / "b").rename(folders / "val" / "d")
+    with pytest.raises(UserError) as error:
+        data.load("imagenet")
+    assert str(error.value).endswith("differ in b (only in train), c (only in train), d (only in val)")
+
+
+def test_images_are_as_large_as_the_model_wants_them(folders: Path):
+    images, _ = imagenet_batches(model="vit_base_patch16_384")[0]
+    assert images.shape == (2, 3, 384, 384)
+    _, val = data.load("imagenet")
+    recipe = VisionRecipe(dataset="imagenet", model="vit_base_patch16_384", loader_workers=0)
+    assert next(val.test_batches(recipe, 0, 1))[0].shape == (2, 3, 384, 384)
+    assert [image_size(name) for name in ("resnet50", "swin_tiny_patch4_window7_224", "resnet_small")] == [224] * 3
+
+
+@pytest.mark.parametrize("name", ["mixup", "cutmix", "color_jitter", "random_erasing"])
+def test_settings_of_imagenet_are_refused_elsewhere(name: str):
+    with pytest.raises(UserError, match=f"{name}=0.5 is for imagenet only, not digits: leave it out"):
+        replace(digits_small(), **{name: 0.5})
+    with pytest.raises(UserError, match="drop_path=0.1: resnet_small has no stochastic depth"):
+        build_model("resnet_small", num_classes=10, drop_path=0.1)
 
 
 def test_imagenet_test_batches_cover_the_set(folders: Path):

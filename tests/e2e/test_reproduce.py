@@ -1,11 +1,10 @@
 """reproduce.py: the rows that it runs, and the tables that it makes from run folders, checked by hand."""
 
 import importlib
-import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,12 @@ import pytest
 import reproduce
 from core import UserError
 from core.methods import METHODS
-from results.paper import TABLES
-from training.recipe import parse
+from results.paper import TABLES, TAUS
+from tests.e2e.test_collect import make_run
+from training.recipe import flat, parse
 
 ROOT = Path(__file__).resolve().parents[2]
+THROUGHPUT = ["throughput", "throughput_roce"]
 ROWS = [(name, row) for name, table in TABLES.items() for row in table.rows]
 
 # Every number of the paper that we know, as the project's sources state them: (table, model, method, tau).
@@ -38,36 +39,13 @@ PAPER = {
 }
 
 
-def make_run(
-    folder: Path, task: str, name: str, *, workers: int = 128, results: dict[str, Any], **changes: Any
-) -> None:
-    """A finished run of a recipe, as training/run.py leaves it."""
-    co2 = {key: changes.pop(key) for key in ("tau", "gap") if key in changes}
-    recipe = reproduce.load_recipe(task, name)
-    recipe = replace(recipe, co2=replace(recipe.co2, **co2, allow_unstable="gap" in co2), out=folder, **changes)
-    folder.mkdir(parents=True)
-    config = {"recipe": asdict(recipe), "world_size": workers, "commit": "abc1234"}
-    (folder / "config.json").write_text(json.dumps(config, default=str))
-    summary = {"steps": 100, "steps_per_second": 2.0, "hidden_share": 0.9} | results
-    (folder / "summary.json").write_text(json.dumps(summary))
-
-
-def resnet50(folder: Path, top1: float, **changes: Any) -> None:
-    make_run(folder, "vision", "imagenet_resnet50", results={"test_top1": top1}, **changes)
-
-
-def collected(folder: Path, *names: str) -> list[str]:
-    tables = {name: TABLES[name] for name in names} or TABLES
-    return list(reproduce.collect(tables, folder))
-
-
 # -- the rows -----------------------------------------------------------------------------------------------------
 
 
 def test_the_papers_values_are_those_known_and_no_others():
     given = {(name, row.label, row.method, row.tau): row.paper for name, row in ROWS if row.paper}
     assert given == PAPER
-    assert TABLES["throughput"].paper_ratio == {None: 0.82, 48: 1.06, 12: 0.86}
+    assert TABLES["throughput"].paper_ratio == {("ddp", None): 0.82, ("co2", 48): 1.06, ("co2", 12): 0.86}
     assert not any(table.paper_ratio for name, table in TABLES.items() if name != "throughput")
 
 
@@ -94,20 +72,22 @@ def test_every_recipe_of_the_papers_tasks_is_in_a_row():
 
 
 def test_every_table_of_models_has_a_stand_in():
-    assert [name for name, table in TABLES.items() if not table.has_stand_ins] == ["throughput"]
+    assert [name for name, table in TABLES.items() if not table.has_stand_ins] == THROUGHPUT
 
 
 def test_a_jobs_line_holds_all_that_its_row_says():
     small, _ = TABLES["gap"].rows
     variables, command = reproduce.submission(small, "a100", seed=2)
-    assert command == ["sbatch", "--nodes=8", "slurm/gpt2_a100.sh", "--co2.gap", "none", "--co2.allow_unstable"]
+    name = "gpt2_small_owt-co2-tau48-8nodes-gap_none-seed2"
+    assert command[:4] == ["sbatch", "--nodes=8", f"--job-name={name}", "--dependency=singleton"]
+    assert command[4:] == ["slurm/gpt2_a100.sh", "--co2.gap", "none", "--co2.allow_unstable"]
     assert variables == {
         "RECIPE": "gpt2_small_owt",
         "METHOD": "co2",
         "TAU": "48",
         "BATCH_SIZE": "512",  # 480 does not divide by 64
         "SEED": "2",
-        "OUT": "runs/a100/gpt2_small_owt-co2-tau48-8nodes-gap_none-seed2",
+        "OUT": f"runs/a100/{name}",
     }
 
 
@@ -126,7 +106,7 @@ def test_no_two_jobs_share_a_run_folder_unless_they_are_one(cluster: reproduce.C
             assert jobs.setdefault(variables["OUT"], (variables, command)) == (variables, command)
 
 
-@pytest.mark.parametrize("name", [name for name in TABLES if name != "throughput"])
+@pytest.mark.parametrize("name", [name for name in TABLES if name not in THROUGHPUT])
 def test_the_stand_ins_commands_are_understood_by_the_train_scripts(name: str):
     folders = []
     for row in TABLES[name].rows:
@@ -137,121 +117,13 @@ def test_the_stand_ins_commands_are_understood_by_the_train_scripts(name: str):
             recipe = parse(recipes, command[module + 1 :])
             assert command[module] == f"{row.task}.train" and "--nproc-per-node=4" in command[:module]
             assert (recipe.method, recipe.seed, recipe.out, recipe.resume) == (row.method, 1, folder, True)
-            before, after = (reproduce.flat(asdict(r)) for r in (recipes[row.local], recipe))
-            wanted = before | reproduce.stand_in_overrides(row)
+            before, after = (flat(asdict(r)) for r in (recipes[row.local], recipe))
+            wanted = before | ({"co2.tau": row.tau} if row.tau else {}) | reproduce.stand_in_overrides(row)
             outer = [name for name in before if name.startswith(("co2.", "delayed."))]
             assert {name: after[name] for name in outer} == {name: wanted[name] for name in outer}
             assert wanted.keys() == before.keys(), "an override of nothing"
             folders.append(folder)
     assert len(folders) == len(set(folders)) > 0
-
-
-# -- collecting ---------------------------------------------------------------------------------------------------
-
-
-def test_mean_and_deviation_over_seeds_beside_the_papers_value(tmp_path: Path):
-    for seed, top1, rate in ((0, 0.75, 2.0), (1, 0.76, 3.0), (2, 0.80, 4.0)):  # deviations -2, -1, 3: sd^2 = 14 / 2
-        results = {"test_top1": top1, "steps_per_second": rate, "hidden_share": 0.9 + seed / 100}
-        make_run(tmp_path / "x" / str(seed), "vision", "imagenet_resnet50", seed=seed, results=results)
-    lines = collected(tmp_path, "imagenet")
-    assert lines[2].startswith(
-        "| model | method | tau | workers | batch | seeds | top-1, % | samples/s | exposed | paper |"
-    )
-    measured = "| ResNet-50 | co2 | 48 | 128 | 8192 | 3 | 77.00 ± 2.65 | 24,576.0 | 9.0% | 77.14 ± 0.09 |"
-    assert measured in lines
-    assert sum(line.startswith("| ResNet-50 | co2 |") for line in lines) == 1
-    assert "| ResNet-50 | ddp |  |  |  |  | not run |  |  | 76.92 ± 0.05 |" in lines
-    assert "| Swin-T | slowmo |  |  |  |  | not run |  |  |  |" in lines, "the paper's value is unknown: empty"
-    assert "Commits: abc1234." in lines
-    assert not any("Not counted" in line for line in lines)
-
-
-def test_one_seed_has_no_deviation_and_other_taus_and_worlds_have_their_own_lines(tmp_path: Path):
-    resnet50(tmp_path / "a", 0.75)
-    resnet50(tmp_path / "b", 0.70, tau=24, seed=1)
-    resnet50(tmp_path / "c", 0.65, workers=80, batch_size=8160)
-    rows = [line for line in collected(tmp_path, "imagenet") if line.startswith("| ResNet-50 | co2 |")]
-    assert [row.split(" | ")[2:7] for row in rows] == [
-        ["24", "128", "8192", "1", "70.00"],
-        ["48", "80", "8160", "1", "65.00"],
-        ["48", "128", "8192", "1", "75.00"],
-    ]
-
-
-def test_runs_that_are_no_fair_measurement_are_left_out_with_the_reason(tmp_path: Path):
-    resnet50(tmp_path / "a", 0.75)
-    resnet50(tmp_path / "again", 0.76)
-    resnet50(tmp_path / "short", 0.77, epochs=9)
-    resnet50(tmp_path / "no_penalty", 0.78, gap="none")
-    make_run(tmp_path / "stopped", "vision", "imagenet_resnet50", results={"test_top1": 0.79, "stopped_by_signal": 10})
-    make_run(tmp_path / "cifar", "vision", "cifar10_small", results={"test_top1": 0.8})
-    make_run(tmp_path / "metricless", "vision", "imagenet_resnet50", seed=3, results={})
-    resnet50(tmp_path / "unfinished", 0.81)
-    (tmp_path / "unfinished" / "summary.json").unlink()
-    resnet50(tmp_path / "damaged", 0.82)
-    (tmp_path / "damaged" / "config.json").write_text("{")
-    (tmp_path / "foreign").mkdir()
-    (tmp_path / "foreign" / "config.json").write_text('["of another program"]')
-    (tmp_path / "foreign" / "summary.json").write_text("{}")
-    lines = collected(tmp_path)
-    assert sum("75.00" in line for line in lines) == 2  # in its own table and in that of wire formats
-    assert not any(f"{value}.00" in line for value in range(76, 83) for line in lines)
-    for name, reason in {
-        "again": "seed 0 is there already",
-        "short": "epochs=9 in place of 90",
-        "no_penalty": "co2.allow_unstable=True in place of False, co2.gap=none in place of elementwise",
-        "stopped": "it was stopped at step 100",
-        "cifar": "no row trains cifar10_small with co2",
-        "metricless": "no test_top1 in summary.json",
-        "unfinished": "it has no summary.json: not finished",
-    }.items():
-        assert f"Not counted: {tmp_path / name}: {reason}." in lines
-    for name in ("damaged", "foreign"):
-        start = f"Not counted: {tmp_path / name}: config.json or summary.json is damaged"
-        assert any(line.startswith(start) for line in lines)
-
-
-def test_settings_of_unused_methods_and_of_the_loader_do_not_matter(tmp_path: Path):
-    resnet50(tmp_path / "a", 0.75, method="ddp", tau=3, loader_workers=2, eval_every=7)
-    (line,) = [line for line in collected(tmp_path, "imagenet") if line.startswith("| ResNet-50 | ddp |")]
-    assert line == "| ResNet-50 | ddp |  | 128 | 8192 | 1 | 75.00 | 16,384.0 | 10.0% | 76.92 ± 0.05 |"
-
-
-def test_a_run_without_the_penalty_goes_to_its_own_row(tmp_path: Path):
-    for folder, changes in (("with", {}), ("without", {"gap": "none"})):
-        results = {"val_perplexity": 20.0 if changes else 10.0}
-        make_run(
-            tmp_path / folder, "language", "gpt2_small_owt", workers=64, batch_size=512, results=results, **changes
-        )
-    lines = collected(tmp_path, "gap")
-    assert "| without | co2 | 48 | 64 | 512 | 1 | 20.00 | 1,024.0 | 10.0% | 7.56 |" in lines
-    assert "| with | co2 | 48 | 64 | 512 | 1 | 10.00 | 1,024.0 | 10.0% | 7.39 |" in lines
-    assert any("| 10.00 |" in line for line in collected(tmp_path, "gpt2")), "the same run is a row of another table"
-
-
-def test_a_row_of_64_gpus_takes_no_run_of_128(tmp_path: Path):
-    make_run(tmp_path / "a", "language", "gpt2_small_owt", workers=128, batch_size=512, results={"val_perplexity": 9.0})
-    assert f"Not counted: {tmp_path / 'a'}: 128 workers in place of 64." in collected(tmp_path, "gpt2")
-
-
-def test_stand_ins_have_a_table_of_their_own_without_the_papers_values(tmp_path: Path):
-    make_run(tmp_path / "a", "vision", "digits_small", workers=4, results={"test_top1": 0.9})
-    lines = collected(tmp_path, "imagenet")
-    assert "| ResNet-50: digits_small | co2 | 6 | 4 | 64 | 1 | 90.00 | 128.0 | 10.0% |" in lines
-    assert "| ViT-Base: digits_vit | co2 |  |  |  |  | not run |  |  |" in lines
-    assert "| ResNet-50 | co2 |  |  |  |  | not run |  |  | 77.14 ± 0.09 |" in lines
-
-
-def test_throughput_and_its_ratios_by_hand(tmp_path: Path):
-    for nodes, rate in ((1, 4.0), (2, 2.0), (16, 1.0)):  # steps of 32, 64 and 512 samples of 1,024 tokens
-        changes = {"epochs": 1, "batch_size": 32 * nodes, "tau": 12, "workers": 8 * nodes}
-        results = {"val_perplexity": 9.0, "steps_per_second": rate}
-        make_run(tmp_path / str(nodes), "language", "gpt2_large_owt", results=results, **changes)
-    lines = collected(tmp_path, "throughput")
-    assert "| 16 GPUs | co2 | 12 | 16 | 64 | 1 | 131,072 | 128.0 | 10.0% |  |" in lines
-    assert "| co2 | 12 | 0.50 | 0.25 | 0.86 |" in lines  # 512 / (8 x 128), 512 / (16 x 128)
-    assert "| ddp |  | not run | not run | 0.82 |" in lines
-    assert "| 128 GPUs | co2 | 48 | 128 |  |  | not run |  |  | 304,736 |" in lines
 
 
 # -- the command --------------------------------------------------------------------------------------------------
@@ -270,20 +142,126 @@ def test_list_names_every_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 def test_dry_run_prints_a_line_a_row_and_seed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     run_main(monkeypatch, "throughput", "--dry-run")
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 9 and all(line.startswith("NCCL_IB_DISABLE=1 RECIPE=gpt2_large_owt ") for line in lines)
-    assert (
-        lines[5].endswith(" sbatch --nodes=16 slurm/gpt2_a100.sh --epochs 1") and " TAU=48 BATCH_SIZE=512 " in lines[5]
-    )
+    assert len(lines) == 15 and all(line.startswith("NCCL_IB_DISABLE=1 RECIPE=gpt2_large_owt ") for line in lines)
+    name = "gpt2_large_owt-co2-tau48-16nodes-tcp-epochs_1-seed0"
+    sbatch = f" sbatch --nodes=16 --job-name={name} --dependency=singleton slurm/gpt2_a100.sh --epochs 1"
+    assert lines[5].endswith(sbatch) and " TAU=48 BATCH_SIZE=512 " in lines[5]
     run_main(monkeypatch, "gap", "--local", "--workers", "2", "--dry-run")
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 6 and all("--nproc-per-node=2 -m language.train gpt2_pydoc_small" in line for line in lines)
+
+
+def dry_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    table, *more = arguments
+    run_main(monkeypatch, table, "--dry-run", *more)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_rows_methods_and_seeds_are_chosen_and_options_passed_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    chosen = ["--rows", "resnet50,imagenet_vit_base", "--methods", "co2,ddp", "--seeds", "0,7"]
+    lines = dry_run(monkeypatch, capsys, "imagenet", *chosen, "--", "--optim.lr", "0.5", "--co2.tau=24")
+    got = [
+        tuple(part.split("=")[1] for part in line.split()[:6] if part[:4] in ("RECI", "METH", "SEED")) for line in lines
+    ]
+    recipes = ("imagenet_resnet50", "imagenet_vit_base")
+    assert got == [(recipe, method, seed) for recipe in recipes for method in ("ddp", "co2") for seed in "07"]
+    assert all(line.endswith("slurm/vision_a100.sh --optim.lr 0.5") and " TAU=24 " in line for line in lines)
+    assert "OUT=runs/a100/imagenet_resnet50-co2-tau24-16nodes-lr_0.5-seed7 " in lines[3], "a folder of its own"
+    (line,) = dry_run(
+        monkeypatch, capsys, "gpt2", "--rows", "gpt2-small", "--methods", "local", "--seeds", "1", "--local"
+    )
+    assert line.endswith("--seed 1 --out runs/local/language-gpt2_pydoc_small-local-tau6-seed1 --resume")
+    (line,) = dry_run(
+        monkeypatch, capsys, "tau_language", "--local", "--rows", "tau12", "--seeds", "0", "--", "--epochs", "1"
+    )
+    assert " --method co2 --co2.tau 12 --epochs 1 --seed 0 --out " in line and "-co2-tau12-epochs_1-seed0" in line
+
+
+def test_every_tau_that_the_paper_searched_has_a_row():
+    assert TAUS == (1, 3, 6, 12, 24, 48, 96, 192)
+    for name in ("tau_vision", "tau_language"):
+        assert tuple(row.tau for row in TABLES[name].rows) == TAUS
+
+
+def test_throughput_is_asked_of_both_networks_and_all_methods_that_hide(monkeypatch: pytest.MonkeyPatch):
+    asked = {(row.network, row.method, row.tau, row.nodes) for name in THROUGHPUT for row in TABLES[name].rows}
+    methods = (("ddp", None), ("co2", 48), ("co2", 12), ("slowmo", 48), ("overlap_local", 48))
+    assert asked == {(net, *method, nodes) for net in ("tcp", "roce") for method in methods for nodes in (1, 2, 16)}
+    assert TABLES["throughput"].env == {"NCCL_IB_DISABLE": "1"} and not TABLES["throughput_roce"].env
+
+
+def test_rows_with_more_nodes_than_the_cluster_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    lines = dry_run(monkeypatch, capsys, "throughput", "--cluster", "3090")
+    assert sum(line == "# left out: 128 GPUs, for the 3090 cluster has 10 nodes" for line in lines) == 5
+    assert not any("--nodes=16" in line for line in lines) and len(lines) == 15
+
+
+def finish(root: Path, name: str, tau: int, hours: float, *, seed: int = 0, done: bool = True) -> Path:
+    """A run of ResNet-50 in the folder that reproduce.py gives it."""
+    row = next(row for row in TABLES["imagenet"].rows if (row.label, row.method) == ("ResNet-50", name))
+    folder = root / reproduce.submission(row, "a100", seed)[0]["OUT"]
+    make_run(folder, "vision", "imagenet_resnet50", method=name, tau=tau, seed=seed, results={"test_top1": 0.7})
+    (folder / "metrics.jsonl").write_text(f'{{"step": 100, "seconds": {hours * 3600 / 128}}}\n')
+    if not done:
+        (folder / "summary.json").unlink()
+    return folder
+
+
+def test_status_shows_what_ran_and_the_gpu_hours_that_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(reproduce, "ROOT", tmp_path)
+    finish(tmp_path, "co2", 48, 30.0)
+    finish(tmp_path, "co2", 48, 12.0, seed=1, done=False)
+    run_main(monkeypatch, "imagenet", "--status", "--rows", "resnet50")
+    lines = capsys.readouterr().out.splitlines()
+    assert "| imagenet | ResNet-50 | co2 |  | 1 | 1 | 1 | 42.0 | 48.0 |" in lines  # 30 - 12, and another 30
+    assert "| imagenet | ResNet-50 | ddp |  | 0 | 0 | 3 | 0.0 | ? |" in lines
+    assert lines[-1].startswith("42.0 GPU hours used; left: 48.0, and what the rows marked ? need")
+
+
+def test_what_is_finished_is_not_submitted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(reproduce, "ROOT", tmp_path)
+    done = finish(tmp_path, "co2", 48, 30.0)
+    finish(tmp_path, "co2", 48, 12.0, seed=1, done=False)
+    lines = dry_run(monkeypatch, capsys, "imagenet", "--rows", "resnet50", "--methods", "co2")
+    assert lines[0] == f"# finished: {done.relative_to(tmp_path)}"
+    assert [line.split("SEED=")[1][0] for line in lines[1:]] == ["1", "2"], "what was begun goes on"
+
+
+def test_an_array_has_a_line_for_each_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    fake = tmp_path / "sbatch"
+    fake.write_text(f'#!/bin/bash\necho "$JOBS $*" >> {tmp_path}/submitted\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(reproduce, "ROOT", tmp_path)
+    run_main(monkeypatch, "gap", "--array", "4", "--seeds", "0,1", "--", "--epochs", "3")
+    jobs, *sbatch = (tmp_path / "submitted").read_text().split()
+    assert sbatch == ["--nodes=8", "--job-name=gap-gpt2_a100-8nodes", "--array=0-3%4", "slurm/gpt2_a100.sh"]
+    lines = (tmp_path / jobs).read_text().splitlines()
+    assert len(lines) == 4 and lines[1].startswith(
+        "export RECIPE=gpt2_small_owt METHOD=co2 TAU=48 BATCH_SIZE=512 SEED=1"
+    )
+    assert lines[1].endswith("seed1; JOB_ARGS=(--co2.gap none --co2.allow_unstable --epochs 3)")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["imagnet", "--dry-run"], "table 'imagnet' does not exist; did you mean imagenet?"),
-        (["xyz"], "table 'xyz' does not exist; did you mean imagenet, ade20k,"),
+        (["xyz"], "table 'xyz' does not exist; `python reproduce.py list` names them"),
+        (["imagenet", "--rows", "resnet5"], "--rows resnet5: not in imagenet, which has ResNet-50, ViT-Base, Swin-T,"),
+        (["imagenet", "--methods", "co3"], "--methods co3: not in imagenet, which has co2, ddp,"),
+        (["imagenet", "--methods", "delayed"], "imagenet has no row with --rows '' and --methods 'delayed'"),
+        (["imagenet", "--seeds", "a"], "--seeds a: give numbers, such as 0,1"),
+        (["imagenet", "--", "--seed", "3"], "--seed behind --: reproduce.py chooses it itself, see --seeds"),
+        (["imagenet", "--", "epochs", "3"], "'epochs' behind --: give options of the train script"),
         (["--collect", "nowhere"], "--collect nowhere: no such folder; name"),
         (["--collect", str(ROOT / "slurm")], "no run folder in it, at any depth"),
         (["gap"], "no sbatch here: --dry-run prints the lines"),
@@ -312,8 +290,19 @@ def test_jobs_are_submitted_with_their_environment(tmp_path: Path, monkeypatch: 
     with pytest.raises(UserError, match="sbatch refused this job"):  # the first with tau 12
         run_main(monkeypatch, "throughput")
     jobs = (tmp_path / "jobs").read_text().splitlines()
-    assert jobs[0] == "48 1 --nodes=1 slurm/gpt2_a100.sh --epochs 1"
+    assert jobs[0].startswith("48 1 --nodes=1 --job-name=") and jobs[0].endswith(" slurm/gpt2_a100.sh --epochs 1")
     assert [job.split()[0] for job in jobs] == ["48"] * 6 + ["12"]
+
+
+def test_a_reader_that_has_seen_enough_ends_it_without_a_traceback():
+    text = "import sys, reproduce; reproduce.quietly(lambda: [print('x' * 100) for _ in range(20000)])"
+    with subprocess.Popen(
+        [sys.executable, "-c", text], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout and process.stderr
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(timeout=60) == 0 and process.stderr.read() == ""
 
 
 def test_local_runs_what_is_missing_and_stops_at_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -334,5 +323,5 @@ def test_local_runs_what_is_missing_and_stops_at_a_failure(tmp_path: Path, monke
     folder, _ = reproduce.stand_in(done, 4, seed=0)
     make_run(tmp_path / folder, "language", "gpt2_pydoc_small", results={})
     with pytest.raises(UserError, match=r"language-gpt2_pydoc_small-co2-tau6-seed0 is not finished"):
-        reproduce.run_local(TABLES["gap"], workers=4, dry_run=False)
+        run_main(monkeypatch, "gap", "--local")
     assert [path.name[-5:] for path in started] == ["seed1", "seed2", "seed0"], "seed 0 without penalty was there"

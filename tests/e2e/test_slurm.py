@@ -31,7 +31,9 @@ SMALL = {
 }
 
 FAKES = {
-    "srun": 'while [[ "$1" == --* ]]; do shift; done; exec "$@"',  # one node: runs what stands behind its own options
+    # one node: runs what stands behind its own options
+    "srun": 'echo "$@" > "$FAKES/srun_line"; while [[ "$1" == --* ]]; do shift; done; exec "$@"',
+    "squeue": 'date -d "@$(cat "$FAKES/end")" +%Y-%m-%dT%H:%M:%S',
     "scontrol": """case "$1" in
 show) echo 127.0.0.1 ;;
 requeue) [ ! -e "$FAKES/refuse" ] && echo "$2" >> "$FAKES/requeued" ;;
@@ -70,6 +72,7 @@ def install(folder: Path, **programs: str) -> dict[str, str]:
         "SLURM_JOB_NODELIST": "node0",
         "SLURM_GPUS_ON_NODE": "2",
         "SLURM_CPUS_PER_TASK": "2",
+        "SLURMD_NODENAME": "node0",
         "RDZV_PORT": str(port),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
@@ -147,11 +150,13 @@ def test_slurm_accepts_it(script: str):
 def test_its_command_line_trains_its_recipe_on_all_gpus(script: str, tmp_path: Path):
     torchrun, module, (name, *overrides) = torchruns_line(script, tmp_path, RDZV_PORT="")
     assert torchrun == [
+        "--log-dir=" + str(Path(overrides[overrides.index("--out") + 1], "logs", "node0")),
         "--nnodes=1",
         "--nproc-per-node=2",
         "--rdzv-backend=c10d",
         "--rdzv-id=17",
         "--rdzv-endpoint=127.0.0.1:20017",
+        "--tee=3",
     ]
     recipes = recipes_of(script)
     assert type(recipes[name]).__module__ == f"{module.split('.')[0]}.recipes"
@@ -201,9 +206,37 @@ def test_the_sites_settings_reach_the_workers(tmp_path: Path):
     assert (tmp_path / "arguments").read_text() == "/sets bond0 eth1 3\n"
 
 
+def test_cores_loaders_and_the_sites_arguments_reach_srun_and_torchrun(tmp_path: Path):
+    hooks = {"SRUN_ARGS": "--container-image=co2.sqsh --container-mounts=/a:/a", "TORCHRUN_ARGS": "--numa-binding=node"}
+    torchrun, _, arguments = torchruns_line("slurm/vision_3090.sh", tmp_path, SLURM_CPUS_PER_TASK="32", **hooks)
+    srun = (tmp_path / "srun_line").read_text().split()
+    assert {"--cpus-per-task=32", "--cpu-bind=cores", *hooks["SRUN_ARGS"].split()} <= set(srun)
+    assert "--numa-binding=node" in torchrun
+    recipes = recipes_of("slurm/vision_3090.sh")
+    assert parse(recipes, arguments).loader_workers == 15, "the GPU's share of 32 / 2 cores but one"
+    _, _, arguments = torchruns_line("slurm/vision_3090.sh", tmp_path, LOADER_WORKERS="4")
+    assert parse(recipes, arguments).loader_workers == 4
+    assert "--loader_workers" not in torchruns_line("slurm/gpt2_3090.sh", tmp_path)[2], "it has none"
+
+
+def test_the_number_in_an_array_is_the_seed_or_the_line_of_a_file(tmp_path: Path):
+    _, _, arguments = torchruns_line("slurm/vision_a100.sh", tmp_path, SLURM_ARRAY_TASK_ID="2")
+    assert parse(recipes_of("slurm/vision_a100.sh"), arguments).seed == 2
+    jobs = tmp_path / "jobs.sh"
+    line = "export RECIPE=digits_small METHOD={} TAU=12 BATCH_SIZE=128 SEED={} OUT='runs/a b'; JOB_ARGS=(--epochs 3)\n"
+    jobs.write_text(line.format("co2", 0) + line.format("slowmo", 5))
+    array = {"JOBS": str(jobs), "SLURM_ARRAY_TASK_ID": "1"}
+    _, _, arguments = torchruns_line("slurm/vision_a100.sh", tmp_path, "--optim.lr", "0.5", **array)
+    recipe = parse(recipes_of("slurm/vision_a100.sh"), arguments)
+    assert (recipe.name, recipe.method, recipe.co2.tau, recipe.batch_size) == ("digits_small", "slowmo", 12, 128)
+    assert (recipe.seed, str(recipe.out), recipe.epochs, recipe.optim.lr) == (5, "runs/a b", 3, 0.5)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"JOBS": "/dev/null", "SLURM_ARRAY_TASK_ID": "7"}, "/dev/null has no line for job 7 of the array"),
+        ({"JOBS": "/dev/null"}, "JOBS is set, but this is no job array"),
         ({"SLURM_JOB_NUM_NODES": ""}, "submit this script with sbatch"),
         ({"SLURM_GPUS_ON_NODE": ""}, "the job has no GPUs"),
         ({"VENV": "/nowhere"}, "/nowhere/bin/activate"),
@@ -235,6 +268,21 @@ def test_the_signal_reaches_the_workers_and_the_job_is_requeued(refused: bool, t
         assert job.returncode == 1 and "not requeued; submit it again" in text
     else:
         assert job.returncode == 0 and (tmp_path / "requeued").read_text() == "17\n", text
+
+
+def test_a_run_that_does_not_stop_in_time_is_requeued_before_the_limit(tmp_path: Path):
+    """The workers ignore the signal, as in a round that is too long."""
+    env = install(tmp_path, torchrun='touch "$FAKES/ready"; exec sleep 20')
+    job = start("slurm/vision_a100.sh", env)
+    wait_for(tmp_path / "ready", job)
+    (tmp_path / "end").write_text(str(int(time.time()) + 64))
+    assert not (tmp_path / "requeued").exists()
+    job.send_signal(signal.SIGUSR1)
+    wait_for(tmp_path / "requeued", job)
+    assert (tmp_path / "requeued").read_text() == "17\n"
+    job.kill()  # as Slurm does then
+    text, _ = job.communicate(timeout=60)
+    assert "job 17 is still running a minute before its limit: back into the queue" in text
 
 
 def test_a_run_that_fails_is_not_requeued(tmp_path: Path):

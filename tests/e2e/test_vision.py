@@ -197,12 +197,36 @@ def test_a_signal_to_each_worker_saves_and_resume_finishes(tmp_path: Path):
     check_the_stop_and_resume(folder, "co2")
 
 
-def test_a_users_mistake_is_one_line_once(tmp_path: Path):
+MISTAKE = "error: batch_size=63 (global) over 2 workers: choose a positive multiple of 2\n"
+
+
+def test_a_users_mistake_is_one_line_and_in_torchruns_report(tmp_path: Path):
     process = start(tmp_path / "run", "--batch_size", "63")
     text, _ = process.communicate(timeout=120)
     assert process.returncode != 0
-    assert text.count("error: batch_size=63 (global) over 2 workers: choose a positive multiple of 2\n") == 1, text
-    assert "vision/train.py" not in text, "no traceback of ours"
+    assert text.count(f"\n{MISTAKE}") + text.startswith(MISTAKE) == 1 and f"traceback : {MISTAKE}" in text, text
+    assert "vision/train.py" not in text and "new message format" not in text, "no traceback of ours"
+
+
+def test_our_launcher_ends_with_the_users_mistake(tmp_path: Path):
+    command = [sys.executable, "-m", "training.launch", *TORCHRUN[3:], "-m", "vision.train", "digits_small"]
+    options = ["--out", str(tmp_path), "--batch_size", "63"]
+    ended = subprocess.run([*command, *options], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
+    assert ended.stderr.endswith(MISTAKE) and ended.stderr.count("batch_size=63") == 1, ended.stderr
+
+
+def test_ctrl_c_in_one_process_saves_and_exits_with_130(tmp_path: Path):
+    command = [sys.executable, "-m", "vision.train", "digits_small", "--epochs", "60", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 120
+    while not trains(tmp_path):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in text, text
+    assert json.loads((tmp_path / "summary.json").read_text())["stopped_by_signal"] == signal.SIGINT
 
 
 def test_the_demos_table_holds_ratios_against_ddp():

@@ -1,12 +1,14 @@
 """Recipes from the command line, and how a mistake is reported."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from core import UserError
-from training.recipe import Recipe, launch, parse
+from core import SlowMoConfig, UserError
+from training.recipe import Recipe, dry_run, launch, parse
 
 
 @dataclass(frozen=True)
@@ -21,16 +23,79 @@ RECIPES = {"toy_a": Toy(), "toy_b": Toy(width=5)}
 
 def test_overrides_reach_every_level():
     recipe = parse(
-        RECIPES, ["toy_b", "--method", "slowmo", "--co2.tau", "24", "--co2.clip", "None", "--optim.lr", "0.3"]
+        RECIPES, ["toy_b", "--method", "delayed", "--co2.tau", "24", "--co2.clip", "None", "--optim.lr", "0.3"]
     )
-    assert (recipe.name, recipe.width, recipe.method) == ("toy_b", 5, "slowmo")
+    assert (recipe.name, recipe.width, recipe.method) == ("toy_b", 5, "delayed")
     assert (recipe.co2.tau, recipe.co2.clip, recipe.optim.lr) == (24, None, 0.3)
-    assert recipe.folder == Path("runs/toy_b-slowmo-seed0")
+    assert recipe.folder == Path("runs/toy_b-delayed-seed0")
 
 
 def test_unknown_recipe_suggests_the_near_one():
     with pytest.raises(UserError, match="recipe 'toy_' does not exist; did you mean toy_"):
         parse(RECIPES, ["toy_"])
+
+
+def test_a_recipe_unlike_any_other_gets_no_list_of_all():
+    with pytest.raises(UserError) as error:
+        parse(RECIPES, ["zzz"], prog="toy.train")
+    assert str(error.value) == "recipe 'zzz' does not exist; `python -m toy.train --help` lists them"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ["--slowmo.outer_momentum", "0.1"],
+            "slowmo.outer_momentum=0.1 is method slowmo's own, method 'co2' does not have it",
+        ),
+        (["--overlap_local.pull", "0.1", "--method", "ddp"], "overlap_local.pull=0.1 is method overlap_local's own"),
+        (
+            ["--co2.clip", "0.1", "--method", "local"],
+            "co2.clip=0.1 is method co2's own, method 'local' does not have it",
+        ),
+    ],
+)
+def test_settings_of_another_method_are_refused(options: list[str], said: str):
+    with pytest.raises(UserError) as error:
+        parse(RECIPES, ["toy_a", *options])
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_settings_of_the_own_method_and_what_a_recipe_brings_are_not_refused():
+    assert (
+        parse(
+            RECIPES, ["toy_a", "--method", "slowmo", "--slowmo.outer_momentum", "0.1", "--co2.tau", "3"]
+        ).slowmo.outer_momentum
+        == 0.1
+    )
+    assert parse(RECIPES, ["toy_a", "--method", "ddp", "--co2.tau", "3", "--co2.tau_max", "5"]).co2.tau == 3
+    own = {"toy": replace(Toy(), slowmo=SlowMoConfig(outer_momentum=0.3))}
+    assert parse(own, ["toy", "--method", "co2"]).slowmo.outer_momentum == 0.3
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--zero", "1"], "zero=1 with 1 worker that synchronises every step has nothing to shard"),
+        (["--per_node", "3"], "per_node=3 does not divide 2 workers"),
+        (["--batch_size", "3"], "batch_size=3 (global) over 2 workers"),
+        (["--device", "cuda"], "device=cuda: torch sees no CUDA device here"),
+    ],
+)
+def test_a_dry_run_refuses_what_a_run_would(options: list[str], said: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(UserError) as error:
+        dry_run(parse(RECIPES, ["toy_a", *options]), lambda: nn.Linear(1, 1))
+    assert said in str(error.value)
+
+
+def test_a_dry_run_in_one_process_leaves_the_number_of_workers_open(capsys: pytest.CaptureFixture):
+    dry_run(parse(RECIPES, ["toy_a", "--zero", "2", "--per_node", "0"]), lambda: nn.Linear(1, 1))
+    dry_run(parse(RECIPES, ["toy_a", "--zero", "2", "--per_node", "8"]), lambda: nn.Linear(1, 1))
+    assert capsys.readouterr().out.count("M parameters") == 2
+    with pytest.raises(UserError, match="zero=2 with 1 worker"):
+        dry_run(parse(RECIPES, ["toy_a", "--zero", "2"]), lambda: nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize(
@@ -73,6 +138,36 @@ def test_launch_prints_one_line_for_a_users_mistake(monkeypatch: pytest.MonkeyPa
     launch(main)
     assert codes == [2]
     assert capsys.readouterr().err == "error: no such folder 'x': make it\n"
+
+
+def test_torchrun_is_told_what_went_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    codes: list[int] = []
+    monkeypatch.setattr("os._exit", codes.append)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setenv("CO2_LAUNCH", "1")
+
+    def main() -> None:
+        raise UserError("no such folder 'x': make it")
+
+    launch(main)
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
+    assert failure.message["message"] == "error: no such folder 'x': make it" and failure.timestamp > 0
+    assert codes == [2] and capsys.readouterr().err == "", "training.launch says it"
+
+
+def test_ctrl_c_before_the_run_ends_with_130_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    codes: list[int] = []
+    monkeypatch.setattr("os._exit", codes.append)
+
+    def main() -> None:
+        raise KeyboardInterrupt
+
+    launch(main)
+    assert codes == [130] and capsys.readouterr().err == ""
 
 
 def test_launch_prints_one_line_for_a_full_disk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch import nn
 
 from core import UserError
@@ -21,6 +23,7 @@ from training.recipe import Recipe
 from training.run import Run
 from training.sampling import generator
 from training.stop import SIGNALS, StopSignal
+from training.summary import table
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,43 @@ def test_run_folder_is_complete_and_never_overwritten(tmp_path: Path):
     assert list(tmp_path.glob("events.out.tfevents*"))
     with pytest.raises(UserError, match="holds a run: add --resume"):
         train(tmp_path, 6)
+
+
+def test_a_run_shorter_than_a_round_warns(tmp_path: Path, capsys: pytest.CaptureFixture):
+    train(tmp_path / "a", 2)
+    said = "warning: 2 steps are less than a round of tau=3: give a smaller --co2.tau or more --epochs\n"
+    assert said in capsys.readouterr().err
+    train(tmp_path / "b", 3)
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_the_summary_is_a_table_with_units_after_the_bar(tmp_path: Path, capsys: pytest.CaptureFixture):
+    train(tmp_path, 6)
+    captured = capsys.readouterr()
+    title, *lines = captured.out.splitlines()
+    assert title == f"toy co2: {tmp_path}"
+    shown = {line[:26].strip(): line[26:].split() for line in lines}
+    assert shown["steps"] == ["6"] and shown["seconds"][1] == "s" and shown["steps per second"][1] == "steps/s"
+    assert shown["hidden share"][1] == "%" and shown["bytes sent"] == ["0", "MB"]
+    assert table({"test_top1": 0.98765, "bytes_sent": 2_549_000}).split() == [
+        "test",
+        "top1",
+        "98.77",
+        "%",
+        "bytes",
+        "sent",
+        "2.549",
+        "MB",
+    ]
+
+
+def test_tensorboard_gets_the_settings_beside_the_results(tmp_path: Path):
+    train(tmp_path, 6)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    plugin = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    settings = HParamsPluginData.FromString(plugin).session_start_info.hparams
+    assert settings["co2.tau"].number_value == 3 and settings["method"].string_value == "co2"
+    assert [event.value for event in events.Scalars("summary/steps")] == [6]
 
 
 def due_steps(recipe: Toy, epoch: int, total: int) -> tuple[list[int], list[int], list[int]]:

@@ -1,0 +1,126 @@
+"""Finished runs, read from their folders' config.json, metrics.jsonl and summary.json, and the rows they belong to."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from results.paper import GPUS, Metric, Row
+from training.recipe import Recipe, flat
+
+
+def load_recipe(task: str, name: str) -> Recipe:
+    """The recipe `name` of a task's package."""
+    return dataclasses.replace(importlib.import_module(f"{task}.recipes").RECIPES[name], name=name)
+
+
+def stand_in_overrides(row: Row) -> dict[str, Any]:
+    """Those of a row's overrides that its stand-in has, too."""
+    return {key: value for key, value in row.overrides.items() if key.startswith(("co2.", "delayed."))}
+
+
+# Settings that do not change what a row measures.
+FREE = {
+    "seed", "out", "resume", "dry_run", "device", "timeout", "eval_every", "checkpoint_every", "log_every",
+    "accumulate", "workers", "loader_workers",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A finished run: its recipe under the names of the command line, and its results."""
+
+    folder: Path
+    settings: dict[str, Any]
+    workers: int
+    commit: str
+    results: dict[str, float]
+
+    @property
+    def line(self) -> tuple[int, int, int]:
+        """Runs of a row that agree in this share a line: (tau or, for ddp, 0; workers; batch size)."""
+        tau = 0 if self.settings["method"] == "ddp" else self.settings["co2.tau"]
+        return tau, self.workers, self.settings["batch_size"]
+
+
+WARM_UP = 0.1  # the share of a run's steps whose time does not count in its throughput
+
+
+def logged_times(folder: Path) -> list[tuple[int, float]]:
+    """(step, seconds of training) of each line of metrics.jsonl; a line cut by a crash is left out."""
+    times: list[tuple[int, float]] = []
+    with contextlib.suppress(OSError):
+        for line in (folder / "metrics.jsonl").read_text().splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                row = json.loads(line)
+                times.append((int(row["step"]), float(row["seconds"])))
+    return times
+
+
+def warm_rate(folder: Path) -> float | None:
+    """Steps per second without the first steps, in which memory is found, kernels are chosen and compiled, and caches
+    are cold; None where the log is too short to tell."""
+    times = logged_times(folder)
+    warm = [(step, seconds) for step, seconds in times if step >= WARM_UP * times[-1][0]]
+    if not warm or warm[-1][0] <= warm[0][0] or warm[-1][1] <= warm[0][1]:
+        return None
+    return (warm[-1][0] - warm[0][0]) / (warm[-1][1] - warm[0][1])
+
+
+def hours(folder: Path) -> float:
+    """Hours of all workers that a run has trained so far, without evaluations; 0 for one that was never started."""
+    times = logged_times(folder)
+    try:
+        return times[-1][1] * json.loads((folder / "config.json").read_text())["world_size"] / 3600 if times else 0.0
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0
+
+
+def read_run(folder: Path) -> Finished | str:
+    """The run in `folder`, or why it does not count."""
+    try:
+        config, summary = (json.loads((folder / name).read_text()) for name in ("config.json", "summary.json"))
+        settings = flat(config["recipe"])
+        if "stopped_by_signal" in summary:
+            return f"it was stopped at step {summary['steps']}"
+        samples = (warm_rate(folder) or summary["steps_per_second"]) * settings["batch_size"]
+        derived = {
+            "samples_per_second": samples,
+            "tokens_per_second": samples * settings.get("context", 0),
+            "exposed_share": 1 - summary["hidden_share"],
+        }
+        return Finished(folder, settings, config["world_size"], config["commit"], summary | derived)
+    except FileNotFoundError:
+        return "it has no summary.json: not finished"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"config.json or summary.json is damaged ({error!r})"
+
+
+def differences(run: Finished, row: Row, metric: Metric, local: bool) -> list[str]:
+    """Where the run departs from the row or, if `local`, from its stand-in; empty when it counts."""
+    name, overrides = (row.local, stand_in_overrides(row)) if local else (row.recipe, row.overrides)
+    if name is None or (run.settings.get("name"), run.settings.get("method")) != (name, row.method):
+        return ["another recipe or method"]
+    recipe = load_recipe(row.task, name)
+    wanted = flat(json.loads(json.dumps(dataclasses.asdict(recipe), default=str)))
+    wanted |= {"co2.tau": row.tau or recipe.co2.tau, **overrides, "method": row.method}
+    used = {"co2", "delayed"} if row.method == "delayed" else {row.method}  # delayed reads co2's settings, too
+    idle = {"co2", "delayed", "slowmo", "overlap_local"} - used
+    free = FREE | {"batch_size", "co2.tau"} | {key for key in wanted if key.split(".")[0] in idle}
+    free -= overrides.keys() | ({"co2.tau"} if row.tau else set())
+    found = [
+        f"{key}={run.settings.get(key)} in place of {wanted.get(key)}"
+        for key in sorted((wanted.keys() | run.settings.keys()) - free)
+        if run.settings.get(key) != wanted.get(key)
+    ]
+    if row.nodes and not local and run.workers != row.nodes * GPUS:
+        found.append(f"{run.workers} workers in place of {row.nodes * GPUS}")
+    if row.network and not local and row.network not in run.folder.name.split("-"):
+        found.append(f"not over {row.network}, by its folder's name")
+    found += [] if run.results.get(metric.key) is not None else [f"no {metric.key} in summary.json"]
+    return found

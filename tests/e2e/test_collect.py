@@ -1,0 +1,154 @@
+"""The tables that are made from run folders, checked by hand."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from results.collect import collect
+from results.paper import TABLES
+from results.runs import load_recipe, read_run
+
+
+def make_run(
+    folder: Path, task: str, name: str, *, workers: int = 128, results: dict[str, Any], **changes: Any
+) -> None:
+    """A finished run of a recipe, as training/run.py leaves it."""
+    co2 = {key: changes.pop(key) for key in ("tau", "gap") if key in changes}
+    recipe = load_recipe(task, name)
+    recipe = replace(recipe, co2=replace(recipe.co2, **co2, allow_unstable="gap" in co2), out=folder, **changes)
+    folder.mkdir(parents=True)
+    config = {"recipe": asdict(recipe), "world_size": workers, "commit": "abc1234"}
+    (folder / "config.json").write_text(json.dumps(config, default=str))
+    summary = {"steps": 100, "steps_per_second": 2.0, "hidden_share": 0.9} | results
+    (folder / "summary.json").write_text(json.dumps(summary))
+
+
+def resnet50(folder: Path, top1: float, **changes: Any) -> None:
+    make_run(folder, "vision", "imagenet_resnet50", results={"test_top1": top1}, **changes)
+
+
+def collected(folder: Path, *names: str) -> list[str]:
+    tables = {name: TABLES[name] for name in names} or TABLES
+    return list(collect(tables, folder))
+
+
+def test_mean_and_deviation_over_seeds_beside_the_papers_value(tmp_path: Path):
+    for seed, top1, rate in ((0, 0.75, 2.0), (1, 0.76, 3.0), (2, 0.80, 4.0)):  # deviations -2, -1, 3: sd^2 = 14 / 2
+        results = {"test_top1": top1, "steps_per_second": rate, "hidden_share": 0.9 + seed / 100}
+        make_run(tmp_path / "x" / str(seed), "vision", "imagenet_resnet50", seed=seed, results=results)
+    lines = collected(tmp_path, "imagenet")
+    assert lines[2].startswith(
+        "| model | method | tau | workers | batch | seeds | top-1, % | samples/s | exposed | paper |"
+    )
+    measured = "| ResNet-50 | co2 | 48 | 128 | 8192 | 3 | 77.00 ± 2.65 | 24,576.0 | 9.0% | 77.14 ± 0.09 |"
+    assert measured in lines
+    assert sum(line.startswith("| ResNet-50 | co2 |") for line in lines) == 1
+    assert "| ResNet-50 | ddp |  |  |  |  | not run |  |  | 76.92 ± 0.05 |" in lines
+    assert "| Swin-T | slowmo |  |  |  |  | not run |  |  |  |" in lines, "the paper's value is unknown: empty"
+    assert "Commits: abc1234." in lines
+    assert not any("Not counted" in line for line in lines)
+
+
+def test_one_seed_has_no_deviation_and_other_taus_and_worlds_have_their_own_lines(tmp_path: Path):
+    resnet50(tmp_path / "a", 0.75)
+    resnet50(tmp_path / "b", 0.70, tau=24, seed=1)
+    resnet50(tmp_path / "c", 0.65, workers=80, batch_size=8160)
+    rows = [line for line in collected(tmp_path, "imagenet") if line.startswith("| ResNet-50 | co2 |")]
+    assert [row.split(" | ")[2:7] for row in rows] == [
+        ["24", "128", "8192", "1", "70.00"],
+        ["48", "80", "8160", "1", "65.00"],
+        ["48", "128", "8192", "1", "75.00"],
+    ]
+
+
+def test_runs_that_are_no_fair_measurement_are_left_out_with_the_reason(tmp_path: Path):
+    resnet50(tmp_path / "a", 0.75)
+    resnet50(tmp_path / "again", 0.76)
+    resnet50(tmp_path / "short", 0.77, epochs=9)
+    resnet50(tmp_path / "no_penalty", 0.78, gap="none")
+    make_run(tmp_path / "stopped", "vision", "imagenet_resnet50", results={"test_top1": 0.79, "stopped_by_signal": 10})
+    make_run(tmp_path / "cifar", "vision", "cifar10_small", results={"test_top1": 0.8})
+    make_run(tmp_path / "metricless", "vision", "imagenet_resnet50", seed=3, results={})
+    resnet50(tmp_path / "unfinished", 0.81)
+    (tmp_path / "unfinished" / "summary.json").unlink()
+    resnet50(tmp_path / "damaged", 0.82)
+    (tmp_path / "damaged" / "config.json").write_text("{")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "config.json").write_text('["of another program"]')
+    (tmp_path / "foreign" / "summary.json").write_text("{}")
+    lines = collected(tmp_path)
+    assert sum("75.00" in line for line in lines) == 4  # in its own table and in those of wire formats, tau and clip
+    assert not any(f"{value}.00" in line for value in range(76, 83) for line in lines)
+    for name, reason in {
+        "again": "seed 0 is there already",
+        "short": "epochs=9 in place of 90",
+        "no_penalty": "co2.allow_unstable=True in place of False, co2.gap=none in place of elementwise",
+        "stopped": "it was stopped at step 100",
+        "cifar": "no row trains cifar10_small with co2",
+        "metricless": "no test_top1 in summary.json",
+        "unfinished": "it has no summary.json: not finished",
+    }.items():
+        assert f"Not counted: {tmp_path / name}: {reason}." in lines
+    for name in ("damaged", "foreign"):
+        start = f"Not counted: {tmp_path / name}: config.json or summary.json is damaged"
+        assert any(line.startswith(start) for line in lines)
+
+
+def test_settings_of_unused_methods_and_of_the_loader_do_not_matter(tmp_path: Path):
+    resnet50(tmp_path / "a", 0.75, method="ddp", tau=3, loader_workers=2, eval_every=7)
+    (line,) = [line for line in collected(tmp_path, "imagenet") if line.startswith("| ResNet-50 | ddp |")]
+    assert line == "| ResNet-50 | ddp |  | 128 | 8192 | 1 | 75.00 | 16,384.0 | 10.0% | 76.92 ± 0.05 |"
+
+
+def test_a_run_without_the_penalty_goes_to_its_own_row(tmp_path: Path):
+    for folder, changes in (("with", {}), ("without", {"gap": "none"})):
+        results = {"val_perplexity": 20.0 if changes else 10.0}
+        make_run(
+            tmp_path / folder, "language", "gpt2_small_owt", workers=64, batch_size=512, results=results, **changes
+        )
+    lines = collected(tmp_path, "gap")
+    assert "| without | co2 | 48 | 64 | 512 | 1 | 20.00 | 1,024.0 | 10.0% | 7.56 |" in lines
+    assert "| with | co2 | 48 | 64 | 512 | 1 | 10.00 | 1,024.0 | 10.0% | 7.39 |" in lines
+    assert any("| 10.00 |" in line for line in collected(tmp_path, "gpt2")), "the same run is a row of another table"
+
+
+def test_a_row_of_64_gpus_takes_no_run_of_128(tmp_path: Path):
+    make_run(tmp_path / "a", "language", "gpt2_small_owt", workers=128, batch_size=512, results={"val_perplexity": 9.0})
+    assert f"Not counted: {tmp_path / 'a'}: 128 workers in place of 64." in collected(tmp_path, "gpt2")
+
+
+def test_stand_ins_have_a_table_of_their_own_without_the_papers_values(tmp_path: Path):
+    make_run(tmp_path / "a", "vision", "digits_small", workers=4, results={"test_top1": 0.9})
+    lines = collected(tmp_path, "imagenet")
+    assert "| ResNet-50: digits_small | co2 | 6 | 4 | 64 | 1 | 90.00 | 128.0 | 10.0% |" in lines
+    assert "| ViT-Base: digits_vit | co2 |  |  |  |  | not run |  |  |" in lines
+    assert "| ResNet-50 | co2 |  |  |  |  | not run |  |  | 77.14 ± 0.09 |" in lines
+
+
+def test_throughput_and_its_ratios_by_hand(tmp_path: Path):
+    for nodes, rate in ((1, 4.0), (2, 2.0), (16, 1.0)):  # steps of 32, 64 and 512 samples of 1,024 tokens
+        changes = {"epochs": 1, "batch_size": 32 * nodes, "tau": 12, "workers": 8 * nodes}
+        results = {"val_perplexity": 9.0, "steps_per_second": rate}
+        make_run(tmp_path / f"a-tcp-{nodes}", "language", "gpt2_large_owt", results=results, **changes)
+    lines = collected(tmp_path, "throughput")
+    assert "| 16 GPUs | co2 | 12 | 16 | 64 | 1 | 131,072 | 128.0 | 10.0% |  |" in lines
+    assert "| co2 | 12 | 0.50 | 0.25 | 0.86 |" in lines  # 512 / (8 x 128), 512 / (16 x 128)
+    assert "| ddp |  | not run | not run | 0.82 |" in lines
+    assert "| 128 GPUs | co2 | 48 | 128 |  |  | not run |  |  | 304,736 |" in lines
+    assert "| slowmo | 48 | not run | not run |  |" in lines
+    other = collected(tmp_path, "throughput_roce")
+    assert "| 16 GPUs | co2 | 12 | 16 |  |  | not run |  |  |  |" in other
+    assert f"Not counted: {tmp_path / 'a-tcp-2'}: not over roce, by its folder's name." in other
+
+
+def test_the_first_steps_do_not_count_in_the_throughput(tmp_path: Path):
+    resnet50(tmp_path / "a", 0.75)
+    lines = [{"step": 1, "seconds": 100.0}, {"step": 10, "seconds": 109.0}, {"step": 100, "seconds": 121.5}]
+    text = "\n".join(map(json.dumps, lines)) + '\n{"step": 1'
+    (tmp_path / "a" / "metrics.jsonl").write_text(text)  # 90 steps in 12.5 s, of 8192 samples
+    run = read_run(tmp_path / "a")
+    assert not isinstance(run, str) and run.results["samples_per_second"] == 90 / 12.5 * 8192
+    (tmp_path / "a" / "metrics.jsonl").write_text(json.dumps(lines[0]))
+    run = read_run(tmp_path / "a")
+    assert not isinstance(run, str) and run.results["samples_per_second"] == 2 * 8192

@@ -1,0 +1,68 @@
+"""An index of a folder of images, so that not every worker lists 1.28 million files on a shared file system.
+
+The first worker of a node lists the files and writes the index, unless it is there; the others wait for it and read. It
+lies in CO2_CACHE, ~/.cache/co2 unless that is set, and belongs to the folder's path, its classes and their times of
+change: a file that comes or goes in a class's folder makes a new one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from torchvision.datasets import ImageFolder
+
+from core import UserError
+
+PATIENCE = 3600.0  # seconds that a worker waits for the index of its node's first
+
+
+class IndexedFolder(ImageFolder):
+    """torchvision's ImageFolder, which lists its files once for all workers and runs."""
+
+    @staticmethod
+    def make_dataset(
+        directory: str | Path,
+        class_to_idx: dict[str, int],
+        extensions: tuple[str, ...] | None = None,
+        is_valid_file: Callable[[str], bool] | None = None,
+        allow_empty: bool = False,
+    ) -> list[tuple[str, int]]:
+        """[(path, class)], as torchvision's."""
+        path = index_path(Path(directory), list(class_to_idx))
+        first = int(os.environ.get("LOCAL_RANK", 0)) == 0
+        if first and not path.exists():
+            files = ImageFolder.make_dataset(directory, class_to_idx, extensions, is_valid_file, allow_empty)
+            _write(path, [os.path.relpath(file, directory) for file, _ in files])
+        _wait_for(path)
+        names = path.read_text().splitlines()
+        return [(os.path.join(directory, name), class_to_idx[name.split(os.sep, 1)[0]]) for name in names]
+
+
+def index_path(folder: Path, classes: list[str]) -> Path:
+    """Where the folder's index lies or will lie."""
+    state = [str(folder.resolve()), *(f"{name} {(folder / name).stat().st_mtime_ns}" for name in classes)]
+    cache = Path(os.environ.get("CO2_CACHE") or Path.home() / ".cache" / "co2")
+    return cache / f"index-{hashlib.sha256(os.fsencode(os.linesep.join(state))).hexdigest()[:16]}.txt"
+
+
+def _write(path: Path, names: list[str]) -> None:
+    """All at once, so that nobody reads half of it and two nodes may race."""
+    partial = path.with_name(f"{path.stem}.{os.uname().nodename}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text("".join(f"{name}\n" for name in names))
+        partial.rename(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}): set CO2_CACHE to another folder") from None
+
+
+def _wait_for(path: Path) -> None:
+    until = time.monotonic() + PATIENCE
+    while not path.exists():
+        if time.monotonic() > until:
+            raise UserError(f"{path} did not come from this node's first worker: set CO2_CACHE to a folder of all")
+        time.sleep(0.2)
