@@ -37,8 +37,8 @@ def main() -> None:
 
 
 def make_model(recipe: SegmentationRecipe) -> nn.Module:
-    """UPerNet as the recipe says; SyncBN only where torch has it, on GPUs."""
-    norm = "SyncBN" if recipe.sync_bn and torch.cuda.is_available() else "BN"
+    """UPerNet as the recipe says; SyncBN under ddp alone, and only where torch has it, on GPUs."""
+    norm = "SyncBN" if recipe.sync_bn and recipe.method == "ddp" and torch.cuda.is_available() else "BN"
     config = upernet(
         recipe.backbone, NUM_CLASSES[recipe.dataset], CROP[recipe.dataset], norm=norm, pretrained=recipe.pretrained
     )
