@@ -39,15 +39,19 @@ def local_world_size(env: Mapping[str, str] = os.environ) -> int:
     return int(per_node.partition("(")[0])
 
 
-def node_mesh(device_type: str, per_node: int | None = None) -> DeviceMesh:
+def node_mesh(device_type: str, per_node: int | None = None, timeout: float | None = None) -> DeviceMesh:
     """Mesh [nodes, workers of a node] with the dimensions "replicate" and "shard"; every worker must call it.
 
-    per_node: workers that synchronise every step, consecutive ranks; None: those of a node.
+    per_node: workers that synchronise every step, consecutive ranks; None: those of a node. timeout: seconds until a
+    missing worker is an error; None for torch's half an hour.
     """
     n, world = per_node or local_world_size(), dist.get_world_size()
     if n < 1 or world % n:
         raise UserError(f"{n} workers per node do not divide {world} workers: start equally many on each node")
-    return init_device_mesh(device_type, (world // n, n), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device_type, (world // n, n), mesh_dim_names=("replicate", "shard"))
+    for group in mesh.get_all_groups() if timeout is not None else []:
+        set_timeout(group, timeout)
+    return mesh
 
 
 def ring_bytes(nbytes: int, world_size: int) -> int:

@@ -121,8 +121,12 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """training.optim.make_optimizer with `decay_groups`: that one would decay embeddings, which are matrices too."""
-    return optim.make_optimizer(model, config, decay_groups(model, config.weight_decay))
+    """training.optim.make_optimizer with `decay_groups` where the recipe does not say what is decayed.
+
+    That one would decay embeddings, which are matrices too.
+    """
+    groups = decay_groups(model, config.weight_decay) if config.undecayed is None else None
+    return optim.make_optimizer(model, config, groups)
 
 
 def count_parameters(name: ModelName, vocab_size: int, context: int) -> int:

@@ -69,7 +69,7 @@ class Run:
     def __enter__(self) -> Run:
         self._made_group = join(self.device, self.recipe.timeout)
         torch.manual_seed(self.recipe.seed * 1_000_003 + self.rank)  # rank 0's initial parameters are broadcast
-        self._mesh = make_mesh(self.device, self.recipe.per_node, self.recipe.zero)
+        self._mesh = make_mesh(self.device, self.recipe.per_node, self.recipe.zero, self.recipe.timeout)
         self.folder.open(self.recipe, self.world_size, self.device)
         self._stop.listen()
         return self

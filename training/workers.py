@@ -44,11 +44,12 @@ def join(device: torch.device, timeout: float) -> bool:
     return makes_group
 
 
-def make_mesh(device: torch.device, per_node: int, zero: int) -> DeviceMesh | None:
+def make_mesh(device: torch.device, per_node: int, zero: int, timeout: float = 600.0) -> DeviceMesh | None:
     """[nodes, workers of a node] where the workers of a node synchronise every step; None where none do.
 
     per_node: how many consecutive ranks make a node; 0 for those that torchrun or SLURM started on one machine.
-    zero: the ZeRO stage, which is refused where a node has nothing to shard.
+    zero: the ZeRO stage, which is refused where a node has nothing to shard. timeout: seconds until a missing worker is
+    an error.
     """
     n = per_node or local_world_size()
     if zero and n < 2:
@@ -58,7 +59,7 @@ def make_mesh(device: torch.device, per_node: int, zero: int) -> DeviceMesh | No
         )
     if n > 1 and not dist.is_initialized():
         raise UserError(f"per_node={n} needs {n} workers or a multiple: start them with torchrun")
-    return node_mesh(device.type, n) if n > 1 else None
+    return node_mesh(device.type, n, timeout) if n > 1 else None
 
 
 def sum_over_workers(values: tuple[float | Tensor, ...], device: torch.device) -> list[float]:

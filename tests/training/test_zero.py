@@ -1,6 +1,8 @@
 """ZeRO inside nodes of two, CO2 across two nodes: each stage equals the unsharded run, and the reference."""
 
+import time
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,6 +177,48 @@ def test_every_worker_resumes_from_its_own_file(tmp_path):
     for stages in run_distributed(resumed_all, 4, str(tmp_path), timeout=120):
         for again, straight in stages:
             assert torch.equal(again, straight)
+
+
+def scheduled(rank: int, world_size: int) -> list[tuple[float, list[float]]]:
+    """By stage: the learning rate after two steps of a warm-up, and those of a checkpoint taken there."""
+    rates = []
+    for stage in (0, 1):
+        model, wrapped, method, optimizer = build(stage, "adamw", node_mesh("cpu", 2))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 10)
+        for step in range(2):
+            loss(wrapped, batch(rank, step)).backward()
+            optimizer.step()
+            schedule.step()
+            method.step()
+        saved = optimizer.state_dict()
+        model, wrapped, method, optimizer = build(stage, "adamw", node_mesh("cpu", 2))
+        optimizer.load_state_dict(saved)
+        rates.append((schedule.get_last_lr()[0], [g["lr"] for g in optimizer.param_groups]))
+    return rates
+
+
+def test_a_checkpoint_holds_the_learning_rate_that_the_schedule_has_reached():
+    for rates in run_distributed(scheduled, 2):
+        for reached, resumed in rates:
+            assert resumed == [reached]
+
+
+def stalled(rank: int, world_size: int, folder: str) -> float:
+    """Rank 1 keeps away from a collective of its node; the seconds that rank 0 waits for it."""
+    mesh = make_mesh(torch.device("cpu"), 2, 0, timeout=2.0)
+    done, start = Path(folder, "done"), time.monotonic()
+    while rank == 1 and not done.exists() and time.monotonic() - start < 40:
+        time.sleep(0.1)
+    if rank == 0:
+        with pytest.raises(RuntimeError):
+            torch.distributed.all_reduce(torch.ones(1), group=mesh.get_group("shard"))
+        done.touch()
+    return time.monotonic() - start
+
+
+def test_a_nodes_workers_wait_no_longer_than_the_timeout(tmp_path: Path):
+    seconds = run_distributed(stalled, 2, str(tmp_path), expect_death=(0, 1))[0]
+    assert 1 < seconds < 20
 
 
 def evaluations(rank: int, world_size: int) -> list[Tensor]:
