@@ -22,11 +22,11 @@ class SegmentationRecipe(Recipe):
     """digits needs no data; ade20k and camvid are read from the folder CO2_DATA."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(schedule="poly"))
     pretrained: Path | None = None
-    """The backbone's weights, in mmseg's or (ViT) timm's naming: a file in CO2_DATA/backbones, or a full path. Where its
-    name ends in a hash, as published ones do, that is checked."""
+    """The backbone's weights, in mmseg's or (ViT) timm's naming: a file in CO2_DATA/backbones, or a full path. Where
+    its name ends in a hash, as published ones do, that is checked."""
     sync_bn: bool = False
-    """With ddp on GPUs, share batch statistics in every forward pass, as mmseg's published runs do. Workers of the other
-    methods run apart between rounds: theirs stay local, and average_buffers averages the running ones."""
+    """With ddp on GPUs, share batch statistics in every forward pass, as mmseg's published runs do. Workers of the
+    other methods run apart between rounds: theirs stay local, and average_buffers averages the running ones."""
     loader_workers: int = 0
     """Processes per worker that load and augment; 0 for none."""
 
