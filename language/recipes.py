@@ -27,8 +27,6 @@ class LanguageRecipe(Recipe):
     dropout: float = 0.0
     sampling: Sampling = "tiled"
     """tiled: each token at most once a pass over the text; random: windows anywhere."""
-    accumulate: int = 1
-    """Micro-batches per optimiser step and worker, to save memory; the result is the same."""
     epoch_steps: int | None = None
     """Optimiser steps that count as an epoch; None for one pass over the text."""
     eval_tokens: int | None = None
@@ -38,7 +36,7 @@ class LanguageRecipe(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        least = dict(context=4, accumulate=1, epoch_steps=1, eval_tokens=self.context + 1)
+        least = dict(context=4, epoch_steps=1, eval_tokens=self.context + 1)
         for name, value in least.items():
             if getattr(self, name) is not None and getattr(self, name) < value:
                 raise UserError(f"{name}={getattr(self, name)}: give {value} or more")
@@ -82,23 +80,24 @@ def gpt2_small_owt() -> LanguageRecipe:
 
 def gpt2_medium_owt() -> LanguageRecipe:
     """GPT-2 Medium on OpenWebText, as gpt2_small_owt. Not run."""
-    return replace(gpt2_small_owt(), model="gpt2_medium")
+    return replace(gpt2_small_owt(), model="gpt2_medium", accumulate=2)
 
 
 def gpt2_large_owt() -> LanguageRecipe:
     """GPT-2 Large on OpenWebText, as gpt2_small_owt. Not run."""
-    return replace(gpt2_small_owt(), model="gpt2_large")
+    return replace(gpt2_small_owt(), model="gpt2_large", accumulate=3, recompute=True)
 
 
 def transnormer_7b_owt() -> LanguageRecipe:
     """A TransNormer of 7 billion parameters; the paper's perplexity: AdamW 16.82, with ZeRO-2. Not run.
 
     Sizes, data, batch, steps and optimiser are ours. In float32, parameters, gradients and AdamW's state take 111 GB
-    and CO2's copies 83 GB more: an eighth of that on each device of a node of eight.
+    and CO2's copies 83 GB more: an eighth of that on each device of a node of eight. As it stands it needs GPUs of 80
+    GB; add --zero 3 for 40 GB, --zero 3 --offload for 24 GB.
     """
     adamw = OptimConfig("adamw", lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, warmup_steps=2000, clip_grad_norm=1.0)
     co2 = CO2Config(tau=48, outer_momentum=0.6)
-    zero = {"zero": 2, "per_node": 0}
+    zero = {"zero": 2, "per_node": 0, "accumulate": 4, "recompute": True}
     sizes = {"model": "transnormer_7b", "context": 2048, "batch_size": 512, "dropout": 0.0}
     return replace(gpt2_small_owt(), optim=adamw, co2=co2, **sizes, **zero)
 
@@ -138,7 +137,7 @@ def roberta_base_wikibooks() -> LanguageRecipe:
 def roberta_large_wikibooks() -> LanguageRecipe:
     """RoBERTa Large on Wikipedia and BookCorpus, as roberta_base_wikibooks. Not run."""
     base = roberta_base_wikibooks()
-    return replace(base, model="roberta_large", optim=replace(base.optim, lr=4e-4))
+    return replace(base, model="roberta_large", accumulate=8, optim=replace(base.optim, lr=4e-4))
 
 
 def roberta_base_wikitext103() -> LanguageRecipe:

@@ -43,6 +43,8 @@ class PointCloudRecipe(Recipe):
         for name, least in (("points", 1), ("emd_points", 1), ("loader_workers", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"{name}={getattr(self, name)}: give {least} or more")
+        if self.recompute and self.model != "mae":
+            raise UserError(f"recompute with model={self.model}: only mae has blocks to recompute; leave it out")
         side = math.isqrt(self.points)
         folds = self.model == "autoencoder" and self.autoencoder.decoder == "folding"
         if self.loss == "emd" and folds and side * side != self.points:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 import tyro
@@ -23,6 +23,9 @@ from core.methods import DelayedConfig, MethodName, OverlapLocalConfig, SlowMoCo
 from training.optim import OptimConfig
 from training.sampling import per_worker
 from training.workers import rank, world_size
+
+if TYPE_CHECKING:
+    from training.memory import Backward
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,16 @@ class Recipe:
     """Samples per optimiser step over all workers together (global)."""
     epochs: int = 10
     seed: int = 0
+    accumulate: int = 1
+    """Micro-batches per optimiser step and worker, to save memory; the same step but for BatchNorm, whose statistics
+    are a micro-batch's, and for rounding."""
+    recompute: bool = False
+    """Keep only each block's input of the forward pass, and compute the rest again in the backward pass, to save
+    memory; the result is the same."""
     average_buffers: bool = True
     """Average BatchNorm statistics with the parameters."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16 runs the forward pass under autocast where the device has it."""
+    """bfloat16 runs the forward pass under autocast where the hardware has it; elsewhere it stays float32."""
     per_node: int = 1
     """How many workers (consecutive ranks) make a node. They synchronise gradients at every step, and the method runs
     across nodes. 0 takes the workers that torchrun or SLURM started on one machine."""
@@ -76,10 +85,13 @@ class Recipe:
     trace: bool = False
     """Write a torch.profiler trace of two rounds to the run folder; it shows the all-reduce under the local steps."""
     dry_run: bool = False
-    """Print the resolved recipe, build the model without memory, and stop."""
+    """Print the resolved recipe and the memory that a GPU needs, without training; WORLD_SIZE=128 LOCAL_WORLD_SIZE=8 in
+    front of the command stand for that cluster."""
+    gpu_gb: float | None = None
+    """Of a dry run: warn where a GPU of so many GB (GiB, as makers count) is too small."""
 
     def __post_init__(self) -> None:
-        least_of = {"epochs": 1, "eval_every": 1, "log_every": 1, "checkpoint_every": 0, "per_node": 0}
+        least_of = {"epochs": 1, "eval_every": 1, "log_every": 1, "checkpoint_every": 0, "per_node": 0, "accumulate": 1}
         for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise UserError(f"{name}={getattr(self, name)}: give {least} or more")
@@ -126,8 +138,11 @@ def launch(main: Callable[[], None]) -> None:
         os._exit(2)  # not sys.exit: peers may be waiting in a collective that will never complete
 
 
-def dry_run(recipe: Recipe, build_model: Callable[[], nn.Module]) -> None:
-    """Prints the resolved recipe and the model's size; the model is built on the meta device."""
+def dry_run(recipe: Recipe, build_model: Callable[[], nn.Module], backward: Backward | None = None) -> None:
+    """Prints the resolved recipe, the model's size and, with `backward`, the memory that each GPU needs.
+
+    The model is built on the meta device. backward: see training.memory.
+    """
     with torch.device("meta"):
         model = build_model()
     if rank() == 0:
@@ -135,6 +150,10 @@ def dry_run(recipe: Recipe, build_model: Callable[[], nn.Module]) -> None:
         millions = sum(p.numel() for p in model.parameters()) / 1e6
         share = per_worker(recipe.batch_size, world_size())
         print(f"{millions:.2f} M parameters, {world_size()} workers of {share} samples a step")
+        if backward is not None:
+            from training import memory  # here, because FakeTensorMode takes seconds to import
+
+            print(*memory.lines(memory.estimate(recipe, build_model, backward, world_size()), recipe), sep="\n")
 
 
 def _first_to_say(text: str) -> bool:

@@ -26,6 +26,7 @@ from training.sampling import per_worker
 from training.stop import StopSignal
 from training.throttle import ThrottledLink
 from training.workers import (
+    has_bfloat16,
     join,
     largest_of_workers,
     make_mesh,
@@ -88,7 +89,9 @@ class Run:
         self._model = model.to(self.device)
         if self._mesh is None:
             return self._model
-        return _zero().shard_model(self._model, self._mesh, self.recipe.zero, everywhere=self.recipe.method == "ddp")
+        compute = torch.bfloat16 if self._mixed() else torch.float32
+        ddp = self.recipe.method == "ddp"
+        return _zero().shard_model(self._model, self._mesh, self.recipe.zero, everywhere=ddp, compute=compute)
 
     def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimiser, its state shared out inside the node with ZeRO-1."""
@@ -142,10 +145,10 @@ class Run:
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Autocast to the recipe's precision where the device has it."""
-        kind = self.device.type
-        usable = kind == "cpu" or torch.cuda.is_bf16_supported()
-        on = self.recipe.precision == "bfloat16" and usable
-        return torch.autocast(kind, torch.bfloat16) if on else contextlib.nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16) if self._mixed() else contextlib.nullcontext()
+
+    def _mixed(self) -> bool:
+        return self.recipe.precision == "bfloat16" and has_bfloat16(self.device)
 
     def after_step(self, closed: bool, **scalars: Tensor) -> Due:
         """Counts the optimiser step that was just taken, moves the bar, logs, and says what is due.

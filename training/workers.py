@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from datetime import timedelta
 
 import torch
@@ -31,6 +32,15 @@ def pick_device(name: str) -> torch.device:
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether the hardware computes in bfloat16 itself: elsewhere it would be emulated, many times slower."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if platform.machine() in ("x86_64", "AMD64"):  # oneDNN says yes to any AVX-512 and emulates it
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def join(device: torch.device, timeout: float) -> bool:
