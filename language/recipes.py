@@ -97,7 +97,7 @@ def transnormer_7b_owt() -> LanguageRecipe:
     """
     adamw = OptimConfig("adamw", lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, warmup_steps=2000, clip_grad_norm=1.0)
     co2 = CO2Config(tau=48, outer_momentum=0.6)
-    zero = {"zero": 2, "per_node": 0, "accumulate": 4, "recompute": True}
+    zero = {"zero": 2, "per_node": 0, "accumulate": 8, "recompute": True}
     sizes = {"model": "transnormer_7b", "context": 2048, "batch_size": 512, "dropout": 0.0}
     return replace(gpt2_small_owt(), optim=adamw, co2=co2, **sizes, **zero)
 

@@ -79,7 +79,7 @@ def make_objective(recipe: LanguageRecipe, corpus: Corpus) -> Objective:
         raise UserError(
             f"{corpus.folder} has no mask token, for {recipe.model}: make it with `python -m language.prepare`"
         )
-    return MaskedObjective(recipe.context, corpus.vocab_size, corpus.eot, corpus.mask)
+    return MaskedObjective(recipe.context, corpus.vocab_size, corpus.eot, corpus.mask, corpus.bos)
 
 
 def train(run: Run, recipe: LanguageRecipe, corpus: Corpus, objective: Objective, final_texts: Texts) -> None:

@@ -56,7 +56,7 @@ def test_bad_values_are_refused(changes, message):
 
 def _corpus(vocab_size: int, mask: int | None) -> Corpus:
     tokens = np.random.default_rng(0).integers(3, vocab_size, 4000).astype(np.uint16)
-    return Corpus(Path("words"), tokens, tokens, vocab_size, 0, 1, mask, None, None)
+    return Corpus(Path("words"), tokens, tokens, vocab_size, 0, 1, mask, None, None, None)
 
 
 def test_the_model_decides_what_is_predicted():
