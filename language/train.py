@@ -114,7 +114,7 @@ def train(run: Run, recipe: LanguageRecipe, corpus: Corpus, objective: Objective
 
 def backward(run: Run | Step, recipe: LanguageRecipe, wrapped: nn.Module, batch: Batch) -> Tensor:
     """Adds the gradient of this worker's mean loss over the batch, in micro-batches; returns the loss."""
-    inputs, targets = (part.to(run.device) for part in batch)
+    inputs, targets = (part.to(run.device, non_blocking=True) for part in batch)
     predicted = (targets != IGNORE).sum().clamp(min=1)  # over the whole batch, so that micro-batches change nothing
 
     def part_of(part: tuple[Tensor, Tensor, Tensor | None]) -> Scalars:

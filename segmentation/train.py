@@ -23,6 +23,7 @@ from training.optim import clip_gradients, make_optimizer, make_schedule
 from training.recipe import dry_run, launch, parse
 from training.run import Run
 from training.sampling import per_worker, steps_per_epoch
+from training.workers import to_device
 
 if TYPE_CHECKING:
     from training.memory import Step
@@ -69,7 +70,8 @@ def train(
     model.train()
     for batch in train_batches(train_set, recipe, run.rank, run.world_size, start, total):
         inputs = model.data_preprocessor(batch, training=True)
-        scalars = backward(run, recipe, model, wrapped, inputs["inputs"], inputs["data_samples"])
+        images = to_device(inputs["inputs"], run.device, recipe.channels_last)
+        scalars = backward(run, recipe, model, wrapped, images, inputs["data_samples"])
         clip_gradients(model, recipe.optim)
         optimizer.step()
         optimizer.zero_grad()

@@ -61,10 +61,12 @@ def make_optimizer(
     groups: parameter groups in torch's form, to be taken instead of those that config.undecayed makes.
     """
     groups = [g for g in groups or decay_groups(model, config) if g["params"]]
+    on_gpu = all(p.is_cuda for g in groups for p in g["params"])
+    fused = {"fused": True} if on_gpu else {}  # one kernel for all parameters, the same up to rounding
     if config.name == "sgd":
-        return torch.optim.SGD(groups, config.lr, momentum=config.momentum, nesterov=config.nesterov)
+        return torch.optim.SGD(groups, config.lr, momentum=config.momentum, nesterov=config.nesterov, **fused)
     cls = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.name]
-    return cls(groups, config.lr, betas=config.betas, eps=config.eps)
+    return cls(groups, config.lr, betas=config.betas, eps=config.eps, **fused)
 
 
 def decay_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:

@@ -58,6 +58,12 @@ class Recipe:
     """Average BatchNorm statistics with the parameters."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """bfloat16 runs the forward pass under autocast where the hardware has it; elsewhere it stays float32."""
+    tf32: bool = True
+    """On GPUs: TF32 for what is computed in float32."""
+    cudnn_benchmark: bool = True
+    """On GPUs: let cuDNN try its convolutions and keep the fastest."""
+    channels_last: bool = True
+    """On GPUs: images with their channels innermost, as convolutions on tensor cores want them."""
     per_node: int = 1
     """How many workers (consecutive ranks) make a node. They synchronise gradients at every step, and the method runs
     across nodes. 0 takes the workers that torchrun or SLURM started on one machine."""

@@ -35,6 +35,7 @@ from training.workers import (
     rank,
     set_random_state,
     sum_over_workers,
+    tune,
     world_size,
 )
 
@@ -53,6 +54,7 @@ class Run:
         self.rank, self.world_size = rank(), world_size()
         per_worker(recipe.batch_size, self.world_size)  # refuses a batch that does not divide
         self.device = pick_device(recipe.device)
+        tune(self.device, tf32=recipe.tf32, cudnn_benchmark=recipe.cudnn_benchmark)
         self.step = 0
         self.clock = Stopwatch()
         self.folder = RunFolder(recipe.folder, self.rank, self.clock)

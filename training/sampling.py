@@ -74,20 +74,19 @@ def load_batches(
     workers: int,
     *,
     collate: Callable[[list[Any]], Any] | None = None,
-    pin: bool = True,
 ) -> Iterator[Any]:
     """The batches whose items' keys are listed, in order.
 
-    workers: how many processes load them; 0 for this one. collate: makes a batch of a list of items, None for torch's
-    way. pin: in pinned memory where there is a GPU. A UserError of a loading process is raised as the one line that it
-    was there.
+    workers: how many processes load them, as long as batches are taken; 0 for this one. collate: makes a batch of a
+    list of items, None for torch's way. In pinned memory where there is a GPU. A UserError of a loading process is
+    raised as the one line that it was there.
     """
     loader = DataLoader(
         dataset,
         batch_sampler=keys,  # type: ignore[arg-type]  # an iterator will do
         num_workers=workers,
         collate_fn=collate,
-        pin_memory=pin and torch.cuda.is_available(),
+        pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),  # otherwise it would draw from the generator that the model's dropout uses
     )
     try:

@@ -43,6 +43,21 @@ def has_bfloat16(device: torch.device) -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+def tune(device: torch.device, *, tf32: bool, cudnn_benchmark: bool) -> None:
+    """Sets what makes a GPU faster; nothing on a CPU."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = tf32
+        torch.backends.cudnn.benchmark = cudnn_benchmark
+
+
+def to_device(images: Tensor, device: torch.device, channels_last: bool) -> Tensor:
+    """Images [n, c, h, w] on the device, without waiting for the copy; on a GPU, if asked, with channels innermost."""
+    images = images.to(device, non_blocking=True)
+    inner = channels_last and device.type == "cuda"
+    return images.contiguous(memory_format=torch.channels_last) if inner else images
+
+
 def join(device: torch.device, timeout: float) -> bool:
     """Joins the process group of all workers that torchrun started; returns whether it had to be made."""
     if device.type == "cuda":

@@ -37,6 +37,16 @@ def test_a_recipe_says_by_name_what_is_not_decayed():
     assert len(decayed["params"]) == 2
 
 
+def test_optimisers_are_fused_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch):
+    taken = {}
+    monkeypatch.setattr(torch.optim, "AdamW", lambda groups, lr, **k: taken.update(k))
+    make_optimizer(model(), OptimConfig("adamw"))
+    assert "fused" not in taken
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    make_optimizer(model(), OptimConfig("adamw"))
+    assert taken["fused"]
+
+
 def test_frozen_parameters_are_left_out():
     net = model()
     net[0].requires_grad_(False)
