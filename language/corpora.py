@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 
 from core.errors import UserError
-from language.data import Corpus, data_folder, load_corpus, open_tokens
+from language.data import Corpus, check_tokens, data_folder, load_corpus, open_tokens
 from language.prepare import Documents, encode_documents, split_documents, token_dtype, write_corpus
 
 CorpusName = Literal["pydoc", "gutenberg", "openwebtext", "wikibooks", "wikitext103"]
@@ -52,7 +52,18 @@ def open_corpus(name: CorpusName, vocab_size: int) -> Corpus:
             f"no {name} token files in {folder}: expected train.bin and val.bin, made by `python -m "
             f"language.prepare TEXT... --out {folder} --vocab-size {vocab_size}` or, for GPT-2, by nanoGPT; {STAND_IN}"
         )
-    return load_corpus(folder)
+    corpus = load_corpus(folder)
+    if not (folder / "meta.json").is_file():
+        for split in ("train", "val"):
+            _check_once(getattr(corpus, split), corpus.vocab_size, folder / f"{split}.bin")
+    return corpus
+
+
+def _check_once(tokens: np.ndarray, vocab_size: int, file: Path) -> None:
+    """Checks every token of a file that somebody else wrote, such as nanoGPT; not again until the file changes."""
+    seen = file.stat()
+    key = _key(f"{file.resolve()} {seen.st_size} {seen.st_mtime_ns} {vocab_size}".encode())
+    cached_folder(f"checked-{key}", lambda _: check_tokens(tokens, vocab_size, file))
 
 
 def open_wikitext2(corpus: Corpus) -> np.ndarray:

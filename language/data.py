@@ -44,6 +44,7 @@ class Corpus:
         vocab_size: number of token ids.
         eot: id that ends each document.
         pad, mask: ids for masked language models, None where the vocabulary has none (GPT-2's).
+        bos: id that begins a masked model's window, None where the end-of-text token does (all but RoBERTa's own).
         tokenizer: None when the folder has no tokenizer.json.
         token_bytes: int64 [vocab_size], UTF-8 bytes that each token stands for; None without a tokenizer.
     """
@@ -55,6 +56,7 @@ class Corpus:
     eot: int
     pad: int | None
     mask: int | None
+    bos: int | None
     tokenizer: Tokenizer | None
     token_bytes: Tensor | None
 
@@ -72,24 +74,28 @@ def load_corpus(folder: Path) -> Corpus:
         )
     return Corpus(
         folder=folder,
-        train=open_tokens(folder / "train.bin", meta["dtype"], vocab_size),
-        val=open_tokens(folder / "val.bin", meta["dtype"], vocab_size),
+        train=open_tokens(folder / "train.bin", meta["dtype"], vocab_size, meta["train"]),
+        val=open_tokens(folder / "val.bin", meta["dtype"], vocab_size, meta["val"]),
         vocab_size=vocab_size,
         eot=meta["eot"],
         pad=meta["pad"],
         mask=meta["mask"],
+        bos=meta["bos"],
         tokenizer=tokenizer,
         token_bytes=None if tokenizer is None else bytes_per_token(tokenizer),
     )
 
 
 def _read_meta(folder: Path) -> dict:
+    """What load_corpus needs of meta.json, and the tokens of each file; nanoGPT's where there is no meta.json."""
     file = folder / "meta.json"
     if not file.is_file():
-        return dict(vocab_size=GPT2_VOCABULARY, dtype="uint16", eot=GPT2_VOCABULARY - 1, pad=None, mask=None)
+        unknown = dict.fromkeys(("pad", "mask", "bos", "train", "val"))
+        return dict(vocab_size=GPT2_VOCABULARY, dtype="uint16", eot=GPT2_VOCABULARY - 1, **unknown)
     try:
         meta = json.loads(file.read_text())
         known = {key: meta[key] for key in ("vocab_size", "dtype", "eot", "pad", "mask")}
+        known |= {"bos": meta.get("bos"), **{name: meta[name]["tokens"] for name in ("train", "val")}}
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file} is damaged ({error!r}): run `python -m language.prepare` again") from error
     size = known["vocab_size"] if type(known["vocab_size"]) is int else 0
@@ -105,11 +111,13 @@ def _is_token(value: Any, vocab_size: int) -> bool:
     return type(value) is int and 0 <= value < vocab_size
 
 
-def open_tokens(file: Path, dtype: str, vocab_size: int) -> np.ndarray:
+def open_tokens(file: Path, dtype: str, vocab_size: int, expected: int | None = None) -> np.ndarray:
     """Map a token file into memory, read only: 1-D array of `dtype`.
 
     The first and last million tokens are checked against the vocabulary, because a file of another tokenizer
     or dtype would otherwise show up only as an index error, on a GPU as a device assertion.
+
+    expected: how many tokens it was written with, where that is known.
     """
     if not file.is_file():
         raise UserError(f"no token file {file}: expected train.bin and val.bin, made by `python -m language.prepare`")
@@ -117,12 +125,22 @@ def open_tokens(file: Path, dtype: str, vocab_size: int) -> np.ndarray:
     if size == 0 or size % np.dtype(dtype).itemsize:
         raise UserError(f"{file} holds {size} bytes, not a whole number of {dtype} tokens: write it again")
     tokens = np.memmap(file, dtype=dtype, mode="r")
-    largest = max(int(tokens[:1_000_000].max()), int(tokens[-1_000_000:].max()))
+    if expected is not None and len(tokens) != expected:
+        raise UserError(
+            f"{file} holds {len(tokens):,} tokens, but meta.json says {expected:,}: copy it again, it was cut"
+        )
+    for part in (tokens[:1_000_000], tokens[-1_000_000:]):
+        check_tokens(part, vocab_size, file)
+    return tokens
+
+
+def check_tokens(tokens: np.ndarray, vocab_size: int, file: Path) -> None:
+    """UserError, which names the file, where a token is outside the vocabulary."""
+    largest = max(int(tokens[at : at + (1 << 24)].max()) for at in range(0, len(tokens), 1 << 24))
     if largest >= vocab_size:
         raise UserError(
             f"{file} holds token {largest}, outside its vocabulary of {vocab_size}: wrong tokenizer or dtype"
         )
-    return tokens
 
 
 def bytes_per_token(tokenizer: Tokenizer) -> Tensor:
@@ -167,18 +185,19 @@ class MaskedObjective:
     """Recover hidden tokens, by BERT's rule with RoBERTa's dynamic masking (Liu et al., arXiv 1907.11692).
 
     15 % of the tokens are predicted; of these 80 % are replaced by the mask token, 10 % by a random token and
-    10 % are kept. Each window is put between two end-of-text tokens, which play RoBERTa's <s> and </s>;
+    10 % are kept. Each window is put between RoBERTa's <s> and </s>, or two end-of-text tokens, which play them;
     windows run across documents ("FULL-SENTENCES").
 
     Attributes:
         context: tokens that the model reads per window, the two end-of-text tokens included.
-        vocab_size, eot, mask: of the corpus.
+        vocab_size, eot, mask, bos: of the corpus.
     """
 
     context: int
     vocab_size: int
     eot: int
     mask: int
+    bos: int | None = None
 
     @property
     def read(self) -> int:
@@ -196,10 +215,11 @@ class MaskedObjective:
         Row i is masked by a generator that depends on `keys[i]`; targets are IGNORE where nothing is predicted.
         """
         ends = windows.new_full((len(windows), 1), self.eot)
-        words = torch.cat((ends, windows, ends), dim=1)
+        begins = ends if self.bos is None else torch.full_like(ends, self.bos)
+        words = torch.cat((begins, windows, ends), dim=1)
         rows = [self._draw(words.shape[1], generator(*key)) for key in keys]
         draw, other = torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows])
-        chosen = (draw < PREDICTED) & (words != self.eot)
+        chosen = (draw < PREDICTED) & (words != self.eot) & (words != begins[:, :1])
         inputs = torch.where(chosen & (draw < 0.8 * PREDICTED), self.mask, words)
         inputs = torch.where(chosen & (draw >= 0.9 * PREDICTED), other, inputs)
         return inputs, torch.where(chosen, words, IGNORE)

@@ -19,9 +19,9 @@ def token_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tens
     """Cross-entropy in nats over the targets that are not IGNORE, in float32.
 
     Args:
-        logits: [batch, time, vocab_size]; targets: int64 [batch, time].
+        logits: [batch, time, vocab_size] or [n, vocab_size]; targets: int64 [batch, time] or [n].
     """
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction=reduction)
+    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE, reduction=reduction)
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ All map int64 token ids [batch, time] to an object whose `logits` are [batch, ti
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from training import optim
 from training.compat import prepare_torchvision
@@ -15,6 +15,7 @@ from training.optim import OptimConfig
 prepare_torchvision()  # transformers imports torchvision when it is installed
 
 from transformers import GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForMaskedLM  # noqa: E402
+from transformers.modeling_outputs import MaskedLMOutput  # noqa: E402
 from transformers.pytorch_utils import Conv1D  # noqa: E402
 
 from language.transnormer import TransNormer, TransNormerConfig  # noqa: E402
@@ -51,6 +52,15 @@ TRANSNORMER_SIZES = {
 }
 
 
+class MaskedRoberta(RobertaForMaskedLM):
+    """RoBERTa whose head, which is as large as the vocabulary, looks only where something is predicted."""
+
+    def forward(self, input_ids: Tensor, positions: Tensor | None = None) -> MaskedLMOutput:
+        """int64 [batch, time] -> logits [batch, time, vocab_size], or [n, vocab_size] at n places of batch * time."""
+        hidden = self.roberta(input_ids)[0]
+        return MaskedLMOutput(logits=self.lm_head(hidden if positions is None else hidden.flatten(0, 1)[positions]))
+
+
 def build_model(name: ModelName, *, vocab_size: int, context: int, dropout: float, pad: int | None = None) -> nn.Module:
     """Build a model with random weights, drawn from torch's default generator.
 
@@ -78,12 +88,14 @@ def _gpt2(name: str, vocab_size: int, context: int, dropout: float) -> GPT2LMHea
         use_cache=False,
         bos_token_id=None,
         eos_token_id=None,
+        # the same function: transformers' "gelu_new" keeps five tensors of it, torch's kernel one
+        activation_function="gelu_new" if name == "gpt2_tiny" else "gelu_pytorch_tanh",
         **GPT2_SIZES[name],
     )
     return GPT2LMHeadModel(config)
 
 
-def _roberta(name: str, vocab_size: int, context: int, dropout: float, pad: int) -> RobertaForMaskedLM:
+def _roberta(name: str, vocab_size: int, context: int, dropout: float, pad: int) -> MaskedRoberta:
     config = RobertaConfig(
         vocab_size=vocab_size,
         max_position_embeddings=context + pad + 1,  # position numbers begin at pad + 1
@@ -96,7 +108,14 @@ def _roberta(name: str, vocab_size: int, context: int, dropout: float, pad: int)
         eos_token_id=None,
         **ROBERTA_SIZES[name],
     )
-    return RobertaForMaskedLM(config)
+    return MaskedRoberta(config)
+
+
+def blocks_of(model: nn.Module) -> nn.ModuleList:
+    """The transformer's blocks."""
+    if isinstance(model, GPT2LMHeadModel):
+        return model.transformer.h
+    return model.roberta.encoder.layer if isinstance(model, RobertaForMaskedLM) else model.layers
 
 
 def is_causal(name: ModelName) -> bool:
@@ -121,8 +140,12 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """training.optim.make_optimizer with `decay_groups`: that one would decay embeddings, which are matrices too."""
-    return optim.make_optimizer(model, config, decay_groups(model, config.weight_decay))
+    """training.optim.make_optimizer with `decay_groups` where the recipe does not say what is decayed.
+
+    That one would decay embeddings, which are matrices too.
+    """
+    groups = decay_groups(model, config.weight_decay) if config.undecayed is None else None
+    return optim.make_optimizer(model, config, groups)
 
 
 def count_parameters(name: ModelName, vocab_size: int, context: int) -> int:

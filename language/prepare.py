@@ -1,7 +1,7 @@
 """Turn text into token files: `python -m language.prepare SOURCE... --out DIR --vocab-size N`.
 
-A byte-level BPE tokenizer (GPT-2's kind) is trained on the training documents with the `tokenizers` library,
-and DIR receives
+A byte-level BPE tokenizer (GPT-2's kind) is trained on the training documents with the `tokenizers` library, or read
+from `--tokenizer tokenizer.json`, such as GPT-2's or RoBERTa's own, and DIR receives
 
     train.bin, val.bin   token ids, uint16 or uint32; every document is followed by the end-of-text token
     tokenizer.json       the tokenizer
@@ -30,6 +30,7 @@ from training.recipe import launch
 DOCUMENT_END = "\x0c\n"  # a line with nothing but a form feed
 SUFFIXES = (".txt", ".txt.xz", ".xz")
 END_OF_TEXT, PAD, MASK = SPECIAL_TOKENS = ("<|endoftext|>", "<pad>", "<mask>")
+ROBERTAS_BEGIN, ROBERTAS_END = "<s>", "</s>"
 SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
 PIECE = 1 << 20  # characters that are encoded at a time, to bound memory on documents of any length
 
@@ -146,14 +147,36 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def read_tokenizer(file: Path) -> Tokenizer:
+    """A tokenizer.json that gives text back as it was, as byte-level BPE does, with a token that ends a document."""
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing more specific
+        raise UserError(f"--tokenizer {file} cannot be read ({error}): give a tokenizer.json") from None
+    if end_of_text(tokenizer) is None:
+        raise UserError(
+            f"--tokenizer {file} has neither {END_OF_TEXT} nor {ROBERTAS_END} to end documents with: give another one"
+        )
+    text = " A b\n\tc  d's 日本 — é."
+    if tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids, skip_special_tokens=False) != text:
+        raise UserError(f"--tokenizer {file} changes text: give a byte-level BPE, such as GPT-2's or RoBERTa's")
+    return tokenizer
+
+
+def end_of_text(tokenizer: Tokenizer) -> int | None:
+    """The id that ends a document: GPT-2's token or, in RoBERTa's vocabulary, </s>."""
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    return tokenizer.token_to_id(ROBERTAS_END) if end is None else end
+
+
 def encode_documents(tokenizer: Tokenizer, documents: Iterable[str], file: Path) -> Counts:
     """Write token ids of the documents, an end-of-text after each, as raw numbers of `token_dtype`."""
     tokenizer.encode_special_tokens = True  # "<mask>" in a text is text
-    end, dtype = tokenizer.token_to_id(END_OF_TEXT), token_dtype(tokenizer)
+    end, dtype = end_of_text(tokenizer), token_dtype(tokenizer)
     n_documents = n_tokens = n_bytes = 0
     with open(file, "wb") as out:
         for document in documents:
-            for encoding in tokenizer.encode_batch_fast(list(_pieces(document))):
+            for encoding in tokenizer.encode_batch_fast(list(_pieces(document)), add_special_tokens=False):
                 np.asarray(encoding.ids, dtype).tofile(out)
                 n_tokens += len(encoding.ids)
             np.asarray([end], dtype).tofile(out)
@@ -193,7 +216,8 @@ def write_corpus(
         sources=sources,
         vocab_size=tokenizer.get_vocab_size(),
         dtype=token_dtype(tokenizer),
-        eot=tokenizer.token_to_id(END_OF_TEXT),
+        eot=end_of_text(tokenizer),
+        bos=tokenizer.token_to_id(ROBERTAS_BEGIN),
         pad=tokenizer.token_to_id(PAD),
         mask=tokenizer.token_to_id(MASK),
         train=asdict(encode_documents(tokenizer, train, folder / "train.bin")),
@@ -209,6 +233,7 @@ def prepare(
     /,
     out: Path,
     vocab_size: int = 50257,
+    tokenizer: Path | None = None,
     hold_out: int = 1,
     val: tuple[Path, ...] = (),
     seed: int = 0,
@@ -220,18 +245,21 @@ def prepare(
             or folders of such files.
         out: folder to create; it appears only when complete.
         vocab_size: tokens of the byte-level BPE vocabulary, the three special ones included.
+        tokenizer: a tokenizer.json to use in place of one trained on the text, whose vocabulary it brings; perplexities
+            compare only between models of one tokenizer.
         hold_out: whole documents that go to val.bin instead of train.bin; not used with `val`.
         val: text files that make val.bin, where a data set brings its own split.
         seed: chooses the held-out documents.
     """
     files = text_files(sources)
+    own = read_tokenizer(tokenizer) if tokenizer is not None else None
     if out.exists():
         raise UserError(f"{out} exists already: remove it, or give another --out")
     train, held = (Documents(files), Documents(text_files(val))) if val else split_documents(files, hold_out, seed)
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
-        meta = write_corpus(train, held, scratch, vocab_size, [file.name for file in files])
+        meta = write_corpus(train, held, scratch, own or vocab_size, [file.name for file in files])
         scratch.chmod(0o755)  # mkdtemp's folders are private
         scratch.rename(out)
     finally:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
+from typing import TYPE_CHECKING
+from unittest import mock
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from language import generate
 from language.corpora import open_corpus, open_wikitext2
 from language.data import (
     IGNORE,
+    PREDICTED,
     Batch,
     CausalObjective,
     Corpus,
@@ -24,12 +26,16 @@ from language.data import (
     train_batches,
 )
 from language.metrics import held_out_sums, summarize, token_loss
-from language.model import build_model, is_causal, make_optimizer
+from language.model import blocks_of, build_model, is_causal, make_optimizer
 from language.recipes import RECIPES, LanguageRecipe
+from training.backward import Scalars, backward_in_parts, recompute
 from training.optim import clip_gradients, make_schedule
 from training.recipe import dry_run, launch, parse
 from training.run import Run
 from training.sampling import generator, per_worker, steps_per_epoch
+
+if TYPE_CHECKING:
+    from training.memory import Step
 
 PROMPT_TOKENS, NEW_TOKENS, TOP_K = 16, 48, 20  # of the text that a causal model writes for TensorBoard
 SAMPLES = 4
@@ -40,7 +46,7 @@ Texts = dict[str, np.ndarray]  # held-out tokens by the name of their text
 def main() -> None:
     recipe = parse(RECIPES, prog="language.train")
     if recipe.dry_run:
-        return dry_run(recipe, lambda: make_model(recipe, pad=1))
+        return dry_run(recipe, lambda: make_model(recipe, pad=1), fake_step)
     corpus = open_corpus(recipe.corpus, recipe.vocab_size)
     objective = make_objective(recipe, corpus)
     final_texts = {"val": corpus.val} | ({"wikitext2": open_wikitext2(corpus)} if recipe.wikitext2 else {})
@@ -49,9 +55,15 @@ def main() -> None:
 
 
 def make_model(recipe: LanguageRecipe, pad: int | None) -> nn.Module:
-    return build_model(
-        recipe.model, vocab_size=recipe.vocab_size, context=recipe.context, dropout=recipe.dropout, pad=pad
-    )
+    """The recipe's model, its vocabulary padded to a multiple of 64, which GPUs multiply faster.
+
+    The ids that this adds are never a target, and training makes them improbable.
+    """
+    padded = -(-recipe.vocab_size // 64) * 64
+    model = build_model(recipe.model, vocab_size=padded, context=recipe.context, dropout=recipe.dropout, pad=pad)
+    if recipe.recompute:
+        recompute(blocks_of(model))
+    return model
 
 
 def make_objective(recipe: LanguageRecipe, corpus: Corpus) -> Objective:
@@ -67,7 +79,7 @@ def make_objective(recipe: LanguageRecipe, corpus: Corpus) -> Objective:
         raise UserError(
             f"{corpus.folder} has no mask token, for {recipe.model}: make it with `python -m language.prepare`"
         )
-    return MaskedObjective(recipe.context, corpus.vocab_size, corpus.eot, corpus.mask)
+    return MaskedObjective(recipe.context, corpus.vocab_size, corpus.eot, corpus.mask, corpus.bos)
 
 
 def train(run: Run, recipe: LanguageRecipe, corpus: Corpus, objective: Objective, final_texts: Texts) -> None:
@@ -100,22 +112,35 @@ def train(run: Run, recipe: LanguageRecipe, corpus: Corpus, objective: Objective
     run.end(evaluate(run, recipe, model, corpus, objective, final_texts))
 
 
-def backward(run: Run, recipe: LanguageRecipe, wrapped: nn.Module, batch: Batch) -> Tensor:
+def backward(run: Run | Step, recipe: LanguageRecipe, wrapped: nn.Module, batch: Batch) -> Tensor:
     """Adds the gradient of this worker's mean loss over the batch, in micro-batches; returns the loss."""
-    inputs, targets = (part.to(run.device) for part in batch)
+    inputs, targets = (part.to(run.device, non_blocking=True) for part in batch)
     predicted = (targets != IGNORE).sum().clamp(min=1)  # over the whole batch, so that micro-batches change nothing
-    loss = torch.zeros((), device=run.device)
-    parts = list(zip(inputs.chunk(recipe.accumulate), targets.chunk(recipe.accumulate), strict=True))
-    for number, (some_inputs, some_targets) in enumerate(parts, start=1):
-        last = number == len(parts)
-        waits = hasattr(wrapped, "no_sync") and not last  # DDP reduces the gradients once, in the last backward pass
-        with wrapped.no_sync() if waits else contextlib.nullcontext():
-            with run.autocast():
-                logits = wrapped(some_inputs).logits
-            part = token_loss(logits, some_targets, reduction="sum") / predicted
-            part.backward()
-        loss += part.detach()
-    return loss
+
+    def part_of(part: tuple[Tensor, Tensor, Tensor | None]) -> Scalars:
+        some, wanted, places = part
+        with run.autocast():
+            logits = (wrapped(some) if places is None else wrapped(some, places)).logits
+        if places is not None:
+            wanted = wanted.flatten()[places]
+        return {"train_loss": token_loss(logits, wanted, reduction="sum") / predicted}
+
+    on_host = batch[1].chunk(recipe.accumulate)
+    chosen = [None if is_causal(recipe.model) else predicted_places(t).to(run.device) for t in on_host]
+    parts = list(zip(inputs.chunk(recipe.accumulate), targets.chunk(recipe.accumulate), chosen, strict=True))
+    return backward_in_parts(wrapped, parts, part_of)["train_loss"]
+
+
+def predicted_places(targets: Tensor) -> Tensor:
+    """Where in targets [batch, time], flattened, something is predicted: int64 [n]."""
+    return (targets.flatten() != IGNORE).nonzero()[:, 0]
+
+
+def fake_step(step: Step, recipe: LanguageRecipe, model: nn.Module, samples: int) -> None:
+    """A step on zeros, for training.memory; fake tensors do not tell how many tokens are predicted."""
+    zeros = torch.zeros(samples, recipe.context, dtype=torch.int64)
+    with mock.patch(f"{__name__}.predicted_places", lambda t: torch.arange(int(PREDICTED * t.numel()))):
+        backward(step, recipe, model, (zeros, zeros))
 
 
 def evaluate(

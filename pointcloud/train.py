@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import matplotlib.image
 import torch
 from torch import Tensor, nn
@@ -13,10 +15,14 @@ from pointcloud.mae import MaskedAutoencoder
 from pointcloud.model import Autoencoder
 from pointcloud.picture import draw_clouds
 from pointcloud.recipes import RECIPES, PointCloudRecipe
+from training.backward import Scalars, backward_in_parts, recompute
 from training.optim import clip_gradients, make_optimizer, make_schedule
 from training.recipe import dry_run, launch, parse
 from training.run import Run
 from training.sampling import generator, steps_per_epoch
+
+if TYPE_CHECKING:
+    from training.memory import Step
 
 LOSSES = {"chamfer": chamfer_distance, "emd": earth_mover_distance}
 
@@ -24,7 +30,7 @@ LOSSES = {"chamfer": chamfer_distance, "emd": earth_mover_distance}
 def main() -> None:
     recipe = parse(RECIPES, prog="pointcloud.train")
     if recipe.dry_run:
-        return dry_run(recipe, lambda: make_model(recipe))
+        return dry_run(recipe, lambda: make_model(recipe), fake_step)
     train_set, test_set = data.load(recipe)
     with Run(recipe) as run:
         train(run, recipe, train_set, test_set)
@@ -32,14 +38,16 @@ def main() -> None:
 
 def make_model(recipe: PointCloudRecipe) -> nn.Module:
     if recipe.model == "mae":
-        return MaskedAutoencoder(recipe.points, recipe.mae)
+        mae = MaskedAutoencoder(recipe.points, recipe.mae)
+        if recipe.recompute:
+            recompute([*mae.encoder.blocks, *mae.decoder.blocks])
+        return mae
     return Autoencoder(recipe.points, recipe.autoencoder)
 
 
 def train(run: Run, recipe: PointCloudRecipe, train_set: PointClouds, test_set: PointClouds) -> None:
     """The loop: optimiser steps, method.step(), and at round boundaries evaluations and checkpoints."""
     model = run.shard(make_model(recipe))
-    distance = LOSSES[recipe.loss]
     optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
     epoch = steps_per_epoch(len(train_set), recipe.batch_size)
     total = epoch * recipe.epochs
@@ -49,15 +57,12 @@ def train(run: Run, recipe: PointCloudRecipe, train_set: PointClouds, test_set: 
 
     model.train()
     for points in train_set.train_batches(recipe, run.rank, run.world_size, start, total):
-        with run.autocast():
-            out = wrapped(points.to(run.device))
-        loss = distance(out.prediction, out.target).mean()
-        loss.backward()
+        scalars = backward(run, recipe, wrapped, points.to(run.device, non_blocking=True))
         clip_gradients(model, recipe.optim)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        due = run.after_step(method.step(), train_loss=loss)
+        due = run.after_step(method.step(), **scalars)
         if due.evaluation:
             evaluate(run, recipe, model, test_set)
         if due.checkpoint:
@@ -67,6 +72,22 @@ def train(run: Run, recipe: PointCloudRecipe, train_set: PointClouds, test_set: 
 
     method.finish()
     run.end(evaluate(run, recipe, model, test_set))
+
+
+def backward(run: Run | Step, recipe: PointCloudRecipe, wrapped: nn.Module, points: Tensor) -> Scalars:
+    """Adds the gradient of this worker's mean loss over clouds [B, n, 3]; returns train_loss."""
+
+    def part_of(part: Tensor) -> Scalars:
+        with run.autocast():
+            out = wrapped(part)
+        return {"train_loss": LOSSES[recipe.loss](out.prediction, out.target).mean() * (len(part) / len(points))}
+
+    return backward_in_parts(wrapped, points.chunk(recipe.accumulate), part_of)
+
+
+def fake_step(step: Step, recipe: PointCloudRecipe, model: nn.Module, samples: int) -> None:
+    """A step on zeros, for training.memory."""
+    backward(step, recipe, model, torch.zeros(samples, recipe.points, 3))
 
 
 @torch.no_grad()

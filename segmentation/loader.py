@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import cv2
 import numpy as np
 from mmengine.dataset import pseudo_collate
 from mmseg.datasets import BaseSegDataset
@@ -12,6 +13,8 @@ from torch.utils.data import Dataset
 
 from segmentation.recipes import SegmentationRecipe
 from training.sampling import eval_share, load_batches, worker_batches
+
+cv2.setNumThreads(0)  # loader processes are the parallelism: each would start a thread for every core
 
 # `inputs`, uint8 [3, h, w] BGR, and `data_samples`, mmseg's SegDataSample: a list each, with one entry for every image
 Batch = dict[str, list[Any]]
@@ -51,7 +54,7 @@ def train_batches(
     )
     places = ([(epoch, i) for i in indices.tolist()] for epoch, _, indices in batches)
     augmented = SeededAugmentation(dataset, recipe.seed)
-    return load_batches(augmented, places, recipe.loader_workers, collate=pseudo_collate, pin=False)
+    return load_batches(augmented, places, recipe.loader_workers, collate=pseudo_collate)
 
 
 def eval_batches(
@@ -60,4 +63,4 @@ def eval_batches(
     """This worker's share of the data set, every image once, in batches of at most batch_size."""
     share = list(eval_share(len(dataset), rank=rank, world_size=world_size))
     batches = (share[i : i + batch_size] for i in range(0, len(share), batch_size))
-    return load_batches(dataset, batches, recipe.loader_workers, collate=pseudo_collate, pin=False)
+    return load_batches(dataset, batches, recipe.loader_workers, collate=pseudo_collate)

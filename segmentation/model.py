@@ -11,12 +11,12 @@ from typing import Any, Literal, get_args
 import torch
 from mmengine.config import ConfigDict
 from mmengine.logging import MMLogger
-from mmengine.runner import CheckpointLoader
 from mmseg.registry import MODELS
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from core import UserError
+from segmentation.backbones import SCHEME, check_backbone
 from segmentation.data import IGNORE
 
 Config = dict[str, Any]
@@ -132,7 +132,7 @@ def upernet(
     """The config of UPerNet with an FCN auxiliary head (loss weight 0.4), as mmseg's base models have it.
 
     crop: (height, width) of training images. norm: SyncBN shares batch statistics in every forward pass, as mmseg's
-    published runs do under ddp; BN for everything else. pretrained: a checkpoint of the backbone in mmseg's naming.
+    published runs do under ddp; BN for everything else. pretrained: the backbone's weights, see segmentation.backbones.
     """
     b = backbone(name, crop, norm)
     common = {
@@ -142,7 +142,7 @@ def upernet(
         "dropout_ratio": 0.1,
         "ignore_index": IGNORE,
     }
-    start = {"init_cfg": {"type": "Pretrained", "checkpoint": str(pretrained)}} if pretrained else {}
+    start = {"init_cfg": {"type": "Pretrained", "checkpoint": f"{SCHEME}{pretrained}"}} if pretrained else {}
     return {
         "type": "EncoderDecoder",
         "data_preprocessor": {
@@ -198,28 +198,12 @@ def build_model(config: Config) -> nn.Module:
         warnings.filterwarnings("ignore", message="Default ``avg_non_ignore``")
         model = MODELS.build(ConfigDict(config))
     start = config["backbone"].get("init_cfg")
-    if start is not None:
-        _check_checkpoint(Path(start["checkpoint"]), model.backbone.state_dict())
     if not next(model.parameters()).is_meta:
+        if start is not None:
+            check_backbone(start["checkpoint"], model.backbone.state_dict())
         logger = MMLogger.get_current_instance()
         level = logger.level
         logger.setLevel(logging.ERROR)  # not a line for every parameter
         model.init_weights()
         logger.setLevel(level)
     return model
-
-
-def _check_checkpoint(path: Path, wanted: dict[str, Tensor]) -> None:
-    if not path.is_file():
-        raise UserError(f"pretrained={path}: no such file; give a backbone's checkpoint in mmseg's naming")
-    state = CheckpointLoader.load_checkpoint(str(path), map_location="cpu")
-    for key in ("state_dict", "model"):
-        state = state.get(key, state)
-    found = {key.removeprefix("backbone.") for key in state}
-    missing = [key for key in wanted if key not in found]
-    # the norms that segmentation adds behind Swin's stages are in no ImageNet checkpoint: a few may be missing
-    if 2 * len(missing) > len(wanted):
-        raise UserError(
-            f"pretrained={path}: lacks {len(missing)} of the backbone's {len(wanted)} tensors, such as {missing[0]}; "
-            "give a checkpoint of the same network in mmseg's naming"
-        )

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
 import torch
+from mmengine.structures import PixelData
 from mmseg.datasets import BaseSegDataset
-from torch import nn
+from mmseg.structures import SegDataSample
+from torch import Tensor, nn
 
 from core import UserError
 from segmentation.data import CROP, EVAL_BATCH, EVAL_SPLITS, NUM_CLASSES, build_dataset
@@ -13,10 +18,15 @@ from segmentation.metrics import SegmentationMetric
 from segmentation.model import build_model, upernet
 from segmentation.pictures import side_by_side
 from segmentation.recipes import RECIPES, SegmentationRecipe
+from training.backward import Scalars, backward_in_parts
 from training.optim import clip_gradients, make_optimizer, make_schedule
 from training.recipe import dry_run, launch, parse
 from training.run import Run
 from training.sampling import per_worker, steps_per_epoch
+from training.workers import to_device
+
+if TYPE_CHECKING:
+    from training.memory import Step
 
 PICTURES = 4  # samples shown at each evaluation
 
@@ -24,7 +34,7 @@ PICTURES = 4  # samples shown at each evaluation
 def main() -> None:
     recipe = parse(RECIPES, prog="segmentation.train")
     if recipe.dry_run:
-        return dry_run(recipe, lambda: make_model(recipe))
+        return dry_run(recipe, lambda: make_model(recipe), fake_step)
     train_set = build_dataset(recipe.dataset, "train")
     eval_sets = {split: build_dataset(recipe.dataset, split) for split in EVAL_SPLITS[recipe.dataset]}
     with Run(recipe) as run:
@@ -37,11 +47,11 @@ def main() -> None:
 
 
 def make_model(recipe: SegmentationRecipe) -> nn.Module:
-    """UPerNet as the recipe says; SyncBN only where torch has it, on GPUs."""
-    norm = "SyncBN" if recipe.sync_bn and torch.cuda.is_available() else "BN"
-    config = upernet(
-        recipe.backbone, NUM_CLASSES[recipe.dataset], CROP[recipe.dataset], norm=norm, pretrained=recipe.pretrained
-    )
+    """UPerNet as the recipe says; SyncBN under ddp alone, and only where torch has it, on GPUs."""
+    norm = "SyncBN" if recipe.sync_bn and recipe.method == "ddp" and torch.cuda.is_available() else "BN"
+    crop, classes = CROP[recipe.dataset], NUM_CLASSES[recipe.dataset]
+    config = upernet(recipe.backbone, classes, crop, norm=norm, pretrained=recipe.pretrained)
+    config["backbone"]["with_cp"] = recipe.recompute
     return build_model(config)
 
 
@@ -60,14 +70,13 @@ def train(
     model.train()
     for batch in train_batches(train_set, recipe, run.rank, run.world_size, start, total):
         inputs = model.data_preprocessor(batch, training=True)
-        with run.autocast():
-            loss, terms = model.parse_losses(wrapped(**inputs, mode="loss"))
-        loss.backward()
+        images = to_device(inputs["inputs"], run.device, recipe.channels_last)
+        scalars = backward(run, recipe, model, wrapped, images, inputs["data_samples"])
         clip_gradients(model, recipe.optim)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        due = run.after_step(method.step(), train_loss=loss, train_aAcc=terms["decode.acc_seg"])
+        due = run.after_step(method.step(), **scalars)
         if due.evaluation:
             evaluate(run, model, "val", eval_sets["val"])
         if due.checkpoint:
@@ -80,6 +89,35 @@ def train(
     for split, eval_set in eval_sets.items():
         results |= evaluate(run, model, split, eval_set)
     run.end(results)
+
+
+def backward(
+    run: Run | Step, recipe: SegmentationRecipe, model: nn.Module, wrapped: nn.Module, images: Tensor, labels: list[Any]
+) -> Scalars:
+    """Adds the gradient of this worker's mean loss; returns train_loss and train_aAcc (percent of the pixels).
+
+    images: normalised, [b, 3, h, w]. labels: mmseg's SegDataSamples.
+    """
+
+    def part_of(places: range) -> Scalars:
+        some = slice(places.start, places.stop)
+        with run.autocast():
+            loss, terms = model.parse_losses(wrapped(inputs=images[some], data_samples=labels[some], mode="loss"))
+        share = len(places) / len(images)
+        return {"train_loss": loss * share, "train_aAcc": terms["decode.acc_seg"] * share}
+
+    size = -(-len(images) // recipe.accumulate)
+    parts = [range(i, min(i + size, len(images))) for i in range(0, len(images), size)]
+    return backward_in_parts(wrapped, parts, part_of)
+
+
+def fake_step(step: Step, recipe: SegmentationRecipe, model: nn.Module, samples: int) -> None:
+    """A step on zeros, for training.memory; without the accuracy, for which mmseg picks pixels by their labels."""
+    height, width = CROP[recipe.dataset]
+    label = SegDataSample(gt_sem_seg=PixelData(data=torch.zeros(1, height, width, dtype=torch.int64)))
+    with mock.patch("mmseg.models.decode_heads.decode_head.accuracy", lambda *_, **__: torch.zeros(1)):
+        images = torch.zeros(samples, 3, height, width)
+        backward(step, recipe, model, model, images, [label] * samples)
 
 
 @torch.no_grad()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from core.errors import UserError
 
@@ -28,7 +29,11 @@ class OptimConfig:
     """Adam's and AdamW's."""
     eps: float = 1e-8
     weight_decay: float = 0.0
-    """Not applied to biases and normalisation weights (tensors of fewer than two dimensions)."""
+    """Applied to what `undecayed` leaves."""
+    undecayed: tuple[str, ...] | None = None
+    """Parameters with one of these in their names are not decayed, as by mmseg's paramwise rules; nothing: all are
+    decayed. None, timm's rule: neither biases, normalisation weights and other vectors are, nor what the model's
+    no_weight_decay() names, such as position embeddings. Language models: nothing but matrices that multiply."""
     schedule: Literal["cosine", "poly", "inverse_sqrt", "constant"] = "cosine"
     power: float = 1.0
     """The exponent of poly; 0.9 is usual for SGD, 1.0 (linear) for AdamW."""
@@ -63,20 +68,31 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """SGD, Adam or AdamW over the trainable parameters, in two groups: with and without weight decay.
 
-    groups: parameter groups in torch's form, to be taken instead. Without them matrices and larger tensors are decayed,
-    and vectors are not.
+    groups: parameter groups in torch's form, to be taken instead of those that config.undecayed makes.
     """
-    if groups is None:
-        trainable = [p for p in model.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
-            {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-        ]
-    groups = [g for g in groups if g["params"]]
+    groups = [g for g in groups or decay_groups(model, config) if g["params"]]
+    on_gpu = all(p.is_cuda for g in groups for p in g["params"])
+    fused = {"fused": True} if on_gpu else {}  # one kernel for all parameters, the same up to rounding
     if config.name == "sgd":
-        return torch.optim.SGD(groups, config.lr, momentum=config.momentum, nesterov=config.nesterov)
+        return torch.optim.SGD(groups, config.lr, momentum=config.momentum, nesterov=config.nesterov, **fused)
     cls = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.name]
-    return cls(groups, config.lr, betas=config.betas, eps=config.eps)
+    return cls(groups, config.lr, betas=config.betas, eps=config.eps, **fused)
+
+
+def decay_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
+    """The trainable parameters in two groups, with and without weight decay, by config.undecayed."""
+    spared = getattr(model, "no_weight_decay", set)()
+
+    def decays(name: str, p: Tensor) -> bool:
+        if config.undecayed is not None:
+            return not any(part in name for part in config.undecayed)
+        return p.ndim >= 2 and not any(fnmatch(name, pattern) for pattern in spared)
+
+    trainable = [(p, decays(name, p)) for name, p in model.named_parameters() if p.requires_grad]
+    return [
+        {"params": [p for p, decayed in trainable if decayed == wanted], "weight_decay": weight_decay}
+        for wanted, weight_decay in ((True, config.weight_decay), (False, 0.0))
+    ]
 
 
 def clip_gradients(model: nn.Module, config: OptimConfig) -> None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import tyro
@@ -43,6 +43,10 @@ def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return items
 
 
+if TYPE_CHECKING:
+    from training.memory import Backward
+
+
 @dataclass(frozen=True)
 class Recipe:
     """The settings that every recipe has; a task's own recipe adds its model and data.
@@ -65,10 +69,22 @@ class Recipe:
     """Samples per optimiser step over all workers together (global)."""
     epochs: int = 10
     seed: int = 0
+    accumulate: int = 1
+    """Micro-batches per optimiser step and worker, to save memory; the same step but for BatchNorm, whose statistics
+    are a micro-batch's, and for rounding."""
+    recompute: bool = False
+    """Keep only each block's input of the forward pass, and compute the rest again in the backward pass, to save
+    memory; the result is the same."""
     average_buffers: bool = True
     """Average BatchNorm statistics with the parameters."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16 runs the forward pass under autocast where the device has it."""
+    """bfloat16 runs the forward pass under autocast where the hardware has it; elsewhere it stays float32."""
+    tf32: bool = True
+    """On GPUs: TF32 for what is computed in float32."""
+    cudnn_benchmark: bool = True
+    """On GPUs: let cuDNN try its convolutions and keep the fastest."""
+    channels_last: bool = True
+    """On GPUs: images with their channels innermost, as convolutions on tensor cores want them."""
     per_node: int = 1
     """How many workers (consecutive ranks) make a node. They synchronise gradients at every step, and the method runs
     across nodes. 0 takes the workers that torchrun or SLURM started on one machine."""
@@ -96,7 +112,10 @@ class Recipe:
     trace: bool = False
     """Write a torch.profiler trace of two rounds to the run folder; it shows the all-reduce under the local steps."""
     dry_run: bool = False
-    """Print the resolved recipe, build the model without memory, and stop."""
+    """Print the resolved recipe and the memory that a GPU needs, without training; WORLD_SIZE=128 LOCAL_WORLD_SIZE=8 in
+    front of the command stand for that cluster."""
+    gpu_gb: float | None = None
+    """Of a dry run: warn where a GPU of so many GB (GiB, as makers count) is too small."""
 
     def __post_init__(self) -> None:
         least_of = {
@@ -107,6 +126,7 @@ class Recipe:
             "log_every": 1,
             "checkpoint_every": 0,
             "per_node": 0,
+            "accumulate": 1,
         }
         for name, least in least_of.items():
             if getattr(self, name) < least:
@@ -218,9 +238,12 @@ def _fail(reason: str) -> None:
     os._exit(2)  # not sys.exit: peers may be waiting in a collective that will never complete
 
 
-def dry_run(recipe: Recipe, build_model: Callable[[], nn.Module]) -> None:
-    """Prints the resolved recipe and the model's size; the model is built on the meta device. What a run refuses before
-    its first step is refused here, too."""
+def dry_run(recipe: Recipe, build_model: Callable[[], nn.Module], backward: Backward | None = None) -> None:
+    """Prints the resolved recipe, the model's size and, with `backward`, the memory that each GPU needs.
+
+    The model is built on the meta device. What a run refuses before its first step is refused here, too. backward: see
+    training.memory.
+    """
     share = per_worker(recipe.batch_size, world_size())
     started = "WORLD_SIZE" in os.environ  # else the number of workers is yet to be chosen
     if n := recipe.per_node or (local_world_size() if started else 0):
@@ -232,6 +255,10 @@ def dry_run(recipe: Recipe, build_model: Callable[[], nn.Module]) -> None:
         print(json.dumps(dataclasses.asdict(recipe), indent=2, default=str))
         millions = sum(p.numel() for p in model.parameters()) / 1e6
         print(f"{millions:.2f} M parameters, {world_size()} workers of {share} samples a step")
+        if backward is not None:
+            from training import memory  # here, because FakeTensorMode takes seconds to import
+
+            print(*memory.lines(memory.estimate(recipe, build_model, backward, world_size()), recipe), sep="\n")
 
 
 def _tell_torchrun(text: str) -> bool:

@@ -29,6 +29,7 @@ from training.start import join
 from training.stop import StopSignal
 from training.throttle import make_link
 from training.workers import (
+    has_bfloat16,
     largest_of_workers,
     make_mesh,
     pick_device,
@@ -36,6 +37,7 @@ from training.workers import (
     rank,
     set_random_state,
     sum_over_workers,
+    tune,
     world_size,
 )
 
@@ -54,6 +56,7 @@ class Run:
         self.rank, self.world_size = rank(), world_size()
         per_worker(recipe.batch_size, self.world_size)  # refuses a batch that does not divide
         self.device = pick_device(recipe.device)
+        tune(self.device, tf32=recipe.tf32, cudnn_benchmark=recipe.cudnn_benchmark)
         self.step = 0
         self.clock = Stopwatch()
         self.folder = RunFolder(recipe.folder, self.rank, self.clock)
@@ -93,7 +96,9 @@ class Run:
         self._model = model.to(self.device)
         if self._mesh is None:
             return self._model
-        return _zero().shard_model(self._model, self._mesh, self.recipe.zero, everywhere=self.recipe.method == "ddp")
+        compute = torch.bfloat16 if self._mixed() else torch.float32
+        ddp = self.recipe.method == "ddp"
+        return _zero().shard_model(self._model, self._mesh, self.recipe.zero, everywhere=ddp, compute=compute)
 
     def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimiser, its state shared out inside the node with ZeRO-1."""
@@ -152,10 +157,10 @@ class Run:
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Autocast to the recipe's precision where the device has it."""
-        kind = self.device.type
-        usable = kind == "cpu" or torch.cuda.is_bf16_supported()
-        on = self.recipe.precision == "bfloat16" and usable
-        return torch.autocast(kind, torch.bfloat16) if on else contextlib.nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16) if self._mixed() else contextlib.nullcontext()
+
+    def _mixed(self) -> bool:
+        return self.recipe.precision == "bfloat16" and has_bfloat16(self.device)
 
     def after_step(self, closed: bool, **scalars: Tensor) -> Due:
         """Counts the optimiser step that was just taken, moves the bar, logs, and says what is due.

@@ -28,28 +28,38 @@ def steps_per_epoch(n: int, batch_size: int) -> int:
     return n // batch_size
 
 
-def epoch_batches(n: int, batch_size: int, *, seed: int, epoch: int, rank: int, world_size: int) -> Tensor:
+def epoch_batches(
+    n: int, batch_size: int, *, seed: int, epoch: int, rank: int, world_size: int, repeats: int = 1
+) -> Tensor:
     """Sample indices of this worker, int64 [steps, batch_size / world_size].
 
     One shuffle of all n samples is cut into global batches and each batch into `world_size` consecutive shares, so
     the same samples are seen in the same order by any number of workers. An incomplete last batch is left out.
+
+    repeats: above 1, repeated augmentation (Berman et al., arXiv 1902.05509) as DeiT has it: an epoch is as long, but
+    each of its n / repeats samples stands in neighbouring places, which go to different workers. The copies of sample i
+    are numbered i, i + n, i + 2 n, so that each may be augmented in its own way.
     """
     share, steps = per_worker(batch_size, world_size), steps_per_epoch(n, batch_size)
     order = torch.randperm(n, generator=generator(seed, epoch))
+    if repeats > 1:
+        copies = order[: -(-n // repeats), None] + n * torch.arange(repeats)
+        return copies.flatten()[: steps * batch_size].view(steps, share, world_size)[:, :, rank]
     batches = order[: steps * batch_size].view(steps, world_size, share)
     return batches[:, rank]
 
 
 def worker_batches(
-    n: int, batch_size: int, *, seed: int, rank: int, world_size: int, start: int, total: int
+    n: int, batch_size: int, *, seed: int, rank: int, world_size: int, start: int, total: int, repeats: int = 1
 ) -> Iterator[tuple[int, int, Tensor]]:
     """This worker's batches from optimiser step `start` to `total`, across epochs: (epoch, number in it, indices)."""
+    of = dict(seed=seed, rank=rank, world_size=world_size, repeats=repeats)
     steps = steps_per_epoch(n, batch_size)
     batches = torch.empty(0)
     for step in range(start, total):
         epoch, number = divmod(step, steps)
         if step == start or number == 0:
-            batches = epoch_batches(n, batch_size, seed=seed, epoch=epoch, rank=rank, world_size=world_size)
+            batches = epoch_batches(n, batch_size, epoch=epoch, **of)
         yield epoch, number, batches[number]
 
 
@@ -64,20 +74,19 @@ def load_batches(
     workers: int,
     *,
     collate: Callable[[list[Any]], Any] | None = None,
-    pin: bool = True,
 ) -> Iterator[Any]:
     """The batches whose items' keys are listed, in order.
 
-    workers: how many processes load them; 0 for this one. collate: makes a batch of a list of items, None for torch's
-    way. pin: in pinned memory where there is a GPU. A UserError of a loading process is raised as the one line that it
-    was there.
+    workers: how many processes load them, as long as batches are taken; 0 for this one. collate: makes a batch of a
+    list of items, None for torch's way. In pinned memory where there is a GPU. A UserError of a loading process is
+    raised as the one line that it was there.
     """
     loader = DataLoader(
         dataset,
         batch_sampler=keys,  # type: ignore[arg-type]  # an iterator will do
         num_workers=workers,
         collate_fn=collate,
-        pin_memory=pin and torch.cuda.is_available(),
+        pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),  # otherwise it would draw from the generator that the model's dropout uses
     )
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,30 @@ def pick_device(name: str) -> torch.device:
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether the hardware computes in bfloat16 itself: elsewhere it would be emulated, many times slower."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if platform.machine() in ("x86_64", "AMD64"):  # oneDNN says yes to any AVX-512 and emulates it
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def tune(device: torch.device, *, tf32: bool, cudnn_benchmark: bool) -> None:
+    """Sets what makes a GPU faster; nothing on a CPU."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = tf32
+        torch.backends.cudnn.benchmark = cudnn_benchmark
+
+
+def to_device(images: Tensor, device: torch.device, channels_last: bool) -> Tensor:
+    """Images [n, c, h, w] on the device, without waiting for the copy; on a GPU, if asked, with channels innermost."""
+    images = images.to(device, non_blocking=True)
+    inner = channels_last and device.type == "cuda"
+    return images.contiguous(memory_format=torch.channels_last) if inner else images
 
 
 def make_mesh(device: torch.device, per_node: int, zero: int, timeout: float = 600.0) -> DeviceMesh | None:

@@ -18,18 +18,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 Stage = Literal[0, 1, 2, 3]
 
 
-def shard_model(model: nn.Module, mesh: DeviceMesh, stage: Stage, *, everywhere: bool = False) -> nn.Module:
+def shard_model(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    stage: Stage,
+    *,
+    everywhere: bool = False,
+    compute: torch.dtype = torch.float32,
+) -> nn.Module:
     """Stages 2 and 3: makes DTensors of the parameters, a shard on each worker of the mesh's dimension "shard".
 
     Each element of a ModuleList, such as a transformer's block, is gathered by itself, and the rest of the model as a
     whole. Every backward pass averages the gradients over the shards' workers, and with `everywhere` over all nodes too
-    (HSDP), as ddp wants it. Build the optimiser afterwards.
+    (HSDP), as ddp wants it. Build the optimiser afterwards. compute: what parameters are gathered in, for half the
+    memory and traffic in 16 bits; shards, gradients' means and the optimiser stay in float32.
     """
     if stage >= 2:
         # it would warn at every DTensor of a checkpoint
@@ -38,9 +46,12 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, stage: Stage, *, everywhere:
         for group in over.get_all_groups():
             _start_alike(model, group)
         lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+        policy = MixedPrecisionPolicy()
+        if compute != torch.float32:
+            policy = MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False)  # autocast casts them
         for block in [block for blocks in lists for block in blocks if any(True for _ in block.parameters())]:
-            fully_shard(block, mesh=over, reshard_after_forward=stage == 3)
-        fully_shard(model, mesh=over, reshard_after_forward=stage == 3)
+            fully_shard(block, mesh=over, reshard_after_forward=stage == 3, mp_policy=policy)
+        fully_shard(model, mesh=over, reshard_after_forward=stage == 3, mp_policy=policy)
     return model
 
 

@@ -59,13 +59,14 @@ class ImageNet:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """This worker's batches from step `start` to `total`: float32 [b, 3, s, s], int64 [b] or, mixed, [b, classes].
 
-        Each sample's augmentation is seeded by (seed, epoch, index) alone: loader workers do not change it.
+        Each sample's augmentation is seeded by (seed, epoch, index, number of the copy) alone: loader workers do not
+        change it.
         """
         n, seed = len(self), recipe.seed
-        plan, ahead = itertools.tee(
-            worker_batches(n, recipe.batch_size, seed=seed, rank=rank, world_size=world_size, start=start, total=total)
-        )
-        keyed = ([(i, mix(seed, epoch, i)) for i in index.tolist()] for epoch, _, index in ahead)
+        recipe.check_share(world_size)
+        of = dict(seed=seed, rank=rank, world_size=world_size, start=start, total=total, repeats=recipe.repeats)
+        plan, ahead = itertools.tee(worker_batches(n, recipe.batch_size, **of))
+        keyed = ([(i % n, mix(seed, epoch, i)) for i in index.tolist()] for epoch, _, index in ahead)
         mixup = self._mixup(recipe)
         batches = load_batches(Seeded(self.samples, train_transform(recipe)), keyed, recipe.loader_workers)
         for (epoch, number, _), (images, labels) in zip(plan, batches, strict=True):
@@ -121,5 +122,6 @@ def train_transform(recipe: VisionRecipe) -> Any:
         color_jitter=recipe.color_jitter,
         auto_augment=recipe.auto_augment,
         re_prob=recipe.random_erasing,
+        re_mode="pixel",
         interpolation="bicubic",
     )

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from training.backward import Scalars, backward_in_parts
 from training.optim import clip_gradients, make_optimizer, make_schedule
 from training.recipe import dry_run, launch, parse
 from training.run import Run
 from training.sampling import steps_per_epoch
+from training.workers import to_device, world_size
 from vision import data
 from vision.imagenet import ImageNet
 from vision.model import build_model
 from vision.recipes import RECIPES, VisionRecipe
+
+if TYPE_CHECKING:
+    from training.memory import Step
 
 Dataset = data.Images | ImageNet
 
@@ -21,7 +28,8 @@ Dataset = data.Images | ImageNet
 def main() -> None:
     recipe = parse(RECIPES, prog="vision.train")
     if recipe.dry_run:
-        return dry_run(recipe, lambda: make_model(recipe))
+        recipe.check_share(world_size())
+        return dry_run(recipe, lambda: make_model(recipe), fake_step)
     train_set, test_set = data.load(recipe.dataset)
     with Run(recipe) as run:
         train(run, recipe, train_set, test_set)
@@ -30,13 +38,16 @@ def main() -> None:
 def make_model(recipe: VisionRecipe, num_classes: int | None = None) -> nn.Module:
     """The recipe's model, with as many classes as its data set usually has unless told otherwise."""
     shape = data.SHAPES[recipe.dataset]
-    return build_model(
+    model = build_model(
         recipe.model,
         num_classes=num_classes or shape.num_classes,
         in_chans=shape.in_chans,
         image_size=shape.image_size,
         drop_path=recipe.drop_path,
     )
+    if recipe.recompute:
+        model.set_grad_checkpointing()  # timm's own
+    return model
 
 
 def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset) -> None:
@@ -51,19 +62,13 @@ def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset)
 
     model.train()
     for images, labels in train_set.train_batches(recipe, run.rank, run.world_size, start, total):
-        images, labels = images.to(run.device), labels.to(run.device)
-        with run.autocast():
-            logits = wrapped(images)
-            smoothing = 0.0 if labels.ndim == 2 else recipe.label_smoothing  # mixup has smoothed its own
-            loss = F.cross_entropy(logits, labels, label_smoothing=smoothing)
-        loss.backward()
+        images = to_device(images, run.device, recipe.channels_last)
+        scalars = backward(run, recipe, wrapped, images, labels.to(run.device, non_blocking=True))
         clip_gradients(model, recipe.optim)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        classes = labels.argmax(1) if labels.ndim == 2 else labels  # mixup gives shares of classes
-        top1 = (logits.argmax(1) == classes).float().mean()
-        due = run.after_step(method.step(), train_loss=loss, train_top1=top1)
+        due = run.after_step(method.step(), **scalars)
         if due.evaluation:
             evaluate(run, recipe, model, test_set)
         if due.checkpoint:
@@ -75,6 +80,31 @@ def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset)
     run.end(evaluate(run, recipe, model, test_set))
 
 
+def backward(run: Run | Step, recipe: VisionRecipe, wrapped: nn.Module, images: Tensor, labels: Tensor) -> Scalars:
+    """Adds the gradient of this worker's mean loss; returns train_loss and train_top1."""
+
+    def part_of(part: tuple[Tensor, Tensor]) -> Scalars:
+        some, wanted = part
+        with run.autocast():
+            logits = wrapped(some)
+            smoothing = 0.0 if wanted.ndim == 2 else recipe.label_smoothing  # mixup has smoothed its own
+            loss = F.cross_entropy(logits, wanted, label_smoothing=smoothing)
+        classes = wanted.argmax(1) if wanted.ndim == 2 else wanted  # mixup gives shares of classes
+        top1 = (logits.argmax(1) == classes).float().mean()
+        share = len(some) / len(images)
+        return {"train_loss": loss * share, "train_top1": top1 * share}
+
+    parts = list(zip(images.chunk(recipe.accumulate), labels.chunk(recipe.accumulate), strict=True))
+    return backward_in_parts(wrapped, parts, part_of)
+
+
+def fake_step(step: Step, recipe: VisionRecipe, model: nn.Module, samples: int) -> None:
+    """A step on zeros, for training.memory."""
+    shape = data.SHAPES[recipe.dataset]
+    images = torch.zeros(samples, shape.in_chans, shape.image_size, shape.image_size)
+    backward(step, recipe, model, images, torch.zeros(samples, dtype=torch.int64))
+
+
 @torch.no_grad()
 def evaluate(run: Run, recipe: VisionRecipe, model: nn.Module, test_set: Dataset) -> dict[str, float]:
     """Top-1, top-5 and loss over the whole test set, each worker on its share."""
@@ -82,7 +112,8 @@ def evaluate(run: Run, recipe: VisionRecipe, model: nn.Module, test_set: Dataset
         model.eval()
         top1 = top5 = loss = count = 0.0
         for images, labels in test_set.test_batches(recipe, run.rank, run.world_size):
-            images, labels = images.to(run.device), labels.to(run.device)
+            images = to_device(images, run.device, recipe.channels_last)
+            labels = labels.to(run.device, non_blocking=True)
             with run.autocast():
                 logits = model(images).float()
             if run.rank == 0 and not count:

@@ -265,3 +265,22 @@ def test_missing_data_says_where_it_looked_and_what_runs_without(name, tmp_path,
     with pytest.raises(UserError) as caught:
         open_corpus(name, 300)
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_every_token_of_nanogpts_files_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CO2_DATA", str(tmp_path))
+    monkeypatch.setenv("CO2_CACHE", str(tmp_path / "cache"))
+    (folder := tmp_path / "openwebtext").mkdir()
+    tokens = np.zeros(3_000_000, np.uint16)
+    for name in ("train", "val"):
+        tokens.tofile(folder / f"{name}.bin")
+    open_corpus("openwebtext", 50257)
+    monkeypatch.setattr("language.corpora.check_tokens", lambda *_: pytest.fail("checked again"))
+    open_corpus("openwebtext", 50257)
+    monkeypatch.undo()
+    monkeypatch.setenv("CO2_DATA", str(tmp_path))
+    monkeypatch.setenv("CO2_CACHE", str(tmp_path / "cache"))
+    tokens[1_500_000] = 60_000  # neither in the first million nor in the last
+    tokens.tofile(folder / "train.bin")
+    with pytest.raises(UserError, match="train.bin holds token 60000, outside its vocabulary of 50257"):
+        open_corpus("openwebtext", 50257)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from core.errors import UserError
-from language.data import bytes_per_token, load_corpus
+from language.data import MaskedObjective, bytes_per_token, load_corpus
 from language.prepare import Documents, prepare, read_documents, split_documents, text_files, token_dtype
 
 BOOKS = [f"Book {i}.\nIt says that {i} and {i + 1} are 日本 — numbers.\n" * 4 for i in range(6)]
@@ -156,3 +157,56 @@ def test_the_command_prints_counts_and_fails_without_a_traceback(library, tmp_pa
     again = subprocess.run([*command, "--vocab-size", "300"], capture_output=True, text=True)
     assert again.returncode == 2
     assert again.stderr.startswith("error: ") and "Traceback" not in again.stderr
+
+
+def robertas(folder: Path) -> Path:
+    """A tokenizer.json in RoBERTa's layout: its special tokens first, and <s> and </s> around all that is encoded."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(BOOKS, trainer)
+    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
+    tokenizer.save(str(folder / "robertas.json"))
+    return folder / "robertas.json"
+
+
+def test_a_tokenizer_of_ones_own_is_used_as_it_is(library: Path, tmp_path: Path):
+    file = robertas(tmp_path)
+    meta = prepare((library,), out=tmp_path / "corpus", tokenizer=file)
+    assert (meta["vocab_size"], meta["bos"], meta["pad"], meta["eot"], meta["mask"]) == (300, 0, 1, 2, 4)
+    corpus, theirs = load_corpus(tmp_path / "corpus"), Tokenizer.from_file(str(file))
+    documents = [[int(i) for i in part] for part in np.split(corpus.val, np.flatnonzero(corpus.val == 2) + 1)[:-1]]
+    (held,) = documents
+    assert theirs.decode(held[:-1]) in BOOKS and 0 not in held, "no <s> within the text: windows get theirs"
+    windows = torch.from_numpy(corpus.train[:40].astype(np.int64))[None]
+    inputs, targets = MaskedObjective(42, 300, corpus.eot, corpus.mask, corpus.bos).batch(windows, [(0,)])
+    assert (inputs[0, 0], inputs[0, -1]) == (0, 2) and (targets[0, 0], targets[0, -1]) == (-100, -100)
+
+
+def test_a_tokenizer_that_cannot_serve_is_one_line(library: Path, tmp_path: Path):
+    bad = {"{}": "cannot be read", "lossy": "changes text", "endless": "neither <.endoftext.> nor </s>"}
+    for name, said in bad.items():
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.add_special_tokens(["</s>"] if name == "lossy" else ["<end>"])
+        file = tmp_path / "bad.json"
+        file.write_text(name) if name == "{}" else tokenizer.save(str(file))
+        with pytest.raises(UserError, match=f"^--tokenizer {file} .*{said}[^\n]*$"):
+            prepare((library,), out=tmp_path / "corpus", tokenizer=file)
+
+
+def test_a_token_file_that_was_cut_is_noticed(library: Path, tmp_path: Path):
+    meta = prepare((library,), out=tmp_path / "corpus", vocab_size=300)
+    file = tmp_path / "corpus" / "train.bin"
+    file.write_bytes(file.read_bytes()[:-4])
+    tokens = meta["train"]["tokens"]
+    with pytest.raises(
+        UserError, match=f"train.bin holds {tokens - 2} tokens, but meta.json says {tokens}: copy it again"
+    ):
+        load_corpus(tmp_path / "corpus")

@@ -1,5 +1,6 @@
 """UPerNet's configs: parameter counts against published figures, output shapes, losses, and checkpoints."""
 
+import hashlib
 from pathlib import Path
 from typing import get_args
 
@@ -9,11 +10,15 @@ import pytest
 import torch
 from mmengine.config import Config
 from mmengine.dataset import pseudo_collate
+from mmengine.runner.checkpoint import get_external_models
 from mmengine.structures import PixelData
 from mmseg.structures import SegDataSample
+from timm.models import VisionTransformer
 
 from core import UserError
 from segmentation.model import BackboneName, build_model, upernet
+from segmentation.recipes import RECIPES
+from segmentation.train import make_model
 
 MINIS = ("resnet_mini", "swin_mini", "vit_mini")
 
@@ -121,8 +126,55 @@ def test_pretrained_backbone_is_loaded_and_a_wrong_one_refused(tmp_path: Path) -
         assert torch.equal(model.backbone.state_dict()[key], value)
     with pytest.raises(UserError, match="of the backbone's .* tensors.* same network"):
         build_model(upernet("swin_mini", 11, (96, 96), pretrained=path))
-    with pytest.raises(UserError, match="no such file"):
+    with pytest.raises(UserError, match="no file .*absent.pth; give the file of a backbone.s weights"):
         build_model(upernet("resnet_mini", 11, (96, 96), pretrained=tmp_path / "absent.pth"))
+
+
+def test_a_recipes_backbone_lies_in_the_data_folder_and_its_hash_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CO2_DATA", str(tmp_path))
+    (folder := tmp_path / "backbones").mkdir()
+    with pytest.raises(
+        UserError, match=rf"resnet50_v1c-2cccc1ad.pth: no file {folder}/.*; fetch https://\S+/resnet50_v1c"
+    ):
+        make_model(RECIPES["ade20k_resnet50"])
+    torch.save(build_model(upernet("resnet_mini", 11, (96, 96))).backbone.state_dict(), folder / "mini.pth")
+    digest = hashlib.sha256((folder / "mini.pth").read_bytes()).hexdigest()
+    (folder / "mini.pth").rename(folder / f"mini-{digest[:8]}.pth")
+    build_model(upernet("resnet_mini", 11, (96, 96), pretrained=Path(f"mini-{digest[:8]}.pth")))
+    (folder / f"mini-{digest[:8]}.pth").rename(folder / "mini-01234567.pth")
+    with pytest.raises(UserError, match=f"its SHA-256 is {digest[:8]}..., not 01234567; fetch it again"):
+        build_model(upernet("resnet_mini", 11, (96, 96), pretrained=Path("mini-01234567.pth")))
+
+
+def test_every_ade20k_recipe_starts_from_the_weights_of_mmsegs_config() -> None:
+    ade20k = [r for r in RECIPES.values() if r.dataset == "ade20k"]
+    configs = Path(mmseg.__path__[0], ".mim", "configs")
+    texts = [(configs / kind).glob("*upernet*ade20k-512x512.py") for kind in ("swin", "vit")]
+    named = "".join(file.read_text() for files in texts for file in files)
+    named += (configs / "_base_/models/upernet_vit-b16_ln_mln.py").read_text() + str(get_external_models().values())
+    for recipe in ade20k:
+        assert recipe.pretrained is not None and not recipe.pretrained.is_absolute()
+        assert recipe.pretrained.name in named, recipe.name
+
+
+def test_timms_vit_is_brought_to_mmsegs_names(tmp_path: Path) -> None:
+    theirs = VisionTransformer(48, 8, embed_dim=96, depth=4, num_heads=3)
+    torch.save(theirs.state_dict(), tmp_path / "vit.pth")
+    ours = build_model(upernet("vit_mini", 11, (96, 96), pretrained=tmp_path / "vit.pth")).backbone
+    pairs = [
+        (ours.layers[2].attn.attn.in_proj_weight, theirs.blocks[2].attn.qkv.weight),
+        (ours.layers[1].attn.attn.out_proj.bias, theirs.blocks[1].attn.proj.bias),
+        (ours.layers[3].ln2.weight, theirs.blocks[3].norm2.weight),
+        (ours.layers[0].ffn.layers[0][0].weight, theirs.blocks[0].mlp.fc1.weight),
+        (ours.layers[0].ffn.layers[1].weight, theirs.blocks[0].mlp.fc2.weight),
+        (ours.patch_embed.projection.weight, theirs.patch_embed.proj.weight),
+        (ours.cls_token, theirs.cls_token),
+        (ours.pos_embed[:, :1], theirs.pos_embed[:, :1]),
+    ]
+    assert all(torch.equal(mine, timms) for mine, timms in pairs)
+    assert ours.pos_embed.shape == (1, 1 + 12 * 12, 96), "resized from 6 x 6 patches"
 
 
 def test_unknown_backbone_lists_the_known() -> None:

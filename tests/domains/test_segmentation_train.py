@@ -3,9 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
+import mmseg
 import numpy as np
 import pytest
 import torch
+from mmengine.config import Config
+from mmengine.optim import build_optim_wrapper
 
 from core import UserError
 from segmentation import data
@@ -14,6 +17,7 @@ from segmentation.pictures import side_by_side
 from segmentation.recipes import RECIPES, digits_small
 from segmentation.train import make_model
 from tests.domains.test_segmentation_data import write_ade20k
+from training.optim import make_optimizer
 from training.recipe import dry_run
 
 
@@ -95,10 +99,36 @@ def test_ade20k_recipes_cover_the_three_backbones_and_fit_128_workers() -> None:
     assert data.CROP["ade20k"] == (512, 512) and data.NUM_CLASSES["ade20k"] == 150
 
 
-def test_sync_bn_is_for_ddp_alone() -> None:
-    with pytest.raises(UserError, match="sync_bn with method=co2"):
-        replace(digits_small(), sync_bn=True)
-    recipe = replace(digits_small(), sync_bn=True, method="ddp")
+def test_sync_bn_is_for_ddp_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for method, kind in (("ddp", "SyncBatchNorm"), ("co2", "BatchNorm2d"), ("slowmo", "BatchNorm2d")):
+        recipe = replace(RECIPES["ade20k_resnet50"], method=method)
+        assert recipe.sync_bn and recipe.average_buffers, "as the table's rows run it, without an override"
+        with torch.device("meta"):
+            norms = {type(m).__name__ for m in make_model(recipe).modules() if "BatchNorm" in type(m).__name__}
+        assert norms == {kind}
+
+
+@pytest.mark.parametrize("name", ["ade20k_resnet50", "ade20k_swin_tiny", "ade20k_vit_base"])
+def test_weight_decay_is_that_of_mmsegs_own_config(name: str) -> None:
+    recipe, configs = RECIPES[name], Path(mmseg.__path__[0], ".mim", "configs")
+    file = {
+        "ade20k_resnet50": "upernet/upernet_r50_4xb4-160k_ade20k-512x512.py",
+        "ade20k_swin_tiny": "swin/swin-tiny-patch4-window7-in1k-pre_upernet_8xb2-160k_ade20k-512x512.py",
+        "ade20k_vit_base": "vit/vit_vit-b16_mln_upernet_8xb2-160k_ade20k-512x512.py",
+    }[name]
+    theirs = Config.fromfile(configs / file).optim_wrapper
     with torch.device("meta"):
-        names = {type(m).__name__ for m in make_model(recipe).modules()}
-    assert ("SyncBatchNorm" in names) == torch.cuda.is_available()
+        model = make_model(recipe)
+    spared = {
+        p
+        for g in build_optim_wrapper(model, theirs).optimizer.param_groups
+        if not g["weight_decay"]
+        for p in g["params"]
+    }
+    groups = make_optimizer(model, recipe.optim).param_groups
+    assert {p for g in groups if not g["weight_decay"] for p in g["params"]} == spared
+    assert recipe.optim.weight_decay == theirs.optimizer.weight_decay
+    if name != "ade20k_resnet50":
+        named = dict(model.named_parameters())
+        assert {p for key, p in named.items() if "pos_embed" in key or "position_bias" in key} <= spared != set()

@@ -14,11 +14,13 @@ import torch
 from PIL import Image
 
 from core import UserError
+from training.optim import make_optimizer
 from training.recipe import dry_run
 from training.sampling import generator
 from vision import data, index
+from vision.imagenet import train_transform
 from vision.model import build_model, image_size
-from vision.recipes import RECIPES, VisionRecipe, digits_small
+from vision.recipes import RECIPES, VisionRecipe, digits_small, imagenet_swin_tiny, imagenet_vit_base
 from vision.train import make_model
 
 
@@ -120,6 +122,57 @@ def test_imagenet_mixup_gives_shares_of_classes(folders: Path):
     images, shares = imagenet_batches(mixup=0.8, label_smoothing=0.1)[0]
     assert shares.shape == (2, 2) and torch.allclose(shares.sum(1), torch.ones(2))
     assert torch.equal(images, imagenet_batches(mixup=0.8, label_smoothing=0.1)[0][0])
+
+
+def test_imagenet_repeats_images_with_another_augmentation(folders: Path):
+    recipe = VisionRecipe(dataset="imagenet", batch_size=4, loader_workers=0, repeats=2)
+    train, _ = data.load("imagenet")
+    ((images, labels),) = train.train_batches(recipe, 0, 1, 0, 1)
+    assert torch.equal(labels[0::2], labels[1::2]) and not torch.equal(images[0], images[1])
+
+
+def test_an_odd_share_is_refused_where_mixup_pairs_images(folders: Path):
+    with pytest.raises(UserError, match=r"^batch_size=4080 .* 80 workers: 51 images a worker.*give 4000 or 4160$"):
+        replace(imagenet_vit_base(), batch_size=4080).check_share(80)
+    with pytest.raises(UserError, match="give 2$"):
+        imagenet_batches(batch_size=1, mixup=0.8)
+    replace(imagenet_vit_base(), batch_size=4080, mixup=0.0, cutmix=0.0).check_share(80)
+
+
+def test_erasing_is_by_pixels():
+    (erasing,) = [t for t in train_transform(imagenet_vit_base()).transforms if type(t).__name__ == "RandomErasing"]
+    assert (erasing.probability, erasing.per_pixel) == (0.25, True)
+
+
+def test_recipes_follow_the_work_that_they_cite():
+    """DeiT: repeated augmentation, no clipping; Swin: 20 epochs of warm-up, clipping by 5, jitter 0.4, no repeats."""
+    vit, swin = imagenet_vit_base(), imagenet_swin_tiny()
+    epoch = 1_281_167 // 4096
+    assert (vit.repeats, vit.optim.clip_grad_norm, vit.optim.warmup_steps, vit.color_jitter) == (
+        3,
+        None,
+        5 * epoch,
+        0.3,
+    )
+    assert (swin.repeats, swin.optim.clip_grad_norm, swin.optim.warmup_steps) == (1, 5.0, 20 * epoch)
+    assert swin.color_jitter == 0.4
+    assert all(r.co2.outer_momentum == 0.6 for r in RECIPES.values() if r.dataset == "imagenet"), "more than 64 GPUs"
+
+
+@pytest.mark.parametrize("name", ["imagenet_vit_base", "imagenet_swin_tiny", "imagenet_resnet50", "digits_vit"])
+def test_weight_decay_is_timms(name: str):
+    from timm.optim import param_groups_weight_decay
+
+    with torch.device("meta"):
+        model = make_model(RECIPES[name])
+        spared = getattr(model, "no_weight_decay", set)()
+        theirs = param_groups_weight_decay(model, 0.05, no_weight_decay_list=spared)
+    ours = make_optimizer(model, replace(RECIPES[name].optim, weight_decay=0.05)).param_groups
+    decayed = {g["weight_decay"]: {id(p) for p in g["params"]} for g in ours}
+    assert decayed == {g["weight_decay"]: {id(p) for p in g["params"]} for g in theirs}
+    tables = [p for n, p in model.named_parameters() if "pos_embed" in n or "cls_token" in n or "position_bias" in n]
+    assert (len(tables) > 0) == ("vit" in name or "swin" in name)
+    assert all(id(p) in decayed[0.0] for p in tables)
 
 
 def test_imagenet_errors_name_the_file_or_folder(folders: Path, monkeypatch: pytest.MonkeyPatch):

@@ -22,6 +22,31 @@ def test_weight_decay_leaves_biases_and_norms_alone():
     assert (spared["weight_decay"], [p.ndim for p in spared["params"]]) == (0.0, [1, 1, 1])
 
 
+def test_weight_decay_leaves_alone_what_the_model_names():
+    net = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False))
+    net.no_weight_decay = lambda: {"1.*"}
+    decayed, spared = make_optimizer(net, OptimConfig(weight_decay=0.5)).param_groups
+    assert (decayed["params"], spared["params"]) == ([net[0].weight], [net[1].weight])
+
+
+def test_a_recipe_says_by_name_what_is_not_decayed():
+    (everything,) = make_optimizer(model(), OptimConfig(weight_decay=0.5, undecayed=())).param_groups
+    assert everything["weight_decay"] == 0.5 and len(everything["params"]) == 4
+    decayed, spared = make_optimizer(model(), OptimConfig(weight_decay=0.5, undecayed=("bias",))).param_groups
+    assert [p.shape for p in spared["params"]] == [(3,), (3,)] and spared["weight_decay"] == 0.0
+    assert len(decayed["params"]) == 2
+
+
+def test_optimisers_are_fused_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch):
+    taken = {}
+    monkeypatch.setattr(torch.optim, "AdamW", lambda groups, lr, **k: taken.update(k))
+    make_optimizer(model(), OptimConfig("adamw"))
+    assert "fused" not in taken
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    make_optimizer(model(), OptimConfig("adamw"))
+    assert taken["fused"]
+
+
 def test_frozen_parameters_are_left_out():
     net = model()
     net[0].requires_grad_(False)

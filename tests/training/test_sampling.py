@@ -53,3 +53,16 @@ def test_a_batch_larger_than_the_data_is_refused():
     assert steps_per_epoch(100, 30) == 3
     with pytest.raises(UserError, match="batch_size=200 .* exceeds the 100 training samples"):
         steps_per_epoch(100, 200)
+
+
+def test_repeated_augmentation_spreads_the_copies_of_a_third_of_the_samples_over_the_workers():
+    """As DeiT's sampler: the copies of a sample stand side by side, and neighbours go to different workers."""
+    n, of = 30, dict(seed=0, epoch=0, world_size=3, repeats=3)
+    ranks = [epoch_batches(n, 9, rank=rank, **of) for rank in range(3)]
+    batches = torch.stack(ranks, dim=-1).flatten(1)  # [steps, 9], as they stood in the shuffle
+    assert batches.shape == (3, 9)
+    for batch in batches:
+        samples = batch % n
+        assert torch.equal(samples.view(3, 3), samples[::3, None].expand(3, 3)) and len(samples.unique()) == 3
+        assert (batch // n).tolist() == [0, 1, 2] * 3, "each copy has a number of its own, which seeds its augmentation"
+    assert all(len((share % n).unique()) == 9 for share in ranks), "no worker sees a sample twice"

@@ -313,3 +313,24 @@ def without_a_mesh(rank: int, world_size: int) -> None:
 def test_shards_without_a_mesh_are_refused():
     with pytest.raises(RuntimeError, match="DTensors as parameters need ShardedCO2"):
         run_distributed(without_a_mesh, 2)
+
+
+def gathered_in_16_bits(rank: int, world_size: int) -> list[tuple[str, str, bool]]:
+    """For stages 2 and 3: what a layer computes with, what its shard is kept in, and whether its gradient is, too."""
+    found = []
+    for stage in (2, 3):
+        net = problems.small_net(torch.float32)
+        model = shard_model(net, node_mesh("cpu", 2), stage, compute=torch.bfloat16)
+        seen: list[torch.dtype] = []
+        model[0].register_forward_hook(lambda layer, *_, seen=seen: seen.append(layer.weight.dtype))
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(batch(rank, 0, dtype=torch.float32)[0])
+        out.float().sum().backward()
+        weight = model[0].weight
+        found.append((str(seen[0]), str(weight.dtype), weight.grad is not None and weight.grad.dtype == weight.dtype))
+    return found
+
+
+def test_parameters_are_gathered_in_16_bits_and_kept_in_32():
+    for found in run_distributed(gathered_in_16_bits, 2):
+        assert found == [("torch.bfloat16", "torch.float32", True)] * 2

@@ -1,0 +1,108 @@
+"""The memory that a dry run prints, and that every full-size recipe fits its clusters."""
+
+import contextlib
+import importlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from core.co2 import CO2Config
+from core.methods import METHODS, make_method
+from language.train import RECIPES, fake_step, make_model
+from training import memory
+from training.recipe import Recipe, dry_run
+
+TASKS = {"vision": "imagenet", "segmentation": "ade20k", "pointcloud": "shapenet", "language": ("owt", "wiki")}
+FULL = [
+    (task, name)
+    for task, marks in TASKS.items()
+    for name in importlib.import_module(f"{task}.recipes").RECIPES
+    if any(mark in name for mark in ([marks] if isinstance(marks, str) else marks))
+]
+# what a 7 billion parameter model needs on smaller GPUs, as its recipe says
+SMALLER: dict[tuple[str, int], dict[str, Any]] = {
+    ("transnormer_7b_owt", 80): {},
+    ("transnormer_7b_owt", 40): {"zero": 3},
+    ("transnormer_7b_owt", 24): {"zero": 3, "offload": True},
+}
+
+
+def estimate(task: str, name: str, gpus: int, **changes: Any) -> memory.Memory:
+    """With the multiple of the GPUs (and, for Mixup, of two images each) nearest to the recipe's batch."""
+    train = importlib.import_module(f"{task}.train")
+    recipe = train.RECIPES[name]
+    step = gpus * (2 if getattr(recipe, "mixup", 0) else 1)
+    recipe = replace(recipe, batch_size=round(recipe.batch_size / step + 1e-9) * step, **changes)
+    pad = {"pad": 1} if task == "language" else {}
+    return memory.estimate(recipe, lambda: train.make_model(recipe, **pad), train.fake_step, gpus)
+
+
+def test_full_size_recipes_are_all_there():
+    assert len(FULL) == 21, FULL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "name"), FULL)
+def test_it_fits_both_clusters(task: str, name: str, monkeypatch: pytest.MonkeyPatch):
+    """80 RTX 3090 hold more samples in less memory than 128 A100: what fits there fits here."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    for gb, gpus in {24: 80, 40: 128, 80: 128}.items():
+        if gb == 24 or (name, gb) in SMALLER:
+            changes = SMALLER.get((name, gb), {})
+            assert estimate(task, name, gpus, **changes).total < gb * memory.GIB, (gb, changes)
+
+
+@pytest.mark.slow
+def test_gpt2_large_would_not_fit_without_its_settings():
+    plain = estimate("language", "gpt2_large_owt", 80, accumulate=1, recompute=False)
+    assert (
+        plain.total > 34 * memory.GIB and plain.activations > 6 * estimate("language", "gpt2_large_owt", 80).activations
+    )
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_methods_copies_are_those_that_it_makes(name: str):
+    model = torch.nn.Linear(64, 64, bias=False)
+    _, method = make_method(name, model, co2=CO2Config(tau=2), lr=lambda: 0.1)
+    held = [*getattr(method, "state", {}).values(), [b.payload for b in getattr(method, "buckets", [])]]
+    numel = sum(t.numel() for tensors in held for t in tensors)
+    assert memory.COPIES[name] == numel / model.weight.numel()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [  # of results/RESULTS.md, measured by bench.memory on two nodes of two
+        ({}, 3.0),
+        ({"shard": True}, 1.5),
+        ({"per_node": 2}, 2.0),
+        ({"per_node": 2, "shard": True}, 1.5),
+        ({"per_node": 2, "zero": 2}, 3.0),
+        ({"per_node": 2, "zero": 3, "shard": True}, 2.0),
+        ({"offload": True}, 0.0),
+    ],
+)
+def test_shared_out_co2_holds_what_was_measured(changes: dict[str, Any], expected: float):
+    assert memory.copies(Recipe(**changes), changes.get("per_node", 1), 4) == expected
+
+
+@pytest.mark.parametrize("changes", [{}, {"accumulate": 2}, {"recompute": True}])
+def test_fake_tensors_measure_what_real_ones_take(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    recipe = replace(RECIPES["gpt2_pydoc_small"], batch_size=8, **changes)
+    found = []
+    for mode in (memory.FakeTensorMode, lambda **_: contextlib.nullcontext()):
+        monkeypatch.setattr(memory, "FakeTensorMode", mode)
+        found.append(memory.estimate(recipe, lambda: make_model(recipe, pad=1), fake_step, 1).activations)
+    assert found[0] == pytest.approx(found[1], rel=0.03) and found[0] > 1e6
+    if changes:
+        plain = replace(recipe, accumulate=1, recompute=False)
+        assert found[0] < memory.estimate(plain, lambda: make_model(plain, pad=1), fake_step, 1).activations
+
+
+def test_a_dry_run_prints_it_and_warns(capsys: pytest.CaptureFixture):
+    recipe = replace(RECIPES["gpt2_pydoc_small"], gpu_gb=1.0)
+    dry_run(recipe, lambda: make_model(recipe, pad=1), fake_step)
+    text = capsys.readouterr().out.splitlines()
+    assert "GiB a GPU: parameters 0.0, gradients 0.0, optimiser 0.0, co2 0.0, activations 0." in text[-2]
+    assert text[-1].startswith("warning: gpu_gb=1 is less: more --accumulate")
