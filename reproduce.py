@@ -223,6 +223,13 @@ def run_name(recipe: Recipe, row: Row, overrides: Mapping[str, Any], seed: int, 
     return "-".join([*filter(None, parts), f"seed{seed}"]).replace(" ", "_").replace("/", "_")
 
 
+def fitting_batch(recipe: Any, gpus: int) -> int:
+    """The global batch nearest to the recipe's that the GPUs divide; an even share where Mixup pairs images."""
+    share = round(recipe.batch_size / gpus)
+    pairs = getattr(recipe, "mixup", 0) or getattr(recipe, "cutmix", 0)
+    return (share - share % 2 if pairs else share) * gpus
+
+
 def submission(
     row: Row, cluster: Cluster, seed: int, extra: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, str], list[str]]:
@@ -230,7 +237,7 @@ def submission(
     recipe, nodes = load_recipe(row.task, row.recipe), row.nodes or NODES[cluster]
     given = {key: value for key, value in (extra or {}).items() if key != "co2.tau"}  # which is the row's by now
     overrides = {key: value for key, value in row.overrides.items() if key != "batch_size"} | given
-    batch_size = row.overrides.get("batch_size") or round(recipe.batch_size / nodes / GPUS) * nodes * GPUS
+    batch_size = row.overrides.get("batch_size") or fitting_batch(recipe, nodes * GPUS)
     name = run_name(recipe, row, overrides, seed, nodes)
     variables = {
         "RECIPE": row.recipe,

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ def stand_in_overrides(row: Row) -> dict[str, Any]:
 # Settings that do not change what a row measures.
 FREE = {
     "seed", "out", "resume", "dry_run", "device", "timeout", "eval_every", "checkpoint_every", "log_every",
-    "accumulate", "workers", "loader_workers",
+    "accumulate", "workers", "loader_workers", "gpu_gb", "recompute", "tf32", "cudnn_benchmark", "channels_last",
 }  # fmt: skip
 
 
@@ -92,7 +93,7 @@ def read_run(folder: Path) -> Finished | str:
         derived = {
             "samples_per_second": samples,
             "tokens_per_second": samples * settings.get("context", 0),
-            "exposed_share": 1 - summary["hidden_share"],
+            "exposed_share": 1 - (math.nan if summary["hidden_share"] is None else summary["hidden_share"]),
         }
         return Finished(folder, settings, config["world_size"], config["commit"], summary | derived)
     except FileNotFoundError:

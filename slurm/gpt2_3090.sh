@@ -19,14 +19,16 @@ source slurm/env.sh && source slurm/launch.sh && array_job || exit 2
 RECIPE="${RECIPE:-gpt2_small_owt}" # or gpt2_medium_owt, gpt2_large_owt, transnormer_7b_owt
 METHOD="${METHOD:-co2}"            # or ddp, local, overlap_local, slowmo
 TAU="${TAU:-48}"                   # local steps per round, of every method but ddp
-ACCUMULATE="${ACCUMULATE:-1}"      # micro-batches per step and GPU; more need less memory
+ACCUMULATE="${ACCUMULATE-}" # micro-batches per step and GPU; more need less memory; empty: the recipe's
 SEED="${SEED:-${SLURM_ARRAY_TASK_ID:-0}}"
 GPU_GB="${GPU_GB:-24}" # GB of a GPU
 case "$RECIPE" in
-    transnormer_*_owt) fit=480 ;; # 6 a GPU: the recipe's 512 does not divide by 80
+    transnormer_*_owt)
+        fit=480 # 6 a GPU: the recipe's 512 does not divide by 80
+        more=(--zero 3 --offload) ;; # to fit 24 GB
 esac
 BATCH_SIZE="${BATCH_SIZE-${fit-}}" # over all GPUs; empty: the recipe's
 OUT="${OUT:-runs/3090/$RECIPE-$METHOD-tau$TAU-${SLURM_JOB_NUM_NODES-}nodes-seed$SEED}"
 export CO2_DATA="${CO2_DATA:-$PWD/data}" # holds openwebtext/train.bin, openwebtext/val.bin
 
-launch language.train --accumulate "$ACCUMULATE" "$@"
+launch language.train ${ACCUMULATE:+--accumulate "$ACCUMULATE"} "${more[@]}" "$@"

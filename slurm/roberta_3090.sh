@@ -19,7 +19,7 @@ source slurm/env.sh && source slurm/launch.sh && array_job || exit 2
 RECIPE="${RECIPE:-roberta_base_wikibooks}" # or roberta_large_wikibooks, roberta_base_wikitext103, ...
 METHOD="${METHOD:-co2}"                    # or ddp, local, overlap_local, slowmo
 TAU="${TAU:-48}"                           # local steps per round, of every method but ddp
-ACCUMULATE="${ACCUMULATE:-6}"              # micro-batches per step and GPU; more need less memory
+ACCUMULATE="${ACCUMULATE-}" # micro-batches per step and GPU; more need less memory; empty: the recipe's
 SEED="${SEED:-${SLURM_ARRAY_TASK_ID:-0}}"
 GPU_GB="${GPU_GB:-24}" # GB of a GPU
 case "$RECIPE" in
@@ -30,4 +30,4 @@ BATCH_SIZE="${BATCH_SIZE-${fit-}}" # over all GPUs; empty: the recipe's
 OUT="${OUT:-runs/3090/$RECIPE-$METHOD-tau$TAU-${SLURM_JOB_NUM_NODES-}nodes-seed$SEED}"
 export CO2_DATA="${CO2_DATA:-$PWD/data}" # holds wikibooks/train.bin, wikibooks/val.bin; or in wikitext103/
 
-launch language.train --accumulate "$ACCUMULATE" "$@"
+launch language.train ${ACCUMULATE:+--accumulate "$ACCUMULATE"} "$@"

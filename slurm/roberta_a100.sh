@@ -20,10 +20,10 @@ RECIPE="${RECIPE:-roberta_base_wikibooks}" # or roberta_large_wikibooks, roberta
 METHOD="${METHOD:-co2}"                    # or ddp, local, overlap_local, slowmo
 TAU="${TAU:-48}"                           # local steps per round, of every method but ddp
 BATCH_SIZE="${BATCH_SIZE-}"                # over all GPUs; empty: the recipe's
-ACCUMULATE="${ACCUMULATE:-2}"              # micro-batches per step and GPU; more need less memory
+ACCUMULATE="${ACCUMULATE-}" # micro-batches per step and GPU; more need less memory; empty: the recipe's
 SEED="${SEED:-${SLURM_ARRAY_TASK_ID:-0}}"
 GPU_GB="${GPU_GB:-40}" # GB of a GPU; 80 in the larger DGX-A100
 OUT="${OUT:-runs/a100/$RECIPE-$METHOD-tau$TAU-${SLURM_JOB_NUM_NODES-}nodes-seed$SEED}"
 export CO2_DATA="${CO2_DATA:-$PWD/data}" # holds wikibooks/train.bin, wikibooks/val.bin; or in wikitext103/
 
-launch language.train --accumulate "$ACCUMULATE" "$@"
+launch language.train ${ACCUMULATE:+--accumulate "$ACCUMULATE"} "$@"

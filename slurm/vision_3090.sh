@@ -24,7 +24,7 @@ GPU_GB="${GPU_GB:-24}" # GB of a GPU
 LOADER_WORKERS="${LOADER_WORKERS:-$(loader_workers)}" # processes per GPU that load data
 case "$RECIPE" in
     imagenet_resnet50 | imagenet_regnet) fit=8160 ;; # 102 a GPU: the recipe's 8192 does not divide by 80
-    imagenet_vit_base | imagenet_swin_tiny) fit=4080 ;; # 51 a GPU: the recipe's 4096 does not divide by 80
+    imagenet_vit_base | imagenet_swin_tiny) fit=4000 ;; # 50 a GPU, even for Mixup: the recipe's 4096 does not divide by 80
 esac
 BATCH_SIZE="${BATCH_SIZE-${fit-}}" # over all GPUs; empty: the recipe's
 OUT="${OUT:-runs/3090/$RECIPE-$METHOD-tau$TAU-${SLURM_JOB_NUM_NODES-}nodes-seed$SEED}"

@@ -178,9 +178,18 @@ def test_each_recipe_that_it_names_gets_a_batch_that_its_gpus_divide(script: str
         _, _, arguments = torchruns_line(script, tmp_path, RECIPE=name)
         batch_size = parse(recipes, arguments).batch_size
         per_worker(batch_size, gpus)
-        assert batch_size == round(recipes[name].batch_size / gpus) * gpus, (
-            "the nearest to the recipe's, as in reproduce"
-        )
+        assert batch_size == reproduce.fitting_batch(recipes[name], gpus), "the nearest to the recipe's"
+
+
+@pytest.mark.parametrize(
+    ("script", "gb", "zero", "offload"),
+    [("gpt2_a100", 80, 2, False), ("gpt2_a100", 40, 3, False), ("gpt2_3090", 24, 3, True)],
+)
+def test_transnormer_is_given_what_makes_it_fit(script: str, gb: int, zero: int, offload: bool, tmp_path: Path):
+    script = f"slurm/{script}.sh"
+    _, _, arguments = torchruns_line(script, tmp_path, RECIPE="transnormer_7b_owt", GPU_GB=str(gb))
+    recipe = parse(recipes_of(script), arguments)
+    assert (recipe.zero, recipe.offload, recipe.accumulate) == (zero, offload, 8)
 
 
 def test_variables_and_options_change_the_run(tmp_path: Path):
