@@ -88,7 +88,11 @@ class CO2Config:
         require(self.clip is None or self.clip > 0, "clip", "give a number above 0, or None for no clipping")
         require(self.merge in outer.MERGES, "merge", f"choose one of {', '.join(outer.MERGES)}")
         require(0 < self.mix <= 1, "mix", "give a number in (0, 1]; 1 continues from the outer iterate alone")
-        require(self.sync_steps >= 0, "sync_steps", "give a whole number of steps, 0 or more")
+        require(
+            isinstance(self.sync_steps, int) and self.sync_steps >= 0,
+            "sync_steps",
+            "give a whole number of steps, 0 or more",
+        )
         self._check_delay(require)
         require(isinstance(self.wire, WireConfig), "wire", "give a WireConfig, such as core.WireConfig('int8')")
         require(self.update in PASSES, "update", f"choose one of {', '.join(PASSES)}")
@@ -174,7 +178,7 @@ class CO2(LocalMethod):
         )
         self._x = self.new_state("outer_iterate", of_params=True)
         self._m = self.new_state("outer_momentum")
-        sent = self.new_state("sent", of_params=True) if c.merge == "keep" else [None] * len(self.buckets)
+        sent = self.new_state("sent", of_params=True, own=True) if c.merge == "keep" else [None] * len(self.buckets)
         self.replicas, self.starts = self._x, self._x if c.merge == "outer" else []
         if c.wire.format != "float32":
             self.reducer = c.wire.reducer(self.buckets, self.scalars, self.background.rank, self.background.world_size)

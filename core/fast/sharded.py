@@ -221,9 +221,14 @@ class ShardedCO2(LocalMethod):
             check_supported(c)
             self.tau = self.tau if c.tau == "auto" else c.tau
 
-    def speaks(self) -> bool:
+    @property
+    def everybody(self) -> int:
+        return self.background.world_size * self.inner_size
+
+    def turn(self) -> int | None:
         """The workers of a node take turns: their shares differ."""
-        return self._inner is None or self.rounds % self.inner_size == dist.get_rank(self._inner)
+        rank = dist.get_rank(self._inner) if self._inner is not None else 0
+        return self.rounds // self.inner_size if self.rounds % self.inner_size == rank else None
 
     # -- in the background ----------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from core.collectives import Background
 from core.groups import ring_bytes
 from core.testing import run_distributed
 from tests.problems import Mean
@@ -129,6 +130,32 @@ def test_misuse_is_caught_without_a_process_group():
     mean.wait()
     assert mean.buckets[0].flat[:2].tolist() == [1.0, 2.0]
     assert mean.background.bytes_sent == 0
+
+
+class Slow:
+    """A collective that ends after a while; notes whether somebody waited for it in torch before."""
+
+    def __init__(self) -> None:
+        self.ends, self.blocked = time.perf_counter() + 0.1, False
+
+    def is_completed(self) -> bool:
+        return time.perf_counter() >= self.ends
+
+    def wait(self, timeout: object = None) -> None:
+        self.blocked |= not self.is_completed()
+        time.sleep(max(0.0, self.ends - time.perf_counter()))
+
+
+def test_the_thread_waits_inside_torch_only_while_the_caller_waits_for_it():
+    """The interpreter's end would take the process down: it ends such a thread in the middle of torch's code."""
+    background = Background(torch.device("cpu"))
+    for caller_waits in (False, True):
+        work = Slow()
+        background.launch(iter([([work], 0)]))
+        while not caller_waits and not background.done():
+            time.sleep(0.01)
+        background.wait()
+        assert work.blocked is caller_waits and work.is_completed()
 
 
 def test_bytes_of_a_ring():
