@@ -88,11 +88,8 @@ class CO2Config:
         require(self.clip is None or self.clip > 0, "clip", "give a number above 0, or None for no clipping")
         require(self.merge in outer.MERGES, "merge", f"choose one of {', '.join(outer.MERGES)}")
         require(0 < self.mix <= 1, "mix", "give a number in (0, 1]; 1 continues from the outer iterate alone")
-        require(
-            isinstance(self.sync_steps, int) and self.sync_steps >= 0,
-            "sync_steps",
-            "give a whole number of steps, 0 or more",
-        )
+        whole = isinstance(self.sync_steps, int) and self.sync_steps >= 0
+        require(whole, "sync_steps", "give a whole number of steps, 0 or more")
         self._check_delay(require)
         require(isinstance(self.wire, WireConfig), "wire", "give a WireConfig, such as core.WireConfig('int8')")
         require(self.update in PASSES, "update", f"choose one of {', '.join(PASSES)}")

@@ -115,7 +115,7 @@ class Background:
     def launch(self, stages: Iterator[Stage]) -> None:
         """Starts the stages; returns at once."""
         assert not self.in_flight, "wait() for what is in flight before the next launch"
-        self.check_alive()
+        self._check_open()
         self.launched += 1
         self.in_flight = True
         self._host_seconds = 0.0
@@ -171,7 +171,7 @@ class Background:
         For a rare moment when nothing is in flight; a CollectiveError leaves partial sums.
         """
         assert not self.in_flight, "wait() for what is in flight first"
-        self.check_alive()
+        self._check_open()
         if self.group is not None:
             kept = self.link, self.seconds, self.bytes_sent
             self.link = None
@@ -190,6 +190,11 @@ class Background:
         if self.group is not None:
             leave_group(self.group, self.timeout)
             self.group = None
+
+    def _check_open(self) -> None:
+        self.check_alive()
+        if self.group is None and self.world_size > 1:
+            raise UserError("close() has left the workers' group: make a new object to train on")
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
@@ -224,6 +229,10 @@ class Background:
             return next(stages, None)
         except RuntimeError as error:
             reason = str(error)
+        except Exception as error:
+            raise self._broken(error) from None
+        if self.group is None:
+            raise self._broken(RuntimeError(reason))
         raise self._failure(reason)  # out here, where no traceback keeps the collectives, and so their connections
 
     def _go_along(self, began: float, stage: Stage | None, stages: Iterator[Stage]) -> None:
@@ -271,9 +280,15 @@ class Background:
         if isinstance(error, RuntimeError) and self.group is not None:
             raise self._failure(str(error))
         if error is not None:
-            raise error
+            raise self._broken(error)
         if self._side is not None:
             self._side.join()
+
+    def _broken(self, error: Exception) -> Exception:
+        """Of an error that is no collective's: what was launched never lands."""
+        self.in_flight = False
+        self._failed = f"a reduction failed before: {type(error).__name__}: {error}"
+        return error
 
     def _failure(self, reason: str) -> CollectiveError:
         """Leaves the group, so that the workers which still wait see it broken too, and names the silent ranks.

@@ -424,8 +424,10 @@ class LocalMethod(ABC):
 
     @torch.no_grad()
     def _synchronise(self, *, finished: bool) -> bool:
-        """One of the first steps: the mean of the parameters and buffers for all, from which everything starts. A worker
-        that is in finish() takes part in the others'. True once all are: then it was no step."""
+        """One of the first steps: the mean of the parameters and buffers for all, from which everything starts.
+
+        A worker that is in finish() takes part in the others'. True once all are there: then it was no step.
+        """
         for bucket in self.buckets:
             bucket.flatten(bucket.payload)
             copy(bucket.buffer_views, bucket.buffers)

@@ -1,13 +1,16 @@
 """The asynchronous mean, and the helper that runs a function on several processes."""
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from core.collectives import Background
+from core.errors import UserError
 from core.groups import ring_bytes
 from core.testing import run_distributed
 from tests.problems import Mean
@@ -156,6 +159,41 @@ def test_the_thread_waits_inside_torch_only_while_the_caller_waits_for_it():
             time.sleep(0.01)
         background.wait()
         assert work.blocked is caller_waits and work.is_completed()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), MemoryError("broken")], ids=repr)
+@pytest.mark.parametrize("first", [True, False])
+def test_what_fails_in_a_stage_never_lands(error: Exception, first: bool):
+    """Raised as it is, once; later calls say that it has failed, rather than to use partial sums."""
+
+    def stages() -> Iterator[Any]:
+        if not first:
+            yield [], 0
+        raise error
+
+    background = Background(torch.device("cpu"))
+    with pytest.raises(type(error), match="broken"):
+        background.launch(stages())
+        background.wait()
+    assert not background.in_flight
+    with pytest.raises(RuntimeError, match="failed before: .*broken"):
+        background.done()
+    with pytest.raises(RuntimeError, match="failed before"):
+        background.sum([torch.ones(2)])
+
+
+def closed(rank: int, world_size: int) -> str:
+    mean = Mean([torch.ones(3)])
+    mean.launch()
+    mean.wait()
+    mean.close()
+    with pytest.raises(UserError) as caught:
+        mean.launch()
+    return str(caught.value)
+
+
+def test_nobody_trains_on_alone_after_close():
+    assert all("close() has left" in text and "\n" not in text for text in run_distributed(closed, 2))
 
 
 def test_bytes_of_a_ring():
