@@ -160,13 +160,17 @@ class ShardedCO2(LocalMethod):
             if not last:
                 self._take()
         if last:  # nothing follows: what lagged catches up
-            for x, m in zip(self._x, self._m, strict=True):
-                x.copy_(outer.outer_step(x, m, self._last))
-            self._last.zero_()
+            self._catch_up()
         else:
             self.begin_round(self.rounds + 1)  # before the background uses its settings
             self.send(finished=finished)
         return last
+
+    def _catch_up(self) -> None:
+        """x becomes what g holds."""
+        for x, m in zip(self._x, self._m, strict=True):
+            x.copy_(outer.outer_step(x, m, self._last))
+        self._last.zero_()
 
     def arrives(self) -> bool:
         return arrives(self.config, self.local_steps, self.background)
@@ -355,6 +359,8 @@ class ShardedCO2(LocalMethod):
         copy([b.flat for b in self.buckets], state["shared"]["gathered"])
         self._last.copy_(state["shared"]["last"])
         self._m_squares.copy_(state["shared"]["m_squares"])
+        if self.config.at_boundary and state["in_flight"] is None:  # merged in mid-round by the run that saved it
+            self._catch_up()
 
     def close(self) -> None:
         """Leaves the process groups. Only after finish()."""
