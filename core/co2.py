@@ -88,7 +88,8 @@ class CO2Config:
         require(self.clip is None or self.clip > 0, "clip", "give a number above 0, or None for no clipping")
         require(self.merge in outer.MERGES, "merge", f"choose one of {', '.join(outer.MERGES)}")
         require(0 < self.mix <= 1, "mix", "give a number in (0, 1]; 1 continues from the outer iterate alone")
-        require(self.sync_steps >= 0, "sync_steps", "give a whole number of steps, 0 or more")
+        whole = isinstance(self.sync_steps, int) and self.sync_steps >= 0
+        require(whole, "sync_steps", "give a whole number of steps, 0 or more")
         self._check_delay(require)
         require(isinstance(self.wire, WireConfig), "wire", "give a WireConfig, such as core.WireConfig('int8')")
         require(self.update in PASSES, "update", f"choose one of {', '.join(PASSES)}")
@@ -185,8 +186,9 @@ class CO2(LocalMethod):
         )
         self._x = self.new_state("outer_iterate", of_params=True)
         self._m = self.new_state("outer_momentum")
-        sent = self.new_state("sent", of_params=True) if c.merge == "keep" else [None] * len(self.buckets)
-        self.replicas, self.starts = self._x, self._x if c.merge == "outer" else []
+        sent = self.new_state("sent", of_params=True, own=True) if c.merge == "keep" else [None] * len(self.buckets)
+        self.replicas = self.starts = self._x
+        self.starts_roughly = c.merge != "outer"
         if c.wire.format != "float32":
             self.reducer = c.wire.reducer(self.buckets, self.scalars, self.background.rank, self.background.world_size)
         self._boundaries = [
@@ -364,7 +366,8 @@ def scheduled(c: CO2Config, schedule: Schedule | None, number: int) -> CO2Config
 
 def settings_of(c: CO2Config, tau: int) -> dict[str, Any]:
     """What may change from round to round."""
-    return {name: getattr(c, name) for name in SCHEDULED} | {"tau": tau}
+    values = {name: getattr(c, name) for name in SCHEDULED} | {"tau": tau}
+    return {name: value if value is None else float(value) for name, value in values.items()}  # 1 prints as 1.0
 
 
 def arrives(c: CO2Config, local_steps: int, background: Background) -> bool:

@@ -111,15 +111,17 @@ class LocalMethod(ABC):
         self.scalars.attach(self.buckets[0].scalars)
         device = self.buckets[0].flat.device
         self.background = Background(device, group=group, timeout=timeout, link=link, backend=backend)
-        self.everybody = self.background.world_size  # all processes whose scalars are averaged
         self.reducer: Reducer = AllReduce([b.flat for b in self.buckets], self.background.world_size)
         self.state: dict[str, list[Tensor]] = {}  # the method's own, a flat tensor a bucket
         self._of_params: set[str] = set()  # names of those that start as the parameters
+        self._own: set[str] = set()  # names of those that are this worker's own, though replicas are kept
         self.replicas: list[Tensor] = []  # state, flat, that is equal on all workers, bit for bit
         self.starts: list[Tensor] = []  # where rounds begin, a flat tensor a bucket; empty where that is not kept
+        self.starts_roughly = False  # whether workers begin near there, and not there
         self._early: RoundStats | None = None  # of the round that runs, where its mean was merged before its end
         self.stop_agreed = False  # whether a worker has called ask_to_stop; becomes True on all at the same boundary
-        self._asked_to_stop = False
+        self._asked_to_stop = self._stop_heard = False
+        self._decided: TauDecision | None = None  # heard, and told from the round's end on
         self._late = Late()
         self._repair, self._repaired = False, -REPAIR_EVERY
         self._shared_from_start = [*everything, *fixed]
@@ -127,7 +129,7 @@ class LocalMethod(ABC):
         self._refresh_model()
         self._own_buffers = [[b.clone() for b in bucket.buffers] for bucket in self.buckets]
         trained = [p for p in given if p.requires_grad]
-        self._watch = Watch(trained, self.params, self._start_of_each)
+        self._watch = Watch(trained, self.params, self._start_of_each, lambda: self.starts_roughly)
         self._watch.begin()
         self._stepping_since: Mark = mark(device)
 
@@ -136,7 +138,7 @@ class LocalMethod(ABC):
     def step(self) -> bool:
         """Call after every optimiser step (also one that a GradScaler skipped). True when a round closed."""
         if self.sync_steps:
-            return self._synchronise()
+            return self._synchronise(finished=False)
         self.local_steps += 1
         if self.local_steps < self.tau:
             if self.local_steps == 1:
@@ -155,6 +157,9 @@ class LocalMethod(ABC):
         Workers may come here after different numbers of steps: the early ones take part in the others' rounds,
         contributing no change, until all have arrived. Training may go on afterwards.
         """
+        while self.sync_steps:
+            if self._synchronise(finished=True):
+                return
         while not self._boundary(finished=True):
             pass
 
@@ -209,6 +214,7 @@ class LocalMethod(ABC):
             "local_steps": self.local_steps,
             "sync_steps": self.sync_steps,
             "rounds": self.rounds,
+            "tau": self.tau,
             "tuner": self.tuner.state_dict() if self.tuner else None,
         }
 
@@ -237,7 +243,7 @@ class LocalMethod(ABC):
         self.local_steps, self.sync_steps = state["local_steps"], state["sync_steps"]
         if self.tuner and state["tuner"]:
             self.tuner.load_state_dict(state["tuner"])
-            self.tau = self.tuner.tau
+            self.tau = state["tau"]
         self.begin_round(self.rounds)
         self._watch.skip()  # the model may be loaded after this
 
@@ -271,8 +277,10 @@ class LocalMethod(ABC):
         """For settings that change from round to round. number: of the round, from 0."""
 
     @torch.no_grad()
-    def new_state(self, name: str, *, of_params: bool = False) -> list[Tensor]:
-        """State shaped like the payloads, a flat tensor a bucket: zeros, or the parameters as they are now."""
+    def new_state(self, name: str, *, of_params: bool = False, own: bool = False) -> list[Tensor]:
+        """State shaped like the payloads, a flat tensor a bucket: zeros, or the parameters as they are now. own: unlike
+        the others' even where replicas are equal, so that a repair leaves it alone."""
+        self._own |= {name} if own else set()
         self.state[name] = [torch.zeros_like(b.payload) for b in self.buckets]
         if of_params:
             self._of_params.add(name)
@@ -288,17 +296,23 @@ class LocalMethod(ABC):
         self.scalars.set("steps", float(self.local_steps))
         self.scalars.set("stop", float(self._asked_to_stop))
         self.scalars.set_checksum("settings", checksum_of(self.settings(), self.everybody))
-        heard = self.replicas and self.speaks()
+        turn = self.turn() if self.replicas else None
         workers = self.background.world_size
-        self.scalars.set_checksum("replicas", checksum(self.replicas, self.rounds, workers) if heard else 0)
+        self.scalars.set_checksum("replicas", 0 if turn is None else checksum(self.replicas, turn, workers))
         if self.tuner:
             self.tuner.tell(self.stats, self._before, self.background.rank, self.scalars["times"])
         self.background.launch(self.stages())
         self.local_steps = 0
 
-    def speaks(self) -> bool:
-        """Whether this worker's replicas are compared in this round; of those with the same ones all or none are."""
-        return True
+    @property
+    def everybody(self) -> int:
+        """The number of all processes over which scalars are averaged."""
+        return self.background.world_size
+
+    def turn(self) -> int | None:
+        """Which comparison of this worker's replicas it is, from 0; None where others' are compared in this round. Of
+        workers with the same replicas all or none have a turn."""
+        return self.rounds
 
     def stages(self) -> Iterator[Stage]:
         """What is launched."""
@@ -309,7 +323,8 @@ class LocalMethod(ABC):
         """The first worker's state for all, where replicas were found to differ."""
         if self._repair and self.background.group is not None:
             self._repair, self._repaired = False, self.rounds
-            yield send_first([flat for flats in self.state.values() for flat in flats], self.background.group)
+            shared = [flat for name, flats in self.state.items() if name not in self._own for flat in flats]
+            yield send_first(shared, self.background.group)
 
     def receive(self, *, finished: bool) -> Landing:
         """Waits for what is in flight and notes what that cost. The model's buffers become their means.
@@ -338,9 +353,8 @@ class LocalMethod(ABC):
         """What everybody has sent, which all workers hear in the same round."""
         if self.tuner:
             times = sums["times"]
-            self.tau_decision = self.tuner.hear(self.rounds, *(times[i::NUMBERS] for i in range(NUMBERS)))
-            self.tau = self.tuner.tau
-        self.stop_agreed |= sums["stop"][0] > 0.5
+            self._decided = self.tuner.hear(self.rounds, *(times[i::NUMBERS] for i in range(NUMBERS)))
+        self._stop_heard |= sums["stop"][0] > 0.5
         if not agree(sums["settings"], self.everybody):
             raise UserError(
                 f"workers differ in their settings in round {self.rounds - 1}, where this one has {self.settings()}: "
@@ -380,16 +394,22 @@ class LocalMethod(ABC):
         self.stats.tau, self.stats.local_steps = self.tau, self.local_steps
         if timed > 0:
             self.stats.step_seconds = between(self._stepping_since, arrived, timed)
-        self.tau_decision = None
         for own, bucket in zip(self._own_buffers, self.buckets, strict=True):
             copy(own, bucket.buffers)  # what this worker sends, whatever lands in the meantime
         everyone = self.close_round(finished=finished)
+        self._follow()
         self.begin_round(self.rounds)
         self._refresh_model()
         self._watch.begin()
         self._stepping_since = mark(device)
         self.stats.boundary_seconds = between(arrived, self._stepping_since)
         return everyone
+
+    def _follow(self) -> None:
+        """What was heard in the round takes effect: here, for in mid-round each worker hears it after other steps."""
+        self.tau_decision, self._decided = self._decided, None
+        self.tau = self.tuner.tau if self.tuner else self.tau
+        self.stop_agreed |= self._stop_heard
 
     @torch.no_grad()
     def _merge_early(self) -> None:
@@ -406,19 +426,24 @@ class LocalMethod(ABC):
             self._stepping_since += ended - began  # no part of a local step
 
     @torch.no_grad()
-    def _synchronise(self) -> bool:
-        """One of the first steps: the mean of the parameters and buffers for all, from which everything starts."""
-        self.sync_steps -= 1
+    def _synchronise(self, *, finished: bool) -> bool:
+        """One of the first steps: the mean of the parameters and buffers for all, from which everything starts.
+
+        A worker that is in finish() takes part in the others'. True once all are there: then it was no step.
+        """
         for bucket in self.buckets:
             bucket.flatten(bucket.payload)
             copy(bucket.buffer_views, bucket.buffers)
             bucket.scalars.zero_()
+        self.scalars.set("finished", float(finished))
         self.background.sum([bucket.flat for bucket in self.buckets])
         for bucket in self.buckets:
             bucket.flat.div_(self.background.world_size)
             copy([*bucket.params, *bucket.buffers], [*bucket.payload_views, *bucket.buffer_views])
+        everyone = finished and self.scalars["finished"].item() > 1 - 1e-6
+        self.sync_steps -= not everyone
         self._start_from_params()
-        return False
+        return everyone
 
     @torch.no_grad()
     def _refresh_model(self) -> None:

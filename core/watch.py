@@ -14,22 +14,29 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .outer import norm
 
-TOLERANCE = 1e-3  # of a tensor's norm: weights that were swapped for an evaluation come back as they were, or nearly so
+# Of a tensor's norm. Weights that were swapped for an evaluation come back as they were, or nearly so; where a worker
+# begins a round with progress of its own, that is no reason to warn, while loaded weights are farther off.
+TOLERANCE, ROUGHLY = 1e-3, 0.3
 
 
 class Watch:
     """Warns when parameters were written to between a round's end and the optimiser's first step after it.
 
     given: the parameters as an optimiser knows them; params: the same ones, where they lie (see flat.local_shard).
-    starts: gives for each of them where the round began, in any float dtype, or None where that is not kept. torch
+    starts: gives for each of them where the round began, in any float dtype, or None where that is not kept; roughly:
+    whether it began near there. torch
     counts what is written to a tensor, and torch's optimisers call before their step: so it costs nothing a step.
     Weights written through `.data` are noticed where their memory is another one.
     """
 
     def __init__(
-        self, given: Sequence[Tensor], params: Sequence[Tensor], starts: Callable[[], Sequence[Tensor] | None]
+        self,
+        given: Sequence[Tensor],
+        params: Sequence[Tensor],
+        starts: Callable[[], Sequence[Tensor] | None],
+        roughly: Callable[[], bool] = lambda: False,
     ):
-        self._params, self._starts = params, starts
+        self._params, self._starts, self._roughly = params, starts, roughly
         self._number = {id(p): i for i, p in enumerate(given)}
         self._unchecked: dict[int, tuple[int, int]] = {}
         _watches.add(self)
@@ -50,7 +57,8 @@ class Watch:
         written = [i for i in numbers if self._unchecked.pop(i) != _writes(self._params[i])]
         starts = self._starts() if written else None
         if starts is not None:
-            written = [i for i in written if _differ(self._params[i], starts[i])]
+            tolerance = ROUGHLY if self._roughly() else TOLERANCE
+            written = [i for i in written if _differ(self._params[i], starts[i], tolerance)]
         if written:
             warnings.warn(
                 f"{len(written)} of {len(self._params)} parameters were changed since the last round closed, and not "
@@ -81,7 +89,7 @@ def _writes(p: Tensor) -> tuple[int, int]:
     return p._version, p.data_ptr()
 
 
-def _differ(p: Tensor, start: Tensor) -> bool:
+def _differ(p: Tensor, start: Tensor, tolerance: float) -> bool:
     if not p.numel():
         return False
-    return bool(norm([p.to(start.dtype) - start]) > TOLERANCE * norm([start]))
+    return bool(norm([p.to(start.dtype) - start]) > tolerance * norm([start]))

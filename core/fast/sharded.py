@@ -103,7 +103,6 @@ class ShardedCO2(LocalMethod):
             on_host=offload,
             backend=backend,
         )
-        self.everybody = workers * self.inner_size
         self.reducer.scale = 1 / self.everybody  # of what is summed over both groups
         self.background.timed_groups += [self._inner] if self._inner is not None else []
         self._make_state()
@@ -162,13 +161,17 @@ class ShardedCO2(LocalMethod):
             if not last:
                 self._take()
         if last:  # nothing follows: what lagged catches up
-            for x, m in zip(self._x, self._m, strict=True):
-                x.copy_(outer.outer_step(x, m, self._last))
-            self._last.zero_()
+            self._catch_up()
         else:
             self.begin_round(self.rounds + 1)  # before the background uses its settings
             self.send(finished=finished)
         return last
+
+    def _catch_up(self) -> None:
+        """x becomes what g holds."""
+        for x, m in zip(self._x, self._m, strict=True):
+            x.copy_(outer.outer_step(x, m, self._last))
+        self._last.zero_()
 
     def arrives(self) -> bool:
         return arrives(self.config, self.local_steps, self.background)
@@ -223,9 +226,14 @@ class ShardedCO2(LocalMethod):
             check_supported(c)
             self.tau = self.tau if c.tau == "auto" else c.tau
 
-    def speaks(self) -> bool:
+    @property
+    def everybody(self) -> int:
+        return self.background.world_size * self.inner_size
+
+    def turn(self) -> int | None:
         """The workers of a node take turns: their shares differ."""
-        return self._inner is None or self.rounds % self.inner_size == dist.get_rank(self._inner)
+        rank = dist.get_rank(self._inner) if self._inner is not None else 0
+        return self.rounds // self.inner_size if self.rounds % self.inner_size == rank else None
 
     # -- in the background ----------------------------------------------------------------------------------
 
@@ -353,6 +361,8 @@ class ShardedCO2(LocalMethod):
         self.scalars["stop"].zero_()
         self._last.copy_(state["shared"]["last"])
         self._m_squares.copy_(state["shared"]["m_squares"])
+        if self.config.at_boundary and state["in_flight"] is None:  # merged in mid-round by the run that saved it
+            self._catch_up()
 
     def close(self) -> None:
         """Leaves the process groups. Only after finish()."""

@@ -144,7 +144,7 @@ class DelayedCO2(CO2):
             params, config, buffers=buffers, model_params=model_params, group=group, timeout=timeout, link=link
         )
         if d.policy == "eager":  # the workers' differ
-            self.starts, self.replicas = [], []
+            self.replicas, self.starts_roughly = [], True
         none = [None] * len(self.buckets)
         self._steps = self.new_state("outer_step") if d.nesterov else none
         own = self.new_state("own_difference") if d.policy == "eager" else none

@@ -131,6 +131,73 @@ def test_replicas_that_drift_apart_are_noticed_and_made_equal_again(kind: str):
     assert [r["warned"] for r in results] == [int(kind != "local")] + [0] * (len(results) - 1) or kind == "node"
 
 
+def drifts_in_one_part(rank: int, world_size: int) -> float:
+    mesh = node_mesh("cpu", 2)
+    params = [nn.Parameter(torch.linspace(-1, 1, 1600))]
+    co2 = ShardedCO2(params, CO2Config(tau=1, outer_momentum=0.0), mesh=mesh)
+    co2.background.launched = 3 * PARTS
+    if rank == 2:
+        co2.state["outer_iterate"][0][60] += 1e-4  # of 800 elements: in part 1, which is odd
+    seen = 0.0
+    for _ in range(2 * PARTS + 2):
+        co2.step()
+        seen = max(seen, co2.stats.drifted)
+    co2.finish()
+    return seen
+
+
+def test_every_worker_of_a_node_compares_all_parts_of_its_share():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert run_distributed(drifts_in_one_part, 4) == [1.0] * 4
+
+
+def keeps(rank: int, world_size: int) -> list[Tensor]:
+    """Merge keep, with and without replicas that drift and are repaired."""
+    traces = []
+    for drift in (False, True):
+        params = [nn.Parameter(torch.linspace(-1, 1, 1000))]
+        co2 = CO2(params, CO2Config(tau=2, merge="keep", delay=1, outer_momentum=0.0, gap="none"))
+        seen, trace = 0.0, []
+        for step in range(4 * PARTS):
+            if drift and rank and step == 6:
+                co2.state["outer_iterate"][0].mul_(1 + 1e-6)
+            with torch.no_grad():
+                params[0].sub_(0.01 * torch.sin(params[0] + 3 * rank))
+            co2.step()
+            seen = max(seen, co2.stats.drifted)
+            trace.append(params[0].detach().clone())
+        assert bool(seen) is drift
+        co2.finish()
+        traces.append(torch.stack(trace))
+    return traces
+
+
+def test_a_repair_leaves_alone_what_merge_keep_has_sent():
+    """Each worker's own parameters at the sending: with another's its progress would be added twice, or not at all."""
+    for without, repaired in run_distributed(keeps, 2):
+        torch.testing.assert_close(repaired, without, rtol=1e-4, atol=1e-4)
+
+
+def narrow(rank: int, world_size: int) -> tuple[float, bool]:
+    params = [nn.Parameter(torch.linspace(-1, 1, 1000))]
+    co2, drifted = CO2(params, CO2Config(tau=1, wire=WireConfig("int8"))), 0.0
+    for _ in range(4):
+        if rank == 1:
+            co2.ask_to_stop()
+        with torch.no_grad():
+            params[0].sub_(0.01 * torch.sin(params[0] + rank))
+        co2.step()
+        drifted = max(drifted, co2.stats.drifted)
+    co2.finish()
+    return drifted, co2.stop_agreed
+
+
+def test_over_a_narrow_wire_one_of_three_may_stop_all_and_equal_replicas_count_as_equal():
+    """What lands there are means, not sums."""
+    assert run_distributed(narrow, 3) == [(0.0, True)] * 3
+
+
 @pytest.mark.parametrize("workers", [1, 2, 7, 128, 1024])
 def test_checksums_are_exact_in_float32_and_differ_where_one_bit_does(workers: int):
     flats = [torch.randn(1000), torch.randn(70, dtype=torch.float64)]

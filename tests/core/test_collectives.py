@@ -1,12 +1,16 @@
 """The asynchronous mean, and the helper that runs a function on several processes."""
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from core.collectives import Background
+from core.errors import UserError
 from core.groups import ring_bytes
 from core.testing import run_distributed
 from tests.problems import Mean
@@ -129,6 +133,67 @@ def test_misuse_is_caught_without_a_process_group():
     mean.wait()
     assert mean.buckets[0].flat[:2].tolist() == [1.0, 2.0]
     assert mean.background.bytes_sent == 0
+
+
+class Slow:
+    """A collective that ends after a while; notes whether somebody waited for it in torch before."""
+
+    def __init__(self) -> None:
+        self.ends, self.blocked = time.perf_counter() + 0.1, False
+
+    def is_completed(self) -> bool:
+        return time.perf_counter() >= self.ends
+
+    def wait(self, timeout: object = None) -> None:
+        self.blocked |= not self.is_completed()
+        time.sleep(max(0.0, self.ends - time.perf_counter()))
+
+
+def test_the_thread_waits_inside_torch_only_while_the_caller_waits_for_it():
+    """The interpreter's end would take the process down: it ends such a thread in the middle of torch's code."""
+    background = Background(torch.device("cpu"))
+    for caller_waits in (False, True):
+        work = Slow()
+        background.launch(iter([([work], 0)]))
+        while not caller_waits and not background.done():
+            time.sleep(0.01)
+        background.wait()
+        assert work.blocked is caller_waits and work.is_completed()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), MemoryError("broken")], ids=repr)
+@pytest.mark.parametrize("first", [True, False])
+def test_what_fails_in_a_stage_never_lands(error: Exception, first: bool):
+    """Raised as it is, once; later calls say that it has failed, rather than to use partial sums."""
+
+    def stages() -> Iterator[Any]:
+        if not first:
+            yield [], 0
+        raise error
+
+    background = Background(torch.device("cpu"))
+    with pytest.raises(type(error), match="broken"):
+        background.launch(stages())
+        background.wait()
+    assert not background.in_flight
+    with pytest.raises(RuntimeError, match="failed before: .*broken"):
+        background.done()
+    with pytest.raises(RuntimeError, match="failed before"):
+        background.sum([torch.ones(2)])
+
+
+def closed(rank: int, world_size: int) -> str:
+    mean = Mean([torch.ones(3)])
+    mean.launch()
+    mean.wait()
+    mean.close()
+    with pytest.raises(UserError) as caught:
+        mean.launch()
+    return str(caught.value)
+
+
+def test_nobody_trains_on_alone_after_close():
+    assert all("close() has left" in text and "\n" not in text for text in run_distributed(closed, 2))
 
 
 def test_bytes_of_a_ring():

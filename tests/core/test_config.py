@@ -72,6 +72,7 @@ def test_bad_co2_setting(settings: dict[str, Any], named: str, remedy: str):
         ({"delay": "soon", "merge": "mix"}, "delay='soon'", "boundary, auto, or"),
         ({"delay": 3, "merge": "mix", "tau": "auto"}, "delay=3", "boundary or auto"),
         ({"sync_steps": -1}, "sync_steps=-1", "0 or more"),
+        ({"sync_steps": 1.5}, "sync_steps=1.5", "0 or more"),
         ({"mix": 0.0}, "mix=0.0", "(0, 1]"),
         ({"mix": 1.01}, "mix=1.01", "(0, 1]"),
         ({"mix": float("nan")}, "mix=nan", "(0, 1]"),

@@ -139,13 +139,17 @@ def test_16_bit_parameters(changes: dict[str, Any]):
             assert ((ours - want).abs() <= allowed * (1 + want.abs())).all()
 
 
+UNEVEN: list[dict[str, Any]] = [*SOME[:6], {"merge": "mix", "delay": "auto"}, {"merge": "keep", "delay": "auto"}]
+UNEVEN += [{"sync_steps": 6}, {"sync_steps": 14, "merge": "mix"}]  # finish() comes among these, and after them
+
+
 def uneven(rank: int, world_size: int) -> list[list[Tensor]]:
-    return [uneven_twice(rank, replace(BASE, tau=3, **changes)) for changes in SOME[:6]]
+    return [uneven_twice(rank, replace(BASE, tau=3, **changes)) for changes in UNEVEN]
 
 
 def test_finish_leaves_equal_workers_however_uneven_and_training_goes_on():
     results = run_distributed(uneven, 3)
-    for i, changes in enumerate(SOME[:6]):
+    for i, changes in enumerate(UNEVEN):
         untouched, first, again, second, x, _ = results[0][i]
         for other in results[1:]:
             assert all(torch.equal(a, b) for a, b in zip(results[0][i], other[i], strict=True)), changes

@@ -2,6 +2,7 @@
 
 import contextlib
 import warnings
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -100,15 +101,17 @@ def test_expanded_tensors_are_refused():
 def loaded_under_it(rank: int, world_size: int) -> dict[str, list[int]]:
     """By method: how many warnings came in a round that begins with each kind of change to the weights."""
     found: dict[str, list[int]] = {}
-    for name in (*LOCAL, "shard"):
-        params = [nn.Parameter(torch.full((3,), 0.5)), nn.Parameter(torch.zeros(2))]
+    for name in (*LOCAL, "shard", "keep"):
+        params = [nn.Parameter(torch.full((3,), 0.5)), nn.Parameter(torch.ones(2))]
         if name == "shard":
             method: Any = ShardedCO2(params, CONFIG, shard=True)
+        elif name == "keep":
+            method = make_method("co2", nn.ParameterList(params), co2=replace(CONFIG, merge="keep"))[1]
         else:
             method = make_method(name, nn.ParameterList(params), co2=CONFIG)[1]
-        optimizer = torch.optim.SGD(params, 0.1)
+        optimizer = torch.optim.SGD(params, 0.01)
         found[name] = []
-        for change in ("none", "loaded", "swapped", "in mid-round", "no memory of its own", "resynced", "none"):
+        for change in ("none", "swapped", "loaded", "in mid-round", "no memory of its own", "resynced", "none"):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 apply_change(change, params, method)
@@ -143,7 +146,7 @@ def apply_change(change: str, params: list[nn.Parameter], method: Any) -> None:
 def test_weights_loaded_under_a_method_are_noticed_at_the_rounds_first_step():
     """Once, and by those methods that would pull them back; one that keeps no start cannot tell a swap from a load."""
     (found,) = run_distributed(loaded_under_it, 1)
-    assert found["co2"] == found["slowmo"] == [0, 1, 0, 0, 1, 0, 0]
+    assert found["co2"] == found["slowmo"] == found["keep"] == [0, 0, 1, 0, 1, 0, 0]
     assert found["local"] == [0] * 7, "it takes the mean of whatever is there"
     for name in ("shard", "overlap_local"):
         assert found[name] == [0, 1, 1, 0, 1, 0, 0]

@@ -1,5 +1,6 @@
 """Shared outer state and hierarchy on real processes: equal to the unshared run, and to the reference."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -302,3 +303,35 @@ def three_in_twos(rank: int, world_size: int) -> None:
 def test_uneven_nodes_are_refused():
     with pytest.raises(RuntimeError, match="2 workers per node do not divide 3 workers"):
         run_distributed(three_in_twos, 3)
+
+
+def resumed_with_another_delay(rank: int, world_size: int, saved_with: dict[str, Any], go_on: dict[str, Any]) -> None:
+    """Saved in mid-round after a mean was merged there; shared state against whole."""
+    base = problems.Settings(tau=4, outer_momentum=0.3, outer_lr=0.6, clip=None, gap="none")
+    ends = []
+    for build in (CO2, ShardedCO2):
+        params = problems.odd_parameters()
+        first = build(params, replace(base, **saved_with).co2)
+        for step in range(11):
+            problems.sgd_step(params, rank, step)
+            first.step()
+        state, again = first.state_dict(), [nn.Parameter(p.detach().clone()) for p in params[:-1]]
+        values = [p.detach().clone() for p in again]
+        second = build(again, replace(base, **go_on).co2)
+        with torch.no_grad():
+            for p, value in zip(again, values, strict=True):
+                p.copy_(value)
+        second.load_state_dict(state)
+        for step in range(11, 22):
+            problems.sgd_step(again, rank, step)
+            second.step()
+        first.finish()
+        second.finish()
+        ends.append(problems.flat(again))
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-9, atol=1e-9)
+
+
+def test_a_checkpoint_from_another_delay_goes_on_as_with_whole_state():
+    late, paper = {"merge": "mix", "delay": 2}, {"merge": "outer", "delay": "boundary"}
+    for change in ((late, paper), (paper, late)):
+        run_distributed(resumed_with_another_delay, 2, *change)

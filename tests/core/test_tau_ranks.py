@@ -130,6 +130,32 @@ def test_uneven_workers_end_together_and_the_tuner_is_in_the_checkpoint():
     assert torch.equal(end, other_end) and tau == other_tau
 
 
+def merging_on_arrival(rank: int, world_size: int) -> dict[str, Any]:
+    """Each worker hears of a new tau, and that all stop, in mid-round, after another number of its own steps."""
+    params = problems.odd_parameters()
+    config = CO2Config(tau="auto", merge="mix", delay="auto", gap="none", outer_momentum=0.0)
+    co2 = CO2(params, config, link=ThrottledLink(0.3))  # some 0.02 s an all-reduce
+    closed, stopped, told = [], [], []
+    for step in range(120):
+        sgd_step(params, rank, step)
+        time.sleep(0.003 + 0.004 * rank)
+        if step == 80 and rank == 0:
+            co2.ask_to_stop()
+        if co2.step():
+            closed.append(step)
+            told += [co2.tau_decision] if co2.tau_decision else []
+        stopped += [step] if co2.stop_agreed else []
+    co2.finish()
+    assert co2.tuner is not None
+    return {"closed": closed, "stopped": stopped[0], "told": told, "decisions": co2.tuner.decisions[: len(told)]}
+
+
+def test_where_means_merge_on_arrival_rounds_still_close_and_stop_at_the_same_steps():
+    zero, one = run_distributed(merging_on_arrival, 2)
+    assert zero == one and zero["stopped"] in zero["closed"]
+    assert zero["told"] and zero["told"] == zero["decisions"]
+
+
 def test_one_worker_keeps_the_calibration_tau():
     params = problems.odd_parameters()
     co2 = CO2(params, AUTO)
