@@ -15,7 +15,7 @@ from results.paper import GPUS, SCALING_RATIO, WORDS_PER_SECOND
 
 ADAMW_8, ADAMW_16, ADAMW_128 = (float(WORDS_PER_SECOND[None, nodes]) for nodes in (1, 2, 16))
 CO2_48_128 = float(WORDS_PER_SECOND[48, 16])
-RATIO_ADAMW, RATIO_48, RATIO_12 = (SCALING_RATIO[tau] for tau in (None, 48, 12))
+RATIO_ADAMW, RATIO_48, RATIO_12 = (SCALING_RATIO[row] for row in (("ddp", None), ("co2", 48), ("co2", 12)))
 ROUNDS = 20
 
 

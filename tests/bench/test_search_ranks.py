@@ -25,14 +25,22 @@ PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "co2": ("co2", {"co2": CO2Config(TAU)}),
     "co2:beta=0,gap=norm,phi=0.1": ("co2", {"co2": CO2Config(TAU, outer_momentum=0.0, gap="norm", clip=0.1)}),
     "co2:merge=mix,kappa=0.3,gap=none,beta=0.2,alpha=0.5,phi=none": (
-        "delayed",
-        {"co2": CO2Config(**NO_GAP, outer_momentum=0.2, outer_lr=0.5), "delayed": DelayedConfig("mix", mix=0.3)},
+        "co2",
+        {"co2": CO2Config(**NO_GAP, outer_momentum=0.2, outer_lr=0.5, merge="mix", mix=0.3)},
+    ),
+    "co2:merge=mix,gap=none,beta=0,delay=1": (
+        "co2",
+        {"co2": CO2Config(**NO_GAP | {"clip": 1.0}, outer_momentum=0.0, merge="mix", delay=1)},
+    ),
+    "co2:merge=keep,gap=none,beta=0.3,delay=3": (
+        "co2",
+        {"co2": CO2Config(**NO_GAP | {"clip": 1.0}, outer_momentum=0.3, merge="keep", delay=3)},
     ),
     "diloco": (
         "delayed",
         {
-            "co2": CO2Config(**NO_GAP, outer_momentum=0.9, outer_lr=0.7),
-            "delayed": DelayedConfig(delay=0, nesterov=True),
+            "co2": CO2Config(**NO_GAP, outer_momentum=0.9, outer_lr=0.7, delay=0),
+            "delayed": DelayedConfig(nesterov=True),
         },
     ),
     "local": ("local", {"co2": CO2Config(TAU)}),

@@ -58,7 +58,7 @@ def test_a_run_resumed_after_a_crash_ends_as_if_uninterrupted(model: str, train,
     whole, _ = train("--model", model, name="whole")
     assert len(losses(whole)) == 6  # 2 epochs of 24 / 8 steps
 
-    def crash(run: Run) -> bool:
+    def crash(run: Run, closed: bool) -> bool:
         assert run.step < 5, "crash"
         return False
 

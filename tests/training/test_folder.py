@@ -134,7 +134,7 @@ def test_a_folder_that_cannot_be_is_one_line(name: str, tmp_path: Path):
 
 def test_a_summary_holds_numbers_or_null(tmp_path: Path, capsys: pytest.CaptureFixture):
     folder = start(Toy(out=tmp_path))
-    folder.summarise("toy", {"loss": float("nan"), "norm": float("inf"), "steps": 3})
+    folder.summarise(Toy(out=tmp_path), {"loss": float("nan"), "norm": float("inf"), "steps": 3})
     folder.close()
     assert json.loads((tmp_path / "summary.json").read_text()) == {"loss": None, "norm": None, "steps": 3}
     assert capsys.readouterr().err == "warning: no finite number, null in summary.json: loss, norm\n"
