@@ -411,6 +411,7 @@ class LocalMethod(ABC):
         self.tau = self.tuner.tau if self.tuner else self.tau
         self.stop_agreed |= self._stop_heard
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _merge_early(self) -> None:
         """`merge` in mid-round; the round's statistics are told when it closes."""
@@ -425,6 +426,7 @@ class LocalMethod(ABC):
         if isinstance(ended, float) and isinstance(began, float) and isinstance(self._stepping_since, float):
             self._stepping_since += ended - began  # no part of a local step
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _synchronise(self, *, finished: bool) -> bool:
         """One of the first steps: the mean of the parameters and buffers for all, from which everything starts.
