@@ -230,10 +230,10 @@ class CO2(LocalMethod):
     def _send_and_merge_later(self, *, finished: bool) -> bool:
         """A boundary at which the worker goes on from where it is: step 3. What is in flight is merged before."""
         landing = self.merge(finished=finished) if self.background.in_flight else None
-        if (landing and landing.last) or (finished and not self.local_steps):
-            self._restart()
         if landing and landing.last:
             return True
+        if finished and not self.local_steps:
+            self._restart()  # what an earlier mean was mixed with is no local step
         for boundary in self._boundaries:
             boundary.take()
         self.send(finished=finished)

@@ -270,8 +270,8 @@ class LocalMethod(ABC):
         return False
 
     def merge(self, *, finished: bool = False) -> Landing:
-        """Receives what is in flight, and uses it."""
-        raise NotImplementedError
+        """Receives what is in flight; a method that merges in mid-round also uses it here."""
+        return self.receive(finished=finished)
 
     def begin_round(self, number: int) -> None:  # noqa: B027
         """For settings that change from round to round. number: of the round, from 0."""

@@ -215,8 +215,30 @@ def test_checksums_are_exact_in_float32_and_differ_where_one_bit_does(workers: i
     assert checksum_of({"a": 1.0}, workers) == checksum_of({"a": 1.0}, workers) < 2 ** bits(workers)
 
 
-def test_repairs_are_rare():
-    assert REPAIR_EVERY >= 100
+def drifting_again(rank: int, world_size: int) -> tuple[list[int], list[float]]:
+    """Bytes of each round, and whether drift was seen, where one worker's outer iterate is moved twice."""
+    params = [nn.Parameter(torch.linspace(-1, 1, 1000))]
+    co2 = CO2(params, CO2Config(tau=1, outer_momentum=0.0))
+    sent, seen = [], []
+    for number in range(3 * PARTS):
+        if rank and number in (3, PARTS + 8):
+            co2.background.settle()
+            co2.state["outer_iterate"][0].mul_(1 + 1e-6)
+        sgd_step(params, rank, number)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            co2.step()
+        sent.append(co2.stats.bytes_sent)
+        seen.append(co2.stats.drifted)
+    return sent, seen
+
+
+def test_a_second_drift_is_seen_but_not_repaired_within_a_hundred_rounds():
+    assert REPAIR_EVERY == 100
+    for sent, seen in run_distributed(drifting_again, 2):
+        usual = sent[1]
+        assert sum(count > usual for count in sent) == 1, "one round carried the outer state, too"
+        assert sum(seen[2 * PARTS :]) > 0
 
 
 def asked(rank: int, world_size: int, wire: Any) -> list[bool]:
