@@ -18,13 +18,13 @@ from tqdm import tqdm
 
 from core.errors import UserError
 from core.methods import Method, make_method
-from training import checkpoint
+from training import checkpoint, named, stored
 from training.config import settings
 from training.counters import Averages, Due, Every, Stopwatch
 from training.folder import RunFolder
 from training.recipe import Recipe
 from training.round_log import RoundLog
-from training.sampling import per_worker
+from training.sampling import mix, per_worker
 from training.start import join
 from training.stop import StopSignal
 from training.throttle import make_link
@@ -73,12 +73,15 @@ class Run:
         torch.manual_seed(self.recipe.seed * 1_000_003 + self.rank)  # rank 0's initial parameters are broadcast
         self.folder.open(self.recipe, self.world_size, self.device)
         self._mesh = make_mesh(self.device, self.recipe.per_node, self.recipe.zero, self.recipe.timeout)
+        place = self.rank, self.world_size, self.folder.attempt, self.recipe.timeout
+        self._saver = checkpoint.Saver(self.folder.checkpoints, *place)
         self._stop.listen()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._bar is not None:
             self._bar.close()
+        self._saver.close() if kind is None else self._saver.abandon()
         self.folder.close()
         if self._made_group and kind is None:
             dist.destroy_process_group()
@@ -137,7 +140,7 @@ class Run:
 
         epoch, total: the optimiser steps of an epoch and of the whole run. The rest is what a checkpoint holds.
         """
-        self._parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+        self._model, self._optimizer = model, optimizer
         self._schedule, self._method, self._total = schedule, method, total
         seconds = self._resume() if self.recipe.resume else 0.0
         self.folder.begin(self.step)
@@ -222,35 +225,76 @@ class Run:
     # -- checkpoints and the end ----------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Writes a checkpoint, at a round boundary or after method.finish(); every worker must call it."""
+        """Begins a checkpoint, at a round boundary or after method.finish(); every worker must call it.
+
+        What it holds is copied here; it is written while the training goes on. UserError on all workers where the one
+        before could not be written.
+        """
+        assert self._model is not None, "call begin() before the loop"
         with self.clock.paused():
+            self._saver.prepare()
             self._rounds.read()
-            state = {name: part.state_dict() for name, part in self._parts.items()}
-            state |= {
-                "step": self.step,
-                "method": {"name": self.recipe.method, "state": self._method.state_dict()},
-                "totals": self._rounds.overlap.state_dict() | {"seconds": self.clock.seconds},
+            live = {
+                "model": self._model.state_dict(),
+                "optimizer": named.of_optimizer(self._optimizer, self._model),
+                "schedule": self._schedule.state_dict(),
                 "means": self._means.state_dict(),
                 "rng": random_state(self.device),
             }
-            place = {"rank": self.rank, "world_size": self.world_size, "attempt": self.folder.attempt}
-            checkpoint.save(self.folder.checkpoints, self.step, state, **place)
+            tensors: dict[str, Tensor] = {}
+            state = stored.take_out(live, tensors) | {
+                "step": self.step,
+                "node": self._node,
+                "totals": self._rounds.overlap.state_dict() | {"seconds": self.clock.seconds},
+            }
+            method = named.of_method(self._method, self._model, self._method.state_dict())
+            of_method = {"method": {"name": self.recipe.method, "state": method}}
+            self._saver.start(self.step, state | stored.take_out(of_method, tensors, copy=False), tensors)
 
     def _resume(self) -> float:
         """Restores the newest checkpoint, if there is one; returns the seconds of training that led to it."""
-        state = checkpoint.load(self.folder.checkpoints, rank=self.rank, world_size=self.world_size)
-        if state is None:
+        found = checkpoint.load(self.folder.checkpoints, rank=self.rank, world_size=self.world_size)
+        if found is None:
             return 0.0
+        state, workers = found
         if state["method"]["name"] != self.recipe.method:
             raise UserError(f"{self.folder.path} was trained with {state['method']['name']}, not {self.recipe.method}")
-        for name, part in self._parts.items():
-            part.load_state_dict(state[name])
-        self._method.load_state_dict(state["method"]["state"])
+        if state["node"] != self._node:
+            raise UserError(
+                f"{self.folder.path} was trained with {state['node']} workers a node, here there are {self._node}: "
+                f"resume with --per_node {state['node']}"
+            )
+        assert self._model is not None
+        named.load_model(self._model, state["model"])
+        named.load_optimizer(self._optimizer, self._model, state["optimizer"])
+        self._schedule.load_state_dict(state["schedule"])
+        self._method.load_state_dict(named.flat_of_method(state["method"]["state"]))
         self._rounds.overlap.load_state_dict(state["totals"])
         self._means.load_state_dict(state["means"])
-        set_random_state(state["rng"], self.device)
         self.step = int(state["step"])
+        if workers == self.world_size:
+            set_random_state(state["rng"], self.device)
+        else:
+            self._change_workers(workers)
         return state["totals"]["seconds"]
+
+    def _change_workers(self, before: int) -> None:
+        """Says what of a checkpoint of `before` workers goes on, and gives all random states of their own."""
+        torch.manual_seed(mix(self.recipe.seed, self.rank, self.step))
+        if self.rank > 0:
+            return
+        now = self.world_size
+        what = f"ranks {now} to {before - 1}'s are dropped" if now < before else f"ranks {before} to {now - 1} copy them"
+        tqdm.write(
+            f"warning: {before} workers wrote the checkpoint, {now} go on: parameters, {self.recipe.method}'s state and "
+            f"what is in flight carry over; of the optimiser's states {what}; random states begin anew",
+            file=sys.stderr,
+        )
+
+    @property
+    def _node(self) -> int:
+        """How many workers synchronise every step."""
+        return self._mesh.size(1) if self._mesh is not None else 1
 
     def stop(self) -> None:
         """Ends the run early, in place of method.finish(), the last evaluation and end().
@@ -259,6 +303,7 @@ class Run:
         evaluated: what stopped it may leave no time, and the resumed run will.
         """
         self.save()
+        self._saver.wait()
         number = largest_of_workers(self._stop.number, self.device)  # a signal may have come to one of them alone
         self._method.finish()  # the checkpoint knows nothing of this: the workers part in peace
         self._summarise({"stopped_by_signal": number})
@@ -269,6 +314,7 @@ class Run:
         results: what the last evaluation measured; summary.json holds it with what communication cost.
         """
         self.save()
+        self._saver.wait()
         self._summarise(results)
 
     def _summarise(self, results: dict[str, float]) -> None:
