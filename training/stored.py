@@ -112,7 +112,7 @@ def _write(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | 
                 raise OSError(reason(error)) from None
 
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _named_failures(dcp):
+    with _named_failures(dcp, alone=group is None):
         dcp.save(
             tensors, storage_writer=Writer(folder), planner=planner, process_group=group, no_dist=group is None
         )
@@ -172,7 +172,7 @@ def _load(reader: Any, wanted: dict[str, tuple[str, list[int]]]) -> dict[str, Te
         kind, size = known[name].properties.dtype, known[name].size
         tensors[name] = torch.empty_strided(size, layout, dtype=kind) if layout else torch.empty(size, dtype=kind)
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _named_failures(dcp):
+    with _named_failures(dcp, alone=True):
         dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
     for name, tensor in tensors.items():
         if digest(tensor) != wanted[name][0]:
@@ -202,14 +202,15 @@ def _reader(folder: Path) -> Any:
 
 
 @contextlib.contextmanager
-def _named_failures(dcp: Any) -> Iterator[None]:
-    """DCP's exception, which is no Exception, holds those of several workers: the first one's, in a line."""
+def _named_failures(dcp: Any, *, alone: bool) -> Iterator[None]:
+    """DCP's exception, which is no Exception, holds those of the workers: the first one's; not alone, with its rank."""
     try:
         yield
     except dcp.CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
-        missing = isinstance(cause, FileNotFoundError)
-        raise (cause if missing else OSError(f"rank {rank}: {reason(cause)}")) from None
+        if alone:
+            raise cause from None
+        raise OSError(f"rank {rank}: {reason(cause)}") from None
 
 
 def reason(error: BaseException) -> str:
@@ -217,7 +218,7 @@ def reason(error: BaseException) -> str:
     cause = error if isinstance(error, OSError) else error.__context__
     if isinstance(cause, OSError):
         return cause.strerror or str(cause)
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
 
 
 def _dcp() -> Any:
