@@ -74,12 +74,12 @@ def check_frozen(frozen: Sequence[Tensor]) -> None:
         )
 
 
-def check_workers(state: Mapping[str, Any], workers: int) -> None:
-    """Refuses a checkpoint whose sum in flight is over another number of workers."""
-    if state["in_flight"] is not None and state["workers"] != workers:
+def check_workers(before: int, workers: int, *, equal: bool) -> None:
+    """Refuses a checkpoint of another number of workers unless all of them held the same outer state."""
+    if before != workers and not equal:
         raise UserError(
-            f"the checkpoint holds a sum over {state['workers']} workers that was in flight, here there are "
-            f"{workers}: resume with as many, or save after finish()"
+            f"the checkpoint is of {before} workers, here there are {workers}, and each held a part of the outer state "
+            "of its own: resume with as many"
         )
 
 

@@ -33,34 +33,28 @@ class Saver:
     """Writes checkpoints in a thread, one after the other, over a process group of its own.
 
     attempt: the same on all workers, and another one each time that the run is started. timeout: seconds until a
-    missing worker is an error.
+    missing worker is an error. Every worker must make one.
     """
 
     def __init__(self, folder: Path, rank: int, world_size: int, attempt: str, timeout: float = 600.0):
         self.folder, self.rank, self.world_size, self.attempt, self.timeout = folder, rank, world_size, attempt, timeout
-        self._group: dist.ProcessGroup | None = None
+        self._group = new_group(None, timeout, torch.device("cpu"), "gloo")
         self._thread: threading.Thread | None = None
         self._failure = ""
         self._error: Exception | None = None
 
-    def prepare(self) -> None:
-        """Waits for the checkpoint that is being written, if one is; every worker must call it before start.
-
-        UserError on all workers where one of them could not write; also the error of a worker that is gone.
-        """
-        self.wait()
-        if self._group is None:
-            self._group = new_group(None, self.timeout, torch.device("cpu"), "gloo")
-
     def start(self, step: int, state: Any, tensors: dict[str, Tensor]) -> None:
         """Begins to write, under folder/step*/, what stored.take_out has left and found; removes old checkpoints when
-        that is done. Every worker must call it, at its own time."""
-        assert self._thread is None, "prepare() comes before"
+        that is done. Every worker must call it, at its own time. Waits for the one before, if that is not written."""
+        self.wait()
         self._thread = threading.Thread(target=self._run, args=(step, state, tensors), daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Until what was begun is written; see prepare for the errors."""
+        """Until what was begun is written; every worker must call it.
+
+        UserError on all of them where one could not write; also the error of a worker that is gone.
+        """
         if self._thread is None:
             return
         self._thread.join()

@@ -107,6 +107,8 @@ class Recipe:
     """Epochs between evaluations."""
     checkpoint_every: int = 1
     """Epochs between checkpoints; 0 for none but the last."""
+    save_minutes: float = 0.0
+    """Minutes between checkpoints, beside checkpoint_every; 0 for none by time."""
     log_every: int = 10
     """Steps between two lines of metrics.jsonl."""
     trace: bool = False
@@ -138,6 +140,8 @@ class Recipe:
                 raise UserError(f"{name}={value}: give a finite number")
             if isinstance(value, int) and abs(value) > LARGEST:
                 raise UserError(f"{name}={value}: give {LARGEST} or less")
+        if self.save_minutes < 0:
+            raise UserError(f"save_minutes={self.save_minutes}: give minutes, or 0 for none by time")
         if not 0 < self.timeout <= LARGEST:
             raise UserError(f"timeout={self.timeout}: give seconds, above 0 and up to {LARGEST}")
         if self.link_mbit is not None and not self.link_mbit > 0:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -20,7 +21,7 @@ from core.errors import UserError
 from core.methods import Method, make_method
 from training import checkpoint, named, stored
 from training.config import settings
-from training.counters import Averages, Due, Every, Stopwatch
+from training.counters import Averages, Due, Every, Stopwatch, Timer
 from training.folder import RunFolder
 from training.recipe import Recipe
 from training.round_log import RoundLog
@@ -62,11 +63,13 @@ class Run:
         self.folder = RunFolder(recipe.folder, self.rank, self.clock)
         self._link = make_link(recipe.link_mbit, self.device)
         self._means = Averages()
+        self._minutes = Timer(recipe.save_minutes)
         self._rounds = RoundLog(recipe, self.folder, self.device)
         self._stop = StopSignal()
         self._model: nn.Module | None = None
         self._mesh: DeviceMesh | None = None  # [nodes, workers of a node], where those synchronise every step
         self._bar: tqdm[Any] | None = None
+        self._hand_over: Callable[[], None] = lambda: None  # the method's part of a checkpoint
 
     def __enter__(self) -> Run:
         self._made_group = join(self.device, self.recipe.timeout, settings(self.recipe))
@@ -81,7 +84,11 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._bar is not None:
             self._bar.close()
-        self._saver.close() if kind is None else self._saver.abandon()
+        if kind is None:
+            self._hand_over()  # of a loop that ended without stop() or end()
+            self._saver.close()
+        else:
+            self._saver.abandon()
         self.folder.close()
         if self._made_group and kind is None:
             dist.destroy_process_group()
@@ -142,6 +149,7 @@ class Run:
         """
         self._model, self._optimizer = model, optimizer
         self._schedule, self._method, self._total = schedule, method, total
+        self._hand_over = method.hand_over
         seconds = self._resume() if self.recipe.resume else 0.0
         self.folder.begin(self.step)
         tau = self.recipe.co2.tau
@@ -150,6 +158,7 @@ class Run:
             tqdm.write(f"warning: {total} steps are less than a round of tau={tau}: {remedy}", file=sys.stderr)
         self._evaluation = Every(epoch * self.recipe.eval_every, self.step)
         self._saving = Every(epoch * self.recipe.checkpoint_every, self.step)
+        self._minutes.restart()
         interval = 0.5 if sys.stderr.isatty() else 20.0
         label = f"{self.recipe.name} {self.recipe.method}"
         self._bar = tqdm(total=total, initial=self.step, desc=label, disable=self.rank != 0, mininterval=interval)
@@ -183,7 +192,7 @@ class Run:
         open_end = closed and self.step < self._total
         return Due(
             evaluation=open_end and self._evaluation.due(self.step),
-            checkpoint=open_end and self._saving.due(self.step),
+            checkpoint=open_end and (self._saving.due(self.step) | self._due_by_time()),
             stop=self.step < self._total and self._stops(closed),
         )
 
@@ -194,6 +203,15 @@ class Run:
         if self._stop.number:
             self._method.ask_to_stop()
         return self._method.stop_agreed
+
+    def _due_by_time(self) -> bool:
+        """Where a round has closed: rank 0's clock decides, of which all hear a round later."""
+        due = self.rank == 0 and self._minutes.due()
+        if due and dist.is_initialized():
+            self._method.ask_to_save()
+        if due:
+            self._minutes.restart()
+        return self._method.save_agreed or (due and not dist.is_initialized())
 
     def _log_means(self) -> None:
         """Logs the means since the last time, the learning rate and the share of communication hidden so far."""
@@ -227,12 +245,12 @@ class Run:
     def save(self) -> None:
         """Begins a checkpoint, at a round boundary or after method.finish(); every worker must call it.
 
-        What it holds is copied here; it is written while the training goes on. UserError on all workers where the one
-        before could not be written.
+        What it holds is copied here, but for what an all-reduce in flight has yet to bring; it is written while the
+        training goes on. UserError on all workers where the one before could not be written.
         """
         assert self._model is not None, "call begin() before the loop"
         with self.clock.paused():
-            self._saver.prepare()
+            self._saver.wait()
             self._rounds.read()
             live = {
                 "model": self._model.state_dict(),
@@ -247,9 +265,14 @@ class Run:
                 "node": self._node,
                 "totals": self._rounds.overlap.state_dict() | {"seconds": self.clock.seconds},
             }
-            method = named.of_method(self._method, self._model, self._method.state_dict())
-            of_method = {"method": {"name": self.recipe.method, "state": method}}
-            self._saver.start(self.step, state | stored.take_out(of_method, tensors, copy=False), tensors)
+            self._method.snapshot(functools.partial(self._write, self.step, state, tensors))
+
+    def _write(self, step: int, state: dict[str, Any], tensors: dict[str, Tensor], method: dict[str, Any]) -> None:
+        """Once the method's part is known, too: at the next boundary where an all-reduce was in flight."""
+        assert self._model is not None
+        by_name = named.of_method(self._method, self._model, method)
+        of_method = {"method": {"name": self.recipe.method, "state": by_name}}
+        self._saver.start(step, state | stored.take_out(of_method, tensors, copy=False), tensors)
 
     def _resume(self) -> float:
         """Restores the newest checkpoint, if there is one; returns the seconds of training that led to it."""
@@ -283,11 +306,11 @@ class Run:
         torch.manual_seed(mix(self.recipe.seed, self.rank, self.step))
         if self.rank > 0:
             return
-        now = self.world_size
-        what = f"ranks {now} to {before - 1}'s are dropped" if now < before else f"ranks {before} to {now - 1} copy them"
+        now, its = self.world_size, "the optimiser's states"
+        rest = f"{its} of rank {now} and above are dropped" if now < before else f"rank {before} and above copy {its}"
         tqdm.write(
-            f"warning: {before} workers wrote the checkpoint, {now} go on: parameters, {self.recipe.method}'s state and "
-            f"what is in flight carry over; of the optimiser's states {what}; random states begin anew",
+            f"warning: {before} workers wrote the checkpoint, {now} go on: the parameters, {self.recipe.method}'s state "
+            f"and what was in flight carry over; {rest}; random states begin anew",
             file=sys.stderr,
         )
 
@@ -303,9 +326,9 @@ class Run:
         evaluated: what stopped it may leave no time, and the resumed run will.
         """
         self.save()
-        self._saver.wait()
         number = largest_of_workers(self._stop.number, self.device)  # a signal may have come to one of them alone
-        self._method.finish()  # the checkpoint knows nothing of this: the workers part in peace
+        self._method.finish()  # of this the checkpoint knows nothing: the workers part in peace
+        self._saver.wait()
         self._summarise({"stopped_by_signal": number})
 
     def end(self, results: dict[str, float]) -> None:

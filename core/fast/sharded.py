@@ -354,6 +354,9 @@ class ShardedCO2(Scheduled):
         super().load_state_dict(state)
         if state["shared"]["gathered"] is not None:
             copy([b.flat for b in self.buckets], state["shared"]["gathered"])
+        elif state["in_flight"] is not None:  # g is no sum, whoever was there
+            for bucket, flat in zip(self.buckets, state["in_flight"], strict=True):
+                bucket.flat[: bucket.padded].copy_(flat[: bucket.padded])
         self._last.copy_(state["shared"]["last"])
         self._m_squares.copy_(state["shared"]["m_squares"])
         if self.config.at_boundary and state["in_flight"] is None:  # merged in mid-round by the run that saved it

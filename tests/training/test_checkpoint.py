@@ -23,7 +23,6 @@ def save(folder: Path, *steps: int, rank: int = 0, world_size: int = 1, attempt:
         saver = checkpoint.Saver(folder, rank, world_size, attempt)
         held = {"step": step, "tensor": torch.full((1000,), float(step)), "rank": torch.full((10,), rank)} | state
         tensors: dict[str, torch.Tensor] = {}
-        saver.prepare()
         saver.start(step, stored.take_out(held, tensors), tensors)
         saver.close()
 
