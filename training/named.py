@@ -14,6 +14,7 @@ from core.flat import Bucket, views
 from core.methods import Method
 from core.rounds import LocalMethod
 
+
 def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
     """The optimiser's state_dict with a name in place of each number."""
     state = optimizer.state_dict()

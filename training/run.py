@@ -309,8 +309,8 @@ class Run:
         now, its = self.world_size, "the optimiser's states"
         rest = f"{its} of rank {now} and above are dropped" if now < before else f"rank {before} and above copy {its}"
         tqdm.write(
-            f"warning: {before} workers wrote the checkpoint, {now} go on: the parameters, {self.recipe.method}'s state "
-            f"and what was in flight carry over; {rest}; random states begin anew",
+            f"warning: {before} workers wrote the checkpoint, {now} go on: the parameters, {self.recipe.method}'s "
+            f"state and what was in flight carry over; {rest}; random states begin anew",
             file=sys.stderr,
         )
 

@@ -113,9 +113,7 @@ def _write(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | 
 
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _named_failures(dcp, alone=group is None):
-        dcp.save(
-            tensors, storage_writer=Writer(folder), planner=planner, process_group=group, no_dist=group is None
-        )
+        dcp.save(tensors, storage_writer=Writer(folder), planner=planner, process_group=group, no_dist=group is None)
 
 
 def make_names(everyone: list[dict[str, str]]) -> dict[str, str]:
@@ -154,7 +152,7 @@ def read(folder: Path, rest: Rest) -> Any:
 def digest(tensor: Tensor) -> str:
     """SHA-256 of a tensor's dtype, shape and elements."""
     found = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())  # one of hashlib's calls that others run beside
+    found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())  # hashlib lets other threads run
     return found.hexdigest()
 
 

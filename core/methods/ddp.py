@@ -47,7 +47,7 @@ class DDP:
         self._reset()
         self.stop_agreed = self.save_agreed = False
         self._asked_to_stop = self._asked_to_save = False
-        self._requests = torch.zeros(2, device=next(model.parameters()).device)  # how many workers want to stop, to save
+        self._requests = torch.zeros(2, device=next(model.parameters()).device)  # to stop, to save
         self._exchange: dist.Work | None = None
         self._late = Late()
         if self.group is not None:

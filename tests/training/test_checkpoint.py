@@ -80,10 +80,10 @@ def flip(path: Path) -> None:
 
 
 class Hostile:
-    """Unpickled, it makes a file."""
+    """Unpickled, it makes a file `ran`."""
 
     def __init__(self, path: Path):
-        self.path = path
+        self.path = path.with_name("ran")
 
     def __reduce__(self) -> Any:
         return Path.touch, (self.path,)
@@ -112,7 +112,11 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "no records": (".metadata", Path.unlink, ".metadata is missing"),
     "half the records": (".metadata", lambda path: os.truncate(path, path.stat().st_size // 2), "cannot be read"),
     "a record less": (".metadata", other_records, "cannot be read, KeyError: 'tensor'"),
-    "hostile": (".metadata", lambda path: path.write_bytes(pickle.dumps(Hostile(path.with_name("ran")))), "belongs in no checkpoint"),
+    "hostile": (
+        ".metadata",
+        lambda path: path.write_bytes(pickle.dumps(Hostile(path))),
+        "belongs in no checkpoint",
+    ),
     "no manifest": ("manifest.json", Path.unlink, "manifest.json is missing"),
     "no such manifest": ("manifest.json", lambda path: path.write_text("[]"), "cannot be read"),
     "half a manifest": ("manifest.json", lambda path: os.truncate(path, 20), "cannot be read"),
@@ -159,13 +163,22 @@ def test_what_is_equal_is_named_and_written_once():
     assert stored.make_names(everyone) == {"1": "x", "2": "rank0.y", "3": "rank1.y"}
 
 
-def killed(rank: int, world_size: int, folder: str, attempt: str, who: int) -> None:
-    """Worker `who` is killed while it writes the second checkpoint."""
+WHERE: dict[str, tuple[Any, str, int]] = {  # attempt -> what the worker is killed in, and which
+    "a": (stored, "make_names", 0),  # the workers exchange what they have
+    "b": (torch, "save", 1),  # writing its file
+    "c": (checkpoint, "_publish", 0),
+    "d": (checkpoint, "_tidy", 0),  # the new one is complete, the old ones are about to go
+}
+
+
+def killed(rank: int, world_size: int, folder: str, attempt: str) -> None:
+    """A worker is killed while it writes the second checkpoint."""
     place = {"rank": rank, "world_size": world_size, "attempt": attempt, "by": attempt}
     if attempt == "a":
         save(Path(folder), 1, **place)
+    module, name, who = WHERE[attempt]
     if rank == who:
-        stored.make_names = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+        setattr(module, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(RuntimeError):  # the other's connection breaks
         save(Path(folder), 2, **place)
 
@@ -176,10 +189,12 @@ def attempts(rank: int, world_size: int, folder: str) -> tuple[int, str]:
     return found[0]["step"], found[0]["by"]
 
 
-def test_a_checkpoint_is_of_one_attempt(tmp_path: Path):
-    for attempt, who in (("a", 0), ("b", 1)):
-        run_distributed(killed, 2, str(tmp_path), attempt, who, expect_death=(0, 1))
+def test_a_checkpoint_is_of_one_attempt_wherever_a_worker_is_killed(tmp_path: Path):
+    for attempt in ("a", "b", "c"):
+        run_distributed(killed, 2, str(tmp_path), attempt, expect_death=(0, 1))
     assert run_distributed(attempts, 2, str(tmp_path)) == [(1, "a")] * 2
+    run_distributed(killed, 2, str(tmp_path), "d", expect_death=(0, 1))
+    assert run_distributed(attempts, 2, str(tmp_path)) == [(2, "d")] * 2
 
 
 def on_a_full_disk(rank: int, world_size: int, folder: str) -> str:
