@@ -38,6 +38,7 @@ class Saver:
 
     def __init__(self, folder: Path, rank: int, world_size: int, attempt: str, timeout: float = 600.0):
         self.folder, self.rank, self.world_size, self.attempt, self.timeout = folder, rank, world_size, attempt, timeout
+        stored.library()  # now, and not beside the local steps
         self._group = new_group(None, timeout, torch.device("cpu"), "gloo")
         self._thread: threading.Thread | None = None
         self._failure = ""

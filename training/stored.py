@@ -102,7 +102,7 @@ def write(
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    dcp = _dcp()
+    dcp = library()
 
     class Writer(dcp.FileSystemWriter):
         def write_data(self, plan: Any, planner: Any) -> Any:
@@ -163,7 +163,7 @@ def strides(tensor: Tensor) -> list[int]:
 
 def _load(reader: Any, wanted: dict[str, tuple[str, list[int]]]) -> dict[str, Tensor]:
     """Name -> tensor; wanted: name -> (digest, strides)."""
-    dcp = _dcp()
+    dcp = library()
     known = reader.read_metadata().state_dict_metadata
     tensors = {}
     for name, (_, layout) in wanted.items():
@@ -191,7 +191,7 @@ class _Unpickler(pickle.Unpickler):
 def _reader(folder: Path) -> Any:
     """DCP's reader, which would unpickle anything."""
 
-    class Reader(_dcp().FileSystemReader):
+    class Reader(library().FileSystemReader):
         def read_metadata(self, *_: Any, **__: Any) -> Any:
             with open(folder / ".metadata", "rb") as file:
                 return _Unpickler(file).load()
@@ -219,8 +219,8 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
 
 
-def _dcp() -> Any:
-    """torch.distributed.checkpoint, imported where it is used: that takes a second."""
+def library() -> Any:
+    """torch.distributed.checkpoint, imported where it is used: that takes most of a second."""
     from torch.distributed import checkpoint
 
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of a worker alone, and of each in loading

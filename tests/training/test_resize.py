@@ -126,7 +126,7 @@ def nbytes(folder: Path) -> float:
 
 def test_bytes_of_a_checkpoint(tmp_path: Path):
     """Adam's 8 bytes a parameter and worker; and once 12: the outer iterate, which the parameters are, the momentum,
-    and what is in flight. The rest, such as 5 kB of random state and 1.5 kB around each tensor, is the same for both."""
+    and what is in flight. The rest, as random states of 5 kB and 1.5 kB around a tensor, is the same for both."""
     numel = {width: width * width + width for width in (100, 400)}
     for n in (1, 2):
         run_distributed(wide, n, str(tmp_path / str(n)), list(numel), timeout=120)
