@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
 
 from core import UserError
 from core.co2 import CO2Config
@@ -152,6 +153,9 @@ def save_wide(rank: int, folder: Path, width: int) -> None:
             optimizer.step()
             run.after_step(method.step(), loss=torch.tensor(0.0))
         run.save()
+    read = {f"model.{name}": torch.zeros_like(p) for name, p in model.named_parameters()}
+    dcp.load(read, checkpoint_id=folder / "checkpoints" / f"step{SAVED:09d}", no_dist=True)  # by DCP's own means
+    assert all(torch.equal(read[f"model.{name}"], p) for name, p in model.named_parameters())
 
 
 def timed(rank: int, world_size: int, folder: str, methods: list[str]) -> dict[str, list[int]]:
