@@ -173,13 +173,12 @@ class CO2(Scheduled):
     def merge(self, *, finished: bool = False) -> Landing:
         """Steps 2 and 4 to 7, and the merge. In finish() no step follows, so nothing is mixed."""
         landing = self.receive(finished=finished)
-        if landing.empty:
-            self._last_lr = 0.0
-        else:
+        if not landing.empty:
             share = 0.0 if finished and self.config.delay != 0 else self.config.mix
             self._pass(replace(self.rule(), sends=False, merge=self.config.merge, share=share), moves=True)
-        if landing.last:
+        if landing.last:  # nothing is stale any more
             self._restart()
+            self._last_lr = 0.0
         return landing
 
     def _pass(self, rule: outer.Rule, *, moves: bool) -> None:
@@ -219,12 +218,11 @@ class CO2(Scheduled):
         self.stats.gap_mean, self.stats.gap_max = seen[1] / self._numel, seen[2]
         self.stats.clipped_share = seen[3] / self._numel
 
-    def step(self) -> bool:
-        """Call after every optimiser step. True when a round closed: then, with merge outer, all workers hold
-        x_{t+1,0}."""
+    def step(self, *, last: bool = False) -> bool:
+        """See LocalMethod. When a round closed, with merge outer, all workers hold x_{t+1,0}."""
         if self.config.gap == "inner" and self.local_steps == 0:
             self._first_step = self._displacement()
-        return super().step()
+        return super().step(last=last)
 
     def send(self, *, finished: bool) -> None:
         if self.config.gap == "inner":

@@ -73,6 +73,7 @@ class LocalMethod(ABC):
         self.tau: int = self.tuner.tau if self.tuner else tau  # pyright: ignore[reportAttributeAccessIssue]
         check_inputs(self.tau, given, self.params, self.buffers, self._model_params)
         self.local_steps = 0  # since the last round closed
+        self._ended: bool | None = None  # after step(last=True): whether all workers have ended
         self.sync_steps = sync_steps  # those that are left
         workers = dist.get_world_size(group) if dist.is_initialized() else 1
         self.scalars = Scalars(Agreement.sizes(workers, self.tuner) | dict(scalars or {}))
@@ -97,8 +98,14 @@ class LocalMethod(ABC):
 
     # -- for users ------------------------------------------------------------------------------------------
 
-    def step(self) -> bool:
-        """Call after every optimiser step (also one that a GradScaler skipped). True when a round closed."""
+    def step(self, *, last: bool = False) -> bool:
+        """Call after every optimiser step (also one that a GradScaler skipped). True when a round closed.
+
+        last: finish() follows. It then waits for one all-reduce, of which else it needs a second where a round has
+        just closed, only to hear that no worker has sent anything since.
+        """
+        if self._ended is not None:
+            raise UserError("step() after step(last=True): call finish() between them")
         if self.sync_steps:
             return self._synchronise(finished=False)
         self.local_steps += 1
@@ -110,17 +117,21 @@ class LocalMethod(ABC):
                 self._merge_early()
             return False
         check_frozen(self._frozen)
-        self._boundary(finished=False)
+        ended = self._boundary(finished=last)
+        self._ended = ended if last else None
         return True
 
     def finish(self) -> None:
         """Averages what is pending and leaves all workers with equal parameters. Every worker must call it.
 
         Workers may come here after different numbers of steps: the early ones take part in the others' rounds,
-        contributing no change, until all have arrived. Training may go on afterwards, and `stop_agreed` is False again.
+        contributing no change, until all have arrived. Their rounds have a round's usual size: nobody knows whether
+        another worker still trains, and one that does sends all it has. Training may go on afterwards, and
+        `stop_agreed` is False again.
         """
-        while not (self._synchronise(finished=True) if self.sync_steps else self._boundary(finished=True)):
-            pass
+        while not self._ended:
+            self._ended = self._synchronise(finished=True) if self.sync_steps else self._boundary(finished=True)
+        self._ended = None
         self._agreement.forget_stop()
 
     @torch.no_grad()
@@ -132,7 +143,7 @@ class LocalMethod(ABC):
         """
         self.background.discard()
         self.background.agree((type(self).__name__, self.signature()), self._shared_from_start)
-        self.local_steps = 0
+        self.local_steps, self._ended = 0, None
         self._start_from_params()
 
     def _start_from_params(self) -> None:
@@ -209,7 +220,8 @@ class LocalMethod(ABC):
         for name, flats in here.items():
             copy(flats, saved[name])
         self.scalars["stop"].zero_()  # in flight since the run was stopped: it would end this one, too
-        self.local_steps, self.sync_steps = state["local_steps"], state["sync_steps"]
+        self.scalars["finished"].zero_()  # another worker may train on
+        self._ended, self.local_steps, self.sync_steps = None, state["local_steps"], state["sync_steps"]
         if self.tuner and state["tuner"]:
             self.tuner.load_state_dict(state["tuner"])
             self.tau = state["tau"]

@@ -100,7 +100,7 @@ def train(run: Run, recipe: LanguageRecipe, corpus: Corpus, objective: Objective
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        due = run.after_step(method.step(), train_loss=loss)
+        due = run.after_step(method.step(last=run.at_last_step), train_loss=loss)
         if due.evaluation:
             evaluate(run, recipe, model, corpus, objective, {"val": corpus.val[: recipe.eval_tokens]})
         if due.checkpoint:

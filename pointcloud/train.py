@@ -62,7 +62,7 @@ def train(run: Run, recipe: PointCloudRecipe, train_set: PointClouds, test_set: 
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        due = run.after_step(method.step(), **scalars)
+        due = run.after_step(method.step(last=run.at_last_step), **scalars)
         if due.evaluation:
             evaluate(run, recipe, model, test_set)
         if due.checkpoint:

@@ -76,7 +76,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        due = run.after_step(method.step(), **scalars)
+        due = run.after_step(method.step(last=run.at_last_step), **scalars)
         if due.evaluation:
             evaluate(run, model, "val", eval_sets["val"])
         if due.checkpoint:

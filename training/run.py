@@ -162,6 +162,11 @@ class Run:
     def _mixed(self) -> bool:
         return self.recipe.precision == "bfloat16" and has_bfloat16(self.device)
 
+    @property
+    def at_last_step(self) -> bool:
+        """Whether the step that is being taken is the run's last."""
+        return self.step + 1 == self._total
+
     def after_step(self, closed: bool, **scalars: Tensor) -> Due:
         """Counts the optimiser step that was just taken, moves the bar, logs, and says what is due.
 

@@ -68,7 +68,7 @@ def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        due = run.after_step(method.step(), **scalars)
+        due = run.after_step(method.step(last=run.at_last_step), **scalars)
         if due.evaluation:
             evaluate(run, recipe, model, test_set)
         if due.checkpoint:

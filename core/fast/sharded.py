@@ -352,7 +352,8 @@ class ShardedCO2(Scheduled):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         copy([b.flat for b in self.buckets], state["shared"]["gathered"])
-        self.scalars["stop"].zero_()
+        for name in ("stop", "finished"):
+            self.scalars[name].zero_()
         self._last.copy_(state["shared"]["last"])
         self._m_squares.copy_(state["shared"]["m_squares"])
         if self.config.at_boundary and state["in_flight"] is None:  # merged in mid-round by the run that saved it

@@ -81,8 +81,8 @@ class DDP:
 
         return work.get_future().then(land)
 
-    def step(self) -> bool:
-        """Call after every optimiser step; always True, for the gradients were averaged.
+    def step(self, *, last: bool = False) -> bool:  # noqa: ARG002
+        """Call after every optimiser step; always True, for the gradients were averaged. last: of no use here.
 
         Exposed is what the last bucket takes: its launch is where backward ends. All buckets together count from
         the first one's launch, without the gaps between them.
