@@ -92,8 +92,7 @@ class DDP:
             self._agree_to_stop(self.group)
         self.stats = RoundStats(self.rounds, local_steps=1, bytes_sent=self._bytes)
         if self._spans:
-            last = self._spans[-1]
-            self.stats.exposed_seconds = between(*last)
+            self.stats.exposed_seconds = between(*self._spans[-1])
             self.stats.allreduce_seconds = _union(self._spans)
         if self._sharded:
             self.stats.exposed_seconds = self.stats.allreduce_seconds = float("nan")
