@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -34,10 +34,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from . import outer
-from .collectives import Link
+from .collectives import AllReduce, Link
 from .config import SCHEDULED, CO2Config, Schedule, check_stable, scheduled
 from .errors import UserError
 from .fast import make_boundary
+from .fast.wire import Wire
 from .rounds import Landing, LocalMethod
 
 
@@ -107,6 +108,7 @@ class CO2(Scheduled):
             c.tau,
             tau_max=c.tau_max,
             tau_margin=c.tau_margin,
+            wires=c.wire.choices,
             sync_steps=c.sync_steps,
             buffers=buffers,
             model_params=model_params,
@@ -120,8 +122,8 @@ class CO2(Scheduled):
         sent = self.state.new("sent", of_params=True, own=True) if c.merge == "keep" else [None] * len(self.buckets)
         self.replicas = self.starts = self._x
         self.starts_roughly = c.merge != "outer"
-        if c.wire.format != "float32":
-            self.reducer = c.wire.reducer(self.buckets, self.scalars, self.background.rank, self.background.world_size)
+        self._wire: Wire = "float32"
+        self._take_wire(c.wire.choices[0])
         self._boundaries = [
             make_boundary(c.update, b.params, b.payload, x, m, y, merge=c.merge)
             for b, x, m, y in zip(self.buckets, self._x, self._m, sent, strict=True)
@@ -224,7 +226,20 @@ class CO2(Scheduled):
             self._first_step = self._displacement()
         return super().step(last=last)
 
+    def _take_wire(self, format: str) -> None:
+        """What is sent from now on; nothing may be in flight. Error feedback begins with nothing held back."""
+        if format == self._wire:
+            return
+        workers = self.background.rank, self.background.world_size
+        self._wire = cast(Wire, format)
+        if self._wire == "float32":
+            self.reducer = AllReduce([b.flat for b in self.buckets], self.background.world_size)
+        else:
+            self.reducer = replace(self.config.wire, format=self._wire).reducer(self.buckets, self.scalars, *workers)
+
     def send(self, *, finished: bool) -> None:
+        if self.tuner:
+            self._take_wire(self.tuner.wire)  # chosen from what has landed, so alike on all workers
         if self.config.gap == "inner":
             self.scalars.set("first_step", self._first_step)
         super().send(finished=finished)
@@ -254,10 +269,13 @@ class CO2(Scheduled):
             "first_step": self._first_step.clone(),
             "last_lr": self._last_lr,
             "m_norm": self._m_norm.clone(),
+            "wire": self._wire,
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.config.wire.format == "auto":
+            self._take_wire(state.get("wire", self._wire))
         super().load_state_dict(state)
         self._inner_scale.copy_(state["inner_scale"])
         self._first_step = state["first_step"].to(self._m_norm)

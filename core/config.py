@@ -65,6 +65,8 @@ class CO2Config:
         require(whole, "sync_steps", "give a whole number of steps, 0 or more")
         self._check_delay(require)
         require(isinstance(self.wire, WireConfig), "wire", "give a WireConfig, such as core.WireConfig('int8')")
+        with_tau = "its format auto is chosen together with tau: set tau auto, or give a format"
+        require(self.wire.format != "auto" or self.tau == "auto", "wire", with_tau)
         require(self.update in PASSES, "update", f"choose one of {', '.join(PASSES)}")
 
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -40,9 +40,9 @@ class LocalMethod(ABC):
     and the model is refreshed from them at every boundary. group: the workers (None: all). timeout: seconds until a
     missing worker is an error. link: an emulated slow one.
 
-    For subclasses: tau_max, tau_margin: of tau auto, see TauTuner. sync_steps: so many first steps after each of which
-    all wait for the mean of the parameters. scalars: name -> how many numbers of that name travel along, beside those
-    that every method has. parts, on_host: see flat.Bucket. backend: of the communication, None for the group's own.
+    For subclasses: tau_max, tau_margin, wires: of tau auto, see TauTuner. sync_steps: so many first steps after each of
+    which all wait for the mean of the parameters. scalars: name -> how many numbers of that name travel along, beside
+    those that every method has. parts, on_host: see flat.Bucket. backend: of the communication, None for the group's.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class LocalMethod(ABC):
         *,
         tau_max: int = 192,
         tau_margin: float = 0.25,
+        wires: Sequence[str] = ("float32",),
         sync_steps: int = 0,
         buffers: Iterable[Tensor] = (),
         model_params: Iterable[Tensor] = (),
@@ -69,7 +70,7 @@ class LocalMethod(ABC):
         self._frozen = [p for p in given if not p.requires_grad]
         self._model_params = [local_shard(p) for p in model_params]
         self.buffers = [b for b in fixed if b.is_floating_point()]
-        self.tuner = TauTuner(tau_max, tau_margin) if tau == "auto" else None
+        self.tuner = TauTuner(tau_max, tau_margin, wires) if tau == "auto" else None
         self.tau: int = self.tuner.tau if self.tuner else tau  # pyright: ignore[reportAttributeAccessIssue]
         check_inputs(self.tau, given, self.params, self.buffers, self._model_params)
         self.local_steps = 0  # since the last round closed
