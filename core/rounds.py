@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .agreement import Agreement
-from .checks import check_frozen, check_inputs, check_saved, check_workers
+from .checks import check_frozen, check_inputs, check_run, check_saved
 from .collectives import AllReduce, Background, Link, Reducer, Stage
 from .errors import UserError
 from .flat import Scalars, State, copy, local_shard, make_buckets, of_each, unique
@@ -209,14 +209,10 @@ class LocalMethod(ABC):
 
         Load the model after this object was made, not before: making it broadcasts rank 0's parameters and buffers.
         """
-        if state["method"] != type(self).__name__:
-            raise UserError(
-                f"the checkpoint is of {state['method']}, not {type(self).__name__}: resume with its method"
-            )
+        check_run(state, type(self).__name__, self.background.world_size)
         here = self.state | self.reducer.state | {"all-reduce": [b.flat for b in self.buckets]}
         saved = state["state"] | {"all-reduce": state["in_flight"] or here["all-reduce"]}
         check_saved(saved, here)
-        check_workers(state, self.background.world_size)
         self.background.restore(state["rounds"], state["in_flight"] is not None)
         for name, flats in here.items():
             copy(flats, saved[name])

@@ -176,4 +176,4 @@ class TauTuner:
         self._steps = deque(state["steps"], maxlen=WINDOW)
         self._allreduces = deque(state["allreduces"], maxlen=WINDOW)
         self._boundaries = deque(state["boundaries"], maxlen=WINDOW)
-        self.wire, self._narrower, self._wider = state["wire"]
+        self.wire, self._narrower, self._wider = state.get("wire", (self.wire, self._narrower, None))

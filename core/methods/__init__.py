@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..co2 import CO2
 from ..collectives import Link
-from ..config import CO2Config, Schedule, check_stable
+from ..config import CO2Config, Schedule, check_shared, check_stable
 from ..errors import UserError
 from ..fast import WireConfig
-from ..fast.sharded import ShardedCO2, check_supported
+from ..fast.sharded import ShardedCO2
 from ..rounds import LocalMethod
 from .ddp import DDP, is_sharded
 from .delayed import DelayedCO2, DelayedConfig
@@ -134,4 +134,4 @@ def check_settings(name: str, co2: CO2Config, delayed: DelayedConfig, *, shard: 
     if name == "delayed":
         delayed.check(co2)
     elif name == "co2":
-        check_supported(co2) if shard or offload else check_stable(co2)
+        check_shared(co2) if shard or offload else check_stable(co2)
