@@ -141,9 +141,9 @@ class Agreement:
         self.save, self._save_heard = self._save_heard, False
 
     def loaded(self, *, of_others: bool) -> None:
-        """A checkpoint's scalars are in place: forgets requests, which the run that wrote it has met, and of another
-        number of workers what only as many could have agreed on."""
-        for name in ("stop", "save", *(("settings", "replicas", "times") if of_others else ())):
+        """A checkpoint's scalars are in place: forgets requests, which the run that wrote it has met, that workers were
+        in finish(), for another may train on, and of another number of workers what only as many could agree on."""
+        for name in ("stop", "save", "finished", *(("settings", "replicas", "times") if of_others else ())):
             if name in self.scalars.sizes:
                 self.scalars[name].zero_()
 

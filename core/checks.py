@@ -74,12 +74,15 @@ def check_frozen(frozen: Sequence[Tensor]) -> None:
         )
 
 
-def check_workers(before: int, workers: int, *, equal: bool) -> None:
-    """Refuses a checkpoint of another number of workers unless all of them held the same outer state."""
-    if before != workers and not equal:
+def check_run(state: Mapping[str, Any], method: str, workers: int, *, equal: bool) -> None:
+    """Refuses a checkpoint of another method, or of another number of workers unless all of them hold the same outer
+    state."""
+    if state["method"] != method:
+        raise UserError(f"the checkpoint is of {state['method']}, not {method}: resume with its method")
+    if state["workers"] != workers and not equal:
         raise UserError(
-            f"the checkpoint is of {before} workers, here there are {workers}, and each held a part of the outer state "
-            "of its own: resume with as many"
+            f"the checkpoint is of {state['workers']} workers, here there are {workers}, and each held a part of the "
+            "outer state of its own: resume with as many"
         )
 
 

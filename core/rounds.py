@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .agreement import Agreement
-from .checks import check_frozen, check_inputs, check_saved, check_workers
+from .checks import check_frozen, check_inputs, check_run, check_saved
 from .collectives import AllReduce, Background, Link, Reducer, Stage
 from .errors import UserError
 from .flat import Scalars, State, copy, local_shard, make_buckets, of_each, resized, unique
@@ -40,9 +40,9 @@ class LocalMethod(ABC):
     and the model is refreshed from them at every boundary. group: the workers (None: all). timeout: seconds until a
     missing worker is an error. link: an emulated slow one.
 
-    For subclasses: tau_max, tau_margin: of tau auto, see TauTuner. sync_steps: so many first steps after each of which
-    all wait for the mean of the parameters. scalars: name -> how many numbers of that name travel along, beside those
-    that every method has. parts, on_host: see flat.Bucket. backend: of the communication, None for the group's own.
+    For subclasses: tau_max, tau_margin, wires: of tau auto, see TauTuner. sync_steps: so many first steps after each of
+    which all wait for the mean of the parameters. scalars: name -> how many numbers of that name travel along, beside
+    those that every method has. parts, on_host: see flat.Bucket. backend: of the communication, None for the group's.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class LocalMethod(ABC):
         *,
         tau_max: int = 192,
         tau_margin: float = 0.25,
+        wires: Sequence[str] = ("float32",),
         sync_steps: int = 0,
         buffers: Iterable[Tensor] = (),
         model_params: Iterable[Tensor] = (),
@@ -69,13 +70,14 @@ class LocalMethod(ABC):
         self._frozen = [p for p in given if not p.requires_grad]
         self._model_params = [local_shard(p) for p in model_params]
         self.buffers = [b for b in fixed if b.is_floating_point()]
-        self.tuner = TauTuner(tau_max, tau_margin) if tau == "auto" else None
+        self.tuner = TauTuner(tau_max, tau_margin, wires) if tau == "auto" else None
         self.tau: int = self.tuner.tau if self.tuner else tau  # pyright: ignore[reportAttributeAccessIssue]
         check_inputs(self.tau, given, self.params, self.buffers, self._model_params)
         self.local_steps = 0  # since the last round closed
+        self._ended: bool | None = None  # after step(last=True): whether all workers have ended
         self.sync_steps = sync_steps  # those that are left
         workers = dist.get_world_size(group) if dist.is_initialized() else 1
-        self.scalars = Scalars(Agreement.sizes(workers, self.tuner) | dict(scalars or {}))
+        self.scalars = Scalars(dict(scalars or {}) | Agreement.sizes(workers, self.tuner))  # what is by worker last
         self.buckets = make_buckets(self.params, self.buffers, self.scalars.numel, parts, on_host)
         self.scalars.attach(self.buckets[0].scalars)
         device = self.buckets[0].flat.device
@@ -98,8 +100,14 @@ class LocalMethod(ABC):
 
     # -- for users ------------------------------------------------------------------------------------------
 
-    def step(self) -> bool:
-        """Call after every optimiser step (also one that a GradScaler skipped). True when a round closed."""
+    def step(self, *, last: bool = False) -> bool:
+        """Call after every optimiser step (also one that a GradScaler skipped). True when a round closed.
+
+        last: finish() follows. It then waits for one all-reduce, of which else it needs a second where a round has
+        just closed, only to hear that no worker has sent anything since.
+        """
+        if self._ended is not None:
+            raise UserError("step() after step(last=True): call finish() between them")
         if self.sync_steps:
             return self._synchronise(finished=False)
         self.local_steps += 1
@@ -111,17 +119,21 @@ class LocalMethod(ABC):
                 self._merge_early()
             return False
         check_frozen(self._frozen)
-        self._boundary(finished=False)
+        ended = self._boundary(finished=last)
+        self._ended = ended if last else None
         return True
 
     def finish(self) -> None:
         """Averages what is pending and leaves all workers with equal parameters. Every worker must call it.
 
         Workers may come here after different numbers of steps: the early ones take part in the others' rounds,
-        contributing no change, until all have arrived. Training may go on afterwards, and `stop_agreed` is False again.
+        contributing no change, until all have arrived. Their rounds have a round's usual size: nobody knows whether
+        another worker still trains, and one that does sends all it has. Training may go on afterwards, and
+        `stop_agreed` is False again.
         """
-        while not (self._synchronise(finished=True) if self.sync_steps else self._boundary(finished=True)):
-            pass
+        while not self._ended:
+            self._ended = self._synchronise(finished=True) if self.sync_steps else self._boundary(finished=True)
+        self._ended = None
         self._agreement.forget_stop()
 
     @torch.no_grad()
@@ -134,7 +146,7 @@ class LocalMethod(ABC):
         self._wanted = None
         self.background.discard()
         self.background.agree((type(self).__name__, self.signature()), self._shared_from_start)
-        self.local_steps = 0
+        self.local_steps, self._ended = 0, None
         self._start_from_params()
 
     def _start_from_params(self) -> None:
@@ -232,16 +244,12 @@ class LocalMethod(ABC):
         Another number of workers may go on with what any of those that wrote it held, but for outer state that is
         unlike on all workers (UserError); what a narrow wire format held back is lost then.
         """
-        if state["method"] != type(self).__name__:
-            raise UserError(
-                f"the checkpoint is of {state['method']}, not {type(self).__name__}: resume with its method"
-            )
-        flats = [b.flat for b in self.buckets]
+        flats, workers = [b.flat for b in self.buckets], self.background.world_size
+        check_run(state, type(self).__name__, workers, equal=bool(self.replicas) or not self.state)
         here, saved = self.state | self.reducer.state, state["state"]
-        others = state["workers"] != self.background.world_size
+        others = state["workers"] != workers
         in_flight = state["in_flight"] or flats
         if others:
-            check_workers(state["workers"], self.background.world_size, equal=bool(self.replicas) or not self.state)
             here, saved = self.state, {name: f for name, f in saved.items() if name not in self.reducer.state}
             in_flight = resized(in_flight, flats, state["scale"] / self.reducer.scale)
         here, saved = here | {"all-reduce": flats}, saved | {"all-reduce": in_flight}
@@ -251,7 +259,7 @@ class LocalMethod(ABC):
         for name, held in here.items():
             copy(held, saved[name])
         self._agreement.loaded(of_others=others)
-        self.local_steps, self.sync_steps = state["local_steps"], state["sync_steps"]
+        self._ended, self.local_steps, self.sync_steps = None, state["local_steps"], state["sync_steps"]
         if self.tuner and state["tuner"]:
             self.tuner.load_state_dict(state["tuner"])
             self.tau = state["tau"]
