@@ -1,4 +1,4 @@
-"""Hostile command lines, data and checkpoints: the cases of tests/e2e/test_fuzz.py, and which of them no run could be."""
+"""Hostile command lines, data and checkpoints, for tests/e2e/test_fuzz.py, and which of them no run could be."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ TRAIN = {  # module -> its smallest recipe
 # A number outside these ends cannot be: [least, most]. Which numbers belong is written here once more, apart from the
 # recipes, so that a check that is lost is missed. What has no entry has no number that is impossible.
 SHARE, BELOW_ONE, LARGE, COUNT = (0, 1), (0, 1 - 1e-9), 1e4, (1, 1e9)
-POSITIVE, DECAY = (1e-300, LARGE), (0, LARGE)
+POSITIVE, DECAY = (5e-324, LARGE), (0, LARGE)
 RANGES: dict[str, tuple[float, float]] = {
     "co2.tau": COUNT, "co2.tau_max": COUNT, "co2.outer_lr": POSITIVE, "co2.outer_momentum": BELOW_ONE,
-    "co2.clip": (1e-300, 1e300), "co2.mix": (1e-300, 1), "co2.delay": (0, 1e9), "co2.sync_steps": (0, 1e9),
+    "co2.clip": (5e-324, 1e300), "co2.mix": (5e-324, 1), "co2.delay": (0, 1e9), "co2.sync_steps": (0, 1e9),
     "delayed.taylor": DECAY, "slowmo.outer_lr": POSITIVE, "slowmo.outer_momentum": BELOW_ONE,
-    "overlap_local.pull": (1e-300, 1), "overlap_local.anchor_momentum": BELOW_ONE,
+    "overlap_local.pull": (5e-324, 1), "overlap_local.anchor_momentum": BELOW_ONE,
     "optim.lr": POSITIVE, "optim.momentum": BELOW_ONE, "optim.eps": POSITIVE, "optim.weight_decay": DECAY,
     "optim.power": POSITIVE, "optim.warmup_steps": (0, 1e9), "optim.min_lr_share": SHARE,
     "optim.clip_grad_norm": POSITIVE, "batch_size": COUNT, "epochs": COUNT, "seed": (0, 1e9), "accumulate": COUNT,
-    "per_node": (0, 1e9), "zero": (0, 3), "timeout": (1e-300, 1e9), "link_mbit": (1e-300, 1e9), "eval_every": COUNT,
-    "checkpoint_every": (0, 1e9), "log_every": COUNT, "gpu_gb": (1e-300, 1e9),
+    "per_node": (0, 1e9), "zero": (0, 3), "timeout": (5e-324, 1e9), "link_mbit": (5e-324, 1e9), "eval_every": COUNT,
+    "checkpoint_every": (0, 1e9), "log_every": COUNT, "gpu_gb": (5e-324, 1e9),
     "label_smoothing": BELOW_ONE, "mixup": (0, 100), "cutmix": (0, 100), "color_jitter": SHARE,
     "random_erasing": SHARE, "repeats": COUNT, "drop_path": BELOW_ONE, "loader_workers": (0, 1000),
     "vocab_size": (1, 1e6), "context": (4, 1e6), "dropout": BELOW_ONE, "epoch_steps": COUNT, "eval_tokens": COUNT,
@@ -124,8 +124,11 @@ def _fields(module: str) -> dict[str, Any]:
 
 def values(files: Files) -> Iterator[Case]:
     """Each number of each recipe, with values that are none or cannot be."""
+    seen: set[str] = set()
     for module, recipe in TRAIN.items():
-        for option in RANGES.keys() & _fields(module).keys():
+        options = sorted((RANGES.keys() & _fields(module).keys()) - seen)
+        seen.update(options)
+        for option in options:
             for text in NUMBERS + NO_NUMBERS:
                 least, most = RANGES[option]
                 known = text in NUMBERS
@@ -318,21 +321,21 @@ def _folder(path: Path) -> None:
     path.mkdir()
 
 
-DAMAGES: dict[str, Callable[[Path], None]] = {
-    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]) and None,
-    "odd": lambda path: path.write_bytes(path.read_bytes()[:-1]) and None,
-    "empty": lambda path: path.write_bytes(b"") and None,
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "odd": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "empty": lambda path: path.write_bytes(b""),
     "garbage": _garbage,
     "flip": _flip,
     "missing": lambda path: path.unlink(),
     "folder": _folder,
-    "text": lambda path: path.write_text("ü not data\n") and None,
-    "broken link": lambda path: (path.unlink(), path.symlink_to("/nowhere"))[0],
+    "text": lambda path: path.write_text("ü not data\n"),
+    "broken link": lambda path: (path.unlink(), path.symlink_to("/nowhere")),
 }
 META = [
-    ("dtype", "O"), ("dtype", "float64"), ("dtype", None), ("dtype", ["uint16"]), ("vocab_size", 0), ("vocab_size", -5),
-    ("vocab_size", 1e20), ("vocab_size", 10**20), ("vocab_size", "300"), ("vocab_size", 10), ("eot", 300), ("eot", None),
-    ("eot", -1), ("eot", 1.5), ("pad", 1000), ("mask", -2), ("bos", 10**9), ("bos", "x"), ("train", None), ("val", 7),
+    ("dtype", "O"), ("dtype", "float64"), ("dtype", None), ("dtype", ["uint16"]), ("vocab_size", 0),
+    ("vocab_size", -5), ("vocab_size", 1e20), ("vocab_size", 10**20), ("vocab_size", "300"), ("vocab_size", 10),
+    ("eot", 300), ("eot", None), ("eot", -1), ("eot", 1.5), ("pad", 1000), ("mask", -2), ("bos", 10**9), ("bos", "x"), ("train", None), ("val", 7),
     ("train", {"tokens": 7}), ("val", {"tokens": "x"}), ("train", {"tokens": -1}),
 ]  # fmt: skip
 ARRAYS: list[tuple[str, str, str, Callable[[np.ndarray], Any]]] = [
@@ -402,27 +405,10 @@ def checkpoints(files: Files, rng: random.Random) -> Iterator[Case]:
 
 def commands(files: Files) -> Iterator[Case]:
     """reproduce.py, language.prepare, training.launch and the measurements."""
-    for options in (
-        "nope", "imagenet --rows nope --dry-run", "imagenet --methods nope --dry-run", "imagenet --seeds -1 --dry-run",
-        "imagenet --seeds x --dry-run", "imagenet --seeds 1e3 --dry-run", "imagenet --seeds 99999999999999999999 --dry-run",
-        "imagenet --cluster h100", "imagenet --array -1 --dry-run", "imagenet --array x", "imagenet --local --workers 0 --dry-run",
-        "imagenet --local --workers -4 --dry-run", "imagenet --local --workers nan", "imagenet --collect @/nowhere",
-        "imagenet --collect @/file", "imagenet --dry-run -- --method ddp", "imagenet --dry-run -- word",
-        "imagenet --dry-run -- --co2.tau=ü", "imagenet --dry-run -- --co2.tau=0", "imagenet --dry-run -- --co2.tau=-1",
-        "imagenet --seeds ² --dry-run", "imagenet --dry-run --rows=", "list extra", "--frobnicate", "imagenet --seeds , --dry-run",
-    ):  # fmt: skip
+    for options in REPRODUCE.strip().splitlines():
         fine = options in ("imagenet --dry-run --rows=", "imagenet --seeds , --dry-run")
         yield Case(f"reproduce {options}", "reproduce", options.split(), not fine, files.env, _a_file)
-    for options in (
-        "", "@/nowhere.txt --out @/o", "@/file --out @/o", "@/text.txt", "@/text.txt --out @/o --vocab-size 5",
-        "@/text.txt --out @/o --vocab-size -1", "@/text.txt --out @/o --vocab-size 1e20", "@/text.txt --out @/o --hold-out 0",
-        "@/text.txt --out @/o --hold-out -3", "@/text.txt --out @/o --hold-out 99", "@/text.txt --out @/file",
-        "@/text.txt --out @/file/x --vocab-size 300", "@/text.txt --out /proc/nope --vocab-size 300",
-        "@/text.txt --out @/o --vocab-size 100000000000000000000", "@/bad.txt --out @/o", "@/bad.txt.xz --out @/o",
-        "@/empty.txt --out @/o", "@/text.txt --out @/o --tokenizer @/file", "@/text.txt --out @/o --tokenizer @/nowhere",
-        "@/text.txt --out @/o --tokenizer @", "@/text.txt --out @/o --val @/nowhere.txt", "@/text.txt --out @/o --seed x",
-        "@ --out @/o --vocab-size 300", "@/cut.txt.xz --out @/o", "@/text.txt --out /dev/null/x --vocab-size 300",
-    ):  # fmt: skip
+    for options in PREPARE.strip().splitlines():
         yield Case(f"prepare {options}", "language.prepare", options.split(), True, files.env, _texts)
     for module, option, wrong in COMMANDS:
         for text in wrong:
@@ -430,6 +416,59 @@ def commands(files: Files) -> Iterator[Case]:
             yield Case(f"{module} {option}={text}", module, arguments, True, files.env, _a_file)
 
 
+REPRODUCE = """
+nope
+imagenet --rows nope --dry-run
+imagenet --methods nope --dry-run
+imagenet --seeds -1 --dry-run
+imagenet --seeds x --dry-run
+imagenet --seeds 1e3 --dry-run
+imagenet --seeds 99999999999999999999 --dry-run
+imagenet --cluster h100
+imagenet --array -1 --dry-run
+imagenet --array x
+imagenet --local --workers 0 --dry-run
+imagenet --local --workers -4 --dry-run
+imagenet --local --workers nan
+imagenet --collect @/nowhere
+imagenet --collect @/file
+imagenet --dry-run -- --method ddp
+imagenet --dry-run -- word
+imagenet --dry-run -- --co2.tau=ü
+imagenet --dry-run -- --co2.tau=0
+imagenet --dry-run -- --co2.tau=-1
+imagenet --seeds ² --dry-run
+imagenet --dry-run --rows=
+list extra
+--frobnicate
+imagenet --seeds , --dry-run
+"""
+PREPARE = """
+@/nowhere.txt --out @/o
+@/file --out @/o
+@/text.txt
+@/text.txt --out @/o --vocab-size 5
+@/text.txt --out @/o --vocab-size -1
+@/text.txt --out @/o --vocab-size 1e20
+@/text.txt --out @/o --hold-out 0
+@/text.txt --out @/o --hold-out -3
+@/text.txt --out @/o --hold-out 99
+@/text.txt --out @/file
+@/text.txt --out @/file/x --vocab-size 300
+@/text.txt --out /proc/nope --vocab-size 300
+@/text.txt --out @/o --vocab-size 100000000000000000000
+@/bad.txt --out @/o
+@/bad.txt.xz --out @/o
+@/empty.txt --out @/o
+@/text.txt --out @/o --tokenizer @/file
+@/text.txt --out @/o --tokenizer @/nowhere
+@/text.txt --out @/o --tokenizer @
+@/text.txt --out @/o --val @/nowhere.txt
+@/text.txt --out @/o --seed x
+@ --out @/o --vocab-size 300
+@/cut.txt.xz --out @/o
+@/text.txt --out /dev/null/x --vocab-size 300
+"""
 SHARED = ("-1", "nan", "ü", "", "0")
 COMMANDS = [
     ("bench.scaling", "workers", (*SHARED, "99999999", "2.5", "inf")),

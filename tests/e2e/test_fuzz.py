@@ -1,4 +1,4 @@
-"""500 hostile command lines, seeded: each ends in a legal run, or in one clear line; no impossible value is accepted."""
+"""500 hostile command lines, seeded: each is a legal run, or ends in one clear line; nothing impossible is accepted."""
 
 import random
 import shutil

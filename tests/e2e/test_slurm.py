@@ -36,7 +36,9 @@ FAKES = {
     "squeue": 'date -d "@$(cat "$FAKES/end")" +%Y-%m-%dT%H:%M:%S',
     "scontrol": """case "$1" in
 show) [ "$2" = job ] && cat "$FAKES/job" || echo 127.0.0.1 ;;
-requeue) [ ! -e "$FAKES/refuse" ] && { cat "$FAKES/requeued" 2>/dev/null; echo "$2"; } > "$FAKES/new" && mv "$FAKES/new" "$FAKES/requeued" ;;
+requeue)
+    [ ! -e "$FAKES/refuse" ] && { cat "$FAKES/requeued" 2>/dev/null; echo "$2"; } > "$FAKES/new" &&
+        mv "$FAKES/new" "$FAKES/requeued" ;;
 esac""",
     # a worker: handles the signals although torchrun ignores them, which a bash script could not
     "worker": """exec python3 -c '
