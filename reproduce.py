@@ -84,6 +84,10 @@ class Job:
 def main() -> None:
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     command, extra = tyro.cli(Command, args=sys.argv[1:at]), passed_on(sys.argv[at + 1 :])
+    if command.workers < 1 or command.array < 0:
+        raise UserError(
+            f"workers={command.workers}, array={command.array}: give 1 or more workers, an array of 0 or more"
+        )
     if command.table == "list" and not command.collect and not command.status:
         return print("\n".join(listing()))
     tables = TABLES if command.table in ("all", "list") else {command.table: find_table(command.table)}

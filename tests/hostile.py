@@ -335,8 +335,8 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 META = [
     ("dtype", "O"), ("dtype", "float64"), ("dtype", None), ("dtype", ["uint16"]), ("vocab_size", 0),
     ("vocab_size", -5), ("vocab_size", 1e20), ("vocab_size", 10**20), ("vocab_size", "300"), ("vocab_size", 10),
-    ("eot", 300), ("eot", None), ("eot", -1), ("eot", 1.5), ("pad", 1000), ("mask", -2), ("bos", 10**9), ("bos", "x"), ("train", None), ("val", 7),
-    ("train", {"tokens": 7}), ("val", {"tokens": "x"}), ("train", {"tokens": -1}),
+    ("eot", 300), ("eot", None), ("eot", -1), ("eot", 1.5), ("pad", 1000), ("mask", -2), ("bos", 10**9), ("bos", "x"),
+    ("train", None), ("val", 7), ("train", {"tokens": 7}), ("val", {"tokens": "x"}), ("train", {"tokens": -1}),
 ]  # fmt: skip
 ARRAYS: list[tuple[str, str, str, Callable[[np.ndarray], Any]]] = [
     ("modelnet10", "x_train", "nan", lambda a: np.full_like(a, np.nan)),

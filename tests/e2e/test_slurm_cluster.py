@@ -23,7 +23,7 @@ SMALL = {
     "roberta_a100": "roberta_pydoc_small",
 }
 VISION = ("--device", "cpu", "--log_every", "1", "--checkpoint_every", "0", "--epochs")  # the number follows
-SLOW_LINK = ("--link_mbit", "2")  # the job waits for it, and leaves the cores to others
+SLOW_LINK = ("--link_mbit", "5")  # the job waits for it, and leaves the cores to others
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,10 @@ def folder(slurm: Cluster, run: str) -> str:
 
 
 def summary(slurm: Cluster, run: str) -> dict[str, float]:
-    return json.loads(Path(folder(slurm, run), "summary.json").read_text())
+    """What a run has written at its end, which may come a moment after its job's."""
+    file = Path(folder(slurm, run), "summary.json")
+    assert wait_until(file.exists, 60), f"no {file}"
+    return json.loads(file.read_text())
 
 
 def losses(slurm: Cluster, run: str) -> list[tuple[int, float]]:
@@ -86,8 +89,8 @@ def at_limits(slurm: Cluster) -> dict[str, str]:
     """Two jobs that come to their time limits while the other tests run."""
     run, nodes = (*VISION, "10000", *SLOW_LINK), "--nodelist=node[0-1]"
     return {
-        "warned": submit(slurm, "vision_3090", "warned", *run, asks=(nodes, "--time=3", "--signal=B:USR1@100")),
-        "unwarned": submit(slurm, "vision_3090", "unwarned", *run, asks=(nodes, "--time=1", "--signal=B:CONT@1")),
+        "warned": submit(slurm, "vision_3090", "warned", *run, asks=(nodes, "--time=4", "--signal=B:USR1@120")),
+        "unwarned": submit(slurm, "vision_3090", "unwarned", *run, asks=(nodes, "--time=2", "--signal=B:CONT@1")),
     }
 
 
