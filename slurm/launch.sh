@@ -46,7 +46,7 @@ launch() {
     trap : TERM # Slurm has sent it to the workers too: leave them the time to save
     wait_for "$step" || status=$?
     [ -z "$late" ] || { kill "$late"; wait "$late"; } 2>/dev/null
-    # A run that has ended needs no other start, one that has failed would fail again, and one that was cancelled is not wanted.
+    # A run that has ended needs no other start, one that has failed would fail again, and a cancelled one is not wanted.
     if grep -qs stopped_by_signal "$OUT/summary.json" && { [ -n "$late" ] || preempted; }; then
         echo "job $SLURM_JOB_ID was told to stop, and its run has saved: back into the queue"
         requeue || status=1
