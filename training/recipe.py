@@ -31,7 +31,7 @@ from training.stop import StopSignal
 from training.throttle import make_link
 from training.workers import check_nodes, pick_device, rank, world_size
 
-LARGEST = 10**9  # whole number of a recipe
+LARGEST = 10**9  # number of a recipe
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE)
 OF_A_PATH = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EPERM)
 
@@ -137,7 +137,7 @@ class Recipe:
         for name, value in flat(dataclasses.asdict(self)).items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise UserError(f"{name}={value}: give a finite number")
-            if isinstance(value, int) and abs(value) > LARGEST:
+            if isinstance(value, int | float) and abs(value) > LARGEST:
                 raise UserError(f"{name}={value}: give {LARGEST} or less")
         if self.gpu_gb is not None and not self.gpu_gb > 0:
             raise UserError(f"gpu_gb={self.gpu_gb}: give the GB of a GPU, above 0")

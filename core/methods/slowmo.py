@@ -26,7 +26,7 @@ class SlowMoConfig:
 
     def __post_init__(self) -> None:
         if not 0 < self.outer_lr < LARGE:
-            raise UserError(f"slowmo outer_lr={self.outer_lr}: give a number above 0, as 1.0 is usual")
+            raise UserError(f"slowmo.outer_lr={self.outer_lr}: give a finite number above 0, as 1.0 is usual")
         if not 0 <= self.outer_momentum < 1:
             raise UserError(f"slowmo outer_momentum={self.outer_momentum}: give a number in [0, 1)")
 
