@@ -134,15 +134,17 @@ class Recipe:
                 raise UserError(f"{name}={getattr(self, name)}: give {least} or more")
         if self.recommended and self.method != "co2":
             raise UserError(f"recommended is CO2's own, method {self.method!r} does not have it: leave it out")
-        for name, value in flat(dataclasses.asdict(self)).items():
+        numbers = {k: v for k, v in flat(dataclasses.asdict(self)).items() if isinstance(v, int | float)}
+        for name, value in numbers.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise UserError(f"{name}={value}: give a finite number")
-            if isinstance(value, int | float) and abs(value) > LARGEST:
-                raise UserError(f"{name}={value}: give {LARGEST} or less")
         if self.gpu_gb is not None and not self.gpu_gb > 0:
             raise UserError(f"gpu_gb={self.gpu_gb}: give the GB of a GPU, above 0")
         if not 0 < self.timeout <= LARGEST:
             raise UserError(f"timeout={self.timeout}: give seconds, above 0 and up to {LARGEST}")
+        for name, value in numbers.items():
+            if abs(value) > LARGEST:
+                raise UserError(f"{name}={value}: give {LARGEST} or less")
         if self.link_mbit is not None and not self.link_mbit > 0:
             raise UserError(f"link_mbit={self.link_mbit}: give a rate above 0, or None for the real link")
         check_settings(self.method, self.co2, self.delayed, shard=self.shard, offload=self.offload)
