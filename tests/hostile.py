@@ -506,7 +506,7 @@ COMMANDS = [
     ("bench.simulator", "mtbf_hours", ("-1", "nan", "0", "ü")),
     ("bench.simulator", "efficiency", ("-1", "nan", "0", "2", "ü")),
     ("bench.simulator", "latency_ms", ("-1", "nan", "inf", "ü")),
-    ("bench.simulator", "preset", ("nope", "")),
+    ("bench.simulator", "preset", ("nope",)),
     ("bench.simulator", "calibrate", ("@/nowhere", "@/file")),
     ("bench.peers", "steps", (*SHARED, "inf")),
     ("bench.peers", "rate", (*SHARED, "inf")),
