@@ -123,7 +123,7 @@ class CO2(Scheduled):
         self.replicas = self.starts = self._x
         self.starts_roughly = c.merge != "outer"
         self._wire: Wire = "float32"
-        self._take_wire(c.wire.choices[0])
+        self._take_wire(next(iter(c.wire.choices)))
         self._boundaries = [
             make_boundary(c.update, b.params, b.payload, x, m, y, merge=c.merge)
             for b, x, m, y in zip(self.buckets, self._x, self._m, sent, strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from .collectives import AllReduce, Background, Link, Reducer, Stage
 from .errors import UserError
 from .flat import Scalars, State, copy, local_shard, make_buckets, of_each, unique
 from .stats import RoundClock, RoundStats
-from .tau import TauDecision, TauTuner
+from .tau import FLOAT32, TauDecision, TauTuner
 from .watch import Watch
 
 
@@ -52,7 +52,7 @@ class LocalMethod(ABC):
         *,
         tau_max: int = 192,
         tau_margin: float = 0.25,
-        wires: Sequence[str] = ("float32",),
+        wires: Mapping[str, float] = FLOAT32,
         sync_steps: int = 0,
         buffers: Iterable[Tensor] = (),
         model_params: Iterable[Tensor] = (),

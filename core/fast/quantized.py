@@ -68,9 +68,11 @@ class WireConfig:
             raise UserError(f"{what} over {backend} backend for {kind} tensors: only gloo and nccl do, or {remedy}")
 
     @property
-    def choices(self) -> tuple[Wire, ...]:
-        """The formats to choose from, the widest first. The loss over int4 was not measured, so auto leaves it out."""
-        return ("float32", "int8") if self.format == "auto" else (self.format,)
+    def choices(self) -> dict[str, float]:
+        """The formats to choose from, the widest first -> bytes an element. The loss over int4 was not measured, so
+        auto leaves it out."""
+        known: tuple[Wire, ...] = ("float32", "int8") if self.format == "auto" else (self.format,)
+        return {wire: wires.BLOCK_BYTES.get(wire, 4 * BLOCK) / BLOCK for wire in known}
 
     def reducer(self, buckets: Sequence[Bucket], scalars: Scalars, rank: int, world_size: int) -> Quantized:
         """What sends the buckets in this format, unless that is float32."""
