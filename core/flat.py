@@ -107,6 +107,15 @@ def copy(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(to), list(source))  # pyright: ignore[reportPrivateImportUsage]
 
 
+def wipe(flats: Sequence[Tensor], where: Tensor) -> None:
+    """Makes zeros of all, NaN or not, if `where` holds, a 0-d truth value; a GPU is not waited for."""
+    if where.is_cuda:
+        for flat in flats:
+            flat.masked_fill_(where.to(flat.device), 0)
+    elif where:
+        torch._foreach_zero_(list(flats))  # pyright: ignore[reportPrivateImportUsage]
+
+
 def unique(tensors: Sequence[Tensor]) -> list[Tensor]:
     """In order, each tensor object once: shared parameters count once."""
     return list({id(t): t for t in tensors}.values())
