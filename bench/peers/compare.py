@@ -29,7 +29,7 @@ from bench.peers.loop import BATCH, RECOMMENDED, REFERENCE, Job, worker
 from bench.peers.model import LR, MOMENTUM, build_model
 from bench.report import Spread
 from core import UserError
-from core.co2 import CO2Config
+from core.config import CO2Config
 from core.methods import OverlapLocalConfig, SlowMoConfig
 from vision import data
 
