@@ -83,6 +83,8 @@ class CO2(Scheduled):
     gradients every step inside nodes, or hold shards of one model, ShardedCO2 (core/fast/sharded.py) is the class.
     """
 
+    differences = True
+
     def __init__(
         self,
         params: Iterable[Tensor],
@@ -195,7 +197,7 @@ class CO2(Scheduled):
 
     def rule(self) -> outer.Rule:
         """The numbers of steps 4 to 7 for what has landed."""
-        c, scale = self.config, self.reducer.scale
+        c, scale = self.config, self.scale
         delta_norm = scale * outer.norm([b.payload for b in self.buckets])
         self.stats.pseudo_gradient_norm = delta_norm
         rms = gap = None
@@ -204,7 +206,8 @@ class CO2(Scheduled):
         elif c.gap == "norm":
             gap = outer.gap_scalar(self.last_step_norm(), delta_norm)
         elif c.gap == "inner":  # with the largest first step so far: a decaying learning rate does not shrink it
-            torch.maximum(self._inner_scale, self.scalars["first_step"].double(), out=self._inner_scale)
+            first, weight = self.scalars["first_step"].double(), self.scalars["weight"].double()
+            torch.maximum(self._inner_scale, torch.where(weight > 0, first / weight, 0.0), out=self._inner_scale)
             gap = outer.gap_scalar(self.last_step_norm(), self.tau * self._inner_scale)
         return outer.Rule(c.outer_momentum, c.outer_lr, self._last_lr, c.clip, scale, rms, gap)
 
@@ -226,10 +229,16 @@ class CO2(Scheduled):
             self._first_step = self._displacement()
         return super().step()
 
-    def send(self, *, finished: bool) -> None:
+    def weigh(self) -> None:
+        super().weigh()
         if self.config.gap == "inner":
-            self.scalars.set("first_step", self._first_step)
-        super().send(finished=finished)
+            weight = self.scalars["weight"].double()
+            self.scalars.set("first_step", torch.where(weight > 0, weight * self._first_step, 0.0))
+
+    def was_left_out(self, where: Tensor) -> None:
+        super().was_left_out(where)
+        for boundary in self._boundaries if self.config.merge != "outer" else []:  # else every boundary restarts it
+            boundary.restart(where)
 
     @torch.no_grad()
     def _start_from_params(self) -> None:

@@ -148,6 +148,15 @@ def copy(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(to), list(source))  # pyright: ignore[reportPrivateImportUsage]
 
 
+def copy_where(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+    """`copy` if `where` holds, a 0-d truth value; a GPU is not waited for."""
+    if where.is_cuda:
+        source = [torch.where(where.to(t.device), s, t.to(s.dtype)) for t, s in zip(to, source, strict=True)]
+    elif not where:
+        return
+    copy(to, source)
+
+
 def wipe(flats: Sequence[Tensor], where: Tensor) -> None:
     """Makes zeros of all, NaN or not, if `where` holds, a 0-d truth value; a GPU is not waited for."""
     if where.is_cuda:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from .errors import DivergedError
-from .flat import local_shard, wipe
+from .flat import Bucket, Scalars, local_shard, wipe
+from .outer import norm
 
 SOUND, NOT_FINITE, JUMPED = 0, 1, 2  # verdicts
 REASONS = {NOT_FINITE: "not finite", JUMPED: "out of proportion to its own before"}
@@ -27,7 +28,7 @@ LeftOut = Callable[[Tensor], None]
 
 
 class Guard:
-    """Judges what this worker sends, and hears the verdicts of all.
+    """Judges what this worker sends, sets its weight in the mean, and hears the verdicts on all.
 
     The size of a round is the norm of its difference over the square root of its local steps, which neither steps in
     one direction nor a random walk raise much when tau changes. factor: a difference has jumped when that is more than
@@ -35,59 +36,96 @@ class Guard:
     jump to a level that lasts, as when a learning rate starts anew, is a jump once: the next round near it is sound.
     EDiT (arXiv 2412.07210) also leaves a worker out whose pseudo-gradient's norm is far from its own running mean.
 
-    state: [3] float64 on the device: the usual size, sound rounds so far, and the size of the last jump. A checkpoint
-    holds it.
+    scalars: with the places of `sizes`. device: of what is sent. names: of the workers. tells: whether this one warns.
+    Attributes: verdict, 0-d, the last one on this worker; count, of the workers that were left out of what was heard
+    last; state: [3] float64, the usual size, sound rounds so far, and the size of the last jump, for a checkpoint.
     """
 
-    def __init__(self, device: torch.device, workers: int, factor: float | None = 10.0):
-        self.factor = factor
+    def __init__(self, scalars: Scalars, device: torch.device, rank: int, names: Sequence[str]):
+        self.scalars, self.rank, self.names = scalars, rank, names
+        self.factor: float | None = 10.0
+        self.tells = rank == 0
         self.state = torch.zeros(3, dtype=torch.float64, device=device)
-        self.verdict = torch.zeros((), dtype=torch.float64, device=device)  # the last one, of this worker
-        self._in_a_row = [0] * workers
+        self.verdict = torch.zeros((), dtype=torch.float64, device=device)
+        self.count = 0
+        self._in_a_row = [0] * len(names)
+
+    @staticmethod
+    def sizes(workers: int) -> dict[str, int]:
+        """The scalars, and how many numbers each stands for."""
+        return {"weight": 1, "left_out": workers}
+
+    @property
+    def left_out(self) -> Tensor:
+        """Whether this worker was, in its last round, 0-d."""
+        return self.verdict != SOUND
 
     @torch.no_grad()
-    def judge(self, size: Tensor, steps: int) -> Tensor:
-        """The verdict, 0-d, on what is about to be sent, and from now on `verdict`.
+    def weigh(self, buckets: Sequence[Bucket], size: Tensor, *, steps: int, weight: float = 1.0) -> None:
+        """Judges what the buckets hold, makes zeros of it where it is left out, and writes the scalars.
 
         size: 0-d, its norm: not finite where any number is not. steps: local steps that led to the difference; 0: it is
-        none, or there were none, so that nothing can have jumped.
+        none, or there were none, so that nothing can have jumped. weight: in the mean, where it is not left out.
         """
-        usual, rounds, last_jump = self.state.unbind()
-        size = size.to(self.state) / max(1, steps) ** 0.5
+        self.verdict.copy_(self._judge(size.to(self.state), steps))
+        wipe([part for b in buckets for part in (b.payload, b.values)], self.left_out)
+        if weight != 1:
+            for flat in (part for b in buckets for part in (b.payload, b.values)):
+                flat.mul_(weight)
+        self.scalars.set("weight", torch.where(self.left_out, 0.0, weight))
+        self.scalars["left_out"].view(-1).zero_()[self.rank].copy_(self.verdict)
+
+    def _judge(self, size: Tensor, steps: int) -> Tensor:
         finite = size.isfinite()
         jumped = torch.zeros_like(finite)
         if steps and self.factor is not None:
-            jumped = finite & (rounds >= WARM_UP) & (usual > 0) & (size > self.factor * usual)
-            lasting = jumped & (size <= self.factor * last_jump)
-            jumped = jumped & ~lasting
-            mean = usual + (size - usual) / (rounds + 1).clamp(max=MEMORY)
+            usual, rounds, last_jump = self.state.unbind()
+            size = size / steps**0.5
+            beyond = finite & (rounds >= WARM_UP) & (usual > 0) & (size > self.factor * usual)
+            lasts = beyond & (size <= self.factor * last_jump)
+            jumped = beyond & ~lasts
             sound = finite & ~jumped
-            usual = torch.where(sound, torch.where(lasting, size, mean), usual)
-            last_jump = torch.where(jumped, size, torch.zeros_like(size))
-            self.state.copy_(torch.stack([usual, rounds + sound, last_jump]))
-        self.verdict.copy_(torch.where(finite, jumped * JUMPED, NOT_FINITE))
-        return self.verdict
+            mean = usual + (size - usual) / (rounds + 1).clamp(max=MEMORY)
+            usual = torch.where(sound, torch.where(lasts, size, mean), usual)
+            self.state.copy_(torch.stack([usual, rounds + sound, torch.where(jumped, size, 0.0)]))
+        return torch.where(finite, jumped.double() * JUMPED, float(NOT_FINITE))
 
-    def hear(self, verdicts: Sequence[float], number: int, ranks: Sequence[int], *, tells: bool) -> int:
-        """The verdicts of all workers in round `number`, the same on all workers; how many were left out.
+    def land(self, nobody: float) -> float | Tensor:
+        """What turns the weighted sum or mean that has landed into the weighted mean: 1 over the weight in the same sum
+        or mean; nobody: where that is 0, and so are all numbers."""
+        weight = self.scalars["weight"]
+        if weight.is_cuda:
+            return torch.where(weight == 0, nobody, 1 / weight)
+        return 1 / w if (w := weight.item()) else nobody
 
-        ranks: how to call the workers. tells: whether this worker warns. DivergedError when all are not finite, or one
-        is left out once more after PATIENCE rounds.
+    def hear(self, verdicts: Sequence[float], number: int) -> None:
+        """The verdicts on all workers in round `number`, the same on all workers.
+
+        DivergedError when all are not finite, or one is left out once more after PATIENCE rounds.
         """
         codes = [round(verdict) for verdict in verdicts]
+        self.count = len(codes) - codes.count(SOUND)
+        if not self.count:
+            self._in_a_row = [0] * len(codes)
+            return
         self._in_a_row = [n + 1 if code else 0 for n, code in zip(self._in_a_row, codes, strict=True)]
-        out = {i: code for i, code in enumerate(codes) if code != SOUND}
         remedy = "lower the learning rate, clip gradients, or look at the data"
-        if len(codes) == list(codes).count(NOT_FINITE):
-            who = f"{len(codes)} workers'" if len(codes) > 1 else "the worker's"
-            raise DivergedError(f"all {who} numbers of round {number} are not finite: {remedy}")
-        for i, code in out.items():
-            text = f"rank {ranks[i]} was left out of the mean of round {number}, where it was {REASONS[code]}"
-            if self._in_a_row[i] > PATIENCE:
-                raise DivergedError(f"{text}, as in the {self._in_a_row[i] - 1} rounds before: {remedy}")
-            if tells:
-                warnings.warn(f"{text}; it starts anew from the outer iterate", stacklevel=2)
-        return len(out)
+        if codes.count(NOT_FINITE) == len(codes):
+            raise DivergedError(f"what every worker has sent in round {number} is not finite: {remedy}")
+        for name, code, rounds in zip(self.names, codes, self._in_a_row, strict=True):
+            text = f"{name} is left out of the mean of round {number}: what it has sent is {REASONS.get(code)}"
+            if rounds > PATIENCE:
+                raise DivergedError(f"{text}, as in the {rounds - 1} rounds before; {remedy}")
+            if code and self.tells:
+                warnings.warn(f"{text}; it starts anew", stacklevel=2)
+
+
+def size_of(buckets: Sequence[Bucket]) -> Tensor:
+    """The norm of the payloads, 0-d; not finite where they or the buffers' values are not."""
+    size = norm([b.payload for b in buckets]).double()
+    for bucket in buckets:
+        size = size + 0 * bucket.values.sum().to(size)
+    return size
 
 
 def forget(optimizer: torch.optim.Optimizer) -> LeftOut:

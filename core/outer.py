@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .flat import copy, group_pieces, views
+from .flat import copy, copy_where, group_pieces, views
 
 Gap = Literal["elementwise", "norm", "inner", "none"]
 GAPS: tuple[Gap, ...] = ("elementwise", "norm", "inner", "none")
@@ -245,15 +245,12 @@ class Boundary:
         """The worker continues from the outer iterate, as if it had sent it. where: 0-d truth value, None for always;
         a GPU is not waited for."""
         self.locate()
-        if where is not None and not where.is_cuda and not where:
-            return
         for s in self.segments:
-            some = s.x_views
-            if where is not None and where.is_cuda:
-                some = [torch.where(where, x, p.to(x.dtype)) for x, p in zip(s.x_views, s.params, strict=True)]
-            copy(s.params, some)
-            if where is not None:
-                copy(s.sent, s.params[: len(s.sent)])
+            if where is None:
+                copy(s.params, s.x_views)
+            else:
+                copy_where(where, s.params, s.x_views)
+                copy_where(where, s.sent, s.params[: len(s.sent)])
 
     def locate(self) -> None:
         """Plans anew where a parameter's storage has moved."""

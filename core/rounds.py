@@ -14,7 +14,8 @@ from .agreement import Agreement
 from .checks import check_frozen, check_inputs, check_saved, check_workers
 from .collectives import AllReduce, Background, Link, Reducer, Stage
 from .errors import UserError
-from .flat import Scalars, State, copy, local_shard, make_buckets, of_each, unique
+from .flat import Scalars, State, copy, copy_where, local_shard, make_buckets, of_each, unique
+from .guard import Guard, LeftOut, size_of
 from .stats import RoundClock, RoundStats
 from .tau import TauDecision, TauTuner
 from .watch import Watch
@@ -43,7 +44,13 @@ class LocalMethod(ABC):
     For subclasses: tau_max, tau_margin: of tau auto, see TauTuner. sync_steps: so many first steps after each of which
     all wait for the mean of the parameters. scalars: name -> how many numbers of that name travel along, beside those
     that every method has. parts, on_host: see flat.Bucket. backend: of the communication, None for the group's own.
+
+    Attributes: on_left_out, called with a 0-d truth value after a round, whether this worker was left out of its mean
+    (see guard.py): for what the inner optimiser has gathered, as guard.forget does. On a CPU only where it was.
     """
+
+    differences = False  # whether payloads are differences: zero where nothing has moved
+    member = "rank"  # what a worker is called
 
     def __init__(
         self,
@@ -81,11 +88,15 @@ class LocalMethod(ABC):
         device = self.buckets[0].flat.device
         self.background = Background(device, group=group, timeout=timeout, link=link, backend=backend)
         self.reducer: Reducer = AllReduce([b.flat for b in self.buckets], self.background.world_size)
+        self.scale: float | Tensor = self.reducer.scale  # see receive
         self.state = State(self.buckets)
         self.replicas: list[Tensor] = []  # state, flat, that is equal on all workers, bit for bit
         self.starts: list[Tensor] = []  # where rounds begin, a flat tensor a bucket; empty where that is not kept
         self.starts_roughly = False  # whether workers begin near there, and not there
-        self._agreement = Agreement(self.scalars, self.background, self.everybody, self.tuner)
+        ranks = dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
+        self.guard = Guard(self.scalars, device, self.background.rank, [f"{self.member} {rank}" for rank in ranks])
+        self.on_left_out: LeftOut | None = None
+        self._agreement = Agreement(self.scalars, self.background, self.everybody, self.tuner, self.guard)
         self._shared_from_start = [*everything, *fixed]
         self.background.agree((type(self).__name__, self.signature()), self._shared_from_start)
         self._refresh_model()
@@ -138,6 +149,7 @@ class LocalMethod(ABC):
     def _start_from_params(self) -> None:
         """Everything is as it was made, the parameters being the start."""
         self._refresh_model()
+        self.guard.state.zero_()
         for bucket in self.buckets:
             bucket.flat.zero_()
         self.state.restart()
@@ -189,6 +201,7 @@ class LocalMethod(ABC):
             "rounds": self.rounds,
             "tau": self.tau,
             "tuner": self.tuner.state_dict() if self.tuner else None,
+            "guard": self.guard.state.clone(),
         }
 
     @torch.no_grad()
@@ -213,6 +226,7 @@ class LocalMethod(ABC):
         if self.tuner and state["tuner"]:
             self.tuner.load_state_dict(state["tuner"])
             self.tau = state["tau"]
+        self.guard.state.copy_(state["guard"])
         self.begin_round(self.rounds)
         self._watch.skip()  # the model may be loaded after this
 
@@ -242,6 +256,20 @@ class LocalMethod(ABC):
         """Receives what is in flight; a method that merges in mid-round also uses it here."""
         return self.receive(finished=finished)
 
+    def size(self) -> Tensor:
+        """The norm of what is about to be sent, 0-d, not finite where any of it is not."""
+        return size_of(self.buckets)
+
+    def weigh(self) -> None:
+        """Leaves out what is not sound, and then starts anew."""
+        self.guard.weigh(self.buckets, self.size(), steps=self.local_steps if self.differences else 0)
+        self.was_left_out(self.guard.left_out)
+
+    def was_left_out(self, where: Tensor) -> None:
+        """Where that holds, 0-d, this worker has to start anew; a method does so where a landing does not."""
+        if self.on_left_out is not None and (where.is_cuda or where):
+            self.on_left_out(where)
+
     def begin_round(self, number: int) -> None:  # noqa: B027
         """For settings that change from round to round. number: of the round, from 0."""
 
@@ -251,6 +279,7 @@ class LocalMethod(ABC):
             copy(bucket.buffer_views, own)
         self.scalars.set("finished", float(finished))
         self.scalars.set("steps", float(self.local_steps))
+        self.weigh()
         turn, clock = self.turn(), self._clock
         self._agreement.tell(self.settings(), self.replicas, turn, clock.stats, clock.before)
         self.background.launch(self.stages())
@@ -274,20 +303,23 @@ class LocalMethod(ABC):
     def receive(self, *, finished: bool) -> Landing:
         """Waits for what is in flight and notes what that cost. The model's buffers become their means.
 
-        The payloads hold what landed; reducer.scale turns it into means, in a pass that their owner makes anyway.
+        The payloads hold what landed; `scale` turns it into means, in a pass that their owner makes anyway.
         """
         self.background.wait()
         self.stats.round = self.background.launched
         self.stats.exposed_seconds = self.background.exposed
         self.stats.allreduce_seconds = self.background.seconds
         self.stats.bytes_sent = self.background.bytes_sent
+        self.scale = self.guard.land(1.0 if self.differences else float("nan"))
         for bucket in self.buckets:
-            bucket.rest.mul_(self.reducer.scale)
+            bucket.values.mul_(self.scale)
+        self.scalars.place.mul_(self.reducer.scale)
         self.stats.drifted = float(not self._agreement.hear(self.settings()))
+        self.stats.left_out = self.guard.count
         last = finished and self.scalars["finished"].item() > 1 - 1e-6  # one over the workers may be rounded
         empty = last and self.scalars["steps"].item() == 0.0
         for bucket in self.buckets if not empty else []:  # an empty round carries older values
-            copy(bucket.buffers, bucket.buffer_views)
+            copy_where(self.scalars["weight"] > 0, bucket.buffers, bucket.buffer_views)
         return Landing(last, empty)
 
     # -- of its own -----------------------------------------------------------------------------------------
@@ -335,11 +367,16 @@ class LocalMethod(ABC):
             copy(bucket.buffer_views, bucket.buffers)
             bucket.scalars.zero_()
         self.scalars.set("finished", float(finished))
+        self.guard.weigh(self.buckets, self.size(), steps=0)
+        left_out = self.guard.left_out.clone()
         self.background.sum([bucket.flat for bucket in self.buckets])
+        self.guard.hear(self.scalars["left_out"].view(-1).tolist(), self.rounds)
+        scale = self.guard.land(1.0)
         for bucket in self.buckets:
-            bucket.flat.div_(self.background.world_size)
+            bucket.flat[: bucket.padded + len(bucket.values)].mul_(scale)
             copy([*bucket.params, *bucket.buffers], [*bucket.payload_views, *bucket.buffer_views])
-        everyone = finished and self.scalars["finished"].item() > 1 - 1e-6
+        self.was_left_out(left_out)
+        everyone = finished and self.scalars["finished"].item() > self.background.world_size - 0.5
         self.sync_steps -= not everyone
         self._start_from_params()
         return everyone

@@ -147,6 +147,7 @@ class DelayedCO2(CO2):
         )
         if d.policy == "eager":  # the workers' differ
             self.replicas, self.starts_roughly = [], True
+        self._spoilt = torch.zeros((), dtype=torch.bool, device=self.background.device)
         none = [None] * len(self.buckets)
         self._steps = self.state.new("outer_step") if d.nesterov else none
         own = self.state.new("own_difference") if d.policy == "eager" else none
@@ -164,6 +165,7 @@ class DelayedCO2(CO2):
         if landing and landing.empty:
             self._last_lr = 0.0
         else:
+            self._start_anew_before()
             self._outer_step(self._rule_now(landing is not None))
         if landing and landing.last:
             if self.delayed.policy == "eager":
@@ -171,6 +173,16 @@ class DelayedCO2(CO2):
             return True
         self.send(finished=finished)
         return False
+
+    def _start_anew_before(self) -> None:
+        """With policy eager the own difference is used before it is sent: what is not finite must not be there."""
+        if self.delayed.policy == "eager":
+            self._spoilt = ~torch.stack([b.finite() for b in self._delayed]).all()
+            for boundary in self._delayed:
+                boundary.restart(self._spoilt)
+
+    def size(self) -> Tensor:
+        return torch.where(self._spoilt, float("inf"), super().size())
 
     def _rule_now(self, landed: bool) -> outer.Rule:
         if landed:
@@ -281,6 +293,12 @@ class _DelayedBoundary(outer.Boundary):
         own, last_own = outer.difference(s), self.last_own[where].clone()
         self.last_own[where] = own
         return eager(delta, own, last_own, 1 / self.workers)
+
+    @torch.no_grad()
+    def finite(self) -> Tensor:
+        """Whether the worker's own difference is, 0-d."""
+        self.locate()
+        return torch.stack([outer.difference(s).isfinite().all() for s in self.segments]).all()
 
     @torch.no_grad()
     def advance(self, rule: outer.Rule) -> None:

@@ -18,7 +18,7 @@ class Blocking(LocalMethod):
         landing = self.receive(finished=finished)
         if not landing.empty:
             for bucket in self.buckets:
-                bucket.payload.mul_(self.reducer.scale)
+                bucket.payload.mul_(self.scale)
             self.apply()
         return landing.last
 
