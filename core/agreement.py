@@ -66,9 +66,7 @@ class Agreement:
     Attributes: stop, whether a worker has asked for it; tau_decision, taken by the tuner at the last boundary.
     """
 
-    def __init__(
-        self, scalars: Scalars, background: Background, everybody: int, tuner: TauTuner | None, guard: Guard
-    ):
+    def __init__(self, scalars: Scalars, background: Background, everybody: int, tuner: TauTuner | None, guard: Guard):
         self.scalars, self.background, self.everybody = scalars, background, everybody
         self.tuner, self.guard = tuner, guard
         self.tau_decision: TauDecision | None = None

@@ -117,6 +117,7 @@ class CO2(Scheduled):
             link=link,
             scalars={"first_step": 1} if c.gap == "inner" else None,
         )
+        self.guard.factor = c.outlier
         self._x = self.state.new("outer_iterate", of_params=True)
         self._m = self.state.new("outer_momentum")
         sent = self.state.new("sent", of_params=True, own=True) if c.merge == "keep" else [None] * len(self.buckets)

@@ -9,7 +9,7 @@ Nothing here makes the host wait for a GPU.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -61,13 +61,17 @@ class Guard:
         return self.verdict != SOUND
 
     @torch.no_grad()
-    def weigh(self, buckets: Sequence[Bucket], size: Tensor, *, steps: int, weight: float = 1.0) -> None:
-        """Judges what the buckets hold, makes zeros of it where it is left out, and writes the scalars.
+    def judge(self, size: Tensor, steps: int) -> None:
+        """Finds `verdict` on what is about to be sent.
 
         size: 0-d, its norm: not finite where any number is not. steps: local steps that led to the difference; 0: it is
-        none, or there were none, so that nothing can have jumped. weight: in the mean, where it is not left out.
+        none, or there were none, so that nothing can have jumped.
         """
         self.verdict.copy_(self._judge(size.to(self.state), steps))
+
+    @torch.no_grad()
+    def weigh(self, buckets: Sequence[Bucket], weight: float = 1.0) -> None:
+        """Makes zeros of what the buckets hold where it is left out, and writes the scalars. weight: where it is not."""
         wipe([part for b in buckets for part in (b.payload, b.values)], self.left_out)
         if weight != 1:
             for flat in (part for b in buckets for part in (b.payload, b.values)):
@@ -126,6 +130,12 @@ def size_of(buckets: Sequence[Bucket]) -> Tensor:
     for bucket in buckets:
         size = size + 0 * bucket.values.sum().to(size)
     return size
+
+
+def all_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """Whether all numbers are, 0-d, on the first one's device. DTensors: those that lie here."""
+    ends = [torch.stack(torch.aminmax(t)).double() for t in (local_shard(t.detach()) for t in tensors) if t.numel()]
+    return torch.stack([e.to(ends[0].device) for e in ends]).isfinite().all() if ends else torch.tensor(True)
 
 
 def forget(optimizer: torch.optim.Optimizer) -> LeftOut:

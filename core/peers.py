@@ -28,6 +28,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from .errors import CollectiveError
+
 ANSWERS_WITHIN = 2.0  # seconds in which a process answers, and in which the others notice that a group was left
 ASKED_AT_ONCE = 32
 
@@ -162,6 +164,17 @@ def meet(group: dist.ProcessGroup | None = None) -> None:
 def find(in_it: Sequence[int] = ()) -> list[int]:
     """See Peers.find; nothing before anybody was met."""
     return _peers.find(in_it) if _peers is not None else []
+
+
+def explain(error: BaseException) -> CollectiveError | None:
+    """What has become of a collective that is no method's own, such as a barrier, a gradient's mean, or a gathering of
+    shards: in one line. None: the error is no collective's."""
+    text = str(error)
+    known = isinstance(error, dist.DistError) or any(name in text for name in ("gloo", "NCCL", "Connection closed by"))
+    if isinstance(error, CollectiveError) or not (isinstance(error, RuntimeError) and known) or _peers is None:
+        return None
+    reason = text.strip().partition("\n")[0].partition(". This is")[0]
+    return CollectiveError(f"rank {_peers.rank}: a collective failed; {who(find())}: {reason}")
 
 
 def who(ranks: Sequence[int]) -> str:

@@ -256,13 +256,14 @@ class LocalMethod(ABC):
         """Receives what is in flight; a method that merges in mid-round also uses it here."""
         return self.receive(finished=finished)
 
-    def size(self) -> Tensor:
-        """The norm of what is about to be sent, 0-d, not finite where any of it is not."""
-        return size_of(self.buckets)
+    def agreed_size(self, size: Tensor) -> Tensor:
+        """Not finite where that of any worker is not that has to judge alike. size: of what this worker sends, 0-d."""
+        return size
 
     def weigh(self) -> None:
         """Leaves out what is not sound, and then starts anew."""
-        self.guard.weigh(self.buckets, self.size(), steps=self.local_steps if self.differences else 0)
+        self.guard.judge(size_of(self.buckets), self.local_steps if self.differences else 0)
+        self.guard.weigh(self.buckets)
         self.was_left_out(self.guard.left_out)
 
     def was_left_out(self, where: Tensor) -> None:
@@ -367,7 +368,8 @@ class LocalMethod(ABC):
             copy(bucket.buffer_views, bucket.buffers)
             bucket.scalars.zero_()
         self.scalars.set("finished", float(finished))
-        self.guard.weigh(self.buckets, self.size(), steps=0)
+        self.guard.judge(self.agreed_size(size_of(self.buckets)), 0)
+        self.guard.weigh(self.buckets)
         left_out = self.guard.left_out.clone()
         self.background.sum([bucket.flat for bucket in self.buckets])
         self.guard.hear(self.scalars["left_out"].view(-1).tolist(), self.rounds)

@@ -16,8 +16,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
-from core.errors import UserError
+from core import peers
+from core.errors import DivergedError, UserError
+from core.guard import all_finite, forget
 from core.methods import Method, make_method
+from core.rounds import LocalMethod
 from training import checkpoint
 from training.config import settings
 from training.counters import Averages, Due, Every, Stopwatch
@@ -77,11 +80,14 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """A collective's error becomes one line that names the worker because of which it failed."""
         if self._bar is not None:
             self._bar.close()
         self.folder.close()
         if self._made_group and kind is None:
             dist.destroy_process_group()
+        if error is not None and (explained := peers.explain(error)):
+            raise explained from None
 
     # -- before the loop ------------------------------------------------------------------------------------
 
@@ -139,6 +145,8 @@ class Run:
         """
         self._parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
         self._schedule, self._method, self._total = schedule, method, total
+        if isinstance(method, LocalMethod):
+            method.on_left_out = forget(optimizer)
         seconds = self._resume() if self.recipe.resume else 0.0
         self.folder.begin(self.step)
         tau = self.recipe.co2.tau
@@ -221,10 +229,15 @@ class Run:
 
     # -- checkpoints and the end ----------------------------------------------------------------------------
 
-    def save(self) -> None:
-        """Writes a checkpoint, at a round boundary or after method.finish(); every worker must call it."""
+    def save(self) -> bool:
+        """Writes a checkpoint, at a round boundary or after method.finish(); every worker must call it. Nothing is
+        written, and no good checkpoint given up for it, where a worker's model is not finite: False."""
         with self.clock.paused():
             self._rounds.read()
+            if bad := self._not_finite():
+                text = f"rank {bad - 1}'s model is not finite: no checkpoint is written, the last one stays"
+                self.folder.note(self.step, "warning", text)
+                return False
             state = {name: part.state_dict() for name, part in self._parts.items()}
             state |= {
                 "step": self.step,
@@ -235,6 +248,13 @@ class Run:
             }
             place = {"rank": self.rank, "world_size": self.world_size, "attempt": self.folder.attempt}
             checkpoint.save(self.folder.checkpoints, self.step, state, **place)
+            return True
+
+    def _not_finite(self) -> int:
+        """A rank whose model is not finite, plus one; 0 where all are. Every worker must call it."""
+        model = self._parts["model"]
+        numbers = [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]
+        return largest_of_workers(0 if all_finite(numbers) else self.rank + 1, self.device)
 
     def _resume(self) -> float:
         """Restores the newest checkpoint, if there is one; returns the seconds of training that led to it."""
@@ -268,7 +288,11 @@ class Run:
 
         results: what the last evaluation measured; summary.json holds it with what communication cost.
         """
-        self.save()
+        if not self.save():
+            raise DivergedError(
+                f"{self.folder.path}: the trained model is not finite, the last checkpoint before is kept: lower the "
+                "learning rate, clip gradients, or look at the data"
+            )
         self._summarise(results)
 
     def _summarise(self, results: dict[str, float]) -> None:

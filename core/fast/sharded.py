@@ -26,6 +26,7 @@ from ..config import CO2Config, Schedule, check_stable, scheduled
 from ..errors import UserError
 from ..flat import copy, copy_where, group_pieces, unique, views
 from ..groups import Stage, all_reduce, gather_parts, leave_group, new_group, sum_parts
+from ..guard import size_of
 from ..rounds import Landing
 from .host import HostCopies
 from .placement import Placement
@@ -110,6 +111,7 @@ class ShardedCO2(Scheduled):
             backend=backend,
         )
         self.reducer.scale = 1 / self.everybody  # of what is summed over both groups
+        self.guard.factor = c.outlier
         self.guard.tells &= self._inner is None or dist.get_rank(self._inner) == 0
         self.background.timed_groups += [self._inner] if self._inner is not None else []
         self._make_state()
@@ -189,6 +191,11 @@ class ShardedCO2(Scheduled):
             self._mix(self.config.mix)
         self.was_left_out(self.guard.left_out)
         return landing
+
+    def agreed_size(self, size: Tensor) -> Tensor:
+        if self._inner is not None:
+            dist.all_reduce(size, group=self._inner)
+        return size
 
     def weigh(self) -> None:
         """That is done in the background: the workers of a node have to find alike."""
@@ -274,10 +281,11 @@ class ShardedCO2(Scheduled):
 
     def _weigh(self) -> Iterator[Stage]:
         """A node is left out as one, for its workers hold one model's parts, or gave each other their gradients."""
-        square = self.size().square().view(1)
+        square = size_of(self.buckets).square().view(1)
         if self._inner is not None:
             yield all_reduce([square], self._inner)
-        self.guard.weigh(self.buckets, square[0].sqrt(), steps=self._to_weigh)
+        self.guard.judge(square[0].sqrt(), self._to_weigh)
+        self.guard.weigh(self.buckets)
 
     def _reduce(self, rests: list[Tensor]) -> Iterator[Stage]:
         """Sums of the shares over the workers, and of BatchNorm's statistics and the scalars over everybody; a stage's

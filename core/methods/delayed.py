@@ -147,7 +147,6 @@ class DelayedCO2(CO2):
         )
         if d.policy == "eager":  # the workers' differ
             self.replicas, self.starts_roughly = [], True
-        self._spoilt = torch.zeros((), dtype=torch.bool, device=self.background.device)
         none = [None] * len(self.buckets)
         self._steps = self.state.new("outer_step") if d.nesterov else none
         own = self.state.new("own_difference") if d.policy == "eager" else none
@@ -175,14 +174,20 @@ class DelayedCO2(CO2):
         return False
 
     def _start_anew_before(self) -> None:
-        """With policy eager the own difference is used before it is sent: what is not finite must not be there."""
+        """With policy eager the own difference is used before it is sent, and so is judged before."""
         if self.delayed.policy == "eager":
-            self._spoilt = ~torch.stack([b.finite() for b in self._delayed]).all()
+            size = outer.norm([b.own_norm() for b in self._delayed])
+            for buffer in (b for bucket in self._own_buffers for b in bucket):
+                size = size + 0 * buffer.sum().to(size)
+            self.guard.judge(size, self.local_steps)
             for boundary in self._delayed:
-                boundary.restart(self._spoilt)
+                boundary.restart(self.guard.left_out)
 
-    def size(self) -> Tensor:
-        return torch.where(self._spoilt, float("inf"), super().size())
+    def weigh(self) -> None:
+        if self.delayed.policy != "eager":
+            return super().weigh()
+        self.guard.weigh(self.buckets)
+        self.was_left_out(self.guard.left_out)
 
     def _rule_now(self, landed: bool) -> outer.Rule:
         if landed:
@@ -295,10 +300,10 @@ class _DelayedBoundary(outer.Boundary):
         return eager(delta, own, last_own, 1 / self.workers)
 
     @torch.no_grad()
-    def finite(self) -> Tensor:
-        """Whether the worker's own difference is, 0-d."""
+    def own_norm(self) -> Tensor:
+        """Of the worker's difference, 0-d."""
         self.locate()
-        return torch.stack([outer.difference(s).isfinite().all() for s in self.segments]).all()
+        return outer.norm([outer.difference(s) for s in self.segments])
 
     @torch.no_grad()
     def advance(self, rule: outer.Rule) -> None:

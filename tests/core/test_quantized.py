@@ -56,7 +56,7 @@ def of_rounds(rank: int, world_size: int, wire: Any, rounding: Any, feedback: bo
     """What the buffers hold after each round, bucket by bucket, and the state."""
     lossy, exact = templates()
     reducer = WireConfig(wire, rounding, feedback).reducer
-    mean = Mean(lossy, {"rank": 1, "steps": 1}, reducer, buffers=exact)
+    mean = Mean(lossy, {"rank": 1, "steps": 1, "weight": 1}, reducer, buffers=exact)
     seen = []
     for round in range(ROUNDS):
         for i, bucket in enumerate(mean.buckets):
@@ -64,6 +64,7 @@ def of_rounds(rank: int, world_size: int, wire: Any, rounding: Any, feedback: bo
             bucket.flat[:numel] = written(rank, round, i, numel, bucket.flat.dtype)
         mean.scalars.set("rank", 0.1 * rank)
         mean.scalars.set("steps", 1.0)
+        mean.scalars.set("weight", 1.0)
         mean.launch()
         mean.wait()
         seen += [b.flat[: len(b.flat) - len(b.scalars)].clone() for b in mean.buckets]
