@@ -24,6 +24,7 @@ from .errors import UserError
 from .flat import Scalars
 from .groups import Stage, send_first
 from .guard import Guard
+from .pace import Pace
 from .stats import Late, RoundStats
 from .tau import NUMBERS, TauDecision, TauTuner
 
@@ -61,23 +62,32 @@ class Agreement:
 
     All workers hear the same sums, of the same round. What is heard takes effect in `follow`, at the round's end, for
     in mid-round each worker hears it after other steps. scalars: with the places of `sizes`. everybody: over how many
-    processes they are summed. tuner: of tau auto, or None. guard: hears who was left out.
+    processes they are summed. tuner, pace: of tau auto and of steps by speed, or None. guard: hears who was left out.
 
     Attributes: stop, whether a worker has asked for it; tau_decision, taken by the tuner at the last boundary.
     """
 
-    def __init__(self, scalars: Scalars, background: Background, everybody: int, tuner: TauTuner | None, guard: Guard):
+    def __init__(
+        self,
+        scalars: Scalars,
+        background: Background,
+        everybody: int,
+        tuner: TauTuner | None,
+        pace: Pace | None,
+        guard: Guard,
+    ):
         self.scalars, self.background, self.everybody = scalars, background, everybody
-        self.tuner, self.guard = tuner, guard
+        self.tuner, self.pace, self.guard = tuner, pace, guard
         self.tau_decision: TauDecision | None = None
         self._decided: TauDecision | None = None  # heard, and told from the round's end on
         self._repair, self._repaired = False, -REPAIR_EVERY
         self.forget_stop()
 
     @staticmethod
-    def sizes(workers: int, tuner: TauTuner | None) -> dict[str, int]:
+    def sizes(workers: int, tuner: TauTuner | None, pace: bool) -> dict[str, int]:
         """The scalars that every method has, and how many numbers each stands for."""
         known = {"finished": 1, "steps": 1, "stop": 1, "settings": 2, "replicas": 2} | Guard.sizes(workers)
+        known |= Pace.sizes(workers) if pace else {}
         return known | ({"times": NUMBERS * workers} if tuner else {})
 
     def ask_to_stop(self) -> None:
@@ -100,10 +110,13 @@ class Agreement:
         self.scalars.set_checksum("replicas", compared)
         if self.tuner:
             self.tuner.tell(stats, before, self.background.rank, self.scalars["times"])
+        if self.pace:
+            self.pace.tell(stats, self.scalars["step_seconds"])
 
     def hear(self, settings: Any) -> bool:
         """Reads what has landed; whether the replicas were equal. UserError where settings differ, this worker's being
-        `settings`; DivergedError as the guard says. On a GPU it is what landed a round ago, for the host waits for nothing."""
+        `settings`; DivergedError as the guard says. On a GPU it is what landed a round ago: the host waits for nothing.
+        """
         numbers = self._late.exchange(self.scalars.place * self.everybody)
         if numbers is None:
             return True
@@ -111,6 +124,8 @@ class Agreement:
         if self.tuner:
             times = sums["times"]
             self._decided = self.tuner.hear(number, *(times[i::NUMBERS] for i in range(NUMBERS)))
+        if self.pace:
+            self.pace.hear(sums["step_seconds"])
         self._stop_heard |= sums["stop"][0] > 0.5
         if not agree(sums["settings"], self.everybody):
             raise UserError(
@@ -133,6 +148,8 @@ class Agreement:
     def follow(self) -> None:
         """A round has ended."""
         self.tau_decision, self._decided = self._decided, None
+        if self.pace:
+            self.pace.follow()
         self.stop |= self._stop_heard
 
     def repair(self, shared: Sequence[Tensor]) -> Iterator[Stage]:

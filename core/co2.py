@@ -110,6 +110,7 @@ class CO2(Scheduled):
             tau_max=c.tau_max,
             tau_margin=c.tau_margin,
             sync_steps=c.sync_steps,
+            by_speed=c.steps == "by_speed",
             buffers=buffers,
             model_params=model_params,
             group=group,

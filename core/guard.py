@@ -71,7 +71,7 @@ class Guard:
 
     @torch.no_grad()
     def weigh(self, buckets: Sequence[Bucket], weight: float = 1.0) -> None:
-        """Makes zeros of what the buckets hold where it is left out, and writes the scalars. weight: where it is not."""
+        """Makes zeros of what the buckets hold, if it is left out, and writes the scalars. weight: if it is not."""
         wipe([part for b in buckets for part in (b.payload, b.values)], self.left_out)
         if weight != 1:
             for flat in (part for b in buckets for part in (b.payload, b.values)):

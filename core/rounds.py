@@ -16,6 +16,7 @@ from .collectives import AllReduce, Background, Link, Reducer, Stage
 from .errors import UserError
 from .flat import Scalars, State, copy, copy_where, local_shard, make_buckets, of_each, unique
 from .guard import Guard, LeftOut, size_of
+from .pace import Pace
 from .stats import RoundClock, RoundStats
 from .tau import TauDecision, TauTuner
 from .watch import Watch
@@ -42,11 +43,14 @@ class LocalMethod(ABC):
     missing worker is an error. link: an emulated slow one.
 
     For subclasses: tau_max, tau_margin: of tau auto, see TauTuner. sync_steps: so many first steps after each of which
-    all wait for the mean of the parameters. scalars: name -> how many numbers of that name travel along, beside those
-    that every method has. parts, on_host: see flat.Bucket. backend: of the communication, None for the group's own.
+    all wait for the mean of the parameters. by_speed: whether slower workers take fewer steps, see Pace. scalars: name
+    -> how many numbers of that name travel along, beside those that every method has. parts, on_host: see flat.Bucket.
+    backend: of the communication, None for the group's own.
 
-    Attributes: on_left_out, called with a 0-d truth value after a round, whether this worker was left out of its mean
-    (see guard.py): for what the inner optimiser has gathered, as guard.forget does. On a CPU only where it was.
+    Attributes: skipped, local steps of the round that closed last which this worker has left out, being slower: its
+    data and learning rate may then keep step with the others'. on_left_out, called with a 0-d truth value after a
+    round: whether this worker was left out of its mean (see guard.py), for what the inner optimiser has gathered, as
+    guard.forget does; on a CPU only where it was.
     """
 
     differences = False  # whether payloads are differences: zero where nothing has moved
@@ -65,6 +69,7 @@ class LocalMethod(ABC):
         group: dist.ProcessGroup | None = None,
         timeout: float = 600.0,
         link: Link | None = None,
+        by_speed: bool = False,
         scalars: Mapping[str, int] | None = None,
         parts: int = 1,
         on_host: bool = False,
@@ -76,13 +81,13 @@ class LocalMethod(ABC):
         self._frozen = [p for p in given if not p.requires_grad]
         self._model_params = [local_shard(p) for p in model_params]
         self.buffers = [b for b in fixed if b.is_floating_point()]
-        self.tuner = TauTuner(tau_max, tau_margin) if tau == "auto" else None
+        self.tuner = TauTuner(tau_max, tau_margin, by_speed=by_speed) if tau == "auto" else None
         self.tau: int = self.tuner.tau if self.tuner else tau  # pyright: ignore[reportAttributeAccessIssue]
         check_inputs(self.tau, given, self.params, self.buffers, self._model_params)
         self.local_steps = 0  # since the last round closed
         self.sync_steps = sync_steps  # those that are left
         workers = dist.get_world_size(group) if dist.is_initialized() else 1
-        self.scalars = Scalars(Agreement.sizes(workers, self.tuner) | dict(scalars or {}))
+        self.scalars = Scalars(Agreement.sizes(workers, self.tuner, by_speed) | dict(scalars or {}))
         self.buckets = make_buckets(self.params, self.buffers, self.scalars.numel, parts, on_host)
         self.scalars.attach(self.buckets[0].scalars)
         device = self.buckets[0].flat.device
@@ -96,7 +101,9 @@ class LocalMethod(ABC):
         ranks = dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
         self.guard = Guard(self.scalars, device, self.background.rank, [f"{self.member} {rank}" for rank in ranks])
         self.on_left_out: LeftOut | None = None
-        self._agreement = Agreement(self.scalars, self.background, self.everybody, self.tuner, self.guard)
+        self.pace = Pace(self.background.rank, self.background.world_size) if by_speed else None
+        self.skipped = 0
+        self._agreement = Agreement(self.scalars, self.background, self.everybody, self.tuner, self.pace, self.guard)
         self._shared_from_start = [*everything, *fixed]
         self.background.agree((type(self).__name__, self.signature()), self._shared_from_start)
         self._refresh_model()
@@ -113,7 +120,7 @@ class LocalMethod(ABC):
         if self.sync_steps:
             return self._synchronise(finished=False)
         self.local_steps += 1
-        if self.local_steps < self.tau:
+        if self.local_steps < self.own_tau:
             if self.local_steps == 1:
                 self._clock.steps_begin()
             self.background.done()  # an error is known as soon as it can be
@@ -178,6 +185,11 @@ class LocalMethod(ABC):
         return self._agreement.tau_decision
 
     @property
+    def own_tau(self) -> int:
+        """The local steps of this worker in the round that runs: tau, or fewer where it is slower."""
+        return self.pace.steps(self.tau) if self.pace else self.tau
+
+    @property
     def rounds(self) -> int:
         """Rounds closed so far, those of finish() included."""
         return self.background.launched
@@ -202,6 +214,7 @@ class LocalMethod(ABC):
             "tau": self.tau,
             "tuner": self.tuner.state_dict() if self.tuner else None,
             "guard": self.guard.state.clone(),
+            "pace": self.pace.state_dict() if self.pace else None,
         }
 
     @torch.no_grad()
@@ -227,6 +240,8 @@ class LocalMethod(ABC):
             self.tuner.load_state_dict(state["tuner"])
             self.tau = state["tau"]
         self.guard.state.copy_(state["guard"])
+        if self.pace and state["pace"]:
+            self.pace.load_state_dict(state["pace"])
         self.begin_round(self.rounds)
         self._watch.skip()  # the model may be loaded after this
 
@@ -260,10 +275,15 @@ class LocalMethod(ABC):
         """Not finite where that of any worker is not that has to judge alike. size: of what this worker sends, 0-d."""
         return size
 
+    @property
+    def weight(self) -> float:
+        """Of what this worker is about to send: 1, or its local steps where workers take different numbers of them."""
+        return float(self.local_steps) if self.pace else 1.0
+
     def weigh(self) -> None:
         """Leaves out what is not sound, and then starts anew."""
         self.guard.judge(size_of(self.buckets), self.local_steps if self.differences else 0)
-        self.guard.weigh(self.buckets)
+        self.guard.weigh(self.buckets, self.weight)
         self.was_left_out(self.guard.left_out)
 
     def was_left_out(self, where: Tensor) -> None:
@@ -339,6 +359,7 @@ class LocalMethod(ABC):
         with self._clock.boundary(self.tau, self.local_steps):
             for own, bucket in zip(self._own_buffers, self.buckets, strict=True):
                 copy(own, bucket.buffers)  # what this worker sends, whatever lands in the meantime
+            self.skipped = self.tau - self.own_tau
             everyone = self.close_round(finished=finished)
             self._agreement.follow()
             self.tau = self.tuner.tau if self.tuner else self.tau

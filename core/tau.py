@@ -50,12 +50,14 @@ class TauTuner:
     Both are medians over the last rounds. tau grows as soon as the all-reduce no longer fits; it shrinks only
     when a quarter fewer steps would do, so that noise does not move it.
 
-    margin: by how much the local steps should outlast the all-reduce. tau_max: never above.
+    by_speed: slower workers take fewer steps, so that the fastest one's count. margin: by how much the local steps
+    should outlast the all-reduce. tau_max: never above.
     """
 
-    def __init__(self, tau_max: int, margin: float = 0.25):
+    def __init__(self, tau_max: int, margin: float = 0.25, *, by_speed: bool = False):
         self.tau = min(CALIBRATION_TAU, tau_max)
         self.tau_max, self.margin = tau_max, margin
+        self._pacing = min if by_speed else max
         self.decisions: list[TauDecision] = []
         self._heard = 0
         self._steps: deque[float] = deque(maxlen=WINDOW)
@@ -91,7 +93,7 @@ class TauTuner:
         self._heard += 1
         if self._heard <= WARM_UP:
             return None
-        self._steps.append(max(steps))
+        self._steps.append(self._pacing(steps))
         self._allreduces.append(min(allreduces))
         self._boundaries.append(max(boundary_seconds))
         return self._decide(round) if self._heard > WARM_UP + 1 else None

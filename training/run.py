@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,8 @@ from training.workers import (
     world_size,
 )
 
+T = TypeVar("T")
+
 
 class Run:
     """One training run of this worker: use it as a context manager around the loop.
@@ -67,6 +69,7 @@ class Run:
         self._means = Averages()
         self._rounds = RoundLog(recipe, self.folder, self.device)
         self._stop = StopSignal()
+        self._to_skip = 0  # batches
         self._model: nn.Module | None = None
         self._mesh: DeviceMesh | None = None  # [nodes, workers of a node], where those synchronise every step
         self._bar: tqdm[Any] | None = None
@@ -178,12 +181,13 @@ class Run:
         point there, and not at the run's last step, after which they happen anyway.
         """
         assert self._bar is not None, "call begin() before the loop"
-        self.step += 1
-        self._bar.update()
+        before = self.step
+        self.step += 1 + (self._skip_steps() if closed else 0)
+        self._bar.update(self.step - before)
         self._means.add(scalars)
         if closed:
             self._rounds.close_round(self.step, self._method)
-        if self.step % self.recipe.log_every == 0:
+        if self.step // self.recipe.log_every > before // self.recipe.log_every:
             self._log_means()
         open_end = closed and self.step < self._total
         return Due(
@@ -191,6 +195,23 @@ class Run:
             checkpoint=open_end and self._saving.due(self.step),
             stop=self.step < self._total and self._stops(closed),
         )
+
+    def batches(self, batches: Iterable[T]) -> Iterator[T]:
+        """The loop's batches, without those of the steps that this worker leaves out (CO2Config.steps by_speed): the
+        next round begins with the same batch number on all workers, and step counts all of them."""
+        for batch in batches:
+            if self._to_skip:
+                self._to_skip -= 1
+            else:
+                yield batch
+
+    def _skip_steps(self) -> int:
+        """How many steps this worker leaves out here, being slower than others; the learning rate keeps step."""
+        skipped = self._method.skipped if isinstance(self._method, LocalMethod) else 0
+        self._to_skip = min(skipped, self._total - self.step - 1)
+        for _ in range(self._to_skip):
+            self._schedule.step()
+        return self._to_skip
 
     def _stops(self, closed: bool) -> bool:
         """Whether the run ends here, by a signal to any worker: all of them stop at the same step."""

@@ -101,6 +101,7 @@ class ShardedCO2(Scheduled):
             tau_max=c.tau_max,
             tau_margin=c.tau_margin,
             sync_steps=c.sync_steps,
+            by_speed=c.steps == "by_speed",
             buffers=buffers,
             model_params=model_params,
             group=group,
@@ -199,7 +200,7 @@ class ShardedCO2(Scheduled):
 
     def weigh(self) -> None:
         """That is done in the background: the workers of a node have to find alike."""
-        self._to_weigh = self.local_steps
+        self._to_weigh = self.local_steps, self.weight
 
     def was_left_out(self, where: Tensor) -> None:
         super().was_left_out(where)
@@ -284,8 +285,9 @@ class ShardedCO2(Scheduled):
         square = size_of(self.buckets).square().view(1)
         if self._inner is not None:
             yield all_reduce([square], self._inner)
-        self.guard.judge(square[0].sqrt(), self._to_weigh)
-        self.guard.weigh(self.buckets)
+        steps, weight = self._to_weigh
+        self.guard.judge(square[0].sqrt(), steps)
+        self.guard.weigh(self.buckets, weight)
 
     def _reduce(self, rests: list[Tensor]) -> Iterator[Stage]:
         """Sums of the shares over the workers, and of BatchNorm's statistics and the scalars over everybody; a stage's

@@ -102,6 +102,8 @@ class DelayedConfig:
         Taylor's term is of third order, so that beyond the limit a cycle replaces the minimum; and an own part of
         1 / G leaves beta + (1 - 1 / G) alpha < 1, which tends to the same with the number of workers G, unknown here.
         """
+        if co2.steps != "even":
+            raise UserError(f"steps={co2.steps!r}: the delayed methods know no weights by steps; leave it out")
         if co2.update != "fast":
             raise UserError(f"update={co2.update!r}: the delayed methods have one plain pass; leave it out")
         if self.policy != "penalty" and co2.gap != "none":
@@ -186,7 +188,7 @@ class DelayedCO2(CO2):
     def weigh(self) -> None:
         if self.delayed.policy != "eager":
             return super().weigh()
-        self.guard.weigh(self.buckets)
+        self.guard.weigh(self.buckets)  # by_speed is refused
         self.was_left_out(self.guard.left_out)
 
     def _rule_now(self, landed: bool) -> outer.Rule:

@@ -62,7 +62,7 @@ def loopback_bytes() -> int:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bytes_sent_by_hand(world_size: int):
-    """Blocks of 256 cost 512, 516, 260 and 132 bytes; twice (n - 1) / n of them, and eight scalars a peer and one for each."""
+    """Blocks of 256 cost 512, 516, 260 and 132 bytes; twice (n - 1) / n of them; and 8 + n scalars a peer."""
     blocks = -(-NUMEL // (256 * world_size))  # a worker
     others = world_size - 1
     for counted in run_distributed(bytes_of_a_round, world_size):
