@@ -148,6 +148,11 @@ def copy(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(to), list(source))  # pyright: ignore[reportPrivateImportUsage]
 
 
+def rescale(flat: Tensor, scale: float | Tensor) -> None:
+    """Multiplies in place; scale: a number, or 0-d on any device."""
+    flat.mul_(scale.to(flat) if isinstance(scale, Tensor) else scale)
+
+
 def copy_where(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
     """`copy` if `where` holds, a 0-d truth value; a GPU is not waited for."""
     if where.is_cuda:

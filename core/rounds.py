@@ -14,7 +14,7 @@ from .agreement import Agreement
 from .checks import check_frozen, check_inputs, check_saved, check_workers
 from .collectives import AllReduce, Background, Link, Reducer, Stage
 from .errors import UserError
-from .flat import Scalars, State, copy, copy_where, local_shard, make_buckets, of_each, unique
+from .flat import Scalars, State, copy, copy_where, local_shard, make_buckets, of_each, rescale, unique
 from .guard import Guard, LeftOut, size_of
 from .pace import Pace
 from .stats import RoundClock, RoundStats
@@ -333,7 +333,7 @@ class LocalMethod(ABC):
         self.stats.bytes_sent = self.background.bytes_sent
         self.scale = self.guard.land(1.0 if self.differences else float("nan"))
         for bucket in self.buckets:
-            bucket.values.mul_(self.scale)
+            rescale(bucket.values, self.scale)
         self.scalars.place.mul_(self.reducer.scale)
         self.stats.drifted = float(not self._agreement.hear(self.settings()))
         self.stats.left_out = self.guard.count
@@ -396,7 +396,7 @@ class LocalMethod(ABC):
         self.guard.hear(self.scalars["left_out"].view(-1).tolist(), self.rounds)
         scale = self.guard.land(1.0)
         for bucket in self.buckets:
-            bucket.flat[: bucket.padded + len(bucket.values)].mul_(scale)
+            rescale(bucket.flat[: bucket.padded + len(bucket.values)], scale)
             copy([*bucket.params, *bucket.buffers], [*bucket.payload_views, *bucket.buffer_views])
         self.was_left_out(left_out)
         everyone = finished and self.scalars["finished"].item() > self.background.world_size - 0.5

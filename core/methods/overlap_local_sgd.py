@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..collectives import Link
 from ..errors import UserError
-from ..flat import copy, copy_where, views
+from ..flat import copy, copy_where, rescale, views
 from ..rounds import LocalMethod
 
 
@@ -90,6 +90,6 @@ class OverlapLocalSGD(LocalMethod):
     def _move_anchor(self) -> None:
         """Makes means of the payloads, too."""
         for bucket, z, v in zip(self.buckets, self._z, self._v, strict=True):
-            bucket.payload.mul_(self.scale)
+            rescale(bucket.payload, self.scale)
             v.mul_(self.config.anchor_momentum).add_(bucket.payload - z)
             z.add_(v)
