@@ -112,7 +112,7 @@ def simulate(world_size: int, wire: str, rounding: str, feedback: bool) -> list[
             ]
             parts = [send(sum(got[r][j] for r in range(n)) / n, mean_errors[j][i], draws[j][1]) for j in range(n)]
             seen.append(torch.cat([torch.cat(parts)[:size], sum(row[size:] for row in rows) / n]))
-        seen.append(torch.tensor([sum(0.1 * r for r in range(n)) / n, 1.0], dtype=wide[0]))
+        seen.append(torch.tensor([sum(0.1 * r for r in range(n)) / n, 1.0, 1.0], dtype=wide[0]))
     return seen
 
 
