@@ -63,14 +63,18 @@ class TauTuner:
     longer than a local step, and so is not fresh, the next is tried, once, with as many steps as its bytes let expect,
     and kept if it needs fewer than the one before, with what its encoding takes.
 
-    margin: by how much the local steps should outlast the all-reduce. tau_max: never above.
+    margin: by how much the local steps should outlast the all-reduce. tau_max: never above. by_speed: slower workers
+    take fewer steps, so that the fastest one's count.
     Attributes: tau; wire, to be taken for what is sent next.
     """
 
-    def __init__(self, tau_max: int, margin: float = 0.25, wires: Mapping[str, float] = FLOAT32):
+    def __init__(
+        self, tau_max: int, margin: float = 0.25, wires: Mapping[str, float] = FLOAT32, *, by_speed: bool = False
+    ):
         self.tau = min(CALIBRATION_TAU, tau_max)
         self.tau_max, self.margin = tau_max, margin
         self.wires = wires
+        self._pacing = min if by_speed else max
         self.wire, *self._narrower = wires
         # while a wire is tried: the one before, the tau that it needs, and the seconds of its all-reduce
         self._wider: tuple[str, int, float] | None = None
@@ -109,7 +113,7 @@ class TauTuner:
         self._heard += 1
         if self._heard <= WARM_UP:
             return None
-        self._steps.append(max(steps))
+        self._steps.append(self._pacing(steps))
         self._allreduces.append(min(allreduces))
         self._boundaries.append(max(boundary_seconds))
         return self._decide(round) if self._heard > WARM_UP + 1 else None
