@@ -91,7 +91,9 @@ def _worth_a_look(cost: list[int], sizes: list[float], bins: int) -> list[int]:
 
 def _least(errors: Tensor, sizes: Tensor) -> list[int]:
     """The choice of least error of each layer, the smallest of several."""
-    return [min(range(len(e)), key=lambda c: (e[c], z[c])) for e, z in zip(errors.tolist(), sizes.tolist(), strict=True)]
+    return [
+        min(range(len(e)), key=lambda c: (e[c], z[c])) for e, z in zip(errors.tolist(), sizes.tolist(), strict=True)
+    ]
 
 
 def _smaller(sizes: Tensor, choices: Sequence[int], reference: Sequence[int]) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..outer import Boundary, Merge, Rule, all_seen, update
 from .chunked import ChunkedBoundary
-from .quantized import WireConfig
+from .wire_config import WireConfig
 
 __all__ = ["PASSES", "CompiledBoundary", "Pass", "WireConfig", "make_boundary"]
 

@@ -29,7 +29,8 @@ Rounding = Literal["nearest", "stochastic"]
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 
 BLOCK = 256  # elements
-BITS = {"int8": 8, "int6": 6, "int5": 5, "int4": 4, "int3": 3, "int2": 2}
+INTS: tuple[Wire, ...] = ("int8", "int6", "int5", "int4", "int3", "int2")
+BITS = {wire: int(wire.removeprefix("int")) for wire in INTS}
 BLOCK_BYTES = {"bfloat16": 2 * BLOCK, "float16": 4 + 2 * BLOCK} | {w: 4 + BLOCK // 8 * b for w, b in BITS.items()}
 LEVELS = {wire: (1 << bits - 1) - 1 for wire, bits in BITS.items()}
 

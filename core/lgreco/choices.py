@@ -13,7 +13,9 @@ Kind = Literal["raw", "int", "top", "rank"]
 INT_BITS = sorted(BITS.values())
 POINTS = 9  # densities, geometric, from a tenth of the given one to ten times it
 RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # where a layer may change its family
-REMEDY = "give int2, int3, int4, int5, int6, int8, topD with a density 0 < D < 0.5 such as top0.01, or rankR such as rank4"
+REMEDY = (
+    "give int2, int3, int4, int5, int6, int8, topD with a density 0 < D < 0.5 such as top0.01, or rankR such as rank4"
+)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,9 @@ def curve(values: Tensor, layer: Layer, choices: Sequence[Choice], offered: Sequ
     errors = torch.full((len(choices),), float("inf"), dtype=torch.float64)
     if not torch.isfinite(squares := values.double().square().sum()):
         return errors.fill_(float("nan"))
-    of_kind = {k: [i for i, c in enumerate(choices) if offered[i] and c.kind == k] for k in ("raw", "int", "top", "rank")}
+    of_kind = {
+        k: [i for i, c in enumerate(choices) if offered[i] and c.kind == k] for k in ("raw", "int", "top", "rank")
+    }
     errors[of_kind["raw"]] = 0.0
     for i in of_kind["int"]:
         errors[i] = _int_error(values, choices[i].wire)

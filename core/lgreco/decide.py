@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..allocate import accordion, allocate, total
 from ..errors import UserError
-from ..fast.quantized import WireConfig
 from .choices import (
     RAW,
     Choice,
@@ -23,6 +22,7 @@ from .choices import (
     sent_bytes,
     uniform,
 )
+from .config import LGrecoConfig
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,17 @@ class Decider:
     """choices: all that any layer may take. uniform: what each gets where all get the same. before: norms of the layers
     at the last decision, float64 [layers], 0 where there was none; for Accordion."""
 
-    def __init__(self, layers: Sequence[Layer], config: WireConfig, world_size: int):
-        self.layers, self.config = layers, config
-        like = parse(config.like)
-        self.uniform = [uniform(layer, like) for layer in layers]
+    def __init__(self, layers: Sequence[Layer], like: str, config: LGrecoConfig, world_size: int):
+        self.layers, self.config, self.name = layers, config, like
+        choice = parse(like)
+        self.uniform = [uniform(layer, choice) for layer in layers]
         if all(choice == RAW for choice in self.uniform):
-            raise UserError(f"wire.like={config.like!r} would save nothing in any parameter of this model: give less")
-        self._less, self._more = less_and_more(like)
+            raise UserError(f"wire.like={like!r} would save nothing in any parameter of this model: give less")
+        self._less, self._more = less_and_more(choice)
         extra = [self._less, self._more] if "accordion" in config.rule else []
-        all_of_them = offered(like, config.family, config.lowest_rank, config.highest_rank)
+        all_of_them = offered(choice, config.family, config.lowest_rank, config.highest_rank)
         self.choices = list(dict.fromkeys([*all_of_them, *extra]))
-        self.offered = torch.tensor([may_take(layer, self.choices, like, config.family) for layer in layers])
+        self.offered = torch.tensor([may_take(layer, self.choices, choice, config.family) for layer in layers])
         self.sizes = torch.tensor([[sent_bytes(z, c, world_size) for c in self.choices] for z in layers]).double()
         self.before = torch.zeros(len(layers), dtype=torch.float64)
 
@@ -90,7 +90,7 @@ class Decider:
                 best = allocate(table[rows], self.sizes[rows], indices, share=share)
             for i, choice in zip(rows, best, strict=True):
                 new[i] = self.choices[choice]
-        self.before = torch.where(known, norms, self.before)
+        self.before.copy_(torch.where(known, norms, self.before))
         return self._told(new, now, reference, curves, known, number)
 
     def _reference(self, norms: Tensor) -> list[Choice]:
@@ -118,7 +118,7 @@ class Decider:
         budget = self.config.share * total(curves[rows], [self.choices.index(reference[i]) for i in rows.tolist()])
         changed = sum(a != b for a, b in zip(new, now, strict=True))
         reason = (
-            f"{sum(sizes) / 1e6:.3g} MB a reduction, uniform {self.config.like} {uniform_bytes / 1e6:.3g} MB; "
+            f"{sum(sizes) / 1e6:.3g} MB a reduction, uniform {self.name} {uniform_bytes / 1e6:.3g} MB; "
             f"{changed} of {len(new)} layers change"
         )
         if lost := [i for i, ok in enumerate(known.tolist()) if not ok]:

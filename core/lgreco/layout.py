@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..fast.quantized import chunk_of
-from ..fast.wire import BITS, BLOCK
+from ..fast.wire import BLOCK, INTS
 from ..flat import Bucket
 from .choices import Choice, Layer
 
@@ -30,7 +30,7 @@ class Part:
 
 def slack(world_size: int) -> int:
     """Elements beyond its own that a bucket's layout may need: each int format is padded to whole blocks a worker."""
-    return len(BITS) * world_size * BLOCK
+    return len(INTS) * world_size * BLOCK
 
 
 class Layout:
@@ -46,7 +46,7 @@ class Layout:
         self.starts: dict[int, int] = {}
         self.ints: dict[str, tuple[int, int, int]] = {}
         end = 0
-        for wire in BITS:
+        for wire in INTS:
             begin = end
             for i in (i for i in self.of_kind["int"] if allocation[i].wire == wire):
                 self.starts[i], end = end, end + layers[i].numel

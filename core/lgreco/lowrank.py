@@ -65,4 +65,6 @@ def fill(q: Tensor, filled: int, seed: int) -> None:
 def _flat(matrices: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """One flat tensor of them all, and views of it in their shapes."""
     flat = torch.cat([m.reshape(-1) for m in matrices])
-    return flat, [part.view(m.shape) for part, m in zip(flat.split([m.numel() for m in matrices]), matrices, strict=True)]
+    return flat, [
+        part.view(m.shape) for part, m in zip(flat.split([m.numel() for m in matrices]), matrices, strict=True)
+    ]

@@ -21,11 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import UserError
-from ..fast.quantized import Quantized, WireConfig
-from ..fast.wire import BITS, BLOCK
+from ..fast.quantized import Quantized
+from ..fast.wire import BLOCK, INTS, Rounding, Wire
 from ..flat import Bucket, Scalars, copy
 from ..groups import Stage, all_reduce
 from .choices import Choice, code
+from .config import LGrecoConfig
 from .curves import curve
 from .decide import Allocation, Decider
 from .layout import Layout, Part, in_bucket, layers_of, slack
@@ -34,11 +35,11 @@ from .sparse import Sparse, TopK
 
 
 class LGreco:
-    """See the module. config: of format lgreco; every, first: in place of what it leaves open.
+    """See the module. like: the uniform setting; every, first: in place of what config leaves open.
 
     state: "error_feedback" and "mean_error_feedback", in an order that follows the allocation; "allocation", by which
     a resumed run goes on with it; low rank's "q", how many of its columns are in use, and the layers' norms at the last
-    decision. All zeros is the start: every layer as config.like says.
+    decision. All zeros is the start: every layer as `like` says.
     """
 
     def __init__(
@@ -47,17 +48,19 @@ class LGreco:
         scalars: Scalars,
         rank: int,
         world_size: int,
-        config: WireConfig,
+        like: str,
+        config: LGrecoConfig,
+        rounding: Rounding = "nearest",
         *,
         every: int = 20,
         first: int = 3,
     ):
-        self.buckets, self.scalars, self.config = buckets, scalars, config
+        self.buckets, self.scalars, self.config, self.rounding = buckets, scalars, config, rounding
         self.rank, self.world_size, self.scale = rank, world_size, 1.0
         self.every = every if config.every is None else config.every
         self.first = first if config.first is None else config.first
         self.layers = layers_of(buckets)
-        self.decider = Decider(self.layers, config, world_size)
+        self.decider = Decider(self.layers, like, config, world_size)
         self.chosen: Sequence[Choice] = self.decider.uniform
         self.allocation: Allocation | None = None  # the last decision
         self._codes = {code(c): c for c in self.decider.choices}
@@ -69,9 +72,11 @@ class LGreco:
         flats = [b.flat for b in self.buckets]
         self._staging = [b.flat.new_zeros(b.numel + slack(n) + len(b.values)) for b in self.buckets]
         self._errors = [b.flat.new_zeros(b.numel + slack(n)) for b in self.buckets]
-        self._mean_errors = [b.flat.new_zeros(-(-b.numel // n) + len(BITS) * BLOCK) for b in self.buckets]
+        self._mean_errors = [b.flat.new_zeros(-(-b.numel // n) + len(INTS) * BLOCK) for b in self.buckets]
         ranks = [
-            max((int(c.value) for c, ok in zip(decider.choices, row, strict=True) if ok and c.kind == "rank"), default=0)
+            max(
+                (int(c.value) for c, ok in zip(decider.choices, row, strict=True) if ok and c.kind == "rank"), default=0
+            )
             for row in decider.offered.tolist()
         ]
         self._q = [flats[z.bucket].new_zeros(z.columns * r) for z, r in zip(self.layers, ranks, strict=True)]
@@ -168,7 +173,7 @@ class LGreco:
             kept = [view.clone() for view in old.views(errors, self.layers)]
             errors.zero_()
             copy(new.views(errors, self.layers), kept)
-        self._codes_now.copy_(torch.tensor([code(c) for c in choices]))
+        self._codes_now.copy_(torch.tensor([code(c) for c in choices], dtype=torch.float64))
 
     def _follow(self) -> None:
         """A checkpoint, or a new start, may have brought another allocation; low rank may need more columns."""
@@ -187,7 +192,7 @@ class LGreco:
             return self.decider.uniform[layer]
         if number not in self._codes:
             raise UserError(
-                f"the checkpoint sends layer {layer} in a way ({number:g}) that wire.like={self.config.like!r} with "
+                f"the checkpoint sends layer {layer} in a way ({number:g}) that wire.like={self.decider.name!r} with "
                 f"family={self.config.family!r} does not offer: resume with the settings that wrote it"
             )
         return self._codes[number]
@@ -200,12 +205,14 @@ class LGreco:
     def _lay_out(self) -> None:
         """Builds the parts of the present allocation over views of the staging tensors and of the state."""
         self._layouts = [Layout(i, self.layers, self.chosen, self.world_size) for i in range(len(self.buckets))]
-        wires = [w for w in BITS if any(w in layout.ints for layout in self._layouts)] or ["int4"]
+        wires = [w for w in INTS if any(w in layout.ints for layout in self._layouts)] or INTS[:1]
         places = [0] * len(self.buckets)
         self._ints = [self._quantized(wire, places, first=not i) for i, wire in enumerate(wires)]
         self._others: list[TopK | LowRank] = []
         for _, layout, staging, errors in self._each():
-            values, held = (dict(zip(layout.order, layout.views(f, self.layers), strict=True)) for f in (staging, errors))
+            values, held = (
+                dict(zip(layout.order, layout.views(f, self.layers), strict=True)) for f in (staging, errors)
+            )
             top, rank = layout.of_kind["top"], layout.of_kind["rank"]
             if top:
                 sparse = [Sparse(values[i], held[i], self.layers[i].kept(self.chosen[i].value)) for i in top]
@@ -216,7 +223,7 @@ class LGreco:
                 factored = [Factored(*three) for three in zip(*matrices, qs, strict=True)]
                 self._others.append(LowRank(factored, self.scalars, self.world_size))
 
-    def _quantized(self, wire: str, places: list[int], *, first: bool) -> Quantized:
+    def _quantized(self, wire: Wire, places: list[int], *, first: bool) -> Quantized:
         """The layers of one format in all buckets; the first carries what travels as it is, and the scalars. places: how
         much of each bucket's mean errors is in use, moved on."""
         parts, own, means = [], [], []
@@ -230,8 +237,8 @@ class LGreco:
             end = places[i] + padded // self.world_size
             means.append(self._mean_errors[i][places[i] : end])
             places[i] = end
-        config = WireConfig(wire, self.config.rounding)  # pyright: ignore[reportArgumentType]
-        return Quantized(parts, self.scalars, self.rank, self.world_size, config, (own, means))
+        workers = self.rank, self.world_size
+        return Quantized(parts, self.scalars, *workers, wire, self.rounding, memory=(own, means))
 
 
 def together(parts: Sequence[Iterator[Stage]]) -> Iterator[Stage]:
@@ -243,4 +250,3 @@ def together(parts: Sequence[Iterator[Stage]]) -> Iterator[Stage]:
         works = [work for _, stage in stages if stage is not None for work in stage[0]]
         if going:
             yield works, sum(stage[1] for _, stage in stages if stage is not None)
-
