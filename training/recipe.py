@@ -21,7 +21,7 @@ import torch
 import tyro
 from torch import nn
 
-from core import CO2Config, UserError
+from core import CO2Config, UserError, WireConfig
 from core.groups import local_world_size
 from core.methods import DelayedConfig, MethodName, OverlapLocalConfig, SlowMoConfig, check_settings
 from training.optim import OptimConfig
@@ -62,6 +62,8 @@ class Recipe:
     """Start from CO2Config.recommended, at the recipe's tau, instead of the paper's settings; --co2.* change it."""
     delayed: DelayedConfig = field(default_factory=DelayedConfig)
     """Of method delayed: co2 with another way to live with the delay."""
+    ddp_wire: WireConfig = field(default_factory=WireConfig)
+    """Of method ddp: how gradients cross the network."""
     slowmo: SlowMoConfig = field(default_factory=SlowMoConfig)
     overlap_local: OverlapLocalConfig = field(default_factory=OverlapLocalConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -142,7 +144,9 @@ class Recipe:
             raise UserError(f"timeout={self.timeout}: give seconds, above 0 and up to {LARGEST}")
         if self.link_mbit is not None and not self.link_mbit > 0:
             raise UserError(f"link_mbit={self.link_mbit}: give a rate above 0, or None for the real link")
-        check_settings(self.method, self.co2, self.delayed, shard=self.shard, offload=self.offload)
+        check_settings(
+            self.method, self.co2, self.delayed, shard=self.shard, offload=self.offload, ddp_wire=self.ddp_wire
+        )
 
     def check(self, **ranges: tuple[float, float]) -> None:
         """Refuses a field outside its range, both ends of which belong to it."""

@@ -121,6 +121,7 @@ class Run:
             offload=r.offload,
             timeout=r.timeout,
             link=self._link,
+            ddp_wire=r.ddp_wire,
         )
 
     def begin(
@@ -139,6 +140,7 @@ class Run:
         """
         self._parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
         self._schedule, self._method, self._total = schedule, method, total
+        self._rounds.allocations.model = model
         seconds = self._resume() if self.recipe.resume else 0.0
         self.folder.begin(self.step)
         tau = self.recipe.co2.tau

@@ -40,7 +40,7 @@ RAW = Choice("raw")
 
 @dataclass(frozen=True)
 class Layer:
-    """A parameter: its bucket, where its elements begin there, and its matrix [rows, columns]; a vector has 1 column."""
+    """A parameter: its bucket, where its elements begin there, and its matrix [rows, columns]; of a vector [n, 1]."""
 
     bucket: int
     start: int

@@ -55,7 +55,8 @@ class LGreco:
         every: int = 20,
         first: int = 3,
     ):
-        self.buckets, self.scalars, self.config, self.rounding = buckets, scalars, config, rounding
+        self.buckets, self.scalars, self.config = buckets, scalars, config
+        self.rounding: Rounding = rounding
         self.rank, self.world_size, self.scale = rank, world_size, 1.0
         self.every = every if config.every is None else config.every
         self.first = first if config.first is None else config.first
@@ -205,7 +206,7 @@ class LGreco:
     def _lay_out(self) -> None:
         """Builds the parts of the present allocation over views of the staging tensors and of the state."""
         self._layouts = [Layout(i, self.layers, self.chosen, self.world_size) for i in range(len(self.buckets))]
-        wires = [w for w in INTS if any(w in layout.ints for layout in self._layouts)] or INTS[:1]
+        wires: list[Wire] = [w for w in INTS if any(w in layout.ints for layout in self._layouts)] or [INTS[0]]
         places = [0] * len(self.buckets)
         self._ints = [self._quantized(wire, places, first=not i) for i, wire in enumerate(wires)]
         self._others: list[TopK | LowRank] = []
@@ -224,8 +225,9 @@ class LGreco:
                 self._others.append(LowRank(factored, self.scalars, self.world_size))
 
     def _quantized(self, wire: Wire, places: list[int], *, first: bool) -> Quantized:
-        """The layers of one format in all buckets; the first carries what travels as it is, and the scalars. places: how
-        much of each bucket's mean errors is in use, moved on."""
+        """The layers of one format in all buckets; the first carries what travels as it is, and the scalars.
+
+        places: how much of each bucket's mean errors is in use, moved on."""
         parts, own, means = [], [], []
         for i, (bucket, layout, staging, errors) in enumerate(self._each()):
             start, n, padded = layout.ints.get(wire, (0, 0, 0))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..fast import wire as wires
 from ..fast.quantized import chunk_of
+from ..fast.wire import BLOCK, decode, encode
 from .choices import Choice, Layer
 from .config import LGrecoConfig
 from .curves import curve
@@ -74,8 +74,8 @@ class Reference:
         mean = _mean(got) + torch.cat([self.mean_errors[i] for i in members])
         sent = _rounded(mean, wire)
         parts = zip(sent.split(sizes), (mean - sent).split(sizes), (whole - got).split(sizes, dim=1), strict=True)
-        for i, (landed[i], self.mean_errors[i], self.errors[i]) in zip(members, parts, strict=True):
-            pass
+        for i, (value, of_mean, own) in zip(members, parts, strict=True):
+            landed[i], self.mean_errors[i], self.errors[i] = value, of_mean, own
 
     def _top(self, i: int, send: Tensor) -> Tensor:
         k = self.layers[i].kept(self.chosen[i].value)
@@ -97,7 +97,7 @@ class Reference:
         return landed
 
     def _switch(self, choices: Sequence[Choice]) -> None:
-        """What is held back of a mean joins what the worker that had averaged it holds back, n times: nothing is lost."""
+        """What is held back of a mean joins what the worker that had averaged it keeps, n times: nothing is lost."""
         for wire in {c.wire for c in self.chosen if c.kind == "int"}:
             members = [i for i, c in enumerate(self.chosen) if c.kind == "int" and c.wire == wire]
             sizes = [self.layers[i].numel for i in members]
@@ -117,8 +117,8 @@ def _layer(shape: tuple[int, ...], dtype: torch.dtype) -> Layer:
 
 
 def _rounded(x: Tensor, wire: str) -> Tensor:
-    padded = pad(x, (0, -len(x) % wires.BLOCK))
-    return wires.decode(wires.encode(padded, wire), wire, x.dtype)[: len(x)]
+    padded = pad(x, (0, -len(x) % BLOCK))
+    return decode(encode(padded, wire), wire, x.dtype)[: len(x)]
 
 
 def _mean(rows: Tensor) -> Tensor:

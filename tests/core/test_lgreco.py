@@ -70,7 +70,8 @@ def of_rounds(rank: int, like: str, config: LGrecoConfig) -> list[Any]:
     mean, seen = built(like, config), []
     for round in range(ROUNDS):
         allocated = sum(
-            sent_bytes(z, c, mean.background.world_size) for z, c in zip(mean.reducer.layers, mean.reducer.chosen)
+            sent_bytes(z, c, mean.background.world_size)
+            for z, c in zip(mean.reducer.layers, mean.reducer.chosen, strict=True)
         )
         landed = once(mean, rank, round)
         codes = torch.tensor([code(c) for c in mean.reducer.chosen], dtype=torch.float64)
@@ -91,9 +92,7 @@ def test_equals_all_workers_in_one_process(world_size: int):
             codes = torch.tensor([code(c) for c in expected.chosen], dtype=torch.float64)
             switches.add(tuple(codes.tolist()))
             first = results[0][number][round]
-            torch.testing.assert_close(
-                first[0], landed, rtol=1e-9, atol=1e-9, msg=lambda m: f"{like} {config} {round}: {m}"
-            )
+            torch.testing.assert_close(first[0], landed, rtol=1e-9, atol=1e-9)
             assert torch.equal(first[2], codes)
             for result in results:
                 assert torch.equal(result[number][round][0], first[0]), "decoded alike, bit for bit"
