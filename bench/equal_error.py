@@ -84,7 +84,7 @@ def gpt2(steps: int, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Batch
     from language.train import make_model, make_objective
 
     recipe = replace(gpt2_pydoc_small(), seed=seed)
-    corpus = open_corpus(recipe.dataset, recipe.vocab_size)
+    corpus = open_corpus(recipe.corpus, recipe.vocab_size)
     model = make_model(recipe, corpus.pad)
     objective = make_objective(recipe, corpus)
     batches = train_batches(corpus.train, objective, recipe, 0, 1, 0, steps)
@@ -214,8 +214,8 @@ def text(result: dict[str, Any]) -> str:
         f"{report.table(TITLES, map(cells, result['rows']))}\n\n"
         "The ratios are of float32's bytes. The errors are L-GreCo's as a share of the uniform setting's, measured on "
         "what the reducers land: above 1 where one power iteration a reduction finds less than the curve's five, or "
-        "where the second rounding of the ints adds to the first. The paper (abstract) says up to 5 x in compression; its "
-        "tables are unknown to us. Seconds are of this machine, with whatever else ran on it.\n"
+        "where the second rounding of the ints adds to the first. The paper (abstract) says up to 5 x in compression; "
+        "its tables are unknown to us. Seconds are of this machine, with whatever else ran on it.\n"
     )
 
 

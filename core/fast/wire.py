@@ -120,7 +120,7 @@ def _near_float(y: Tensor, digits: int, generator: torch.Generator | None) -> Te
 
 def _pack(q: Tensor, bits: int) -> Tensor:
     """[blocks, 256] whole numbers, |q| < 2^(bits - 1) -> uint8 [blocks, 32 bits]."""
-    u = q.add_(1 << bits - 1).to(torch.uint8)  # of a NaN any bits will do: its scale tells
+    u = q.add_(1 << bits - 1).to(torch.int8).view(torch.uint8)  # of a NaN any bits will do: its scale tells
     fields = []
     for low, width in _fields(bits):
         field = u >> low if low else u

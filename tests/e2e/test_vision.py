@@ -235,6 +235,7 @@ def test_the_demos_table_holds_ratios_against_ddp():
     assert table(summaries).splitlines()[-1] == "| co2 | 50.0% | 7.00 | 25% | 3.5 x |"
 
 
+@pytest.mark.slow
 def test_lgreco_from_the_command_line(tmp_path: Path):
     """For CO2's differences and for ddp's gradients: a decision is noted, logged, and shown by layer."""
     wires = {"co2": "co2.wire", "ddp": "ddp_wire"}
