@@ -135,8 +135,10 @@ def sent_bytes() -> int:
 
 @contextlib.contextmanager
 def torch_powersgd() -> Iterator[None]:
-    """DistributedDataParallel gets torch's own hook, rank 4 for every matrix, in place of ours; and one bucket, for with
-    several its callbacks start gloo's collectives in another order on each worker, which ends the process."""
+    """DistributedDataParallel gets torch's own hook, rank 4 for every matrix, in place of ours.
+
+    And one bucket: with several its callbacks start gloo's collectives in another order on each worker, which aborts.
+    """
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
 
     register, make = DistributedDataParallel.register_comm_hook, DistributedDataParallel.__init__
