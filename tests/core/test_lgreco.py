@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from core import UserError
@@ -17,6 +22,7 @@ from core.lgreco.curves import curve
 from core.lgreco.layout import in_bucket
 from core.lgreco.reference import Reference
 from core.testing import run_distributed
+from tests.core.test_wire_bytes import loopback_bytes
 from tests.problems import Mean
 from training.sampling import generator
 
@@ -164,6 +170,54 @@ def test_bytes_sent_are_those_allocated(world_size: int):
     for result in run_distributed(bytes_of, world_size):
         for like, counted, allocated, choices in result:
             assert counted == pytest.approx(allocated, rel=0.02), f"{like}: {choices}"
+
+
+COUNT = """
+from core.testing import run_distributed
+from tests.core.test_lgreco import counted_by_the_kernel
+print(run_distributed(counted_by_the_kernel, 3, timeout=200))
+"""
+
+
+def counted_by_the_kernel(rank: int, world_size: int) -> dict[str, tuple[float, int]]:
+    """By the uniform setting: the bytes allocated to this worker, and what the kernel sent over lo, of all workers."""
+    counted = {}
+    for like, family in (("int4", "same"), ("top0.01", "same"), ("rank4", "any")):
+        wire = WireConfig("lgreco", like=like, lgreco=LGrecoConfig(family, first=1))
+        mean = Mean([torch.zeros(s) for s in [(900, 1000), (800, 700), (20000,)]], {"steps": 1}, wire.reducer)
+        draw = torch.randn(mean.buckets[0].numel, generator=generator(rank))
+        for _ in range(2):  # connections are made, and the choices
+            before = counted_once(mean, draw * torch.linspace(0.01, 3, len(draw)) ** 3)
+        counted[like] = before
+        mean.close()
+    return counted
+
+
+def counted_once(mean: Mean, values: Tensor) -> tuple[float, int]:
+    workers = mean.background.world_size
+    pairs = zip(mean.reducer.layers, mean.reducer.chosen, strict=True)
+    allocated = sum(sent_bytes(z, c, workers) for z, c in pairs)
+    dist.barrier()
+    before = loopback_bytes()
+    dist.barrier()  # nobody starts before all have read
+    mean.buckets[0].payload.copy_(values)
+    mean.scalars.set("steps", 1.0)
+    mean.launch()
+    mean.wait()
+    dist.barrier()
+    return allocated, loopback_bytes() - before
+
+
+@pytest.mark.root
+def test_the_kernel_counts_what_is_allocated():
+    """In a network namespace of its own, whose packets of 64 KiB have few headers."""
+    inside = ["sh", "-c", 'ip link set lo up && exec "$0" -c "$1"', sys.executable, COUNT]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    run = subprocess.run(["unshare", "-rn", *inside], capture_output=True, text=True, env=environment, timeout=240)
+    assert run.returncode == 0, run.stderr
+    results = ast.literal_eval(run.stdout)
+    for like, (allocated, counted) in results[0].items():
+        assert counted == pytest.approx(3 * allocated, rel=0.02), like
 
 
 def test_costs_by_hand():
