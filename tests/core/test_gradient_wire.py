@@ -138,6 +138,11 @@ def test_ddp_wire_is_ddps(name: str):
         make_method(name, net(), co2=CO2Config(tau=2), ddp_wire=WireConfig("int8"))
 
 
+def test_ddp_has_no_tau_to_choose_a_wire_with():
+    with pytest.raises(UserError, match="ddp_wire.format='auto' is chosen together with tau"):
+        make_method("ddp", net(), ddp_wire=WireConfig("auto"))
+
+
 # -- CO2 --------------------------------------------------------------------------------------------------------
 
 CO2S = {

@@ -206,7 +206,7 @@ def test_two_devices_are_refused():
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"format": "fp8"}, f"wire.format='fp8': choose one of {', '.join(WIRES)}, lgreco"),
+        ({"format": "fp8"}, f"wire.format='fp8': choose one of {', '.join(WIRES)}, lgreco, auto"),
         ({"format": "int8", "rounding": "up"}, "wire.rounding='up': choose one of nearest, stochastic"),
         (
             {"rounding": "stochastic"},
