@@ -1,13 +1,15 @@
 """GB/s of each way to send a layer, beside a memory copy: python -m bench.codecs [--threads 1] [--device cpu|cuda]
 
 A rate is float32 bytes that go in (encode) or come out (decode) a second; copies are taken in between, of as many
-bytes, so that whatever else the machine does falls on both. int formats and floats are encoded in segments as
+bytes, so that whatever else the machine does falls on both; on a CPU with one thread it is that thread's time that
+counts, not the clock's. int formats and floats are encoded in segments as
 core/fast/quantized.py does, by hand and by torch.compile; top-k and low rank on a matrix [2048, 2048], low rank as one
 power iteration with its orthogonalisation. Writes codecs.json and codecs.md.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,7 @@ import tyro
 from torch import Tensor
 
 from bench import report
-from bench.boundary import timed
+from bench.boundary import timed as by_the_clock
 from bench.options import require_one_or_more
 from bench.report import Spread
 from core import UserError
@@ -97,11 +99,20 @@ def measure(o: Codecs) -> list[dict[str, Any]]:
     rows = {name: {"way": name, "encode": [], "decode": [], "copy": []} for name, *_ in everything}
     for repeat in range(o.repeats + 1):  # the first one warms up, and compiles
         for name, encode, decode in everything:
-            seconds = {"copy": timed(lambda: target.copy_(x), o.device), "encode": timed(encode, o.device)}
-            seconds |= {"decode": timed(decode, o.device)} if decode else {}
+            seconds = {"copy": timed(lambda: target.copy_(x), o), "encode": timed(encode, o)}
+            seconds |= {"decode": timed(decode, o)} if decode else {}
             for what, took in seconds.items() if repeat else ():
                 rows[name][what].append(x.nbytes / took / 1e9)
     return list(rows.values())
+
+
+def timed(f: Callable[[], Any], o: Codecs) -> float:
+    """Seconds; of one thread on a CPU its own, without those in which others had the core."""
+    if o.device == "cuda" or o.threads > 1:
+        return by_the_clock(f, o.device)
+    began = time.thread_time()
+    f()
+    return time.thread_time() - began
 
 
 TITLES = ("format", "encode, GB/s, median (range)", "decode", "copy", "encode / copy")

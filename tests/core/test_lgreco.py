@@ -184,7 +184,7 @@ def counted_by_the_kernel(rank: int, world_size: int) -> dict[str, tuple[float, 
     counted = {}
     for like, family in (("int4", "same"), ("top0.01", "same"), ("rank4", "any")):
         wire = WireConfig("lgreco", like=like, lgreco=LGrecoConfig(family, first=1))
-        mean = Mean([torch.zeros(s) for s in [(900, 1000), (800, 700), (20000,)]], {"steps": 1}, wire.reducer)
+        mean = Mean([torch.zeros(s) for s in [(2000, 1500), (1000, 700), (20000,)]], {"steps": 1}, wire.reducer)
         draw = torch.randn(mean.buckets[0].numel, generator=generator(rank))
         for _ in range(2):  # connections are made, and the choices
             before = counted_once(mean, draw * torch.linspace(0.01, 3, len(draw)) ** 3)
@@ -210,14 +210,15 @@ def counted_once(mean: Mean, values: Tensor) -> tuple[float, int]:
 
 @pytest.mark.root
 def test_the_kernel_counts_what_is_allocated():
-    """In a network namespace of its own, whose packets of 64 KiB have few headers."""
+    """In a network namespace of its own, whose packets of 64 KiB have few headers: within 2 %, and 16 KB for barriers,
+    acknowledgements and gloo's preambles."""
     inside = ["sh", "-c", 'ip link set lo up && exec "$0" -c "$1"', sys.executable, COUNT]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     run = subprocess.run(["unshare", "-rn", *inside], capture_output=True, text=True, env=environment, timeout=240)
     assert run.returncode == 0, run.stderr
     results = ast.literal_eval(run.stdout)
     for like, (allocated, counted) in results[0].items():
-        assert counted == pytest.approx(3 * allocated, rel=0.02), like
+        assert abs(counted - 3 * allocated) <= 0.02 * 3 * allocated + 16e3, like
 
 
 def test_costs_by_hand():
