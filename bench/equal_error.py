@@ -133,8 +133,8 @@ class Sender:
     """One worker's reducer over tensors like the given ones, which sends them in any allocation."""
 
     def __init__(self, tensors: list[Tensor], like: str, config: LGrecoConfig):
-        self.scalars = Scalars({"steps": 1})
-        self.buckets = make_buckets([torch.empty_like(t) for t in tensors], [], 1)
+        self.scalars = Scalars({"steps": 1, "weight": 1})
+        self.buckets = make_buckets([torch.empty_like(t) for t in tensors], [], self.scalars.numel)
         self.scalars.attach(self.buckets[0].scalars)
         self.reducer = LGreco(self.buckets, self.scalars, 0, 1, like, replace(config, rule="uniform"))
         self.sent = torch.cat([t.flatten() for t in tensors])
@@ -148,6 +148,7 @@ class Sender:
                     flat.zero_()
             self.buckets[0].payload.copy_(self.sent)
             self.scalars.set("steps", 1.0)
+            self.scalars.set("weight", 1.0)
             for _ in self.reducer.stages(None, number):
                 pass
         lost = self.buckets[0].payload - self.sent

@@ -94,7 +94,8 @@ def train(run: Run, recipe: LanguageRecipe, corpus: Corpus, objective: Objective
     start = run.begin(model, optimizer, schedule, method, epoch=epoch, total=total)
 
     model.train()
-    for batch in train_batches(corpus.train, objective, recipe, run.rank, run.world_size, start, total):
+    batches = train_batches(corpus.train, objective, recipe, run.rank, run.world_size, start, total)
+    for batch in run.batches(batches):
         loss = backward(run, recipe, wrapped, batch)
         clip_gradients(model, recipe.optim)
         optimizer.step()

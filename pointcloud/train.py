@@ -56,7 +56,7 @@ def train(run: Run, recipe: PointCloudRecipe, train_set: PointClouds, test_set: 
     start = run.begin(model, optimizer, schedule, method, epoch=epoch, total=total)
 
     model.train()
-    for points in train_set.train_batches(recipe, run.rank, run.world_size, start, total):
+    for points in run.batches(train_set.train_batches(recipe, run.rank, run.world_size, start, total)):
         scalars = backward(run, recipe, wrapped, points.to(run.device, non_blocking=True))
         clip_gradients(model, recipe.optim)
         optimizer.step()

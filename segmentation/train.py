@@ -68,7 +68,7 @@ def train(
     start = run.begin(model, optimizer, schedule, method, epoch=epoch, total=total)
 
     model.train()
-    for batch in train_batches(train_set, recipe, run.rank, run.world_size, start, total):
+    for batch in run.batches(train_batches(train_set, recipe, run.rank, run.world_size, start, total)):
         inputs = model.data_preprocessor(batch, training=True)
         images = to_device(inputs["inputs"], run.device, recipe.channels_last)
         scalars = backward(run, recipe, model, wrapped, images, inputs["data_samples"])

@@ -61,7 +61,7 @@ def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset)
     start = run.begin(model, optimizer, schedule, method, epoch=epoch, total=total)
 
     model.train()
-    for images, labels in train_set.train_batches(recipe, run.rank, run.world_size, start, total):
+    for images, labels in run.batches(train_set.train_batches(recipe, run.rank, run.world_size, start, total)):
         images = to_device(images, run.device, recipe.channels_last)
         scalars = backward(run, recipe, wrapped, images, labels.to(run.device, non_blocking=True))
         clip_gradients(model, recipe.optim)

@@ -17,7 +17,7 @@ from ..lgreco.choices import parse
 from ..lgreco.config import LGrecoConfig
 from ..lgreco.reducer import LGreco
 from .quantized import Quantized
-from .wire import ROUNDINGS, Rounding, Wire
+from .wire import BLOCK, BLOCK_BYTES, ROUNDINGS, Rounding, Wire
 
 Format = Wire | Literal["lgreco", "auto"]
 FORMATS: tuple[str, ...] = (*get_args(Wire), "lgreco", "auto")
@@ -71,9 +71,11 @@ class WireConfig:
             raise UserError(f"{what} over {backend} backend for {kind} tensors: only gloo and nccl do, or {remedy}")
 
     @property
-    def choices(self) -> tuple[Wire | Literal["lgreco"], ...]:
-        """The formats to choose from, the widest first. The loss over int4 was not measured, so auto leaves it out."""
-        return ("float32", "int8") if self.format == "auto" else (self.format,)
+    def choices(self) -> dict[str, float]:
+        """The formats to choose from, the widest first -> bytes an element; of lgreco, unknown before it chooses,
+        float32's. The loss over int4 was not measured, so auto leaves it out."""
+        known = ("float32", "int8") if self.format == "auto" else (self.format,)
+        return {wire: BLOCK_BYTES.get(wire, 4 * BLOCK) / BLOCK for wire in known}
 
     def reducer(
         self, buckets: Sequence[Bucket], scalars: Scalars, rank: int, world_size: int, **period: int

@@ -34,7 +34,7 @@ class LowRank:
         self.layers, self.scalars, self.world_size = layers, scalars, world_size
 
     def stages(self, group: dist.ProcessGroup | None) -> Iterator[Stage]:
-        moved = self.scalars["steps"] != 0  # a copy: the scalars become their means
+        moved = self.scalars["steps"] * self.scalars["weight"] != 0  # a copy: the scalars become their means
         sends = []
         for layer in self.layers:
             kept = layer.error.add_(layer.values)
@@ -47,7 +47,9 @@ class LowRank:
         if group is not None:
             yield all_reduce([flat], group)
         flat.div_(self.world_size)
-        anyone = (self.scalars["steps"] != 0).to(flat.dtype)  # else the mean is thrown away by its owner
+        anyone = (self.scalars["steps"] * self.scalars["weight"] != 0).to(
+            flat.dtype
+        )  # else the mean is thrown away by its owner
         for layer, p, q in zip(self.layers, orthogonal, factors, strict=True):
             layer.q.copy_(q)
             torch.matmul(p, q.T, out=layer.values)

@@ -111,12 +111,12 @@ class LGreco:
             parts.append(iter([all_reduce([curves], group)]))
         yield from together(parts)
         self._land()
-        if curves is not None and bool(self.scalars["steps"] != 0):
+        if curves is not None and bool(self.scalars["steps"] * self.scalars["weight"] != 0):
             self._decide(curves.cpu() / self.world_size, number, seconds)
 
     def _take_raw(self) -> None:
         """What travels as it is, buffers and layers: these with what an earlier format of theirs has left."""
-        moved = self.scalars["steps"] != 0
+        moved = self.scalars["steps"] * self.scalars["weight"] != 0
         for bucket, layout, staging, errors in self._each():
             start, n = layout.raw
             held = errors[start : start + n]

@@ -32,7 +32,7 @@ class TopK:
         self.counts = [layer.k for layer in layers]
 
     def stages(self, group: dist.ProcessGroup | None) -> Iterator[Stage]:
-        sent = self._outgoing(self.scalars["steps"] != 0)
+        sent = self._outgoing(self.scalars["steps"] * self.scalars["weight"] != 0)
         received = sent[None]
         if group is not None:
             received = sent.new_empty(self.world_size, len(sent))

@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .. import peers
 from ..collectives import Link
-from ..errors import UserError
+from ..errors import DivergedError, UserError
 from ..fast import WireConfig
 from ..groups import is_sharded, leave_group, new_group, ring_bytes
+from ..guard import all_finite
 from ..stats import Late, Mark, RoundStats, Seconds, between, mark
 from .gradient_wire import GradientWire
 
@@ -44,6 +46,8 @@ class DDP:
         self.rounds = 0
         self.stats = RoundStats()
         self.group = new_group(group, timeout, next(model.parameters()).device)
+        if self.group is not None:
+            peers.meet(self.group)
         self._timeout = timeout
         self.model = model
         self._buffers = [b for b in model.buffers() if b.is_floating_point()] if average_buffers else []
@@ -51,7 +55,7 @@ class DDP:
         self._reset()
         self.stop_agreed = False
         self._asked_to_stop = False
-        self._stops = torch.zeros(1, device=next(model.parameters()).device)  # how many workers want to
+        self._news = torch.zeros(2, device=next(model.parameters()).device)  # workers that want to, or have diverged
         self._exchange: dist.Work | None = None
         self._late = Late()
         if self.group is not None:
@@ -99,8 +103,9 @@ class DDP:
         the first one's launch, without the gaps between them.
         """
         self.rounds += 1
-        if self.group is not None and self.rounds % ASK_EVERY == 0:
-            self._agree_to_stop(self.group)
+        if self.rounds % ASK_EVERY == 0:
+            self._hear()
+            self._tell()
         self.stats = RoundStats(self.rounds, local_steps=1, bytes_sent=self._bytes)
         if self._spans:
             self.stats.exposed_seconds = between(*self._spans[-1])
@@ -118,20 +123,32 @@ class DDP:
         """See LocalMethod: `stop_agreed` becomes True on all workers after the same step."""
         self._asked_to_stop = True
 
-    def _agree_to_stop(self, group: dist.ProcessGroup) -> None:
-        """Reads what was sent ASK_EVERY steps ago, long through, and sends anew."""
-        if self._exchange is not None:
-            self._exchange.wait()
-            numbers = self._late.exchange(self._stops)
-            self.stop_agreed |= numbers is not None and numbers[0] > 0
-        self._stops.fill_(float(self._asked_to_stop))
-        self._exchange = dist.all_reduce(self._stops, group=group, async_op=True)
+    def _tell(self) -> None:
+        """Sends whether this worker wants to stop, and whether its parameters have ceased to be finite."""
+        self._news[0].fill_(float(self._asked_to_stop))
+        self._news[1].copy_(~all_finite(self.model.parameters()))
+        if self.group is not None:
+            self._exchange = dist.all_reduce(self._news, group=self.group, async_op=True)
 
-    def finish(self) -> None:
-        """Averages the buffers; the parameters are equal already."""
+    def _hear(self, *, at_once: bool = False) -> None:
+        """Reads what was sent ASK_EVERY steps ago, long through; DivergedError on all workers where one has diverged,
+        for each mean of gradients was everybody's. at_once: also on a GPU, which is waited for then."""
         if self._exchange is not None:
             self._exchange.wait()
             self._exchange = None
+        numbers = self._news.tolist() if at_once else self._late.exchange(self._news) or [0.0, 0.0]
+        self.stop_agreed |= numbers[0] > 0
+        if numbers[1] > 0:
+            raise DivergedError(
+                f"the parameters are not finite after {self.rounds} steps or a few less: lower the learning rate, clip "
+                "gradients, or look at the data"
+            )
+
+    def finish(self) -> None:
+        """Averages the buffers; the parameters are equal already. DivergedError where they are not finite."""
+        self._hear()
+        self._tell()
+        self._hear(at_once=True)
         for b in self._buffers if self.group is not None else []:
             dist.all_reduce(b, group=self.group)
             b.div_(self.world_size)

@@ -29,7 +29,7 @@ class GradientWire:
     ):
         params = [p for p in model.parameters() if p.requires_grad]
         wire.check(params, group)
-        self._scalars = Scalars({"steps": 1})
+        self._scalars = Scalars({"steps": 1, "weight": 1})
         self.buckets = make_buckets(params, [], self._scalars.numel)
         self._scalars.attach(self.buckets[0].scalars)
         self.background = Background(self.buckets[0].flat.device, group=group, timeout=timeout, link=link)
@@ -55,6 +55,7 @@ class GradientWire:
     @torch.no_grad()
     def _reduce(self) -> None:
         self._scalars.set("steps", 1.0)
+        self._scalars.set("weight", 1.0)
         background = self.background
         background.launch(self.reducer.stages(background.group, background.launched + 1))
         background.wait()

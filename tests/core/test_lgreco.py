@@ -57,7 +57,7 @@ def reducers(rank: int, world_size: int) -> list[list[Tensor]]:
 def built(like: str, config: LGrecoConfig, dtype: torch.dtype = torch.float64, **more: Any) -> Mean:
     wire = WireConfig("lgreco", like=like, lgreco=config, **more)
     tensors = [torch.zeros(s, dtype=dtype) for s in SHAPES]
-    return Mean(tensors, {"steps": 1}, wire.reducer, buffers=[torch.zeros(5, dtype=dtype)])
+    return Mean(tensors, {"steps": 1, "weight": 1}, wire.reducer, buffers=[torch.zeros(5, dtype=dtype)])
 
 
 def once(mean: Mean, rank: int, round: int, steps: float = 1.0) -> Tensor:
@@ -66,6 +66,7 @@ def once(mean: Mean, rank: int, round: int, steps: float = 1.0) -> Tensor:
     bucket.payload.copy_(torch.cat([written(rank, round, i, bucket.flat.dtype) for i in range(len(SHAPES))]))
     bucket.values.fill_(rank + 0.5)
     mean.scalars.set("steps", steps)
+    mean.scalars.set("weight", 1.0)
     mean.launch()
     mean.wait()
     return bucket.payload.clone()
@@ -117,7 +118,10 @@ def int4_twice(rank: int, world_size: int) -> list[tuple[Tensor, Tensor, int, in
             ours = built("int4", LGrecoConfig(rule="uniform"), dtype, rounding=rounding)
             tensors = [torch.zeros(s, dtype=dtype) for s in SHAPES]
             plain = Mean(
-                tensors, {"steps": 1}, WireConfig("int4", rounding).reducer, buffers=[torch.zeros(5, dtype=dtype)]
+                tensors,
+                {"steps": 1, "weight": 1},
+                WireConfig("int4", rounding).reducer,
+                buffers=[torch.zeros(5, dtype=dtype)],
             )
             for round in range(3):
                 landed = [once(mean, rank, round) for mean in (ours, plain)]
@@ -149,12 +153,15 @@ def bytes_of(rank: int, world_size: int) -> list[tuple[str, float, float, list[s
         ("rank4", LGrecoConfig("any", first=1)),
     ):
         mean = Mean(
-            [torch.zeros(s) for s in LARGE], {"steps": 1}, WireConfig("lgreco", like=like, lgreco=config).reducer
+            [torch.zeros(s) for s in LARGE],
+            {"steps": 1, "weight": 1},
+            WireConfig("lgreco", like=like, lgreco=config).reducer,
         )
         for round in range(2):
             draw = torch.randn(mean.buckets[0].numel, generator=generator(rank, round))
             mean.buckets[0].payload.copy_(draw * torch.linspace(0.01, 3, len(draw)) ** 3)
             mean.scalars.set("steps", 1.0)
+            mean.scalars.set("weight", 1.0)
             mean.launch()
             mean.wait()
         allocated = sum(
@@ -182,9 +189,11 @@ print(run_distributed(counted_by_the_kernel, 3, timeout=200))
 def counted_by_the_kernel(rank: int, world_size: int) -> dict[str, tuple[float, int]]:
     """By the uniform setting: the bytes allocated to this worker, and what the kernel sent over lo, of all workers."""
     counted = {}
-    for like, family in (("int4", "same"), ("top0.01", "same"), ("rank4", "any")):
+    for like, family in (("int4", "same"), ("top0.01", "same"), ("rank32", "same")):
         wire = WireConfig("lgreco", like=like, lgreco=LGrecoConfig(family, first=1))
-        mean = Mean([torch.zeros(s) for s in [(2000, 1500), (1000, 700), (20000,)]], {"steps": 1}, wire.reducer)
+        mean = Mean(
+            [torch.zeros(s) for s in [(2000, 1500), (1000, 700), (20000,)]], {"steps": 1, "weight": 1}, wire.reducer
+        )
         draw = torch.randn(mean.buckets[0].numel, generator=generator(rank))
         for _ in range(2):  # connections are made, and the choices
             before = counted_once(mean, draw * torch.linspace(0.01, 3, len(draw)) ** 3)
@@ -202,6 +211,7 @@ def counted_once(mean: Mean, values: Tensor) -> tuple[float, int]:
     dist.barrier()  # nobody starts before all have read
     mean.buckets[0].payload.copy_(values)
     mean.scalars.set("steps", 1.0)
+    mean.scalars.set("weight", 1.0)
     mean.launch()
     mean.wait()
     dist.barrier()
@@ -246,12 +256,13 @@ def unlike_workers(rank: int, world_size: int) -> list[list[str]]:
     for hard in (0.0, 30.0):
         mean = Mean(
             [torch.zeros(64, 64), torch.zeros(64, 64)],
-            {"steps": 1},
+            {"steps": 1, "weight": 1},
             WireConfig("lgreco", like="int4", lgreco=LGrecoConfig(first=1)).reducer,
         )
         mean.buckets[0].payload.copy_(torch.randn(8192, generator=generator(0)))
         mean.buckets[0].payload[:4096] *= 1 + hard * rank
         mean.scalars.set("steps", 1.0)
+        mean.scalars.set("weight", 1.0)
         mean.launch()
         mean.wait()
         seen.append([str(c) for c in mean.reducer.chosen])
@@ -273,6 +284,7 @@ def train(mean: Mean, rounds: range, scale: Any = 1.0) -> None:
         for i, view in enumerate(in_bucket(bucket.payload, mean.reducer.layers, range(len(SHAPES)))):
             view.mul_(scale if isinstance(scale, float) else scale(i, round))
         mean.scalars.set("steps", 1.0)
+        mean.scalars.set("weight", 1.0)
         mean.launch()
         mean.wait()
 
@@ -302,10 +314,13 @@ def test_a_layer_of_zeros_gets_the_least_bytes():
 def test_one_layer():
     for like in ("int4", "top0.01", "rank4"):
         mean = Mean(
-            [torch.zeros(40, 50)], {"steps": 1}, WireConfig("lgreco", like=like, lgreco=LGrecoConfig(first=1)).reducer
+            [torch.zeros(40, 50)],
+            {"steps": 1, "weight": 1},
+            WireConfig("lgreco", like=like, lgreco=LGrecoConfig(first=1)).reducer,
         )
         mean.buckets[0].payload.copy_(torch.randn(2000, generator=generator(1)))
         mean.scalars.set("steps", 1.0)
+        mean.scalars.set("weight", 1.0)
         mean.launch(), mean.wait()
         found = mean.reducer.allocation
         assert sum(found.bytes) <= found.uniform_bytes
@@ -345,6 +360,7 @@ def test_nothing_is_lost_over_switches_nor_where_nobody_moved(setting: Any):
         if round % 3 == 2:
             mean.buckets[0].payload.zero_()
             mean.scalars.set("steps", 0.0)
+            mean.scalars.set("weight", 1.0)
             mean.launch(), mean.wait()
             continue
         train(mean, range(round, round + 1))

@@ -63,13 +63,13 @@ def loopback_bytes() -> int:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bytes_sent_by_hand(world_size: int):
-    """Blocks of 256 cost 512, 516, 260, ... 68 bytes; twice (n - 1) / n of them, and seven scalars a peer."""
+    """Blocks of 256 cost 512, 516, 260, ... 68 bytes; twice (n - 1) / n of them; and 8 + n scalars a peer."""
     blocks = -(-NUMEL // (256 * world_size))  # a worker
     others = world_size - 1
     for counted in run_distributed(bytes_of_a_round, world_size):
-        assert counted["float32"][0] == ring_bytes(4 * (NUMEL + 7), world_size)
+        assert counted["float32"][0] == ring_bytes(4 * (NUMEL + 8 + world_size), world_size)
         for wire, size in BLOCKS.items():
-            assert counted[wire][0] == counted[wire][1] == others * (2 * blocks * size + 7 * 4)
+            assert counted[wire][0] == counted[wire][1] == others * (2 * blocks * size + (8 + world_size) * 4)
 
 
 COUNT = """
