@@ -31,10 +31,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from . import outer
 from .fast import PASSES, Pass, WireConfig, make_boundary
+from .flat import is_dtensor
 from .rounds import Background, Landing, Link, LocalMethod, UserError
 
 
@@ -168,7 +168,7 @@ class CO2(LocalMethod):
         self.schedule = schedule
         self.check_settings()
         params = list(params)
-        if any(isinstance(p, DTensor) for p in params):
+        if any(is_dtensor(p) for p in params):
             raise UserError("DTensors as parameters need ShardedCO2 with mesh=: their norms are of the whole model")
         c.wire.check(params, group)
         super().__init__(
