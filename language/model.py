@@ -3,34 +3,19 @@
 All map int64 token ids [batch, time] to an object whose `logits` are [batch, time, vocab_size].
 """
 
-from typing import Literal
+import training.prepared  # noqa: F401, transformers imports torchvision when it is installed
 
+# isort: split
 import torch
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForMaskedLM
+from transformers.modeling_outputs import MaskedLMOutput
+from transformers.pytorch_utils import Conv1D
 
+from language.recipes import ModelName
+from language.transnormer import TransNormer, TransNormerConfig
 from training import optim
-from training.compat import prepare_torchvision
 from training.optim import OptimConfig
-
-prepare_torchvision()  # transformers imports torchvision when it is installed
-
-from transformers import GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForMaskedLM  # noqa: E402
-from transformers.modeling_outputs import MaskedLMOutput  # noqa: E402
-from transformers.pytorch_utils import Conv1D  # noqa: E402
-
-from language.transnormer import TransNormer, TransNormerConfig  # noqa: E402
-
-ModelName = Literal[
-    "gpt2_tiny",
-    "gpt2_small",
-    "gpt2_medium",
-    "gpt2_large",
-    "roberta_tiny",
-    "roberta_base",
-    "roberta_large",
-    "transnormer_tiny",
-    "transnormer_7b",
-]
 
 # Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; the tiny one is ours.
 GPT2_SIZES = {

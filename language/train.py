@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from language.recipes import RECIPES, LanguageRecipe
+from training.recipe import answer_help, dry_run, launch, parse
+
+if __name__ == "__main__":
+    answer_help(RECIPES, prog="language.train")  # before the imports below, which take seconds
+
 from typing import TYPE_CHECKING
 from unittest import mock
 
@@ -27,12 +33,11 @@ from language.data import (
 )
 from language.metrics import held_out_sums, summarize, token_loss
 from language.model import blocks_of, build_model, is_causal, make_optimizer
-from language.recipes import RECIPES, LanguageRecipe
 from training.backward import Scalars, backward_in_parts, recompute
 from training.optim import clip_gradients, make_schedule
-from training.recipe import dry_run, launch, parse
 from training.run import Run
 from training.sampling import generator, per_worker, steps_per_epoch
+from training.workers import upload
 
 if TYPE_CHECKING:
     from training.memory import Step
@@ -126,7 +131,7 @@ def backward(run: Run | Step, recipe: LanguageRecipe, wrapped: nn.Module, batch:
         return {"train_loss": token_loss(logits, wanted, reduction="sum") / predicted}
 
     on_host = batch[1].chunk(recipe.accumulate)
-    chosen = [None if is_causal(recipe.model) else predicted_places(t).to(run.device) for t in on_host]
+    chosen = [None if is_causal(recipe.model) else upload(predicted_places(t), run.device) for t in on_host]
     parts = list(zip(inputs.chunk(recipe.accumulate), targets.chunk(recipe.accumulate), chosen, strict=True))
     return backward_in_parts(wrapped, parts, part_of)["train_loss"]
 

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import torch
-from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from core import UserError
@@ -63,6 +62,10 @@ class Transformer(nn.Module):
     """Pre-norm blocks (timm's) that add the positional embedding before every block, and a final norm."""
 
     def __init__(self, dim: int, depth: int, heads: int, drop_path: float):
+        from timm.models.vision_transformer import Block  # takes seconds to import
+
+        import training.prepared  # noqa: F401  # here, because --help needs the settings above and not timm, which
+
         super().__init__()
         rates = torch.linspace(0, drop_path, depth, device="cpu").tolist()
         self.blocks = nn.ModuleList(Block(dim, heads, qkv_bias=False, drop_path=rate) for rate in rates)

@@ -186,6 +186,12 @@ def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str
     return recipe
 
 
+def answer_help(recipes: Mapping[str, Recipe], prog: str) -> None:
+    """Prints the help that the command line asks for, and exits; a train script calls it before its slow imports."""
+    if not sys.argv[1:] or {"-h", "--help"} & set(sys.argv[1:]):
+        launch(lambda: sys.exit(parse(recipes, prog=prog) is None))
+
+
 def refuse_unused(recipe: Recipe, default: Recipe) -> None:
     """Refuses settings that were given for another method than the recipe's, rather than to leave them unused.
 

@@ -57,9 +57,9 @@ def to_device(images: Tensor, device: torch.device, channels_last: bool) -> Tens
     return images.contiguous(memory_format=torch.channels_last) if inner else images
 
 
-def pinned(t: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host's memory, where a GPU can fetch it from without anyone waiting; itself for a CPU."""
-    return t.pin_memory() if device.type == "cuda" else t
+def upload(t: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host's memory on the device; through pinned memory, so that nobody waits for the copy."""
+    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t
 
 
 def make_mesh(device: torch.device, per_node: int, zero: int, timeout: float = 600.0) -> DeviceMesh | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from core import UserError
 from training.sampling import eval_share, generator, worker_batches
-from training.workers import pinned, to_device
+from training.workers import to_device, upload
 from vision.imagenet import ImageNet, imagenet
 from vision.recipes import VisionRecipe
 from vision.transforms import CPU, crop_and_flip, normalise
@@ -42,8 +42,8 @@ class Images:
         self, images: Tensor, labels: Tensor, recipe: VisionRecipe, device: torch.device
     ) -> tuple[Tensor, Tensor]:
         """uint8 images to the device, and normalised there."""
-        images = to_device(pinned(images, device), device, recipe.channels_last)
-        return self.normalise(images), pinned(labels, device).to(device, non_blocking=True)
+        images = to_device(upload(images, device), device, recipe.channels_last)
+        return self.normalise(images), upload(labels, device)
 
     def train_batches(
         self, recipe: VisionRecipe, rank: int, world_size: int, start: int, total: int, device: torch.device = CPU

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from training.recipe import answer_help, dry_run, launch, parse
+from vision.recipes import RECIPES, VisionRecipe
+
+if __name__ == "__main__":
+    answer_help(RECIPES, prog="vision.train")  # before the imports below, which take seconds
+
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,14 +16,12 @@ from torch import Tensor, nn
 
 from training.backward import Scalars, backward_in_parts
 from training.optim import clip_gradients, make_optimizer, make_schedule
-from training.recipe import dry_run, launch, parse
 from training.run import Run
 from training.sampling import steps_per_epoch
 from training.workers import world_size
 from vision import data
 from vision.imagenet import ImageNet
 from vision.model import build_model
-from vision.recipes import RECIPES, VisionRecipe
 
 if TYPE_CHECKING:
     from training.memory import Step
