@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from core.co2 import CO2Config
+from core.config import CO2Config
 from core.errors import UserError
 from training.optim import OptimConfig
 from training.recipe import Recipe
@@ -23,6 +23,7 @@ ModelName = Literal[
 ]
 CorpusName = Literal["pydoc", "gutenberg", "openwebtext", "wikibooks", "wikitext103"]
 Sampling = Literal["tiled", "random"]
+LinearAttention = Literal["torch", "fla"]
 GPT2_VOCABULARY = 50257  # nanoGPT's prepare.py; its end-of-text token is the last one
 
 
@@ -46,6 +47,8 @@ class LanguageRecipe(Recipe):
     """Held-out tokens to evaluate on while training, None for all; at the end it is always all."""
     wikitext2: bool = False
     """Evaluate on WikiText-2's test text, too, at the end."""
+    linear_attention: LinearAttention = "torch"
+    """How TransNormer's attention is computed on GPUs: by torch, or by flash-linear-attention's Triton kernels."""
     loader_workers: int = 0
     """Processes per worker that read and mask batches ahead; 0 for none."""
 
@@ -55,6 +58,10 @@ class LanguageRecipe(Recipe):
         for name, value in least.items():
             if getattr(self, name) is not None and getattr(self, name) < value:
                 raise UserError(f"{name}={getattr(self, name)}: give {value} or more")
+        if self.linear_attention != "torch" and not self.model.startswith("transnormer"):
+            raise UserError(
+                f"linear_attention={self.linear_attention} is TransNormer's, not {self.model}'s: leave it out"
+            )
         self.check(dropout=(0, 0.99), vocab_size=(1, 10**6), context=(4, 10**6), loader_workers=(0, 1000))
 
 

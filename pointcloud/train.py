@@ -118,7 +118,7 @@ def evaluate(run: Run, recipe: PointCloudRecipe, model: nn.Module, test_set: Poi
         model.train()
         chamfer, emd, loss, count = run.sum(chamfer, emd, loss, count)
         results = {"test_chamfer": chamfer / count, "test_emd": emd / count, "test_loss": loss / count}
-    run.log(**results)
+    run.log_evaluation(results)
     return results
 
 

@@ -145,7 +145,7 @@ def evaluate(run: Run, model: nn.Module, split: str, eval_set: BaseSegDataset) -
                     shown += 1
         model.train()
         results = {f"{split}_{key}": value for key, value in metric.compute().items()}
-    run.log(**results)
+    run.log_evaluation(results)
     return {key: value for key, value in results.items() if "IoU/" not in key}
 
 

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
 from core.errors import UserError
-from core.methods import Method, make_method
+from core.methods import Method, OverlapLocalSGD, make_method
 from training import checkpoint
 from training.config import settings
 from training.counters import Averages, Due, Every, Stopwatch
@@ -205,6 +205,13 @@ class Run:
     def log(self, **scalars: float | Tensor) -> None:
         """Writes one line of metrics.jsonl and TensorBoard's scalars, at the present step."""
         self.folder.log(self.step, scalars)
+
+    def log_evaluation(self, results: dict[str, float]) -> None:
+        """Logs what an evaluation measured, and of which model: `shared`, or `own`, each worker's on its share of
+        the set, in the middle of a run whose method leaves the workers apart."""
+        apart = isinstance(self._method, OverlapLocalSGD) or getattr(self._method, "starts_roughly", False)
+        own = apart and self.world_size > 1 and self.step < self._total
+        self.folder.log(self.step, results, of_model="own" if own else "shared")
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -127,7 +127,7 @@ def evaluate(run: Run, recipe: VisionRecipe, model: nn.Module, test_set: Dataset
         model.train()
         top1, top5, loss, count = run.sum(top1, top5, loss, count)
         results = {"test_top1": top1 / count, "test_top5": top5 / count, "test_loss": loss / count}
-    run.log(**results)
+    run.log_evaluation(results)
     return results
 
 
