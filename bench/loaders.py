@@ -1,23 +1,23 @@
 """What loading costs: images, tokens and clouds a second per core, as they were loaded before and as they are now.
 
-python -m bench.loaders [--seconds 4] [--repeats 5] [--out FOLDER]
+python -m bench.loaders [--repeats 5] [--out FOLDER]
 
-Each way loads for some seconds, in turns with the others of its kind, in one process that does nothing else: images and
-clouds in a loading process (the loader's own core), tokens in the loop's. The images are scikit-learn's two photographs
-(640 x 427), saved over and over as JPEGs in class folders and in shards; the text is Python's documentation; the clouds
-are analytic surfaces of 15,000 points, as many as ShapeNet's have. All lie in the page cache: no disk is measured.
+Each way loads the same batches, in turns with the others of its kind. CPU time is counted, of the loop that takes the
+batches and of the one loading process, so that what else runs on the machine matters little. The images are
+scikit-learn's two photographs (640 x 427), saved over and over as JPEGs in class folders and in shards; the text is
+Python's documentation; the clouds are analytic surfaces of 15,000 points, as many as ShapeNet's have. All lie in the page
+cache: no disk is measured.
 """
 
 from __future__ import annotations
 
 import io
-import itertools
 import os
+import resource
 import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,23 +28,20 @@ import tyro
 from PIL import Image
 
 from bench import report
-from bench.options import require_one_or_more, require_positive
+from bench.options import require_one_or_more
 from bench.report import Spread
 from training.recipe import launch
 from training.sampling import load_batches
 
 BATCH = 64  # images, clouds and windows
 FILES = 128  # images and clouds
-STEP = 0.05  # seconds of sleep that stand for a GPU's computing
-Loads = Callable[[], Iterable[Any]]  # begins to load: batches without an end
+Loads = Callable[[], Iterable[Any]]  # begins to load
 
 
 @dataclass(frozen=True)
 class Bench:
     """Loading before and after."""
 
-    seconds: float = 4.0
-    """For which each way loads, in each of the repeats."""
     repeats: int = 5
     out: Path | None = None
     """Where loaders.json and loaders.md go; runs/loaders-DATE by default."""
@@ -52,56 +49,54 @@ class Bench:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to load. what, how: in words. unit: what is counted. items: of them in a batch."""
+    """One way to load. what, how: in words. unit: what is counted. items: of them in a batch. batches: to load."""
 
     what: str
     how: str
     unit: str
     items: int
+    batches: int
     loads: Loads
 
 
 def main() -> None:
     bench = tyro.cli(Bench, prog="python -m bench.loaders", use_underscores=True)
-    require_positive(bench, "seconds")
     require_one_or_more(bench, "repeats")
     torch.set_num_threads(1)
     out = report.new_folder("loaders", bench.out)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["CO2_CACHE"] = os.path.join(folder, "cache")
-        groups = [images(Path(folder)), tokens(), clouds(Path(folder))]
-        rows = [row for group in groups for row in measure(group, bench)] + [mixing(bench)]
+        groups = [images(Path(folder)), mixing(), tokens(), clouds(Path(folder))]
+        rows = [row for group in groups for row in measure(group, bench)]
     header = report.header("bench.loaders", bench, ("torch", "torchvision", "timm", "numpy"))
     result = header | {"rows": rows, "load_average": os.getloadavg()}
-    text = f"{table(rows)}\n\n{NOTE} {report.source(result)}.\n"
+    text = f"{table(rows)}\n\n{NOTE.format(repeats=bench.repeats)} {report.source(result)}.\n"
     report.save(out, "loaders", result, text)
     print(f"{text}\nwritten to {out}/loaders.md and loaders.json")
 
 
 def measure(ways: list[Way], bench: Bench) -> list[dict[str, Any]]:
-    """A row for each way: units a second in each repeat and, where the loop is imitated, its wait for each batch."""
-    rates: dict[int, list[float]] = {i: [] for i in range(len(ways))}
-    waits: dict[int, list[float]] = {i: [] for i in range(len(ways))}
+    """A row for each way: units a second of CPU time, and the loop's own CPU time for each batch, in each repeat."""
+    rows = [{"what": w.what, "how": w.how, "unit": w.unit, "a_second": [], "loop_seconds": []} for w in ways]
     for _ in range(bench.repeats):
-        for i, way in enumerate(ways):  # in turns: the machine's other work meets all alike
-            rates[i].append(way.items / seconds_a_batch(way.loads, bench.seconds))
-            waits[i].append(seconds_a_batch(way.loads, bench.seconds, STEP) - STEP)
-    return [
-        {"what": w.what, "how": w.how, "unit": w.unit, "a_second": rates[i], "wait_seconds": waits[i], "step": STEP}
-        for i, w in enumerate(ways)
-    ]
+        for way, row in zip(ways, rows, strict=True):  # in turns: the machine's other work meets all alike
+            loop, loading = cpu_seconds(way.loads())
+            row["a_second"].append(way.batches * way.items / (loop + loading))
+            row["loop_seconds"].append(loop / way.batches)
+    return rows
 
 
-def seconds_a_batch(loads: Loads, seconds: float, step: float = 0.0) -> float:
-    """Of the loop, which sleeps for `step` with each batch, as one that waits for a GPU does."""
-    with closing(iter(loads())) as batches:
-        next(batches)  # the loading processes have started
-        begin, count = time.perf_counter(), 0
-        while time.perf_counter() - begin < seconds:
-            next(batches)
-            time.sleep(step)
-            count += 1
-        return (time.perf_counter() - begin) / count
+def cpu_seconds(batches: Iterable[Any]) -> tuple[float, float]:
+    """What taking all batches costs: this process, and the loading processes, which end with it."""
+
+    def spent() -> float:
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return children.ru_utime + children.ru_stime
+
+    own, others = time.process_time(), spent()
+    for _ in batches:
+        pass
+    return time.process_time() - own, spent() - others
 
 
 # -- the ways ---------------------------------------------------------------------------------------------------
@@ -120,7 +115,7 @@ def images(folder: Path) -> list[Way]:
 
     def way(how: str, samples: Any, transform: Any) -> Way:
         data = Augmented(samples, transform)
-        return Way("images, ResNet-50", how, "images", BATCH, lambda: load_batches(data, keys(), 1))
+        return Way("images, ResNet-50", how, "images", BATCH, 4, lambda: load_batches(data, keys(4), 1))
 
     return [
         way("float32, class folders (before)", folders, before),
@@ -163,8 +158,8 @@ def tokens() -> list[Way]:
     def way(what: str, objective: Any, workers: int) -> Way:
         recipe = replace(gpt2_pydoc_small(), batch_size=BATCH, loader_workers=workers)
         how = "one loading process" if workers else "in the loop (before)"
-        loads = lambda: train_batches(corpus.train, objective, recipe, 0, 1, 0, 10**6)  # noqa: E731
-        return Way(what, how, "tokens", BATCH * objective.context, loads)
+        loads = lambda: train_batches(corpus.train, objective, recipe, 0, 1, 0, 300)  # noqa: E731
+        return Way(what, how, "tokens", BATCH * objective.context, 300, loads)
 
     return [way(what, objective, workers) for what, objective in kinds.items() for workers in (0, 1)]
 
@@ -185,49 +180,42 @@ def clouds(folder: Path) -> list[Way]:
 
     def way(how: str, source: Any) -> Way:
         data = PointClouds(source, 2048)
-        return Way("clouds, 2,048 of 15,000 points", how, "clouds", BATCH, lambda: load_batches(data, keys(), 1))
+        return Way("clouds, 2,048 of 15,000 points", how, "clouds", BATCH, 10, lambda: load_batches(data, keys(10), 1))
 
     return [way("a file each (before)", files), way("packed, mapped", pack.Packed(folder, "shapenet", "train"))]
 
 
-def keys() -> Iterator[list[tuple[int, int]]]:
-    """(number of a file, seed) of each item of each batch, without an end."""
-    return ([(i % FILES, i) for i in range(at, at + BATCH)] for at in itertools.count(0, BATCH))
+def keys(batches: int) -> Iterator[list[tuple[int, int]]]:
+    """(number of a file, seed) of each item of each batch."""
+    return ([(i % FILES, i) for i in range(at, at + BATCH)] for at in range(0, batches * BATCH, BATCH))
 
 
-def mixing(bench: Bench) -> dict[str, Any]:
-    """What Mixup took of the loop's own process for a batch, before it went to the device."""
+def mixing() -> list[Way]:
+    """What Mixup took of the loop's own process, before it went to the device."""
     from vision.imagenet import Mixup
 
     mixup, batch = Mixup(0.8, 1.0, num_classes=1000), (torch.rand(BATCH, 3, 224, 224), torch.arange(BATCH))
-
-    def loads() -> Iterator[Any]:
-        while True:
-            yield mixup(*batch)
-
-    rates = [BATCH / seconds_a_batch(loads, bench.seconds) for _ in range(bench.repeats)]
-    return {"what": "Mixup, CutMix of float32", "how": "in the loop (before)", "unit": "images", "a_second": rates}
+    loads = lambda: (mixup(*batch) for _ in range(8))  # noqa: E731
+    return [Way("Mixup, CutMix of float32 images", "in the loop (before)", "images", BATCH, 8, loads)]
 
 
 # -- the report -------------------------------------------------------------------------------------------------
 
 NOTE = (
-    f"Medians (least to greatest). Wait: what a loop that sleeps {1000 * STEP:g} ms with each batch of {BATCH} waits "
-    "for the next; sleeping leaves the core to others, as computing on a GPU does. Copies to a GPU, which uint8 makes "
-    "four times smaller, normalising there, and Mixup there: not run."
+    f"Medians (least to greatest) over {{repeats}} repeats, batches of {BATCH}, CPU time. Copies to a GPU, which uint8 "
+    "makes four times smaller, and normalising, erasing and mixing there: not run."
 )
-TITLES = ("what", "how", "a second and core", "wait, ms a batch")
+TITLES = ("what", "how", "a second of a core", "the loop's own ms a batch")
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """One row a way."""
 
-    def cells(row: dict[str, Any]) -> Iterator[str]:
-        yield from (row["what"], row["how"], f"{Spread.of(row['a_second']).show(',.0f')} {row['unit']}")
-        if waits := row.get("wait_seconds"):
-            yield Spread.of([1000 * w for w in waits]).show(",.1f")
+    def cells(row: dict[str, Any]) -> list[str]:
+        rate = f"{Spread.of(row['a_second']).show(',.0f')} {row['unit']}"
+        return [row["what"], row["how"], rate, Spread.of([1000 * s for s in row["loop_seconds"]]).show(",.1f")]
 
-    return report.table(TITLES, [list(cells(row)) for row in rows])
+    return report.table(TITLES, map(cells, rows))
 
 
 if __name__ == "__main__":
