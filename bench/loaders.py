@@ -5,8 +5,8 @@ python -m bench.loaders [--repeats 5] [--out FOLDER]
 Each way loads the same batches, in turns with the others of its kind. CPU time is counted, of the loop that takes the
 batches and of the one loading process, so that what else runs on the machine matters little. The images are
 scikit-learn's two photographs (640 x 427), saved over and over as JPEGs in class folders and in shards; the text is
-Python's documentation; the clouds are analytic surfaces of 15,000 points, as many as ShapeNet's have. All lie in the page
-cache: no disk is measured.
+Python's documentation; the clouds are analytic surfaces of 15,000 points, as many as ShapeNet's have. All lie in the
+page cache: no disk is measured.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from training import checkpoint
 from training.config import settings
 from training.counters import Averages, Due, Every, Stopwatch
 from training.folder import RunFolder
-from training.recipe import Recipe
+from training.recipe import Recipe, momentum_note
 from training.round_log import RoundLog
 from training.sampling import per_worker
 from training.start import join
@@ -145,6 +145,8 @@ class Run:
         if self.rank == 0 and self.recipe.method != "ddp" and isinstance(tau, int) and total < tau:
             remedy = "give a smaller --co2.tau or more --epochs"
             tqdm.write(f"warning: {total} steps are less than a round of tau={tau}: {remedy}", file=sys.stderr)
+        if self.rank == 0 and (note := momentum_note(self.recipe, self.world_size)):
+            tqdm.write(note, file=sys.stderr)
         self._evaluation = Every(epoch * self.recipe.eval_every, self.step)
         self._saving = Every(epoch * self.recipe.checkpoint_every, self.step)
         interval = 0.5 if sys.stderr.isatty() else 20.0
