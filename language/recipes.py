@@ -98,7 +98,7 @@ def gpt2_small_owt() -> LanguageRecipe:
         ),
         co2=CO2Config(tau=48, outer_momentum=0.5),
         eval_tokens=1 << 20,
-        loader_workers=2,
+        loader_workers=1,
     )
 
 
@@ -155,7 +155,7 @@ def roberta_base_wikibooks() -> LanguageRecipe:
         ),
         co2=CO2Config(tau=48, outer_momentum=0.6),
         eval_tokens=1 << 20,
-        loader_workers=2,
+        loader_workers=1,
     )
 
 
