@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from core import UserError
 from pointcloud.geometry import patches
 from pointcloud.model import Reconstruction
+from training.compat import prepare_torchvision
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,10 @@ class Transformer(nn.Module):
     """Pre-norm blocks (timm's) that add the positional embedding before every block, and a final norm."""
 
     def __init__(self, dim: int, depth: int, heads: int, drop_path: float):
-        from timm.models.vision_transformer import Block  # takes seconds to import
-
-        import training.prepared  # noqa: F401  # here, because --help needs the settings above and not timm, which
+        prepare_torchvision()
+        from timm.models.vision_transformer import (
+            Block,
+        )  # here, because it takes seconds, and --help needs the settings
 
         super().__init__()
         rates = torch.linspace(0, drop_path, depth, device="cpu").tolist()
