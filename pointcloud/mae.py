@@ -64,9 +64,8 @@ class Transformer(nn.Module):
 
     def __init__(self, dim: int, depth: int, heads: int, drop_path: float):
         prepare_torchvision()
-        from timm.models.vision_transformer import (
-            Block,
-        )  # here, because it takes seconds, and --help needs the settings
+        # here, because it takes seconds, and --help needs the settings above alone
+        from timm.models.vision_transformer import Block
 
         super().__init__()
         rates = torch.linspace(0, drop_path, depth, device="cpu").tolist()
