@@ -202,6 +202,12 @@ def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str
     return recipe
 
 
+def answer_help(recipes: Mapping[str, Recipe], prog: str) -> None:
+    """Prints the help that the command line asks for, and exits; a train script calls it before its slow imports."""
+    if not sys.argv[1:] or {"-h", "--help"} & set(sys.argv[1:]):
+        launch(lambda: sys.exit(parse(recipes, prog=prog) is None))
+
+
 def starting_point(recipe: R, overrides: Sequence[str]) -> R:
     """The recipe with those settings of CO2, the recommended ones or its own, that `overrides` change."""
     given = dict[str, str]()  # option -> its value, if it has one
@@ -294,10 +300,27 @@ def dry_run(recipe: Recipe, build_model: Callable[[], nn.Module], backward: Back
         print(json.dumps(dataclasses.asdict(recipe), indent=2, default=str))
         millions = sum(p.numel() for p in model.parameters()) / 1e6
         print(f"{millions:.2f} M parameters, {world_size()} workers of {share} samples a step")
+        if note := momentum_note(recipe, world_size()):
+            print(note)
         if backward is not None:
             from training import memory  # here, because FakeTensorMode takes seconds to import
 
             print(*memory.lines(memory.estimate(recipe, build_model, backward, world_size()), recipe), sep="\n")
+
+
+def momentum_note(recipe: Recipe, workers: int) -> str:
+    """A line where CO2's outer momentum is another than the authors' release sets for so many workers, or nothing.
+
+    A recipe's is that for the cluster in its description, and stays on any other: a run is what its recipe says.
+    """
+    c, usual = recipe.co2, CO2Config.recommended(workers).outer_momentum
+    as_released = recipe.method == "co2" and workers > 1 and c.outer_lr == 1 and c.merge == "outer"
+    if not as_released or c.outer_momentum == usual:
+        return ""
+    return (
+        f"note: outer_momentum={c.outer_momentum}; the authors' release sets {usual:g} for {workers} workers: add "
+        f"--co2.outer_momentum {usual:g} for it"
+    )
 
 
 def _tell_torchrun(text: str) -> bool:
