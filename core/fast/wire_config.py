@@ -29,8 +29,8 @@ class WireConfig:
 
     format: Format = "float32"
     """float32 (float64 for float64 parameters, a plain all-reduce); rounded to bfloat16, float16, int8, int6, int5,
-    int4, int3 or int2; lgreco, every layer in a way of its own, chosen anew while training goes on; or auto, with tau
-    auto: float32, or int8 where means are fresher over it."""
+    int4, int3 or int2; lgreco, every layer in a way of its own, chosen anew while training goes on; or auto:
+    float32, or int4 where means are fresher over it, as measured while training."""
     rounding: Rounding = "nearest"
     """Of the narrow formats: nearest, or stochastic, whose mean over many rounds is exact."""
     error_feedback: bool = True
@@ -73,8 +73,9 @@ class WireConfig:
     @property
     def choices(self) -> dict[str, float]:
         """The formats to choose from, the widest first -> bytes an element; of lgreco, unknown before it chooses,
-        float32's. The loss over int4 was not measured, so auto leaves it out."""
-        known = ("float32", "int8") if self.format == "auto" else (self.format,)
+        float32's. auto knows int4 alone beside float32: with error feedback it cost no loss (results/RESULTS.md,
+        "Hidden, and the loss"), and a trial takes rounds."""
+        known = ("float32", "int4") if self.format == "auto" else (self.format,)
         return {wire: BLOCK_BYTES.get(wire, 4 * BLOCK) / BLOCK for wire in known}
 
     def reducer(
