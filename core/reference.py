@@ -17,6 +17,11 @@ from torch import Tensor
 EPS = 1e-12
 
 
+def _mean(rows: Tensor) -> Tensor:
+    """[workers, n] -> [n]."""
+    return rows.mean(dim=0)
+
+
 @dataclass
 class Sent:
     """What the workers sent at one boundary, until its mean is merged."""
@@ -46,6 +51,7 @@ class Reference:
     What is sent, d^i: with outer and mix x_t - x^i, from the outer iterate as it is before what lands at the same
       moment is applied; with keep minus its own progress since its last sending, the sum of its local steps, so that
       nothing is counted twice.
+    reduce: what the network makes of d^i, [workers, n] -> [n]: their mean, or what a narrow wire leaves of it.
     sync_steps: after each of the first so many local steps the workers' parameters are averaged at once. For SGD, with
       momentum too, that equals averaging gradients; for Adam it does not quite. The outer iterate starts at the last
       of these means, and the first round after it.
@@ -72,6 +78,7 @@ class Reference:
     taylor: float = 0.5
     nesterov: bool = False
     sync_steps: int = 0
+    reduce: Callable[[Tensor], Tensor] = _mean
     steps: int = 0  # local steps since the last boundary
     taken: int = 0  # all local steps
     outer: list[Tensor] = field(default_factory=list)  # x_{0,0}, x_{1,0}, ...: [n] each; if eager, those of worker 0
@@ -130,7 +137,7 @@ class Reference:
     def send(self) -> None:
         """Step 3: what is averaged now is merged at its delay."""
         own = (self.base if self.merge == "keep" else self.z) - self.x
-        self.deltas.append(own.mean(dim=0))
+        self.deltas.append(self.reduce(own))
         self.in_flight.append(Sent(len(self.first_steps) - 1, own, self.deltas[-1], self.z))
         self.base, self.steps = self.x.clone(), 0
 

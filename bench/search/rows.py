@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.report import FORMAT
 from bench.search.engine import Plan, Result
-from bench.search.methods import Settings
+from bench.search.methods import KINDS, Settings
 from core.errors import UserError
 from training.provenance import commit, version
 
@@ -83,6 +83,7 @@ class Rows:
         return rows
 
     def _add(self, row: dict[str, Any]) -> None:
+        row["options"] = KINDS[row["method"]].options | row["options"]  # an option that is newer had its usual value
         if row["kind"] == "run":
             self.runs[_key(row)] = row
         else:

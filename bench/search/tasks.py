@@ -28,7 +28,7 @@ SHARDS: tuple[Shards, ...] = ("iid", "sorted")
 Batch = tuple[Tensor, Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Task:
     """A model with its data. Inputs and targets of a step: [workers, batch, ...] each."""
 

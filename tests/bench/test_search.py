@@ -122,7 +122,7 @@ def test_every_method_ends_with_equal_workers_and_learns(tiny: Task, name: str):
     stack, method = train(tiny, replace(plan(tiny, name, steps=100), lr=0.02))
     method.finish()
     assert (method.x - method.x[0]).abs().max() < 1e-6
-    start, end = (stack.held_out_loss(x, tiny.held_out["test"]) for x in (stack.start, method.x[0]))
+    start, end = (stack.held_out_loss(x, tiny.held_out["test"]) for x in (stack.start(0), method.x[0]))
     assert start is not None and end is not None and end < start
     assert run(tiny, plan(tiny, name)).loss is not None
 
@@ -181,10 +181,11 @@ def test_models_run_stacked(build: Any):
     targets = inputs if build is tasks.ByteGPT else torch.randint(10, (2, 3))
     loss = tasks.byte_loss if build is tasks.ByteGPT else torch.nn.functional.cross_entropy
     task = Task("x", "", build, loss, lambda *_: (inputs, targets), {}, Inner("sgd", 0.1), 3)
-    stack = Stack(task, 0)
+    stack = Stack(task)
     assert not list(stack.model.buffers())
-    rows = stack.gradient(stack.start.expand(2, -1), (inputs, targets))
-    assert rows.shape == (2, len(stack.start)) and (rows.norm(dim=1) > 0).all()
+    start = stack.start(0)
+    rows = stack.gradient(start.expand(2, -1), (inputs, targets))
+    assert rows.shape == (2, len(start)) and (rows.norm(dim=1) > 0).all()
 
 
 # -- command ----------------------------------------------------------------------------------------------------
@@ -274,7 +275,7 @@ def test_a_budget_stops_between_runs(
     tmp_path: Path, tiny: Task, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     o = options(tmp_path, budget_minutes=1.0)
-    monkeypatch.setattr(command, "run", lambda task, plan: Result(1.0, 1.0, 40.0))
+    monkeypatch.setattr(command, "run", lambda task, plan, compile: Result(1.0, 1.0, 40.0))
     monkeypatch.setattr(command.time, "monotonic", iter([0.0, 0.0, 19.0, 21.0]).__next__)
     search(o, rows := Rows(o.rows))
     assert "stopped after 2 runs: budget_minutes=1;" in capsys.readouterr().out and len(rows.runs) == 2

@@ -12,7 +12,7 @@ from bench.search.engine import Plan, train
 from bench.search.inner import Inner, cosine
 from bench.search.methods import parse
 from bench.search.tasks import Batch, Shards, Task
-from core import CO2Config, make_method
+from core import CO2Config, WireConfig, make_method
 from core.methods import DelayedConfig, OverlapLocalConfig, SlowMoConfig
 from core.testing import run_distributed
 from tests.problems import batch, small_net
@@ -20,6 +20,7 @@ from tests.problems import batch, small_net
 WORKERS, TAU, STEPS, LR = 3, 4, 14, 0.1
 INNERS = {"sgd": Inner("sgd", LR), "adamw": Inner("adamw", LR, clip=0.5)}
 NO_GAP: dict[str, Any] = {"tau": TAU, "gap": "none", "clip": None}
+CLIPPED = NO_GAP | {"clip": 1.0}
 # what the search calls a method, and how core makes it
 PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "co2": ("co2", {"co2": CO2Config(TAU)}),
@@ -30,12 +31,17 @@ PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "co2:merge=mix,gap=none,beta=0,delay=1": (
         "co2",
-        {"co2": CO2Config(**NO_GAP | {"clip": 1.0}, outer_momentum=0.0, merge="mix", delay=1)},
+        {"co2": CO2Config(**CLIPPED, outer_momentum=0.0, merge="mix", delay=1)},
     ),
     "co2:merge=keep,gap=none,beta=0.3,delay=3": (
         "co2",
-        {"co2": CO2Config(**NO_GAP | {"clip": 1.0}, outer_momentum=0.3, merge="keep", delay=3)},
+        {"co2": CO2Config(**CLIPPED, outer_momentum=0.3, merge="keep", delay=3)},
     ),
+    "co2:merge=keep,gap=none,beta=0,delay=1,wire=int4": (
+        "co2",
+        {"co2": CO2Config(**CLIPPED, outer_momentum=0.0, merge="keep", delay=1, wire=WireConfig("int4"))},
+    ),
+    "co2:merge=mix,wire=int8": ("co2", {"co2": CO2Config(TAU, merge="mix", wire=WireConfig("int8"))}),
     "diloco": (
         "delayed",
         {

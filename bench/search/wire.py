@@ -1,0 +1,48 @@
+"""The mean of what the workers send in a narrow format, all workers in one process: core/fast/quantized.py's numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from core.fast.wire import BLOCK, decode, encode
+
+
+class NarrowMean:
+    """Two encodings with error feedback, rounded to nearest: of what each worker sends, and of the mean of that.
+
+    Worker j averages the j-th of as many chunks, whole blocks each; together the chunks are one vector here.
+    """
+
+    def __init__(self, wire: str):
+        self.wire = wire
+        self.errors: Tensor | None = None  # [workers, n], n filled up to equal chunks
+        self.mean_error: Tensor | None = None  # [n]
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """[workers, n] -> [n]."""
+        workers, n = rows.shape
+        whole = workers * BLOCK
+        rows = pad(rows, (0, -n % whole))
+        sent, self.errors = self.send(rows, self.errors)
+        mean, self.mean_error = self.send(sent.sum(dim=0) / workers, self.mean_error)
+        return mean[:n]
+
+    def send(self, values: Tensor, error: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What arrives of `values` and the error kept back, and what is kept back now; each shaped as values."""
+        values = values if error is None else values + error
+        arrived = decode(encode(values.reshape(-1), self.wire), self.wire, values.dtype).view_as(values)
+        return arrived, values - arrived
+
+
+def mean_over(wire: str):
+    """What a wire format makes of [workers, n]: their mean, [n]."""
+    return (lambda rows: rows.mean(dim=0)) if wire == "float32" else NarrowMean(wire)
+
+
+def bits(wire: str) -> float:
+    """That a number takes, its share of the block's scale included."""
+    from core.fast.wire import BLOCK_BYTES
+
+    return 32.0 if wire == "float32" else 8 * BLOCK_BYTES[wire] / BLOCK
