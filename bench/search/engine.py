@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bench.search.inner import cosine
 from bench.search.methods import Method, Settings
-from bench.search.tasks import Batch, Shards, Split, Task
+from bench.search.task import Batch, Shards, Split, Task
 from core.reference import vmap_gradient
 
 CHUNK = 256  # held-out samples evaluated at a time

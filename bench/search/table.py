@@ -17,6 +17,7 @@ TITLES = (
     "lr",
     "tried",
     "hidden steps",
+    "bits a step",
     "held-out loss",
     "seeds",
     "against local",
@@ -64,7 +65,7 @@ def cells(
     asked = choice["asked"].replace("|", "\\|")  # else it would end the cell
     settings = settings_of(choice)
     first = [f"`{asked}`", f"`{settings}`", f"{choice['lr']:.3g}", str(choice["tried"])]
-    first.append(f"{settings.hidden_steps(choice['tau']):g}")
+    first += [f"{settings.hidden_steps(choice['tau']):g}", f"{settings.bits_a_step(choice['tau']):.3g}"]
     if not runs:
         return [*first, "not run"]
     found = finite(runs, "loss")
@@ -99,7 +100,8 @@ def notes(group: Group, choices: list[dict[str, Any]], losses: dict[str, list[di
         "Against local: over the seeds that both have.",
         f"tried: configurations on tuning seed {', '.join(map(str, tuned))} and the tuning split, of which the best is "
         "in the row; 1: not tuned. The seeds reported and the test split had no part in it.",
-        "hidden steps: how many local steps the communication may take without anybody waiting.",
+        "hidden steps: how many local steps the communication may take without anybody waiting. bits a step: that the "
+        "all-reduces of a parameter take, per local step of a worker.",
         "All workers in one process, in float32; time and communication are not measured. Commits: " + commits + ".",
     ]
 

@@ -1,12 +1,13 @@
-"""The mean of what the workers send in a narrow format, all workers in one process: core/fast/quantized.py's numbers."""
+"""The mean of what the workers send in a narrow format, as core/fast/quantized.py makes it, in one process."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+
 from torch import Tensor
 from torch.nn.functional import pad
 
-from core.fast.wire import BLOCK, decode, encode
+from core.fast.wire import BLOCK, BLOCK_BYTES, decode, encode
 
 
 class NarrowMean:
@@ -36,13 +37,11 @@ class NarrowMean:
         return arrived, values - arrived
 
 
-def mean_over(wire: str):
+def mean_over(wire: str) -> Callable[[Tensor], Tensor]:
     """What a wire format makes of [workers, n]: their mean, [n]."""
     return (lambda rows: rows.mean(dim=0)) if wire == "float32" else NarrowMean(wire)
 
 
 def bits(wire: str) -> float:
     """That a number takes, its share of the block's scale included."""
-    from core.fast.wire import BLOCK_BYTES
-
     return 32.0 if wire == "float32" else 8 * BLOCK_BYTES[wire] / BLOCK
