@@ -206,7 +206,7 @@ class Outer(Method):
 class Kind:
     """A method, its options with their usual values, and which it tries where the command line says nothing."""
 
-    method: Callable[..., Method]
+    method: type[Method]
     options: dict[str, Any]
     tried: dict[str, tuple[Any, ...]]
     settable: bool = True
@@ -270,10 +270,15 @@ class Settings:
             return tau if delay == "round" else delay
         return {"dpu": 1, "acco": 0.5, "overlap_local": tau}.get(self.name, 0)
 
+    @property
+    def has_rounds(self) -> bool:
+        """Whether tau makes a difference."""
+        return not issubclass(KINDS[self.name].method, DDP)
+
     def bits_a_step(self, tau: int) -> float:
         """That a parameter's all-reduces take, per local step."""
         options = dict(self.options)
-        if self.name in ("ddp", "dpu", "acco"):
+        if not self.has_rounds:
             return bits(options.get("wire", "float32")) * (2 if self.name == "acco" else 1)
         moments = sum(1 / options[key] for key in ("first_every", "second_every") if options.get(key))
         return (bits(options.get("wire", "float32")) + 32 * moments) / tau

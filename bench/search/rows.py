@@ -117,8 +117,14 @@ class Rows:
 IDENTITY = ("task", "method", "options", "lr", "workers", "batch", "steps", "tau", "shards", "seed", "split")
 
 
+def identity(row: dict[str, Any]) -> dict[str, Any]:
+    """What a run's result depends on."""
+    values = {name: row[name] for name in IDENTITY}
+    return values if settings_of(row).has_rounds else values | {"tau": None}
+
+
 def _key(row: dict[str, Any]) -> str:
-    return json.dumps([row[name] for name in IDENTITY], sort_keys=True)
+    return json.dumps(identity(row), sort_keys=True)
 
 
 def _choice_key(row: dict[str, Any]) -> tuple[Group, str, str]:

@@ -431,10 +431,30 @@ def test_the_table(tmp_path: Path, tiny: Task):
     add("co2:beta=0|0.5", results["co2"])
     text = markdown(rows)
     assert "### digits: 4 workers of 4 samples a step, 9 steps, tau 3, iid shards; each method tuned" in text
-    assert "| `local` | `local` | 0.1 | 4 | 0 | 10.7 | **0.5500 ± 0.0707** | 0, 1 | +0.0 % | 0.5500 ± 0.0707 |" in text
+    assert (
+        "| `local` | `local` | 0.1 | 4 | 0 | 10.7 | **0.5500 ± 0.0707** | 0, 1 | +0.0 % |  | 0.5500 ± 0.0707 |" in text
+    )
     co2 = r"| `co2:beta=0\|0.5` | `co2:beta=0` | 0.1 | 4 | 3 | 10.7 | diverged in 1 of 2 (else 0.4000) | 0, 1 | -20.0 %"
     assert co2 in text  # against local's 0.5 of the same seed
     assert markdown(Rows(o.rows)) == text  # from the file alone
+
+
+def test_ddp_is_the_same_at_any_tau(tmp_path: Path, tiny: Task):
+    o = options(tmp_path, methods=("ddp", "local"), lr_factors=(1.0,))
+    search(o, rows := Rows(o.rows))
+    slower = replace(o, tau=4)
+    assert [p.settings.name for p in command.pending(slower, rows)] == ["local", "local"]
+    assert markdown(rows).count("| `ddp` | `ddp` | 0.1 | 1 | 0 | 32 | ") == 2
+
+
+def test_a_row_that_is_older_than_an_option_counts(tmp_path: Path, tiny: Task):
+    o = options(tmp_path, methods=("co2:beta=0",), lr_factors=(1.0,))
+    search(o, Rows(o.rows))
+    old = [json.loads(line) for line in o.rows.read_text().splitlines()]
+    for row in old:
+        del row["options"]["wire"], row["options"]["fragments"]
+    o.rows.write_text("".join(json.dumps(row) + "\n" for row in old))
+    assert list(command.pending(o, Rows(o.rows))) == []
 
 
 def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture):
