@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bench.pace import Pacer
 from bench.standin import BYTES, LAYERS, LEARNING_RATE, StandIn, Trainer
-from core.co2 import CO2Config
+from core.config import CO2Config
 from core.errors import UserError
 from core.groups import ring_bytes
 from core.methods import METHODS, make_method

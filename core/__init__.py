@@ -1,5 +1,6 @@
 """CO2 (arXiv 2401.16265): data-parallel training whose communication hides behind computation."""
 
+from .errors import CollectiveError, UserError
 from .methods import (
     CO2,
     CO2Config,
@@ -14,7 +15,7 @@ from .methods import (
     WireConfig,
     make_method,
 )
-from .rounds import CollectiveError, RoundStats, UserError
+from .stats import RoundStats
 
 __version__ = "0.1.0"
 

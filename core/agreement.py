@@ -1,4 +1,5 @@
-"""Whether workers that should be equal are: checksums of a few bits, which travel with every reduction.
+"""What workers tell each other with every reduction beside its payload: settings and replicas that should be equal, as
+checksums of a few bits; whether to stop; and the times from which tau auto decides.
 
 Workers exchange differences only, so nothing brings replicas together again that have drifted apart: machines with
 another number of threads, or of another kind, add in another order, and round otherwise in the last bit.
@@ -10,12 +11,20 @@ overlooked once in 2^bits times, and seen in one of the next rounds, if it lasts
 
 from __future__ import annotations
 
+import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .collectives import Background
+from .errors import UserError
+from .flat import Scalars
+from .groups import Stage, send_first
+from .stats import Late, RoundStats
+from .tau import NUMBERS, TauDecision, TauTuner
 
 PARTS = 16  # a round looks at one part of so many: a quarter of a byte read a parameter
 REPAIR_EVERY = 100  # rounds, at least, between two exact broadcasts: 2 % of the bytes of CO2
@@ -44,3 +53,86 @@ def agree(sums: Sequence[float], workers: int) -> bool:
 def bits(workers: int) -> int:
     """Of a checksum: as many as leave the sum of the squares below 2^20, and at least one."""
     return max(1, (20 - (workers - 1).bit_length()) // 2)
+
+
+class Agreement:
+    """Tells this worker's part before a launch, and hears everybody's from what has landed.
+
+    All workers hear the same sums, of the same round. What is heard takes effect in `follow`, at the round's end, for
+    in mid-round each worker hears it after other steps. scalars: with the places of `sizes`. everybody: over how many
+    processes they are summed. tuner: of tau auto, or None.
+
+    Attributes: stop, whether a worker has asked for it; tau_decision, taken by the tuner at the last boundary.
+    """
+
+    def __init__(self, scalars: Scalars, background: Background, everybody: int, tuner: TauTuner | None):
+        self.scalars, self.background, self.everybody, self.tuner = scalars, background, everybody, tuner
+        self.tau_decision: TauDecision | None = None
+        self._decided: TauDecision | None = None  # heard, and told from the round's end on
+        self._repair, self._repaired = False, -REPAIR_EVERY
+        self.forget_stop()
+
+    @staticmethod
+    def sizes(workers: int, tuner: TauTuner | None) -> dict[str, int]:
+        """The scalars that every method has, and how many numbers each stands for."""
+        known = {"finished": 1, "steps": 1, "stop": 1, "settings": 2, "replicas": 2}
+        return known | ({"times": NUMBERS * workers} if tuner else {})
+
+    def ask_to_stop(self) -> None:
+        self._asked = True
+
+    def forget_stop(self) -> None:
+        """Nobody has asked; what a GPU still holds of the last round is not heard, either."""
+        self.stop = self._asked = self._stop_heard = False
+        self._late = Late()
+
+    def tell(
+        self, settings: Any, replicas: Sequence[Tensor], turn: int | None, stats: RoundStats, before: RoundStats
+    ) -> None:
+        """Writes the scalars. turn: which comparison of the replicas it is; None: others' are compared. stats, before:
+        of the round that closes, and of the one before."""
+        workers = self.background.world_size
+        self.scalars.set("stop", float(self._asked))
+        self.scalars.set_checksum("settings", checksum_of(settings, self.everybody))
+        compared = checksum(replicas, turn, workers) if replicas and turn is not None else 0
+        self.scalars.set_checksum("replicas", compared)
+        if self.tuner:
+            self.tuner.tell(stats, before, self.background.rank, self.scalars["times"])
+
+    def hear(self, settings: Any) -> bool:
+        """Reads what has landed; whether the replicas were equal. UserError where settings differ, this worker's being
+        `settings`. On a GPU it is what landed a round ago, for the host waits for nothing."""
+        numbers = self._late.exchange(self.scalars.place * self.everybody)
+        if numbers is None:
+            return True
+        sums, number = self.scalars.named(numbers), self.background.launched
+        if self.tuner:
+            times = sums["times"]
+            self._decided = self.tuner.hear(number, *(times[i::NUMBERS] for i in range(NUMBERS)))
+        self._stop_heard |= sums["stop"][0] > 0.5
+        if not agree(sums["settings"], self.everybody):
+            raise UserError(
+                f"workers differ in their settings in round {number - 1}, where this one has {settings}: "
+                "a schedule must give all of them the same, from the round's number alone"
+            )
+        equal = agree(sums["replicas"], self.background.world_size)
+        if not equal:
+            self._repair = number - self._repaired >= REPAIR_EVERY
+            if self._repair and self._repaired < 0 and self.background.rank == 0:
+                warnings.warn(
+                    f"the workers' outer state was not the same in round {number - 1}, as on unlike machines: "
+                    f"rank 0's is sent to all, at most once in {REPAIR_EVERY} rounds",
+                    stacklevel=2,
+                )
+        return equal
+
+    def follow(self) -> None:
+        """A round has ended."""
+        self.tau_decision, self._decided = self._decided, None
+        self.stop |= self._stop_heard
+
+    def repair(self, shared: Sequence[Tensor]) -> Iterator[Stage]:
+        """The first worker's state for all, where replicas were found to differ. shared: what of it should be equal."""
+        if self._repair and self.background.group is not None:
+            self._repair, self._repaired = False, self.background.launched
+            yield send_first(shared, self.background.group)

@@ -65,6 +65,24 @@ def _refuse_shared_storage(params: Sequence[Tensor]) -> None:
             )
 
 
+def check_frozen(frozen: Sequence[Tensor]) -> None:
+    """frozen: the parameters that required no gradient when the method was made."""
+    if any(p.requires_grad for p in frozen):
+        raise UserError(
+            "a parameter that was frozen when this object was built now requires a gradient and would never "
+            "be averaged: build it again after changing requires_grad"
+        )
+
+
+def check_workers(state: Mapping[str, Any], workers: int) -> None:
+    """Refuses a checkpoint whose sum in flight is over another number of workers."""
+    if state["in_flight"] is not None and state["workers"] != workers:
+        raise UserError(
+            f"the checkpoint holds a sum over {state['workers']} workers that was in flight, here there are "
+            f"{workers}: resume with as many, or save after finish()"
+        )
+
+
 def check_saved(saved: Mapping[str, Sequence[Tensor]], here: Mapping[str, Sequence[Tensor]]) -> None:
     """Refuses a checkpoint of another model, or of other settings."""
     if saved.keys() != here.keys():

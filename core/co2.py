@@ -24,9 +24,9 @@ momentum, and the buffer in flight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,112 +34,43 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from . import outer
-from .fast import PASSES, Pass, WireConfig, make_boundary
-from .rounds import Background, Landing, Link, LocalMethod, UserError
+from .collectives import Link
+from .config import SCHEDULED, CO2Config, Schedule, check_stable, scheduled
+from .errors import UserError
+from .fast import make_boundary
+from .rounds import Landing, LocalMethod
 
 
-@dataclass(frozen=True)
-class CO2Config:
-    """The settings of the outer optimiser; defaults as in the example that the authors released."""
+class Scheduled(LocalMethod):
+    """A method with CO2's settings, which may change from round to round; both CO2 and ShardedCO2 are.
 
-    tau: int | Literal["auto"] = 48
-    """Local steps per round; the paper searched {1, 3, 6, 12, 24, 48, 96, 192}. auto: chosen from measured times, the
-    fewest that hide the all-reduce, and again when those change."""
-    tau_max: int = 192
-    """With tau auto: never more local steps than this."""
-    outer_lr: float = 1.0
-    """alpha: the share of the momentum that the outer step takes."""
-    outer_momentum: float = 0.5
-    """beta: how much of the outer momentum survives a round."""
-    gap: outer.Gap = "elementwise"
-    """The staleness gap penalty Lambda: one of elementwise, norm, inner, none."""
-    clip: float | None = 1.0
-    """phi: clips each element of the outer momentum to [-phi, phi]; None for no clipping."""
-    merge: outer.Merge = "outer"
-    """What a worker continues from when a mean has landed: the outer iterate (the paper), mix, between it and the own
-    parameters, or keep, the outer iterate and the own progress since the sending (for a copy of the parameters)."""
-    mix: float = 0.5
-    """Of merge mix: the share of the outer iterate; 1 for it alone."""
-    delay: int | Literal["boundary", "auto"] = "boundary"
-    """When a mean is merged: at the boundary a round after the sending (the paper); so many local steps after the
-    sending, waiting for it where need be; or auto: as soon as it is there, by the next sending at the latest, on every
-    worker by itself. 0 waits for it at once: nothing is hidden, nor stale."""
-    sync_steps: int = 0
-    """So many first steps after each of which the workers' parameters are averaged, everyone waiting."""
-    allow_unstable: bool = False
-    """Accept outer_momentum + outer_lr >= 1 without a gap penalty, to show that it diverges."""
-    wire: WireConfig = field(default_factory=WireConfig)
-    """How the pseudo-gradient crosses the network. The other methods always send float32."""
-    update: Pass = "fast"
-    """How steps 3 to 7 are computed: fast (one pass over memory), plain (core/outer.py's own), or compiled (that, by
-    torch.compile)."""
+    config: those of the round that runs. schedule: see CO2.
+    """
 
-    def __post_init__(self) -> None:
-        def require(ok: bool, name: str, remedy: str) -> None:
-            if not ok:
-                raise UserError(f"{name}={getattr(self, name)!r}: {remedy}")
+    config: CO2Config
+    schedule: Schedule | None
 
-        is_int = isinstance(self.tau, int) and not isinstance(self.tau, bool) and self.tau >= 1
-        require(is_int or self.tau == "auto", "tau", "give a whole number of local steps, 1 or more, or auto")
-        require(self.tau_max >= 1, "tau_max", "give a whole number of local steps, 1 or more")
-        require(0 < self.outer_lr < float("inf"), "outer_lr", "give a finite number above 0; 1.0 is usual")
-        require(0 <= self.outer_momentum < 1, "outer_momentum", "give a number in [0, 1)")
-        require(self.gap in outer.GAPS, "gap", f"choose one of {', '.join(outer.GAPS)}")
-        require(self.clip is None or self.clip > 0, "clip", "give a number above 0, or None for no clipping")
-        require(self.merge in outer.MERGES, "merge", f"choose one of {', '.join(outer.MERGES)}")
-        require(0 < self.mix <= 1, "mix", "give a number in (0, 1]; 1 continues from the outer iterate alone")
-        whole = isinstance(self.sync_steps, int) and self.sync_steps >= 0
-        require(whole, "sync_steps", "give a whole number of steps, 0 or more")
-        self._check_delay(require)
-        require(isinstance(self.wire, WireConfig), "wire", "give a WireConfig, such as core.WireConfig('int8')")
-        require(self.update in PASSES, "update", f"choose one of {', '.join(PASSES)}")
+    def check_settings(self) -> None:
+        """Refuses what of the settings does not go together."""
+        check_stable(self.config)
 
-    @classmethod
-    def recommended(cls, workers: int, steps: int | None = None) -> CO2Config:
-        """What our measurements support in place of the paper's settings (results/RESULTS.md, "Hidden, and the loss").
+    def settings(self) -> Any:
+        values = {name: getattr(self.config, name) for name in SCHEDULED} | {"tau": self.tau}
+        return {name: value if value is None else float(value) for name, value in values.items()}  # 1 prints as 1.0
 
-        A mean is merged when it lands, the own progress since the sending is kept, for a copy of the parameters, and
-        there is no penalty, for little is stale then. merge="mix" saves the copy and comes close.
+    def begin_round(self, number: int) -> None:
+        if self.schedule:
+            self.config = c = scheduled(self.config, self.schedule, number)
+            self.check_settings()
+            self.tau = self.tau if c.tau == "auto" else c.tau
 
-        workers: their number; outer momentum costs most with few of them: 0 up to 16, beyond that what the authors'
-        release sets, 0.2 up to 32, 0.5 up to 64, 0.6 above. steps: of the whole run, if known, so that it has twenty
-        rounds at least. tau set by dataclasses.replace holds.
-        """
-        beta = next(b for limit, b in ((16, 0.0), (32, 0.2), (64, 0.5), (float("inf"), 0.6)) if workers <= limit)
-        tau_max = 192 if steps is None else min(192, max(1, steps // 20))
-        return cls("auto", tau_max, outer_momentum=beta, gap="none", merge="keep", delay="auto")
-
-    def _check_delay(self, require: Callable[[bool, str, str], None]) -> None:
-        number = self.delay if isinstance(self.delay, int) and not isinstance(self.delay, bool) else None
-        known = number is not None or self.delay in ("boundary", "auto")
-        require(known and (number or 0) >= 0, "delay", "give boundary, auto, or a whole number of local steps")
-        if number is not None:
-            require(self.tau != "auto", "delay", "with tau auto give delay boundary or auto")
-            require(number <= int(self.tau), "delay", f"give at most tau={self.tau} local steps")
-        require(number != 0 or self.gap == "none", "delay", f"nothing is stale then: set gap none, not {self.gap}")
-        thrown = "merge outer would throw the steps since the sending away: set merge mix or keep"
-        require(self.merge != "outer" or self.at_boundary or number == 0, "delay", thrown)
-        from_outer = "gap inner measures from the outer iterate: set merge outer, or another gap"
-        require(self.merge == "outer" or self.gap != "inner", "merge", from_outer)
-
-    @property
-    def tau_margin(self) -> float:
-        """Of tau auto: by how much the local steps should outlast the all-reduce. Where means are merged on arrival so
-        much that they come in the first two fifths of a round: fresh means are worth more than frequent ones, to there
-        (results/RESULTS.md, "Hidden, and the loss").
-        """
-        return 0.25 if self.at_boundary else 1.5
-
-    @property
-    def at_boundary(self) -> bool:
-        """Whether a mean is merged at the boundary after the one at which it was sent, in the paper's order."""
-        return self.delay == "boundary" or (self.delay != "auto" and self.delay == self.tau)
+    def arrives(self) -> bool:
+        if self.config.delay == "auto":
+            return self.background.landed()
+        return not self.config.at_boundary and self.local_steps == self.config.delay
 
 
-Schedule = Callable[[int], Mapping[str, Any]]
-
-
-class CO2(LocalMethod):
+class CO2(Scheduled):
     """Hides the all-reduce of a data-parallel training loop behind tau local steps.
 
     params: model.parameters() or any list of tensors, on this worker's device; every worker must pass the same shapes.
@@ -184,9 +115,9 @@ class CO2(LocalMethod):
             link=link,
             scalars={"first_step": 1} if c.gap == "inner" else None,
         )
-        self._x = self.new_state("outer_iterate", of_params=True)
-        self._m = self.new_state("outer_momentum")
-        sent = self.new_state("sent", of_params=True, own=True) if c.merge == "keep" else [None] * len(self.buckets)
+        self._x = self.state.new("outer_iterate", of_params=True)
+        self._m = self.state.new("outer_momentum")
+        sent = self.state.new("sent", of_params=True, own=True) if c.merge == "keep" else [None] * len(self.buckets)
         self.replicas = self.starts = self._x
         self.starts_roughly = c.merge != "outer"
         if c.wire.format != "float32":
@@ -295,16 +226,10 @@ class CO2(LocalMethod):
             self._first_step = self._displacement()
         return super().step()
 
-    def arrives(self) -> bool:
-        return arrives(self.config, self.local_steps, self.background)
-
     def send(self, *, finished: bool) -> None:
         if self.config.gap == "inner":
             self.scalars.set("first_step", self._first_step)
         super().send(finished=finished)
-
-    def check_settings(self) -> None:
-        check_stable(self.config)
 
     @torch.no_grad()
     def _start_from_params(self) -> None:
@@ -315,15 +240,6 @@ class CO2(LocalMethod):
 
     def signature(self) -> Any:
         return asdict(self.config)
-
-    def settings(self) -> Any:
-        return settings_of(self.config, self.tau)
-
-    def begin_round(self, number: int) -> None:
-        if self.schedule:
-            self.config = c = scheduled(self.config, self.schedule, number)
-            self.check_settings()
-            self.tau = self.tau if c.tau == "auto" else c.tau
 
     @torch.no_grad()
     def _displacement(self) -> Tensor:
@@ -349,51 +265,3 @@ class CO2(LocalMethod):
         self._first_step = state["first_step"].to(self._m_norm)
         self._last_lr = state["last_lr"]
         self._m_norm = state["m_norm"].to(self._m_norm)
-
-
-SCHEDULED = ("tau", "outer_lr", "outer_momentum", "clip")
-
-
-def scheduled(c: CO2Config, schedule: Schedule | None, number: int) -> CO2Config:
-    """The settings of round `number`."""
-    changes = dict(schedule(number)) if schedule else {}
-    if unknown := changes.keys() - set(SCHEDULED):
-        raise UserError(f"the schedule changes {', '.join(sorted(unknown))}: only {', '.join(SCHEDULED)} may change")
-    if "tau" in changes and "auto" in (c.tau, changes["tau"]):
-        raise UserError(f"the schedule gives tau={changes['tau']!r} while tau is {c.tau!r}: give numbers, or only auto")
-    return replace(c, **changes)
-
-
-def settings_of(c: CO2Config, tau: int) -> dict[str, Any]:
-    """What may change from round to round."""
-    values = {name: getattr(c, name) for name in SCHEDULED} | {"tau": tau}
-    return {name: value if value is None else float(value) for name, value in values.items()}  # 1 prints as 1.0
-
-
-def arrives(c: CO2Config, local_steps: int, background: Background) -> bool:
-    """Whether what is in flight is to be merged after so many local steps."""
-    if c.delay == "auto":
-        return background.landed()
-    return not c.at_boundary and local_steps == c.delay
-
-
-def check_stable(c: CO2Config) -> None:
-    """Refuses a delayed outer step without a penalty that may diverge, and says why.
-
-    Only the paper's order delays the outer step by a round. Else a difference is taken from the outer iterate as the
-    means before have made it; and with merge keep the mean over the workers is SlowMo's, undelayed.
-    """
-    if c.merge == "keep" or not c.at_boundary:
-        return
-    if c.gap == "none" and not c.allow_unstable and not outer.settles(c.outer_lr, c.outer_momentum):
-        raise UserError(unstable(c, "set gap='elementwise'", "a sum below 1"))
-
-
-def unstable(c: CO2Config, remedy: str, limit: str) -> str:
-    """Why a delayed outer step without a penalty may diverge with these settings."""
-    return (
-        f"outer_momentum={c.outer_momentum} + outer_lr={c.outer_lr} = {c.outer_lr + c.outer_momentum:g} with "
-        "gap='none' is unstable: a step delayed by one round settles only while beta + alpha rho / Lambda < 1, where "
-        f"rho nears 1 in directions that tau local steps solve; {remedy}, or lower the two to {limit} "
-        "(allow_unstable=True runs it regardless)"
-    )

@@ -95,10 +95,51 @@ class Scalars:
             place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
 
 
+class State(dict[str, list[Tensor]]):
+    """What a method keeps from round to round: name -> a flat tensor a bucket."""
+
+    def __init__(self, buckets: Sequence[Bucket]):
+        super().__init__()
+        self._buckets = buckets
+        self._of_params: set[str] = set()  # names of those that start as the parameters
+        self._own: set[str] = set()  # names of those that are this worker's own
+
+    @torch.no_grad()
+    def new(self, name: str, *, of_params: bool = False, own: bool = False) -> list[Tensor]:
+        """Shaped like the payloads: zeros, or the parameters as they are now. own: unlike the others' even where
+        replicas are equal, so that a repair leaves it alone."""
+        self._own |= {name} if own else set()
+        self._of_params |= {name} if of_params else set()
+        self[name] = [torch.zeros_like(b.payload) for b in self._buckets]
+        self._begin(name)
+        return self[name]
+
+    def restart(self) -> None:
+        """Everything as it was made, the parameters being the start."""
+        for name in self:
+            self._begin(name)
+
+    def shared(self) -> list[Tensor]:
+        """What is not this worker's own."""
+        return [flat for name, flats in self.items() if name not in self._own for flat in flats]
+
+    def _begin(self, name: str) -> None:
+        for flat, bucket in zip(self[name], self._buckets, strict=True):
+            bucket.flatten(flat) if name in self._of_params else flat.zero_()
+
+
 def views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Consecutive slices of a 1-d tensor, viewed in the shapes of `like`."""
     sizes = [t.numel() for t in like]
     return [piece.view(t.shape) for piece, t in zip(flat[: sum(sizes)].split(sizes), like, strict=True)]
+
+
+def of_each(params: Sequence[Tensor], buckets: Sequence[Bucket], flats: Sequence[Tensor]) -> list[Tensor]:
+    """What flats, one a bucket and shaped like its payload, hold for each of params, in its shape and dtype."""
+    found: dict[int, Tensor] = {}
+    for bucket, flat in zip(buckets, flats, strict=True):
+        found |= {id(p): part for p, part in zip(bucket.params, views(flat, bucket.params), strict=True)}
+    return [found[id(p)].to(p.dtype) for p in params]
 
 
 def copy(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:

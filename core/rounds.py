@@ -1,53 +1,27 @@
-"""What CO2 and its baselines share: local steps are counted, rounds close, and uneven workers end together.
-
-A method imports all that it is made of from here.
-"""
+"""What CO2 and its baselines share: local steps are counted, rounds close, and uneven workers end together."""
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .agreement import REPAIR_EVERY, agree, checksum, checksum_of
-from .checks import check_inputs, check_saved
+from .agreement import Agreement
+from .checks import check_frozen, check_inputs, check_saved, check_workers
 from .collectives import AllReduce, Background, Link, Reducer, Stage
-from .errors import CollectiveError, UserError
-from .flat import Bucket, Scalars, copy, group_pieces, local_shard, make_buckets, unique, views
-from .groups import send_first
-from .stats import Late, Mark, RoundStats, Seconds, between, mark
-from .tau import NUMBERS, TauDecision, TauTuner
+from .errors import UserError
+from .flat import Scalars, State, copy, local_shard, make_buckets, of_each, unique
+from .stats import RoundClock, RoundStats
+from .tau import TauDecision, TauTuner
 from .watch import Watch
-
-__all__ = [
-    "Background",
-    "Bucket",
-    "CollectiveError",
-    "Landing",
-    "Link",
-    "LocalMethod",
-    "Mark",
-    "Reducer",
-    "RoundStats",
-    "Scalars",
-    "Seconds",
-    "Stage",
-    "UserError",
-    "between",
-    "copy",
-    "group_pieces",
-    "mark",
-    "views",
-]
 
 
 class Landing(NamedTuple):
-    """What has landed. Only finish() needs to know, so only finish() reads it from the device."""
+    """What has landed. Only finish() reads it from the device."""
 
     last: bool
     """Every worker sent it from finish(): no round follows."""
@@ -100,30 +74,18 @@ class LocalMethod(ABC):
         check_inputs(self.tau, given, self.params, self.buffers, self._model_params)
         self.local_steps = 0  # since the last round closed
         self.sync_steps = sync_steps  # those that are left
-        self.stats = self._before = RoundStats()
-        self.tau_decision: TauDecision | None = None  # taken by tau="auto" at the last boundary
-
         workers = dist.get_world_size(group) if dist.is_initialized() else 1
-        times = {"times": NUMBERS * workers} if self.tuner else {}
-        known = {"finished": 1, "steps": 1, "stop": 1, "settings": 2, "replicas": 2}
-        self.scalars = Scalars(known | dict(scalars or {}) | times)
+        self.scalars = Scalars(Agreement.sizes(workers, self.tuner) | dict(scalars or {}))
         self.buckets = make_buckets(self.params, self.buffers, self.scalars.numel, parts, on_host)
         self.scalars.attach(self.buckets[0].scalars)
         device = self.buckets[0].flat.device
         self.background = Background(device, group=group, timeout=timeout, link=link, backend=backend)
         self.reducer: Reducer = AllReduce([b.flat for b in self.buckets], self.background.world_size)
-        self.state: dict[str, list[Tensor]] = {}  # the method's own, a flat tensor a bucket
-        self._of_params: set[str] = set()  # names of those that start as the parameters
-        self._own: set[str] = set()  # names of those that are this worker's own, though replicas are kept
+        self.state = State(self.buckets)
         self.replicas: list[Tensor] = []  # state, flat, that is equal on all workers, bit for bit
         self.starts: list[Tensor] = []  # where rounds begin, a flat tensor a bucket; empty where that is not kept
         self.starts_roughly = False  # whether workers begin near there, and not there
-        self._early: RoundStats | None = None  # of the round that runs, where its mean was merged before its end
-        self.stop_agreed = False  # whether a worker has called ask_to_stop; becomes True on all at the same boundary
-        self._asked_to_stop = self._stop_heard = False
-        self._decided: TauDecision | None = None  # heard, and told from the round's end on
-        self._late = Late()
-        self._repair, self._repaired = False, -REPAIR_EVERY
+        self._agreement = Agreement(self.scalars, self.background, self.everybody, self.tuner)
         self._shared_from_start = [*everything, *fixed]
         self.background.agree((type(self).__name__, self.signature()), self._shared_from_start)
         self._refresh_model()
@@ -131,7 +93,7 @@ class LocalMethod(ABC):
         trained = [p for p in given if p.requires_grad]
         self._watch = Watch(trained, self.params, self._start_of_each, lambda: self.starts_roughly)
         self._watch.begin()
-        self._stepping_since: Mark = mark(device)
+        self._clock = RoundClock(device)
 
     # -- for users ------------------------------------------------------------------------------------------
 
@@ -142,12 +104,12 @@ class LocalMethod(ABC):
         self.local_steps += 1
         if self.local_steps < self.tau:
             if self.local_steps == 1:
-                self._stepping_since = mark(self.background.device)
+                self._clock.steps_begin()
             self.background.done()  # an error is known as soon as it can be
             if self.background.in_flight and self.arrives():
                 self._merge_early()
             return False
-        self._check_frozen()
+        check_frozen(self._frozen)
         self._boundary(finished=False)
         return True
 
@@ -155,13 +117,11 @@ class LocalMethod(ABC):
         """Averages what is pending and leaves all workers with equal parameters. Every worker must call it.
 
         Workers may come here after different numbers of steps: the early ones take part in the others' rounds,
-        contributing no change, until all have arrived. Training may go on afterwards.
+        contributing no change, until all have arrived. Training may go on afterwards, and `stop_agreed` is False again.
         """
-        while self.sync_steps:
-            if self._synchronise(finished=True):
-                return
-        while not self._boundary(finished=True):
+        while not (self._synchronise(finished=True) if self.sync_steps else self._boundary(finished=True)):
             pass
+        self._agreement.forget_stop()
 
     @torch.no_grad()
     def resync(self) -> None:
@@ -180,9 +140,7 @@ class LocalMethod(ABC):
         self._refresh_model()
         for bucket in self.buckets:
             bucket.flat.zero_()
-        for name, flats in self.state.items():
-            for flat, bucket in zip(flats, self.buckets, strict=True):
-                bucket.flatten(flat) if name in self._of_params else flat.zero_()
+        self.state.restart()
         for flat in (flat for flats in self.reducer.state.values() for flat in flats):
             flat.zero_()
         self._watch.begin()
@@ -190,7 +148,22 @@ class LocalMethod(ABC):
     def ask_to_stop(self) -> None:
         """Any worker may: the next reduction carries it, and once that has landed `stop_agreed` is True on all workers,
         at the same boundary; on a GPU one boundary later, for the host does not wait for the number."""
-        self._asked_to_stop = True
+        self._agreement.ask_to_stop()
+
+    @property
+    def stop_agreed(self) -> bool:
+        """Whether a worker has called ask_to_stop and all have heard of it; so until finish(): read it before."""
+        return self._agreement.stop
+
+    @property
+    def stats(self) -> RoundStats:
+        """Of the round that closed last; from a merge in mid-round on, of the one that runs."""
+        return self._clock.stats
+
+    @property
+    def tau_decision(self) -> TauDecision | None:
+        """Taken by tau="auto" at the last boundary, if any was."""
+        return self._agreement.tau_decision
 
     @property
     def rounds(self) -> int:
@@ -208,7 +181,7 @@ class LocalMethod(ABC):
         in_flight = self.background.settle()
         return {
             "method": type(self).__name__,
-            "state": {name: [f.clone() for f in flats] for name, flats in self._all_state().items()},
+            "state": {name: [f.clone() for f in flats] for name, flats in (self.state | self.reducer.state).items()},
             "in_flight": [b.flat.clone() for b in self.buckets] if in_flight else None,
             "workers": self.background.world_size,
             "local_steps": self.local_steps,
@@ -228,14 +201,10 @@ class LocalMethod(ABC):
             raise UserError(
                 f"the checkpoint is of {state['method']}, not {type(self).__name__}: resume with its method"
             )
-        here = self._all_state() | {"all-reduce": [b.flat for b in self.buckets]}
+        here = self.state | self.reducer.state | {"all-reduce": [b.flat for b in self.buckets]}
         saved = state["state"] | {"all-reduce": state["in_flight"] or here["all-reduce"]}
         check_saved(saved, here)
-        if state["in_flight"] is not None and state["workers"] != self.background.world_size:
-            raise UserError(
-                f"the checkpoint holds a sum over {state['workers']} workers that was in flight, here there are "
-                f"{self.background.world_size}: resume with as many, or save after finish()"
-            )
+        check_workers(state, self.background.world_size)
         self.background.restore(state["rounds"], state["in_flight"] is not None)
         for name, flats in here.items():
             copy(flats, saved[name])
@@ -276,31 +245,14 @@ class LocalMethod(ABC):
     def begin_round(self, number: int) -> None:  # noqa: B027
         """For settings that change from round to round. number: of the round, from 0."""
 
-    @torch.no_grad()
-    def new_state(self, name: str, *, of_params: bool = False, own: bool = False) -> list[Tensor]:
-        """State shaped like the payloads, a flat tensor a bucket: zeros, or the parameters as they are now. own: unlike
-        the others' even where replicas are equal, so that a repair leaves it alone."""
-        self._own |= {name} if own else set()
-        self.state[name] = [torch.zeros_like(b.payload) for b in self.buckets]
-        if of_params:
-            self._of_params.add(name)
-            for flat, bucket in zip(self.state[name], self.buckets, strict=True):
-                bucket.flatten(flat)
-        return self.state[name]
-
     def send(self, *, finished: bool) -> None:
         """Launches the reduction of what the payloads hold, of the buffers' values, and of the scalars."""
         for bucket, own in zip(self.buckets, self._own_buffers, strict=True):
             copy(bucket.buffer_views, own)
         self.scalars.set("finished", float(finished))
         self.scalars.set("steps", float(self.local_steps))
-        self.scalars.set("stop", float(self._asked_to_stop))
-        self.scalars.set_checksum("settings", checksum_of(self.settings(), self.everybody))
-        turn = self.turn() if self.replicas else None
-        workers = self.background.world_size
-        self.scalars.set_checksum("replicas", 0 if turn is None else checksum(self.replicas, turn, workers))
-        if self.tuner:
-            self.tuner.tell(self.stats, self._before, self.background.rank, self.scalars["times"])
+        turn, clock = self.turn(), self._clock
+        self._agreement.tell(self.settings(), self.replicas, turn, clock.stats, clock.before)
         self.background.launch(self.stages())
         self.local_steps = 0
 
@@ -316,15 +268,8 @@ class LocalMethod(ABC):
 
     def stages(self) -> Iterator[Stage]:
         """What is launched."""
-        yield from self.repair()
+        yield from self._agreement.repair(self.state.shared())
         yield from self.reducer.stages(self.background.group, self.background.launched)
-
-    def repair(self) -> Iterator[Stage]:
-        """The first worker's state for all, where replicas were found to differ."""
-        if self._repair and self.background.group is not None:
-            self._repair, self._repaired = False, self.rounds
-            shared = [flat for name, flats in self.state.items() if name not in self._own for flat in flats]
-            yield send_first(shared, self.background.group)
 
     def receive(self, *, finished: bool) -> Landing:
         """Waits for what is in flight and notes what that cost. The model's buffers become their means.
@@ -338,9 +283,7 @@ class LocalMethod(ABC):
         self.stats.bytes_sent = self.background.bytes_sent
         for bucket in self.buckets:
             bucket.rest.mul_(self.reducer.scale)
-        sums = self._late.exchange(self.scalars.place * self.everybody)
-        if sums is not None:
-            self._hear(self.scalars.named(sums))
+        self.stats.drifted = float(not self._agreement.hear(self.settings()))
         last = finished and self.scalars["finished"].item() > 1 - 1e-6  # one over the workers may be rounded
         empty = last and self.scalars["steps"].item() == 0.0
         for bucket in self.buckets if not empty else []:  # an empty round carries older values
@@ -349,82 +292,36 @@ class LocalMethod(ABC):
 
     # -- of its own -----------------------------------------------------------------------------------------
 
-    def _hear(self, sums: Mapping[str, Sequence[float]]) -> None:
-        """What everybody has sent, which all workers hear in the same round."""
-        if self.tuner:
-            times = sums["times"]
-            self._decided = self.tuner.hear(self.rounds, *(times[i::NUMBERS] for i in range(NUMBERS)))
-        self._stop_heard |= sums["stop"][0] > 0.5
-        if not agree(sums["settings"], self.everybody):
-            raise UserError(
-                f"workers differ in their settings in round {self.rounds - 1}, where this one has {self.settings()}: "
-                "a schedule must give all of them the same, from the round's number alone"
-            )
-        if not agree(sums["replicas"], self.background.world_size):
-            self.stats.drifted = 1.0
-            self._repair = self.rounds - self._repaired >= REPAIR_EVERY
-            if self._repair and self._repaired < 0 and self.background.rank == 0:
-                warnings.warn(
-                    f"the workers' outer state was not the same in round {self.rounds - 1}, as on unlike machines: "
-                    f"rank 0's is sent to all, at most once in {REPAIR_EVERY} rounds",
-                    stacklevel=2,
-                )
-
     def _start_of_each(self) -> list[Tensor] | None:
-        """Where the round began, a tensor a parameter, in the order of self.params; None: not known."""
-        if not self.state:  # nothing is kept that could pull anywhere
-            return self.params
-        if not self.starts:
-            return None
-        found = {}
-        for bucket, flat in zip(self.buckets, self.starts, strict=True):
-            found |= {id(p): start for p, start in zip(bucket.params, views(flat, bucket.params), strict=True)}
-        return [found[id(p)].to(p.dtype) for p in self.params]
+        """Where the round began, a tensor a parameter; None: not known."""
+        if self.starts:
+            return of_each(self.params, self.buckets, self.starts)
+        return None if self.state else self.params  # nothing is kept that could pull anywhere
 
     @torch.inference_mode(False)  # whose tensors, kept here, could not be written to later
     @torch.no_grad()
     def _boundary(self, *, finished: bool) -> bool:
         """close_round, measured, with what every method does around it."""
         self.background.check_alive()  # before a method takes partial sums for what it keeps there
-        device = self.background.device
-        arrived = mark(device)
-        timed = self.local_steps - (self.tau > 1)
-        self._before = self.stats if self._early is None else self._before
-        self.stats, self._early = self._early or RoundStats(merged_after=self.local_steps), None
-        self.stats.tau, self.stats.local_steps = self.tau, self.local_steps
-        if timed > 0:
-            self.stats.step_seconds = between(self._stepping_since, arrived, timed)
-        for own, bucket in zip(self._own_buffers, self.buckets, strict=True):
-            copy(own, bucket.buffers)  # what this worker sends, whatever lands in the meantime
-        everyone = self.close_round(finished=finished)
-        self._follow()
-        self.begin_round(self.rounds)
-        self._refresh_model()
-        self._watch.begin()
-        self._stepping_since = mark(device)
-        self.stats.boundary_seconds = between(arrived, self._stepping_since)
+        with self._clock.boundary(self.tau, self.local_steps):
+            for own, bucket in zip(self._own_buffers, self.buckets, strict=True):
+                copy(own, bucket.buffers)  # what this worker sends, whatever lands in the meantime
+            everyone = self.close_round(finished=finished)
+            self._agreement.follow()
+            self.tau = self.tuner.tau if self.tuner else self.tau
+            self.begin_round(self.rounds)
+            self._refresh_model()
+            self._watch.begin()
         return everyone
-
-    def _follow(self) -> None:
-        """What was heard in the round takes effect: here, for in mid-round each worker hears it after other steps."""
-        self.tau_decision, self._decided = self._decided, None
-        self.tau = self.tuner.tau if self.tuner else self.tau
-        self.stop_agreed |= self._stop_heard
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _merge_early(self) -> None:
-        """`merge` in mid-round; the round's statistics are told when it closes."""
-        began = mark(self.background.device)
-        self._before = self.stats
-        self.stats = self._early = RoundStats(merged_after=self.local_steps)
-        self.merge()
-        self._refresh_model()
-        self._watch.skip()
-        ended = mark(self.background.device)
-        self._early.merge_seconds = between(began, ended)
-        if isinstance(ended, float) and isinstance(began, float) and isinstance(self._stepping_since, float):
-            self._stepping_since += ended - began  # no part of a local step
+        """`merge` in mid-round."""
+        with self._clock.early_merge(self.local_steps):
+            self.merge()
+            self._refresh_model()
+            self._watch.skip()
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -451,13 +348,3 @@ class LocalMethod(ABC):
     def _refresh_model(self) -> None:
         """The model follows its masters."""
         copy(self._model_params, self.params)
-
-    def _all_state(self) -> dict[str, list[Tensor]]:
-        return self.state | self.reducer.state
-
-    def _check_frozen(self) -> None:
-        if any(p.requires_grad for p in self._frozen):
-            raise UserError(
-                "a parameter that was frozen when this object was built now requires a gradient and would never "
-                "be averaged: build it again after changing requires_grad"
-            )

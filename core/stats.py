@@ -6,7 +6,9 @@ read a round later, when they have long passed. Nothing here makes the host wait
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 
 import torch
@@ -113,6 +115,47 @@ class RoundStats:
         values["hidden_seconds"] = max(0.0, busy - values["exposed_seconds"])
         values["link_mbit"] = values["bytes_sent"] * 8e-6 / busy if busy else 0.0
         return values
+
+
+class RoundClock:
+    """Takes the times of rounds. Attributes: stats, of the round that closed last or is closing, and once a mean was
+    merged in mid-round of the one that runs; before, of the one before that."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self.stats = self.before = RoundStats()
+        self._early: RoundStats | None = None  # of the round that runs, where its mean was merged before its end
+        self.steps_begin()
+
+    def steps_begin(self) -> None:
+        """The steps that are timed begin here."""
+        self._since = mark(self._device)
+
+    @contextlib.contextmanager
+    def boundary(self, tau: int, local_steps: int) -> Iterator[None]:
+        """The end of a round of so many steps, of which the first is timed only where there is no other."""
+        arrived = mark(self._device)
+        timed = local_steps - (tau > 1)
+        self.before = self.stats if self._early is None else self.before
+        self.stats, self._early = self._early or RoundStats(merged_after=local_steps), None
+        self.stats.tau, self.stats.local_steps = tau, local_steps
+        if timed > 0:
+            self.stats.step_seconds = between(self._since, arrived, timed)
+        yield
+        self.steps_begin()
+        self.stats.boundary_seconds = between(arrived, self._since)
+
+    @contextlib.contextmanager
+    def early_merge(self, local_steps: int) -> Iterator[None]:
+        """A merge in mid-round, whose statistics are told when the round closes; it is no part of a local step."""
+        began = mark(self._device)
+        self.before = self.stats
+        self.stats = self._early = RoundStats(merged_after=local_steps)
+        yield
+        ended = mark(self._device)
+        self._early.merge_seconds = between(began, ended)
+        if isinstance(ended, float) and isinstance(began, float) and isinstance(self._since, float):
+            self._since += ended - began
 
 
 @dataclass

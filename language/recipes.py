@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from core.co2 import CO2Config
+from core.config import CO2Config
 from core.errors import UserError
 from language.corpora import CorpusName
 from language.data import GPT2_VOCABULARY, Sampling

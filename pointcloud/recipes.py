@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from core import UserError
-from core.co2 import CO2Config
+from core.config import CO2Config
 from pointcloud.mae import MaskedAutoencoderConfig
 from pointcloud.model import AutoencoderConfig
 from training.optim import OptimConfig

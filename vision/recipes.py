@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from core.co2 import CO2Config
+from core.config import CO2Config
 from core.errors import UserError
 from training.optim import OptimConfig
 from training.recipe import Recipe

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import outer
-from ..rounds import Bucket
+from ..flat import Bucket
 
 
 class HostCopies:

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..groups import backend_for
-from ..rounds import Bucket, Scalars, Stage, UserError
+from ..errors import UserError
+from ..flat import Bucket, Scalars
+from ..groups import Stage, backend_for
 from . import wire as wires
 from .wire import BLOCK, ROUNDINGS, WIRES, Rounding, Wire
 

@@ -20,15 +20,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import outer
-from ..co2 import CO2Config, Schedule, arrives, check_stable, scheduled, settings_of
-from ..flat import unique
-from ..groups import all_reduce, gather_parts, leave_group, new_group, sum_parts
-from ..rounds import Landing, Link, LocalMethod, Stage, UserError, copy, group_pieces, views
+from ..co2 import Scheduled
+from ..collectives import Link
+from ..config import CO2Config, Schedule, check_stable, scheduled
+from ..errors import UserError
+from ..flat import copy, group_pieces, unique, views
+from ..groups import Stage, all_reduce, gather_parts, leave_group, new_group, sum_parts
+from ..rounds import Landing
 from .host import HostCopies
 from .placement import Placement
 
 
-class ShardedCO2(LocalMethod):
+class ShardedCO2(Scheduled):
     """CO2 whose outer state is shared out over the workers of a node, over all workers, or lies on the host.
 
         mesh = node_mesh("cuda", 8)  # of core.groups: nodes of eight consecutive ranks
@@ -67,7 +70,7 @@ class ShardedCO2(LocalMethod):
         self.config = c = scheduled(config or CO2Config(), schedule, 0)
         self.schedule = schedule
         self.shards, self.shard, self.offload = shards, shard, offload
-        check_supported(c)
+        self.check_settings()
         params, buffers = unique(list(params)), unique(list(buffers))
         if not params:
             raise UserError("no parameter is given: nothing to train; each stage of a pipeline needs one")
@@ -173,9 +176,6 @@ class ShardedCO2(LocalMethod):
             x.copy_(outer.outer_step(x, m, self._last))
         self._last.zero_()
 
-    def arrives(self) -> bool:
-        return arrives(self.config, self.local_steps, self.background)
-
     def merge(self, *, finished: bool = False) -> Landing:
         """See CO2. Of a mean on arrival: the parameters are mixed with g, which holds the outer iterate that it led to,
         and keeps it until the next sending. In finish() no step follows, so nothing is mixed."""
@@ -217,14 +217,8 @@ class ShardedCO2(LocalMethod):
                 yield pieces, views(bucket.flat[start : start + n], pieces)
                 start += n
 
-    def settings(self) -> Any:
-        return settings_of(self.config, self.tau)
-
-    def begin_round(self, number: int) -> None:
-        if self.schedule:
-            self.config = c = scheduled(self.config, self.schedule, number)
-            check_supported(c)
-            self.tau = self.tau if c.tau == "auto" else c.tau
+    def check_settings(self) -> None:
+        check_supported(self.config)
 
     @property
     def everybody(self) -> int:
@@ -243,7 +237,7 @@ class ShardedCO2(LocalMethod):
         if self._host is not None:
             yield [self._host], 0
             self._host.take_differences(rounded=not self.config.at_boundary)
-        yield from self.repair()
+        yield from self._agreement.repair(self.state.shared())
         yield from self._reduce([b.rest for b in self.buckets])
         squares = self._pseudo_gradient()
         sums = torch.stack([squares, self._m_squares])

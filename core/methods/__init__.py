@@ -10,9 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ..co2 import CO2, CO2Config, WireConfig, check_stable
+from ..co2 import CO2
+from ..collectives import Link
+from ..config import CO2Config, check_stable
+from ..errors import UserError
+from ..fast import WireConfig
 from ..fast.sharded import ShardedCO2, check_supported
-from ..rounds import Link, LocalMethod, UserError
+from ..rounds import LocalMethod
 from .ddp import DDP, is_sharded
 from .delayed import DelayedCO2, DelayedConfig
 from .local_sgd import LocalSGD

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..collectives import Link
 from ..groups import is_sharded, leave_group, new_group, ring_bytes
-from ..rounds import Link, Mark, RoundStats, Seconds, between, mark
-from ..stats import Late
+from ..stats import Late, Mark, RoundStats, Seconds, between, mark
 
 ASK_EVERY = 8  # steps between two exchanges of whether to stop
 

@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import outer
-from ..co2 import CO2, CO2Config, unstable
-from ..rounds import Link, UserError
+from ..co2 import CO2
+from ..collectives import Link
+from ..config import CO2Config, unstable
+from ..errors import UserError
 
 Policy = Literal["penalty", "eager", "taylor"]
 POLICIES: tuple[Policy, ...] = ("penalty", "eager", "taylor")
@@ -146,8 +148,8 @@ class DelayedCO2(CO2):
         if d.policy == "eager":  # the workers' differ
             self.replicas, self.starts_roughly = [], True
         none = [None] * len(self.buckets)
-        self._steps = self.new_state("outer_step") if d.nesterov else none
-        own = self.new_state("own_difference") if d.policy == "eager" else none
+        self._steps = self.state.new("outer_step") if d.nesterov else none
+        own = self.state.new("own_difference") if d.policy == "eager" else none
         flats = zip(self.buckets, self._x, self._m, self._steps, own, strict=True)
         self._delayed = [
             _DelayedBoundary(b.params, b.payload, x, m, d, self.background.world_size, step, last)

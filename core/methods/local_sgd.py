@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-from ..rounds import LocalMethod, copy
+from ..flat import copy
+from ..rounds import LocalMethod
 
 
 class Blocking(LocalMethod):

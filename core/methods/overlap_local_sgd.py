@@ -9,7 +9,10 @@ from typing import Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from ..rounds import Link, LocalMethod, UserError, copy, views
+from ..collectives import Link
+from ..errors import UserError
+from ..flat import copy, views
+from ..rounds import LocalMethod
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,8 @@ class OverlapLocalSGD(LocalMethod):
             timeout=timeout,
             link=link,
         )
-        self._z = self.new_state("anchor", of_params=True)
-        self._v = self.new_state("anchor_momentum")
+        self._z = self.state.new("anchor", of_params=True)
+        self._v = self.state.new("anchor_momentum")
         self.replicas = self._z
 
     def close_round(self, *, finished: bool) -> bool:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from ..rounds import Link, UserError, copy, views
+from ..collectives import Link
+from ..errors import UserError
+from ..flat import copy, views
 from .local_sgd import Blocking
 
 
@@ -53,8 +55,8 @@ class SlowMo(Blocking):
             params, tau, buffers=buffers, model_params=model_params, group=group, timeout=timeout, link=link
         )
         self._lr = lr or (lambda: 1.0)
-        self._x = self.new_state("outer_iterate", of_params=True)
-        self._u = self.new_state("outer_momentum")
+        self._x = self.state.new("outer_iterate", of_params=True)
+        self._u = self.state.new("outer_momentum")
         self.replicas = self.starts = self._x
 
     def apply(self) -> None:

@@ -189,8 +189,12 @@ def narrow(rank: int, world_size: int) -> tuple[float, bool]:
             params[0].sub_(0.01 * torch.sin(params[0] + rank))
         co2.step()
         drifted = max(drifted, co2.stats.drifted)
+    stop = co2.stop_agreed
     co2.finish()
-    return drifted, co2.stop_agreed
+    assert not co2.stop_agreed, "answered: training may go on"
+    co2.step()
+    co2.finish()
+    return drifted, stop
 
 
 def test_over_a_narrow_wire_one_of_three_may_stop_all_and_equal_replicas_count_as_equal():

@@ -38,3 +38,14 @@ def test_impossible_schedules_are_refused():
     ):
         with pytest.raises(UserError, match=named):
             build()
+
+
+def test_a_schedule_that_turns_the_order_of_a_round_round_is_refused():
+    """Merge mix two steps after the sending; where tau comes down to two, that would be the boundary after it."""
+    config = CO2Config(tau=4, merge="mix", delay=2, gap="none", outer_momentum=0.0)
+    co2 = CO2([nn.Parameter(torch.ones(2))], config, schedule=lambda number: {"tau": 4 if number < 1 else 2})
+    with pytest.raises(UserError, match="tau=2 after tau=4, with merge='mix' and delay=2: [^\n]*$"):
+        for _ in range(4):
+            co2.step()
+    keeps = CO2([nn.Parameter(torch.ones(2))], CO2Config(tau=4, merge="keep", delay=2), schedule=ramp_tau(4, first=2))
+    assert [step for step in range(1, 11) if keeps.step()] == [2, 6, 10]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from core.co2 import CO2Config
+from core.config import CO2Config
 from core.methods import METHODS, make_method
 from language.train import RECIPES, fake_step, make_model
 from training import memory

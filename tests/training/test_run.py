@@ -16,7 +16,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch import nn
 
 from core import UserError
-from core.co2 import CO2Config
+from core.config import CO2Config
 from core.testing import run_distributed
 from training.optim import OptimConfig, make_schedule
 from training.recipe import Recipe

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from core.co2 import CO2Config, WireConfig
+from core import CO2Config, WireConfig
 from core.methods import DelayedConfig
 from core.testing import run_distributed
 from training.optim import OptimConfig, make_optimizer, make_schedule
