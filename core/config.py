@@ -10,6 +10,8 @@ from . import outer
 from .errors import UserError
 from .fast import PASSES, Pass, WireConfig
 
+LARGE = 1e4  # no factor of an outer step that trains comes near
+
 
 @dataclass(frozen=True)
 class CO2Config:
@@ -55,7 +57,7 @@ class CO2Config:
         is_int = isinstance(self.tau, int) and not isinstance(self.tau, bool) and self.tau >= 1
         require(is_int or self.tau == "auto", "tau", "give a whole number of local steps, 1 or more, or auto")
         require(self.tau_max >= 1, "tau_max", "give a whole number of local steps, 1 or more")
-        require(0 < self.outer_lr < float("inf"), "outer_lr", "give a finite number above 0; 1.0 is usual")
+        require(0 < self.outer_lr < LARGE, "outer_lr", "give a finite number above 0, as 1.0 is usual")
         require(0 <= self.outer_momentum < 1, "outer_momentum", "give a number in [0, 1)")
         require(self.gap in outer.GAPS, "gap", f"choose one of {', '.join(outer.GAPS)}")
         require(self.clip is None or self.clip > 0, "clip", "give a number above 0, or None for no clipping")
@@ -65,6 +67,8 @@ class CO2Config:
         require(whole, "sync_steps", "give a whole number of steps, 0 or more")
         self._check_delay(require)
         require(isinstance(self.wire, WireConfig), "wire", "give a WireConfig, such as core.WireConfig('int8')")
+        with_tau = "its format auto is chosen together with tau: set tau auto, or give a format"
+        require(self.wire.format != "auto" or self.tau == "auto", "wire", with_tau)
         require(self.update in PASSES, "update", f"choose one of {', '.join(PASSES)}")
 
     @classmethod
@@ -141,6 +145,22 @@ def check_stable(c: CO2Config) -> None:
         return
     if c.gap == "none" and not c.allow_unstable and not outer.settles(c.outer_lr, c.outer_momentum):
         raise UserError(unstable(c, "set gap='elementwise'", "a sum below 1"))
+
+
+def check_shared(c: CO2Config) -> None:
+    """check_stable, and refuses what needs the whole outer state in one place (ShardedCO2)."""
+    check_stable(c)
+    if c.gap == "inner":
+        raise UserError("gap='inner' needs unshared outer state; choose elementwise, norm or none")
+    if c.merge == "keep" or (c.merge == "mix" and c.at_boundary) or c.delay == 0:
+        raise UserError(
+            f"merge={c.merge!r} with delay={c.delay!r} needs the outer state whole; shared, it knows merge outer (the "
+            "paper), and mix with delay auto or a number of local steps"
+        )
+    if c.update != "fast":
+        raise UserError(f"update={c.update!r}: shared outer state has one pass of its own; leave it out")
+    if c.wire.format != "float32":
+        raise UserError(f"wire.format={c.wire.format!r} needs unshared outer state; here only 'float32' works")
 
 
 def unstable(c: CO2Config, remedy: str, limit: str) -> str:

@@ -21,7 +21,8 @@ import torch
 import tyro
 from torch import nn
 
-from core import CO2Config, UserError
+from core import CO2Config, UserError, schedules
+from core.config import scheduled
 from core.groups import local_world_size
 from core.methods import DelayedConfig, MethodName, OverlapLocalConfig, SlowMoConfig, check_settings
 from training.optim import OptimConfig
@@ -31,8 +32,10 @@ from training.stop import StopSignal
 from training.throttle import make_link
 from training.workers import check_nodes, pick_device, rank, world_size
 
-LARGEST = 10**9  # whole number of a recipe
+SHARES = {"shard", "offload", "per_node", "zero"}  # options with which not all recommended settings go
+LARGEST = 10**9  # number of a recipe
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE)
+OF_A_PATH = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EPERM)
 
 
 def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -59,7 +62,12 @@ class Recipe:
     """How the workers are kept together. The period of every local method is co2.tau."""
     co2: CO2Config = field(default_factory=CO2Config)
     recommended: bool = False
-    """Start from CO2Config.recommended, at the recipe's tau, instead of the paper's settings; --co2.* change it."""
+    """Start from CO2Config.recommended, at the recipe's tau, instead of the paper's settings; --co2.* change it. Small
+    recipes do so by themselves, with method co2 and outer state that is not shared out; --no_recommended for not."""
+    schedule: tuple[str, ...] = ()
+    """Of method co2, what changes from round to round: warm_up_momentum:ROUNDS, from 0 to co2.outer_momentum;
+    ramp_tau:FIRST, doubled up to co2.tau; or quadratic:SCALE:LEAST, tau = (SCALE / learning rate)^2, at least LEAST, at
+    most co2.tau_max."""
     delayed: DelayedConfig = field(default_factory=DelayedConfig)
     """Of method delayed: co2 with another way to live with the delay."""
     slowmo: SlowMoConfig = field(default_factory=SlowMoConfig)
@@ -131,18 +139,23 @@ class Recipe:
         for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise UserError(f"{name}={getattr(self, name)}: give {least} or more")
-        if self.recommended and self.method != "co2":
-            raise UserError(f"recommended is CO2's own, method {self.method!r} does not have it: leave it out")
-        for name, value in flat(dataclasses.asdict(self)).items():
+        numbers = {k: v for k, v in flat(dataclasses.asdict(self)).items() if isinstance(v, int | float)}
+        for name, value in numbers.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise UserError(f"{name}={value}: give a finite number")
-            if isinstance(value, int) and abs(value) > LARGEST:
-                raise UserError(f"{name}={value}: give {LARGEST} or less")
+        if self.gpu_gb is not None and not self.gpu_gb > 0:
+            raise UserError(f"gpu_gb={self.gpu_gb}: give the GB of a GPU, above 0")
         if not 0 < self.timeout <= LARGEST:
             raise UserError(f"timeout={self.timeout}: give seconds, above 0 and up to {LARGEST}")
+        for name, value in numbers.items():
+            if abs(value) > LARGEST:
+                raise UserError(f"{name}={value}: give {LARGEST} or less")
         if self.link_mbit is not None and not self.link_mbit > 0:
             raise UserError(f"link_mbit={self.link_mbit}: give a rate above 0, or None for the real link")
         check_settings(self.method, self.co2, self.delayed, shard=self.shard, offload=self.offload)
+        if self.schedule and self.method != "co2":
+            raise UserError(f"schedule is CO2's own, method {self.method!r} does not have it: leave it out")
+        scheduled(self.co2, schedules.from_text(self.schedule, self.co2, lambda step: self.optim.lr), 0)
 
     def check(self, **ranges: tuple[float, float]) -> None:
         """Refuses a field outside its range, both ends of which belong to it."""
@@ -170,9 +183,7 @@ def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str
         remedy = f"did you mean {', '.join(near)}?" if near else f"`python -m {prog} --help` lists them"
         raise UserError(f"recipe {name!r} does not exist; {remedy}")
     default = dataclasses.replace(recipes[name], name=name)
-    if "--recommended" in overrides:
-        co2 = dataclasses.replace(CO2Config.recommended(world_size()), tau=default.co2.tau)
-        default = dataclasses.replace(default, co2=co2)
+    default = starting_point(default, overrides)
     recipe = tyro.cli(
         type(default),
         default=default,
@@ -184,6 +195,23 @@ def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str
     )
     refuse_unused(recipe, default)
     return recipe
+
+
+def starting_point(recipe: R, overrides: Sequence[str]) -> R:
+    """The recipe with those settings of CO2, the recommended ones or its own, that `overrides` change."""
+    given = dict[str, str]()  # option -> its value, if it has one
+    for word, following in zip(overrides, [*overrides, ""][1:], strict=True):
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            given[name.replace("-", "_")] = value if equals else following
+    method = given.get("method", recipe.method)
+    if "recommended" in given and method != "co2":
+        raise UserError(f"recommended is CO2's own, method {method!r} does not have it: leave it out")
+    usual = recipe.recommended and method == "co2" and not given.keys() & SHARES and "no_recommended" not in given
+    if "recommended" not in given and not usual:
+        return dataclasses.replace(recipe, recommended=False)
+    co2 = dataclasses.replace(CO2Config.recommended(world_size()), tau=recipe.co2.tau)
+    return dataclasses.replace(recipe, recommended=True, co2=co2)
 
 
 def refuse_unused(recipe: Recipe, default: Recipe) -> None:
@@ -215,9 +243,10 @@ def launch(main: Callable[[], None]) -> None:
     except UserError as error:
         _fail(str(error))
     except OSError as error:
-        if error.errno not in OF_THE_DISK:
+        if error.errno not in OF_THE_DISK + OF_A_PATH:
             raise
-        _fail(f"{error.filename or 'the run folder'}: {error.strerror}; make room or choose another --out")
+        remedy = "make room or choose another --out" if error.errno in OF_THE_DISK else "give another file or folder"
+        _fail(f"{error.filename or 'the run folder'}: {error.strerror}; {remedy}")
     except SystemExit as stop:
         if stop.code:
             refuse(f"its options are refused, {' '.join(sys.argv[1:])}")
@@ -230,6 +259,9 @@ def launch(main: Callable[[], None]) -> None:
 
 
 def _fail(reason: str) -> None:
+    reason = " ".join(reason.split())  # a library's own words, which a message may quote, can have many lines
+    if len(reason) > 600:
+        reason = f"{reason[:300]} ... {reason[-300:]}"
     said = _tell_torchrun(f"error: {reason}") and "CO2_LAUNCH" in os.environ  # training.launch says it at its end
     if not said and _first_to_say(reason):
         print(f"error: {reason}", file=sys.stderr, flush=True)

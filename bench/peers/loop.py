@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 import traceback
@@ -119,10 +120,10 @@ def make_trainer(job: Job, model: nn.Sequential) -> Trainer:
     link = ThrottledLink(job.link_mbit) if job.link_mbit else None
     settings = {"co2": config, "lr": lambda: job.lr, "timeout": job.timeout, "link": link}
     wrapped, method = make_method(method_name, model, **settings)
-    sent = [0]
+    sent, steps = [0], itertools.count(1)
 
     def after_step() -> None:
-        if method.step():
+        if method.step(last=next(steps) == job.steps):
             sent[0] += method.stats.bytes_sent
 
     def finish() -> None:
