@@ -1,11 +1,12 @@
 """CO2 (arXiv 2401.16265): data-parallel training whose communication hides behind computation."""
 
-from .errors import CollectiveError, UserError
+from .errors import CollectiveError, DivergedError, UserError
 from .methods import (
     CO2,
     CO2Config,
     DelayedCO2,
     DelayedConfig,
+    LGrecoConfig,
     LocalSGD,
     OverlapLocalConfig,
     OverlapLocalSGD,
@@ -25,6 +26,8 @@ __all__ = [
     "CollectiveError",
     "DelayedCO2",
     "DelayedConfig",
+    "DivergedError",
+    "LGrecoConfig",
     "LocalSGD",
     "OverlapLocalConfig",
     "OverlapLocalSGD",

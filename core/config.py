@@ -48,6 +48,12 @@ class CO2Config:
     update: Pass = "fast"
     """How steps 3 to 7 are computed: fast (one pass over memory), plain (core/outer.py's own), or compiled (that, by
     torch.compile)."""
+    steps: Literal["even", "by_speed"] = "even"
+    """even: every worker takes tau local steps a round, and all count alike in the mean. by_speed: a slower worker
+    takes fewer in proportion, so that nobody waits for it, and counts by its steps (core/pace.py)."""
+    outlier: float | None = 10.0
+    """A worker is left out of a round's mean, and starts anew, where its difference is more than so many times as large
+    as its own usual one (core/guard.py); None: only where it is not finite."""
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, remedy: str) -> None:
@@ -67,8 +73,8 @@ class CO2Config:
         require(whole, "sync_steps", "give a whole number of steps, 0 or more")
         self._check_delay(require)
         require(isinstance(self.wire, WireConfig), "wire", "give a WireConfig, such as core.WireConfig('int8')")
-        with_tau = "its format auto is chosen together with tau: set tau auto, or give a format"
-        require(self.wire.format != "auto" or self.tau == "auto", "wire", with_tau)
+        require(self.steps in ("even", "by_speed"), "steps", "choose even or by_speed")
+        require(self.outlier is None or self.outlier > 1, "outlier", "give a number above 1, or None for no limit")
         require(self.update in PASSES, "update", f"choose one of {', '.join(PASSES)}")
 
     @classmethod
@@ -76,7 +82,8 @@ class CO2Config:
         """What our measurements support in place of the paper's settings (results/RESULTS.md, "Hidden, and the loss").
 
         A mean is merged when it lands, the own progress since the sending is kept, for a copy of the parameters, and
-        there is no penalty, for little is stale then. merge="mix" saves the copy and comes close.
+        there is no penalty, for little is stale then. merge="mix" saves the copy and comes close. Where a mean takes
+        longer than a local step it crosses the network in int4, for 1 + 1/workers copies more, so that it lands sooner.
 
         workers: their number; outer momentum costs most with few of them: 0 up to 16, beyond that what the authors'
         release sets, 0.2 up to 32, 0.5 up to 64, 0.6 above. steps: of the whole run, if known, so that it has twenty
@@ -84,7 +91,9 @@ class CO2Config:
         """
         beta = next(b for limit, b in ((16, 0.0), (32, 0.2), (64, 0.5), (float("inf"), 0.6)) if workers <= limit)
         tau_max = 192 if steps is None else min(192, max(1, steps // 20))
-        return cls("auto", tau_max, outer_momentum=beta, gap="none", merge="keep", delay="auto")
+        return cls(
+            "auto", tau_max, outer_momentum=beta, gap="none", merge="keep", delay="auto", wire=WireConfig("auto")
+        )
 
     def _check_delay(self, require: Callable[[bool, str, str], None]) -> None:
         number = self.delay if isinstance(self.delay, int) and not isinstance(self.delay, bool) else None

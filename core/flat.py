@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class Bucket:
@@ -148,15 +152,44 @@ def copy(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(to), list(source))  # pyright: ignore[reportPrivateImportUsage]
 
 
+def rescale(flat: Tensor, scale: float | Tensor) -> None:
+    """Multiplies in place; scale: a number, or 0-d on any device."""
+    flat.mul_(scale.to(flat) if isinstance(scale, Tensor) else scale)
+
+
+def copy_where(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+    """`copy` if `where` holds, a 0-d truth value; a GPU is not waited for."""
+    if where.is_cuda:
+        source = [torch.where(where.to(t.device), s, t.to(s.dtype)) for t, s in zip(to, source, strict=True)]
+    elif not where:
+        return
+    copy(to, source)
+
+
+def wipe(flats: Sequence[Tensor], where: Tensor) -> None:
+    """Makes zeros of all, NaN or not, if `where` holds, a 0-d truth value; a GPU is not waited for."""
+    if where.is_cuda:
+        for flat in flats:
+            flat.masked_fill_(where.to(flat.device), 0)
+    elif where:
+        torch._foreach_zero_(list(flats))  # pyright: ignore[reportPrivateImportUsage]
+
+
 def unique(tensors: Sequence[Tensor]) -> list[Tensor]:
     """In order, each tensor object once: shared parameters count once."""
     return list({id(t): t for t in tensors}.values())
 
 
+def is_dtensor(t: Tensor) -> TypeGuard[DTensor]:
+    """Without an import of DTensor, which takes a second: as long as nobody has imported it, no tensor is one."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(t, module.DTensor)
+
+
 def local_shard(p: Tensor) -> Tensor:
     """A DTensor's shard, which shares its memory; any other tensor itself."""
-    shard = p.detach() if isinstance(p, DTensor) else p
-    return shard.to_local() if isinstance(shard, DTensor) else shard
+    shard = p.detach() if is_dtensor(p) else p
+    return shard.to_local() if is_dtensor(shard) else shard
 
 
 def group_pieces(params: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:

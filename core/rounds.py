@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,9 +14,11 @@ from .agreement import Agreement
 from .checks import check_frozen, check_inputs, check_run, check_saved
 from .collectives import AllReduce, Background, Link, Reducer, Stage
 from .errors import UserError
-from .flat import Scalars, State, copy, local_shard, make_buckets, of_each, unique
+from .flat import Scalars, State, copy, copy_where, local_shard, make_buckets, of_each, rescale, unique
+from .guard import Guard, LeftOut, size_of
+from .pace import Pace
 from .stats import RoundClock, RoundStats
-from .tau import TauDecision, TauTuner
+from .tau import FLOAT32, TauDecision, TauTuner
 from .watch import Watch
 
 
@@ -41,9 +43,18 @@ class LocalMethod(ABC):
     missing worker is an error. link: an emulated slow one.
 
     For subclasses: tau_max, tau_margin, wires: of tau auto, see TauTuner. sync_steps: so many first steps after each of
-    which all wait for the mean of the parameters. scalars: name -> how many numbers of that name travel along, beside
-    those that every method has. parts, on_host: see flat.Bucket. backend: of the communication, None for the group's.
+    which all wait for the mean of the parameters. by_speed: whether slower workers take fewer steps, see Pace. scalars:
+    name -> how many numbers of that name travel along, beside those that every method has. parts, on_host: see
+    flat.Bucket. backend: of the communication, None for the group's.
+
+    Attributes: skipped, local steps of the round that closed last which this worker has left out, being slower: its
+    data and learning rate may then keep step with the others'. on_left_out, called with a 0-d truth value after a
+    round: whether this worker was left out of its mean (see guard.py), for what the inner optimiser has gathered, as
+    guard.forget does; on a CPU only where it was.
     """
+
+    differences = False  # whether payloads are differences: zero where nothing has moved
+    member = "rank"  # what a worker is called
 
     def __init__(
         self,
@@ -52,13 +63,14 @@ class LocalMethod(ABC):
         *,
         tau_max: int = 192,
         tau_margin: float = 0.25,
-        wires: Sequence[str] = ("float32",),
+        wires: Mapping[str, float] = FLOAT32,
         sync_steps: int = 0,
         buffers: Iterable[Tensor] = (),
         model_params: Iterable[Tensor] = (),
         group: dist.ProcessGroup | None = None,
         timeout: float = 600.0,
         link: Link | None = None,
+        by_speed: bool = False,
         scalars: Mapping[str, int] | None = None,
         parts: int = 1,
         on_host: bool = False,
@@ -70,24 +82,32 @@ class LocalMethod(ABC):
         self._frozen = [p for p in given if not p.requires_grad]
         self._model_params = [local_shard(p) for p in model_params]
         self.buffers = [b for b in fixed if b.is_floating_point()]
-        self.tuner = TauTuner(tau_max, tau_margin, wires) if tau == "auto" else None
+        number = None if tau == "auto" else tau
+        tuned = number is None or len(wires) > 1
+        self.tuner = TauTuner(tau_max, tau_margin, wires, by_speed=by_speed, given=number) if tuned else None
         self.tau: int = self.tuner.tau if self.tuner else tau  # pyright: ignore[reportAttributeAccessIssue]
         check_inputs(self.tau, given, self.params, self.buffers, self._model_params)
         self.local_steps = 0  # since the last round closed
         self._ended: bool | None = None  # after step(last=True): whether all workers have ended
         self.sync_steps = sync_steps  # those that are left
         workers = dist.get_world_size(group) if dist.is_initialized() else 1
-        self.scalars = Scalars(Agreement.sizes(workers, self.tuner) | dict(scalars or {}))
+        self.scalars = Scalars(Agreement.sizes(workers, self.tuner, by_speed) | dict(scalars or {}))
         self.buckets = make_buckets(self.params, self.buffers, self.scalars.numel, parts, on_host)
         self.scalars.attach(self.buckets[0].scalars)
         device = self.buckets[0].flat.device
         self.background = Background(device, group=group, timeout=timeout, link=link, backend=backend)
         self.reducer: Reducer = AllReduce([b.flat for b in self.buckets], self.background.world_size)
+        self.scale: float | Tensor = self.reducer.scale  # see receive
         self.state = State(self.buckets)
         self.replicas: list[Tensor] = []  # state, flat, that is equal on all workers, bit for bit
         self.starts: list[Tensor] = []  # where rounds begin, a flat tensor a bucket; empty where that is not kept
         self.starts_roughly = False  # whether workers begin near there, and not there
-        self._agreement = Agreement(self.scalars, self.background, self.everybody, self.tuner)
+        ranks = dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
+        self.guard = Guard(self.scalars, device, self.background.rank, [f"{self.member} {rank}" for rank in ranks])
+        self.on_left_out: LeftOut | None = None
+        self.pace = Pace(self.background.rank, self.background.world_size) if by_speed else None
+        self.skipped = 0
+        self._agreement = Agreement(self.scalars, self.background, self.everybody, self.tuner, self.pace, self.guard)
         self._shared_from_start = [*everything, *fixed]
         self.background.agree((type(self).__name__, self.signature()), self._shared_from_start)
         self._refresh_model()
@@ -110,7 +130,7 @@ class LocalMethod(ABC):
         if self.sync_steps:
             return self._synchronise(finished=False)
         self.local_steps += 1
-        if self.local_steps < self.tau:
+        if self.local_steps < self.own_tau:
             if self.local_steps == 1:
                 self._clock.steps_begin()
             self.background.done()  # an error is known as soon as it can be
@@ -150,6 +170,7 @@ class LocalMethod(ABC):
     def _start_from_params(self) -> None:
         """Everything is as it was made, the parameters being the start."""
         self._refresh_model()
+        self.guard.state.zero_()
         for bucket in self.buckets:
             bucket.flat.zero_()
         self.state.restart()
@@ -178,6 +199,11 @@ class LocalMethod(ABC):
         return self._agreement.tau_decision
 
     @property
+    def own_tau(self) -> int:
+        """The local steps of this worker in the round that runs: tau, or fewer where it is slower."""
+        return self.pace.steps(self.tau) if self.pace else self.tau
+
+    @property
     def rounds(self) -> int:
         """Rounds closed so far, those of finish() included."""
         return self.background.launched
@@ -201,6 +227,8 @@ class LocalMethod(ABC):
             "rounds": self.rounds,
             "tau": self.tau,
             "tuner": self.tuner.state_dict() if self.tuner else None,
+            "guard": self.guard.state.clone(),
+            "pace": self.pace.state_dict() if self.pace else None,
         }
 
     @torch.no_grad()
@@ -222,6 +250,9 @@ class LocalMethod(ABC):
         if self.tuner and state["tuner"]:
             self.tuner.load_state_dict(state["tuner"])
             self.tau = state["tau"]
+        self.guard.state.copy_(state["guard"])
+        if self.pace and state["pace"]:
+            self.pace.load_state_dict(state["pace"])
         self.begin_round(self.rounds)
         self._watch.skip()  # the model may be loaded after this
 
@@ -251,6 +282,26 @@ class LocalMethod(ABC):
         """Receives what is in flight; a method that merges in mid-round also uses it here."""
         return self.receive(finished=finished)
 
+    def agreed_size(self, size: Tensor) -> Tensor:
+        """Not finite where that of any worker is not that has to judge alike. size: of what this worker sends, 0-d."""
+        return size
+
+    @property
+    def weight(self) -> float:
+        """Of what this worker is about to send: 1, or its local steps where workers take different numbers of them."""
+        return float(self.local_steps) if self.pace else 1.0
+
+    def weigh(self) -> None:
+        """Leaves out what is not sound, and then starts anew."""
+        self.guard.judge(size_of(self.buckets), self.local_steps if self.differences else 0)
+        self.guard.weigh(self.buckets, self.weight)
+        self.was_left_out(self.guard.left_out)
+
+    def was_left_out(self, where: Tensor) -> None:
+        """Where that holds, 0-d, this worker has to start anew; a method does so where a landing does not."""
+        if self.on_left_out is not None and (where.is_cuda or where):
+            self.on_left_out(where)
+
     def begin_round(self, number: int) -> None:  # noqa: B027
         """For settings that change from round to round. number: of the round, from 0."""
 
@@ -260,6 +311,7 @@ class LocalMethod(ABC):
             copy(bucket.buffer_views, own)
         self.scalars.set("finished", float(finished))
         self.scalars.set("steps", float(self.local_steps))
+        self.weigh()
         turn, clock = self.turn(), self._clock
         self._agreement.tell(self.settings(), self.replicas, turn, clock.stats, clock.before)
         self.background.launch(self.stages())
@@ -283,20 +335,23 @@ class LocalMethod(ABC):
     def receive(self, *, finished: bool) -> Landing:
         """Waits for what is in flight and notes what that cost. The model's buffers become their means.
 
-        The payloads hold what landed; reducer.scale turns it into means, in a pass that their owner makes anyway.
+        The payloads hold what landed; `scale` turns it into means, in a pass that their owner makes anyway.
         """
         self.background.wait()
         self.stats.round = self.background.launched
         self.stats.exposed_seconds = self.background.exposed
         self.stats.allreduce_seconds = self.background.seconds
         self.stats.bytes_sent = self.background.bytes_sent
+        self.scale = self.guard.land(1.0 if self.differences else float("nan"))
         for bucket in self.buckets:
-            bucket.rest.mul_(self.reducer.scale)
+            rescale(bucket.values, self.scale)
+        self.scalars.place.mul_(self.reducer.scale)
         self.stats.drifted = float(not self._agreement.hear(self.settings()))
+        self.stats.left_out = self.guard.count
         last = finished and self.scalars["finished"].item() > 1 - 1e-6  # one over the workers may be rounded
         empty = last and self.scalars["steps"].item() == 0.0
         for bucket in self.buckets if not empty else []:  # an empty round carries older values
-            copy(bucket.buffers, bucket.buffer_views)
+            copy_where(self.scalars["weight"] > 0, bucket.buffers, bucket.buffer_views)
         return Landing(last, empty)
 
     # -- of its own -----------------------------------------------------------------------------------------
@@ -315,9 +370,10 @@ class LocalMethod(ABC):
         with self._clock.boundary(self.tau, self.local_steps):
             for own, bucket in zip(self._own_buffers, self.buckets, strict=True):
                 copy(own, bucket.buffers)  # what this worker sends, whatever lands in the meantime
+            self.skipped = self.tau - self.own_tau
             everyone = self.close_round(finished=finished)
             self._agreement.follow()
-            self.tau = self.tuner.tau if self.tuner else self.tau
+            self.tau = self.tuner.tau if self.tuner and not self.tuner.given else self.tau
             self.begin_round(self.rounds)
             self._refresh_model()
             self._watch.begin()
@@ -344,11 +400,17 @@ class LocalMethod(ABC):
             copy(bucket.buffer_views, bucket.buffers)
             bucket.scalars.zero_()
         self.scalars.set("finished", float(finished))
+        self.guard.judge(self.agreed_size(size_of(self.buckets)), 0)
+        self.guard.weigh(self.buckets)
+        left_out = self.guard.left_out.clone()
         self.background.sum([bucket.flat for bucket in self.buckets])
+        self.guard.hear(self.scalars["left_out"].view(-1).tolist(), self.rounds)
+        scale = self.guard.land(1.0)
         for bucket in self.buckets:
-            bucket.flat.div_(self.background.world_size)
+            rescale(bucket.flat[: bucket.padded + len(bucket.values)], scale)
             copy([*bucket.params, *bucket.buffers], [*bucket.payload_views, *bucket.buffer_views])
-        everyone = finished and self.scalars["finished"].item() > 1 - 1e-6
+        self.was_left_out(left_out)
+        everyone = finished and self.scalars["finished"].item() > self.background.world_size - 0.5
         self.sync_steps -= not everyone
         self._start_from_params()
         return everyone

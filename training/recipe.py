@@ -21,8 +21,9 @@ import torch
 import tyro
 from torch import nn
 
-from core import CO2Config, UserError, schedules
+from core import CO2Config, UserError, WireConfig, schedules
 from core.config import scheduled
+from core.errors import CollectiveError, DivergedError
 from core.groups import local_world_size
 from core.methods import DelayedConfig, MethodName, OverlapLocalConfig, SlowMoConfig, check_settings
 from training.optim import OptimConfig
@@ -70,6 +71,8 @@ class Recipe:
     most co2.tau_max."""
     delayed: DelayedConfig = field(default_factory=DelayedConfig)
     """Of method delayed: co2 with another way to live with the delay."""
+    ddp_wire: WireConfig = field(default_factory=WireConfig)
+    """Of method ddp: how gradients cross the network."""
     slowmo: SlowMoConfig = field(default_factory=SlowMoConfig)
     overlap_local: OverlapLocalConfig = field(default_factory=OverlapLocalConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -152,7 +155,9 @@ class Recipe:
                 raise UserError(f"{name}={value}: give {LARGEST} or less")
         if self.link_mbit is not None and not self.link_mbit > 0:
             raise UserError(f"link_mbit={self.link_mbit}: give a rate above 0, or None for the real link")
-        check_settings(self.method, self.co2, self.delayed, shard=self.shard, offload=self.offload)
+        check_settings(
+            self.method, self.co2, self.delayed, shard=self.shard, offload=self.offload, ddp_wire=self.ddp_wire
+        )
         if self.schedule and self.method != "co2":
             raise UserError(f"schedule is CO2's own, method {self.method!r} does not have it: leave it out")
         scheduled(self.co2, schedules.from_text(self.schedule, self.co2, lambda step: self.optim.lr), 0)
@@ -195,6 +200,12 @@ def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str
     )
     refuse_unused(recipe, default)
     return recipe
+
+
+def answer_help(recipes: Mapping[str, Recipe], prog: str) -> None:
+    """Prints the help that the command line asks for, and exits; a train script calls it before its slow imports."""
+    if not sys.argv[1:] or {"-h", "--help"} & set(sys.argv[1:]):
+        launch(lambda: sys.exit(parse(recipes, prog=prog) is None))
 
 
 def starting_point(recipe: R, overrides: Sequence[str]) -> R:
@@ -240,8 +251,10 @@ def launch(main: Callable[[], None]) -> None:
     to start hear of it."""
     try:
         main()
-    except UserError as error:
+    except (UserError, DivergedError) as error:
         _fail(str(error))
+    except CollectiveError as error:  # each worker says what it has seen
+        _fail(str(error), status=1)
     except OSError as error:
         if error.errno not in OF_THE_DISK + OF_A_PATH:
             raise
@@ -258,16 +271,16 @@ def launch(main: Callable[[], None]) -> None:
         sys.exit(130)
 
 
-def _fail(reason: str) -> None:
+def _fail(reason: str, status: int = 2) -> None:
     reason = " ".join(reason.split())  # a library's own words, which a message may quote, can have many lines
     if len(reason) > 600:
         reason = f"{reason[:300]} ... {reason[-300:]}"
     said = _tell_torchrun(f"error: {reason}") and "CO2_LAUNCH" in os.environ  # training.launch says it at its end
-    if not said and _first_to_say(reason):
+    if (not said or status != 2) and _first_to_say(reason):
         print(f"error: {reason}", file=sys.stderr, flush=True)
     refuse(reason)
     sys.stderr.flush()
-    os._exit(2)  # not sys.exit: peers may be waiting in a collective that will never complete
+    os._exit(status)  # not sys.exit: peers may be waiting in a collective that will never complete
 
 
 def dry_run(recipe: Recipe, build_model: Callable[[], nn.Module], backward: Backward | None = None) -> None:
@@ -287,10 +300,27 @@ def dry_run(recipe: Recipe, build_model: Callable[[], nn.Module], backward: Back
         print(json.dumps(dataclasses.asdict(recipe), indent=2, default=str))
         millions = sum(p.numel() for p in model.parameters()) / 1e6
         print(f"{millions:.2f} M parameters, {world_size()} workers of {share} samples a step")
+        if note := momentum_note(recipe, world_size()):
+            print(note)
         if backward is not None:
             from training import memory  # here, because FakeTensorMode takes seconds to import
 
             print(*memory.lines(memory.estimate(recipe, build_model, backward, world_size()), recipe), sep="\n")
+
+
+def momentum_note(recipe: Recipe, workers: int) -> str:
+    """A line where CO2's outer momentum is another than the authors' release sets for so many workers, or nothing.
+
+    A recipe's is that for the cluster in its description, and stays on any other: a run is what its recipe says.
+    """
+    c, usual = recipe.co2, CO2Config.recommended(workers).outer_momentum
+    as_released = recipe.method == "co2" and workers > 1 and c.outer_lr == 1 and c.merge == "outer"
+    if not as_released or c.outer_momentum == usual:
+        return ""
+    return (
+        f"note: outer_momentum={c.outer_momentum}; the authors' release sets {usual:g} for {workers} workers: add "
+        f"--co2.outer_momentum {usual:g} for it"
+    )
 
 
 def _tell_torchrun(text: str) -> bool:

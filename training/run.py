@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,15 +16,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
-from core.errors import UserError
-from core.methods import Method, make_method
+from core import peers
+from core.errors import DivergedError, UserError
+from core.guard import all_finite, forget
+from core.methods import Method, OverlapLocalSGD, make_method
+from core.rounds import LocalMethod
 from core.schedules import from_text
 from training import checkpoint
 from training.config import settings
 from training.counters import Averages, Due, Every, Stopwatch
 from training.folder import RunFolder
 from training.optim import lr_factor
-from training.recipe import Recipe
+from training.recipe import Recipe, momentum_note
 from training.round_log import RoundLog
 from training.sampling import per_worker
 from training.start import join
@@ -42,6 +45,8 @@ from training.workers import (
     tune,
     world_size,
 )
+
+T = TypeVar("T")
 
 
 class Run:
@@ -66,6 +71,7 @@ class Run:
         self._means = Averages()
         self._rounds = RoundLog(recipe, self.folder, self.device)
         self._stop = StopSignal()
+        self._to_skip = 0  # batches
         self._model: nn.Module | None = None
         self._mesh: DeviceMesh | None = None  # [nodes, workers of a node], where those synchronise every step
         self._bar: tqdm[Any] | None = None
@@ -79,11 +85,14 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """A collective's error becomes one line that names the worker because of which it failed."""
         if self._bar is not None:
             self._bar.close()
         self.folder.close()
         if self._made_group and kind is None:
             dist.destroy_process_group()
+        if error is not None and (explained := peers.explain(error)):
+            raise explained from None
 
     # -- before the loop ------------------------------------------------------------------------------------
 
@@ -132,6 +141,7 @@ class Run:
             offload=r.offload,
             timeout=r.timeout,
             link=self._link,
+            ddp_wire=r.ddp_wire,
         )
 
     def begin(
@@ -150,6 +160,9 @@ class Run:
         """
         self._parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
         self._schedule, self._method, self._total = schedule, method, total
+        self._rounds.allocations.model = model
+        if isinstance(method, LocalMethod):
+            method.on_left_out = forget(optimizer)
         seconds = self._resume() if self.recipe.resume else 0.0
         self.folder.begin(self.step)
         if self.recipe.recommended and self.rank == 0:
@@ -161,6 +174,8 @@ class Run:
         if self.rank == 0 and self.recipe.method != "ddp" and isinstance(tau, int) and total < tau:
             remedy = "give a smaller --co2.tau or more --epochs"
             tqdm.write(f"warning: {total} steps are less than a round of tau={tau}: {remedy}", file=sys.stderr)
+        if self.rank == 0 and (note := momentum_note(self.recipe, self.world_size)):
+            tqdm.write(note, file=sys.stderr)
         self._evaluation = Every(epoch * self.recipe.eval_every, self.step)
         self._saving = Every(epoch * self.recipe.checkpoint_every, self.step)
         interval = 0.5 if sys.stderr.isatty() else 20.0
@@ -191,12 +206,13 @@ class Run:
         point there, and not at the run's last step, after which they happen anyway.
         """
         assert self._bar is not None, "call begin() before the loop"
-        self.step += 1
-        self._bar.update()
+        before = self.step
+        self.step += 1 + (self._skip_steps() if closed else 0)
+        self._bar.update(self.step - before)
         self._means.add(scalars)
         if closed:
             self._rounds.close_round(self.step, self._method)
-        if self.step % self.recipe.log_every == 0:
+        if self.step // self.recipe.log_every > before // self.recipe.log_every:
             self._log_means()
         open_end = closed and self.step < self._total
         return Due(
@@ -204,6 +220,23 @@ class Run:
             checkpoint=open_end and self._saving.due(self.step),
             stop=self.step < self._total and self._stops(closed),
         )
+
+    def batches(self, batches: Iterable[T]) -> Iterator[T]:
+        """The loop's batches, without those of the steps that this worker leaves out (CO2Config.steps by_speed): the
+        next round begins with the same batch number on all workers, and step counts all of them."""
+        for batch in batches:
+            if self._to_skip:
+                self._to_skip -= 1
+            else:
+                yield batch
+
+    def _skip_steps(self) -> int:
+        """How many steps this worker leaves out here, being slower than others; the learning rate keeps step."""
+        skipped = self._method.skipped if isinstance(self._method, LocalMethod) else 0
+        self._to_skip = min(skipped, self._total - self.step - 1)
+        for _ in range(self._to_skip):
+            self._schedule.step()
+        return self._to_skip
 
     def _stops(self, closed: bool) -> bool:
         """Whether the run ends here, by a signal to any worker: all of them stop at the same step."""
@@ -227,6 +260,13 @@ class Run:
         """Writes one line of metrics.jsonl and TensorBoard's scalars, at the present step."""
         self.folder.log(self.step, scalars)
 
+    def log_evaluation(self, results: dict[str, float]) -> None:
+        """Logs what an evaluation measured, and of which model: `shared`, or `own`, each worker's on its share of
+        the set, in the middle of a run whose method leaves the workers apart."""
+        apart = isinstance(self._method, OverlapLocalSGD) or getattr(self._method, "starts_roughly", False)
+        own = apart and self.world_size > 1 and self.step < self._total
+        self.folder.log(self.step, results, of_model="own" if own else "shared")
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """For evaluations: stops the clock, and gathers a sharded model's parameters."""
@@ -242,10 +282,15 @@ class Run:
 
     # -- checkpoints and the end ----------------------------------------------------------------------------
 
-    def save(self) -> None:
-        """Writes a checkpoint, at a round boundary or after method.finish(); every worker must call it."""
+    def save(self) -> bool:
+        """Writes a checkpoint, at a round boundary or after method.finish(); every worker must call it. Nothing is
+        written, and no good checkpoint given up for it, where a worker's model is not finite: False."""
         with self.clock.paused():
             self._rounds.read()
+            if bad := self._not_finite():
+                text = f"rank {bad - 1}'s model is not finite: no checkpoint is written, the last one stays"
+                self.folder.note(self.step, "warning", text)
+                return False
             state = {name: part.state_dict() for name, part in self._parts.items()}
             state |= {
                 "step": self.step,
@@ -256,6 +301,13 @@ class Run:
             }
             place = {"rank": self.rank, "world_size": self.world_size, "attempt": self.folder.attempt}
             checkpoint.save(self.folder.checkpoints, self.step, state, **place)
+            return True
+
+    def _not_finite(self) -> int:
+        """A rank whose model is not finite, plus one; 0 where all are. Every worker must call it."""
+        model = self._parts["model"]
+        numbers = [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]
+        return largest_of_workers(0 if all_finite(numbers) else self.rank + 1, self.device)
 
     def _resume(self) -> float:
         """Restores the newest checkpoint, if there is one; returns the seconds of training that led to it."""
@@ -289,7 +341,11 @@ class Run:
 
         results: what the last evaluation measured; summary.json holds it with what communication cost.
         """
-        self.save()
+        if not self.save():
+            raise DivergedError(
+                f"{self.folder.path}: the trained model is not finite, the last checkpoint before is kept: lower the "
+                "learning rate, clip gradients, or look at the data"
+            )
         self._summarise(results)
 
     def _summarise(self, results: dict[str, float]) -> None:

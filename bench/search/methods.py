@@ -68,7 +68,7 @@ class DDP(Method):
 
     def mean(self, rows: Tensor) -> Tensor:
         """In each row what arrives of the mean over the workers, [workers, n]."""
-        return self.reduce(rows).expand_as(rows)
+        return self.reduce(rows, torch.ones_like(rows[:, 0])).expand_as(rows)
 
     def train_step(self, gradient: Gradient, batch: tuple[Tensor, ...], inner: InnerState, lr: float) -> None:
         inner.step(self.x, self.mean(gradient(self.x, batch)), lr)

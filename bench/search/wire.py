@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from core.fast.wire import BLOCK, BLOCK_BYTES, decode, encode
+from core.reference import mean
 
 
 class NarrowMean:
@@ -21,14 +23,15 @@ class NarrowMean:
         self.errors: Tensor | None = None  # [workers, n], n filled up to equal chunks
         self.mean_error: Tensor | None = None  # [n]
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        """[workers, n] -> [n]."""
+    def __call__(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """[workers, n] -> [n]. weights: [workers], 1, or 0 for a worker that is left out, whose error waits."""
         workers, n = rows.shape
-        whole = workers * BLOCK
-        rows = pad(rows, (0, -n % whole))
-        sent, self.errors = self.send(rows, self.errors)
-        mean, self.mean_error = self.send(sent.sum(dim=0) / workers, self.mean_error)
-        return mean[:n]
+        rows = pad(rows, (0, -n % (workers * BLOCK)))
+        before = torch.zeros_like(rows) if self.errors is None else self.errors
+        arrived, kept = self.send(rows, before)
+        self.errors = torch.where(weights[:, None] == 0, before, kept)
+        average, self.mean_error = self.send(mean(arrived, weights), self.mean_error)
+        return average[:n]
 
     def send(self, values: Tensor, error: Tensor | None) -> tuple[Tensor, Tensor]:
         """What arrives of `values` and the error kept back, and what is kept back now; each shaped as values."""
@@ -37,9 +40,9 @@ class NarrowMean:
         return arrived, values - arrived
 
 
-def mean_over(wire: str) -> Callable[[Tensor], Tensor]:
-    """What a wire format makes of [workers, n]: their mean, [n]."""
-    return (lambda rows: rows.mean(dim=0)) if wire == "float32" else NarrowMean(wire)
+def mean_over(wire: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """What a wire format makes of [workers, n] with weights, [workers]: their mean, [n]."""
+    return mean if wire == "float32" else NarrowMean(wire)
 
 
 def bits(wire: str) -> float:

@@ -20,16 +20,19 @@ from mmengine.runner import Runner
 from mmengine.utils.dl_utils.parrots_wrapper import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from ..guard import forget
 from ..methods import (
     METHODS,
     CO2Config,
     DelayedConfig,
+    LGrecoConfig,
     OverlapLocalConfig,
     SlowMoConfig,
     UserError,
     WireConfig,
     make_method,
 )
+from ..rounds import LocalMethod
 
 Settings = Mapping[str, Any] | None
 
@@ -69,7 +72,9 @@ class CO2Hook(Hook):
         self.method_name, self.average_buffers, self.timeout = method, average_buffers, timeout
         co2 = dict(co2 or {})
         if "wire" in co2:
-            co2["wire"] = _config("wire", WireConfig, co2["wire"])
+            wire = dict(co2["wire"])
+            lgreco = _config("wire.lgreco", LGrecoConfig, wire.pop("lgreco", None))
+            co2["wire"] = _config("wire", WireConfig, wire | {"lgreco": lgreco})
         self.configs = {
             "co2": _config("co2", CO2Config, {"tau": tau} | co2),
             "delayed": _config("delayed", DelayedConfig, delayed),
@@ -112,6 +117,8 @@ class CO2Hook(Hook):
             timeout=self.timeout,
             **self.configs,
         )[1]
+        if isinstance(self.method, LocalMethod):
+            self.method.on_left_out = forget(optim_wrapper.optimizer)
         if self._resumed is not None:
             if self._resumed["name"] != self.method_name:
                 raise UserError(

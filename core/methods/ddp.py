@@ -11,9 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .. import peers
 from ..collectives import Link
+from ..errors import DivergedError, UserError
+from ..fast import WireConfig
 from ..groups import is_sharded, leave_group, new_group, ring_bytes
+from ..guard import all_finite
 from ..stats import Late, Mark, RoundStats, Seconds, between, mark
+from .gradient_wire import GradientWire
 
 ASK_EVERY = 8  # steps between two exchanges of whether to stop
 
@@ -24,6 +29,7 @@ class DDP:
     model: to be called in place of the wrapped one. BatchNorm statistics stay local until finish() averages them, for
     DDP's own broadcast would block every forward pass. A model of DTensors synchronises itself over all workers where
     it was sharded so (training.zero.shard_model with everywhere=True); its communication is not measured: nan.
+    wire: how gradients cross the network; see GradientWire.
     """
 
     def __init__(
@@ -34,11 +40,14 @@ class DDP:
         group: dist.ProcessGroup | None = None,
         timeout: float = 600.0,
         link: Link | None = None,
+        wire: WireConfig | None = None,
     ):
         self.tau = 1
         self.rounds = 0
         self.stats = RoundStats()
         self.group = new_group(group, timeout, next(model.parameters()).device)
+        if self.group is not None:
+            peers.meet(self.group)
         self._timeout = timeout
         self.model = model
         self._buffers = [b for b in model.buffers() if b.is_floating_point()] if average_buffers else []
@@ -46,18 +55,24 @@ class DDP:
         self._reset()
         self.stop_agreed = False
         self._asked_to_stop = False
-        self._stops = torch.zeros(1, device=next(model.parameters()).device)  # how many workers want to
+        self._news = torch.zeros(2, device=next(model.parameters()).device)  # workers that want to, or have diverged
         self._exchange: dist.Work | None = None
         self._late = Late()
         if self.group is not None:
             self.world_size = dist.get_world_size(self.group)
         self._sharded = is_sharded(model)
+        self.wire: GradientWire | None = None
+        if wire is not None and wire.format != "float32":
+            if self._sharded:
+                raise UserError(f"ddp_wire.format={wire.format!r} with ZeRO: shards cross as float32; leave it out")
+            if self.group is not None:
+                self.wire = GradientWire(model, wire, group=group, timeout=timeout, link=link)
         if self.group is not None and not self._sharded:
             known = inspect.signature(DistributedDataParallel).parameters
             name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.13
             no_broadcast: dict[str, Any] = {name: False}
             ddp = DistributedDataParallel(model, process_group=self.group, **no_broadcast)
-            ddp.register_comm_hook(None, self._all_reduce)
+            ddp.register_comm_hook(None, self.wire.hook if self.wire else self._all_reduce)
             self.model = ddp
 
     def _reset(self) -> None:
@@ -88,12 +103,17 @@ class DDP:
         the first one's launch, without the gaps between them.
         """
         self.rounds += 1
-        if self.group is not None and self.rounds % ASK_EVERY == 0:
-            self._agree_to_stop(self.group)
+        if self.rounds % ASK_EVERY == 0:
+            self._hear()
+            self._tell()
         self.stats = RoundStats(self.rounds, local_steps=1, bytes_sent=self._bytes)
         if self._spans:
             self.stats.exposed_seconds = between(*self._spans[-1])
             self.stats.allreduce_seconds = _union(self._spans)
+        if self.wire is not None:
+            background = self.wire.background
+            self.stats.bytes_sent = background.bytes_sent
+            self.stats.exposed_seconds, self.stats.allreduce_seconds = background.exposed, background.seconds
         if self._sharded:
             self.stats.exposed_seconds = self.stats.allreduce_seconds = float("nan")
         self._reset()
@@ -103,33 +123,55 @@ class DDP:
         """See LocalMethod: `stop_agreed` becomes True on all workers after the same step."""
         self._asked_to_stop = True
 
-    def _agree_to_stop(self, group: dist.ProcessGroup) -> None:
-        """Reads what was sent ASK_EVERY steps ago, long through, and sends anew."""
-        if self._exchange is not None:
-            self._exchange.wait()
-            numbers = self._late.exchange(self._stops)
-            self.stop_agreed |= numbers is not None and numbers[0] > 0
-        self._stops.fill_(float(self._asked_to_stop))
-        self._exchange = dist.all_reduce(self._stops, group=group, async_op=True)
+    def _tell(self) -> None:
+        """Sends whether this worker wants to stop, and whether its parameters have ceased to be finite."""
+        self._news[0].fill_(float(self._asked_to_stop))
+        self._news[1].copy_(~all_finite(self.model.parameters()))
+        if self.group is not None:
+            self._exchange = dist.all_reduce(self._news, group=self.group, async_op=True)
 
-    def finish(self) -> None:
-        """Averages the buffers; the parameters are equal already."""
+    def _hear(self, *, at_once: bool = False) -> None:
+        """Reads what was sent ASK_EVERY steps ago, long through; DivergedError on all workers where one has diverged,
+        for each mean of gradients was everybody's. at_once: also on a GPU, which is waited for then."""
         if self._exchange is not None:
             self._exchange.wait()
             self._exchange = None
+        numbers = self._news.tolist() if at_once else self._late.exchange(self._news) or [0.0, 0.0]
+        self.stop_agreed |= numbers[0] > 0
+        if numbers[1] > 0:
+            raise DivergedError(
+                f"the parameters are not finite after {self.rounds} steps or a few less: lower the learning rate, clip "
+                "gradients, or look at the data"
+            )
+
+    def finish(self) -> None:
+        """Averages the buffers; the parameters are equal already. DivergedError where they are not finite."""
+        self._hear()
+        self._tell()
+        self._hear(at_once=True)
         for b in self._buffers if self.group is not None else []:
             dist.all_reduce(b, group=self.group)
             b.div_(self.world_size)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rounds": self.rounds}
+        return {"rounds": self.rounds} | ({"wire": self.wire.state_dict()} if self.wire else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rounds = state["rounds"]
+        if self.wire is not None:
+            if "wire" not in state:
+                raise UserError("the checkpoint's gradients were sent as float32: resume without ddp_wire")
+            self.wire.load_state_dict(state["wire"])
 
     def close(self) -> None:
         """Leaves the process group."""
+        if self.wire is not None:
+            self.wire.background.close()
         if self.group is not None:
+            if isinstance(self.model, DistributedDataParallel):
+                # Its reducer's destructor holds the interpreter's lock: where it had the last reference to the group,
+                # it would wait for a thread of the group that may need that lock, to free a tensor.
+                del self.model.logger, self.model.reducer
             leave_group(self.group, self._timeout)
             self.group = None
 

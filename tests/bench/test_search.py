@@ -164,10 +164,10 @@ def test_a_narrow_wire_sends_later_what_it_rounded_off():
     """Scale 1: a block's largest magnitude is 7. What is left of 0.4, 0.8, 0.2, 0.6, 0.0 is sent in the next."""
     sent = torch.zeros(2, 300)
     sent[:, 0], sent[:, 1] = 7.0, 0.4
-    mean = mean_over("int4")
-    seen = [mean(sent)[:3] for _ in range(5)]
+    mean, everyone = mean_over("int4"), torch.ones(2)
+    seen = [mean(sent, everyone)[:3] for _ in range(5)]
     assert [part[1].item() for part in seen] == [0, 1, 0, 1, 0] and all(part[0] == 7 and part[2] == 0 for part in seen)
-    assert mean_over("float32")(sent)[1] == pytest.approx(0.4)
+    assert mean_over("float32")(sent, everyone)[1] == pytest.approx(0.4)
 
 
 def test_ddp_sends_gradients_over_the_wire():

@@ -1,9 +1,12 @@
 """The choice of tau, on times given by hand."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 from torch import nn
 
-from core import CO2Config, UserError, make_method
+from core import CO2, CO2Config, UserError, make_method
 from core.fast import WireConfig
 from core.tau import CALIBRATION_TAU, SETTLE, TauTuner, smallest_tau
 
@@ -109,14 +112,15 @@ def hears(tuner: TauTuner, n: int, allreduce: float, boundary: float = 0.0, step
         tuner.hear(0, [step, step], [allreduce, allreduce], [boundary, 0.0])
 
 
-WIRES = ("float32", "int8")
+WIRES = {"float32": 4.0, "int8": 1.0}
 
 
 def test_a_narrow_wire_is_tried_where_a_mean_is_not_fresh_and_kept_where_it_needs_fewer_steps():
     tuner = TauTuner(192, wires=WIRES)
     hears(tuner, 3, 0.8)
-    assert (tuner.wire, tuner.tau) == ("int8", 10), "tau hides the mean over float32 until int8's times are known"
+    assert (tuner.wire, tuner.tau) == ("int8", 3), "1.25 x 0.8 / 4 / 0.1: as its bytes let expect"
     assert (tuner.decisions[-1].wire, tuner.decisions[-1].exposed_share) == ("int8", 0.0)
+    assert tuner.decisions[-1].allreduce_seconds == pytest.approx(0.2)
     assert "over float32 the mean takes 0.8 s and a local step 0.1 s: int8 is tried" in tuner.decisions[-1].reason
     hears(tuner, SETTLE, 0.8)  # what was sent before still travels
     hears(tuner, 1, 5.0)  # the first of the new ones
@@ -124,7 +128,7 @@ def test_a_narrow_wire_is_tried_where_a_mean_is_not_fresh_and_kept_where_it_need
     resumed.load_state_dict(tuner.state_dict())
     for one in (tuner, resumed):
         hears(one, 2, 0.2)
-        assert (one.wire, one.tau, len(one.decisions)) == ("int8", 3, 2)
+        assert (one.wire, one.tau, len(one.decisions)) == ("int8", 3, 1)
         hears(one, 9, 0.8)
         assert (one.wire, one.tau) == ("int8", 10), "it is tried once"
 
@@ -150,9 +154,24 @@ def test_a_fresh_mean_needs_no_narrow_wire_and_a_cap_says_what_is_exposed():
     assert capped.decisions[-1].exposed_share == pytest.approx(0.5)
 
 
-def test_wire_auto_needs_tau_auto():
-    with pytest.raises(UserError, match="chosen together with tau: set tau auto"):
-        CO2Config(wire=WireConfig("auto"))
+def test_with_a_given_tau_the_wire_alone_is_chosen():
+    tuner = TauTuner(192, wires=WIRES, given=24)
+    hears(tuner, 3, 0.8)
+    assert (tuner.wire, tuner.tau) == ("int8", 24)
+    hears(tuner, SETTLE + 3, 0.2)
+    assert (tuner.wire, tuner.tau, len(tuner.decisions)) == ("int8", 24, 1)
+    fast = TauTuner(192, wires=WIRES, given=24)
+    hears(fast, 9, 0.09)
+    assert (fast.wire, fast.tau, fast.decisions) == ("float32", 24, [])
+    slow_to_encode = TauTuner(192, wires=WIRES, given=24)
+    hears(slow_to_encode, SETTLE + 6, 0.8)
+    assert (slow_to_encode.wire, slow_to_encode.tau) == ("float32", 24)
+
+
+def test_the_recommended_settings_choose_the_wire_and_a_given_tau_holds():
+    config = replace(CO2Config.recommended(4), tau=24)
+    co2 = CO2([nn.Parameter(torch.zeros(3))], config)
+    assert config.wire == WireConfig("auto") and (co2.tau, co2.tuner.given) == (24, 24)
     with pytest.raises(UserError, match="wire.format='auto' needs unshared outer state"):
         make_method("co2", nn.Linear(2, 2), co2=CO2Config(tau="auto", wire=WireConfig("auto")), shard=True)
 
