@@ -104,7 +104,7 @@ class Search:
         """A method's configurations: settings, and the factor of the task's learning rate."""
         all_settings = parse(asked)
         for settings in all_settings:
-            settings.make(torch.zeros(2, 1), self.tau)  # a delay above tau, say
+            settings.make(torch.zeros(2, self.tau), self.tau)  # a delay above tau, say
         count = self.configurations // len(all_settings)
         if not count:
             raise UserError(
