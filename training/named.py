@@ -49,8 +49,8 @@ def as_shard(value: Any, like: Any) -> Any:
 
 
 def of_method(method: Method, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """The method's state_dict with {name: tensor} for each flat tensor; what lies behind the parameters is under "". What
-    its reducer keeps has an order of its own, and stays as it is."""
+    """The method's state_dict with {name: tensor} for each flat tensor; what lies behind the parameters is under "".
+    What its reducer keeps has an order of its own, and stays as it is."""
     if not isinstance(method, LocalMethod):
         return state
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
