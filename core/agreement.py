@@ -69,7 +69,8 @@ class Agreement:
         self.scalars, self.background, self.everybody, self.tuner = scalars, background, everybody, tuner
         self.tau_decision: TauDecision | None = None
         self._decided: TauDecision | None = None  # heard, and told from the round's end on
-        self._repair, self._repaired = False, -REPAIR_EVERY
+        self.most: int | None = None  # workers that may ever be, where their number changes; None: it does not
+        self.forget_repair()
         self.forget_stop()
 
     @staticmethod
@@ -86,14 +87,18 @@ class Agreement:
         self.stop = self._asked = self._stop_heard = False
         self._late = Late()
 
+    def forget_repair(self) -> None:
+        """As if replicas had never differed; every worker must call it at the same point."""
+        self._repair, self._repaired = False, -REPAIR_EVERY
+
     def tell(
         self, settings: Any, replicas: Sequence[Tensor], turn: int | None, stats: RoundStats, before: RoundStats
     ) -> None:
         """Writes the scalars. turn: which comparison of the replicas it is; None: others' are compared. stats, before:
         of the round that closes, and of the one before."""
-        workers = self.background.world_size
+        workers = self.most or self.background.world_size
         self.scalars.set("stop", float(self._asked))
-        self.scalars.set_checksum("settings", checksum_of(settings, self.everybody))
+        self.scalars.set_checksum("settings", checksum_of(settings, self.most or self.everybody))
         compared = checksum(replicas, turn, workers) if replicas and turn is not None else 0
         self.scalars.set_checksum("replicas", compared)
         if self.tuner:

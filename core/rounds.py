@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .agreement import Agreement
-from .checks import check_frozen, check_inputs, check_saved, check_workers
+from .checks import check_frozen, check_group, check_inputs, check_saved, check_workers
 from .collectives import AllReduce, Background, Link, Reducer, Stage
 from .errors import UserError
 from .flat import Scalars, State, copy, local_shard, make_buckets, of_each, unique
@@ -45,6 +45,8 @@ class LocalMethod(ABC):
     that every method has. parts, on_host: see flat.Bucket. backend: of the communication, None for the group's own.
     """
 
+    more_scalars: ClassVar[Mapping[str, int]] = {}  # of a class, as `scalars`
+
     def __init__(
         self,
         params: Iterable[Tensor],
@@ -75,11 +77,11 @@ class LocalMethod(ABC):
         self.local_steps = 0  # since the last round closed
         self.sync_steps = sync_steps  # those that are left
         workers = dist.get_world_size(group) if dist.is_initialized() else 1
-        self.scalars = Scalars(Agreement.sizes(workers, self.tuner) | dict(scalars or {}))
+        self.scalars = Scalars(Agreement.sizes(workers, self.tuner) | dict(scalars or {}) | self.more_scalars)
         self.buckets = make_buckets(self.params, self.buffers, self.scalars.numel, parts, on_host)
         self.scalars.attach(self.buckets[0].scalars)
         device = self.buckets[0].flat.device
-        self.background = Background(device, group=group, timeout=timeout, link=link, backend=backend)
+        self.background = self.make_background(device, group=group, timeout=timeout, link=link, backend=backend)
         self.reducer: Reducer = AllReduce([b.flat for b in self.buckets], self.background.world_size)
         self.state = State(self.buckets)
         self.replicas: list[Tensor] = []  # state, flat, that is equal on all workers, bit for bit
@@ -221,6 +223,11 @@ class LocalMethod(ABC):
         self.background.close()
 
     # -- for subclasses -------------------------------------------------------------------------------------
+
+    def make_background(self, device: torch.device, **options: Any) -> Background:
+        """What the reductions run in."""
+        check_group()
+        return Background(device, **options)
 
     @abstractmethod
     def close_round(self, *, finished: bool) -> bool:

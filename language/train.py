@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 from unittest import mock
 
@@ -29,10 +30,11 @@ from language.metrics import held_out_sums, summarize, token_loss
 from language.model import blocks_of, build_model, is_causal, make_optimizer
 from language.recipes import RECIPES, LanguageRecipe
 from training.backward import Scalars, backward_in_parts, recompute
+from training.elastic import repeated
 from training.optim import clip_gradients, make_schedule
 from training.recipe import dry_run, launch, parse
 from training.run import Run
-from training.sampling import generator, per_worker, steps_per_epoch
+from training.sampling import generator, steps_per_epoch
 
 if TYPE_CHECKING:
     from training.memory import Step
@@ -91,10 +93,10 @@ def train(run: Run, recipe: LanguageRecipe, corpus: Corpus, objective: Objective
     total = epoch * recipe.epochs
     schedule = make_schedule(optimizer, total, recipe.optim)
     wrapped, method = run.make_method(model, optimizer)
-    start = run.begin(model, optimizer, schedule, method, epoch=epoch, total=total)
+    run.begin(model, optimizer, schedule, method, epoch=epoch, total=total, samples=samples)
 
     model.train()
-    for batch in train_batches(corpus.train, objective, recipe, run.rank, run.world_size, start, total):
+    for batch in run.batches(functools.partial(train_batches, corpus.train, objective)):
         loss = backward(run, recipe, wrapped, batch)
         clip_gradients(model, recipe.optim)
         optimizer.step()
@@ -143,6 +145,7 @@ def fake_step(step: Step, recipe: LanguageRecipe, model: nn.Module, samples: int
         backward(step, recipe, model, (zeros, zeros))
 
 
+@repeated
 def evaluate(
     run: Run,
     recipe: LanguageRecipe,
@@ -155,7 +158,7 @@ def evaluate(
     results: dict[str, float] = {}
     with run.paused(), run.autocast():
         for name, tokens in texts.items():
-            batch_size = max(1, per_worker(recipe.batch_size, run.world_size) // recipe.accumulate)
+            batch_size = max(1, recipe.batch_size // run.world_size // recipe.accumulate)
             batches = held_out_batches(tokens, objective, batch_size, rank=run.rank, world_size=run.world_size)
             sums = run.sum(*held_out_sums(model, batches, run.device, corpus.token_bytes))
             metrics = summarize(sums, causal=isinstance(objective, CausalObjective))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from segmentation.model import build_model, upernet
 from segmentation.pictures import side_by_side
 from segmentation.recipes import RECIPES, SegmentationRecipe
 from training.backward import Scalars, backward_in_parts
+from training.elastic import repeated
 from training.optim import clip_gradients, make_optimizer, make_schedule
 from training.recipe import dry_run, launch, parse
 from training.run import Run
@@ -65,10 +67,10 @@ def train(
     total = epoch * recipe.epochs
     schedule = make_schedule(optimizer, total, recipe.optim)
     wrapped, method = run.make_method(model, optimizer)
-    start = run.begin(model, optimizer, schedule, method, epoch=epoch, total=total)
+    run.begin(model, optimizer, schedule, method, epoch=epoch, total=total, samples=len(train_set))
 
     model.train()
-    for batch in train_batches(train_set, recipe, run.rank, run.world_size, start, total):
+    for batch in run.batches(functools.partial(train_batches, train_set)):
         inputs = model.data_preprocessor(batch, training=True)
         images = to_device(inputs["inputs"], run.device, recipe.channels_last)
         scalars = backward(run, recipe, model, wrapped, images, inputs["data_samples"])
@@ -120,6 +122,7 @@ def fake_step(step: Step, recipe: SegmentationRecipe, model: nn.Module, samples:
         backward(step, recipe, model, model, images, [label] * samples)
 
 
+@repeated
 @torch.no_grad()
 def evaluate(run: Run, model: nn.Module, split: str, eval_set: BaseSegDataset) -> dict[str, float]:
     """mIoU, mAcc and aAcc over the whole split, each worker on its share; logs each class's IoU and some pictures."""
@@ -139,7 +142,7 @@ def evaluate(run: Run, model: nn.Module, split: str, eval_set: BaseSegDataset) -
                     run.folder.writer.add_image(f"{split}/image_label_prediction_{shown}", picture, run.step)
                     shown += 1
         model.train()
-        results = {f"{split}_{key}": value for key, value in metric.compute().items()}
+        results = {f"{split}_{key}": value for key, value in metric.compute(run.sum_tensor).items()}
     run.log(**results)
     return {key: value for key, value in results.items() if "IoU/" not in key}
 

@@ -22,6 +22,7 @@ import tyro
 from torch import nn
 
 from core import CO2Config, UserError
+from core.elastic import check_elastic
 from core.groups import local_world_size
 from core.methods import DelayedConfig, MethodName, OverlapLocalConfig, SlowMoConfig, check_settings
 from training.optim import OptimConfig
@@ -94,6 +95,8 @@ class Recipe:
     """Share CO2's outer state out over all workers: 1 + 2 / workers copies of the parameters, not 3."""
     offload: bool = False
     """Keep CO2's outer state and its all-reduce in the host's memory: no copy of the parameters on a GPU."""
+    elastic: bool = False
+    """Go on without a worker that dies, and let it come back: of method co2, under python -m training.launch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout: float = 600.0
     """Seconds until a missing worker is an error."""
@@ -143,6 +146,15 @@ class Recipe:
         if self.link_mbit is not None and not self.link_mbit > 0:
             raise UserError(f"link_mbit={self.link_mbit}: give a rate above 0, or None for the real link")
         check_settings(self.method, self.co2, self.delayed, shard=self.shard, offload=self.offload)
+        if self.elastic:
+            self._check_elastic()
+
+    def _check_elastic(self) -> None:
+        """Refuses what does not go with workers that come and go."""
+        for name, needed in (("method", "co2"), ("per_node", 1), ("zero", 0), ("shard", False), ("offload", False)):
+            if (value := getattr(self, name)) != needed:
+                raise UserError(f"elastic does not go with {name}={value!r}: give {name}={needed!r}, or no elastic")
+        check_elastic(self.co2)
 
     def check(self, **ranges: tuple[float, float]) -> None:
         """Refuses a field outside its range, both ends of which belong to it."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from core.methods import Method, make_method
 from training import checkpoint
 from training.config import settings
 from training.counters import Averages, Due, Every, Stopwatch
+from training.elastic import Elastic
 from training.folder import RunFolder
 from training.recipe import Recipe
 from training.round_log import RoundLog
@@ -36,10 +38,11 @@ from training.workers import (
     random_state,
     rank,
     set_random_state,
-    sum_over_workers,
     tune,
     world_size,
 )
+
+T = TypeVar("T")
 
 
 class Run:
@@ -59,8 +62,9 @@ class Run:
         tune(self.device, tf32=recipe.tf32, cudnn_benchmark=recipe.cudnn_benchmark)
         self.step = 0
         self.clock = Stopwatch()
-        self.folder = RunFolder(recipe.folder, self.rank, self.clock)
-        self._link = make_link(recipe.link_mbit, self.device)
+        self._elastic = Elastic(self) if recipe.elastic else None
+        self.folder = RunFolder(recipe.folder, -1 if self._elastic else self.rank, self.clock)
+        self.link = make_link(recipe.link_mbit, self.device)
         self._means = Averages()
         self._rounds = RoundLog(recipe, self.folder, self.device)
         self._stop = StopSignal()
@@ -69,11 +73,15 @@ class Run:
         self._bar: tqdm[Any] | None = None
 
     def __enter__(self) -> Run:
-        self._made_group = join(self.device, self.recipe.timeout, settings(self.recipe))
         torch.manual_seed(self.recipe.seed * 1_000_003 + self.rank)  # rank 0's initial parameters are broadcast
+        self._stop.listen()
+        if self._elastic:
+            self._made_group = False
+            self._elastic.meet()
+            return self
+        self._made_group = join(self.device, self.recipe.timeout, settings(self.recipe))
         self.folder.open(self.recipe, self.world_size, self.device)
         self._mesh = make_mesh(self.device, self.recipe.per_node, self.recipe.zero, self.recipe.timeout)
-        self._stop.listen()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -107,6 +115,8 @@ class Run:
     def make_method(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Method]:
         """The model to call in the loop, and the recipe's method: see core.methods.make_method."""
         r = self.recipe
+        if self._elastic:
+            return self._elastic.make_method(model)
         return make_method(
             r.method,
             model,
@@ -120,7 +130,7 @@ class Run:
             shard=r.shard,
             offload=r.offload,
             timeout=r.timeout,
-            link=self._link,
+            link=self.link,
         )
 
     def begin(
@@ -132,15 +142,21 @@ class Run:
         *,
         epoch: int,
         total: int,
+        samples: int = 0,
     ) -> int:
         """Resumes where the recipe says so, and starts the clock and the progress bar; returns the steps taken so far.
 
-        epoch, total: the optimiser steps of an epoch and of the whole run. The rest is what a checkpoint holds.
+        epoch, total: the optimiser steps of an epoch and of the whole run. samples: of the training set, which elastic
+        runs deal out anew. The rest is what a checkpoint holds.
         """
         self._parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
         self._schedule, self._method, self._total = schedule, method, total
-        seconds = self._resume() if self.recipe.resume else 0.0
-        self.folder.begin(self.step)
+        self._seconds = 0.0
+        if self._elastic:
+            self._elastic.begin(samples, epoch)
+        else:
+            self._resume()
+            self.folder.begin(self.step)
         tau = self.recipe.co2.tau
         if self.rank == 0 and self.recipe.method != "ddp" and isinstance(tau, int) and total < tau:
             remedy = "give a smaller --co2.tau or more --epochs"
@@ -150,10 +166,21 @@ class Run:
         interval = 0.5 if sys.stderr.isatty() else 20.0
         label = f"{self.recipe.name} {self.recipe.method}"
         self._bar = tqdm(total=total, initial=self.step, desc=label, disable=self.rank != 0, mininterval=interval)
-        self.clock.start(seconds)
+        self.clock.start(self._seconds)
         return self.step
 
     # -- in the loop ----------------------------------------------------------------------------------------
+
+    def batches(self, make: Callable[[Any, int, int, int, int], Iterator[T]]) -> Iterator[T]:
+        """This worker's training batches. make: (recipe, rank, world_size, start, total) -> those of the steps from
+        `start` to `total` of a run whose workers stay the same."""
+        if self._elastic:
+            return self._elastic.batches(make, self.step, self._total)
+        return make(self.recipe, self.rank, self.world_size, self.step, self._total)
+
+    def evaluates(self, step: int) -> bool:
+        """Whether an evaluation is due at a boundary after so many steps."""
+        return step < self._total and self._evaluation.would_be(step)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Autocast to the recipe's precision where the device has it."""
@@ -217,30 +244,50 @@ class Run:
 
     def sum(self, *values: float | Tensor) -> list[float]:
         """Sums over all workers, in float64; every worker must call it."""
-        return sum_over_workers(values, self.device)
+        return self.sum_tensor(
+            torch.tensor([float(v) for v in values], dtype=torch.float64, device=self.device)
+        ).tolist()
+
+    def sum_tensor(self, values: Tensor) -> Tensor:
+        """The sum over all workers; every worker must call it."""
+        if self._elastic:
+            return self._elastic.sum(values)
+        if dist.is_initialized():
+            dist.all_reduce(values)
+        return values
 
     # -- checkpoints and the end ----------------------------------------------------------------------------
 
     def save(self) -> None:
         """Writes a checkpoint, at a round boundary or after method.finish(); every worker must call it."""
         with self.clock.paused():
-            self._rounds.read()
-            state = {name: part.state_dict() for name, part in self._parts.items()}
-            state |= {
-                "step": self.step,
-                "method": {"name": self.recipe.method, "state": self._method.state_dict()},
-                "totals": self._rounds.overlap.state_dict() | {"seconds": self.clock.seconds},
-                "means": self._means.state_dict(),
-                "rng": random_state(self.device),
-            }
+            if self._elastic:
+                return self._elastic.save()
             place = {"rank": self.rank, "world_size": self.world_size, "attempt": self.folder.attempt}
-            checkpoint.save(self.folder.checkpoints, self.step, state, **place)
+            checkpoint.save(self.folder.checkpoints, self.step, self.state(), **place)
 
-    def _resume(self) -> float:
-        """Restores the newest checkpoint, if there is one; returns the seconds of training that led to it."""
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds."""
+        self._rounds.read()
+        state = {name: part.state_dict() for name, part in self._parts.items()}
+        return state | {
+            "step": self.step,
+            "method": {"name": self.recipe.method, "state": self._method.state_dict()},
+            "totals": self._rounds.overlap.state_dict() | {"seconds": self.clock.seconds},
+            "means": self._means.state_dict(),
+            "rng": random_state(self.device),
+        }
+
+    def _resume(self) -> None:
+        """Restores the newest checkpoint, if that is wanted and there is one."""
+        if not self.recipe.resume:
+            return
         state = checkpoint.load(self.folder.checkpoints, rank=self.rank, world_size=self.world_size)
-        if state is None:
-            return 0.0
+        if state is not None:
+            self.restore(state)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from `state`; without random states this worker keeps its own."""
         if state["method"]["name"] != self.recipe.method:
             raise UserError(f"{self.folder.path} was trained with {state['method']['name']}, not {self.recipe.method}")
         for name, part in self._parts.items():
@@ -248,9 +295,10 @@ class Run:
         self._method.load_state_dict(state["method"]["state"])
         self._rounds.overlap.load_state_dict(state["totals"])
         self._means.load_state_dict(state["means"])
-        set_random_state(state["rng"], self.device)
+        if "rng" in state:
+            set_random_state(state["rng"], self.device)
         self.step = int(state["step"])
-        return state["totals"]["seconds"]
+        self._seconds = state["totals"]["seconds"]
 
     def stop(self) -> None:
         """Ends the run early, in place of method.finish(), the last evaluation and end().
@@ -259,20 +307,36 @@ class Run:
         evaluated: what stopped it may leave no time, and the resumed run will.
         """
         self.save()
-        number = largest_of_workers(self._stop.number, self.device)  # a signal may have come to one of them alone
+        if self._elastic:
+            number = self._stop.number or signal.SIGTERM  # the launcher passes it on to all
+        else:
+            number = largest_of_workers(self._stop.number, self.device)  # a signal may have come to one of them alone
         self._method.finish()  # the checkpoint knows nothing of this: the workers part in peace
-        self._summarise({"stopped_by_signal": number})
+        self._part(lambda: self._summarise({"stopped_by_signal": number}))
 
     def end(self, results: dict[str, float]) -> None:
         """Call it after method.finish() and the last evaluation: saves, writes summary.json and closes the method.
 
         results: what the last evaluation measured; summary.json holds it with what communication cost.
         """
-        self.save()
-        self._summarise(results)
+
+        def conclude() -> None:
+            self.save()
+            self._summarise(results)
+
+        self._part(conclude)
+
+    def _part(self, conclude: Callable[[], None]) -> None:
+        """Concludes the run, and leaves the other workers."""
+        self._rounds.finish(self.step)
+        if self._elastic:
+            self._elastic.together(conclude)
+            self._elastic.close()
+        else:
+            conclude()
+            self._method.close()
 
     def _summarise(self, results: dict[str, float]) -> None:
-        self._rounds.finish(self.step)
         seconds = self.clock.seconds
         summary = {
             **results,
@@ -284,7 +348,6 @@ class Run:
         if self._bar is not None:
             self._bar.close()  # before the table is printed
         self.folder.summarise(self.recipe, summary)
-        self._method.close()
 
 
 def _zero() -> Any:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from training.backward import Scalars, backward_in_parts
+from training.elastic import repeated
 from training.optim import clip_gradients, make_optimizer, make_schedule
 from training.recipe import dry_run, launch, parse
 from training.run import Run
@@ -58,10 +59,10 @@ def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset)
     total = epoch * recipe.epochs
     schedule = make_schedule(optimizer, total, recipe.optim)
     wrapped, method = run.make_method(model, optimizer)
-    start = run.begin(model, optimizer, schedule, method, epoch=epoch, total=total)
+    run.begin(model, optimizer, schedule, method, epoch=epoch, total=total, samples=len(train_set))
 
     model.train()
-    for images, labels in train_set.train_batches(recipe, run.rank, run.world_size, start, total):
+    for images, labels in run.batches(train_set.train_batches):
         images = to_device(images, run.device, recipe.channels_last)
         scalars = backward(run, recipe, wrapped, images, labels.to(run.device, non_blocking=True))
         clip_gradients(model, recipe.optim)
@@ -105,6 +106,7 @@ def fake_step(step: Step, recipe: VisionRecipe, model: nn.Module, samples: int) 
     backward(step, recipe, model, images, torch.zeros(samples, dtype=torch.int64))
 
 
+@repeated
 @torch.no_grad()
 def evaluate(run: Run, recipe: VisionRecipe, model: nn.Module, test_set: Dataset) -> dict[str, float]:
     """Top-1, top-5 and loss over the whole test set, each worker on its share."""
