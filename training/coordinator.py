@@ -56,7 +56,7 @@ class Coordinator:
         members = [name for name in self.members if name in alive]
         ready = [name for name in alive if name not in self.members and self._is_set(f"ready/{name}")]
         if not members:
-            if alive and len(ready) == len(alive):  # the start, or all were lost
+            if alive and len(ready) == len(alive) and not self._is_set("over"):  # the start, or all were lost
                 self._list(sorted(ready, key=lambda name: [int(part) for part in name.split(".")]), planned=True)
             return
         if len(members) < len(self.members):
