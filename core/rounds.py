@@ -43,6 +43,11 @@ class LocalMethod(ABC):
     For subclasses: tau_max, tau_margin: of tau auto, see TauTuner. sync_steps: so many first steps after each of which
     all wait for the mean of the parameters. scalars: name -> how many numbers of that name travel along, beside those
     that every method has. parts, on_host: see flat.Bucket. backend: of the communication, None for the group's own.
+
+    skip_after: seconds that a boundary waits for a mean, None for as long as it takes. A round whose predecessor's mean
+    does not come, as when a link is down, goes on for tau local steps more, and so on: nothing is thrown away, nor sent
+    before it has come. Each worker decides by itself, for the outer state follows from the means alone, whenever they
+    are merged. Set it before the first step.
     """
 
     more_scalars: ClassVar[Mapping[str, int]] = {}  # of a class, as `scalars`
@@ -76,6 +81,8 @@ class LocalMethod(ABC):
         check_inputs(self.tau, given, self.params, self.buffers, self._model_params)
         self.local_steps = 0  # since the last round closed
         self.sync_steps = sync_steps  # those that are left
+        self.skip_after: float | None = None
+        self._spans = 1  # of tau local steps each, that the round that runs has
         workers = dist.get_world_size(group) if dist.is_initialized() else 1
         self.scalars = Scalars(Agreement.sizes(workers, self.tuner) | dict(scalars or {}) | self.more_scalars)
         self.buckets = make_buckets(self.params, self.buffers, self.scalars.numel, parts, on_host)
@@ -104,12 +111,15 @@ class LocalMethod(ABC):
         if self.sync_steps:
             return self._synchronise(finished=False)
         self.local_steps += 1
-        if self.local_steps < self.tau:
+        if self.local_steps < self._spans * self.tau:
             if self.local_steps == 1:
                 self._clock.steps_begin()
             self.background.done()  # an error is known as soon as it can be
-            if self.background.in_flight and self.arrives():
+            if self.background.in_flight and self.arrives() and not self._is_late():
                 self._merge_early()
+            return False
+        if self._is_late():
+            self._spans += 1
             return False
         check_frozen(self._frozen)
         self._boundary(finished=False)
@@ -216,6 +226,7 @@ class LocalMethod(ABC):
             self.tuner.load_state_dict(state["tuner"])
             self.tau = state["tau"]
         self.begin_round(self.rounds)
+        self._spans = self.local_steps // self.tau + 1
         self._watch.skip()  # the model may be loaded after this
 
     def close(self) -> None:
@@ -299,6 +310,12 @@ class LocalMethod(ABC):
 
     # -- of its own -----------------------------------------------------------------------------------------
 
+    def _is_late(self) -> bool:
+        """Whether what is in flight does not come within `skip_after` seconds."""
+        if self.skip_after is None or not self.background.in_flight:
+            return False
+        return not self.background.lands_within(self.skip_after)
+
     def _start_of_each(self) -> list[Tensor] | None:
         """Where the round began, a tensor a parameter; None: not known."""
         if self.starts:
@@ -319,6 +336,7 @@ class LocalMethod(ABC):
             self.begin_round(self.rounds)
             self._refresh_model()
             self._watch.begin()
+            self._spans = 1
         return everyone
 
     @torch.inference_mode(False)

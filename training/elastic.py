@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from core.elastic import ElasticCO2, Members, Over, Report, WorkersChanged
 from core.errors import UserError
@@ -73,6 +74,7 @@ class Elastic:
         self._nominal = run.world_size
         self._names: list[str] = []
         self._trains = False
+        self._seconds = 0.0
 
     def meet(self) -> None:
         """Finds the launcher, and compares the recipe with that of the first worker that came."""
@@ -103,8 +105,11 @@ class Elastic:
         self.method.may_join = lambda: not self.run.evaluates(self.drawn)
         return model, self.method
 
-    def begin(self, samples: int, epoch: int) -> None:
-        """Comes among the workers, with their state."""
+    def begin(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: LRScheduler, samples: int, epoch: int
+    ) -> float:
+        """Comes among the workers, with their state; returns the seconds of training that led to it."""
+        self._parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
         tau, every = self.method.tau, epoch * self.run.recipe.eval_every
         if every <= tau:
             raise UserError(
@@ -118,6 +123,7 @@ class Elastic:
             print(f"worker {self.members.name}: the run has ended before it could join", file=sys.stderr)
             sys.exit(0)
         self._trains = True
+        return self._seconds
 
     def batches(self, make: Callable[[Recipe, int, int, int, int], Iterator[T]], start: int, total: int) -> Iterator[T]:
         """The batches of steps `start` to `total`. make: (recipe, rank, workers, start, total) -> those of a run that
@@ -157,12 +163,21 @@ class Elastic:
 
     def state(self) -> dict[str, Any]:
         """What a newcomer needs, and a checkpoint holds."""
-        return self.run.state() | {"step": self.drawn, "deal": asdict(self.deal)}
+        parts = {name: part.state_dict() for name, part in self._parts.items()}
+        return parts | {
+            "method": self.method.state_dict(),
+            "step": self.drawn,
+            "deal": asdict(self.deal),
+            "seconds": self.run.clock.seconds,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Of a newcomer: it draws its own random numbers."""
-        self.run.restore({key: value for key, value in state.items() if key != "rng"})
-        self.deal, self.drawn = Deal(**state["deal"]), self.run.step
+        """Goes on from `state`. The optimiser's is that of the worker that gave it; random numbers are this one's."""
+        for name, part in self._parts.items():
+            part.load_state_dict(state[name])
+        self.method.load_state_dict(state["method"])
+        self.deal, self.drawn = Deal(**state["deal"]), state["step"]
+        self.run.step, self._seconds = self.drawn, state["seconds"]
 
     def save(self) -> None:
         """Writes a checkpoint, on the first worker alone; UserError where it cannot."""
@@ -176,10 +191,8 @@ class Elastic:
         run, number = self.run, self.members.generation
         state = load(run.folder.checkpoints) if run.recipe.resume or number > 1 else None
         if state is not None:
-            run.restore(state)
-            self.drawn = run.step
-            deal = Deal(**state["deal"])
-            self.deal = deal.again(number, self.drawn, self.members.size, self.samples, self.share)
+            self.restore(state)
+            self.deal = self.deal.again(number, self.drawn, self.members.size, self.samples, self.share)
         run.folder.begin(run.step)
 
     # -- changes ----------------------------------------------------------------------------------------------

@@ -151,11 +151,10 @@ class Run:
         """
         self._parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
         self._schedule, self._method, self._total = schedule, method, total
-        self._seconds = 0.0
         if self._elastic:
-            self._elastic.begin(samples, epoch)
+            seconds = self._elastic.begin(model, optimizer, schedule, samples, epoch)
         else:
-            self._resume()
+            seconds = self._resume() if self.recipe.resume else 0.0
             self.folder.begin(self.step)
         tau = self.recipe.co2.tau
         if self.rank == 0 and self.recipe.method != "ddp" and isinstance(tau, int) and total < tau:
@@ -166,7 +165,7 @@ class Run:
         interval = 0.5 if sys.stderr.isatty() else 20.0
         label = f"{self.recipe.name} {self.recipe.method}"
         self._bar = tqdm(total=total, initial=self.step, desc=label, disable=self.rank != 0, mininterval=interval)
-        self.clock.start(self._seconds)
+        self.clock.start(seconds)
         return self.step
 
     # -- in the loop ----------------------------------------------------------------------------------------
@@ -260,34 +259,26 @@ class Run:
 
     def save(self) -> None:
         """Writes a checkpoint, at a round boundary or after method.finish(); every worker must call it."""
+        if self._elastic:
+            return self._elastic.save()
         with self.clock.paused():
-            if self._elastic:
-                return self._elastic.save()
+            self._rounds.read()
+            state = {name: part.state_dict() for name, part in self._parts.items()}
+            state |= {
+                "step": self.step,
+                "method": {"name": self.recipe.method, "state": self._method.state_dict()},
+                "totals": self._rounds.overlap.state_dict() | {"seconds": self.clock.seconds},
+                "means": self._means.state_dict(),
+                "rng": random_state(self.device),
+            }
             place = {"rank": self.rank, "world_size": self.world_size, "attempt": self.folder.attempt}
-            checkpoint.save(self.folder.checkpoints, self.step, self.state(), **place)
+            checkpoint.save(self.folder.checkpoints, self.step, state, **place)
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
-        self._rounds.read()
-        state = {name: part.state_dict() for name, part in self._parts.items()}
-        return state | {
-            "step": self.step,
-            "method": {"name": self.recipe.method, "state": self._method.state_dict()},
-            "totals": self._rounds.overlap.state_dict() | {"seconds": self.clock.seconds},
-            "means": self._means.state_dict(),
-            "rng": random_state(self.device),
-        }
-
-    def _resume(self) -> None:
-        """Restores the newest checkpoint, if that is wanted and there is one."""
-        if not self.recipe.resume:
-            return
+    def _resume(self) -> float:
+        """Restores the newest checkpoint, if there is one; returns the seconds of training that led to it."""
         state = checkpoint.load(self.folder.checkpoints, rank=self.rank, world_size=self.world_size)
-        if state is not None:
-            self.restore(state)
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Goes on from `state`; without random states this worker keeps its own."""
+        if state is None:
+            return 0.0
         if state["method"]["name"] != self.recipe.method:
             raise UserError(f"{self.folder.path} was trained with {state['method']['name']}, not {self.recipe.method}")
         for name, part in self._parts.items():
@@ -295,10 +286,9 @@ class Run:
         self._method.load_state_dict(state["method"]["state"])
         self._rounds.overlap.load_state_dict(state["totals"])
         self._means.load_state_dict(state["means"])
-        if "rng" in state:
-            set_random_state(state["rng"], self.device)
+        set_random_state(state["rng"], self.device)
         self.step = int(state["step"])
-        self._seconds = state["totals"]["seconds"]
+        return state["totals"]["seconds"]
 
     def stop(self) -> None:
         """Ends the run early, in place of method.finish(), the last evaluation and end().
