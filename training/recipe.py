@@ -100,6 +100,9 @@ class Recipe:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout: float = 600.0
     """Seconds until a missing worker is an error."""
+    skip_after: float | None = None
+    """Seconds that a boundary waits for a mean, as while a link is down: then the round goes on for tau steps more.
+    None: as long as it takes, up to --timeout."""
     link_mbit: float | None = None
     """Hold collectives back in software as a link of this many Mbit/s would; None for the real link."""
     out: Path | None = None
@@ -148,6 +151,21 @@ class Recipe:
         check_settings(self.method, self.co2, self.delayed, shard=self.shard, offload=self.offload)
         if self.elastic:
             self._check_elastic()
+        if self.skip_after is not None:
+            self._check_skip_after()
+
+    def _check_skip_after(self) -> None:
+        """Refuses it where nothing is in flight at a boundary, or boundaries would lie at unlike steps."""
+        if not 0 < self.skip_after <= LARGEST:  # pyright: ignore[reportOptionalOperand]
+            raise UserError(f"skip_after={self.skip_after}: give seconds, above 0 and up to {LARGEST}")
+        for ok, what, remedy in (
+            (self.method in ("co2", "delayed", "overlap_local"), f"method={self.method!r}", "waits for every mean"),
+            (not self.elastic, "elastic", "drops a worker that is silent for --timeout seconds"),
+            (self.co2.tau != "auto", "co2.tau='auto'", "needs a number of local steps"),
+            (self.co2.delay != 0, "co2.delay=0", "waits for every mean"),
+        ):
+            if not ok:
+                raise UserError(f"skip_after does not go with {what}, which {remedy}: leave one of them out")
 
     def _check_elastic(self) -> None:
         """Refuses what does not go with workers that come and go."""

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from core.errors import UserError
 from core.methods import Method, make_method
+from core.rounds import LocalMethod
 from training import checkpoint
 from training.config import settings
 from training.counters import Averages, Due, Every, Stopwatch
@@ -117,7 +118,7 @@ class Run:
         r = self.recipe
         if self._elastic:
             return self._elastic.make_method(model)
-        return make_method(
+        wrapped, method = make_method(
             r.method,
             model,
             co2=r.co2,
@@ -132,6 +133,9 @@ class Run:
             timeout=r.timeout,
             link=self.link,
         )
+        if isinstance(method, LocalMethod):
+            method.skip_after = r.skip_after
+        return wrapped, method
 
     def begin(
         self,
@@ -203,12 +207,18 @@ class Run:
             self._rounds.close_round(self.step, self._method)
         if self.step % self.recipe.log_every == 0:
             self._log_means()
-        open_end = closed and self.step < self._total
+        open_end = (closed or self._skipped()) and self.step < self._total
         return Due(
             evaluation=open_end and self._evaluation.due(self.step),
             checkpoint=open_end and self._saving.due(self.step),
             stop=self.step < self._total and self._stops(closed),
         )
+
+    def _skipped(self) -> bool:
+        """Whether this step would have closed a round, but for a mean that did not come: evaluations and checkpoints
+        are due at the same steps on all workers, though some close their rounds later."""
+        m = self._method
+        return self.recipe.skip_after is not None and isinstance(m, LocalMethod) and m.local_steps % m.tau == 0
 
     def _stops(self, closed: bool) -> bool:
         """Whether the run ends here, by a signal to any worker: all of them stop at the same step."""
