@@ -76,7 +76,7 @@ def main() -> None:
     for planned in plan(asked):
         if time.monotonic() > until:
             break
-        if any(row["id"] == planned["id"] for row in rows):
+        if any(all(row.get(key) == value for key, value in planned.items()) for row in rows):
             continue
         rows.append(planned | suffer(context, planned))
         print(json.dumps(rows[-1]), flush=True)
@@ -105,9 +105,9 @@ def plan(asked: Campaign) -> Iterator[Row]:
     rows = [{"harm": "none", "config": config} for config in CONFIGS for _ in range(asked.seeds)] + rows
     counts: dict[str, int] = {}
     for row in rows:
-        kind = "{harm} {config}".format(**row)
-        number = counts[kind] = counts.get(kind, -1) + 1
-        yield {"id": f"{kind} {number}", "seed": number % asked.seeds, **row}
+        alike = "{harm} {config}".format(**row)
+        number = counts[alike] = counts.get(alike, -1) + 1
+        yield row | {"seed": number % asked.seeds}
 
 
 def suffer(context: Any, planned: Row) -> Row:

@@ -173,7 +173,7 @@ def toy(folder: str, where: str, who: str, resume: bool, pace: float) -> None:
     write = elastic.save
 
     def half(target: Path, step: int, data: memoryview) -> None:
-        if where == "checkpoint":
+        if where == "checkpoint" and target.exists():
             (target / f"step{step:09d}.0.elastic.tmp").write_bytes(b"half")
             dies("checkpoint")
         write(target, step, data)
