@@ -36,7 +36,7 @@ from core.errors import UserError
 
 POLL = 0.02  # seconds between two looks at the workers
 SILENCE = 15.0  # seconds without a sign of life after which a node's launcher is lost
-PATIENCE = 40.0  # seconds that workers get to save and end after a signal
+PATIENCE = 60.0  # seconds that workers get to save and end after a signal
 
 
 class Coordinator:
