@@ -4,8 +4,9 @@ PY := .venv/bin/python
 # One thread per process: several ranks or test workers share the cores. Offline: no test may download.
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest
 PYTEST_ARGS ?=
+CHAOS ?=
 
-.PHONY: help setup demo test test-slow test-gpu test-root lint clean
+.PHONY: help setup demo test test-slow test-gpu test-root chaos lint clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -35,6 +36,9 @@ test-gpu: setup ## run the tests that need a CUDA device
 
 test-root: setup ## run the tests that make network namespaces
 	$(PYTEST) -m root $(PYTEST_ARGS)
+
+chaos: setup ## kill workers, cut links, fill disks under small runs: results/chaos.md (hours; CHAOS="--kills 10 ..." scales it)
+	OMP_NUM_THREADS=1 $(PY) -m bench.chaos $(CHAOS)
 
 lint: setup ## ruff, and pyright's checks on core
 	$(PY) -m ruff check .

@@ -14,7 +14,9 @@ import json
 import multiprocessing
 import random
 import shutil
+import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -71,6 +73,7 @@ def main() -> None:
         require_namespaces()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs what `finally` says
     until = time.monotonic() + 60 * asked.minutes
     rows = json.loads(asked.out.read_text()) if asked.out.exists() else []
     for planned in plan(asked):
@@ -85,7 +88,7 @@ def main() -> None:
 
 
 def plan(asked: Campaign) -> Iterator[Row]:
-    """The runs, harms of all kinds and configurations mixed, so that a part of the campaign is a sample of it."""
+    """The runs, with and without harm, all mixed, so that a part of the campaign is a sample of it."""
     rng = random.Random(asked.seed)
     kills = [(config, phase) for phase in PHASES for config in CONFIGS if config != "ddp" or phase != "flight"]
     rows: list[Row] = []
@@ -101,8 +104,8 @@ def plan(asked: Campaign) -> Iterator[Row]:
     for row in rows:
         whole = row.get("phase") == "checkpoint" and row["config"] in ELASTIC  # whose first worker alone writes it
         row |= {"who": 0 if whole or row["harm"] == "disk" else rng.randrange(WORKERS), "step": rng.randint(8, 60)}
+    rows += [{"harm": "none", "config": config} for config in CONFIGS for _ in range(asked.seeds)]
     rng.shuffle(rows)
-    rows = [{"harm": "none", "config": config} for config in CONFIGS for _ in range(asked.seeds)] + rows
     counts: dict[str, int] = {}
     for row in rows:
         alike = "{harm} {config}".format(**row)
@@ -132,6 +135,8 @@ def elastic(context: Any, planned: Row, folder: Path) -> Row:
             make = functools.partial(Crew, context, work, args, WORKERS, int(planned["harm"] == "rejoin"), **options)
             crew = net.cluster.inside(WORKERS, make) if net.cluster else make()
             status = crew.run()
+        if crew.signalled:
+            sys.exit(status)
         attempts, hung = attempts + 1, crew.timed_out
     return {"attempts": attempts, "status": status, "hung": hung}
 

@@ -97,16 +97,17 @@ def group(
     for rank in range(workers):
         env = shared | {"RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "CO2_ATTEMPT": str(attempt)}
         started.append(Forked(context.Process(target=_worker, args=(env, place(cluster, rank), target, args))))
-    status, end = 0, time.monotonic() + late
-    while any(p.poll() is None for p in started) and time.monotonic() < end:
-        watch()
-        failed = [p.returncode for p in started if p.returncode]
-        if failed and not status:
-            status, end = int(failed[0]), min(end, time.monotonic() + patience)
-        time.sleep(0.02)
-    hung = any(p.poll() is None for p in started)
-    for process in started:
-        process.kill()
+    status, hung, end = 0, True, time.monotonic() + late
+    try:
+        while time.monotonic() < end and (hung := any(p.poll() is None for p in started)):
+            watch()
+            failed = [p.returncode for p in started if p.returncode]
+            if failed and not status:
+                status, end = int(failed[0]), min(end, time.monotonic() + patience)
+            time.sleep(0.02)
+    finally:
+        for process in started:
+            process.kill()
     return status or next((p.returncode for p in started if p.returncode), 0), hung
 
 
