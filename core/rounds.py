@@ -84,7 +84,7 @@ class LocalMethod(ABC):
         self.skip_after: float | None = None
         self._spans = 1  # of tau local steps each, that the round that runs has
         workers = dist.get_world_size(group) if dist.is_initialized() else 1
-        self.scalars = Scalars(Agreement.sizes(workers, self.tuner) | dict(scalars or {}) | self.more_scalars)
+        self.scalars = Scalars(Agreement.sizes(workers, self.tuner) | dict(scalars or {}) | dict(self.more_scalars))
         self.buckets = make_buckets(self.params, self.buffers, self.scalars.numel, parts, on_host)
         self.scalars.attach(self.buckets[0].scalars)
         device = self.buckets[0].flat.device

@@ -27,8 +27,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from core.elastic import ElasticCO2, Members, Over, Report, WorkersChanged
+from core.elastic import ElasticCO2, WorkersChanged
 from core.errors import UserError
+from core.members import Members, Over, Report
 from training.config import settings
 from training.sampling import per_worker, steps_per_epoch
 from training.start import difference

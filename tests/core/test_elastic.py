@@ -14,7 +14,8 @@ import torch.distributed as dist
 from bench.chaos.crew import Crew
 from core import testing
 from core.co2 import CO2Config
-from core.elastic import ElasticCO2, Members, Over
+from core.elastic import ElasticCO2
+from core.members import Members, Over
 from tests import problems
 from tests.problems import flat, sgd_step
 
