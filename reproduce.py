@@ -259,7 +259,15 @@ def stand_in(row: Row, workers: int, seed: int, extra: Mapping[str, Any] | None 
     folder = Path("runs/local", f"{row.task}-{run_name(load_recipe(row.task, row.local), row, overrides, seed)}")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
     tau = {"co2.tau": row.tau} if row.tau else {}
-    recipe = ["-m", f"{row.task}.train", row.local, "--method", row.method, *options(tau | overrides)]
+    recipe = [
+        "-m",
+        f"{row.task}.train",
+        row.local,
+        "--no_recommended",
+        "--method",
+        row.method,
+        *options(tau | overrides),
+    ]
     return folder, [*torchrun, *recipe, "--seed", str(seed), "--out", str(folder), "--resume"]
 
 

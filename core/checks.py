@@ -78,8 +78,10 @@ def check_frozen(frozen: Sequence[Tensor]) -> None:
         )
 
 
-def check_workers(state: Mapping[str, Any], workers: int) -> None:
-    """Refuses a checkpoint whose sum in flight is over another number of workers."""
+def check_run(state: Mapping[str, Any], method: str, workers: int) -> None:
+    """Refuses a checkpoint of another method, or whose sum in flight is over another number of workers."""
+    if state["method"] != method:
+        raise UserError(f"the checkpoint is of {state['method']}, not {method}: resume with its method")
     if state["in_flight"] is not None and state["workers"] != workers:
         raise UserError(
             f"the checkpoint holds a sum over {state['workers']} workers that was in flight, here there are "

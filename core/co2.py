@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -34,10 +34,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from . import outer
-from .collectives import Link
+from .collectives import AllReduce, Link
 from .config import SCHEDULED, CO2Config, Schedule, check_stable, scheduled
 from .errors import UserError
 from .fast import make_boundary
+from .fast.wire import Wire
 from .rounds import Landing, LocalMethod
 
 
@@ -107,6 +108,7 @@ class CO2(Scheduled):
             c.tau,
             tau_max=c.tau_max,
             tau_margin=c.tau_margin,
+            wires=c.wire.choices,
             sync_steps=c.sync_steps,
             buffers=buffers,
             model_params=model_params,
@@ -120,8 +122,8 @@ class CO2(Scheduled):
         sent = self.state.new("sent", of_params=True, own=True) if c.merge == "keep" else [None] * len(self.buckets)
         self.replicas = self.starts = self._x
         self.starts_roughly = c.merge != "outer"
-        if c.wire.format != "float32":
-            self.reducer = c.wire.reducer(self.buckets, self.scalars, self.background.rank, self.background.world_size)
+        self._wire: Wire = "float32"
+        self._take_wire(c.wire.choices[0])
         self._boundaries = [
             make_boundary(c.update, b.params, b.payload, x, m, y, merge=c.merge)
             for b, x, m, y in zip(self.buckets, self._x, self._m, sent, strict=True)
@@ -173,13 +175,12 @@ class CO2(Scheduled):
     def merge(self, *, finished: bool = False) -> Landing:
         """Steps 2 and 4 to 7, and the merge. In finish() no step follows, so nothing is mixed."""
         landing = self.receive(finished=finished)
-        if landing.empty:
-            self._last_lr = 0.0
-        else:
+        if not landing.empty:
             share = 0.0 if finished and self.config.delay != 0 else self.config.mix
             self._pass(replace(self.rule(), sends=False, merge=self.config.merge, share=share), moves=True)
-        if landing.last:
+        if landing.last:  # nothing is stale any more
             self._restart()
+            self._last_lr = 0.0
         return landing
 
     def _pass(self, rule: outer.Rule, *, moves: bool) -> None:
@@ -219,14 +220,26 @@ class CO2(Scheduled):
         self.stats.gap_mean, self.stats.gap_max = seen[1] / self._numel, seen[2]
         self.stats.clipped_share = seen[3] / self._numel
 
-    def step(self) -> bool:
-        """Call after every optimiser step. True when a round closed: then, with merge outer, all workers hold
-        x_{t+1,0}."""
+    def step(self, *, last: bool = False) -> bool:
+        """See LocalMethod. When a round closed, with merge outer, all workers hold x_{t+1,0}."""
         if self.config.gap == "inner" and self.local_steps == 0:
             self._first_step = self._displacement()
-        return super().step()
+        return super().step(last=last)
+
+    def _take_wire(self, format: str) -> None:
+        """What is sent from now on; nothing may be in flight. Error feedback begins with nothing held back."""
+        if format == self._wire:
+            return
+        workers = self.background.rank, self.background.world_size
+        self._wire = cast(Wire, format)
+        if self._wire == "float32":
+            self.reducer = AllReduce([b.flat for b in self.buckets], self.background.world_size)
+        else:
+            self.reducer = replace(self.config.wire, format=self._wire).reducer(self.buckets, self.scalars, *workers)
 
     def send(self, *, finished: bool) -> None:
+        if self.tuner:
+            self._take_wire(self.tuner.wire)  # chosen from what has landed, so alike on all workers
         if self.config.gap == "inner":
             self.scalars.set("first_step", self._first_step)
         super().send(finished=finished)
@@ -256,10 +269,13 @@ class CO2(Scheduled):
             "first_step": self._first_step.clone(),
             "last_lr": self._last_lr,
             "m_norm": self._m_norm.clone(),
+            "wire": self._wire,
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.config.wire.format == "auto":
+            self._take_wire(state.get("wire", self._wire))
         super().load_state_dict(state)
         self._inner_scale.copy_(state["inner_scale"])
         self._first_step = state["first_step"].to(self._m_norm)

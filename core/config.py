@@ -65,6 +65,8 @@ class CO2Config:
         require(whole, "sync_steps", "give a whole number of steps, 0 or more")
         self._check_delay(require)
         require(isinstance(self.wire, WireConfig), "wire", "give a WireConfig, such as core.WireConfig('int8')")
+        with_tau = "its format auto is chosen together with tau: set tau auto, or give a format"
+        require(self.wire.format != "auto" or self.tau == "auto", "wire", with_tau)
         require(self.update in PASSES, "update", f"choose one of {', '.join(PASSES)}")
 
     @classmethod
@@ -141,6 +143,22 @@ def check_stable(c: CO2Config) -> None:
         return
     if c.gap == "none" and not c.allow_unstable and not outer.settles(c.outer_lr, c.outer_momentum):
         raise UserError(unstable(c, "set gap='elementwise'", "a sum below 1"))
+
+
+def check_shared(c: CO2Config) -> None:
+    """check_stable, and refuses what needs the whole outer state in one place (ShardedCO2)."""
+    check_stable(c)
+    if c.gap == "inner":
+        raise UserError("gap='inner' needs unshared outer state; choose elementwise, norm or none")
+    if c.merge == "keep" or (c.merge == "mix" and c.at_boundary) or c.delay == 0:
+        raise UserError(
+            f"merge={c.merge!r} with delay={c.delay!r} needs the outer state whole; shared, it knows merge outer (the "
+            "paper), and mix with delay auto or a number of local steps"
+        )
+    if c.update != "fast":
+        raise UserError(f"update={c.update!r}: shared outer state has one pass of its own; leave it out")
+    if c.wire.format != "float32":
+        raise UserError(f"wire.format={c.wire.format!r} needs unshared outer state; here only 'float32' works")
 
 
 def unstable(c: CO2Config, remedy: str, limit: str) -> str:

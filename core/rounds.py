@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .agreement import Agreement
-from .checks import check_frozen, check_group, check_inputs, check_saved, check_workers
+from .checks import check_frozen, check_group, check_inputs, check_run, check_saved
 from .collectives import AllReduce, Background, Link, Reducer, Stage
 from .errors import UserError
 from .flat import Scalars, State, copy, local_shard, make_buckets, of_each, unique
@@ -40,9 +40,9 @@ class LocalMethod(ABC):
     and the model is refreshed from them at every boundary. group: the workers (None: all). timeout: seconds until a
     missing worker is an error. link: an emulated slow one.
 
-    For subclasses: tau_max, tau_margin: of tau auto, see TauTuner. sync_steps: so many first steps after each of which
-    all wait for the mean of the parameters. scalars: name -> how many numbers of that name travel along, beside those
-    that every method has. parts, on_host: see flat.Bucket. backend: of the communication, None for the group's own.
+    For subclasses: tau_max, tau_margin, wires: of tau auto, see TauTuner. sync_steps: so many first steps after each of
+    which all wait for the mean of the parameters. scalars: name -> how many numbers of that name travel along, beside
+    those that every method has. parts, on_host: see flat.Bucket. backend: of the communication, None for the group's.
 
     skip_after: seconds that a boundary waits for a mean, None for as long as it takes. A round whose predecessor's mean
     does not come, as when a link is down, goes on for tau local steps more, and so on: nothing is thrown away, nor sent
@@ -59,6 +59,7 @@ class LocalMethod(ABC):
         *,
         tau_max: int = 192,
         tau_margin: float = 0.25,
+        wires: Sequence[str] = ("float32",),
         sync_steps: int = 0,
         buffers: Iterable[Tensor] = (),
         model_params: Iterable[Tensor] = (),
@@ -76,10 +77,11 @@ class LocalMethod(ABC):
         self._frozen = [p for p in given if not p.requires_grad]
         self._model_params = [local_shard(p) for p in model_params]
         self.buffers = [b for b in fixed if b.is_floating_point()]
-        self.tuner = TauTuner(tau_max, tau_margin) if tau == "auto" else None
+        self.tuner = TauTuner(tau_max, tau_margin, wires) if tau == "auto" else None
         self.tau: int = self.tuner.tau if self.tuner else tau  # pyright: ignore[reportAttributeAccessIssue]
         check_inputs(self.tau, given, self.params, self.buffers, self._model_params)
         self.local_steps = 0  # since the last round closed
+        self._ended: bool | None = None  # after step(last=True): whether all workers have ended
         self.sync_steps = sync_steps  # those that are left
         self.skip_after: float | None = None
         self._spans = 1  # of tau local steps each, that the round that runs has
@@ -106,8 +108,14 @@ class LocalMethod(ABC):
 
     # -- for users ------------------------------------------------------------------------------------------
 
-    def step(self) -> bool:
-        """Call after every optimiser step (also one that a GradScaler skipped). True when a round closed."""
+    def step(self, *, last: bool = False) -> bool:
+        """Call after every optimiser step (also one that a GradScaler skipped). True when a round closed.
+
+        last: finish() follows. It then waits for one all-reduce, of which else it needs a second where a round has
+        just closed, only to hear that no worker has sent anything since.
+        """
+        if self._ended is not None:
+            raise UserError("step() after step(last=True): call finish() between them")
         if self.sync_steps:
             return self._synchronise(finished=False)
         self.local_steps += 1
@@ -118,21 +126,25 @@ class LocalMethod(ABC):
             if self.background.in_flight and self.arrives() and not self._is_late():
                 self._merge_early()
             return False
-        if self._is_late():
+        if not last and self._is_late():
             self._spans += 1
             return False
         check_frozen(self._frozen)
-        self._boundary(finished=False)
+        ended = self._boundary(finished=last)
+        self._ended = ended if last else None
         return True
 
     def finish(self) -> None:
         """Averages what is pending and leaves all workers with equal parameters. Every worker must call it.
 
         Workers may come here after different numbers of steps: the early ones take part in the others' rounds,
-        contributing no change, until all have arrived. Training may go on afterwards, and `stop_agreed` is False again.
+        contributing no change, until all have arrived. Their rounds have a round's usual size: nobody knows whether
+        another worker still trains, and one that does sends all it has. Training may go on afterwards, and
+        `stop_agreed` is False again.
         """
-        while not (self._synchronise(finished=True) if self.sync_steps else self._boundary(finished=True)):
-            pass
+        while not self._ended:
+            self._ended = self._synchronise(finished=True) if self.sync_steps else self._boundary(finished=True)
+        self._ended = None
         self._agreement.forget_stop()
 
     @torch.no_grad()
@@ -144,7 +156,7 @@ class LocalMethod(ABC):
         """
         self.background.discard()
         self.background.agree((type(self).__name__, self.signature()), self._shared_from_start)
-        self.local_steps = 0
+        self.local_steps, self._ended = 0, None
         self._start_from_params()
 
     def _start_from_params(self) -> None:
@@ -209,19 +221,16 @@ class LocalMethod(ABC):
 
         Load the model after this object was made, not before: making it broadcasts rank 0's parameters and buffers.
         """
-        if state["method"] != type(self).__name__:
-            raise UserError(
-                f"the checkpoint is of {state['method']}, not {type(self).__name__}: resume with its method"
-            )
+        check_run(state, type(self).__name__, self.background.world_size)
         here = self.state | self.reducer.state | {"all-reduce": [b.flat for b in self.buckets]}
         saved = state["state"] | {"all-reduce": state["in_flight"] or here["all-reduce"]}
         check_saved(saved, here)
-        check_workers(state, self.background.world_size)
         self.background.restore(state["rounds"], state["in_flight"] is not None)
         for name, flats in here.items():
             copy(flats, saved[name])
         self.scalars["stop"].zero_()  # in flight since the run was stopped: it would end this one, too
-        self.local_steps, self.sync_steps = state["local_steps"], state["sync_steps"]
+        self.scalars["finished"].zero_()  # another worker may train on
+        self._ended, self.local_steps, self.sync_steps = None, state["local_steps"], state["sync_steps"]
         if self.tuner and state["tuner"]:
             self.tuner.load_state_dict(state["tuner"])
             self.tau = state["tau"]

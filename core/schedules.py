@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from .config import CO2Config, Schedule
 from .errors import UserError
+
+NUMBERS: dict[str, tuple[Callable[[str], Any], ...]] = {
+    "warm_up_momentum": (int,), "ramp_tau": (int,), "quadratic": (float, int),
+}  # fmt: skip
+FORMS = "warm_up_momentum:ROUNDS, ramp_tau:FIRST, or quadratic:SCALE:LEAST"
 
 
 def warm_up_momentum(beta: float, rounds: int) -> Callable[[int], dict[str, Any]]:
@@ -26,14 +32,15 @@ class QuadraticTau:
     """The quadratic synchronisation rule (Gu et al., ICLR 2024): tau = max(least, (scale / lr)^2, rounded down).
 
     lr: the inner learning rate of an optimiser step, counted from 0; taken where a round begins. most: never above.
+    begins: the step at which the first round does.
     """
 
-    def __init__(self, lr: Callable[[int], float], scale: float, least: int, most: int = 192):
+    def __init__(self, lr: Callable[[int], float], scale: float, least: int, most: int = 192, begins: int = 0):
         if not (1 <= least <= most and scale > 0):
             raise UserError(f"least={least}, most={most}, scale={scale}: give 1 <= least <= most and a scale above 0")
         self.lr, self.scale, self.least, self.most = lr, scale, least, most
         self._taus: list[int] = []
-        self._begins = 0  # the step at which the first round begins that is not in the list
+        self._begins = begins  # the step at which the first round begins that is not in the list
 
     def __call__(self, number: int) -> dict[str, Any]:
         while len(self._taus) <= number:
@@ -42,3 +49,37 @@ class QuadraticTau:
             self._taus.append(max(self.least, wanted))
             self._begins += self._taus[-1]
         return {"tau": self._taus[number]}
+
+
+def from_text(texts: Sequence[str], config: CO2Config, lr: Callable[[int], float]) -> Schedule | None:
+    """What `texts` name, as the command line gives them (FORMS), together; None of nothing.
+
+    config: says where the momentum and tau end: at outer_momentum and tau, of the quadratic rule at tau_max. lr: see
+    QuadraticTau.
+    """
+    parts = [_one(text, config, lr) for text in texts]
+    changed = [key for part in parts for key in part(0)]
+    if twice := next((key for key in changed if changed.count(key) > 1), None):
+        raise UserError(f"schedule {' '.join(texts)}: two of them change {twice}; give one")
+
+    def together(number: int) -> dict[str, Any]:
+        return {key: value for part in parts for key, value in part(number).items()}
+
+    return together if parts else None
+
+
+def _one(text: str, config: CO2Config, lr: Callable[[int], float]) -> Callable[[int], dict[str, Any]]:
+    name, *words = text.split(":")
+    try:
+        numbers = [kind(word) for kind, word in zip(NUMBERS[name], words, strict=True)]
+    except (KeyError, ValueError):
+        raise UserError(f"schedule {text!r}: give {FORMS}") from None
+    if name == "warm_up_momentum":
+        if not config.outer_momentum:
+            raise UserError(f"schedule {text}: outer_momentum=0 leaves nothing to warm up to; set it, or leave it out")
+        return warm_up_momentum(config.outer_momentum, *numbers)
+    if config.tau == "auto":
+        raise UserError(f"schedule {text}: tau auto chooses tau itself; give a number for tau, or leave it out")
+    if name == "ramp_tau":
+        return ramp_tau(config.tau, *numbers)
+    return QuadraticTau(lr, *numbers, most=config.tau_max, begins=config.sync_steps)

@@ -1,5 +1,5 @@
 """Choosing tau: the fewest local steps under which an all-reduce fits, and beside which a boundary's own work is small,
-from times measured while training."""
+from times measured while training; and with it whether a narrow wire pays."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ CALIBRATION_TAU = 4  # local steps a round until the first decision
 WARM_UP = 1  # rounds whose numbers are left out: kernels are picked, connections opened
 WINDOW = 5  # rounds over which medians are taken
 COST = 0.02  # a boundary's own work, as a share of the local steps' time
+SETTLE = 4  # rounds after another wire is taken until its times are heard, at most
 NUMBERS = 3  # that each worker tells: seconds of a local step, of an all-reduce, of a boundary's own work
 
 
@@ -33,6 +34,13 @@ class TauDecision:
     allreduce_seconds: float
     """The all-reduce, from the last worker's launch to its landing."""
     reason: str
+    wire: str = "float32"
+    """From this round on; tau follows once that wire's times are known."""
+
+    @property
+    def exposed_share(self) -> float:
+        """Of the time, by the times above and with the new tau."""
+        return max(0.0, 1 - self.new * self.step_seconds / self.allreduce_seconds)
 
 
 def smallest_tau(allreduce_seconds: float, step_seconds: float, margin: float) -> int:
@@ -50,12 +58,18 @@ class TauTuner:
     Both are medians over the last rounds. tau grows as soon as the all-reduce no longer fits; it shrinks only
     when a quarter fewer steps would do, so that noise does not move it.
 
+    wires: formats, the first to begin with, each narrower than the one before. Where a mean takes longer than a local
+    step, and so is not fresh, the next is tried, once, and kept if it needs fewer steps, with what its encoding takes.
+
     margin: by how much the local steps should outlast the all-reduce. tau_max: never above.
+    Attributes: tau; wire, to be taken for what is sent next.
     """
 
-    def __init__(self, tau_max: int, margin: float = 0.25):
+    def __init__(self, tau_max: int, margin: float = 0.25, wires: Sequence[str] = ("float32",)):
         self.tau = min(CALIBRATION_TAU, tau_max)
         self.tau_max, self.margin = tau_max, margin
+        self.wire, *self._narrower = wires
+        self._wider: tuple[str, int] | None = None  # while a wire is tried: the one before, and the tau that it needs
         self.decisions: list[TauDecision] = []
         self._heard = 0
         self._steps: deque[float] = deque(maxlen=WINDOW)
@@ -100,6 +114,8 @@ class TauTuner:
         step, allreduce = median(self._steps), median(self._allreduces)
         boundary = min(self._boundaries)  # what disturbs it only adds to it
         wanted = max(smallest_tau(allreduce, step, self.margin), smallest_tau(boundary / COST, step, 0.0))
+        if change := self._another_wire(step, allreduce, wanted):
+            return self._decided(round, change[0], step, allreduce, change[1])
         new = min(wanted, self.tau_max)
         # half the margin may be used up
         least = max(smallest_tau(allreduce, step, self.margin / 2), smallest_tau(boundary / COST, step, -0.25))
@@ -107,10 +123,32 @@ class TauTuner:
         wasteful = new <= 0.75 * self.tau
         if self.decisions and (new == self.tau or (fits and not wasteful)):  # the first is always told
             return None
-        decision = TauDecision(round, self.tau, new, step, allreduce, self._reason(step, allreduce, boundary, wanted))
-        self.tau = new
+        return self._decided(round, new, step, allreduce, self._reason(step, allreduce, boundary, wanted))
+
+    def _decided(self, round: int, new: int, step: float, allreduce: float, why: str) -> TauDecision:
+        decision = TauDecision(round, self.tau, min(new, self.tau_max), step, allreduce, why, self.wire)
+        self.tau = decision.new
         self.decisions.append(decision)
         return decision
+
+    def _another_wire(self, step: float, allreduce: float, wanted: int) -> tuple[int, str] | None:
+        """If the wire changes now: tau until its times are known, and why. wanted: the tau that the present needs."""
+        text = f"over {self.wire} the mean takes {allreduce:.4g} s and a local step {step:.4g} s"
+        if self._wider is not None:
+            (wider, needed), self._wider = self._wider, None
+            if wanted < needed:
+                return None
+            why = f"{text}: {wanted} steps needed, over {wider} {needed}, which is taken again"
+            self.wire, self._narrower, tau = wider, [], needed
+        elif self._narrower and allreduce > step:
+            self._wider, self.wire = (self.wire, wanted), self._narrower.pop(0)
+            tau, why = wanted, f"{text}: {self.wire} is tried"
+        else:
+            return None
+        self._heard = -SETTLE
+        for times in (self._steps, self._allreduces, self._boundaries):
+            times.clear()
+        return tau, why
 
     def _reason(self, step: float, allreduce: float, boundary: float, wanted: int) -> str:
         text = f"the all-reduce takes {allreduce:.4g} s and a local step {step:.4g} s"
@@ -129,6 +167,7 @@ class TauTuner:
             "steps": list(self._steps),
             "allreduces": list(self._allreduces),
             "boundaries": list(self._boundaries),
+            "wire": (self.wire, list(self._narrower), self._wider),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -137,3 +176,4 @@ class TauTuner:
         self._steps = deque(state["steps"], maxlen=WINDOW)
         self._allreduces = deque(state["allreduces"], maxlen=WINDOW)
         self._boundaries = deque(state["boundaries"], maxlen=WINDOW)
+        self.wire, self._narrower, self._wider = state.get("wire", (self.wire, self._narrower, None))

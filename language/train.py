@@ -92,7 +92,7 @@ def train(run: Run, recipe: LanguageRecipe, corpus: Corpus, objective: Objective
     epoch = recipe.epoch_steps or steps_per_epoch(samples, recipe.batch_size)
     total = epoch * recipe.epochs
     schedule = make_schedule(optimizer, total, recipe.optim)
-    wrapped, method = run.make_method(model, optimizer)
+    wrapped, method = run.make_method(model, optimizer, total)
     run.begin(model, optimizer, schedule, method, epoch=epoch, total=total, samples=samples)
 
     model.train()
@@ -102,7 +102,7 @@ def train(run: Run, recipe: LanguageRecipe, corpus: Corpus, objective: Objective
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        due = run.after_step(method.step(), train_loss=loss)
+        due = run.after_step(method.step(last=run.at_last_step), train_loss=loss)
         if due.evaluation:
             evaluate(run, recipe, model, corpus, objective, {"val": corpus.val[: recipe.eval_tokens]})
         if due.checkpoint:

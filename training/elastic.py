@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from core.co2 import Schedule
 from core.elastic import ElasticCO2, WorkersChanged
 from core.errors import UserError
 from core.members import Members, Over, Report
@@ -91,14 +92,12 @@ class Elastic:
         if verdict := difference(first, mine, self.run.rank):
             raise UserError(verdict)
 
-    def make_method(self, model: nn.Module) -> tuple[nn.Module, ElasticCO2]:
+    def make_method(self, model: nn.Module, schedule: Schedule | None) -> tuple[nn.Module, ElasticCO2]:
         """The model, and the method, still alone."""
         r = self.run.recipe
         buffers = list(model.buffers()) if r.average_buffers else []
-        link = self.run.link
-        self.method = ElasticCO2(
-            model.parameters(), r.co2, members=self.members, buffers=buffers, timeout=r.timeout, link=link
-        )
+        options = {"buffers": buffers, "timeout": r.timeout, "link": self.run.link, "schedule": schedule}
+        self.method = ElasticCO2(model.parameters(), r.co2, members=self.members, **options)
         self.method.background.tell = self._tell
         self.method.background.on_change = self._on_change
         self.method.snapshot = self.state

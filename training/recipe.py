@@ -21,7 +21,8 @@ import torch
 import tyro
 from torch import nn
 
-from core import CO2Config, UserError
+from core import CO2Config, UserError, schedules
+from core.config import scheduled
 from core.elastic import check_elastic
 from core.groups import local_world_size
 from core.methods import DelayedConfig, MethodName, OverlapLocalConfig, SlowMoConfig, check_settings
@@ -32,6 +33,7 @@ from training.stop import StopSignal
 from training.throttle import make_link
 from training.workers import check_nodes, pick_device, rank, world_size
 
+SHARES = {"shard", "offload", "per_node", "zero"}  # options with which not all recommended settings go
 LARGEST = 10**9  # whole number of a recipe
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE)
 
@@ -60,7 +62,12 @@ class Recipe:
     """How the workers are kept together. The period of every local method is co2.tau."""
     co2: CO2Config = field(default_factory=CO2Config)
     recommended: bool = False
-    """Start from CO2Config.recommended, at the recipe's tau, instead of the paper's settings; --co2.* change it."""
+    """Start from CO2Config.recommended, at the recipe's tau, instead of the paper's settings; --co2.* change it. Small
+    recipes do so by themselves, with method co2 and outer state that is not shared out; --no_recommended for not."""
+    schedule: tuple[str, ...] = ()
+    """Of method co2, what changes from round to round: warm_up_momentum:ROUNDS, from 0 to co2.outer_momentum;
+    ramp_tau:FIRST, doubled up to co2.tau; or quadratic:SCALE:LEAST, tau = (SCALE / learning rate)^2, at least LEAST, at
+    most co2.tau_max."""
     delayed: DelayedConfig = field(default_factory=DelayedConfig)
     """Of method delayed: co2 with another way to live with the delay."""
     slowmo: SlowMoConfig = field(default_factory=SlowMoConfig)
@@ -137,8 +144,6 @@ class Recipe:
         for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise UserError(f"{name}={getattr(self, name)}: give {least} or more")
-        if self.recommended and self.method != "co2":
-            raise UserError(f"recommended is CO2's own, method {self.method!r} does not have it: leave it out")
         for name, value in flat(dataclasses.asdict(self)).items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise UserError(f"{name}={value}: give a finite number")
@@ -149,6 +154,9 @@ class Recipe:
         if self.link_mbit is not None and not self.link_mbit > 0:
             raise UserError(f"link_mbit={self.link_mbit}: give a rate above 0, or None for the real link")
         check_settings(self.method, self.co2, self.delayed, shard=self.shard, offload=self.offload)
+        if self.schedule and self.method != "co2":
+            raise UserError(f"schedule is CO2's own, method {self.method!r} does not have it: leave it out")
+        scheduled(self.co2, schedules.from_text(self.schedule, self.co2, lambda step: self.optim.lr), 0)
         if self.elastic:
             self._check_elastic()
         if self.skip_after is not None:
@@ -163,6 +171,7 @@ class Recipe:
             (not self.elastic, "elastic", "drops a worker that is silent for --timeout seconds"),
             (self.co2.tau != "auto", "co2.tau='auto'", "needs a number of local steps"),
             (self.co2.delay != 0, "co2.delay=0", "waits for every mean"),
+            (not self.schedule, "schedule", "may give workers' rounds unlike lengths"),
         ):
             if not ok:
                 raise UserError(f"skip_after does not go with {what}, which {remedy}: leave one of them out")
@@ -200,9 +209,7 @@ def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str
         remedy = f"did you mean {', '.join(near)}?" if near else f"`python -m {prog} --help` lists them"
         raise UserError(f"recipe {name!r} does not exist; {remedy}")
     default = dataclasses.replace(recipes[name], name=name)
-    if "--recommended" in overrides:
-        co2 = dataclasses.replace(CO2Config.recommended(world_size()), tau=default.co2.tau)
-        default = dataclasses.replace(default, co2=co2)
+    default = starting_point(default, overrides)
     recipe = tyro.cli(
         type(default),
         default=default,
@@ -214,6 +221,23 @@ def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str
     )
     refuse_unused(recipe, default)
     return recipe
+
+
+def starting_point(recipe: R, overrides: Sequence[str]) -> R:
+    """The recipe with those settings of CO2, the recommended ones or its own, that `overrides` change."""
+    given = dict[str, str]()  # option -> its value, if it has one
+    for word, following in zip(overrides, [*overrides, ""][1:], strict=True):
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            given[name.replace("-", "_")] = value if equals else following
+    method = given.get("method", recipe.method)
+    if "recommended" in given and method != "co2":
+        raise UserError(f"recommended is CO2's own, method {method!r} does not have it: leave it out")
+    usual = recipe.recommended and method == "co2" and not given.keys() & SHARES and "no_recommended" not in given
+    if "recommended" not in given and not usual:
+        return dataclasses.replace(recipe, recommended=False)
+    co2 = dataclasses.replace(CO2Config.recommended(world_size()), tau=recipe.co2.tau)
+    return dataclasses.replace(recipe, recommended=True, co2=co2)
 
 
 def refuse_unused(recipe: Recipe, default: Recipe) -> None:

@@ -35,7 +35,9 @@ class RoundLog:
         self._unread.append((step, method.stats))
         self.read(leave=int(self._on_gpu))
         if isinstance(method, LocalMethod) and (decision := method.tau_decision):
-            self._folder.note(step, "tau", f"tau {decision.old} -> {decision.new}: {decision.reason}")
+            sent = f"{method.stats.bytes_sent / 1e6:.3g} MB a round, {decision.exposed_share:.0%} of the time exposed"
+            new = f"tau {decision.old} -> {decision.new}, wire {decision.wire}"
+            self._folder.note(step, "tau", f"{new}: {decision.reason}; {sent}")
         if self._trace and self._trace.close_round():
             self._folder.note(step, "trace", f"trace in {self._trace.path}")
 

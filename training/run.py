@@ -20,11 +20,13 @@ from tqdm import tqdm
 from core.errors import UserError
 from core.methods import Method, make_method
 from core.rounds import LocalMethod
+from core.schedules import from_text
 from training import checkpoint
 from training.config import settings
 from training.counters import Averages, Due, Every, Stopwatch
 from training.elastic import Elastic
 from training.folder import RunFolder
+from training.optim import lr_factor
 from training.recipe import Recipe
 from training.round_log import RoundLog
 from training.sampling import per_worker
@@ -113,11 +115,19 @@ class Run:
         """The optimiser, its state shared out inside the node with ZeRO-1."""
         return _zero().shard_optimizer(optimizer, self._mesh, self.recipe.zero) if self._mesh else optimizer
 
-    def make_method(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Method]:
-        """The model to call in the loop, and the recipe's method: see core.methods.make_method."""
+    def make_method(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, total: int | None = None
+    ) -> tuple[nn.Module, Method]:
+        """The model to call in the loop, and the recipe's method: see core.methods.make_method. total: the optimiser
+        steps of the whole run, over which the learning rate changes; needed where a schedule of tau follows it."""
         r = self.recipe
+
+        def lr(step: int) -> float:
+            assert total is not None, "give make_method the run's steps"
+            return r.optim.lr * lr_factor(step, total, r.optim)
+
         if self._elastic:
-            return self._elastic.make_method(model)
+            return self._elastic.make_method(model, from_text(r.schedule, r.co2, lr))
         wrapped, method = make_method(
             r.method,
             model,
@@ -125,6 +135,7 @@ class Run:
             delayed=r.delayed,
             slowmo=r.slowmo,
             overlap_local=r.overlap_local,
+            schedule=from_text(r.schedule, r.co2, lr),
             lr=lambda: optimizer.param_groups[0]["lr"],
             average_buffers=r.average_buffers,
             mesh=self._mesh,
@@ -160,6 +171,11 @@ class Run:
         else:
             seconds = self._resume() if self.recipe.resume else 0.0
             self.folder.begin(self.step)
+        if self.recipe.recommended and self.rank == 0:
+            told = ", ".join(
+                f"{key} {getattr(self.recipe.co2, key)}" for key in ("merge", "delay", "gap", "outer_momentum")
+            )
+            tqdm.write(f"co2 with the recommended settings ({told}); --no_recommended: the paper's", file=sys.stderr)
         tau = self.recipe.co2.tau
         if self.rank == 0 and self.recipe.method != "ddp" and isinstance(tau, int) and total < tau:
             remedy = "give a smaller --co2.tau or more --epochs"
@@ -191,6 +207,11 @@ class Run:
 
     def _mixed(self) -> bool:
         return self.recipe.precision == "bfloat16" and has_bfloat16(self.device)
+
+    @property
+    def at_last_step(self) -> bool:
+        """Whether the step that is being taken is the run's last."""
+        return self.step + 1 == self._total
 
     def after_step(self, closed: bool, **scalars: Tensor) -> Due:
         """Counts the optimiser step that was just taken, moves the bar, logs, and says what is due.

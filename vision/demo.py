@@ -23,7 +23,7 @@ import matplotlib.pyplot as plt
 ROWS = {  # folder -> options
     "ddp": ["--method", "ddp"],
     "slowmo": ["--method", "slowmo"],
-    "co2": ["--method", "co2"],
+    "co2": ["--method", "co2", "--no_recommended"],
     "co2_recommended": ["--method", "co2", "--recommended"],
 }
 

@@ -58,7 +58,7 @@ def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset)
     epoch = steps_per_epoch(len(train_set), recipe.batch_size)
     total = epoch * recipe.epochs
     schedule = make_schedule(optimizer, total, recipe.optim)
-    wrapped, method = run.make_method(model, optimizer)
+    wrapped, method = run.make_method(model, optimizer, total)
     run.begin(model, optimizer, schedule, method, epoch=epoch, total=total, samples=len(train_set))
 
     model.train()
@@ -69,7 +69,7 @@ def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        due = run.after_step(method.step(), **scalars)
+        due = run.after_step(method.step(last=run.at_last_step), **scalars)
         if due.evaluation:
             evaluate(run, recipe, model, test_set)
         if due.checkpoint:

@@ -35,16 +35,16 @@ Row = dict[str, Any]
 WORKERS, EPOCHS, EPOCH, TAU = 4, 4, 22, 6
 RATE_MBIT = 200.0
 COMMON = ("digits_small", "--device", "cpu", "--epochs", str(EPOCHS), "--eval_every", "2", "--log_every", "1")
-KEEP = ("--co2.merge", "keep", "--co2.delay", "auto", "--co2.gap", "none", "--co2.outer_momentum", "0")
+PAPER = "--no_recommended"
 CONFIGS: dict[str, tuple[str, ...]] = {
-    "elastic": ("--elastic",),
-    "elastic, recommended": ("--elastic", *KEEP),
-    "co2": (),
-    "co2, recommended": KEEP,
-    "co2, shard": ("--shard",),
-    "co2, int8": ("--co2.wire.format", "int8"),
-    "co2, zero 2": ("--zero", "2", "--per_node", "2"),
-    "ddp": ("--method", "ddp"),
+    "elastic": ("--elastic", PAPER),
+    "elastic, recommended": ("--elastic",),
+    "co2": (PAPER,),
+    "co2, recommended": (),
+    "co2, shard": (PAPER, "--shard"),
+    "co2, int8": (PAPER, "--co2.wire.format", "int8"),
+    "co2, zero 2": (PAPER, "--zero", "2", "--per_node", "2"),
+    "ddp": (PAPER, "--method", "ddp"),
 }
 ELASTIC = tuple(name for name in CONFIGS if name.startswith("elastic"))
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.utils.tensorboard", "sklearn.datasets", "vision.train"]

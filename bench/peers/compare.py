@@ -1,15 +1,16 @@
 """CO2 and its baselines beside the same ideas in other packages, run by those packages' own code over one link.
 
 python -m bench.peers [--rate 100] [--tau 12] [--steps 240] [--workers 4] [--repeats 3] [--methods co2 hivemind ...]
+    [--tune_lr 0.5 1 2] [--tune_tau 6 24]
 
-Same model, data, data order, initial values, inner optimiser, period and link for every row. The peers need the extra
+Same model, data, data order, initial values, inner optimiser, period and link for every row; with --tune_lr or
+--tune_tau each row has the learning rate and the period that suit it best among the same few. The peers need the extra
 `peers`; one that cannot run says why in its row.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import statistics
 import tempfile
@@ -25,18 +26,16 @@ from bench import report
 from bench.cluster import Cluster, require_namespaces, run_ranks
 from bench.options import require_one_or_more, require_positive
 from bench.peers.adapters import PEERS
-from bench.peers.loop import BATCH, RECOMMENDED, REFERENCE, Job, worker
-from bench.peers.model import LR, MOMENTUM, build_model
-from bench.report import Spread
+from bench.peers.loop import BATCH, FREE, RECOMMENDED, REFERENCE, Job, Split, worker
+from bench.peers.model import LR, build_model
+from bench.peers.table import LIMIT, markdown
+from bench.peers.tuning import SEED, Choice, choices, limit, seconds_to, tune
 from core import UserError
-from core.config import CO2Config
-from core.methods import OverlapLocalConfig, SlowMoConfig
+from core.groups import ring_bytes
 from vision import data
 
 OURS = ("ddp", "local", "overlap_local", "slowmo", "co2", RECOMMENDED)
 ALL = (*OURS, *PEERS)
-CO2_SETTINGS = ("outer_lr", "outer_momentum", "gap", "clip", "merge", "mix", "delay")
-MAX_REASON = 160  # characters of an error in the table
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,14 @@ class Bench:
     """Stand-in for a step's computing time, so that the workers do not fight for the cores."""
     seconds: float | None = None
     """The time budget of "loss at equal seconds"; by default what the fastest row took."""
+    target: float = 0.2
+    """The held-out loss whose seconds are told."""
+    tune_lr: tuple[float, ...] = (1.0,)
+    """Each row has that of these factors on the learning rate which suits it best."""
+    tune_tau: tuple[int, ...] = ()
+    """And that of these periods, in place of --tau."""
+    most_seconds: float = 120.0
+    """ddp takes as many steps as theory says fit in."""
     timeout: float = 180.0
     """Seconds until a run of a row is killed."""
     throttle: bool = False
@@ -71,12 +78,12 @@ class Bench:
     def check(self) -> None:
         """UserError for options that cannot be."""
         require_one_or_more(self, "steps", "tau", "workers", "repeats", "width")
-        require_positive(self, "rate", "timeout")
+        require_positive(self, "rate", "timeout", "target", "tune_lr", "tune_tau", "most_seconds")
         if self.step_ms < 0:
             raise UserError(f"step_ms={self.step_ms}: give 0 or more")
         for name in self.methods:
-            if name not in ALL:
-                raise UserError(f"method {name!r}: choose among {', '.join(ALL)}")
+            if name not in (*ALL, FREE):
+                raise UserError(f"method {name!r}: choose among {', '.join((*ALL, FREE))}")
 
 
 def main() -> None:
@@ -90,10 +97,10 @@ def main() -> None:
     print(f"link: {link}\n", flush=True)
     out = report.new_folder("peers", bench.out)
     (out / "logs").mkdir(parents=True, exist_ok=True)
-    runs = run_all(bench, out / "logs")
+    runs, tried = run_all(bench, out / "logs")
     packages = list(dict.fromkeys(peer.package for peer in PEERS.values()))
     result = report.header("bench.peers", bench, packages)
-    result |= {"link": link, "rows": summarise(bench, runs), "runs": runs}
+    result |= {"link": link, "rows": summarise(bench, runs), "runs": runs, "tuning": tried}
     text = markdown(bench, result)
     report.save(out, "peers", result, text)
     print(f"\n{text}\n{out / 'peers.md'}\n{out / 'peers.json'}")
@@ -113,19 +120,28 @@ def describe_link(bench: Bench) -> str:
 # -- running --------------------------------------------------------------------------------------------------
 
 
-def run_all(bench: Bench, logs: Path) -> list[dict[str, Any]]:
-    """All repeats of all rows, the reference without communication first; a failed run holds its `reason`."""
+def run_all(bench: Bench, logs: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """All repeats of all rows, the reference without communication first, a failed run with its `reason`; and the
+    tuning's lines."""
     sets = data.digits()
-    runs, broken = [], {}
+    runs, tried = [], []
+    broken = {method: why for method in bench.methods if (why := refusal(method, bench.throttle))}
+    chosen = {REFERENCE: Choice(LR, bench.tau)}
+    for method in bench.methods:
+        options = choices(method, bench.tune_lr, bench.tune_tau or (bench.tau,))
+        options = options[:1] if method in broken else options
+        once = lambda name, choice: run_row(bench, name, SEED, sets, logs, choice, "tuning")  # noqa: E731
+        chosen[method], lines = tune(method, options, once, bench.target)
+        tried += lines
     for repeat in range(bench.repeats):
         for method in (REFERENCE, *bench.methods):
-            reason = broken.get(method) or refusal(method, bench.throttle)
-            result = {"reason": reason} if reason else run_row(bench, method, repeat, sets, logs)
+            reason, choice = broken.get(method), chosen[method]
+            result = {"reason": reason} if reason else run_row(bench, method, repeat, sets, logs, choice)
             broken |= {method: result["reason"]} if "reason" in result else {}  # no second wait for its timeout
-            runs.append({"method": method, "repeat": repeat, **result})
+            runs.append({"method": method, "repeat": repeat, **asdict(choice), **result})
             said = result.get("reason") or f"{result['seconds']:.1f} s, loss {result['losses'][-1]:.3f}"
             print(f"{repeat + 1}/{bench.repeats} {method:18} {said}", flush=True)
-    return runs
+    return runs, tried
 
 
 def refusal(method: str, throttle: bool) -> str:
@@ -139,26 +155,43 @@ def refusal(method: str, throttle: bool) -> str:
 
 
 def run_row(
-    bench: Bench, method: str, repeat: int, sets: tuple[data.Images, data.Images], logs: Path
+    bench: Bench,
+    method: str,
+    seed: int,
+    sets: tuple[data.Images, data.Images],
+    logs: Path,
+    choice: Choice,
+    held_out: Split = "test",
 ) -> dict[str, Any]:
     """One run of one row in fresh processes on a fresh cluster, which takes all that a peer started with it."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         cluster = None if bench.throttle else stack.enter_context(Cluster(bench.workers, bench.rate))
         job = Job(
             method=method,
-            steps=bench.steps,
-            tau=bench.tau,
+            steps=steps_of(bench, method),
+            tau=choice.tau,
             workers=bench.workers,
             width=bench.width,
             step_ms=bench.step_ms,
-            seed=repeat,
+            seed=seed,
             timeout=bench.timeout,
             link_mbit=bench.rate if bench.throttle else None,
             interface=cluster.interface if cluster else None,
             folder=Path(folder),
             logs=logs,
+            lr=choice.lr,
+            held_out=held_out,
         )
         return attempt(job, cluster, sets)
+
+
+def steps_of(bench: Bench, method: str) -> int:
+    """Fewer for ddp where each of its steps takes long: a snapshot of it is the same whatever follows."""
+    if method != "ddp":
+        return bench.steps
+    nbytes = ring_bytes(sum(p.nbytes for p in build_model(bench.width).parameters()), bench.workers)
+    step = bench.step_ms / 1e3 + nbytes * 8e-6 / bench.rate
+    return max(1, min(bench.steps, int(bench.most_seconds / step)))
 
 
 def attempt(job: Job, cluster: Cluster | None, sets: tuple[data.Images, data.Images]) -> dict[str, Any]:
@@ -192,13 +225,21 @@ def summarise(bench: Bench, runs: Sequence[dict[str, Any]]) -> list[dict[str, An
     for method in (REFERENCE, *bench.methods):
         mine = [run for run in runs if run["method"] == method]
         done = [run for run in mine if "reason" not in run]
-        row: dict[str, Any] = {"method": method, "budget": budget}
+        row: dict[str, Any] = {"method": method, "budget": budget} | {k: mine[0].get(k) for k in ("lr", "tau")}
         if len(done) < len(mine):
             row["reason"] = next(run["reason"] for run in mine if "reason" in run)
         else:
             row |= measures(bench, done, reference, budget)
         rows.append(row)
-    return rows
+    return [*rows, *limit_row(bench, runs)]
+
+
+def limit_row(bench: Bench, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """ddp's seconds to the target, were communication free; nothing where ddp was not measured."""
+    done = {(run["method"], run["repeat"]): run for run in runs if "reason" not in run}
+    seeds = [repeat for method, repeat in done if method == "ddp" and (REFERENCE, repeat) in done]
+    seconds = [limit(done["ddp", seed], done[REFERENCE, seed], bench.target) for seed in seeds]
+    return [{"method": LIMIT, "seconds_to_target": seconds}] if seconds else []
 
 
 def time_budget(runs: Sequence[dict[str, Any]]) -> float:
@@ -210,15 +251,17 @@ def measures(
     bench: Bench, runs: Sequence[dict[str, Any]], reference: dict[int, float], budget: float
 ) -> dict[str, list[float | None]]:
     """What the columns show, a value a repeat."""
-    own = BATCH * bench.steps  # samples of one worker
+    own = BATCH * runs[0]["steps"][-1]  # samples of one worker
+    whole = runs[0]["steps"][-1] / bench.steps  # below 1: see steps_of
     return {
         "samples_per_second": [own * bench.workers / run["seconds"] for run in runs],
         "exposed": [
-            max(0.0, 1 - reference[run["repeat"]] / run["seconds"]) if run["repeat"] in reference else None
+            max(0.0, 1 - whole * reference[run["repeat"]] / run["seconds"]) if run["repeat"] in reference else None
             for run in runs
         ],
-        "loss_at_samples": [run["losses"][-1] for run in runs],
+        "loss_at_samples": [run["losses"][-1] if whole == 1 else None for run in runs],
         "loss_at_seconds": [loss_at(run["times"], run["losses"], budget) for run in runs],
+        "seconds_to_target": [seconds_to(run["times"], run["losses"], bench.target) for run in runs],
         "bytes_per_sample": [None if run["sent"] is None else run["sent"] / own for run in runs],
         "memory_mib": [run["memory"] / 2**20 for run in runs],
         "rounds": [run["rounds"] for run in runs],
@@ -228,73 +271,3 @@ def measures(
 def loss_at(times: Sequence[float], losses: Sequence[float], budget: float) -> float:
     """The last loss that was known when the budget had passed; the first is that of the untrained model."""
     return [loss for seconds, loss in zip(times, losses, strict=True) if seconds <= budget or seconds == 0][-1]
-
-
-COLUMNS = {
-    "samples_per_second": ("samples/s", ".0f"),
-    "exposed": ("exposed share", ".0%"),
-    "loss_at_samples": ("loss at equal samples", ".3f"),
-    "loss_at_seconds": ("loss at equal seconds", ".3f"),
-    "bytes_per_sample": ("bytes sent per sample", ".0f"),
-    "memory_mib": ("memory per worker, MiB", ".1f"),
-    "rounds": ("rounds", ".0f"),
-}
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown: median (least to greatest) over the repeats, or the reason across the row."""
-    lines = []
-    for row in rows:
-        if "reason" in row:
-            reason = row["reason"].replace("|", "/")
-            lines.append((row["method"], reason if len(reason) <= MAX_REASON else reason[: MAX_REASON - 3] + "..."))
-        else:
-            lines.append((row["method"], *(cell(row[key], spec) for key, (_, spec) in COLUMNS.items())))
-    return report.table(["method", *(title for title, _ in COLUMNS.values())], lines)
-
-
-def cell(values: Sequence[float | None], spec: str) -> str:
-    known = [value for value in values if value is not None]
-    if len(known) < len(values) or not known:
-        return "not measured"
-    finite = [value for value in known if math.isfinite(value)]
-    if len(finite) < len(known):
-        left = f" (else {', '.join(f'{value:{spec}}' for value in finite)})" if finite else ""
-        return f"diverged in {len(known) - len(finite)} of {len(known)}{left}"
-    return Spread.of(known).show(spec)
-
-
-def markdown(bench: Bench, result: dict[str, Any]) -> str:
-    """The table with all that a reader needs to judge it."""
-    rows, versions = result["rows"], result["versions"]
-    millions = sum(p.numel() for p in build_model(bench.width).parameters()) / 1e6
-    sent = "the method's own count, without protocol headers" if bench.throttle else "counter of each node's interface"
-    notes = [
-        f"Link: {result['link']}. {bench.workers} workers, each on its own node; {bench.steps} steps, tau {bench.tau}.",
-        f"Task: scikit-learn's digits, a perceptron of {millions:.2f} M parameters, SGD lr {LR:g} momentum "
-        f"{MOMENTUM:g}, {BATCH} samples per worker and step. Forward and backward are stretched to "
-        f"{bench.step_ms:g} ms, layer by layer, a stand-in for computing on hardware of one's own.",
-        f"Median (least to greatest) of {bench.repeats} runs, a seed each; a repeat whose loss is not finite has "
-        f"diverged. `{REFERENCE}`: the same steps without any communication.",
-        f"Exposed share: 1 - (seconds of `{REFERENCE}`) / (seconds of the row), for all rows alike; it holds whatever "
-        "slows a row down, not waiting alone.",
-        "Loss: held-out cross-entropy of the mean of all workers' models, taken every tau steps with the clock stopped "
-        f"and evaluated afterwards; equal seconds: the last before {rows[0]['budget']:.2f} s.",
-        f"Bytes sent: by one worker, per sample that it trained on ({sent}).",
-        "Memory: peak resident memory above what was resident once model and package were loaded; of the worker's own "
-        "process (hivemind has two or three more).",
-        "Rounds: synchronisations, those that end the training included (torchft_streaming: of a fragment). They are "
-        "inside the clock too: with few steps they weigh more than in a real training.",
-        f"Ours: co2 {chosen(CO2Config(tau=bench.tau), *CO2_SETTINGS)}; {RECOMMENDED} "
-        f"{chosen(CO2Config.recommended(bench.workers, bench.steps), *CO2_SETTINGS)}; "
-        f"slowmo {chosen(SlowMoConfig())}; overlap_local {chosen(OverlapLocalConfig())}.",
-        *(f"{name}: {PEERS[name].note}." for name in bench.methods if name in PEERS),
-        "Versions: " + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
-    ]
-    return f"{table(rows)}\n\n{report.bullets([*notes, f'{report.source(result)}.'])}\n"
-
-
-def chosen(config: Any, *names: str) -> str:
-    """Settings of a method in words; all of them without names."""
-    values = asdict(config)
-    return ", ".join(f"{name} {values[name]}" for name in names or values)

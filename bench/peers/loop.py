@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,9 +30,12 @@ from training.sampling import worker_batches
 from training.throttle import ThrottledLink
 from vision.data import Images
 
-RECOMMENDED = "co2_recommended"  # co2 with CO2Config.recommended
+RECOMMENDED = "co2_recommended"  # co2 with CO2Config.recommended, its tau the row's
+FREE = "co2_auto"  # the same with tau its own choice
 REFERENCE = "none"  # the same steps without any communication
 BATCH = 16  # samples per worker and step
+EVERY = 6  # steps between two snapshots, beside those at the period's end
+Split = Literal["tuning", "test"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,8 @@ class Job:
     interface: str | None
     folder: Path
     logs: Path
+    lr: float = LR
+    held_out: Split = "test"
 
 
 def worker(job: Job, train: Images, test: Images) -> dict[str, Any]:
@@ -89,7 +96,8 @@ def run(job: Job, train: Images, test: Images) -> dict[str, Any]:
     result["memory"] = peak_bytes() - base
     dist.barrier()  # all snapshots are written
     if rank == 0:
-        result["losses"] = [mean_loss(job, step, test) for step in times]
+        held_out = half(test, job.held_out)
+        result["losses"] = [mean_loss(job, step, held_out) for step in times]
     trainer.close()
     dist.barrier()
     return result
@@ -98,23 +106,24 @@ def run(job: Job, train: Images, test: Images) -> dict[str, Any]:
 def make_trainer(job: Job, model: nn.Sequential) -> Trainer:
     """The method or peer of the job around the model."""
     if job.method in PEERS:
-        task = Task(model, make_optimizer, job.tau, BATCH, job.steps, job.timeout)
+        task = Task(model, partial(make_optimizer, lr=job.lr), job.tau, BATCH, job.steps, job.timeout)
         return PEERS[job.method].start(task)
-    optimizer = make_optimizer(model.parameters())
+    optimizer = make_optimizer(model.parameters(), job.lr)
     if job.method == REFERENCE:
         return Trainer(model, optimizer, sent=lambda: 0)
     config = CO2Config(tau=job.tau)
-    if job.method == RECOMMENDED:
-        config = replace(CO2Config.recommended(job.workers, job.steps), tau=job.tau)
-    method_name = "co2" if job.method == RECOMMENDED else job.method
+    if job.method in (RECOMMENDED, FREE):
+        config = CO2Config.recommended(job.workers, job.steps)
+        config = config if job.method == FREE else replace(config, tau=job.tau)
+    method_name = "co2" if job.method in (RECOMMENDED, FREE) else job.method
     assert method_name in METHODS
     link = ThrottledLink(job.link_mbit) if job.link_mbit else None
-    settings = {"co2": config, "lr": lambda: LR, "timeout": job.timeout, "link": link}
+    settings = {"co2": config, "lr": lambda: job.lr, "timeout": job.timeout, "link": link}
     wrapped, method = make_method(method_name, model, **settings)
-    sent = [0]
+    sent, steps = [0], itertools.count(1)
 
     def after_step() -> None:
-        if method.step():
+        if method.step(last=next(steps) == job.steps):
             sent[0] += method.stats.bytes_sent
 
     def finish() -> None:
@@ -157,7 +166,7 @@ def train_loop(
         trainer.after_step()
         if step == job.steps:
             trainer.finish()
-        if step % job.tau == 0 or step == job.steps:
+        if step % EVERY == 0 or step % job.tau == 0 or step == job.steps:
             now = time.perf_counter()
             times[step] = now - start - stopped
             snapshot(job, model, step, rank)
@@ -173,6 +182,12 @@ def snapshot(job: Job, model: nn.Module, step: int, rank: int) -> None:
     with open(job.folder / f"{step}.{rank}", "wb") as file:
         for p in model.parameters():
             p.detach().numpy().tofile(file)
+
+
+def half(test: Images, split: Split) -> Images:
+    """Every second held-out sample is for choosing settings, the others for the figures."""
+    first = 0 if split == "tuning" else 1
+    return replace(test, images=test.images[first::2], labels=test.labels[first::2])
 
 
 @torch.no_grad()

@@ -35,6 +35,6 @@ def build_model(width: int, pacer: Pacer | None = None) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-def make_optimizer(params: Any) -> torch.optim.Optimizer:
+def make_optimizer(params: Any, lr: float = LR) -> torch.optim.Optimizer:
     """The inner optimiser of every method."""
-    return torch.optim.SGD(params, lr=LR, momentum=MOMENTUM)
+    return torch.optim.SGD(params, lr=lr, momentum=MOMENTUM)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -35,15 +36,16 @@ GPU_SEGMENT = 1 << 24  # few kernels, and temporaries of some 64 MiB
 class WireConfig:
     """How the pseudo-gradient crosses the network."""
 
-    format: Wire = "float32"
-    """float32 (float64 for float64 parameters, a plain all-reduce), or rounded to bfloat16, float16, int8, int4."""
+    format: Wire | Literal["auto"] = "float32"
+    """float32 (float64 for float64 parameters, a plain all-reduce), or rounded to bfloat16, float16, int8, int4. auto,
+    with tau auto: float32, or int8 where means are fresher over it."""
     rounding: Rounding = "nearest"
     """Of the narrow formats: nearest, or stochastic, whose mean over many rounds is exact."""
     error_feedback: bool = True
     """With a narrow format: what rounding left out goes along in the next round, for a copy of the parameters."""
 
     def __post_init__(self) -> None:
-        for name, value, known in (("format", self.format, WIRES), ("rounding", self.rounding, ROUNDINGS)):
+        for name, value, known in (("format", self.format, (*WIRES, "auto")), ("rounding", self.rounding, ROUNDINGS)):
             if value not in known:
                 raise UserError(f"wire.{name}={value!r}: choose one of {', '.join(known)}")
         if self.format == "float32" and self.rounding != "nearest":
@@ -65,9 +67,14 @@ class WireConfig:
         if backend not in ("gloo", "nccl"):
             raise UserError(f"{what} over {backend} backend for {kind} tensors: only gloo and nccl do, or {remedy}")
 
+    @property
+    def choices(self) -> tuple[Wire, ...]:
+        """The formats to choose from, the widest first. The loss over int4 was not measured, so auto leaves it out."""
+        return ("float32", "int8") if self.format == "auto" else (self.format,)
+
     def reducer(self, buckets: Sequence[Bucket], scalars: Scalars, rank: int, world_size: int) -> Quantized:
         """What sends the buckets in this format, unless that is float32."""
-        assert self.format != "float32"
+        assert self.format not in ("float32", "auto")
         return Quantized(buckets, scalars, rank, world_size, self)
 
 
@@ -84,6 +91,7 @@ class Quantized:
     def __init__(self, buckets: Sequence[Bucket], scalars: Scalars, rank: int, world_size: int, config: WireConfig):
         self.buckets, self.scalars, self.config = buckets, scalars, config
         self.rank, self.world_size = rank, world_size
+        assert config.format != "auto"
         self.wire: Wire = config.format
         self.scale = 1.0
         self.device = buckets[0].flat.device

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import outer
 from ..co2 import Scheduled
 from ..collectives import Link
-from ..config import CO2Config, Schedule, check_stable, scheduled
+from ..config import CO2Config, Schedule, check_shared, scheduled
 from ..errors import UserError
 from ..flat import copy, group_pieces, unique, views
 from ..groups import Stage, all_reduce, gather_parts, leave_group, new_group, sum_parts
@@ -218,7 +218,7 @@ class ShardedCO2(Scheduled):
                 start += n
 
     def check_settings(self) -> None:
-        check_supported(self.config)
+        check_shared(self.config)
 
     @property
     def everybody(self) -> int:
@@ -352,7 +352,8 @@ class ShardedCO2(Scheduled):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         copy([b.flat for b in self.buckets], state["shared"]["gathered"])
-        self.scalars["stop"].zero_()
+        for name in ("stop", "finished"):
+            self.scalars[name].zero_()
         self._last.copy_(state["shared"]["last"])
         self._m_squares.copy_(state["shared"]["m_squares"])
         if self.config.at_boundary and state["in_flight"] is None:  # merged in mid-round by the run that saved it
@@ -364,22 +365,6 @@ class ShardedCO2(Scheduled):
         if self._inner is not None:
             leave_group(self._inner, self.background.timeout)
             self._inner = None
-
-
-def check_supported(c: CO2Config) -> None:
-    """Refuses what needs the whole outer state in one place."""
-    check_stable(c)
-    if c.gap == "inner":
-        raise UserError("gap='inner' needs unshared outer state; choose elementwise, norm or none")
-    if c.merge == "keep" or (c.merge == "mix" and c.at_boundary) or c.delay == 0:
-        raise UserError(
-            f"merge={c.merge!r} with delay={c.delay!r} needs the outer state whole; shared, it knows merge outer (the "
-            "paper), and mix with delay auto or a number of local steps"
-        )
-    if c.update != "fast":
-        raise UserError(f"update={c.update!r}: shared outer state has one pass of its own; leave it out")
-    if c.wire.format != "float32":
-        raise UserError(f"wire.format={c.wire.format!r} needs unshared outer state; here only 'float32' works")
 
 
 def _groups_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:

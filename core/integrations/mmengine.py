@@ -123,10 +123,11 @@ class CO2Hook(Hook):
         optim_wrapper: Any = runner.optim_wrapper
         if not optim_wrapper.should_update():  # gradients are being accumulated
             return
-        if self.method.step():
+        ends = self._saves_now(runner, by_epoch=False) or self.is_last_train_iter(runner)
+        if self.method.step(last=ends):
             stats = self.method.stats.as_dict()
             runner.message_hub.update_scalars({f"train/co2/{key}": value for key, value in stats.items()})
-        if self._saves_now(runner, by_epoch=False) or self.is_last_train_iter(runner):
+        if ends:
             self.method.finish()
 
     def after_train_epoch(self, runner: Runner) -> None:

@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..co2 import CO2
 from ..collectives import Link
-from ..config import CO2Config, check_stable
+from ..config import CO2Config, Schedule, check_shared, check_stable
 from ..errors import UserError
 from ..fast import WireConfig
-from ..fast.sharded import ShardedCO2, check_supported
+from ..fast.sharded import ShardedCO2
 from ..rounds import LocalMethod
 from .ddp import DDP, is_sharded
 from .delayed import DelayedCO2, DelayedConfig
@@ -66,6 +66,7 @@ def make_method(
     delayed: DelayedConfig | None = None,
     slowmo: SlowMoConfig | None = None,
     overlap_local: OverlapLocalConfig | None = None,
+    schedule: Schedule | None = None,
     lr: Callable[[], float] | None = None,
     average_buffers: bool = True,
     mesh: DeviceMesh | None = None,
@@ -77,13 +78,15 @@ def make_method(
 ) -> tuple[nn.Module, Method]:
     """The model to call in the loop, and the method whose step() follows every optimiser step.
 
-    name: one of METHODS. The period of every local method is co2.tau, so that comparisons share it. lr: returns the
-    current inner learning rate, for SlowMo. mesh: [nodes, workers of a node]: these synchronise gradients every step,
-    and the method runs across nodes; ddp synchronises all every step anyway. shard, offload: see ShardedCO2.
-    group, timeout, link: see LocalMethod.
+    name: one of METHODS. The period of every local method is co2.tau, so that comparisons share it. schedule: of co2,
+    see CO2. lr: returns the current inner learning rate, for SlowMo. mesh: [nodes, workers of a node]: these
+    synchronise gradients every step, and the method runs across nodes; ddp synchronises all every step anyway. shard,
+    offload: see ShardedCO2. group, timeout, link: see LocalMethod.
     """
     co2 = co2 or CO2Config()
     check_settings(name, co2, delayed or DelayedConfig(), shard=shard, offload=offload)
+    if schedule is not None and name != "co2":
+        raise UserError(f"schedule is CO2's own, method {name!r} does not have it: leave it out")
     if name == "ddp":
         ddp = DDP(model, average_buffers=average_buffers, group=group, timeout=timeout, link=link)
         return ddp.model, ddp
@@ -92,13 +95,13 @@ def make_method(
     if mesh is not None and not is_sharded(model):  # sharded ones synchronise by themselves
         model = DistributedDataParallel(model, process_group=mesh.get_group("shard"))
     if name == "co2" and (mesh is not None or shard or offload):
-        state: dict[str, Any] = {"mesh": mesh, "shard": shard, "offload": offload}
+        state: dict[str, Any] = {"mesh": mesh, "shard": shard, "offload": offload, "schedule": schedule}
         return model, ShardedCO2(params, co2, buffers=buffers, group=group, timeout=timeout, link=link, **state)
     if mesh is not None:
         group = mesh.get_group("replicate")
     common = _Common(buffers=buffers, group=group, timeout=timeout, link=link)
     if name == "co2":
-        return model, CO2(params, co2, **common)
+        return model, CO2(params, co2, schedule=schedule, **common)
     if name == "delayed":
         return model, DelayedCO2(params, co2, delayed, **common)
     if name == "overlap_local":
@@ -131,4 +134,4 @@ def check_settings(name: str, co2: CO2Config, delayed: DelayedConfig, *, shard: 
     if name == "delayed":
         delayed.check(co2)
     elif name == "co2":
-        check_supported(co2) if shard or offload else check_stable(co2)
+        check_shared(co2) if shard or offload else check_stable(co2)

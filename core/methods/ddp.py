@@ -81,8 +81,8 @@ class DDP:
 
         return work.get_future().then(land)
 
-    def step(self) -> bool:
-        """Call after every optimiser step; always True, for the gradients were averaged.
+    def step(self, *, last: bool = False) -> bool:  # noqa: ARG002
+        """Call after every optimiser step; always True, for the gradients were averaged. last: of no use here.
 
         Exposed is what the last bucket takes: its launch is where backward ends. All buckets together count from
         the first one's launch, without the gaps between them.
@@ -92,8 +92,7 @@ class DDP:
             self._agree_to_stop(self.group)
         self.stats = RoundStats(self.rounds, local_steps=1, bytes_sent=self._bytes)
         if self._spans:
-            last = self._spans[-1]
-            self.stats.exposed_seconds = between(*last)
+            self.stats.exposed_seconds = between(*self._spans[-1])
             self.stats.allreduce_seconds = _union(self._spans)
         if self._sharded:
             self.stats.exposed_seconds = self.stats.allreduce_seconds = float("nan")

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench import utilisation
 from bench.simulator import calibrate
 from bench.simulator.events import simulate
 from bench.simulator.predict import Simulate, build
@@ -155,3 +156,39 @@ def test_bad_files_name_what_is_wrong(tmp_path):
         path.write_text(text)
         with pytest.raises(UserError, match=words):
             calibrate.calibrate(path)
+
+
+# -- utilisation ------------------------------------------------------------------------------------------------
+
+
+def test_the_rate_needed_by_hand():
+    """From 0.4 to 0.8 between 10 and 100 Mbit/s: 0.6 at the geometric mean; what comes after a dip counts."""
+    points = [(10.0, 0.4), (100.0, 0.8), (1000.0, 0.99)]
+    shares = (0.3, 0.4, 0.6, 0.8, 0.99, 0.999)
+    assert [utilisation.needed(points, share) for share in shares] == ["< 10", "< 10", "31.6", "100", "1000", "> 1000"]
+    assert utilisation.needed([(1.0, 0.9), (2.0, 0.5), (4.0, 1.0)], 0.75) == "2.83"
+
+
+def test_measured_and_modelled_agree_where_the_model_made_the_rows():
+    """Local-SGD at tau 12 waits for every all-reduce: 0.48 s of computing, so half of the time at 0.48 s of waiting."""
+    data = scaling_data(workers=(4,), rates=(10.0, 20.0, 50.0, 100.0, 200.0, 1000.0)) | {
+        "date": "today",
+        "commit": "abc",
+    }
+    lines = {
+        line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in utilisation.markdown(data).splitlines()
+    }
+    seen, model = lines["local tau 12"][0].split(" (")
+    assert float(seen) == pytest.approx(float(model.rstrip(") |")), rel=0.1)
+    rate = (
+        2 * 3 / 4 * BYTES * 8e-6 / TRUE.link.efficiency / (12 * TRUE.step - 6 * TRUE.link.latency - TRUE.link.overhead)
+    )
+    assert float(seen) == pytest.approx(rate, rel=0.1)
+    assert float(lines["co2 tau 48"][0].split(" (")[0].strip("< ")) < float(seen)
+    assert lines["ddp"][4].startswith("> 1000")
+
+
+def test_too_few_rates_are_refused():
+    data = scaling_data(workers=(4,), rates=(50.0, 200.0)) | {"date": "today", "commit": "abc"}
+    with pytest.raises(UserError, match="rates 50, 200: measure at three rates or more"):
+        utilisation.markdown(data)

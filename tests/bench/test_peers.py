@@ -1,5 +1,6 @@
 """The comparison with other packages: what becomes of a peer that cannot run, the columns, the table, the options."""
 
+import math
 import mmap
 import subprocess
 import sys
@@ -13,11 +14,14 @@ from torch import nn
 
 from bench.peers import compare
 from bench.peers.adapters import PEERS, Peer, split
-from bench.peers.compare import Bench, loss_at, run_all, summarise, table
-from bench.peers.loop import Job, network_bytes
-from bench.peers.model import build_model, make_pacer
+from bench.peers.compare import Bench, loss_at, run_all, steps_of, summarise
+from bench.peers.loop import Job, half, network_bytes
+from bench.peers.model import LR, build_model, make_pacer
+from bench.peers.table import cell, markdown, table
+from bench.peers.tuning import Choice, choices, limit, seconds_to, tune
 from bench.resident import peak_bytes, reset_peak
 from core import UserError
+from vision import data
 
 ROOT = Path(__file__).parents[2]
 JOB = Job("local", 4, 2, 2, 8, 0.0, 0, 5.0, None, None, Path(), Path())
@@ -44,7 +48,7 @@ def test_an_absent_package_is_named():
 def test_other_rows_come_out_beside_an_absent_package(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(PEERS, "hivemind", replace(PEERS["hivemind"], package="co2-no-such-package"))
     monkeypatch.setattr(compare, "run_row", lambda *_: dict(DONE))
-    runs = run_all(Bench(repeats=2, methods=("hivemind", "co2")), tmp_path)
+    runs, _ = run_all(Bench(repeats=2, methods=("hivemind", "co2")), tmp_path)
     assert [run["method"] for run in runs] == ["none", "hivemind", "co2"] * 2
     reasons = [run.get("reason") for run in runs]
     assert reasons == [None, "not run: package co2-no-such-package is not installed", None] * 2
@@ -53,7 +57,7 @@ def test_other_rows_come_out_beside_an_absent_package(monkeypatch, tmp_path, cap
 
 def test_a_software_throttle_refuses_every_peer(monkeypatch, tmp_path):
     monkeypatch.setattr(compare, "run_row", lambda *_: dict(DONE))
-    runs = run_all(Bench(repeats=1, throttle=True), tmp_path)
+    runs, _ = run_all(Bench(repeats=1, throttle=True), tmp_path)
     refused = {run["method"] for run in runs if "cannot hold back" in run.get("reason", "")}
     assert refused == set(PEERS)
 
@@ -66,7 +70,7 @@ def test_a_row_that_failed_is_not_tried_again(monkeypatch, tmp_path):
         return {"reason": "killed: still running after 5 s"} if method == "co2" else dict(DONE)
 
     monkeypatch.setattr(compare, "run_row", run_row)
-    runs = run_all(Bench(repeats=2, methods=("co2", "local")), tmp_path)
+    runs, _ = run_all(Bench(repeats=2, methods=("co2", "local")), tmp_path)
     assert tried == [("none", 0), ("co2", 0), ("local", 0), ("none", 1), ("local", 1)]
     assert [run["reason"] for run in runs if run["method"] == "co2"] == ["killed: still running after 5 s"] * 2
 
@@ -108,14 +112,98 @@ def test_measures_by_hand():
         {"method": "hivemind", "repeat": 0, "reason": "not run: x"},
     ]
     bench = Bench(steps=4, tau=2, workers=2, repeats=1, methods=("co2", "ddp", "hivemind"))
-    none, co2, ddp, hivemind = summarise(bench, runs)
+    none, co2, ddp, hivemind, free = summarise(replace(bench, target=1.5), runs)
     assert co2["budget"] == 2.0  # not the reference's 1.5
     assert co2["samples_per_second"] == [64.0] and ddp["samples_per_second"] == [16.0]
     assert none["exposed"] == [0.0] and co2["exposed"] == [0.25] and ddp["exposed"] == [1 - 1.5 / 8]
     assert co2["loss_at_samples"] == ddp["loss_at_samples"] == [0.7]
     assert co2["loss_at_seconds"] == [0.7] and ddp["loss_at_seconds"] == [2.3]
     assert co2["bytes_per_sample"] == [100.0] and co2["memory_mib"] == [3.0]
-    assert hivemind == {"method": "hivemind", "budget": 2.0, "reason": "not run: x"}
+    assert co2["seconds_to_target"] == [1.0] and ddp["seconds_to_target"] == [4.0]
+    assert free == {"method": "limit", "seconds_to_target": [1.0]}  # ddp's losses at the reference's times
+    assert hivemind["reason"] == "not run: x" and "samples_per_second" not in hivemind
+
+
+# -- the tuning -------------------------------------------------------------------------------------------------
+
+
+def test_every_method_is_tuned_over_the_same():
+    """ddp has no period to choose, and co2_auto chooses its own."""
+    assert choices("local", (0.5, 1.0), (6, 24)) == [
+        Choice(LR / 2, 6),
+        Choice(LR / 2, 24),
+        Choice(LR, 6),
+        Choice(LR, 24),
+    ]
+    assert (
+        choices("ddp", (0.5, 1.0), (6, 24))
+        == choices("co2_auto", (0.5, 1.0), (6,))
+        == [
+            Choice(LR / 2, 6),
+            Choice(LR, 6),
+        ]
+    )
+
+
+def test_the_first_to_the_target_is_chosen_and_else_the_least_loss():
+    results = {
+        0.1: {"times": [0.0, 3.0, 4.0], "losses": [2.0, 0.5, 0.1]},
+        0.2: {"times": [0.0, 2.0, 4.0], "losses": [2.0, 0.5, 0.4]},
+        0.3: {"times": [0.0, 1.0, 4.0], "losses": [2.0, 0.6, float("nan")]},
+        0.4: {"reason": "killed"},
+    }
+    options = [Choice(lr, 6) for lr in results]
+    chosen, tried = tune("co2", options, lambda _, choice: results[choice.lr], target=0.5)
+    assert chosen == Choice(0.2, 6) and [line["seconds"] for line in tried] == [3.0, 2.0, math.inf, math.inf]
+    assert tried[3]["reason"] == "killed" and tried[2]["loss"] == math.inf
+    assert tune("co2", options, lambda _, choice: results[choice.lr], target=0.05)[0] == Choice(0.1, 6)
+    assert tune("co2", options[:1], lambda *_: pytest.fail("run"), target=0.05) == (options[0], [])
+
+
+def test_the_tuning_has_its_own_seed_and_samples(monkeypatch, tmp_path):
+    """And its choice is what the figures are of."""
+    asked = []
+
+    def run_row(bench, method, seed, sets, logs, choice, held_out="test"):
+        asked.append((method, seed, choice.lr / LR, held_out))
+        return {**DONE, "losses": [2.3, 1.5, 0.7 - choice.lr]}
+
+    monkeypatch.setattr(compare, "run_row", run_row)
+    runs, tried = run_all(Bench(repeats=1, methods=("local",), tune_lr=(1.0, 2.0), target=0.1), tmp_path)
+    assert asked[:2] == [("local", 100, 1.0, "tuning"), ("local", 100, 2.0, "tuning")]
+    assert asked[2:] == [("none", 0, 1.0, "test"), ("local", 0, 2.0, "test")]
+    assert [run["lr"] for run in runs] == [LR, 2 * LR] and len(tried) == 2
+
+
+def test_the_halves_share_no_sample():
+    _, test = data.digits()
+    tuning, figures = half(test, "tuning"), half(test, "test")
+    assert len(tuning) + len(figures) == len(test)
+    assert torch.equal(test.images[1], figures.images[0]) and torch.equal(test.images[2], tuning.images[1])
+
+
+def test_the_target_and_the_limit():
+    """ddp reaches 0.5 at its step 4, which the run without communication has done after 1.1 s."""
+    ddp = {"steps": [0, 2, 4], "losses": [2.0, 1.0, 0.5], "times": [0.0, 5.0, 9.0]}
+    reference = {"steps": [0, 2, 4, 6], "times": [0.0, 0.6, 1.1, 1.7]}
+    assert limit(ddp, reference, 0.5) == 1.1 and limit(ddp, reference, 0.4) is None
+    assert seconds_to(ddp["times"], ddp["losses"], 1.0) == 5.0 and seconds_to([0.0], [math.nan], 1.0) is None
+
+
+def test_ddp_takes_as_many_steps_as_fit():
+    """17 x 256 + ... parameters of 4 bytes over two workers: each sends the model once a step."""
+    bench = Bench(workers=2, rate=8.0, step_ms=100.0, most_seconds=10.0)
+    seconds = 0.1 + 4 * sum(p.numel() for p in build_model(bench.width).parameters()) / 1e6
+    assert steps_of(bench, "ddp") == int(10.0 / seconds) < steps_of(bench, "local") == bench.steps
+    assert steps_of(replace(bench, rate=1e5), "ddp") == 99  # a little over 0.1 s each
+
+
+def test_the_best_is_in_bold_and_neither_the_reference_nor_the_limit():
+    runs = [{"method": name, "repeat": 0, "lr": 0.1, "tau": 2, **DONE} for name in ("none", "ddp", "co2")]
+    runs[2] |= {"seconds": 1.9, "times": [0.0, 0.9, 1.9]}
+    bench = Bench(steps=4, tau=2, workers=2, repeats=1, methods=("ddp", "co2"), target=1.5)
+    lines = table(summarise(bench, runs)).splitlines()
+    assert "**0.9**" in lines[4] and "**" not in lines[2] + lines[5] and "| limit |" in lines[5]
 
 
 def test_loss_at_takes_the_last_one_known():
@@ -128,6 +216,7 @@ def test_a_table_from_rows():
         "exposed": [0.25, 0.25, 0.25],
         "loss_at_samples": [0.5, 0.25, 0.125],
         "loss_at_seconds": [1.0, 1.0, 1.0],
+        "seconds_to_target": [1.0, None, 1.0],
         "bytes_per_sample": [None, None, None],
         "memory_mib": [1.0, 2.0, 4.0],
         "rounds": [20, 20, 20],
@@ -135,9 +224,10 @@ def test_a_table_from_rows():
     rows = [{"method": "co2", **row}, {"method": "hivemind", "reason": "failed: a | b " + "x" * 200}]
     head, rule, first, second = table(rows).splitlines()
     assert head.startswith("| method | samples/s | exposed share | loss at equal samples | loss at equal seconds |")
-    assert rule == "|---" * 8 + "|"
+    assert rule == "|---" * 9 + "|"
     assert first == (
-        "| co2 | 20 (10 to 30) | 25% | 0.250 (0.125 to 0.500) | 1.000 | not measured | 2.0 (1.0 to 4.0) | 20 |"
+        "| co2 | 20 (10 to 30) | 25% | 0.250 (0.125 to 0.500) | 1.000 | not reached in 1 of 3 | not measured "
+        "| 2.0 (1.0 to 4.0) | 20 |"
     )
     assert second.startswith("| hivemind | failed: a / b xxx") and "...|" not in second
     assert second.count("|") == first.count("|") and len(second) < 220
@@ -147,7 +237,7 @@ def test_the_report_names_link_and_settings():
     runs = [{"method": name, "repeat": 0, **DONE} for name in ("none", "torchft_diloco")]
     bench = Bench(steps=4, tau=2, workers=2, repeats=1, methods=("torchft_diloco",))
     result = {"link": "a test's link", "versions": {"torchft-nightly": "1.2"}, "rows": summarise(bench, runs)}
-    text = compare.markdown(bench, result | {"commit": "abc", "date": "today"})
+    text = markdown(bench, result | {"commit": "abc", "date": "today"})
     assert "Link: a test's link. 2 workers" in text
     for said in ("Nesterov", "torchft-nightly 1.2", "commit abc, today", "0.28 M parameters"):
         assert said in text
@@ -228,6 +318,6 @@ def test_a_refusal_is_one_line():
 
 
 def test_a_diverged_repeat_is_told_and_enters_no_median():
-    assert compare.cell([float("nan"), 0.585, float("nan")], ".3f") == "diverged in 2 of 3 (else 0.585)"
-    assert compare.cell([float("inf")], ".3f") == "diverged in 1 of 1"
-    assert compare.cell([1.0, 3.0, 2.0], ".1f") == "2.0 (1.0 to 3.0)"
+    assert cell([float("nan"), 0.585, float("nan")], ".3f") == "diverged in 2 of 3 (else 0.585)"
+    assert cell([float("inf")], ".3f") == "diverged in 1 of 1"
+    assert cell([1.0, 3.0, 2.0], ".1f") == "2.0 (1.0 to 3.0)"

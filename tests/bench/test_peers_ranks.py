@@ -117,7 +117,7 @@ def two_workers_by_hand(average_every: int) -> list[float]:
                     a.copy_(m)
                     b.copy_(m)
             if step in (0, 2, 4, 5):
-                losses.append(F.cross_entropy(mean(test.normalise(test.images)), test.labels).item())
+                losses.append(F.cross_entropy(mean(test.normalise(test.images[1::2])), test.labels[1::2]).item())
     return losses
 
 

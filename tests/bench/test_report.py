@@ -10,7 +10,7 @@ import pytest
 
 from bench import loss_table, plots, report
 from bench.options import require_each_once, require_one_or_more, require_positive
-from bench.peers import compare
+from bench.peers.table import table
 from bench.report import Spread, mean_sd
 from core.errors import UserError
 from results import paper
@@ -82,7 +82,7 @@ def test_the_published_tables_are_those_of_the_published_figures():
     losses = report.load(RESULTS / "time_to_loss.json", "bench.time_to_loss", "runs")
     assert (RESULTS / "time_to_loss.md").read_text() == loss_table.markdown(losses)
     peers = json.loads((RESULTS / "peers.json").read_text())
-    assert (RESULTS / "peers.md").read_text().startswith(compare.table(peers["rows"]))
+    assert (RESULTS / "peers.md").read_text().startswith(table(peers["rows"]))
 
 
 def test_the_papers_numbers_stand_in_one_section_of_the_results():

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from core import CO2, CO2Config, UserError
-from core.schedules import QuadraticTau, ramp_tau, warm_up_momentum
+from core.schedules import QuadraticTau, from_text, ramp_tau, warm_up_momentum
 
 
 def test_momentum_warms_up_in_equal_steps():
@@ -22,6 +22,22 @@ def test_the_quadratic_rule_takes_the_rate_where_a_round_begins():
     """lr 1 to step 5, then 0.25, then 0: tau = (1 / lr)^2 within 2 and 20."""
     follow = QuadraticTau(lambda step: 1.0 if step < 6 else 0.25 if step < 30 else 0.0, scale=1.0, least=2, most=20)
     assert [follow(n)["tau"] for n in (3, 0, 1, 2, 4, 5)] == [16, 2, 2, 2, 16, 20]  # asked in any order
+
+
+def test_the_command_lines_words_make_schedules_that_go_together():
+    config = CO2Config(tau=8, outer_momentum=0.4, sync_steps=3)
+    assert from_text((), config, lambda step: 1.0) is None
+    both = from_text(("warm_up_momentum:2", "ramp_tau:3"), config, lambda step: 1.0)
+    assert both is not None
+    assert [dict(both(n)) for n in range(3)] == [
+        {"outer_momentum": 0.0, "tau": 3},
+        {"outer_momentum": 0.2, "tau": 6},
+        {"outer_momentum": 0.4, "tau": 8},
+    ]
+    steps: list[int] = []
+    rule = from_text(("quadratic:0.5:2",), config, lambda step: steps.append(step) or 0.1)
+    assert rule is not None and [rule(n)["tau"] for n in range(2)] == [25, 25]
+    assert steps == [3, 28], "the first round begins after the synchronous steps"
 
 
 def test_co2_follows_a_schedule_of_tau():

@@ -5,7 +5,7 @@ from torch import nn
 
 from core import CO2Config, UserError, make_method
 from core.fast import WireConfig
-from core.tau import CALIBRATION_TAU, TauTuner, smallest_tau
+from core.tau import CALIBRATION_TAU, SETTLE, TauTuner, smallest_tau
 
 
 @pytest.mark.parametrize(
@@ -102,6 +102,59 @@ def test_bad_settings_are_refused():
 def test_the_other_methods_do_not_take_settings_of_co2_in_silence(name: str, setting: dict):
     with pytest.raises(UserError, match="is CO2's own"):
         make_method(name, nn.Linear(2, 2), **setting)
+
+
+def hears(tuner: TauTuner, n: int, allreduce: float, boundary: float = 0.0, step: float = 0.1) -> None:
+    for _ in range(n):
+        tuner.hear(0, [step, step], [allreduce, allreduce], [boundary, 0.0])
+
+
+WIRES = ("float32", "int8")
+
+
+def test_a_narrow_wire_is_tried_where_a_mean_is_not_fresh_and_kept_where_it_needs_fewer_steps():
+    tuner = TauTuner(192, wires=WIRES)
+    hears(tuner, 3, 0.8)
+    assert (tuner.wire, tuner.tau) == ("int8", 10), "tau hides the mean over float32 until int8's times are known"
+    assert (tuner.decisions[-1].wire, tuner.decisions[-1].exposed_share) == ("int8", 0.0)
+    assert "over float32 the mean takes 0.8 s and a local step 0.1 s: int8 is tried" in tuner.decisions[-1].reason
+    hears(tuner, SETTLE, 0.8)  # what was sent before still travels
+    hears(tuner, 1, 5.0)  # the first of the new ones
+    resumed = TauTuner(192, wires=WIRES)
+    resumed.load_state_dict(tuner.state_dict())
+    for one in (tuner, resumed):
+        hears(one, 2, 0.2)
+        assert (one.wire, one.tau, len(one.decisions)) == ("int8", 3, 2)
+        hears(one, 9, 0.8)
+        assert (one.wire, one.tau) == ("int8", 10), "it is tried once"
+
+
+def test_a_narrow_wire_that_needs_as_many_steps_is_given_up():
+    """Its encoding takes what it saves: in the reduction, or at the boundary."""
+    for allreduce, boundary in ((0.8, 0.0), (0.2, 0.02)):
+        tuner = TauTuner(192, wires=WIRES)
+        hears(tuner, 3, 0.8)
+        hears(tuner, SETTLE + 3, allreduce, boundary)
+        assert (tuner.wire, tuner.tau) == ("float32", 10)
+        assert tuner.decisions[-1].reason.endswith("10 steps needed, over float32 10, which is taken again")
+        hears(tuner, SETTLE + 9, 0.8)
+        assert (tuner.wire, tuner.tau) == ("float32", 10)
+
+
+def test_a_fresh_mean_needs_no_narrow_wire_and_a_cap_says_what_is_exposed():
+    tuner = TauTuner(192, wires=WIRES)
+    hears(tuner, 9, 0.09)
+    assert (tuner.wire, tuner.tau) == ("float32", 2)
+    capped = TauTuner(4)
+    hears(capped, 9, 0.8)
+    assert capped.decisions[-1].exposed_share == pytest.approx(0.5)
+
+
+def test_wire_auto_needs_tau_auto():
+    with pytest.raises(UserError, match="chosen together with tau: set tau auto"):
+        CO2Config(wire=WireConfig("auto"))
+    with pytest.raises(UserError, match="wire.format='auto' needs unshared outer state"):
+        make_method("co2", nn.Linear(2, 2), co2=CO2Config(tau="auto", wire=WireConfig("auto")), shard=True)
 
 
 def test_a_boundarys_own_work_keeps_tau_from_being_too_small():

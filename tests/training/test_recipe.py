@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from core import SlowMoConfig, UserError
+from core import CO2Config, SlowMoConfig, UserError
 from training.recipe import Recipe, dry_run, launch, parse
 
 
@@ -18,7 +18,7 @@ class Toy(Recipe):
     width: int = 3
 
 
-RECIPES = {"toy_a": Toy(), "toy_b": Toy(width=5)}
+RECIPES = {"toy_a": Toy(), "toy_b": Toy(width=5), "toy_small": Toy(co2=CO2Config(tau=6), recommended=True)}
 
 
 def test_overrides_reach_every_level():
@@ -71,6 +71,65 @@ def test_settings_of_the_own_method_and_what_a_recipe_brings_are_not_refused():
     assert parse(RECIPES, ["toy_a", "--method", "ddp", "--co2.tau", "3", "--co2.tau_max", "5"]).co2.tau == 3
     own = {"toy": replace(Toy(), slowmo=SlowMoConfig(outer_momentum=0.3))}
     assert parse(own, ["toy", "--method", "co2"]).slowmo.outer_momentum == 0.3
+
+
+PAPER = CO2Config(tau=6)
+
+
+@pytest.mark.parametrize(
+    ("options", "recommended", "co2"),
+    [
+        ([], True, replace(CO2Config.recommended(2), tau=6)),
+        (["--co2.tau", "4", "--co2.merge=mix"], True, replace(CO2Config.recommended(2), tau=4, merge="mix")),
+        (["--no_recommended"], False, PAPER),
+        (["--no-recommended", "--co2.clip", "0.5"], False, replace(PAPER, clip=0.5)),
+        (["--method", "slowmo"], False, PAPER),
+        (["--method=delayed"], False, PAPER),
+        (["--shard"], False, PAPER),
+        (["--per_node", "2"], False, PAPER),
+    ],
+)
+def test_a_small_recipe_takes_the_recommended_settings_where_they_go(
+    options: list[str], recommended: bool, co2: CO2Config, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    recipe = parse(RECIPES, ["toy_small", *options])
+    assert (recipe.recommended, recipe.co2) == (recommended, co2)
+
+
+def test_the_recommended_settings_are_another_recipes_when_asked_for_alone():
+    assert parse(RECIPES, ["toy_a"]).co2 == CO2Config()
+    assert parse(RECIPES, ["toy_a", "--recommended"]).co2 == replace(CO2Config.recommended(1), tau=48)
+    with pytest.raises(UserError, match="recommended is CO2's own, method 'ddp' does not have it"):
+        parse(RECIPES, ["toy_a", "--recommended", "--method", "ddp"])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["warmup:3"], "schedule 'warmup:3': give warm_up_momentum:ROUNDS, ramp_tau:FIRST"),
+        (["ramp_tau"], "schedule 'ramp_tau': give"),
+        (["ramp_tau:two"], "schedule 'ramp_tau:two': give"),
+        (["quadratic:1"], "schedule 'quadratic:1': give"),
+        (["warm_up_momentum:0"], "rounds=0: give 1 or more"),
+        (["ramp_tau:99"], "first=99: give 1 to tau=48"),
+        (["quadratic:nan:2"], "scale=nan"),
+        (["ramp_tau:1", "quadratic:0.1:2"], "schedule ramp_tau:1 quadratic:0.1:2: two of them change tau"),
+        (["ramp_tau:1", "--co2.tau", "auto"], "tau auto chooses tau itself"),
+        (["warm_up_momentum:3", "--co2.outer_momentum", "0"], "outer_momentum=0 leaves nothing to warm up to"),
+        (["ramp_tau:1", "--method", "local"], "schedule is CO2's own, method 'local' does not have it"),
+        (["warm_up_momentum:3", "--co2.gap", "none", "--co2.outer_lr", "0.4"], ""),
+        (["quadratic:0.1:2", "ramp_tau:0"], "first=0"),
+    ],
+)
+def test_bad_schedules_are_one_line(options: list[str], said: str, capsys: pytest.CaptureFixture):
+    if not said:
+        assert parse(RECIPES, ["toy_a", "--schedule", *options]).schedule == ("warm_up_momentum:3",)
+        return
+    with pytest.raises(SystemExit):
+        parse(RECIPES, ["toy_a", "--schedule", *options])
+    captured = capsys.readouterr()
+    assert said in " ".join((captured.err + captured.out).replace("│", " ").split())
 
 
 @pytest.mark.parametrize(

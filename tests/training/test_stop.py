@@ -40,6 +40,8 @@ SETTLING = CO2Config(tau=3, gap="none", outer_lr=0.4)
 CASES: dict[str, dict[str, Any]] = {
     "co2": {},
     "int8": {"co2": CO2Config(tau=3, wire=WireConfig("int8"))},
+    "scheduled": {"co2": CO2Config(tau=6), "schedule": ("warm_up_momentum:9", "ramp_tau:2")},
+    "quadratic": {"co2": CO2Config(tau=6, tau_max=6), "schedule": ("quadratic:0.015:2",)},
     "inner": {"co2": CO2Config(tau=3, gap="inner")},
     "shard": {"shard": True},
     "offload": {"offload": True},
@@ -67,7 +69,7 @@ def train(recipe: Toy, stop_asked: int = 0) -> Any:
         model = run.shard(network())
         optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
         schedule = make_schedule(optimizer, STEPS, recipe.optim)
-        wrapped, method = run.make_method(model, optimizer)
+        wrapped, method = run.make_method(model, optimizer, STEPS)
         for step in range(run.begin(model, optimizer, schedule, method, epoch=STEPS, total=STEPS), STEPS):
             loss = wrapped(torch.randn(5, 4, generator=generator(step, run.rank))).square().mean()
             loss.backward()
@@ -116,7 +118,7 @@ def check(folder: Path, cases: list[str]) -> None:
 
 
 def test_a_stop_does_not_change_the_run(tmp_path: Path):
-    check(tmp_path, ["co2", "shard", "ddp", "overlap_local", "zero 1"])
+    check(tmp_path, ["co2", "scheduled", "shard", "ddp", "overlap_local", "zero 1"])
 
 
 @pytest.mark.slow
