@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import time
 from pathlib import Path
@@ -50,6 +51,15 @@ def train(folder: str, settings: dict[str, Any], deaths: dict[str, Any], pace: f
         counter["step"] = state["step"]
 
     method.restore = restore
+    counted: dict[int, int] = {}
+    receive = method.receive
+
+    def received(*, finished: bool) -> Any:
+        landing = receive(finished=finished)
+        counted[method.rounds] = method.background.world_size
+        return landing
+
+    method.receive = received  # pyright: ignore[reportAttributeAccessIssue]
     hook(method, where, when)
     try:
         joined = method.join()
@@ -63,11 +73,18 @@ def train(folder: str, settings: dict[str, Any], deaths: dict[str, Any], pace: f
         if where == "local" and step == when:
             die()
         if method.step():
-            trace[method.rounds] = [flat(method.state["outer_iterate"]).tolist(), method.background.world_size]
+            trace[method.rounds] = flat(method.state["outer_iterate"]).tolist()
             if where == "boundary" and method.rounds == when:
                 die()
     method.finish()
-    end = {"name": name, "joined": joined, "x": flat(params).tolist(), "trace": trace, "sizes": sizes}
+    end = {
+        "name": name,
+        "joined": joined,
+        "x": flat(params).tolist(),
+        "trace": trace,
+        "sizes": sizes,
+        "counted": counted,
+    }
     Path(folder, f"{name}.tmp").write_text(json.dumps(end))
     Path(folder, f"{name}.tmp").rename(Path(folder, f"{name}.json"))
     method.background.sum_of_all(torch.zeros(1))
@@ -144,4 +161,69 @@ def test_one_that_comes_back_joins(tmp_path: Path):
     status, ends = run(tmp_path, 3, PAPER, {"0.0": ("local", 10)}, restarts=1, pace=0.05, steps=90)
     assert status == 0 and set(ends) == {"0.1", "1.0", "2.0"}
     assert ends["0.1"]["joined"] and len(ends["1.0"]["sizes"][-1][1]) == 3
+    check_equal(ends)
+
+
+SIMPLE = {"tau": 3, "outer_lr": 0.5, "outer_momentum": 0.2, "gap": "none", "clip": None}
+
+
+@pytest.mark.parametrize(("where", "when", "sent"), [("sent", 3, 2), ("boundary", 3, 3), ("local", 10, 3)])
+def test_the_mean_is_over_those_that_have_sent(tmp_path: Path, where: str, when: int, sent: int):
+    """The outer iterates are those of a plain loop in which worker 2 counts in the rounds that the survivors say."""
+    _, ends = run(tmp_path, 3, SIMPLE, {"2.0": (where, when)})
+    check_equal(ends)
+    counted = {int(number): workers for number, workers in ends["0.0"]["counted"].items()}
+    assert counted == {int(n): workers for n, workers in ends["1.0"]["counted"].items()}
+    with_it = sum(workers == 3 for workers in counted.values())
+    assert with_it <= sent and set(counted.values()) == {2, 3}
+    expected = by_hand(len(ends["0.0"]["trace"]), with_it)
+    for number, x in enumerate(expected, start=1):
+        ours = torch.tensor(ends["0.0"]["trace"][str(number)], dtype=torch.float64)
+        torch.testing.assert_close(ours, x, rtol=1e-9, atol=1e-9)
+
+
+def by_hand(rounds: int, with_third: int) -> list[torch.Tensor]:
+    """x after each of the boundaries, where the third worker counts in the first `with_third` rounds."""
+    x = flat(problems.odd_parameters())
+    m, delta, found = torch.zeros_like(x), None, []
+    for t in range(rounds):
+        differences = []
+        for worker in range(3 if t < with_third else 2):
+            p = x.clone()
+            for step in range(3 * t, 3 * t + 3):
+                p -= problems.LR * problems.gradient(p, worker, step)
+            differences.append(x - p)
+        if delta is not None:
+            m = 0.2 * m + delta
+            x = x - 0.5 * m
+        delta = sum(differences) / len(differences)
+        found.append(x)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "settings"), [(1, PAPER), (2, KEEP), (3, PAPER), (4, KEEP)])
+def test_a_storm(tmp_path: Path, seed: int, settings: dict[str, Any]):
+    """Four workers, one or two of which are killed every few seconds, at any moment, and come back."""
+    rng = random.Random(seed)
+    storm = {"next": 0.0, "kills": 0}
+    crew: Crew
+
+    def strike() -> None:
+        now = time.monotonic()
+        alive = [process for process in crew.processes.values() if process.poll() is None]
+        if crew.coordinator is None or not crew.coordinator.generation or len(alive) < 2 or storm["kills"] >= 15:
+            return
+        storm["next"] = storm["next"] or now + 3
+        if now > storm["next"]:
+            for process in rng.sample(alive, rng.choice([1, 1, 1, 2])):
+                process.send_signal(signal.SIGKILL)
+                storm["kills"] += 1
+            storm["next"] = now + rng.uniform(0.5, 5)
+
+    args = (str(tmp_path), settings, {}, 0.04, 1200)
+    crew = Crew(testing._context(), train, args, 4, restarts=99, late=400, watch=strike)
+    assert crew.run() == 0 and not crew.timed_out
+    ends = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert storm["kills"] >= 15 and ends
     check_equal(ends)
