@@ -6,7 +6,7 @@ PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest
 PYTEST_ARGS ?=
 CHAOS ?=
 
-.PHONY: help setup demo test test-slow test-gpu test-root chaos lint clean
+.PHONY: help setup demo test test-slow test-gpu test-root test-slurm chaos lint clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -29,13 +29,16 @@ test: setup ## run the fast tests (PYTEST_ARGS adds options)
 	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-slow: setup ## run the slow tests
-	$(PYTEST) -m "slow and not gpu and not root" $(PYTEST_ARGS)
+	$(PYTEST) -m "slow and not gpu and not root and not slurm" $(PYTEST_ARGS)
 
 test-gpu: setup ## run the tests that need a CUDA device
 	$(PYTEST) -m gpu $(PYTEST_ARGS)
 
 test-root: setup ## run the tests that make network namespaces
 	$(PYTEST) -m root $(PYTEST_ARGS)
+
+test-slurm: setup ## start a Slurm cluster on this machine and run jobs on it (root; apt's slurm-wlm and munge)
+	$(PYTEST) -m slurm -rs $(PYTEST_ARGS)
 
 chaos: setup ## kill workers, cut links, fill disks under small runs: results/chaos.md (hours; CHAOS="--kills 10 ..." scales it)
 	OMP_NUM_THREADS=1 $(PY) -m bench.chaos $(CHAOS)

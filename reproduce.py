@@ -84,6 +84,10 @@ class Job:
 def main() -> None:
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     command, extra = tyro.cli(Command, args=sys.argv[1:at]), passed_on(sys.argv[at + 1 :])
+    if command.workers < 1 or command.array < 0:
+        raise UserError(
+            f"workers={command.workers}, array={command.array}: give 1 or more workers, an array of 0 or more"
+        )
     if command.table == "list" and not command.collect and not command.status:
         return print("\n".join(listing()))
     tables = TABLES if command.table in ("all", "list") else {command.table: find_table(command.table)}
@@ -170,8 +174,10 @@ def choose(tables: Mapping[str, Table], command: Command, extra: Mapping[str, An
     if not all(seed.isdigit() for seed in split(command.seeds)):
         raise UserError(f"--seeds {command.seeds}: give numbers, such as 0,1")
     seeds = tuple(int(seed) for seed in split(command.seeds))
-    if not str(extra.get("co2.tau", 1)).isdigit():
-        raise UserError(f"--co2.tau {extra['co2.tau']} behind --: give a number; the train scripts alone take auto")
+    if not (tau := str(extra.get("co2.tau", 1))).isdecimal() or int(tau) < 1:
+        raise UserError(
+            f"--co2.tau {extra['co2.tau']} behind --: give a number, 1 or more; the train scripts alone take auto"
+        )
 
     def keeps(row: Row) -> bool:
         named = {"".join(split(row.label)), "".join(split(row.recipe))}

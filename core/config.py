@@ -10,6 +10,8 @@ from . import outer
 from .errors import UserError
 from .fast import PASSES, Pass, WireConfig
 
+LARGE = 1e4  # no factor of an outer step that trains comes near
+
 
 @dataclass(frozen=True)
 class CO2Config:
@@ -55,7 +57,7 @@ class CO2Config:
         is_int = isinstance(self.tau, int) and not isinstance(self.tau, bool) and self.tau >= 1
         require(is_int or self.tau == "auto", "tau", "give a whole number of local steps, 1 or more, or auto")
         require(self.tau_max >= 1, "tau_max", "give a whole number of local steps, 1 or more")
-        require(0 < self.outer_lr < float("inf"), "outer_lr", "give a finite number above 0; 1.0 is usual")
+        require(0 < self.outer_lr < LARGE, "outer_lr", "give a finite number above 0, as 1.0 is usual")
         require(0 <= self.outer_momentum < 1, "outer_momentum", "give a number in [0, 1)")
         require(self.gap in outer.GAPS, "gap", f"choose one of {', '.join(outer.GAPS)}")
         require(self.clip is None or self.clip > 0, "clip", "give a number above 0, or None for no clipping")

@@ -99,8 +99,9 @@ def _read_meta(folder: Path) -> dict:
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file} is damaged ({error!r}): run `python -m language.prepare` again") from error
     size = known["vocab_size"] if type(known["vocab_size"]) is int else 0
-    wrong = [key for key in ("pad", "mask") if known[key] is not None and not _is_token(known[key], size)]
+    wrong = [key for key in ("pad", "mask", "bos") if known[key] is not None and not _is_token(known[key], size)]
     wrong += ["eot"] * (not _is_token(known["eot"], size)) + ["dtype"] * (known["dtype"] not in ("uint16", "uint32"))
+    wrong += [f for f in ("train", "val") if not _is_token(known[f], 1 << 62)]  # the file's tokens: a whole number
     if wrong or size < 1:
         key = wrong[-1] if size > 0 else "vocab_size"
         raise UserError(f"{file} has {key}={known[key]!r}: run `python -m language.prepare` again")

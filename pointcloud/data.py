@@ -112,6 +112,9 @@ class ModelNet10:
                 self.clouds, self.labels, self.classes = file[self.array], file[f"y_{split}"], file["cls"]
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise UserError(f"{self.path} cannot be read ({error}): copy it again") from error
+        if self.clouds.ndim != 3 or not len(self.clouds) or self.labels.shape != self.clouds.shape[:1]:
+            found = f"x_{split} {list(self.clouds.shape)}, y_{split} {list(self.labels.shape)}"
+            raise UserError(f"{self.path}: {found}: expected [n, points, 3] and [n]; copy it again")
 
     def __len__(self) -> int:
         return len(self.clouds)

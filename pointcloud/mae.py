@@ -25,6 +25,13 @@ class MaskedAutoencoderConfig:
     drop_path: float = 0.1
 
     def __post_init__(self) -> None:
+        for name in ("groups", "group_size", "dim", "depth", "heads", "decoder_depth"):
+            if not 1 <= getattr(self, name) <= 10**6:
+                raise UserError(f"mae.{name}={getattr(self, name)}: give a number from 1 to 1000000")
+        if not 0 <= self.drop_path < 1:
+            raise UserError(f"mae.drop_path={self.drop_path}: give a share, from 0 to below 1")
+        if not 0 < self.mask_ratio < 1:
+            raise UserError(f"mae.mask_ratio={self.mask_ratio}: give a share between 0 and 1")
         if not 0 < self.masked < self.groups:
             raise UserError(
                 f"mask_ratio={self.mask_ratio:g} hides {self.masked} of {self.groups} groups: choose one that leaves "

@@ -37,6 +37,11 @@ class AutoencoderConfig:
     def __post_init__(self) -> None:
         if self.decoder not in get_args(Decoder):
             raise UserError(f"decoder={self.decoder!r}: choose one of {', '.join(get_args(Decoder))}")
+        for name in ("encoder_widths", "latent", "folding_width", "mlp_widths"):
+            value = getattr(self, name)
+            widths = value if isinstance(value, tuple) else (value,)
+            if not all(1 <= width <= 10**6 for width in widths):
+                raise UserError(f"autoencoder.{name}={value}: give numbers from 1 to 1000000")
 
 
 class PointNetEncoder(nn.Module):

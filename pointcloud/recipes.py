@@ -40,9 +40,7 @@ class PointCloudRecipe(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, least in (("points", 1), ("emd_points", 1), ("loader_workers", 0)):
-            if getattr(self, name) < least:
-                raise UserError(f"{name}={getattr(self, name)}: give {least} or more")
+        self.check(points=(1, 10**6), emd_points=(1, 10**6), loader_workers=(0, 1000))
         if self.recompute and self.model != "mae":
             raise UserError(f"recompute with model={self.model}: only mae has blocks to recompute; leave it out")
         side = math.isqrt(self.points)

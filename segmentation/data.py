@@ -162,6 +162,9 @@ class CamVid(ArraySegDataset):
                 images, masks = file[f"x_{split}"], file[f"y_{split}"]
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise UserError(f"{path}: not readable ({error}); fetch the file again") from None
+        if images.dtype != np.uint8 or images.shape != (*masks.shape, 3) or masks.ndim != 3 or not masks.size:
+            found = f"x_{split} {images.dtype} {list(images.shape)}, y_{split} {list(masks.shape)}"
+            raise UserError(f"{path}: {found}: expected uint8 [n, h, w, 3] and [n, h, w]; fetch the file again")
         masks = np.where(masks == CAMVID_VOID, IGNORE, masks)
         for i, mask in enumerate(masks):
             check_labels(mask, len(CAMVID_CLASSES), f"{path}, y_{split}[{i}]")

@@ -21,12 +21,11 @@ loader_workers() {
 # launch MODULE [overrides]: trains with RECIPE, METHOD, TAU, BATCH_SIZE, SEED and OUT on all nodes of the job; exits.
 launch() {
     local module="$1" status=0 late="" options=(
-        --method "$METHOD" --co2.tau "$TAU" ${BATCH_SIZE:+--batch_size "$BATCH_SIZE"} --seed "$SEED"
+        --method "$METHOD" --co2.tau "$TAU" ${BATCH_SIZE:+--batch_size "$BATCH_SIZE"} --seed "$SEED" --gpu_gb "$GPU_GB"
         ${LOADER_WORKERS:+--loader_workers "$LOADER_WORKERS"}
         --out "$OUT" --resume # a fresh folder starts at step 0
     )
     shift
-    if grep -q '^    gpu_gb:' training/recipe.py; then options+=(--gpu_gb "$GPU_GB"); fi
     : "${SLURM_JOB_NUM_NODES:?submit this script with sbatch}" "${SLURM_GPUS_ON_NODE:?the job has no GPUs}"
     local head="${RDZV_HOST:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}"
     local torchrun=(
@@ -44,14 +43,21 @@ launch() {
         --kill-on-bad-exit=1 $SRUN_ARGS bash -c 'source slurm/launch.sh; on_node "$@"' on_node "$@" &
     local step=$!
     trap 'kill -USR1 "$step"; [ -n "$late" ] || { requeue_at_last & late=$!; }' USR1
+    trap : TERM # Slurm has sent it to the workers too: leave them the time to save
     wait_for "$step" || status=$?
-    if [ -n "$late" ]; then
-        kill "$late" 2>/dev/null
-        wait "$late" 2>/dev/null
-        echo "job $SLURM_JOB_ID got SIGUSR1, and its run ended with status $status: back into the queue"
+    [ -z "$late" ] || { kill "$late"; wait "$late"; } 2>/dev/null
+    # A run that has ended needs no other start, one that has failed would fail again, and a cancelled one is not wanted.
+    if grep -qs stopped_by_signal "$OUT/summary.json" && { [ -n "$late" ] || preempted; }; then
+        echo "job $SLURM_JOB_ID was told to stop, and its run has saved: back into the queue"
         requeue || status=1
     fi
     exit "$status"
+}
+
+# preempted: whether jobs of a higher priority take the job's place. Slurm requeues it by itself only if it is still there
+# at the end of the partition's GraceTime.
+preempted() {
+    scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'
 }
 
 # requeue: puts the job back into the queue, which ends it.
@@ -74,15 +80,16 @@ requeue_at_last() {
     requeue
 }
 
-# on_node TORCHRUN...: runs it, with a log of each worker in LOGS, and passes signals on, since Slurm may signal the
-# process that it started and no other. SIGUSR1 would end torchrun, which therefore ignores it (this is inherited); the
-# workers handle it: they finish the round, save, and end with status 0.
+# on_node TORCHRUN...: runs it, with a log of each worker in LOGS, and passes signals on to the workers, since Slurm may
+# signal all processes or only the one that it started. torchrun ignores them (which is inherited), for it would end
+# the workers by SIGTERM, and itself by a second one. The workers handle them: they finish the round, save, and end
+# with status 0.
 on_node() {
-    trap '' USR1
+    trap '' USR1 TERM
+    export PET_SIGNALS_TO_HANDLE=SIGINT # torchrun's --signals-to-handle, of torch 2.9 and newer
     "$1" ${LOGS:+--log-dir="$LOGS/${SLURMD_NODENAME:-$HOSTNAME}"} "${@:2}" &
     local torchrun=$!
-    trap 'pkill -USR1 -P "$torchrun"' USR1
-    trap 'kill -TERM "$torchrun" 2>/dev/null' TERM
+    trap 'pkill -USR1 -P "$torchrun"' USR1 TERM
     wait_for "$torchrun"
 }
 

@@ -34,8 +34,9 @@ from training.throttle import make_link
 from training.workers import check_nodes, pick_device, rank, world_size
 
 SHARES = {"shard", "offload", "per_node", "zero"}  # options with which not all recommended settings go
-LARGEST = 10**9  # whole number of a recipe
+LARGEST = 10**9  # number of a recipe
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE)
+OF_A_PATH = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EPERM)
 
 
 def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -144,13 +145,17 @@ class Recipe:
         for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise UserError(f"{name}={getattr(self, name)}: give {least} or more")
-        for name, value in flat(dataclasses.asdict(self)).items():
+        numbers = {k: v for k, v in flat(dataclasses.asdict(self)).items() if isinstance(v, int | float)}
+        for name, value in numbers.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise UserError(f"{name}={value}: give a finite number")
-            if isinstance(value, int) and abs(value) > LARGEST:
-                raise UserError(f"{name}={value}: give {LARGEST} or less")
+        if self.gpu_gb is not None and not self.gpu_gb > 0:
+            raise UserError(f"gpu_gb={self.gpu_gb}: give the GB of a GPU, above 0")
         if not 0 < self.timeout <= LARGEST:
             raise UserError(f"timeout={self.timeout}: give seconds, above 0 and up to {LARGEST}")
+        for name, value in numbers.items():
+            if abs(value) > LARGEST:
+                raise UserError(f"{name}={value}: give {LARGEST} or less")
         if self.link_mbit is not None and not self.link_mbit > 0:
             raise UserError(f"link_mbit={self.link_mbit}: give a rate above 0, or None for the real link")
         check_settings(self.method, self.co2, self.delayed, shard=self.shard, offload=self.offload)
@@ -269,9 +274,10 @@ def launch(main: Callable[[], None]) -> None:
     except UserError as error:
         _fail(str(error))
     except OSError as error:
-        if error.errno not in OF_THE_DISK:
+        if error.errno not in OF_THE_DISK + OF_A_PATH:
             raise
-        _fail(f"{error.filename or 'the run folder'}: {error.strerror}; make room or choose another --out")
+        remedy = "make room or choose another --out" if error.errno in OF_THE_DISK else "give another file or folder"
+        _fail(f"{error.filename or 'the run folder'}: {error.strerror}; {remedy}")
     except SystemExit as stop:
         if stop.code:
             refuse(f"its options are refused, {' '.join(sys.argv[1:])}")
@@ -284,6 +290,9 @@ def launch(main: Callable[[], None]) -> None:
 
 
 def _fail(reason: str) -> None:
+    reason = " ".join(reason.split())  # a library's own words, which a message may quote, can have many lines
+    if len(reason) > 600:
+        reason = f"{reason[:300]} ... {reason[-300:]}"
     said = _tell_torchrun(f"error: {reason}") and "CO2_LAUNCH" in os.environ  # training.launch says it at its end
     if not said and _first_to_say(reason):
         print(f"error: {reason}", file=sys.stderr, flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from core.errors import UserError
+from training.stop import SIGNALS
 
 
 def per_worker(batch_size: int, world_size: int) -> int:
@@ -87,12 +89,19 @@ def load_batches(
         num_workers=workers,
         collate_fn=collate,
         pin_memory=torch.cuda.is_available(),
+        worker_init_fn=_leave_signals,
         generator=torch.Generator(),  # otherwise it would draw from the generator that the model's dropout uses
     )
     try:
         yield from loader
     except UserError as error:  # torch puts the process's traceback in front
         raise UserError(str(error).strip().rpartition("UserError: ")[2]) from None
+
+
+def _leave_signals(_: int) -> None:
+    """A loading process outlives the signals to stop, which may come to all processes: it ends with its worker."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def mix(*key: int) -> int:

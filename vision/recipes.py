@@ -42,7 +42,7 @@ class VisionRecipe(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check(label_smoothing=(0, 0.99), mixup=(0, 100), cutmix=(0, 100), color_jitter=(0, 1))
-        self.check(random_erasing=(0, 1), drop_path=(0, 0.99), loader_workers=(0, 1000))
+        self.check(random_erasing=(0, 1), drop_path=(0, 0.99), loader_workers=(0, 1000), repeats=(1, 1000))
         for name in ("mixup", "cutmix", "color_jitter", "auto_augment", "random_erasing"):
             if getattr(self, name) and self.dataset != "imagenet":
                 raise UserError(

@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import outer
 from ..co2 import CO2
 from ..collectives import Link
-from ..config import CO2Config, unstable
+from ..config import LARGE, CO2Config, unstable
 from ..errors import UserError
 
 Policy = Literal["penalty", "eager", "taylor"]
@@ -92,7 +92,7 @@ class DelayedConfig:
                 raise UserError(f"delayed {name}={getattr(self, name)!r}: {remedy}")
 
         require(self.policy in POLICIES, "policy", f"choose one of {', '.join(POLICIES)}")
-        require(0 <= self.taylor < float("inf"), "taylor", "give a finite number, 0 or more")
+        require(0 <= self.taylor < LARGE, "taylor", "give a finite number, 0 or more, as 0.5 is usual")
         require(self.clip_by in ("element", "norm"), "clip_by", "choose element or norm")
 
     def check(self, co2: CO2Config) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..collectives import Link
+from ..config import LARGE
 from ..errors import UserError
 from ..flat import copy, views
 from .local_sgd import Blocking
@@ -24,8 +25,8 @@ class SlowMoConfig:
     """beta"""
 
     def __post_init__(self) -> None:
-        if not self.outer_lr > 0:
-            raise UserError(f"slowmo outer_lr={self.outer_lr}: give a number above 0")
+        if not 0 < self.outer_lr < LARGE:
+            raise UserError(f"slowmo.outer_lr={self.outer_lr}: give a finite number above 0, as 1.0 is usual")
         if not 0 <= self.outer_momentum < 1:
             raise UserError(f"slowmo outer_momentum={self.outer_momentum}: give a number in [0, 1)")
 

@@ -35,23 +35,27 @@ FAKES = {
     "srun": 'echo "$@" > "$FAKES/srun_line"; while [[ "$1" == --* ]]; do shift; done; exec "$@"',
     "squeue": 'date -d "@$(cat "$FAKES/end")" +%Y-%m-%dT%H:%M:%S',
     "scontrol": """case "$1" in
-show) echo 127.0.0.1 ;;
-requeue) [ ! -e "$FAKES/refuse" ] && echo "$2" >> "$FAKES/requeued" ;;
+show) [ "$2" = job ] && cat "$FAKES/job" || echo 127.0.0.1 ;;
+requeue)
+    [ ! -e "$FAKES/refuse" ] && { cat "$FAKES/requeued" 2>/dev/null; echo "$2"; } > "$FAKES/new" &&
+        mv "$FAKES/new" "$FAKES/requeued" ;;
 esac""",
-    # a worker: handles SIGUSR1 although torchrun ignores it, which a bash script could not
+    # a worker: handles the signals although torchrun ignores them, which a bash script could not
     "worker": """exec python3 -c '
 import os, pathlib, signal, sys, time
 fakes = pathlib.Path(os.environ["FAKES"])
-signal.signal(signal.SIGUSR1, lambda *_: (fakes / "saved").touch() or sys.exit(0))
+def save(*_):
+    (fakes / "summary.json").write_text(os.environ.get("SUMMARY", "stopped_by_signal"))
+    sys.exit(0)
+for number in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(number, save)
 (fakes / "ready").touch()
 time.sleep(60)
 sys.exit(9)
 '""",
 }
 SAY = 'printf "%s\\n" "$@" > "$FAKES/arguments"'
-WORK = """worker &
-trap 'touch "$FAKES/terminated"; kill $!; exit 4' TERM
-wait $!"""
+WORK = "worker & wait $!"
 
 
 def install(folder: Path, **programs: str) -> dict[str, str]:
@@ -264,19 +268,41 @@ def test_a_script_that_cannot_run_says_why(change: dict[str, str], message: str,
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_the_signal_reaches_the_workers_and_the_job_is_requeued(refused: bool, tmp_path: Path):
-    env = install(tmp_path, torchrun=WORK)
+    env = install(tmp_path, torchrun=WORK) | {"OUT": str(tmp_path)}
     if refused:
         (tmp_path / "refuse").touch()
     job = start("slurm/vision_a100.sh", env)
     wait_for(tmp_path / "ready", job)
     job.send_signal(signal.SIGUSR1)  # to the batch script alone, as --signal=B: does
     text, _ = job.communicate(timeout=60)
-    assert (tmp_path / "saved").exists(), text
-    assert "job 17 got SIGUSR1, and its run ended with status 0: back into the queue" in text
+    assert "job 17 was told to stop, and its run has saved: back into the queue" in text
     if refused:
         assert job.returncode == 1 and "not requeued; submit it again" in text
     else:
         assert job.returncode == 0 and (tmp_path / "requeued").read_text() == "17\n", text
+
+
+def test_a_run_that_has_ended_is_not_requeued(tmp_path: Path):
+    """The signal came in its last minutes."""
+    env = install(tmp_path, torchrun=WORK) | {"OUT": str(tmp_path), "SUMMARY": '{"steps": 22}'}
+    job = start("slurm/vision_a100.sh", env)
+    wait_for(tmp_path / "ready", job)
+    job.send_signal(signal.SIGUSR1)
+    text, _ = job.communicate(timeout=60)
+    assert job.returncode == 0 and not (tmp_path / "requeued").exists(), text
+
+
+@pytest.mark.parametrize(("when", "requeued"), [("2026-01-02T03:04:05", True), ("None", False)])
+def test_a_stopped_run_is_requeued_if_it_was_preempted_but_not_if_it_was_cancelled(
+    when: str, requeued: bool, tmp_path: Path
+):
+    """Slurm has sent SIGTERM to all processes, torchrun's among them."""
+    (tmp_path / "job").write_text(f"JobState=RUNNING PreemptTime={when}")
+    job = start("slurm/vision_a100.sh", install(tmp_path, torchrun=WORK) | {"OUT": str(tmp_path)})
+    wait_for(tmp_path / "ready", job)
+    subprocess.run(["pkill", "-TERM", "-P", str(job.pid)], check=True)
+    text, _ = job.communicate(timeout=60)
+    assert job.returncode == 0 and (tmp_path / "requeued").exists() == requeued, text
 
 
 def test_a_run_that_does_not_stop_in_time_is_requeued_before_the_limit(tmp_path: Path):
@@ -300,15 +326,16 @@ def test_a_run_that_fails_is_not_requeued(tmp_path: Path):
     assert job.returncode == 3 and not (tmp_path / "requeued").exists(), text
 
 
-def test_termination_reaches_torchrun(tmp_path: Path):
-    """scancel and preemption: Slurm may signal on_node alone."""
+def test_termination_reaches_the_workers(tmp_path: Path):
+    """scancel and preemption: Slurm may signal on_node alone, or torchrun too, which a SIGTERM must not end."""
     env = install(tmp_path, torchrun=WORK)
     command = ["bash", "-c", "source slurm/launch.sh; on_node torchrun"]
     node = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     wait_for(tmp_path / "ready", node)
+    subprocess.run(["pkill", "-TERM", "-P", str(node.pid)], check=True)
     node.terminate()
     node.communicate(timeout=60)
-    assert node.returncode == 4 and (tmp_path / "terminated").exists()
+    assert node.returncode == 0 and (tmp_path / "summary.json").exists()
 
 
 # -- the real torchrun, on CPUs -----------------------------------------------------------------------------------
@@ -350,7 +377,7 @@ def test_a_run_is_stopped_requeued_and_resumed(tmp_path: Path):
     epochs = stopped["steps"] // 22 + 2
     job = start("slurm/vision_3090.sh", env, *options, "--epochs", str(epochs))
     text, _ = job.communicate(timeout=240)
-    assert job.returncode == 0 and (tmp_path / "requeued").read_text() == "17\n", text
+    assert job.returncode == 0 and (tmp_path / "requeued").read_text() == "17\n", "not once more"
     finished = json.loads((run / "summary.json").read_text())
     assert finished["steps"] == 22 * epochs and "stopped_by_signal" not in finished
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

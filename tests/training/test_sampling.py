@@ -1,10 +1,14 @@
 """Which samples a worker sees."""
 
+import multiprocessing
+import os
+import signal
+
 import pytest
 import torch
 
 from core import UserError
-from training.sampling import epoch_batches, eval_share, generator, per_worker, steps_per_epoch
+from training.sampling import epoch_batches, eval_share, generator, load_batches, per_worker, steps_per_epoch
 
 
 def shares(world_size: int, epoch: int = 0, seed: int = 0) -> torch.Tensor:
@@ -66,3 +70,16 @@ def test_repeated_augmentation_spreads_the_copies_of_a_third_of_the_samples_over
         assert torch.equal(samples.view(3, 3), samples[::3, None].expand(3, 3)) and len(samples.unique()) == 3
         assert (batch // n).tolist() == [0, 1, 2] * 3, "each copy has a number of its own, which seeds its augmentation"
     assert all(len((share % n).unique()) == 9 for share in ranks), "no worker sees a sample twice"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_loading_processes_outlive_the_signals_that_stop_a_run(number: signal.Signals):
+    """Slurm sends them to all processes of a job; the worker still takes the batches of its last rounds."""
+    others = multiprocessing.active_children()
+    batches = load_batches(torch.arange(40), iter([[i] for i in range(40)]), 2)  # type: ignore[arg-type]
+    seen = [next(batches).item() for _ in range(2)]  # one of each process
+    loading = [process for process in multiprocessing.active_children() if process not in others]
+    assert len(loading) == 2
+    for process in loading:
+        os.kill(process.pid, number)
+    assert seen + [batch.item() for batch in batches] == list(range(40))

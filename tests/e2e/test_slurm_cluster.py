@@ -1,0 +1,163 @@
+"""The Slurm scripts on a real Slurm: emulated nodes on this machine's CPUs, which have files for GPUs."""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.slurm_cluster import Cluster, cluster, missing, wait_until
+from training import checkpoint
+
+pytestmark = pytest.mark.slurm
+
+SMALL = {
+    "vision_a100": "digits_small",
+    "segmentation_3090": "digits_small",
+    "pointcloud_a100": "surfaces_small",
+    "gpt2_3090": "gpt2_pydoc_small",
+    "roberta_a100": "roberta_pydoc_small",
+}
+VISION = ("--device", "cpu", "--log_every", "1", "--checkpoint_every", "0", "--epochs")  # the number follows
+SLOW_LINK = ("--link_mbit", "5")  # the job waits for it, and leaves the cores to others
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Cluster]:
+    if reason := missing():
+        pytest.skip(f"no real Slurm here: {reason}")
+    with cluster(nodes=4) as running:
+        yield running
+
+
+def submit(
+    slurm: Cluster, script: str, run: str, *options: str, asks: tuple[str, ...] = ("--nodelist=node[2-3]",)
+) -> str:
+    """The number of a job of two workers on two nodes; the run folder is `run`."""
+    asks = ("--nodes=2", "--gpus-per-node=1", "--cpus-per-task=1", "--mem=1000", "--time=60", *asks)
+    settings = {
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "VENV": "",
+        "RDZV_HOST": "127.0.0.1",  # the nodes' names are no machines'
+        "RECIPE": SMALL.get(script, "digits_small"),
+        "BATCH_SIZE": "",
+        "TAU": "6",
+        "OUT": folder(slurm, run),
+        "CO2_DATA": str(slurm.folder),  # an empty one: the recipes bring their data
+    }
+    return slurm.submit(*asks, f"slurm/{script}.sh", *options, **settings)
+
+
+def folder(slurm: Cluster, run: str) -> str:
+    return str(slurm.folder / "runs" / run)
+
+
+def summary(slurm: Cluster, run: str) -> dict[str, float]:
+    """What a run has written at its end, which may come a moment after its job's."""
+    file = Path(folder(slurm, run), "summary.json")
+    assert wait_until(file.exists, 60), f"no {file}"
+    return json.loads(file.read_text())
+
+
+def losses(slurm: Cluster, run: str) -> list[tuple[int, float]]:
+    """(step, training loss) of every line that has one, in the file's order."""
+    file = Path(folder(slurm, run), "metrics.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [(row["step"], row["train_loss"]) for row in rows if "train_loss" in row]
+
+
+def reaches(slurm: Cluster, job: str, run: str, step: int) -> None:
+    """Waits until the run has taken so many steps."""
+    came = wait_until(lambda: len(losses(slurm, run)) >= step, 120)
+    assert came, f"{slurm.job(job)}\n{slurm.output(job)}"
+
+
+def same_end(slurm: Cluster, run: str, other: str) -> None:
+    """Two runs of two workers have the same losses and end with the same parameters, bit for bit."""
+    assert losses(slurm, run) == losses(slurm, other)
+    states = [checkpoint.load(Path(folder(slurm, name), "checkpoints"), rank=0, world_size=2) for name in (run, other)]
+    one, two = (state["model"] for state in states if state)
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def at_limits(slurm: Cluster) -> dict[str, str]:
+    """Two jobs that come to their time limits while the other tests run."""
+    run, nodes = (*VISION, "10000", *SLOW_LINK), "--nodelist=node[0-1]"
+    return {
+        "warned": submit(slurm, "vision_3090", "warned", *run, asks=(nodes, "--time=4", "--signal=B:USR1@120")),
+        "unwarned": submit(slurm, "vision_3090", "unwarned", *run, asks=(nodes, "--time=2", "--signal=B:CONT@1")),
+    }
+
+
+@pytest.fixture(scope="module")
+def undisturbed(slurm: Cluster) -> str:
+    """A run of six epochs, 132 steps."""
+    job = submit(slurm, "vision_a100", "undisturbed", *VISION, "6")
+    assert slurm.wait(job) == "COMPLETED", slurm.output(job)
+    return "undisturbed"
+
+
+def test_a_preempted_job_is_requeued_and_resumes_bit_for_bit(slurm: Cluster, at_limits: dict, undisturbed: str):
+    job = submit(slurm, "vision_a100", "preempted", *VISION, "6")
+    reaches(slurm, job, "preempted", 12)
+    urgent = slurm.submit("--partition=high", "--exclusive", "--nodelist=node2", "--wrap", "sleep 1")
+    assert slurm.wait(urgent) == "COMPLETED", slurm.output(job)
+    assert slurm.wait(job) == "COMPLETED", slurm.output(job)
+    assert slurm.job(job)["Restarts"] == "1", slurm.output(job)
+    assert "was told to stop, and its run has saved: back into the queue" in slurm.output(job)
+    assert "Traceback" not in slurm.output(job)
+    same_end(slurm, "preempted", undisturbed)
+
+
+@pytest.mark.parametrize("script", SMALL)
+def test_every_task_runs_its_small_recipe(script: str, slurm: Cluster, at_limits: dict):
+    job = submit(slurm, script, script, "--device", "cpu", "--epochs", "1")
+    assert slurm.wait(job) == "COMPLETED", slurm.output(job)
+    assert summary(slurm, script)["steps"] > 0
+
+
+def test_a_job_that_is_warned_of_its_limit_stops_and_goes_on(slurm: Cluster, at_limits: dict):
+    job = at_limits["warned"]
+    assert wait_until(lambda: slurm.job(job)["Restarts"] == "1", 240), slurm.output(job)
+    assert "was told to stop, and its run has saved: back into the queue" in slurm.output(job)
+    stopped = len(losses(slurm, "warned"))
+    reaches(slurm, job, "warned", stopped + 6)
+    slurm("scancel", job)
+    assert slurm.wait(job) == "CANCELLED"
+    steps = [step for step, _ in losses(slurm, "warned")]
+    assert stopped > 0 and steps == list(range(1, len(steps) + 1)), "it went on where it stopped"
+    assert summary(slurm, "warned")["stopped_by_signal"] == signal.SIGTERM, "a cancelled run has saved, too"
+
+
+def test_a_job_that_hits_its_limit_has_saved(slurm: Cluster, at_limits: dict):
+    job = at_limits["unwarned"]
+    assert slurm.wait(job) == "TIMEOUT", slurm.output(job)
+    assert slurm.job(job)["Restarts"] == "0"
+    ended = summary(slurm, "unwarned")
+    assert ended["stopped_by_signal"] == signal.SIGTERM and ended["steps"] > 0
+
+
+def test_a_job_outlives_the_loss_of_a_node(slurm: Cluster, undisturbed: str):
+    """The node stops answering, as one without power does: its peers hear nothing, and Slurm requeues the job."""
+    job = submit(slurm, "vision_a100", "bereft", *VISION, "6", "--checkpoint_every", "1", asks=("--exclude=node0",))
+    reaches(slurm, job, "bereft", 24)
+    lost = slurm("scontrol", "show", "hostnames", slurm.job(job)["NodeList"]).split()[1]
+    slurm.kill(lost, signal.SIGSTOP)
+    assert wait_until(lambda: slurm.job(job)["Restarts"] == "1", 120), slurm.output(job)
+    slurm.kill(lost, signal.SIGKILL)
+    assert slurm.wait(job) == "COMPLETED", slurm.output(job)
+    same_end(slurm, "bereft", undisturbed)
+
+
+def test_no_process_is_left_when_a_test_fails():
+    if reason := missing():
+        pytest.skip(f"no real Slurm here: {reason}")
+    with pytest.raises(RuntimeError, match="a test fails"), cluster(nodes=1) as running:
+        assert len(running.processes()) >= 3 and running.processes("node0")
+        raise RuntimeError("a test fails")
+    assert not running.processes() and not running.folder.exists()
