@@ -62,7 +62,8 @@ class Agreement:
     in mid-round each worker hears it after other steps. scalars: with the places of `sizes`. everybody: over how many
     processes they are summed. tuner: of tau auto, or None.
 
-    Attributes: stop, whether a worker has asked for it; tau_decision, taken by the tuner at the last boundary.
+    Attributes: stop, whether a worker has asked for it; save, whether one has asked for a checkpoint, until the next
+    boundary; tau_decision, taken by the tuner at the last boundary.
     """
 
     def __init__(self, scalars: Scalars, background: Background, everybody: int, tuner: TauTuner | None):
@@ -71,16 +72,20 @@ class Agreement:
         self._decided: TauDecision | None = None  # heard, and told from the round's end on
         self.most: int | None = None  # workers that may ever be, where their number changes; None: it does not
         self.forget_repair()
+        self.save = self._save_asked = self._save_heard = False
         self.forget_stop()
 
     @staticmethod
     def sizes(workers: int, tuner: TauTuner | None) -> dict[str, int]:
         """The scalars that every method has, and how many numbers each stands for."""
-        known = {"finished": 1, "steps": 1, "stop": 1, "settings": 2, "replicas": 2}
+        known = {"finished": 1, "steps": 1, "stop": 1, "save": 1, "settings": 2, "replicas": 2}
         return known | ({"times": NUMBERS * workers} if tuner else {})
 
     def ask_to_stop(self) -> None:
         self._asked = True
+
+    def ask_to_save(self) -> None:
+        self._save_asked = True
 
     def forget_stop(self) -> None:
         """Nobody has asked; what a GPU still holds of the last round is not heard, either."""
@@ -98,6 +103,8 @@ class Agreement:
         of the round that closes, and of the one before."""
         workers = self.most or self.background.world_size
         self.scalars.set("stop", float(self._asked))
+        self.scalars.set("save", float(self._save_asked))
+        self._save_asked = False
         self.scalars.set_checksum("settings", checksum_of(settings, self.most or self.everybody))
         compared = checksum(replicas, turn, workers) if replicas and turn is not None else 0
         self.scalars.set_checksum("replicas", compared)
@@ -115,6 +122,7 @@ class Agreement:
             times = sums["times"]
             self._decided = self.tuner.hear(number, *(times[i::NUMBERS] for i in range(NUMBERS)))
         self._stop_heard |= sums["stop"][0] > 0.5
+        self._save_heard |= sums["save"][0] > 0.5
         if not agree(sums["settings"], self.everybody):
             raise UserError(
                 f"workers differ in their settings in round {number - 1}, where this one has {settings}: "
@@ -135,6 +143,14 @@ class Agreement:
         """A round has ended."""
         self.tau_decision, self._decided = self._decided, None
         self.stop |= self._stop_heard
+        self.save, self._save_heard = self._save_heard, False
+
+    def loaded(self, *, of_others: bool) -> None:
+        """A checkpoint's scalars are in place: forgets requests, which the run that wrote it has met, that workers were
+        in finish(), for another may train on, and of another number of workers what only as many could agree on."""
+        for name in ("stop", "save", "finished", *(("settings", "replicas", "times") if of_others else ())):
+            if name in self.scalars.sizes:
+                self.scalars[name].zero_()
 
     def repair(self, shared: Sequence[Tensor]) -> Iterator[Stage]:
         """The first worker's state for all, where replicas were found to differ. shared: what of it should be equal."""

@@ -78,14 +78,15 @@ def check_frozen(frozen: Sequence[Tensor]) -> None:
         )
 
 
-def check_run(state: Mapping[str, Any], method: str, workers: int) -> None:
-    """Refuses a checkpoint of another method, or whose sum in flight is over another number of workers."""
+def check_run(state: Mapping[str, Any], method: str, workers: int, *, equal: bool) -> None:
+    """Refuses a checkpoint of another method, or of another number of workers unless all of them hold the same outer
+    state."""
     if state["method"] != method:
         raise UserError(f"the checkpoint is of {state['method']}, not {method}: resume with its method")
-    if state["in_flight"] is not None and state["workers"] != workers:
+    if state["workers"] != workers and not equal:
         raise UserError(
-            f"the checkpoint holds a sum over {state['workers']} workers that was in flight, here there are "
-            f"{workers}: resume with as many, or save after finish()"
+            f"the checkpoint is of {state['workers']} workers, here there are {workers}, and each held a part of the "
+            "outer state of its own: resume with as many"
         )
 
 

@@ -263,6 +263,9 @@ class CO2(Scheduled):
                 norms += [outer.norm([p.to(x.dtype) - x.to(p.dtype)])] if p.numel() else []
         return outer.norm(norms).double()
 
+    def of_now(self) -> dict[str, Any]:
+        return super().of_now() | {"first_step": self._first_step.clone()}
+
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {
             "inner_scale": self._inner_scale.clone(),

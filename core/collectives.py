@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -148,8 +148,8 @@ class Background:
             self._host_seconds += min(left, 1e-3)
         return True
 
-    def wait(self) -> None:
-        """Blocks until the result is there, for the owner to use.
+    def wait(self, landed: Callable[[], None] | None = None) -> None:
+        """Blocks until the result is there, for the owner to use. landed: is called before it may be used.
 
         Raises CollectiveError when a worker died or stayed away for too long. The tensors then hold partial sums and
         must not be used.
@@ -160,6 +160,8 @@ class Background:
             self.settle()
         in_stream = between(start, mark(self.device)) if self._side is not None else 0.0
         self.exposed = plus(in_stream, self._host_seconds)
+        if landed is not None:
+            landed()
         self.in_flight = False
 
     def settle(self) -> bool:

@@ -206,8 +206,7 @@ class ElasticCO2(CO2):
     wires; one copy of the parameters more.
 
     Make it on every worker before any process group exists, then call `join` on all. members: see Members. Set, before
-    `join`: snapshot, which returns what a newcomer needs, this object's state_dict() included; restore, which takes it
-    there; may_join, whether newcomers may join at the boundary that is being closed, alike on all workers.
+    `join`: give, which returns what a newcomer needs, this object's state_dict() included; take, which takes it there; may_join, whether newcomers may join at the boundary that is being closed, alike on all workers.
     """
 
     more_scalars: ClassVar[Mapping[str, int]] = {"join": 1}
@@ -230,8 +229,8 @@ class ElasticCO2(CO2):
         self._token = torch.zeros(1)
         self._joining = False  # whether all have agreed that newcomers may join
         self._agreement.most = MOST
-        self.snapshot: Callable[[], dict[str, Any]] = self.state_dict
-        self.restore: Callable[[dict[str, Any]], None] = self.load_state_dict
+        self.give: Callable[[], dict[str, Any]] = self.state_dict
+        self.take: Callable[[dict[str, Any]], None] = self.load_state_dict
         self.may_join: Callable[[], bool] = lambda: True
 
     def make_background(self, device: torch.device, **options: Any) -> ElasticBackground:
@@ -249,7 +248,7 @@ class ElasticCO2(CO2):
                 self._serve(len(reports) - 1)
                 return False
             try:
-                self.restore(self.members.fetch())
+                self.take(self.members.fetch())
             except RuntimeError:  # its sender was lost
                 self.background.let_go()
                 continue
@@ -291,7 +290,7 @@ class ElasticCO2(CO2):
 
     def _serve(self, newcomers: int) -> None:
         if newcomers:
-            self.members.serve(self.snapshot(), newcomers)
+            self.members.serve(self.give(), newcomers)
 
     def _send(self, *, finished: bool) -> None:
         self.count(self.background.counted(self.background.launched + 1))

@@ -142,6 +142,15 @@ def of_each(params: Sequence[Tensor], buckets: Sequence[Bucket], flats: Sequence
     return [found[id(p)].to(p.dtype) for p in params]
 
 
+def resized(flats: Sequence[Tensor], like: Sequence[Tensor], factor: float) -> list[Tensor]:
+    """Each of flats times `factor`, as long as its counterpart: cut, or filled up with zeros."""
+    found = [torch.zeros_like(other) for other in like]
+    for new, flat in zip(found, flats, strict=True):
+        n = min(len(new), len(flat))
+        new[:n] = flat[:n].to(new) * factor
+    return found
+
+
 def copy(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
     """Copies each tensor into its counterpart, in as few kernels as possible."""
     if to:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from .agreement import Agreement
 from .checks import check_frozen, check_group, check_inputs, check_run, check_saved
 from .collectives import AllReduce, Background, Link, Reducer, Stage
 from .errors import UserError
-from .flat import Scalars, State, copy, local_shard, make_buckets, of_each, unique
+from .flat import Scalars, State, copy, local_shard, make_buckets, of_each, resized, unique
 from .stats import RoundClock, RoundStats
 from .tau import TauDecision, TauTuner
 from .watch import Watch
@@ -86,7 +86,8 @@ class LocalMethod(ABC):
         self.skip_after: float | None = None
         self._spans = 1  # of tau local steps each, that the round that runs has
         workers = dist.get_world_size(group) if dist.is_initialized() else 1
-        self.scalars = Scalars(Agreement.sizes(workers, self.tuner) | dict(scalars or {}) | dict(self.more_scalars))
+        known = dict(scalars or {}) | dict(self.more_scalars)
+        self.scalars = Scalars(known | Agreement.sizes(workers, self.tuner))  # what is by worker last
         self.buckets = make_buckets(self.params, self.buffers, self.scalars.numel, parts, on_host)
         self.scalars.attach(self.buckets[0].scalars)
         device = self.buckets[0].flat.device
@@ -97,6 +98,7 @@ class LocalMethod(ABC):
         self.starts: list[Tensor] = []  # where rounds begin, a flat tensor a bucket; empty where that is not kept
         self.starts_roughly = False  # whether workers begin near there, and not there
         self._agreement = Agreement(self.scalars, self.background, self.everybody, self.tuner)
+        self._wanted: tuple[Callable[[dict[str, Any]], None], dict[str, Any]] | None = None  # who waits for a snapshot
         self._shared_from_start = [*everything, *fixed]
         self.background.agree((type(self).__name__, self.signature()), self._shared_from_start)
         self._refresh_model()
@@ -154,6 +156,7 @@ class LocalMethod(ABC):
         Call it after weights were loaded into a model that this object already trains: else the next boundaries pull
         them back to where the old ones were. What is in flight is thrown away, and momenta are forgotten.
         """
+        self._wanted = None
         self.background.discard()
         self.background.agree((type(self).__name__, self.signature()), self._shared_from_start)
         self.local_steps, self._ended = 0, None
@@ -178,6 +181,15 @@ class LocalMethod(ABC):
     def stop_agreed(self) -> bool:
         """Whether a worker has called ask_to_stop and all have heard of it; so until finish(): read it before."""
         return self._agreement.stop
+
+    def ask_to_save(self) -> None:
+        """Any worker may: as ask_to_stop, but `save_agreed` is True from that boundary to the next one."""
+        self._agreement.ask_to_save()
+
+    @property
+    def save_agreed(self) -> bool:
+        """Whether a worker has called ask_to_save, and all have heard of it at the last boundary."""
+        return self._agreement.save
 
     @property
     def stats(self) -> RoundStats:
@@ -208,6 +220,7 @@ class LocalMethod(ABC):
             "state": {name: [f.clone() for f in flats] for name, flats in (self.state | self.reducer.state).items()},
             "in_flight": [b.flat.clone() for b in self.buckets] if in_flight else None,
             "workers": self.background.world_size,
+            "scale": self.reducer.scale,
             "local_steps": self.local_steps,
             "sync_steps": self.sync_steps,
             "rounds": self.rounds,
@@ -215,21 +228,50 @@ class LocalMethod(ABC):
             "tuner": self.tuner.state_dict() if self.tuner else None,
         }
 
+    def snapshot(self, then: Callable[[dict[str, Any]], None]) -> None:
+        """Calls `then` with what state_dict would return here, without waiting: when what is in flight is received, at
+        the next boundary at the latest; at once where nothing is. Parameters and optimiser are to be copied here.
+
+        Where one was asked for before, that is given first, for which this waits.
+        """
+        self.hand_over()
+        self._wanted = then, self.of_now()
+        if not self.background.in_flight:
+            self.hand_over()
+
+    def hand_over(self) -> None:
+        """Waits for what is in flight and gives a snapshot that was asked for, where one was."""
+        if self._wanted is not None:
+            (then, of_then), self._wanted = self._wanted, None
+            then(self.state_dict() | of_then)
+
+    def of_now(self) -> dict[str, Any]:
+        """What in state_dict the local steps of the next round change."""
+        return {"local_steps": self.local_steps}
+
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what state_dict returned, on every worker; parameters and optimiser are the caller's.
 
         Load the model after this object was made, not before: making it broadcasts rank 0's parameters and buffers.
+        Another number of workers may go on with what any of those that wrote it held, but for outer state that is
+        unlike on all workers (UserError); what a narrow wire format held back is lost then.
         """
-        check_run(state, type(self).__name__, self.background.world_size)
-        here = self.state | self.reducer.state | {"all-reduce": [b.flat for b in self.buckets]}
-        saved = state["state"] | {"all-reduce": state["in_flight"] or here["all-reduce"]}
+        flats, workers = [b.flat for b in self.buckets], self.background.world_size
+        check_run(state, type(self).__name__, workers, equal=bool(self.replicas) or not self.state)
+        here, saved = self.state | self.reducer.state, state["state"]
+        others = state["workers"] != workers
+        in_flight = state["in_flight"] or flats
+        if others:
+            here, saved = self.state, {name: f for name, f in saved.items() if name not in self.reducer.state}
+            in_flight = resized(in_flight, flats, state["scale"] / self.reducer.scale)
+        here, saved = here | {"all-reduce": flats}, saved | {"all-reduce": in_flight}
         check_saved(saved, here)
+        self._wanted = None
         self.background.restore(state["rounds"], state["in_flight"] is not None)
-        for name, flats in here.items():
-            copy(flats, saved[name])
-        self.scalars["stop"].zero_()  # in flight since the run was stopped: it would end this one, too
-        self.scalars["finished"].zero_()  # another worker may train on
+        for name, held in here.items():
+            copy(held, saved[name])
+        self._agreement.loaded(of_others=others)
         self._ended, self.local_steps, self.sync_steps = None, state["local_steps"], state["sync_steps"]
         if self.tuner and state["tuner"]:
             self.tuner.load_state_dict(state["tuner"])
@@ -303,7 +345,7 @@ class LocalMethod(ABC):
 
         The payloads hold what landed; reducer.scale turns it into means, in a pass that their owner makes anyway.
         """
-        self.background.wait()
+        self.background.wait(self.hand_over)
         self.stats.round = self.background.launched
         self.stats.exposed_seconds = self.background.exposed
         self.stats.allreduce_seconds = self.background.seconds

@@ -27,8 +27,9 @@ def stand_in_overrides(row: Row) -> dict[str, Any]:
 
 # Settings that do not change what a row measures.
 FREE = {
-    "seed", "out", "resume", "dry_run", "device", "timeout", "eval_every", "checkpoint_every", "log_every",
-    "recommended", "accumulate", "workers", "loader_workers", "gpu_gb", "recompute", "tf32", "cudnn_benchmark",
+    "seed", "out", "resume", "dry_run", "device", "timeout", "eval_every", "checkpoint_every", "save_minutes",
+    "log_every", "recommended", "accumulate", "workers", "loader_workers", "gpu_gb", "recompute", "tf32",
+    "cudnn_benchmark",
     "channels_last",
 }  # fmt: skip
 

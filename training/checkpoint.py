@@ -1,81 +1,132 @@
-"""A run's checkpoints: every worker writes its own file, and only a whole and undamaged checkpoint is ever loaded.
+"""A run's checkpoints: written in the background, and only a whole and undamaged one is ever loaded.
 
 A checkpoint is written into a folder of its own, step*.tmp-ATTEMPT, which rank 0 renames once all have written
-theirs and it has added a manifest with their checksums. So one without .tmp holds what one attempt wrote at one step.
+theirs and it has added a manifest. So one without .tmp holds what one attempt wrote at one step. What lies in it:
+training/stored.py.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from core.errors import UserError
+from core.groups import leave_group, new_group
+from training import stored
+from training.stored import Rest, reason
 
 KEEP = 2  # checkpoints kept; the older one serves where the newer is damaged
 MANIFEST = "manifest.json"
+PATIENCE = 5.0  # seconds that a run which fails gives the checkpoint that it writes
 
 
-def save(folder: Path, step: int, state: dict[str, Any], *, rank: int, world_size: int, attempt: str) -> None:
-    """Writes this worker's `state` under folder/step*/, and removes old checkpoints; every worker must call it.
+class Saver:
+    """Writes checkpoints in a thread, one after the other, over a process group of its own.
 
-    attempt: the same on all workers, and another one each time that the run is started. UserError on all workers where
-    one of them cannot write.
+    attempt: the same on all workers, and another one each time that the run is started. timeout: seconds until a
+    missing worker is an error. Every worker must make one.
     """
-    target = folder / f"step{step:09d}"
-    fresh = folder / f"{target.name}.tmp-{attempt}"
-    part = fresh / _name(rank, world_size)
-    digest = failure = ""
-    try:
-        fresh.mkdir(parents=True, exist_ok=True)
-        with open(part, "wb") as file:
-            torch.save(state, file)
-        digest = _digest(part)
-    except (OSError, RuntimeError) as error:  # torch makes the latter of a full disk
-        failure = f"{part} cannot be written ({_reason(error)})"
-    written = _of_all((part.name, digest, failure))
-    failures = [failure for *_, failure in written if failure]
-    if rank == 0 and not failures:
-        manifest = {"workers": world_size, "sha256": {name: digest for name, digest, _ in written}}
+
+    def __init__(self, folder: Path, rank: int, world_size: int, attempt: str, timeout: float = 600.0):
+        self.folder, self.rank, self.world_size, self.attempt, self.timeout = folder, rank, world_size, attempt, timeout
+        stored.library()  # now, and not beside the local steps
+        self._group = new_group(None, timeout, torch.device("cpu"), "gloo")
+        self._thread: threading.Thread | None = None
+        self._failure = ""
+        self._error: Exception | None = None
+
+    def start(self, step: int, state: Any, tensors: dict[str, Tensor]) -> None:
+        """Begins to write, under folder/step*/, what stored.take_out has left and found; removes old checkpoints when
+        that is done. Every worker must call it, at its own time. Waits for the one before, if that is not written."""
+        self.wait()
+        self._thread = threading.Thread(target=self._run, args=(step, state, tensors), daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until what was begun is written; every worker must call it.
+
+        UserError on all of them where one could not write; also the error of a worker that is gone.
+        """
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        failure, error, self._failure, self._error = self._failure, self._error, "", None
+        if error is not None:
+            raise error
+        if failure:
+            raise UserError(f"{failure}: make room or name another --out; --resume goes on from the last checkpoint")
+
+    def close(self) -> None:
+        """Waits, and leaves the group."""
+        self.wait()
+        if self._group is not None:
+            leave_group(self._group, self.timeout)
+            self._group = None
+
+    def abandon(self) -> None:
+        """After a failure: what is being written gets a moment, and is left alone then."""
+        if self._thread is not None:
+            self._thread.join(PATIENCE)
+
+    def _run(self, step: int, state: Any, tensors: dict[str, Tensor]) -> None:
         try:
-            _publish(fresh, target, json.dumps(manifest, indent=1))
+            self._failure = self._write(step, state, tensors)
+            if self._failure:
+                _say(self.rank, [f"warning: {self._failure}: the run stops where the next checkpoint is due"])
+        except Exception as error:
+            self._error = error
+
+    def _write(self, step: int, state: Any, tensors: dict[str, Tensor]) -> str:
+        """Why the checkpoint could not be written, the same on all workers."""
+        target = self.folder / f"step{step:09d}"
+        fresh = self.folder / f"{target.name}.tmp-{self.attempt}"
+        rest, failure = ("", ""), ""
+        try:
+            rest = stored.write(fresh, state, tensors, self.rank, self._gather, self._group)
         except OSError as error:
-            failures = [f"{target} cannot be written ({_reason(error)})"]
-    if rank == 0:
-        _tidy(folder, step)  # while the others wait: they may write the next one soon
-    failures = _of_all(failures)[0]
-    if failures:
-        raise UserError(f"{failures[0]}: make room or name another --out; --resume goes on from the last checkpoint")
+            failure = f"{target} cannot be written ({reason(error)})"
+        written = self._gather((rest, failure))
+        failures = [failure for _, failure in written if failure]
+        if self.rank == 0 and not failures:
+            manifest = {"workers": self.world_size, "rests": [rest for rest, _ in written]}
+            try:
+                _publish(fresh, target, json.dumps(manifest, indent=1))
+            except OSError as error:
+                failures = [f"{target} cannot be written ({reason(error)})"]
+        if self.rank == 0:
+            _tidy(self.folder, step)  # while the others wait: they may write the next one soon
+        return "".join(self._gather(failures)[0][:1])
+
+    def _gather(self, mine: Any) -> list[Any]:
+        return _of_all(mine, self._group) if self._group is not None else [mine]
 
 
-def load(folder: Path, *, rank: int, world_size: int) -> dict[str, Any] | None:
-    """This worker's state in the newest checkpoint that all workers can load, in the host's memory; None when there is
-    none, with a warning from rank 0 when unfinished ones lie there. Every worker must call it.
+def load(folder: Path, *, rank: int, world_size: int) -> tuple[Any, int] | None:
+    """This worker's state in the newest checkpoint that all workers can load, in the host's memory, and how many
+    workers wrote it; None when there is none, with a warning from rank 0 when unfinished ones lie there. Every worker
+    must call it.
 
-    Rank 0 says which checkpoints were refused, and why: on a network file system another worker may not see the newest
-    one yet. UserError when another number of workers wrote the newest, for each holds the state of its own optimiser,
-    or when there are some and none can be loaded.
+    Of another number of workers a worker gets the state of the one with its rank modulo their number. Rank 0 says
+    which checkpoints were refused, and why: on a network file system another worker may not see the newest one yet.
+    UserError when there are some and none can be loaded.
     """
     refused: list[str] = []
     for name in _of_all(_finished(folder))[0]:
-        state, workers, problem = _read(folder / name, rank, world_size)
-        seen = _of_all((workers, problem))
-        if others := {workers for workers, _ in seen} - {world_size, 0}:
-            raise UserError(
-                f"{folder / name} was written by {min(others)} workers, this run has {world_size}: resume with as "
-                "many, or start afresh with another --out"
-            )
-        problems = [f"rank {number}: {problem}" for number, (_, problem) in enumerate(seen) if problem]
+        state, workers, problem = _read(folder / name, rank)
+        problems = [f"rank {number}: {problem}" for number, problem in enumerate(_of_all(problem)) if problem]
         if not problems:
             _say(rank, [f"warning: {line}; going on from {name}" for line in refused])
-            return state
+            return state, workers
         refused.append(f"{folder / name} is refused ({problems[0]})")
     if refused:
         raise UserError(f"{'; '.join(refused)}: no other checkpoint is left; start afresh with another --out")
@@ -107,50 +158,30 @@ def _finished(folder: Path) -> list[str]:
     return sorted((path.name for path in paths), reverse=True)
 
 
-def _read(target: Path, rank: int, world_size: int) -> tuple[dict[str, Any] | None, int, str]:
-    """This worker's state, how many workers wrote it (0 where that is not known), and what is wrong with it."""
-    workers = 0
+def _read(target: Path, rank: int) -> tuple[Any, int, str]:
+    """The state that this worker takes, how many workers wrote it, and what is wrong with it."""
     try:
         manifest = json.loads((target / MANIFEST).read_text())
-        workers, known = int(manifest["workers"]), manifest["sha256"]
-        part = target / _name(rank, world_size)
-        if workers != world_size:
-            return None, workers, "of another number of workers"
-        if _digest(part) != known[part.name]:
-            return None, workers, f"{part.name} is damaged, its checksum differs"
-        return torch.load(part, map_location="cpu", weights_only=True), workers, ""
+        rests: list[Rest] = [(str(name), str(digest)) for name, digest in manifest["rests"]]
+        workers = int(manifest["workers"])
+        if workers != len(rests):
+            return None, 0, f"{MANIFEST} is damaged"
+        return stored.read(target, rests[rank % workers]), workers, ""
     except FileNotFoundError as error:
-        return None, workers, f"{Path(error.filename).name} is missing"
+        return None, 0, f"{Path(error.filename).name} is missing"
     except Exception as error:  # whatever it is: a worker that raised here would leave the others waiting
-        return None, workers, f"it cannot be read, {_reason(error)}"
+        return None, 0, f"it cannot be read, {reason(error)}"
 
 
-def _of_all(mine: Any) -> list[Any]:
+def _of_all(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """What each worker gives, by rank; nobody goes on before all have come here."""
     if not dist.is_initialized():
         return [mine]
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
     return everyone
 
 
 def _say(rank: int, lines: list[str]) -> None:
     for line in lines if rank == 0 else []:
         print(line, file=sys.stderr, flush=True)
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _reason(error: BaseException) -> str:
-    """One line; of an error of the operating system, what that says."""
-    cause = error if isinstance(error, OSError) else error.__context__
-    if isinstance(cause, OSError) and cause.strerror:
-        return cause.strerror
-    return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def _name(rank: int, world_size: int) -> str:
-    return f"rank{rank}of{world_size}.pt"

@@ -41,6 +41,22 @@ class Every:
         return self.period > 0 and step // self.period > self._last // self.period
 
 
+class Timer:
+    """Says when `minutes` have passed, by this worker's clock; 0 for never."""
+
+    clock = staticmethod(time.monotonic)  # seconds
+
+    def __init__(self, minutes: float):
+        self.minutes = minutes
+        self.restart()
+
+    def restart(self) -> None:
+        self._since = self.clock()
+
+    def due(self) -> bool:
+        return self.minutes > 0 and self.clock() - self._since >= 60 * self.minutes
+
+
 class Averages:
     """Running means of scalars, kept on their device until they are read."""
 

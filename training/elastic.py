@@ -100,8 +100,8 @@ class Elastic:
         self.method = ElasticCO2(model.parameters(), r.co2, members=self.members, **options)
         self.method.background.tell = self._tell
         self.method.background.on_change = self._on_change
-        self.method.snapshot = self.state
-        self.method.restore = self.restore
+        self.method.give = self.state
+        self.method.take = self.restore
         self.method.may_join = lambda: not self.run.evaluates(self.drawn)
         return model, self.method
 

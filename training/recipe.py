@@ -121,6 +121,8 @@ class Recipe:
     """Epochs between evaluations."""
     checkpoint_every: int = 1
     """Epochs between checkpoints; 0 for none but the last."""
+    save_minutes: float = 0.0
+    """Minutes between checkpoints, beside checkpoint_every; 0 for none by time."""
     log_every: int = 10
     """Steps between two lines of metrics.jsonl."""
     trace: bool = False
@@ -149,6 +151,8 @@ class Recipe:
         for name, value in numbers.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise UserError(f"{name}={value}: give a finite number")
+        if self.save_minutes < 0:
+            raise UserError(f"save_minutes={self.save_minutes}: give minutes, or 0 for none by time")
         if self.gpu_gb is not None and not self.gpu_gb > 0:
             raise UserError(f"gpu_gb={self.gpu_gb}: give the GB of a GPU, above 0")
         if not 0 < self.timeout <= LARGEST:
@@ -177,6 +181,7 @@ class Recipe:
             (self.co2.tau != "auto", "co2.tau='auto'", "needs a number of local steps"),
             (self.co2.delay != 0, "co2.delay=0", "waits for every mean"),
             (not self.schedule, "schedule", "may give workers' rounds unlike lengths"),
+            (not self.save_minutes, "save_minutes", "saves where a round closes, which is not at one step then"),
         ):
             if not ok:
                 raise UserError(f"skip_after does not go with {what}, which {remedy}: leave one of them out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -21,15 +22,15 @@ from core.errors import UserError
 from core.methods import Method, make_method
 from core.rounds import LocalMethod
 from core.schedules import from_text
-from training import checkpoint
+from training import checkpoint, named, stored
 from training.config import settings
-from training.counters import Averages, Due, Every, Stopwatch
+from training.counters import Averages, Due, Every, Stopwatch, Timer
 from training.elastic import Elastic
 from training.folder import RunFolder
 from training.optim import lr_factor
 from training.recipe import Recipe
 from training.round_log import RoundLog
-from training.sampling import per_worker
+from training.sampling import mix, per_worker
 from training.start import join
 from training.stop import StopSignal
 from training.throttle import make_link
@@ -69,11 +70,14 @@ class Run:
         self.folder = RunFolder(recipe.folder, -1 if self._elastic else self.rank, self.clock)
         self.link = make_link(recipe.link_mbit, self.device)
         self._means = Averages()
+        self._minutes = Timer(recipe.save_minutes)
         self._rounds = RoundLog(recipe, self.folder, self.device)
         self._stop = StopSignal()
         self._model: nn.Module | None = None
         self._mesh: DeviceMesh | None = None  # [nodes, workers of a node], where those synchronise every step
         self._bar: tqdm[Any] | None = None
+        self._saver: checkpoint.Saver | None = None
+        self._hand_over: Callable[[], None] = lambda: None  # the method's part of a checkpoint
 
     def __enter__(self) -> Run:
         torch.manual_seed(self.recipe.seed * 1_000_003 + self.rank)  # rank 0's initial parameters are broadcast
@@ -85,11 +89,18 @@ class Run:
         self._made_group = join(self.device, self.recipe.timeout, settings(self.recipe))
         self.folder.open(self.recipe, self.world_size, self.device)
         self._mesh = make_mesh(self.device, self.recipe.per_node, self.recipe.zero, self.recipe.timeout)
+        place = self.rank, self.world_size, self.folder.attempt, self.recipe.timeout
+        self._saver = checkpoint.Saver(self.folder.checkpoints, *place)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._bar is not None:
             self._bar.close()
+        if self._saver is not None and kind is None:
+            self._hand_over()  # of a loop that ended without stop() or end()
+            self._saver.close()
+        elif self._saver is not None:
+            self._saver.abandon()
         self.folder.close()
         if self._made_group and kind is None:
             dist.destroy_process_group()
@@ -164,11 +175,12 @@ class Run:
         epoch, total: the optimiser steps of an epoch and of the whole run. samples: of the training set, which elastic
         runs deal out anew. The rest is what a checkpoint holds.
         """
-        self._parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+        self._model, self._optimizer = model, optimizer
         self._schedule, self._method, self._total = schedule, method, total
         if self._elastic:
             seconds = self._elastic.begin(model, optimizer, schedule, samples, epoch)
         else:
+            self._hand_over = method.hand_over
             seconds = self._resume() if self.recipe.resume else 0.0
             self.folder.begin(self.step)
         if self.recipe.recommended and self.rank == 0:
@@ -182,6 +194,7 @@ class Run:
             tqdm.write(f"warning: {total} steps are less than a round of tau={tau}: {remedy}", file=sys.stderr)
         self._evaluation = Every(epoch * self.recipe.eval_every, self.step)
         self._saving = Every(epoch * self.recipe.checkpoint_every, self.step)
+        self._minutes.restart()
         interval = 0.5 if sys.stderr.isatty() else 20.0
         label = f"{self.recipe.name} {self.recipe.method}"
         self._bar = tqdm(total=total, initial=self.step, desc=label, disable=self.rank != 0, mininterval=interval)
@@ -231,7 +244,7 @@ class Run:
         open_end = (closed or self._skipped()) and self.step < self._total
         return Due(
             evaluation=open_end and self._evaluation.due(self.step),
-            checkpoint=open_end and self._saving.due(self.step),
+            checkpoint=open_end and (self._saving.due(self.step) | self._due_by_time()),
             stop=self.step < self._total and self._stops(closed),
         )
 
@@ -248,6 +261,15 @@ class Run:
         if self._stop.number:
             self._method.ask_to_stop()
         return self._method.stop_agreed
+
+    def _due_by_time(self) -> bool:
+        """Where a round has closed: rank 0's clock decides, of which all hear a round later."""
+        due = self.rank == 0 and self._minutes.due()
+        if due and dist.is_initialized():
+            self._method.ask_to_save()
+        if due:
+            self._minutes.restart()
+        return self._method.save_agreed or (due and not dist.is_initialized())
 
     def _log_means(self) -> None:
         """Logs the means since the last time, the learning rate and the share of communication hidden so far."""
@@ -289,37 +311,83 @@ class Run:
     # -- checkpoints and the end ----------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Writes a checkpoint, at a round boundary or after method.finish(); every worker must call it."""
+        """Begins a checkpoint, at a round boundary or after method.finish(); every worker must call it.
+
+        What it holds is copied here, but for what an all-reduce in flight has yet to bring; it is written while the
+        training goes on. UserError on all workers where the one before could not be written.
+        """
         if self._elastic:
             return self._elastic.save()
+        assert self._model is not None, "call begin() before the loop"
         with self.clock.paused():
+            self._saver.wait()
             self._rounds.read()
-            state = {name: part.state_dict() for name, part in self._parts.items()}
-            state |= {
-                "step": self.step,
-                "method": {"name": self.recipe.method, "state": self._method.state_dict()},
-                "totals": self._rounds.overlap.state_dict() | {"seconds": self.clock.seconds},
+            live = {
+                "model": self._model.state_dict(),
+                "optimizer": named.of_optimizer(self._optimizer, self._model),
+                "schedule": self._schedule.state_dict(),
                 "means": self._means.state_dict(),
                 "rng": random_state(self.device),
             }
-            place = {"rank": self.rank, "world_size": self.world_size, "attempt": self.folder.attempt}
-            checkpoint.save(self.folder.checkpoints, self.step, state, **place)
+            tensors: dict[str, Tensor] = {}
+            state = stored.take_out(live, tensors) | {
+                "step": self.step,
+                "node": self._node,
+                "totals": self._rounds.overlap.state_dict() | {"seconds": self.clock.seconds},
+            }
+            self._method.snapshot(functools.partial(self._write, self.step, state, tensors))
+
+    def _write(self, step: int, state: dict[str, Any], tensors: dict[str, Tensor], method: dict[str, Any]) -> None:
+        """Once the method's part is known, too: at the next boundary where an all-reduce was in flight."""
+        assert self._model is not None
+        by_name = named.of_method(self._method, self._model, method)
+        of_method = {"method": {"name": self.recipe.method, "state": by_name}}
+        self._saver.start(step, state | stored.take_out(of_method, tensors, copy=False), tensors)
 
     def _resume(self) -> float:
         """Restores the newest checkpoint, if there is one; returns the seconds of training that led to it."""
-        state = checkpoint.load(self.folder.checkpoints, rank=self.rank, world_size=self.world_size)
-        if state is None:
+        found = checkpoint.load(self.folder.checkpoints, rank=self.rank, world_size=self.world_size)
+        if found is None:
             return 0.0
+        state, workers = found
         if state["method"]["name"] != self.recipe.method:
             raise UserError(f"{self.folder.path} was trained with {state['method']['name']}, not {self.recipe.method}")
-        for name, part in self._parts.items():
-            part.load_state_dict(state[name])
-        self._method.load_state_dict(state["method"]["state"])
+        if state["node"] != self._node:
+            raise UserError(
+                f"{self.folder.path} was trained with {state['node']} workers a node, here there are {self._node}: "
+                f"resume with --per_node {state['node']}"
+            )
+        assert self._model is not None
+        named.load_model(self._model, state["model"])
+        named.load_optimizer(self._optimizer, self._model, state["optimizer"])
+        self._schedule.load_state_dict(state["schedule"])
+        self._method.load_state_dict(named.flat_of_method(state["method"]["state"]))
         self._rounds.overlap.load_state_dict(state["totals"])
         self._means.load_state_dict(state["means"])
-        set_random_state(state["rng"], self.device)
         self.step = int(state["step"])
+        if workers == self.world_size:
+            set_random_state(state["rng"], self.device)
+        else:
+            self._change_workers(workers)
         return state["totals"]["seconds"]
+
+    def _change_workers(self, before: int) -> None:
+        """Says what of a checkpoint of `before` workers goes on, and gives all random states of their own."""
+        torch.manual_seed(mix(self.recipe.seed, self.rank, self.step))
+        if self.rank > 0:
+            return
+        now, its = self.world_size, "the optimiser's states"
+        rest = f"{its} of rank {now} and above are dropped" if now < before else f"rank {before} and above copy {its}"
+        tqdm.write(
+            f"warning: {before} workers wrote the checkpoint, {now} go on: the parameters, {self.recipe.method}'s "
+            f"state and what was in flight carry over; {rest}; random states begin anew",
+            file=sys.stderr,
+        )
+
+    @property
+    def _node(self) -> int:
+        """How many workers synchronise every step."""
+        return self._mesh.size(1) if self._mesh is not None else 1
 
     def stop(self) -> None:
         """Ends the run early, in place of method.finish(), the last evaluation and end().
@@ -332,7 +400,8 @@ class Run:
             number = self._stop.number or signal.SIGTERM  # the launcher passes it on to all
         else:
             number = largest_of_workers(self._stop.number, self.device)  # a signal may have come to one of them alone
-        self._method.finish()  # the checkpoint knows nothing of this: the workers part in peace
+        self._method.finish()  # of this the checkpoint knows nothing: the workers part in peace
+        self._written()
         self._part(lambda: self._summarise({"stopped_by_signal": number}))
 
     def end(self, results: dict[str, float]) -> None:
@@ -343,9 +412,15 @@ class Run:
 
         def conclude() -> None:
             self.save()
+            self._written()
             self._summarise(results)
 
         self._part(conclude)
+
+    def _written(self) -> None:
+        """Waits until the last checkpoint is."""
+        if self._saver is not None:
+            self._saver.wait()
 
     def _part(self, conclude: Callable[[], None]) -> None:
         """Concludes the run, and leaves the other workers."""

@@ -341,8 +341,9 @@ class ShardedCO2(Scheduled):
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
+        merged = [b.flat.clone() for b in self.buckets] if state["in_flight"] is None else None
         state["shared"] = {
-            "gathered": [b.flat.clone() for b in self.buckets],
+            "gathered": merged,
             "last": self._last.clone(),
             "m_squares": self._m_squares.clone(),
         }
@@ -351,9 +352,11 @@ class ShardedCO2(Scheduled):
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        copy([b.flat for b in self.buckets], state["shared"]["gathered"])
-        for name in ("stop", "finished"):
-            self.scalars[name].zero_()
+        if state["shared"]["gathered"] is not None:
+            copy([b.flat for b in self.buckets], state["shared"]["gathered"])
+        elif state["in_flight"] is not None:  # g is no sum, whoever was there
+            for bucket, flat in zip(self.buckets, state["in_flight"], strict=True):
+                bucket.flat[: bucket.padded].copy_(flat[: bucket.padded])
         self._last.copy_(state["shared"]["last"])
         self._m_squares.copy_(state["shared"]["m_squares"])
         if self.config.at_boundary and state["in_flight"] is None:  # merged in mid-round by the run that saved it

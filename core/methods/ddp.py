@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,9 +45,9 @@ class DDP:
         self._buffers = [b for b in model.buffers() if b.is_floating_point()] if average_buffers else []
         self._link = link
         self._reset()
-        self.stop_agreed = False
-        self._asked_to_stop = False
-        self._stops = torch.zeros(1, device=next(model.parameters()).device)  # how many workers want to
+        self.stop_agreed = self.save_agreed = False
+        self._asked_to_stop = self._asked_to_save = False
+        self._requests = torch.zeros(2, device=next(model.parameters()).device)  # to stop, to save
         self._exchange: dist.Work | None = None
         self._late = Late()
         if self.group is not None:
@@ -88,8 +89,9 @@ class DDP:
         the first one's launch, without the gaps between them.
         """
         self.rounds += 1
+        self.save_agreed = False
         if self.group is not None and self.rounds % ASK_EVERY == 0:
-            self._agree_to_stop(self.group)
+            self._exchange_requests(self.group)
         self.stats = RoundStats(self.rounds, local_steps=1, bytes_sent=self._bytes)
         if self._spans:
             self.stats.exposed_seconds = between(*self._spans[-1])
@@ -103,14 +105,21 @@ class DDP:
         """See LocalMethod: `stop_agreed` becomes True on all workers after the same step."""
         self._asked_to_stop = True
 
-    def _agree_to_stop(self, group: dist.ProcessGroup) -> None:
+    def ask_to_save(self) -> None:
+        """See LocalMethod: `save_agreed` is True on all workers after the same step."""
+        self._asked_to_save = True
+
+    def _exchange_requests(self, group: dist.ProcessGroup) -> None:
         """Reads what was sent ASK_EVERY steps ago, long through, and sends anew."""
         if self._exchange is not None:
             self._exchange.wait()
-            numbers = self._late.exchange(self._stops)
+            numbers = self._late.exchange(self._requests)
             self.stop_agreed |= numbers is not None and numbers[0] > 0
-        self._stops.fill_(float(self._asked_to_stop))
-        self._exchange = dist.all_reduce(self._stops, group=group, async_op=True)
+            self.save_agreed = numbers is not None and numbers[1] > 0
+        self._requests[0].fill_(float(self._asked_to_stop))
+        self._requests[1].fill_(float(self._asked_to_save))
+        self._asked_to_save = False
+        self._exchange = dist.all_reduce(self._requests, group=group, async_op=True)
 
     def finish(self) -> None:
         """Averages the buffers; the parameters are equal already."""
@@ -120,6 +129,13 @@ class DDP:
         for b in self._buffers if self.group is not None else []:
             dist.all_reduce(b, group=self.group)
             b.div_(self.world_size)
+
+    def snapshot(self, then: Callable[[dict[str, Any]], None]) -> None:
+        """See LocalMethod; here at once."""
+        then(self.state_dict())
+
+    def hand_over(self) -> None:
+        """See LocalMethod; nothing ever waits here."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"rounds": self.rounds}

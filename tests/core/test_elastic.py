@@ -41,7 +41,7 @@ def train(folder: str, settings: dict[str, Any], deaths: dict[str, Any], pace: f
     params = problems.odd_parameters()
     method = ElasticCO2(params, CO2Config(**settings), members=members(), timeout=TIMEOUT)
     counter = {"step": 0}
-    method.snapshot = lambda: {"method": method.state_dict(), "step": counter["step"]}
+    method.give = lambda: {"method": method.state_dict(), "step": counter["step"]}
     method.background.tell = lambda: {"step": counter["step"]}
     sizes: list[Any] = []
     method.background.on_change = lambda reports: sizes.append([counter["step"], method.members.names])
@@ -50,7 +50,7 @@ def train(folder: str, settings: dict[str, Any], deaths: dict[str, Any], pace: f
         method.load_state_dict(state["method"])
         counter["step"] = state["step"]
 
-    method.restore = restore
+    method.take = restore
     counted: dict[int, int] = {}
     receive = method.receive
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core import CO2, CO2Config, LocalSGD, SlowMo, UserError, make_method
+from core import CO2, CO2Config, LocalSGD, SlowMo, UserError, WireConfig, make_method
+from core.methods import DelayedCO2, DelayedConfig
 from core.testing import run_distributed
 from tests import problems
 from tests.problems import flat
@@ -117,13 +118,70 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(which: st
         assert all(torch.equal(a, b) for a, b in zip(flats, before[name], strict=True))
 
 
-def test_a_sum_in_flight_over_other_workers_is_refused():
-    """It would be scaled by the number of workers here."""
+def of_four(state: dict[str, Any]) -> dict[str, Any]:
+    """As four workers with one worker's mean would have written it."""
+    return state | {"workers": 4, "scale": 0.25, "in_flight": [4 * flat for flat in state["in_flight"]]}
+
+
+@pytest.mark.parametrize("changes", [{"tau": 2}, {"tau": "auto", "tau_max": 2}, {"tau": 2, "wire": WireConfig("int8")}])
+def test_a_sum_in_flight_over_other_workers_lands_as_their_mean(changes: dict[str, Any]):
+    config, ends = CO2Config(clip=None, **changes), []
+    for change in (lambda state: state, of_four):
+        p = params(3)
+        co2 = CO2(p, config)
+        with torch.no_grad():
+            for _ in range(2):
+                p[0].sub_(1.0)
+                co2.step()
+            state = co2.state_dict()
+            if config.wire.format != "float32":  # means land, whatever their number
+                change = (lambda state: state | {"workers": 4}) if change is of_four else change
+            resumed = CO2(q := params(3), config)
+            resumed.load_state_dict(change(state))
+            for _ in range(2):
+                resumed.step()
+        ends.append(q[0].clone())
+    assert torch.equal(*ends)
+    assert torch.allclose(ends[0], torch.full((3,), -2.0), atol=0.05), "a mean of 2 has landed"
+
+
+def test_outer_state_that_is_every_workers_own_needs_as_many():
+    eager = DelayedCO2(params(3), CO2Config(tau=2, gap="none", outer_lr=0.4), DelayedConfig("eager"))
+    state = saved_by(eager)
+    with pytest.raises(UserError, match="is of 4 workers, here there are 1.*resume with as many"):
+        eager.load_state_dict(state | {"workers": 4})
+
+
+def test_a_snapshot_is_the_state_of_its_boundary():
+    """Whatever steps follow before it is handed over; without one to wait for it is given at once."""
+    for gap in ("elementwise", "inner"):
+        given: list[dict[str, Any]] = []
+        p = params(3)
+        co2 = CO2(p, CO2Config(tau=2, gap=gap))
+        with torch.no_grad():
+            for step in range(5):
+                if step == 4:
+                    then = co2.state_dict()
+                    co2.snapshot(given.append)
+                p[0].sub_(1.0 + step)
+                co2.step()
+            assert not given
+            co2.step()
+        assert len(given) == 1 and str(given[0]) == str(then), gap
+        co2.finish()
+        co2.snapshot(given.append)
+        assert len(given) == 2 and str(given[1]) == str(co2.state_dict())
+
+
+def test_a_second_snapshot_waits_for_the_first():
     co2 = CO2(params(3), CO2_2)
-    state = saved_by(co2)
-    with pytest.raises(UserError, match="a sum over 4 workers.*here there are 1: resume with as many"):
-        co2.load_state_dict(state | {"workers": 4})
-    co2.load_state_dict(state | {"workers": 4, "in_flight": None})
+    given: list[str] = []
+    saved_by(co2)
+    co2.snapshot(lambda _: given.append("first"))
+    co2.snapshot(lambda _: given.append("second"))
+    assert given == ["first"]
+    co2.hand_over()
+    assert given == ["first", "second"]
 
 
 def test_state_dict_is_a_copy():

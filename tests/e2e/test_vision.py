@@ -167,7 +167,7 @@ def check_the_stop_and_resume(folder: Path, method: str) -> None:
     assert summary["stopped_by_signal"] == signal.SIGINT and 0 < summary["steps"] < 60 * 22
     newest = max((folder / "checkpoints").glob("step*"))
     assert newest.name == f"step{summary['steps']:09d}"
-    assert sorted(p.name for p in newest.iterdir()) == ["manifest.json", "rank0of2.pt", "rank1of2.pt"]
+    assert sorted(p.name for p in newest.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
     epochs = summary["steps"] // 22 + 2
     run_distributed(on_worker, 2, folder, "--resume", "--epochs", str(epochs), "--method", method, timeout=240)
     resumed = json.loads((folder / "summary.json").read_text())

@@ -1,6 +1,8 @@
 """Checkpoints: whole ones of one attempt are loaded, by all workers alike, and damaged ones are refused by name."""
 
+import json
 import os
+import pickle
 import resource
 import signal
 from collections.abc import Callable
@@ -13,19 +15,27 @@ import torch.distributed as dist
 
 from core import UserError
 from core.testing import run_distributed
-from training import checkpoint
+from training import checkpoint, stored
 
 
 def save(folder: Path, *steps: int, rank: int = 0, world_size: int = 1, attempt: str = "a", **state: Any) -> None:
     for step in steps:
-        held = {"step": step, "tensor": torch.full((1000,), float(step))} | state
-        checkpoint.save(folder, step, held, rank=rank, world_size=world_size, attempt=attempt)
+        saver = checkpoint.Saver(folder, rank, world_size, attempt)
+        held = {"step": step, "tensor": torch.full((1000,), float(step)), "rank": torch.full((10,), rank)} | state
+        tensors: dict[str, torch.Tensor] = {}
+        saver.start(step, stored.take_out(held, tensors), tensors)
+        saver.close()
 
 
 def load(folder: Path, rank: int = 0, world_size: int = 1) -> Any:
     """The step that is loaded; None for none."""
-    state = checkpoint.load(folder, rank=rank, world_size=world_size)
-    return state and state["step"]
+    found = checkpoint.load(folder, rank=rank, world_size=world_size)
+    if found is None:
+        return None
+    state, workers = found
+    assert torch.equal(state["tensor"], torch.full((1000,), float(state["step"])))
+    assert torch.equal(state["rank"], torch.full((10,), rank % workers))
+    return state["step"]
 
 
 def test_the_last_two_are_kept_and_what_was_not_finished_is_ignored(tmp_path: Path):
@@ -40,53 +50,104 @@ def test_the_last_two_are_kept_and_what_was_not_finished_is_ignored(tmp_path: Pa
     assert load(tmp_path / "nothing") is None
 
 
-def test_another_number_of_workers_is_refused(tmp_path: Path):
-    save(tmp_path, 1)
-    with pytest.raises(UserError, match="step000000001 was written by 1 workers, this run has 2: resume with as many"):
-        load(tmp_path, world_size=2)
+def test_what_is_saved_comes_back(tmp_path: Path):
+    """Numbers, strings, nesting, dtypes, the layout in memory, 0-d and empty tensors, and two that are equal apart."""
+    inner = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    held: dict[str, Any] = {
+        "numbers": {1: [2.5, None, "text", (True, -1)]},
+        "tensors": [torch.tensor(3.5), torch.empty(0), torch.arange(4), torch.tensor([True, False])],
+        "halves": torch.randn(5).bfloat16(),
+        "inner": inner,
+        "equal": [torch.zeros(7), torch.zeros(7)],
+    }
+    save(tmp_path, 1, **held)
+    found = checkpoint.load(tmp_path, rank=0, world_size=1)
+    assert found is not None
+    state, workers = found
+    assert workers == 1 and state["numbers"] == held["numbers"]
+    for mine, theirs in zip([*held["tensors"], held["halves"]], [*state["tensors"], state["halves"]], strict=True):
+        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+    assert torch.equal(state["inner"], inner) and state["inner"].stride() == inner.stride()
+    state["equal"][0].add_(1)
+    assert state["equal"][1].sum() == 0, "each has memory of its own"
 
 
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
+    where = content.find(torch.full((100,), 2.0).numpy().tobytes())  # within `tensor`; else in the middle
+    content[where if where >= 0 else len(content) // 2] ^= 1
     path.write_bytes(content)
 
 
+class Hostile:
+    """Unpickled, it makes a file `ran`."""
+
+    def __init__(self, path: Path):
+        self.path = path.with_name("ran")
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def other_records(path: Path) -> None:
+    """.metadata with one tensor fewer."""
+    with open(path, "rb") as file:
+        metadata = pickle.load(file)
+    del metadata.state_dict_metadata["tensor"]
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def a_worker_less(path: Path) -> None:
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps(manifest | {"rests": []}))
+
+
+FILE = "__0_0.distcp"
 DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
-    "truncated": ("rank0of1.pt", lambda path: os.truncate(path, path.stat().st_size // 2), "damaged, its checksum"),
-    "empty": ("rank0of1.pt", lambda path: os.truncate(path, 0), "damaged, its checksum differs"),
-    "garbage": ("rank0of1.pt", lambda path: path.write_bytes(b"garbage" * 99), "damaged, its checksum differs"),
-    "a flipped bit": ("rank0of1.pt", flip, "damaged, its checksum differs"),
-    "a key less": ("rank0of1.pt", lambda path: torch.save({"step": 2}, path), "damaged, its checksum differs"),
-    "no part": ("rank0of1.pt", Path.unlink, "rank0of1.pt is missing"),
+    "truncated": (FILE, lambda path: os.truncate(path, path.stat().st_size // 2), "cannot be read"),
+    "empty": (FILE, lambda path: os.truncate(path, 0), "cannot be read"),
+    "garbage": (FILE, lambda path: path.write_bytes(b"garbage" * 999), "cannot be read"),
+    "a flipped bit": (FILE, flip, ""),
+    "no part": (FILE, Path.unlink, f"{FILE} is missing"),
+    "no records": (".metadata", Path.unlink, ".metadata is missing"),
+    "half the records": (".metadata", lambda path: os.truncate(path, path.stat().st_size // 2), "cannot be read"),
+    "a record less": (".metadata", other_records, "cannot be read, KeyError: 'tensor'"),
+    "hostile": (
+        ".metadata",
+        lambda path: path.write_bytes(pickle.dumps(Hostile(path))),
+        "belongs in no checkpoint",
+    ),
     "no manifest": ("manifest.json", Path.unlink, "manifest.json is missing"),
     "no such manifest": ("manifest.json", lambda path: path.write_text("[]"), "cannot be read"),
     "half a manifest": ("manifest.json", lambda path: os.truncate(path, 20), "cannot be read"),
+    "a worker less": ("manifest.json", a_worker_less, "manifest.json is damaged"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_one_is_refused_by_name_for_the_one_before(damage: str, tmp_path: Path, capsys: Any):
+def test_a_damaged_one_is_refused_by_name_for_the_one_before(damage: str, tmp_path: Path, capfd: Any):
     name, spoil, reason = DAMAGES[damage]
     save(tmp_path, 1, 2)
     spoil(tmp_path / "step000000002" / name)
     assert load(tmp_path) == 1
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and f"warning: {tmp_path}/step000000002 is refused (rank 0: " in said
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and f"warning: {tmp_path}/step000000002 is refused (rank 0: " in said, said
+    print(said)
     assert reason in said and said.endswith("; going on from step000000001\n")
     spoil(tmp_path / "step000000001" / name)
     with pytest.raises(UserError, match="no other checkpoint is left; start afresh with another --out"):
         load(tmp_path)
+    assert not list(tmp_path.rglob("ran"))
 
 
 def on_all(rank: int, world_size: int, folder: str) -> list[Any]:
-    """What is loaded where rank 1's part is damaged, and where rank 1 does not see the newest."""
+    """What is loaded where what rank 1 wrote is damaged, and where rank 1 does not see the newest."""
     views = [Path(folder, "spoilt"), Path(folder, "ahead" if rank == 0 else "behind")]
     save(views[0], 1, 2, rank=rank, world_size=world_size)
     for view in (Path(folder, "ahead"), Path(folder, "behind")):
         save(view, 1, 2, rank=rank, world_size=world_size)
     if rank == 1:
-        flip(views[0] / "step000000002" / "rank1of2.pt")
+        os.truncate(views[0] / "step000000002" / "__1_0.distcp", 1000)
         (views[1] / "step000000002").rename(views[1] / "later")
     dist.barrier()
     return [load(view, rank, world_size) for view in views]
@@ -96,27 +157,44 @@ def test_all_workers_take_the_newest_that_all_can_load(tmp_path: Path):
     assert run_distributed(on_all, 2, str(tmp_path)) == [[1, 1], [1, 1]]
 
 
-def killed(rank: int, world_size: int, folder: str, attempt: str, who: int) -> None:
-    """Worker `who` is killed while it writes the second checkpoint."""
+def test_what_is_equal_is_named_and_written_once():
+    """By hand: `x` is equal on all, `y` on two of three, `z` on the last alone, and there it is what x is."""
+    everyone = [{"x": "1", "y": "2"}, {"x": "1", "y": "3"}, {"x": "1", "y": "3", "z": "1"}]
+    assert stored.make_names(everyone) == {"1": "x", "2": "rank0.y", "3": "rank1.y"}
+
+
+WHERE: dict[str, tuple[Any, str, int]] = {  # attempt -> what the worker is killed in, and which
+    "a": (stored, "make_names", 0),  # the workers exchange what they have
+    "b": (torch, "save", 1),  # writing its file
+    "c": (checkpoint, "_publish", 0),
+    "d": (checkpoint, "_tidy", 0),  # the new one is complete, the old ones are about to go
+}
+
+
+def killed(rank: int, world_size: int, folder: str, attempt: str) -> None:
+    """A worker is killed while it writes the second checkpoint."""
     place = {"rank": rank, "world_size": world_size, "attempt": attempt, "by": attempt}
     if attempt == "a":
         save(Path(folder), 1, **place)
+    module, name, who = WHERE[attempt]
     if rank == who:
-        torch.save = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        setattr(module, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(RuntimeError):  # the other's connection breaks
         save(Path(folder), 2, **place)
 
 
 def attempts(rank: int, world_size: int, folder: str) -> tuple[int, str]:
-    state = checkpoint.load(Path(folder), rank=rank, world_size=world_size)
-    assert state is not None
-    return state["step"], state["by"]
+    found = checkpoint.load(Path(folder), rank=rank, world_size=world_size)
+    assert found is not None
+    return found[0]["step"], found[0]["by"]
 
 
-def test_a_checkpoint_is_of_one_attempt(tmp_path: Path):
-    for attempt, who in (("a", 0), ("b", 1)):
-        run_distributed(killed, 2, str(tmp_path), attempt, who, expect_death=(0, 1))
+def test_a_checkpoint_is_of_one_attempt_wherever_a_worker_is_killed(tmp_path: Path):
+    for attempt in ("a", "b", "c"):
+        run_distributed(killed, 2, str(tmp_path), attempt, expect_death=(0, 1))
     assert run_distributed(attempts, 2, str(tmp_path)) == [(1, "a")] * 2
+    run_distributed(killed, 2, str(tmp_path), "d", expect_death=(0, 1))
+    assert run_distributed(attempts, 2, str(tmp_path)) == [(2, "d")] * 2
 
 
 def on_a_full_disk(rank: int, world_size: int, folder: str) -> str:
@@ -132,5 +210,5 @@ def on_a_full_disk(rank: int, world_size: int, folder: str) -> str:
 def test_a_full_disk_is_one_line_on_all_workers_and_leaves_the_checkpoint_before(tmp_path: Path):
     zero, one = run_distributed(on_a_full_disk, 2, str(tmp_path))
     assert zero == one and "\n" not in one
-    assert "rank1of2.pt cannot be written (File too large): make room or name another --out" in one
+    assert "step000000002 cannot be written (rank 1: File too large): make room or name another --out" in one
     assert [p.name for p in tmp_path.iterdir()] == ["step000000001"]

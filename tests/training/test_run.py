@@ -72,6 +72,7 @@ def train(folder: Path, steps: int, *, resume: bool = False, crash_at: int | Non
 def test_resume_goes_on_bit_for_bit(tmp_path: Path):
     whole = train(tmp_path / "whole", 20)
     train(tmp_path / "parts", 20, crash_at=9)
+    assert [p.name for p in (tmp_path / "parts" / "checkpoints").iterdir()] == ["step000000009"]
     resumed = train(tmp_path / "parts", 20, resume=True)
     assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
     other = train(tmp_path / "other", 19)

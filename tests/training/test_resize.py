@@ -1,0 +1,200 @@
+"""Checkpoints of a whole run: how many bytes they take, and another number of workers that goes on with them."""
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import signal
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+
+from core import UserError
+from core.co2 import CO2Config
+from core.testing import run_distributed
+from training.optim import OptimConfig, make_optimizer, make_schedule
+from training.recipe import Recipe
+from training.run import Run
+from training.sampling import generator
+
+SAVED, LANDED, STEPS = 9, 12, 14  # what is sent at step 9, where a round ends, lands at step 12
+
+
+@dataclass(frozen=True)
+class Toy(Recipe):
+    """A recipe of a test: rounds of three steps."""
+
+    name: str = "toy"
+    co2: CO2Config = CO2Config(tau=3)
+    optim: OptimConfig = OptimConfig("adamw", lr=0.01, schedule="constant")
+    batch_size: int = 12
+    log_every: int = 4
+    checkpoint_every: int = 0
+    device: Any = "cpu"
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(40, 50), nn.BatchNorm1d(50), nn.Linear(50, 2))
+
+
+def train(recipe: Toy, save_at: int = 0, until: int = STEPS) -> tuple[dict[int, list[Tensor]], list[Tensor]]:
+    """Trains to step `until`, with a checkpoint at `save_at`; the parameters at some steps, and what Adam held at the
+    start."""
+    with Run(recipe) as run:
+        model = run.shard(network())
+        optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
+        schedule = make_schedule(optimizer, STEPS, recipe.optim)
+        wrapped, method = run.make_method(model, optimizer)
+        seen = {}
+        start = run.begin(model, optimizer, schedule, method, epoch=STEPS, total=STEPS)
+        held = [s["exp_avg"].clone() for s in optimizer.state.values()]
+        for step in range(start, until):
+            loss = wrapped(torch.randn(5, 40, generator=generator(step, run.rank))).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            due = run.after_step(method.step(), loss=loss)
+            seen[run.step] = [p.detach().clone() for p in model.parameters()]
+            if run.step == save_at or due.checkpoint:
+                run.save()
+        if until == SAVED:
+            held = [s["exp_avg"].clone() for s in optimizer.state.values()]
+    return seen, held
+
+
+def workers(rank: int, world_size: int, folder: str, resume: bool, changes: dict[str, Any]) -> Any:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": "1"}
+    recipe = replace(Toy(out=Path(folder), resume=resume), **changes)
+    try:
+        if resume:
+            with contextlib.redirect_stderr(io.StringIO()) as said:
+                return *train(recipe), said.getvalue()
+        _, held = train(recipe, SAVED, SAVED)
+        os.rename(folder, f"{folder} kept") if rank == 0 else None
+        torch.distributed.barrier()
+        seen, _ = train(recipe, 0, STEPS)
+        torch.distributed.barrier()
+        if rank == 0:
+            os.rename(folder, f"{folder} whole")
+            os.rename(f"{folder} kept", folder)
+        return seen, held
+    except UserError as error:
+        return str(error)
+
+
+def by_worker(folder: Path, n: int, resume: bool, **changes: Any) -> list[Any]:
+    return run_distributed(workers, n, str(folder), resume, changes, timeout=120)
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.allclose(x, y, rtol=1e-6, atol=1e-7) for x, y in zip(a, b, strict=True))
+
+
+def test_fewer_and_more_workers_go_on_from_the_same_outer_iterate(tmp_path: Path):
+    """What they start from at step 12 is what the three that saved at step 9 had sent until then."""
+    whole = by_worker(tmp_path / "run", 3, resume=False)
+    for n, said in ((2, "optimiser's states of rank 2 and above are dropped"), (4, "rank 3 and above copy")):
+        copied = tmp_path / str(n)
+        shutil.copytree(tmp_path / "run", copied)
+        resumed = by_worker(copied, n, resume=True)
+        for rank, (seen, held, told) in enumerate(resumed):
+            assert (rank > 0) ^ (f"warning: 3 workers wrote the checkpoint, {n} go on: " in told and said in told)
+            assert min(seen) == SAVED + 1
+            assert equal(seen[LANDED], whole[0][0][LANDED]) and not equal(seen[LANDED], whole[0][0][SAVED]), (n, rank)
+            assert equal(held, whole[rank % 3][1]), "Adam's state is its own, or a copy"
+        history = json.loads((copied / "config.json").read_text())["history"]
+        assert history[-1]["world_size"] == n and history[-1]["step"] == SAVED
+
+
+def test_what_is_cut_for_a_number_of_workers_needs_as_many(tmp_path: Path):
+    by_worker(tmp_path / "run", 2, resume=False, shard=True)
+    refused = by_worker(tmp_path / "run", 1, resume=True, shard=True)
+    assert "is of 2 workers, here there are 1" in refused[0] and "resume with as many" in refused[0]
+
+
+def nbytes(folder: Path) -> float:
+    """Of the newest checkpoint's tensors, without what says where they lie."""
+    newest = max((folder / "checkpoints").glob("step*"))
+    return sum(path.stat().st_size for path in newest.glob("*.distcp"))
+
+
+def test_bytes_of_a_checkpoint(tmp_path: Path):
+    """Adam's 8 bytes a parameter and worker; and once 12: the outer iterate, which the parameters are, the momentum,
+    and what is in flight. The rest, as random states of 5 kB and 1.5 kB around a tensor, is the same for both."""
+    numel = {width: width * width + width for width in (100, 400)}
+    for n in (1, 2):
+        run_distributed(wide, n, str(tmp_path / str(n)), list(numel), timeout=120)
+        small, large = (nbytes(tmp_path / str(n) / str(width)) for width in numel)
+        assert (large - small) / (numel[400] - numel[100]) == pytest.approx(8 * n + 12, abs=0.01), n
+
+
+def wide(rank: int, world_size: int, folder: str, widths: list[int]) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": "1"}
+    for width in widths:
+        save_wide(rank, Path(folder, str(width)), width)
+
+
+def save_wide(rank: int, folder: Path, width: int) -> None:
+    with Run(Toy(out=folder)) as run:
+        model = nn.Linear(width, width)
+        optimizer = make_optimizer(model, run.recipe.optim)
+        schedule = make_schedule(optimizer, STEPS, run.recipe.optim)
+        wrapped, method = run.make_method(model, optimizer)
+        run.begin(model, optimizer, schedule, method, epoch=STEPS, total=STEPS)
+        for step in range(SAVED):
+            wrapped(torch.randn(5, width, generator=generator(step, rank))).square().mean().backward()
+            optimizer.step()
+            run.after_step(method.step(), loss=torch.tensor(0.0))
+        run.save()
+    read = {f"model.{name}": torch.zeros_like(p) for name, p in model.named_parameters()}
+    dcp.load(read, checkpoint_id=folder / "checkpoints" / f"step{SAVED:09d}", no_dist=True)  # by DCP's own means
+    assert all(torch.equal(read[f"model.{name}"], p) for name, p in model.named_parameters())
+
+
+def timed(rank: int, world_size: int, folder: str, methods: list[str]) -> dict[str, list[int]]:
+    """At which steps checkpoints are due where a minute lasts twenty steps, by rank 0's clock."""
+    if world_size > 1:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": "1"}
+    found: dict[str, list[int]] = {}
+    clock = [0.0]
+    for name in methods:
+        recipe = Toy(out=Path(folder, name), method=name, save_minutes=1.0)
+        with Run(recipe) as run:
+            model = nn.Linear(2, 2)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            schedule = make_schedule(optimizer, 60, recipe.optim)
+            called, method = run.make_method(model, optimizer)
+            run._minutes.clock = lambda: clock[0] if rank == 0 else 1e9
+            run.begin(model, optimizer, schedule, method, epoch=60, total=60)
+            found[name] = []
+            for step in range(1, 61):
+                clock[0] += 3.0
+                called(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                schedule.step()
+                if run.after_step(method.step(), loss=torch.tensor(0.0)).checkpoint:
+                    found[name].append(step)
+                    run.save()
+            method.finish()
+    return found
+
+
+def test_checkpoints_by_the_minute_are_due_on_all_workers_at_once(tmp_path: Path):
+    zero, one = run_distributed(timed, 2, str(tmp_path), ["co2", "ddp"], timeout=120)
+    assert zero == one
+    assert zero["co2"] == [27, 48], "a minute is over where the round ends at 21, sent at 24, and landed at 27"
+    assert zero["ddp"] == [32, 56], "over at step 20, sent after step 24, read after step 32"
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        alone = timed(0, 1, str(tmp_path / "alone"), ["co2", "ddp"])
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert alone == {"co2": [21, 42], "ddp": [20, 40]}

@@ -1,0 +1,93 @@
+"""A run's state by the names of the model's parameters, and back: torch numbers those of an optimiser, and a method has
+theirs one after the other in flat tensors (core.flat.Bucket)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from core.flat import Bucket, views
+from core.methods import Method
+from core.rounds import LocalMethod
+
+
+def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+    """The optimiser's state_dict with a name in place of each number."""
+    state = optimizer.state_dict()
+    names = _numbered(optimizer, model)
+    return state | {"state": {names[number]: values for number, values in state["state"].items()}}
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str, Any]) -> None:
+    """Restores what of_optimizer returned, whose tensors are this worker's shards where a parameter is one."""
+    params = dict(model.named_parameters())
+    numbers = {name: number for number, name in enumerate(_numbered(optimizer, model))}
+    values = {
+        numbers[name]: {key: as_shard(value, params.get(name)) for key, value in of_one.items()}
+        for name, of_one in state["state"].items()
+    }
+    optimizer.load_state_dict(state | {"state": values})
+
+
+def load_model(model: nn.Module, state: dict[str, Any]) -> None:
+    """Restores model.state_dict(), whose tensors are this worker's shards where the model's are."""
+    here = model.state_dict()
+    model.load_state_dict({name: as_shard(value, here.get(name)) for name, value in state.items()})
+
+
+def as_shard(value: Any, like: Any) -> Any:
+    """A tensor that is this worker's shard of something sharded as `like`, as a DTensor; anything else as it is."""
+    if not (isinstance(like, DTensor) and isinstance(value, Tensor) and value.shape == like.to_local().shape):
+        return value
+    shard = value.to(like.to_local())
+    place = {"run_check": False, "shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(shard, like.device_mesh, like.placements, **place)
+
+
+def of_method(method: Method, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """The method's state_dict with {name: tensor} for each flat tensor; what lies behind the parameters is under ""."""
+    if not isinstance(method, LocalMethod):
+        return state
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    names = {id(p): name for p, name in zip(method.params, trained, strict=True)}
+    kept = {key: _by_name(flats, method.buckets, names) for key, flats in state["state"].items()}
+    return state | {"state": kept, "in_flight": _by_name(state["in_flight"], method.buckets, names)}
+
+
+def flat_of_method(state: dict[str, Any]) -> dict[str, Any]:
+    """What of_method was given, from what it returned."""
+    if "state" not in state:  # ddp's
+        return state
+    kept = {key: _flat(flats) for key, flats in state["state"].items()}
+    return state | {"state": kept, "in_flight": _flat(state["in_flight"])}
+
+
+def _numbered(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
+    """The names of its parameters in the order of its state_dict; with ZeRO-1 of those whose state is kept here."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    own = getattr(optimizer, "optim", optimizer)
+    return [names[id(p)] for group in own.param_groups for p in group["params"]]
+
+
+def _by_name(flats: Sequence[Tensor] | None, buckets: Sequence[Bucket], names: dict[int, str]) -> Any:
+    """Shares that are cut across parameters stay whole."""
+    if flats is None:
+        return None
+    found = []
+    for flat, bucket in zip(flats, buckets, strict=True):
+        whole = len(flat) >= bucket.numel
+        params = bucket.params if whole else []
+        pieces = zip(params, views(flat, params), strict=True)
+        rest = flat[bucket.numel :] if whole else flat
+        found.append({names[id(p)]: piece for p, piece in pieces} | ({"": rest} if len(rest) else {}))
+    return found
+
+
+def _flat(found: list[dict[str, Tensor]] | None) -> list[Tensor] | None:
+    if found is None:
+        return None
+    return [torch.cat([t.reshape(-1) for t in pieces.values()]) if pieces else torch.empty(0) for pieces in found]
