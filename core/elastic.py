@@ -206,7 +206,8 @@ class ElasticCO2(CO2):
     wires; one copy of the parameters more.
 
     Make it on every worker before any process group exists, then call `join` on all. members: see Members. Set, before
-    `join`: give, which returns what a newcomer needs, this object's state_dict() included; take, which takes it there; may_join, whether newcomers may join at the boundary that is being closed, alike on all workers.
+    `join`: give, which returns what a newcomer needs, this object's state_dict() included; take, which takes it there;
+    may_join, whether newcomers may join at the boundary that is being closed, alike on all workers.
     """
 
     more_scalars: ClassVar[Mapping[str, int]] = {"join": 1}
