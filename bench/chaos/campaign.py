@@ -110,7 +110,7 @@ def plan(asked: Campaign) -> Iterator[Row]:
     for row in rows:
         alike = "{harm} {config}".format(**row)
         number = counts[alike] = counts.get(alike, -1) + 1
-        yield row | {"seed": number % asked.seeds}
+        yield row | {"seed": number % max(1, asked.seeds)}
 
 
 def suffer(context: Any, planned: Row) -> Row:
