@@ -41,6 +41,7 @@ CONFIGS: dict[str, tuple[str, ...]] = {
     "elastic, recommended": ("--elastic",),
     "co2": (PAPER,),
     "co2, recommended": (),
+    "co2, skip_after": (PAPER, "--skip_after", "0.5"),
     "co2, shard": (PAPER, "--shard"),
     "co2, int8": (PAPER, "--co2.wire.format", "int8"),
     "co2, zero 2": (PAPER, "--zero", "2", "--per_node", "2"),
