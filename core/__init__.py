@@ -1,6 +1,6 @@
 """CO2 (arXiv 2401.16265): data-parallel training whose communication hides behind computation."""
 
-from .errors import CollectiveError, UserError
+from .errors import CollectiveError, DivergedError, UserError
 from .methods import (
     CO2,
     CO2Config,
@@ -25,6 +25,7 @@ __all__ = [
     "CollectiveError",
     "DelayedCO2",
     "DelayedConfig",
+    "DivergedError",
     "LocalSGD",
     "OverlapLocalConfig",
     "OverlapLocalSGD",

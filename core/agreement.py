@@ -23,6 +23,8 @@ from .collectives import Background
 from .errors import UserError
 from .flat import Scalars
 from .groups import Stage, send_first
+from .guard import Guard
+from .pace import Pace
 from .stats import Late, RoundStats
 from .tau import NUMBERS, TauDecision, TauTuner
 
@@ -60,14 +62,23 @@ class Agreement:
 
     All workers hear the same sums, of the same round. What is heard takes effect in `follow`, at the round's end, for
     in mid-round each worker hears it after other steps. scalars: with the places of `sizes`. everybody: over how many
-    processes they are summed. tuner: of tau auto, or None.
+    processes they are summed. tuner, pace: of tau auto and of steps by speed, or None. guard: hears who was left out.
 
     Attributes: stop, whether a worker has asked for it; save, whether one has asked for a checkpoint, until the next
     boundary; tau_decision, taken by the tuner at the last boundary.
     """
 
-    def __init__(self, scalars: Scalars, background: Background, everybody: int, tuner: TauTuner | None):
-        self.scalars, self.background, self.everybody, self.tuner = scalars, background, everybody, tuner
+    def __init__(
+        self,
+        scalars: Scalars,
+        background: Background,
+        everybody: int,
+        tuner: TauTuner | None,
+        pace: Pace | None,
+        guard: Guard,
+    ):
+        self.scalars, self.background, self.everybody = scalars, background, everybody
+        self.tuner, self.pace, self.guard = tuner, pace, guard
         self.tau_decision: TauDecision | None = None
         self._decided: TauDecision | None = None  # heard, and told from the round's end on
         self.most: int | None = None  # workers that may ever be, where their number changes; None: it does not
@@ -76,9 +87,10 @@ class Agreement:
         self.forget_stop()
 
     @staticmethod
-    def sizes(workers: int, tuner: TauTuner | None) -> dict[str, int]:
-        """The scalars that every method has, and how many numbers each stands for."""
-        known = {"finished": 1, "steps": 1, "stop": 1, "save": 1, "settings": 2, "replicas": 2}
+    def sizes(workers: int, tuner: TauTuner | None, pace: bool) -> dict[str, int]:
+        """The scalars that every method has, and how many numbers each stands for; those of each worker come last."""
+        known = {"finished": 1, "steps": 1, "stop": 1, "save": 1, "settings": 2, "replicas": 2} | Guard.sizes(workers)
+        known |= Pace.sizes(workers) if pace else {}
         return known | ({"times": NUMBERS * workers} if tuner else {})
 
     def ask_to_stop(self) -> None:
@@ -110,10 +122,13 @@ class Agreement:
         self.scalars.set_checksum("replicas", compared)
         if self.tuner:
             self.tuner.tell(stats, before, self.background.rank, self.scalars["times"])
+        if self.pace:
+            self.pace.tell(stats, self.scalars["step_seconds"])
 
     def hear(self, settings: Any) -> bool:
         """Reads what has landed; whether the replicas were equal. UserError where settings differ, this worker's being
-        `settings`. On a GPU it is what landed a round ago, for the host waits for nothing."""
+        `settings`; DivergedError as the guard says. On a GPU it is what landed a round ago: the host waits for nothing.
+        """
         numbers = self._late.exchange(self.scalars.place * self.everybody)
         if numbers is None:
             return True
@@ -121,6 +136,8 @@ class Agreement:
         if self.tuner:
             times = sums["times"]
             self._decided = self.tuner.hear(number, *(times[i::NUMBERS] for i in range(NUMBERS)))
+        if self.pace:
+            self.pace.hear(sums["step_seconds"])
         self._stop_heard |= sums["stop"][0] > 0.5
         self._save_heard |= sums["save"][0] > 0.5
         if not agree(sums["settings"], self.everybody):
@@ -128,7 +145,9 @@ class Agreement:
                 f"workers differ in their settings in round {number - 1}, where this one has {settings}: "
                 "a schedule must give all of them the same, from the round's number alone"
             )
-        equal = agree(sums["replicas"], self.background.world_size)
+        workers = self.background.world_size
+        self.guard.hear([verdict * workers / self.everybody for verdict in sums["left_out"]], number - 1, workers)
+        equal = agree(sums["replicas"], workers)
         if not equal:
             self._repair = number - self._repaired >= REPAIR_EVERY
             if self._repair and self._repaired < 0 and self.background.rank == 0:
@@ -142,13 +161,17 @@ class Agreement:
     def follow(self) -> None:
         """A round has ended."""
         self.tau_decision, self._decided = self._decided, None
+        if self.pace:
+            self.pace.follow()
         self.stop |= self._stop_heard
         self.save, self._save_heard = self._save_heard, False
 
     def loaded(self, *, of_others: bool) -> None:
         """A checkpoint's scalars are in place: forgets requests, which the run that wrote it has met, that workers were
-        in finish(), for another may train on, and of another number of workers what only as many could agree on."""
-        for name in ("stop", "save", "finished", *(("settings", "replicas", "times") if of_others else ())):
+        in finish(), for another may train on, and of another number of workers what only as many could agree on, and
+        what each of them told of itself."""
+        of_each = ("settings", "replicas", "left_out", "step_seconds", "times")
+        for name in ("stop", "save", "finished", *(of_each if of_others else ())):
             if name in self.scalars.sizes:
                 self.scalars[name].zero_()
 

@@ -84,6 +84,8 @@ class CO2(Scheduled):
     gradients every step inside nodes, or hold shards of one model, ShardedCO2 (core/fast/sharded.py) is the class.
     """
 
+    differences = True
+
     def __init__(
         self,
         params: Iterable[Tensor],
@@ -110,6 +112,7 @@ class CO2(Scheduled):
             tau_margin=c.tau_margin,
             wires=c.wire.choices,
             sync_steps=c.sync_steps,
+            by_speed=c.steps == "by_speed",
             buffers=buffers,
             model_params=model_params,
             group=group,
@@ -117,13 +120,14 @@ class CO2(Scheduled):
             link=link,
             scalars={"first_step": 1} if c.gap == "inner" else None,
         )
+        self.guard.factor = c.outlier
         self._x = self.state.new("outer_iterate", of_params=True)
         self._m = self.state.new("outer_momentum")
         sent = self.state.new("sent", of_params=True, own=True) if c.merge == "keep" else [None] * len(self.buckets)
         self.replicas = self.starts = self._x
         self.starts_roughly = c.merge != "outer"
         self._wire: Wire = "float32"
-        self._take_wire(c.wire.choices[0])
+        self._take_wire(next(iter(c.wire.choices)))
         self._boundaries = [
             make_boundary(c.update, b.params, b.payload, x, m, y, merge=c.merge)
             for b, x, m, y in zip(self.buckets, self._x, self._m, sent, strict=True)
@@ -196,7 +200,7 @@ class CO2(Scheduled):
 
     def rule(self) -> outer.Rule:
         """The numbers of steps 4 to 7 for what has landed."""
-        c, scale = self.config, self.reducer.scale
+        c, scale = self.config, self.scale
         delta_norm = scale * outer.norm([b.payload for b in self.buckets])
         self.stats.pseudo_gradient_norm = delta_norm
         rms = gap = None
@@ -205,7 +209,8 @@ class CO2(Scheduled):
         elif c.gap == "norm":
             gap = outer.gap_scalar(self.last_step_norm(), delta_norm)
         elif c.gap == "inner":  # with the largest first step so far: a decaying learning rate does not shrink it
-            torch.maximum(self._inner_scale, self.scalars["first_step"].double(), out=self._inner_scale)
+            first, weight = self.scalars["first_step"].double(), self.scalars["weight"].double()
+            torch.maximum(self._inner_scale, torch.where(weight > 0, first / weight, 0.0), out=self._inner_scale)
             gap = outer.gap_scalar(self.last_step_norm(), self.tau * self._inner_scale)
         return outer.Rule(c.outer_momentum, c.outer_lr, self._last_lr, c.clip, scale, rms, gap)
 
@@ -240,9 +245,18 @@ class CO2(Scheduled):
     def send(self, *, finished: bool) -> None:
         if self.tuner:
             self._take_wire(self.tuner.wire)  # chosen from what has landed, so alike on all workers
-        if self.config.gap == "inner":
-            self.scalars.set("first_step", self._first_step)
         super().send(finished=finished)
+
+    def weigh(self) -> None:
+        super().weigh()
+        if self.config.gap == "inner":
+            weight = self.scalars["weight"].double()
+            self.scalars.set("first_step", torch.where(weight > 0, weight * self._first_step, 0.0))
+
+    def was_left_out(self, where: Tensor) -> None:
+        super().was_left_out(where)
+        for boundary in self._boundaries if self.config.merge != "outer" else []:  # else every boundary restarts it
+            boundary.restart(where)
 
     @torch.no_grad()
     def _start_from_params(self) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import peers
 from .errors import CollectiveError, UserError
 from .groups import Pending, Stage, agree, all_reduce, backend_for, leave_group, new_group, set_timeout
 from .stats import Mark, Seconds, between, mark, plus
@@ -84,6 +85,8 @@ class Background:
         self.device, self.timeout, self.link = device, timeout, link
         self.group = new_group(group, timeout, device, backend)
         self.timed_groups = [self.group] if self.group is not None else []  # those whose timeout follows the rounds
+        if self.group is not None:
+            peers.meet(self.group)
         self.world_size = dist.get_world_size(self.group) if self.group is not None else 1
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
         self.launched = 0  # how many reductions so far
@@ -303,21 +306,20 @@ class Background:
         return error
 
     def _failure(self, reason: str) -> CollectiveError:
-        """Leaves the group, so that the workers which still wait see it broken too, and names the silent ranks.
+        """Leaves the group, so that the workers which still wait see it broken too, and names those that are gone.
 
         gloo tells only the dead worker's neighbours; the others notice when these close their connections, and
         connections close once nothing refers to the work any more.
         """
         self.in_flight = False
         assert self.group is not None
-        ranks, name = dist.get_process_group_ranks(self.group), self.group.group_name
+        ranks, alone = dist.get_process_group_ranks(self.group), len(self.timed_groups) == 1
         group, self.group, self.timed_groups = self.group, None, []
         dist.destroy_process_group(group)
         del group
-        silent = [ranks[i] for i in _silent(f"co2/failed/{name}", self.rank, self.world_size)]
-        who = f"no answer from rank {', '.join(map(str, silent))}" if silent else "all ranks still answer"
+        gone = peers.who(peers.find(ranks if alone else ()))  # of a node's workers not all are in both groups
         self._failed = (
-            f"rank {ranks[self.rank]}: the all-reduce of round {self.launched - 1} failed; {who} "
+            f"rank {ranks[self.rank]}: the all-reduce of round {self.launched - 1} failed; {gone} "
             f"(timeout {self.timeout:g} s): {reason.partition('. This is')[0].splitlines()[0]}"
         )
         return CollectiveError(self._failed)
@@ -354,21 +356,3 @@ def moved_by_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
             "all-reduce, and nothing would be hidden; unset it"
         )
     return True
-
-
-def _silent(key: str, rank: int, world_size: int, patience: float = 2.0) -> list[int]:
-    """The group ranks that do not report the same failure within `patience` seconds of the last one that did."""
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"{key}/{rank}", "failed")
-        silent = list(range(world_size))
-        until = time.perf_counter() + patience
-        while silent and time.perf_counter() < until:
-            heard = [r for r in silent if store.check([f"{key}/{r}"])]
-            if heard:
-                silent = [r for r in silent if r not in heard]
-                until = time.perf_counter() + patience
-            time.sleep(0.05)
-        return silent
-    except RuntimeError:  # the store died with the worker that served it: rank 0, unless torchrun serves it
-        return [0]

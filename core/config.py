@@ -48,6 +48,12 @@ class CO2Config:
     update: Pass = "fast"
     """How steps 3 to 7 are computed: fast (one pass over memory), plain (core/outer.py's own), or compiled (that, by
     torch.compile)."""
+    steps: Literal["even", "by_speed"] = "even"
+    """even: every worker takes tau local steps a round, and all count alike in the mean. by_speed: a slower worker
+    takes fewer in proportion, so that nobody waits for it, and counts by its steps (core/pace.py)."""
+    outlier: float | None = 10.0
+    """A worker is left out of a round's mean, and starts anew, where its difference is more than so many times as large
+    as its own usual one (core/guard.py); None: only where it is not finite."""
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, remedy: str) -> None:
@@ -67,6 +73,8 @@ class CO2Config:
         require(whole, "sync_steps", "give a whole number of steps, 0 or more")
         self._check_delay(require)
         require(isinstance(self.wire, WireConfig), "wire", "give a WireConfig, such as core.WireConfig('int8')")
+        require(self.steps in ("even", "by_speed"), "steps", "choose even or by_speed")
+        require(self.outlier is None or self.outlier > 1, "outlier", "give a number above 1, or None for no limit")
         with_tau = "its format auto is chosen together with tau: set tau auto, or give a format"
         require(self.wire.format != "auto" or self.tau == "auto", "wire", with_tau)
         require(self.update in PASSES, "update", f"choose one of {', '.join(PASSES)}")

@@ -17,8 +17,10 @@ round that is under way, which do not count in its mean, and trains from the out
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -28,6 +30,7 @@ from torch import Tensor
 from .co2 import CO2, CO2Config, Schedule
 from .collectives import Background
 from .errors import CollectiveError, UserError
+from .fast import WireConfig
 from .flat import copy
 from .groups import Stage, all_reduce
 from .members import Came, Members, Report
@@ -202,8 +205,9 @@ def _agreed(reports: Sequence[Report | None], what: str, number: int) -> bool:
 
 
 class ElasticCO2(CO2):
-    """CO2 whose workers come and go: see this module. The plain one's options but for tau auto, sync_steps and narrow
-    wires; one copy of the parameters more.
+    """CO2 whose workers come and go: see this module. The plain one's options but for tau auto, sync_steps, steps by
+    speed and narrow wires (of wire auto it takes float32); one copy of the parameters more. RANK and WORLD_SIZE, from
+    the environment, are its place among as many workers as there may be.
 
     Make it on every worker before any process group exists, then call `join` on all. members: see Members. Set, before
     `join`: give, which returns what a newcomer needs, this object's state_dict() included; take, which takes it there;
@@ -225,7 +229,10 @@ class ElasticCO2(CO2):
         schedule: Schedule | None = None,
     ):
         self.members = members
-        check_elastic(config or CO2Config())
+        config = config or CO2Config()
+        check_elastic(config)
+        if config.wire.format == "auto":
+            config = replace(config, wire=WireConfig())
         super().__init__(params, config, buffers=buffers, timeout=timeout, link=link, schedule=schedule)
         self._token = torch.zeros(1)
         self._joining = False  # whether all have agreed that newcomers may join
@@ -233,6 +240,10 @@ class ElasticCO2(CO2):
         self.give: Callable[[], dict[str, Any]] = self.state_dict
         self.take: Callable[[dict[str, Any]], None] = self.load_state_dict
         self.may_join: Callable[[], bool] = lambda: True
+
+    def slot(self, group: dist.ProcessGroup | None) -> tuple[int, int]:
+        """The launcher's: a worker that takes the place of a lost one has its slot."""
+        return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
     def make_background(self, device: torch.device, **options: Any) -> ElasticBackground:
         return ElasticBackground(device, self.members, self, **{k: v for k, v in options.items() if k in OPTIONS})
@@ -321,8 +332,10 @@ class ElasticCO2(CO2):
         super().load_state_dict(state)
 
     def forget_repair(self) -> None:
-        """Of replicas that differ: those that have just come know nothing of it."""
+        """Of replicas that differ, and of workers left out: those that have just come know nothing of it."""
         self._agreement.forget_repair()
+        self.guard.forget_rounds()
+        self.guard.tells = self.background.rank == 0
 
 
 OPTIONS = ("timeout", "link")
@@ -332,8 +345,9 @@ def check_elastic(config: CO2Config) -> None:
     """UserError for what does not go with workers that come and go."""
     for ok, name, remedy in (
         (config.tau != "auto", "tau='auto'", "give a number of local steps"),
-        (config.wire.format == "float32", f"wire.format={config.wire.format!r}", "leave it out"),
+        (config.wire.format in ("float32", "auto"), f"wire.format={config.wire.format!r}", "leave it out"),
         (config.sync_steps == 0, f"sync_steps={config.sync_steps}", "leave it out"),
+        (config.steps == "even", f"steps={config.steps!r}", "leave it out"),
     ):
         if not ok:
             raise UserError(f"elastic does not go with {name}: {remedy}")

@@ -10,3 +10,10 @@ class UserError(ValueError):
 
 class CollectiveError(RuntimeError):
     """A collective failed: names this rank, the round, and the ranks that did not answer."""
+
+
+class DivergedError(RuntimeError):
+    """Training cannot go on: what workers hold is not finite, or one is left out of the mean round after round.
+
+    The train scripts print it without a traceback and exit with status 2; the last checkpoint stays.
+    """

@@ -142,12 +142,12 @@ def of_each(params: Sequence[Tensor], buckets: Sequence[Bucket], flats: Sequence
     return [found[id(p)].to(p.dtype) for p in params]
 
 
-def resized(flats: Sequence[Tensor], like: Sequence[Tensor], factor: float) -> list[Tensor]:
-    """Each of flats times `factor`, as long as its counterpart: cut, or filled up with zeros."""
+def resized(flats: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """Each of flats, as long as its counterpart: cut, or filled up with zeros."""
     found = [torch.zeros_like(other) for other in like]
     for new, flat in zip(found, flats, strict=True):
         n = min(len(new), len(flat))
-        new[:n] = flat[:n].to(new) * factor
+        new[:n] = flat[:n]
     return found
 
 
@@ -155,6 +155,29 @@ def copy(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
     """Copies each tensor into its counterpart, in as few kernels as possible."""
     if to:
         torch._foreach_copy_(list(to), list(source))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def rescale(flat: Tensor, scale: float | Tensor) -> None:
+    """Multiplies in place; scale: a number, or 0-d on any device."""
+    flat.mul_(scale.to(flat) if isinstance(scale, Tensor) else scale)
+
+
+def copy_where(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+    """`copy` if `where` holds, a 0-d truth value; a GPU is not waited for."""
+    if where.is_cuda:
+        source = [torch.where(where.to(t.device), s, t.to(s.dtype)) for t, s in zip(to, source, strict=True)]
+    elif not where:
+        return
+    copy(to, source)
+
+
+def wipe(flats: Sequence[Tensor], where: Tensor) -> None:
+    """Makes zeros of all, NaN or not, if `where` holds, a 0-d truth value; a GPU is not waited for."""
+    if where.is_cuda:
+        for flat in flats:
+            flat.masked_fill_(where.to(flat.device), 0)
+    elif where:
+        torch._foreach_zero_(list(flats))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def unique(tensors: Sequence[Tensor]) -> list[Tensor]:

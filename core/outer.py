@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .flat import copy, group_pieces, views
+from .flat import copy, copy_where, group_pieces, views
 
 Gap = Literal["elementwise", "norm", "inner", "none"]
 GAPS: tuple[Gap, ...] = ("elementwise", "norm", "inner", "none")
@@ -121,8 +121,8 @@ class Rule:
     """|x_{t,0} - x_{t-1,0}| = last_alpha |m|: alpha, or 0 where the last boundary took no outer step."""
     phi: float | None = None
     """Clips the momentum's elements to [-phi, phi]."""
-    scale: float = 0.0
-    """Delta = scale * d: one over the number of workers where d holds their sum."""
+    scale: float | Tensor = 0.0
+    """Delta = scale * d: one over the sum of the weights where d holds a weighted sum over the workers."""
     c: Tensor | None = None
     """0-d: the RMS of Delta over the whole model."""
     gap: Tensor | None = None
@@ -161,7 +161,8 @@ def update(s: Segment, rule: Rule) -> Tensor:
     holds the mean that steps 4 to 6 use.
     """
     own_difference = difference(s) if rule.sends else s.d  # 3
-    m, seen = new_momentum(s.m, rule.scale * s.d, rule)  # 4, 5, 6
+    scale = rule.scale.to(s.d) if isinstance(rule.scale, Tensor) else rule.scale
+    m, seen = new_momentum(s.m, scale * s.d, rule)  # 4, 5, 6
     s.d.copy_(own_difference)
     s.m.copy_(m)
     s.x.copy_(outer_step(s.x, m, rule.alpha))  # 7
@@ -240,11 +241,16 @@ class Boundary:
             copy(s.sent, s.params[: len(s.sent)])
 
     @torch.no_grad()
-    def restart(self) -> None:
-        """All workers continue from the outer iterate."""
+    def restart(self, where: Tensor | None = None) -> None:
+        """The worker continues from the outer iterate, as if it had sent it. where: 0-d truth value, None for always;
+        a GPU is not waited for."""
         self.locate()
         for s in self.segments:
-            copy(s.params, s.x_views)
+            if where is None:
+                copy(s.params, s.x_views)
+            else:
+                copy_where(where, s.params, s.x_views)
+                copy_where(where, s.sent, s.params[: len(s.sent)])
 
     def locate(self) -> None:
         """Plans anew where a parameter's storage has moved."""

@@ -17,6 +17,12 @@ from torch import Tensor
 EPS = 1e-12
 
 
+def mean(values: Tensor, weights: Tensor) -> Tensor:
+    """Of values [workers, ...], weighted [workers]; 0 without any weight."""
+    total = weights.sum()
+    return torch.einsum("w,w...->...", weights, values) / torch.where(total == 0, 1.0, total)
+
+
 @dataclass
 class Sent:
     """What the workers sent at one boundary, until its mean is merged."""
@@ -46,6 +52,9 @@ class Reference:
     What is sent, d^i: with outer and mix x_t - x^i, from the outer iterate as it is before what lands at the same
       moment is applied; with keep minus its own progress since its last sending, the sum of its local steps, so that
       nothing is counted twice.
+    weights: of the workers in the next means, [workers]: a mean is sum(w^i d^i) / sum(w^i), and 0 where nobody has a
+      weight. A worker whose difference is not finite, or has weight 0, is left out: its d^i is 0, its weight too, and
+      once the boundary is through it continues from the outer iterate.
     sync_steps: after each of the first so many local steps the workers' parameters are averaged at once. For SGD, with
       momentum too, that equals averaging gradients; for Adam it does not quite. The outer iterate starts at the last
       of these means, and the first round after it.
@@ -72,6 +81,7 @@ class Reference:
     taylor: float = 0.5
     nesterov: bool = False
     sync_steps: int = 0
+    weights: Tensor | None = None  # None: all 1
     steps: int = 0  # local steps since the last boundary
     taken: int = 0  # all local steps
     outer: list[Tensor] = field(default_factory=list)  # x_{0,0}, x_{1,0}, ...: [n] each; if eager, those of worker 0
@@ -97,6 +107,7 @@ class Reference:
         self.m = torch.zeros_like(self.z)
         self.base = self.x.clone()  # x less the own local steps since the last sending
         self.outer = [self.z[0]]
+        self.left_out = torch.zeros(len(self.x), dtype=torch.bool)  # at the last sending
         if self.policy == "eager":  # no difference was sent before the first
             self.in_flight = [Sent(-1, torch.zeros_like(self.x), torch.zeros_like(self.x[0]), self.z)]
 
@@ -112,7 +123,7 @@ class Reference:
             self.begin()
             return False
         if self.steps == 0:
-            self.first_steps.append((self.x - self.base).norm(dim=1).mean())
+            self.first_step = (self.x - self.base).norm(dim=1)
         self.steps += 1
         if self.in_flight and self.steps == self.delay and not self.whole_round:
             self.land()
@@ -124,13 +135,20 @@ class Reference:
         elif self.whole_round:  # nothing has landed in round 0: x_{1,0} = x_{0,0}
             self.outer.append(self.z[0])
             self.restart()
+        self.x[self.left_out] = self.z.expand_as(self.x)[self.left_out]
+        self.base[self.left_out] = self.x[self.left_out]
         self.restarts.append(self.x.clone())
         return True
 
     def send(self) -> None:
         """Step 3: what is averaged now is merged at its delay."""
         own = (self.base if self.merge == "keep" else self.z) - self.x
-        self.deltas.append(own.mean(dim=0))
+        weights = torch.ones_like(own[:, 0]) if self.weights is None else self.weights.to(own)
+        self.left_out = ~own.isfinite().all(dim=1) | (weights == 0)
+        weights = torch.where(self.left_out, 0.0, weights)
+        own = torch.where(self.left_out[:, None], 0.0, own)
+        self.deltas.append(mean(own, weights))
+        self.first_steps.append(mean(torch.where(self.left_out, 0.0, self.first_step), weights))
         self.in_flight.append(Sent(len(self.first_steps) - 1, own, self.deltas[-1], self.z))
         self.base, self.steps = self.x.clone(), 0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -14,9 +14,11 @@ from .agreement import Agreement
 from .checks import check_frozen, check_group, check_inputs, check_run, check_saved
 from .collectives import AllReduce, Background, Link, Reducer, Stage
 from .errors import UserError
-from .flat import Scalars, State, copy, local_shard, make_buckets, of_each, resized, unique
+from .flat import Scalars, State, copy, copy_where, local_shard, make_buckets, of_each, rescale, resized, unique
+from .guard import Guard, LeftOut, size_of
+from .pace import Pace
 from .stats import RoundClock, RoundStats
-from .tau import TauDecision, TauTuner
+from .tau import FLOAT32, TauDecision, TauTuner
 from .watch import Watch
 
 
@@ -41,15 +43,21 @@ class LocalMethod(ABC):
     missing worker is an error. link: an emulated slow one.
 
     For subclasses: tau_max, tau_margin, wires: of tau auto, see TauTuner. sync_steps: so many first steps after each of
-    which all wait for the mean of the parameters. scalars: name -> how many numbers of that name travel along, beside
-    those that every method has. parts, on_host: see flat.Bucket. backend: of the communication, None for the group's.
+    which all wait for the mean of the parameters. by_speed: whether slower workers take fewer steps, see Pace. scalars:
+    name -> how many numbers of that name travel along, beside those that every method has. parts, on_host: see
+    flat.Bucket. backend: of the communication, None for the group's.
 
-    skip_after: seconds that a boundary waits for a mean, None for as long as it takes. A round whose predecessor's mean
-    does not come, as when a link is down, goes on for tau local steps more, and so on: nothing is thrown away, nor sent
-    before it has come. Each worker decides by itself, for the outer state follows from the means alone, whenever they
-    are merged. Set it before the first step.
+    Attributes: skipped, local steps of the round that closed last which this worker has left out, being slower: its
+    data and learning rate may then keep step with the others'. on_left_out, called with a 0-d truth value after a
+    round: whether this worker was left out of its mean (see guard.py), for what the inner optimiser has gathered, as
+    guard.forget does; on a CPU only where it was. skip_after, to be set before the first step: seconds that a boundary
+    waits for a mean, None for as long as it takes. A round whose predecessor's mean does not come, as when a link is
+    down, goes on for tau local steps more, and so on: nothing is thrown away, nor sent before it has come. Each worker
+    decides by itself, for the outer state follows from the means alone, whenever they are merged.
     """
 
+    differences = False  # whether payloads are differences: zero where nothing has moved
+    member = "rank"  # what a worker is called
     more_scalars: ClassVar[Mapping[str, int]] = {}  # of a class, as `scalars`
 
     def __init__(
@@ -59,13 +67,14 @@ class LocalMethod(ABC):
         *,
         tau_max: int = 192,
         tau_margin: float = 0.25,
-        wires: Sequence[str] = ("float32",),
+        wires: Mapping[str, float] = FLOAT32,
         sync_steps: int = 0,
         buffers: Iterable[Tensor] = (),
         model_params: Iterable[Tensor] = (),
         group: dist.ProcessGroup | None = None,
         timeout: float = 600.0,
         link: Link | None = None,
+        by_speed: bool = False,
         scalars: Mapping[str, int] | None = None,
         parts: int = 1,
         on_host: bool = False,
@@ -77,7 +86,7 @@ class LocalMethod(ABC):
         self._frozen = [p for p in given if not p.requires_grad]
         self._model_params = [local_shard(p) for p in model_params]
         self.buffers = [b for b in fixed if b.is_floating_point()]
-        self.tuner = TauTuner(tau_max, tau_margin, wires) if tau == "auto" else None
+        self.tuner = TauTuner(tau_max, tau_margin, wires, by_speed=by_speed) if tau == "auto" else None
         self.tau: int = self.tuner.tau if self.tuner else tau  # pyright: ignore[reportAttributeAccessIssue]
         check_inputs(self.tau, given, self.params, self.buffers, self._model_params)
         self.local_steps = 0  # since the last round closed
@@ -85,19 +94,25 @@ class LocalMethod(ABC):
         self.sync_steps = sync_steps  # those that are left
         self.skip_after: float | None = None
         self._spans = 1  # of tau local steps each, that the round that runs has
-        workers = dist.get_world_size(group) if dist.is_initialized() else 1
-        known = dict(scalars or {}) | dict(self.more_scalars)
-        self.scalars = Scalars(known | Agreement.sizes(workers, self.tuner))  # what is by worker last
+        slot, slots = self.slot(group)
+        known = dict(self.more_scalars) | Agreement.sizes(slots, self.tuner, by_speed)
+        self.scalars = Scalars(dict(scalars or {}) | known)  # those of each worker last, where `resized` cuts
         self.buckets = make_buckets(self.params, self.buffers, self.scalars.numel, parts, on_host)
         self.scalars.attach(self.buckets[0].scalars)
         device = self.buckets[0].flat.device
         self.background = self.make_background(device, group=group, timeout=timeout, link=link, backend=backend)
         self.reducer: Reducer = AllReduce([b.flat for b in self.buckets], self.background.world_size)
+        self.scale: float | Tensor = self.reducer.scale  # see receive
         self.state = State(self.buckets)
         self.replicas: list[Tensor] = []  # state, flat, that is equal on all workers, bit for bit
         self.starts: list[Tensor] = []  # where rounds begin, a flat tensor a bucket; empty where that is not kept
         self.starts_roughly = False  # whether workers begin near there, and not there
-        self._agreement = Agreement(self.scalars, self.background, self.everybody, self.tuner)
+        ranks = dist.get_process_group_ranks(group) if dist.is_initialized() else range(slots)
+        self.guard = Guard(self.scalars, device, slot, [f"{self.member} {rank}" for rank in ranks])
+        self.on_left_out: LeftOut | None = None
+        self.pace = Pace(slot, slots) if by_speed else None
+        self.skipped = 0
+        self._agreement = Agreement(self.scalars, self.background, self.everybody, self.tuner, self.pace, self.guard)
         self._wanted: tuple[Callable[[dict[str, Any]], None], dict[str, Any]] | None = None  # who waits for a snapshot
         self._shared_from_start = [*everything, *fixed]
         self.background.agree((type(self).__name__, self.signature()), self._shared_from_start)
@@ -121,7 +136,7 @@ class LocalMethod(ABC):
         if self.sync_steps:
             return self._synchronise(finished=False)
         self.local_steps += 1
-        if self.local_steps < self._spans * self.tau:
+        if self.local_steps < self._spans * self.own_tau:
             if self.local_steps == 1:
                 self._clock.steps_begin()
             self.background.done()  # an error is known as soon as it can be
@@ -165,6 +180,7 @@ class LocalMethod(ABC):
     def _start_from_params(self) -> None:
         """Everything is as it was made, the parameters being the start."""
         self._refresh_model()
+        self.guard.state.zero_()
         for bucket in self.buckets:
             bucket.flat.zero_()
         self.state.restart()
@@ -202,6 +218,11 @@ class LocalMethod(ABC):
         return self._agreement.tau_decision
 
     @property
+    def own_tau(self) -> int:
+        """The local steps of this worker in the round that runs: tau, or fewer where it is slower."""
+        return self.pace.steps(self.tau) if self.pace else self.tau
+
+    @property
     def rounds(self) -> int:
         """Rounds closed so far, those of finish() included."""
         return self.background.launched
@@ -220,12 +241,13 @@ class LocalMethod(ABC):
             "state": {name: [f.clone() for f in flats] for name, flats in (self.state | self.reducer.state).items()},
             "in_flight": [b.flat.clone() for b in self.buckets] if in_flight else None,
             "workers": self.background.world_size,
-            "scale": self.reducer.scale,
             "local_steps": self.local_steps,
             "sync_steps": self.sync_steps,
             "rounds": self.rounds,
             "tau": self.tau,
             "tuner": self.tuner.state_dict() if self.tuner else None,
+            "guard": self.guard.state.clone(),
+            "pace": self.pace.state_dict() if self.pace else None,
         }
 
     def snapshot(self, then: Callable[[dict[str, Any]], None]) -> None:
@@ -264,7 +286,7 @@ class LocalMethod(ABC):
         in_flight = state["in_flight"] or flats
         if others:
             here, saved = self.state, {name: f for name, f in saved.items() if name not in self.reducer.state}
-            in_flight = resized(in_flight, flats, state["scale"] / self.reducer.scale)
+            in_flight = resized(in_flight, flats)  # a sum or a mean: its weight says over how much
         here, saved = here | {"all-reduce": flats}, saved | {"all-reduce": in_flight}
         check_saved(saved, here)
         self._wanted = None
@@ -276,6 +298,9 @@ class LocalMethod(ABC):
         if self.tuner and state["tuner"]:
             self.tuner.load_state_dict(state["tuner"])
             self.tau = state["tau"]
+        self.guard.state.copy_(state["guard"])
+        if self.pace and state["pace"] and not others:
+            self.pace.load_state_dict(state["pace"])
         self.begin_round(self.rounds)
         self._spans = self.local_steps // self.tau + 1
         self._watch.skip()  # the model may be loaded after this
@@ -290,6 +315,10 @@ class LocalMethod(ABC):
         """What the reductions run in."""
         check_group()
         return Background(device, **options)
+
+    def slot(self, group: dist.ProcessGroup | None) -> tuple[int, int]:
+        """This worker's place among the scalars that each worker has one of, and how many places there are."""
+        return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
 
     @abstractmethod
     def close_round(self, *, finished: bool) -> bool:
@@ -311,6 +340,26 @@ class LocalMethod(ABC):
         """Receives what is in flight; a method that merges in mid-round also uses it here."""
         return self.receive(finished=finished)
 
+    def agreed_size(self, size: Tensor) -> Tensor:
+        """Not finite where that of any worker is not that has to judge alike. size: of what this worker sends, 0-d."""
+        return size
+
+    @property
+    def weight(self) -> float:
+        """Of what this worker is about to send: 1, or its local steps where workers take different numbers of them."""
+        return float(self.local_steps) if self.pace else 1.0
+
+    def weigh(self) -> None:
+        """Leaves out what is not sound, and then starts anew."""
+        self.guard.judge(size_of(self.buckets), self.local_steps if self.differences else 0)
+        self.guard.weigh(self.buckets, self.weight)
+        self.was_left_out(self.guard.left_out)
+
+    def was_left_out(self, where: Tensor) -> None:
+        """Where that holds, 0-d, this worker has to start anew; a method does so where a landing does not."""
+        if self.on_left_out is not None and (where.is_cuda or where):
+            self.on_left_out(where)
+
     def begin_round(self, number: int) -> None:  # noqa: B027
         """For settings that change from round to round. number: of the round, from 0."""
 
@@ -320,6 +369,7 @@ class LocalMethod(ABC):
             copy(bucket.buffer_views, own)
         self.scalars.set("finished", float(finished))
         self.scalars.set("steps", float(self.local_steps))
+        self.weigh()
         turn, clock = self.turn(), self._clock
         self._agreement.tell(self.settings(), self.replicas, turn, clock.stats, clock.before)
         self.background.launch(self.stages())
@@ -343,20 +393,23 @@ class LocalMethod(ABC):
     def receive(self, *, finished: bool) -> Landing:
         """Waits for what is in flight and notes what that cost. The model's buffers become their means.
 
-        The payloads hold what landed; reducer.scale turns it into means, in a pass that their owner makes anyway.
+        The payloads hold what landed; `scale` turns it into means, in a pass that their owner makes anyway.
         """
         self.background.wait(self.hand_over)
         self.stats.round = self.background.launched
         self.stats.exposed_seconds = self.background.exposed
         self.stats.allreduce_seconds = self.background.seconds
         self.stats.bytes_sent = self.background.bytes_sent
+        self.scale = self.guard.land(1.0 if self.differences else float("nan"))
         for bucket in self.buckets:
-            bucket.rest.mul_(self.reducer.scale)
+            rescale(bucket.values, self.scale)
+        self.scalars.place.mul_(self.reducer.scale)
         self.stats.drifted = float(not self._agreement.hear(self.settings()))
+        self.stats.left_out = self.guard.count
         last = finished and self.scalars["finished"].item() > 1 - 1e-6  # one over the workers may be rounded
         empty = last and self.scalars["steps"].item() == 0.0
         for bucket in self.buckets if not empty else []:  # an empty round carries older values
-            copy(bucket.buffers, bucket.buffer_views)
+            copy_where(self.scalars["weight"] > 0, bucket.buffers, bucket.buffer_views)
         return Landing(last, empty)
 
     # -- of its own -----------------------------------------------------------------------------------------
@@ -381,6 +434,7 @@ class LocalMethod(ABC):
         with self._clock.boundary(self.tau, self.local_steps):
             for own, bucket in zip(self._own_buffers, self.buckets, strict=True):
                 copy(own, bucket.buffers)  # what this worker sends, whatever lands in the meantime
+            self.skipped = self.tau - self.own_tau
             everyone = self.close_round(finished=finished)
             self._agreement.follow()
             self.tau = self.tuner.tau if self.tuner else self.tau
@@ -411,11 +465,17 @@ class LocalMethod(ABC):
             copy(bucket.buffer_views, bucket.buffers)
             bucket.scalars.zero_()
         self.scalars.set("finished", float(finished))
+        self.guard.judge(self.agreed_size(size_of(self.buckets)), 0)
+        self.guard.weigh(self.buckets)
+        left_out = self.guard.left_out.clone()
         self.background.sum([bucket.flat for bucket in self.buckets])
+        self.guard.hear(self.scalars["left_out"].view(-1).tolist(), self.rounds, self.background.world_size)
+        scale = self.guard.land(1.0)
         for bucket in self.buckets:
-            bucket.flat.div_(self.background.world_size)
+            rescale(bucket.flat[: bucket.padded + len(bucket.values)], scale)
             copy([*bucket.params, *bucket.buffers], [*bucket.payload_views, *bucket.buffer_views])
-        everyone = finished and self.scalars["finished"].item() > 1 - 1e-6
+        self.was_left_out(left_out)
+        everyone = finished and self.scalars["finished"].item() > self.background.world_size - 0.5
         self.sync_steps -= not everyone
         self._start_from_params()
         return everyone

@@ -99,6 +99,7 @@ class RoundStats:
     gap_mean: float | Tensor = 1.0  # Lambda over all elements
     gap_max: float | Tensor = 1.0
     drifted: float = 0.0  # 1 when workers were found to differ that should be equal, bit for bit
+    left_out: int = 0  # workers that were left out of the mean, as far as the host has heard
     clipped_share: float | Tensor = 0.0  # of the momentum's elements (clip by norm: 1 when it was scaled)
     step_seconds: Seconds = 0.0  # of one local step; the round's first is left out, it may follow an evaluation
     exposed_seconds: Seconds = 0.0  # exposed communication: how long launching, polling and waiting held step() up

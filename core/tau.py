@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from statistics import median
 from typing import Any
@@ -20,6 +20,7 @@ WINDOW = 5  # rounds over which medians are taken
 COST = 0.02  # a boundary's own work, as a share of the local steps' time
 SETTLE = 4  # rounds after another wire is taken until its times are heard, at most
 NUMBERS = 3  # that each worker tells: seconds of a local step, of an all-reduce, of a boundary's own work
+FLOAT32 = {"float32": 4.0}  # format -> bytes an element
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class TauDecision:
     step_seconds: float
     """A local step of the slowest worker."""
     allreduce_seconds: float
-    """The all-reduce, from the last worker's launch to its landing."""
+    """The all-reduce, from the last launch to its landing; over a wire that is tried, as its bytes let expect."""
     reason: str
     wire: str = "float32"
     """From this round on; tau follows once that wire's times are known."""
@@ -58,18 +59,25 @@ class TauTuner:
     Both are medians over the last rounds. tau grows as soon as the all-reduce no longer fits; it shrinks only
     when a quarter fewer steps would do, so that noise does not move it.
 
-    wires: formats, the first to begin with, each narrower than the one before. Where a mean takes longer than a local
-    step, and so is not fresh, the next is tried, once, and kept if it needs fewer steps, with what its encoding takes.
+    wires: format -> bytes an element, the first to begin with, each narrower than the one before. Where a mean takes
+    longer than a local step, and so is not fresh, the next is tried, once, with as many steps as its bytes let expect,
+    and kept if it needs fewer than the one before, with what its encoding takes.
 
-    margin: by how much the local steps should outlast the all-reduce. tau_max: never above.
+    margin: by how much the local steps should outlast the all-reduce. tau_max: never above. by_speed: slower workers
+    take fewer steps, so that the fastest one's count.
     Attributes: tau; wire, to be taken for what is sent next.
     """
 
-    def __init__(self, tau_max: int, margin: float = 0.25, wires: Sequence[str] = ("float32",)):
+    def __init__(
+        self, tau_max: int, margin: float = 0.25, wires: Mapping[str, float] = FLOAT32, *, by_speed: bool = False
+    ):
         self.tau = min(CALIBRATION_TAU, tau_max)
         self.tau_max, self.margin = tau_max, margin
+        self.wires = wires
+        self._pacing = min if by_speed else max
         self.wire, *self._narrower = wires
-        self._wider: tuple[str, int] | None = None  # while a wire is tried: the one before, and the tau that it needs
+        # while a wire is tried: the one before, the tau that it needs, and the seconds of its all-reduce
+        self._wider: tuple[str, int, float] | None = None
         self.decisions: list[TauDecision] = []
         self._heard = 0
         self._steps: deque[float] = deque(maxlen=WINDOW)
@@ -105,7 +113,7 @@ class TauTuner:
         self._heard += 1
         if self._heard <= WARM_UP:
             return None
-        self._steps.append(max(steps))
+        self._steps.append(self._pacing(steps))
         self._allreduces.append(min(allreduces))
         self._boundaries.append(max(boundary_seconds))
         return self._decide(round) if self._heard > WARM_UP + 1 else None
@@ -115,7 +123,8 @@ class TauTuner:
         boundary = min(self._boundaries)  # what disturbs it only adds to it
         wanted = max(smallest_tau(allreduce, step, self.margin), smallest_tau(boundary / COST, step, 0.0))
         if change := self._another_wire(step, allreduce, wanted):
-            return self._decided(round, change[0], step, allreduce, change[1])
+            tau, expected, why = change
+            return self._decided(round, tau, step, expected, why)
         new = min(wanted, self.tau_max)
         # half the margin may be used up
         least = max(smallest_tau(allreduce, step, self.margin / 2), smallest_tau(boundary / COST, step, -0.25))
@@ -131,24 +140,27 @@ class TauTuner:
         self.decisions.append(decision)
         return decision
 
-    def _another_wire(self, step: float, allreduce: float, wanted: int) -> tuple[int, str] | None:
-        """If the wire changes now: tau until its times are known, and why. wanted: the tau that the present needs."""
+    def _another_wire(self, step: float, allreduce: float, wanted: int) -> tuple[int, float, str] | None:
+        """If the wire changes now: tau until its times are known, the all-reduce's expected ones, and why. wanted: the
+        tau that the present wire needs."""
         text = f"over {self.wire} the mean takes {allreduce:.4g} s and a local step {step:.4g} s"
         if self._wider is not None:
-            (wider, needed), self._wider = self._wider, None
-            if wanted < needed:
+            (wider, tau, expected), self._wider = self._wider, None
+            if wanted < tau:
                 return None
-            why = f"{text}: {wanted} steps needed, over {wider} {needed}, which is taken again"
-            self.wire, self._narrower, tau = wider, [], needed
+            why = f"{text}: {wanted} steps needed, over {wider} {tau}, which is taken again"
+            self.wire, self._narrower = wider, []
         elif self._narrower and allreduce > step:
-            self._wider, self.wire = (self.wire, wanted), self._narrower.pop(0)
-            tau, why = wanted, f"{text}: {self.wire} is tried"
+            wider, self.wire = self.wire, self._narrower.pop(0)
+            self._wider = wider, wanted, allreduce
+            expected = allreduce * self.wires[self.wire] / self.wires[wider]
+            tau, why = smallest_tau(expected, step, self.margin), f"{text}: {self.wire} is tried"
         else:
             return None
         self._heard = -SETTLE
         for times in (self._steps, self._allreduces, self._boundaries):
             times.clear()
-        return tau, why
+        return tau, expected, why
 
     def _reason(self, step: float, allreduce: float, boundary: float, wanted: int) -> str:
         text = f"the all-reduce takes {allreduce:.4g} s and a local step {step:.4g} s"

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from core.errors import UserError
 from core.groups import leave_group, new_group
+from core.guard import all_finite
 from training import stored
 from training.stored import Rest, reason
 
@@ -41,23 +42,25 @@ class Saver:
         stored.library()  # now, and not beside the local steps
         self._group = new_group(None, timeout, torch.device("cpu"), "gloo")
         self._thread: threading.Thread | None = None
+        self._finite = True
         self._failure = ""
         self._error: Exception | None = None
 
     def start(self, step: int, state: Any, tensors: dict[str, Tensor]) -> None:
         """Begins to write, under folder/step*/, what stored.take_out has left and found; removes old checkpoints when
-        that is done. Every worker must call it, at its own time. Waits for the one before, if that is not written."""
+        that is done. Where state["model"] of any worker is not finite nothing is written, and no good one given up.
+        Every worker must call it, at its own time. Waits for the one before, if that is not written."""
         self.wait()
         self._thread = threading.Thread(target=self._run, args=(step, state, tensors), daemon=True)
         self._thread.start()
 
-    def wait(self) -> None:
-        """Until what was begun is written; every worker must call it.
+    def wait(self) -> bool:
+        """Until what was begun is written; every worker must call it. False where a worker's model was not finite.
 
         UserError on all of them where one could not write; also the error of a worker that is gone.
         """
         if self._thread is None:
-            return
+            return self._finite
         self._thread.join()
         self._thread = None
         failure, error, self._failure, self._error = self._failure, self._error, "", None
@@ -65,6 +68,7 @@ class Saver:
             raise error
         if failure:
             raise UserError(f"{failure}: make room or name another --out; --resume goes on from the last checkpoint")
+        return self._finite
 
     def close(self) -> None:
         """Waits, and leaves the group."""
@@ -80,6 +84,11 @@ class Saver:
 
     def _run(self, step: int, state: Any, tensors: dict[str, Tensor]) -> None:
         try:
+            finite = self._gather(bool(all_finite(_floats(state.get("model", {}), tensors))))
+            self._finite = all(finite)
+            if not self._finite:
+                what = f"the model of rank {finite.index(False)} is not finite: no checkpoint is written"
+                return _say(self.rank, [f"warning: step {step}: {what}, the last one stays"])
             self._failure = self._write(step, state, tensors)
             if self._failure:
                 _say(self.rank, [f"warning: {self._failure}: the run stops where the next checkpoint is due"])
@@ -150,6 +159,12 @@ def _tidy(folder: Path, step: int) -> None:
     for path in folder.glob("step*"):
         if path.name not in kept and re.fullmatch(r"step\d{9}(\.tmp-.*)?", path.name):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _floats(state: dict[str, Any], tensors: dict[str, Tensor]) -> list[Tensor]:
+    """The floating point numbers of a model's state, as stored.take_out has left and found it."""
+    whole = stored.put_back(state, tensors.__getitem__).values()
+    return [t for t in whole if isinstance(t, Tensor) and t.is_floating_point()]
 
 
 def _finished(folder: Path) -> list[str]:

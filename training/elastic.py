@@ -30,6 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from core.co2 import Schedule
 from core.elastic import ElasticCO2, WorkersChanged
 from core.errors import UserError
+from core.guard import all_finite
 from core.members import Members, Over, Report
 from training.config import settings
 from training.sampling import per_worker, steps_per_epoch
@@ -72,6 +73,7 @@ class Elastic:
         self.run = run
         self.share = per_worker(run.recipe.batch_size, run.world_size)
         self.drawn = self.samples = 0
+        self.finite = True  # the model that was saved last
         self.deal = Deal(0, 0, 0, run.world_size)
         self._nominal = run.world_size
         self._names: list[str] = []
@@ -180,8 +182,15 @@ class Elastic:
         self.run.step, self._seconds = self.drawn, state["seconds"]
 
     def save(self) -> None:
-        """Writes a checkpoint, on the first worker alone; UserError where it cannot."""
-        if self.run.rank == 0:
+        """Writes a checkpoint, on the first worker alone, unless its model is not finite; UserError where it cannot."""
+        if self.run.rank > 0:
+            return
+        state = self._parts["model"].state_dict().values()
+        self.finite = bool(all_finite(t for t in state if t.is_floating_point()))
+        if not self.finite:
+            what = "the model is not finite: no checkpoint is written, the last one stays"
+            print(f"warning: step {self.drawn}: {what}", file=sys.stderr, flush=True)
+        else:
             data = io.BytesIO()
             torch.save(self.state(), data)
             save(self.run.folder.checkpoints, self.drawn, data.getbuffer())

@@ -24,6 +24,7 @@ from torch import nn
 from core import CO2Config, UserError, schedules
 from core.config import scheduled
 from core.elastic import check_elastic
+from core.errors import CollectiveError, DivergedError
 from core.groups import local_world_size
 from core.methods import DelayedConfig, MethodName, OverlapLocalConfig, SlowMoConfig, check_settings
 from training.optim import OptimConfig
@@ -179,6 +180,7 @@ class Recipe:
             (self.method in ("co2", "delayed", "overlap_local"), f"method={self.method!r}", "waits for every mean"),
             (not self.elastic, "elastic", "drops a worker that is silent for --timeout seconds"),
             (self.co2.tau != "auto", "co2.tau='auto'", "needs a number of local steps"),
+            (self.co2.steps == "even", "co2.steps='by_speed'", "gives workers' rounds unlike lengths"),
             (self.co2.delay != 0, "co2.delay=0", "waits for every mean"),
             (not self.schedule, "schedule", "may give workers' rounds unlike lengths"),
             (not self.save_minutes, "save_minutes", "saves where a round closes, which is not at one step then"),
@@ -276,8 +278,10 @@ def launch(main: Callable[[], None]) -> None:
     to start hear of it."""
     try:
         main()
-    except UserError as error:
+    except (UserError, DivergedError) as error:
         _fail(str(error))
+    except CollectiveError as error:  # each worker says what it has seen
+        _fail(str(error), status=1)
     except OSError as error:
         if error.errno not in OF_THE_DISK + OF_A_PATH:
             raise
@@ -294,16 +298,16 @@ def launch(main: Callable[[], None]) -> None:
         sys.exit(130)
 
 
-def _fail(reason: str) -> None:
+def _fail(reason: str, status: int = 2) -> None:
     reason = " ".join(reason.split())  # a library's own words, which a message may quote, can have many lines
     if len(reason) > 600:
         reason = f"{reason[:300]} ... {reason[-300:]}"
     said = _tell_torchrun(f"error: {reason}") and "CO2_LAUNCH" in os.environ  # training.launch says it at its end
-    if not said and _first_to_say(reason):
+    if (not said or status != 2) and _first_to_say(reason):
         print(f"error: {reason}", file=sys.stderr, flush=True)
     refuse(reason)
     sys.stderr.flush()
-    os._exit(2)  # not sys.exit: peers may be waiting in a collective that will never complete
+    os._exit(status)  # not sys.exit: peers may be waiting in a collective that will never complete
 
 
 def dry_run(recipe: Recipe, build_model: Callable[[], nn.Module], backward: Backward | None = None) -> None:

@@ -18,7 +18,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
-from core.errors import UserError
+from core import peers
+from core.errors import DivergedError, UserError
+from core.guard import forget
 from core.methods import Method, make_method
 from core.rounds import LocalMethod
 from core.schedules import from_text
@@ -73,6 +75,7 @@ class Run:
         self._minutes = Timer(recipe.save_minutes)
         self._rounds = RoundLog(recipe, self.folder, self.device)
         self._stop = StopSignal()
+        self._to_skip = 0  # batches
         self._model: nn.Module | None = None
         self._mesh: DeviceMesh | None = None  # [nodes, workers of a node], where those synchronise every step
         self._bar: tqdm[Any] | None = None
@@ -94,6 +97,7 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """A collective's error becomes one line that names the worker because of which it failed."""
         if self._bar is not None:
             self._bar.close()
         if self._saver is not None and kind is None:
@@ -104,6 +108,8 @@ class Run:
         self.folder.close()
         if self._made_group and kind is None:
             dist.destroy_process_group()
+        if error is not None and (explained := peers.explain(error)):
+            raise explained from None
 
     # -- before the loop ------------------------------------------------------------------------------------
 
@@ -177,6 +183,8 @@ class Run:
         """
         self._model, self._optimizer = model, optimizer
         self._schedule, self._method, self._total = schedule, method, total
+        if isinstance(method, LocalMethod):
+            method.on_left_out = forget(optimizer)
         if self._elastic:
             seconds = self._elastic.begin(model, optimizer, schedule, samples, epoch)
         else:
@@ -204,11 +212,18 @@ class Run:
     # -- in the loop ----------------------------------------------------------------------------------------
 
     def batches(self, make: Callable[[Any, int, int, int, int], Iterator[T]]) -> Iterator[T]:
-        """This worker's training batches. make: (recipe, rank, world_size, start, total) -> those of the steps from
-        `start` to `total` of a run whose workers stay the same."""
+        """This worker's training batches, without those of the steps that it leaves out (CO2Config.steps by_speed): the
+        next round begins with the same batch number on all workers, and step counts all of them. make: (recipe, rank,
+        world_size, start, total) -> those of the steps from `start` to `total` of a run whose workers stay the same."""
         if self._elastic:
-            return self._elastic.batches(make, self.step, self._total)
-        return make(self.recipe, self.rank, self.world_size, self.step, self._total)
+            batches = self._elastic.batches(make, self.step, self._total)
+        else:
+            batches = make(self.recipe, self.rank, self.world_size, self.step, self._total)
+        for batch in batches:
+            if self._to_skip:
+                self._to_skip -= 1
+            else:
+                yield batch
 
     def evaluates(self, step: int) -> bool:
         """Whether an evaluation is due at a boundary after so many steps."""
@@ -234,12 +249,13 @@ class Run:
         point there, and not at the run's last step, after which they happen anyway.
         """
         assert self._bar is not None, "call begin() before the loop"
-        self.step += 1
-        self._bar.update()
+        before = self.step
+        self.step += 1 + (self._skip_steps() if closed else 0)
+        self._bar.update(self.step - before)
         self._means.add(scalars)
         if closed:
             self._rounds.close_round(self.step, self._method)
-        if self.step % self.recipe.log_every == 0:
+        if self.step // self.recipe.log_every > before // self.recipe.log_every:
             self._log_means()
         open_end = (closed or self._skipped()) and self.step < self._total
         return Due(
@@ -253,6 +269,14 @@ class Run:
         are due at the same steps on all workers, though some close their rounds later."""
         m = self._method
         return self.recipe.skip_after is not None and isinstance(m, LocalMethod) and m.local_steps % m.tau == 0
+
+    def _skip_steps(self) -> int:
+        """How many steps this worker leaves out here, being slower than others; the learning rate keeps step."""
+        skipped = self._method.skipped if isinstance(self._method, LocalMethod) else 0
+        self._to_skip = min(skipped, self._total - self.step - 1)
+        for _ in range(self._to_skip):
+            self._schedule.step()
+        return self._to_skip
 
     def _stops(self, closed: bool) -> bool:
         """Whether the run ends here, by a signal to any worker: all of them stop at the same step."""
@@ -314,7 +338,8 @@ class Run:
         """Begins a checkpoint, at a round boundary or after method.finish(); every worker must call it.
 
         What it holds is copied here, but for what an all-reduce in flight has yet to bring; it is written while the
-        training goes on. UserError on all workers where the one before could not be written.
+        training goes on, unless a worker's model is not finite. UserError on all workers where the one before could
+        not be written.
         """
         if self._elastic:
             return self._elastic.save()
@@ -412,15 +437,20 @@ class Run:
 
         def conclude() -> None:
             self.save()
-            self._written()
+            if not self._written():
+                raise DivergedError(
+                    f"{self.folder.path}: the trained model is not finite, the last checkpoint before is kept: lower "
+                    "the learning rate, clip gradients, or look at the data"
+                )
             self._summarise(results)
 
         self._part(conclude)
 
-    def _written(self) -> None:
-        """Waits until the last checkpoint is."""
-        if self._saver is not None:
-            self._saver.wait()
+    def _written(self) -> bool:
+        """Waits until the last checkpoint is; False: it is not, for the model is not finite."""
+        if self._elastic:
+            return self._elastic.finite
+        return self._saver.wait()
 
     def _part(self, conclude: Callable[[], None]) -> None:
         """Concludes the run, and leaves the other workers."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from core import peers
 from core.errors import UserError
 from training.workers import rank, world_size
 
@@ -33,6 +34,7 @@ def join(device: torch.device, timeout: float, settings: dict[str, Any]) -> bool
         for number, theirs in enumerate(everyone):
             if verdict := difference(everyone[0], theirs, number):
                 raise UserError(verdict)
+        peers.meet()
         return False
     if "RANK" not in os.environ:
         return False
@@ -47,6 +49,7 @@ def join(device: torch.device, timeout: float, settings: dict[str, Any]) -> bool
     backend = "nccl" if device.type == "cuda" else "gloo"
     within = timedelta(seconds=timeout)
     dist.init_process_group(backend, store=store, rank=rank(), world_size=world_size(), timeout=within)
+    peers.meet()
     return True
 
 

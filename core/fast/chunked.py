@@ -71,16 +71,16 @@ class ChunkedBoundary(Boundary):
 def _momentum(s: Segment, scratch: Tensor, rule: Rule, gap: float, slope: float) -> tuple[float, float, float, float]:
     """m <- clip(beta m + Delta / Lambda), where Lambda = 1 + slope |m|, or `gap` where slope is 0. Returns what was
     seen, as new_momentum does, in plain numbers: on a CPU .item() costs nothing worth saving."""
-    gap_sum, gap_max, clipped = gap * len(s.m), gap, 0.0
+    gap_sum, gap_max, clipped, scale = gap * len(s.m), gap, 0.0, float(rule.scale)
     if slope:
         torch.abs(s.m, out=scratch)  # then Lambda / scale, which saves scaling d
-        torch.add(s.m.new_tensor(1 / rule.scale), scratch, alpha=slope / rule.scale, out=scratch)
-        gap_sum = scratch.sum().item() * rule.scale
-        gap_max = scratch.amax().item() * rule.scale
+        torch.add(s.m.new_tensor(1 / scale), scratch, alpha=slope / scale, out=scratch)
+        gap_sum = scratch.sum().item() * scale
+        gap_max = scratch.amax().item() * scale
         torch.div(s.d, scratch, out=scratch)
         torch.add(scratch, s.m, alpha=rule.beta, out=s.m)
     else:
-        s.m.mul_(rule.beta).add_(s.d, alpha=rule.scale / gap)
+        s.m.mul_(rule.beta).add_(s.d, alpha=scale / gap)
     if rule.phi is not None:
         low, high = torch.aminmax(s.m)
         if not (-rule.phi <= low.item() and high.item() <= rule.phi):  # mostly nothing is clipped: one read

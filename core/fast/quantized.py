@@ -68,9 +68,11 @@ class WireConfig:
             raise UserError(f"{what} over {backend} backend for {kind} tensors: only gloo and nccl do, or {remedy}")
 
     @property
-    def choices(self) -> tuple[Wire, ...]:
-        """The formats to choose from, the widest first. The loss over int4 was not measured, so auto leaves it out."""
-        return ("float32", "int8") if self.format == "auto" else (self.format,)
+    def choices(self) -> dict[str, float]:
+        """The formats to choose from, the widest first -> bytes an element. The loss over int4 was not measured, so
+        auto leaves it out."""
+        known: tuple[Wire, ...] = ("float32", "int8") if self.format == "auto" else (self.format,)
+        return {wire: wires.BLOCK_BYTES.get(wire, 4 * BLOCK) / BLOCK for wire in known}
 
     def reducer(self, buckets: Sequence[Bucket], scalars: Scalars, rank: int, world_size: int) -> Quantized:
         """What sends the buckets in this format, unless that is float32."""
@@ -81,8 +83,9 @@ class WireConfig:
 class Quantized:
     """The reducer of a narrow format: one payload of bytes a stage. What lands are means, so `scale` is 1.
 
-    Only the parameters' part of a bucket is rounded; the rest travels as it is. Where nobody has moved (the scalar
-    "steps") the mean is thrown away by its owner; what error feedback holds back must not be lost with it: it waits.
+    Only the parameters' part of a bucket is rounded; the rest travels as it is. Where nobody has moved (the
+    scalars "steps" and "weight") the mean is thrown away by its owner; what error feedback holds back must not be lost
+    with it: it waits, as does that of a worker that is left out.
 
     One worker alone encodes and decodes as well, so that it trains as one of many. Error feedback keeps a copy of the
     parameters more, and 1 / n for the second stage: `state`. On a CPU the first encoding happens inside launch().
@@ -139,7 +142,7 @@ class Quantized:
         layout = [*self._layout(), scalars.nbytes]
         message = torch.empty(n, sum(layout), dtype=torch.uint8, device=self.device)
         parts = message.split(layout, dim=1)
-        moved = self.scalars["steps"] != 0
+        moved = self.scalars["steps"] * self.scalars["weight"] != 0
         for i, (bucket, chunk, rest) in enumerate(zip(self.buckets, self.chunks, self.rests, strict=True)):
             for j in range(n):
                 piece = bucket.payload[j * chunk : (j + 1) * chunk]
@@ -180,7 +183,7 @@ class Quantized:
         scalars = self.buckets[0].scalars
         parts = received.split([*self._layout(), scalars.nbytes], dim=1)
         scalars.copy_(_raw_mean(parts[-1], scalars.dtype))
-        moved = self.scalars["steps"] != 0
+        moved = self.scalars["steps"] * self.scalars["weight"] != 0
         payload = received.new_empty(sum(self._layout()))
         out = payload.split(self._layout())
         count = len(self.buckets)

@@ -24,8 +24,9 @@ from ..co2 import Scheduled
 from ..collectives import Link
 from ..config import CO2Config, Schedule, check_shared, scheduled
 from ..errors import UserError
-from ..flat import copy, group_pieces, unique, views
+from ..flat import copy, copy_where, group_pieces, unique, views
 from ..groups import Stage, all_reduce, gather_parts, leave_group, new_group, sum_parts
+from ..guard import size_of
 from ..rounds import Landing
 from .host import HostCopies
 from .placement import Placement
@@ -49,6 +50,8 @@ class ShardedCO2(Scheduled):
     shard: shares are cut further over the workers of `group`. offload: the outer state and its all-reduce lie in the
     host's (pinned) memory, no copy of the parameters on a GPU. The other arguments: see CO2.
     """
+
+    differences = True
 
     def __init__(
         self,
@@ -90,6 +93,7 @@ class ShardedCO2(Scheduled):
         self.inner_size, self.of_shards = self._placement.size, self._placement.of_shards
         if self._inner is not None:
             self._placement.agree(("ShardedCO2", self.signature()), self._inner, device)
+            self.member = "the node of rank"  # they are left out together
         workers = dist.get_world_size(group) if dist.is_initialized() else 1
         super().__init__(
             params,
@@ -97,6 +101,7 @@ class ShardedCO2(Scheduled):
             tau_max=c.tau_max,
             tau_margin=c.tau_margin,
             sync_steps=c.sync_steps,
+            by_speed=c.steps == "by_speed",
             buffers=buffers,
             model_params=model_params,
             group=group,
@@ -107,6 +112,8 @@ class ShardedCO2(Scheduled):
             backend=backend,
         )
         self.reducer.scale = 1 / self.everybody  # of what is summed over both groups
+        self.guard.factor = c.outlier
+        self.guard.tells &= self._inner is None or dist.get_rank(self._inner) == 0
         self.background.timed_groups += [self._inner] if self._inner is not None else []
         self._make_state()
 
@@ -183,7 +190,26 @@ class ShardedCO2(Scheduled):
         vars(self.stats).update(self._seen)
         if not self.config.at_boundary and not finished:
             self._mix(self.config.mix)
+        self.was_left_out(self.guard.left_out)
         return landing
+
+    def agreed_size(self, size: Tensor) -> Tensor:
+        if self._inner is not None:
+            dist.all_reduce(size, group=self._inner)
+        return size
+
+    def weigh(self) -> None:
+        """That is done in the background: the workers of a node have to find alike."""
+        self._to_weigh = self.local_steps, self.weight
+
+    def was_left_out(self, where: Tensor) -> None:
+        super().was_left_out(where)
+        if self.config.at_boundary:  # it has started anew with the boundary
+            return
+        if self._host is not None and where:
+            return self._host.mix(1.0)
+        for p, g in self._pieces():
+            copy_where(where, p, g)
 
     def _mix(self, share: float) -> None:
         """p <- share g + (1 - share) p."""
@@ -238,6 +264,7 @@ class ShardedCO2(Scheduled):
             yield [self._host], 0
             self._host.take_differences(rounded=not self.config.at_boundary)
         yield from self._agreement.repair(self.state.shared())
+        yield from self._weigh()
         yield from self._reduce([b.rest for b in self.buckets])
         squares = self._pseudo_gradient()
         sums = torch.stack([squares, self._m_squares])
@@ -252,6 +279,15 @@ class ShardedCO2(Scheduled):
                 yield gather_parts(bucket.flat[: bucket.padded], self._inner)
         elif self._inner is not None:
             yield from self._placement.level([b.flat for b in self.buckets], self._inner)
+
+    def _weigh(self) -> Iterator[Stage]:
+        """A node is left out as one, for its workers hold one model's parts, or gave each other their gradients."""
+        square = size_of(self.buckets).square().view(1)
+        if self._inner is not None:
+            yield all_reduce([square], self._inner)
+        steps, weight = self._to_weigh
+        self.guard.judge(square[0].sqrt(), steps)
+        self.guard.weigh(self.buckets, weight)
 
     def _reduce(self, rests: list[Tensor]) -> Iterator[Stage]:
         """Sums of the shares over the workers, and of BatchNorm's statistics and the scalars over everybody; a stage's
@@ -304,10 +340,11 @@ class ShardedCO2(Scheduled):
         What was sent at a boundary is x_{t+1,0} - x^i_{t,tau}; the local steps began at x_{t,0} as the parameters'
         dtype holds it. Where means are merged on arrival, x_{t+1,0} is what the difference is to be taken from.
         """
-        squares = torch.zeros_like(self._last)
+        squares, weight = torch.zeros_like(self._last), self.scalars["weight"]
+        scale = torch.where(weight > 0, self.inner_size / weight, 0.0)  # the weight is summed over both groups
         for dtype, g, x, m in self._segments():
             following = outer.outer_step(x, m, self._last)
-            g.mul_(1 / self.background.world_size)
+            g.mul_(scale.to(g))
             if self.config.at_boundary:
                 g.add_(x.to(dtype).to(x.dtype) - following)
             x.copy_(following)
@@ -317,7 +354,7 @@ class ShardedCO2(Scheduled):
     def _update_share(self, delta_norm: Tensor, m_norm: Tensor) -> None:
         """Steps 4 to 7 on the share; an empty round, the last of finish(), moves nothing."""
         c = self.config
-        moved = self.scalars["steps"] > 0
+        moved = (self.scalars["steps"] > 0) & (self.scalars["weight"] > 0)
         c_t = delta_norm / max(1, self._numel) ** 0.5 if c.gap == "elementwise" else None
         gap = outer.gap_scalar(self._last * m_norm, delta_norm) if c.gap == "norm" else None
         alpha = moved.double() * c.outer_lr
@@ -354,9 +391,6 @@ class ShardedCO2(Scheduled):
         super().load_state_dict(state)
         if state["shared"]["gathered"] is not None:
             copy([b.flat for b in self.buckets], state["shared"]["gathered"])
-        elif state["in_flight"] is not None:  # g is no sum, whoever was there
-            for bucket, flat in zip(self.buckets, state["in_flight"], strict=True):
-                bucket.flat[: bucket.padded].copy_(flat[: bucket.padded])
         self._last.copy_(state["shared"]["last"])
         self._m_squares.copy_(state["shared"]["m_squares"])
         if self.config.at_boundary and state["in_flight"] is None:  # merged in mid-round by the run that saved it

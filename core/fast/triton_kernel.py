@@ -112,11 +112,15 @@ class TritonBoundary(Boundary):
 
     def _set_scalars(self, rule: Rule) -> None:
         """Filled one by one, in the state's precision: a copy from the host would synchronise."""
-        values = (rule.beta, float(rule.alpha), float(rule.last_alpha), rule.phi or 0.0, rule.scale)
+        scale = 0.0 if isinstance(rule.scale, Tensor) else rule.scale
+        values = (rule.beta, float(rule.alpha), float(rule.last_alpha), rule.phi or 0.0, scale)
         if values != self._values:
             for i, value in enumerate(values):
                 self._scalars[i].fill_(value)
             self._values = values
+        if isinstance(rule.scale, Tensor):
+            self._scalars[4].copy_(rule.scale)
+            self._values = ()
 
 
 def blocks(p: Tensor, offset: int) -> list[Tensor]:

@@ -20,6 +20,7 @@ from mmengine.runner import Runner
 from mmengine.utils.dl_utils.parrots_wrapper import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from ..guard import forget
 from ..methods import (
     METHODS,
     CO2Config,
@@ -30,6 +31,7 @@ from ..methods import (
     WireConfig,
     make_method,
 )
+from ..rounds import LocalMethod
 
 Settings = Mapping[str, Any] | None
 
@@ -112,6 +114,8 @@ class CO2Hook(Hook):
             timeout=self.timeout,
             **self.configs,
         )[1]
+        if isinstance(self.method, LocalMethod):
+            self.method.on_left_out = forget(optim_wrapper.optimizer)
         if self._resumed is not None:
             if self._resumed["name"] != self.method_name:
                 raise UserError(

@@ -121,7 +121,7 @@ def check_settings(name: str, co2: CO2Config, delayed: DelayedConfig, *, shard: 
             raise UserError(f"{key}={value!r} is CO2's own, method {name!r} does not have it: leave it out")
     if name not in ("co2", "delayed") and co2.wire.format != "float32":
         raise UserError(f"wire.format={co2.wire.format!r} is CO2's own, method {name!r} does not have it: leave it out")
-    for key in ("merge", "delay", "sync_steps") if name not in ("co2", "delayed") else ():
+    for key in ("merge", "delay", "sync_steps", "steps", "outlier") if name not in ("co2", "delayed") else ():
         if (value := getattr(co2, key)) != getattr(CO2Config(), key):
             raise UserError(f"{key}={value!r} is CO2's own, method {name!r} does not have it: leave it out")
     if name != "delayed" and delayed != DelayedConfig():

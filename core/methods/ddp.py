@@ -12,8 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .. import peers
 from ..collectives import Link
+from ..errors import DivergedError
 from ..groups import is_sharded, leave_group, new_group, ring_bytes
+from ..guard import all_finite
 from ..stats import Late, Mark, RoundStats, Seconds, between, mark
 
 ASK_EVERY = 8  # steps between two exchanges of whether to stop
@@ -40,6 +43,8 @@ class DDP:
         self.rounds = 0
         self.stats = RoundStats()
         self.group = new_group(group, timeout, next(model.parameters()).device)
+        if self.group is not None:
+            peers.meet(self.group)
         self._timeout = timeout
         self.model = model
         self._buffers = [b for b in model.buffers() if b.is_floating_point()] if average_buffers else []
@@ -47,7 +52,8 @@ class DDP:
         self._reset()
         self.stop_agreed = self.save_agreed = False
         self._asked_to_stop = self._asked_to_save = False
-        self._requests = torch.zeros(2, device=next(model.parameters()).device)  # to stop, to save
+        # how many workers want to stop, have diverged, want to save
+        self._news = torch.zeros(3, device=next(model.parameters()).device)
         self._exchange: dist.Work | None = None
         self._late = Late()
         if self.group is not None:
@@ -90,8 +96,9 @@ class DDP:
         """
         self.rounds += 1
         self.save_agreed = False
-        if self.group is not None and self.rounds % ASK_EVERY == 0:
-            self._exchange_requests(self.group)
+        if self.rounds % ASK_EVERY == 0:
+            self._hear()
+            self._tell()
         self.stats = RoundStats(self.rounds, local_steps=1, bytes_sent=self._bytes)
         if self._spans:
             self.stats.exposed_seconds = between(*self._spans[-1])
@@ -109,23 +116,36 @@ class DDP:
         """See LocalMethod: `save_agreed` is True on all workers after the same step."""
         self._asked_to_save = True
 
-    def _exchange_requests(self, group: dist.ProcessGroup) -> None:
-        """Reads what was sent ASK_EVERY steps ago, long through, and sends anew."""
-        if self._exchange is not None:
-            self._exchange.wait()
-            numbers = self._late.exchange(self._requests)
-            self.stop_agreed |= numbers is not None and numbers[0] > 0
-            self.save_agreed = numbers is not None and numbers[1] > 0
-        self._requests[0].fill_(float(self._asked_to_stop))
-        self._requests[1].fill_(float(self._asked_to_save))
+    def _tell(self) -> None:
+        """Sends whether this worker wants to stop, whether its parameters have ceased to be finite, and whether it
+        wants a checkpoint."""
+        self._news[0].fill_(float(self._asked_to_stop))
+        self._news[1].copy_(~all_finite(self.model.parameters()))
+        self._news[2].fill_(float(self._asked_to_save))
         self._asked_to_save = False
-        self._exchange = dist.all_reduce(self._requests, group=group, async_op=True)
+        if self.group is not None:
+            self._exchange = dist.all_reduce(self._news, group=self.group, async_op=True)
 
-    def finish(self) -> None:
-        """Averages the buffers; the parameters are equal already."""
+    def _hear(self, *, at_once: bool = False) -> None:
+        """Reads what was sent ASK_EVERY steps ago, long through; DivergedError on all workers where one has diverged,
+        for each mean of gradients was everybody's. at_once: also on a GPU, which is waited for then."""
         if self._exchange is not None:
             self._exchange.wait()
             self._exchange = None
+        numbers = self._news.tolist() if at_once else self._late.exchange(self._news) or [0.0, 0.0, 0.0]
+        self.stop_agreed |= numbers[0] > 0
+        self.save_agreed = numbers[2] > 0
+        if numbers[1] > 0:
+            raise DivergedError(
+                f"the parameters are not finite after {self.rounds} steps or a few less: lower the learning rate, clip "
+                "gradients, or look at the data"
+            )
+
+    def finish(self) -> None:
+        """Averages the buffers; the parameters are equal already. DivergedError where they are not finite."""
+        self._hear()
+        self._tell()
+        self._hear(at_once=True)
         for b in self._buffers if self.group is not None else []:
             dist.all_reduce(b, group=self.group)
             b.div_(self.world_size)

@@ -102,6 +102,8 @@ class DelayedConfig:
         Taylor's term is of third order, so that beyond the limit a cycle replaces the minimum; and an own part of
         1 / G leaves beta + (1 - 1 / G) alpha < 1, which tends to the same with the number of workers G, unknown here.
         """
+        if co2.steps != "even":
+            raise UserError(f"steps={co2.steps!r}: the delayed methods know no weights by steps; leave it out")
         if co2.update != "fast":
             raise UserError(f"update={co2.update!r}: the delayed methods have one plain pass; leave it out")
         if self.policy != "penalty" and co2.gap != "none":
@@ -164,6 +166,7 @@ class DelayedCO2(CO2):
         if landing and landing.empty:
             self._last_lr = 0.0
         else:
+            self._start_anew_before()
             self._outer_step(self._rule_now(landing is not None))
         if landing and landing.last:
             if self.delayed.policy == "eager":
@@ -171,6 +174,22 @@ class DelayedCO2(CO2):
             return True
         self.send(finished=finished)
         return False
+
+    def _start_anew_before(self) -> None:
+        """With policy eager the own difference is used before it is sent, and so is judged before."""
+        if self.delayed.policy == "eager":
+            size = outer.norm([b.own_norm() for b in self._delayed])
+            for buffer in (b for bucket in self._own_buffers for b in bucket):
+                size = size + 0 * buffer.sum().to(size)
+            self.guard.judge(size, self.local_steps)
+            for boundary in self._delayed:
+                boundary.restart(self.guard.left_out)
+
+    def weigh(self) -> None:
+        if self.delayed.policy != "eager":
+            return super().weigh()
+        self.guard.weigh(self.buckets)  # by_speed is refused
+        self.was_left_out(self.guard.left_out)
 
     def _rule_now(self, landed: bool) -> outer.Rule:
         if landed:
@@ -281,6 +300,12 @@ class _DelayedBoundary(outer.Boundary):
         own, last_own = outer.difference(s), self.last_own[where].clone()
         self.last_own[where] = own
         return eager(delta, own, last_own, 1 / self.workers)
+
+    @torch.no_grad()
+    def own_norm(self) -> Tensor:
+        """Of the worker's difference, 0-d."""
+        self.locate()
+        return outer.norm([outer.difference(s) for s in self.segments])
 
     @torch.no_grad()
     def advance(self, rule: outer.Rule) -> None:

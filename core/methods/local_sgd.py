@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-from ..flat import copy
+from ..flat import copy, rescale
 from ..rounds import LocalMethod
 
 
@@ -18,7 +18,7 @@ class Blocking(LocalMethod):
         landing = self.receive(finished=finished)
         if not landing.empty:
             for bucket in self.buckets:
-                bucket.payload.mul_(self.reducer.scale)
+                rescale(bucket.payload, self.scale)
             self.apply()
         return landing.last
 

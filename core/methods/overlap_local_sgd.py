@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..collectives import Link
 from ..errors import UserError
-from ..flat import copy, views
+from ..flat import copy, copy_where, rescale, views
 from ..rounds import LocalMethod
 
 
@@ -82,9 +82,14 @@ class OverlapLocalSGD(LocalMethod):
         self.send(finished=finished)
         return False
 
+    def was_left_out(self, where: Tensor) -> None:
+        super().was_left_out(where)
+        for bucket, z in zip(self.buckets, self._z, strict=True):
+            copy_where(where, bucket.params, views(z, bucket.params))
+
     def _move_anchor(self) -> None:
         """Makes means of the payloads, too."""
         for bucket, z, v in zip(self.buckets, self._z, self._v, strict=True):
-            bucket.payload.mul_(self.reducer.scale)
+            rescale(bucket.payload, self.scale)
             v.mul_(self.config.anchor_momentum).add_(bucket.payload - z)
             z.add_(v)

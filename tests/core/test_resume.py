@@ -119,8 +119,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(which: st
 
 
 def of_four(state: dict[str, Any]) -> dict[str, Any]:
-    """As four workers with one worker's mean would have written it."""
-    return state | {"workers": 4, "scale": 0.25, "in_flight": [4 * flat for flat in state["in_flight"]]}
+    """As four workers with one worker's mean would have written it; two of them had been left out in another round."""
+    theirs = torch.tensor([0.0, 1.0, 2.0])
+    return state | {"workers": 4, "in_flight": [torch.cat([4 * flat, theirs]) for flat in state["in_flight"]]}
 
 
 @pytest.mark.parametrize("changes", [{"tau": 2}, {"tau": "auto", "tau_max": 2}, {"tau": 2, "wire": WireConfig("int8")}])
@@ -143,6 +144,21 @@ def test_a_sum_in_flight_over_other_workers_lands_as_their_mean(changes: dict[st
         ends.append(q[0].clone())
     assert torch.equal(*ends)
     assert torch.allclose(ends[0], torch.full((3,), -2.0), atol=0.05), "a mean of 2 has landed"
+
+
+def test_what_is_of_each_worker_is_left_behind_by_another_number():
+    """Verdicts and speeds: one worker's would be heard as another's."""
+    config = CO2Config(tau=2, steps="by_speed")
+    writer, reader = CO2(params(3), config), CO2(params(3), config)
+    state = saved_by(writer)
+    assert "left_out" in writer.scalars.sizes and "step_seconds" in writer.scalars.sizes
+    state["in_flight"][0][-2:] = 1.0
+    state["pace"] = {"seconds": [[1.0]] * 4, "told": 1.0}
+    reader.load_state_dict(state | {"workers": 4})
+    assert reader.scalars["left_out"].item() == reader.scalars["step_seconds"].item() == 0.0
+    assert reader.scalars["weight"].item() == 2.0, "the local steps of what is in flight"
+    assert reader.pace is not None and len(reader.pace.state_dict()["seconds"]) == 1
+    assert reader.step() and reader.stats.left_out == 0
 
 
 def test_outer_state_that_is_every_workers_own_needs_as_many():

@@ -171,8 +171,9 @@ def choosing_a_wire(rank: int, world_size: int) -> dict[str, Any]:
     resumed_params = [nn.Parameter(params[0].detach().clone())]
     resumed = CO2(resumed_params, config, link=ThrottledLink(0.4))
     resumed.load_state_dict(state)
+    steps = co2.tau
     for method, of in ((co2, params), (resumed, resumed_params)):
-        for step in range(co2.tau):
+        for step in range(steps):
             sgd_step(of, rank, step)
             method.step()
     same = torch.equal(params[0], resumed_params[0])

@@ -62,13 +62,13 @@ def loopback_bytes() -> int:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bytes_sent_by_hand(world_size: int):
-    """Blocks of 256 cost 512, 516, 260 and 132 bytes; twice (n - 1) / n of them, and eight scalars a peer."""
+    """Blocks of 256 cost 512, 516, 260 and 132 bytes; twice (n - 1) / n of them; and 9 + n scalars a peer."""
     blocks = -(-NUMEL // (256 * world_size))  # a worker
     others = world_size - 1
     for counted in run_distributed(bytes_of_a_round, world_size):
-        assert counted["float32"][0] == ring_bytes(4 * (NUMEL + 8), world_size)
+        assert counted["float32"][0] == ring_bytes(4 * (NUMEL + 9 + world_size), world_size)
         for wire, size in (("bfloat16", 512), ("float16", 516), ("int8", 260), ("int4", 132)):
-            assert counted[wire][0] == counted[wire][1] == others * (2 * blocks * size + 8 * 4)
+            assert counted[wire][0] == counted[wire][1] == others * (2 * blocks * size + (9 + world_size) * 4)
 
 
 COUNT = """

@@ -157,6 +157,28 @@ def test_all_workers_take_the_newest_that_all_can_load(tmp_path: Path):
     assert run_distributed(on_all, 2, str(tmp_path)) == [[1, 1], [1, 1]]
 
 
+def not_finite(rank: int, world_size: int, folder: str) -> tuple[list[bool], list[str]]:
+    """At steps 2 and 3 a number of rank 1's model is NaN, once in a tensor of no dimensions."""
+    saver, written = checkpoint.Saver(Path(folder), rank, world_size, "a"), []
+    nan = torch.tensor(float("nan") if rank == 1 else 0.0)
+    for step, spoilt in enumerate([{}, {"w": nan.expand(3)}, {"w": nan}, {}], 1):
+        model: dict[str, Any] = {"v": torch.ones(3), "n": torch.tensor(2), "kind": "any"} | spoilt
+        tensors: dict[str, torch.Tensor] = {}
+        saver.start(step, stored.take_out({"model": model}, tensors), tensors)
+        written.append(saver.wait())
+    saver.close()
+    return written, sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_a_model_that_is_not_finite_is_not_written_and_costs_no_other(tmp_path: Path, capfd: Any):
+    kept = ["step000000001", "step000000004"]
+    assert run_distributed(not_finite, 2, str(tmp_path)) == [([True, False, False, True], kept)] * 2
+    said = [line for line in capfd.readouterr().err.splitlines() if "not finite" in line]
+    assert [line.split(": no")[0] for line in said] == [
+        f"warning: step {step}: the model of rank 1 is not finite" for step in (2, 3)
+    ]
+
+
 def test_what_is_equal_is_named_and_written_once():
     """By hand: `x` is equal on all, `y` on two of three, `z` on the last alone, and there it is what x is."""
     everyone = [{"x": "1", "y": "2"}, {"x": "1", "y": "3"}, {"x": "1", "y": "3", "z": "1"}]

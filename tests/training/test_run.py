@@ -17,6 +17,8 @@ from torch import nn
 
 from core import UserError
 from core.config import CO2Config
+from core.pace import Pace
+from core.rounds import LocalMethod
 from core.testing import run_distributed
 from training.optim import OptimConfig, make_schedule
 from training.recipe import Recipe
@@ -221,3 +223,31 @@ def test_resuming_without_a_complete_checkpoint_says_so(tmp_path: Path, capsys: 
     whole.rename(f"{whole}.tmp-0")  # killed before it was whole
     train(tmp_path, 3, resume=True)
     assert f"warning: no complete checkpoint in {tmp_path}: starting from step 0" in capsys.readouterr().err
+
+
+def test_a_slower_worker_leaves_out_batches_and_keeps_step(tmp_path: Path):
+    """Half as fast as another, it takes two of each four steps; step, data and learning rate go on with the others'."""
+    recipe = Toy(name="toy", out=tmp_path, device="cpu", co2=CO2Config(tau=4, steps="by_speed"), log_every=3)
+    seen, evaluated = [], []
+    with Run(recipe) as run:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        schedule = make_schedule(optimizer, 14, recipe.optim)
+        _, method = run.make_method(model, optimizer)
+        assert isinstance(method, LocalMethod)
+        method.pace = Pace(0, 2)
+        method.pace.hear([0.2, 0.1])
+        method.pace.follow()
+        run.begin(model, optimizer, schedule, method, epoch=8, total=14)
+        for batch in run.batches(range(14)):
+            optimizer.step()
+            schedule.step()
+            seen.append(batch)
+            due = run.after_step(method.step(), loss=torch.tensor(float(batch)))
+            evaluated += [run.step] if due.evaluation else []
+        method.finish()
+        assert (seen, run.step, schedule.last_epoch) == ([0, 1, 4, 5, 8, 9, 12, 13], 14, 14)
+        run.end({})
+    assert evaluated == [8]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [4, 8, 9, 12]

@@ -1,0 +1,333 @@
+"""A worker whose numbers are not finite, or jump, is left out of the mean: one bad worker is not everybody's ruin."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from core import CO2, CO2Config, ShardedCO2, make_method
+from core.errors import DivergedError
+from core.flat import Scalars, make_buckets
+from core.groups import node_mesh
+from core.guard import PATIENCE, WARM_UP, Guard, forget, size_of
+from core.reference import Reference
+from core.testing import run_distributed
+from tests.problems import LR, Settings, flat, gradient, odd_parameters, sgd_step
+
+# -- the rule -------------------------------------------------------------------------------------------------
+
+
+def make_guard(workers: int = 1) -> tuple[Guard, Any]:
+    scalars = Scalars(Guard.sizes(workers))
+    buckets = make_buckets([torch.zeros(2)], [torch.zeros(1)], scalars.numel)
+    scalars.attach(buckets[0].scalars)
+    return Guard(scalars, torch.device("cpu"), 0, [f"rank {i}" for i in range(workers)]), buckets
+
+
+def verdicts(sizes: list[float], factor: float | None = 10.0, steps: int = 1) -> list[int]:
+    guard, buckets = make_guard()
+    guard.factor = factor
+    found = []
+    for size in sizes:
+        buckets[0].payload.fill_(size / 2**0.5)
+        guard.judge(size_of(buckets), steps)
+        guard.weigh(buckets)
+        assert guard.scalars["weight"].item() == (guard.verdict == 0)
+        assert (buckets[0].payload == 0).all() == (guard.verdict != 0)
+        found.append(int(guard.verdict))
+    return found
+
+
+USUAL = [1.0] * WARM_UP
+NAN, INF = float("nan"), float("inf")
+
+
+def test_what_counts_as_a_jump():
+    assert verdicts([*USUAL, 9.0, 1.0]) == [0] * (WARM_UP + 2)
+    assert verdicts([*USUAL, 11.0, 1.0]) == [0] * WARM_UP + [2, 0]
+    assert verdicts([1.0, 1000.0, 1.0]) == [0, 0, 0], "nothing is usual yet"
+    assert verdicts([*USUAL, 1e6], factor=None) == [0] * (WARM_UP + 1)
+
+
+def test_a_level_that_lasts_is_a_jump_once_and_growth_without_end_is_one_for_ever():
+    assert verdicts([*USUAL, 100.0, 90.0, 80.0, 2000.0]) == [0] * WARM_UP + [2, 0, 0, 2]
+    assert verdicts([*USUAL, 1e2, 1e4, 1e6]) == [0] * WARM_UP + [2, 2, 2]
+
+
+def test_what_is_not_finite_never_counts_and_is_not_remembered():
+    assert verdicts([NAN, *USUAL, INF, -INF, 11.0, 1.0]) == [1, *[0] * WARM_UP, 1, 1, 2, 0]
+
+
+def test_a_buffer_that_is_not_finite_counts_too():
+    guard, buckets = make_guard()
+    buckets[0].values.fill_(NAN)
+    guard.judge(size_of(buckets), 1)
+    guard.weigh(buckets)
+    assert guard.verdict == 1 and not buckets[0].values.any()
+
+
+def test_the_number_of_local_steps_is_allowed_for():
+    """48 times the steps lead at most 48 times as far: no jump; with as many steps it is one."""
+    guard, buckets = make_guard()
+    for _ in range(WARM_UP):
+        buckets[0].payload.fill_(1.0)
+        guard.judge(size_of(buckets), 4)
+        guard.weigh(buckets)
+    buckets[0].payload.fill_(48.0)
+    guard.judge(size_of(buckets), 192)
+    guard.weigh(buckets)
+    assert guard.verdict == 0
+    buckets[0].payload.fill_(48.0)
+    guard.judge(size_of(buckets), 4)
+    guard.weigh(buckets)
+    assert guard.verdict == 2
+
+
+def test_the_bad_one_is_named_and_after_some_rounds_it_ends_the_run():
+    guard, _ = make_guard(3)
+    for number in range(PATIENCE):
+        with pytest.warns(UserWarning, match=f"^rank 1 is left out of the mean of round {number}: .*not finite"):
+            guard.hear([0.0, 1.0, 0.0], number)
+    with pytest.raises(DivergedError, match=f"^rank 1 .*as in the {PATIENCE} rounds before; lower") as caught:
+        guard.hear([0.0, 1.0, 0.0], 9)
+    assert "\n" not in str(caught.value)
+
+
+def test_rounds_in_a_row_alone_count():
+    guard, _ = make_guard(2)
+    with pytest.warns(UserWarning):
+        for number in range(20):
+            guard.hear([2.0 * (number % 2), 0.0], number)
+    guard.hear([0.0, 0.0], 20)
+
+
+def test_when_nobody_is_finite_nothing_goes_on():
+    guard, _ = make_guard(2)
+    with pytest.raises(DivergedError, match="every worker"):
+        guard.hear([1.0, 1.0], 3)
+    with pytest.warns(UserWarning):
+        guard.hear([2.0, 2.0], 3)  # all have jumped, as where a learning rate starts anew
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop"])
+def test_an_optimiser_that_forgets_begins_anew(name: str):
+    options = {"momentum": 0.9} if name == "SGD" else {}
+    p, q = (nn.Parameter(torch.tensor([1.0, -2.0])) for _ in range(2))
+    spoilt, fresh = (getattr(torch.optim, name)([x], lr=0.1, **options) for x in (p, q))
+    for bad in (1.0, NAN):
+        p.grad = torch.full((2,), bad)
+        spoilt.step()
+    with torch.no_grad():
+        p.copy_(q)
+    for left_out in (False, True):
+        forget(spoilt)(torch.tensor(left_out))
+    for x, optimizer in ((p, spoilt), (q, fresh)):
+        x.grad = torch.tensor([0.5, 3.0])
+        optimizer.step()
+    assert torch.equal(p, q)
+
+
+# -- on real processes ----------------------------------------------------------------------------------------
+
+STEPS, BAD, SPOILT_AT, JUMP_AT = 24, 1, 7, 20
+WAYS = {
+    "paper": Settings(tau=3),
+    "norm": Settings(tau=3, gap="norm", clip=None),
+    "inner": Settings(tau=3, gap="inner"),
+    "mix": Settings(tau=3, merge="mix"),
+    "mix_late": Settings(tau=3, merge="mix", delay=2, gap="none", outer_momentum=0.3),
+    "keep": Settings(tau=3, merge="keep", delay=1, gap="none"),
+    "keep_whole": Settings(tau=3, merge="keep", gap="none"),
+    "blocking": Settings(tau=3, delay=0, gap="none"),
+    "plain": Settings(tau=3, update="plain"),
+    "nesterov": Settings(tau=3, nesterov=True),
+    "eager": Settings(tau=3, policy="eager", gap="none", outer_momentum=0.2, outer_lr=0.7),
+    "taylor": Settings(tau=3, policy="taylor", gap="none", outer_momentum=0.2, outer_lr=0.7),
+}
+SHARED = {
+    "shard": (Settings(tau=3), {"shard": True}),
+    "offload": (Settings(tau=3), {"offload": True}),
+    "shard_mix": (Settings(tau=3, merge="mix", delay=2, gap="none", outer_momentum=0.3), {"shard": True}),
+}
+
+
+def expected(s: Settings, steps: int) -> list[Tensor]:
+    late = {"delay": None if s.delay == "boundary" else s.delay, "merge": s.merge, "kappa": s.mix, "policy": s.policy}
+    start = flat(odd_parameters())
+    ref = Reference(
+        start.expand(3, -1).clone(), s.tau, s.outer_lr, s.outer_momentum, s.gap, s.clip, **late,
+        taylor=s.taylor, nesterov=s.nesterov,
+    )  # fmt: skip
+    workers = torch.arange(3, dtype=torch.float64)[:, None]
+    for step in range(steps):
+        ref.x.sub_(LR * gradient(ref.x, workers, step))
+        if step == SPOILT_AT:
+            ref.x[BAD, 1] = NAN
+        if step == JUMP_AT:
+            ref.x[BAD] *= 1e5
+        ref.weights = torch.tensor([1.0, 0.0, 1.0]) if step == JUMP_AT else None
+        ref.local_step()
+    rounds = [rows.clone() for rows in ref.restarts]
+    ref.finish()
+    return [*rounds, ref.x]
+
+
+def trained(method: Any, params: list[nn.Parameter], rank: int, steps: int) -> list[Tensor]:
+    trace = []
+    for step in range(steps):
+        sgd_step(params, rank, step)
+        if rank == BAD and step == SPOILT_AT:
+            params[1].data[0] = NAN
+        if rank == BAD and step == JUMP_AT:
+            torch._foreach_mul_([p.detach() for p in params[:-1]], 1e5)
+        if method.step():
+            trace.append(flat(params))
+    method.finish()
+    return [*trace, flat(params)]
+
+
+def with_a_bad_worker(rank: int, world_size: int) -> dict[str, Any]:
+    traces, told = {}, []
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for name, s in WAYS.items():
+            params = odd_parameters()
+            traces[name] = trained(s.build(params), params, rank, STEPS)
+        for name, (s, options) in SHARED.items():
+            params = odd_parameters()
+            _, method = make_method("co2", nn.ParameterList(params), co2=s.co2, **options)
+            traces[name] = trained(method, params, rank, STEPS)
+        told = [str(w.message) for w in seen if "left out" in str(w.message)]
+    return {"traces": traces, "told": told}
+
+
+def test_the_others_train_as_the_reference_does_without_the_bad_one():
+    results = run_distributed(with_a_bad_worker, 3, timeout=240)
+    for result in results:  # there the bad one starts anew when the next mean lands
+        assert torch.equal(result["traces"]["shard_mix"][-1], results[0]["traces"]["shard_mix"][-1])
+        assert result["traces"]["shard_mix"][-1].abs().max() < 10
+    for name, s in (WAYS | {name: SHARED[name][0] for name in ("shard", "offload")}).items():
+        want = expected(s, STEPS)
+        for rank, result in enumerate(results):
+            ours = result["traces"][name]
+            assert len(ours) == len(want)
+            for i, (a, rows) in enumerate(zip(ours, want, strict=True)):
+                torch.testing.assert_close(a, rows[rank], rtol=1e-9, atol=1e-9, msg=lambda m, k=(name, i): f"{k} {m}")
+    assert results[1]["told"] == results[2]["told"] == []
+    ways = len(WAYS) + len(SHARED)
+    assert len(results[0]["told"]) == 2 * ways and all(text.startswith("rank 1 is") for text in results[0]["told"])
+
+
+def averages_of_parameters(rank: int, world_size: int, name: str) -> list[list[float]]:
+    """Worker r adds r + 1 in each round of one step; rank 2 holds NaN at the end of the second."""
+    p = nn.Parameter(torch.zeros(2))
+    _, method = make_method(name, nn.ParameterList([p]), co2=CO2Config(tau=1))
+    seen = []
+    for step in range(3):
+        with torch.no_grad():
+            p.add_(rank + 1.0)
+            if rank == 2 and step == 1:
+                p[0] = NAN
+        method.step()
+        seen.append(p.tolist())
+    method.finish()
+    return [*seen, p.tolist()]
+
+
+@pytest.mark.parametrize(("name", "means"), [("local", [2.0, 3.5, 5.5]), ("slowmo", [2.0, 4.5, 7.75])])
+def test_methods_that_average_parameters(name: str, means: list[float]):
+    """SlowMo: u = 2, 0.5 u + 1.5 = 2.5, 0.5 u + 2 = 3.25."""
+    for seen in run_distributed(averages_of_parameters, 3, name):
+        assert seen == [[mean, mean] for mean in [*means, means[-1]]]
+
+
+def other_ways(rank: int, world_size: int) -> dict[str, Any]:
+    """Overlap-Local-SGD, a narrow wire, synchronous steps with a buffer, and a worker that is never well."""
+    warnings.simplefilter("ignore")
+    found: dict[str, Any] = {}
+    for name, options in {
+        "overlap_local": {"co2": CO2Config(tau=3)},
+        "int8": {"co2": Settings(tau=3, wire="int8").co2},
+        "auto": {"co2": CO2Config.recommended(3)},
+        "sync": {"co2": CO2Config(tau=3, sync_steps=9)},
+    }.items():
+        params = odd_parameters()
+        model = nn.ParameterList(params)
+        model.register_buffer("mean", torch.full((3,), float(rank), dtype=torch.float64))
+        _, method = make_method("overlap_local" if name == "overlap_local" else "co2", model, **options)
+        for step in range(STEPS):
+            sgd_step(params, rank, step)
+            model.get_buffer("mean").fill_(rank)
+            if rank == BAD and step == SPOILT_AT:
+                model.get_buffer("mean").fill_(NAN)
+                with torch.no_grad():
+                    params[1].fill_(INF)
+            method.step()
+            if name == "sync" and step == SPOILT_AT:
+                found["mean in synchronous steps"] = model.get_buffer("mean").tolist()
+        method.finish()
+        state = [f for flats in (method.state | method.reducer.state).values() for f in flats]
+        found[name] = flat(params), [bool(f.isfinite().all()) for f in [*state, model.get_buffer("mean")]]
+    params = odd_parameters()
+    co2 = CO2(params, CO2Config(tau=1))
+    with pytest.raises(DivergedError) as caught:
+        for step in range(20):
+            sgd_step(params, rank, step)
+            if rank == 2:
+                params[1].data.fill_(NAN)
+            co2.step()
+    found["ended"] = step, str(caught.value), bool(flat(params).isfinite().all())
+    return found
+
+
+def test_other_methods_wires_and_synchronous_steps_and_one_that_is_never_well():
+    results = run_distributed(other_ways, 3, timeout=120)
+    for rank, found in enumerate(results):
+        for name in ("overlap_local", "int8", "auto", "sync"):
+            assert torch.equal(found[name][0], results[0][name][0]) and found[name][0].isfinite().all(), name
+            assert all(found[name][1]), name
+        assert found["mean in synchronous steps"] == [1.0] * 3  # of ranks 0 and 2
+        step, text, finite = found["ended"]
+        assert step == PATIENCE + 1 and text.startswith("rank 2 is left out")
+        assert text == results[0]["ended"][1] and (finite or rank == 2)
+
+
+def nodes(rank: int, world_size: int, pieces: bool) -> dict[str, Any]:
+    """Two nodes of two; one worker of the second node holds NaN, in its own part of the model or (as DDP would have it)
+    with its partner."""
+    warnings.simplefilter("ignore" if rank else "always")
+    mesh = node_mesh("cpu", 2)
+    node, place = divmod(rank, 2)
+    p = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    options: dict[str, Any] = {"mesh": mesh}
+    if pieces:
+        options = {"inner_group": mesh.get_group(1), "group": mesh.get_group(0), "shards": True}
+    s = Settings(tau=1, outer_momentum=0.0, gap="none", clip=None, allow_unstable=True)
+    co2 = ShardedCO2([p], s.co2, **options)
+    seen = []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(5):
+            with torch.no_grad():
+                p.sub_(1.0 + node + (10.0 * place if pieces else 0.0))
+                if step == 1 and node and (place or not pieces):
+                    p[1] = NAN
+            co2.step()
+            seen.append(p.detach().mean().item() if p.isfinite().all() else NAN)
+        co2.finish()
+    return {"seen": [*seen, p.detach().mean().item()], "told": [str(w.message) for w in told]}
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_a_node_is_left_out_as_one(pieces: bool):
+    """The mean is 1.5 in a round of both, and 1 in that of the first node alone; it is taken one round late."""
+    results = run_distributed(nodes, 4, pieces, timeout=120)
+    for rank, result in enumerate(results):
+        more = 10.0 * (rank % 2) if pieces else 0.0
+        moves = [-(mean + more) for mean in (0.0, 1.5, 1.0, 1.5, 1.5, 1.5)]
+        moves[0] = 0.0
+        assert result["seen"] == pytest.approx(torch.tensor(moves).cumsum(0).tolist())
+        texts = [text for text in result["told"] if "left out" in text]
+        assert len(texts) == (rank == 0) and all("the node of rank 2 is left out" in text for text in texts)

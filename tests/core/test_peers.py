@@ -1,0 +1,84 @@
+"""Who is gone is found out by asking: the right ones are named, and nobody where that cannot be known."""
+
+import os
+import signal
+import subprocess
+import time
+from typing import Any
+
+import pytest
+
+from core import peers
+from core.peers import Address, Peers
+from core.testing import run_distributed
+
+
+def one_is_gone(rank: int, world_size: int, who: int, how: str) -> list[int] | None:
+    peers.meet()
+    if rank == who:
+        if how == "stopped":  # woken again, for the test to end
+            subprocess.Popen(["sh", "-c", f"sleep 12; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        return None
+    time.sleep(0.5 + rank / 4)  # the last one looks when the others are through
+    return peers.find()
+
+
+@pytest.mark.parametrize(("who", "how"), [(0, "killed"), (2, "killed"), (1, "stopped")])
+def test_a_process_that_has_ended_or_is_stopped_is_named(who: int, how: str):
+    found = run_distributed(one_is_gone, 3, who, how, expect_death=(who,))
+    assert [found[rank] for rank in range(3) if rank != who] == [[who]] * 2
+
+
+def one_hangs(rank: int, world_size: int, known: bool) -> list[int] | None:
+    peers.meet()
+    if rank == 1:
+        time.sleep(6)
+        return None
+    return peers.find(range(world_size) if known else ())
+
+
+@pytest.mark.parametrize(("known", "named"), [(True, [1]), (False, [])])
+def test_one_that_only_hangs_is_named_where_it_is_known_who_takes_part(known: bool, named: list[int]):
+    found = run_distributed(one_hangs, 3, known)
+    assert found[0] == found[2] == named
+
+
+def failing_one_after_the_other(rank: int, world_size: int, first: int | None) -> list[int] | None:
+    """Rank 1 fails, finds out what it can, and ends; only then rank 0 fails."""
+    peers.meet()
+    if rank == first:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        time.sleep(0.3)
+        peers.find()
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(4 if rank == 0 else 8)
+    return peers.find() if rank == 0 else None
+
+
+@pytest.mark.parametrize(("first", "named"), [(2, [2]), (None, [])])
+def test_one_that_has_told_of_its_failure_is_not_blamed(first: int | None, named: list[int]):
+    found = run_distributed(failing_one_after_the_other, 3, first, expect_death=(1, 2))
+    assert found[0] == named
+
+
+def test_an_address_of_no_use_here_blames_nobody(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(peers, "ANSWERS_WITHIN", 0.3)
+    here: Any = Peers()
+    strangers: Any = Peers()
+    free = strangers.address.port
+    strangers._server.close()
+    here._known = {1: Address("127.0.0.1", free, "another machine", "")}
+    assert here.find() == []
+    here.forget()
+    here._known = {1: Address("127.0.0.1", free, here.address.machine, "")}
+    assert here.find() == [1]
+
+
+def test_where_no_other_machine_can_be_reached_nobody_is_blamed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(peers, "ANSWERS_WITHIN", 0.3)
+    here: Any = Peers()
+    monkeypatch.setattr(here, "_ask_one", lambda address, say: "silent")
+    here._known = {rank: Address("192.0.2.7", 9, "elsewhere", "") for rank in (1, 2)}
+    assert here.find() == []
