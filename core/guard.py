@@ -106,9 +106,9 @@ class Guard:
             return torch.where(weight == 0, nobody, 1 / weight)
         return 1 / w if (w := weight.item()) else nobody
 
-    def hear(self, verdicts: Sequence[float], number: int, workers: int) -> None:
-        """The verdicts in round `number`, in every worker's place, the same on all workers. workers: how many have sent,
-        fewer than there are places for where some are gone.
+    def hear(self, verdicts: Sequence[float], number: int, workers: int | None = None) -> None:
+        """The verdicts in round `number`, each in a worker's place, the same on all workers. workers: how many have
+        sent, where there are places for more (None: as many).
 
         DivergedError when all are not finite, or one is left out once more after PATIENCE rounds.
         """
@@ -119,7 +119,7 @@ class Guard:
             return
         self._in_a_row = [n + 1 if code else 0 for n, code in zip(self._in_a_row, codes, strict=True)]
         remedy = "lower the learning rate, clip gradients, or look at the data"
-        if codes.count(NOT_FINITE) == workers:
+        if codes.count(NOT_FINITE) == (workers or len(codes)):
             raise DivergedError(f"what every worker has sent in round {number} is not finite: {remedy}")
         for name, code, rounds in zip(self.names, codes, self._in_a_row, strict=True):
             text = f"{name} is left out of the mean of round {number}: what it has sent is {REASONS.get(code)}"

@@ -469,7 +469,7 @@ class LocalMethod(ABC):
         self.guard.weigh(self.buckets)
         left_out = self.guard.left_out.clone()
         self.background.sum([bucket.flat for bucket in self.buckets])
-        self.guard.hear(self.scalars["left_out"].view(-1).tolist(), self.rounds, self.background.world_size)
+        self.guard.hear(self.scalars["left_out"].view(-1).tolist(), self.rounds)
         scale = self.guard.land(1.0)
         for bucket in self.buckets:
             rescale(bucket.flat[: bucket.padded + len(bucket.values)], scale)
