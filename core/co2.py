@@ -31,7 +31,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from . import outer
 from .collectives import AllReduce, Link
@@ -39,6 +38,7 @@ from .config import SCHEDULED, CO2Config, Schedule, check_stable, scheduled
 from .errors import UserError
 from .fast import make_boundary
 from .fast.wire import Wire
+from .flat import is_dtensor
 from .rounds import Landing, LocalMethod
 
 
@@ -102,7 +102,7 @@ class CO2(Scheduled):
         self.schedule = schedule
         self.check_settings()
         params = list(params)
-        if any(isinstance(p, DTensor) for p in params):
+        if any(is_dtensor(p) for p in params):
             raise UserError("DTensors as parameters need ShardedCO2 with mesh=: their norms are of the whole model")
         c.wire.check(params, group)
         super().__init__(

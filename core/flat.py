@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class Bucket:
@@ -185,10 +189,16 @@ def unique(tensors: Sequence[Tensor]) -> list[Tensor]:
     return list({id(t): t for t in tensors}.values())
 
 
+def is_dtensor(t: Tensor) -> TypeGuard[DTensor]:
+    """Without an import of DTensor, which takes a second: as long as nobody has imported it, no tensor is one."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(t, module.DTensor)
+
+
 def local_shard(p: Tensor) -> Tensor:
     """A DTensor's shard, which shares its memory; any other tensor itself."""
-    shard = p.detach() if isinstance(p, DTensor) else p
-    return shard.to_local() if isinstance(shard, DTensor) else shard
+    shard = p.detach() if is_dtensor(p) else p
+    return shard.to_local() if is_dtensor(shard) else shard
 
 
 def group_pieces(params: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from .errors import UserError
+from .flat import is_dtensor
 
 
 class Pending(Protocol):
@@ -168,7 +168,7 @@ def _first_difference(a: Any, b: Any) -> str:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether its parameters are DTensors."""
-    return any(isinstance(p, DTensor) for p in model.parameters())
+    return any(is_dtensor(p) for p in model.parameters())
 
 
 def all_reduce(flats: Sequence[Tensor], group: dist.ProcessGroup) -> Stage:

@@ -86,7 +86,9 @@ class LocalMethod(ABC):
         self._frozen = [p for p in given if not p.requires_grad]
         self._model_params = [local_shard(p) for p in model_params]
         self.buffers = [b for b in fixed if b.is_floating_point()]
-        self.tuner = TauTuner(tau_max, tau_margin, wires, by_speed=by_speed) if tau == "auto" else None
+        number = None if tau == "auto" else tau
+        tuned = number is None or len(wires) > 1
+        self.tuner = TauTuner(tau_max, tau_margin, wires, by_speed=by_speed, given=number) if tuned else None
         self.tau: int = self.tuner.tau if self.tuner else tau  # pyright: ignore[reportAttributeAccessIssue]
         check_inputs(self.tau, given, self.params, self.buffers, self._model_params)
         self.local_steps = 0  # since the last round closed
@@ -437,7 +439,7 @@ class LocalMethod(ABC):
             self.skipped = self.tau - self.own_tau
             everyone = self.close_round(finished=finished)
             self._agreement.follow()
-            self.tau = self.tuner.tau if self.tuner else self.tau
+            self.tau = self.tuner.tau if self.tuner and not self.tuner.given else self.tau
             self.begin_round(self.rounds)
             self._refresh_model()
             self._watch.begin()

@@ -64,14 +64,21 @@ class TauTuner:
     and kept if it needs fewer than the one before, with what its encoding takes.
 
     margin: by how much the local steps should outlast the all-reduce. tau_max: never above. by_speed: slower workers
-    take fewer steps, so that the fastest one's count.
+    take fewer steps, so that the fastest one's count. given: the user's tau, where only the wire is to be chosen.
     Attributes: tau; wire, to be taken for what is sent next.
     """
 
     def __init__(
-        self, tau_max: int, margin: float = 0.25, wires: Mapping[str, float] = FLOAT32, *, by_speed: bool = False
+        self,
+        tau_max: int,
+        margin: float = 0.25,
+        wires: Mapping[str, float] = FLOAT32,
+        *,
+        by_speed: bool = False,
+        given: int | None = None,
     ):
-        self.tau = min(CALIBRATION_TAU, tau_max)
+        self.given = given
+        self.tau = given or min(CALIBRATION_TAU, tau_max)
         self.tau_max, self.margin = tau_max, margin
         self.wires = wires
         self._pacing = min if by_speed else max
@@ -125,6 +132,8 @@ class TauTuner:
         if change := self._another_wire(step, allreduce, wanted):
             tau, expected, why = change
             return self._decided(round, tau, step, expected, why)
+        if self.given:
+            return None
         new = min(wanted, self.tau_max)
         # half the margin may be used up
         least = max(smallest_tau(allreduce, step, self.margin / 2), smallest_tau(boundary / COST, step, -0.25))
@@ -135,7 +144,8 @@ class TauTuner:
         return self._decided(round, new, step, allreduce, self._reason(step, allreduce, boundary, wanted))
 
     def _decided(self, round: int, new: int, step: float, allreduce: float, why: str) -> TauDecision:
-        decision = TauDecision(round, self.tau, min(new, self.tau_max), step, allreduce, why, self.wire)
+        new = self.given or min(new, self.tau_max)
+        decision = TauDecision(round, self.tau, new, step, allreduce, why, self.wire)
         self.tau = decision.new
         self.decisions.append(decision)
         return decision
@@ -183,7 +193,7 @@ class TauTuner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.tau, self._heard = state["tau"], state["heard"]
+        self.tau, self._heard = self.given or state["tau"], state["heard"]
         self.decisions = [TauDecision(*d) for d in state["decisions"]]
         self._steps = deque(state["steps"], maxlen=WINDOW)
         self._allreduces = deque(state["allreduces"], maxlen=WINDOW)

@@ -15,15 +15,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Literal
 
 import numpy as np
 
 from core.errors import UserError
 from language.data import Corpus, check_tokens, data_folder, load_corpus, open_tokens
 from language.prepare import Documents, encode_documents, split_documents, token_dtype, write_corpus
-
-CorpusName = Literal["pydoc", "gutenberg", "openwebtext", "wikibooks", "wikitext103"]
+from language.recipes import CorpusName
 
 STAND_IN = "or run the stand-in recipe gpt2_pydoc_small, which needs no data"
 GUTENBERG_HELD_OUT = 4  # books; with seed 0 about 3 % of the text

@@ -13,24 +13,21 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from core.errors import UserError
-from training.sampling import eval_share, generator, per_worker, worker_batches
+from language.recipes import GPT2_VOCABULARY, LanguageRecipe, Sampling
+from training.sampling import eval_share, generator, load_batches, per_worker, worker_batches
 
-if TYPE_CHECKING:
-    from language.recipes import LanguageRecipe
-
-GPT2_VOCABULARY = 50257  # nanoGPT's prepare.py; its end-of-text token is the last one
 IGNORE = -100  # torch's cross_entropy skips targets of this value
 PREDICTED = 0.15  # share of the tokens that a masked language model predicts
 
-Sampling = Literal["tiled", "random"]
 Batch = tuple[Tensor, Tensor]  # inputs and targets
 
 
@@ -272,7 +269,7 @@ def window_starts(
 def train_batches(
     tokens: np.ndarray,
     objective: Objective,
-    recipe: "LanguageRecipe",
+    recipe: LanguageRecipe,
     rank: int,
     world_size: int,
     start: int,
@@ -290,10 +287,24 @@ def train_batches(
         start=start,
         total=total,
     )
-    for epoch, starts in all_starts:
-        places = starts.tolist()
-        keys = [(recipe.seed, epoch, at) for at in places]
-        yield objective.batch(read_windows(tokens, places, objective.read), keys)
+    keyed = ([(recipe.seed, epoch, at) for at in starts.tolist()] for epoch, starts in all_starts)
+    return load_batches(Windows(tokens, objective), keyed, recipe.loader_workers, collate=_as_it_is)
+
+
+class Windows(Dataset[Any]):
+    """Batches of windows by their keys, the last number of which says where the window begins, in a list."""
+
+    def __init__(self, tokens: np.ndarray, objective: Objective):
+        self.tokens, self.objective = tokens, objective
+
+    def __getitems__(self, keys: list[tuple[int, ...]]) -> Batch:
+        """The inputs and targets, see the objective's batch()."""
+        windows = read_windows(self.tokens, [at for *_, at in keys], self.objective.read)
+        return self.objective.batch(windows, keys)
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
 
 
 def held_out_batches(

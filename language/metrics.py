@@ -40,7 +40,7 @@ def held_out_sums(
     sizes = None if token_bytes is None else token_bytes.to(device)
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     for inputs, targets in batches:
-        inputs, targets = inputs.to(device), targets.to(device)
+        inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
         logits = model(inputs).logits
         predicted = targets[targets != IGNORE]
         n_bytes = predicted.new_zeros(()) if sizes is None else sizes[predicted].sum()

@@ -3,34 +3,19 @@
 All map int64 token ids [batch, time] to an object whose `logits` are [batch, time, vocab_size].
 """
 
-from typing import Literal
+import training.prepared  # noqa: F401, transformers imports torchvision when it is installed
 
+# isort: split
 import torch
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForMaskedLM
+from transformers.modeling_outputs import MaskedLMOutput
+from transformers.pytorch_utils import Conv1D
 
+from language.recipes import LinearAttention, ModelName
+from language.transnormer import TransNormer, TransNormerConfig
 from training import optim
-from training.compat import prepare_torchvision
 from training.optim import OptimConfig
-
-prepare_torchvision()  # transformers imports torchvision when it is installed
-
-from transformers import GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForMaskedLM  # noqa: E402
-from transformers.modeling_outputs import MaskedLMOutput  # noqa: E402
-from transformers.pytorch_utils import Conv1D  # noqa: E402
-
-from language.transnormer import TransNormer, TransNormerConfig  # noqa: E402
-
-ModelName = Literal[
-    "gpt2_tiny",
-    "gpt2_small",
-    "gpt2_medium",
-    "gpt2_large",
-    "roberta_tiny",
-    "roberta_base",
-    "roberta_large",
-    "transnormer_tiny",
-    "transnormer_7b",
-]
 
 # Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; the tiny one is ours.
 GPT2_SIZES = {
@@ -61,7 +46,15 @@ class MaskedRoberta(RobertaForMaskedLM):
         return MaskedLMOutput(logits=self.lm_head(hidden if positions is None else hidden.flatten(0, 1)[positions]))
 
 
-def build_model(name: ModelName, *, vocab_size: int, context: int, dropout: float, pad: int | None = None) -> nn.Module:
+def build_model(
+    name: ModelName,
+    *,
+    vocab_size: int,
+    context: int,
+    dropout: float,
+    pad: int | None = None,
+    attention: LinearAttention = "torch",
+) -> nn.Module:
     """Build a model with random weights, drawn from torch's default generator.
 
     Args:
@@ -69,13 +62,14 @@ def build_model(name: ModelName, *, vocab_size: int, context: int, dropout: floa
         context: longest input, in tokens.
         dropout: on embeddings, attention weights and residual branches; TransNormer has none.
         pad: id of the pad token, for RoBERTa only, whose position numbers begin after it.
+        attention: how TransNormer's is computed.
     """
     if name in GPT2_SIZES:
         return _gpt2(name, vocab_size, context, dropout)
     if name in ROBERTA_SIZES:
         assert pad is not None, "a masked model needs a vocabulary with a pad token"
         return _roberta(name, vocab_size, context, dropout, pad)
-    return TransNormer(TransNormerConfig(vocab_size=vocab_size, **TRANSNORMER_SIZES[name]))
+    return TransNormer(TransNormerConfig(vocab_size=vocab_size, attention=attention, **TRANSNORMER_SIZES[name]))
 
 
 def _gpt2(name: str, vocab_size: int, context: int, dropout: float) -> GPT2LMHeadModel:

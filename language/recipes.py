@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from core.config import CO2Config
 from core.errors import UserError
-from language.corpora import CorpusName
-from language.data import GPT2_VOCABULARY, Sampling
-from language.model import ModelName
 from training.optim import OptimConfig
 from training.recipe import Recipe
+
+ModelName = Literal[
+    "gpt2_tiny",
+    "gpt2_small",
+    "gpt2_medium",
+    "gpt2_large",
+    "roberta_tiny",
+    "roberta_base",
+    "roberta_large",
+    "transnormer_tiny",
+    "transnormer_7b",
+]
+CorpusName = Literal["pydoc", "gutenberg", "openwebtext", "wikibooks", "wikitext103"]
+Sampling = Literal["tiled", "random"]
+LinearAttention = Literal["torch", "fla"]
+GPT2_VOCABULARY = 50257  # nanoGPT's prepare.py; its end-of-text token is the last one
 
 
 @dataclass(frozen=True)
@@ -33,6 +47,10 @@ class LanguageRecipe(Recipe):
     """Held-out tokens to evaluate on while training, None for all; at the end it is always all."""
     wikitext2: bool = False
     """Evaluate on WikiText-2's test text, too, at the end."""
+    linear_attention: LinearAttention = "torch"
+    """How TransNormer's attention is computed on GPUs: by torch, or by flash-linear-attention's Triton kernels."""
+    loader_workers: int = 0
+    """Processes per worker that read and mask batches ahead; 0 for none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -40,7 +58,11 @@ class LanguageRecipe(Recipe):
         for name, value in least.items():
             if getattr(self, name) is not None and getattr(self, name) < value:
                 raise UserError(f"{name}={getattr(self, name)}: give {value} or more")
-        self.check(dropout=(0, 0.99), vocab_size=(1, 10**6), context=(4, 10**6))
+        if self.linear_attention != "torch" and not self.model.startswith("transnormer"):
+            raise UserError(
+                f"linear_attention={self.linear_attention} is TransNormer's, not {self.model}'s: leave it out"
+            )
+        self.check(dropout=(0, 0.99), vocab_size=(1, 10**6), context=(4, 10**6), loader_workers=(0, 1000))
 
 
 # -- the paper's rows -------------------------------------------------------------------------------------------------
@@ -76,6 +98,7 @@ def gpt2_small_owt() -> LanguageRecipe:
         ),
         co2=CO2Config(tau=48, outer_momentum=0.5),
         eval_tokens=1 << 20,
+        loader_workers=1,
     )
 
 
@@ -132,6 +155,7 @@ def roberta_base_wikibooks() -> LanguageRecipe:
         ),
         co2=CO2Config(tau=48, outer_momentum=0.6),
         eval_tokens=1 << 20,
+        loader_workers=1,
     )
 
 

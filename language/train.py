@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from language.recipes import RECIPES, LanguageRecipe
+from training.recipe import answer_help, dry_run, launch, parse
+
+if __name__ == "__main__":
+    answer_help(RECIPES, prog="language.train")  # before the imports below, which take seconds
+
 import functools
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -28,13 +34,13 @@ from language.data import (
 )
 from language.metrics import held_out_sums, summarize, token_loss
 from language.model import blocks_of, build_model, is_causal, make_optimizer
-from language.recipes import RECIPES, LanguageRecipe
+from language.transnormer import check_attention
 from training.backward import Scalars, backward_in_parts, recompute
 from training.elastic import repeated
 from training.optim import clip_gradients, make_schedule
-from training.recipe import dry_run, launch, parse
 from training.run import Run
 from training.sampling import generator, steps_per_epoch
+from training.workers import pick_device, upload
 
 if TYPE_CHECKING:
     from training.memory import Step
@@ -49,6 +55,7 @@ def main() -> None:
     recipe = parse(RECIPES, prog="language.train")
     if recipe.dry_run:
         return dry_run(recipe, lambda: make_model(recipe, pad=1), fake_step)
+    check_attention(recipe.linear_attention, pick_device(recipe.device))
     corpus = open_corpus(recipe.corpus, recipe.vocab_size)
     objective = make_objective(recipe, corpus)
     final_texts = {"val": corpus.val} | ({"wikitext2": open_wikitext2(corpus)} if recipe.wikitext2 else {})
@@ -62,7 +69,8 @@ def make_model(recipe: LanguageRecipe, pad: int | None) -> nn.Module:
     The ids that this adds are never a target, and training makes them improbable.
     """
     padded = -(-recipe.vocab_size // 64) * 64
-    model = build_model(recipe.model, vocab_size=padded, context=recipe.context, dropout=recipe.dropout, pad=pad)
+    sizes = {"vocab_size": padded, "context": recipe.context, "dropout": recipe.dropout}
+    model = build_model(recipe.model, **sizes, pad=pad, attention=recipe.linear_attention)
     if recipe.recompute:
         recompute(blocks_of(model))
     return model
@@ -128,7 +136,7 @@ def backward(run: Run | Step, recipe: LanguageRecipe, wrapped: nn.Module, batch:
         return {"train_loss": token_loss(logits, wanted, reduction="sum") / predicted}
 
     on_host = batch[1].chunk(recipe.accumulate)
-    chosen = [None if is_causal(recipe.model) else predicted_places(t).to(run.device) for t in on_host]
+    chosen = [None if is_causal(recipe.model) else upload(predicted_places(t), run.device) for t in on_host]
     parts = list(zip(inputs.chunk(recipe.accumulate), targets.chunk(recipe.accumulate), chosen, strict=True))
     return backward_in_parts(wrapped, parts, part_of)["train_loss"]
 
@@ -165,7 +173,7 @@ def evaluate(
             results |= {f"{name}_{key}": value for key, value in metrics.items()}
         if run.rank == 0 and corpus.tokenizer is not None:
             run.folder.writer.add_text("sample", sample(run, model, corpus, objective), run.step)
-    run.log(**results)
+    run.log_evaluation(results)
     return results
 
 

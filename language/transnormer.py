@@ -7,11 +7,15 @@ There are no position embeddings: order comes from the decay and, in the first l
 """
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
+
+from core.errors import UserError
+from language.recipes import LinearAttention
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,7 @@ class TransNormerConfig:
         width: of the residual stream; a multiple of `heads`.
         glu_width: of the channel mixer.
         chunk: tokens per chunk of the attention; changes speed and rounding, not the function.
+        attention: how it is computed on a GPU; elsewhere always by torch.
     """
 
     vocab_size: int
@@ -31,6 +36,7 @@ class TransNormerConfig:
     heads: int
     glu_width: int
     chunk: int = 64
+    attention: LinearAttention = "torch"
 
 
 class TransNormer(nn.Module):
@@ -75,7 +81,7 @@ class GatedLinearAttention(nn.Module):
 
     def __init__(self, config: TransNormerConfig, index: int):
         super().__init__()
-        self.heads, self.chunk = config.heads, config.chunk
+        self.heads, self.chunk, self.attention = config.heads, config.chunk, config.attention
         self.projection = nn.Linear(config.width, 4 * config.width, bias=False)
         self.output = nn.Linear(config.width, config.width, bias=False)
         self.norm = SimpleRMSNorm()
@@ -91,7 +97,10 @@ class GatedLinearAttention(nn.Module):
             query, key, value = query.float(), key.float(), value.float()
             if self.lrpe is not None:
                 query, key = self.lrpe(query), self.lrpe(key)
-            mixed = chunked_attention(query, key, value, self.slope, self.chunk)
+            if self.attention == "fla" and query.is_cuda:
+                mixed = fla_attention(query, key, value, self.slope)
+            else:
+                mixed = chunked_attention(query, key, value, self.slope, self.chunk)
         mixed = self.norm(mixed.transpose(1, 2).flatten(2)).to(gate.dtype)
         return self.output(mixed * gate)
 
@@ -169,6 +178,29 @@ def chunked_attention(query: Tensor, key: Tensor, value: Tensor, slope: Tensor, 
     sums = (key * until_end).transpose(-1, -2) @ value  # [batch, heads, chunks, d, e]
     before = _states_before(sums, torch.exp(-slope[..., None] * chunk))
     return (inside + (query * since_start) @ before).flatten(2, 3)[:, :, :time]
+
+
+def fla_attention(query: Tensor, key: Tensor, value: Tensor, slope: Tensor) -> Tensor:
+    """chunked_attention by flash-linear-attention's Triton kernels, whose layout is [batch, time, heads, d].
+
+    The same up to rounding. Not run: no GPU was there.
+    """
+    from fla.ops.simple_gla import chunk_simple_gla  # imports triton
+
+    query, key, value = (t.transpose(1, 2).contiguous() for t in (query, key, value))
+    out, _ = chunk_simple_gla(query, key, value, g_gamma=-slope, scale=1.0)
+    return out.transpose(1, 2)
+
+
+def check_attention(attention: LinearAttention, device: torch.device) -> None:
+    """UserError where fla is asked for and cannot be used."""
+    if attention == "fla" and device.type != "cuda":
+        raise UserError(
+            f"linear_attention=fla needs a GPU, and this runs on {device.type}: add --linear_attention torch"
+        )
+    if attention == "fla" and find_spec("fla") is None:
+        remedy = "pip install flash-linear-attention, or add --linear_attention torch"
+        raise UserError(f"linear_attention=fla: flash-linear-attention is not installed: {remedy}")
 
 
 def _causal_decay(slope: Tensor, time: int) -> Tensor:

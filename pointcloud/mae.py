@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 import torch
-from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from core import UserError
 from pointcloud.geometry import patches
 from pointcloud.model import Reconstruction
+from training.compat import prepare_torchvision
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,10 @@ class Transformer(nn.Module):
     """Pre-norm blocks (timm's) that add the positional embedding before every block, and a final norm."""
 
     def __init__(self, dim: int, depth: int, heads: int, drop_path: float):
+        prepare_torchvision()
+        # here, because it takes seconds, and --help needs the settings above alone
+        from timm.models.vision_transformer import Block
+
         super().__init__()
         rates = torch.linspace(0, drop_path, depth, device="cpu").tolist()
         self.blocks = nn.ModuleList(Block(dim, heads, qkv_bias=False, drop_path=rate) for rate in rates)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from pointcloud.recipes import RECIPES, PointCloudRecipe
+from training.recipe import answer_help, dry_run, launch, parse
+
+if __name__ == "__main__":
+    answer_help(RECIPES, prog="pointcloud.train")  # before the imports below, which take seconds
+
 from typing import TYPE_CHECKING
 
 import matplotlib.image
@@ -14,11 +20,9 @@ from pointcloud.losses import chamfer_distance, earth_mover_distance
 from pointcloud.mae import MaskedAutoencoder
 from pointcloud.model import Autoencoder
 from pointcloud.picture import draw_clouds
-from pointcloud.recipes import RECIPES, PointCloudRecipe
 from training.backward import Scalars, backward_in_parts, recompute
 from training.elastic import repeated
 from training.optim import clip_gradients, make_optimizer, make_schedule
-from training.recipe import dry_run, launch, parse
 from training.run import Run
 from training.sampling import generator, steps_per_epoch
 
@@ -103,7 +107,7 @@ def evaluate(run: Run, recipe: PointCloudRecipe, model: nn.Module, test_set: Poi
         model.eval()
         chamfer = emd = loss = count = 0.0
         for points in test_set.test_batches(recipe, run.rank, run.world_size):
-            points = points.to(run.device)
+            points = points.to(run.device, non_blocking=True)
             with run.autocast():
                 out = model(points)
             chamfer += chamfer_distance(out.cloud, points).sum().item()
@@ -116,7 +120,7 @@ def evaluate(run: Run, recipe: PointCloudRecipe, model: nn.Module, test_set: Poi
         model.train()
         chamfer, emd, loss, count = run.sum(chamfer, emd, loss, count)
         results = {"test_chamfer": chamfer / count, "test_emd": emd / count, "test_loss": loss / count}
-    run.log(**results)
+    run.log_evaluation(results)
     return results
 
 

@@ -22,7 +22,7 @@ def load_recipe(task: str, name: str) -> Recipe:
 
 def stand_in_overrides(row: Row) -> dict[str, Any]:
     """Those of a row's overrides that its stand-in has, too."""
-    return {key: value for key, value in row.overrides.items() if key.startswith(("co2.", "delayed."))}
+    return {key: value for key, value in row.overrides.items() if key.startswith(("co2.", "delayed.", "ddp_wire."))}
 
 
 # Settings that do not change what a row measures.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import segmentation.registries  # noqa: F401
+
+# isort: split
 import hashlib
 import re
 from collections.abc import Mapping

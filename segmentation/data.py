@@ -6,6 +6,9 @@ makes: `inputs` uint8 [3, h, w] BGR and `data_samples`, whose gt_sem_seg holds i
 
 from __future__ import annotations
 
+import segmentation.registries  # noqa: F401
+
+# isort: split
 import os
 import zipfile
 from collections.abc import Sequence
@@ -21,6 +24,7 @@ from PIL import Image, UnidentifiedImageError
 
 from core import UserError
 from segmentation import synthetic
+from segmentation.recipes import DataName
 
 Split = Literal["train", "val", "test"]
 Bytes = NDArray[np.uint8]
@@ -211,7 +215,6 @@ class ADE20K(ADE20KDataset):
 
 # -- the three tasks --------------------------------------------------------------------------------------------
 
-DataName = Literal["ade20k", "camvid", "digits"]
 NUM_CLASSES: dict[DataName, int] = {"ade20k": 150, "camvid": 11, "digits": 11}
 CROP: dict[DataName, tuple[int, int]] = {"ade20k": (512, 512), "camvid": (144, 144), "digits": (48, 48)}
 # held-out splits whose labels are public; the first is evaluated during training, all at the end

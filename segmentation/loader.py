@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import segmentation.registries  # noqa: F401
+
+# isort: split
 from collections.abc import Iterator
 from typing import Any
 
 import cv2
 import numpy as np
+import torch
 from mmengine.dataset import pseudo_collate
+from mmengine.structures import PixelData
 from mmseg.datasets import BaseSegDataset
 from torch.utils.data import Dataset
 
@@ -16,8 +21,26 @@ from training.sampling import eval_share, load_batches, worker_batches
 
 cv2.setNumThreads(0)  # loader processes are the parallelism: each would start a thread for every core
 
-# `inputs`, uint8 [3, h, w] BGR, and `data_samples`, mmseg's SegDataSample: a list each, with one entry for every image
+# `inputs`, uint8 [3, h, w] BGR, and `data_samples`, mmseg's SegDataSample: a list each, with one entry for every image;
+# on the way to the device `labels`, uint8 [1, h, w], too
 Batch = dict[str, list[Any]]
+CPU = torch.device("cpu")
+
+
+def pack(items: list[dict[str, Any]]) -> Batch:
+    """A batch as it crosses to the device: labels as bytes, an eighth of mmseg's, and where torch can pin them."""
+    batch = pseudo_collate(items)
+    batch["labels"] = [sample.gt_sem_seg.data.to(torch.uint8) for sample in batch["data_samples"]]
+    for sample in batch["data_samples"]:
+        del sample.gt_sem_seg
+    return batch
+
+
+def unpack(batch: Batch, device: torch.device) -> Batch:
+    """On the device, labels in mmseg's place, int64; nobody waits for the copies."""
+    for sample, label in zip(batch["data_samples"], batch.pop("labels"), strict=True):
+        sample.gt_sem_seg = PixelData(data=label.to(device, non_blocking=True).long())
+    return batch | {"inputs": [image.to(device, non_blocking=True) for image in batch["inputs"]]}
 
 
 class SeededAugmentation(Dataset[dict[str, Any]]):
@@ -40,7 +63,13 @@ class SeededAugmentation(Dataset[dict[str, Any]]):
 
 
 def train_batches(
-    dataset: BaseSegDataset, recipe: SegmentationRecipe, rank: int, world_size: int, start: int, total: int
+    dataset: BaseSegDataset,
+    recipe: SegmentationRecipe,
+    rank: int,
+    world_size: int,
+    start: int,
+    total: int,
+    device: torch.device = CPU,
 ) -> Iterator[Batch]:
     """This worker's batches from step `start` to `total`, functions of (seed, step, rank, world_size) alone."""
     batches = worker_batches(
@@ -54,13 +83,20 @@ def train_batches(
     )
     places = ([(epoch, i) for i in indices.tolist()] for epoch, _, indices in batches)
     augmented = SeededAugmentation(dataset, recipe.seed)
-    return load_batches(augmented, places, recipe.loader_workers, collate=pseudo_collate)
+    for batch in load_batches(augmented, places, recipe.loader_workers, collate=pack):
+        yield unpack(batch, device)
 
 
 def eval_batches(
-    dataset: BaseSegDataset, recipe: SegmentationRecipe, rank: int, world_size: int, batch_size: int
+    dataset: BaseSegDataset,
+    recipe: SegmentationRecipe,
+    rank: int,
+    world_size: int,
+    batch_size: int,
+    device: torch.device = CPU,
 ) -> Iterator[Batch]:
     """This worker's share of the data set, every image once, in batches of at most batch_size."""
     share = list(eval_share(len(dataset), rank=rank, world_size=world_size))
     batches = (share[i : i + batch_size] for i in range(0, len(share), batch_size))
-    return load_batches(dataset, batches, recipe.loader_workers, collate=pseudo_collate)
+    for batch in load_batches(dataset, batches, recipe.loader_workers, collate=pack):
+        yield unpack(batch, device)

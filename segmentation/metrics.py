@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import segmentation.registries  # noqa: F401
+
+# isort: split
 import math
 from collections.abc import Callable, Sequence
 

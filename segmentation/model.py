@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import segmentation.registries  # noqa: F401
+
+# isort: split
 import logging
 import warnings
 from dataclasses import dataclass
@@ -18,11 +21,9 @@ from torch.overrides import TorchFunctionMode
 from core import UserError
 from segmentation.backbones import SCHEME, check_backbone
 from segmentation.data import IGNORE
+from segmentation.recipes import BackboneName
 
 Config = dict[str, Any]
-BackboneName = Literal[
-    "resnet50", "resnet101", "swin_tiny", "swin_small", "swin_base", "vit_base", "resnet_mini", "swin_mini", "vit_mini"
-]
 Norm = Literal["BN", "SyncBN"]
 
 # ImageNet statistics of 8-bit RGB, as in every mmseg config

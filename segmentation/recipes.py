@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from core import CO2Config
-from segmentation.data import DataName
-from segmentation.model import BackboneName
 from training.optim import OptimConfig
 from training.recipe import Recipe
+
+DataName = Literal["ade20k", "camvid", "digits"]
+BackboneName = Literal[
+    "resnet50", "resnet101", "swin_tiny", "swin_small", "swin_base", "vit_base", "resnet_mini", "swin_mini", "vit_mini"
+]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from segmentation.recipes import RECIPES, SegmentationRecipe
+from training.recipe import answer_help, dry_run, launch, parse
+
+if __name__ == "__main__":
+    answer_help(RECIPES, prog="segmentation.train")  # before the imports below, which take seconds
+
 import functools
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -18,11 +24,9 @@ from segmentation.loader import eval_batches, train_batches
 from segmentation.metrics import SegmentationMetric
 from segmentation.model import build_model, upernet
 from segmentation.pictures import side_by_side
-from segmentation.recipes import RECIPES, SegmentationRecipe
 from training.backward import Scalars, backward_in_parts
 from training.elastic import repeated
 from training.optim import clip_gradients, make_optimizer, make_schedule
-from training.recipe import dry_run, launch, parse
 from training.run import Run
 from training.sampling import per_worker, steps_per_epoch
 from training.workers import to_device
@@ -70,7 +74,7 @@ def train(
     run.begin(model, optimizer, schedule, method, epoch=epoch, total=total, samples=len(train_set))
 
     model.train()
-    for batch in run.batches(functools.partial(train_batches, train_set)):
+    for batch in run.batches(functools.partial(train_batches, train_set, device=run.device)):
         inputs = model.data_preprocessor(batch, training=True)
         images = to_device(inputs["inputs"], run.device, recipe.channels_last)
         scalars = backward(run, recipe, model, wrapped, images, inputs["data_samples"])
@@ -131,7 +135,8 @@ def evaluate(run: Run, model: nn.Module, split: str, eval_set: BaseSegDataset) -
     shown = 0
     with run.paused():
         model.eval()
-        for batch in eval_batches(eval_set, run.recipe, run.rank, run.world_size, EVAL_BATCH[run.recipe.dataset]):
+        size = EVAL_BATCH[run.recipe.dataset]
+        for batch in eval_batches(eval_set, run.recipe, run.rank, run.world_size, size, run.device):
             with run.autocast():
                 samples = model(**model.data_preprocessor(batch, training=False), mode="predict")
             for image, sample in zip(batch["inputs"], samples, strict=True):
@@ -143,7 +148,7 @@ def evaluate(run: Run, model: nn.Module, split: str, eval_set: BaseSegDataset) -
                     shown += 1
         model.train()
         results = {f"{split}_{key}": value for key, value in metric.compute(run.sum_tensor).items()}
-    run.log(**results)
+    run.log_evaluation(results)
     return {key: value for key, value in results.items() if "IoU/" not in key}
 
 

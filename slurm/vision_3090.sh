@@ -28,6 +28,6 @@ case "$RECIPE" in
 esac
 BATCH_SIZE="${BATCH_SIZE-${fit-}}" # over all GPUs; empty: the recipe's
 OUT="${OUT:-runs/3090/$RECIPE-$METHOD-tau$TAU-${SLURM_JOB_NUM_NODES-}nodes-seed$SEED}"
-export CO2_DATA="${CO2_DATA:-$PWD/data}" # holds imagenet/train/CLASS/*.JPEG, imagenet/val/CLASS/*.JPEG
+export CO2_DATA="${CO2_DATA:-$PWD/data}" # holds imagenet/{train,val}/CLASS/*.JPEG, or imagenet/{train,val}/*.tar
 
 launch vision.train "$@"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from core import CO2, CO2Config, make_method
 from core.collectives import AllReduce, Background
-from core.fast.quantized import WireConfig
+from core.fast import WireConfig
 from core.flat import Scalars, make_buckets
 from core.methods.delayed import DelayedCO2, DelayedConfig
 from core.reference import Reference

@@ -117,14 +117,15 @@ class RunFolder:
         if self._lock is not None:
             self._lock.close()
 
-    def log(self, step: int, scalars: Mapping[str, float | Tensor]) -> None:
-        """Writes one line of metrics.jsonl, and TensorBoard's scalars."""
+    def log(self, step: int, scalars: Mapping[str, float | Tensor], of_model: str = "") -> None:
+        """Writes one line of metrics.jsonl, and TensorBoard's scalars. of_model: of which model they are, where they
+        come from an evaluation; scalars of a worker's `own` are tagged own/NAME in TensorBoard."""
         if not self.writes:
             return
         values = {name: float(value) for name, value in scalars.items()}
-        self._write_line(step, values)
+        self._write_line(step, values | ({"of_model": of_model} if of_model else {}))
         for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
+            self.writer.add_scalar(f"own/{name}" if of_model == "own" else name, value, step)
 
     def note(self, step: int, name: str, text: str) -> None:
         """Writes a line of text to the screen, to metrics.jsonl and to TensorBoard."""

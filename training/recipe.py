@@ -21,7 +21,7 @@ import torch
 import tyro
 from torch import nn
 
-from core import CO2Config, UserError, schedules
+from core import CO2Config, UserError, WireConfig, schedules
 from core.config import scheduled
 from core.elastic import check_elastic
 from core.errors import CollectiveError, DivergedError
@@ -72,6 +72,8 @@ class Recipe:
     most co2.tau_max."""
     delayed: DelayedConfig = field(default_factory=DelayedConfig)
     """Of method delayed: co2 with another way to live with the delay."""
+    ddp_wire: WireConfig = field(default_factory=WireConfig)
+    """Of method ddp: how gradients cross the network."""
     slowmo: SlowMoConfig = field(default_factory=SlowMoConfig)
     overlap_local: OverlapLocalConfig = field(default_factory=OverlapLocalConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -163,7 +165,9 @@ class Recipe:
                 raise UserError(f"{name}={value}: give {LARGEST} or less")
         if self.link_mbit is not None and not self.link_mbit > 0:
             raise UserError(f"link_mbit={self.link_mbit}: give a rate above 0, or None for the real link")
-        check_settings(self.method, self.co2, self.delayed, shard=self.shard, offload=self.offload)
+        check_settings(
+            self.method, self.co2, self.delayed, shard=self.shard, offload=self.offload, ddp_wire=self.ddp_wire
+        )
         if self.schedule and self.method != "co2":
             raise UserError(f"schedule is CO2's own, method {self.method!r} does not have it: leave it out")
         scheduled(self.co2, schedules.from_text(self.schedule, self.co2, lambda step: self.optim.lr), 0)
@@ -233,6 +237,12 @@ def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str
     )
     refuse_unused(recipe, default)
     return recipe
+
+
+def answer_help(recipes: Mapping[str, Recipe], prog: str) -> None:
+    """Prints the help that the command line asks for, and exits; a train script calls it before its slow imports."""
+    if not sys.argv[1:] or {"-h", "--help"} & set(sys.argv[1:]):
+        launch(lambda: sys.exit(parse(recipes, prog=prog) is None))
 
 
 def starting_point(recipe: R, overrides: Sequence[str]) -> R:
@@ -327,10 +337,27 @@ def dry_run(recipe: Recipe, build_model: Callable[[], nn.Module], backward: Back
         print(json.dumps(dataclasses.asdict(recipe), indent=2, default=str))
         millions = sum(p.numel() for p in model.parameters()) / 1e6
         print(f"{millions:.2f} M parameters, {world_size()} workers of {share} samples a step")
+        if note := momentum_note(recipe, world_size()):
+            print(note)
         if backward is not None:
             from training import memory  # here, because FakeTensorMode takes seconds to import
 
             print(*memory.lines(memory.estimate(recipe, build_model, backward, world_size()), recipe), sep="\n")
+
+
+def momentum_note(recipe: Recipe, workers: int) -> str:
+    """A line where CO2's outer momentum is another than the authors' release sets for so many workers, or nothing.
+
+    A recipe's is that for the cluster in its description, and stays on any other: a run is what its recipe says.
+    """
+    c, usual = recipe.co2, CO2Config.recommended(workers).outer_momentum
+    as_released = recipe.method == "co2" and workers > 1 and c.outer_lr == 1 and c.merge == "outer"
+    if not as_released or c.outer_momentum == usual:
+        return ""
+    return (
+        f"note: outer_momentum={c.outer_momentum}; the authors' release sets {usual:g} for {workers} workers: add "
+        f"--co2.outer_momentum {usual:g} for it"
+    )
 
 
 def _tell_torchrun(text: str) -> bool:

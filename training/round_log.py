@@ -7,6 +7,7 @@ import torch
 from core.methods import Method
 from core.rounds import LocalMethod
 from core.stats import Overlap, RoundStats
+from training.allocations import AllocationLog
 from training.folder import RunFolder
 from training.recipe import Recipe
 from training.trace import Trace
@@ -14,11 +15,12 @@ from training.workers import rank
 
 
 class RoundLog:
-    """Attributes: overlap, the communication of all rounds that were read so far."""
+    """Attributes: overlap, the communication of all rounds that were read so far; allocations, what L-GreCo decides."""
 
     def __init__(self, recipe: Recipe, folder: RunFolder, device: torch.device):
         self.overlap = Overlap()
         self._folder = folder
+        self.allocations = AllocationLog(folder)
         self._log_every = recipe.log_every
         self._on_gpu = device.type == "cuda"
         self._synchronous = False
@@ -38,6 +40,7 @@ class RoundLog:
             sent = f"{method.stats.bytes_sent / 1e6:.3g} MB a round, {decision.exposed_share:.0%} of the time exposed"
             new = f"tau {decision.old} -> {decision.new}, wire {decision.wire}"
             self._folder.note(step, "tau", f"{new}: {decision.reason}; {sent}")
+        self.allocations.read(step, method)
         if self._trace and self._trace.close_round():
             self._folder.note(step, "trace", f"trace in {self._trace.path}")
 

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from core import peers
 from core.errors import DivergedError, UserError
 from core.guard import forget
-from core.methods import Method, make_method
+from core.methods import Method, OverlapLocalSGD, make_method
 from core.rounds import LocalMethod
 from core.schedules import from_text
 from training import checkpoint, named, stored
@@ -30,7 +30,7 @@ from training.counters import Averages, Due, Every, Stopwatch, Timer
 from training.elastic import Elastic
 from training.folder import RunFolder
 from training.optim import lr_factor
-from training.recipe import Recipe
+from training.recipe import Recipe, momentum_note
 from training.round_log import RoundLog
 from training.sampling import mix, per_worker
 from training.start import join
@@ -160,6 +160,7 @@ class Run:
             offload=r.offload,
             timeout=r.timeout,
             link=self.link,
+            ddp_wire=r.ddp_wire,
         )
         if isinstance(method, LocalMethod):
             method.skip_after = r.skip_after
@@ -183,6 +184,7 @@ class Run:
         """
         self._model, self._optimizer = model, optimizer
         self._schedule, self._method, self._total = schedule, method, total
+        self._rounds.allocations.model = model
         if isinstance(method, LocalMethod):
             method.on_left_out = forget(optimizer)
         if self._elastic:
@@ -200,6 +202,8 @@ class Run:
         if self.rank == 0 and self.recipe.method != "ddp" and isinstance(tau, int) and total < tau:
             remedy = "give a smaller --co2.tau or more --epochs"
             tqdm.write(f"warning: {total} steps are less than a round of tau={tau}: {remedy}", file=sys.stderr)
+        if self.rank == 0 and (note := momentum_note(self.recipe, self.world_size)):
+            tqdm.write(note, file=sys.stderr)
         self._evaluation = Every(epoch * self.recipe.eval_every, self.step)
         self._saving = Every(epoch * self.recipe.checkpoint_every, self.step)
         self._minutes.restart()
@@ -308,6 +312,13 @@ class Run:
     def log(self, **scalars: float | Tensor) -> None:
         """Writes one line of metrics.jsonl and TensorBoard's scalars, at the present step."""
         self.folder.log(self.step, scalars)
+
+    def log_evaluation(self, results: dict[str, float]) -> None:
+        """Logs what an evaluation measured, and of which model: `shared`, or `own`, each worker's on its share of
+        the set, in the middle of a run whose method leaves the workers apart."""
+        apart = isinstance(self._method, OverlapLocalSGD) or getattr(self._method, "starts_roughly", False)
+        own = apart and self.world_size > 1 and self.step < self._total
+        self.folder.log(self.step, results, of_model="own" if own else "shared")
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

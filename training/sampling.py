@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -113,6 +116,22 @@ def mix(*key: int) -> int:
         seed = ((seed ^ (seed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
         seed ^= seed >> 31
     return seed & 0x7FFFFFFFFFFFFFFF
+
+
+@contextlib.contextmanager
+def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
+    """Inside, the global generators of Python, numpy and torch, the GPU's among them, start from the seed; after it
+    they are as they were, for the model's own random numbers come from them."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([device] if device is not None and device.type == "cuda" else []):
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
 
 
 def generator(*key: int) -> torch.Generator:

@@ -57,6 +57,11 @@ def to_device(images: Tensor, device: torch.device, channels_last: bool) -> Tens
     return images.contiguous(memory_format=torch.channels_last) if inner else images
 
 
+def upload(t: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host's memory on the device; through pinned memory, so that nobody waits for the copy."""
+    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t
+
+
 def make_mesh(device: torch.device, per_node: int, zero: int, timeout: float = 600.0) -> DeviceMesh | None:
     """[nodes, workers of a node] where the workers of a node synchronise every step; None where none do.
 

@@ -1,4 +1,4 @@
-"""The data sets: scikit-learn's digits, which need no download, and CIFAR-10, both in memory; ImageNet from folders."""
+"""The data sets: scikit-learn's digits, which need no download, and CIFAR-10, both in memory; ImageNet from files."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from core import UserError
 from training.sampling import eval_share, generator, worker_batches
+from training.workers import to_device, upload
 from vision.imagenet import ImageNet, imagenet
 from vision.recipes import VisionRecipe
+from vision.transforms import CPU, crop_and_flip, normalise
 
 
 @dataclass(frozen=True)
@@ -35,31 +36,37 @@ class Images:
 
     def normalise(self, images: Tensor) -> Tensor:
         """uint8 [b, c, h, w] -> float32, zero mean and unit variance over the training set."""
-        mean, std = (torch.tensor(v, device=images.device).view(-1, 1, 1) for v in (self.mean, self.std))
-        return (images.float() / 255 - mean) / std
+        return normalise(images, self.mean, self.std)
+
+    def on_device(
+        self, images: Tensor, labels: Tensor, recipe: VisionRecipe, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """uint8 images to the device, and normalised there."""
+        images = to_device(upload(images, device), device, recipe.channels_last)
+        return self.normalise(images), upload(labels, device)
 
     def train_batches(
-        self, recipe: VisionRecipe, rank: int, world_size: int, start: int, total: int
+        self, recipe: VisionRecipe, rank: int, world_size: int, start: int, total: int, device: torch.device = CPU
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """This worker's batches from step `start` to `total`: float32 [b, c, h, w] normalised, int64 [b].
+        """This worker's batches from step `start` to `total`, on the device: float32 [b, c, h, w] and int64 [b].
 
         Samples and augmentation depend on (seed, epoch, rank, world_size) and the batch's number in its epoch alone.
         """
         for epoch, number, index in worker_batches(
             len(self), recipe.batch_size, seed=recipe.seed, rank=rank, world_size=world_size, start=start, total=total
         ):
-            images = self.normalise(self.images[index])
+            images = self.images[index]
             if recipe.augment:
                 images = crop_and_flip(images, generator(recipe.seed, epoch, number, rank))
-            yield images, self.labels[index]
+            yield self.on_device(images, self.labels[index], recipe, device)
 
     def test_batches(
-        self, recipe: VisionRecipe, rank: int, world_size: int, batch_size: int = 256
+        self, recipe: VisionRecipe, rank: int, world_size: int, device: torch.device = CPU, batch_size: int = 256
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """This worker's share of the set, in batches, without augmentation."""
+        """This worker's share of the set, in batches on the device, without augmentation."""
         index = torch.tensor(eval_share(len(self), rank=rank, world_size=world_size))
         for part in index.split(batch_size):
-            yield self.normalise(self.images[part]), self.labels[part]
+            yield self.on_device(self.images[part], self.labels[part], recipe, device)
 
 
 @dataclass(frozen=True)
@@ -148,16 +155,3 @@ def _decode(archive: Path, path: Path) -> None:
     partial = path.with_name(f"{path.stem}.{os.getpid()}.npz")
     np.savez(partial, **arrays)
     partial.rename(path)
-
-
-def crop_and_flip(images: Tensor, rng: torch.Generator) -> Tensor:
-    """A random crop of each image padded by an eighth of its size, and a flip of every second one on average."""
-    n, _, h, w = images.shape
-    pad = h // 8
-    padded = F.pad(images, (pad,) * 4, mode="reflect")
-    dy, dx = torch.randint(0, 2 * pad + 1, (2, n, 1), generator=rng)
-    rows, columns = dy + torch.arange(h), dx + torch.arange(w)
-    flip = torch.rand(n, 1, generator=rng) < 0.5
-    columns = torch.where(flip, columns.flip(1), columns)
-    picked = torch.arange(n)[:, None, None]
-    return padded.permute(0, 2, 3, 1)[picked, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()

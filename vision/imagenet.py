@@ -1,52 +1,64 @@
-"""ImageNet-1K from class folders, with timm's transforms, mixup and cutmix."""
+"""ImageNet-1K from class folders or tar shards, with timm's transforms, erasing, Mixup and CutMix.
+
+Loading processes decode, crop and recolour; images cross to the device as uint8, a quarter of float32's bytes, and are
+normalised, erased and mixed there. timm's create_loader does so, too, but draws samples and random numbers by the state
+of each process, and skips images that it cannot read; here both follow from (seed, epoch, index) alone, and it stops.
+"""
 
 from __future__ import annotations
 
+import training.prepared  # noqa: F401
+
+# isort: split
 import itertools
 import os
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import UnidentifiedImageError
-from timm.data import Mixup, create_transform
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, Mixup, create_transform
+from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchvision.datasets import ImageFolder
 
 from core import UserError
-from training.sampling import eval_share, load_batches, mix, worker_batches
+from training.sampling import eval_share, load_batches, mix, seeded, worker_batches
+from training.workers import to_device
 from vision.index import IndexedFolder
 from vision.model import image_size
 from vision.recipes import VisionRecipe
+from vision.shards import Shards
+from vision.transforms import CPU, normalise
+
+Samples = IndexedFolder | Shards
 
 
 def imagenet() -> tuple[ImageNet, ImageNet]:
-    """(train, val) from CO2_DATA/imagenet/{train,val}/CLASS/*.JPEG; any class folders of images will do."""
+    """(train, val) from CO2_DATA/imagenet/{train,val}, class folders of images or tar shards."""
     root = Path(os.environ.get("CO2_DATA", ""), "imagenet")
     missing = [split for split in ("train", "val") if not (root / split).is_dir()]
     if missing:
         raise UserError(
-            f"ImageNet not found: no folder {root / missing[0]} (layout: CO2_DATA/imagenet/{{train,val}}/CLASS/*.JPEG)"
-            "; set CO2_DATA to the folder that holds imagenet, or train digits_small, which needs no data"
+            f"ImageNet not found: no folder {root / missing[0]} (layout: CO2_DATA/imagenet/{{train,val}}/CLASS/*.JPEG, "
+            "or .../*.tar, shards as WebDataset has them); set CO2_DATA to the folder that holds imagenet, or train "
+            "digits_small, which needs no data"
         )
     train, val = ImageNet(root / "train"), ImageNet(root / "val")
     if differing := sorted(set(train.classes) ^ set(val.classes)):
         some = ", ".join(f"{name} (only in {'train' if name in train.classes else 'val'})" for name in differing[:4])
         more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
-        raise UserError(f"{root}: train and val need the same class folders, but differ in {some}{more}")
+        raise UserError(f"{root}: train and val need the same classes, but differ in {some}{more}")
     return train, val
 
 
 class ImageNet:
-    """Labelled images in class folders; decoded and augmented by DataLoader workers."""
+    """Labelled images in class folders or tar shards; decoded and augmented by DataLoader workers."""
 
     def __init__(self, folder: Path):
         try:
-            self.samples = IndexedFolder(str(folder))
+            self.samples: Samples = Shards(folder) if any(folder.glob("*.tar")) else IndexedFolder(str(folder))
         except FileNotFoundError as error:
             raise UserError(f"{folder}: {str(error).splitlines()[0]}; every class is a folder with images") from None
         self.classes = tuple(self.samples.classes)
@@ -55,34 +67,39 @@ class ImageNet:
         return len(self.samples)
 
     def train_batches(
-        self, recipe: VisionRecipe, rank: int, world_size: int, start: int, total: int
+        self, recipe: VisionRecipe, rank: int, world_size: int, start: int, total: int, device: torch.device = CPU
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """This worker's batches from step `start` to `total`: float32 [b, 3, s, s], int64 [b] or, mixed, [b, classes].
+        """This worker's batches from step `start` to `total`, on the device: float32 [b, 3, s, s], int64 [b] or, mixed,
+        [b, classes].
 
-        Each sample's augmentation is seeded by (seed, epoch, index, number of the copy) alone: loader workers do not
-        change it.
+        An image's crop and colours are seeded by (seed, epoch, index, number of the copy) alone: loader workers do not
+        change them. What is erased, and how a batch is mixed, by (seed, epoch, number of the batch, rank).
         """
         n, seed = len(self), recipe.seed
         recipe.check_share(world_size)
         of = dict(seed=seed, rank=rank, world_size=world_size, start=start, total=total, repeats=recipe.repeats)
         plan, ahead = itertools.tee(worker_batches(n, recipe.batch_size, **of))
         keyed = ([(i % n, mix(seed, epoch, i)) for i in index.tolist()] for epoch, _, index in ahead)
-        mixup = self._mixup(recipe)
-        batches = load_batches(Seeded(self.samples, train_transform(recipe)), keyed, recipe.loader_workers)
+        mixup, erasing = self._mixup(recipe), erasing_of(recipe, device)
+        batches = load_batches(Augmented(self.samples, train_transform(recipe)), keyed, recipe.loader_workers)
         for (epoch, number, _), (images, labels) in zip(plan, batches, strict=True):
-            if mixup is not None:
-                np.random.seed(mix(seed, epoch, number, rank) % 2**32)  # timm draws from numpy
-                images, labels = mixup(images, labels)
+            images, labels = on_device(images, labels, recipe, device)
+            with seeded(mix(seed, epoch, number, rank), device):
+                images = erasing(images)
+                if mixup:
+                    images, labels = mixup(images, labels)
             yield images, labels
 
     def test_batches(
-        self, recipe: VisionRecipe, rank: int, world_size: int, batch_size: int = 128
+        self, recipe: VisionRecipe, rank: int, world_size: int, device: torch.device = CPU, batch_size: int = 128
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """This worker's share of the set, centre crops."""
+        """This worker's share of the set, centre crops, on the device."""
         share = eval_share(len(self), rank=rank, world_size=world_size)
         keyed = ([(i, 0) for i in share[at : at + batch_size]] for at in range(0, len(share), batch_size))
-        transform = create_transform(image_size(recipe.model), crop_pct=0.875, interpolation="bicubic")
-        return load_batches(Seeded(self.samples, transform), keyed, recipe.loader_workers)
+        size = image_size(recipe.model)
+        transform = create_transform(size, crop_pct=0.875, interpolation="bicubic", use_prefetcher=True)
+        for images, labels in load_batches(Augmented(self.samples, transform), keyed, recipe.loader_workers):
+            yield on_device(images, labels, recipe, device)
 
     def _mixup(self, recipe: VisionRecipe) -> Mixup | None:
         if not recipe.mixup and not recipe.cutmix:
@@ -90,38 +107,40 @@ class ImageNet:
         return Mixup(recipe.mixup, recipe.cutmix, label_smoothing=recipe.label_smoothing, num_classes=len(self.classes))
 
 
-class Seeded(Dataset[tuple[Tensor, int]]):
-    """Images by (index, seed): the transform's random numbers come from the seed."""
+class Augmented(Dataset[tuple[Tensor, int]]):
+    """Images, uint8 [3, s, s], by (index, seed): the transform's random numbers come from the seed."""
 
-    def __init__(self, samples: ImageFolder, transform: Any):
+    def __init__(self, samples: Samples, transform: Any):
         self.samples, self.transform = samples, transform
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
         index, seed = key
-        path, label = self.samples.samples[index]
         try:
-            image = self.samples.loader(path)
+            image, label = self.samples.read(index)
         except (UnidentifiedImageError, OSError):
-            raise UserError(f"{path}: not a readable image; fetch it again or remove it") from None
-        states = random.getstate(), np.random.get_state()
-        with torch.random.fork_rng(devices=[]):  # without loader workers the model's own random state is at stake
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            torch.manual_seed(seed)
-            pixels = self.transform(image)
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        return pixels, label
+            raise UserError(f"{self.samples.name(index)}: not a readable image; fetch it again or remove it") from None
+        with seeded(seed):
+            return self.transform(image), label
+
+
+def on_device(images: Tensor, labels: Tensor, recipe: VisionRecipe, device: torch.device) -> tuple[Tensor, Tensor]:
+    """uint8 images to the device, and normalised there."""
+    images = to_device(images, device, recipe.channels_last)
+    return normalise(images, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD), labels.to(device, non_blocking=True)
 
 
 def train_transform(recipe: VisionRecipe) -> Any:
-    """timm's training transform: random resized crop, flip, and what the recipe asks for."""
+    """timm's training transform up to what comes after normalising: random resized crop, flip, what the recipe says."""
     return create_transform(
         image_size(recipe.model),
         is_training=True,
         color_jitter=recipe.color_jitter,
         auto_augment=recipe.auto_augment,
-        re_prob=recipe.random_erasing,
-        re_mode="pixel",
         interpolation="bicubic",
+        use_prefetcher=True,
     )
+
+
+def erasing_of(recipe: VisionRecipe, device: torch.device) -> RandomErasing:
+    """timm's random erasing of normalised images, with a random value for each pixel, on the device."""
+    return RandomErasing(recipe.random_erasing, mode="pixel", device=str(device))

@@ -1,18 +1,22 @@
-"""An index of a folder of images, so that not every worker lists 1.28 million files on a shared file system.
+"""An index of a folder of images or shards, so that not every worker lists 1.28 million files on a shared file system.
 
 The first worker of a node lists the files and writes the index, unless it is there; the others wait for it and read. It
-lies in CO2_CACHE, ~/.cache/co2 unless that is set, and belongs to the folder's path, its classes and their times of
-change: a file that comes or goes in a class's folder makes a new one.
+lies in CO2_CACHE, ~/.cache/co2 unless that is set, and belongs to the folder's path, its classes (or shards) and their
+times of change: a file that comes or goes in a class's folder makes a new one.
 """
 
 from __future__ import annotations
 
+import training.prepared  # noqa: F401
+
+# isort: split
 import hashlib
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from PIL import Image
 from torchvision.datasets import ImageFolder
 
 from core import UserError
@@ -32,19 +36,34 @@ class IndexedFolder(ImageFolder):
         allow_empty: bool = False,
     ) -> list[tuple[str, int]]:
         """[(path, class)], as torchvision's."""
-        path = index_path(Path(directory), list(class_to_idx))
-        first = int(os.environ.get("LOCAL_RANK", 0)) == 0
-        if first and not path.exists():
+
+        def names() -> list[str]:
             files = ImageFolder.make_dataset(directory, class_to_idx, extensions, is_valid_file, allow_empty)
-            _write(path, [os.path.relpath(file, directory) for file, _ in files])
-        _wait_for(path)
-        names = path.read_text().splitlines()
-        return [(os.path.join(directory, name), class_to_idx[name.split(os.sep, 1)[0]]) for name in names]
+            return [os.path.relpath(file, directory) for file, _ in files]
+
+        listed = listed_once(index_path(Path(directory), list(class_to_idx)), names)
+        return [(os.path.join(directory, name), class_to_idx[name.split(os.sep, 1)[0]]) for name in listed]
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """(RGB image, class)."""
+        path, label = self.samples[index]
+        return self.loader(path), label
+
+    def name(self, index: int) -> str:
+        return self.samples[index][0]
 
 
-def index_path(folder: Path, classes: list[str]) -> Path:
+def listed_once(path: Path, lines: Callable[[], list[str]]) -> list[str]:
+    """The lines of the index, which `lines` makes on the first worker of a node where it is not there yet."""
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0 and not path.exists():
+        _write(path, lines())
+    _wait_for(path)
+    return path.read_text().splitlines()
+
+
+def index_path(folder: Path, names: list[str]) -> Path:
     """Where the folder's index lies or will lie."""
-    state = [str(folder.resolve()), *(f"{name} {(folder / name).stat().st_mtime_ns}" for name in classes)]
+    state = [str(folder.resolve()), *(f"{name} {(folder / name).stat().st_mtime_ns}" for name in names)]
     cache = Path(os.environ.get("CO2_CACHE") or Path.home() / ".cache" / "co2")
     return cache / f"index-{hashlib.sha256(os.fsencode(os.linesep.join(state))).hexdigest()[:16]}.txt"
 

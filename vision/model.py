@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import training.prepared  # noqa: F401
+
+# isort: split
 import difflib
 
 import timm

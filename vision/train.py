@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from training.recipe import answer_help, dry_run, launch, parse
+from vision.recipes import RECIPES, VisionRecipe
+
+if __name__ == "__main__":
+    answer_help(RECIPES, prog="vision.train")  # before the imports below, which take seconds
+
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,14 +18,12 @@ from torch import Tensor, nn
 from training.backward import Scalars, backward_in_parts
 from training.elastic import repeated
 from training.optim import clip_gradients, make_optimizer, make_schedule
-from training.recipe import dry_run, launch, parse
 from training.run import Run
 from training.sampling import steps_per_epoch
-from training.workers import to_device, world_size
+from training.workers import world_size
 from vision import data
 from vision.imagenet import ImageNet
 from vision.model import build_model
-from vision.recipes import RECIPES, VisionRecipe
 
 if TYPE_CHECKING:
     from training.memory import Step
@@ -62,9 +67,8 @@ def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset)
     run.begin(model, optimizer, schedule, method, epoch=epoch, total=total, samples=len(train_set))
 
     model.train()
-    for images, labels in run.batches(train_set.train_batches):
-        images = to_device(images, run.device, recipe.channels_last)
-        scalars = backward(run, recipe, wrapped, images, labels.to(run.device, non_blocking=True))
+    for images, labels in run.batches(functools.partial(train_set.train_batches, device=run.device)):
+        scalars = backward(run, recipe, wrapped, images, labels)
         clip_gradients(model, recipe.optim)
         optimizer.step()
         optimizer.zero_grad()
@@ -113,9 +117,7 @@ def evaluate(run: Run, recipe: VisionRecipe, model: nn.Module, test_set: Dataset
     with run.paused():
         model.eval()
         top1 = top5 = loss = count = 0.0
-        for images, labels in test_set.test_batches(recipe, run.rank, run.world_size):
-            images = to_device(images, run.device, recipe.channels_last)
-            labels = labels.to(run.device, non_blocking=True)
+        for images, labels in test_set.test_batches(recipe, run.rank, run.world_size, run.device):
             with run.autocast():
                 logits = model(images).float()
             if run.rank == 0 and not count:
@@ -128,7 +130,7 @@ def evaluate(run: Run, recipe: VisionRecipe, model: nn.Module, test_set: Dataset
         model.train()
         top1, top5, loss, count = run.sum(top1, top5, loss, count)
         results = {"test_top1": top1 / count, "test_top5": top5 / count, "test_loss": loss / count}
-    run.log(**results)
+    run.log_evaluation(results)
     return results
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..outer import Boundary, Merge, Rule, all_seen, update
 from .chunked import ChunkedBoundary
-from .quantized import WireConfig
+from .wire_config import LGrecoConfig, WireConfig
 
-__all__ = ["PASSES", "CompiledBoundary", "Pass", "WireConfig", "make_boundary"]
+__all__ = ["PASSES", "CompiledBoundary", "LGrecoConfig", "Pass", "WireConfig", "make_boundary"]
 
 Pass = Literal["fast", "plain", "compiled"]
 PASSES: tuple[Pass, ...] = ("fast", "plain", "compiled")

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from .. import outer
 from ..errors import UserError
-from ..flat import Bucket, copy, local_shard, views
+from ..flat import Bucket, copy, is_dtensor, local_shard, views
 from ..groups import Stage, agree
 
 Places = dict[int, list[tuple[int, slice]]]  # how many ranks hold some elements -> [(which flat tensor, where in it)]
@@ -31,7 +30,7 @@ class Placement:
     def __init__(
         self, params: Sequence[Tensor], buffers: Sequence[Tensor], group: dist.ProcessGroup | None, shards: bool
     ):
-        self.of_shards = shards or any(isinstance(p, DTensor) for p in params)
+        self.of_shards = shards or any(is_dtensor(p) for p in params)
         if self.of_shards and group is None:
             what = "shards=True needs" if shards else "DTensors as parameters need"
             raise UserError(f"{what} mesh=: without it different shards would be averaged")
@@ -126,7 +125,7 @@ def copies_of(t: Tensor, ranks: Sequence[int], shards: bool) -> int:
     A plain tensor: all of them, or with `shards` this one alone. A DTensor: as its placements say. UserError where they
     are partial sums, or reach beyond the group.
     """
-    if not isinstance(t, DTensor):
+    if not is_dtensor(t):
         return 1 if shards else len(ranks)
     mesh = t.device_mesh
     holders = len(set(mesh.mesh.flatten().tolist()) & set(ranks)) if shards else len(ranks)

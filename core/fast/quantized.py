@@ -14,70 +14,40 @@ Buffers such as BatchNorm's statistics and the scalars travel in the same messag
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..errors import UserError
-from ..flat import Bucket, Scalars
-from ..groups import Stage, backend_for
+from ..flat import Scalars
+from ..groups import Stage
 from . import wire as wires
-from .wire import BLOCK, ROUNDINGS, WIRES, Rounding, Wire
+from .wire import BLOCK, Rounding, Wire
 
 SEGMENT = 1 << 18  # elements that are encoded at once: the temporaries stay in a CPU's cache
 GPU_SEGMENT = 1 << 24  # few kernels, and temporaries of some 64 MiB
 
 
-@dataclass(frozen=True)
-class WireConfig:
-    """How the pseudo-gradient crosses the network."""
-
-    format: Wire | Literal["auto"] = "float32"
-    """float32 (float64 for float64 parameters, a plain all-reduce), or rounded to bfloat16, float16, int8, int4. auto,
-    with tau auto: float32, or int8 where means are fresher over it."""
-    rounding: Rounding = "nearest"
-    """Of the narrow formats: nearest, or stochastic, whose mean over many rounds is exact."""
-    error_feedback: bool = True
-    """With a narrow format: what rounding left out goes along in the next round, for a copy of the parameters."""
-
-    def __post_init__(self) -> None:
-        for name, value, known in (("format", self.format, (*WIRES, "auto")), ("rounding", self.rounding, ROUNDINGS)):
-            if value not in known:
-                raise UserError(f"wire.{name}={value!r}: choose one of {', '.join(known)}")
-        if self.format == "float32" and self.rounding != "nearest":
-            raise UserError(f"wire.rounding={self.rounding!r}: float32 rounds nothing; set wire.format to a narrow one")
-
-    def check(self, params: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-        """Refuses what was never run, rather than to send something else than asked for."""
-        if self.format == "float32":
-            return
-        what, remedy = f"wire.format={self.format!r}", "use wire.format float32"
-        devices = sorted({str(t.device) for t in params})
-        if len(devices) > 1:
-            raise UserError(
-                f"{what} with parameters on {', '.join(devices)}: they have to lie on one device, or {remedy}"
-            )
-        if not params or not dist.is_initialized():
-            return
-        kind, backend = params[0].device.type, backend_for(group, params[0].device)
-        if backend not in ("gloo", "nccl"):
-            raise UserError(f"{what} over {backend} backend for {kind} tensors: only gloo and nccl do, or {remedy}")
+class Encoded(Protocol):
+    """What this reducer reads and writes of a bucket: its payload, which is rounded, and what travels as it is."""
 
     @property
-    def choices(self) -> dict[str, float]:
-        """The formats to choose from, the widest first -> bytes an element. The loss over int4 was not measured, so
-        auto leaves it out."""
-        known: tuple[Wire, ...] = ("float32", "int8") if self.format == "auto" else (self.format,)
-        return {wire: wires.BLOCK_BYTES.get(wire, 4 * BLOCK) / BLOCK for wire in known}
+    def flat(self) -> Tensor: ...
+    @property
+    def numel(self) -> int: ...
+    @property
+    def payload(self) -> Tensor: ...
+    @property
+    def values(self) -> Tensor: ...
+    @property
+    def scalars(self) -> Tensor: ...
 
-    def reducer(self, buckets: Sequence[Bucket], scalars: Scalars, rank: int, world_size: int) -> Quantized:
-        """What sends the buckets in this format, unless that is float32."""
-        assert self.format not in ("float32", "auto")
-        return Quantized(buckets, scalars, rank, world_size, self)
+
+def chunk_of(numel: int, world_size: int) -> int:
+    """Elements of each worker's chunk: whole blocks."""
+    return -(-numel // (world_size * BLOCK)) * BLOCK
 
 
 class Quantized:
@@ -89,27 +59,38 @@ class Quantized:
 
     One worker alone encodes and decodes as well, so that it trains as one of many. Error feedback keeps a copy of the
     parameters more, and 1 / n for the second stage: `state`. On a CPU the first encoding happens inside launch().
+    memory: for both, a tensor a bucket, [workers x chunk] and [chunk]; None for its own.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], scalars: Scalars, rank: int, world_size: int, config: WireConfig):
-        self.buckets, self.scalars, self.config = buckets, scalars, config
+    def __init__(
+        self,
+        buckets: Sequence[Encoded],
+        scalars: Scalars,
+        rank: int,
+        world_size: int,
+        wire: Wire,
+        rounding: Rounding = "nearest",
+        error_feedback: bool = True,
+        memory: tuple[list[Tensor], list[Tensor]] | None = None,
+    ):
+        self.buckets, self.scalars, self.wire = buckets, scalars, wire
         self.rank, self.world_size = rank, world_size
-        assert config.format != "auto"
-        self.wire: Wire = config.format
         self.scale = 1.0
         self.device = buckets[0].flat.device
-        self.chunks = [-(-b.numel // (world_size * BLOCK)) * BLOCK for b in buckets]  # elements a worker, whole blocks
-        self.rests = [-(-(len(b.rest) - len(b.scalars)) // world_size) for b in buckets]  # elements a worker
+        self.chunks = [chunk_of(b.numel, world_size) for b in buckets]
+        self.rests = [-(-len(b.values) // world_size) for b in buckets]  # elements a worker
         self.state: dict[str, list[Tensor]] = {}
         self._errors: list[Tensor | None] = [None] * len(buckets)
         self._mean_errors: list[Tensor | None] = [None] * len(buckets)
-        if config.error_feedback:
+        if error_feedback:
             pairs = list(zip(buckets, self.chunks, strict=True))
-            own = [b.flat.new_zeros(world_size * chunk) for b, chunk in pairs]
-            means = [b.flat.new_zeros(chunk) for b, chunk in pairs]
+            own, means = memory or (
+                [b.flat.new_zeros(world_size * chunk) for b, chunk in pairs],
+                [b.flat.new_zeros(chunk) for b, chunk in pairs],
+            )
             self._errors, self._mean_errors = [*own], [*means]
             self.state = {"error_feedback": own, "mean_error_feedback": means}
-        self._generator = torch.Generator(self.device) if config.rounding == "stochastic" else None
+        self._generator = torch.Generator(self.device) if rounding == "stochastic" else None
         self._segment = GPU_SEGMENT if self.device.type == "cuda" else SEGMENT
 
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:

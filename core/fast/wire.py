@@ -5,7 +5,10 @@
 | bfloat16 | 512 | rounded to 8 significant binary digits; no scale, for it has float32's range |
 | float16 | 4 + 512 | s times a float16: 11 digits down to 2^-29 of the block's largest; no tiny block flushes to 0 |
 | int8 | 4 + 256 | s q, q in -127 ... 127, s = the block's largest magnitude / 127 |
-| int4 | 4 + 128 | s q, q in -7 ... 7, s = the block's largest magnitude / 7; elements i and i + 128 share a byte |
+| intB | 4 + 32 B | s q, q in -L ... L, L = 2^(B - 1) - 1, s = the block's largest magnitude / L; B = 6, 5, 4, 3, 2 |
+
+The B bits of q + L + 1 are cut, from the lowest, into fields of 4, 2 and 1 bits, as many as are needed; the fields of
+one width follow each other, and elements i, i + 256 w / 8, i + 2 x 256 w / 8, ... share a byte of those of w bits.
 
 The scale s leads its block, as float32: one in bfloat16 would save 2 bytes in 132 at best, and has to be rounded up,
 which costs more precision than that. float16's s is a power of two. Symmetric scales a block are those of 8-bit
@@ -20,14 +23,16 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-Wire = Literal["float32", "bfloat16", "float16", "int8", "int4"]
+Wire = Literal["float32", "bfloat16", "float16", "int8", "int6", "int5", "int4", "int3", "int2"]
 WIRES: tuple[Wire, ...] = get_args(Wire)
 Rounding = Literal["nearest", "stochastic"]
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 
 BLOCK = 256  # elements
-BLOCK_BYTES = {"bfloat16": 2 * BLOCK, "float16": 4 + 2 * BLOCK, "int8": 4 + BLOCK, "int4": 4 + BLOCK // 2}
-LEVELS = {"int8": 127, "int4": 7}
+INTS: tuple[Wire, ...] = ("int8", "int6", "int5", "int4", "int3", "int2")
+BITS = {wire: int(wire.removeprefix("int")) for wire in INTS}
+BLOCK_BYTES = {"bfloat16": 2 * BLOCK, "float16": 4 + 2 * BLOCK} | {w: 4 + BLOCK // 8 * b for w, b in BITS.items()}
+LEVELS = {wire: (1 << bits - 1) - 1 for wire, bits in BITS.items()}
 
 
 def nbytes(wire: str, numel: int) -> int:
@@ -52,7 +57,7 @@ def encode(x: Tensor, wire: str, generator: torch.Generator | None = None) -> Te
         body = _near_float(y, 11, generator).to(torch.float16).view(torch.uint8)
     else:
         body = _near_integer(y, generator).clamp_(-LEVELS[wire], LEVELS[wire])
-        body = body.to(torch.int8).view(torch.uint8) if wire == "int8" else _pack(body)
+        body = body.to(torch.int8).view(torch.uint8) if wire == "int8" else _pack(body, BITS[wire])
     return torch.cat([scale[:, None].view(torch.uint8), body], dim=1).view(-1)
 
 
@@ -66,8 +71,16 @@ def decode(payload: Tensor, wire: str, dtype: torch.dtype = torch.float32) -> Te
     if wire == "float16":
         y = body.clone().view(torch.float16).to(dtype)
     else:
-        y = body.view(torch.int8).to(dtype) if wire == "int8" else _unpack(body, dtype)
+        y = body.view(torch.int8).to(dtype) if wire == "int8" else _unpack(body, BITS[wire]).to(dtype)
     return y.mul_(scale).view(-1)
+
+
+def rounded(x: Tensor, wire: str) -> Tensor:
+    """decode(encode(x)) of an int format, to nearest, without the packing in between; for finite x."""
+    blocks = x.reshape(-1, BLOCK)
+    scale = _scales(blocks, wire)[:, None]
+    q = (blocks / scale.masked_fill(scale == 0, 1.0)).round_().clamp_(-LEVELS[wire], LEVELS[wire])
+    return q.mul_(scale).view(-1)
 
 
 def _scales(blocks: Tensor, wire: str) -> Tensor:
@@ -105,12 +118,37 @@ def _near_float(y: Tensor, digits: int, generator: torch.Generator | None) -> Te
     return _near_integer(y / grid, generator).mul_(grid)
 
 
-def _pack(q: Tensor) -> Tensor:
-    """[blocks, 256] whole numbers in -7 ... 7 -> uint8 [blocks, 128]: the first half in the low four bits."""
-    low, high = q.add_(8).to(torch.uint8).chunk(2, dim=1)  # of a NaN any bits will do: its scale tells
-    return low | (high << 4)
+def _pack(q: Tensor, bits: int) -> Tensor:
+    """[blocks, 256] whole numbers, |q| < 2^(bits - 1) -> uint8 [blocks, 32 bits]."""
+    u = q.add_(1 << bits - 1).to(torch.int8).view(torch.uint8)  # of a NaN any bits will do: its scale tells
+    fields = []
+    for low, width in _fields(bits):
+        field = u >> low if low else u
+        field = field if low + width == bits else field & ((1 << width) - 1)
+        first, *others = field.chunk(8 // width, dim=1)
+        for i, other in enumerate(others, 1):
+            first = first | (other << i * width)
+        fields.append(first)
+    return fields[0] if len(fields) == 1 else torch.cat(fields, dim=1)
 
 
-def _unpack(body: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse of _pack, in `dtype`."""
-    return torch.cat([body & 15, body >> 4], dim=1).to(dtype).sub_(8)
+def _unpack(body: Tensor, bits: int) -> Tensor:
+    """The inverse of _pack, as int8."""
+    u, start = torch.zeros(len(body), BLOCK, dtype=torch.uint8, device=body.device), 0
+    for low, width in _fields(bits):
+        field = body[:, start : start + BLOCK // 8 * width]
+        start += field.shape[1]
+        parts = u.chunk(8 // width, dim=1)
+        for i, part in enumerate(parts):
+            part |= ((field >> i * width) & ((1 << width) - 1)) << low
+    return u.view(torch.int8).sub_(1 << bits - 1)
+
+
+def _fields(bits: int) -> list[tuple[int, int]]:
+    """(lowest bit, width) of each field into which so many bits are cut."""
+    fields, low = [], 0
+    for width in (4, 2, 1):
+        if bits - low >= width:
+            fields.append((low, width))
+            low += width
+    return fields

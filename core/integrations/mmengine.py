@@ -25,6 +25,7 @@ from ..methods import (
     METHODS,
     CO2Config,
     DelayedConfig,
+    LGrecoConfig,
     OverlapLocalConfig,
     SlowMoConfig,
     UserError,
@@ -71,7 +72,9 @@ class CO2Hook(Hook):
         self.method_name, self.average_buffers, self.timeout = method, average_buffers, timeout
         co2 = dict(co2 or {})
         if "wire" in co2:
-            co2["wire"] = _config("wire", WireConfig, co2["wire"])
+            wire = dict(co2["wire"])
+            lgreco = _config("wire.lgreco", LGrecoConfig, wire.pop("lgreco", None))
+            co2["wire"] = _config("wire", WireConfig, wire | {"lgreco": lgreco})
         self.configs = {
             "co2": _config("co2", CO2Config, {"tau": tau} | co2),
             "delayed": _config("delayed", DelayedConfig, delayed),

@@ -14,7 +14,7 @@ from ..co2 import CO2
 from ..collectives import Link
 from ..config import CO2Config, Schedule, check_shared, check_stable
 from ..errors import UserError
-from ..fast import WireConfig
+from ..fast import LGrecoConfig, WireConfig
 from ..fast.sharded import ShardedCO2
 from ..rounds import LocalMethod
 from .ddp import DDP, is_sharded
@@ -30,6 +30,7 @@ __all__ = [
     "CO2Config",
     "DelayedCO2",
     "DelayedConfig",
+    "LGrecoConfig",
     "LocalSGD",
     "Method",
     "MethodName",
@@ -75,20 +76,21 @@ def make_method(
     group: dist.ProcessGroup | None = None,
     timeout: float = 600.0,
     link: Link | None = None,
+    ddp_wire: WireConfig | None = None,
 ) -> tuple[nn.Module, Method]:
     """The model to call in the loop, and the method whose step() follows every optimiser step.
 
     name: one of METHODS. The period of every local method is co2.tau, so that comparisons share it. schedule: of co2,
     see CO2. lr: returns the current inner learning rate, for SlowMo. mesh: [nodes, workers of a node]: these
     synchronise gradients every step, and the method runs across nodes; ddp synchronises all every step anyway. shard,
-    offload: see ShardedCO2. group, timeout, link: see LocalMethod.
+    offload: see ShardedCO2. group, timeout, link: see LocalMethod. ddp_wire: of ddp, how gradients cross the network.
     """
     co2 = co2 or CO2Config()
-    check_settings(name, co2, delayed or DelayedConfig(), shard=shard, offload=offload)
+    check_settings(name, co2, delayed or DelayedConfig(), shard=shard, offload=offload, ddp_wire=ddp_wire)
     if schedule is not None and name != "co2":
         raise UserError(f"schedule is CO2's own, method {name!r} does not have it: leave it out")
     if name == "ddp":
-        ddp = DDP(model, average_buffers=average_buffers, group=group, timeout=timeout, link=link)
+        ddp = DDP(model, average_buffers=average_buffers, group=group, timeout=timeout, link=link, wire=ddp_wire)
         return ddp.model, ddp
     params = list(model.parameters())
     buffers = list(model.buffers()) if average_buffers else []
@@ -112,13 +114,26 @@ def make_method(
     return model, SlowMo(params, co2.tau, slowmo, lr=lr, **common)
 
 
-def check_settings(name: str, co2: CO2Config, delayed: DelayedConfig, *, shard: bool, offload: bool) -> None:
+def check_settings(
+    name: str,
+    co2: CO2Config,
+    delayed: DelayedConfig,
+    *,
+    shard: bool,
+    offload: bool,
+    ddp_wire: WireConfig | None = None,
+) -> None:
     """Refuses settings that the method does not have, rather than to leave them unused, or that do not go together."""
     if name not in METHODS:
         raise UserError(f"method {name!r}: choose one of {', '.join(METHODS)}")
     for key, value in (("shard", shard), ("offload", offload)):
         if value and name != "co2":
             raise UserError(f"{key}={value!r} is CO2's own, method {name!r} does not have it: leave it out")
+    if ddp_wire is not None and ddp_wire.format == "auto":
+        raise UserError("ddp_wire.format='auto' is chosen together with tau, which ddp does not have: give a format")
+    if name != "ddp" and ddp_wire is not None and ddp_wire.format != "float32":
+        remedy = "set co2.wire" if name in ("co2", "delayed") else "leave it out"
+        raise UserError(f"ddp_wire.format={ddp_wire.format!r} is method ddp's own, not {name}'s: {remedy}")
     if name not in ("co2", "delayed") and co2.wire.format != "float32":
         raise UserError(f"wire.format={co2.wire.format!r} is CO2's own, method {name!r} does not have it: leave it out")
     for key in ("merge", "delay", "sync_steps", "steps", "outlier") if name not in ("co2", "delayed") else ():

@@ -14,10 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import peers
 from ..collectives import Link
-from ..errors import DivergedError
+from ..errors import DivergedError, UserError
+from ..fast import WireConfig
 from ..groups import is_sharded, leave_group, new_group, ring_bytes
 from ..guard import all_finite
 from ..stats import Late, Mark, RoundStats, Seconds, between, mark
+from .gradient_wire import GradientWire
 
 ASK_EVERY = 8  # steps between two exchanges of whether to stop
 
@@ -28,6 +30,7 @@ class DDP:
     model: to be called in place of the wrapped one. BatchNorm statistics stay local until finish() averages them, for
     DDP's own broadcast would block every forward pass. A model of DTensors synchronises itself over all workers where
     it was sharded so (training.zero.shard_model with everywhere=True); its communication is not measured: nan.
+    wire: how gradients cross the network; see GradientWire.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class DDP:
         group: dist.ProcessGroup | None = None,
         timeout: float = 600.0,
         link: Link | None = None,
+        wire: WireConfig | None = None,
     ):
         self.tau = 1
         self.rounds = 0
@@ -59,12 +63,18 @@ class DDP:
         if self.group is not None:
             self.world_size = dist.get_world_size(self.group)
         self._sharded = is_sharded(model)
+        self.wire: GradientWire | None = None
+        if wire is not None and wire.format != "float32":
+            if self._sharded:
+                raise UserError(f"ddp_wire.format={wire.format!r} with ZeRO: shards cross as float32; leave it out")
+            if self.group is not None:
+                self.wire = GradientWire(model, wire, group=group, timeout=timeout, link=link)
         if self.group is not None and not self._sharded:
             known = inspect.signature(DistributedDataParallel).parameters
             name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.13
             no_broadcast: dict[str, Any] = {name: False}
             ddp = DistributedDataParallel(model, process_group=self.group, **no_broadcast)
-            ddp.register_comm_hook(None, self._all_reduce)
+            ddp.register_comm_hook(None, self.wire.hook if self.wire else self._all_reduce)
             self.model = ddp
 
     def _reset(self) -> None:
@@ -103,6 +113,10 @@ class DDP:
         if self._spans:
             self.stats.exposed_seconds = between(*self._spans[-1])
             self.stats.allreduce_seconds = _union(self._spans)
+        if self.wire is not None:
+            background = self.wire.background
+            self.stats.bytes_sent = background.bytes_sent
+            self.stats.exposed_seconds, self.stats.allreduce_seconds = background.exposed, background.seconds
         if self._sharded:
             self.stats.exposed_seconds = self.stats.allreduce_seconds = float("nan")
         self._reset()
@@ -158,14 +172,24 @@ class DDP:
         """See LocalMethod; nothing ever waits here."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rounds": self.rounds}
+        return {"rounds": self.rounds} | ({"wire": self.wire.state_dict()} if self.wire else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rounds = state["rounds"]
+        if self.wire is not None:
+            if "wire" not in state:
+                raise UserError("the checkpoint's gradients were sent as float32: resume without ddp_wire")
+            self.wire.load_state_dict(state["wire"])
 
     def close(self) -> None:
         """Leaves the process group."""
+        if self.wire is not None:
+            self.wire.background.close()
         if self.group is not None:
+            if isinstance(self.model, DistributedDataParallel):
+                # Its reducer's destructor holds the interpreter's lock: where it had the last reference to the group,
+                # it would wait for a thread of the group that may need that lock, to free a tensor.
+                del self.model.logger, self.model.reducer
             leave_group(self.group, self._timeout)
             self.group = None
 

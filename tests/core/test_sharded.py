@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core import CO2, CO2Config, UserError
-from core.fast.quantized import WireConfig
+from core.fast import WireConfig
 from core.fast.sharded import ShardedCO2
 from core.groups import gather_parts, local_world_size, node_mesh, sum_parts
 from core.reference import Reference

@@ -1,9 +1,12 @@
 """The choice of tau, on times given by hand."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 from torch import nn
 
-from core import CO2Config, UserError, make_method
+from core import CO2, CO2Config, UserError, make_method
 from core.fast import WireConfig
 from core.tau import CALIBRATION_TAU, SETTLE, TauTuner, smallest_tau
 
@@ -151,9 +154,24 @@ def test_a_fresh_mean_needs_no_narrow_wire_and_a_cap_says_what_is_exposed():
     assert capped.decisions[-1].exposed_share == pytest.approx(0.5)
 
 
-def test_wire_auto_needs_tau_auto():
-    with pytest.raises(UserError, match="chosen together with tau: set tau auto"):
-        CO2Config(wire=WireConfig("auto"))
+def test_with_a_given_tau_the_wire_alone_is_chosen():
+    tuner = TauTuner(192, wires=WIRES, given=24)
+    hears(tuner, 3, 0.8)
+    assert (tuner.wire, tuner.tau) == ("int8", 24)
+    hears(tuner, SETTLE + 3, 0.2)
+    assert (tuner.wire, tuner.tau, len(tuner.decisions)) == ("int8", 24, 1)
+    fast = TauTuner(192, wires=WIRES, given=24)
+    hears(fast, 9, 0.09)
+    assert (fast.wire, fast.tau, fast.decisions) == ("float32", 24, [])
+    slow_to_encode = TauTuner(192, wires=WIRES, given=24)
+    hears(slow_to_encode, SETTLE + 6, 0.8)
+    assert (slow_to_encode.wire, slow_to_encode.tau) == ("float32", 24)
+
+
+def test_the_recommended_settings_choose_the_wire_and_a_given_tau_holds():
+    config = replace(CO2Config.recommended(4), tau=24)
+    co2 = CO2([nn.Parameter(torch.zeros(3))], config)
+    assert config.wire == WireConfig("auto") and (co2.tau, co2.tuner.given) == (24, 24)
     with pytest.raises(UserError, match="wire.format='auto' needs unshared outer state"):
         make_method("co2", nn.Linear(2, 2), co2=CO2Config(tau="auto", wire=WireConfig("auto")), shard=True)
 

@@ -194,9 +194,9 @@ def test_a_wire_is_chosen_with_tau_alike_on_all_workers_and_kept_in_a_checkpoint
     one, two = run_distributed(choosing_a_wire, 2)
     assert torch.equal(one.pop("end"), two.pop("end")) and one == two
     found = one["first"], one["wire"], one["held back"], one["same"]
-    assert found == ("float32", "int8", True, True), one["decided"]
+    assert found == ("float32", "int4", True, True), one["decided"]
     assert one["sent"][1] < 0.4 * one["sent"][0]
-    assert one["decided"][0][2] == "int8"
+    assert one["decided"][0][2] == "int4"
 
 
 def test_one_worker_keeps_the_calibration_tau():

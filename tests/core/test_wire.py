@@ -9,12 +9,13 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from core import UserError
-from core.fast.quantized import WireConfig
-from core.fast.wire import BLOCK, WIRES, decode, encode, nbytes
+from core.fast import WireConfig
+from core.fast.wire import BLOCK, WIRES, decode, encode, nbytes, rounded
 from tests.problems import Mean
 
 NARROW = WIRES[1:]
-BITS = {"bfloat16": 16.0, "float16": 16 + 1 / 8, "int8": 8 + 1 / 8, "int4": 4 + 1 / 8}  # an element
+INT = {"int8": 8, "int6": 6, "int5": 5, "int4": 4, "int3": 3, "int2": 2}
+BITS = {"bfloat16": 16.0, "float16": 16 + 1 / 8} | {wire: bits + 1 / 8 for wire, bits in INT.items()}  # an element
 ROUNDINGS = (None, 1)
 
 
@@ -53,6 +54,26 @@ def test_int4_bytes_by_hand():
     assert torch.equal(through(x, "int4"), x)
 
 
+@pytest.mark.parametrize(("wire", "levels"), [("int2", 1), ("int3", 3), ("int4", 7), ("int5", 15), ("int6", 31)])
+def test_every_level_at_every_place_comes_back(wire: str, levels: int):
+    """With a scale of 1 whole numbers are exact: packed and unpacked they are themselves."""
+    q = torch.randint(-levels, levels + 1, (200, BLOCK), generator=generator(0)).float()
+    q[:, 0] = levels
+    assert torch.equal(through(q.view(-1), wire), q.view(-1))
+    assert len(encode(q.view(-1), wire)) == 200 * (4 + 32 * int(wire[3]))
+
+
+def test_int5_and_int2_bytes_by_hand():
+    """int5: the low four bits of elements 0 and 128 share a byte, the fifth bits of 0, 32, 64, ... another."""
+    x = torch.zeros(BLOCK)
+    x[0], x[128], x[32] = 15.0, -15.0, 1.0  # 31, 1 and 17 with 16 added; a zero is 16
+    payload = encode(x, "int5")
+    assert payload[4] == 15 + (1 << 4) and payload[4 + 32] == 1
+    assert payload[4 + 128] == 0b11101111  # elements 0, 32, 64, 96, 128, ... of which 128 alone has no fifth bit
+    x[32] = -15.0
+    assert encode(x, "int2")[4:6].tolist() == [3 + (2 << 2) + (1 << 4) + (2 << 6), 0b10101010]
+
+
 def test_int8_bytes_by_hand():
     payload = encode(torch.cat([block(-63.5, 63.5, 0.2, 0.3, -0.3), block(0.0), block(254.0, 3.0)]), "int8")
     blocks = payload.view(3, 260)
@@ -85,9 +106,7 @@ def bound(x: Tensor, wire: str) -> Tensor:
     return {
         "bfloat16": x.abs() * 2**-8,
         "float16": (x.abs() * 2**-11).maximum(top * 2**-39),
-        "int8": top / 254,
-        "int4": top / 14,
-    }[wire]
+    }.get(wire, top / (2 ** INT[wire] - 2) if wire in INT else top)
 
 
 @pytest.mark.parametrize("wire", NARROW)
@@ -103,7 +122,7 @@ def test_error_stays_within_the_format(wire: str, dtype: torch.dtype, seed: int 
     assert ((through(x, wire, seed) - x).abs() <= allowed + tiny).all()
 
 
-@pytest.mark.parametrize("wire", NARROW)
+@pytest.mark.parametrize("wire", ["bfloat16", "float16", "int8", "int4", "int2"])
 def test_stochastic_rounding_is_unbiased(wire: str):
     """The mean over 4000 seeds is within five standard errors, where rounding to nearest is far off."""
     x = block(1.0, 0.30001, -0.0703, 0.013, -0.55517)
@@ -132,6 +151,13 @@ def test_what_is_not_finite_stays_so(wire: str, seed: int | None, bad: float):
     finite = through(x, wire, seed).isfinite().view(3, BLOCK)
     assert finite[0].all() and finite[2].all()
     assert not finite[1, 44] if wire == "bfloat16" else not finite[1].any()
+
+
+@pytest.mark.parametrize("wire", INT)
+def test_rounded_without_packing(wire: str):
+    x = torch.randn(3 * BLOCK, generator=generator(0))
+    x[:BLOCK] = 0.0
+    assert torch.equal(rounded(x, wire), through(x, wire))
 
 
 @pytest.mark.parametrize("wire", NARROW)
@@ -181,7 +207,7 @@ def test_two_devices_are_refused():
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"format": "fp8"}, "wire.format='fp8': choose one of float32, bfloat16, float16, int8, int4"),
+        ({"format": "fp8"}, f"wire.format='fp8': choose one of {', '.join(WIRES)}, lgreco, auto"),
         ({"format": "int8", "rounding": "up"}, "wire.rounding='up': choose one of nearest, stochastic"),
         (
             {"rounding": "stochastic"},

@@ -19,6 +19,7 @@ from tests.core.test_quantized import PLAIN
 from training.sampling import generator
 from training.throttle import ThrottledLink
 
+BLOCKS = {"bfloat16": 512, "float16": 516, "int8": 260, "int6": 196, "int5": 164, "int4": 132, "int3": 100, "int2": 68}
 NUMEL = 1 << 20  # so large that headers and padding hardly count
 
 
@@ -62,12 +63,12 @@ def loopback_bytes() -> int:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bytes_sent_by_hand(world_size: int):
-    """Blocks of 256 cost 512, 516, 260 and 132 bytes; twice (n - 1) / n of them; and 9 + n scalars a peer."""
+    """Blocks of 256 cost 512, 516, 260, ... 68 bytes; twice (n - 1) / n of them; and 9 + n scalars a peer."""
     blocks = -(-NUMEL // (256 * world_size))  # a worker
     others = world_size - 1
     for counted in run_distributed(bytes_of_a_round, world_size):
         assert counted["float32"][0] == ring_bytes(4 * (NUMEL + 9 + world_size), world_size)
-        for wire, size in (("bfloat16", 512), ("float16", 516), ("int8", 260), ("int4", 132)):
+        for wire, size in BLOCKS.items():
             assert counted[wire][0] == counted[wire][1] == others * (2 * blocks * size + (9 + world_size) * 4)
 
 
@@ -93,5 +94,5 @@ def test_the_kernel_counts_the_same_bytes():
         assert seen[wire] == pytest.approx(ours, rel=0.1), (
             f"{wire}: {ours} bytes counted here, {seen[wire]} by the kernel"
         )
-    for wire, share in (("bfloat16", 1 / 2), ("float16", 516 / 1024), ("int8", 260 / 1024), ("int4", 132 / 1024)):
-        assert seen[wire] / seen["float32"] == pytest.approx(share, rel=0.1)
+    for wire, size in BLOCKS.items():
+        assert seen[wire] / seen["float32"] == pytest.approx(size / 1024, rel=0.1)

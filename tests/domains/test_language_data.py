@@ -85,6 +85,19 @@ def test_causal_targets_are_the_next_tokens():
     assert torch.equal(inputs + 1, targets)
 
 
+@pytest.mark.parametrize("objective", [CausalObjective(8), MASKED])
+def test_batches_do_not_depend_on_loader_processes_or_resuming(objective):
+    recipe = replace(gpt2_pydoc_small(), batch_size=4)
+    place = dict(rank=1, world_size=2, total=8)
+    before = torch.get_rng_state()
+    here = list(train_batches(TOKENS, objective, recipe, **place, start=0))
+    there = list(train_batches(TOKENS, objective, replace(recipe, loader_workers=2), **place, start=3))
+    assert torch.equal(before, torch.get_rng_state()), "the model's dropout draws from it"
+    assert len(here) == 8 and not torch.equal(here[0][0], here[1][0])
+    for (inputs, targets), (same, wanted) in zip(here[3:], there, strict=True):
+        assert torch.equal(inputs, same) and torch.equal(targets, wanted)
+
+
 @pytest.mark.parametrize(("objective", "samples"), [(CausalObjective(400), 1), (MaskedObjective(1200, 50, 0, 2), 0)])
 def test_too_little_text_is_refused(objective, samples):
     with pytest.raises(UserError, match=rf"batch_size=6 \(global\) exceeds the {samples} training samples"):

@@ -1,6 +1,9 @@
 """Model sizes and shapes, linear attention, weight-decay groups, metrics, generated text."""
 
 import math
+import sys
+import types
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -9,11 +12,13 @@ from tokenizers import Tokenizer, decoders, models
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
+from core import UserError
 from language.data import IGNORE, CausalObjective, held_out_batches
 from language.generate import continuation_markdown, continue_text, fill_masks, filled_markdown
 from language.metrics import held_out_sums, summarize, token_loss
 from language.model import build_model, count_parameters, decay_groups, is_causal
-from language.transnormer import LRPE, chunked_attention, decay_slopes
+from language.recipes import LanguageRecipe
+from language.transnormer import LRPE, check_attention, chunked_attention, decay_slopes, fla_attention
 
 TINY = ["gpt2_tiny", "roberta_tiny", "transnormer_tiny"]
 CPU = torch.device("cpu")
@@ -86,6 +91,51 @@ def test_chunked_attention_equals_its_definition_and_so_do_its_gradients(time, c
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_flash_linear_attention_is_given_its_own_layout_and_decay(monkeypatch: pytest.MonkeyPatch):
+    """Against a stand-in that does what its documentation says: [batch, time, heads, d], g_gamma a head's log decay."""
+
+    def chunk_simple_gla(q, k, v, g=None, g_gamma=None, scale=None):
+        assert g is None and all(t.is_contiguous() for t in (q, k, v))
+        state, out = 0.0, []
+        for t in range(q.shape[1]):
+            state = g_gamma.exp()[:, None, None] * state + torch.einsum("bhk,bhv->bhkv", k[:, t], v[:, t])
+            out.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], state))
+        return torch.stack(out, dim=1), None
+
+    module = types.ModuleType("fla.ops.simple_gla")
+    module.chunk_simple_gla = chunk_simple_gla
+    monkeypatch.setitem(sys.modules, "fla", types.ModuleType("fla"))
+    monkeypatch.setitem(sys.modules, "fla.ops", types.ModuleType("fla.ops"))
+    monkeypatch.setitem(sys.modules, "fla.ops.simple_gla", module)
+    query, key = torch.randn(2, 2, 3, 20, 4, dtype=torch.float64)
+    value, slope = torch.randn(2, 3, 20, 5, dtype=torch.float64), torch.tensor([0.9, 0.3, 0.01], dtype=torch.float64)
+    ours = chunked_attention(query, key, value, slope, 8)
+    torch.testing.assert_close(fla_attention(query, key, value, slope), ours)
+
+
+@pytest.mark.gpu
+def test_flash_linear_attention_equals_torchs_on_a_gpu():
+    pytest.importorskip("fla", reason="flash-linear-attention is not installed")
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 4, 300, 64, device="cuda", requires_grad=True) for _ in range(3)]
+    slope = decay_slopes(4, 0, 2).cuda()
+    found, wanted = fla_attention(*inputs, slope), chunked_attention(*inputs, slope, 64)
+    torch.testing.assert_close(found, wanted, atol=0.2, rtol=0.02)  # its products are in TF32
+    theirs, ours = (torch.autograd.grad(out.square().mean(), inputs) for out in (found, wanted))
+    for a, b in zip(theirs, ours, strict=True):
+        assert (a - b).norm() < 0.01 * b.norm()
+
+
+def test_flash_linear_attention_that_cannot_be_used_is_refused():
+    with pytest.raises(UserError, match="linear_attention=fla needs a GPU, and this runs on cpu: add"):
+        check_attention("fla", torch.device("cpu"))
+    if find_spec("fla") is None:
+        with pytest.raises(UserError, match="flash-linear-attention is not installed: pip install"):
+            check_attention("fla", torch.device("cuda"))
+    with pytest.raises(UserError, match="linear_attention=fla is TransNormer's, not gpt2_tiny's: leave it out"):
+        LanguageRecipe(linear_attention="fla")
 
 
 def test_chunked_attention_stays_finite_over_long_sequences():

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from core import UserError
-from pointcloud.data import Surfaces
 from pointcloud.model import AutoencoderConfig
 from pointcloud.recipes import RECIPES
+from pointcloud.sources import Surfaces
 from pointcloud.train import main
 from training.run import Run
 

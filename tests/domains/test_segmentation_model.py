@@ -13,7 +13,6 @@ from mmengine.dataset import pseudo_collate
 from mmengine.runner.checkpoint import get_external_models
 from mmengine.structures import PixelData
 from mmseg.structures import SegDataSample
-from timm.models import VisionTransformer
 
 from core import UserError
 from segmentation.model import BackboneName, build_model, upernet
@@ -160,6 +159,8 @@ def test_every_ade20k_recipe_starts_from_the_weights_of_mmsegs_config() -> None:
 
 
 def test_timms_vit_is_brought_to_mmsegs_names(tmp_path: Path) -> None:
+    from timm.models import VisionTransformer  # needs torchvision, which training.compat has prepared by now
+
     theirs = VisionTransformer(48, 8, embed_dim=96, depth=4, num_heads=3)
     torch.save(theirs.state_dict(), tmp_path / "vit.pth")
     ours = build_model(upernet("vit_mini", 11, (96, 96), pretrained=tmp_path / "vit.pth")).backbone

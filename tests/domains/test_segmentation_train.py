@@ -12,7 +12,7 @@ from mmengine.optim import build_optim_wrapper
 
 from core import UserError
 from segmentation import data
-from segmentation.loader import SeededAugmentation, eval_batches, train_batches
+from segmentation.loader import CPU, SeededAugmentation, eval_batches, pack, train_batches, unpack
 from segmentation.pictures import side_by_side
 from segmentation.recipes import RECIPES, digits_small
 from segmentation.train import make_model
@@ -41,6 +41,17 @@ def test_batches_do_not_depend_on_resuming_or_loader_processes(digits: data.Arra
         assert all(torch.equal(a, b) for a, b in zip(whole[1:], same, strict=True))
     assert not torch.equal(whole[0], whole[2])  # the next epoch is shuffled and augmented anew
     assert not torch.equal(whole[0], images(few, 1, 0, 1)[0])
+
+
+def test_labels_cross_as_bytes_and_arrive_as_mmseg_has_them(digits: data.ArraySegDataset) -> None:
+    items = [digits[i] for i in (1, 2)]
+    wanted = [item["data_samples"].gt_sem_seg.data.clone() for item in items]
+    batch = pack(items)
+    assert [label.dtype for label in batch["labels"]] == [torch.uint8] * 2 and batch["inputs"][0].dtype == torch.uint8
+    assert not any("gt_sem_seg" in sample for sample in batch["data_samples"])
+    arrived = [sample.gt_sem_seg.data for sample in unpack(batch, CPU)["data_samples"]]
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(arrived, wanted, strict=True))
+    assert wanted[0].dtype == torch.int64 and wanted[0].max() > 0
 
 
 def test_augmentation_depends_on_seed_epoch_and_index_alone(digits: data.ArraySegDataset) -> None:

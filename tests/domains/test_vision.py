@@ -18,7 +18,7 @@ from training.optim import make_optimizer
 from training.recipe import dry_run
 from training.sampling import generator
 from vision import data, index
-from vision.imagenet import train_transform
+from vision.imagenet import CPU, Augmented, erasing_of, on_device, train_transform
 from vision.model import build_model, image_size
 from vision.recipes import RECIPES, VisionRecipe, digits_small, imagenet_swin_tiny, imagenet_vit_base
 from vision.train import make_model
@@ -140,8 +140,93 @@ def test_an_odd_share_is_refused_where_mixup_pairs_images(folders: Path):
 
 
 def test_erasing_is_by_pixels():
-    (erasing,) = [t for t in train_transform(imagenet_vit_base()).transforms if type(t).__name__ == "RandomErasing"]
+    erasing = erasing_of(imagenet_vit_base(), CPU)
     assert (erasing.probability, erasing.per_pixel) == (0.25, True)
+
+
+def test_images_cross_as_bytes_and_are_normalised_behind(folders: Path):
+    """What timm's own transform gives without a prefetcher, from the same random numbers; a batch is mixed after it."""
+    from timm.data import create_transform
+
+    recipe = VisionRecipe(dataset="imagenet", batch_size=2, loader_workers=0, color_jitter=0.4)
+    train, _ = data.load("imagenet")
+    at_once = create_transform(224, is_training=True, color_jitter=0.4, interpolation="bicubic")
+    item, label = Augmented(train.samples, train_transform(recipe))[1, 5]
+    assert (item.dtype, item.shape, label) == (torch.uint8, (3, 224, 224), 0)
+    whole, _ = Augmented(train.samples, at_once)[1, 5]
+    behind, _ = on_device(item[None], torch.tensor([label]), recipe, CPU)
+    assert torch.equal(behind[0], whole)
+
+
+def test_erasing_follows_the_seed_and_spares_the_models_random_numbers(folders: Path):
+    before = torch.get_rng_state()
+    plain, erased = imagenet_batches(), imagenet_batches(random_erasing=1.0)
+    assert torch.equal(before, torch.get_rng_state())
+    changed = [float((a != b).float().mean()) for (a, _), (b, _) in zip(plain, erased, strict=True)]
+    assert all(0.01 < share < 0.5 for share in changed), "a part of each image"
+    again = imagenet_batches(random_erasing=1.0, loader_workers=1)
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(erased, again, strict=True))
+    assert not torch.equal(erased[0][0], imagenet_batches(random_erasing=1.0, seed=1)[0][0])
+
+
+def write_shard(path: Path, members: dict[str, bytes]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+
+
+@pytest.fixture
+def shards(folders: Path) -> Path:
+    """The images of `folders`, in tar files as WebDataset has them, the labels not in order."""
+    root = folders.parent / "shards" / "imagenet"
+    for split, names in (("train", ("a/0", "a/1", "b/0", "b/1")), ("val", ("a/0", "b/0"))):
+        for number, name in enumerate(names):
+            label = b"7" if name.startswith("a") else b"900"
+            picture = (folders / split / f"{name}.JPEG").read_bytes()
+            key = name.replace("/", "_")
+            members = {f"{key}.cls": label, f"{key}.jpg": picture, f"{key}.json": b"{}"}
+            write_shard(root / split / f"shard-{number // 3}-{number % 3}.tar", members)
+    return root
+
+
+def test_shards_give_what_class_folders_give(folders: Path, shards: Path, monkeypatch: pytest.MonkeyPatch):
+    """In the same order and with the same augmentation, for both list the same images in the same order here."""
+    wanted = imagenet_batches(loader_workers=2)
+    monkeypatch.setenv("CO2_DATA", str(shards.parent))
+    train, val = data.load("imagenet")
+    assert (train.classes, len(train), len(val)) == (("7", "900"), 4, 2)
+    for (images, labels), (theirs, classes) in zip(imagenet_batches(loader_workers=2), wanted, strict=True):
+        assert torch.equal(images, theirs) and torch.equal(labels, classes)
+
+
+@pytest.mark.parametrize(
+    ("members", "words"),
+    [
+        ({"x.jpg": b"", "y.cls": b"1"}, "x has no x.cls beside it"),
+        ({"x.jpg": b"", "x.cls": b"cat"}, "not a shard of images and classes .*'cat'"),
+        ({"x.txt": b""}, "no image in it"),
+    ],
+)
+def test_shards_that_are_none_are_named(
+    shards: Path, monkeypatch: pytest.MonkeyPatch, members: dict[str, bytes], words: str
+):
+    monkeypatch.setenv("CO2_DATA", str(shards.parent))
+    write_shard(shards / "train" / "other.tar", members)
+    with pytest.raises(UserError, match=rf"^\S*train/other.tar: {words}"):
+        data.load("imagenet")
+    (shards / "train" / "other.tar").write_bytes(b"no tar at all")
+    with pytest.raises(UserError, match=r"^\S*train/other.tar: not a shard"):
+        data.load("imagenet")
+
+
+def test_a_broken_image_in_a_shard_is_named(shards: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CO2_DATA", str(shards.parent))
+    write_shard(shards / "train" / "bad.tar", {"x.jpg": b"no image", "x.cls": b"7"})
+    with pytest.raises(UserError, match=r"^\S*train/bad.tar, the image at byte 512: not a readable image"):
+        imagenet_batches(batch_size=5)
 
 
 def test_recipes_follow_the_work_that_they_cite():

@@ -116,6 +116,17 @@ def test_ci_runs_the_make_targets():
     assert script.read_text().splitlines()[-2:] == ["make lint", "make test"]
 
 
+@pytest.mark.parametrize("task", ["vision", "segmentation", "pointcloud", "language"])
+def test_help_comes_before_what_takes_seconds_to_import(task: str):
+    """torch alone does; what else the task needs is imported after it."""
+    command = [sys.executable, "-X", "importtime", "-m", f"{task}.train", "--help"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0 and result.stdout.startswith(f"usage: {task}.train RECIPE")
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    slow = {"torchvision", "timm", "mmseg", "transformers", "tokenizers", "scipy", "sklearn", "matplotlib", "cv2"}
+    assert "torch" in imported and not imported & (slow | {"torch.distributed.tensor", "torch._dynamo", "sympy"})
+
+
 def test_torchvision_imports_in_a_fresh_process():
     """Models and transforms work after it, also when it is called twice."""
     program = (

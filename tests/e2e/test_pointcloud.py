@@ -12,10 +12,10 @@ from core.methods import METHODS
 from core.testing import run_distributed
 from pointcloud import data
 from pointcloud import train as script
-from pointcloud.data import Surfaces
 from pointcloud.mae import MaskedAutoencoderConfig
 from pointcloud.model import AutoencoderConfig
 from pointcloud.recipes import PointCloudRecipe, surfaces_small
+from pointcloud.sources import Surfaces
 from tests.scripts import Mistakes, run_on_worker
 from training.run import Run
 

@@ -119,7 +119,7 @@ def test_the_stand_ins_commands_are_understood_by_the_train_scripts(name: str):
             assert (recipe.method, recipe.seed, recipe.out, recipe.resume) == (row.method, 1, folder, True)
             before, after = (flat(asdict(r)) for r in (recipes[row.local], recipe))
             wanted = before | ({"co2.tau": row.tau} if row.tau else {}) | reproduce.stand_in_overrides(row)
-            outer = [name for name in before if name.startswith(("co2.", "delayed."))]
+            outer = [name for name in before if name.startswith(("co2.", "delayed.", "ddp_wire."))]
             assert {name: after[name] for name in outer} == {name: wanted[name] for name in outer}
             assert wanted.keys() == before.keys(), "an override of nothing"
             folders.append(folder)

@@ -233,3 +233,18 @@ def test_the_demos_table_holds_ratios_against_ddp():
     base = {"test_top1": 0.5, "hidden_share": 0.25}
     summaries = {"ddp": base | {"steps_per_second": 2.0}, "co2": base | {"steps_per_second": 7.0}}
     assert table(summaries).splitlines()[-1] == "| co2 | 50.0% | 7.00 | 25% | 3.5 x |"
+
+
+@pytest.mark.slow
+def test_lgreco_from_the_command_line(tmp_path: Path):
+    """For CO2's differences and for ddp's gradients: a decision is noted, logged, and shown by layer."""
+    wires = {"co2": "co2.wire", "ddp": "ddp_wire"}
+    for method, wire in wires.items():
+        options = [f"--{wire}.format", "lgreco", f"--{wire}.like", "int4", f"--{wire}.lgreco.first", "1"]
+        options += ["--method", method, "--epochs", "1", "--co2.tau", "4"]
+        said = run_distributed(on_worker, 2, tmp_path / method, *options, timeout=120)
+        assert "L-GreCo: " in said[0] and "of int4" not in said[0]
+        logged = [r for r in rows(tmp_path / method) if "lgreco/bytes" in r]
+        assert logged and 0 < logged[0]["lgreco/bytes"] <= logged[0]["lgreco/uniform_bytes"]
+        events = EventAccumulator(str(tmp_path / method)).Reload()
+        assert "lgreco/bits" in events.Tags()["images"] and "lgreco/layers/text_summary" in events.Tags()["tensors"]

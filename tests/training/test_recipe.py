@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from core import CO2Config, SlowMoConfig, UserError
-from training.recipe import Recipe, dry_run, launch, parse
+from training.recipe import Recipe, dry_run, launch, momentum_note, parse
 
 
 @dataclass(frozen=True)
@@ -250,3 +250,13 @@ def test_launch_does_not_hide_a_bug():
 
     with pytest.raises(ValueError, match="a bug"):
         launch(main)
+
+
+@pytest.mark.parametrize(("workers", "usual"), [(1, None), (4, 0), (16, 0), (17, 0.2), (64, 0.5), (80, None)])
+def test_another_outer_momentum_than_the_releases_is_noted(workers: int, usual: float | None):
+    """The rule of the authors' release: 0, 0.2, 0.5, 0.6 for up to 16, 32, 64 and more GPUs."""
+    said = momentum_note(Recipe(co2=CO2Config(outer_momentum=0.6)), workers)
+    wanted = f"for {workers} workers: add --co2.outer_momentum {usual} for it"
+    assert said.endswith(wanted) if usual is not None else not said
+    assert not momentum_note(Recipe(method="ddp", co2=CO2Config(outer_momentum=0.6)), workers)
+    assert not momentum_note(Recipe(co2=CO2Config(outer_lr=0.5, outer_momentum=0.4)), workers), "another pair"

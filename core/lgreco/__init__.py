@@ -1,0 +1,6 @@
+"""L-GreCo: each layer its own compression, chosen anew while training. After the abstract and the released code."""
+
+from .decide import Allocation
+from .reducer import LGreco
+
+__all__ = ["Allocation", "LGreco"]

@@ -1,0 +1,144 @@
+"""The ways in which a layer may be sent, what each costs, and which of them stand together to be chosen from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import UserError
+from ..fast.wire import BITS, BLOCK, BLOCK_BYTES
+
+Kind = Literal["raw", "int", "top", "rank"]
+INT_BITS = sorted(BITS.values())
+POINTS = 9  # densities, geometric, from a tenth of the given one to ten times it
+RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # where a layer may change its family
+REMEDY = (
+    "give int2, int3, int4, int5, int6, int8, topD with a density 0 < D < 0.5 such as top0.01, or rankR such as rank4"
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to send a layer: as it is, b bits an element, the largest k elements, or two factors of rank r."""
+
+    kind: Kind
+    value: float = 0.0
+    """Bits, the share of the elements (density), or the rank."""
+
+    def __str__(self) -> str:
+        return {"raw": "as it is"}.get(self.kind, f"{self.kind}{self.value:g}")
+
+    @property
+    def wire(self) -> str:
+        """Of kind int: the name in core/fast/wire.py."""
+        return f"int{int(self.value)}"
+
+
+RAW = Choice("raw")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A parameter: its bucket, where its elements begin there, and its matrix [rows, columns]; of a vector [n, 1]."""
+
+    bucket: int
+    start: int
+    numel: int
+    rows: int
+    columns: int
+    itemsize: int
+    shape: tuple[int, ...]
+
+    def offers(self, choice: Choice) -> bool:
+        """Whether the choice exists for this layer, and saves bytes."""
+        if choice.kind == "rank" and choice.value > min(self.rows, self.columns):
+            return False
+        return choice.kind in ("raw", "int") or message_bytes(self, choice) < message_bytes(self, RAW)
+
+    def kept(self, density: float) -> int:
+        """How many elements top-k sends."""
+        return max(1, round(density * self.numel))
+
+
+def message_bytes(layer: Layer, choice: Choice) -> float:
+    """Bytes of the layer in one message; of a block that it shares with others its own part."""
+    if choice.kind == "int":
+        return layer.numel * BLOCK_BYTES[choice.wire] / BLOCK
+    if choice.kind == "top":
+        return layer.kept(choice.value) * (layer.itemsize + 4)  # a value and an int32 index
+    elements = choice.value * (layer.rows + layer.columns) if choice.kind == "rank" else layer.numel
+    return elements * layer.itemsize
+
+
+def sent_bytes(layer: Layer, choice: Choice, world_size: int) -> float:
+    """Bytes that each worker sends for the layer in one reduction: the message 2 (n - 1) / n times, and top-k's,
+    which everyone gathers, n - 1 times. One worker alone counts as one of two."""
+    n = max(2, world_size)
+    return message_bytes(layer, choice) * ((n - 1) if choice.kind == "top" else 2 * (n - 1) / n)
+
+
+def parse(text: str) -> Choice:
+    """int4, top0.01, rank4."""
+    name = text.rstrip("0123456789.")
+    try:
+        value = float(text[len(name) :])
+    except ValueError:
+        value = -1.0
+    whole = value == int(value)
+    if (
+        (name == "int" and value in INT_BITS)
+        or (name == "top" and 0 < value < 0.5)
+        or (name == "rank" and whole and value >= 1)
+    ):
+        return Choice(name, value)
+    raise UserError(f"wire.like={text!r}: {REMEDY}")
+
+
+def uniform(layer: Layer, like: Choice) -> Choice:
+    """What the layer gets where all get the same: as it is where `like` would not save half (low rank, as released) or
+    nothing (top-k)."""
+    if like.kind == "rank":
+        return like if layer.offers(like) and 2 * message_bytes(layer, like) < message_bytes(layer, RAW) else RAW
+    return like if layer.offers(like) else RAW
+
+
+def offered(like: Choice, family: Literal["same", "any"], lowest: float, highest: float) -> list[Choice]:
+    """What is chosen from, without repetitions. lowest, highest: the range of ranks, in units of the given one."""
+    tops = geometric(like.value if like.kind == "top" else 0.01)
+    ints = [Choice("int", bits) for bits in INT_BITS]
+    r = like.value if like.kind == "rank" else 0.0
+    ranks = [Choice("rank", k) for k in range(max(1, int(lowest * r)), int(highest * r) + 1)] if r else []
+    if family == "any":
+        ranks += [Choice("rank", k) for k in RANKS]
+        return list(dict.fromkeys([RAW, like, *ints, *tops, *ranks]))
+    return list(dict.fromkeys([RAW, like, *{"int": ints, "top": tops, "rank": ranks}[like.kind]]))
+
+
+def geometric(density: float) -> list[Choice]:
+    """POINTS densities from a tenth of the given one to ten times it, below a half."""
+    values = [density * 10 ** (2 * i / (POINTS - 1) - 1) for i in range(POINTS)]
+    values[POINTS // 2] = density
+    return [Choice("top", value) for value in values if value < 0.5]
+
+
+def less_and_more(like: Choice) -> tuple[Choice, Choice]:
+    """Accordion's two settings: half of `like`, and twice."""
+    if like.kind == "int":
+        below = [b for b in INT_BITS if b <= max(2, like.value / 2)]
+        return Choice("int", below[-1]), Choice("int", min(8, 2 * like.value) if 2 * like.value in INT_BITS else 8)
+    if like.kind == "rank":
+        return Choice("rank", max(1, like.value // 2)), Choice("rank", 2 * like.value)
+    return Choice("top", like.value / 2), Choice("top", min(0.49, 2 * like.value))
+
+
+def may_take(layer: Layer, choices: Sequence[Choice], like: Choice, family: str) -> list[bool]:
+    """Which of the choices the layer may take: with one family, a layer that is sent as it is stays so."""
+    if family == "same" and uniform(layer, like) == RAW:
+        return [c == RAW for c in choices]
+    return [layer.offers(c) and (c != RAW or uniform(layer, like) == RAW) for c in choices]
+
+
+def code(choice: Choice) -> float:
+    """A number that names the choice in a checkpoint: 1, 1,000 + bits, 1,000,000 + rank, or the density itself."""
+    return {"raw": 1.0, "int": 1e3 + choice.value, "rank": 1e6 + choice.value, "top": choice.value}[choice.kind]

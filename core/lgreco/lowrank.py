@@ -1,0 +1,72 @@
+"""Low rank: a matrix as two factors, found by one power iteration a reduction (PowerSGD, Vogels et al., NeurIPS 2019).
+
+torch's powerSGD_hook does the same with one rank for all layers, and only as a hook of DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..flat import Scalars
+from ..groups import Stage, all_reduce
+
+
+@dataclass(frozen=True)
+class Factored:
+    """A layer as factors of rank r. values, error: [rows, columns] views; the product replaces the values. q: [columns,
+    r], of the iteration before; written."""
+
+    values: Tensor
+    error: Tensor
+    q: Tensor
+
+
+class LowRank:
+    """The mean over the workers, projected, for layers of one dtype: with M the mean of d + e, P = orth(M Q),
+    Q <- M^T P, D = P Q^T, and every worker keeps d + e - D. The two factors' sums cross as plain all-reduces."""
+
+    def __init__(self, layers: Sequence[Factored], scalars: Scalars, world_size: int):
+        self.layers, self.scalars, self.world_size = layers, scalars, world_size
+
+    def stages(self, group: dist.ProcessGroup | None) -> Iterator[Stage]:
+        moved = self.scalars["steps"] * self.scalars["weight"] != 0  # a copy: the scalars become their means
+        sends = []
+        for layer in self.layers:
+            kept = layer.error.add_(layer.values)
+            sends.append(torch.where(moved, kept, layer.values))
+        flat, factors = _flat([m @ layer.q for m, layer in zip(sends, self.layers, strict=True)])
+        if group is not None:
+            yield all_reduce([flat], group)
+        orthogonal = [torch.linalg.qr(p).Q for p in factors]  # of a sum it is the same as of the mean
+        flat, factors = _flat([m.T @ p for m, p in zip(sends, orthogonal, strict=True)])
+        if group is not None:
+            yield all_reduce([flat], group)
+        flat.div_(self.world_size)
+        anyone = (self.scalars["steps"] * self.scalars["weight"] != 0).to(
+            flat.dtype
+        )  # else the mean is thrown away by its owner
+        for layer, p, q in zip(self.layers, orthogonal, factors, strict=True):
+            layer.q.copy_(q)
+            torch.matmul(p, q.T, out=layer.values)
+            layer.error.addcmul_(layer.values, anyone, value=-1)
+
+
+def fill(q: Tensor, filled: int, seed: int) -> None:
+    """Draws the columns of q [columns, r] from `filled` on, alike on all workers: what a switch to a higher rank adds.
+    The released code draws them from each rank's own random state."""
+    if filled < q.shape[1]:
+        draw = torch.Generator().manual_seed(seed)
+        q[:, filled:] = torch.randn(q.shape[0], q.shape[1], generator=draw)[:, filled:].to(q)
+
+
+def _flat(matrices: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """One flat tensor of them all, and views of it in their shapes."""
+    flat = torch.cat([m.reshape(-1) for m in matrices])
+    return flat, [
+        part.view(m.shape) for part, m in zip(flat.split([m.numel() for m in matrices]), matrices, strict=True)
+    ]

@@ -1,0 +1,254 @@
+"""The reducer that sends each layer in a way of its own, and chooses those ways anew while training goes on.
+
+    every `every`-th reduction, before anything is sent:
+        G = d + e, what the worker wants to send; e[l, c] = ||G_l - C_c(G_l)|| for each layer and choice
+        the errors' mean over the workers, which travels with this reduction
+    when it has landed, on every worker alike:
+        the fewest bytes whose summed errors stay within the uniform setting's (core/allocate.py)
+        the next reduction sends in the new ways; what error feedback holds goes along
+
+After the abstract and the released code of L-GreCo, which allocates ranks alone, from the first worker's errors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import UserError
+from ..fast.quantized import Quantized
+from ..fast.wire import BLOCK, INTS, Rounding, Wire
+from ..flat import Bucket, Scalars, copy
+from ..groups import Stage, all_reduce
+from .choices import Choice, code
+from .config import LGrecoConfig
+from .curves import curve
+from .decide import Allocation, Decider
+from .layout import Layout, Part, in_bucket, layers_of, slack
+from .lowrank import Factored, LowRank, fill
+from .sparse import Sparse, TopK
+
+
+class LGreco:
+    """See the module. like: the uniform setting; every, first: in place of what config leaves open.
+
+    state: "error_feedback" and "mean_error_feedback", in an order that follows the allocation; "allocation", by which
+    a resumed run goes on with it; low rank's "q", how many of its columns are in use, and the layers' norms at the last
+    decision. All zeros is the start: every layer as `like` says.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        scalars: Scalars,
+        rank: int,
+        world_size: int,
+        like: str,
+        config: LGrecoConfig,
+        rounding: Rounding = "nearest",
+        *,
+        every: int = 20,
+        first: int = 3,
+    ):
+        self.buckets, self.scalars, self.config = buckets, scalars, config
+        self.rounding: Rounding = rounding
+        self.rank, self.world_size, self.scale = rank, world_size, 1.0
+        self.every = every if config.every is None else config.every
+        self.first = first if config.first is None else config.first
+        self.layers = layers_of(buckets)
+        self.decider = Decider(self.layers, like, config, world_size)
+        self.chosen: Sequence[Choice] = self.decider.uniform
+        self.allocation: Allocation | None = None  # the last decision
+        self._codes = {code(c): c for c in self.decider.choices}
+        self._make_state()
+        self._lay_out()
+
+    def _make_state(self) -> None:
+        n, decider, many = self.world_size, self.decider, len(self.layers)
+        flats = [b.flat for b in self.buckets]
+        self._staging = [b.flat.new_zeros(b.numel + slack(n) + len(b.values)) for b in self.buckets]
+        self._errors = [b.flat.new_zeros(b.numel + slack(n)) for b in self.buckets]
+        self._mean_errors = [b.flat.new_zeros(-(-b.numel // n) + len(INTS) * BLOCK) for b in self.buckets]
+        ranks = [
+            max(
+                (int(c.value) for c, ok in zip(decider.choices, row, strict=True) if ok and c.kind == "rank"), default=0
+            )
+            for row in decider.offered.tolist()
+        ]
+        self._q = [flats[z.bucket].new_zeros(z.columns * r) for z, r in zip(self.layers, ranks, strict=True)]
+        self._codes_now, self._filled = torch.zeros(many, dtype=torch.float64), torch.zeros(many, dtype=torch.float64)
+        self.state = {
+            "error_feedback": self._errors,
+            "mean_error_feedback": self._mean_errors,
+            "allocation": [self._codes_now, self._filled, decider.before],
+            "q": self._q,
+        }
+
+    def due(self, number: int) -> bool:
+        """Whether the curves are taken in this reduction."""
+        return self.config.rule != "uniform" and number >= self.first and (number - self.first) % self.every == 0
+
+    # -- one reduction --------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
+        yield [], 0  # the encoding, too, is done in the background
+        self._follow()
+        for bucket, layout, staging in zip(self.buckets, self._layouts, self._staging, strict=True):
+            copy(layout.views(staging, self.layers), in_bucket(bucket.payload, self.layers, layout.order))
+        began = time.perf_counter()
+        curves = self._curves() if self.due(number) else None
+        seconds = time.perf_counter() - began
+        self._take_raw()
+        parts = [q.stages(group, number) for q in self._ints]
+        parts += [part.stages(group) for part in self._others]
+        if curves is not None and group is not None:
+            parts.append(iter([all_reduce([curves], group)]))
+        yield from together(parts)
+        self._land()
+        if curves is not None and bool(self.scalars["steps"] * self.scalars["weight"] != 0):
+            self._decide(curves.cpu() / self.world_size, number, seconds)
+
+    def _take_raw(self) -> None:
+        """What travels as it is, buffers and layers: these with what an earlier format of theirs has left."""
+        moved = self.scalars["steps"] * self.scalars["weight"] != 0
+        for bucket, layout, staging, errors in self._each():
+            start, n = layout.raw
+            held = errors[start : start + n]
+            staging[start : start + n].add_(torch.where(moved, held, 0.0))
+            held.copy_(torch.where(moved, 0.0, held))
+            staging[start + n : start + n + len(bucket.values)].copy_(bucket.values)
+
+    def _land(self) -> None:
+        for bucket, layout, staging, _ in self._each():
+            copy(in_bucket(bucket.payload, self.layers, layout.order), layout.views(staging, self.layers))
+            start = sum(layout.raw)
+            bucket.values.copy_(staging[start : start + len(bucket.values)])
+
+    def _each(self) -> Iterator[tuple[Bucket, Layout, Tensor, Tensor]]:
+        return zip(self.buckets, self._layouts, self._staging, self._errors, strict=True)
+
+    # -- the allocation -------------------------------------------------------------------------------------
+
+    def _curves(self) -> Tensor:
+        """float64 [layers, choices + 1]: this worker's errors, and the norm of each layer."""
+        curves = []
+        found = {}
+        for _, layout, staging, errors in self._each():
+            pairs = zip(layout.views(staging, self.layers), layout.views(errors, self.layers), strict=True)
+            found |= dict(zip(layout.order, pairs, strict=True))
+        for i, layer in enumerate(self.layers):
+            wanted = found[i][0] + found[i][1]
+            row = curve(wanted, layer, self.decider.choices, self.decider.offered[i].tolist(), i)
+            row = torch.where(row.isinf(), 0.0, row)  # not offered: their sum would hide another worker's NaN
+            curves.append(torch.cat([row, wanted.double().norm()[None].cpu()]))
+        return torch.stack(curves).to(self.buckets[0].flat.device)
+
+    def _decide(self, curves: Tensor, number: int, seconds: float) -> None:
+        began = time.perf_counter()
+        found = self.decider.decide(curves[:, :-1], curves[:, -1], self.chosen, number)
+        if list(found.choices) != list(self.chosen):
+            self._switch(found.choices)
+        self.allocation = replace(found, seconds=(seconds, time.perf_counter() - began))
+
+    def _switch(self, choices: Sequence[Choice]) -> None:
+        """To another allocation, from the next reduction on. What this worker holds back of the means that it encoded
+        it owes to all, so n times of it joins what it holds back of its own: nothing is lost, and nothing is sent."""
+        for (_, layout, _, errors), means in zip(self._each(), self._mean_errors, strict=True):
+            place = 0
+            for start, _, padded in layout.ints.values():
+                chunk = padded // self.world_size
+                own = start + self.rank * chunk
+                errors[own : own + chunk].add_(means[place : place + chunk], alpha=self.world_size)
+                place += chunk
+            means.zero_()
+        before = self._layouts
+        self.chosen = choices
+        self._lay_out()
+        for old, new, errors in zip(before, self._layouts, self._errors, strict=True):
+            kept = [view.clone() for view in old.views(errors, self.layers)]
+            errors.zero_()
+            copy(new.views(errors, self.layers), kept)
+        self._codes_now.copy_(torch.tensor([code(c) for c in choices], dtype=torch.float64))
+
+    def _follow(self) -> None:
+        """A checkpoint, or a new start, may have brought another allocation; low rank may need more columns."""
+        found = [self._choice(i, number) for i, number in enumerate(self._codes_now.tolist())]
+        if found != list(self.chosen):
+            self.chosen = found
+            self._lay_out()
+        for i, (choice, filled) in enumerate(zip(found, self._filled.tolist(), strict=True)):
+            r = int(choice.value) if choice.kind == "rank" else 0
+            if r:
+                fill(self._q_of(i, r), int(filled), seed=i)
+            self._filled[i] = r or filled
+
+    def _choice(self, layer: int, number: float) -> Choice:
+        if not number:
+            return self.decider.uniform[layer]
+        if number not in self._codes:
+            raise UserError(
+                f"the checkpoint sends layer {layer} in a way ({number:g}) that wire.like={self.decider.name!r} with "
+                f"family={self.config.family!r} does not offer: resume with the settings that wrote it"
+            )
+        return self._codes[number]
+
+    def _q_of(self, layer: int, rank: int) -> Tensor:
+        return self._q[layer].view(self.layers[layer].columns, -1)[:, :rank]
+
+    # -- what sends -----------------------------------------------------------------------------------------
+
+    def _lay_out(self) -> None:
+        """Builds the parts of the present allocation over views of the staging tensors and of the state."""
+        self._layouts = [Layout(i, self.layers, self.chosen, self.world_size) for i in range(len(self.buckets))]
+        wires: list[Wire] = [w for w in INTS if any(w in layout.ints for layout in self._layouts)] or [INTS[0]]
+        places = [0] * len(self.buckets)
+        self._ints = [self._quantized(wire, places, first=not i) for i, wire in enumerate(wires)]
+        self._others: list[TopK | LowRank] = []
+        for _, layout, staging, errors in self._each():
+            values, held = (
+                dict(zip(layout.order, layout.views(f, self.layers), strict=True)) for f in (staging, errors)
+            )
+            top, rank = layout.of_kind["top"], layout.of_kind["rank"]
+            if top:
+                sparse = [Sparse(values[i], held[i], self.layers[i].kept(self.chosen[i].value)) for i in top]
+                self._others.append(TopK(sparse, self.scalars, self.world_size))
+            if rank:
+                matrices = [[flat[i].view(self.layers[i].rows, -1) for i in rank] for flat in (values, held)]
+                qs = [self._q_of(i, int(self.chosen[i].value)) for i in rank]
+                factored = [Factored(*three) for three in zip(*matrices, qs, strict=True)]
+                self._others.append(LowRank(factored, self.scalars, self.world_size))
+
+    def _quantized(self, wire: Wire, places: list[int], *, first: bool) -> Quantized:
+        """The layers of one format in all buckets; the first carries what travels as it is, and the scalars.
+
+        places: how much of each bucket's mean errors is in use, moved on."""
+        parts, own, means = [], [], []
+        for i, (bucket, layout, staging, errors) in enumerate(self._each()):
+            start, n, padded = layout.ints.get(wire, (0, 0, 0))
+            raw, raws = layout.raw
+            values = staging[raw : raw + raws + len(bucket.values)] if first else staging[:0]
+            scalars = bucket.scalars if first else bucket.scalars[:0]
+            parts.append(Part(staging, staging[start : start + n], values, scalars))
+            own.append(errors[start : start + padded])
+            end = places[i] + padded // self.world_size
+            means.append(self._mean_errors[i][places[i] : end])
+            places[i] = end
+        workers = self.rank, self.world_size
+        return Quantized(parts, self.scalars, *workers, wire, self.rounding, memory=(own, means))
+
+
+def together(parts: Sequence[Iterator[Stage]]) -> Iterator[Stage]:
+    """The stages of several reductions side by side: the first of each, then the second of each, in this order."""
+    going = list(parts)
+    while going:
+        stages = [(part, next(part, None)) for part in going]
+        going = [part for part, stage in stages if stage is not None]
+        works = [work for _, stage in stages if stage is not None for work in stage[0]]
+        if going:
+            yield works, sum(stage[1] for _, stage in stages if stage is not None)

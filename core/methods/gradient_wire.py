@@ -1,0 +1,84 @@
+"""DistributedDataParallel's gradients in a narrow wire format: a communication hook around the reducers of CO2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..collectives import Background, Link
+from ..errors import UserError
+from ..fast import WireConfig
+from ..flat import Scalars, copy, make_buckets
+
+DECIDE_EVERY = 100  # steps, of lgreco; as released
+
+
+class GradientWire:
+    """Averages the gradients of all buckets of DistributedDataParallel at once, when the last one is there.
+
+    wire: not float32. What has to be chosen or rounded for the whole model waits for the whole backward pass, so
+    nothing crosses under it. Where a step's gradients are not finite, as with a GradScaler that finds its scale, error
+    feedback and low rank's Q forget what they hold of them.
+    """
+
+    def __init__(
+        self, model: nn.Module, wire: WireConfig, *, group: dist.ProcessGroup | None, timeout: float, link: Link | None
+    ):
+        params = [p for p in model.parameters() if p.requires_grad]
+        wire.check(params, group)
+        self._scalars = Scalars({"steps": 1, "weight": 1})
+        self.buckets = make_buckets(params, [], self._scalars.numel)
+        self._scalars.attach(self.buckets[0].scalars)
+        self.background = Background(self.buckets[0].flat.device, group=group, timeout=timeout, link=link)
+        self.background.agree(("ddp", wire), params)
+        workers = self.background.rank, self.background.world_size
+        period = {"every": DECIDE_EVERY, "first": DECIDE_EVERY} if wire.format == "lgreco" else {}
+        self.reducer = wire.reducer(self.buckets, self._scalars, *workers, **period)
+        pairs = [(p, view) for b in self.buckets for p, view in zip(b.params, b.payload_views, strict=True)]
+        self._views = {id(p): view for p, view in pairs}
+        self._waiting: list[tuple[Any, Tensor, list[Tensor], list[Tensor]]] = []
+
+    def hook(self, _, bucket):  # DDP wants no annotation, or types it can evaluate
+        """Its communication hook: the futures of all buckets are set by the last one."""
+        gradients, views = bucket.gradients(), [self._views[id(p)] for p in bucket.parameters()]
+        copy(views, gradients)
+        devices = [gradients[0].device] if gradients[0].is_cuda else None
+        future = torch.futures.Future(devices=devices)
+        self._waiting.append((future, bucket.buffer(), gradients, views))
+        if bucket.is_last():
+            self._reduce()
+        return future
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        self._scalars.set("steps", 1.0)
+        self._scalars.set("weight", 1.0)
+        background = self.background
+        background.launch(self.reducer.stages(background.group, background.launched + 1))
+        background.wait()
+        for flat in (f for flats in self.reducer.state.values() for f in flats):
+            flat.nan_to_num_(0.0, 0.0, 0.0)
+        waiting, self._waiting = self._waiting, []
+        for future, buffer, gradients, views in waiting:
+            copy(gradients, views)
+            future.set_result(buffer)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {name: [f.clone() for f in flats] for name, flats in self.reducer.state.items()}
+        return {"reducer": state, "launched": self.background.launched}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        here, saved = self.reducer.state, state["reducer"]
+        shapes = [{name: [len(f) for f in flats] for name, flats in each.items()} for each in (saved, here)]
+        if shapes[0] != shapes[1]:
+            raise UserError(
+                "the checkpoint's gradients were sent in another format, or among another number of workers: resume "
+                "with the ddp_wire that wrote it"
+            )
+        for name, flats in here.items():
+            copy(flats, saved[name])
+        self.background.restore(state["launched"], False)

@@ -1,0 +1,97 @@
+"""One file for a ShapeNet split's clouds, in place of tens of thousands: `python -m pointcloud.pack shapenet`.
+
+Writes to the folder CO2_DATA, beside the release's own folder, for the splits train and test:
+
+    DATASET_SPLIT.npy   the points of all clouds, one after the other, [points, 3], as they are stored; to be mapped
+    DATASET_SPLIT.npz   ends int64 [clouds], labels and names [clouds]; written last, so that half a file is not used
+
+From then on the train script reads these, and the workers of a node share one copy in memory. Pack again when the data
+changes: nothing compares the two.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import tyro
+
+from core import UserError
+from pointcloud.sources import SPLITS, Source, data_root, unpacked
+from training.recipe import launch
+
+
+class Packed:
+    """The clouds in packed files; see pointcloud.sources.Source."""
+
+    def __init__(self, root: Path, name: str, split: str):
+        self.path = packed_path(root, name, split)
+        try:
+            self.points = np.load(self.path, mmap_mode="r", allow_pickle=False)
+            with np.load(self.path.with_suffix(".npz"), allow_pickle=False) as index:
+                self.ends, self.labels, self.names = index["ends"], index["labels"], index["names"]
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise UserError(f"{self.path} or its .npz cannot be read ({error}): {_again(name)}") from None
+        if len(self.points) != self.ends[-1]:
+            raise UserError(f"{self.path} has {len(self.points)} points, its .npz says {self.ends[-1]}: {_again(name)}")
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def load(self, index: int) -> np.ndarray:
+        return self.points[self.ends[index - 1] if index else 0 : self.ends[index]]
+
+    def label(self, index: int) -> str:
+        return str(self.labels[index])
+
+    def name(self, index: int) -> str:
+        return f"{self.path}, {self.names[index]}"
+
+
+def packed_path(root: Path, name: str, split: str) -> Path:
+    return root / f"{name}_{split}.npy"
+
+
+def pack(source: Source, path: Path) -> None:
+    """Writes the clouds of a source to `path` and the .npz beside it. UserError names a cloud that is no [n, 3]."""
+    ends, dtype, end = [], None, 0
+    for i in range(len(source)):
+        cloud = source.load(i)
+        dtype = dtype or cloud.dtype
+        if cloud.ndim != 2 or cloud.shape[1] != 3 or cloud.dtype != dtype:
+            found = f"{cloud.dtype} {list(cloud.shape)}"
+            raise UserError(f"{source.name(i)}: expected {dtype} [n, 3], found {found}: repair or remove it")
+        end += len(cloud)
+        ends.append(end)
+    points = np.lib.format.open_memmap(part := path.with_suffix(".part"), mode="w+", dtype=dtype, shape=(end, 3))
+    for i, last in enumerate(ends):
+        points[ends[i - 1] if i else 0 : last] = source.load(i)
+    points.flush()
+    path.with_suffix(".npz").unlink(missing_ok=True)  # of an earlier packing, which belongs to other points
+    part.replace(path)
+    numbers = range(len(source))
+    labels, names = [source.label(i) for i in numbers], [Path(source.name(i)).name for i in numbers]
+    np.savez(whole := path.with_suffix(".part.npz"), ends=np.array(ends), labels=labels, names=names)
+    whole.replace(path.with_suffix(".npz"))
+
+
+def _again(name: str) -> str:
+    return f"run `python -m pointcloud.pack {name}` again, or remove both"
+
+
+def main(dataset: tyro.conf.Positional[Literal["shapenet", "shapenet55"]]) -> None:
+    """Packs a release of ShapeNet, found in the folder CO2_DATA, where it also writes."""
+    root = data_root(dataset)
+    if not os.access(root, os.W_OK):
+        raise UserError(f"CO2_DATA={root} cannot be written to: give a folder of your own that links to the data")
+    for split in SPLITS:
+        source, path = unpacked(dataset, split), packed_path(root, dataset, split)
+        pack(source, path)
+        print(f"{path}: {len(source):,} clouds, {path.stat().st_size / 1e9:.3f} GB")
+
+
+if __name__ == "__main__":
+    launch(lambda: tyro.cli(main, prog="pointcloud.pack"))

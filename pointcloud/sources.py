@@ -1,0 +1,184 @@
+"""Where clouds come from: ShapeNetCore in its two common releases, ModelNet10, and embedded analytic surfaces."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from core import UserError
+from pointcloud.surfaces import random_surface
+
+SPLITS = ("train", "test")
+
+
+class Source(Protocol):
+    """A sequence of clouds of any size, as they are stored."""
+
+    def __len__(self) -> int: ...
+
+    def load(self, index: int) -> np.ndarray:
+        """The cloud, unchecked; raises UserError, naming the file, where it cannot be read."""
+        ...
+
+    def label(self, index: int) -> str:
+        """Its class."""
+        ...
+
+    def name(self, index: int) -> str:
+        """Where it comes from: the file, and the place in it."""
+        ...
+
+
+class ShapeNetPC15k:
+    """ShapeNetCore v2 as released with PointFlow (arXiv 1906.12320): 15,000 points a shape.
+
+    Reads `ShapeNetCore.v2.PC15k/<synset>/<split>/<model>.npy`, float [n, 3], for every synset that is there.
+    """
+
+    def __init__(self, root: Path, split: str):
+        folder = root / "ShapeNetCore.v2.PC15k"
+        self.files = sorted(folder.glob(f"*/{split}/*.npy"))
+        if not self.files:
+            raise _missing(root, f"{folder.name}/<synset>/{split}/<model>.npy")
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def load(self, index: int) -> np.ndarray:
+        return _load_npy(self.files[index])
+
+    def label(self, index: int) -> str:
+        return self.files[index].parent.parent.name
+
+    def name(self, index: int) -> str:
+        return str(self.files[index])
+
+
+class ShapeNet55:
+    """ShapeNet-55 as used by Point-BERT and Point-MAE (arXiv 2203.06604): 8,192 points a shape.
+
+    Reads `ShapeNet55-34/ShapeNet-55/<split>.txt`, a list of file names `<synset>-<model>.npy`, and the files, float
+    [n, 3], in `ShapeNet55-34/shapenet_pc/`.
+    """
+
+    def __init__(self, root: Path, split: str):
+        folder = root / "ShapeNet55-34"
+        listing = folder / "ShapeNet-55" / f"{split}.txt"
+        if not listing.is_file():
+            raise _missing(root, f"{folder.name}/{{ShapeNet-55/{split}.txt,shapenet_pc/<synset>-<model>.npy}}")
+        self.files = [folder / "shapenet_pc" / name for name in listing.read_text().split()]
+        if not self.files:
+            raise UserError(f"{listing} is empty: it should name one file of {folder / 'shapenet_pc'} a line")
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def load(self, index: int) -> np.ndarray:
+        return _load_npy(self.files[index])
+
+    def label(self, index: int) -> str:
+        return self.files[index].name.split("-")[0]
+
+    def name(self, index: int) -> str:
+        return str(self.files[index])
+
+
+class ModelNet10:
+    """ModelNet10 (Wu et al., CVPR 2015) with 1,024 points a shape, 3,991 for training and 908 for testing.
+
+    Reads `modelnet10_1024_fp16.npz`: x_<split> float16 [n, 1024, 3], y_<split> int [n], cls: the classes' names.
+    """
+
+    def __init__(self, root: Path, split: str):
+        self.path, self.array = root / "modelnet10_1024_fp16.npz", f"x_{split}"
+        if not self.path.is_file():
+            raise _missing(root, f"{self.path.name} with x_{split}, y_{split} and cls")
+        try:
+            with np.load(self.path, allow_pickle=False) as file:
+                self.clouds, self.labels, self.classes = file[self.array], file[f"y_{split}"], file["cls"]
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise UserError(f"{self.path} cannot be read ({error}): copy it again") from error
+        if self.clouds.ndim != 3 or not len(self.clouds) or self.labels.shape != self.clouds.shape[:1]:
+            found = f"x_{split} {list(self.clouds.shape)}, y_{split} {list(self.labels.shape)}"
+            raise UserError(f"{self.path}: {found}: expected [n, points, 3] and [n]; copy it again")
+
+    def __len__(self) -> int:
+        return len(self.clouds)
+
+    def load(self, index: int) -> np.ndarray:
+        return self.clouds[index]
+
+    def label(self, index: int) -> str:
+        return str(self.classes[self.labels[index]])
+
+    def name(self, index: int) -> str:
+        return f"{self.path}, {self.array}[{index}]"
+
+
+class Surfaces:
+    """Embedded: analytic surfaces of random proportions (`pointcloud.surfaces`), 2,048 points a shape.
+
+    Every shape is drawn from its own generator, so it is the same wherever and however often it is loaded. The
+    two splits draw from the same distribution and share no shape.
+    """
+
+    COUNTS = {"train": 4096, "test": 512}
+    POINTS = 2048
+
+    def __init__(self, root: Path, split: str):
+        self.split, self.stream = split, SPLITS.index(split)
+
+    def __len__(self) -> int:
+        return self.COUNTS[self.split]
+
+    def load(self, index: int) -> np.ndarray:
+        return self._draw(index, self.POINTS)[1]
+
+    def label(self, index: int) -> str:
+        return self._draw(index, 1)[0]
+
+    def name(self, index: int) -> str:
+        return f"analytic surface {index} ({self.split})"
+
+    def _draw(self, index: int, points: int) -> tuple[str, np.ndarray]:
+        return random_surface(np.random.default_rng((self.stream, index)), points)
+
+
+SOURCES = {"shapenet": ShapeNetPC15k, "shapenet55": ShapeNet55, "modelnet10": ModelNet10, "surfaces": Surfaces}
+EMBEDDED = {"surfaces"}
+STAND_IN = "surfaces_small, which needs no data"
+
+
+def data_root(name: str) -> Path:
+    """The folder CO2_DATA; UserError where it is not set and the data set `name` needs it."""
+    root = os.environ.get("CO2_DATA", "")
+    if not root and name not in EMBEDDED:
+        raise UserError(f"data set {name} not found: set CO2_DATA to its folder, or train {STAND_IN}")
+    return Path(root)
+
+
+def unpacked(name: str, split: str) -> Source:
+    """The clouds of data set `name` (a key of `SOURCES`), split train or test, from the files of its release.
+
+    Raises:
+        UserError: CO2_DATA names no folder, or the data is not in it; says what runs without it.
+    """
+    return SOURCES[name](data_root(name), split)
+
+
+def _load_npy(path: Path) -> np.ndarray:
+    try:
+        return np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"{path} cannot be read ({error}): copy it again or remove it") from error
+
+
+def _missing(root: Path, layout: str) -> UserError:
+    return UserError(
+        f"data set not found: looked in {root} for {layout}; set CO2_DATA to the folder that holds it, "
+        f"or train {STAND_IN}"
+    )

@@ -1,0 +1,19 @@
+"""Imported for its effect, before mmseg: fills its registries.
+
+No config of this project refers to another by `mmseg::`, which would make mmengine pip-install packages into the
+running Python: configs are dictionaries made in Python.
+"""
+
+import training.prepared  # noqa: F401
+
+# isort: split
+import contextlib
+import io
+import warnings
+
+# mmcv and mmseg tell of compiled operators and a data service that nothing here uses.
+with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+    warnings.filterwarnings("ignore", message="Fail to import", category=UserWarning)
+    from mmseg.utils import register_all_modules
+
+    register_all_modules()

@@ -1,0 +1,138 @@
+"""bench.equal_error, bench.codecs and bench.lgreco on small things."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import codecs, equal_error, lgreco
+from bench.codecs import Codecs
+from bench.equal_error import WAYS, EqualError, compare
+from bench.lgreco import METHODS, SlowLinks, best_lr, text
+from core import UserError
+from core.lgreco.choices import parse as choice
+from language.recipes import RECIPES
+from tests.scripts import Mistakes
+from training.recipe import parse
+
+ROOT = Path(lgreco.__file__).parents[1]
+
+
+def unlike() -> list[torch.Tensor]:
+    """Nearly of rank 1, of many ranks, sparse, and a vector."""
+    draw = torch.Generator().manual_seed(0)
+    low = torch.randn(60, 1, generator=draw) @ torch.randn(1, 80, generator=draw)
+    sparse = torch.randn(70, 50, generator=draw) ** 5
+    return [100 * low, 0.1 * torch.randn(64, 64, generator=draw), sparse, torch.randn(200, generator=draw)]
+
+
+@pytest.mark.parametrize("like", equal_error.LIKES)
+def test_never_more_bytes_for_about_the_error(like: str):
+    """Of the ints the second rounding, of low rank the fewer power iterations are not in the curve."""
+    for way in WAYS:
+        row = compare(EqualError(), "none", unlike(), like, way, 4)
+        assert row["lgreco_bytes"] <= row["uniform_bytes"] and row["gain"] >= 1
+        which = "error" if "squared" in way else "error_sum"
+        assert row[f"lgreco_{which}"] <= 1.3 * row[f"uniform_{which}"], row
+        assert len(equal_error.cells(row)) == len(equal_error.TITLES) and len(row["choices"]) == 4
+
+
+def test_measured_errors_are_the_reducers():
+    """rank 1 of a matrix of rank 1 loses nothing; int2 of a vector of its levels neither."""
+    sender = equal_error.Sender([unlike()[0], torch.tensor([1.0, 0.0, -1.0])], "rank4", WAYS["any"])
+    errors = sender.errors([choice("rank1"), choice("int2")])
+    assert errors[0] < 1e-3 * float(unlike()[0].norm()) and errors[1] == 0.0
+    assert sender.errors([choice("top0.01"), choice("int2")])[0] > 1.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [({"models": ("bert",)}, "models: 'bert'"), ({"steps": 0}, "steps=0"), ({"likes": ()}, "likes=")],
+)
+def test_bad_options_of_equal_error(settings: dict[str, Any], text: str):
+    with pytest.raises(UserError, match=text):
+        EqualError(**settings).check()
+
+
+def test_codecs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(codecs, "SIDE", 64)
+    monkeypatch.setattr(codecs, "NUMEL", 64 * 64)
+    rows = codecs.measure(Codecs(repeats=2, compiled=False, threads=torch.get_num_threads()))
+    assert {"int2", "int8", "bfloat16", "top0.01", "rank32"} <= {row["way"] for row in rows}
+    for row in rows:
+        assert all(len(row[what]) == 2 and min(row[what]) > 0 for what in ("encode", "decode", "copy"))
+        assert len(codecs.cells(row)) == len(codecs.TITLES)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_train_script_understands_every_command(method: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    o = SlowLinks()
+    recipe = parse(RECIPES, o.command(method, 50.0, 7, 0.5, Path("somewhere")))
+    assert recipe.name == lgreco.RECIPE and recipe.seed == 7 and recipe.optim.lr == 0.5 * lgreco.LR
+    assert recipe.batch_size == lgreco.BATCH and RECIPES[lgreco.RECIPE].optim.lr == lgreco.LR
+    wire = recipe.co2.wire if recipe.method == "co2" else recipe.ddp_wire
+    assert ("lgreco" in method) <= (wire.format == "lgreco" and wire.lgreco.rule == "lgreco")
+    assert method != "accordion_rank4" or wire.lgreco.rule == "accordion"
+
+
+def test_each_method_gets_its_own_best_learning_rate():
+    rows = [
+        {"method": "ddp", "lr": 0.5, "loss": 3.0},
+        {"method": "ddp", "lr": 1.0, "loss": 2.5},
+        {"method": "ddp", "lr": 2.0, "loss": None},
+        {"method": "co2", "lr": 2.0, "failed": "x"},
+    ]
+    assert best_lr(rows, "ddp", 7.0) == 1.0 and best_lr(rows, "co2", 7.0) == 7.0
+
+
+def test_the_table():
+    row = {"rate_mbit": 50.0, "lr": 1.0, "tau": 1, "deciding_share": 0.01, "bytes_a_step": 2e6}
+    rows = [row | {"method": "ddp", "seed": s, "samples_per_second": 10.0 + s, "loss": 3.0} for s in range(2)]
+    rows += [row | {"method": "lgreco_rank4", "seed": 0, "samples_per_second": 31.5, "loss": None}]
+    rows += [{"rate_mbit": 50.0, "method": "ddp_int4", "failed": "no answer"}]
+    result = {"options": {"workers": 4, "rates": [50.0]}, "rows": rows, "commit": "c", "date": "d"}
+    shown = text(result)
+    assert "| ddp | 1 | 10.5 ± 0.7 | 1.00 | 3.000 ± 0.000 | 2.000 | 1 | 1.00% |" in shown
+    assert "| lgreco_rank4 | 1 | 31.5 | 3.00 | not finite | 2.000 | 1 | 1.00% |" in shown
+    assert "| ddp_int4 | failed: no answer |" in shown
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"methods": ("ddp", "zip")}, "methods: 'zip'"),
+        ({"workers": 1}, "workers=1"),
+        ({"rates": (0.0,)}, "rates=0.0"),
+        ({"throttle": True}, "throttle with torch_powersgd"),
+    ],
+)
+def test_bad_options(settings: dict[str, Any], text: str):
+    with pytest.raises(UserError, match=text):
+        replace(SlowLinks(), **settings).check()
+
+
+def test_a_mistake_is_one_line(mistake: Mistakes):
+    assert "models: 'x'" in mistake("bench.equal_error", "--models", "x")
+    assert "repeats=0" in mistake("bench.codecs", "--repeats", "0")
+    assert "methods: 'x'" in mistake("bench.lgreco", "--methods", "x")
+
+
+@pytest.mark.slow
+def test_a_real_run_over_a_throttled_link(tmp_path: Path):
+    options = (
+        "--throttle --workers 2 --rates 500 --seeds 0 --lrs 1 --epochs 1 --epoch_steps 12 --methods ddp lgreco_int4"
+    )
+    command = [sys.executable, "-m", "bench.lgreco", *options.split(), "--out", str(tmp_path / "out")]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=400)
+    result = json.loads((tmp_path / "out" / "slow_links.json").read_text())
+    by = {row["method"]: row for row in result["rows"]}
+    assert by["lgreco_int4"]["bytes_a_step"] < 0.5 * by["ddp"]["bytes_a_step"]
+    assert abs(by["lgreco_int4"]["loss"] - by["ddp"]["loss"]) < 1
