@@ -222,7 +222,7 @@ class Elastic:
         if members.rank == 0 and not run.folder.writes:
             run.folder.lead(run.recipe, self._nominal, run.device, goes_on=members.generation > 1)
             if self._trains:
-                run.folder.begin(self.drawn)
+                run.folder.begin(run.step)  # drawn may be one more: that step is yet to be logged
         if self._trains:
             lost, came = (
                 [n for n in a if n not in b] for a, b in ((self._names, members.names), (members.names, self._names))
