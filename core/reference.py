@@ -55,6 +55,8 @@ class Reference:
     weights: of the workers in the next means, [workers]: a mean is sum(w^i d^i) / sum(w^i), and 0 where nobody has a
       weight. A worker whose difference is not finite, or has weight 0, is left out: its d^i is 0, its weight too, and
       once the boundary is through it continues from the outer iterate.
+    reduce: what the network makes of d^i and the weights, [workers, n] and [workers] -> [n]: their mean, or what a
+      narrow wire leaves of it.
     sync_steps: after each of the first so many local steps the workers' parameters are averaged at once. For SGD, with
       momentum too, that equals averaging gradients; for Adam it does not quite. The outer iterate starts at the last
       of these means, and the first round after it.
@@ -82,6 +84,7 @@ class Reference:
     nesterov: bool = False
     sync_steps: int = 0
     weights: Tensor | None = None  # None: all 1
+    reduce: Callable[[Tensor, Tensor], Tensor] = mean
     steps: int = 0  # local steps since the last boundary
     taken: int = 0  # all local steps
     outer: list[Tensor] = field(default_factory=list)  # x_{0,0}, x_{1,0}, ...: [n] each; if eager, those of worker 0
@@ -108,6 +111,7 @@ class Reference:
         self.base = self.x.clone()  # x less the own local steps since the last sending
         self.outer = [self.z[0]]
         self.left_out = torch.zeros(len(self.x), dtype=torch.bool)  # at the last sending
+        self.first_step = torch.zeros_like(self.x[:, 0])
         if self.policy == "eager":  # no difference was sent before the first
             self.in_flight = [Sent(-1, torch.zeros_like(self.x), torch.zeros_like(self.x[0]), self.z)]
 
@@ -147,7 +151,7 @@ class Reference:
         self.left_out = ~own.isfinite().all(dim=1) | (weights == 0)
         weights = torch.where(self.left_out, 0.0, weights)
         own = torch.where(self.left_out[:, None], 0.0, own)
-        self.deltas.append(mean(own, weights))
+        self.deltas.append(self.reduce(own, weights))
         self.first_steps.append(mean(torch.where(self.left_out, 0.0, self.first_step), weights))
         self.in_flight.append(Sent(len(self.first_steps) - 1, own, self.deltas[-1], self.z))
         self.base, self.steps = self.x.clone(), 0

@@ -49,12 +49,14 @@ def as_shard(value: Any, like: Any) -> Any:
 
 
 def of_method(method: Method, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """The method's state_dict with {name: tensor} for each flat tensor; what lies behind the parameters is under ""."""
+    """The method's state_dict with {name: tensor} for each flat tensor; what lies behind the parameters is under "".
+    What its reducer keeps has an order of its own, and stays as it is."""
     if not isinstance(method, LocalMethod):
         return state
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     names = {id(p): name for p, name in zip(method.params, trained, strict=True)}
-    kept = {key: _by_name(flats, method.buckets, names) for key, flats in state["state"].items()}
+    flats = state["state"]
+    kept = flats | {key: _by_name(flats[key], method.buckets, names) for key in method.state}
     return state | {"state": kept, "in_flight": _by_name(state["in_flight"], method.buckets, names)}
 
 
@@ -87,7 +89,10 @@ def _by_name(flats: Sequence[Tensor] | None, buckets: Sequence[Bucket], names: d
     return found
 
 
-def _flat(found: list[dict[str, Tensor]] | None) -> list[Tensor] | None:
-    if found is None:
-        return None
-    return [torch.cat([t.reshape(-1) for t in pieces.values()]) if pieces else torch.empty(0) for pieces in found]
+def _flat(found: list[Any] | None) -> list[Tensor] | None:
+    """found: {name: tensor} each, or a reducer's tensors."""
+    return None if found is None else [t if isinstance(t, Tensor) else _joined(list(t.values())) for t in found]
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    return torch.cat([t.reshape(-1) for t in pieces]) if pieces else torch.empty(0)

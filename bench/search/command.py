@@ -28,12 +28,14 @@ from bench.search.engine import Plan, run
 from bench.search.methods import Settings, parse
 from bench.search.rows import Rows
 from bench.search.table import markdown
-from bench.search.tasks import TASKS, Shards, load
+from bench.search.task import Shards
+from bench.search.tasks import TASKS, load
 from core.errors import UserError
 
 FACTORS = (1.0, 2.0, 0.5, 1.414, 0.707, 4.0, 0.25, 2.828, 0.354, 8.0, 0.125)
 METHODS = (
     *("ddp", "dpu", "acco", "local", "slowmo", "diloco", "overlap_local", "co2"),
+    *("streaming", "des_loc"),
     *("co2:merge=mix", "co2:merge=mix,delay=3,gap=none", "co2:merge=keep,gap=none", "co2:merge=keep,delay=3,gap=none"),
 )
 
@@ -43,7 +45,8 @@ class Search:
     """What to train, and how much tuning each method is given."""
 
     tasks: tuple[str, ...] = ("digits", "bytes")
-    """Among digits, bytes (needs CO2_DATA) and cifar (likewise)."""
+    """Among digits, segmentation and surfaces; and, with data in CO2_DATA, cifar, cifar_vit, bytes, bytes_narrow,
+    bytes_wide, gpt2, transnormer and roberta."""
     methods: tuple[str, ...] = METHODS
     """NAME or NAME:OPTION=VALUE,...; VALUE|VALUE are both tried in the tuning."""
     workers: tuple[int, ...] = (4,)
@@ -66,6 +69,8 @@ class Search:
     budget_minutes: float = math.inf
     """No run is begun that would likely end later than this."""
     rows: Path = Path("results/search.jsonl")
+    compile: bool = False
+    """The gradient, by torch.compile, which needs a C++ compiler: minutes at the start, then up to twice as fast."""
     report: bool = False
     """Make the tables from the rows that are there; run nothing."""
 
@@ -99,7 +104,7 @@ class Search:
         """A method's configurations: settings, and the factor of the task's learning rate."""
         all_settings = parse(asked)
         for settings in all_settings:
-            settings.make(torch.zeros(2, 1), self.tau)  # a delay above tau, say
+            settings.make(torch.zeros(2, self.tau), self.tau)  # a delay above tau, say
         count = self.configurations // len(all_settings)
         if not count:
             raise UserError(
@@ -163,7 +168,7 @@ def search(o: Search, rows: Rows) -> None:
                 f"stopped after {count} runs: budget_minutes={o.budget_minutes:g}; the same command goes on from here"
             )
             return
-        result = run(load(plan.task), plan)
+        result = run(load(plan.task), plan, o.compile)
         rows.add_run(plan, result)
         longest, count = max(longest, result.seconds), count + 1
         loss = "diverged" if result.loss is None else f"{result.loss:.4f}"

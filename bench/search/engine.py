@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from bench.search.inner import cosine
 from bench.search.methods import Method, Settings
-from bench.search.tasks import Batch, Shards, Split, Task
+from bench.search.task import Batch, Shards, Split, Task
 from core.reference import vmap_gradient
 
 CHUNK = 256  # held-out samples evaluated at a time
@@ -48,12 +49,17 @@ class Result:
 class Stack:
     """A model's parameters as rows. Buffers are kept as they are: no task has any that training changes."""
 
-    def __init__(self, task: Task, seed: int):
-        torch.manual_seed(seed)
+    def __init__(self, task: Task, compile: bool = False):
         self.task, self.model = task, task.build()
         self.template = {name: p.detach() for name, p in self.model.named_parameters()}
-        self.start = nn.utils.parameters_to_vector(self.template.values())
         self.gradient = vmap_gradient(self.loss, self.template)
+        if compile:
+            self.gradient = torch.compile(self.gradient, dynamic=False)
+
+    def start(self, seed: int) -> Tensor:
+        """The initial weights, [n]."""
+        torch.manual_seed(seed)
+        return nn.utils.parameters_to_vector(self.task.build().parameters()).detach()
 
     def loss(self, params: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
         return self.task.loss(torch.func.functional_call(self.model, params, (inputs,)), targets)
@@ -69,10 +75,13 @@ class Stack:
         return value if abs(value) < float("inf") else None  # NaN compares false
 
 
-def train(task: Task, plan: Plan) -> tuple[Stack, Method]:
+stack_of = functools.lru_cache(maxsize=1)(Stack)  # one for all runs of a task, for compiling takes minutes
+
+
+def train(task: Task, plan: Plan, compile: bool = False) -> tuple[Stack, Method]:
     """Trains up to the last step, before `finish`."""
-    stack = Stack(task, plan.seed)
-    x = stack.start.expand(plan.workers, -1).clone()
+    stack = stack_of(task, compile)
+    x = stack.start(plan.seed).expand(plan.workers, -1).clone()
     method = plan.settings.make(x, plan.tau)
     inner = task.inner.start(x)
     for step in range(plan.steps):
@@ -81,9 +90,10 @@ def train(task: Task, plan: Plan) -> tuple[Stack, Method]:
     return stack, method
 
 
-def run(task: Task, plan: Plan) -> Result:
+def run(task: Task, plan: Plan, compile: bool = False) -> Result:
+    """compile: the gradient, by torch.compile; the same but for rounding."""
     began = time.monotonic()
-    stack, method = train(task, plan)
+    stack, method = train(task, plan, compile)
     data = task.held_out[plan.split]
     loss_of_mean = stack.held_out_loss(method.x.mean(dim=0), data)
     method.finish()

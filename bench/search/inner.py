@@ -42,6 +42,12 @@ class InnerState:
         second = None if self.second is None else self.second.clone()
         return InnerState(self.inner, self.first.clone(), second, self.steps)
 
+    def moments(self) -> list[tuple[Tensor, float]]:
+        """What is kept from step to step, [workers, n] each, and the share of it that a step leaves."""
+        if self.second is None:
+            return [(self.first, self.inner.momentum)]
+        return list(zip((self.first, self.second), self.inner.betas, strict=True))
+
     def step(self, x: Tensor, gradient: Tensor, lr: float) -> None:
         """Moves x in place. x, gradient: [workers, n]."""
         gradient = clip_rows(gradient, self.inner.clip)

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from bench.search.inner import InnerState
+from bench.search.wire import bits, mean_over
 from core.errors import UserError
+from core.fast.wire import WIRES
 from core.reference import Reference
 
 Gradient = Callable[[Tensor, Any], Tensor]
@@ -60,8 +62,16 @@ class Blocking(Method):
 class DDP(Method):
     """The mean of the gradients, every step; whatever clipping there is clips the mean."""
 
+    def __init__(self, x: Tensor, tau: int, **options: Any):
+        super().__init__(x, tau, **options)
+        self.reduce = mean_over(options.get("wire", "float32"))
+
+    def mean(self, rows: Tensor) -> Tensor:
+        """In each row what arrives of the mean over the workers, [workers, n]."""
+        return self.reduce(rows, torch.ones_like(rows[:, 0])).expand_as(rows)
+
     def train_step(self, gradient: Gradient, batch: tuple[Tensor, ...], inner: InnerState, lr: float) -> None:
-        inner.step(self.x, mean(gradient(self.x, batch)), lr)
+        inner.step(self.x, self.mean(gradient(self.x, batch)), lr)
 
 
 class DPU(DDP):
@@ -71,7 +81,7 @@ class DPU(DDP):
     late: Tensor | None = None
 
     def train_step(self, gradient: Gradient, batch: tuple[Tensor, ...], inner: InnerState, lr: float) -> None:
-        now = mean(gradient(self.x, batch))
+        now = self.mean(gradient(self.x, batch))
         if self.late is not None:
             inner.step(self.x, self.late, lr)
         self.late = now
@@ -90,11 +100,11 @@ class ACCO(DDP):
 
     def train_step(self, gradient: Gradient, batch: tuple[Tensor, ...], inner: InnerState, lr: float) -> None:
         half = batch[0].shape[1] // 2
-        now = mean(gradient(self.x, tuple(part[:, :half] for part in batch)))
+        now = self.mean(gradient(self.x, tuple(part[:, :half] for part in batch)))
         estimate = self.x.clone()
         if self.ahead is not None:
             inner.copy().step(estimate, self.ahead, lr)
-        later = mean(gradient(estimate, tuple(part[:, half:] for part in batch)))
+        later = self.mean(gradient(estimate, tuple(part[:, half:] for part in batch)))
         inner.step(self.x, now if self.ahead is None else (now + self.ahead) / 2, lr)
         self.ahead = later
 
@@ -132,30 +142,61 @@ class OverlapLocal(Method):
 
     def finish(self) -> None:
         self.boundary()
-        self.x.copy_(mean(self.x))
+        self.x.copy_(self.x.mean(dim=0).expand_as(self.x))
 
 
 class Outer(Method):
-    """core.reference.Reference, whose history, which nobody reads here, is dropped."""
+    """core.reference.Reference, whose history, which nobody reads here, is dropped; and three options around it.
+
+    wire: the format in which differences cross the network, with error feedback.
+    fragments: the parameters in so many equal parts, each averaged every tau steps, tau / fragments after the one
+      before; so each message is as much smaller, and the mean merged as much sooner over the same link. With merge
+      mix, Nesterov and one step's delay that is Streaming DiLoCo (arXiv 2501.18512).
+    first_every, second_every: the inner optimiser's moments are averaged in every so-manyth round; 0: never. They are
+      sent and merged when the parameters are; the mean takes the place of the worker's own as of the sending, and what
+      has been added to it since stays. Blocking, with 3 and 6, that is DES-LOC (arXiv 2505.22549). In float32.
+    """
 
     def __init__(self, x: Tensor, tau: int, **options: Any):
         super().__init__(x, tau, **options)
-        self.reference = Reference(x, tau, **options)
+        wire, count = options.pop("wire"), options.pop("fragments")
+        self.every = options.pop("first_every"), options.pop("second_every")
+        self.delay = tau if options["delay"] is None else options["delay"]
+        if not 1 <= count <= tau:
+            raise ValueError(f"fragments={count}: between 1 and tau={tau}")
+        if count > 1 and (options["sync_steps"] or options["gap"] == "inner"):
+            raise ValueError("fragments: they have neither sync_steps nor gap inner")
+        self.parts = [Reference(part, tau, **options, reduce=mean_over(wire)) for part in x.tensor_split(count, dim=1)]
+        for i, part in enumerate(self.parts):
+            part.steps = tau - (i + 1) * tau // count
+        self.rounds = 0
+        self.late: list[tuple[int, Tensor, Tensor]] = []  # when, which moment, and what it then lacks of the mean
+
+    def train_step(self, gradient: Gradient, batch: tuple[Tensor, ...], inner: InnerState, lr: float) -> None:
+        super().train_step(gradient, batch, inner, lr)
+        if self.closed:
+            self.rounds += 1
+            for every, (moment, decay) in zip(self.every, inner.moments(), strict=False):
+                if every and self.rounds % every == 0:
+                    missing = (moment.mean(dim=0) - moment) * decay**self.delay
+                    self.late.append((self.taken + self.delay, moment, missing))
+        while self.late and self.late[0][0] == self.taken:
+            _, moment, missing = self.late.pop(0)
+            moment.add_(missing)
 
     def local_step(self) -> None:
-        r = self.reference
-        if r.local_step():
-            for history in (r.restarts, r.deltas, r.gaps):
-                history.clear()
-            del r.outer[:-2]
+        self.closed = False
+        for r in self.parts:
+            closed = r.local_step()
+            if closed:
+                for history in (r.restarts, r.deltas, r.gaps):
+                    history.clear()
+                del r.outer[:-2]
+        self.closed = closed  # the last part's round is the whole's
 
     def finish(self) -> None:
-        self.reference.finish()
-
-
-def mean(rows: Tensor) -> Tensor:
-    """The mean over the workers in each row, [workers, n]."""
-    return rows.mean(dim=0, keepdim=True).expand_as(rows)
+        for r in self.parts:
+            r.finish()
 
 
 # -- by name ----------------------------------------------------------------------------------------------------
@@ -165,7 +206,7 @@ def mean(rows: Tensor) -> Tensor:
 class Kind:
     """A method, its options with their usual values, and which it tries where the command line says nothing."""
 
-    method: Callable[..., Method]
+    method: type[Method]
     options: dict[str, Any]
     tried: dict[str, tuple[Any, ...]]
     settable: bool = True
@@ -174,6 +215,7 @@ class Kind:
 CO2: dict[str, Any] = {
     **{"alpha": 1.0, "beta": 0.5, "gap": "elementwise", "phi": 1.0, "clip_by": "element", "delay": "round"},
     **{"merge": "outer", "kappa": 0.5, "policy": "penalty", "taylor": 0.5, "nesterov": False, "sync_steps": 0},
+    **{"wire": "float32", "fragments": 1, "first_every": 0, "second_every": 0},
 }
 BLOCKING = CO2 | {"delay": 0, "gap": "none", "phi": "none"}
 WORDS = {
@@ -181,14 +223,22 @@ WORDS = {
     "clip_by": ("element", "norm"),
     "merge": ("outer", "mix", "keep"),
     "policy": ("penalty", "eager", "taylor"),
+    "wire": WIRES,
 }
 KINDS = {
-    "ddp": Kind(DDP, {}, {}),
-    "dpu": Kind(DPU, {}, {}),
+    "ddp": Kind(DDP, {"wire": "float32"}, {}),
+    "dpu": Kind(DPU, {"wire": "float32"}, {}),
     "acco": Kind(ACCO, {}, {}),
     "local": Kind(Outer, BLOCKING | {"beta": 0.0}, {}, settable=False),
     "slowmo": Kind(SlowMo, {"alpha": 1.0, "beta": 0.5}, {"beta": (0.5, 0.2)}),
     "diloco": Kind(Outer, BLOCKING | {"alpha": 0.7, "beta": 0.9, "nesterov": True}, {"beta": (0.9, 0.5)}),
+    "streaming": Kind(
+        Outer,
+        BLOCKING
+        | {"alpha": 0.4, "beta": 0.9, "nesterov": True, "merge": "mix", "kappa": 0.5, "delay": 1, "fragments": 3},
+        {"beta": (0.9, 0.5)},
+    ),
+    "des_loc": Kind(Outer, BLOCKING | {"beta": 0.0, "first_every": 3, "second_every": 6}, {}),
     "overlap_local": Kind(OverlapLocal, {"pull": 0.6, "mu": 0.7}, {"mu": (0.7, 0.0)}),
     "co2": Kind(Outer, CO2, {"beta": (0.5, 0.0)}),
 }
@@ -215,10 +265,23 @@ class Settings:
 
     def hidden_steps(self, tau: int) -> float:
         """How many local steps a mean may be on its way without anybody waiting: the latency that is tolerated."""
-        if self.name == "co2":
+        if self.name in ("co2", "streaming"):
             delay = dict(self.options)["delay"]
             return tau if delay == "round" else delay
         return {"dpu": 1, "acco": 0.5, "overlap_local": tau}.get(self.name, 0)
+
+    @property
+    def has_rounds(self) -> bool:
+        """Whether tau makes a difference."""
+        return not issubclass(KINDS[self.name].method, DDP)
+
+    def bits_a_step(self, tau: int) -> float:
+        """That a parameter's all-reduces take, per local step."""
+        options = dict(self.options)
+        if not self.has_rounds:
+            return bits(options.get("wire", "float32")) * (2 if self.name == "acco" else 1)
+        moments = sum(1 / options[key] for key in ("first_every", "second_every") if options.get(key))
+        return (bits(options.get("wire", "float32")) + 32 * moments) / tau
 
     def __str__(self) -> str:
         usual = KINDS[self.name].options
@@ -261,7 +324,7 @@ def _value(text: str, key: str, usual: Any, given: str) -> Any:
         return given == "true"
     if (key, given) in (("phi", "none"), ("delay", "round")):
         return given
-    whole = key in ("delay", "sync_steps")
+    whole = isinstance(usual, int) or key == "delay"
     try:
         number = int(given) if whole else float(given)
     except ValueError:

@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.report import FORMAT
 from bench.search.engine import Plan, Result
-from bench.search.methods import Settings
+from bench.search.methods import KINDS, Settings
 from core.errors import UserError
 from training.provenance import commit, version
 
@@ -83,6 +83,7 @@ class Rows:
         return rows
 
     def _add(self, row: dict[str, Any]) -> None:
+        row["options"] = KINDS[row["method"]].options | row["options"]  # an option that is newer had its usual value
         if row["kind"] == "run":
             self.runs[_key(row)] = row
         else:
@@ -116,8 +117,14 @@ class Rows:
 IDENTITY = ("task", "method", "options", "lr", "workers", "batch", "steps", "tau", "shards", "seed", "split")
 
 
+def identity(row: dict[str, Any]) -> dict[str, Any]:
+    """What a run's result depends on."""
+    values = {name: row[name] for name in IDENTITY}
+    return values if settings_of(row).has_rounds else values | {"tau": None}
+
+
 def _key(row: dict[str, Any]) -> str:
-    return json.dumps([row[name] for name in IDENTITY], sort_keys=True)
+    return json.dumps(identity(row), sort_keys=True)
 
 
 def _choice_key(row: dict[str, Any]) -> tuple[Group, str, str]:

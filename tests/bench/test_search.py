@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.search import command, methods, tasks
+from bench.search import command, methods, pictures, texts
 from bench.search.command import Search, at_most, plans, search
 from bench.search.engine import Plan, Result, Stack, run, train
 from bench.search.inner import Inner, clip_rows
 from bench.search.methods import ACCO, DPU, parse
 from bench.search.rows import Rows
 from bench.search.table import markdown
-from bench.search.tasks import Task, load
+from bench.search.task import Task, places, stacked_draw
+from bench.search.tasks import TASKS, load
+from bench.search.wire import mean_over
 from core.errors import UserError
 from tests.problems import small_net
 from tests.scripts import Mistakes, run_script
@@ -29,7 +31,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Task:
     inputs = torch.randn(240, 6, generator=generator)
     labels = inputs[:, :3].argmax(dim=1)
     held = {"tuning": (inputs[:20], labels[:20]), "test": (inputs[20:40], labels[20:40])}
-    draw = tasks.stacked_draw(inputs[40:], labels[40:])
+    draw = stacked_draw(inputs[40:], labels[40:])
     cross_entropy = torch.nn.functional.cross_entropy
     build = lambda: small_net(torch.float32)  # noqa: E731
     task = Task("digits", "three classes", build, cross_entropy, draw, held, Inner("sgd", 0.1), batch=4)
@@ -110,19 +112,89 @@ def test_acco_by_hand():
     assert x[:, 0].tolist() == [pytest.approx(x3)] * 2
 
 
+def steady(x: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
+    """1 for the first worker, 3 for the second, everywhere."""
+    return torch.tensor([[1.0], [3.0]], dtype=x.dtype).expand_as(x)
+
+
+def test_streaming_diloco_by_hand():
+    """Two fragments of one parameter, tau 2: the first is sent after 1, 3, ... steps, the second after 2, 4, ...; each
+    mean is merged a step later, with a Nesterov step of the fragment's outer iterate z, half of which is taken."""
+    x = torch.zeros(2, 2, dtype=torch.float64)
+    settings = parse("streaming:fragments=2,alpha=0.5,beta=0.5")[0]
+    method, inner = settings.make(x, 2), Inner("sgd", 1.0, momentum=0.0).start(x)
+    expected = [
+        ([-1, -3], [-1, -3]),
+        ([-1.75, -3.75], [-2, -6]),  # sent 2: m = 2, z = -0.5 (0.5 * 2 + 2) = -1.5
+        ([-2.75, -6.75], [-3, -6]),  # sent 4: m = 4, z = -0.5 (0.5 * 4 + 4) = -3
+        ([-3.96875, -6.96875], [-4, -9]),  # sent 3.25: m = 1 + 3.25, z = -1.5 - 0.5 (0.5 * 4.25 + 3.25) = -4.1875
+    ]
+    for first, second in expected:
+        method.train_step(steady, (), inner, 1.0)
+        assert (x[:, 0].tolist(), x[:, 1].tolist()) == (first, second)
+    method.finish()
+    assert torch.equal(x[0], x[1])
+
+
+def test_des_loc_averages_each_moment_in_its_own_rounds():
+    x = torch.zeros(2, 1, dtype=torch.float64)
+    method, inner = parse("des_loc")[0].make(x, 2), Inner("adamw", 0.1).start(x)
+    alike = []
+    for _ in range(24):
+        method.train_step(steady, (), inner, 0.1)
+        alike.append([bool(value[0] == value[1]) for value in (x, *(moment for moment, _ in inner.moments()))])
+    rounds = [r + 1 for r in range(12) if alike[2 * r + 1][1]], [r + 1 for r in range(12) if alike[2 * r + 1][2]]
+    assert rounds == ([3, 6, 9, 12], [6, 12])
+    assert [i + 1 for i in range(24) if alike[i][0]] == [*range(2, 25, 2)]
+
+
+def test_a_moment_that_comes_late_is_what_it_would_have_become():
+    """Momentum 0.5, gradients 1 and 3: after two steps 1.5 and 4.5, mean 3; a step later 0.5 * 3 + 1 and + 3."""
+    x = torch.zeros(2, 1, dtype=torch.float64)
+    settings = parse("co2:merge=keep,gap=none,beta=0,delay=1,first_every=1")[0]
+    method, inner = settings.make(x, 2), Inner("sgd", 1.0, momentum=0.5).start(x)
+    seen = []
+    for _ in range(3):
+        method.train_step(steady, (), inner, 1.0)
+        seen.append(inner.first[:, 0].tolist())
+    assert seen == [[1, 3], [1.5, 4.5], [2.5, 4.5]]
+
+
+def test_a_narrow_wire_sends_later_what_it_rounded_off():
+    """Scale 1: a block's largest magnitude is 7. What is left of 0.4, 0.8, 0.2, 0.6, 0.0 is sent in the next."""
+    sent = torch.zeros(2, 300)
+    sent[:, 0], sent[:, 1] = 7.0, 0.4
+    mean, everyone = mean_over("int4"), torch.ones(2)
+    seen = [mean(sent, everyone)[:3] for _ in range(5)]
+    assert [part[1].item() for part in seen] == [0, 1, 0, 1, 0] and all(part[0] == 7 and part[2] == 0 for part in seen)
+    assert mean_over("float32")(sent, everyone)[1] == pytest.approx(0.4)
+
+
+def test_ddp_sends_gradients_over_the_wire():
+    x = torch.zeros(2, 2)
+    method, inner = parse("ddp:wire=int4")[0].make(x, 1), Inner("sgd", 1.0, momentum=0.0).start(x)
+    for step in range(2):
+        method.train_step(lambda x, _: torch.tensor([[7.0, 0.4], [7.0, 0.4]]), (), inner, 1.0)
+        assert x.tolist() == [[-7.0 * (step + 1), -float(step)]] * 2
+
+
 def plan(task: Task, method: str, **values: Any) -> Plan:
     usual: dict[str, Any] = {"workers": 4, "batch": 4, "steps": 8, "tau": 3, "shards": "iid", "seed": 0}
     return Plan(task.name, parse(method)[0], 0.1, **usual | {"split": "test"} | values)
 
 
 @pytest.mark.parametrize(
-    "name", ["ddp", "dpu", "acco", "local", "slowmo", "diloco", "overlap_local", "co2", "co2:merge=keep,delay=1"]
+    "name",
+    [
+        *("ddp", "dpu", "acco", "local", "slowmo", "diloco", "overlap_local", "co2", "co2:merge=keep,delay=1"),
+        *("ddp:wire=int8", "streaming:fragments=2", "des_loc", "co2:merge=keep,delay=1,wire=int4,fragments=3"),
+    ],
 )
 def test_every_method_ends_with_equal_workers_and_learns(tiny: Task, name: str):
     stack, method = train(tiny, replace(plan(tiny, name, steps=100), lr=0.02))
     method.finish()
     assert (method.x - method.x[0]).abs().max() < 1e-6
-    start, end = (stack.held_out_loss(x, tiny.held_out["test"]) for x in (stack.start, method.x[0]))
+    start, end = (stack.held_out_loss(x, tiny.held_out["test"]) for x in (stack.start(0), method.x[0]))
     assert start is not None and end is not None and end < start
     assert run(tiny, plan(tiny, name)).loss is not None
 
@@ -160,31 +232,57 @@ def test_digits_have_three_parts_and_sorted_shards():
 
 def test_more_workers_than_samples_have_no_parts():
     with pytest.raises(UserError, match="workers=9: the training set has 8 samples"):
-        tasks.places(8, 0, 0, 9, 4, "sorted")
+        places(8, 0, 0, 9, 4, "sorted")
 
 
 def test_a_byte_model_sees_no_later_byte():
     torch.manual_seed(0)
-    model, text = tasks.ByteGPT(), torch.randint(256, (1, tasks.CONTEXT))
+    model, text = texts.ByteGPT(), torch.randint(256, (1, texts.CONTEXT))
     changed = text.clone()
     changed[0, 30] = (changed[0, 30] + 1) % 256
     same = (model(text) - model(changed)).abs().amax(dim=2)[0] < 1e-6
     assert same[:30].all() and not same[30:].any()
-    inputs, targets = tasks.windows(torch.arange(200, dtype=torch.uint8), torch.tensor([[5], [9]]))
-    assert inputs.shape == (2, 1, tasks.CONTEXT) and torch.equal(inputs + 1, targets)
+    inputs, targets = texts.windows(torch.arange(200, dtype=torch.uint8), torch.tensor([[5], [9]]))
+    assert inputs.shape == (2, 1, texts.CONTEXT) and torch.equal(inputs + 1, targets)
 
 
-@pytest.mark.parametrize("build", [tasks.ByteGPT, tasks.SmallResNet])
-def test_models_run_stacked(build: Any):
-    """Each has functional parameters alone, and no buffer that training would change."""
-    inputs = torch.randint(256, (2, 3, 48)) if build is tasks.ByteGPT else torch.randn(2, 3, 3, 16, 16)
-    targets = inputs if build is tasks.ByteGPT else torch.randint(10, (2, 3))
-    loss = tasks.byte_loss if build is tasks.ByteGPT else torch.nn.functional.cross_entropy
-    task = Task("x", "", build, loss, lambda *_: (inputs, targets), {}, Inner("sgd", 0.1), 3)
-    stack = Stack(task, 0)
-    assert not list(stack.model.buffers())
-    rows = stack.gradient(stack.start.expand(2, -1), (inputs, targets))
-    assert rows.shape == (2, len(stack.start)) and (rows.norm(dim=1) > 0).all()
+@pytest.fixture
+def no_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise in place of the data that would have to be there."""
+    rng = torch.Generator().manual_seed(0)
+    text = torch.randint(256, (5000,), generator=rng, dtype=torch.uint8)
+    images, labels = torch.randn(64, 3, 16, 16, generator=rng), torch.arange(64) % 10
+    held: Any = {"tuning": (images[:9], labels[:9]), "test": (images[9:20], labels[9:20])}
+    monkeypatch.setattr(texts, "books", lambda: (text, {"tuning": text[:999], "test": text[999:2222]}))
+    monkeypatch.setattr(pictures, "cifar_data", lambda: ((images, labels), held))
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_runs_stacked(no_data: None, name: str):
+    """Workers have gradients of their own, as each would have alone; no buffer would have to change in training."""
+    found = TASKS[name]()
+    batch = found.draw(0, 1, 2, 4, "iid")
+    assert all(torch.equal(*pair) for pair in zip(batch, found.draw(0, 1, 2, 4, "iid"), strict=True))
+    stack = Stack(found)
+    assert not any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in stack.model.modules())
+    x = torch.stack([stack.start(0), stack.start(1)])
+    rows = stack.gradient(x, batch)
+    for i in range(2):
+        alone = stack.gradient(x[i : i + 1], tuple(part[i : i + 1] for part in batch))
+        torch.testing.assert_close(rows[i : i + 1], alone, rtol=1e-3, atol=1e-5)
+    assert rows.isfinite().all() and (rows.norm(dim=1) > 0).all()
+    inputs, targets = found.held_out["test"]
+    assert stack.held_out_loss(x[0], (inputs[:5], targets[:5])) is not None
+    assert found.draw(0, 0, 2, 4, "sorted")[0].shape == batch[0].shape
+
+
+def test_what_roberta_predicts_is_hidden_from_it(no_data: None):
+    inputs, targets = TASKS["roberta"]().draw(0, 0, 2, 4, "iid")
+    asked = targets >= 0
+    assert inputs.shape == (2, 4, texts.CONTEXT + 2) and 0.05 < asked.float().mean() < 0.3
+    assert (inputs[asked] == texts.MASK).float().mean() > 0.5
+    assert (targets[asked] >= texts.FIRST_BYTE).all() and not (inputs[~asked] == texts.MASK).any()
+    assert (inputs[..., 0] == texts.END).all() and (inputs[..., -1] == texts.END).all()
 
 
 # -- command ----------------------------------------------------------------------------------------------------
@@ -197,22 +295,44 @@ def test_a_method_and_its_options():
         "co2:beta=0.3,delay=3,merge=mix",
     ]
     keep = methods.Settings("co2", parse("co2:merge=keep,phi=none,nesterov=true")[0].options)
-    reference: Any = keep.make(torch.zeros(2, 1), 3)
-    assert (reference.reference.merge, reference.reference.phi, reference.reference.delay) == ("keep", None, None)
+    made: Any = keep.make(torch.zeros(2, 1), 3)
+    part = made.parts[0]
+    assert (part.merge, part.phi, part.delay) == ("keep", None, None)
 
 
 @pytest.mark.parametrize(
     ("asked", "steps"),
-    [("ddp", 0), ("acco", 0.5), ("dpu", 1), ("local", 0), ("overlap_local", 6), ("co2", 6), ("co2:delay=2", 2)],
+    [
+        ("ddp", 0),
+        ("streaming", 1),
+        ("des_loc", 0),
+        ("acco", 0.5),
+        ("dpu", 1),
+        ("local", 0),
+        ("overlap_local", 6),
+        ("co2", 6),
+        ("co2:delay=2", 2),
+    ],
 )
 def test_how_long_a_mean_may_take_unnoticed(asked: str, steps: float):
     assert parse(asked)[0].hidden_steps(6) == steps
 
 
 @pytest.mark.parametrize(
+    ("asked", "bits"),
+    [
+        *(("ddp", 32), ("acco", 64), ("local", 4), ("co2:wire=int8", 8.125 / 8), ("ddp:wire=int4", 4.125)),
+        ("des_loc", 4 * (1 + 1 / 3 + 1 / 6)),
+    ],
+)
+def test_how_many_bits_a_parameter_takes_a_step(asked: str, bits: float):
+    assert parse(asked)[0].bits_a_step(8) == pytest.approx(bits)
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--tasks birds", "tasks: 'birds' does not exist; choose among digits, bytes, cifar"),
+        ("--tasks birds", "tasks: 'birds' does not exist; choose among digits, cifar, cifar_vit"),
         ("--tau 0", "tau=0: give 1 or more"),
         ("--steps 0", "steps=0: give 1 or more"),
         ("--workers 0", "workers=0: give a number above 0"),
@@ -222,6 +342,9 @@ def test_how_long_a_mean_may_take_unnoticed(asked: str, steps: float):
         ("--methods co2:merge=half", "merge='half'; choose among outer, mix, keep"),
         ("--methods co2:beta=x", "beta='x'; give a number, 0 or more"),
         ("--methods co2:delay=1.5", "delay='1.5'; give a whole number, 0 or more"),
+        ("--methods co2:fragments=9 --tau 6", "fragments=9: between 1 and tau=6"),
+        ("--methods co2:fragments=2,gap=inner", "fragments: they have neither sync_steps nor gap inner"),
+        ("--methods ddp:wire=int2", "wire='int2'; choose among float32, bfloat16"),
         ("--methods co2:nesterov=1", "nesterov='1'; choose true or false"),
         ("--methods co2:delay=9 --tau 6", "delay=9: between 0 and tau=6"),
         ("--methods co2:beta=0|0.1|0.2 --configurations 2", "make 3 configurations; allow as many"),
@@ -274,7 +397,7 @@ def test_a_budget_stops_between_runs(
     tmp_path: Path, tiny: Task, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     o = options(tmp_path, budget_minutes=1.0)
-    monkeypatch.setattr(command, "run", lambda task, plan: Result(1.0, 1.0, 40.0))
+    monkeypatch.setattr(command, "run", lambda task, plan, compile: Result(1.0, 1.0, 40.0))
     monkeypatch.setattr(command.time, "monotonic", iter([0.0, 0.0, 19.0, 21.0]).__next__)
     search(o, rows := Rows(o.rows))
     assert "stopped after 2 runs: budget_minutes=1;" in capsys.readouterr().out and len(rows.runs) == 2
@@ -308,10 +431,30 @@ def test_the_table(tmp_path: Path, tiny: Task):
     add("co2:beta=0|0.5", results["co2"])
     text = markdown(rows)
     assert "### digits: 4 workers of 4 samples a step, 9 steps, tau 3, iid shards; each method tuned" in text
-    assert "| `local` | `local` | 0.1 | 4 | 0 | **0.5500 ± 0.0707** | 0, 1 | +0.0 % | 0.5500 ± 0.0707 |" in text
-    co2 = r"| `co2:beta=0\|0.5` | `co2:beta=0` | 0.1 | 4 | 3 | diverged in 1 of 2 (else 0.4000) | 0, 1 | -20.0 %"
+    assert (
+        "| `local` | `local` | 0.1 | 4 | 0 | 10.7 | **0.5500 ± 0.0707** | 0, 1 | +0.0 % |  | 0.5500 ± 0.0707 |" in text
+    )
+    co2 = r"| `co2:beta=0\|0.5` | `co2:beta=0` | 0.1 | 4 | 3 | 10.7 | diverged in 1 of 2 (else 0.4000) | 0, 1 | -20.0 %"
     assert co2 in text  # against local's 0.5 of the same seed
     assert markdown(Rows(o.rows)) == text  # from the file alone
+
+
+def test_ddp_is_the_same_at_any_tau(tmp_path: Path, tiny: Task):
+    o = options(tmp_path, methods=("ddp", "local"), lr_factors=(1.0,))
+    search(o, rows := Rows(o.rows))
+    slower = replace(o, tau=4)
+    assert [p.settings.name for p in command.pending(slower, rows)] == ["local", "local"]
+    assert markdown(rows).count("| `ddp` | `ddp` | 0.1 | 1 | 0 | 32 | ") == 2
+
+
+def test_a_row_that_is_older_than_an_option_counts(tmp_path: Path, tiny: Task):
+    o = options(tmp_path, methods=("co2:beta=0",), lr_factors=(1.0,))
+    search(o, Rows(o.rows))
+    old = [json.loads(line) for line in o.rows.read_text().splitlines()]
+    for row in old:
+        del row["options"]["wire"], row["options"]["fragments"]
+    o.rows.write_text("".join(json.dumps(row) + "\n" for row in old))
+    assert list(command.pending(o, Rows(o.rows))) == []
 
 
 def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture):

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from torch import nn
 from bench.search.engine import Plan, train
 from bench.search.inner import Inner, cosine
 from bench.search.methods import parse
-from bench.search.tasks import Batch, Shards, Task
-from core import CO2Config, make_method
+from bench.search.task import Batch, Shards, Task
+from core import CO2, CO2Config, WireConfig, make_method
 from core.methods import DelayedConfig, OverlapLocalConfig, SlowMoConfig
 from core.testing import run_distributed
 from tests.problems import batch, small_net
@@ -20,6 +21,7 @@ from tests.problems import batch, small_net
 WORKERS, TAU, STEPS, LR = 3, 4, 14, 0.1
 INNERS = {"sgd": Inner("sgd", LR), "adamw": Inner("adamw", LR, clip=0.5)}
 NO_GAP: dict[str, Any] = {"tau": TAU, "gap": "none", "clip": None}
+CLIPPED = NO_GAP | {"clip": 1.0}
 # what the search calls a method, and how core makes it
 PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "co2": ("co2", {"co2": CO2Config(TAU)}),
@@ -30,12 +32,17 @@ PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "co2:merge=mix,gap=none,beta=0,delay=1": (
         "co2",
-        {"co2": CO2Config(**NO_GAP | {"clip": 1.0}, outer_momentum=0.0, merge="mix", delay=1)},
+        {"co2": CO2Config(**CLIPPED, outer_momentum=0.0, merge="mix", delay=1)},
     ),
     "co2:merge=keep,gap=none,beta=0.3,delay=3": (
         "co2",
-        {"co2": CO2Config(**NO_GAP | {"clip": 1.0}, outer_momentum=0.3, merge="keep", delay=3)},
+        {"co2": CO2Config(**CLIPPED, outer_momentum=0.3, merge="keep", delay=3)},
     ),
+    "co2:merge=keep,gap=none,beta=0,delay=1,wire=int4": (
+        "co2",
+        {"co2": CO2Config(**CLIPPED, outer_momentum=0.0, merge="keep", delay=1, wire=WireConfig("int4"))},
+    ),
+    "co2:merge=mix,wire=int8": ("co2", {"co2": CO2Config(TAU, merge="mix", wire=WireConfig("int8"))}),
     "diloco": (
         "delayed",
         {
@@ -67,30 +74,55 @@ def stacked(name: str, inner: Inner) -> torch.Tensor:
     return method.x[0]
 
 
+FRAGMENTS = "co2:merge=keep,gap=none,beta=0.2,delay=1,fragments=2,wire=int8"
+
+
+def in_fragments(rank: int, inner: Inner) -> torch.Tensor:
+    """A CO2 for each half of the parameters, the first of which begins its rounds TAU / 2 steps before the other."""
+    net = small_net()
+    whole = nn.utils.parameters_to_vector(net.parameters()).detach()
+    nn.utils.vector_to_parameters(whole, net.parameters())  # they are views of it
+    config = CO2Config(**CLIPPED, outer_momentum=0.2, merge="keep", delay=1, wire=WireConfig("int8"))
+    halves = [CO2([half.requires_grad_()], config) for half in whole.tensor_split(2)]
+    for _ in range(TAU // 2):
+        halves[0].step()
+    train_on_rank(rank, net, inner, lambda: [half.step() for half in halves], [LR])
+    for half in halves:
+        half.finish()
+        half.close()
+    return whole
+
+
 def on_ranks(rank: int, world_size: int) -> dict[tuple[str, str], torch.Tensor]:
-    return {(name, inner): on_rank(rank, PAIRS[name], INNERS[inner]) for name in PAIRS for inner in INNERS}
+    pairs = {(name, inner): on_rank(rank, PAIRS[name], INNERS[inner]) for name in PAIRS for inner in INNERS}
+    return pairs | {(FRAGMENTS, inner): in_fragments(rank, INNERS[inner]) for inner in INNERS}
 
 
 def on_rank(rank: int, pair: tuple[str, dict[str, Any]], inner: Inner) -> torch.Tensor:
     """The same with a model, torch's optimisers and a method of core, on one of the workers."""
     name, options = pair
-    net = small_net()
-    if inner.name == "sgd":
-        optimizer: Any = torch.optim.SGD(net.parameters(), LR, momentum=inner.momentum)
-    else:
-        optimizer = torch.optim.AdamW(net.parameters(), LR, betas=inner.betas, weight_decay=inner.weight_decay)
-    model, method = make_method(name, net, lr=lambda: optimizer.param_groups[0]["lr"], **options)
-    for step in range(STEPS):
-        optimizer.param_groups[0]["lr"] = LR * cosine(step, STEPS)
-        inputs, labels = batch(rank, step)
-        nn.functional.cross_entropy(model(inputs), labels).backward()
-        nn.utils.clip_grad_norm_(net.parameters(), inner.clip or math.inf)
-        optimizer.step()
-        optimizer.zero_grad()
-        method.step()
+    net, rate = small_net(), [LR]
+    model, method = make_method(name, net, lr=lambda: rate[0], **options)
+    train_on_rank(rank, model, inner, method.step, rate)
     method.finish()
     method.close()
     return nn.utils.parameters_to_vector(net.parameters()).detach()
+
+
+def train_on_rank(rank: int, model: nn.Module, inner: Inner, after_step: Callable[[], Any], rate: list[float]) -> None:
+    """rate: holds the learning rate of the step."""
+    if inner.name == "sgd":
+        optimizer: Any = torch.optim.SGD(model.parameters(), LR, momentum=inner.momentum)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), LR, betas=inner.betas, weight_decay=inner.weight_decay)
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = rate[0] = LR * cosine(step, STEPS)
+        inputs, labels = batch(rank, step)
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), inner.clip or math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+        after_step()
 
 
 @functools.cache
@@ -99,7 +131,7 @@ def real() -> list[dict[tuple[str, str], torch.Tensor]]:
 
 
 @pytest.mark.parametrize("inner", INNERS)
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", [*PAIRS, FRAGMENTS])
 def test_one_process_equals_real_processes(name: str, inner: str):
     expected = stacked(name, INNERS[inner])
     for rank in real():

@@ -332,8 +332,8 @@ def test_statistics_of_each_round():
         assert third["gap_max"] == pytest.approx(gaps[1])
         assert third["clipped_share"] == 0.0
         assert third["momentum_norm"] == pytest.approx((1.5**2 + (1.75 + 2 / gaps[1]) ** 2) ** 0.5)
-        # a ring of two sends the buffer once: 2 elements and 10 scalars of 8 bytes
-        assert second["bytes_sent"] == third["bytes_sent"] == 96
+        # a ring of two sends the buffer once: 2 elements and 11 scalars of 8 bytes
+        assert second["bytes_sent"] == third["bytes_sent"] == 104
         assert second["exposed_seconds"] >= 0 and second["allreduce_seconds"] > 0
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 
-from core import UserError
-from core.co2 import CO2Config
+from core import CO2, CO2Config, UserError, WireConfig
 from core.testing import run_distributed
+from training import named
 from training.optim import OptimConfig, make_optimizer, make_schedule
 from training.recipe import Recipe
 from training.run import Run
@@ -156,6 +156,26 @@ def save_wide(rank: int, folder: Path, width: int) -> None:
     read = {f"model.{name}": torch.zeros_like(p) for name, p in model.named_parameters()}
     dcp.load(read, checkpoint_id=folder / "checkpoints" / f"step{SAVED:09d}", no_dist=True)  # by DCP's own means
     assert all(torch.equal(read[f"model.{name}"], p) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("wire", [WireConfig(), WireConfig("int8"), WireConfig("lgreco", like="rank2")])
+def test_a_methods_state_by_name_and_back(wire: WireConfig):
+    model = network()
+    co2 = CO2(model.parameters(), CO2Config(tau=1, wire=wire), buffers=model.buffers())
+    with torch.no_grad():
+        for _ in range(5):
+            for p in model.parameters():
+                p.sub_(torch.randn(p.shape, generator=generator(p.numel())))
+            co2.step()
+    state = co2.state_dict()
+    by_name = named.of_method(co2, model, state)
+    assert [*by_name["in_flight"][0]] == ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias", ""]
+    assert torch.equal(by_name["state"]["outer_iterate"][0]["2.bias"], co2.state["outer_iterate"][0][-2:])
+    back = named.flat_of_method(by_name)
+    CO2(network().parameters(), CO2Config(tau=1, wire=wire), buffers=model.buffers()).load_state_dict(back)
+    for name, flats in (state["state"] | {"in_flight": state["in_flight"]}).items():
+        theirs = (back["state"] | {"in_flight": back["in_flight"]})[name]
+        assert all(torch.equal(a, b) for a, b in zip(flats, theirs, strict=True)), name
 
 
 def timed(rank: int, world_size: int, folder: str, methods: list[str]) -> dict[str, list[int]]:

@@ -1,0 +1,199 @@
+"""The search's texts: the Gutenberg books as bytes, for four language models."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.search.inner import Inner
+from bench.search.task import Batch, Shards, Split, Task, places
+from core.errors import UserError
+
+CONTEXT = 48
+WINDOWS = 1024  # held out
+
+
+class Layer(nn.Module):
+    """A pre-normalised transformer layer with causal attention. [batch, time, width] -> the same."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, width = x.shape
+        size = width // self.heads
+        q, k, v = self.qkv(self.norm1(x)).view(batch, time, 3, self.heads, size).permute(2, 0, 3, 1, 4)
+        later = torch.ones(time, time, dtype=torch.bool, device=x.device).triu(1)
+        weights = (q @ k.transpose(-1, -2) / math.sqrt(size)).masked_fill(later, -math.inf).softmax(-1)
+        x = x + self.out((weights @ v).transpose(1, 2).reshape(batch, time, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class ByteGPT(nn.Module):
+    """Bytes int64 [batch, time] -> logits [batch, time, 256], the output layer sharing the embedding's weight."""
+
+    def __init__(self, width: int = 48, layers: int = 2, heads: int = 4, context: int = CONTEXT):
+        super().__init__()
+        self.embedding, self.position = nn.Embedding(256, width), nn.Embedding(context, width)
+        self.layers = nn.ModuleList(Layer(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        for weight in (self.embedding.weight, self.position.weight):  # logits of size one, the weight being shared
+            nn.init.normal_(weight, std=width**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x) + self.position(torch.arange(x.shape[1], device=x.device))
+        for layer in self.layers:
+            h = layer(h)
+        return self.norm(h) @ self.embedding.weight.T
+
+
+def byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Nats per byte. logits: [batch, time, 256]; targets: int64 [batch, time]."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def windows(text: Tensor, starts: Tensor) -> Batch:
+    """Inputs and the bytes that follow them, int64 [..., CONTEXT]. text: uint8 [n]; starts: int64 [...]."""
+    found = text[starts[..., None] + torch.arange(CONTEXT + 1)].long()
+    return found[..., :-1], found[..., 1:]
+
+
+@functools.cache
+def books() -> tuple[Tensor, dict[Split, Tensor]]:
+    """The text to train on and the held-out ones, uint8 each; four whole books for tuning and four for the test."""
+    from language.data import data_folder
+    from language.prepare import read_documents
+
+    file = (data_folder() or Path()) / "gutenberg_en.txt.xz"
+    if not file.is_file():
+        raise UserError(
+            f"a task on the Gutenberg books needs {file.name} in CO2_DATA: set it, or choose --tasks digits"
+        )
+    documents = list(read_documents(file))
+    held = random.Random(0).sample(range(len(documents)), 8)
+
+    def text(numbers: list[int]) -> Tensor:
+        joined = "\n".join(documents[i] for i in numbers).encode()
+        return torch.frombuffer(bytearray(joined), dtype=torch.uint8)
+
+    rest = text([i for i in range(len(documents)) if i not in held])
+    return rest, {"tuning": text(held[:4]), "test": text(held[4:])}
+
+
+def spread(text: Tensor) -> Batch:
+    """WINDOWS windows at equal distances."""
+    return windows(text, torch.linspace(0, len(text) - CONTEXT - 1, WINDOWS).long())
+
+
+def causal_task(name: str, build: Callable[[], nn.Module], loss: Callable[[Any, Tensor], Tensor], model: str) -> Task:
+    training, held = books()
+
+    def draw(seed: int, step: int, workers: int, batch: int, shards: Shards) -> Batch:
+        return windows(training, places(len(training) - CONTEXT, seed, step, workers, batch, shards))
+
+    return Task(
+        name,
+        f"the Gutenberg books as bytes (four whole books for tuning, four for the test), {model}, AdamW (weight decay "
+        f"0.01), cosine schedule, gradients of a worker clipped to norm 1, 8 windows of {CONTEXT} bytes per worker and "
+        "step; the loss is in nats per byte",
+        build,
+        loss,
+        draw,
+        {"tuning": spread(held["tuning"]), "test": spread(held["test"])},
+        Inner("adamw", 8e-3, clip=1.0),
+        batch=8,
+    )
+
+
+def bytes_(name: str, width: int, parameters: str) -> Task:
+    about = f"a GPT of 2 layers, {width} wide, {parameters} M parameters"
+    return causal_task(name, lambda: ByteGPT(width), byte_loss, about)
+
+
+def output_loss(output: Any, targets: Tensor) -> Tensor:
+    """byte_loss of the models of language/model.py, which wrap their logits; targets below 0 are not predicted."""
+    return byte_loss(output.logits, targets)
+
+
+def gpt2() -> Task:
+    def build() -> nn.Module:
+        from language.model import GPT2Config, GPT2LMHeadModel
+
+        return GPT2LMHeadModel(
+            GPT2Config(
+                **{"vocab_size": 256, "n_positions": CONTEXT, "n_layer": 2, "n_head": 4, "n_embd": 48},
+                **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False},
+                **{"bos_token_id": None, "eos_token_id": None, "attn_implementation": "eager"},  # vmap has no other
+            )
+        )
+
+    return causal_task("gpt2", build, output_loss, "transformers' GPT-2 of 2 layers, 48 wide, 0.07 M parameters")
+
+
+def transnormer() -> Task:
+    def build() -> nn.Module:
+        from language.transnormer import TransNormer, TransNormerConfig
+
+        return TransNormer(TransNormerConfig(256, layers=2, width=48, heads=4, glu_width=96, chunk=CONTEXT))
+
+    about = "language's TransNormer of 2 layers, 48 wide, 0.08 M parameters"
+    return causal_task("transnormer", build, output_loss, about)
+
+
+PAD, MASK, END, FIRST_BYTE = 0, 1, 2, 3
+
+
+def roberta() -> Task:
+    from language.data import MaskedObjective
+
+    objective = MaskedObjective(CONTEXT + 2, FIRST_BYTE + 256, END, MASK)
+    training, held = books()
+
+    def build() -> nn.Module:
+        from language.model import MaskedRoberta, RobertaConfig
+
+        return MaskedRoberta(
+            RobertaConfig(
+                **{"vocab_size": FIRST_BYTE + 256, "max_position_embeddings": CONTEXT + 3, "type_vocab_size": 1},
+                **{"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 48, "intermediate_size": 192},
+                **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+                **{"pad_token_id": PAD, "bos_token_id": None, "eos_token_id": None, "attn_implementation": "eager"},
+            )
+        )
+
+    def masked(found: Tensor, *key: int) -> Batch:
+        """Windows int64 [..., CONTEXT] -> inputs and targets, [..., CONTEXT + 2]."""
+        rows = found.flatten(0, -2)
+        parts = objective.batch(rows + FIRST_BYTE, [(*key, i) for i in range(len(rows))])
+        return tuple(part.view(*found.shape[:-1], -1) for part in parts)
+
+    def draw(seed: int, step: int, workers: int, batch: int, shards: Shards) -> Batch:
+        at = places(len(training) - CONTEXT, seed, step, workers, batch, shards)
+        return masked(windows(training, at)[0], seed, step)
+
+    held_out: dict[Split, Batch] = {split: masked(spread(text)[0], i) for i, (split, text) in enumerate(held.items())}
+    return Task(
+        "roberta",
+        "the Gutenberg books as bytes (four whole books for tuning, four for the test), of which 15 % are predicted as "
+        "in RoBERTa, transformers' RoBERTa of 2 layers, 48 wide, 0.07 M parameters, AdamW (weight decay 0.01), cosine "
+        f"schedule, gradients of a worker clipped to norm 1, 8 windows of {CONTEXT} bytes per worker and step; the "
+        "loss is in nats per predicted byte",
+        build,
+        output_loss,
+        draw,
+        held_out,
+        Inner("adamw", 4e-3, clip=1.0),
+        batch=8,
+    )
