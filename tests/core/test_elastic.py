@@ -52,11 +52,13 @@ def train(folder: str, settings: dict[str, Any], deaths: dict[str, Any], pace: f
 
     method.take = restore
     counted: dict[int, int] = {}
+    left_out: dict[int, int] = {}
     receive = method.receive
 
     def received(*, finished: bool) -> Any:
         landing = receive(finished=finished)
         counted[method.rounds] = method.background.world_size
+        left_out[method.rounds] = method.stats.left_out
         return landing
 
     method.receive = received  # pyright: ignore[reportAttributeAccessIssue]
@@ -72,6 +74,8 @@ def train(folder: str, settings: dict[str, Any], deaths: dict[str, Any], pace: f
         sgd_step(params, worker, step)
         if where == "local" and step == when:
             die()
+        if where == "spoilt" and step == when:
+            params[0].data.fill_(float("nan"))
         if method.step():
             trace[method.rounds] = flat(method.state["outer_iterate"]).tolist()
             if where == "boundary" and method.rounds == when:
@@ -84,6 +88,7 @@ def train(folder: str, settings: dict[str, Any], deaths: dict[str, Any], pace: f
         "trace": trace,
         "sizes": sizes,
         "counted": counted,
+        "left_out": left_out,
     }
     Path(folder, f"{name}.tmp").write_text(json.dumps(end))
     Path(folder, f"{name}.tmp").rename(Path(folder, f"{name}.json"))
@@ -176,19 +181,34 @@ def test_the_mean_is_over_those_that_have_sent(tmp_path: Path, where: str, when:
     assert counted == {int(n): workers for n, workers in ends["1.0"]["counted"].items()}
     with_it = sum(workers == 3 for workers in counted.values())
     assert with_it <= sent and set(counted.values()) == {2, 3}
-    expected = by_hand(len(ends["0.0"]["trace"]), with_it)
+    check_trace(ends["0.0"]["trace"], by_hand(len(ends["0.0"]["trace"]), with_it))
+
+
+def test_one_that_is_not_finite_is_left_out_also_after_a_loss(tmp_path: Path):
+    """Worker 2 is lost after three rounds; then worker 1 spoils the fifth, in which worker 0 alone counts."""
+    status, ends = run(tmp_path, 3, SIMPLE, {"2.0": ("boundary", 3), "1.0": ("spoilt", 13)})
+    assert status == 0 and set(ends) == {"0.0", "1.0"}
+    check_equal(ends)
+    for end in ends.values():
+        assert {number for number, workers in end["left_out"].items() if workers} == {"5"}
+        with_it = sum(workers == 3 for workers in end["counted"].values())
+        check_trace(end["trace"], by_hand(len(end["trace"]), with_it, alone=4))
+
+
+def check_trace(trace: dict[str, list[float]], expected: list[torch.Tensor]) -> None:
     for number, x in enumerate(expected, start=1):
-        ours = torch.tensor(ends["0.0"]["trace"][str(number)], dtype=torch.float64)
+        ours = torch.tensor(trace[str(number)], dtype=torch.float64)
         torch.testing.assert_close(ours, x, rtol=1e-9, atol=1e-9)
 
 
-def by_hand(rounds: int, with_third: int) -> list[torch.Tensor]:
-    """x after each of the boundaries, where the third worker counts in the first `with_third` rounds."""
+def by_hand(rounds: int, with_third: int, alone: int | None = None) -> list[torch.Tensor]:
+    """x after each of the boundaries, where the third worker counts in the first `with_third` rounds, and in round
+    `alone`, from 0, only the first."""
     x = flat(problems.odd_parameters())
     m, delta, found = torch.zeros_like(x), None, []
     for t in range(rounds):
         differences = []
-        for worker in range(3 if t < with_third else 2):
+        for worker in range(1 if t == alone else 3 if t < with_third else 2):
             p = x.clone()
             for step in range(3 * t, 3 * t + 3):
                 p -= problems.LR * problems.gradient(p, worker, step)

@@ -4,8 +4,9 @@ import json
 import os
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.chaos.crew import Crew
-from core import UserError, testing
+from core import UserError, WireConfig, testing
 from core.co2 import CO2Config
+from core.elastic import ElasticCO2
+from core.members import Members
 from training import elastic
 from training.coordinator import Coordinator
 from training.elastic import Deal, repeated
@@ -74,6 +77,21 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, capsys: pytest.Capt
         elastic.load(tmp_path)
 
 
+def test_a_model_that_is_not_finite_is_not_saved(tmp_path: Path, capsys: pytest.CaptureFixture):
+    model = nn.Linear(1, 1)
+    place: Any = SimpleNamespace(
+        rank=0, world_size=1, recipe=Recipe(batch_size=1), folder=SimpleNamespace(checkpoints=tmp_path)
+    )
+    worker = elastic.Elastic(place)
+    worker._parts, worker.state = {"model": model}, lambda: {"step": worker.drawn}
+    for worker.drawn, bias in enumerate((1.0, float("nan"), float("inf"))):
+        nn.init.constant_(model.bias, bias)
+        worker.save()
+        assert worker.finite == (worker.drawn == 0)
+    assert elastic.load(tmp_path) == {"step": 0}
+    assert capsys.readouterr().err.count("the model is not finite: no checkpoint is written") == 2
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -83,12 +101,24 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, capsys: pytest.Capt
         ({"shard": True}, "shard=True"),
         ({"co2": CO2Config(tau="auto")}, "tau='auto'"),
         ({"co2": CO2Config(sync_steps=2)}, "sync_steps=2"),
+        ({"co2": CO2Config(steps="by_speed")}, "steps='by_speed'"),
+        ({"co2": CO2Config(wire=WireConfig("int8"))}, "wire.format='int8'"),
         ({"skip_after": 1.0}, "skip_after"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(changes: dict[str, Any], message: str):
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as caught:
         Recipe(elastic=True, **changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_recommended_settings_go_with_it():
+    """Their wire is auto: of the formats elastic knows float32 alone."""
+    co2 = replace(CO2Config.recommended(4), tau=6)
+    assert co2.wire.format == "auto"
+    assert Recipe(elastic=True, co2=co2).co2 == co2
+    method = ElasticCO2([nn.Parameter(torch.zeros(2))], co2, members=Members(dist.HashStore(), "0.0"))
+    assert method.config == replace(co2, wire=WireConfig()) and method.tuner is None
 
 
 # -- the coordinator ------------------------------------------------------------------------------------------
