@@ -248,8 +248,10 @@ def toy(folder: str, where: str, who: str, resume: bool, pace: float) -> None:
         run.end({"mean": evaluate()})
 
 
-def train(folder: Path, where: str = "", who: str = "", resume: bool = False, pace: float = 0.0) -> dict[str, Any]:
-    crew = Crew(testing._context(), toy, (str(folder), where, who, resume, pace), 3, int(pace > 0), late=90)
+def train(
+    folder: Path, where: str = "", who: str = "", resume: bool = False, pace: float = 0.0, workers: int = 3
+) -> dict[str, Any]:
+    crew = Crew(testing._context(), toy, (str(folder), where, who, resume, pace), workers, int(pace > 0), late=90)
     assert crew.run() == 0 and not crew.timed_out
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in lines if "train_loss" in line]
@@ -281,4 +283,4 @@ def test_a_signal_to_one_worker_saves_and_the_run_is_resumed(tmp_path: Path):
     assert crew.run() == 0 and not crew.timed_out
     stopped = json.loads((tmp_path / "summary.json").read_text())
     assert stopped["stopped_by_signal"] == signal.SIGTERM and 12 < stopped["steps"] < STEPS
-    train(tmp_path, resume=True)
+    train(tmp_path, resume=True, workers=2)
