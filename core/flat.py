@@ -166,9 +166,14 @@ def rescale(flat: Tensor, scale: float | Tensor) -> None:
     flat.mul_(scale.to(flat) if isinstance(scale, Tensor) else scale)
 
 
+def read_blocks(t: Tensor) -> bool:
+    """Whether the host would have to wait to read a number of it."""
+    return t.is_cuda
+
+
 def copy_where(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
     """`copy` if `where` holds, a 0-d truth value; a GPU is not waited for."""
-    if where.is_cuda:
+    if read_blocks(where):
         source = [torch.where(where.to(t.device), s, t.to(s.dtype)) for t, s in zip(to, source, strict=True)]
     elif not where:
         return
@@ -177,7 +182,7 @@ def copy_where(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor]) ->
 
 def wipe(flats: Sequence[Tensor], where: Tensor) -> None:
     """Makes zeros of all, NaN or not, if `where` holds, a 0-d truth value; a GPU is not waited for."""
-    if where.is_cuda:
+    if read_blocks(where):
         for flat in flats:
             flat.masked_fill_(where.to(flat.device), 0)
     elif where:

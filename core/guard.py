@@ -98,13 +98,11 @@ class Guard:
             self.state.copy_(torch.stack([usual, rounds + sound, torch.where(jumped, size, 0.0)]))
         return torch.where(finite, jumped.double() * JUMPED, float(NOT_FINITE))
 
-    def land(self, nobody: float) -> float | Tensor:
-        """What turns the weighted sum or mean that has landed into the weighted mean: 1 over the weight in the same sum
-        or mean; nobody: where that is 0, and so are all numbers."""
-        weight = self.scalars["weight"]
-        if weight.is_cuda:
-            return torch.where(weight == 0, nobody, 1 / weight)
-        return 1 / w if (w := weight.item()) else nobody
+    def land(self, nobody: float) -> Tensor:
+        """What turns the weighted sum or mean that has landed into the weighted mean, 0-d float64: 1 over the weight in
+        the same sum or mean; nobody: where that is 0, and so are all numbers."""
+        weight = self.scalars["weight"].double()
+        return torch.where(weight == 0, nobody, 1 / weight)
 
     def hear(self, verdicts: Sequence[float], number: int, workers: int | None = None) -> None:
         """The verdicts in round `number`, each in a worker's place, the same on all workers. workers: how many have

@@ -159,7 +159,7 @@ def test_models_build_on_the_meta_device():
 
 
 def test_bad_configurations_name_the_value():
-    with pytest.raises(UserError, match="mask_ratio=1 hides 8 of 8"):
+    with pytest.raises(UserError, match="mae.mask_ratio=1.0: give a share between 0 and 1"):
         MaskedAutoencoderConfig(groups=8, mask_ratio=1.0)
     with pytest.raises(UserError, match="mask_ratio=0.1 hides 0 of 8"):
         MaskedAutoencoderConfig(groups=8, mask_ratio=0.1)

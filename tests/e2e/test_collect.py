@@ -78,7 +78,7 @@ def test_runs_that_are_no_fair_measurement_are_left_out_with_the_reason(tmp_path
     (tmp_path / "foreign" / "config.json").write_text('["of another program"]')
     (tmp_path / "foreign" / "summary.json").write_text("{}")
     lines = collected(tmp_path)
-    assert sum("75.00" in line for line in lines) == 4  # in its own table and in those of wire formats, tau and clip
+    assert sum("75.00" in line for line in lines) == 5  # its own table, wire formats, tau, clip, L-GreCo
     assert not any(f"{value}.00" in line for value in range(76, 83) for line in lines)
     for name, reason in {
         "again": "seed 0 is there already",
