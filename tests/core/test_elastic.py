@@ -146,9 +146,7 @@ def test_without_a_loss_it_is_the_plain_method(tmp_path: Path, settings: dict[st
 @pytest.mark.parametrize(
     ("who", "where", "when", "settings"),
     [
-        ("2.0", "local", 10, PAPER),
         ("0.0", "boundary", 3, PAPER),
-        ("1.0", "sent", 3, PAPER),
         ("0.0", "summed", 4, PAPER),
         ("1.0", "local", 13, KEEP),
         ("0.0", "summed", 3, KEEP),

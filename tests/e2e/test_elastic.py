@@ -83,6 +83,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_users_mistake_ends_all_in_one_line(tmp_path: Path):
     process = start(tmp_path, 2, "--batch_size", "47")
     text = process.communicate(timeout=200)[0]

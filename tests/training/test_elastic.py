@@ -23,7 +23,7 @@ from training import elastic
 from training.coordinator import Coordinator
 from training.elastic import Deal, repeated
 from training.optim import OptimConfig, make_schedule
-from training.recipe import Recipe
+from training.recipe import Recipe, launch
 from training.run import Run
 from training.sampling import generator, worker_batches
 
@@ -261,8 +261,17 @@ def train(
     return {"lines": lines, "mean": summary["mean"]}
 
 
+SLOW = pytest.mark.slow  # the workers' own tests, in tests/core/test_elastic.py, are like it
+
+
 @pytest.mark.parametrize(
-    ("where", "who"), [("step", "1.0"), ("checkpoint", "0.0"), ("evaluation", "0.0"), ("evaluation", "2.0")]
+    ("where", "who"),
+    [
+        pytest.param("step", "1.0", marks=SLOW),
+        ("checkpoint", "0.0"),
+        ("evaluation", "0.0"),
+        pytest.param("evaluation", "2.0", marks=SLOW),
+    ],
 )
 def test_a_run_goes_on_without_a_worker(tmp_path: Path, where: str, who: str):
     ended = train(tmp_path, where, who)
@@ -271,11 +280,25 @@ def test_a_run_goes_on_without_a_worker(tmp_path: Path, where: str, who: str):
     assert not list(tmp_path.glob("checkpoints/*.tmp"))
 
 
+@pytest.mark.slow
 def test_the_first_worker_comes_back_and_the_run_is_resumed(tmp_path: Path):
     ended = train(tmp_path, "step", "0.0", pace=0.25)
     notes = [line["workers"] for line in ended["lines"] if "workers" in line]
     assert notes == ["2 workers: 0.0 lost", "3 workers: 0.1 came"]
     assert train(tmp_path, resume=True)["mean"] == pytest.approx(ended["mean"], abs=1e-6)  # it ends where it was
+
+
+def mistaken() -> None:
+    def main() -> None:
+        raise UserError("batch_size=47: give another")
+
+    launch(main)
+
+
+def test_a_users_mistake_ends_all_in_one_line(capsys: pytest.CaptureFixture):
+    crew = Crew(testing._context(), mistaken, (), 3, restarts=2, late=60)
+    assert crew.run() == 2 and not crew.timed_out and crew.started == [0, 0, 0]
+    assert set(capsys.readouterr().err.splitlines()) == {"error: batch_size=47: give another"}
 
 
 def test_a_signal_to_one_worker_saves_and_the_run_is_resumed(tmp_path: Path):
