@@ -4,8 +4,9 @@ PY := .venv/bin/python
 # One thread per process: several ranks or test workers share the cores. Offline: no test may download.
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest
 PYTEST_ARGS ?=
+CHAOS ?=
 
-.PHONY: help setup demo test test-slow test-gpu test-root test-slurm lint clean
+.PHONY: help setup demo test test-slow test-gpu test-root test-slurm chaos lint clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -38,6 +39,9 @@ test-root: setup ## run the tests that make network namespaces
 
 test-slurm: setup ## start a Slurm cluster on this machine and run jobs on it (root; apt's slurm-wlm and munge)
 	$(PYTEST) -m slurm -rs $(PYTEST_ARGS)
+
+chaos: setup ## kill workers, cut links, fill disks under small runs: results/chaos.md (hours; CHAOS="--kills 10 ..." scales it)
+	OMP_NUM_THREADS=1 $(PY) -m bench.chaos $(CHAOS)
 
 lint: setup ## ruff, and pyright's checks on core
 	$(PY) -m ruff check .

@@ -81,7 +81,8 @@ class Agreement:
         self.tuner, self.pace, self.guard = tuner, pace, guard
         self.tau_decision: TauDecision | None = None
         self._decided: TauDecision | None = None  # heard, and told from the round's end on
-        self._repair, self._repaired = False, -REPAIR_EVERY
+        self.most: int | None = None  # workers that may ever be, where their number changes; None: it does not
+        self.forget_repair()
         self.save = self._save_asked = self._save_heard = False
         self.forget_stop()
 
@@ -103,16 +104,20 @@ class Agreement:
         self.stop = self._asked = self._stop_heard = False
         self._late = Late()
 
+    def forget_repair(self) -> None:
+        """As if replicas had never differed; every worker must call it at the same point."""
+        self._repair, self._repaired = False, -REPAIR_EVERY
+
     def tell(
         self, settings: Any, replicas: Sequence[Tensor], turn: int | None, stats: RoundStats, before: RoundStats
     ) -> None:
         """Writes the scalars. turn: which comparison of the replicas it is; None: others' are compared. stats, before:
         of the round that closes, and of the one before."""
-        workers = self.background.world_size
+        workers = self.most or self.background.world_size
         self.scalars.set("stop", float(self._asked))
         self.scalars.set("save", float(self._save_asked))
         self._save_asked = False
-        self.scalars.set_checksum("settings", checksum_of(settings, self.everybody))
+        self.scalars.set_checksum("settings", checksum_of(settings, self.most or self.everybody))
         compared = checksum(replicas, turn, workers) if replicas and turn is not None else 0
         self.scalars.set_checksum("replicas", compared)
         if self.tuner:
@@ -141,7 +146,7 @@ class Agreement:
                 "a schedule must give all of them the same, from the round's number alone"
             )
         workers = self.background.world_size
-        self.guard.hear([verdict * workers / self.everybody for verdict in sums["left_out"]], number - 1)
+        self.guard.hear([verdict * workers / self.everybody for verdict in sums["left_out"]], number - 1, workers)
         equal = agree(sums["replicas"], workers)
         if not equal:
             self._repair = number - self._repaired >= REPAIR_EVERY

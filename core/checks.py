@@ -36,16 +36,20 @@ def check_inputs(
                 f"a tensor of shape {tuple(t.shape)} is expanded, several elements being one: give it memory of "
                 "its own, as clone() does"
             )
-    if (workers := int(os.environ.get("WORLD_SIZE", 1))) > 1 and not dist.is_initialized():
-        raise UserError(
-            f"WORLD_SIZE={workers}, but torch.distributed is not initialised: this worker would train alone; call "
-            "init_process_group first"
-        )
     _refuse_shared_storage(params)
     shapes = [p.shape for p in model_params]
     if shapes and shapes != [p.shape for p in params]:
         raise UserError(
             f"{len(shapes)} model_params for {len(params)} parameters: give one of each shape, in their order"
+        )
+
+
+def check_group() -> None:
+    """Refuses to train alone where others were started."""
+    if (workers := int(os.environ.get("WORLD_SIZE", 1))) > 1 and not dist.is_initialized():
+        raise UserError(
+            f"WORLD_SIZE={workers}, but torch.distributed is not initialised: this worker would train alone; call "
+            "init_process_group first"
         )
 
 

@@ -141,6 +141,16 @@ class Background:
         """Whether wait() would not wait, nor make the current stream wait. Never blocks."""
         return self.done() and (not isinstance(self._end_mark, torch.cuda.Event) or self._end_mark.query())
 
+    def lands_within(self, seconds: float) -> bool:
+        """Waits so long for `landed`, at most; returns whether it has."""
+        until = time.perf_counter() + seconds
+        while not self.landed():
+            if (left := until - time.perf_counter()) <= 0:
+                return False
+            time.sleep(min(left, 1e-3))
+            self._host_seconds += min(left, 1e-3)
+        return True
+
     def wait(self, landed: Callable[[], None] | None = None) -> None:
         """Blocks until the result is there, for the owner to use. landed: is called before it may be used.
 

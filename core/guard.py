@@ -48,7 +48,11 @@ class Guard:
         self.state = torch.zeros(3, dtype=torch.float64, device=device)
         self.verdict = torch.zeros((), dtype=torch.float64, device=device)
         self.count = 0
-        self._in_a_row = [0] * len(names)
+        self.forget_rounds()
+
+    def forget_rounds(self) -> None:
+        """As if nobody had ever been left out; every worker must call it at the same point."""
+        self._in_a_row = [0] * len(self.names)
 
     @staticmethod
     def sizes(workers: int) -> dict[str, int]:
@@ -100,19 +104,20 @@ class Guard:
         weight = self.scalars["weight"].double()
         return torch.where(weight == 0, nobody, 1 / weight)
 
-    def hear(self, verdicts: Sequence[float], number: int) -> None:
-        """The verdicts on all workers in round `number`, the same on all workers.
+    def hear(self, verdicts: Sequence[float], number: int, workers: int | None = None) -> None:
+        """The verdicts in round `number`, each in a worker's place, the same on all workers. workers: how many have
+        sent, where there are places for more (None: as many).
 
         DivergedError when all are not finite, or one is left out once more after PATIENCE rounds.
         """
         codes = [round(verdict) for verdict in verdicts]
         self.count = len(codes) - codes.count(SOUND)
         if not self.count:
-            self._in_a_row = [0] * len(codes)
+            self.forget_rounds()
             return
         self._in_a_row = [n + 1 if code else 0 for n, code in zip(self._in_a_row, codes, strict=True)]
         remedy = "lower the learning rate, clip gradients, or look at the data"
-        if codes.count(NOT_FINITE) == len(codes):
+        if codes.count(NOT_FINITE) == (workers or len(codes)):
             raise DivergedError(f"what every worker has sent in round {number} is not finite: {remedy}")
         for name, code, rounds in zip(self.names, codes, self._in_a_row, strict=True):
             text = f"{name} is left out of the mean of round {number}: what it has sent is {REASONS.get(code)}"

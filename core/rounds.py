@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .agreement import Agreement
-from .checks import check_frozen, check_inputs, check_run, check_saved
+from .checks import check_frozen, check_group, check_inputs, check_run, check_saved
 from .collectives import AllReduce, Background, Link, Reducer, Stage
 from .errors import UserError
 from .flat import Scalars, State, copy, copy_where, local_shard, make_buckets, of_each, rescale, resized, unique
@@ -50,11 +50,15 @@ class LocalMethod(ABC):
     Attributes: skipped, local steps of the round that closed last which this worker has left out, being slower: its
     data and learning rate may then keep step with the others'. on_left_out, called with a 0-d truth value after a
     round: whether this worker was left out of its mean (see guard.py), for what the inner optimiser has gathered, as
-    guard.forget does; on a CPU only where it was.
+    guard.forget does; on a CPU only where it was. skip_after, to be set before the first step: seconds that a boundary
+    waits for a mean, None for as long as it takes. A round whose predecessor's mean does not come, as when a link is
+    down, goes on for tau local steps more, and so on: nothing is thrown away, nor sent before it has come. Each worker
+    decides by itself, for the outer state follows from the means alone, whenever they are merged.
     """
 
     differences = False  # whether payloads are differences: zero where nothing has moved
     member = "rank"  # what a worker is called
+    more_scalars: ClassVar[Mapping[str, int]] = {}  # of a class, as `scalars`
 
     def __init__(
         self,
@@ -90,23 +94,25 @@ class LocalMethod(ABC):
         self.local_steps = 0  # since the last round closed
         self._ended: bool | None = None  # after step(last=True): whether all workers have ended
         self.sync_steps = sync_steps  # those that are left
-        workers = dist.get_world_size(group) if dist.is_initialized() else 1
-        known = Agreement.sizes(workers, self.tuner, by_speed)
+        self.skip_after: float | None = None
+        self._spans = 1  # of tau local steps each, that the round that runs has
+        slot, slots = self.slot(group)
+        known = dict(self.more_scalars) | Agreement.sizes(slots, self.tuner, by_speed)
         self.scalars = Scalars(dict(scalars or {}) | known)  # those of each worker last, where `resized` cuts
         self.buckets = make_buckets(self.params, self.buffers, self.scalars.numel, parts, on_host)
         self.scalars.attach(self.buckets[0].scalars)
         device = self.buckets[0].flat.device
-        self.background = Background(device, group=group, timeout=timeout, link=link, backend=backend)
+        self.background = self.make_background(device, group=group, timeout=timeout, link=link, backend=backend)
         self.reducer: Reducer = AllReduce([b.flat for b in self.buckets], self.background.world_size)
         self.scale: float | Tensor = self.reducer.scale  # see receive
         self.state = State(self.buckets)
         self.replicas: list[Tensor] = []  # state, flat, that is equal on all workers, bit for bit
         self.starts: list[Tensor] = []  # where rounds begin, a flat tensor a bucket; empty where that is not kept
         self.starts_roughly = False  # whether workers begin near there, and not there
-        ranks = dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
-        self.guard = Guard(self.scalars, device, self.background.rank, [f"{self.member} {rank}" for rank in ranks])
+        ranks = dist.get_process_group_ranks(group) if dist.is_initialized() else range(slots)
+        self.guard = Guard(self.scalars, device, slot, [f"{self.member} {rank}" for rank in ranks])
         self.on_left_out: LeftOut | None = None
-        self.pace = Pace(self.background.rank, self.background.world_size) if by_speed else None
+        self.pace = Pace(slot, slots) if by_speed else None
         self.skipped = 0
         self._agreement = Agreement(self.scalars, self.background, self.everybody, self.tuner, self.pace, self.guard)
         self._wanted: tuple[Callable[[dict[str, Any]], None], dict[str, Any]] | None = None  # who waits for a snapshot
@@ -132,12 +138,15 @@ class LocalMethod(ABC):
         if self.sync_steps:
             return self._synchronise(finished=False)
         self.local_steps += 1
-        if self.local_steps < self.own_tau:
+        if self.local_steps < self._spans * self.own_tau:
             if self.local_steps == 1:
                 self._clock.steps_begin()
             self.background.done()  # an error is known as soon as it can be
-            if self.background.in_flight and self.arrives():
+            if self.background.in_flight and self.arrives() and not self._is_late():
                 self._merge_early()
+            return False
+        if not last and self._is_late():
+            self._spans += 1
             return False
         check_frozen(self._frozen)
         ended = self._boundary(finished=last)
@@ -295,6 +304,7 @@ class LocalMethod(ABC):
         if self.pace and state["pace"] and not others:
             self.pace.load_state_dict(state["pace"])
         self.begin_round(self.rounds)
+        self._spans = self.local_steps // self.tau + 1
         self._watch.skip()  # the model may be loaded after this
 
     def close(self) -> None:
@@ -302,6 +312,15 @@ class LocalMethod(ABC):
         self.background.close()
 
     # -- for subclasses -------------------------------------------------------------------------------------
+
+    def make_background(self, device: torch.device, **options: Any) -> Background:
+        """What the reductions run in."""
+        check_group()
+        return Background(device, **options)
+
+    def slot(self, group: dist.ProcessGroup | None) -> tuple[int, int]:
+        """This worker's place among the scalars that each worker has one of, and how many places there are."""
+        return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
 
     @abstractmethod
     def close_round(self, *, finished: bool) -> bool:
@@ -397,6 +416,12 @@ class LocalMethod(ABC):
 
     # -- of its own -----------------------------------------------------------------------------------------
 
+    def _is_late(self) -> bool:
+        """Whether what is in flight does not come within `skip_after` seconds."""
+        if self.skip_after is None or not self.background.in_flight:
+            return False
+        return not self.background.lands_within(self.skip_after)
+
     def _start_of_each(self) -> list[Tensor] | None:
         """Where the round began, a tensor a parameter; None: not known."""
         if self.starts:
@@ -418,6 +443,7 @@ class LocalMethod(ABC):
             self.begin_round(self.rounds)
             self._refresh_model()
             self._watch.begin()
+            self._spans = 1
         return everyone
 
     @torch.inference_mode(False)

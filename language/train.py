@@ -8,6 +8,7 @@ from training.recipe import answer_help, dry_run, launch, parse
 if __name__ == "__main__":
     answer_help(RECIPES, prog="language.train")  # before the imports below, which take seconds
 
+import functools
 from typing import TYPE_CHECKING
 from unittest import mock
 
@@ -35,9 +36,10 @@ from language.metrics import held_out_sums, summarize, token_loss
 from language.model import blocks_of, build_model, is_causal, make_optimizer
 from language.transnormer import check_attention
 from training.backward import Scalars, backward_in_parts, recompute
+from training.elastic import repeated
 from training.optim import clip_gradients, make_schedule
 from training.run import Run
-from training.sampling import generator, per_worker, steps_per_epoch
+from training.sampling import generator, steps_per_epoch
 from training.workers import pick_device, upload
 
 if TYPE_CHECKING:
@@ -99,11 +101,10 @@ def train(run: Run, recipe: LanguageRecipe, corpus: Corpus, objective: Objective
     total = epoch * recipe.epochs
     schedule = make_schedule(optimizer, total, recipe.optim)
     wrapped, method = run.make_method(model, optimizer, total)
-    start = run.begin(model, optimizer, schedule, method, epoch=epoch, total=total)
+    run.begin(model, optimizer, schedule, method, epoch=epoch, total=total, samples=samples)
 
     model.train()
-    batches = train_batches(corpus.train, objective, recipe, run.rank, run.world_size, start, total)
-    for batch in run.batches(batches):
+    for batch in run.batches(functools.partial(train_batches, corpus.train, objective)):
         loss = backward(run, recipe, wrapped, batch)
         clip_gradients(model, recipe.optim)
         optimizer.step()
@@ -152,6 +153,7 @@ def fake_step(step: Step, recipe: LanguageRecipe, model: nn.Module, samples: int
         backward(step, recipe, model, (zeros, zeros))
 
 
+@repeated
 def evaluate(
     run: Run,
     recipe: LanguageRecipe,
@@ -164,7 +166,7 @@ def evaluate(
     results: dict[str, float] = {}
     with run.paused(), run.autocast():
         for name, tokens in texts.items():
-            batch_size = max(1, per_worker(recipe.batch_size, run.world_size) // recipe.accumulate)
+            batch_size = max(1, recipe.batch_size // run.world_size // recipe.accumulate)
             batches = held_out_batches(tokens, objective, batch_size, rank=run.rank, world_size=run.world_size)
             sums = run.sum(*held_out_sums(model, batches, run.device, corpus.token_bytes))
             metrics = summarize(sums, causal=isinstance(objective, CausalObjective))

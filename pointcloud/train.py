@@ -21,6 +21,7 @@ from pointcloud.mae import MaskedAutoencoder
 from pointcloud.model import Autoencoder
 from pointcloud.picture import draw_clouds
 from training.backward import Scalars, backward_in_parts, recompute
+from training.elastic import repeated
 from training.optim import clip_gradients, make_optimizer, make_schedule
 from training.run import Run
 from training.sampling import generator, steps_per_epoch
@@ -57,10 +58,10 @@ def train(run: Run, recipe: PointCloudRecipe, train_set: PointClouds, test_set: 
     total = epoch * recipe.epochs
     schedule = make_schedule(optimizer, total, recipe.optim)
     wrapped, method = run.make_method(model, optimizer, total)
-    start = run.begin(model, optimizer, schedule, method, epoch=epoch, total=total)
+    run.begin(model, optimizer, schedule, method, epoch=epoch, total=total, samples=len(train_set))
 
     model.train()
-    for points in run.batches(train_set.train_batches(recipe, run.rank, run.world_size, start, total)):
+    for points in run.batches(train_set.train_batches):
         scalars = backward(run, recipe, wrapped, points.to(run.device, non_blocking=True))
         clip_gradients(model, recipe.optim)
         optimizer.step()
@@ -94,6 +95,7 @@ def fake_step(step: Step, recipe: PointCloudRecipe, model: nn.Module, samples: i
     backward(step, recipe, model, torch.zeros(samples, recipe.points, 3))
 
 
+@repeated
 @torch.no_grad()
 def evaluate(run: Run, recipe: PointCloudRecipe, model: nn.Module, test_set: PointClouds) -> dict[str, float]:
     """Chamfer distance and EMD of whole clouds over the test set, each worker on its share, and a picture.

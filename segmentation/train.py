@@ -8,6 +8,7 @@ from training.recipe import answer_help, dry_run, launch, parse
 if __name__ == "__main__":
     answer_help(RECIPES, prog="segmentation.train")  # before the imports below, which take seconds
 
+import functools
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -24,6 +25,7 @@ from segmentation.metrics import SegmentationMetric
 from segmentation.model import build_model, upernet
 from segmentation.pictures import side_by_side
 from training.backward import Scalars, backward_in_parts
+from training.elastic import repeated
 from training.optim import clip_gradients, make_optimizer, make_schedule
 from training.run import Run
 from training.sampling import per_worker, steps_per_epoch
@@ -69,10 +71,10 @@ def train(
     total = epoch * recipe.epochs
     schedule = make_schedule(optimizer, total, recipe.optim)
     wrapped, method = run.make_method(model, optimizer, total)
-    start = run.begin(model, optimizer, schedule, method, epoch=epoch, total=total)
+    run.begin(model, optimizer, schedule, method, epoch=epoch, total=total, samples=len(train_set))
 
     model.train()
-    for batch in run.batches(train_batches(train_set, recipe, run.rank, run.world_size, start, total, run.device)):
+    for batch in run.batches(functools.partial(train_batches, train_set, device=run.device)):
         inputs = model.data_preprocessor(batch, training=True)
         images = to_device(inputs["inputs"], run.device, recipe.channels_last)
         scalars = backward(run, recipe, model, wrapped, images, inputs["data_samples"])
@@ -124,6 +126,7 @@ def fake_step(step: Step, recipe: SegmentationRecipe, model: nn.Module, samples:
         backward(step, recipe, model, model, images, [label] * samples)
 
 
+@repeated
 @torch.no_grad()
 def evaluate(run: Run, model: nn.Module, split: str, eval_set: BaseSegDataset) -> dict[str, float]:
     """mIoU, mAcc and aAcc over the whole split, each worker on its share; logs each class's IoU and some pictures."""
@@ -144,7 +147,7 @@ def evaluate(run: Run, model: nn.Module, split: str, eval_set: BaseSegDataset) -
                     run.folder.writer.add_image(f"{split}/image_label_prediction_{shown}", picture, run.step)
                     shown += 1
         model.train()
-        results = {f"{split}_{key}": value for key, value in metric.compute().items()}
+        results = {f"{split}_{key}": value for key, value in metric.compute(run.sum_tensor).items()}
     run.log_evaluation(results)
     return {key: value for key, value in results.items() if "IoU/" not in key}
 

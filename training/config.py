@@ -18,7 +18,8 @@ PACKAGES = ("torch", "torchvision", "timm", "numpy", "transformers", "onedl-mmse
 # What a resumed run may change: how long it goes on, and what does not change its numbers.
 FREE = {
     "epochs", "out", "resume", "dry_run", "device", "timeout", "link_mbit", "trace", "eval_every", "checkpoint_every",
-    "save_minutes", "log_every", "accumulate", "loader_workers", "eval_tokens", "wikitext2", "emd_points",
+    "save_minutes", "log_every", "skip_after", "accumulate", "loader_workers", "eval_tokens", "wikitext2",
+    "emd_points",
 }  # fmt: skip
 
 

@@ -32,10 +32,13 @@ class Every:
 
     def due(self, step: int) -> bool:
         """Whether a multiple of the period has been passed since the last step at which this was True."""
-        if not self.period or step // self.period <= self._last // self.period:
-            return False
-        self._last = step
-        return True
+        due = self.would_be(step)
+        self._last = step if due else self._last
+        return due
+
+    def would_be(self, step: int) -> bool:
+        """`due`, which does not count as asked."""
+        return self.period > 0 and step // self.period > self._last // self.period
 
 
 class Timer:
@@ -99,5 +102,7 @@ class Stopwatch:
     def paused(self) -> Iterator[None]:
         """Does not count the time of the block."""
         self._seconds, self._since = self.seconds, None
-        yield
-        self._since = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._since = time.perf_counter()

@@ -31,7 +31,8 @@ class RunFolder:
     """Rank 0 writes config.json, metrics.jsonl, TensorBoard's events and summary.json; the other workers write nothing.
 
     clock: gives every line its seconds of training. Attributes: path; checkpoints, the folder of these; attempt, of
-    which the workers know that they were started together; writer, TensorBoard's, on rank 0 alone.
+    which the workers know that they were started together; writes, whether this worker does; writer, TensorBoard's, on
+    rank 0 alone.
     """
 
     writer: SummaryWriter
@@ -40,7 +41,7 @@ class RunFolder:
         self.path, self.clock = path, clock
         self.checkpoints = path / "checkpoints"
         self.attempt = ""
-        self._writes = rank == 0
+        self.writes = rank == 0
         self._lock: IO[str] | None = None
         self._resumed: dict[str, Any] | None = None  # config.json, once the run has gone on
         self._metrics: IO[str] | None = None
@@ -49,7 +50,7 @@ class RunFolder:
         """Takes the folder for this run. Every worker must call it; all raise UserError when the folder holds another
         run, or one that goes on."""
         answer = ["", secrets.token_hex(4)]
-        if self._writes:
+        if self.writes:
             try:
                 answer[0] = self._take(config.describe(recipe, world_size, device), resume=recipe.resume)
             except (OSError, ValueError) as error:  # the latter of a name that no file can have
@@ -62,11 +63,20 @@ class RunFolder:
             self.close()
             raise UserError(refusal)
 
-    def _take(self, made_of: dict[str, Any], *, resume: bool) -> str:
+    def lead(self, recipe: Recipe, world_size: int, device: torch.device, *, goes_on: bool) -> None:
+        """This worker writes from now on, where workers come and go; goes_on: in place of one that was lost, and may
+        still hold the lock where it is stopped."""
+        self.writes = True
+        made_of = config.describe(recipe, world_size, device)
+        if refusal := self._take(made_of, resume=recipe.resume or goes_on, force=goes_on):
+            self.close()
+            raise UserError(refusal)
+
+    def _take(self, made_of: dict[str, Any], *, resume: bool, force: bool = False) -> str:
         """Locks the folder, and writes config.json for a fresh run; why it cannot be taken, or nothing."""
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock, holder = lock.take(self.path / ".lock")
-        if holder:
+        if holder and not force:
             return (
                 f"{self.path} is in use by {holder}: wait for its end, choose another --out or, where that machine is "
                 "gone, remove the folder's .lock"
@@ -87,7 +97,7 @@ class RunFolder:
 
     def begin(self, step: int) -> None:
         """Goes on after `step`: forgets what an attempt that came further has logged, and the summary."""
-        if not self._writes:
+        if not self.writes:
             return
         from torch.utils.tensorboard import SummaryWriter  # here, because only rank 0 needs it
 
@@ -110,7 +120,7 @@ class RunFolder:
     def log(self, step: int, scalars: Mapping[str, float | Tensor], of_model: str = "") -> None:
         """Writes one line of metrics.jsonl, and TensorBoard's scalars. of_model: of which model they are, where they
         come from an evaluation; scalars of a worker's `own` are tagged own/NAME in TensorBoard."""
-        if not self._writes:
+        if not self.writes:
             return
         values = {name: float(value) for name, value in scalars.items()}
         self._write_line(step, values | ({"of_model": of_model} if of_model else {}))
@@ -119,7 +129,7 @@ class RunFolder:
 
     def note(self, step: int, name: str, text: str) -> None:
         """Writes a line of text to the screen, to metrics.jsonl and to TensorBoard."""
-        if not self._writes:
+        if not self.writes:
             return
         tqdm.write(f"step {step}: {text}", file=sys.stderr)
         self._write_line(step, {name: text})
@@ -133,7 +143,7 @@ class RunFolder:
     def summarise(self, recipe: Recipe, summary: dict[str, float]) -> None:
         """Writes summary.json, where null stands for what is no finite number, prints it, and gives TensorBoard the
         recipe beside it, for comparing runs."""
-        if not self._writes:
+        if not self.writes:
             return
         known = {name: value if math.isfinite(value) else None for name, value in summary.items()}
         _replace(self.path / "summary.json", _json(known))

@@ -4,6 +4,7 @@
 
 torchrun ends every failure with a traceback of its own. Here a user's mistake ends in one line, and Ctrl-C in none;
 torchrun's report is left to what is a bug. This calls the two functions that torchrun's own entry point is made of.
+With --elastic among the overrides workers may come and go, see training/coordinator.py.
 """
 
 from __future__ import annotations
@@ -15,17 +16,26 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
+from core.errors import UserError
+from training.coordinator import run_elastic
+
 
 def main() -> None:
     os.environ["CO2_LAUNCH"] = "1"  # the workers leave their last line to this process
+    args = parse_args(None)
     try:
-        run(parse_args(None))
+        if "--elastic" in args.training_script_args:
+            sys.exit(run_elastic(args))
+        run(args)
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         if failure.exitcode != 2:  # of a user's mistake
             raise
         if isinstance(failure.message, dict):  # else it is a mistake in an option, whose text stands above
             print(failure.message["message"], file=sys.stderr, flush=True)
+        sys.exit(2)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
     except SignalException as signalled:
         sys.exit(128 + signalled.sigval)

@@ -23,6 +23,7 @@ from torch import nn
 
 from core import CO2Config, UserError, WireConfig, schedules
 from core.config import scheduled
+from core.elastic import check_elastic
 from core.errors import CollectiveError, DivergedError
 from core.groups import local_world_size
 from core.methods import DelayedConfig, MethodName, OverlapLocalConfig, SlowMoConfig, check_settings
@@ -105,9 +106,14 @@ class Recipe:
     """Share CO2's outer state out over all workers: 1 + 2 / workers copies of the parameters, not 3."""
     offload: bool = False
     """Keep CO2's outer state and its all-reduce in the host's memory: no copy of the parameters on a GPU."""
+    elastic: bool = False
+    """Go on without a worker that dies, and let it come back: of method co2, under python -m training.launch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout: float = 600.0
     """Seconds until a missing worker is an error."""
+    skip_after: float | None = None
+    """Seconds that a boundary waits for a mean, as while a link is down: then the round goes on for tau steps more.
+    None: as long as it takes, up to --timeout."""
     link_mbit: float | None = None
     """Hold collectives back in software as a link of this many Mbit/s would; None for the real link."""
     out: Path | None = None
@@ -165,6 +171,33 @@ class Recipe:
         if self.schedule and self.method != "co2":
             raise UserError(f"schedule is CO2's own, method {self.method!r} does not have it: leave it out")
         scheduled(self.co2, schedules.from_text(self.schedule, self.co2, lambda step: self.optim.lr), 0)
+        if self.elastic:
+            self._check_elastic()
+        if self.skip_after is not None:
+            self._check_skip_after()
+
+    def _check_skip_after(self) -> None:
+        """Refuses it where nothing is in flight at a boundary, or boundaries would lie at unlike steps."""
+        if not 0 < self.skip_after <= LARGEST:  # pyright: ignore[reportOptionalOperand]
+            raise UserError(f"skip_after={self.skip_after}: give seconds, above 0 and up to {LARGEST}")
+        for ok, what, remedy in (
+            (self.method in ("co2", "delayed", "overlap_local"), f"method={self.method!r}", "waits for every mean"),
+            (not self.elastic, "elastic", "drops a worker that is silent for --timeout seconds"),
+            (self.co2.tau != "auto", "co2.tau='auto'", "needs a number of local steps"),
+            (self.co2.steps == "even", "co2.steps='by_speed'", "gives workers' rounds unlike lengths"),
+            (self.co2.delay != 0, "co2.delay=0", "waits for every mean"),
+            (not self.schedule, "schedule", "may give workers' rounds unlike lengths"),
+            (not self.save_minutes, "save_minutes", "saves where a round closes, which is not at one step then"),
+        ):
+            if not ok:
+                raise UserError(f"skip_after does not go with {what}, which {remedy}: leave one of them out")
+
+    def _check_elastic(self) -> None:
+        """Refuses what does not go with workers that come and go."""
+        for name, needed in (("method", "co2"), ("per_node", 1), ("zero", 0), ("shard", False), ("offload", False)):
+            if (value := getattr(self, name)) != needed:
+                raise UserError(f"elastic does not go with {name}={value!r}: give {name}={needed!r}, or no elastic")
+        check_elastic(self.co2)
 
     def check(self, **ranges: tuple[float, float]) -> None:
         """Refuses a field outside its range, both ends of which belong to it."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from core.schedules import from_text
 from training import checkpoint, named, stored
 from training.config import settings
 from training.counters import Averages, Due, Every, Stopwatch, Timer
+from training.elastic import Elastic
 from training.folder import RunFolder
 from training.optim import lr_factor
 from training.recipe import Recipe, momentum_note
@@ -42,7 +44,6 @@ from training.workers import (
     random_state,
     rank,
     set_random_state,
-    sum_over_workers,
     tune,
     world_size,
 )
@@ -67,8 +68,9 @@ class Run:
         tune(self.device, tf32=recipe.tf32, cudnn_benchmark=recipe.cudnn_benchmark)
         self.step = 0
         self.clock = Stopwatch()
-        self.folder = RunFolder(recipe.folder, self.rank, self.clock)
-        self._link = make_link(recipe.link_mbit, self.device)
+        self._elastic = Elastic(self) if recipe.elastic else None
+        self.folder = RunFolder(recipe.folder, -1 if self._elastic else self.rank, self.clock)
+        self.link = make_link(recipe.link_mbit, self.device)
         self._means = Averages()
         self._minutes = Timer(recipe.save_minutes)
         self._rounds = RoundLog(recipe, self.folder, self.device)
@@ -77,26 +79,31 @@ class Run:
         self._model: nn.Module | None = None
         self._mesh: DeviceMesh | None = None  # [nodes, workers of a node], where those synchronise every step
         self._bar: tqdm[Any] | None = None
+        self._saver: checkpoint.Saver | None = None
         self._hand_over: Callable[[], None] = lambda: None  # the method's part of a checkpoint
 
     def __enter__(self) -> Run:
-        self._made_group = join(self.device, self.recipe.timeout, settings(self.recipe))
         torch.manual_seed(self.recipe.seed * 1_000_003 + self.rank)  # rank 0's initial parameters are broadcast
+        self._stop.listen()
+        if self._elastic:
+            self._made_group = False
+            self._elastic.meet()
+            return self
+        self._made_group = join(self.device, self.recipe.timeout, settings(self.recipe))
         self.folder.open(self.recipe, self.world_size, self.device)
         self._mesh = make_mesh(self.device, self.recipe.per_node, self.recipe.zero, self.recipe.timeout)
         place = self.rank, self.world_size, self.folder.attempt, self.recipe.timeout
         self._saver = checkpoint.Saver(self.folder.checkpoints, *place)
-        self._stop.listen()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """A collective's error becomes one line that names the worker because of which it failed."""
         if self._bar is not None:
             self._bar.close()
-        if kind is None:
+        if self._saver is not None and kind is None:
             self._hand_over()  # of a loop that ended without stop() or end()
             self._saver.close()
-        else:
+        elif self._saver is not None:
             self._saver.abandon()
         self.folder.close()
         if self._made_group and kind is None:
@@ -136,7 +143,9 @@ class Run:
             assert total is not None, "give make_method the run's steps"
             return r.optim.lr * lr_factor(step, total, r.optim)
 
-        return make_method(
+        if self._elastic:
+            return self._elastic.make_method(model, from_text(r.schedule, r.co2, lr))
+        wrapped, method = make_method(
             r.method,
             model,
             co2=r.co2,
@@ -150,9 +159,12 @@ class Run:
             shard=r.shard,
             offload=r.offload,
             timeout=r.timeout,
-            link=self._link,
+            link=self.link,
             ddp_wire=r.ddp_wire,
         )
+        if isinstance(method, LocalMethod):
+            method.skip_after = r.skip_after
+        return wrapped, method
 
     def begin(
         self,
@@ -163,19 +175,24 @@ class Run:
         *,
         epoch: int,
         total: int,
+        samples: int = 0,
     ) -> int:
         """Resumes where the recipe says so, and starts the clock and the progress bar; returns the steps taken so far.
 
-        epoch, total: the optimiser steps of an epoch and of the whole run. The rest is what a checkpoint holds.
+        epoch, total: the optimiser steps of an epoch and of the whole run. samples: of the training set, which elastic
+        runs deal out anew. The rest is what a checkpoint holds.
         """
         self._model, self._optimizer = model, optimizer
         self._schedule, self._method, self._total = schedule, method, total
-        self._hand_over = method.hand_over
         self._rounds.allocations.model = model
         if isinstance(method, LocalMethod):
             method.on_left_out = forget(optimizer)
-        seconds = self._resume() if self.recipe.resume else 0.0
-        self.folder.begin(self.step)
+        if self._elastic:
+            seconds = self._elastic.begin(model, optimizer, schedule, samples, epoch)
+        else:
+            self._hand_over = method.hand_over
+            seconds = self._resume() if self.recipe.resume else 0.0
+            self.folder.begin(self.step)
         if self.recipe.recommended and self.rank == 0:
             told = ", ".join(
                 f"{key} {getattr(self.recipe.co2, key)}" for key in ("merge", "delay", "gap", "outer_momentum")
@@ -197,6 +214,24 @@ class Run:
         return self.step
 
     # -- in the loop ----------------------------------------------------------------------------------------
+
+    def batches(self, make: Callable[[Any, int, int, int, int], Iterator[T]]) -> Iterator[T]:
+        """This worker's training batches, without those of the steps that it leaves out (CO2Config.steps by_speed): the
+        next round begins with the same batch number on all workers, and step counts all of them. make: (recipe, rank,
+        world_size, start, total) -> those of the steps from `start` to `total` of a run whose workers stay the same."""
+        if self._elastic:
+            batches = self._elastic.batches(make, self.step, self._total)
+        else:
+            batches = make(self.recipe, self.rank, self.world_size, self.step, self._total)
+        for batch in batches:
+            if self._to_skip:
+                self._to_skip -= 1
+            else:
+                yield batch
+
+    def evaluates(self, step: int) -> bool:
+        """Whether an evaluation is due at a boundary after so many steps."""
+        return step < self._total and self._evaluation.would_be(step)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Autocast to the recipe's precision where the device has it."""
@@ -226,21 +261,18 @@ class Run:
             self._rounds.close_round(self.step, self._method)
         if self.step // self.recipe.log_every > before // self.recipe.log_every:
             self._log_means()
-        open_end = closed and self.step < self._total
+        open_end = (closed or self._skipped()) and self.step < self._total
         return Due(
             evaluation=open_end and self._evaluation.due(self.step),
             checkpoint=open_end and (self._saving.due(self.step) | self._due_by_time()),
             stop=self.step < self._total and self._stops(closed),
         )
 
-    def batches(self, batches: Iterable[T]) -> Iterator[T]:
-        """The loop's batches, without those of the steps that this worker leaves out (CO2Config.steps by_speed): the
-        next round begins with the same batch number on all workers, and step counts all of them."""
-        for batch in batches:
-            if self._to_skip:
-                self._to_skip -= 1
-            else:
-                yield batch
+    def _skipped(self) -> bool:
+        """Whether this step would have closed a round, but for a mean that did not come: evaluations and checkpoints
+        are due at the same steps on all workers, though some close their rounds later."""
+        m = self._method
+        return self.recipe.skip_after is not None and isinstance(m, LocalMethod) and m.local_steps % m.tau == 0
 
     def _skip_steps(self) -> int:
         """How many steps this worker leaves out here, being slower than others; the learning rate keeps step."""
@@ -299,7 +331,17 @@ class Run:
 
     def sum(self, *values: float | Tensor) -> list[float]:
         """Sums over all workers, in float64; every worker must call it."""
-        return sum_over_workers(values, self.device)
+        return self.sum_tensor(
+            torch.tensor([float(v) for v in values], dtype=torch.float64, device=self.device)
+        ).tolist()
+
+    def sum_tensor(self, values: Tensor) -> Tensor:
+        """The sum over all workers; every worker must call it."""
+        if self._elastic:
+            return self._elastic.sum(values)
+        if dist.is_initialized():
+            dist.all_reduce(values)
+        return values
 
     # -- checkpoints and the end ----------------------------------------------------------------------------
 
@@ -310,6 +352,8 @@ class Run:
         training goes on, unless a worker's model is not finite. UserError on all workers where the one before could
         not be written.
         """
+        if self._elastic:
+            return self._elastic.save()
         assert self._model is not None, "call begin() before the loop"
         with self.clock.paused():
             self._saver.wait()
@@ -388,26 +432,48 @@ class Run:
         evaluated: what stopped it may leave no time, and the resumed run will.
         """
         self.save()
-        number = largest_of_workers(self._stop.number, self.device)  # a signal may have come to one of them alone
+        if self._elastic:
+            number = self._stop.number or signal.SIGTERM  # the launcher passes it on to all
+        else:
+            number = largest_of_workers(self._stop.number, self.device)  # a signal may have come to one of them alone
         self._method.finish()  # of this the checkpoint knows nothing: the workers part in peace
-        self._saver.wait()
-        self._summarise({"stopped_by_signal": number})
+        self._written()
+        self._part(lambda: self._summarise({"stopped_by_signal": number}))
 
     def end(self, results: dict[str, float]) -> None:
         """Call it after method.finish() and the last evaluation: saves, writes summary.json and closes the method.
 
         results: what the last evaluation measured; summary.json holds it with what communication cost.
         """
-        self.save()
-        if not self._saver.wait():
-            raise DivergedError(
-                f"{self.folder.path}: the trained model is not finite, the last checkpoint before is kept: lower the "
-                "learning rate, clip gradients, or look at the data"
-            )
-        self._summarise(results)
+
+        def conclude() -> None:
+            self.save()
+            if not self._written():
+                raise DivergedError(
+                    f"{self.folder.path}: the trained model is not finite, the last checkpoint before is kept: lower "
+                    "the learning rate, clip gradients, or look at the data"
+                )
+            self._summarise(results)
+
+        self._part(conclude)
+
+    def _written(self) -> bool:
+        """Waits until the last checkpoint is; False: it is not, for the model is not finite."""
+        if self._elastic:
+            return self._elastic.finite
+        return self._saver.wait()
+
+    def _part(self, conclude: Callable[[], None]) -> None:
+        """Concludes the run, and leaves the other workers."""
+        self._rounds.finish(self.step)
+        if self._elastic:
+            self._elastic.together(conclude)
+            self._elastic.close()
+        else:
+            conclude()
+            self._method.close()
 
     def _summarise(self, results: dict[str, float]) -> None:
-        self._rounds.finish(self.step)
         seconds = self.clock.seconds
         summary = {
             **results,
@@ -419,7 +485,6 @@ class Run:
         if self._bar is not None:
             self._bar.close()  # before the table is printed
         self.folder.summarise(self.recipe, summary)
-        self._method.close()
 
 
 def _zero() -> Any:

@@ -32,7 +32,7 @@ def join(device: torch.device, timeout: float, settings: dict[str, Any]) -> bool
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, settings)
         for number, theirs in enumerate(everyone):
-            if verdict := _difference(everyone[0], theirs, number):
+            if verdict := difference(everyone[0], theirs, number):
                 raise UserError(verdict)
         peers.meet()
         return False
@@ -55,7 +55,8 @@ def join(device: torch.device, timeout: float, settings: dict[str, Any]) -> bool
 
 def refuse(reason: str) -> None:
     """Tells the other workers, who may wait for this one, that it will not come; nothing where it has come."""
-    if dist.is_initialized() or world_size() < 2 or "MASTER_ADDR" not in os.environ or next(_starts) > 0:
+    alone = world_size() < 2 or "MASTER_ADDR" not in os.environ or "CO2_WORKER" in os.environ
+    if dist.is_initialized() or alone or next(_starts) > 0:
         return
     with contextlib.suppress(RuntimeError, OSError, ValueError):  # nobody is there to be told
         store = dist.PrefixStore("co2/start0", _meet(_HEARD_WITHIN))
@@ -76,7 +77,7 @@ def _agree(store: dist.Store, settings: dict[str, Any]) -> str:
     """Why this run cannot start, or nothing; the same on all workers."""
     if rank() == 0:
         store.set("settings", json.dumps(settings))
-    if verdict := _difference(json.loads(store.get("settings")) or settings, settings, rank()):
+    if verdict := difference(json.loads(store.get("settings")) or settings, settings, rank()):
         store.set("verdict", verdict)
     elif store.add("ready", 1) == world_size():
         store.set("verdict", "all agree")
@@ -96,8 +97,8 @@ def _be_heard(store: dist.Store) -> None:
         heard = store.add("heard", 0)
 
 
-def _difference(first: dict[str, Any], other: dict[str, Any], number: int) -> str:
-    """In which settings rank `number` differs from rank 0."""
+def difference(first: dict[str, Any], other: dict[str, Any], number: int) -> str:
+    """In which settings rank `number` differs from rank 0; nothing where it does not."""
     keys = sorted(key for key in first | other if first.get(key) != other.get(key))
     if not keys:
         return ""

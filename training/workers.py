@@ -87,14 +87,6 @@ def check_nodes(n: int, zero: int, world: int) -> None:
         raise UserError(f"per_node={n} does not divide {world} workers: start equally many on each node")
 
 
-def sum_over_workers(values: tuple[float | Tensor, ...], device: torch.device) -> list[float]:
-    """The sum of each value, in float64; every worker must call it."""
-    total = torch.tensor([float(v) for v in values], dtype=torch.float64, device=device)
-    if dist.is_initialized():
-        dist.all_reduce(total)
-    return total.tolist()
-
-
 def largest_of_workers(number: int, device: torch.device) -> int:
     """The largest of all workers' numbers; every worker must call it."""
     largest = torch.tensor(number, device=device)

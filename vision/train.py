@@ -8,6 +8,7 @@ from vision.recipes import RECIPES, VisionRecipe
 if __name__ == "__main__":
     answer_help(RECIPES, prog="vision.train")  # before the imports below, which take seconds
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from training.backward import Scalars, backward_in_parts
+from training.elastic import repeated
 from training.optim import clip_gradients, make_optimizer, make_schedule
 from training.run import Run
 from training.sampling import steps_per_epoch
@@ -62,11 +64,10 @@ def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset)
     total = epoch * recipe.epochs
     schedule = make_schedule(optimizer, total, recipe.optim)
     wrapped, method = run.make_method(model, optimizer, total)
-    start = run.begin(model, optimizer, schedule, method, epoch=epoch, total=total)
+    run.begin(model, optimizer, schedule, method, epoch=epoch, total=total, samples=len(train_set))
 
     model.train()
-    batches = train_set.train_batches(recipe, run.rank, run.world_size, start, total, run.device)
-    for images, labels in run.batches(batches):
+    for images, labels in run.batches(functools.partial(train_set.train_batches, device=run.device)):
         scalars = backward(run, recipe, wrapped, images, labels)
         clip_gradients(model, recipe.optim)
         optimizer.step()
@@ -109,6 +110,7 @@ def fake_step(step: Step, recipe: VisionRecipe, model: nn.Module, samples: int) 
     backward(step, recipe, model, images, torch.zeros(samples, dtype=torch.int64))
 
 
+@repeated
 @torch.no_grad()
 def evaluate(run: Run, recipe: VisionRecipe, model: nn.Module, test_set: Dataset) -> dict[str, float]:
     """Top-1, top-5 and loss over the whole test set, each worker on its share."""

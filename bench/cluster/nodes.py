@@ -81,6 +81,10 @@ class Cluster:
         """Moves the calling process, a forked child with a single thread, into the node."""
         enter(self._namespaces[node])
 
+    def path(self, node: int) -> str:
+        """The node's network namespace, for setns, as long as this process lives."""
+        return f"/proc/{os.getpid()}/fd/{self._namespaces[node]}"
+
     def inside(self, node: int, fn: Callable[[], Any]) -> Any:
         """fn(), run by a thread inside the node; a socket that it makes stays there."""
         return inside(self._namespaces[node], fn)
@@ -92,6 +96,10 @@ class Cluster:
         process = subprocess.Popen([*self._nsenter(node), *argv], env=env, **kwargs)
         self._processes.append(process)
         return process
+
+    def set_link(self, node: int, *, up: bool) -> None:
+        """Takes a node's link down, or up again, while processes run."""
+        self._configure("ip", -1, [f"link set p{node} {'up' if up else 'down'}"])
 
     def verify(self) -> float:
         """The rate between two nodes, Mbit/s on the wire, from one TCP stream; UserError if over 10 % off."""
@@ -119,7 +127,7 @@ class Cluster:
         self._guard = subprocess.Popen(guard, pass_fds=self._namespaces, start_new_session=True, cwd="/", **quiet)
         lines = [] if self.delay_ms else ["link add br0 type bridge", "link set br0 up"]
         for node in range(self.nodes):
-            peer = f"name {self.interface} address 02:00:00:00:00:{node + 1:02x} netns {self._path(node)}"
+            peer = f"name {self.interface} address 02:00:00:00:00:{node + 1:02x} netns {self.path(node)}"
             lines += [f"link add p{node} type veth peer {peer}", f"link set p{node} addrgenmode none up"]
             lines += [] if self.delay_ms else [f"link set p{node} master br0"]
         self._configure("ip", -1, lines)
@@ -153,11 +161,8 @@ class Cluster:
         if done.returncode:
             raise UserError(f"{command} failed: {' '.join(done.stderr.split())}")
 
-    def _path(self, node: int) -> str:
-        return f"/proc/{os.getpid()}/fd/{self._namespaces[node]}"
-
     def _nsenter(self, node: int) -> list[str]:
-        return [tool("nsenter"), f"--net={self._path(node)}", "--"]
+        return [tool("nsenter"), f"--net={self.path(node)}", "--"]
 
     def _transfer(self, source: int, target: int) -> float:
         """Mbit/s on the wire of a stream of about 0.7 s, its start left out: slow start and the buckets' burst."""

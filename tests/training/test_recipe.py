@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -260,3 +261,18 @@ def test_another_outer_momentum_than_the_releases_is_noted(workers: int, usual: 
     assert said.endswith(wanted) if usual is not None else not said
     assert not momentum_note(Recipe(method="ddp", co2=CO2Config(outer_momentum=0.6)), workers)
     assert not momentum_note(Recipe(co2=CO2Config(outer_lr=0.5, outer_momentum=0.4)), workers), "another pair"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": "ddp"}, "method='ddp', which waits for every mean"),
+        ({"co2": CO2Config(tau="auto")}, "co2.tau='auto', which needs a number"),
+        ({"co2": CO2Config(delay=0, gap="none")}, "co2.delay=0, which waits"),
+        ({"co2": CO2Config(steps="by_speed")}, "co2.steps='by_speed', which gives workers' rounds unlike lengths"),
+        ({"save_minutes": 1.0}, "save_minutes, which saves"),
+    ],
+)
+def test_what_does_not_go_with_skip_after_is_refused(changes: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=f"^skip_after does not go with {message}.*: leave one of them out$"):
+        Recipe(skip_after=1.0, **changes)

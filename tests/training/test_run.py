@@ -302,7 +302,7 @@ def test_a_slower_worker_leaves_out_batches_and_keeps_step(tmp_path: Path):
         method.pace.hear([0.2, 0.1])
         method.pace.follow()
         run.begin(model, optimizer, schedule, method, epoch=8, total=14)
-        for batch in run.batches(range(14)):
+        for batch in run.batches(lambda recipe, rank, world_size, start, total: iter(range(start, total))):
             optimizer.step()
             schedule.step()
             seen.append(batch)

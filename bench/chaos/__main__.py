@@ -1,0 +1,4 @@
+from bench.chaos.campaign import main
+from training.recipe import launch
+
+launch(main)

@@ -1,0 +1,268 @@
+"""A seeded campaign of harm against small runs: python -m bench.chaos [--kills N] [--minutes M] ...
+
+Each run trains scikit-learn's digits with four workers, and suffers one thing: a worker is killed in a local step, at a
+boundary, with its reduction in flight, in a checkpoint or in an evaluation; a worker's link goes down; a killed worker
+comes back; the disk takes no more. Elastic runs must go on by themselves, the others are started again with --resume.
+Compared with undisturbed runs of the same settings over several seeds. What is done is not done again: the campaign
+goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import multiprocessing
+import random
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from bench.chaos.crew import Crew, group
+from bench.chaos.worker import PHASES, work
+from bench.cluster.namespaces import require_namespaces
+from bench.cluster.nodes import Cluster
+
+Row = dict[str, Any]
+WORKERS, EPOCHS, EPOCH, TAU = 4, 4, 22, 6
+RATE_MBIT = 200.0
+COMMON = ("digits_small", "--device", "cpu", "--epochs", str(EPOCHS), "--eval_every", "2", "--log_every", "1")
+PAPER = "--no_recommended"
+CONFIGS: dict[str, tuple[str, ...]] = {
+    "elastic": ("--elastic", PAPER),
+    "elastic, recommended": ("--elastic",),
+    "co2": (PAPER,),
+    "co2, recommended": (),
+    "co2, skip_after": (PAPER, "--skip_after", "0.5"),
+    "co2, shard": (PAPER, "--shard"),
+    "co2, int8": (PAPER, "--co2.wire.format", "int8"),
+    "co2, zero 2": (PAPER, "--zero", "2", "--per_node", "2"),
+    "ddp": (PAPER, "--method", "ddp"),
+}
+ELASTIC = tuple(name for name in CONFIGS if name.startswith("elastic"))
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.utils.tensorboard", "sklearn.datasets", "vision.train"]
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """How much of what; see this module."""
+
+    kills: int = 100
+    outages: int = 20
+    rejoins: int = 20
+    disks: int = 10
+    seeds: int = 5
+    """Undisturbed runs of each configuration."""
+    seed: int = 0
+    minutes: float = 600.0
+    """Starts no further run after so many."""
+    out: Path = Path("results/chaos.json")
+    """One object a run; beside it a table in Markdown."""
+
+
+def main() -> None:
+    asked = tyro.cli(Campaign, prog="python -m bench.chaos", description=__doc__, use_underscores=True)
+    if asked.outages:
+        require_namespaces()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs what `finally` says
+    until = time.monotonic() + 60 * asked.minutes
+    rows = json.loads(asked.out.read_text()) if asked.out.exists() else []
+    for planned in plan(asked):
+        if time.monotonic() > until:
+            break
+        if any(all(row.get(key) == value for key, value in planned.items()) for row in rows):
+            continue
+        rows.append(planned | suffer(context, planned))
+        print(json.dumps(rows[-1]), flush=True)
+        asked.out.write_text(json.dumps(rows, indent=1) + "\n")
+    asked.out.with_suffix(".md").write_text(table(rows))
+
+
+def plan(asked: Campaign) -> Iterator[Row]:
+    """The runs, with and without harm, all mixed, so that a part of the campaign is a sample of it."""
+    rng = random.Random(asked.seed)
+    kills = [(config, phase) for phase in PHASES for config in CONFIGS if config != "ddp" or phase != "flight"]
+    rows: list[Row] = []
+    for i in range(asked.kills):
+        config, phase = kills[i % len(kills)]
+        rows.append({"harm": "kill", "config": config, "phase": phase})
+    for i in range(asked.rejoins):
+        rows.append({"harm": "rejoin", "config": ELASTIC[i % 2], "phase": PHASES[i % len(PHASES)]})
+    for i in range(asked.outages):
+        rows.append({"harm": "outage", "config": list(CONFIGS)[i % len(CONFIGS)], "seconds": rng.choice([3, 10])})
+    for i in range(asked.disks):
+        rows.append({"harm": "disk", "config": list(CONFIGS)[i % len(CONFIGS)], "phase": "disk"})
+    for row in rows:
+        whole = row.get("phase") == "checkpoint" and row["config"] in ELASTIC  # whose first worker alone writes it
+        row |= {"who": 0 if whole or row["harm"] == "disk" else rng.randrange(WORKERS), "step": rng.randint(8, 60)}
+    rows += [{"harm": "none", "config": config} for config in CONFIGS for _ in range(asked.seeds)]
+    rng.shuffle(rows)
+    counts: dict[str, int] = {}
+    for row in rows:
+        alike = "{harm} {config}".format(**row)
+        number = counts[alike] = counts.get(alike, -1) + 1
+        yield row | {"seed": number % max(1, asked.seeds)}
+
+
+def suffer(context: Any, planned: Row) -> Row:
+    """One run to its end, and what became of it."""
+    began = time.monotonic()
+    folder = Path(tempfile.mkdtemp(prefix="chaos"))
+    try:
+        seen = (elastic if planned["config"] in ELASTIC else restarted)(context, planned, folder)
+        return seen | measured(planned, folder) | {"minutes": round((time.monotonic() - began) / 60, 2)}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def elastic(context: Any, planned: Row, folder: Path) -> Row:
+    """Goes on by itself; only where it cannot write it ends, and is started again."""
+    attempts, status, hung = 0, 1, False
+    while status and attempts < 3 and not hung:
+        harm = named(planned, f"{planned.get('who')}.0") if attempts == 0 else {}
+        with Net(planned, folder) as net:
+            options = {"cluster": net.cluster, "watch": net.watch, "late": 400.0}
+            args = arguments(planned, folder, harm, attempts)
+            make = functools.partial(Crew, context, work, args, WORKERS, int(planned["harm"] == "rejoin"), **options)
+            crew = net.cluster.inside(WORKERS, make) if net.cluster else make()
+            status = crew.run()
+        if crew.signalled:
+            sys.exit(status)
+        attempts, hung = attempts + 1, crew.timed_out
+    return {"attempts": attempts, "status": status, "hung": hung}
+
+
+def restarted(context: Any, planned: Row, folder: Path) -> Row:
+    """Is started again, with --resume, until it comes to its end."""
+    attempts, status, hung = 0, 1, False
+    while status and attempts < 4 and not hung:
+        harm = named(planned, f"{planned.get('who')}.0")
+        with Net(planned if attempts == 0 else {}, folder) as net:
+            args = arguments(planned, folder, harm, attempts)
+            options = {"cluster": net.cluster, "watch": net.watch, "late": 400.0, "attempt": attempts}
+            status, hung = group(context, work, args, WORKERS, **options)
+        attempts += 1
+    return {"attempts": attempts, "status": status, "hung": hung}
+
+
+def named(planned: Row, worker: str) -> Row:
+    return {"worker": worker, "phase": planned["phase"], "step": planned["step"]} if "phase" in planned else {}
+
+
+def arguments(planned: Row, folder: Path, harm: Row, attempt: int) -> tuple[Any, ...]:
+    """What `work` takes."""
+    timeout = "60" if planned["harm"] == "outage" else "20"
+    own = ("--out", str(folder / "run"), "--seed", str(planned["seed"]), "--timeout", timeout)
+    again = ("--resume",) if attempt else ()
+    return "vision.train", (*COMMON, *CONFIGS[planned["config"]], *own, *again), harm, str(folder / "log")
+
+
+class Net:
+    """The emulated cluster of a run whose link goes down, and the hand that takes it down; else nothing."""
+
+    def __init__(self, planned: Row, folder: Path):
+        self.planned, self.metrics = planned, folder / "run" / "metrics.jsonl"
+        self.cluster = Cluster(WORKERS + 1, RATE_MBIT) if planned.get("harm") == "outage" else None
+        self._down_since = 0.0
+
+    def __enter__(self) -> Net:
+        if self.cluster:
+            self.cluster.__enter__()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.cluster:
+            self.cluster.close()
+
+    def watch(self) -> None:
+        """Takes the link down at its step, and up again after its seconds."""
+        if not self.cluster or self._down_since < 0:
+            return
+        if not self._down_since and last_step(self.metrics) >= self.planned["step"]:
+            self.cluster.set_link(self.planned["who"], up=False)
+            self._down_since = time.monotonic()
+        if self._down_since and time.monotonic() - self._down_since > self.planned["seconds"]:
+            self.cluster.set_link(self.planned["who"], up=True)
+            self._down_since = -1.0
+
+
+def lines(metrics: Path) -> list[Row]:
+    found = metrics.read_text().splitlines() if metrics.exists() else []
+    return [json.loads(line) for line in found if line.endswith("}")]
+
+
+def last_step(metrics: Path) -> int:
+    return max((line["step"] for line in lines(metrics)), default=0)
+
+
+def measured(planned: Row, folder: Path) -> Row:
+    """What the run folder tells: the final loss, the steps that were repeated, the longest pause between two steps."""
+    run, trace = folder / "run", folder / "log.harm"
+    summary = json.loads((run / "summary.json").read_text()) if (run / "summary.json").exists() else {}
+    history = json.loads((run / "config.json").read_text()).get("history", []) if (run / "config.json").exists() else []
+    harmed = int(trace.read_text()) if trace.exists() else None
+    seconds = [line["seconds"] for line in lines(run / "metrics.jsonl") if "train_loss" in line]
+    lost = harmed - history[-1]["step"] if harmed and history and planned["config"] not in ELASTIC else 0
+    log = (folder / "log").read_text(errors="replace") if (folder / "log").exists() else ""
+    return {
+        "test_loss": summary.get("test_loss"),
+        "steps": summary.get("steps"),
+        "harmed_at": harmed,
+        "steps_lost": max(0, lost),
+        "pause_seconds": round(max((b - a for a, b in zip(seconds, seconds[1:], strict=False)), default=0.0), 2),
+        "log": [] if summary else log.splitlines()[-12:],
+    }
+
+
+def table(rows: list[Row]) -> str:
+    """The campaign, a line for each kind of harm and configuration."""
+    usual = {
+        config: [r["test_loss"] for r in rows if r["config"] == config and r["harm"] == "none"] for config in CONFIGS
+    }
+    text = [
+        "# Harm, and what became of it",
+        "",
+        f"`python -m bench.chaos`: {WORKERS} workers on one machine train scikit-learn's digits for {EPOCHS * EPOCH} "
+        f"steps (tau {TAU}, a checkpoint every {EPOCH} steps, an evaluation every {2 * EPOCH}), and suffer one thing "
+        "each. Came to its end: with all its steps, by itself or after a start with `--resume`. Steps lost: those done "
+        "again, the most of any run. Agrees: the final test loss is at most three standard deviations above the "
+        "undisturbed runs' mean.",
+        "",
+        "| harm | settings | runs | came to its end | by itself | hung | steps lost | longest pause, s | agrees |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    kinds = sorted({(kind(r), r["config"]) for r in rows})
+    for harm, config in kinds:
+        some = [r for r in rows if (kind(r), r["config"]) == (harm, config)]
+        ended = [r for r in some if r["status"] == 0 and r["steps"] == EPOCHS * EPOCH]
+        itself = sum(r["attempts"] == 1 for r in ended)
+        agreed = agreement([r["test_loss"] for r in ended], [v for v in usual[config] if v is not None])
+        lost, pause = (max(r[key] for r in some) for key in ("steps_lost", "pause_seconds"))
+        hung = sum(r["hung"] for r in some)
+        text.append(
+            f"| {harm} | {config} | {len(some)} | {len(ended)} | {itself} | {hung} | {lost} | {pause:.1f} | {agreed} |"
+        )
+    text += ["", "Not run: workers that compute NaN.", ""]
+    return "\n".join(text)
+
+
+def kind(row: Row) -> str:
+    return f"{row['harm']}, {row['phase']}" if row["harm"] in ("kill", "rejoin") else row["harm"]
+
+
+def agreement(losses: list[float], usual: list[float]) -> str:
+    """How many of `losses` are no higher than seeds alone explain."""
+    if len(usual) < 3:
+        return "not run"
+    most = statistics.mean(usual) + 3 * statistics.stdev(usual)
+    return f"{sum(loss <= most for loss in losses)} of {len(losses)}"

@@ -1,0 +1,129 @@
+"""Workers forked from a process that has imported what they need: under an elastic launcher, or one group of them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from training.coordinator import Agent
+
+if TYPE_CHECKING:
+    from bench.cluster.nodes import Cluster
+
+Target = Callable[..., None]
+
+
+class Forked:
+    """A worker's process in the form of subprocess.Popen."""
+
+    def __init__(self, process: Any):
+        self.process = process
+        process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:
+            os.kill(self.process.pid, sig)
+
+
+class Crew(Agent):
+    """Elastic workers that run target(*args) each, under a launcher in this process.
+
+    context: of multiprocessing. restarts: of each worker. cluster: where each sits in a node of its own, and the
+    launcher in one more. late: seconds after which all are killed, and timed_out is set. watch: called again and again.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        target: Target,
+        args: Sequence[Any],
+        workers: int,
+        restarts: int = 0,
+        *,
+        cluster: Cluster | None = None,
+        late: float = 120.0,
+        watch: Callable[[], None] = lambda: None,
+    ):
+        def spawn(env: dict[str, str]) -> Forked:
+            return Forked(context.Process(target=_worker, args=(env, place(cluster, int(env["RANK"])), target, args)))
+
+        host = cluster.address(workers) if cluster else "127.0.0.1"
+        super().__init__(spawn, workers, restarts, host=host)
+        self.watch, self.end, self.timed_out = watch, time.monotonic() + late, False
+
+    def look(self) -> None:
+        """See Agent."""
+        super().look()
+        self.watch()
+        if time.monotonic() > self.end and self.processes:
+            self.timed_out, self.restarts = True, 0
+            for process in self.processes.values():
+                process.kill()
+
+
+def group(
+    context: Any,
+    target: Target,
+    args: Sequence[Any],
+    workers: int,
+    *,
+    attempt: int = 0,
+    cluster: Cluster | None = None,
+    late: float = 120.0,
+    patience: float = 60.0,
+    watch: Callable[[], None] = lambda: None,
+) -> tuple[int, bool]:
+    """One group of workers, as torchrun starts it, until all have ended: the first failure's status, and whether some
+    had to be killed: after `late` seconds, or `patience` seconds after one has failed."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = 29500 if cluster else server.getsockname()[1]
+    host = cluster.address(0) if cluster else "127.0.0.1"
+    shared = {"WORLD_SIZE": str(workers), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    started = []
+    for rank in range(workers):
+        env = shared | {"RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "CO2_ATTEMPT": str(attempt)}
+        started.append(Forked(context.Process(target=_worker, args=(env, place(cluster, rank), target, args))))
+    status, hung, end = 0, True, time.monotonic() + late
+    try:
+        while time.monotonic() < end and (hung := any(p.poll() is None for p in started)):
+            watch()
+            failed = [p.returncode for p in started if p.returncode]
+            if failed and not status:
+                status, end = int(failed[0]), min(end, time.monotonic() + patience)
+            time.sleep(0.02)
+    finally:
+        for process in started:
+            process.kill()
+    return status or next((p.returncode for p in started if p.returncode), 0), hung
+
+
+def place(cluster: Cluster | None, node: int) -> str:
+    """Where a process finds the network of a node; nothing for this one's."""
+    return cluster.path(node) if cluster else ""
+
+
+def _worker(env: dict[str, str], network: str, target: Target, args: Sequence[Any]) -> None:
+    os.environ.update({"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"} | env)
+    if network:
+        from bench.cluster.namespaces import enter
+
+        enter(os.open(network, os.O_RDONLY))
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["TP_SOCKET_IFNAME"] = "e0"
+    import torch
+
+    torch.set_num_threads(1)
+    target(*args)

@@ -1,0 +1,180 @@
+"""One worker among others that come and go: its way from one generation of them to the next, and where its state comes
+from. What the generations are for: elastic.py.
+
+The coordinator (training/coordinator.py) holds a store, and lists each generation's workers there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import socket
+import struct
+import threading
+import time
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+
+from .errors import CollectiveError
+from .groups import new_group, set_timeout
+
+Came = Literal["planned", "failed", "empty"]  # why a worker leaves its generation; empty: it has no state yet
+Report = dict[str, Any]  # what a member tells the others of its next generation, as JSON holds it
+
+FORM_WITHIN = 30.0  # seconds for connecting a generation, after which another one is tried
+
+
+class Over(Exception):
+    """The run has ended before this worker came to join it."""
+
+
+class Members:
+    """This worker among those that come and go: its generation, and the way into the next.
+
+    store: held by the coordinator. name: of this worker, never used again. address: of this machine, where others reach
+    it. timeout: seconds until a silent worker is left out.
+
+    Attributes: generation, 0 before the first; names, of its workers, by rank; planned, whether all came to it as
+    agreed; group, of the reductions, beside the default process group; both are over gloo.
+    """
+
+    def __init__(self, store: Any, name: str, *, address: str = "127.0.0.1", timeout: float = 600.0):
+        self.store = PrefixStore("elastic", store)
+        self.name, self.address, self.timeout = name, address, timeout
+        self.generation = 0
+        self.names: list[str] = []
+        self.planned = False
+        self.group: dist.ProcessGroup | None = None
+        self.store.set("patience", str(timeout))
+
+    @property
+    def rank(self) -> int:
+        return self.names.index(self.name)
+
+    @property
+    def size(self) -> int:
+        return len(self.names)
+
+    def meet(self, report: Report | None, came: Came) -> list[Report | None]:
+        """Leaves the generation, waits for the next one with this worker and connects it; what its members report, by
+        rank, None for one without state. Over when the run has ended; CollectiveError when this worker was left out."""
+        again = False
+        while True:
+            self.leave()
+            if came == "empty":
+                self.store.set(f"ready/{self.name}", "")
+            if came != "planned" or again:
+                self.store.set(f"broken/{self.generation}", "")
+            again = True
+            self.store.set(f"came/{self.generation}/{self.name}", came)
+            self._await_next(may_wait=came == "empty")
+            with contextlib.suppress(RuntimeError):  # one of them has died in the meantime
+                return self._form(report)
+
+    def leave(self) -> None:
+        """Leaves the generation's process groups, so that those who wait for this worker in one see it broken."""
+        self.group = None  # connections close when nothing refers to them
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def left(self) -> bool:
+        """Whether a worker has left this generation, or has died."""
+        return self._is_set(f"broken/{self.generation}")
+
+    def wanted(self) -> bool:
+        """Whether newcomers wait."""
+        return self._is_set(f"waiting/{self.generation}")
+
+    def serve(self, state: dict[str, Any], newcomers: int) -> None:
+        """Sends `state`, tensors and plain values, to so many newcomers of this generation; returns once it is
+        copied."""
+        data = io.BytesIO()
+        torch.save(state, data)
+        server = socket.create_server((self.address, 0))
+        server.settimeout(self.timeout)
+        threading.Thread(target=_serve, args=(server, data.getbuffer(), newcomers), daemon=True).start()
+        self.store.set(f"donor/{self.generation}", f"{self.address} {server.getsockname()[1]}")
+
+    def fetch(self) -> dict[str, Any]:
+        """What `serve` sends; RuntimeError where its sender is lost."""
+        self._await([f"donor/{self.generation}"])
+        host, port = self.store.get(f"donor/{self.generation}").decode().split()
+        try:
+            with socket.create_connection((host, int(port)), timeout=self.timeout) as connection:
+                (size,) = struct.unpack("!Q", _receive(connection, 8))
+                data = _receive(connection, size)
+        except OSError as error:
+            raise RuntimeError(f"the state cannot be fetched: {error}") from None
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+    def end(self) -> None:
+        """The run is over: who waits to join it goes home."""
+        self.store.set("over", "")
+
+    def _await_next(self, may_wait: bool) -> None:
+        """Until a next generation is listed: with may_wait, one with this worker."""
+        while True:
+            while not self._is_set(f"generation/{self.generation + 1}"):
+                if may_wait and self._is_set("over"):
+                    raise Over
+                time.sleep(0.01)
+            self.generation += 1
+            listed = json.loads(self.store.get(f"generation/{self.generation}"))
+            self.names, self.planned = listed["names"], listed["planned"]
+            if self.name in self.names:
+                return
+            if not may_wait:
+                raise CollectiveError(
+                    f"worker {self.name} was left out of the run: it was silent for over {self.timeout:g} s"
+                )
+
+    def _form(self, report: Report | None) -> list[Report | None]:
+        """Connects the generation; RuntimeError where one of it does not come."""
+        key = f"report/{self.generation}"
+        self.store.set(f"{key}/{self.name}", json.dumps(report))
+        self._await([f"{key}/{name}" for name in self.names])
+        reports = [json.loads(self.store.get(f"{key}/{name}")) for name in self.names]
+        within = timedelta(seconds=FORM_WITHIN)
+        store = PrefixStore(f"group/{self.generation}", self.store)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=within)
+        self.group = new_group(None, FORM_WITHIN, torch.device("cpu"), "gloo")
+        assert dist.group.WORLD is not None
+        set_timeout(dist.group.WORLD, self.timeout)
+        return reports
+
+    def _await(self, keys: list[str]) -> None:
+        while not self.store.check(keys):
+            if self.left():
+                raise RuntimeError("a worker of the new generation was lost")
+            time.sleep(0.005)
+
+    def _is_set(self, key: str) -> bool:
+        try:
+            return self.store.check([key])
+        except RuntimeError as error:
+            raise CollectiveError(f"worker {self.name}: the launcher of the first node does not answer") from error
+
+
+def _serve(server: socket.socket, data: memoryview, newcomers: int) -> None:
+    with contextlib.suppress(OSError), server:  # a newcomer that has died is not waited for
+        for _ in range(newcomers):
+            connection, _ = server.accept()
+            with contextlib.suppress(OSError), connection:
+                connection.sendall(struct.pack("!Q", len(data)))
+                connection.sendall(data)
+
+
+def _receive(connection: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    view, count = memoryview(data), 0
+    while count < size:
+        received = connection.recv_into(view[count:])
+        if not received:
+            raise OSError("the sender has gone")
+        count += received
+    return data

@@ -1,0 +1,247 @@
+"""Workers that come and go: the survivors stay equal, lose nothing that they have sent, and never stop."""
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bench.chaos.crew import Crew
+from core import testing
+from core.co2 import CO2Config
+from core.elastic import ElasticCO2
+from core.members import Members, Over
+from tests import problems
+from tests.problems import flat, sgd_step
+
+TIMEOUT = 20.0
+STEPS = 24
+
+
+def members() -> Members:
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
+    return Members(store, os.environ["CO2_WORKER"], timeout=TIMEOUT)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(folder: str, settings: dict[str, Any], deaths: dict[str, Any], pace: float = 0.0, steps: int = STEPS) -> None:
+    """One worker of elementwise problem; `deaths`: name -> (where, when). Writes its trace, by round, at the end."""
+    name = os.environ["CO2_WORKER"]
+    worker = int(os.environ["RANK"])
+    where, when = deaths.get(name, ("", 0))
+    params = problems.odd_parameters()
+    method = ElasticCO2(params, CO2Config(**settings), members=members(), timeout=TIMEOUT)
+    counter = {"step": 0}
+    method.give = lambda: {"method": method.state_dict(), "step": counter["step"]}
+    method.background.tell = lambda: {"step": counter["step"]}
+    sizes: list[Any] = []
+    method.background.on_change = lambda reports: sizes.append([counter["step"], method.members.names])
+
+    def restore(state: dict[str, Any]) -> None:
+        method.load_state_dict(state["method"])
+        counter["step"] = state["step"]
+
+    method.take = restore
+    counted: dict[int, int] = {}
+    left_out: dict[int, int] = {}
+    receive = method.receive
+
+    def received(*, finished: bool) -> Any:
+        landing = receive(finished=finished)
+        counted[method.rounds] = method.background.world_size
+        left_out[method.rounds] = method.stats.left_out
+        return landing
+
+    method.receive = received  # pyright: ignore[reportAttributeAccessIssue]
+    hook(method, where, when)
+    try:
+        joined = method.join()
+    except Over:
+        return
+    trace: dict[int, Any] = {}
+    while counter["step"] < steps:
+        time.sleep(pace)
+        step, counter["step"] = counter["step"], counter["step"] + 1
+        sgd_step(params, worker, step)
+        if where == "local" and step == when:
+            die()
+        if where == "spoilt" and step == when:
+            params[0].data.fill_(float("nan"))
+        if method.step():
+            trace[method.rounds] = flat(method.state["outer_iterate"]).tolist()
+            if where == "boundary" and method.rounds == when:
+                die()
+    method.finish()
+    end = {
+        "name": name,
+        "joined": joined,
+        "x": flat(params).tolist(),
+        "trace": trace,
+        "sizes": sizes,
+        "counted": counted,
+        "left_out": left_out,
+    }
+    Path(folder, f"{name}.tmp").write_text(json.dumps(end))
+    Path(folder, f"{name}.tmp").rename(Path(folder, f"{name}.json"))
+    method.background.sum_of_all(torch.zeros(1))
+    method.members.end()
+    method.close()
+
+
+def hook(method: ElasticCO2, where: str, when: int) -> None:
+    """Dies in a phase of reduction number `when`."""
+    background = method.background
+    inner = method.stages
+
+    def stages() -> Any:
+        for i, stage in enumerate(inner()):
+            if background.launched == when and where == ("sent", "summed")[min(i, 1)]:
+                die()  # with the sum, or the agreement on it, not yet started here
+            yield stage
+
+    if where in ("sent", "summed"):
+        method.stages = stages  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def run(tmp_path: Path, workers: int, settings: dict[str, Any], deaths: dict[str, Any], restarts: int = 0, **more: Any):
+    crew = Crew(testing._context(), train, (str(tmp_path), settings, deaths, *more.values()), workers, restarts)
+    status = crew.run()
+    assert not crew.timed_out, "some worker hangs"
+    ends = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    return status, ends
+
+
+def check_equal(ends: dict[str, Any]) -> None:
+    """All that came to the end hold the same parameters, and held the same outer iterates on the way."""
+    first = next(iter(ends.values()))
+    for end in ends.values():
+        assert end["x"] == first["x"]
+        for number in end["trace"].keys() & first["trace"].keys():
+            assert end["trace"][number] == first["trace"][number], number
+
+
+PAPER = {"tau": 3}
+KEEP = {"tau": 3, "merge": "keep", "gap": "none", "delay": "auto", "outer_momentum": 0.0}
+
+
+@pytest.mark.parametrize("settings", [PAPER, KEEP | {"delay": 1}], ids=["paper", "keep"])
+def test_without_a_loss_it_is_the_plain_method(tmp_path: Path, settings: dict[str, Any]):
+    status, ends = run(tmp_path, 2, settings, {})
+    assert status == 0 and set(ends) == {"0.0", "1.0"}
+    check_equal(ends)
+    s = problems.Settings(**settings)
+    expected = problems.train_reference(s, 2, STEPS, flat(problems.odd_parameters()))
+    torch.testing.assert_close(torch.tensor(ends["0.0"]["x"], dtype=torch.float64), expected[-1], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("who", "where", "when", "settings"),
+    [
+        ("0.0", "boundary", 3, PAPER),
+        ("0.0", "summed", 4, PAPER),
+        ("1.0", "local", 13, KEEP),
+        ("0.0", "summed", 3, KEEP),
+    ],
+)
+def test_the_survivors_go_on_and_stay_equal(tmp_path: Path, who: str, where: str, when: int, settings: dict[str, Any]):
+    status, ends = run(tmp_path, 3, settings, {who: (where, when)})
+    assert status == 0 and set(ends) == {"0.0", "1.0", "2.0"} - {who}
+    check_equal(ends)
+    for end in ends.values():
+        assert [len(names) for _, names in end["sizes"]] == [3, 2]
+
+
+def test_one_that_comes_back_joins(tmp_path: Path):
+    status, ends = run(tmp_path, 3, PAPER, {"0.0": ("local", 10)}, restarts=1, pace=0.05, steps=90)
+    assert status == 0 and set(ends) == {"0.1", "1.0", "2.0"}
+    assert ends["0.1"]["joined"] and len(ends["1.0"]["sizes"][-1][1]) == 3
+    check_equal(ends)
+
+
+SIMPLE = {"tau": 3, "outer_lr": 0.5, "outer_momentum": 0.2, "gap": "none", "clip": None}
+
+
+@pytest.mark.parametrize(("where", "when", "sent"), [("sent", 3, 2), ("boundary", 3, 3), ("local", 10, 3)])
+def test_the_mean_is_over_those_that_have_sent(tmp_path: Path, where: str, when: int, sent: int):
+    """The outer iterates are those of a plain loop in which worker 2 counts in the rounds that the survivors say."""
+    _, ends = run(tmp_path, 3, SIMPLE, {"2.0": (where, when)})
+    check_equal(ends)
+    counted = {int(number): workers for number, workers in ends["0.0"]["counted"].items()}
+    assert counted == {int(n): workers for n, workers in ends["1.0"]["counted"].items()}
+    with_it = sum(workers == 3 for workers in counted.values())
+    assert with_it <= sent and set(counted.values()) == {2, 3}
+    check_trace(ends["0.0"]["trace"], by_hand(len(ends["0.0"]["trace"]), with_it))
+
+
+def test_one_that_is_not_finite_is_left_out_also_after_a_loss(tmp_path: Path):
+    """Worker 2 is lost after three rounds; then worker 1 spoils the fifth, in which worker 0 alone counts."""
+    status, ends = run(tmp_path, 3, SIMPLE, {"2.0": ("boundary", 3), "1.0": ("spoilt", 13)})
+    assert status == 0 and set(ends) == {"0.0", "1.0"}
+    check_equal(ends)
+    for end in ends.values():
+        assert {number for number, workers in end["left_out"].items() if workers} == {"5"}
+        with_it = sum(workers == 3 for workers in end["counted"].values())
+        check_trace(end["trace"], by_hand(len(end["trace"]), with_it, alone=4))
+
+
+def check_trace(trace: dict[str, list[float]], expected: list[torch.Tensor]) -> None:
+    for number, x in enumerate(expected, start=1):
+        ours = torch.tensor(trace[str(number)], dtype=torch.float64)
+        torch.testing.assert_close(ours, x, rtol=1e-9, atol=1e-9)
+
+
+def by_hand(rounds: int, with_third: int, alone: int | None = None) -> list[torch.Tensor]:
+    """x after each of the boundaries, where the third worker counts in the first `with_third` rounds, and in round
+    `alone`, from 0, only the first."""
+    x = flat(problems.odd_parameters())
+    m, delta, found = torch.zeros_like(x), None, []
+    for t in range(rounds):
+        differences = []
+        for worker in range(1 if t == alone else 3 if t < with_third else 2):
+            p = x.clone()
+            for step in range(3 * t, 3 * t + 3):
+                p -= problems.LR * problems.gradient(p, worker, step)
+            differences.append(x - p)
+        if delta is not None:
+            m = 0.2 * m + delta
+            x = x - 0.5 * m
+        delta = sum(differences) / len(differences)
+        found.append(x)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "settings"), [(1, PAPER), (2, KEEP), (3, PAPER), (4, KEEP)])
+def test_a_storm(tmp_path: Path, seed: int, settings: dict[str, Any]):
+    """Four workers, one or two of which are killed every few seconds, at any moment, and come back."""
+    rng = random.Random(seed)
+    storm = {"next": 0.0, "kills": 0}
+    crew: Crew
+
+    def strike() -> None:
+        now = time.monotonic()
+        alive = [process for process in crew.processes.values() if process.poll() is None]
+        if crew.coordinator is None or not crew.coordinator.generation or len(alive) < 2 or storm["kills"] >= 15:
+            return
+        storm["next"] = storm["next"] or now + 3
+        if now > storm["next"]:
+            for process in rng.sample(alive, rng.choice([1, 1, 1, 2])):
+                process.send_signal(signal.SIGKILL)
+                storm["kills"] += 1
+            storm["next"] = now + rng.uniform(0.5, 5)
+
+    args = (str(tmp_path), settings, {}, 0.04, 1200)
+    crew = Crew(testing._context(), train, args, 4, restarts=99, late=400, watch=strike)
+    assert crew.run() == 0 and not crew.timed_out
+    ends = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert storm["kills"] >= 15 and ends
+    check_equal(ends)

@@ -1,0 +1,91 @@
+"""Elastic runs as users start them, with real kills from outside."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+OPTIONS = ["vision.train", "digits_small", "--elastic", "--device", "cpu", "--batch_size", "48", "--log_every", "1"]
+
+
+def start(folder: Path, restarts: int, *options: str) -> subprocess.Popen[str]:
+    launch = [sys.executable, "-m", "training.launch", "--standalone", "--nproc-per-node", "3"]
+    argv = [*launch, "--max-restarts", str(restarts), "-m", *OPTIONS, "--out", str(folder), *options]
+    return subprocess.Popen(argv, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def children(process: subprocess.Popen[str]) -> dict[str, int]:
+    """RANK -> number of each worker."""
+    found = {}
+    for listing in Path(f"/proc/{process.pid}/task").glob("*/children"):
+        for pid in listing.read_text().split():
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            found |= {v[5:].decode(): int(pid) for v in variables if v.startswith(b"RANK=")}
+    return found
+
+
+def lines(folder: Path) -> list[dict]:
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()[:-1]] if path.exists() else []
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 200.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_the_first_worker_is_killed_and_comes_back(tmp_path: Path):
+    process = start(tmp_path, 1, "--epochs", "40")
+    wait_until(lambda: len(lines(tmp_path)) > 20, process)
+    os.kill(children(process)["0"], signal.SIGKILL)
+    wait_until(lambda: any("0.1 came" in line.get("workers", "") for line in lines(tmp_path)), process)
+    process.send_signal(signal.SIGTERM)
+    text = process.communicate(timeout=100)[0]
+    assert process.returncode == 128 + signal.SIGTERM and "Traceback" not in text, text
+    assert (tmp_path / "summary.json").exists(), text
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["stopped_by_signal"] == signal.SIGTERM
+    ended = start(tmp_path, 0, "--epochs", str(summary["steps"] // 29 + 2), "--resume")
+    text = ended.communicate(timeout=300)[0]
+    assert ended.returncode == 0, text
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] > summary["steps"]
+
+
+@pytest.mark.slow
+def test_nothing_outlives_the_launcher(tmp_path: Path):
+    process = start(tmp_path, 1, "--epochs", "40")
+    wait_until(lambda: len(lines(tmp_path)) > 5, process)
+    workers = children(process)
+    assert set(workers) == {"0", "1", "2"}
+    process.kill()
+    until = time.monotonic() + 60
+    while left := [pid for pid in workers.values() if Path(f"/proc/{pid}/cmdline").exists() and alive(pid)]:
+        assert time.monotonic() < until, f"still running: {left}"
+        time.sleep(0.2)
+    process.communicate()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_a_users_mistake_ends_all_in_one_line(tmp_path: Path):
+    process = start(tmp_path, 2, "--batch_size", "47")
+    text = process.communicate(timeout=200)[0]
+    assert process.returncode == 2
+    assert text == "error: batch_size=47 (global) over 3 workers: choose a positive multiple of 3\n", text

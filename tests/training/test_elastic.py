@@ -1,0 +1,309 @@
+"""Elastic runs: how samples are dealt, checkpoints of the first worker alone, who is listed, and a whole run."""
+
+import json
+import os
+import signal
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bench.chaos.crew import Crew
+from core import UserError, WireConfig, testing
+from core.co2 import CO2Config
+from core.elastic import ElasticCO2
+from core.members import Members
+from training import elastic
+from training.coordinator import Coordinator
+from training.elastic import Deal, repeated
+from training.optim import OptimConfig, make_schedule
+from training.recipe import Recipe, launch
+from training.run import Run
+from training.sampling import generator, worker_batches
+
+# -- data ---------------------------------------------------------------------------------------------------
+
+
+def deal_out(samples: int, share: int, changes: dict[int, int], steps: int) -> list[list[tuple[int, int]]]:
+    """(epoch, sample) of each step, by all workers together; changes: step -> their number from there on."""
+    deal, seen = Deal(1, 0, 0, changes[0]), []
+    for step in range(steps):
+        if step in changes and step:
+            deal = deal.again(deal.number + 1, step, changes[step], samples, share)
+        at = deal.at + step - deal.since
+        of_step = []
+        for rank in range(deal.workers):
+            place = {"seed": 3, "rank": rank, "world_size": deal.workers, "start": at, "total": at + 1}
+            for epoch, _, index in worker_batches(samples, share * deal.workers, **place):
+                of_step += [(epoch, i) for i in index.tolist()]
+        seen.append(of_step)
+    return seen
+
+
+@pytest.mark.parametrize("changes", [{0: 4, 5: 3}, {0: 2, 3: 4, 9: 1, 20: 3}, {0: 3, 4: 2, 5: 3, 6: 2}])
+def test_no_sample_is_dealt_twice_and_few_are_missed(changes: dict[int, int]):
+    samples, share = 100, 3
+    flat = [s for step in deal_out(samples, share, changes, 40) for s in step]
+    assert len(flat) == len(set(flat)), "no sample twice in an epoch"
+    last = max(epoch for epoch, _ in flat)
+    for epoch in range(last):
+        missed = samples - sum(e == epoch for e, _ in flat)
+        assert missed < share * 4 * (1 + len(changes))  # a global batch a change, and the epoch's incomplete last one
+
+
+# -- checkpoints ----------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture):
+    assert elastic.load(tmp_path) is None
+    for step in (3, 6, 9):
+        path = tmp_path / "x.pt"
+        torch.save({"step": step}, path)
+        elastic.save(tmp_path, step, memoryview(path.read_bytes()))
+    kept = sorted(tmp_path.glob("*.elastic"))
+    assert [p.name[:13] for p in kept] == ["step000000006", "step000000009"]
+    assert elastic.load(tmp_path) == {"step": 9}
+    kept[1].write_bytes(kept[1].read_bytes()[:-1] + b"?")
+    assert elastic.load(tmp_path) == {"step": 6}
+    assert "step000000009" in capsys.readouterr().err
+    kept[0].write_bytes(b"")
+    with pytest.raises(UserError, match="no checkpoint can be loaded"):
+        elastic.load(tmp_path)
+
+
+def test_a_model_that_is_not_finite_is_not_saved(tmp_path: Path, capsys: pytest.CaptureFixture):
+    model = nn.Linear(1, 1)
+    place: Any = SimpleNamespace(
+        rank=0, world_size=1, recipe=Recipe(batch_size=1), folder=SimpleNamespace(checkpoints=tmp_path)
+    )
+    worker = elastic.Elastic(place)
+    worker._parts, worker.state = {"model": model}, lambda: {"step": worker.drawn}
+    for worker.drawn, bias in enumerate((1.0, float("nan"), float("inf"))):
+        nn.init.constant_(model.bias, bias)
+        worker.save()
+        assert worker.finite == (worker.drawn == 0)
+    assert elastic.load(tmp_path) == {"step": 0}
+    assert capsys.readouterr().err.count("the model is not finite: no checkpoint is written") == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": "ddp"}, "method='ddp'"),
+        ({"per_node": 2}, "per_node=2"),
+        ({"zero": 2}, "zero=2"),
+        ({"shard": True}, "shard=True"),
+        ({"co2": CO2Config(tau="auto")}, "tau='auto'"),
+        ({"co2": CO2Config(sync_steps=2)}, "sync_steps=2"),
+        ({"co2": CO2Config(steps="by_speed")}, "steps='by_speed'"),
+        ({"co2": CO2Config(wire=WireConfig("int8"))}, "wire.format='int8'"),
+        ({"skip_after": 1.0}, "skip_after"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(changes: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=message) as caught:
+        Recipe(elastic=True, **changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_recommended_settings_go_with_it():
+    """Their wire is auto: of the formats elastic knows float32 alone."""
+    co2 = replace(CO2Config.recommended(4), tau=6)
+    assert co2.wire.format == "auto"
+    assert Recipe(elastic=True, co2=co2).co2 == co2
+    method = ElasticCO2([nn.Parameter(torch.zeros(2))], co2, members=Members(dist.HashStore(), "0.0"))
+    assert method.config == replace(co2, wire=WireConfig()) and method.tuner is None
+
+
+# -- the coordinator ------------------------------------------------------------------------------------------
+
+
+class Table:
+    """A coordinator over a store of this process, and what workers would write there."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()
+        self.coordinator, self.beat = Coordinator(self.store, 1), 0
+        self.store.set("patience", "1000")
+
+    def look(self, alive: list[str], **keys: str) -> tuple[int, list[str]]:
+        """keys: 'came_1_0.0'="failed" is the key came/1/0.0."""
+        self.beat += 1
+        self.store.set("node/0", json.dumps({"beat": self.beat, "alive": alive}))
+        for key, value in keys.items():
+            self.store.set(key.replace("_", "/"), value)
+        self.coordinator.look()
+        return self.coordinator.generation, self.coordinator.members
+
+    def listed(self, number: int) -> dict[str, Any]:
+        return json.loads(self.store.get(f"generation/{number}"))
+
+
+def test_who_belongs_to_a_generation():
+    table, three = Table(), ["1.0", "0.0", "10.0"]
+    ready = {f"ready_{name}": "" for name in three}
+    assert table.look(three, **dict(list(ready.items())[:2])) == (0, [])  # all that were started are waited for
+    assert table.look(three, **ready) == (1, ["0.0", "1.0", "10.0"])
+    assert not table.store.check(["broken/1"])
+    table.look(["0.0", "10.0", "1.1"], **{"ready_1.1": ""})  # 1.0 has died, and was started again
+    assert table.store.check(["broken/1"]) and table.store.check(["waiting/1"])
+    alive = ["0.0", "10.0", "1.1"]
+    assert table.look(alive, **{"came_1_0.0": "failed"})[0] == 1
+    assert table.look(alive, **{"came_1_10.0": "failed"}) == (2, ["0.0", "10.0"])  # nobody joins in a failure
+    assert not table.listed(2)["planned"]
+    table.look(alive, **{"came_2_0.0": "planned"})
+    assert table.look(alive, **{"came_2_10.0": "planned"}) == (3, ["0.0", "10.0", "1.1"])
+    assert table.listed(3)["planned"]
+    # a newcomer whose fetch has failed waits for the next time
+    table.look(alive, **{"came_3_1.1": "empty", "ready_1.1": ""})
+    assert table.look(alive, **{"came_3_0.0": "failed", "came_3_10.0": "failed"}) == (4, ["0.0", "10.0"])
+    assert table.look(["1.1"]) == (5, ["1.1"])  # all that had state are lost: it founds anew
+
+
+def test_a_silent_worker_is_left_out_after_the_patience():
+    table = Table()
+    table.store.set("patience", "0")
+    table.look(["0.0", "1.0"], **{"ready_0.0": "", "ready_1.0": ""})
+    table.look(["0.0", "1.0"], **{"came_1_1.0": "failed"})
+    assert table.look(["0.0", "1.0"]) == (2, ["1.0"])
+
+
+# -- whole runs -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Toy(Recipe):
+    """Rounds of three steps."""
+
+    co2: CO2Config = CO2Config(tau=3, gap="none", merge="keep", outer_momentum=0.0)
+    optim: OptimConfig = OptimConfig(schedule="constant")
+    batch_size: int = 6
+    log_every: int = 1
+    elastic: bool = True
+    timeout: float = 20.0
+
+
+STEPS, EPOCH, SAMPLES = 40, 8, 48
+
+
+def toy(folder: str, where: str, who: str, resume: bool, pace: float) -> None:
+    """A linear model on numbers, evaluated on its weights; dies where the test says."""
+    recipe = Toy(name="toy", out=Path(folder), device="cpu", resume=resume)
+
+    def dies(here: str) -> None:
+        if where == here and os.environ["CO2_WORKER"] == who and run.step > 12:
+            os.kill(os.getpid(), signal.SIGTERM if here == "signal" else signal.SIGKILL)
+
+    write = elastic.save
+
+    def half(target: Path, step: int, data: memoryview) -> None:
+        if where == "checkpoint" and target.exists():
+            (target / f"step{step:09d}.0.elastic.tmp").write_bytes(b"half")
+            dies("checkpoint")
+        write(target, step, data)
+
+    elastic.save = half
+
+    def batches(recipe: Toy, rank: int, world_size: int, start: int, total: int) -> Any:
+        place = {"seed": 0, "rank": rank, "world_size": world_size, "start": start, "total": total}
+        for _, _, index in worker_batches(SAMPLES, recipe.batch_size, **place):
+            yield torch.stack([torch.randn(4, generator=generator(i)) for i in index.tolist()])
+
+    @repeated
+    def evaluate() -> float:
+        dies("evaluation")
+        total, count = run.sum(sum(p.sum().item() for p in model.parameters()), 1.0)
+        run.log(mean=total / count)
+        return total / count
+
+    with Run(recipe) as run:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        schedule = make_schedule(optimizer, STEPS, recipe.optim)
+        wrapped, method = run.make_method(model, optimizer)
+        run.begin(model, optimizer, schedule, method, epoch=EPOCH, total=STEPS, samples=SAMPLES)
+        for x in run.batches(batches):
+            dies("step")
+            dies("signal")
+            time.sleep(pace)
+            loss = (wrapped(x) - x.sum(1, keepdim=True)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            due = run.after_step(method.step(), train_loss=loss)
+            if due.evaluation:
+                evaluate()
+            if due.checkpoint:
+                run.save()
+            if due.stop:
+                return run.stop()
+        method.finish()
+        run.end({"mean": evaluate()})
+
+
+def train(
+    folder: Path, where: str = "", who: str = "", resume: bool = False, pace: float = 0.0, workers: int = 3
+) -> dict[str, Any]:
+    crew = Crew(testing._context(), toy, (str(folder), where, who, resume, pace), workers, int(pace > 0), late=90)
+    assert crew.run() == 0 and not crew.timed_out
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines if "train_loss" in line]
+    assert steps == sorted(set(steps)) and len(steps) > STEPS - 9, "no step twice, whoever writes"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == STEPS and summary["mean"] == pytest.approx(4, abs=0.2)
+    return {"lines": lines, "mean": summary["mean"]}
+
+
+SLOW = pytest.mark.slow  # the workers' own tests, in tests/core/test_elastic.py, are like it
+
+
+@pytest.mark.parametrize(
+    ("where", "who"),
+    [
+        pytest.param("step", "1.0", marks=SLOW),
+        ("checkpoint", "0.0"),
+        ("evaluation", "0.0"),
+        pytest.param("evaluation", "2.0", marks=SLOW),
+    ],
+)
+def test_a_run_goes_on_without_a_worker(tmp_path: Path, where: str, who: str):
+    ended = train(tmp_path, where, who)
+    notes = [line["workers"] for line in ended["lines"] if "workers" in line]
+    assert notes == [f"2 workers: {who} lost"]
+    assert not list(tmp_path.glob("checkpoints/*.tmp"))
+
+
+@pytest.mark.slow
+def test_the_first_worker_comes_back_and_the_run_is_resumed(tmp_path: Path):
+    ended = train(tmp_path, "step", "0.0", pace=0.25)
+    notes = [line["workers"] for line in ended["lines"] if "workers" in line]
+    assert notes == ["2 workers: 0.0 lost", "3 workers: 0.1 came"]
+    assert train(tmp_path, resume=True)["mean"] == pytest.approx(ended["mean"], abs=1e-6)  # it ends where it was
+
+
+def mistaken() -> None:
+    def main() -> None:
+        raise UserError("batch_size=47: give another")
+
+    launch(main)
+
+
+def test_a_users_mistake_ends_all_in_one_line(capsys: pytest.CaptureFixture):
+    crew = Crew(testing._context(), mistaken, (), 3, restarts=2, late=60)
+    assert crew.run() == 2 and not crew.timed_out and crew.started == [0, 0, 0]
+    assert set(capsys.readouterr().err.splitlines()) == {"error: batch_size=47: give another"}
+
+
+def test_a_signal_to_one_worker_saves_and_the_run_is_resumed(tmp_path: Path):
+    crew = Crew(testing._context(), toy, (str(tmp_path), "signal", "1.0", False, 0.0), 3, late=60)
+    assert crew.run() == 0 and not crew.timed_out
+    stopped = json.loads((tmp_path / "summary.json").read_text())
+    assert stopped["stopped_by_signal"] == signal.SIGTERM and 12 < stopped["steps"] < STEPS
+    train(tmp_path, resume=True, workers=2)

@@ -1,0 +1,287 @@
+"""A run whose workers come and go: what Run does otherwise then. The workers themselves: core/elastic.py; who starts
+and lists them: training/coordinator.py.
+
+The run's length is its number of steps, whatever the number of workers; each worker's batch stays that of the number it
+was started with. Samples are dealt from one shuffle an epoch, as always. When the number of workers changes, the rest
+of the epoch is dealt anew, from the next whole batch on: no sample is dealt twice in an epoch, but for those of the
+round in which a worker was lost, and those missed are what a lost worker had been dealt in its last two rounds, and
+less than one global batch a change.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from core.co2 import Schedule
+from core.elastic import ElasticCO2, WorkersChanged
+from core.errors import UserError
+from core.guard import all_finite
+from core.members import Members, Over, Report
+from training.config import settings
+from training.sampling import per_worker, steps_per_epoch
+from training.start import difference
+
+if TYPE_CHECKING:
+    from training.recipe import Recipe
+    from training.run import Run
+
+T = TypeVar("T")
+KEEP = 2  # checkpoints
+
+
+@dataclass(frozen=True)
+class Deal:
+    """From step `since` on samples are dealt to so many workers, as from step `at` of a run that always had as many.
+    number: of the worker's generation; the latest counts."""
+
+    number: int
+    since: int
+    at: int
+    workers: int
+
+    def again(self, number: int, step: int, workers: int, samples: int, share: int) -> Deal:
+        """The rest of the epoch that step `step` lies in, to another number of workers, from a whole batch on.
+
+        samples: of the data set. share: samples a worker and step.
+        """
+        epoch, done = divmod(self.at + step - self.since, steps_per_epoch(samples, share * self.workers))
+        of_epoch = steps_per_epoch(samples, share * workers)
+        done = -(-done * self.workers // workers)
+        epoch, done = (epoch, done) if done < of_epoch else (epoch + 1, 0)
+        return Deal(number, step, epoch * of_epoch + done, workers)
+
+
+class Elastic:
+    """One worker's part. Attributes: deal; drawn, how many steps' batches this worker has taken or skipped."""
+
+    def __init__(self, run: Run):
+        self.run = run
+        self.share = per_worker(run.recipe.batch_size, run.world_size)
+        self.drawn = self.samples = 0
+        self.finite = True  # the model that was saved last
+        self.deal = Deal(0, 0, 0, run.world_size)
+        self._nominal = run.world_size
+        self._names: list[str] = []
+        self._trains = False
+        self._seconds = 0.0
+
+    def meet(self) -> None:
+        """Finds the launcher, and compares the recipe with that of the first worker that came."""
+        if "CO2_WORKER" not in os.environ:
+            raise UserError("elastic workers are started, and started again, by python -m training.launch: use it")
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        recipe = self.run.recipe
+        within = timedelta(seconds=recipe.timeout)
+        store = dist.TCPStore(host, port, None, False, timeout=within, wait_for_workers=False)
+        self.members = Members(store, os.environ["CO2_WORKER"], address=_address(host, port), timeout=recipe.timeout)
+        mine = settings(recipe)
+        first = json.loads(self.members.store.compare_set("settings", "", json.dumps(mine)))
+        if verdict := difference(first, mine, self.run.rank):
+            raise UserError(verdict)
+
+    def make_method(self, model: nn.Module, schedule: Schedule | None) -> tuple[nn.Module, ElasticCO2]:
+        """The model, and the method, still alone."""
+        r = self.run.recipe
+        buffers = list(model.buffers()) if r.average_buffers else []
+        options = {"buffers": buffers, "timeout": r.timeout, "link": self.run.link, "schedule": schedule}
+        self.method = ElasticCO2(model.parameters(), r.co2, members=self.members, **options)
+        self.method.background.tell = self._tell
+        self.method.background.on_change = self._on_change
+        self.method.give = self.state
+        self.method.take = self.restore
+        self.method.may_join = lambda: not self.run.evaluates(self.drawn)
+        return model, self.method
+
+    def begin(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: LRScheduler, samples: int, epoch: int
+    ) -> float:
+        """Comes among the workers, with their state; returns the seconds of training that led to it."""
+        self._parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+        tau, every = self.method.tau, epoch * self.run.recipe.eval_every
+        if every <= tau:
+            raise UserError(
+                f"elastic with an evaluation every {every} steps and rounds of {tau}: workers join where nothing is "
+                "evaluated; give a larger --eval_every or a smaller --co2.tau"
+            )
+        self.samples = samples
+        try:
+            self.method.join(self._found)
+        except Over:
+            print(f"worker {self.members.name}: the run has ended before it could join", file=sys.stderr)
+            sys.exit(0)
+        self._trains = True
+        return self._seconds
+
+    def batches(self, make: Callable[[Recipe, int, int, int, int], Iterator[T]], start: int, total: int) -> Iterator[T]:
+        """The batches of steps `start` to `total`. make: (recipe, rank, workers, start, total) -> those of a run that
+        always has as many workers."""
+        self.drawn = start
+        while self.drawn < total:
+            deal, rank = self.deal, self.run.rank
+            recipe = replace(self.run.recipe, batch_size=self.share * deal.workers)
+            at = deal.at + self.drawn - deal.since
+            for batch in make(recipe, rank, deal.workers, at, at + total - self.drawn):
+                self.drawn += 1
+                yield batch
+                if self.deal is not deal:
+                    break
+
+    def sum(self, values: Tensor) -> Tensor:
+        """See ElasticBackground.sum_of_all."""
+        return self.method.background.sum_of_all(values.cpu())
+
+    def together(self, act: Callable[[], None]) -> None:
+        """The first worker's `act`, for which all wait; the next one's where it is lost meanwhile."""
+        while True:
+            if self.run.rank == 0:
+                act()
+            try:
+                self.sum(torch.zeros(1))
+                return
+            except WorkersChanged:
+                continue
+
+    def close(self) -> None:
+        """The run has ended, and all know it."""
+        self.members.end()
+        self.method.close()
+
+    # -- state ------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What a newcomer needs, and a checkpoint holds."""
+        parts = {name: part.state_dict() for name, part in self._parts.items()}
+        return parts | {
+            "method": self.method.state_dict(),
+            "step": self.drawn,
+            "deal": asdict(self.deal),
+            "seconds": self.run.clock.seconds,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from `state`. The optimiser's is that of the worker that gave it; random numbers are this one's."""
+        for name, part in self._parts.items():
+            part.load_state_dict(state[name])
+        self.method.load_state_dict(state["method"])
+        self.deal, self.drawn = Deal(**state["deal"]), state["step"]
+        self.run.step, self._seconds = self.drawn, state["seconds"]
+
+    def save(self) -> None:
+        """Writes a checkpoint, on the first worker alone, unless its model is not finite; UserError where it cannot."""
+        if self.run.rank > 0:
+            return
+        state = self._parts["model"].state_dict().values()
+        self.finite = bool(all_finite(t for t in state if t.is_floating_point()))
+        if not self.finite:
+            what = "the model is not finite: no checkpoint is written, the last one stays"
+            print(f"warning: step {self.drawn}: {what}", file=sys.stderr, flush=True)
+        else:
+            data = io.BytesIO()
+            torch.save(self.state(), data)
+            save(self.run.folder.checkpoints, self.drawn, data.getbuffer())
+
+    def _found(self) -> None:
+        """The first worker's start: afresh, or from the newest checkpoint, also where all workers were lost."""
+        run, number = self.run, self.members.generation
+        state = load(run.folder.checkpoints) if run.recipe.resume or number > 1 else None
+        if state is not None:
+            self.restore(state)
+            self.deal = self.deal.again(number, self.drawn, self.members.size, self.samples, self.share)
+        run.folder.begin(run.step)
+
+    # -- changes ----------------------------------------------------------------------------------------------
+
+    def _tell(self) -> Report:
+        return {"step": self.drawn, "deal": asdict(self.deal)}
+
+    def _on_change(self, reports: list[Report | None]) -> None:
+        """Another generation has begun."""
+        run, members = self.run, self.members
+        run.rank, run.world_size = members.rank, members.size
+        known = [r for r in reports if r is not None]
+        self.deal = Deal(members.generation, 0, 0, members.size)
+        if known:
+            latest = max((Deal(**r["deal"]) for r in known), key=lambda deal: deal.number)
+            step = min(r["step"] for r in known)
+            self.deal = latest.again(members.generation, step, members.size, self.samples, self.share)
+        if members.rank == 0 and not run.folder.writes:
+            run.folder.lead(run.recipe, self._nominal, run.device, goes_on=members.generation > 1)
+            if self._trains:
+                run.folder.begin(run.step)  # drawn may be one more: that step is yet to be logged
+        if self._trains:
+            lost, came = (
+                [n for n in a if n not in b] for a, b in ((self._names, members.names), (members.names, self._names))
+            )
+            changes = [f"{', '.join(names)} {what}" for names, what in ((lost, "lost"), (came, "came")) if names]
+            run.folder.note(self.drawn, "workers", f"{members.size} workers: {'; '.join(changes) or 'the same ones'}")
+        self._names = list(members.names)
+
+
+def repeated(evaluate: Callable[..., T]) -> Callable[..., T]:
+    """An evaluation in which all workers take part: from its start again where one is lost in it."""
+
+    @functools.wraps(evaluate)
+    def whole(*args: Any, **kwargs: Any) -> T:
+        while True:
+            try:
+                return evaluate(*args, **kwargs)
+            except WorkersChanged:
+                continue
+
+    return whole
+
+
+def save(folder: Path, step: int, data: memoryview) -> None:
+    """Writes a checkpoint, whose name holds its checksum, and removes old ones."""
+    target = folder / f"step{step:09d}.{hashlib.sha256(data).hexdigest()[:16]}.elastic"
+    fresh = target.with_name(f"{target.name}.tmp")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(fresh, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, target)
+    except OSError as error:
+        raise UserError(
+            f"{target} cannot be written ({error.strerror}): make room or name another --out; --resume goes on from "
+            "the last checkpoint"
+        ) from None
+    for path in [*folder.glob("*.elastic.tmp"), *sorted(folder.glob("step*.elastic"))[:-KEEP]]:
+        path.unlink(missing_ok=True)
+
+
+def load(folder: Path) -> dict[str, Any] | None:
+    """The newest undamaged checkpoint; None where there is none at all. UserError where all are damaged."""
+    paths = sorted(folder.glob("step*.elastic"), reverse=True)
+    for path in paths:
+        data = path.read_bytes()
+        if hashlib.sha256(data).hexdigest().startswith(path.name.split(".")[1]):
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        print(f"warning: {path} is refused, its checksum differs", file=sys.stderr, flush=True)
+    if paths:
+        raise UserError(f"{folder}: no checkpoint can be loaded; start afresh with another --out")
+    return None
+
+
+def _address(host: str, port: int) -> str:
+    """Of this machine, where the launcher's machine sees it."""
+    import socket
+
+    with socket.create_connection((host, port)) as connection:
+        return connection.getsockname()[0]
