@@ -344,7 +344,7 @@ def test_how_many_bits_a_parameter_takes_a_step(asked: str, bits: float):
         ("--methods co2:delay=1.5", "delay='1.5'; give a whole number, 0 or more"),
         ("--methods co2:fragments=9 --tau 6", "fragments=9: between 1 and tau=6"),
         ("--methods co2:fragments=2,gap=inner", "fragments: they have neither sync_steps nor gap inner"),
-        ("--methods ddp:wire=int2", "wire='int2'; choose among float32, bfloat16"),
+        ("--methods ddp:wire=int1", "wire='int1'; choose among float32, bfloat16"),
         ("--methods co2:nesterov=1", "nesterov='1'; choose true or false"),
         ("--methods co2:delay=9 --tau 6", "delay=9: between 0 and tau=6"),
         ("--methods co2:beta=0|0.1|0.2 --configurations 2", "make 3 configurations; allow as many"),
