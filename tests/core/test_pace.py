@@ -73,7 +73,7 @@ def two_speeds(rank: int, world_size: int, s: Settings, shard: bool) -> dict[str
     params = odd_parameters()
     config = CO2Config(**{**vars(s.co2), "steps": "by_speed"})
     _, method = make_method("co2", nn.ParameterList(params), co2=config, shard=shard)
-    seen: dict[str, Any] = {"steps": [], "trace": [], "exposed": []}
+    seen: dict[str, Any] = {"steps": [], "trace": []}
     step, due = 0, time.perf_counter()
     while step < TAU * ROUNDS:
         due = max(due, time.perf_counter() - FAST) + FAST * (1 + rank)
@@ -84,7 +84,6 @@ def two_speeds(rank: int, world_size: int, s: Settings, shard: bool) -> dict[str
             step += method.skipped
             seen["steps"].append(method.stats.local_steps)
             seen["trace"].append(flat(params))
-            seen["exposed"].append(float(method.stats.exposed_seconds))
     method.finish()
     return seen | {"end": flat(params)}
 
