@@ -369,7 +369,8 @@ class Run:
             state = stored.take_out(live, tensors) | {
                 "step": self.step,
                 "node": self._node,
-                "totals": self._rounds.overlap.state_dict() | {"seconds": self.clock.seconds},
+                "totals": self._rounds.overlap.state_dict()
+                | {"seconds": self.clock.seconds, "lgreco_seconds": self._rounds.allocations.seconds},
             }
             self._method.snapshot(functools.partial(self._write, self.step, state, tensors))
 
@@ -399,6 +400,7 @@ class Run:
         self._schedule.load_state_dict(state["schedule"])
         self._method.load_state_dict(named.flat_of_method(state["method"]["state"]))
         self._rounds.overlap.load_state_dict(state["totals"])
+        self._rounds.allocations.seconds = float(state["totals"].get("lgreco_seconds", 0.0))
         self._means.load_state_dict(state["means"])
         self.step = int(state["step"])
         if workers == self.world_size:
@@ -482,6 +484,8 @@ class Run:
             "steps_per_second": self.step / seconds if seconds else 0.0,
             **self._rounds.overlap.summary(),
         }
+        if deciding := self._rounds.allocations.seconds:
+            summary |= {"lgreco_seconds": deciding, "lgreco_share": deciding / seconds}
         if self._bar is not None:
             self._bar.close()  # before the table is printed
         self.folder.summarise(self.recipe, summary)

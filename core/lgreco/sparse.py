@@ -14,6 +14,7 @@ from ..groups import Stage
 
 SAMPLE = 1 << 13  # elements
 
+
 @dataclass(frozen=True)
 class Sparse:
     """A layer's k largest elements. values, error: 1-d views; what the mean leaves there replaces the values."""
