@@ -114,7 +114,7 @@ class Rule:
     """The numbers of one boundary, and where Lambda comes from: c (elementwise), gap (one number), or neither (1)."""
 
     beta: float = 1.0
-    """Outer momentum."""
+    """Outer momentum, times by how much tau has grown from what landed before to what has landed."""
     alpha: float | Tensor = 0.0
     """Outer learning rate."""
     last_alpha: float | Tensor = 0.0

@@ -91,5 +91,5 @@ class OverlapLocalSGD(LocalMethod):
         """Makes means of the payloads, too."""
         for bucket, z, v in zip(self.buckets, self._z, self._v, strict=True):
             rescale(bucket.payload, self.scale)
-            v.mul_(self.config.anchor_momentum).add_(bucket.payload - z)
+            v.mul_(self.growth * self.config.anchor_momentum).add_(bucket.payload - z)
             z.add_(v)
