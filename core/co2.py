@@ -216,7 +216,8 @@ class CO2(Scheduled):
             first, weight = self.scalars["first_step"].double(), self.scalars["weight"].double()
             torch.maximum(self._inner_scale, torch.where(weight > 0, first / weight, 0.0), out=self._inner_scale)
             gap = outer.gap_scalar(self.last_step_norm(), self.sent_tau * self._inner_scale)
-        return outer.Rule(self.growth * c.outer_momentum, c.outer_lr, self._last_lr, c.clip, scale, rms, gap)
+        beta = outer.carried(c.outer_momentum, self.growth)
+        return outer.Rule(beta, c.outer_lr, self._last_lr, c.clip, scale, rms, gap)
 
     def last_step_norm(self) -> Tensor:
         """||x_{t,0} - x_{t-1,0}||, 0-d."""

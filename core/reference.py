@@ -58,10 +58,8 @@ class Reference:
       once the boundary is through it continues from the outer iterate.
     reduce: what the network makes of d^i and the weights, [workers, n] and [workers] -> [n]: their mean, or what a
       narrow wire leaves of it.
-    tau may be changed between two boundaries. A pseudo-gradient of tau' local steps is tau' / tau times as long as one
-      of tau, and so m_{t-1}, made of the latter, counts tau' / tau times: m_t = beta (tau' / tau) m_{t-1} + Delta /
-      Lambda. Nothing else is rescaled: Lambda compares two lengths as they are, phi limits one, alpha is a share. This
-      is ours; Gu et al. (ICLR 2024), whose rule changes tau, have no outer momentum.
+    tau may be changed between two boundaries. Where Delta is of tau' local steps, and what landed before of tau, step 5
+      is m_t = min(1, beta tau' / tau) m_{t-1} + Delta / Lambda (outer.carried says why).
     sync_steps: after each of the first so many local steps the workers' parameters are averaged at once. For SGD, with
       momentum too, that equals averaging gradients; for Adam it does not quite. The outer iterate starts at the last
       of these means, and the first round after it.
@@ -190,7 +188,7 @@ class Reference:
         gap = self.staleness(sent)  # step 4
         self.gaps.append(torch.as_tensor(gap))
         new = delta / gap
-        self.m = self.beta * (sent.tau / self.m_tau) * self.m + new  # step 5
+        self.m = min(1.0, self.beta * sent.tau / self.m_tau) * self.m + new  # step 5
         self.m_tau = sent.tau
         if self.phi is not None:  # step 6
             if self.clip_by == "element":

@@ -61,13 +61,13 @@ class LocalMethod(ABC):
 
     Attributes: skipped, local steps of the round that closed last which this worker has left out, being slower: its
     data and learning rate may then keep step with the others'. sent_tau, of the round whose reduction is in flight, or
-    landed last; growth, that over the tau of the one before, by which an outer momentum has to grow with its
-    pseudo-gradients (core/reference.py). on_left_out, called with a 0-d truth value after a round: whether this worker
-    was left out of its mean (see guard.py), for what the inner optimiser has gathered, as guard.forget does; on a CPU
-    only where it was. skip_after, to be set before the first step: seconds that a boundary waits for a mean, None for
-    as long as it takes. A round whose predecessor's mean does not come, as when a link is down, goes on for tau local
-    steps more, and so on: nothing is thrown away, nor sent before it has come. Each worker decides by itself, for the
-    outer state follows from the means alone, whenever they are merged.
+    landed last; growth, that over the tau of the one before, for an outer momentum (see outer.carried). on_left_out,
+    called with a 0-d truth value after a round: whether this worker was left out of its mean (see guard.py), for what
+    the inner optimiser has gathered, as guard.forget does; on a CPU only where it was. skip_after, to be set before the
+    first step: seconds that a boundary waits for a mean, None for as long as it takes. A round whose predecessor's mean
+    does not come, as when a link is down, goes on for tau local steps more, and so on: nothing is thrown away, nor sent
+    before it has come. Each worker decides by itself, for the outer state follows from the means alone, whenever they
+    are merged.
     """
 
     differences = False  # whether payloads are differences: zero where nothing has moved

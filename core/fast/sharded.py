@@ -359,7 +359,7 @@ class ShardedCO2(Scheduled):
         c_t = delta_norm / max(1, self._numel) ** 0.5 if c.gap == "elementwise" else None
         gap = outer.gap_scalar(self._last * m_norm, delta_norm) if c.gap == "norm" else None
         alpha = moved.double() * c.outer_lr
-        rule = outer.Rule(self.growth * c.outer_momentum, alpha, self._last, c.clip, c=c_t, gap=gap)
+        rule = outer.Rule(outer.carried(c.outer_momentum, self.growth), alpha, self._last, c.clip, c=c_t, gap=gap)
         seen = [torch.zeros(4, dtype=torch.float64, device=self.background.device)]  # of nothing: Lambda is 1
         seen[0][2].fill_(1.0)  # on the device: a copy from the host would wait for the collectives before it
         for _, g, x, m in self._segments():
