@@ -18,8 +18,8 @@ def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
     if isinstance(given, Tensor | nn.Module):
         raise UserError(f"{name}: one {type(given).__name__} is given: give a list of tensors, as its {name}() returns")
     tensors = list(given)
-    if other := next((t for t in tensors if not isinstance(t, Tensor)), None):
-        raise UserError(f"{name}: a {type(other).__name__} is among them: give tensors, as model.{name}() returns")
+    if others := [type(t).__name__ for t in tensors if not isinstance(t, Tensor)]:
+        raise UserError(f"{name}: a {others[0]} is among them: give tensors, as model.{name}() returns")
     return tensors
 
 
