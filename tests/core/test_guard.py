@@ -331,3 +331,26 @@ def test_a_node_is_left_out_as_one(pieces: bool):
         assert result["seen"] == pytest.approx(torch.tensor(moves).cumsum(0).tolist())
         texts = [text for text in result["told"] if "left out" in text]
         assert len(texts) == (rank == 0) and all("the node of rank 2 is left out" in text for text in texts)
+
+
+def left_out_once(build: Any, **options: Any) -> list[float]:
+    """A worker alone: the outer iterate after each round, one of which jumps and so is left out."""
+    p = nn.Parameter(torch.zeros(5, dtype=torch.float64))
+    co2, trace = build([p], CO2Config(tau=2, gap="norm", outer_momentum=0.3), **options), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(20):
+            with torch.no_grad():
+                p -= 1e6 if step == 11 else 0.1
+            if co2.step():
+                trace.append(p[0].item())
+        co2.finish()
+    return [*trace, p[0].item()]
+
+
+@pytest.mark.parametrize("options", [{"shard": True}, {"offload": True}])
+def test_where_all_are_left_out_shared_state_goes_on_as_unshared(options: dict[str, bool]):
+    """The mean of nobody is zero, and the momentum goes on."""
+    expected = left_out_once(CO2)
+    assert abs(expected[-1]) < 100 and len(set(expected[5:8])) == 3
+    assert left_out_once(ShardedCO2, **options) == pytest.approx(expected, rel=1e-9)
