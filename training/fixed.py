@@ -142,7 +142,8 @@ class Fixed:
             state = stored.take_out(live, tensors) | {
                 "step": run.step,
                 "node": self._node,
-                "totals": run.rounds.overlap.state_dict() | {"seconds": run.clock.seconds},
+                "totals": run.rounds.overlap.state_dict()
+                | {"seconds": run.clock.seconds, "lgreco_seconds": run.rounds.allocations.seconds},
             }
             self._method.snapshot(functools.partial(self._write, run.step, state, tensors))
 
@@ -178,6 +179,7 @@ class Fixed:
         self._schedule.load_state_dict(state["schedule"])
         self._method.load_state_dict(named.flat_of_method(state["method"]["state"]))
         run.rounds.overlap.load_state_dict(state["totals"])
+        run.rounds.allocations.seconds = float(state["totals"].get("lgreco_seconds", 0.0))
         run.means.load_state_dict(state["means"])
         run.step = int(state["step"])
         if workers == run.world_size:

@@ -336,6 +336,8 @@ class Run:
             "steps_per_second": self.step / seconds if seconds else 0.0,
             **self.rounds.overlap.summary(),
         }
+        if deciding := self.rounds.allocations.seconds:
+            summary |= {"lgreco_seconds": deciding, "lgreco_share": deciding / seconds}
         if self._bar is not None:
             self._bar.close()  # before the table is printed
         self.folder.summarise(self.recipe, summary)

@@ -247,5 +247,8 @@ def test_lgreco_from_the_command_line(tmp_path: Path):
         assert "L-GreCo: " in said[0] and "of int4" not in said[0]
         logged = [r for r in rows(tmp_path / method) if "lgreco/bytes" in r]
         assert logged and 0 < logged[0]["lgreco/bytes"] <= logged[0]["lgreco/uniform_bytes"]
+        summary = json.loads((tmp_path / method / "summary.json").read_text())
+        assert summary["lgreco_seconds"] == pytest.approx(sum(r["lgreco/seconds"] for r in logged))
+        assert summary["lgreco_share"] == pytest.approx(summary["lgreco_seconds"] / summary["seconds"])
         events = EventAccumulator(str(tmp_path / method)).Reload()
         assert "lgreco/bits" in events.Tags()["images"] and "lgreco/layers/text_summary" in events.Tags()["tensors"]
