@@ -37,6 +37,7 @@ from training.start import join
 from training.stop import StopSignal
 from training.throttle import make_link
 from training.workers import (
+    check_compiler,
     has_bfloat16,
     largest_of_workers,
     make_mesh,
@@ -143,6 +144,9 @@ class Run:
             assert total is not None, "give make_method the run's steps"
             return r.optim.lr * lr_factor(step, total, r.optim)
 
+        if r.compile:
+            check_compiler(self.device)
+            model.compile()  # in place, so that parameters keep their names
         if self._elastic:
             return self._elastic.make_method(model, from_text(r.schedule, r.co2, lr))
         wrapped, method = make_method(
