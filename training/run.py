@@ -6,6 +6,7 @@ import contextlib
 import functools
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
@@ -375,14 +376,16 @@ class Run:
                 "node": self._node,
                 "totals": self._rounds.overlap.state_dict() | {"seconds": self.clock.seconds},
             }
-            self._method.snapshot(functools.partial(self._write, self.step, state, tensors))
+            self._method.snapshot(functools.partial(self._write, self.step, time.monotonic(), state, tensors))
 
-    def _write(self, step: int, state: dict[str, Any], tensors: dict[str, Tensor], method: dict[str, Any]) -> None:
+    def _write(
+        self, step: int, begun: float, state: dict[str, Any], tensors: dict[str, Tensor], method: dict[str, Any]
+    ) -> None:
         """Once the method's part is known, too: at the next boundary where an all-reduce was in flight."""
         assert self._model is not None
         by_name = named.of_method(self._method, self._model, method)
         of_method = {"method": {"name": self.recipe.method, "state": by_name}}
-        self._saver.start(step, state | stored.take_out(of_method, tensors, copy=False), tensors)
+        self._saver.start(step, state | stored.take_out(of_method, tensors, copy=False), tensors, begun)
 
     def _resume(self) -> float:
         """Restores the newest checkpoint, if there is one; returns the seconds of training that led to it."""
