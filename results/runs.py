@@ -116,6 +116,9 @@ def differences(run: Finished, row: Row, metric: Metric, local: bool) -> list[st
     free = FREE | {"batch_size", "co2.tau"} | {key for key in wanted if key.split(".")[0] in idle}
     free -= overrides.keys() | ({"co2.tau"} if row.tau else set())
     given = with_defaults(run.settings, type(recipe))
+    for of in (wanted, given):
+        if weights := of.get("pretrained"):
+            of["pretrained"] = Path(weights).name  # which holds the hash that a run checks, wherever the file lies
     found = [
         f"{key}={given.get(key)} in place of {wanted.get(key)}"
         for key in sorted((wanted.keys() | given.keys()) - free)

@@ -145,11 +145,9 @@ class Run:
             assert total is not None, "give make_method the run's steps"
             return r.optim.lr * lr_factor(step, total, r.optim)
 
-        if r.compile:
-            check_compiler(self.device)
-            model.compile()  # in place, so that parameters keep their names
         if self._elastic:
-            return self._elastic.make_method(model, from_text(r.schedule, r.co2, lr))
+            wrapped, method = self._elastic.make_method(model, from_text(r.schedule, r.co2, lr))
+            return self._compiled(wrapped), method
         wrapped, method = make_method(
             r.method,
             model,
@@ -169,7 +167,14 @@ class Run:
         )
         if isinstance(method, LocalMethod):
             method.skip_after = r.skip_after
-        return wrapped, method
+        return self._compiled(wrapped), method
+
+    def _compiled(self, wrapped: nn.Module) -> nn.Module:
+        """Compiled if the recipe says so; the model inside keeps its parameters' names, and evaluates as it is."""
+        if not self.recipe.compile:
+            return wrapped
+        check_compiler(self.device)
+        return torch.compile(wrapped)  # pyright: ignore[reportReturnType]
 
     def begin(
         self,
