@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -145,19 +146,21 @@ class Fixed:
                 "totals": run.rounds.overlap.state_dict()
                 | {"seconds": run.clock.seconds, "lgreco_seconds": run.rounds.allocations.seconds},
             }
-            self._method.snapshot(functools.partial(self._write, run.step, state, tensors))
+            self._method.snapshot(functools.partial(self._write, run.step, time.monotonic(), state, tensors))
 
     def saved(self) -> bool:
         """Waits until the last checkpoint is written; False: it is not, for the model is not finite."""
         assert self._saver is not None
         return self._saver.wait()
 
-    def _write(self, step: int, state: dict[str, Any], tensors: dict[str, Tensor], method: dict[str, Any]) -> None:
+    def _write(
+        self, step: int, begun: float, state: dict[str, Any], tensors: dict[str, Tensor], method: dict[str, Any]
+    ) -> None:
         """Once the method's part is known, too: at the next boundary where an all-reduce was in flight."""
         assert self._model is not None and self._saver is not None
         by_name = named.of_method(self._method, self._model, method)
         of_method = {"method": {"name": self.run.recipe.method, "state": by_name}}
-        self._saver.start(step, state | stored.take_out(of_method, tensors, copy=False), tensors)
+        self._saver.start(step, state | stored.take_out(of_method, tensors, copy=False), tensors, begun)
 
     def _resume(self) -> float:
         """Restores the newest checkpoint, if there is one; returns the seconds of training that led to it."""

@@ -320,6 +320,35 @@ def test_a_run_that_does_not_stop_in_time_is_requeued_before_the_limit(tmp_path:
     assert "job 17 is still running a minute before its limit: back into the queue" in text
 
 
+@pytest.mark.parametrize(("end", "told"), [(70, "stopped"), (None, "left alone")])
+def test_a_run_whose_checkpoints_take_long_is_told_to_stop_earlier(end: int | None, told: str, tmp_path: Path):
+    """A minute and three times as long as the slowest took before the limit; never in a job without one."""
+    for step, seconds in enumerate((1.9, 0.7)):
+        manifest = tmp_path / "checkpoints" / f"step{step:09d}" / "manifest.json"
+        manifest.parent.mkdir(parents=True)
+        manifest.write_text(json.dumps({"workers": 2, "seconds": seconds, "rests": []}, indent=1))
+    began = time.time()
+    if end:
+        (tmp_path / "end").write_text(str(int(began) + end))
+    script = "source slurm/launch.sh; trap 'echo stopped; exit' USR1; stop_in_time & wait; echo left alone"
+    env = install(tmp_path) | {"OUT": str(tmp_path)}
+    said = subprocess.run(["bash", "-c", script], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert said.stdout == f"{told}\n" and (not end or time.time() >= int(began) + end - 63)
+
+
+def test_a_second_signal_does_not_reach_the_workers(tmp_path: Path):
+    """It would end them without a checkpoint."""
+    count = 'open(fakes / "signals", "a").write("x"); time.sleep(3)'
+    worker = FAKES["worker"].replace("def save(*_):", f"def save(*_):\n    {count}")
+    job = start("slurm/vision_a100.sh", install(tmp_path, torchrun=WORK, worker=worker) | {"OUT": str(tmp_path)})
+    wait_for(tmp_path / "ready", job)
+    for _ in range(2):
+        job.send_signal(signal.SIGUSR1)
+        time.sleep(1)
+    text, _ = job.communicate(timeout=60)
+    assert (tmp_path / "signals").read_text() == "x" and (tmp_path / "requeued").read_text() == "17\n", text
+
+
 def test_a_run_that_fails_is_not_requeued(tmp_path: Path):
     job = start("slurm/vision_a100.sh", install(tmp_path, torchrun="exit 3"))
     text, _ = job.communicate(timeout=60)
