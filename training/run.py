@@ -355,6 +355,8 @@ class Run:
         if self._elastic:
             return self._elastic.save()
         assert self._model is not None, "call begin() before the loop"
+        if self.recipe.skip_after is not None:
+            self._meet()
         with self.clock.paused():
             self._saver.wait()
             self._rounds.read()
@@ -372,6 +374,16 @@ class Run:
                 "totals": self._rounds.overlap.state_dict() | {"seconds": self.clock.seconds},
             }
             self._method.snapshot(functools.partial(self._write, self.step, state, tensors))
+
+    def _meet(self) -> None:
+        """Where skip_after has led workers to a checkpoint in unlike rounds, or to the stop at unlike steps: those
+        behind wait for the means that they miss, and leave out the steps."""
+        assert isinstance(self._method, LocalMethod)
+        step = largest_of_workers(self.step, self.device)
+        self._method.catch_up(largest_of_workers(self._method.rounds, self.device))
+        for _ in range(step - self.step):
+            self._schedule.step()
+        self.step = step
 
     def _write(self, step: int, state: dict[str, Any], tensors: dict[str, Tensor], method: dict[str, Any]) -> None:
         """Once the method's part is known, too: at the next boundary where an all-reduce was in flight."""

@@ -49,7 +49,6 @@ CONFIGS: dict[str, tuple[str, ...]] = {
     "ddp": (PAPER, "--method", "ddp"),
 }
 ELASTIC = tuple(name for name in CONFIGS if name.startswith("elastic"))
-PRELOAD = ["torch._dynamo", "torch.utils.tensorboard", "sklearn.datasets", "training.zero", "vision.train"]
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def main() -> None:
     if asked.outages:
         require_namespaces()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload(["bench.chaos.preload"])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs what `finally` says
     until = time.monotonic() + 60 * asked.minutes
     rows = json.loads(asked.out.read_text()) if asked.out.exists() else []
@@ -124,7 +123,9 @@ def suffer(context: Any, planned: Row) -> Row:
     folder = Path(tempfile.mkdtemp(prefix="chaos"))
     try:
         seen = (elastic if planned["config"] in ELASTIC else restarted)(context, planned, folder)
-        return seen | measured(planned, folder) | {"minutes": round((time.monotonic() - began) / 60, 2)}
+        return (
+            seen | measured(planned, folder, seen["attempts"]) | {"minutes": round((time.monotonic() - began) / 60, 2)}
+        )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -215,7 +216,7 @@ def last_step(metrics: Path) -> int:
     return max((line["step"] for line in lines(metrics)), default=0)
 
 
-def measured(planned: Row, folder: Path) -> Row:
+def measured(planned: Row, folder: Path, attempts: int) -> Row:
     """What the run folder tells. steps_lost: those that all did again after a restart; without one, those that the
     harmed worker alone had done, and had not sent. pause_seconds: the longest between two steps."""
     run, trace = folder / "run", folder / "log.harm"
@@ -226,10 +227,10 @@ def measured(planned: Row, folder: Path) -> Row:
     seconds = [line["seconds"] for line in metrics if "train_loss" in line]
     left_out = int(sum(line.get("round/left_out", 0) for line in metrics))
     lost = left_out * TAU
-    if harmed and planned["config"] not in ELASTIC and history:
-        lost = max(0, harmed["step"] - history[-1]["step"])
+    if harmed and attempts > 1:
+        lost = max(0, harmed["step"] - (history[-1]["step"] if history else 0))
     elif harmed and planned["harm"] in ("kill", "rejoin"):
-        lost = harmed["step"] - harmed["sent"]
+        lost = max(0, harmed["step"] - harmed["sent"])
     log = (folder / "log").read_text(errors="replace") if (folder / "log").exists() else ""
     return {
         "test_loss": summary.get("test_loss"),

@@ -60,7 +60,7 @@ def arm(phase: str, after: int, trace: Path) -> None:
 
     def stepped(run: Run, closed: bool, *_: Any) -> None:
         now["step"] = run.step + 1
-        if due() and phase == ("boundary" if closed else "local"):
+        if due() and phase == "boundary" and closed:
             die()
 
     def in_flight(*_: Any) -> None:
@@ -74,13 +74,15 @@ def arm(phase: str, after: int, trace: Path) -> None:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, resource.RLIM_INFINITY))
 
-    def spoils(loss: torch.Tensor, *_: Any) -> None:
+    def learns(loss: torch.Tensor, *_: Any) -> None:
+        if due() and phase == "local":
+            die()
         if due() and phase == "nan" and not trace.exists():
             tell()
             loss.register_hook(lambda gradient: gradient * float("nan"))
 
     wrap(Run, "after_step", stepped)
-    wrap(torch.Tensor, "backward", spoils)
+    wrap(torch.Tensor, "backward", learns)
     wrap(Run, "save", saves)
     wrap(os, "fsync", lambda *_: die() if phase == "checkpoint" and due() else None)  # whole, but without its name
     wrap(Run, "sum_tensor", lambda *_: die() if phase == "evaluation" and due() else None)
