@@ -247,9 +247,11 @@ def measured(planned: Row, folder: Path, attempts: int) -> Row:
 ABOUT = f"""# Harm, and what became of it
 
 `python -m bench.chaos`: {WORKERS} workers on one machine train scikit-learn's digits for {steps("co2")} steps, elastic
-ones for {steps("elastic")} (tau {TAU}, a checkpoint every {EPOCH} steps, an evaluation every {2 * EPOCH}), and suffer
-one thing each: a worker is killed, is killed and started again while the others go on, has no link for 3 or 10 seconds,
-computes NaN once, or can write no more. Seeded; a part of the campaign is a sample of it.
+ones for {steps("elastic")} (tau {TAU}, a checkpoint every {EPOCH} steps, an evaluation every {2 * EPOCH}, both at the
+next boundary), and suffer one thing each: a worker is killed (in a local step, at a boundary, with its all-reduce in
+flight, while it writes a checkpoint, in an evaluation), is killed and started again while the others go on (rejoin),
+has no link for 3 or 10 seconds (on the emulated cluster, {RATE_MBIT:g} Mbit/s), computes NaN once, or can write no more
+(disk). Seeded; a part of the campaign is a sample of it.
 
 - **ended**: runs that came to their last step and evaluation. **by itself**: of those, without a start with
   `--resume`, which all but elastic runs need where a worker dies.
@@ -257,25 +259,48 @@ computes NaN once, or can write no more. Seeded; a part of the campaign is a sam
 - **steps lost**: the most of any run: those that all workers did again after a restart; where there was none, those
   that the harmed worker had done and not sent, or, left out of a round's mean, the round's.
 - **pause**: the longest between two steps of any run, without restarts; the machine is shared.
-- **agrees**: runs whose final test loss is at most three standard deviations above the mean of the undisturbed runs of
-  the same settings, over seeds.
+- **agrees**: runs whose final test loss is at most three standard deviations above the mean of the undisturbed runs
+  (harm none) of the same settings, over seeds. **equal**: those whose final test loss is, to 1 in 10,000, that of the
+  undisturbed run of the same settings and seed.
 """
-HEAD = ("harm", "settings", "runs", "ended", "by itself", "hung", "what else", "steps lost", "pause, s", "agrees")
+HEAD = (
+    "harm",
+    "settings",
+    "runs",
+    "ended",
+    "by itself",
+    "hung",
+    "what else",
+    "steps lost",
+    "pause, s",
+    "agrees",
+    "equal",
+)
 
 
 def table(rows: list[Row]) -> str:
-    """The campaign, a line for each kind of harm and configuration."""
-    text = [ABOUT, f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
-    for harm, config in sorted({(kind(r), r["config"]) for r in rows}):
-        some = [r for r in rows if (kind(r), r["config"]) == (harm, config)]
-        usual = [r["test_loss"] for r in rows if r["config"] == config and r["harm"] == "none"]
-        ended = [r for r in some if r["status"] == 0 and r["steps"] == steps(config)]
-        itself, hung = sum(r["attempts"] == 1 for r in ended), sum(r["hung"] for r in some)
-        lost, pause = (max(r[key] for r in some) for key in ("steps_lost", "pause_seconds"))
-        agreed = agreement([r["test_loss"] for r in ended], [loss for loss in usual if loss is not None])
-        cells = (harm, config, len(some), len(ended), itself, hung, besides(some), lost, f"{pause:.1f}", agreed)
-        text.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join([*text, ""])
+    """The campaign: a line for each kind of harm, and one for each of its configurations."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    each: dict[tuple[str, str], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (kind(row), row["config"])):
+        which = "elastic" if row["config"] in ELASTIC else "ddp" if row["config"] == "ddp" else "co2"
+        groups.setdefault((kind(row), which), []).append(row)
+        each.setdefault((kind(row), row["config"]), []).append(row)
+    head = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
+    short, long = ([line(*key, some, rows) for key, some in found.items()] for found in (groups, each))
+    return "\n".join([ABOUT, *head, *short, "", "## By settings", "", *head, *long, ""])
+
+
+def line(harm: str, settings: str, some: list[Row], rows: list[Row]) -> str:
+    """Of the table: what became of some of the rows."""
+    ended = [r for r in some if r["status"] == 0 and r["steps"] == steps(r["config"])]
+    itself, hung = sum(r["attempts"] == 1 for r in ended), sum(r["hung"] for r in some)
+    lost, pause = (max(r[key] for r in some) for key in ("steps_lost", "pause_seconds"))
+    told = [agreement(r, [o for o in rows if o["harm"] == "none" and o["config"] == r["config"]]) for r in ended]
+    agreed, equal = ([said[i] for said in told if said[i] is not None] for i in (0, 1))
+    cells = (harm, settings, len(some), len(ended), itself, hung, besides(some), lost, f"{pause:.1f}")
+    counts = (f"{sum(said)} of {len(said)}" if said else "not run" for said in (agreed, equal))
+    return f"| {' | '.join(map(str, (*cells, *counts)))} |"
 
 
 def besides(some: list[Row]) -> str:
@@ -289,9 +314,12 @@ def kind(row: Row) -> str:
     return f"{row['harm']}, {row['phase']}" if row["harm"] in ("kill", "rejoin") else row["harm"]
 
 
-def agreement(losses: list[float], usual: list[float]) -> str:
-    """How many of `losses` are no higher than seeds alone explain."""
-    if len(usual) < 3:
-        return "not run"
-    most = statistics.mean(usual) + 3 * statistics.stdev(usual)
-    return f"{sum(loss <= most for loss in losses)} of {len(losses)}"
+def agreement(row: Row, usual: list[Row]) -> tuple[bool | None, bool | None]:
+    """Whether a run's final loss is no higher than seeds alone explain, and is that of the same seed; None: the
+    undisturbed runs for that are not there."""
+    losses = [r["test_loss"] for r in usual if r["test_loss"] is not None]
+    same = [abs(row["test_loss"] / r["test_loss"] - 1) < 1e-4 for r in usual if r["seed"] == row["seed"]]
+    if len(losses) < 3:
+        return None, any(same) if same else None
+    most = statistics.mean(losses) + 3 * statistics.stdev(losses)
+    return row["test_loss"] <= most, any(same) if same else None
