@@ -183,6 +183,12 @@ class LocalMethod(ABC):
         self._ended = None
         self._agreement.forget_stop()
 
+    def catch_up(self, rounds: int) -> None:
+        """Closes rounds, waiting for each mean, until there are so many: the most of any worker, where `skip_after` has
+        led them to one point in unlike rounds and a checkpoint needs them in one. Every worker must call it."""
+        while self.rounds < rounds:
+            self._boundary(finished=False)
+
     @torch.no_grad()
     def resync(self) -> None:
         """Starts anew from the first worker's parameters as they are now; every worker must call it.

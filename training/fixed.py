@@ -129,6 +129,8 @@ class Fixed:
         """Begins a checkpoint: copies what it holds, but for what an all-reduce in flight has yet to bring."""
         assert self._model is not None and self._saver is not None, "call begin() before the loop"
         run = self.run
+        if run.recipe.skip_after is not None:
+            self._come_together()
         with run.clock.paused():
             self._saver.wait()
             run.rounds.read()
@@ -147,6 +149,16 @@ class Fixed:
                 | {"seconds": run.clock.seconds, "lgreco_seconds": run.rounds.allocations.seconds},
             }
             self._method.snapshot(functools.partial(self._write, run.step, time.monotonic(), state, tensors))
+
+    def _come_together(self) -> None:
+        """Where skip_after has led workers to a checkpoint in unlike rounds, or to the stop at unlike steps: those
+        behind wait for the means that they miss, and leave out the steps."""
+        assert isinstance(self._method, LocalMethod)
+        step = largest_of_workers(self.run.step, self.run.device)
+        self._method.catch_up(largest_of_workers(self._method.rounds, self.run.device))
+        for _ in range(step - self.run.step):
+            self._schedule.step()
+        self.run.step = step
 
     def saved(self) -> bool:
         """Waits until the last checkpoint is written; False: it is not, for the model is not finite."""

@@ -384,6 +384,7 @@ class ShardedCO2(Scheduled):
             "gathered": merged,
             "last": self._last.clone(),
             "m_squares": self._m_squares.clone(),
+            "verdict": self.guard.verdict.clone(),  # found in the background, of use when that is received
         }
         return state
 
@@ -394,6 +395,7 @@ class ShardedCO2(Scheduled):
             copy([b.flat for b in self.buckets], state["shared"]["gathered"])
         self._last.copy_(state["shared"]["last"])
         self._m_squares.copy_(state["shared"]["m_squares"])
+        self.guard.verdict.copy_(state["shared"]["verdict"])
         if self.config.at_boundary and state["in_flight"] is None:  # merged in mid-round by the run that saved it
             self._catch_up()
 
