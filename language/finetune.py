@@ -41,6 +41,11 @@ def main() -> None:
     recipe = parse(RECIPES, prog="language.finetune")
     if recipe.dry_run:
         return dry_run(recipe, lambda: pretrained.build_model(recipe), fake_step)
+    tune(recipe)
+
+
+def tune(recipe: FinetuneRecipe) -> None:
+    """A whole run of this worker."""
     model = pretrained.open_model(recipe)
     assert recipe.model is not None
     tokenizer = pretrained.open_tokenizer(recipe.model, model)

@@ -64,13 +64,13 @@ def open_model(recipe: FinetuneRecipe) -> nn.Module:
             config=config,
             dtype=getattr(torch, recipe.weights),
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # which are refused below, by name
             output_loading_info=True,
             **LOCAL,
         )
-    if absent := sorted(found["missing_keys"]):
-        raise UserError(
-            f"{folder}: its *.safetensors lack {len(absent)} tensors, {absent[0]} among them: copy it again"
-        )
+    for key, what in (("missing_keys", "are missing"), ("mismatched_keys", "have another shape than config.json says")):
+        if wrong := sorted(str(name if isinstance(name, str) else name[0]) for name in found[key]):
+            raise UserError(f"{folder}: {len(wrong)} tensors {what}, {wrong[0]} among them: copy its files again")
     model.eval()
     check_causal(model, folder)
     return tunable(model, recipe)
