@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 4 -m language.finetune RECIPE --model FOLDER --data FOLDER [overrides]
 
-The tuned model is written to OUT/model, as it came, tokenizer included.
+The tuned model is written to OUT/model, tokenizer included; method zo writes OUT/replay, too, for language.zo_replay.
 """
 
 from __future__ import annotations
@@ -14,21 +14,20 @@ if __name__ == "__main__":
     answer_help(RECIPES, prog="language.finetune")  # before the imports below, which take seconds
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from core.errors import UserError
-from language import pretrained
+from core.methods import Zeroth
+from language import pretrained, zo_replay
 from language import train as language_train
 from language.corpora import open_text
-from language.data import IGNORE, Batch, CausalObjective, Corpus, count_windows, train_batches
-from language.metrics import token_loss
+from language.data import Batch, CausalObjective, Corpus, count_windows, train_batches
 from language.model import make_optimizer
 from language.prompts import PromptTask
-from training.backward import Scalars, backward_in_parts
+from language.train import backward, measure
 from training.optim import clip_gradients, make_schedule
 from training.run import Run
 from training.sampling import steps_per_epoch
@@ -93,6 +92,7 @@ def train(run: Run, recipe: FinetuneRecipe, model: nn.Module, task: PromptTask |
     """The loop: optimiser steps, method.step(), and at round boundaries evaluations and checkpoints; in eval mode, so
     without dropout, throughout."""
     model = run.shard(model)
+    before = zo_replay.tuned_digest(model) if recipe.method == "zo" else ""
     optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
     epoch = recipe.epoch_steps or steps_per_epoch(task.samples, recipe.batch_size)
     total = epoch * recipe.epochs
@@ -102,10 +102,13 @@ def train(run: Run, recipe: FinetuneRecipe, model: nn.Module, task: PromptTask |
 
     wrapped.eval()
     for batch in run.batches(task.batches):
-        loss = backward(run, recipe, wrapped, batch)
-        clip_gradients(model, recipe.optim)
-        optimizer.step()
-        optimizer.zero_grad()
+        if isinstance(method, Zeroth):  # two forward passes stand for the gradient and its step
+            loss = measure(run, recipe, method, batch)
+        else:
+            loss = backward(run, recipe, wrapped, batch)
+            clip_gradients(model, recipe.optim)
+            optimizer.step()
+            optimizer.zero_grad()
         schedule.step()
         due = run.after_step(method.step(last=run.at_last_step), train_loss=loss)
         if due.evaluation:
@@ -119,26 +122,14 @@ def train(run: Run, recipe: FinetuneRecipe, model: nn.Module, task: PromptTask |
     run.end(task.evaluate(run, recipe, model, None))
     if run.folder.writes:
         pretrained.write_model(model, task.tokenizer, recipe.folder / "model")
-
-
-def backward(run: Run | Step, recipe: FinetuneRecipe, wrapped: nn.Module, batch: Batch) -> Tensor:
-    """Adds the gradient of this worker's mean loss over the batch, in micro-batches; returns the loss."""
-    inputs, targets = (part.to(run.device, non_blocking=True) for part in batch)
-    predicted = (targets != IGNORE).sum().clamp(min=1)  # over the whole batch, so that micro-batches change nothing
-
-    def part_of(part: tuple[Tensor, Tensor]) -> Scalars:
-        with run.autocast():
-            logits = wrapped(part[0]).logits
-        return {"train_loss": token_loss(logits, part[1], reduction="sum") / predicted}
-
-    parts = list(zip(inputs.chunk(recipe.accumulate), targets.chunk(recipe.accumulate), strict=True))
-    return backward_in_parts(wrapped, parts, part_of)["train_loss"]
+        if isinstance(method, Zeroth):
+            zo_replay.write(recipe.folder / "replay", recipe, method.order, before, run.device)
 
 
 def fake_step(step: Step, recipe: FinetuneRecipe, model: nn.Module, samples: int) -> None:
     """A step on zeros, for training.memory: samples as long as the model's positions, where the recipe says no less."""
-    zeros = torch.zeros(samples, pretrained.positions(model, recipe.context), dtype=torch.int64)
-    backward(step, recipe, model, (zeros, zeros))
+    context = pretrained.positions(model, recipe.context)
+    language_train.fake_step(step, replace(recipe, context=context), model, samples)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from core.errors import UserError
 from language.recipes import Sampling
@@ -30,6 +30,7 @@ class LoraConfig:
 class FinetuneRecipe(Recipe):
     """A causal language model in Hugging Face's format, and what it is tuned on. Dropout is off."""
 
+    zeroth_order: ClassVar[bool] = True
     model: Path | None = None
     """The model's folder: config.json, *.safetensors and the tokenizer's files."""
     data: Path | None = None

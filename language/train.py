@@ -32,7 +32,6 @@ from language.data import (
     read_windows,
     train_batches,
 )
-from language.finetune_recipes import FinetuneRecipe
 from language.metrics import held_out_sums, summarize, token_loss
 from language.model import blocks_of, build_model, is_causal, make_optimizer
 from language.transnormer import check_attention
@@ -157,7 +156,7 @@ def fake_step(step: Step, recipe: LanguageRecipe, model: nn.Module, samples: int
 @repeated
 def evaluate(
     run: Run,
-    recipe: LanguageRecipe | FinetuneRecipe,
+    recipe: LanguageRecipe,
     model: nn.Module,
     corpus: Corpus,
     objective: Objective,

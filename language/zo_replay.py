@@ -24,7 +24,7 @@ from language import pretrained
 from language.finetune_recipes import RECIPES, FinetuneRecipe, LoraConfig
 from training.recipe import launch
 
-KEPT = ("weights", "trainable", "seed", "zo", "lora")  # of a recipe: what the tuned weights depend on
+KEPT = ("weights", "trainable", "seed", "zeroth", "lora")  # of a recipe: what the tuned weights depend on
 
 
 def tuned_digest(model: nn.Module) -> str:
@@ -43,7 +43,7 @@ def write(folder: Path, recipe: FinetuneRecipe, zo: ZerothOrder, before: str, de
     folder.mkdir(parents=True, exist_ok=True)
     zo.save_scalars(folder / "scalars")
     made = {"recipe": {key: value for key, value in asdict(recipe).items() if key in KEPT}}
-    made |= {"before": before, "after": tuned_digest(zo.model), "noise": kind_of(device, recipe.zo)}
+    made |= {"before": before, "after": tuned_digest(zo.model), "noise": kind_of(device, recipe.zeroth)}
     (folder / "run.json").write_text(json.dumps(made, indent=1) + "\n")
 
 
@@ -55,7 +55,7 @@ def read(folder: Path, model: Path) -> tuple[FinetuneRecipe, dict[str, Any]]:
     try:
         made = json.loads(file.read_text())
         kept = made["recipe"]
-        parts = {"zo": ZerothConfig(**kept["zo"]), "lora": LoraConfig(**_tuples(kept["lora"]))}
+        parts = {"zeroth": ZerothConfig(**kept["zeroth"]), "lora": LoraConfig(**_tuples(kept["lora"]))}
         recipe = replace(RECIPES["prompts"], model=model, **_tuples(kept) | parts)
         made["before"], made["after"], made["noise"]
     except (ValueError, KeyError, TypeError) as error:
@@ -85,14 +85,14 @@ def replay(
     if out.exists():
         raise UserError(f"{out} exists already: remove it, or give another --out")
     device = torch.device("cuda" if torch.cuda.is_available() and made["noise"] != "cpu" else "cpu")
-    if (here := kind_of(device, recipe.zo)) != made["noise"]:
+    if (here := kind_of(device, recipe.zeroth)) != made["noise"]:
         raise UserError(f"{run}: its noise was drawn on {made['noise']}, here it is {here}: replay it on such a device")
     log = ScalarLog.load(run / "scalars")
     tuned = pretrained.open_model(recipe).to(device)
     tokenizer = pretrained.open_tokenizer(model, tuned)
     if tuned_digest(tuned) != made["before"]:
         raise UserError(f"{model} is not the model that {run} was tuned from: give that one")
-    ZerothOrder(tuned, replace(recipe.zo, pairs=False), lr=0.0).replay(log)
+    ZerothOrder(tuned, replace(recipe.zeroth, pairs=False), lr=0.0).replay(log)
     if tuned_digest(tuned) != made["after"]:
         raise UserError(f"{run}: its scalars do not lead to the model that it names: copy the folder again")
     pretrained.write_model(tuned, tokenizer, out)

@@ -19,7 +19,7 @@ WORDS = {
     " terrible": ("dull", "clumsy", "cold"),
 }  # which answer follows from which
 TEXT = "a film of two hours. It was seen by all.\n"
-SIZES = dict(vocab_size=320, bos_token_id=0, eos_token_id=0, pad_token_id=1)
+SIZES = dict(vocab_size=448, bos_token_id=0, eos_token_id=0, pad_token_id=1)
 CONFIGS = {
     "gpt2": GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=POSITIONS, **SIZES),
     "opt": OPTConfig(
@@ -44,10 +44,10 @@ CONFIGS = {
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level, 310 tokens at most; each answer is one of them."""
+    """Byte-level, 400 tokens at most; each answer is one of them."""
     words = " ".join(word for of in WORDS.values() for word in of)
     texts = [TEXT + words + f" It was{answer}." for answer in WORDS] * 20
-    tokenizer = train_tokenizer(texts, 310)
+    tokenizer = train_tokenizer(texts, 400)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<pad>")
 
 

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import training.prepared  # noqa: F401, transformers imports torchvision when it is installed
+
+# isort: split
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
