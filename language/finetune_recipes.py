@@ -87,7 +87,7 @@ def prompts() -> FinetuneRecipe:
     As in MeZO's runs of OPT: 20,000 steps of 16 prompts, the learning rate constant at 1e-6 (they also tried 1e-7).
     """
     return FinetuneRecipe(
-        method="ddp",
+        method="zo",
         batch_size=16,
         epoch_steps=1000,
         epochs=20,

@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from core.errors import UserError
 from language.finetune_recipes import FinetuneRecipe, LoraConfig
+from training.backward import recompute
 from training.sampling import mix, seeded
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
@@ -85,6 +86,8 @@ def build_model(recipe: FinetuneRecipe) -> nn.Module:
 
 def tunable(model: nn.Module, recipe: FinetuneRecipe) -> nn.Module:
     """Freezes what the recipe does not tune, or puts its adapters in."""
+    if recipe.recompute:
+        recompute(blocks_of(model))
     if recipe.lora.rank:
         return add_lora(model, recipe.lora, recipe.seed)
     choose_trainable(model, recipe.trainable)
