@@ -21,7 +21,7 @@ from tqdm import tqdm
 from core import peers
 from core.errors import DivergedError, UserError
 from core.guard import forget
-from core.methods import Method, OverlapLocalSGD, make_method
+from core.methods import Method, OverlapLocalSGD, Zeroth, make_method
 from core.rounds import LocalMethod
 from core.schedules import from_text
 from training import checkpoint, named, stored
@@ -145,6 +145,9 @@ class Run:
 
         if self._elastic:
             return self._elastic.make_method(model, from_text(r.schedule, r.co2, lr))
+        if r.method == "zo":
+            inner = {"lr": lambda: optimizer.param_groups[0]["lr"], "timeout": r.timeout, "link": self.link}
+            return model, Zeroth(model, r.zeroth, **inner)
         wrapped, method = make_method(
             r.method,
             model,
@@ -199,7 +202,7 @@ class Run:
             )
             tqdm.write(f"co2 with the recommended settings ({told}); --no_recommended: the paper's", file=sys.stderr)
         tau = self.recipe.co2.tau
-        if self.rank == 0 and self.recipe.method != "ddp" and isinstance(tau, int) and total < tau:
+        if self.rank == 0 and self.recipe.method not in ("ddp", "zo") and isinstance(tau, int) and total < tau:
             remedy = "give a smaller --co2.tau or more --epochs"
             tqdm.write(f"warning: {total} steps are less than a round of tau={tau}: {remedy}", file=sys.stderr)
         if self.rank == 0 and (note := momentum_note(self.recipe, self.world_size)):
@@ -218,11 +221,15 @@ class Run:
     def batches(self, make: Callable[[Any, int, int, int, int], Iterator[T]]) -> Iterator[T]:
         """This worker's training batches, without those of the steps that it leaves out (CO2Config.steps by_speed): the
         next round begins with the same batch number on all workers, and step counts all of them. make: (recipe, rank,
-        world_size, start, total) -> those of the steps from `start` to `total` of a run whose workers stay the same."""
+        world_size, start, total) -> those of the steps from `start` to `total` of a run whose workers stay the same;
+        with method zo two of them may take the same data."""
+        place = self.rank, self.world_size
+        if isinstance(self._method, Zeroth):
+            place = self._method.order.data_rank, self._method.order.data_workers
         if self._elastic:
             batches = self._elastic.batches(make, self.step, self._total)
         else:
-            batches = make(self.recipe, self.rank, self.world_size, self.step, self._total)
+            batches = make(self.recipe, *place, self.step, self._total)
         for batch in batches:
             if self._to_skip:
                 self._to_skip -= 1

@@ -1,4 +1,4 @@
-"""DistZO2: zeroth-order fine-tuning, whose workers exchange scalars alone. After the abstract and ZO2's released code."""
+"""DistZO2: zeroth-order fine-tuning, whose workers exchange scalars. After the abstract and ZO2's released code."""
 
 from .config import ZerothConfig
 from .order import StepResult, ZerothOrder

@@ -40,8 +40,8 @@ class Place:
         groups = place.data_workers
         if config.directions % groups and groups % config.directions:
             raise UserError(
-                f"directions={config.directions} over {groups} groups of workers with data of their own: give a divisor "
-                f"or a multiple of {groups}"
+                f"directions={config.directions} over {groups} groups of workers with data of their own: give a "
+                f"divisor or a multiple of {groups}"
             )
         return place
 
@@ -85,8 +85,8 @@ class Place:
         for plus, minus in zip(places[::2], places[1::2], strict=True) if self.pairs else ():
             if counts[plus.rank] != counts[minus.rank]:
                 raise UserError(
-                    f"rank {plus.rank} had {counts[plus.rank]:g} samples and rank {minus.rank} {counts[minus.rank]:g}: a "
-                    "pair takes the same batch; deal data out by data_rank and data_workers"
+                    f"rank {plus.rank} had {counts[plus.rank]:g} samples and rank {minus.rank} {counts[minus.rank]:g}: "
+                    "a pair takes the same batch; deal data out by data_rank and data_workers"
                 )
         plus, minus = (
             tuple(s[side] / n[side] if n[side] else float("nan") for s, n in zip(sums, samples, strict=True))

@@ -39,7 +39,7 @@ from ..collectives import Link
 from ..errors import DivergedError, UserError
 from ..groups import broadcast, compare, leave_group, new_group
 from .config import ZerothConfig
-from .exchange import Exchange, Place
+from .exchange import NUMBERS, Exchange, Place
 from .replay import ScalarLog, Update
 from .weights import Chosen, Weights
 
@@ -116,7 +116,9 @@ class ZerothOrder:
 
     Attributes: steps, taken so far; log, the ScalarLog; place, what this worker measures; news, numbers that a worker
     sends along with its losses, equally many on all, and heard, their sums over the workers, of the step whose scalars
-    came last; bytes_sent and exposed_seconds, of the last step: how long it waited for scalars.
+    came last; own_loss, the last step's on this worker's data, at its sides and directions; bytes_sent, of the last
+    step; exchange_seconds and exposed_seconds, of the exchange that landed in it: its own time, and how long the step
+    waited for it.
     """
 
     def __init__(
@@ -151,7 +153,8 @@ class ZerothOrder:
         self._measured: tuple[int, float] = (0, 0.0)  # that step, and its learning rate
         self._known: tuple[Update, float] | None = None  # a step that has landed but is not applied; its loss
         self._dropped = 0  # steps in a row
-        self.bytes_sent, self.exposed_seconds = 0, 0.0
+        self.own_loss = math.nan
+        self.bytes_sent, self.exposed_seconds, self.exchange_seconds = 0, 0.0, 0.0
 
     def _meet(self, group: dist.ProcessGroup) -> None:
         """Settings and shapes agree, and so do all tensors from here on."""
@@ -179,8 +182,8 @@ class ZerothOrder:
     def step(self, loss: Loss, count: float) -> StepResult:
         """One step of all workers.
 
-        loss: called with the model, perhaps more than once; returns the mean over this worker's samples, 0-d or a float;
-        it need not be differentiable. count: these samples, which weigh the mean over workers; 0: none.
+        loss: called with the model, perhaps twice; returns the mean over this worker's samples, 0-d or a float; it
+        need not be differentiable. count: these samples, which weigh the mean over workers; 0: none.
         """
         if not (math.isfinite(self.lr) and self.lr >= 0):
             raise UserError(f"lr={self.lr}: give a finite number, 0 or more")
@@ -189,8 +192,10 @@ class ZerothOrder:
         step, rate = self.steps, self.lr
         with evaluating(self.model):
             row = [number for j in self.place.mine for number in self._measure(loss, count, step, j)]
+        measured = len(self.place.signs) * len(self.place.mine) * count
+        self.own_loss = sum(n for i, n in enumerate(row) if i % NUMBERS < 2) / measured if measured else math.nan
         sending = Exchange([*row, *self.news], self.group, self._link)
-        self.bytes_sent, self.exposed_seconds = sending.bytes_sent, 0.0
+        self.bytes_sent, self.exposed_seconds, self.exchange_seconds = sending.bytes_sent, 0.0, 0.0
         self.steps += 1
         if not self.config.delay:
             return self._apply(*self._land(sending, step, rate))
@@ -212,7 +217,7 @@ class ZerothOrder:
     def _land(self, exchange: Exchange, step: int, rate: float) -> tuple[Update, float]:
         """The step's update, and its loss, once all scalars are here."""
         rows = exchange.wait(step)
-        self.exposed_seconds = exchange.exposed_seconds
+        self.exposed_seconds, self.exchange_seconds = exchange.exposed_seconds, exchange.landed - exchange.started
         plus, minus = self.place.combine(rows)
         own = len(rows[0]) - len(self.news)
         self.heard = [math.fsum(numbers) for numbers in zip(*(row[own:] for row in rows), strict=True)]
@@ -270,8 +275,8 @@ class ZerothOrder:
     # -- checkpoints and replay -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All but the model's weights, the same on all workers: it waits for scalars in flight. Save the weights as they
-        are at this moment: with or without `flush`, the resumed run is the unbroken one."""
+        """All but the model's weights, the same on all workers: it waits for scalars in flight. Save the weights as
+        they are at this moment: with or without `flush`, the resumed run is the unbroken one."""
         self._arrive()
         return {
             "config": asdict(self.config) | {"pairs": None, "rng": None},  # these two may change
@@ -354,6 +359,6 @@ def _refuse_batch_norm(model: nn.Module) -> None:
             raise UserError(f"{name or 'the model'} is a BatchNorm without running statistics: use another norm")
         if module.num_batches_tracked is not None and not module.num_batches_tracked:
             raise UserError(
-                f"{name or 'the model'} is a BatchNorm whose statistics have seen no data, and zeroth-order steps never "
-                "change them: start from trained weights, or use another norm"
+                f"{name or 'the model'} is a BatchNorm whose statistics have seen no data, and zeroth-order steps "
+                "never change them: start from trained weights, or use another norm"
             )

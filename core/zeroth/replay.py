@@ -1,4 +1,4 @@
-"""What a zeroth-order run was: its seed and one number a step and direction, from which the weights can be made again."""
+"""What a zeroth-order run was: its seed and one number a step and direction, from which its weights follow."""
 
 from __future__ import annotations
 

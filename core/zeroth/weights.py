@@ -114,8 +114,8 @@ class Swallowed:
         share = float(self._unchanged) / self.elements
         if share > MOSTLY:
             warnings.warn(
-                f"rounding to 16 bits swallows the {what} of {share:.0%} of the elements: raise {self._remedy}, or train "
-                "float32 weights",
+                f"rounding to 16 bits swallows the {what} of {share:.0%} of the elements: raise {self._remedy}, or "
+                "train float32 weights",
                 stacklevel=2,
             )
 
