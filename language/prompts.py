@@ -58,7 +58,7 @@ def read_lines(file: Path) -> list[Line]:
     if not file.is_file():
         raise UserError(f'{file} is missing: it should have {{"prompt": ..., "answer": ...}} a line')
     try:
-        texts = file.read_text(encoding="utf-8").splitlines()
+        texts = file.read_text(encoding="utf-8").split("\n")  # JSON may hold what else splitlines() parts lines at
     except UnicodeDecodeError as error:
         raise UserError(f"{file} is not UTF-8 text ({error.reason}): convert it") from None
     lines = [_parse(f"{file} line {n}", text) for n, text in enumerate(texts, 1) if text.strip()]

@@ -47,15 +47,19 @@ def write(folder: Path, *lines: object) -> Path:
 def test_a_prompt_and_its_answers_are_cut_where_they_part(tmp_path: Path):
     tokenizer = tiny_tokenizer()
     file = write(
-        tmp_path, {"prompt": "a film. It was", "answer": " great"}, "", {"prompt": "cold ", "answer": "terrible"}
+        tmp_path,
+        {"prompt": "a film. It was", "answer": " great"},
+        "",
+        {"prompt": "cold ", "answer": "terrible"},
+        '{"prompt": "two\u2028lines", "answer": " great"}',
     )
     lines = read_lines(file)
-    assert [line.where for line in lines] == [f"{file} line 1", f"{file} line 3"]
+    assert [line.where for line in lines] == [f"{file} line {n}" for n in (1, 3, 4)] and "\u2028" in lines[2].prompt
     answers = [" great", " terrible"]
     (prompt,) = encode(lines[:1], answers, tokenizer, 40)
     assert tokenizer.decode(prompt.start) == "a film. It was" and prompt.right == 0
     assert [tokenizer.decode(ids) for ids in prompt.ends] == answers and [len(ids) for ids in prompt.ends] == [1, 1]
-    (joined,) = encode(lines[1:], ["great", "terrible"], tokenizer, 40)
+    (joined,) = encode(lines[1:2], ["great", "terrible"], tokenizer, 40)
     assert tokenizer.decode(joined.start) == "cold", "the blank has become the answer's"
     assert [tokenizer.decode(ids) for ids in joined.ends] == answers
 
