@@ -121,7 +121,7 @@ CONFIGS = [
 def test_every_mesh_gives_what_one_process_would(workers):
     """[D, 1] and [D, 2] for D of 1 to 6, to 1e-12, and with the same bits on all workers after every step."""
     configs = [c for c in CONFIGS if c.directions != 6 or workers == 6]
-    results = [on_mesh(0, 1, configs)] if workers == 1 else run_distributed(on_mesh, workers, configs)
+    results = [on_mesh(0, 1, configs)] if workers == 1 else run_distributed(on_mesh, workers, configs, timeout=240)
     for number, config in enumerate(configs):
         pairs, steps = workers % 2 == 0 if config.pairs is None else config.pairs, STEPS[min(number, 1)]
         reference = expected(config, workers // 2 if pairs else workers, steps)
