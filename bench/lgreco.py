@@ -56,7 +56,7 @@ def co2(like: str, *more: str) -> tuple[str, ...]:
     return ("--recommended", "--co2.tau", "auto", "--co2.tau_max", "24", *wire, *more)
 
 
-UNIFORM, ACCORDION = (("--ddp_wire.lgreco.rule", rule) for rule in ("uniform", "accordion"))
+UNIFORM, ACCORDION, LEGACY = (("--ddp_wire.lgreco.rule", rule) for rule in ("uniform", "accordion", "legacy"))
 ANY = ("--ddp_wire.lgreco.family", "any")
 METHODS: dict[str, tuple[str, ...]] = {
     "ddp": ("--method", "ddp"),
@@ -66,6 +66,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     POWERSGD: ("--method", "ddp"),
     "accordion_rank4": ddp("rank4", *ACCORDION),
     "accordion_top1": ddp("top0.01", *ACCORDION),
+    "legacy_top1": ddp("top0.01", *LEGACY),
     "lgreco_int4": ddp("int4"),
     "lgreco_rank4": ddp("rank4"),
     "lgreco_top1": ddp("top0.01"),

@@ -7,7 +7,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ import torch._dynamo  # noqa: F401 (the first optimiser imports it: once here ra
 import torch.distributed as dist
 from torch import Tensor
 
+from bench.loss_table import RECOMMENDED
 from bench.pace import Pacer
 from bench.standin import BYTES, LAYERS, LEARNING_RATE, StandIn, Trainer
 from core.config import CO2Config
@@ -40,11 +41,12 @@ class Setting:
     @classmethod
     def parse(cls, text: str) -> Setting:
         method, _, tau = text.partition(":")
-        if method not in METHODS:
-            raise UserError(f"methods: {text!r}: choose ddp or METHOD:TAU with one of {', '.join(METHODS)}")
+        if method not in (*METHODS, RECOMMENDED):
+            known = ", ".join((*METHODS, RECOMMENDED))
+            raise UserError(f"methods: {text!r}: choose ddp or METHOD:TAU with one of {known}")
         if method == "ddp" and not tau:
             return cls(method, 1)
-        autos = ("co2", "overlap_local")
+        autos = ("co2", RECOMMENDED, "overlap_local")
         if method == "ddp" or not (tau.isdecimal() and int(tau) > 0 or tau == "auto" and method in autos):
             raise UserError(
                 f"methods: {text!r}: ddp has no tau; the others need one, such as co2:12 (co2:auto works too)"
@@ -62,7 +64,7 @@ def wire_seconds(workers: int, rate: float | None) -> float:
 
 def round_seconds(setting: Setting, tau: int, step: float, wire: float) -> float:
     """A round, in theory: computing and communication one after the other, or side by side (ddp: at the most)."""
-    side_by_side = setting.method in ("co2", "overlap_local")
+    side_by_side = setting.method in ("co2", RECOMMENDED, "overlap_local")
     return max(tau * step, wire) if side_by_side else tau * step + wire
 
 
@@ -127,10 +129,11 @@ def build(job: Job, setting: Setting, rank: int) -> Trainer:
     pacer = Pacer(job.step_seconds, LAYERS)
     torch.manual_seed(job.seed)
     link = ThrottledLink(job.rate) if job.throttle and job.rate else None
-    config = CO2Config(tau=setting.tau, tau_max=TAU_MAX)
-    model, method = make_method(
-        setting.method, StandIn(pacer), co2=config, lr=lambda: LEARNING_RATE, timeout=TIMEOUT, link=link
-    )
+    recommended = setting.method == RECOMMENDED
+    config = CO2Config.recommended(job.workers) if recommended else CO2Config()
+    config = replace(config, tau=setting.tau, tau_max=TAU_MAX)
+    name = "co2" if recommended else setting.method
+    model, method = make_method(name, StandIn(pacer), co2=config, lr=lambda: LEARNING_RATE, timeout=TIMEOUT, link=link)
     return Trainer(model, method, pacer, job.data, job.batch, seed=job.seed * 1_000_003 + rank)
 
 

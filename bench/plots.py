@@ -23,9 +23,10 @@ from training.recipe import launch
 
 NAME = "scaling"
 Folder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER", help="Holds scaling.json.")]
-COLOURS = {"ddp": "C7", "local": "C2", "overlap_local": "C4", "slowmo": "C1", "co2": "C0"}
+COLOURS = {"ddp": "C7", "local": "C2", "overlap_local": "C4", "slowmo": "C1", "co2": "C0", "co2_recommended": "C3"}
 # (size of the marker, width of the line): wide ones lie under the thin lines of methods that take as long
 SIZES = {"local": (10, 5), "overlap_local": (10, 5), "slowmo": (6, 1.5), "co2": (4, 1.2), "ddp": (5, 1.3)}
+SIZES |= {"co2_recommended": (4, 1.2)}
 MARKERS = {1: "o", 3: "v", 12: "s", 48: "D", "auto": "*"}
 
 

@@ -47,7 +47,8 @@ class Scaling:
     rates: tuple[float, ...] = (50.0, 200.0, 1000.0)
     """Link rates, Mbit/s."""
     methods: tuple[str, ...] = DEFAULT
-    """ddp, or METHOD:TAU; co2:auto and overlap_local:auto choose tau themselves."""
+    """ddp, or METHOD:TAU; co2_recommended takes CO2Config.recommended. co2:auto, co2_recommended:auto and
+    overlap_local:auto choose tau themselves."""
     repeats: int = 3
     seconds: float = 3.0
     """Of each measurement, after a round of warm-up; never less than two rounds."""

@@ -17,9 +17,11 @@ import numpy as np
 import tyro
 
 from bench import plots, report
+from bench.loss_table import RECOMMENDED
 from bench.plots import Cell, Folder
 from bench.simulator import calibrate
 from core.errors import UserError
+from core.methods import METHODS
 from training.recipe import launch
 
 SHARES = (0.5, 0.8, 0.9, 0.95, 0.99)
@@ -48,7 +50,7 @@ def measured(cells: Sequence[Cell], ideal: float) -> list[tuple[float, float]]:
 
 def modelled(result: dict[str, Any], label: str, workers: int) -> list[tuple[float, float]]:
     """The same of bench.simulator's model of rounds, fitted to all rows that kept their pace."""
-    rows = [row for row in result["rows"] if not row.get("late")]
+    rows = [row for row in result["rows"] if not row.get("late") and row["method"] in METHODS]
     constants = calibrate.fit(rows, result["model"]["bytes"])
     mine = [row for row in rows if row["workers"] == workers and label_of(row) == label]
     rates = sorted(row["rate_mbit"] for row in mine)
@@ -75,7 +77,8 @@ def markdown(result: dict[str, Any]) -> str:
     ideal, lines = result["batch"] / (result["step_ms"] / 1e3), []
     for label in plots.labels(cells):
         points = measured([c for c in cells if c.label == label], ideal)
-        model = None if label.endswith("auto") else modelled(result, label, workers)
+        known = not label.endswith("auto") and not label.startswith(RECOMMENDED)  # else the settings change on the way
+        model = modelled(result, label, workers) if known else None
         fields = [f"{needed(points, share)} ({needed(model, share) if model else 'not modelled'})" for share in SHARES]
         lines.append([label, *fields])
     size, step = result["model"]["bytes"] * 8e-6, result["step_ms"] / 1e3

@@ -1,10 +1,11 @@
 """What zeroth-order training gains and costs: python -m bench.zeroth [--parts speed traffic memory quality]
 
 speed: steps/s where a forward pass is a stand-in that takes as long as on a device of its own, on nodes whose links
-have --rate Mbit/s and --delay_ms; and of a tiny GPT-2 as fast as it goes. traffic: bytes that the kernel counts at a node's
-network device. memory: bytes of blocks on the device, and uploads hidden, over an emulated bus; and the table of ZO2's
-README computed. quality: the tiny GPT-2, trained on Python's documentation, goes on with WikiText-2's test text (four
-fifths of it; the rest is held out): MeZO alone, method zo, ddp with AdamW, and co2. Writes zeroth.json and zeroth.md.
+have --rate Mbit/s and --delay_ms; and of a tiny GPT-2 as fast as it goes. traffic: bytes that the kernel counts at a
+node's network device. memory: bytes of blocks on the device, and uploads hidden, over an emulated bus; and the table of
+ZO2's README computed. quality: the tiny GPT-2, trained on Python's documentation, goes on with WikiText-2's test text
+(four fifths of it; the rest is held out): MeZO alone, method zo, ddp with AdamW, and co2. Writes zeroth.json and
+zeroth.md (bench/zeroth_table.py).
 """
 
 from __future__ import annotations
@@ -325,7 +326,7 @@ def main() -> None:
     torch.set_num_threads(1)  # before any work: the ranks are forked, and threads do not survive that
     folder = report.new_folder(NAME, o.out)
     try:
-        print("\n" + text(run_all(o, folder)))
+        print("\n" + zeroth_table.text(run_all(o, folder)))
     except KeyboardInterrupt:
         print(f"stopped; what was measured is in {folder / NAME}.json", file=sys.stderr)
         sys.exit(130)

@@ -15,6 +15,7 @@ import hashlib
 import io
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -32,6 +33,7 @@ from core.elastic import ElasticCO2, WorkersChanged
 from core.errors import UserError
 from core.guard import all_finite
 from core.members import Members, Over, Report
+from core.methods import Method
 from training.config import settings
 from training.sampling import per_worker, steps_per_epoch
 from training.start import difference
@@ -69,11 +71,13 @@ class Deal:
 class Elastic:
     """One worker's part. Attributes: deal; drawn, how many steps' batches this worker has taken or skipped."""
 
+    mesh = None  # no workers that synchronise every step
+
     def __init__(self, run: Run):
         self.run = run
         self.share = per_worker(run.recipe.batch_size, run.world_size)
         self.drawn = self.samples = 0
-        self.finite = True  # the model that was saved last
+        self._finite = True  # the model that was saved last
         self.deal = Deal(0, 0, 0, run.world_size)
         self._nominal = run.world_size
         self._names: list[str] = []
@@ -94,7 +98,12 @@ class Elastic:
         if verdict := difference(first, mine, self.run.rank):
             raise UserError(verdict)
 
-    def make_method(self, model: nn.Module, schedule: Schedule | None) -> tuple[nn.Module, ElasticCO2]:
+    def leave(self, failed: bool) -> None:
+        """Nothing to do: the others go on without this worker, and a checkpoint is written at once."""
+
+    def make_method(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Schedule | None
+    ) -> tuple[nn.Module, ElasticCO2]:
         """The model, and the method, still alone."""
         r = self.run.recipe
         buffers = list(model.buffers()) if r.average_buffers else []
@@ -108,7 +117,13 @@ class Elastic:
         return model, self.method
 
     def begin(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: LRScheduler, samples: int, epoch: int
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: LRScheduler,
+        method: Method,
+        samples: int,
+        epoch: int,
     ) -> float:
         """Comes among the workers, with their state; returns the seconds of training that led to it."""
         self._parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
@@ -145,19 +160,20 @@ class Elastic:
         """See ElasticBackground.sum_of_all."""
         return self.method.background.sum_of_all(values.cpu())
 
-    def together(self, act: Callable[[], None]) -> None:
-        """The first worker's `act`, for which all wait; the next one's where it is lost meanwhile."""
+    def stopped_by(self, number: int) -> int:
+        """The signal that stops the run, which the launcher passes on to all."""
+        return number or signal.SIGTERM
+
+    def conclude(self, act: Callable[[], None]) -> None:
+        """The first worker's `act`, for which all wait; the next one's where it is lost meanwhile. Then the end."""
         while True:
             if self.run.rank == 0:
                 act()
             try:
                 self.sum(torch.zeros(1))
-                return
+                break
             except WorkersChanged:
                 continue
-
-    def close(self) -> None:
-        """The run has ended, and all know it."""
         self.members.end()
         self.method.close()
 
@@ -186,14 +202,18 @@ class Elastic:
         if self.run.rank > 0:
             return
         state = self._parts["model"].state_dict().values()
-        self.finite = bool(all_finite(t for t in state if t.is_floating_point()))
-        if not self.finite:
+        self._finite = bool(all_finite(t for t in state if t.is_floating_point()))
+        if not self._finite:
             what = "the model is not finite: no checkpoint is written, the last one stays"
             print(f"warning: step {self.drawn}: {what}", file=sys.stderr, flush=True)
         else:
             data = io.BytesIO()
             torch.save(self.state(), data)
             save(self.run.folder.checkpoints, self.drawn, data.getbuffer())
+
+    def saved(self) -> bool:
+        """False: the last checkpoint was not written, for the model is not finite."""
+        return self._finite
 
     def _found(self) -> None:
         """The first worker's start: afresh, or from the newest checkpoint, also where all workers were lost."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -13,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
@@ -21,32 +18,20 @@ from tqdm import tqdm
 from core import peers
 from core.errors import DivergedError, UserError
 from core.guard import forget
-from core.methods import Method, OverlapLocalSGD, Zeroth, make_method
+from core.methods import Method, OverlapLocalSGD
 from core.rounds import LocalMethod
 from core.schedules import from_text
-from training import checkpoint, named, stored
-from training.config import settings
 from training.counters import Averages, Due, Every, Stopwatch, Timer
 from training.elastic import Elastic
+from training.fixed import Fixed
 from training.folder import RunFolder
 from training.optim import lr_factor
 from training.recipe import Recipe, momentum_note
 from training.round_log import RoundLog
-from training.sampling import mix, per_worker
-from training.start import join
+from training.sampling import per_worker
 from training.stop import StopSignal
 from training.throttle import make_link
-from training.workers import (
-    has_bfloat16,
-    largest_of_workers,
-    make_mesh,
-    pick_device,
-    random_state,
-    rank,
-    set_random_state,
-    tune,
-    world_size,
-)
+from training.workers import has_bfloat16, pick_device, rank, tune, world_size
 
 T = TypeVar("T")
 
@@ -57,7 +42,8 @@ class Run:
     Before the loop: shard, shard_optimizer, make_method, begin. After every step: after_step, which says whether an
     evaluation, a checkpoint (save) or the stop (stop) is due. After the loop: end.
 
-    Attributes: rank, world_size, device, folder, step (how many have been taken), clock.
+    Attributes: rank, world_size, device, folder, step (how many have been taken), clock; means of what is
+    logged; rounds, their log.
     """
 
     def __init__(self, recipe: Recipe):
@@ -68,46 +54,29 @@ class Run:
         tune(self.device, tf32=recipe.tf32, cudnn_benchmark=recipe.cudnn_benchmark)
         self.step = 0
         self.clock = Stopwatch()
-        self._elastic = Elastic(self) if recipe.elastic else None
-        self.folder = RunFolder(recipe.folder, -1 if self._elastic else self.rank, self.clock)
+        self._workers: Fixed | Elastic = Elastic(self) if recipe.elastic else Fixed(self)
+        self.folder = RunFolder(recipe.folder, -1 if recipe.elastic else self.rank, self.clock)
         self.link = make_link(recipe.link_mbit, self.device)
-        self._means = Averages()
+        self.means = Averages()
         self._minutes = Timer(recipe.save_minutes)
-        self._rounds = RoundLog(recipe, self.folder, self.device)
+        self.rounds = RoundLog(recipe, self.folder, self.device)
         self._stop = StopSignal()
         self._to_skip = 0  # batches
         self._model: nn.Module | None = None
-        self._mesh: DeviceMesh | None = None  # [nodes, workers of a node], where those synchronise every step
         self._bar: tqdm[Any] | None = None
-        self._saver: checkpoint.Saver | None = None
-        self._hand_over: Callable[[], None] = lambda: None  # the method's part of a checkpoint
 
     def __enter__(self) -> Run:
         torch.manual_seed(self.recipe.seed * 1_000_003 + self.rank)  # rank 0's initial parameters are broadcast
         self._stop.listen()
-        if self._elastic:
-            self._made_group = False
-            self._elastic.meet()
-            return self
-        self._made_group = join(self.device, self.recipe.timeout, settings(self.recipe))
-        self.folder.open(self.recipe, self.world_size, self.device)
-        self._mesh = make_mesh(self.device, self.recipe.per_node, self.recipe.zero, self.recipe.timeout)
-        place = self.rank, self.world_size, self.folder.attempt, self.recipe.timeout
-        self._saver = checkpoint.Saver(self.folder.checkpoints, *place)
+        self._workers.meet()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """A collective's error becomes one line that names the worker because of which it failed."""
         if self._bar is not None:
             self._bar.close()
-        if self._saver is not None and kind is None:
-            self._hand_over()  # of a loop that ended without stop() or end()
-            self._saver.close()
-        elif self._saver is not None:
-            self._saver.abandon()
+        self._workers.leave(failed=kind is not None)
         self.folder.close()
-        if self._made_group and kind is None:
-            dist.destroy_process_group()
         if error is not None and (explained := peers.explain(error)):
             raise explained from None
 
@@ -122,15 +91,17 @@ class Run:
                 f"samples a worker; give {2 * self.world_size} or more"
             )
         self._model = model.to(self.device)
-        if self._mesh is None:
+        mesh = self._workers.mesh
+        if mesh is None:
             return self._model
         compute = torch.bfloat16 if self._mixed() else torch.float32
         ddp = self.recipe.method == "ddp"
-        return _zero().shard_model(self._model, self._mesh, self.recipe.zero, everywhere=ddp, compute=compute)
+        return _zero().shard_model(self._model, mesh, self.recipe.zero, everywhere=ddp, compute=compute)
 
     def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimiser, its state shared out inside the node with ZeRO-1."""
-        return _zero().shard_optimizer(optimizer, self._mesh, self.recipe.zero) if self._mesh else optimizer
+        mesh = self._workers.mesh
+        return _zero().shard_optimizer(optimizer, mesh, self.recipe.zero) if mesh else optimizer
 
     def make_method(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, total: int | None = None
@@ -143,31 +114,7 @@ class Run:
             assert total is not None, "give make_method the run's steps"
             return r.optim.lr * lr_factor(step, total, r.optim)
 
-        if self._elastic:
-            return self._elastic.make_method(model, from_text(r.schedule, r.co2, lr))
-        if r.method == "zo":
-            inner = {"lr": lambda: optimizer.param_groups[0]["lr"], "timeout": r.timeout, "link": self.link}
-            return model, Zeroth(model, r.zeroth, **inner)
-        wrapped, method = make_method(
-            r.method,
-            model,
-            co2=r.co2,
-            delayed=r.delayed,
-            slowmo=r.slowmo,
-            overlap_local=r.overlap_local,
-            schedule=from_text(r.schedule, r.co2, lr),
-            lr=lambda: optimizer.param_groups[0]["lr"],
-            average_buffers=r.average_buffers,
-            mesh=self._mesh,
-            shard=r.shard,
-            offload=r.offload,
-            timeout=r.timeout,
-            link=self.link,
-            ddp_wire=r.ddp_wire,
-        )
-        if isinstance(method, LocalMethod):
-            method.skip_after = r.skip_after
-        return wrapped, method
+        return self._workers.make_method(model, optimizer, from_text(r.schedule, r.co2, lr))
 
     def begin(
         self,
@@ -185,28 +132,13 @@ class Run:
         epoch, total: the optimiser steps of an epoch and of the whole run. samples: of the training set, which elastic
         runs deal out anew. The rest is what a checkpoint holds.
         """
-        self._model, self._optimizer = model, optimizer
-        self._schedule, self._method, self._total = schedule, method, total
-        self._rounds.allocations.model = model
+        self._model, self._schedule, self._method, self._total = model, schedule, method, total
+        self.rounds.allocations.model = model
         if isinstance(method, LocalMethod):
             method.on_left_out = forget(optimizer)
-        if self._elastic:
-            seconds = self._elastic.begin(model, optimizer, schedule, samples, epoch)
-        else:
-            self._hand_over = method.hand_over
-            seconds = self._resume() if self.recipe.resume else 0.0
-            self.folder.begin(self.step)
-        if self.recipe.recommended and self.rank == 0:
-            told = ", ".join(
-                f"{key} {getattr(self.recipe.co2, key)}" for key in ("merge", "delay", "gap", "outer_momentum")
-            )
-            tqdm.write(f"co2 with the recommended settings ({told}); --no_recommended: the paper's", file=sys.stderr)
-        tau = self.recipe.co2.tau
-        if self.rank == 0 and self.recipe.method not in ("ddp", "zo") and isinstance(tau, int) and total < tau:
-            remedy = "give a smaller --co2.tau or more --epochs"
-            tqdm.write(f"warning: {total} steps are less than a round of tau={tau}: {remedy}", file=sys.stderr)
-        if self.rank == 0 and (note := momentum_note(self.recipe, self.world_size)):
-            tqdm.write(note, file=sys.stderr)
+        seconds = self._workers.begin(model, optimizer, schedule, method, samples, epoch)
+        if self.rank == 0:
+            self._tell_settings(total)
         self._evaluation = Every(epoch * self.recipe.eval_every, self.step)
         self._saving = Every(epoch * self.recipe.checkpoint_every, self.step)
         self._minutes.restart()
@@ -216,21 +148,25 @@ class Run:
         self.clock.start(seconds)
         return self.step
 
+    def _tell_settings(self, total: int) -> None:
+        """On the screen: where they are not the paper's, or do not suit the run's length or the number of workers."""
+        r, co2 = self.recipe, self.recipe.co2
+        if r.recommended:
+            told = ", ".join(f"{key} {getattr(co2, key)}" for key in ("merge", "delay", "gap", "outer_momentum"))
+            tqdm.write(f"co2 with the recommended settings ({told}); --no_recommended: the paper's", file=sys.stderr)
+        if r.method not in ("ddp", "zo") and isinstance(co2.tau, int) and total < co2.tau:
+            remedy = "give a smaller --co2.tau or more --epochs"
+            tqdm.write(f"warning: {total} steps are less than a round of tau={co2.tau}: {remedy}", file=sys.stderr)
+        if note := momentum_note(r, self.world_size):
+            tqdm.write(note, file=sys.stderr)
+
     # -- in the loop ----------------------------------------------------------------------------------------
 
     def batches(self, make: Callable[[Any, int, int, int, int], Iterator[T]]) -> Iterator[T]:
         """This worker's training batches, without those of the steps that it leaves out (CO2Config.steps by_speed): the
         next round begins with the same batch number on all workers, and step counts all of them. make: (recipe, rank,
-        world_size, start, total) -> those of the steps from `start` to `total` of a run whose workers stay the same;
-        with method zo two of them may take the same data."""
-        place = self.rank, self.world_size
-        if isinstance(self._method, Zeroth):
-            place = self._method.order.data_rank, self._method.order.data_workers
-        if self._elastic:
-            batches = self._elastic.batches(make, self.step, self._total)
-        else:
-            batches = make(self.recipe, *place, self.step, self._total)
-        for batch in batches:
+        world_size, start, total) -> those of the steps from `start` to `total` of a run whose workers stay the same."""
+        for batch in self._workers.batches(make, self.step, self._total):
             if self._to_skip:
                 self._to_skip -= 1
             else:
@@ -263,9 +199,9 @@ class Run:
         before = self.step
         self.step += 1 + (self._skip_steps() if closed else 0)
         self._bar.update(self.step - before)
-        self._means.add(scalars)
+        self.means.add(scalars)
         if closed:
-            self._rounds.close_round(self.step, self._method)
+            self.rounds.close_round(self.step, self._method)
         if self.step // self.recipe.log_every > before // self.recipe.log_every:
             self._log_means()
         open_end = (closed or self._skipped()) and self.step < self._total
@@ -308,8 +244,8 @@ class Run:
 
     def _log_means(self) -> None:
         """Logs the means since the last time, the learning rate and the share of communication hidden so far."""
-        overlap, bar = self._rounds.overlap, self._bar
-        scalars = {"lr": self._schedule.get_last_lr()[0], **self._means.pop()}
+        overlap, bar = self.rounds.overlap, self._bar
+        scalars = {"lr": self._schedule.get_last_lr()[0], **self.means.pop()}
         self.log(**scalars, hidden_share=overlap.hidden_share)
         if bar is not None and not bar.disable:
             shown = {name: f"{float(value):.4g}" for name, value in scalars.items()}
@@ -331,7 +267,7 @@ class Run:
     def paused(self) -> Iterator[None]:
         """For evaluations: stops the clock, and gathers a sharded model's parameters."""
         gathering = contextlib.nullcontext()
-        if self._mesh is not None and self._model is not None:
+        if self._workers.mesh is not None and self._model is not None:
             gathering = _zero().gathered(self._model, self.recipe.zero)
         with self.clock.paused(), gathering:
             yield
@@ -344,11 +280,7 @@ class Run:
 
     def sum_tensor(self, values: Tensor) -> Tensor:
         """The sum over all workers; every worker must call it."""
-        if self._elastic:
-            return self._elastic.sum(values)
-        if dist.is_initialized():
-            dist.all_reduce(values)
-        return values
+        return self._workers.sum(values)
 
     # -- checkpoints and the end ----------------------------------------------------------------------------
 
@@ -359,78 +291,7 @@ class Run:
         training goes on, unless a worker's model is not finite. UserError on all workers where the one before could
         not be written.
         """
-        if self._elastic:
-            return self._elastic.save()
-        assert self._model is not None, "call begin() before the loop"
-        with self.clock.paused():
-            self._saver.wait()
-            self._rounds.read()
-            live = {
-                "model": self._model.state_dict(),
-                "optimizer": named.of_optimizer(self._optimizer, self._model),
-                "schedule": self._schedule.state_dict(),
-                "means": self._means.state_dict(),
-                "rng": random_state(self.device),
-            }
-            tensors: dict[str, Tensor] = {}
-            state = stored.take_out(live, tensors) | {
-                "step": self.step,
-                "node": self._node,
-                "totals": self._rounds.overlap.state_dict() | {"seconds": self.clock.seconds},
-            }
-            self._method.snapshot(functools.partial(self._write, self.step, state, tensors))
-
-    def _write(self, step: int, state: dict[str, Any], tensors: dict[str, Tensor], method: dict[str, Any]) -> None:
-        """Once the method's part is known, too: at the next boundary where an all-reduce was in flight."""
-        assert self._model is not None
-        by_name = named.of_method(self._method, self._model, method)
-        of_method = {"method": {"name": self.recipe.method, "state": by_name}}
-        self._saver.start(step, state | stored.take_out(of_method, tensors, copy=False), tensors)
-
-    def _resume(self) -> float:
-        """Restores the newest checkpoint, if there is one; returns the seconds of training that led to it."""
-        found = checkpoint.load(self.folder.checkpoints, rank=self.rank, world_size=self.world_size)
-        if found is None:
-            return 0.0
-        state, workers = found
-        if state["method"]["name"] != self.recipe.method:
-            raise UserError(f"{self.folder.path} was trained with {state['method']['name']}, not {self.recipe.method}")
-        if state["node"] != self._node:
-            raise UserError(
-                f"{self.folder.path} was trained with {state['node']} workers a node, here there are {self._node}: "
-                f"resume with --per_node {state['node']}"
-            )
-        assert self._model is not None
-        named.load_model(self._model, state["model"])
-        named.load_optimizer(self._optimizer, self._model, state["optimizer"])
-        self._schedule.load_state_dict(state["schedule"])
-        self._method.load_state_dict(named.flat_of_method(state["method"]["state"]))
-        self._rounds.overlap.load_state_dict(state["totals"])
-        self._means.load_state_dict(state["means"])
-        self.step = int(state["step"])
-        if workers == self.world_size:
-            set_random_state(state["rng"], self.device)
-        else:
-            self._change_workers(workers)
-        return state["totals"]["seconds"]
-
-    def _change_workers(self, before: int) -> None:
-        """Says what of a checkpoint of `before` workers goes on, and gives all random states of their own."""
-        torch.manual_seed(mix(self.recipe.seed, self.rank, self.step))
-        if self.rank > 0:
-            return
-        now, its = self.world_size, "the optimiser's states"
-        rest = f"{its} of rank {now} and above are dropped" if now < before else f"rank {before} and above copy {its}"
-        tqdm.write(
-            f"warning: {before} workers wrote the checkpoint, {now} go on: the parameters, {self.recipe.method}'s "
-            f"state and what was in flight carry over; {rest}; random states begin anew",
-            file=sys.stderr,
-        )
-
-    @property
-    def _node(self) -> int:
-        """How many workers synchronise every step."""
-        return self._mesh.size(1) if self._mesh is not None else 1
+        self._workers.save()
 
     def stop(self) -> None:
         """Ends the run early, in place of method.finish(), the last evaluation and end().
@@ -439,12 +300,9 @@ class Run:
         evaluated: what stopped it may leave no time, and the resumed run will.
         """
         self.save()
-        if self._elastic:
-            number = self._stop.number or signal.SIGTERM  # the launcher passes it on to all
-        else:
-            number = largest_of_workers(self._stop.number, self.device)  # a signal may have come to one of them alone
+        number = self._workers.stopped_by(self._stop.number)
         self._method.finish()  # of this the checkpoint knows nothing: the workers part in peace
-        self._written()
+        self._workers.saved()
         self._part(lambda: self._summarise({"stopped_by_signal": number}))
 
     def end(self, results: dict[str, float]) -> None:
@@ -455,7 +313,7 @@ class Run:
 
         def conclude() -> None:
             self.save()
-            if not self._written():
+            if not self._workers.saved():
                 raise DivergedError(
                     f"{self.folder.path}: the trained model is not finite, the last checkpoint before is kept: lower "
                     "the learning rate, clip gradients, or look at the data"
@@ -464,21 +322,10 @@ class Run:
 
         self._part(conclude)
 
-    def _written(self) -> bool:
-        """Waits until the last checkpoint is; False: it is not, for the model is not finite."""
-        if self._elastic:
-            return self._elastic.finite
-        return self._saver.wait()
-
     def _part(self, conclude: Callable[[], None]) -> None:
         """Concludes the run, and leaves the other workers."""
-        self._rounds.finish(self.step)
-        if self._elastic:
-            self._elastic.together(conclude)
-            self._elastic.close()
-        else:
-            conclude()
-            self._method.close()
+        self.rounds.finish(self.step)
+        self._workers.conclude(conclude)
 
     def _summarise(self, results: dict[str, float]) -> None:
         seconds = self.clock.seconds
@@ -487,7 +334,7 @@ class Run:
             "steps": self.step,
             "seconds": seconds,
             "steps_per_second": self.step / seconds if seconds else 0.0,
-            **self._rounds.overlap.summary(),
+            **self.rounds.overlap.summary(),
         }
         if self._bar is not None:
             self._bar.close()  # before the table is printed

@@ -63,10 +63,7 @@ def seconds_to(times: Sequence[float], losses: Sequence[float], target: float) -
 
 
 def limit(ddp: dict[str, Any], reference: dict[str, Any], target: float) -> float | None:
-    """Seconds to the target of ddp whose communication takes no time: its losses, when the steps of the run without
-    communication were done."""
-    when = dict(zip(reference["steps"], reference["times"], strict=True))
-    for step, loss in zip(ddp["steps"], ddp["losses"], strict=True):
-        if loss <= target:
-            return when[step]
-    return None
+    """Seconds to the target of ddp whose communication takes no time: its losses, when the run without communication
+    had done as many steps, by its first snapshot from there on. None: ddp, or that run, did not come so far."""
+    reached = next((step for step, loss in zip(ddp["steps"], ddp["losses"], strict=True) if loss <= target), math.inf)
+    return next((t for step, t in zip(reference["steps"], reference["times"], strict=True) if step >= reached), None)

@@ -11,6 +11,7 @@ from ..fast.wire import BITS, BLOCK, BLOCK_BYTES
 
 Kind = Literal["raw", "int", "top", "rank"]
 INT_BITS = sorted(BITS.values())
+SMALL = 10_000  # elements, LEGACY's threshold as released
 POINTS = 9  # densities, geometric, from a tenth of the given one to ten times it
 RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # where a layer may change its family
 REMEDY = (
@@ -130,6 +131,15 @@ def less_and_more(like: Choice) -> tuple[Choice, Choice]:
     if like.kind == "rank":
         return Choice("rank", max(1, like.value // 2)), Choice("rank", 2 * like.value)
     return Choice("top", like.value / 2), Choice("top", min(0.49, 2 * like.value))
+
+
+def for_small_layers(like: Choice) -> Choice:
+    """What LEGACY's rule of layer sizes gives a layer of fewer than SMALL elements (ICLR 2026; as released, where small
+    layers send ten times the density of the others; the other families, and its phases of training, are not there). Of
+    them the most that Accordion would give."""
+    if like.kind == "top":
+        return Choice("top", min(0.49, 10 * like.value))
+    return less_and_more(like)[1]
 
 
 def may_take(layer: Layer, choices: Sequence[Choice], like: Choice, family: str) -> list[bool]:

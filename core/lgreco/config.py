@@ -7,7 +7,8 @@ from typing import Literal
 
 from ..errors import UserError
 
-RULES = ("lgreco", "accordion", "lgreco_accordion", "uniform")
+RULES = ("lgreco", "accordion", "lgreco_accordion", "legacy", "uniform")
+FIXED = ("legacy", "uniform")  # decide once, before anything is sent
 KNOWN = {"family": ("same", "any"), "rule": RULES, "error": ("norm", "squared")}
 
 
@@ -17,10 +18,11 @@ class LGrecoConfig:
 
     family: Literal["same", "any"] = "same"
     """Choose among other bits, densities or ranks of the uniform setting's family, or among all of them."""
-    rule: Literal["lgreco", "accordion", "lgreco_accordion", "uniform"] = "lgreco"
+    rule: Literal["lgreco", "accordion", "lgreco_accordion", "legacy", "uniform"] = "lgreco"
     """lgreco: the fewest bytes within the error of the uniform setting; accordion: half or twice that setting, by how
-    much a layer's norm has changed; lgreco_accordion: lgreco within the error of Accordion's choices; uniform: every
-    layer the same, for good."""
+    much a layer's norm has changed; lgreco_accordion: lgreco within the error of Accordion's choices; legacy: more than
+    that setting for layers of few elements, by LEGACY's rule of sizes, for good; uniform: every layer the same, for
+    good."""
     error: Literal["norm", "squared"] = "norm"
     """What of a layer's error adds up: its norm (as released), or its square, as in the whole model's error."""
     share: float = 1.0

@@ -12,8 +12,10 @@ from ..allocate import accordion, allocate, total
 from ..errors import UserError
 from .choices import (
     RAW,
+    SMALL,
     Choice,
     Layer,
+    for_small_layers,
     less_and_more,
     may_take,
     message_bytes,
@@ -56,8 +58,9 @@ class Allocation:
 
 
 class Decider:
-    """choices: all that any layer may take. uniform: what each gets where all get the same. before: norms of the layers
-    at the last decision, float64 [layers], 0 where there was none; for Accordion."""
+    """choices: all that any layer may take. uniform: what each gets where all get the same; start: before the first
+    decision. before: norms of the layers at the last decision, float64 [layers], 0 where there was none; for Accordion.
+    """
 
     def __init__(self, layers: Sequence[Layer], like: str, config: LGrecoConfig, world_size: int):
         self.layers, self.config, self.name = layers, config, like
@@ -66,12 +69,17 @@ class Decider:
         if all(choice == RAW for choice in self.uniform):
             raise UserError(f"wire.like={like!r} would save nothing in any parameter of this model: give less")
         self._less, self._more = less_and_more(choice)
-        extra = [self._less, self._more] if "accordion" in config.rule else []
+        small = for_small_layers(choice)
+        extra = [self._less, self._more] if "accordion" in config.rule else [small] if config.rule == "legacy" else []
         all_of_them = offered(choice, config.family, config.lowest_rank, config.highest_rank)
         self.choices = list(dict.fromkeys([*all_of_them, *extra]))
         self.offered = torch.tensor([may_take(layer, self.choices, choice, config.family) for layer in layers])
         self.sizes = torch.tensor([[sent_bytes(z, c, world_size) for c in self.choices] for z in layers]).double()
         self.before = torch.zeros(len(layers), dtype=torch.float64)
+        self.start = self.uniform
+        if config.rule == "legacy":
+            few = [layer.numel < SMALL for layer in layers]
+            self.start = self._where_offered([small if f else u for f, u in zip(few, self.uniform, strict=True)])
 
     def decide(self, curves: Tensor, norms: Tensor, now: Sequence[Choice], number: int) -> Allocation:
         """curves: float64 [layers, choices], of the workers' mean, NaN in the row of a layer that is not finite, which
@@ -98,7 +106,10 @@ class Decider:
         if "accordion" not in self.config.rule:
             return self.uniform
         little = accordion(self.before, norms).tolist()
-        wanted = [self._less if calm else self._more for calm in little]
+        return self._where_offered([self._less if calm else self._more for calm in little])
+
+    def _where_offered(self, wanted: list[Choice]) -> list[Choice]:
+        """wanted, and the uniform setting where a layer cannot take that."""
         fits = [bool(self.offered[i, self.choices.index(c)]) for i, c in enumerate(wanted)]
         return [c if ok else u for c, ok, u in zip(wanted, fits, self.uniform, strict=True)]
 

@@ -26,7 +26,7 @@ from ..fast.wire import BLOCK, INTS, Rounding, Wire
 from ..flat import Bucket, Scalars, copy
 from ..groups import Stage, all_reduce
 from .choices import Choice, code
-from .config import LGrecoConfig
+from .config import FIXED, LGrecoConfig
 from .curves import curve
 from .decide import Allocation, Decider
 from .layout import Layout, Part, in_bucket, layers_of, slack
@@ -39,7 +39,7 @@ class LGreco:
 
     state: "error_feedback" and "mean_error_feedback", in an order that follows the allocation; "allocation", by which
     a resumed run goes on with it; low rank's "q", how many of its columns are in use, and the layers' norms at the last
-    decision. All zeros is the start: every layer as `like` says.
+    decision. All zeros is the start: every layer as `like` says, or as LEGACY's rule does.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class LGreco:
         self.first = first if config.first is None else config.first
         self.layers = layers_of(buckets)
         self.decider = Decider(self.layers, like, config, world_size)
-        self.chosen: Sequence[Choice] = self.decider.uniform
+        self.chosen: Sequence[Choice] = self.decider.start
         self.allocation: Allocation | None = None  # the last decision
         self._codes = {code(c): c for c in self.decider.choices}
         self._make_state()
@@ -91,7 +91,7 @@ class LGreco:
 
     def due(self, number: int) -> bool:
         """Whether the curves are taken in this reduction."""
-        return self.config.rule != "uniform" and number >= self.first and (number - self.first) % self.every == 0
+        return self.config.rule not in FIXED and number >= self.first and (number - self.first) % self.every == 0
 
     # -- one reduction --------------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class LGreco:
 
     def _choice(self, layer: int, number: float) -> Choice:
         if not number:
-            return self.decider.uniform[layer]
+            return self.decider.start[layer]
         if number not in self._codes:
             raise UserError(
                 f"the checkpoint sends layer {layer} in a way ({number:g}) that wire.like={self.decider.name!r} with "

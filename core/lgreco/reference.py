@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from ..fast.quantized import chunk_of
 from ..fast.wire import BLOCK, decode, encode
 from .choices import Choice, Layer
-from .config import LGrecoConfig
+from .config import FIXED, LGrecoConfig
 from .curves import curve
 from .decide import Decider
 from .lowrank import fill
@@ -30,7 +30,7 @@ class Reference:
         self.workers, self.config = workers, config
         self.layers = [_layer(shape, dtype) for shape in shapes]
         self.decider = Decider(self.layers, like, config, workers)
-        self.chosen: Sequence[Choice] = self.decider.uniform
+        self.chosen: Sequence[Choice] = self.decider.start
         self.errors = [torch.zeros(workers, z.numel, dtype=dtype) for z in self.layers]
         self.mean_errors = [torch.zeros(z.numel, dtype=dtype) for z in self.layers]
         self.q = [torch.zeros(z.columns, 0, dtype=dtype) for z in self.layers]
@@ -41,7 +41,7 @@ class Reference:
         assert self.config.every is not None and self.config.first is not None
         self.number += 1
         sends = [d + e for d, e in zip(differences, self.errors, strict=True)]
-        due = self.config.rule != "uniform" and (self.number - self.config.first) % self.config.every == 0
+        due = self.config.rule not in FIXED and (self.number - self.config.first) % self.config.every == 0
         found = None
         if due and self.number >= self.config.first:
             curves = torch.stack([self._curve(i, send) for i, send in enumerate(sends)])

@@ -187,6 +187,8 @@ def test_the_target_and_the_limit():
     ddp = {"steps": [0, 2, 4], "losses": [2.0, 1.0, 0.5], "times": [0.0, 5.0, 9.0]}
     reference = {"steps": [0, 2, 4, 6], "times": [0.0, 0.6, 1.1, 1.7]}
     assert limit(ddp, reference, 0.5) == 1.1 and limit(ddp, reference, 0.4) is None
+    at_its_end = {"steps": [0, 2, 5], "losses": [2.0, 1.0, 0.5]}  # where the other took no snapshot
+    assert limit(at_its_end, reference, 0.5) == 1.7
     assert seconds_to(ddp["times"], ddp["losses"], 1.0) == 5.0 and seconds_to([0.0], [math.nan], 1.0) is None
 
 

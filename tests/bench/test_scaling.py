@@ -155,6 +155,7 @@ def test_the_default_grid_takes_less_than_half_an_hour():
 def test_settings_are_read():
     assert Setting.parse("ddp") == Setting("ddp", 1)
     assert Setting.parse("co2:auto") == Setting("co2", "auto")
+    assert Setting.parse("co2_recommended:auto") == Setting("co2_recommended", "auto")
     assert str(Setting.parse("slowmo:12")) == "slowmo tau 12"
 
 

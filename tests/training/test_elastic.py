@@ -87,7 +87,7 @@ def test_a_model_that_is_not_finite_is_not_saved(tmp_path: Path, capsys: pytest.
     for worker.drawn, bias in enumerate((1.0, float("nan"), float("inf"))):
         nn.init.constant_(model.bias, bias)
         worker.save()
-        assert worker.finite == (worker.drawn == 0)
+        assert worker.saved() == (worker.drawn == 0)
     assert elastic.load(tmp_path) == {"step": 0}
     assert capsys.readouterr().err.count("the model is not finite: no checkpoint is written") == 2
 

@@ -1,0 +1,134 @@
+"""What L-GreCo may choose from, what that costs and loses, by hand; and the settings that are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from core import UserError
+from core.fast import WireConfig
+from core.lgreco.choices import Choice, offered, parse, sent_bytes, uniform
+from core.lgreco.config import LGrecoConfig
+from core.lgreco.curves import curve
+from tests.core.test_lgreco import built
+from tests.problems import Mean
+
+
+def test_costs_by_hand():
+    """A matrix 40 x 30, float32, four workers: 1.5 messages of what is reduced, three of what is gathered."""
+    layer = built("int4", LGrecoConfig()).reducer.layers[0]
+    layer = type(layer)(0, 0, 1200, 40, 30, 4, (40, 30))
+    costs = {
+        "int4": 1200 * 132 / 256 * 1.5,
+        "int2": 1200 * 68 / 256 * 1.5,
+        "rank4": 4 * 70 * 4 * 1.5,
+        "top0.01": 12 * 8 * 3,
+    }
+    for name, bytes in costs.items():
+        assert sent_bytes(layer, parse(name), 4) == pytest.approx(bytes)
+    assert sent_bytes(layer, Choice("raw"), 4) == 4800 * 1.5
+    assert sent_bytes(layer, parse("top0.01"), 1) == 96, "one worker decides as one of two"
+
+
+def test_curves_by_hand():
+    """diag(4, 3, 2, 1): rank r leaves the root of the squares of the rest; top-k what the smallest add up to."""
+    matrix = torch.zeros(40, 30, dtype=torch.float64)
+    matrix[range(4), range(4)] = torch.tensor([4.0, 3.0, 2.0, 1.0], dtype=torch.float64)
+    layer = built("int4", LGrecoConfig()).reducer.layers[0]
+    layer = type(layer)(0, 0, 1200, 40, 30, 8, (40, 30))
+    choices = [Choice("raw"), Choice("rank", 1), Choice("rank", 3), Choice("top", 2 / 1200), parse("int2")]
+    errors = curve(matrix.view(-1), layer, choices, [True] * 5, seed=0)
+    assert errors.tolist() == pytest.approx([0.0, 14**0.5, 1.0, 5**0.5, 6**0.5], abs=1e-6)
+    # int2: all four lie in the first block, whose step is 4: 3 becomes 4, 2 (half a step, to even) and 1 become 0
+    assert curve(matrix.view(-1) * float("nan"), layer, choices, [True] * 5, seed=0).isnan().all()
+    assert curve(matrix.view(-1), layer, choices, [True] * 4 + [False], seed=0)[4].isinf()
+
+
+def test_choices_of_each_family():
+    assert [str(c) for c in offered(parse("int4"), "same", 0.5, 2)] == [
+        "as it is",
+        "int4",
+        "int2",
+        "int3",
+        "int5",
+        "int6",
+        "int8",
+    ]
+    assert [str(c) for c in offered(parse("rank4"), "same", 0.5, 2)][1:] == [
+        "rank4",
+        "rank2",
+        "rank3",
+        "rank5",
+        "rank6",
+        "rank7",
+        "rank8",
+    ]
+    tops = [c.value for c in offered(parse("top0.01"), "same", 0.5, 2) if c.kind == "top"]
+    assert sorted(tops) == pytest.approx([0.01 * 10 ** (i / 4 - 1) for i in range(9)])
+    everything = {c.kind for c in offered(parse("top0.01"), "any", 0.5, 2)}
+    assert everything == {"raw", "int", "top", "rank"}
+    small = built("rank4", LGrecoConfig()).reducer.layers[3]
+    assert str(uniform(small, parse("rank4"))) == "as it is", "a vector has no rank"
+
+
+@pytest.mark.parametrize(("like", "small"), [("int4", "int8"), ("top0.01", "top0.1"), ("rank4", "rank8")])
+def test_legacys_rule_of_sizes(like: str, small: str):
+    """Fewer than 10,000 elements: as released, ten times the density. A vector is sent as it is where ranks are."""
+    mean = Mean(
+        [torch.zeros(s) for s in [(99, 101), (100, 100), (5000,)]],
+        {"steps": 1, "weight": 1},
+        WireConfig("lgreco", like=like, lgreco=LGrecoConfig(rule="legacy", first=1, every=1)).reducer,
+    )
+    vector = "as it is" if like == "rank4" else small
+    for _ in range(2):
+        assert [str(c) for c in mean.reducer.chosen] == [small, like, vector], "and nothing is ever chosen anew"
+        mean.launch(), mean.wait()
+    assert mean.reducer.allocation is None
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"format": "lgreco"}, "wire.like='': give int2"),
+        ({"format": "lgreco", "like": "int7"}, "wire.like='int7': give int2"),
+        ({"format": "lgreco", "like": "top0.7"}, "wire.like='top0.7': give"),
+        ({"format": "lgreco", "like": "rank0"}, "such as rank4"),
+        ({"format": "lgreco", "like": "rank2.5"}, "wire.like='rank2.5'"),
+        ({"format": "lgreco", "like": "int4", "error_feedback": False}, "always feeds back"),
+        ({"format": "int4", "like": "int4"}, "wire.like='int4' is of wire.format lgreco, not int4"),
+        ({"format": "int4", "lgreco": LGrecoConfig(every=3)}, "is of wire.format lgreco, not int4"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], text: str):
+    with pytest.raises(UserError) as caught:
+        WireConfig(**settings)
+    assert text in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"family": "all"},
+        {"rule": "best"},
+        {"error": "max"},
+        {"share": 0.0},
+        {"lowest_rank": 2.0},
+        {"highest_rank": 0.5},
+        {"every": 0},
+        {"first": 1.5},
+    ],
+)
+def test_bad_lgreco_settings(settings: dict[str, Any]):
+    (name, value) = next(iter(settings.items()))
+    with pytest.raises(UserError, match=f"wire.lgreco.{name}={value!r}: "):
+        LGrecoConfig(**settings)
+
+
+def test_what_saves_nothing_anywhere_is_refused():
+    with pytest.raises(UserError, match="wire.like='rank1000' would save nothing in any parameter of this model"):
+        built("rank1000", LGrecoConfig())

@@ -1,0 +1,152 @@
+"""L-GreCo's reducer in one process: layers out of the ordinary, what it holds back over switches, and resuming."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from core import UserError
+from core.allocate import total
+from core.fast import WireConfig
+from core.lgreco.choices import Choice, code, parse
+from core.lgreco.config import LGrecoConfig
+from core.lgreco.layout import in_bucket
+from tests.core.test_lgreco import SETTINGS, SHAPES, built, once, written
+from tests.problems import Mean
+from training.sampling import generator
+
+
+def train(mean: Mean, rounds: range, scale: Any = 1.0) -> None:
+    for round in rounds:
+        bucket = mean.buckets[0]
+        bucket.payload.copy_(torch.cat([written(0, round, i, bucket.flat.dtype) for i in range(len(SHAPES))]))
+        for i, view in enumerate(in_bucket(bucket.payload, mean.reducer.layers, range(len(SHAPES)))):
+            view.mul_(scale if isinstance(scale, float) else scale(i, round))
+        mean.scalars.set("steps", 1.0)
+        mean.scalars.set("weight", 1.0)
+        mean.launch()
+        mean.wait()
+
+
+@pytest.mark.parametrize("like", ["int4", "top0.01", "rank4"])
+def test_a_layer_that_is_not_finite_keeps_its_choice_and_the_others_go_on(like: str):
+    mean = built(like, LGrecoConfig(every=1, first=1))
+    train(mean, range(2))
+    before = list(mean.reducer.chosen)
+    train(mean, range(2, 3), lambda i, round: float("nan") if i == 4 else 10.0**i)
+    assert mean.reducer.chosen[4] == before[4] and mean.reducer.allocation.number == 3
+    assert like == "rank4" or list(mean.reducer.chosen) != before
+    assert "layers 4 are not finite and keep what they have" in mean.reducer.allocation.reason
+    bad = [bool(v.isnan().any()) for v in in_bucket(mean.buckets[0].payload, mean.reducer.layers, range(len(SHAPES)))]
+    assert bad[4], "what is not finite is seen by all"
+
+
+def test_a_layer_of_zeros_gets_the_least_bytes():
+    for like, least in (("int4", "int2"), ("top0.01", "top0.001"), ("rank4", "rank2")):
+        mean = built(like, LGrecoConfig(first=1))
+        train(mean, range(1), lambda i, round: 0.0 if i == 4 else 1.0)
+        assert str(mean.reducer.chosen[4]) == least
+        train(mean, range(1, 4))
+        assert mean.buckets[0].payload.isfinite().all(), "and comes back from zero"
+
+
+def test_one_layer():
+    for like in ("int4", "top0.01", "rank4"):
+        mean = Mean(
+            [torch.zeros(40, 50)],
+            {"steps": 1, "weight": 1},
+            WireConfig("lgreco", like=like, lgreco=LGrecoConfig(first=1)).reducer,
+        )
+        mean.buckets[0].payload.copy_(torch.randn(2000, generator=generator(1)))
+        mean.scalars.set("steps", 1.0)
+        mean.scalars.set("weight", 1.0)
+        mean.launch(), mean.wait()
+        found = mean.reducer.allocation
+        assert sum(found.bytes) <= found.uniform_bytes
+
+
+def test_a_matrix_narrower_than_the_largest_rank():
+    """Released: the branch by singular values fails there. (3, 90) has rank 3 at most."""
+    mean = built("rank4", LGrecoConfig("any", first=1, highest_rank=16.0))
+    assert max(c.value for c in mean.reducer.decider.choices if c.kind == "rank") == 64
+    train(mean, range(2))
+    narrow = mean.reducer.decider.offered[5].tolist()
+    assert not any(
+        ok and c.kind == "rank" and c.value > 3 for ok, c in zip(narrow, mean.reducer.decider.choices, strict=True)
+    )
+
+
+def test_the_report_counts_what_is_sent_not_the_uniform_setting():
+    """Released: the ratio it prints is of the uniform rank."""
+    mean = built("rank4", LGrecoConfig("any", first=1))
+    train(mean, range(1))
+    found = mean.reducer.allocation
+    assert sum(found.bytes) == pytest.approx(
+        total(mean.reducer.decider.sizes, [mean.reducer.decider.choices.index(c) for c in found.choices])
+    )
+    assert sum(found.bytes) < found.uniform_bytes
+    assert found.table().count("\n") == 1 + len(SHAPES) and "| 24 x 40 |" in found.table()
+    assert sum(b * z.numel for b, z in zip(found.bits, found.layers, strict=True)) / 8 == pytest.approx(
+        sum(found.bytes), rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s[0])
+def test_nothing_is_lost_over_switches_nor_where_nobody_moved(setting: Any):
+    """What landed and what is held back are the sum of all differences; means of nothing are thrown away."""
+    mean, sums, got = built(*setting), 0.0, 0.0
+    for round in range(8):
+        if round % 3 == 2:
+            mean.buckets[0].payload.zero_()
+            mean.scalars.set("steps", 0.0)
+            mean.scalars.set("weight", 1.0)
+            mean.launch(), mean.wait()
+            continue
+        train(mean, range(round, round + 1))
+        got = got + mean.buckets[0].payload
+        sums = sums + torch.cat([written(0, round, i) for i in range(len(SHAPES))])
+    mean.reducer._switch([Choice("raw")] * len(SHAPES))  # all that is held back of means joins the worker's own
+    layout = mean.reducer._layouts[0]
+    held = torch.cat(
+        [mean.reducer._errors[0][layout.starts[i] :][: z.numel] for i, z in enumerate(mean.reducer.layers)]
+    )
+    torch.testing.assert_close(got + held, sums, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("setting", SETTINGS[:5], ids=lambda s: s[0])
+@pytest.mark.parametrize("at", [1, 3, 4])
+def test_a_resumed_reducer_goes_on_bit_for_bit(setting: Any, at: int):
+    first, second = built(*setting), built(*setting)
+    train(first, range(at))
+    for name, flats in first.reducer.state.items():
+        for to, source in zip(second.reducer.state[name], flats, strict=True):
+            assert to.shape == source.shape
+            to.copy_(source)
+    second.background.restore(first.background.launched, False)
+    for round in range(at, 7):
+        train(first, range(round, round + 1)), train(second, range(round, round + 1))
+        assert torch.equal(first.buckets[0].payload, second.buckets[0].payload), round
+        assert list(first.reducer.chosen) == list(second.reducer.chosen)
+
+
+def test_state_of_zeros_is_the_start():
+    """As resync() makes it."""
+    for setting in SETTINGS[:5]:
+        used, fresh = built(*setting), built(*setting)
+        train(used, range(5))
+        for flat in (flat for flats in used.reducer.state.values() for flat in flats):
+            flat.zero_()
+        used.background.restore(0, False)
+        for round in range(5):
+            train(used, range(round, round + 1)), train(fresh, range(round, round + 1))
+            assert torch.equal(used.buckets[0].payload, fresh.buckets[0].payload)
+
+
+def test_another_settings_allocation_is_refused():
+    first, second = built("int4", LGrecoConfig("any", first=1)), built("int4", LGrecoConfig(first=1))
+    second.reducer._codes_now.copy_(torch.full((len(SHAPES),), code(parse("rank4")), dtype=torch.float64))
+    with pytest.raises(UserError, match="wire.like='int4' with family='same' does not offer: resume with the settings"):
+        once(second, 0, 0)
+    first.close()

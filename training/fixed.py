@@ -1,0 +1,212 @@
+"""A run whose workers stay the same, the usual one: its process group, its nodes, its checkpoints and what resumes from
+them. What Run asks of it training/elastic.py answers where workers come and go.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.lr_scheduler import LRScheduler
+from tqdm import tqdm
+
+from core.co2 import Schedule
+from core.errors import UserError
+from core.methods import Method, Zeroth, make_method
+from core.rounds import LocalMethod
+from training import checkpoint, named, stored
+from training.config import settings
+from training.sampling import mix
+from training.start import join
+from training.workers import largest_of_workers, make_mesh, random_state, set_random_state
+
+if TYPE_CHECKING:
+    from training.run import Run
+
+T = TypeVar("T")
+
+
+class Fixed:
+    """One worker's part. Attributes: mesh, [nodes, workers of a node] where those synchronise every step, else None."""
+
+    def __init__(self, run: Run):
+        self.run = run
+        self.mesh: DeviceMesh | None = None
+        self._model: nn.Module | None = None
+        self._saver: checkpoint.Saver | None = None
+        self._made_group = False
+        self._hand_over: Callable[[], None] = lambda: None  # the method's part of a checkpoint
+
+    def meet(self) -> None:
+        """Joins the other workers, opens the run folder, and groups the workers of a node."""
+        run, r = self.run, self.run.recipe
+        self._made_group = join(run.device, r.timeout, settings(r))
+        run.folder.open(r, run.world_size, run.device)
+        self.mesh = make_mesh(run.device, r.per_node, r.zero, r.timeout)
+        self._saver = checkpoint.Saver(run.folder.checkpoints, run.rank, run.world_size, run.folder.attempt, r.timeout)
+
+    def leave(self, failed: bool) -> None:
+        """Waits for the checkpoint that is being written, unless the run failed, and leaves the others."""
+        if self._saver is not None and not failed:
+            self._hand_over()  # of a loop that ended without stop() or end()
+            self._saver.close()
+        elif self._saver is not None:
+            self._saver.abandon()
+        if self._made_group and not failed:
+            dist.destroy_process_group()
+
+    def make_method(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Schedule | None
+    ) -> tuple[nn.Module, Method]:
+        """See core.methods.make_method."""
+        r = self.run.recipe
+        if r.method == "zo":
+            lr = {"lr": lambda: optimizer.param_groups[0]["lr"]}
+            return model, Zeroth(model, r.zeroth, timeout=r.timeout, link=self.run.link, **lr)
+        wrapped, method = make_method(
+            r.method,
+            model,
+            co2=r.co2,
+            delayed=r.delayed,
+            slowmo=r.slowmo,
+            overlap_local=r.overlap_local,
+            schedule=schedule,
+            lr=lambda: optimizer.param_groups[0]["lr"],
+            average_buffers=r.average_buffers,
+            mesh=self.mesh,
+            shard=r.shard,
+            offload=r.offload,
+            timeout=r.timeout,
+            link=self.run.link,
+            ddp_wire=r.ddp_wire,
+        )
+        if isinstance(method, LocalMethod):
+            method.skip_after = r.skip_after
+        return wrapped, method
+
+    def begin(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: LRScheduler,
+        method: Method,
+        samples: int,
+        epoch: int,
+    ) -> float:
+        """Resumes where the recipe says so; returns the seconds of training that led to it."""
+        self._model, self._optimizer, self._schedule, self._method = model, optimizer, schedule, method
+        self._hand_over = method.hand_over
+        seconds = self._resume() if self.run.recipe.resume else 0.0
+        self.run.folder.begin(self.run.step)
+        return seconds
+
+    def batches(self, make: Callable[[Any, int, int, int, int], Iterator[T]], start: int, total: int) -> Iterator[T]:
+        """The batches of steps `start` to `total`; with method zo two workers may take the same."""
+        place = self.run.rank, self.run.world_size
+        if isinstance(self._method, Zeroth):
+            place = self._method.order.data_rank, self._method.order.data_workers
+        return make(self.run.recipe, *place, start, total)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Over all workers, in place."""
+        if dist.is_initialized():
+            dist.all_reduce(values)
+        return values
+
+    def stopped_by(self, number: int) -> int:
+        """The signal that stops the run, which may have come to one worker alone."""
+        return largest_of_workers(number, self.run.device)
+
+    def conclude(self, act: Callable[[], None]) -> None:
+        """Every worker's `act`, and the end."""
+        act()
+        self._method.close()
+
+    # -- checkpoints ----------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Begins a checkpoint: copies what it holds, but for what an all-reduce in flight has yet to bring."""
+        assert self._model is not None and self._saver is not None, "call begin() before the loop"
+        run = self.run
+        with run.clock.paused():
+            self._saver.wait()
+            run.rounds.read()
+            live = {
+                "model": self._model.state_dict(),
+                "optimizer": named.of_optimizer(self._optimizer, self._model),
+                "schedule": self._schedule.state_dict(),
+                "means": run.means.state_dict(),
+                "rng": random_state(run.device),
+            }
+            tensors: dict[str, Tensor] = {}
+            state = stored.take_out(live, tensors) | {
+                "step": run.step,
+                "node": self._node,
+                "totals": run.rounds.overlap.state_dict() | {"seconds": run.clock.seconds},
+            }
+            self._method.snapshot(functools.partial(self._write, run.step, state, tensors))
+
+    def saved(self) -> bool:
+        """Waits until the last checkpoint is written; False: it is not, for the model is not finite."""
+        assert self._saver is not None
+        return self._saver.wait()
+
+    def _write(self, step: int, state: dict[str, Any], tensors: dict[str, Tensor], method: dict[str, Any]) -> None:
+        """Once the method's part is known, too: at the next boundary where an all-reduce was in flight."""
+        assert self._model is not None and self._saver is not None
+        by_name = named.of_method(self._method, self._model, method)
+        of_method = {"method": {"name": self.run.recipe.method, "state": by_name}}
+        self._saver.start(step, state | stored.take_out(of_method, tensors, copy=False), tensors)
+
+    def _resume(self) -> float:
+        """Restores the newest checkpoint, if there is one; returns the seconds of training that led to it."""
+        run, name = self.run, self.run.recipe.method
+        found = checkpoint.load(run.folder.checkpoints, rank=run.rank, world_size=run.world_size)
+        if found is None:
+            return 0.0
+        state, workers = found
+        if state["method"]["name"] != name:
+            raise UserError(f"{run.folder.path} was trained with {state['method']['name']}, not {name}")
+        if state["node"] != self._node:
+            raise UserError(
+                f"{run.folder.path} was trained with {state['node']} workers a node, here there are {self._node}: "
+                f"resume with --per_node {state['node']}"
+            )
+        assert self._model is not None
+        named.load_model(self._model, state["model"])
+        named.load_optimizer(self._optimizer, self._model, state["optimizer"])
+        self._schedule.load_state_dict(state["schedule"])
+        self._method.load_state_dict(named.flat_of_method(state["method"]["state"]))
+        run.rounds.overlap.load_state_dict(state["totals"])
+        run.means.load_state_dict(state["means"])
+        run.step = int(state["step"])
+        if workers == run.world_size:
+            set_random_state(state["rng"], run.device)
+        else:
+            self._change_workers(workers)
+        return state["totals"]["seconds"]
+
+    def _change_workers(self, before: int) -> None:
+        """Says what of a checkpoint of `before` workers goes on, and gives all random states of their own."""
+        run, r = self.run, self.run.recipe
+        torch.manual_seed(mix(r.seed, run.rank, run.step))
+        if run.rank > 0:
+            return
+        now, its = run.world_size, "the optimiser's states"
+        rest = f"{its} of rank {now} and above are dropped" if now < before else f"rank {before} and above copy {its}"
+        tqdm.write(
+            f"warning: {before} workers wrote the checkpoint, {now} go on: the parameters, {r.method}'s "
+            f"state and what was in flight carry over; {rest}; random states begin anew",
+            file=sys.stderr,
+        )
+
+    @property
+    def _node(self) -> int:
+        """How many workers synchronise every step."""
+        return self.mesh.size(1) if self.mesh is not None else 1
