@@ -1,6 +1,6 @@
 #!/bin/bash
 # Fine-tuning of a causal language model in Hugging Face's format on 10 servers of 8 x RTX 3090 (80 GPUs).
-# From the repository's root: MODEL=opt-1.3b DATA=sst2 [RECIPE=text ...] sbatch slurm/finetune_3090.sh [--lora.rank 8 ...]
+# From the repository's root: MODEL=opt-1.3b DATA=sst2 sbatch slurm/finetune_3090.sh [--lora.rank 8 ...]
 # Account and partition, if needed: SBATCH_ACCOUNT and SBATCH_PARTITION in your shell; see slurm/README.md.
 #SBATCH --job-name=finetune_3090
 #SBATCH --nodes=10
