@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +16,9 @@ from core.testing import run_distributed
 from language import zo_replay
 from language.finetune import tune
 from language.finetune_recipes import RECIPES, FinetuneRecipe
-from tests.scripts import Mistakes
+from tests.scripts import Mistakes, run_script
 from tests.tiny_models import make_model, make_prompts, make_text
 
-ROOT = Path(__file__).parents[2]
 STEPS = 24
 
 
@@ -170,13 +167,11 @@ def test_a_replay_that_would_give_another_model_is_refused(folder: Path, tmp_pat
 # -- the command line ---------------------------------------------------------------------------------------------
 
 
-def test_a_dry_run_prints_what_a_gpu_needs(folder: Path):
-    options = ["--model", str(folder / "model"), "--data", str(folder / "data"), "--dry_run"]
-    command = [sys.executable, "-m", "language.finetune", "prompts_adamw", *options]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0 and "0.04 M parameters, 1 workers of 16 samples" in done.stdout, done.stderr
-    assert "GiB a GPU: parameters" in done.stdout
+def test_a_dry_run_prints_what_a_gpu_needs(folder: Path, capsys: pytest.CaptureFixture):
+    options = ["--model", str(folder / "model"), "--data", str(folder / "data"), "--dry_run", "--weights", "bfloat16"]
+    run_script("language.finetune", "prompts", *options)
+    said = capsys.readouterr().out
+    assert "0.04 M parameters, 1 workers of 16 samples" in said and "GiB a GPU: parameters" in said
 
 
 def test_a_users_mistake_is_one_line(folder: Path, tmp_path: Path, mistake: Mistakes):
