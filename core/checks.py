@@ -46,7 +46,7 @@ def check_inputs(
                 f"a tensor of shape {tuple(t.shape)} is expanded, several elements being one: give it memory of "
                 "its own, as clone() does"
             )
-    _refuse_shared_storage(params)
+    refuse_shared_storage(params)
     shapes = [p.shape for p in model_params]
     if shapes and shapes != [p.shape for p in params]:
         raise UserError(
@@ -63,7 +63,7 @@ def check_group() -> None:
         )
 
 
-def _refuse_shared_storage(params: Sequence[Tensor]) -> None:
+def refuse_shared_storage(params: Sequence[Tensor]) -> None:
     """Two parameters over the same memory would be moved twice at every boundary."""
     spans: dict[int, list[tuple[int, int]]] = {}
     for p in (p for p in params if p.numel()):

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from core.co2 import Schedule
 from core.errors import UserError
-from core.methods import Method, make_method
+from core.methods import Method, Zeroth, make_method
 from core.rounds import LocalMethod
 from training import checkpoint, named, stored
 from training.config import settings
@@ -67,6 +67,9 @@ class Fixed:
     ) -> tuple[nn.Module, Method]:
         """See core.methods.make_method."""
         r = self.run.recipe
+        if r.method == "zo":
+            lr = {"lr": lambda: optimizer.param_groups[0]["lr"]}
+            return model, Zeroth(model, r.zeroth, timeout=r.timeout, link=self.run.link, **lr)
         wrapped, method = make_method(
             r.method,
             model,
@@ -105,8 +108,11 @@ class Fixed:
         return seconds
 
     def batches(self, make: Callable[[Any, int, int, int, int], Iterator[T]], start: int, total: int) -> Iterator[T]:
-        """The batches of steps `start` to `total`."""
-        return make(self.run.recipe, self.run.rank, self.run.world_size, start, total)
+        """The batches of steps `start` to `total`; with method zo two workers may take the same."""
+        place = self.run.rank, self.run.world_size
+        if isinstance(self._method, Zeroth):
+            place = self._method.order.data_rank, self._method.order.data_workers
+        return make(self.run.recipe, *place, start, total)
 
     def sum(self, values: Tensor) -> Tensor:
         """Over all workers, in place."""

@@ -158,7 +158,7 @@ class Run:
         if r.recommended:
             told = ", ".join(f"{key} {getattr(co2, key)}" for key in ("merge", "delay", "gap", "outer_momentum"))
             tqdm.write(f"co2 with the recommended settings ({told}); --no_recommended: the paper's", file=sys.stderr)
-        if r.method != "ddp" and isinstance(co2.tau, int) and total < co2.tau:
+        if r.method not in ("ddp", "zo") and isinstance(co2.tau, int) and total < co2.tau:
             remedy = "give a smaller --co2.tau or more --epochs"
             tqdm.write(f"warning: {total} steps are less than a round of tau={co2.tau}: {remedy}", file=sys.stderr)
         if note := momentum_note(r, self.world_size):
