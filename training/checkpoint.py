@@ -12,12 +12,13 @@ import re
 import shutil
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from core.errors import UserError
 from core.groups import leave_group, new_group
@@ -43,14 +44,19 @@ class Saver:
         self._group = new_group(None, timeout, torch.device("cpu"), "gloo")
         self._thread: threading.Thread | None = None
         self._finite = True
+        self._begun = 0.0
         self._failure = ""
         self._error: Exception | None = None
 
-    def start(self, step: int, state: Any, tensors: dict[str, Tensor]) -> None:
+    def start(self, step: int, state: Any, tensors: dict[str, Tensor], begun: float | None = None) -> None:
         """Begins to write, under folder/step*/, what stored.take_out has left and found; removes old checkpoints when
         that is done. Where state["model"] of any worker is not finite nothing is written, and no good one given up.
-        Every worker must call it, at its own time. Waits for the one before, if that is not written."""
+        Every worker must call it, at its own time. Waits for the one before, if that is not written.
+
+        begun: when (time.monotonic) the round closed whose state it is, from which the manifest's seconds are counted.
+        """
         self.wait()
+        self._begun = time.monotonic() if begun is None else begun
         self._thread = threading.Thread(target=self._run, args=(step, state, tensors), daemon=True)
         self._thread.start()
 
@@ -107,7 +113,8 @@ class Saver:
         written = self._gather((rest, failure))
         failures = [failure for _, failure in written if failure]
         if self.rank == 0 and not failures:
-            manifest = {"workers": self.world_size, "rests": [rest for rest, _ in written]}
+            seconds = round(time.monotonic() - self._begun, 1)  # slurm/launch.sh reads it
+            manifest = {"workers": self.world_size, "seconds": seconds, "rests": [rest for rest, _ in written]}
             try:
                 _publish(fresh, target, json.dumps(manifest, indent=1))
             except OSError as error:
@@ -142,6 +149,30 @@ def load(folder: Path, *, rank: int, world_size: int) -> tuple[Any, int] | None:
     if rank == 0 and folder.exists():
         _say(rank, [f"warning: no complete checkpoint in {folder.parent}: starting from step 0"])
     return None
+
+
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Gives the model the weights of the newest checkpoint of the run in `folder`; every worker must call it.
+
+    UserError where there is none, or it is of another model.
+    """
+    checkpoints = folder / "checkpoints"
+    if not _finished(checkpoints):
+        raise UserError(f"{folder} holds no checkpoint of a run: give the --out of one that has ended, or saved")
+    found = load(checkpoints, rank=0, world_size=1)
+    assert found is not None
+    theirs, mine = found[0]["model"], model.state_dict()
+    unlike = [name for name in sorted(theirs.keys() | mine.keys()) if _shape(theirs, name) != _shape(mine, name)]
+    if unlike:
+        was, here = _shape(theirs, unlike[0]), _shape(mine, unlike[0])
+        raise UserError(
+            f"{folder} is of another model: {unlike[0]} is {was} there, {here} here; give its --model and sizes"
+        )
+    model.load_state_dict(theirs)
+
+
+def _shape(state: dict[str, Any], name: str) -> list[int] | None:
+    return list(state[name].shape) if name in state else None
 
 
 def _publish(fresh: Path, target: Path, manifest: str) -> None:

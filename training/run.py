@@ -31,7 +31,7 @@ from training.round_log import RoundLog
 from training.sampling import per_worker
 from training.stop import StopSignal
 from training.throttle import make_link
-from training.workers import has_bfloat16, pick_device, rank, tune, world_size
+from training.workers import check_compiler, has_bfloat16, pick_device, rank, tune, world_size
 
 T = TypeVar("T")
 
@@ -114,7 +114,11 @@ class Run:
             assert total is not None, "give make_method the run's steps"
             return r.optim.lr * lr_factor(step, total, r.optim)
 
-        return self._workers.make_method(model, optimizer, from_text(r.schedule, r.co2, lr))
+        wrapped, method = self._workers.make_method(model, optimizer, from_text(r.schedule, r.co2, lr))
+        if r.compile:  # the model inside keeps its parameters' names, and is evaluated as it is
+            check_compiler(self.device)
+            return torch.compile(wrapped), method  # pyright: ignore[reportReturnType]
+        return wrapped, method
 
     def begin(
         self,
@@ -154,7 +158,7 @@ class Run:
         if r.recommended:
             told = ", ".join(f"{key} {getattr(co2, key)}" for key in ("merge", "delay", "gap", "outer_momentum"))
             tqdm.write(f"co2 with the recommended settings ({told}); --no_recommended: the paper's", file=sys.stderr)
-        if r.method != "ddp" and isinstance(co2.tau, int) and total < co2.tau:
+        if r.method not in ("ddp", "zo") and isinstance(co2.tau, int) and total < co2.tau:
             remedy = "give a smaller --co2.tau or more --epochs"
             tqdm.write(f"warning: {total} steps are less than a round of tau={co2.tau}: {remedy}", file=sys.stderr)
         if note := momentum_note(r, self.world_size):
