@@ -17,6 +17,7 @@ from .methods import (
     make_method,
 )
 from .stats import RoundStats
+from .zeroth import ScalarLog, ZerothConfig, ZerothOrder
 
 __version__ = "0.1.0"
 
@@ -32,10 +33,13 @@ __all__ = [
     "OverlapLocalConfig",
     "OverlapLocalSGD",
     "RoundStats",
+    "ScalarLog",
     "ShardedCO2",
     "SlowMo",
     "SlowMoConfig",
     "UserError",
     "WireConfig",
+    "ZerothConfig",
+    "ZerothOrder",
     "make_method",
 ]

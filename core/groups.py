@@ -139,6 +139,12 @@ def agree(settings: tuple[Any, ...], tensors: Sequence[Tensor], group: dist.Proc
 
     device: where the group's collectives take their tensors.
     """
+    compare(settings, tensors, group)
+    broadcast(tensors, group, device)
+
+
+def compare(settings: tuple[Any, ...], tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """UserError on all workers unless all of them hold the same settings and shapes."""
     mine = (*settings, [(tuple(t.shape), str(t.dtype)) for t in tensors])
     theirs: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(theirs, mine, group=group)
@@ -146,7 +152,6 @@ def agree(settings: tuple[Any, ...], tensors: Sequence[Tensor], group: dist.Proc
         for ours, its in zip(theirs[0], other, strict=True):
             if ours != its:
                 raise UserError(f"workers differ: rank 0 has {_first_difference(ours, its)} of rank {rank}")
-    broadcast(tensors, group, device)
 
 
 @torch.no_grad()

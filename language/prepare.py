@@ -203,10 +203,13 @@ def end_of_text(tokenizer: Tokenizer) -> int | None:
     return tokenizer.token_to_id(ROBERTAS_END) if end is None else end
 
 
-def encode_documents(tokenizer: Tokenizer, documents: Iterable[str], file: Path) -> Counts:
-    """Write token ids of the documents, an end-of-text after each, as raw numbers of `token_dtype`."""
+def encode_documents(tokenizer: Tokenizer, documents: Iterable[str], file: Path, end: int | None = None) -> Counts:
+    """Write token ids of the documents, an end-of-text after each, as raw numbers of `token_dtype`.
+
+    end: the id that ends a document; None for that of `end_of_text`.
+    """
     tokenizer.encode_special_tokens = True  # "<mask>" in a text is text
-    end, dtype = end_of_text(tokenizer), token_dtype(tokenizer)
+    end, dtype = end_of_text(tokenizer) if end is None else end, token_dtype(tokenizer)
     n_documents = n_tokens = n_bytes = 0
     with open(file, "wb") as out:
         for document in documents:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import ClassVar, Literal
 
 from core.config import CO2Config
 from core.errors import UserError
@@ -31,9 +32,12 @@ GPT2_VOCABULARY = 50257  # nanoGPT's prepare.py; its end-of-text token is the la
 class LanguageRecipe(Recipe):
     """A language model and its text."""
 
+    zeroth_order: ClassVar[bool] = True
     model: ModelName = "gpt2_tiny"
     corpus: CorpusName = "pydoc"
     """pydoc comes with Python; the others are read from the folder CO2_DATA."""
+    init_from: Path | None = None
+    """The run folder of a model of the same sizes, from whose newest checkpoint the weights are taken; None: random."""
     vocab_size: int = 1024
     """Tokens of the vocabulary: trained for pydoc and gutenberg, checked against the token files otherwise."""
     context: int = 128
@@ -110,6 +114,21 @@ def gpt2_medium_owt() -> LanguageRecipe:
 def gpt2_large_owt() -> LanguageRecipe:
     """GPT-2 Large on OpenWebText, as gpt2_small_owt. Not run."""
     return replace(gpt2_small_owt(), model="gpt2_large", accumulate=3, recompute=True)
+
+
+def gpt2_medium_zo_owt() -> LanguageRecipe:
+    """GPT-2 Medium, trained before, goes on without gradients; add --init_from with the --out of its run. Not run.
+
+    MeZO's eps, learning rate for all weights, constant schedule and number of steps; the batch is ours.
+    """
+    return replace(
+        gpt2_medium_owt(),
+        method="zo",
+        batch_size=512,
+        accumulate=1,
+        epochs=20,
+        optim=OptimConfig("sgd", lr=1e-6, momentum=0.0, schedule="constant"),
+    )
 
 
 def transnormer_7b_owt() -> LanguageRecipe:
@@ -236,12 +255,27 @@ def gpt2_gutenberg_small() -> LanguageRecipe:
     )
 
 
+def gpt2_zo_small() -> LanguageRecipe:
+    """The tiny GPT-2 of gpt2_pydoc_small fine-tuned without gradients; add --init_from with the --out of a run of that.
+
+    Learning rate, eps and the constant schedule are of MeZO's kind, and ours for this size.
+    """
+    return replace(
+        gpt2_pydoc_small(),
+        method="zo",
+        epochs=10,
+        optim=OptimConfig("sgd", lr=1e-4, momentum=0.0, schedule="constant"),
+        recommended=False,
+    )
+
+
 RECIPES = {
     f.__name__: f()
     for f in (
         gpt2_small_owt,
         gpt2_medium_owt,
         gpt2_large_owt,
+        gpt2_medium_zo_owt,
         transnormer_7b_owt,
         roberta_base_wikibooks,
         roberta_large_wikibooks,
@@ -251,5 +285,6 @@ RECIPES = {
         transnormer_pydoc_small,
         roberta_pydoc_small,
         gpt2_gutenberg_small,
+        gpt2_zo_small,
     )
 }

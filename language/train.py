@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from core.errors import UserError
+from core.methods import Zeroth
 from language import generate
 from language.corpora import open_corpus, open_wikitext2
 from language.data import (
@@ -36,6 +37,7 @@ from language.metrics import held_out_sums, summarize, token_loss
 from language.model import blocks_of, build_model, is_causal, make_optimizer
 from language.transnormer import check_attention
 from training.backward import Scalars, backward_in_parts, recompute
+from training.checkpoint import load_weights
 from training.elastic import repeated
 from training.optim import clip_gradients, make_schedule
 from training.run import Run
@@ -76,6 +78,14 @@ def make_model(recipe: LanguageRecipe, pad: int | None) -> nn.Module:
     return model
 
 
+def initial(recipe: LanguageRecipe, pad: int | None) -> nn.Module:
+    """The model with random weights, or those of `init_from`."""
+    model = make_model(recipe, pad)
+    if recipe.init_from is not None:
+        load_weights(model, recipe.init_from)
+    return model
+
+
 def make_objective(recipe: LanguageRecipe, corpus: Corpus) -> Objective:
     """What the model learns on this corpus; refuses a corpus that does not fit the recipe."""
     if corpus.vocab_size != recipe.vocab_size:
@@ -94,7 +104,7 @@ def make_objective(recipe: LanguageRecipe, corpus: Corpus) -> Objective:
 
 def train(run: Run, recipe: LanguageRecipe, corpus: Corpus, objective: Objective, final_texts: Texts) -> None:
     """The loop: optimiser steps, method.step(), and at round boundaries evaluations and checkpoints."""
-    model = run.shard(make_model(recipe, corpus.pad))
+    model = run.shard(initial(recipe, corpus.pad))
     optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
     samples = count_windows(len(corpus.train), objective)
     epoch = recipe.epoch_steps or steps_per_epoch(samples, recipe.batch_size)
@@ -105,10 +115,13 @@ def train(run: Run, recipe: LanguageRecipe, corpus: Corpus, objective: Objective
 
     model.train()
     for batch in run.batches(functools.partial(train_batches, corpus.train, objective)):
-        loss = backward(run, recipe, wrapped, batch)
-        clip_gradients(model, recipe.optim)
-        optimizer.step()
-        optimizer.zero_grad()
+        if isinstance(method, Zeroth):  # two forward passes stand for the gradient and its step
+            loss = measure(run, recipe, method, batch)
+        else:
+            loss = backward(run, recipe, wrapped, batch)
+            clip_gradients(model, recipe.optim)
+            optimizer.step()
+            optimizer.zero_grad()
         schedule.step()
         due = run.after_step(method.step(last=run.at_last_step), train_loss=loss)
         if due.evaluation:
@@ -122,23 +135,47 @@ def train(run: Run, recipe: LanguageRecipe, corpus: Corpus, objective: Objective
     run.end(evaluate(run, recipe, model, corpus, objective, final_texts))
 
 
+Part = tuple[Tensor, Tensor, Tensor | None]  # inputs, targets, and where something is predicted (None: everywhere)
+
+
 def backward(run: Run | Step, recipe: LanguageRecipe, wrapped: nn.Module, batch: Batch) -> Tensor:
     """Adds the gradient of this worker's mean loss over the batch, in micro-batches; returns the loss."""
+    parts, predicted = micro_batches(run, recipe, batch)
+
+    def part_of(part: Part) -> Scalars:
+        return {"train_loss": part_loss(run, wrapped, part) / predicted}
+
+    return backward_in_parts(wrapped, parts, part_of)["train_loss"]
+
+
+def measure(run: Run | Step, recipe: LanguageRecipe, method: Zeroth, batch: Batch) -> Tensor:
+    """A step of method zo; returns this worker's mean loss over the batch."""
+    parts, predicted = micro_batches(run, recipe, batch)
+
+    def mean_loss(model: nn.Module) -> Tensor:
+        return torch.stack([part_loss(run, model, part) for part in parts]).sum() / predicted
+
+    return method.measure(mean_loss, count=int(predicted))
+
+
+def micro_batches(run: Run | Step, recipe: LanguageRecipe, batch: Batch) -> tuple[list[Part], Tensor]:
+    """The batch in parts on the device, and how many tokens are predicted over all of it, 0-d."""
     inputs, targets = (part.to(run.device, non_blocking=True) for part in batch)
     predicted = (targets != IGNORE).sum().clamp(min=1)  # over the whole batch, so that micro-batches change nothing
-
-    def part_of(part: tuple[Tensor, Tensor, Tensor | None]) -> Scalars:
-        some, wanted, places = part
-        with run.autocast():
-            logits = (wrapped(some) if places is None else wrapped(some, places)).logits
-        if places is not None:
-            wanted = wanted.flatten()[places]
-        return {"train_loss": token_loss(logits, wanted, reduction="sum") / predicted}
-
     on_host = batch[1].chunk(recipe.accumulate)
     chosen = [None if is_causal(recipe.model) else upload(predicted_places(t), run.device) for t in on_host]
-    parts = list(zip(inputs.chunk(recipe.accumulate), targets.chunk(recipe.accumulate), chosen, strict=True))
-    return backward_in_parts(wrapped, parts, part_of)["train_loss"]
+    parts = zip(inputs.chunk(recipe.accumulate), targets.chunk(recipe.accumulate), chosen, strict=True)
+    return list(parts), predicted
+
+
+def part_loss(run: Run | Step, model: nn.Module, part: Part) -> Tensor:
+    """The sum of the losses of a micro-batch's predicted tokens, 0-d."""
+    inputs, wanted, places = part
+    with run.autocast():
+        logits = (model(inputs) if places is None else model(inputs, places)).logits
+    if places is not None:
+        wanted = wanted.flatten()[places]
+    return token_loss(logits, wanted, reduction="sum")
 
 
 def predicted_places(targets: Tensor) -> Tensor:
@@ -150,7 +187,12 @@ def fake_step(step: Step, recipe: LanguageRecipe, model: nn.Module, samples: int
     """A step on zeros, for training.memory; fake tensors do not tell how many tokens are predicted."""
     zeros = torch.zeros(samples, recipe.context, dtype=torch.int64)
     with mock.patch(f"{__name__}.predicted_places", lambda t: torch.arange(int(PREDICTED * t.numel()))):
-        backward(step, recipe, model, (zeros, zeros))
+        if recipe.method == "zo":
+            with torch.no_grad():
+                parts, _ = micro_batches(step, recipe, (zeros, zeros))
+                sum(part_loss(step, model, part) for part in parts)
+        else:
+            backward(step, recipe, model, (zeros, zeros))
 
 
 @repeated

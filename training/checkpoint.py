@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from core.errors import UserError
 from core.groups import leave_group, new_group
@@ -149,6 +149,30 @@ def load(folder: Path, *, rank: int, world_size: int) -> tuple[Any, int] | None:
     if rank == 0 and folder.exists():
         _say(rank, [f"warning: no complete checkpoint in {folder.parent}: starting from step 0"])
     return None
+
+
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Gives the model the weights of the newest checkpoint of the run in `folder`; every worker must call it.
+
+    UserError where there is none, or it is of another model.
+    """
+    checkpoints = folder / "checkpoints"
+    if not _finished(checkpoints):
+        raise UserError(f"{folder} holds no checkpoint of a run: give the --out of one that has ended, or saved")
+    found = load(checkpoints, rank=0, world_size=1)
+    assert found is not None
+    theirs, mine = found[0]["model"], model.state_dict()
+    unlike = [name for name in sorted(theirs.keys() | mine.keys()) if _shape(theirs, name) != _shape(mine, name)]
+    if unlike:
+        was, here = _shape(theirs, unlike[0]), _shape(mine, unlike[0])
+        raise UserError(
+            f"{folder} is of another model: {unlike[0]} is {was} there, {here} here; give its --model and sizes"
+        )
+    model.load_state_dict(theirs)
+
+
+def _shape(state: dict[str, Any], name: str) -> list[int] | None:
+    return list(state[name].shape) if name in state else None
 
 
 def _publish(fresh: Path, target: Path, manifest: str) -> None:

@@ -19,7 +19,7 @@ PACKAGES = ("torch", "torchvision", "timm", "numpy", "transformers", "onedl-mmse
 FREE = {
     "epochs", "out", "resume", "dry_run", "device", "timeout", "link_mbit", "trace", "eval_every", "checkpoint_every",
     "save_minutes", "log_every", "skip_after", "accumulate", "recompute", "gpu_gb", "loader_workers", "eval_tokens",
-    "wikitext2", "emd_points",
+    "wikitext2", "eval_samples", "emd_points", "init_from",
 }  # fmt: skip
 
 

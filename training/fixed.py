@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from core.co2 import Schedule
 from core.errors import UserError
-from core.methods import Method, make_method
+from core.methods import Method, Zeroth, make_method
 from core.rounds import LocalMethod
 from training import checkpoint, named, stored
 from training.config import settings
@@ -67,6 +67,9 @@ class Fixed:
     ) -> tuple[nn.Module, Method]:
         """See core.methods.make_method."""
         r = self.run.recipe
+        if r.method == "zo":
+            lr = {"lr": lambda: optimizer.param_groups[0]["lr"]}
+            return model, Zeroth(model, r.zeroth, timeout=r.timeout, link=self.run.link, **lr)
         wrapped, method = make_method(
             r.method,
             model,
@@ -105,8 +108,11 @@ class Fixed:
         return seconds
 
     def batches(self, make: Callable[[Any, int, int, int, int], Iterator[T]], start: int, total: int) -> Iterator[T]:
-        """The batches of steps `start` to `total`."""
-        return make(self.run.recipe, self.run.rank, self.run.world_size, start, total)
+        """The batches of steps `start` to `total`; with method zo two workers may take the same."""
+        place = self.run.rank, self.run.world_size
+        if isinstance(self._method, Zeroth):
+            place = self._method.order.data_rank, self._method.order.data_workers
+        return make(self.run.recipe, *place, start, total)
 
     def sum(self, values: Tensor) -> Tensor:
         """Over all workers, in place."""
@@ -129,6 +135,8 @@ class Fixed:
         """Begins a checkpoint: copies what it holds, but for what an all-reduce in flight has yet to bring."""
         assert self._model is not None and self._saver is not None, "call begin() before the loop"
         run = self.run
+        if run.recipe.skip_after is not None:
+            self._come_together()
         with run.clock.paused():
             self._saver.wait()
             run.rounds.read()
@@ -143,9 +151,20 @@ class Fixed:
             state = stored.take_out(live, tensors) | {
                 "step": run.step,
                 "node": self._node,
-                "totals": run.rounds.overlap.state_dict() | {"seconds": run.clock.seconds},
+                "totals": run.rounds.overlap.state_dict()
+                | {"seconds": run.clock.seconds, "lgreco_seconds": run.rounds.allocations.seconds},
             }
             self._method.snapshot(functools.partial(self._write, run.step, time.monotonic(), state, tensors))
+
+    def _come_together(self) -> None:
+        """Where skip_after has led workers to a checkpoint in unlike rounds, or to the stop at unlike steps: those
+        behind wait for the means that they miss, and leave out the steps."""
+        assert isinstance(self._method, LocalMethod)
+        step = largest_of_workers(self.run.step, self.run.device)
+        self._method.catch_up(largest_of_workers(self._method.rounds, self.run.device))
+        for _ in range(step - self.run.step):
+            self._schedule.step()
+        self.run.step = step
 
     def saved(self) -> bool:
         """Waits until the last checkpoint is written; False: it is not, for the model is not finite."""
@@ -181,6 +200,7 @@ class Fixed:
         self._schedule.load_state_dict(state["schedule"])
         self._method.load_state_dict(named.flat_of_method(state["method"]["state"]))
         run.rounds.overlap.load_state_dict(state["totals"])
+        run.rounds.allocations.seconds = float(state["totals"].get("lgreco_seconds", 0.0))
         run.means.load_state_dict(state["means"])
         run.step = int(state["step"])
         if workers == run.world_size:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -23,13 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from core.groups import local_world_size
+from core.zeroth.exchange import Place
 from training.recipe import Recipe
 from training.sampling import per_worker
 
 GIB = 1 << 30  # bytes; a GPU that is sold with 24 GB has 24 GiB
 RESERVE = 1.5 * GIB
 # what a method holds, in float32 copies of the parameters; CO2's is less where it is shared out (core/fast/sharded.py)
-COPIES = {"ddp": 0, "local": 1, "co2": 3, "slowmo": 3, "overlap_local": 3, "delayed": 3}
+COPIES = {"ddp": 0, "local": 1, "co2": 3, "slowmo": 3, "overlap_local": 3, "delayed": 3, "zo": 1}
 # what CUDA's autocast computes in float32 and the CPU's does not
 IN_FLOAT32 = (
     *((F, name) for name in ("layer_norm", "group_norm", "softmax")),
@@ -71,22 +72,29 @@ def estimate(recipe: Recipe, build_model: Callable[[], nn.Module], backward: Bac
     with torch.device("meta"):
         model = build_model()
     node = recipe.per_node or local_world_size()
-    numel = sum(p.numel() for p in model.parameters())
-    held = 4 * numel / (node if recipe.zero >= 2 else 1)
+    size = size_of(model.parameters())
+    trained = size_of(p for p in model.parameters() if p.requires_grad)
+    held = trained / (node if recipe.zero >= 2 else 1)
+    zeroth_order = recipe.method == "zo"
     moments = {"sgd": 1 if recipe.optim.momentum else 0}.get(recipe.optim.name, 2)
     synchronises = world_size > 1 and recipe.zero < 2 and (recipe.method == "ddp" or node > 1)
     return Memory(
-        parameters=held,
-        gradients=held,
-        optimizer=moments * 4 * numel / (node if recipe.zero else 1),
+        parameters=size / (node if recipe.zero >= 2 else 1),
+        gradients=0.0 if zeroth_order else held,
+        optimizer=moments * trained / (node if recipe.zero else 1),
         method=held * copies(recipe, node, world_size),
         buckets=held if synchronises else 0.0,
         activations=gathered(recipe, model) + measure(recipe, model, backward, world_size),
     )
 
 
+def size_of(params: Iterable[Tensor]) -> int:
+    """Their bytes."""
+    return sum(p.numel() * p.element_size() for p in params)
+
+
 def copies(recipe: Recipe, node: int, world_size: int) -> float:
-    """What the method holds, in copies of the parameters that the worker itself holds."""
+    """What the method holds, in copies of the trained parameters that the worker itself holds."""
     if recipe.offload:
         return 0.0
     if recipe.method != "co2" or (node == 1 and not recipe.shard):
@@ -113,6 +121,8 @@ def gathered(recipe: Recipe, model: nn.Module) -> float:
 def measure(recipe: Recipe, model: nn.Module, backward: Backward, world_size: int) -> float:
     """The peak of what a step keeps alive beyond parameters and gradients, in bytes."""
     fsdp = recipe.zero >= 2
+    if recipe.method == "zo":
+        world_size = Place.make(0, world_size, recipe.zeroth).data_workers
     share = per_worker(recipe.batch_size, world_size)
     parts = min(recipe.accumulate, 2)  # the second meets the first one's gradients
     part = -(-share // recipe.accumulate)
@@ -127,7 +137,7 @@ def measure(recipe: Recipe, model: nn.Module, backward: Backward, world_size: in
                 p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
         with _as_on_gpu(), _Live([*model.parameters(), *model.buffers()]) as live:
             backward(step, replace(recipe, accumulate=parts), model, min(share, parts * part))
-    own = 0 if fsdp else sum(p.numel() * p.element_size() for p in model.parameters())
+    own = 0 if fsdp else size_of(model.parameters())
     return max(0.0, live.peak - own)
 
 

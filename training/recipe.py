@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 import tyro
@@ -26,7 +26,7 @@ from core.config import scheduled
 from core.elastic import check_elastic
 from core.errors import CollectiveError, DivergedError
 from core.groups import local_world_size
-from core.methods import DelayedConfig, MethodName, OverlapLocalConfig, SlowMoConfig, check_settings
+from core.methods import DelayedConfig, MethodName, OverlapLocalConfig, SlowMoConfig, ZerothConfig, check_settings
 from training.optim import OptimConfig
 from training.sampling import per_worker
 from training.start import refuse
@@ -60,8 +60,11 @@ class Recipe:
     """
 
     name: tyro.conf.Suppress[str] = ""
+    zeroth_order: ClassVar[bool] = False
+    """Whether the task's script knows method zo."""
     method: MethodName = "co2"
-    """How the workers are kept together. The period of every local method is co2.tau."""
+    """How the workers are kept together. The period of every local method is co2.tau. zo: no backward pass, the workers
+    exchange losses alone; of language models."""
     co2: CO2Config = field(default_factory=CO2Config)
     recommended: bool = False
     """Start from CO2Config.recommended, at the recipe's tau, instead of the paper's settings; --co2.* change it. Small
@@ -76,6 +79,8 @@ class Recipe:
     """Of method ddp: how gradients cross the network."""
     slowmo: SlowMoConfig = field(default_factory=SlowMoConfig)
     overlap_local: OverlapLocalConfig = field(default_factory=OverlapLocalConfig)
+    zeroth: ZerothConfig = field(default_factory=ZerothConfig)
+    """Of method zo."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     batch_size: int = 64
     """Samples per optimiser step over all workers together (global)."""
@@ -174,6 +179,8 @@ class Recipe:
         if self.schedule and self.method != "co2":
             raise UserError(f"schedule is CO2's own, method {self.method!r} does not have it: leave it out")
         scheduled(self.co2, schedules.from_text(self.schedule, self.co2, lambda step: self.optim.lr), 0)
+        if self.method == "zo":
+            self._check_zeroth_order()
         if self.elastic:
             self._check_elastic()
         if self.skip_after is not None:
@@ -194,6 +201,22 @@ class Recipe:
         ):
             if not ok:
                 raise UserError(f"skip_after does not go with {what}, which {remedy}: leave one of them out")
+
+    def _check_zeroth_order(self) -> None:
+        """Refuses what zeroth-order steps would leave unused: gradients, and an optimiser beyond its learning rate."""
+        if not self.zeroth_order:
+            raise UserError("method='zo' is of language models: run language.train, or choose another method")
+        for name, needed in (("per_node", 1), ("zero", 0), ("recompute", False)):
+            if (value := getattr(self, name)) != needed:
+                raise UserError(f"{name}={value!r} with method 'zo', which has no gradients: leave it out")
+        usual = OptimConfig("sgd", momentum=0.0)
+        for name in ("name", "momentum", "weight_decay", "clip_grad_norm"):
+            if (value := getattr(self.optim, name)) != (needed := getattr(usual, name)):
+                instead = ", and --zeroth.weight_decay for that" if name == "weight_decay" else ""
+                raise UserError(
+                    f"optim.{name}={value!r} with method 'zo', which has no gradients: give --optim.{name} {needed}"
+                    f"{instead}, or start from recipe gpt2_zo_small"
+                )
 
     def _check_elastic(self) -> None:
         """Refuses what does not go with workers that come and go."""
@@ -273,6 +296,7 @@ def refuse_unused(recipe: Recipe, default: Recipe) -> None:
     for part, methods in (
         ("slowmo", ("slowmo",)),
         ("overlap_local", ("overlap_local",)),
+        ("zeroth", ("zo",)),
         ("co2", ("co2", "delayed")),
     ):
         usual = vars(getattr(default, part)) | ({"tau": ..., "tau_max": ...} if part == "co2" else {})
@@ -280,8 +304,8 @@ def refuse_unused(recipe: Recipe, default: Recipe) -> None:
         if given and recipe.method not in methods:
             key, value = next(iter(given.items()))
             raise UserError(
-                f"{part}.{key}={value!r} is method {part}'s own, method {recipe.method!r} does not have it: leave it "
-                f"out, or add --method {part}"
+                f"{part}.{key}={value!r} is method {methods[0]}'s own, method {recipe.method!r} does not have it: "
+                f"leave it out, or add --method {methods[0]}"
             )
 
 

@@ -158,7 +158,7 @@ class Run:
         if r.recommended:
             told = ", ".join(f"{key} {getattr(co2, key)}" for key in ("merge", "delay", "gap", "outer_momentum"))
             tqdm.write(f"co2 with the recommended settings ({told}); --no_recommended: the paper's", file=sys.stderr)
-        if r.method != "ddp" and isinstance(co2.tau, int) and total < co2.tau:
+        if r.method not in ("ddp", "zo") and isinstance(co2.tau, int) and total < co2.tau:
             remedy = "give a smaller --co2.tau or more --epochs"
             tqdm.write(f"warning: {total} steps are less than a round of tau={co2.tau}: {remedy}", file=sys.stderr)
         if note := momentum_note(r, self.world_size):
@@ -340,6 +340,8 @@ class Run:
             "steps_per_second": self.step / seconds if seconds else 0.0,
             **self.rounds.overlap.summary(),
         }
+        if deciding := self.rounds.allocations.seconds:
+            summary |= {"lgreco_seconds": deciding, "lgreco_share": deciding / seconds}
         if self._bar is not None:
             self._bar.close()  # before the table is printed
         self.folder.summarise(self.recipe, summary)

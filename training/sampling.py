@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from core.errors import UserError
+from core.zeroth.noise import mix
 from training.stop import SIGNALS
 
 
@@ -105,17 +106,6 @@ def _leave_signals(_: int) -> None:
     """A loading process outlives the signals to stop, which may come to all processes: it ends with its worker."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-
-
-def mix(*key: int) -> int:
-    """A 63-bit number that depends on all numbers of `key`, such as (seed, epoch, step, rank)."""
-    seed = 0
-    for number in key:  # splitmix64, so that neighbouring keys give unrelated numbers
-        seed = (seed + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        seed = ((seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        seed = ((seed ^ (seed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-        seed ^= seed >> 31
-    return seed & 0x7FFFFFFFFFFFFFFF
 
 
 @contextlib.contextmanager

@@ -17,11 +17,13 @@ from ..errors import UserError
 from ..fast import LGrecoConfig, WireConfig
 from ..fast.sharded import ShardedCO2
 from ..rounds import LocalMethod
+from ..zeroth import ZerothConfig
 from .ddp import DDP, is_sharded
 from .delayed import DelayedCO2, DelayedConfig
 from .local_sgd import LocalSGD
 from .overlap_local_sgd import OverlapLocalConfig, OverlapLocalSGD
 from .slowmo import SlowMo, SlowMoConfig
+from .zeroth import Zeroth
 
 __all__ = [
     "CO2",
@@ -41,13 +43,15 @@ __all__ = [
     "SlowMoConfig",
     "UserError",
     "WireConfig",
+    "Zeroth",
+    "ZerothConfig",
     "check_settings",
     "make_method",
 ]
 
-MethodName = Literal["co2", "ddp", "delayed", "local", "overlap_local", "slowmo"]
-METHODS: tuple[MethodName, ...] = get_args(MethodName)
-Method = LocalMethod | DDP
+MethodName = Literal["co2", "ddp", "delayed", "local", "overlap_local", "slowmo", "zo"]
+METHODS: tuple[MethodName, ...] = tuple(name for name in get_args(MethodName) if name != "zo")  # beside an optimiser
+Method = LocalMethod | DDP | Zeroth
 
 
 class _Common(TypedDict):
@@ -85,6 +89,10 @@ def make_method(
     synchronise gradients every step, and the method runs across nodes; ddp synchronises all every step anyway. shard,
     offload: see ShardedCO2. group, timeout, link: see LocalMethod. ddp_wire: of ddp, how gradients cross the network.
     """
+    if name == "zo":
+        raise UserError(
+            "method 'zo' takes the place of an optimiser: make a core.zeroth.ZerothOrder, and call its step"
+        )
     co2 = co2 or CO2Config()
     check_settings(name, co2, delayed or DelayedConfig(), shard=shard, offload=offload, ddp_wire=ddp_wire)
     if schedule is not None and name != "co2":
@@ -124,8 +132,8 @@ def check_settings(
     ddp_wire: WireConfig | None = None,
 ) -> None:
     """Refuses settings that the method does not have, rather than to leave them unused, or that do not go together."""
-    if name not in METHODS:
-        raise UserError(f"method {name!r}: choose one of {', '.join(METHODS)}")
+    if name not in get_args(MethodName):
+        raise UserError(f"method {name!r}: choose one of {', '.join(get_args(MethodName))}")
     for key, value in (("shard", shard), ("offload", offload)):
         if value and name != "co2":
             raise UserError(f"{key}={value!r} is CO2's own, method {name!r} does not have it: leave it out")

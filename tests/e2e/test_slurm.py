@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 
 import reproduce
+from language.finetune_recipes import FinetuneRecipe
 from results.paper import GPUS
 from training.recipe import Recipe, parse
 from training.sampling import per_worker
 
 ROOT = Path(__file__).resolve().parents[2]
-TASKS = ("vision", "segmentation", "pointcloud", "gpt2", "roberta")
+TASKS = ("vision", "segmentation", "pointcloud", "gpt2", "roberta", "finetune")
 SCRIPTS = [f"slurm/{task}_{cluster}.sh" for task in TASKS for cluster in reproduce.NODES]
 SMALL = {
     "vision": "digits_small",
@@ -28,6 +29,7 @@ SMALL = {
     "pointcloud": "surfaces_small",
     "gpt2": "gpt2_pydoc_small",
     "roberta": "roberta_pydoc_small",
+    "finetune": "prompts",
 }
 
 FAKES = {
@@ -97,9 +99,14 @@ def directives(script: str) -> dict[str, str]:
 
 
 def recipes_of(script: str) -> dict[str, Recipe]:
-    task = re.search(r"^launch (\w+)\.train", (ROOT / script).read_text(), re.MULTILINE)
-    assert task
-    return importlib.import_module(f"{task[1]}.recipes").RECIPES
+    module = re.search(r"^launch (\w+\.\w+)", (ROOT / script).read_text(), re.MULTILINE)
+    assert module
+    return importlib.import_module(recipes_module(module[1])).RECIPES
+
+
+def recipes_module(module: str) -> str:
+    """Where the recipes of a train script are."""
+    return module.replace(".train", ".recipes").replace(".finetune", ".finetune_recipes")
 
 
 def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
@@ -163,12 +170,15 @@ def test_its_command_line_trains_its_recipe_on_all_gpus(script: str, tmp_path: P
         "--tee=3",
     ]
     recipes = recipes_of(script)
-    assert type(recipes[name]).__module__ == f"{module.split('.')[0]}.recipes"
+    assert type(recipes[name]).__module__ == recipes_module(module)
     recipe = parse(recipes, [name, *overrides])
-    assert recipe.resume and recipe.method == "co2" and recipe.seed == 0
+    tunes = isinstance(recipe, FinetuneRecipe)
+    method, of = ("zo", "model-") if tunes else ("co2", "")
+    assert recipe.resume and recipe.method == method and recipe.seed == 0
+    assert not tunes or (recipe.model, recipe.data) == (ROOT / "data" / "model", ROOT / "data" / "prompts")
     assert recipe.co2.tau == recipes[name].co2.tau, "the script's tau is the recipe's"
     cluster = Path(script).stem.split("_")[1]
-    assert str(recipe.out) == f"runs/{cluster}/{name}-co2-tau{recipe.co2.tau}-1nodes-seed0"
+    assert str(recipe.out) == f"runs/{cluster}/{of}{name}-{method}-tau{recipe.co2.tau}-1nodes-seed0"
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -386,6 +396,11 @@ def test_termination_reaches_the_workers(tmp_path: Path):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_its_torchrun_line_runs_with_the_small_recipe(script: str, tmp_path: Path):
     small = SMALL[Path(script).stem.split("_")[0]]
+    if small == "prompts":
+        from tests.tiny_models import make_model, make_prompts  # here, for transformers takes seconds to import
+
+        make_model(tmp_path / "model")
+        make_prompts(tmp_path / "prompts")
     env = install(tmp_path) | {
         "RECIPE": small,
         "BATCH_SIZE": "",

@@ -1,0 +1,49 @@
+"""The settings of zeroth-order training."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import UserError
+
+
+@dataclass(frozen=True)
+class ZerothConfig:
+    """Two forward passes a step, at W + eps z and W - eps z, and W <- W - lr (g z + weight_decay W)."""
+
+    eps: float = 1e-3
+    """How far the weights are moved along z to measure the slope; MeZO's."""
+    directions: int = 1
+    """Directions z a step, of whose updates the mean is taken. Each group of workers with data of its own measures its
+    part of them; where there are more such groups than directions, some measure the same one."""
+    delay: Literal[0, 1] = 0
+    """1: a step's scalars cross the network under the next step's forward passes, and its update comes a step later."""
+    weight_decay: float = 0.0
+    """Of matrices, embeddings among them; not of biases and norms, which are vectors."""
+    seed: int = 0
+    """Of z, which depends on (seed, step, direction, tensor, place in it) and nothing else."""
+    pairs: bool | None = None
+    """Two ranks (2 i and 2 i + 1) take the same data, one at W + eps z, one at W - eps z. None: where the number of
+    workers is even. Otherwise every worker does both."""
+    rng: Literal["device", "host"] = "device"
+    """Where z is drawn. Devices of different kinds draw different numbers: workers that mix them need host."""
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, name: str, remedy: str) -> None:
+            if not ok:
+                raise UserError(f"{name}={getattr(self, name)!r}: {remedy}")
+
+        require(math.isfinite(self.eps) and self.eps > 0, "eps", "give a number above 0, such as 1e-3")
+        require(is_whole(self.directions) and self.directions >= 1, "directions", "give a whole number, 1 or more")
+        require(is_whole(self.delay) and self.delay in (0, 1), "delay", "give 0 or 1")
+        require(math.isfinite(self.weight_decay) and self.weight_decay >= 0, "weight_decay", "give 0 or more")
+        require(is_whole(self.seed) and 0 <= self.seed < 1 << 63, "seed", "give a whole number from 0 to 2^63 - 1")
+        require(self.pairs in (None, True, False), "pairs", "give True, False or None")
+        require(self.rng in ("device", "host"), "rng", "choose device or host")
+
+
+def is_whole(value: object) -> bool:
+    """Whether it is an integer, truth values not being numbers."""
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,41 @@
+"""Random directions that every worker can draw for itself, in any order and in pieces."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 20  # elements, drawn from one generator: a slice that begins at a multiple of it needs no others
+_MASK = (1 << 64) - 1
+
+
+def mix(*key: int) -> int:
+    """A 63-bit number that depends on all numbers of `key`, such as (seed, step, tensor, chunk)."""
+    seed = 0
+    for number in key:  # splitmix64, so that neighbouring keys give unrelated numbers
+        seed = (seed + number + 0x9E3779B97F4A7C15) & _MASK
+        seed = ((seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        seed = ((seed ^ (seed >> 27)) * 0x94D049BB133111EB) & _MASK
+        seed ^= seed >> 31
+    return seed & 0x7FFFFFFFFFFFFFFF
+
+
+class Noise:
+    """z, of the standard normal distribution, for every (step, direction, tensor, chunk).
+
+    device: where generators are: of one kind on all workers. On a CPU the numbers are the same for any number of
+    threads; on CUDA devices they are the same on devices of one model.
+    """
+
+    def __init__(self, seed: int, device: torch.device):
+        self.seed = seed
+        self._generator = torch.Generator(device)
+
+    def chunk(self, step: int, direction: int, tensor: int, number: int, numel: int, out: torch.device) -> Tensor:
+        """float32 [numel], a fresh tensor on `out`: elements number * CHUNK to number * CHUNK + numel of the tensor.
+
+        numel: CHUNK, or what is left of the tensor in its last chunk.
+        """
+        self._generator.manual_seed(mix(self.seed, step, direction, tensor, number))
+        drawn = torch.randn(numel, generator=self._generator, device=self._generator.device)
+        return drawn.to(out, non_blocking=True)

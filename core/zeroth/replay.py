@@ -1,0 +1,110 @@
+"""What a zeroth-order run was: its seed and one number a step and direction, from which its weights follow."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from array import array
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import UserError
+
+_FORMAT = "co2 zeroth-order scalars 1"
+
+
+class Update(NamedTuple):
+    """W <- W - lr (mean over directions of g_j z_j + weight_decay W), with the z of that step."""
+
+    step: int
+    lr: float
+    g: tuple[float, ...]
+
+    @property
+    def dropped(self) -> bool:
+        """A loss was not finite somewhere: nothing is changed, nor decayed."""
+        return not all(map(math.isfinite, self.g))
+
+
+@dataclass
+class ScalarLog:
+    """The projected gradients g of steps 0, 1, ..., in float64: 8 bytes a step and direction.
+
+    A learning rate is kept for each step at which it changed. seed, directions, weight_decay: as in ZerothConfig.
+    """
+
+    seed: int
+    directions: int = 1
+    weight_decay: float = 0.0
+    g: array[float] = field(default_factory=lambda: array("d"))
+    lrs: list[tuple[int, float]] = field(default_factory=list)  # (step, the rate from there on)
+
+    def __len__(self) -> int:
+        """Steps."""
+        return len(self.g) // self.directions
+
+    def append(self, update: Update) -> None:
+        assert update.step == len(self) and len(update.g) == self.directions, "steps follow one another"
+        if not self.lrs or self.lrs[-1][1] != update.lr:
+            self.lrs.append((update.step, update.lr))
+        self.g.extend(update.g)
+
+    def updates(self, first: int = 0) -> list[Update]:
+        """Those of the steps from `first` on."""
+        found, rates = [], dict(self.lrs)
+        lr = next((rate for step, rate in reversed(self.lrs) if step <= first), 0.0)
+        for step in range(first, len(self)):
+            lr = rates.get(step, lr)
+            found.append(Update(step, lr, tuple(self.g[step * self.directions : (step + 1) * self.directions])))
+        return found
+
+    def begins_with(self, other: ScalarLog) -> bool:
+        """Whether its first steps are all of the other's, bit for bit."""
+        mine = ((u.lr, array("d", u.g).tobytes()) for u in self.updates())
+        theirs = ((u.lr, array("d", u.g).tobytes()) for u in other.updates())
+        return len(other) <= len(self) and all(a == b for a, b in zip(mine, theirs, strict=False))
+
+    def save(self, path: str | Path) -> None:
+        """Writes a line of JSON, and the numbers in little-endian float64."""
+        header = {"format": _FORMAT, "steps": len(self), **self._header()}
+        Path(path).write_bytes(json.dumps(header).encode() + b"\n" + _little_endian(self.g).tobytes())
+
+    @classmethod
+    def load(cls, path: str | Path) -> ScalarLog:
+        """UserError where the file is none of `save`, or is cut short."""
+        line, _, numbers = Path(path).read_bytes().partition(b"\n")
+        try:
+            header = json.loads(line)
+            known = header.pop("format") == _FORMAT
+            steps = header.pop("steps")
+            log = cls(**header | {"lrs": [(int(step), float(rate)) for step, rate in header["lrs"]]})
+        except (ValueError, KeyError, TypeError, AttributeError):
+            known, steps, log = False, 0, cls(0)
+        if not known or len(numbers) != 8 * steps * log.directions:
+            raise UserError(f"{path} is no whole list of a zeroth-order run's scalars: give a file of save_scalars")
+        log.g = array("d", numbers)
+        log.g = _little_endian(log.g)
+        return log
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._header() | {"g": list(self.g)}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> ScalarLog:
+        lrs = [(int(step), float(rate)) for step, rate in state["lrs"]]
+        return cls(state["seed"], state["directions"], state["weight_decay"], array("d", state["g"]), lrs)
+
+    def _header(self) -> dict[str, Any]:
+        names = ("seed", "directions", "weight_decay", "lrs")
+        return {name: getattr(self, name) for name in names}
+
+
+def _little_endian(numbers: array[float]) -> array[float]:
+    """From or to this machine's order."""
+    if sys.byteorder == "little":
+        return numbers
+    swapped = array("d", numbers)
+    swapped.byteswap()
+    return swapped

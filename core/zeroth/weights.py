@@ -1,0 +1,124 @@
+"""The tensors that are trained: their perturbed copies and their updates, a chunk at a time."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ..checks import refuse_shared_storage
+from ..errors import UserError
+from ..flat import is_dtensor
+from .config import ZerothConfig
+from .noise import CHUNK, Noise
+from .replay import Update
+
+Chosen = Callable[[str, nn.Parameter], bool]
+MOSTLY = 0.5  # of the elements: where rounding swallows more, a warning says so
+
+
+class Weights:
+    """names, params: what is trained, tied weights once. An index into them is the tensor's number in Noise.
+
+    tells: whether this worker warns of what rounding to 16 bits swallows.
+    """
+
+    def __init__(self, model: nn.Module, config: ZerothConfig, trainable: Chosen | None, *, tells: bool = True):
+        chosen = trainable or (lambda name, p: p.requires_grad)
+        named = [(name, p) for name, p in model.named_parameters() if chosen(name, p)]
+        self.names, self.params = [name for name, _ in named], [p for _, p in named]
+        self.config = config
+        self._check()
+        device = self.params[0].device if config.rng == "device" else torch.device("cpu")
+        self.noise = Noise(config.seed, device)
+        self._counts = {"perturbation": Swallowed("eps", config.eps), "update": Swallowed("lr", None)} if tells else {}
+
+    def _check(self) -> None:
+        if not any(p.numel() for p in self.params):
+            raise UserError("nothing to train: no parameter requires a gradient, or none passes `trainable`")
+        for name, p in zip(self.names, self.params, strict=True):
+            if not p.is_floating_point():
+                raise UserError(f"{name} is of dtype {p.dtype}: only floating point can be perturbed; leave it out")
+            if is_dtensor(p):
+                raise UserError(
+                    f"{name} is a DTensor: zeroth-order training holds whole tensors; do not shard the model"
+                )
+            if not p.is_contiguous():
+                raise UserError(f"{name} is not contiguous: give it contiguous memory before")
+        refuse_shared_storage(self.params)
+
+    @torch.no_grad()
+    def perturb(self, index: int, w: Tensor, out: Tensor, step: int, direction: int, sign: int) -> None:
+        """out <- W + sign eps z, both of the parameter's shape; W stays as it is, so that nothing need be undone."""
+        parts = zip(w.view(-1).split(CHUNK), out.view(-1).split(CHUNK), strict=True)
+        for number, (part, moved) in enumerate(parts):
+            z = self._z(step, direction, index, number, part)
+            torch.add(part, z.mul_(sign * self.config.eps), out=moved)
+            if is_16_bit(part):
+                self._count("perturbation", part, moved)
+
+    @torch.no_grad()
+    def update(self, index: int, w: Tensor, update: Update) -> None:
+        """The step's update of tensor `index`, in place.
+
+        Products and differences are rounded one by one, never fused, so that all devices and any number of threads give
+        the same bits.
+        """
+        if update.dropped:
+            return
+        decay = update.lr * self.config.weight_decay if w.ndim >= 2 else 0.0
+        for number, part in enumerate(w.view(-1).split(CHUNK)):
+            new = part.float() if is_16_bit(part) else part
+            if decay:
+                new.mul_(1 - decay)
+            for direction, g in enumerate(update.g):
+                z = self._z(update.step, direction, index, number, part)
+                new.sub_(z.mul_(update.lr * g / len(update.g)))
+            if new is not part:
+                rounded = new.to(part.dtype)
+                self._count("update", part, rounded)
+                part.copy_(rounded)
+
+    def _z(self, step: int, direction: int, index: int, number: int, like: Tensor) -> Tensor:
+        """float32, or float64 for such a tensor."""
+        z = self.noise.chunk(step, direction, index, number, like.numel(), like.device)
+        return z.double() if like.dtype == torch.float64 else z
+
+    def _count(self, what: str, before: Tensor, after: Tensor) -> None:
+        if what in self._counts:
+            self._counts[what].add(before, after)
+
+    def tell(self) -> None:
+        """After a step: warns once where most of the first perturbation, or of the first update, was swallowed."""
+        for what, count in list(self._counts.items()):
+            if count.elements:
+                del self._counts[what]
+                count.tell(what)
+
+
+class Swallowed:
+    """How many elements of 16 bits a change left as they were, being below half their spacing."""
+
+    def __init__(self, name: str, value: float | None):
+        self._remedy = f"{name}={value:g}" if value is not None else name
+        self.elements = 0
+        self._unchanged: float | Tensor = 0
+
+    def add(self, before: Tensor, after: Tensor) -> None:
+        self.elements += before.numel()
+        self._unchanged = self._unchanged + (before == after).sum()
+
+    def tell(self, what: str) -> None:
+        share = float(self._unchanged) / self.elements
+        if share > MOSTLY:
+            warnings.warn(
+                f"rounding to 16 bits swallows the {what} of {share:.0%} of the elements: raise {self._remedy}, or "
+                "train float32 weights",
+                stacklevel=2,
+            )
+
+
+def is_16_bit(t: Tensor) -> bool:
+    return t.dtype in (torch.float16, torch.bfloat16)

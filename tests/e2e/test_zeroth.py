@@ -1,0 +1,82 @@
+"""Method zo in the language models' train script: from another run's weights, stopped and resumed, and refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from core import UserError
+from core.testing import run_distributed
+from core.zeroth import ZerothConfig
+from language.recipes import RECIPES
+from language.train import fake_step, make_model
+from tests.e2e.test_language import rows, tiny, train_in_process
+from tests.scripts import Mistakes
+from training import memory
+from vision.recipes import digits_small
+
+OPTIM = replace(RECIPES["gpt2_zo_small"].optim, lr=1e-3)
+ZO = {"method": "zo", "recommended": False, "optim": OPTIM, "zeroth": ZerothConfig(weight_decay=0.01)}
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def test_a_run_starts_from_anothers_weights_and_resumes_as_if_it_had_not_been_stopped(tmp_path):
+    more = ZO | {"init_from": tmp_path / "base"}
+    jobs = {
+        "base": {"method": "ddp", "epochs": 2},
+        "whole": more | {"epochs": 2, "eval_every": 1},
+        "first half": more | {"epochs": 1, "name": "halves"},
+        "second half": more | {"epochs": 2, "name": "halves", "resume": True},
+    }
+    losses = run_distributed(train_in_process, 2, str(tmp_path), jobs, timeout=240)[0]
+    base, whole, halves = (summary(tmp_path / name) for name in ("base", "whole", "halves"))
+    assert whole["val_loss"] != base["val_loss"]
+    assert abs(whole["val_loss"] - base["val_loss"]) < 0.1, "it goes on from there"
+    first = losses["whole"][0]
+    assert abs(first - losses["base"][-1]) < 0.5, "a random model's would be log(1024)"
+    assert whole["bytes_sent"] == 24 * 8 * 5, "24 steps, to one worker: a loss a side, the tokens, and two wishes"
+    assert any("round/exposed_seconds" in row for row in rows(tmp_path / "whole"))
+    assert list((tmp_path / "whole").glob("**/events.out.tfevents.*"))
+    assert halves["steps"] == whole["steps"] == 24 and halves["val_loss"] == whole["val_loss"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "message"),
+    [
+        (
+            tiny(),
+            {"method": "zo"},
+            "optim.name='adamw' with method 'zo', which has no gradients: give --optim.name sgd",
+        ),
+        (tiny(), {"method": "zo", "optim": replace(OPTIM, weight_decay=0.1)}, "and --zeroth.weight_decay for that"),
+        (tiny(), ZO | {"recompute": True}, "recompute=True with method 'zo'"),
+        (tiny(), ZO | {"elastic": True}, "elastic does not go with method='zo'"),
+        (digits_small(), {"method": "zo"}, "method='zo' is of language models"),
+    ],
+)
+def test_what_it_would_leave_unused_is_refused(recipe, changes: dict, message: str):
+    with pytest.raises(UserError, match=message):
+        replace(recipe, **changes)
+
+
+def test_mistakes_are_told_in_one_line(mistake: Mistakes, tmp_path: Path):
+    run = ("language.train", "gpt2_zo_small", "--device", "cpu", "--out", str(tmp_path / "run"))
+    assert "pairs=True with 1 worker: a pair is two" in mistake(*run, "--zeroth.pairs", "True")
+    assert f"{tmp_path} holds no checkpoint of a run" in mistake(*run, "--init_from", str(tmp_path))
+    told = mistake("language.train", "gpt2_pydoc_small", "--zeroth.eps", "0.1")
+    assert "zeroth.eps=0.1 is method zo's own" in told and "--method zo" in told
+
+
+def test_a_dry_run_counts_neither_gradients_nor_an_optimiser():
+    recipe = RECIPES["gpt2_zo_small"]
+    needs = memory.estimate(recipe, lambda: make_model(recipe, pad=1), fake_step, world_size=4)
+    assert needs.gradients == needs.optimizer == 0 and needs.method == needs.parameters
+    with_gradients = replace(recipe, method="ddp")
+    assert (
+        needs.activations
+        < memory.estimate(with_gradients, lambda: make_model(recipe, pad=1), fake_step, world_size=2).activations
+    )
