@@ -261,7 +261,8 @@ has no link for 3 or 10 seconds (on the emulated cluster, {RATE_MBIT:g} Mbit/s),
 - **pause**: the longest between two steps of any run, without restarts; the machine is shared.
 - **agrees**: runs whose final test loss is at most three standard deviations above the mean of the undisturbed runs
   (harm none) of the same settings, over seeds. **equal**: those whose final test loss is, to 1 in 10,000, that of the
-  undisturbed run of the same settings and seed.
+  undisturbed run of the same settings and seed. The recommended settings merge a mean when it comes, and skip_after
+  goes on while it does not: there a run depends on the times, too, and no two are equal.
 """
 HEAD = (
     "harm",
