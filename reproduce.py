@@ -231,7 +231,7 @@ def run_name(recipe: Recipe, row: Row, overrides: Mapping[str, Any], seed: int, 
 
 def fitting_batch(recipe: Any, gpus: int) -> int:
     """The global batch nearest to the recipe's that the GPUs divide; an even share where Mixup pairs images."""
-    share = round(recipe.batch_size / gpus)
+    share = max(1, round(recipe.batch_size / gpus))
     pairs = getattr(recipe, "mixup", 0) or getattr(recipe, "cutmix", 0)
     return (share - share % 2 if pairs else share) * gpus
 

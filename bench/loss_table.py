@@ -16,8 +16,15 @@ from training.recipe import launch
 
 NAME = "time_to_loss"
 Folder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER", help="Holds time_to_loss.json.")]
-RECOMMENDED = "co2_recommended"  # --method co2 --recommended
-METHODS = ("ddp", "local", "overlap_local", "slowmo", "co2", RECOMMENDED)
+AUTO = ("--recommended", "--co2.tau", "auto", "--co2.tau_max", "24")
+LGRECO = ("--co2.wire.format", "lgreco", "--co2.wire.like", "rank4", "--co2.wire.lgreco.every", "10")
+OF_CO2 = {  # name -> the options of a co2 whose settings are not the recipe's
+    "co2_recommended": ("--recommended",),
+    "co2_auto": AUTO,
+    "co2_auto_lgreco": (*AUTO, *LGRECO),
+    "co2_auto_lgreco_any": (*AUTO, *LGRECO, "--co2.wire.lgreco.family", "any"),
+}
+METHODS = ("ddp", "local", "overlap_local", "slowmo", "co2", *OF_CO2)
 Status = Literal["reached", "out of time", "not reached", "failed"]
 
 
@@ -37,6 +44,8 @@ class Outcome:
     """The part of `seconds` that was added for all-reduces which went on during evaluations: see `unpaid`."""
     reason: str = ""
     """What failed."""
+    tau: int | None = None
+    """Of the last round that was logged; None without one."""
 
     def __str__(self) -> str:
         loss = "no evaluation" if self.loss is None else f"loss {self.loss:.3f}"
@@ -61,10 +70,11 @@ def follow(
     time". A run that logs a later moment than `limit` seconds of training is out of time.
     """
     exposed = credit = seconds = 0.0
-    steps, loss, before, evaluated = 0, None, {"round/round": 0.0, "seconds": 0.0}, False
+    steps, loss, tau, before, evaluated = 0, None, None, {"round/round": 0.0, "seconds": 0.0}, False
 
     def result(status: Status, reason: str = "") -> Outcome:
-        return Outcome(status, seconds, steps, loss, exposed / seconds if seconds else None, credit, reason)
+        share = exposed / seconds if seconds else None
+        return Outcome(status, seconds, steps, loss, share, credit, reason, tau)
 
     for row in rows:
         if "round/exposed_seconds" in row:
@@ -72,7 +82,7 @@ def follow(
             missing = unpaid(row, row["seconds"] - before["seconds"]) if evaluated and rounds == 1 else 0.0
             credit += missing
             exposed += rounds * row["round/exposed_seconds"] + missing  # of ddp's rounds every few are logged
-            before, evaluated = row, False
+            before, evaluated, tau = row, False, row.get("round/tau")
         if row["seconds"] + credit > limit:
             seconds = limit
             return result("out of time")
@@ -99,7 +109,7 @@ def unpaid(row: dict[str, Any], seconds: float) -> float:
 
 TITLES = (
     *("task", "link", "method", "reached", "seconds to loss", "speed-up over ddp", "steps to loss", "exposed share"),
-    "final loss",
+    *("final loss", "tau"),
 )
 
 
@@ -125,6 +135,7 @@ def cells(runs: Sequence[dict[str, Any]], ddp: Sequence[dict[str, Any]]) -> list
     steps = mean_sd([r["steps"] for r in reached], ".0f") if reached else ""
     shares = [r["exposed_share"] for r in runs if r["exposed_share"] is not None]
     losses = [r["loss"] for r in runs if r["loss"] is not None]
+    taus = [f"{r['tau']:g}" for r in runs if r.get("tau") is not None]
     return [
         f"{len(reached)} of {len(runs)}",
         times,
@@ -132,6 +143,7 @@ def cells(runs: Sequence[dict[str, Any]], ddp: Sequence[dict[str, Any]]) -> list
         steps,
         f"{statistics.fmean(shares):.0%}" if shares else "",
         mean_sd(losses, ".3f") if losses else "no evaluation",
+        ", ".join(taus),
     ]
 
 
@@ -169,13 +181,15 @@ def notes(result: dict[str, Any]) -> list[str]:
         "steps).",
         "Seconds: training without start and evaluations. An all-reduce that went on during an evaluation is charged "
         "as if there had been none.",
-        "Methods share data, order, seeds, learning rate, steps and tau. Evaluations are due every epoch and take "
-        "place at the next round boundary; a local method's is of the model that its workers train on, which in co2 "
-        "and overlap_local holds what the others sent a round ago.",
+        "Methods share data, order, seeds, learning rate, steps and tau, but that of co2_auto, which measures it, 24 "
+        "at most; lgreco: L-GreCo within the error of rank 4, among ranks or any formats. Evaluations are due every "
+        "epoch and take place at the next round boundary; a local method's is of the model that its workers train on, "
+        "which in co2 and overlap_local holds what the others sent a round ago.",
         "Speed-up: ratio of the mean seconds over the seeds; `>`: a lower bound, as ddp ran out of time. Mean ± sample "
         "standard deviation over the seeds; steps over those that reached the target; final loss at each run's last "
         "evaluation.",
-        "Exposed share: time that rank 0 waited for communication (ddp: the last bucket of every fifth step).",
+        "Exposed share: time that rank 0 waited for communication (ddp: the last bucket of every fifth step). tau: at "
+        "the end of each run, empty where it was not kept.",
     ]
     for name, task in result["tasks"].items():
         lines.append(f"{name}: `{name}.train {task['command']}`, target {task['loss']} {task['target']:g}.")

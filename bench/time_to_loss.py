@@ -33,7 +33,7 @@ import tyro
 
 from bench import loss_table, report
 from bench.cluster import Cluster, require_namespaces, run_ranks
-from bench.loss_table import METHODS, RECOMMENDED, Outcome, follow
+from bench.loss_table import METHODS, OF_CO2, Outcome, follow
 from bench.options import require_each_once, require_positive
 from bench.scaling import shape
 from core.errors import UserError
@@ -113,7 +113,7 @@ class TimeToLoss:
 
     def command(self, rate: float, task: str, method: str, seed: int, out: Path | str) -> list[str]:
         """The train script's command line, without the program."""
-        named = ("co2", ["--recommended"]) if method == RECOMMENDED else (method, ["--no_recommended"])
+        named = ("co2", OF_CO2[method]) if method in OF_CO2 else (method, ["--no_recommended"])
         values = {"method": named[0], "seed": seed, "out": out, "device": "cpu", "checkpoint_every": 0}
         values |= {"log_every": LOG_EVERY, "timeout": 300} | ({"link_mbit": rate} if self.throttle else {})
         options = [text for key, value in values.items() for text in (f"--{key}", str(value))]

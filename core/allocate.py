@@ -57,26 +57,23 @@ def _in_bins(errors: Tensor, budget: float, bins: int) -> Tensor:
 
 def _programme(cost: Tensor, sizes: Tensor, bins: int) -> list[int] | None:
     """The dynamic programme over (layer, bins used up to here). None: nothing fits."""
-    best = torch.zeros(bins + 1, dtype=torch.float64)  # [b]: the least size of the layers so far within b bins
-    chosen: list[Tensor] = []
-    for layer in range(len(cost)):
-        following = torch.full_like(best, float("inf"))
-        choice = torch.zeros(bins + 1, dtype=torch.int16)
-        for c in _worth_a_look(cost[layer].tolist(), sizes[layer].tolist(), bins):
-            q = int(cost[layer, c])
-            size = best[: bins + 1 - q] + sizes[layer, c]
-            better = size < following[q:]
-            following[q:] = torch.where(better, size, following[q:])
-            choice[q:] = torch.where(better, c, choice[q:])
-        best = following
-        chosen.append(choice)
-    if best[bins].isinf():
+    best = torch.full((len(cost) + 1, bins + 1), float("inf"), dtype=torch.float64)
+    best[0] = 0.0  # [layers, b]: the least size of the first layers within b bins
+    candidates: list[list[tuple[int, int, float]]] = []  # of each layer: choice, bins, size
+    for layer, (q_of, size_of) in enumerate(zip(cost.tolist(), sizes.tolist(), strict=True)):
+        candidates.append([(c, q_of[c], size_of[c]) for c in _worth_a_look(q_of, size_of, bins)])
+        before, following = best[layer], best[layer + 1]
+        for _, q, size in candidates[-1]:
+            torch.minimum(following[q:], before[: bins + 1 - q] + size, out=following[q:])
+    if best[-1, bins].isinf():
         return None
-    b = int((best <= best[bins]).nonzero()[0])  # the fewest bins of the least size
+    b = int((best[-1] <= best[-1, bins]).nonzero()[0])  # the fewest bins of the least size
     picked = []
     for layer in reversed(range(len(cost))):
-        picked.append(int(chosen[layer][b]))
-        b -= int(cost[layer, picked[-1]])
+        least, before = float(best[layer + 1, b]), best[layer]
+        c, q, _ = next(c for c in candidates[layer] if c[1] <= b and float(before[b - c[1]]) + c[2] == least)
+        picked.append(c)
+        b -= q
     return picked[::-1]
 
 

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from .errors import UserError
+
+
+def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
+    """As a list, however they were given."""
+    if isinstance(given, Tensor | nn.Module):
+        raise UserError(f"{name}: one {type(given).__name__} is given: give a list of tensors, as its {name}() returns")
+    tensors = list(given)
+    if others := [type(t).__name__ for t in tensors if not isinstance(t, Tensor)]:
+        raise UserError(f"{name}: a {others[0]} is among them: give tensors, as model.{name}() returns")
+    return tensors
 
 
 def check_inputs(

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import outer
+from .checks import tensors_of
 from .collectives import AllReduce, Link
 from .config import SCHEDULED, CO2Config, Schedule, check_stable, scheduled
 from .errors import UserError
@@ -63,7 +64,10 @@ class Scheduled(LocalMethod):
         if self.schedule:
             self.config = c = scheduled(self.config, self.schedule, number)
             self.check_settings()
-            self.tau = self.tau if c.tau == "auto" else c.tau
+            if c.tau != "auto":
+                self.tau = c.tau
+                if self.tuner:  # which then chooses the wire alone
+                    self.tuner.given = self.tuner.tau = c.tau
 
     def arrives(self) -> bool:
         if self.config.delay == "auto":
@@ -101,7 +105,7 @@ class CO2(Scheduled):
         self.config = c = scheduled(config or CO2Config(), schedule, 0)
         self.schedule = schedule
         self.check_settings()
-        params = list(params)
+        params = tensors_of(params, "parameters")
         if any(is_dtensor(p) for p in params):
             raise UserError("DTensors as parameters need ShardedCO2 with mesh=: their norms are of the whole model")
         c.wire.check(params, group)
@@ -211,8 +215,9 @@ class CO2(Scheduled):
         elif c.gap == "inner":  # with the largest first step so far: a decaying learning rate does not shrink it
             first, weight = self.scalars["first_step"].double(), self.scalars["weight"].double()
             torch.maximum(self._inner_scale, torch.where(weight > 0, first / weight, 0.0), out=self._inner_scale)
-            gap = outer.gap_scalar(self.last_step_norm(), self.tau * self._inner_scale)
-        return outer.Rule(c.outer_momentum, c.outer_lr, self._last_lr, c.clip, scale, rms, gap)
+            gap = outer.gap_scalar(self.last_step_norm(), self.sent_tau * self._inner_scale)
+        beta = outer.carried(c.outer_momentum, self.growth)
+        return outer.Rule(beta, c.outer_lr, self._last_lr, c.clip, scale, rms, gap)
 
     def last_step_norm(self) -> Tensor:
         """||x_{t,0} - x_{t-1,0}||, 0-d."""

@@ -201,7 +201,8 @@ class Background:
 
     def close(self) -> None:
         """Leaves the process group; call it after the last `wait`."""
-        assert not self.in_flight, "wait() for what is in flight first"
+        if self.in_flight:
+            raise UserError("close() with an all-reduce in flight, whose mean would be lost: call finish() before")
         if self.group is not None:
             leave_group(self.group, self.timeout)
             self.group = None

@@ -279,6 +279,7 @@ class ElasticCO2(CO2):
         self._send(finished=False)
         if self.config.delay == 0:
             self.merge()
+        self.begin_round(self.rounds)
         self.background.counts = not self.background.in_flight
 
     def send(self, *, finished: bool) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .errors import DivergedError
-from .flat import Bucket, Scalars, local_shard, wipe
+from .flat import Bucket, Scalars, local_shard, read_blocks, wipe
 from .outer import norm
 
 SOUND, NOT_FINITE, JUMPED = 0, 1, 2  # verdicts
@@ -153,6 +153,6 @@ def forget(optimizer: torch.optim.Optimizer) -> LeftOut:
         inner = getattr(optimizer, "optim", optimizer)  # ZeRO-1's own part
         for state in inner.state.values():
             numbers = [local_shard(v) for v in state.values() if isinstance(v, Tensor) and v.is_floating_point()]
-            wipe([v for v in numbers if v.device == left_out.device or not left_out.is_cuda], left_out)
+            wipe([v for v in numbers if v.device == left_out.device or not read_blocks(left_out)], left_out)
 
     return reset

@@ -73,6 +73,18 @@ def momentum(m: Tensor, delta: Tensor, beta: float, gap: Tensor | None = None) -
     return new + beta * m
 
 
+def carried(beta: float, growth: float) -> float:
+    """What of m_{t-1} enters m_t where Delta is of `growth` times as many local steps as the one before: beta growth,
+    at most 1.
+
+    Twice the steps lead about twice as far, so that what m holds of fewer steps counts more, and of more steps less.
+    But where tau leaps, a few steps' direction says little of many, and multiplied by hundreds it would overshoot: the
+    momentum alone never moves x farther than it has moved last. Lambda and phi compare and limit lengths as they are,
+    alpha is a share: they stay. Ours; Gu et al. (ICLR 2024), whose rule changes tau, have no outer momentum.
+    """
+    return min(1.0, growth * beta)
+
+
 def clip_elements(m: Tensor, phi: float) -> Tensor:
     """Step 6: clip(m_t, -phi, phi), element by element; the result is what is stored."""
     return m.clamp(-phi, phi)
@@ -114,7 +126,7 @@ class Rule:
     """The numbers of one boundary, and where Lambda comes from: c (elementwise), gap (one number), or neither (1)."""
 
     beta: float = 1.0
-    """Outer momentum."""
+    """Outer momentum, as `carried`."""
     alpha: float | Tensor = 0.0
     """Outer learning rate."""
     last_alpha: float | Tensor = 0.0

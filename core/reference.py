@@ -28,6 +28,7 @@ class Sent:
     """What the workers sent at one boundary, until its mean is merged."""
 
     number: int  # t: the round that it ended
+    tau: int  # its local steps
     own: Tensor  # d^i: [workers, n]
     mean: Tensor  # Delta: [n]
     start: Tensor  # x_{t,0} as it was at the sending: [1, n], or [workers, n] if eager
@@ -57,6 +58,8 @@ class Reference:
       once the boundary is through it continues from the outer iterate.
     reduce: what the network makes of d^i and the weights, [workers, n] and [workers] -> [n]: their mean, or what a
       narrow wire leaves of it.
+    tau may be changed between two boundaries. Where Delta is of tau' local steps, and what landed before of tau, step 5
+      is m_t = min(1, beta tau' / tau) m_{t-1} + Delta / Lambda (outer.carried says why).
     sync_steps: after each of the first so many local steps the workers' parameters are averaged at once. For SGD, with
       momentum too, that equals averaging gradients; for Adam it does not quite. The outer iterate starts at the last
       of these means, and the first round after it.
@@ -107,13 +110,13 @@ class Reference:
         """Round 0 starts from where the workers are."""
         rows = len(self.x) if self.policy == "eager" else 1  # 1: all workers have the same
         self.z = self.x[:rows].clone()  # x_{t,0}
-        self.m = torch.zeros_like(self.z)
+        self.m, self.m_tau = torch.zeros_like(self.z), self.tau
         self.base = self.x.clone()  # x less the own local steps since the last sending
         self.outer = [self.z[0]]
         self.left_out = torch.zeros(len(self.x), dtype=torch.bool)  # at the last sending
         self.first_step = torch.zeros_like(self.x[:, 0])
         if self.policy == "eager":  # no difference was sent before the first
-            self.in_flight = [Sent(-1, torch.zeros_like(self.x), torch.zeros_like(self.x[0]), self.z)]
+            self.in_flight = [Sent(-1, self.tau, torch.zeros_like(self.x), torch.zeros_like(self.x[0]), self.z)]
 
     @property
     def whole_round(self) -> bool:
@@ -153,7 +156,7 @@ class Reference:
         own = torch.where(self.left_out[:, None], 0.0, own)
         self.deltas.append(self.reduce(own, weights))
         self.first_steps.append(mean(torch.where(self.left_out, 0.0, self.first_step), weights))
-        self.in_flight.append(Sent(len(self.first_steps) - 1, own, self.deltas[-1], self.z))
+        self.in_flight.append(Sent(len(self.first_steps) - 1, self.tau, own, self.deltas[-1], self.z))
         self.base, self.steps = self.x.clone(), 0
 
     def land(self, *, finishing: bool = False) -> None:
@@ -185,7 +188,8 @@ class Reference:
         gap = self.staleness(sent)  # step 4
         self.gaps.append(torch.as_tensor(gap))
         new = delta / gap
-        self.m = self.beta * self.m + new  # step 5
+        self.m = min(1.0, self.beta * sent.tau / self.m_tau) * self.m + new  # step 5
+        self.m_tau = sent.tau
         if self.phi is not None:  # step 6
             if self.clip_by == "element":
                 self.m = torch.where(self.m.abs() > self.phi, self.phi * self.m.sign(), self.m)
@@ -206,7 +210,7 @@ class Reference:
         if self.gap == "norm":
             return 1 + moved.norm() / (sent.mean.norm() + EPS)
         if self.gap == "inner":
-            return 1 + moved.norm() / (self.tau * torch.stack(self.first_steps[: sent.number + 1]).max() + EPS)
+            return 1 + moved.norm() / (sent.tau * torch.stack(self.first_steps[: sent.number + 1]).max() + EPS)
         raise ValueError(f"unknown gap {self.gap!r}")
 
     def finish(self) -> None:

@@ -11,10 +11,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .agreement import Agreement
-from .checks import check_frozen, check_group, check_inputs, check_run, check_saved
+from .checks import check_frozen, check_group, check_inputs, check_run, check_saved, tensors_of
 from .collectives import AllReduce, Background, Link, Reducer, Stage
 from .errors import UserError
-from .flat import Scalars, State, copy, copy_where, local_shard, make_buckets, of_each, rescale, resized, unique
+from .flat import (
+    Scalars,
+    State,
+    copy,
+    copy_where,
+    local_shard,
+    make_buckets,
+    of_each,
+    read_blocks,
+    rescale,
+    resized,
+    unique,
+)
 from .guard import Guard, LeftOut, size_of
 from .pace import Pace
 from .stats import RoundClock, RoundStats
@@ -48,12 +60,14 @@ class LocalMethod(ABC):
     flat.Bucket. backend: of the communication, None for the group's.
 
     Attributes: skipped, local steps of the round that closed last which this worker has left out, being slower: its
-    data and learning rate may then keep step with the others'. on_left_out, called with a 0-d truth value after a
-    round: whether this worker was left out of its mean (see guard.py), for what the inner optimiser has gathered, as
-    guard.forget does; on a CPU only where it was. skip_after, to be set before the first step: seconds that a boundary
-    waits for a mean, None for as long as it takes. A round whose predecessor's mean does not come, as when a link is
-    down, goes on for tau local steps more, and so on: nothing is thrown away, nor sent before it has come. Each worker
-    decides by itself, for the outer state follows from the means alone, whenever they are merged.
+    data and learning rate may then keep step with the others'. sent_tau, of the round whose reduction is in flight, or
+    landed last; growth, that over the tau of the one before, for an outer momentum (see outer.carried). on_left_out,
+    called with a 0-d truth value after a round: whether this worker was left out of its mean (see guard.py), for what
+    the inner optimiser has gathered, as guard.forget does; on a CPU only where it was. skip_after, to be set before the
+    first step: seconds that a boundary waits for a mean, None for as long as it takes. A round whose predecessor's mean
+    does not come, as when a link is down, goes on for tau local steps more, and so on: nothing is thrown away, nor sent
+    before it has come. Each worker decides by itself, for the outer state follows from the means alone, whenever they
+    are merged.
     """
 
     differences = False  # whether payloads are differences: zero where nothing has moved
@@ -80,11 +94,12 @@ class LocalMethod(ABC):
         on_host: bool = False,
         backend: str | None = None,
     ):
-        given, fixed = unique(list(params)), [local_shard(b) for b in unique(list(buffers))]
+        given = unique(tensors_of(params, "parameters"))
+        fixed = [local_shard(b) for b in unique(tensors_of(buffers, "buffers"))]
         everything = [local_shard(p) for p in given]
         self.params = [shard for p, shard in zip(given, everything, strict=True) if p.requires_grad]
         self._frozen = [p for p in given if not p.requires_grad]
-        self._model_params = [local_shard(p) for p in model_params]
+        self._model_params = [local_shard(p) for p in tensors_of(model_params, "parameters")]
         self.buffers = [b for b in fixed if b.is_floating_point()]
         number = None if tau == "auto" else tau
         tuned = number is None or len(wires) > 1
@@ -96,6 +111,8 @@ class LocalMethod(ABC):
         self.sync_steps = sync_steps  # those that are left
         self.skip_after: float | None = None
         self._spans = 1  # of tau local steps each, that the round that runs has
+        self._closing_tau = self.sent_tau = self._moved_tau = self.tau
+        self.growth = 1.0
         slot, slots = self.slot(group)
         known = dict(self.more_scalars) | Agreement.sizes(slots, self.tuner, by_speed)
         self.scalars = Scalars(dict(scalars or {}) | known)  # those of each worker last, where `resized` cuts
@@ -165,6 +182,12 @@ class LocalMethod(ABC):
             self._ended = self._synchronise(finished=True) if self.sync_steps else self._boundary(finished=True)
         self._ended = None
         self._agreement.forget_stop()
+
+    def catch_up(self, rounds: int) -> None:
+        """Closes rounds, waiting for each mean, until there are so many: the most of any worker, where `skip_after` has
+        led them to one point in unlike rounds and a checkpoint needs them in one. Every worker must call it."""
+        while self.rounds < rounds:
+            self._boundary(finished=False)
 
     @torch.no_grad()
     def resync(self) -> None:
@@ -247,6 +270,7 @@ class LocalMethod(ABC):
             "sync_steps": self.sync_steps,
             "rounds": self.rounds,
             "tau": self.tau,
+            "taus": (self.sent_tau, self._moved_tau),
             "tuner": self.tuner.state_dict() if self.tuner else None,
             "guard": self.guard.state.clone(),
             "pace": self.pace.state_dict() if self.pace else None,
@@ -300,10 +324,13 @@ class LocalMethod(ABC):
         if self.tuner and state["tuner"]:
             self.tuner.load_state_dict(state["tuner"])
             self.tau = state["tau"]
+        self.sent_tau, self._moved_tau = state.get("taus", (state["tau"], state["tau"]))
+        self.growth = self.sent_tau / self._moved_tau
         self.guard.state.copy_(state["guard"])
         if self.pace and state["pace"] and not others:
             self.pace.load_state_dict(state["pace"])
         self.begin_round(self.rounds)
+        self._closing_tau = self.tau  # of a newcomer, who sends before a round of its own has closed
         self._spans = self.local_steps // self.tau + 1
         self._watch.skip()  # the model may be loaded after this
 
@@ -359,7 +386,7 @@ class LocalMethod(ABC):
 
     def was_left_out(self, where: Tensor) -> None:
         """Where that holds, 0-d, this worker has to start anew; a method does so where a landing does not."""
-        if self.on_left_out is not None and (where.is_cuda or where):
+        if self.on_left_out is not None and (read_blocks(where) or where):
             self.on_left_out(where)
 
     def begin_round(self, number: int) -> None:  # noqa: B027
@@ -374,6 +401,8 @@ class LocalMethod(ABC):
         self.weigh()
         turn, clock = self.turn(), self._clock
         self._agreement.tell(self.settings(), self.replicas, turn, clock.stats, clock.before)
+        self.sent_tau = self._closing_tau
+        self.growth = self.sent_tau / self._moved_tau
         self.background.launch(self.stages())
         self.local_steps = 0
 
@@ -410,6 +439,7 @@ class LocalMethod(ABC):
         self.stats.left_out = self.guard.count
         last = finished and self.scalars["finished"].item() > 1 - 1e-6  # one over the workers may be rounded
         empty = last and self.scalars["steps"].item() == 0.0
+        self._moved_tau = self._moved_tau if empty else self.sent_tau
         for bucket in self.buckets if not empty else []:  # an empty round carries older values
             copy_where(self.scalars["weight"] > 0, bucket.buffers, bucket.buffer_views)
         return Landing(last, empty)
@@ -437,6 +467,7 @@ class LocalMethod(ABC):
             for own, bucket in zip(self._own_buffers, self.buckets, strict=True):
                 copy(own, bucket.buffers)  # what this worker sends, whatever lands in the meantime
             self.skipped = self.tau - self.own_tau
+            self._closing_tau = self.tau
             everyone = self.close_round(finished=finished)
             self._agreement.follow()
             self.tau = self.tuner.tau if self.tuner and not self.tuner.given else self.tau

@@ -1,4 +1,7 @@
-"""Schedules for CO2(schedule=...): from a round's number alone to the settings that it changes."""
+"""Schedules for CO2(schedule=...): from a round's number alone to the settings that it changes.
+
+What a change of tau does to the outer momentum: core/outer.py, `carried`.
+"""
 
 from __future__ import annotations
 

@@ -24,9 +24,10 @@ class Watch:
 
     given: the parameters as an optimiser knows them; params: the same ones, where they lie (see flat.local_shard).
     starts: gives for each of them where the round began, in any float dtype, or None where that is not kept; roughly:
-    whether it began near there. torch
-    counts what is written to a tensor, and torch's optimisers call before their step: so it costs nothing a step.
-    Weights written through `.data` are noticed where their memory is another one.
+    whether it began near there. torch counts what is written to a tensor, and torch's optimisers call before their
+    step: so it costs nothing a step. Weights written through `.data` are noticed where their memory is another one.
+    Warns once, too, when an optimiser of these parameters trains others that no method knows, as those of a layer that
+    was added later.
     """
 
     def __init__(
@@ -50,6 +51,9 @@ class Watch:
         """Nothing is known of this round's start."""
         self._unchecked = {}
 
+    def knows(self, p: Tensor) -> bool:
+        return id(p) in self._number
+
     @torch.no_grad()
     def check(self, params: Any) -> None:
         """Looks at those that are about to take the round's first step."""
@@ -69,6 +73,7 @@ class Watch:
 
 
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+_told: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those whose strangers were told of
 
 
 @functools.cache  # one hook for ever: torch may be walking its hooks when a watch is collected
@@ -79,9 +84,27 @@ def _listen() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    for watch in list(_watches):
-        if watch._unchecked:
-            watch.check(p for group in optimizer.param_groups for p in group["params"])
+    watches = list(_watches)
+    beginning = [watch for watch in watches if watch._unchecked]
+    if not beginning:
+        return
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if optimizer not in _told and _strangers(params, watches):
+        _told.add(optimizer)
+        warnings.warn(
+            f"an optimiser trains {_strangers(params, watches)} parameters that are never averaged, beside others that "
+            "are: make the object that averages them anew with all, unless they are to stay this worker's own",
+            stacklevel=2,
+        )
+    for watch in beginning:
+        watch.check(params)
+
+
+def _strangers(params: Sequence[Tensor], watches: Sequence[Watch]) -> int:
+    """How many of an optimiser's parameters are trained and no watch knows them; 0 where none of all is known."""
+    known = [any(watch.knows(p) for watch in watches) for p in params]
+    trained = (p.requires_grad and p.grad is not None for p in params)
+    return sum(t and not k for t, k in zip(trained, known, strict=True)) if any(known) else 0
 
 
 def _writes(p: Tensor) -> tuple[int, int]:

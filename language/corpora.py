@@ -8,6 +8,7 @@ every Python brings) are the small stand-ins; they are tokenised once into `$CO2
 
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -17,10 +18,19 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from core.errors import UserError
-from language.data import Corpus, check_tokens, data_folder, load_corpus, open_tokens
-from language.prepare import Documents, encode_documents, split_documents, token_dtype, write_corpus
+from language.data import Corpus, bytes_per_token, check_tokens, data_folder, load_corpus, open_tokens
+from language.prepare import (
+    SUFFIXES,
+    Documents,
+    encode_documents,
+    split_documents,
+    text_files,
+    token_dtype,
+    write_corpus,
+)
 from language.recipes import CorpusName
 
 STAND_IN = "or run the stand-in recipe gpt2_pydoc_small, which needs no data"
@@ -82,6 +92,35 @@ def open_wikitext2(corpus: Corpus) -> np.ndarray:
 
     cached = cached_folder(f"wikitext2-{key}", build)
     return open_tokens(cached / "test.bin", token_dtype(tokenizer), tokenizer.get_vocab_size())
+
+
+def open_text(folder: Path, tokenizer: Tokenizer, end: int) -> Corpus:
+    """Plain text, train.txt and val.txt (see text_files) in `folder`, in a model's own tokens, of which `end` ends a
+    document."""
+    tokenizer = Tokenizer.from_str(tokenizer.to_str())  # encode_documents changes it
+    files = {split: text_files([_text(folder, split)]) for split in ("train", "val")}
+
+    def build(target: Path) -> None:
+        for split, found in files.items():
+            encode_documents(tokenizer, Documents(found), target / f"{split}.bin", end)
+
+    contents = [file.read_bytes() for found in files.values() for file in found]
+    cached = cached_folder(f"text-{_key(*contents, tokenizer.to_str().encode(), str(end).encode())}", build)
+    size, dtype = tokenizer.get_vocab_size(), token_dtype(tokenizer)
+    train, val = (open_tokens(cached / f"{split}.bin", dtype, size) for split in files)
+    by_bytes = '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str())["decoder"])
+    sizes = bytes_per_token(tokenizer) if by_bytes else None
+    return Corpus(folder, train, val, size, end, None, None, None, tokenizer, sizes)
+
+
+def _text(folder: Path, split: str) -> Path:
+    """The split's file or folder."""
+    found = [path for suffix in (*SUFFIXES, "") if (path := folder / f"{split}{suffix}").exists()]
+    if not found:
+        raise UserError(
+            f"{folder / split}.txt is missing: plain text, documents parted by lines with a form feed alone"
+        )
+    return found[0]
 
 
 def _open_gutenberg(vocab_size: int) -> Corpus:

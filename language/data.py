@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from core.errors import UserError
+from language.finetune_recipes import FinetuneRecipe
 from language.recipes import GPT2_VOCABULARY, LanguageRecipe, Sampling
 from training.sampling import eval_share, generator, load_batches, per_worker, worker_batches
 
@@ -269,7 +270,7 @@ def window_starts(
 def train_batches(
     tokens: np.ndarray,
     objective: Objective,
-    recipe: LanguageRecipe,
+    recipe: LanguageRecipe | FinetuneRecipe,
     rank: int,
     world_size: int,
     start: int,

@@ -7,7 +7,8 @@ from `--tokenizer tokenizer.json`, such as GPT-2's or RoBERTa's own, and DIR rec
     tokenizer.json       the tokenizer
     meta.json            vocabulary, special tokens, and the documents, tokens and bytes of both files
 
-Nothing is fetched. Documents are held out whole, so that no book is in both files.
+Sources are text files, JSON Lines (an object with the key "text" a line), or folders that Hugging Face's `datasets`
+wrote with save_to_disk. Nothing is fetched. Documents are held out whole, so that no book is in both files.
 """
 
 import json
@@ -28,7 +29,8 @@ from core.errors import UserError
 from training.recipe import launch
 
 DOCUMENT_END = "\x0c\n"  # a line with nothing but a form feed
-SUFFIXES = (".txt", ".txt.xz", ".xz")
+JSON_LINES = (".jsonl", ".jsonl.xz")
+SUFFIXES = (".txt", ".txt.xz", ".xz", *JSON_LINES)
 END_OF_TEXT, PAD, MASK = SPECIAL_TOKENS = ("<|endoftext|>", "<pad>", "<mask>")
 ROBERTAS_BEGIN, ROBERTAS_END = "<s>", "</s>"
 SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
@@ -40,7 +42,7 @@ class Documents:
     """The documents of some text files, read anew by each iteration: never more than one is in memory.
 
     Attributes:
-        files: text files, plain or xz-compressed UTF-8.
+        files: what read_documents takes.
         chosen: indices of the documents to give, in the order of the files; None gives all.
     """
 
@@ -62,10 +64,15 @@ class Counts:
 
 
 def text_files(sources: Iterable[Path]) -> tuple[Path, ...]:
-    """The text files that the sources name; a folder stands for those anywhere below it, sorted by path."""
+    """The text files that the sources name; a folder stands for those anywhere below it, sorted by path, one of
+    `datasets` for itself."""
     files: list[Path] = []
     for source in sources:
-        if source.is_dir():
+        if (source / "dataset_dict.json").is_file():
+            raise UserError(f"{source} holds several splits: name one of them, such as {source / 'train'}")
+        if (source / "dataset_info.json").is_file():
+            files.append(source)
+        elif source.is_dir():
             found = sorted(file for file in source.rglob("*") if file.is_file() and file.name.endswith(SUFFIXES))
             if not found:
                 raise UserError(f"no text file in folder {source}: expected names that end in {', '.join(SUFFIXES)}")
@@ -80,23 +87,50 @@ def text_files(sources: Iterable[Path]) -> tuple[Path, ...]:
 
 
 def read_documents(file: Path) -> Iterator[str]:
-    """Yield the documents of a UTF-8 text file, in order, empty ones left out.
+    """Yield the documents of a UTF-8 file, text or JSON Lines, or of a folder of `datasets`; empty ones are left out.
 
     Raises UserError that names the file when it cannot be decompressed or decoded, or holds no text.
     """
-    opener = lzma.open if file.name.endswith(".xz") else open
     empty = True
     try:
-        with opener(file, "rt", encoding="utf-8", newline="\n") as stream:
-            for document in _split(stream):
-                empty = False
-                yield document
+        for document in _saved_by_datasets(file) if file.is_dir() else _in_file(file):
+            empty = False
+            yield document
     except UnicodeDecodeError as error:
         raise UserError(f"{file} is not UTF-8 text ({error.reason}): convert it, or leave it out") from error
     except (lzma.LZMAError, EOFError) as error:
         raise UserError(f"{file} cannot be decompressed ({error}): get it again, or leave it out") from error
     if empty:
         raise UserError(f"{file} holds no text: remove it from the sources")
+
+
+def _in_file(file: Path) -> Iterator[str]:
+    opener = lzma.open if file.name.endswith(".xz") else open
+    with opener(file, "rt", encoding="utf-8", newline="\n") as stream:
+        yield from _from_json(file, stream) if file.name.endswith(JSON_LINES) else _split(stream)
+
+
+def _from_json(file: Path, lines: Iterable[str]) -> Iterator[str]:
+    for number, line in enumerate(lines, 1):
+        try:
+            text = json.loads(line)["text"] if line.strip() else ""
+            blank = not text.strip()
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise UserError(f'{file}, line {number}: expected a JSON object with a "text"') from None
+        if not blank:
+            yield text
+
+
+def _saved_by_datasets(folder: Path) -> Iterator[str]:
+    try:
+        import datasets  # here, because it is no requirement of ours
+    except ImportError:
+        raise UserError(f"{folder} was written by the library datasets: pip install datasets, to read it") from None
+    try:
+        rows = datasets.load_from_disk(str(folder)).select_columns("text")
+    except Exception as error:  # its own errors and pyarrow's have no common class
+        raise UserError(f'{folder}: `datasets` reads no column "text" from it ({error!r}); write it anew') from error
+    return (row["text"] for row in rows if row["text"].strip())
 
 
 def _split(lines: Iterable[str]) -> Iterator[str]:
@@ -169,10 +203,13 @@ def end_of_text(tokenizer: Tokenizer) -> int | None:
     return tokenizer.token_to_id(ROBERTAS_END) if end is None else end
 
 
-def encode_documents(tokenizer: Tokenizer, documents: Iterable[str], file: Path) -> Counts:
-    """Write token ids of the documents, an end-of-text after each, as raw numbers of `token_dtype`."""
+def encode_documents(tokenizer: Tokenizer, documents: Iterable[str], file: Path, end: int | None = None) -> Counts:
+    """Write token ids of the documents, an end-of-text after each, as raw numbers of `token_dtype`.
+
+    end: the id that ends a document; None for that of `end_of_text`.
+    """
     tokenizer.encode_special_tokens = True  # "<mask>" in a text is text
-    end, dtype = end_of_text(tokenizer), token_dtype(tokenizer)
+    end, dtype = end_of_text(tokenizer) if end is None else end, token_dtype(tokenizer)
     n_documents = n_tokens = n_bytes = 0
     with open(file, "wb") as out:
         for document in documents:
@@ -238,17 +275,17 @@ def prepare(
     val: tuple[Path, ...] = (),
     seed: int = 0,
 ) -> dict:
-    """Make token files from text files; returns what meta.json holds.
+    """Make token files from text; returns what meta.json holds.
 
     Args:
-        sources: text files (.txt, .txt.xz, .xz; UTF-8; a line with only a form feed ends a document),
-            or folders of such files.
+        sources: text files (.txt, .txt.xz, .xz; UTF-8; a line with only a form feed ends a document), JSON Lines
+            (.jsonl, .jsonl.xz; the key "text"), folders of such files, or folders of datasets' save_to_disk.
         out: folder to create; it appears only when complete.
         vocab_size: tokens of the byte-level BPE vocabulary, the three special ones included.
         tokenizer: a tokenizer.json to use in place of one trained on the text, whose vocabulary it brings; perplexities
             compare only between models of one tokenizer.
         hold_out: whole documents that go to val.bin instead of train.bin; not used with `val`.
-        val: text files that make val.bin, where a data set brings its own split.
+        val: the same that make val.bin, where a data set brings its own split.
         seed: chooses the held-out documents.
     """
     files = text_files(sources)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from results.paper import GPUS, Metric, Row
+from training.config import settings, with_defaults
 from training.recipe import Recipe, flat
 
 
@@ -29,8 +30,7 @@ def stand_in_overrides(row: Row) -> dict[str, Any]:
 FREE = {
     "seed", "out", "resume", "dry_run", "device", "timeout", "eval_every", "checkpoint_every", "save_minutes",
     "log_every", "recommended", "accumulate", "workers", "loader_workers", "gpu_gb", "recompute", "tf32",
-    "cudnn_benchmark",
-    "channels_last",
+    "cudnn_benchmark", "channels_last", "compile",
 }  # fmt: skip
 
 
@@ -110,16 +110,19 @@ def differences(run: Finished, row: Row, metric: Metric, local: bool) -> list[st
     if name is None or (run.settings.get("name"), run.settings.get("method")) != (name, row.method):
         return ["another recipe or method"]
     recipe = load_recipe(row.task, name)
-    wanted = flat(json.loads(json.dumps(dataclasses.asdict(recipe), default=str)))
-    wanted |= {"co2.tau": row.tau or recipe.co2.tau, **overrides, "method": row.method}
+    wanted = settings(recipe) | {"co2.tau": row.tau or recipe.co2.tau, **overrides, "method": row.method}
     used = {"co2", "delayed"} if row.method == "delayed" else {row.method}  # delayed reads co2's settings, too
     idle = {"co2", "delayed", "slowmo", "overlap_local"} - used
     free = FREE | {"batch_size", "co2.tau"} | {key for key in wanted if key.split(".")[0] in idle}
     free -= overrides.keys() | ({"co2.tau"} if row.tau else set())
+    given = with_defaults(run.settings, type(recipe))
+    for of in (wanted, given):
+        if weights := of.get("pretrained"):
+            of["pretrained"] = Path(weights).name  # which holds the hash that a run checks, wherever the file lies
     found = [
-        f"{key}={run.settings.get(key)} in place of {wanted.get(key)}"
-        for key in sorted((wanted.keys() | run.settings.keys()) - free)
-        if run.settings.get(key) != wanted.get(key)
+        f"{key}={given.get(key)} in place of {wanted.get(key)}"
+        for key in sorted((wanted.keys() | given.keys()) - free)
+        if given.get(key) != wanted.get(key)
     ]
     if row.nodes and not local and run.workers != row.nodes * GPUS:
         found.append(f"{run.workers} workers in place of {row.nodes * GPUS}")

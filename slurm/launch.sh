@@ -41,11 +41,14 @@ launch() {
     # Since 22.05, srun no longer takes the job's --cpus-per-task by itself: each torchrun would get one core.
     srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --cpu-bind=cores \
         --kill-on-bad-exit=1 $SRUN_ARGS bash -c 'source slurm/launch.sh; on_node "$@"' on_node "$@" &
-    local step=$!
-    trap 'kill -USR1 "$step"; [ -n "$late" ] || { requeue_at_last & late=$!; }' USR1
+    local step=$! early
+    stop_in_time >/dev/null 2>&1 &
+    early=$!
+    # once: a second signal would end the workers without a checkpoint
+    trap '[ -n "$late" ] || { kill -USR1 "$step"; requeue_at_last & late=$!; }' USR1
     trap : TERM # Slurm has sent it to the workers too: leave them the time to save
     wait_for "$step" || status=$?
-    [ -z "$late" ] || { kill "$late"; wait "$late"; } 2>/dev/null
+    { kill "$early" $late; wait "$early" $late; } 2>/dev/null
     # A run that has ended needs no other start, one that has failed would fail again, and a cancelled one is not wanted.
     if grep -qs stopped_by_signal "$OUT/summary.json" && { [ -n "$late" ] || preempted; }; then
         echo "job $SLURM_JOB_ID was told to stop, and its run has saved: back into the queue"
@@ -70,14 +73,44 @@ requeue() {
 # requeue_at_last: where the run has not ended a minute before the job's time limit, requeues the job regardless, for at
 # the limit it would not be; it then goes on from its last complete checkpoint.
 requeue_at_last() {
-    local now end idle
+    local now end
     now="$(date +%s)"
-    end="$(squeue -h -j "$SLURM_JOB_ID" -o %e)"
-    end="$(date -d "${end:-10 minutes}" +%s)" || end=$((now + 600)) # --signal's
-    exec {idle}<> <(:)
-    read -r -t $((end - now > 60 ? end - now - 60 : 1)) -u "$idle" # sleeps in this process
+    end="$(limit)" || end=$((now + 600)) # --signal's
+    nap $((end - now > 60 ? end - now - 60 : 1))
     echo "job $SLURM_JOB_ID is still running a minute before its limit: back into the queue"
     requeue
+}
+
+# stop_in_time: sends this script the signal by itself where --signal's time would not do. A run needs two rounds to agree
+# to stop, and another until its checkpoint is written: three times as long as a checkpoint took, which its manifest.json
+# says, from the end of a round to the last byte. A tenth of the job's time is left for training in any case.
+stop_in_time() {
+    local start end took lead left
+    start="$(date +%s)"
+    while end="$(limit)"; do
+        took="$(sed -n 's/^ "seconds": \([0-9]*\).*/\1/p' "$OUT"/checkpoints/step*/manifest.json | sort -n | tail -n 1)"
+        lead=$((3 * ${took:-0} + 60))
+        left=$((end - $(date +%s) - (lead < (end - start) * 9 / 10 ? lead : (end - start) * 9 / 10)))
+        if [ -n "$took" ] && [ "$left" -le 0 ]; then
+            kill -USR1 "$$"
+            return
+        fi
+        nap $((left > 300 ? 300 : left > 5 ? left : 5))
+    done
+}
+
+# limit: when the job's time is over, in seconds since 1970; fails where it has no end.
+limit() {
+    local end
+    end="$(squeue -h -j "$SLURM_JOB_ID" -o %e)" && [ -n "$end" ] && date -d "$end" +%s
+}
+
+# nap SECONDS: sleeps in this process, so that nothing of it is left when that is killed.
+nap() {
+    local idle
+    exec {idle}<> <(:)
+    read -r -t "$1" -u "$idle"
+    exec {idle}>&-
 }
 
 # on_node TORCHRUN...: runs it, with a log of each worker in LOGS, and passes signals on to the workers, since Slurm may

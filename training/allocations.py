@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 class AllocationLog:
-    """model: gives the layers their names; None until it is known."""
+    """model: gives the layers their names; None until it is known. seconds: that curves and programmes have taken."""
 
     def __init__(self, folder: RunFolder):
         self.model: nn.Module | None = None
+        self.seconds = 0.0
         self._folder = folder
         self._last: Allocation | None = None
 
@@ -32,6 +33,7 @@ class AllocationLog:
             return
         self._last = found
         curves, programme = found.seconds
+        self.seconds += curves + programme
         self._folder.note(step, "lgreco", f"L-GreCo: {found.reason}")
         numbers = {"bytes": sum(found.bytes), "uniform_bytes": found.uniform_bytes, "seconds": curves + programme}
         self._folder.log(step, {f"lgreco/{name}": value for name, value in numbers.items()})

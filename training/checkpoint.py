@@ -12,6 +12,7 @@ import re
 import shutil
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +44,19 @@ class Saver:
         self._group = new_group(None, timeout, torch.device("cpu"), "gloo")
         self._thread: threading.Thread | None = None
         self._finite = True
+        self._begun = 0.0
         self._failure = ""
         self._error: Exception | None = None
 
-    def start(self, step: int, state: Any, tensors: dict[str, Tensor]) -> None:
+    def start(self, step: int, state: Any, tensors: dict[str, Tensor], begun: float | None = None) -> None:
         """Begins to write, under folder/step*/, what stored.take_out has left and found; removes old checkpoints when
         that is done. Where state["model"] of any worker is not finite nothing is written, and no good one given up.
-        Every worker must call it, at its own time. Waits for the one before, if that is not written."""
+        Every worker must call it, at its own time. Waits for the one before, if that is not written.
+
+        begun: when (time.monotonic) the round closed whose state it is, from which the manifest's seconds are counted.
+        """
         self.wait()
+        self._begun = time.monotonic() if begun is None else begun
         self._thread = threading.Thread(target=self._run, args=(step, state, tensors), daemon=True)
         self._thread.start()
 
@@ -107,7 +113,8 @@ class Saver:
         written = self._gather((rest, failure))
         failures = [failure for _, failure in written if failure]
         if self.rank == 0 and not failures:
-            manifest = {"workers": self.world_size, "rests": [rest for rest, _ in written]}
+            seconds = round(time.monotonic() - self._begun, 1)  # slurm/launch.sh reads it
+            manifest = {"workers": self.world_size, "seconds": seconds, "rests": [rest for rest, _ in written]}
             try:
                 _publish(fresh, target, json.dumps(manifest, indent=1))
             except OSError as error:

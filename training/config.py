@@ -18,8 +18,8 @@ PACKAGES = ("torch", "torchvision", "timm", "numpy", "transformers", "onedl-mmse
 # What a resumed run may change: how long it goes on, and what does not change its numbers.
 FREE = {
     "epochs", "out", "resume", "dry_run", "device", "timeout", "link_mbit", "trace", "eval_every", "checkpoint_every",
-    "save_minutes", "log_every", "skip_after", "accumulate", "loader_workers", "eval_tokens", "wikitext2",
-    "emd_points", "init_from",
+    "save_minutes", "log_every", "skip_after", "accumulate", "recompute", "gpu_gb", "loader_workers", "eval_tokens",
+    "wikitext2", "eval_samples", "emd_points", "init_from",
 }  # fmt: skip
 
 
@@ -44,17 +44,23 @@ def settings(recipe: Any) -> dict[str, Any]:
     return flat(json.loads(json.dumps(nested, default=str)))
 
 
+def with_defaults(old: dict[str, Any], kind: type[Recipe]) -> dict[str, Any]:
+    """The settings of a file that may be older than some of the fields of its kind of recipe: such a run did what the
+    fields' defaults say."""
+    return settings(kind()) | old
+
+
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Which settings changed, as "optim.lr: 0.05 -> 0.5"; those that only one of the two knows are left out."""
     return [f"{key}: {old[key]} -> {new[key]}" for key in old if key in new and old[key] != new[key]]
 
 
-def resumed(file: Path, config: dict[str, Any]) -> tuple[dict[str, Any], str]:
+def resumed(file: Path, config: dict[str, Any], kind: type[Recipe]) -> tuple[dict[str, Any], str]:
     """What the file holds from now on, where a run of `config` goes on with the run that it describes: its history gets
-    a line more. Or why it cannot go on."""
+    a line more. Or why it cannot go on. kind: of both recipes."""
     try:
         old = json.loads(file.read_text())
-        changed = differences(settings(old["recipe"]), settings(config["recipe"]))
+        changed = differences(with_defaults(settings(old["recipe"]), kind), settings(config["recipe"]))
         history = [*old.get("history", [])]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return {}, f"{file} is damaged ({error!r}): restore it, or choose another --out"

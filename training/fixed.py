@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -134,6 +135,8 @@ class Fixed:
         """Begins a checkpoint: copies what it holds, but for what an all-reduce in flight has yet to bring."""
         assert self._model is not None and self._saver is not None, "call begin() before the loop"
         run = self.run
+        if run.recipe.skip_after is not None:
+            self._come_together()
         with run.clock.paused():
             self._saver.wait()
             run.rounds.read()
@@ -148,21 +151,34 @@ class Fixed:
             state = stored.take_out(live, tensors) | {
                 "step": run.step,
                 "node": self._node,
-                "totals": run.rounds.overlap.state_dict() | {"seconds": run.clock.seconds},
+                "totals": run.rounds.overlap.state_dict()
+                | {"seconds": run.clock.seconds, "lgreco_seconds": run.rounds.allocations.seconds},
             }
-            self._method.snapshot(functools.partial(self._write, run.step, state, tensors))
+            self._method.snapshot(functools.partial(self._write, run.step, time.monotonic(), state, tensors))
+
+    def _come_together(self) -> None:
+        """Where skip_after has led workers to a checkpoint in unlike rounds, or to the stop at unlike steps: those
+        behind wait for the means that they miss, and leave out the steps."""
+        assert isinstance(self._method, LocalMethod)
+        step = largest_of_workers(self.run.step, self.run.device)
+        self._method.catch_up(largest_of_workers(self._method.rounds, self.run.device))
+        for _ in range(step - self.run.step):
+            self._schedule.step()
+        self.run.step = step
 
     def saved(self) -> bool:
         """Waits until the last checkpoint is written; False: it is not, for the model is not finite."""
         assert self._saver is not None
         return self._saver.wait()
 
-    def _write(self, step: int, state: dict[str, Any], tensors: dict[str, Tensor], method: dict[str, Any]) -> None:
+    def _write(
+        self, step: int, begun: float, state: dict[str, Any], tensors: dict[str, Tensor], method: dict[str, Any]
+    ) -> None:
         """Once the method's part is known, too: at the next boundary where an all-reduce was in flight."""
         assert self._model is not None and self._saver is not None
         by_name = named.of_method(self._method, self._model, method)
         of_method = {"method": {"name": self.run.recipe.method, "state": by_name}}
-        self._saver.start(step, state | stored.take_out(of_method, tensors, copy=False), tensors)
+        self._saver.start(step, state | stored.take_out(of_method, tensors, copy=False), tensors, begun)
 
     def _resume(self) -> float:
         """Restores the newest checkpoint, if there is one; returns the seconds of training that led to it."""
@@ -184,6 +200,7 @@ class Fixed:
         self._schedule.load_state_dict(state["schedule"])
         self._method.load_state_dict(named.flat_of_method(state["method"]["state"]))
         run.rounds.overlap.load_state_dict(state["totals"])
+        run.rounds.allocations.seconds = float(state["totals"].get("lgreco_seconds", 0.0))
         run.means.load_state_dict(state["means"])
         run.step = int(state["step"])
         if workers == run.world_size:

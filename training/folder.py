@@ -52,7 +52,7 @@ class RunFolder:
         answer = ["", secrets.token_hex(4)]
         if self.writes:
             try:
-                answer[0] = self._take(config.describe(recipe, world_size, device), resume=recipe.resume)
+                answer[0] = self._take(recipe, world_size, device, resume=recipe.resume)
             except (OSError, ValueError) as error:  # the latter of a name that no file can have
                 reason = getattr(error, "strerror", None) or error
                 answer[0] = f"{self.path} cannot be written ({reason}): choose another --out"
@@ -67,13 +67,14 @@ class RunFolder:
         """This worker writes from now on, where workers come and go; goes_on: in place of one that was lost, and may
         still hold the lock where it is stopped."""
         self.writes = True
-        made_of = config.describe(recipe, world_size, device)
-        if refusal := self._take(made_of, resume=recipe.resume or goes_on, force=goes_on):
+        resume = recipe.resume or goes_on
+        if refusal := self._take(recipe, world_size, device, resume=resume, force=goes_on):
             self.close()
             raise UserError(refusal)
 
-    def _take(self, made_of: dict[str, Any], *, resume: bool, force: bool = False) -> str:
+    def _take(self, recipe: Recipe, world_size: int, device: torch.device, *, resume: bool, force: bool = False) -> str:
         """Locks the folder, and writes config.json for a fresh run; why it cannot be taken, or nothing."""
+        made_of = config.describe(recipe, world_size, device)
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock, holder = lock.take(self.path / ".lock")
         if holder and not force:
@@ -85,7 +86,7 @@ class RunFolder:
         if self._holds_a_run() and not resume:
             return f"{self.path} holds a run: add --resume to continue it, or choose another --out"
         if self._holds_a_run() and file.exists():
-            self._resumed, refusal = config.resumed(file, made_of)
+            self._resumed, refusal = config.resumed(file, made_of, type(recipe))
             return refusal
         _replace(file, _json(made_of))  # in place of what a failed start has left
         return ""

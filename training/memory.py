@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -72,23 +72,29 @@ def estimate(recipe: Recipe, build_model: Callable[[], nn.Module], backward: Bac
     with torch.device("meta"):
         model = build_model()
     node = recipe.per_node or local_world_size()
-    numel = sum(p.numel() for p in model.parameters())
-    held = 4 * numel / (node if recipe.zero >= 2 else 1)
+    size = size_of(model.parameters())
+    trained = size_of(p for p in model.parameters() if p.requires_grad)
+    held = trained / (node if recipe.zero >= 2 else 1)
     zeroth_order = recipe.method == "zo"
     moments = {"sgd": 1 if recipe.optim.momentum else 0}.get(recipe.optim.name, 2)
     synchronises = world_size > 1 and recipe.zero < 2 and (recipe.method == "ddp" or node > 1)
     return Memory(
-        parameters=held,
+        parameters=size / (node if recipe.zero >= 2 else 1),
         gradients=0.0 if zeroth_order else held,
-        optimizer=moments * 4 * numel / (node if recipe.zero else 1),
+        optimizer=moments * trained / (node if recipe.zero else 1),
         method=held * copies(recipe, node, world_size),
         buckets=held if synchronises else 0.0,
         activations=gathered(recipe, model) + measure(recipe, model, backward, world_size),
     )
 
 
+def size_of(params: Iterable[Tensor]) -> int:
+    """Their bytes."""
+    return sum(p.numel() * p.element_size() for p in params)
+
+
 def copies(recipe: Recipe, node: int, world_size: int) -> float:
-    """What the method holds, in copies of the parameters that the worker itself holds."""
+    """What the method holds, in copies of the trained parameters that the worker itself holds."""
     if recipe.offload:
         return 0.0
     if recipe.method != "co2" or (node == 1 and not recipe.shard):
@@ -131,7 +137,7 @@ def measure(recipe: Recipe, model: nn.Module, backward: Backward, world_size: in
                 p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
         with _as_on_gpu(), _Live([*model.parameters(), *model.buffers()]) as live:
             backward(step, replace(recipe, accumulate=parts), model, min(share, parts * part))
-    own = 0 if fsdp else sum(p.numel() * p.element_size() for p in model.parameters())
+    own = 0 if fsdp else size_of(model.parameters())
     return max(0.0, live.peak - own)
 
 

@@ -31,7 +31,7 @@ from training.round_log import RoundLog
 from training.sampling import per_worker
 from training.stop import StopSignal
 from training.throttle import make_link
-from training.workers import has_bfloat16, pick_device, rank, tune, world_size
+from training.workers import check_compiler, has_bfloat16, pick_device, rank, tune, world_size
 
 T = TypeVar("T")
 
@@ -114,7 +114,11 @@ class Run:
             assert total is not None, "give make_method the run's steps"
             return r.optim.lr * lr_factor(step, total, r.optim)
 
-        return self._workers.make_method(model, optimizer, from_text(r.schedule, r.co2, lr))
+        wrapped, method = self._workers.make_method(model, optimizer, from_text(r.schedule, r.co2, lr))
+        if r.compile:  # the model inside keeps its parameters' names, and is evaluated as it is
+            check_compiler(self.device)
+            return torch.compile(wrapped), method  # pyright: ignore[reportReturnType]
+        return wrapped, method
 
     def begin(
         self,
@@ -336,6 +340,8 @@ class Run:
             "steps_per_second": self.step / seconds if seconds else 0.0,
             **self.rounds.overlap.summary(),
         }
+        if deciding := self.rounds.allocations.seconds:
+            summary |= {"lgreco_seconds": deciding, "lgreco_share": deciding / seconds}
         if self._bar is not None:
             self._bar.close()  # before the table is printed
         self.folder.summarise(self.recipe, summary)

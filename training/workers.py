@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,13 @@ def tune(device: torch.device, *, tf32: bool, cudnn_benchmark: bool) -> None:
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = tf32
         torch.backends.cudnn.benchmark = cudnn_benchmark
+
+
+def check_compiler(device: torch.device) -> None:
+    """Refuses torch.compile where it would fail at the first step: on a CPU it writes C++."""
+    compiler = os.environ.get("CXX", "g++")
+    if device.type == "cpu" and not shutil.which(compiler):
+        raise UserError(f"compile needs a C++ compiler, and there is no {compiler} here: install it, or leave it out")
 
 
 def to_device(images: Tensor, device: torch.device, channels_last: bool) -> Tensor:

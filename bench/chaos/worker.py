@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import runpy
@@ -16,7 +17,7 @@ PHASES = ("local", "boundary", "flight", "checkpoint", "evaluation")  # in which
 
 def work(module: str, arguments: Sequence[str], harm: dict[str, Any], log: str) -> None:
     """Runs `python -m module arguments`. harm: worker, its name, as the elastic launcher gives it, or RANK.ATTEMPT;
-    phase, one of PHASES or "disk"; step, after which it happens. log: the file for what the worker writes."""
+    phase, one of PHASES, "disk" or "nan"; step, after which it happens. log: the file for what the worker writes."""
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream)
     name = os.environ.get("CO2_WORKER") or f"{os.environ['RANK']}.{os.environ['CO2_ATTEMPT']}"
@@ -27,16 +28,20 @@ def work(module: str, arguments: Sequence[str], harm: dict[str, Any], log: str) 
 
 
 def arm(phase: str, after: int, trace: Path) -> None:
-    """Lets the harm happen in this process, once, in the first `phase` after step `after`; `trace` then tells where."""
+    """Lets the harm happen in this process, once, in the first `phase` after step `after`; `trace` then tells where:
+    `step`, how many steps this worker had taken, and `sent`, up to which of them it had sent what it learned."""
     import torch
 
     from core.collectives import Background
     from training.run import Run
 
-    now = {"step": 0, "saving": False}
+    now = {"step": 0, "sent": 0}
+
+    def tell() -> None:
+        trace.write_text(json.dumps({"step": now["step"], "sent": now["sent"]}))
 
     def die() -> None:
-        trace.write_text(str(now["step"]))
+        tell()
         os.kill(os.getpid(), signal.SIGKILL)
 
     def wrap(owner: Any, name: str, before: Callable[..., None], behind: Callable[..., None] = lambda *_: None) -> None:
@@ -55,20 +60,31 @@ def arm(phase: str, after: int, trace: Path) -> None:
 
     def stepped(run: Run, closed: bool, *_: Any) -> None:
         now["step"] = run.step + 1
-        if due() and phase == ("boundary" if closed else "local"):
+        if due() and phase == "boundary" and closed:
+            die()
+
+    def in_flight(*_: Any) -> None:
+        if due() and phase == "flight":
+            now["step"] += 1  # which after_step would count
             die()
 
     def saves(*_: Any) -> None:
-        now["saving"] = True
         if due() and phase == "disk" and not trace.exists():
-            trace.write_text(str(now["step"]))
+            tell()
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, resource.RLIM_INFINITY))
 
+    def learns(loss: torch.Tensor, *_: Any) -> None:
+        if due() and phase == "local":
+            die()
+        if due() and phase == "nan" and not trace.exists():
+            tell()
+            loss.register_hook(lambda gradient: gradient * float("nan"))
+
     wrap(Run, "after_step", stepped)
-    wrap(Run, "save", saves, lambda *_: now.update(saving=False))
-    wrap(
-        torch, "save", lambda *_: None, lambda *_: die() if phase == "checkpoint" and now["saving"] and due() else None
-    )
+    wrap(torch.Tensor, "backward", learns)
+    wrap(Run, "save", saves)
+    wrap(os, "fsync", lambda *_: die() if phase == "checkpoint" and due() else None)  # whole, but without its name
     wrap(Run, "sum_tensor", lambda *_: die() if phase == "evaluation" and due() else None)
-    wrap(Background, "_begin", lambda *_: None, lambda *_: die() if phase == "flight" and due() else None)
+    wrap(Background, "launch", lambda *_: None, lambda *_: now.update(sent=now["step"] + 1))
+    wrap(Background, "_begin", lambda *_: None, in_flight)

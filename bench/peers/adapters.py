@@ -31,9 +31,10 @@ def nothing() -> None:
 class Trainer:
     """A model with whatever keeps the workers together.
 
-    model: to be called in the loop. optimizer: its zero_grad and step are called. after_step: follows every optimiser
-    step. finish: ends the training (inside the clock). close: frees ports and processes (outside it). rounds: how many
-    synchronisations there were. sent: bytes that the method says it sent; None where it does not say.
+    model: to be called in the loop. optimizer: its zero_grad and step are called. parts: into so many a batch is cut,
+    each of which calls these. after_step: follows every step. finish: ends the training (inside the clock). close:
+    frees ports and processes (outside it). rounds: how many synchronisations there were. sent: bytes that the method
+    says it sent; None where it does not say.
     """
 
     model: nn.Module
@@ -43,6 +44,7 @@ class Trainer:
     close: Callable[[], Any] = nothing
     rounds: Callable[[], int] = lambda: 0
     sent: Callable[[], int | None] = lambda: None
+    parts: int = 1
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from bench import report
 from bench.cluster import Cluster, require_namespaces, run_ranks
 from bench.options import require_one_or_more, require_positive
 from bench.peers.adapters import PEERS
-from bench.peers.loop import BATCH, FREE, RECOMMENDED, REFERENCE, Job, Split, worker
+from bench.peers.loop import BATCH, DILOCO, EVERY_STEP, FREE, LATE, RECOMMENDED, REFERENCE, Job, Split, worker
 from bench.peers.model import LR, build_model
 from bench.peers.table import LIMIT, markdown
 from bench.peers.tuning import SEED, Choice, choices, limit, seconds_to, tune
@@ -34,7 +34,7 @@ from core import UserError
 from core.groups import ring_bytes
 from vision import data
 
-OURS = ("ddp", "local", "overlap_local", "slowmo", "co2", RECOMMENDED)
+OURS = (*EVERY_STEP, "local", "overlap_local", "slowmo", DILOCO, "co2", RECOMMENDED)
 ALL = (*OURS, *PEERS)
 
 
@@ -67,7 +67,7 @@ class Bench:
     tune_tau: tuple[int, ...] = ()
     """And that of these periods, in place of --tau."""
     most_seconds: float = 120.0
-    """ddp takes as many steps as theory says fit in."""
+    """ddp, dpu and acco take as many steps as theory says fit in."""
     timeout: float = 180.0
     """Seconds until a run of a row is killed."""
     throttle: bool = False
@@ -186,11 +186,12 @@ def run_row(
 
 
 def steps_of(bench: Bench, method: str) -> int:
-    """Fewer for ddp where each of its steps takes long: a snapshot of it is the same whatever follows."""
-    if method != "ddp":
+    """Fewer where every step sends gradients and so takes long: a snapshot is the same whatever follows."""
+    if method not in EVERY_STEP:
         return bench.steps
     nbytes = ring_bytes(sum(p.nbytes for p in build_model(bench.width).parameters()), bench.workers)
-    step = bench.step_ms / 1e3 + nbytes * 8e-6 / bench.rate
+    compute, crossing = bench.step_ms / 1e3, nbytes * 8e-6 / bench.rate
+    step = max(compute, crossing * LATE[method][1]) if method in LATE else compute + crossing
     return max(1, min(bench.steps, int(bench.most_seconds / step)))
 
 

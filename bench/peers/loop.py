@@ -21,10 +21,11 @@ from torch import Tensor, nn
 
 from bench.pace import Pacer
 from bench.peers.adapters import PEERS, Task, Trainer
+from bench.peers.late import ACCO, DPU
 from bench.peers.model import LR, build_model, make_optimizer, make_pacer
 from bench.resident import peak_bytes, reset_peak
 from core import CO2Config, UserError, make_method
-from core.methods import METHODS
+from core.methods import METHODS, DelayedConfig
 from core.rounds import LocalMethod
 from training.sampling import worker_batches
 from training.throttle import ThrottledLink
@@ -32,6 +33,9 @@ from vision.data import Images
 
 RECOMMENDED = "co2_recommended"  # co2 with CO2Config.recommended, its tau the row's
 FREE = "co2_auto"  # the same with tau its own choice
+DILOCO = "diloco"  # blocking, with Nesterov's outer momentum
+LATE = {"dpu": (DPU, 1), "acco": (ACCO, 2)}  # and in how many parts a batch is cut
+EVERY_STEP = ("ddp", *LATE)  # those that have no period
 REFERENCE = "none"  # the same steps without any communication
 BATCH = 16  # samples per worker and step
 EVERY = 6  # steps between two snapshots, beside those at the period's end
@@ -83,7 +87,7 @@ def run(job: Job, train: Images, test: Images) -> dict[str, Any]:
     if job.method in PEERS:
         __import__(PEERS[job.method].module)  # its code is not the method's memory
     torch.manual_seed(job.seed)
-    pacer = make_pacer(job.step_ms / 1e3)
+    pacer = make_pacer(job.step_ms / 1e3 / LATE.get(job.method, (None, 1))[1])
     model = build_model(job.width, pacer)
     warm_up(job.width)
     base = reset_peak()
@@ -111,14 +115,21 @@ def make_trainer(job: Job, model: nn.Sequential) -> Trainer:
     optimizer = make_optimizer(model.parameters(), job.lr)
     if job.method == REFERENCE:
         return Trainer(model, optimizer, sent=lambda: 0)
-    config = CO2Config(tau=job.tau)
+    link = ThrottledLink(job.link_mbit) if job.link_mbit else None
+    if job.method in LATE:
+        kind, parts = LATE[job.method]
+        late = kind(optimizer, job.steps, timeout=job.timeout, link=link)
+        close, rounds, sent_bytes = late.background.close, lambda: late.rounds, lambda: late.sent
+        return Trainer(model, late, close=close, rounds=rounds, sent=sent_bytes, parts=parts)
+    config, delayed = CO2Config(tau=job.tau), None
+    if job.method == DILOCO:
+        config, delayed = diloco(job.tau)
     if job.method in (RECOMMENDED, FREE):
         config = CO2Config.recommended(job.workers, job.steps)
         config = config if job.method == FREE else replace(config, tau=job.tau)
-    method_name = "co2" if job.method in (RECOMMENDED, FREE) else job.method
+    method_name = {RECOMMENDED: "co2", FREE: "co2", DILOCO: "delayed"}.get(job.method, job.method)
     assert method_name in METHODS
-    link = ThrottledLink(job.link_mbit) if job.link_mbit else None
-    settings = {"co2": config, "lr": lambda: job.lr, "timeout": job.timeout, "link": link}
+    settings = {"co2": config, "delayed": delayed, "lr": lambda: job.lr, "timeout": job.timeout, "link": link}
     wrapped, method = make_method(method_name, model, **settings)
     sent, steps = [0], itertools.count(1)
 
@@ -134,6 +145,12 @@ def make_trainer(job: Job, model: nn.Sequential) -> Trainer:
     return Trainer(
         wrapped, optimizer, after_step, finish, method.close, lambda: int(method.rounds), lambda: round(sent[0])
     )
+
+
+def diloco(tau: int) -> tuple[CO2Config, DelayedConfig]:
+    """DiLoCo (Douillard et al., 2023) as a case of method delayed, with the outer step of the row torchft_diloco."""
+    config = CO2Config(tau=tau, outer_lr=0.7, outer_momentum=0.9, gap="none", clip=None, delay=0)
+    return config, DelayedConfig(nesterov=True)
 
 
 def batches(job: Job, train: Images, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -158,11 +175,12 @@ def train_loop(
     snapshot(job, model, 0, rank)
     stopped += time.perf_counter() - start
     for step, (images, labels) in enumerate(data, start=1):
-        pacer.restart()
-        loss = F.cross_entropy(trainer.model(images), labels)
-        loss.backward()
-        trainer.optimizer.step()
-        trainer.optimizer.zero_grad()
+        for x, y in zip(images.chunk(trainer.parts), labels.chunk(trainer.parts), strict=True):
+            pacer.restart()
+            loss = F.cross_entropy(trainer.model(x), y)
+            loss.backward()
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
         trainer.after_step()
         if step == job.steps:
             trainer.finish()

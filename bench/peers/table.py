@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench import report
 from bench.peers.adapters import PEERS
-from bench.peers.loop import BATCH, EVERY, FREE, RECOMMENDED, REFERENCE
+from bench.peers.loop import BATCH, EVERY, EVERY_STEP, FREE, RECOMMENDED, REFERENCE, diloco
 from bench.peers.model import LR, MOMENTUM, build_model
 from bench.peers.tuning import SEED
 from bench.report import Spread
@@ -73,8 +73,10 @@ def settings(row: dict[str, Any]) -> str:
     """What the tuning chose."""
     if "lr" not in row or row["method"] == REFERENCE:
         return ""
-    period = {"ddp": "", FREE: ", auto"}.get(row["method"], f", {row['tau']}")
-    return f"{row['lr']:g}{period}"
+    if row["method"] in EVERY_STEP:
+        return f"{row['lr']:g}"
+    period = "auto" if row["method"] == FREE else row["tau"]
+    return f"{row['lr']:g}, {period}"
 
 
 def cell(values: Sequence[float | None], spec: str, name: str = "") -> str:
@@ -108,7 +110,7 @@ def markdown(bench: Bench, result: dict[str, Any]) -> str:
         "steps and at the period's end with the clock stopped, evaluated afterwards; equal seconds: the last before "
         f"{rows[0]['budget']:.2f} s; seconds to the target: of the first that is {bench.target:g} or less.",
         f"`{LIMIT}`: when the run without communication has done as many steps as ddp needs to the target: ddp, were "
-        f"communication free. ddp takes as many steps as fit in {bench.most_seconds:g} s.",
+        f"communication free. {', '.join(EVERY_STEP)} take as many steps as fit in {bench.most_seconds:g} s.",
         *tuning(bench),
         f"Bytes sent: by one worker, per sample that it trained on ({sent}).",
         "Memory: peak resident memory above what was resident once model and package were loaded; of the worker's own "
@@ -117,7 +119,10 @@ def markdown(bench: Bench, result: dict[str, Any]) -> str:
         "inside the clock too: with few steps they weigh more than in a real training.",
         f"Ours: co2 {chosen(CO2Config(tau=bench.tau), *CO2_SETTINGS)}; {RECOMMENDED} "
         f"{chosen(CO2Config.recommended(bench.workers, bench.steps), *CO2_SETTINGS)}, {FREE} so with tau auto; "
-        f"slowmo {chosen(SlowMoConfig())}; overlap_local {chosen(OverlapLocalConfig())}.",
+        f"slowmo {chosen(SlowMoConfig())}; diloco {chosen(diloco(bench.tau)[0], 'outer_lr', 'outer_momentum')}, "
+        "Nesterov's, blocking; dpu: ddp whose mean gradients are applied one step late; acco (arXiv 2406.02613): an "
+        "estimate from one half of each batch, a step from both, without its warm-up; "
+        f"overlap_local {chosen(OverlapLocalConfig())}.",
         *(f"{name}: {PEERS[name].note}." for name in bench.methods if name in PEERS),
         "Versions: " + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
     ]
@@ -137,6 +142,6 @@ def tuning(bench: Bench) -> list[str]:
     taus = f" and tau in {', '.join(map(str, bench.tune_tau))}" if bench.tune_tau else ""
     rates = ", ".join(f"{LR * factor:g}" for factor in bench.tune_lr)
     return [
-        f"Every row was tuned alike: lr in {rates}{taus} (ddp and {FREE}: lr alone), the first to the target, on seed "
-        f"{SEED} and on the other half of the held-out samples, which no figure is of."
+        f"Every row was tuned alike: lr in {rates}{taus} ({', '.join(EVERY_STEP)} and {FREE}: lr alone), the first to "
+        f"the target, on seed {SEED} and on the other half of the held-out samples, which no figure is of."
     ]

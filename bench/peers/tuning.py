@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.peers.loop import FREE
+from bench.peers.loop import EVERY_STEP, FREE
 from bench.peers.model import LR
 
 SEED = 100  # the figures are of seeds from 0 on
@@ -24,8 +24,9 @@ class Choice:
 
 
 def choices(method: str, factors: Sequence[float], taus: Sequence[int]) -> list[Choice]:
-    """What is tried: each learning rate with each period. ddp has no period, co2_auto chooses its own."""
-    taus = taus[:1] if method in ("ddp", FREE) else taus
+    """What is tried: each learning rate with each period. ddp, dpu and acco have no period, co2_auto chooses
+    its own."""
+    taus = taus[:1] if method in (*EVERY_STEP, FREE) else taus
     return [Choice(LR * factor, tau) for factor, tau in itertools.product(factors, taus)]
 
 

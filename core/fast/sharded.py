@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import outer
+from ..checks import tensors_of
 from ..co2 import Scheduled
 from ..collectives import Link
 from ..config import CO2Config, Schedule, check_shared, scheduled
@@ -74,7 +75,7 @@ class ShardedCO2(Scheduled):
         self.schedule = schedule
         self.shards, self.shard, self.offload = shards, shard, offload
         self.check_settings()
-        params, buffers = unique(list(params)), unique(list(buffers))
+        params, buffers = unique(tensors_of(params, "parameters")), unique(tensors_of(buffers, "buffers"))
         if not params:
             raise UserError("no parameter is given: nothing to train; each stage of a pipeline needs one")
         if mesh is not None:
@@ -346,7 +347,7 @@ class ShardedCO2(Scheduled):
             following = outer.outer_step(x, m, self._last)
             g.mul_(scale.to(g))
             if self.config.at_boundary:
-                g.add_(x.to(dtype).to(x.dtype) - following)
+                g.add_((weight > 0).to(g) * (x.to(dtype).to(x.dtype) - following))
             x.copy_(following)
             squares += outer.norm([g]).double().square()
         return squares - self._placement.surplus(self._shares())
@@ -354,11 +355,11 @@ class ShardedCO2(Scheduled):
     def _update_share(self, delta_norm: Tensor, m_norm: Tensor) -> None:
         """Steps 4 to 7 on the share; an empty round, the last of finish(), moves nothing."""
         c = self.config
-        moved = (self.scalars["steps"] > 0) & (self.scalars["weight"] > 0)
+        moved = self.scalars["steps"] > 0
         c_t = delta_norm / max(1, self._numel) ** 0.5 if c.gap == "elementwise" else None
         gap = outer.gap_scalar(self._last * m_norm, delta_norm) if c.gap == "norm" else None
         alpha = moved.double() * c.outer_lr
-        rule = outer.Rule(c.outer_momentum, alpha, self._last, c.clip, c=c_t, gap=gap)
+        rule = outer.Rule(outer.carried(c.outer_momentum, self.growth), alpha, self._last, c.clip, c=c_t, gap=gap)
         seen = [torch.zeros(4, dtype=torch.float64, device=self.background.device)]  # of nothing: Lambda is 1
         seen[0][2].fill_(1.0)  # on the device: a copy from the host would wait for the collectives before it
         for _, g, x, m in self._segments():
@@ -383,6 +384,7 @@ class ShardedCO2(Scheduled):
             "gathered": merged,
             "last": self._last.clone(),
             "m_squares": self._m_squares.clone(),
+            "verdict": self.guard.verdict.clone(),  # found in the background, of use when that is received
         }
         return state
 
@@ -393,6 +395,7 @@ class ShardedCO2(Scheduled):
             copy([b.flat for b in self.buckets], state["shared"]["gathered"])
         self._last.copy_(state["shared"]["last"])
         self._m_squares.copy_(state["shared"]["m_squares"])
+        self.guard.verdict.copy_(state["shared"]["verdict"])
         if self.config.at_boundary and state["in_flight"] is None:  # merged in mid-round by the run that saved it
             self._catch_up()
 

@@ -75,14 +75,6 @@ def decode(payload: Tensor, wire: str, dtype: torch.dtype = torch.float32) -> Te
     return y.mul_(scale).view(-1)
 
 
-def rounded(x: Tensor, wire: str) -> Tensor:
-    """decode(encode(x)) of an int format, to nearest, without the packing in between; for finite x."""
-    blocks = x.reshape(-1, BLOCK)
-    scale = _scales(blocks, wire)[:, None]
-    q = (blocks / scale.masked_fill(scale == 0, 1.0)).round_().clamp_(-LEVELS[wire], LEVELS[wire])
-    return q.mul_(scale).view(-1)
-
-
 def _scales(blocks: Tensor, wire: str) -> Tensor:
     """[blocks], float32; not finite where the block is not, 0 where it is 0 (or below float32's range)."""
     top = torch.maximum(blocks.amax(1), -blocks.amin(1)).float()  # on a CPU a tenth of vector_norm's time

@@ -12,6 +12,8 @@ from torch import Tensor
 from ..flat import Scalars
 from ..groups import Stage
 
+SAMPLE = 1 << 13  # elements
+
 
 @dataclass(frozen=True)
 class Sparse:
@@ -48,7 +50,7 @@ class TopK:
         for layer in self.layers:
             kept = layer.error.add_(layer.values)
             send = torch.where(moved, kept, layer.values)
-            where = send.abs().topk(layer.k, sorted=False).indices
+            where = largest(send.abs(), layer.k)
             values.append(send[where])
             indices.append(where.int())
             kept[where] -= values[-1]
@@ -66,3 +68,18 @@ class TopK:
                 layer.values.index_add_(0, index, value)  # no index comes twice in a row
         for layer in self.layers:
             layer.values.div_(self.world_size)
+
+
+def largest(magnitudes: Tensor, k: int) -> Tensor:
+    """int64 [k]: where the k largest are, in any order, NaN being the largest. magnitudes: [n], none negative.
+
+    On a CPU topk takes many times as long as reading does: of many elements it gets those that reach what, by a sample,
+    more than k of them do."""
+    n, stride = len(magnitudes), len(magnitudes) // SAMPLE
+    few = 1.25 * k / n * SAMPLE + 16  # of the sample: more than k of all, almost surely
+    if stride >= 8 and few < SAMPLE / 4 and not magnitudes.is_cuda:
+        least = magnitudes[::stride].topk(int(few), sorted=False).values.amin()
+        where = (magnitudes < least).logical_not_().nonzero().view(-1)  # NaN, too
+        if k <= len(where) <= n / 4:
+            return where[magnitudes[where].topk(k, sorted=False).indices]
+    return magnitudes.topk(k, sorted=False).indices

@@ -222,7 +222,7 @@ class DelayedCO2(CO2):
             if by_norm:
                 self._clip_norm(rule.phi)
         for boundary in self._delayed:
-            boundary.advance(rule)
+            boundary.advance(rule, self.config.outer_momentum)
         self._last_lr = float(rule.alpha)
 
     def _clip_norm(self, phi: float | None) -> None:
@@ -308,13 +308,13 @@ class _DelayedBoundary(outer.Boundary):
         return outer.norm([outer.difference(s) for s in self.segments])
 
     @torch.no_grad()
-    def advance(self, rule: outer.Rule) -> None:
-        """Step 3 into d, step 7, and the restart."""
+    def advance(self, rule: outer.Rule, beta: float) -> None:
+        """Step 3 into d, step 7, and the restart. beta: of Nesterov's step, whose m is as long as its Delta."""
         self.take()
         for s, where in self._places():
             step = s.m
             if self.step is not None and rule is not outer.NOTHING_LANDED:
-                step = self.step[where].copy_(nesterov(s.m, self.step[where], rule.beta))
+                step = self.step[where].copy_(nesterov(s.m, self.step[where], beta))
             s.x.copy_(outer.outer_step(s.x, step, rule.alpha))
         self.restart()
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..collectives import Link
 from ..errors import UserError
 from ..flat import copy, copy_where, rescale, views
+from ..outer import carried
 from ..rounds import LocalMethod
 
 
@@ -91,5 +92,5 @@ class OverlapLocalSGD(LocalMethod):
         """Makes means of the payloads, too."""
         for bucket, z, v in zip(self.buckets, self._z, self._v, strict=True):
             rescale(bucket.payload, self.scale)
-            v.mul_(self.config.anchor_momentum).add_(bucket.payload - z)
+            v.mul_(carried(self.config.anchor_momentum, self.growth)).add_(bucket.payload - z)
             z.add_(v)

@@ -12,6 +12,7 @@ from ..collectives import Link
 from ..config import LARGE
 from ..errors import UserError
 from ..flat import copy, views
+from ..outer import carried
 from .local_sgd import Blocking
 
 
@@ -63,6 +64,6 @@ class SlowMo(Blocking):
     def apply(self) -> None:
         gamma = max(self._lr(), 1e-12)  # a schedule may end at exactly 0
         for bucket, x, u in zip(self.buckets, self._x, self._u, strict=True):
-            u.mul_(self.config.outer_momentum).add_(x - bucket.payload, alpha=1 / gamma)
+            u.mul_(carried(self.config.outer_momentum, self.growth)).add_(x - bucket.payload, alpha=1 / gamma)
             x.sub_(u, alpha=self.config.outer_lr * gamma)
             copy(bucket.params, views(x, bucket.params))

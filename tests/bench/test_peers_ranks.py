@@ -1,4 +1,5 @@
-"""The peers that torch brings, on real processes, against sums by hand; and the bench's own loop and command."""
+"""The peers that torch brings, on real processes, against sums by hand; the rows whose gradients come late, against
+the search's; and the bench's own loop and command."""
 
 import json
 import os
@@ -16,7 +17,12 @@ from bench.peers import loop
 from bench.peers.adapters import PEERS, Task
 from bench.peers.loop import BATCH, Job
 from bench.peers.model import LR, MOMENTUM, build_model
+from bench.search import methods
+from bench.search.inner import Inner
+from core.reference import vmap_gradient
 from core.testing import run_distributed
+from tests import problems
+from tests.problems import flat
 from vision import data
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +89,57 @@ def test_powersgd_is_exact_for_gradients_of_its_rank(terms: int):
     assert error < 1e-5 if terms == 1 else error > 1e-3
 
 
+# -- late gradients ---------------------------------------------------------------------------------------------
+
+INNER = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+OF_INNER = {"sgd": {"momentum": 0.9}, "adamw": {"weight_decay": 0.01}}
+
+
+def late(rank: int, _: int) -> list[tuple[Tensor, int, int]]:
+    ends = []
+    for name, (kind, parts) in loop.LATE.items():
+        for inner, options in OF_INNER.items():
+            net = problems.small_net()
+            method = kind(INNER[inner](net.parameters(), 0.1, **options), STEPS, timeout=30.0, link=None)
+            assert name in methods.KINDS
+            for step in range(STEPS):
+                for part in zip(*(tensor.chunk(parts) for tensor in problems.batch(rank, step)), strict=True):
+                    problems.loss(net, part).backward()
+                    method.step()
+                    method.zero_grad()
+            method.background.close()
+            ends.append((flat(net.parameters()), method.rounds, method.sent))
+    return ends
+
+
+def late_in_one_process() -> list[Tensor]:
+    """The same by the search's own methods, which are tested by hand."""
+    net = problems.small_net()
+    template = {name: p.detach() for name, p in net.named_parameters()}
+    gradient = vmap_gradient(
+        lambda params, *data: problems.loss(lambda x: torch.func.functional_call(net, params, (x,)), data), template
+    )
+    ends = []
+    for name in loop.LATE:
+        for inner in ("sgd", "adamw"):
+            x = flat(net.parameters()).expand(2, -1).clone()
+            method, state = methods.KINDS[name].method(x, 1), Inner(inner, 0.1).start(x)
+            for step in range(STEPS):
+                both = [problems.batch(rank, step) for rank in range(2)]
+                method.train_step(gradient, tuple(torch.stack(parts) for parts in zip(*both, strict=True)), state, 0.1)
+            ends.append(method.x[0])
+    return ends
+
+
+def test_late_gradients_equal_the_search():
+    """The mean is sent as often as it is used: after 6 of 7 steps, and of ACCO after 13 of 14 halves."""
+    n = sum(p.numel() for p in problems.small_net().parameters())
+    for ends in run_distributed(late, 2):
+        for (end, rounds, sent), expected, wanted in zip(ends, late_in_one_process(), (6, 6, 13, 13), strict=True):
+            torch.testing.assert_close(end, expected, rtol=1e-9, atol=1e-9)
+            assert (rounds, sent) == (wanted, wanted * 8 * n)  # 2 (n - 1) / n = 1; float64
+
+
 # -- the loop ---------------------------------------------------------------------------------------------------
 
 
@@ -131,6 +188,15 @@ def test_the_loop_against_two_workers_by_hand(method: str, rounds: int, tmp_path
     if method == "local":
         parameters = sum(p.numel() for p in build_model(16).parameters())
         assert first["sent"] == pytest.approx(3 * 4 * parameters, rel=0.01)  # 2 (n - 1) / n = 1; 4 bytes each
+
+
+@pytest.mark.parametrize(("method", "rounds"), [("dpu", 4), ("acco", 9), ("diloco", 3)])
+def test_the_loop_drives_the_rows_without_a_package(method: str, rounds: int, tmp_path: Path):
+    first, second = run_distributed(trained, 2, method, tmp_path)
+    assert first["rounds"] == second["rounds"] == rounds
+    assert first["losses"][-1] < first["losses"][0]
+    parameters = sum(p.numel() for p in build_model(16).parameters())
+    assert first["sent"] == pytest.approx(rounds * 4 * parameters, rel=0.01)
 
 
 def failing(rank: int, _: int, folder: Path) -> str:

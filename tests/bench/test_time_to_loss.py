@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from bench import loss_table, time_to_loss
-from bench.loss_table import Outcome, cells, follow, markdown, speed_up, unpaid
+from bench.loss_table import METHODS, OF_CO2, Outcome, cells, follow, markdown, speed_up, unpaid
 from bench.time_to_loss import Metrics, TimeToLoss, every
 from core.errors import UserError
-from training.recipe import launch
+from language.recipes import RECIPES
+from training.recipe import launch, parse
 
 ROOT = Path(__file__).parents[2]
 KEY = "test_loss"
@@ -203,8 +204,8 @@ def run(method: str, seed: int, seconds: float, status: str = "reached", **more:
 
 OUT_OF_TIME = {"status": "out of time", "loss": 0.8}
 RUNS = [
-    run("co2", 1, 12.0, steps=110, exposed_share=0.25),
-    run("co2", 0, 10.0, steps=90),
+    run("co2", 1, 12.0, steps=110, exposed_share=0.25, tau=12),
+    run("co2", 0, 10.0, steps=90, tau=6),
     run("ddp", 0, 48.0),
     run("ddp", 1, 60.0, **OUT_OF_TIME),
     run("local", 0, 20.0),
@@ -226,9 +227,9 @@ RESULT = {
 def test_the_table():
     lines = markdown(RESULT).splitlines()
     assert lines[2:5] == [
-        "| vision | 40 Mbit/s | ddp | 1 of 2 | 48.0, > 60.0 |  | 100 | 50% | 0.500 ± 0.424 |",
-        "| vision | 40 Mbit/s | local | 1 of 2 | 20.0, not reached (loss 0.310) |  | 100 | 50% | 0.255 ± 0.078 |",
-        "| vision | 40 Mbit/s | co2 | 2 of 2 | 11.0 ± 1.4 | > 4.9 x | 100 ± 14 | 38% | 0.200 ± 0.000 |",
+        "| vision | 40 Mbit/s | ddp | 1 of 2 | 48.0, > 60.0 |  | 100 | 50% | 0.500 ± 0.424 |  |",
+        "| vision | 40 Mbit/s | local | 1 of 2 | 20.0, not reached (loss 0.310) |  | 100 | 50% | 0.255 ± 0.078 |  |",
+        "| vision | 40 Mbit/s | co2 | 2 of 2 | 11.0 ± 1.4 | > 4.9 x | 100 ± 14 | 38% | 0.200 ± 0.000 | 6, 12 |",
     ]
     text = "\n".join(lines[5:])
     for said in ("4 workers", "40: 40.0", "share 2 CPU cores", "after 60 s", "target test_loss 0.25", "commit abc"):
@@ -256,7 +257,7 @@ def test_speed_up_needs_the_same_seeds_and_a_known_time():
 
 def test_a_method_whose_runs_all_failed():
     failed = run("co2", 0, 0.0, "failed", loss=None, exposed_share=None)
-    assert cells([failed], []) == ["0 of 1", "failed", "", "", "", "no evaluation"]
+    assert cells([failed], []) == ["0 of 1", "failed", "", "", "", "no evaluation", ""]
 
 
 # -- options and runs -------------------------------------------------------------------------------------------
@@ -265,12 +266,27 @@ def test_a_method_whose_runs_all_failed():
 def test_the_plan_is_interleaved_and_always_alike():
     o = TimeToLoss()
     plan = o.plan()
-    assert plan == o.plan() and len(set(plan)) == 2 * 2 * 6 * 3
-    groups = [plan[start : start + 12] for start in range(0, 72, 12)]
+    assert plan == o.plan() and len(set(plan)) == 2 * 2 * 9 * 3
+    groups = [plan[start : start + 18] for start in range(0, 108, 18)]
     assert [{(seed, rate) for seed, rate, *_ in g} for g in groups] == [
         {(seed, rate)} for seed in (0, 1, 2) for rate in (40.0, 200.0)
     ]
     assert len({tuple((task, method) for *_, task, method in g) for g in groups}) > 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_train_script_understands_every_command(method: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    recipe = parse(RECIPES, TimeToLoss().command(40.0, "language", method, 3, "F"))
+    assert recipe.method == method.split("_auto")[0].split("_rec")[0] and recipe.seed == 3
+    assert (recipe.co2.tau == "auto") == ("_auto" in method)
+    assert recipe.co2.wire.format == ("lgreco" if "lgreco" in method else "auto" if method in OF_CO2 else "float32")
+
+
+def test_tau_at_the_end_is_kept():
+    rows = [closed(1, 2.0) | {"round/tau": 4}, closed(2, 4.0) | {"round/tau": 11}, evaluated(12, 4.0, 0.9)]
+    outcome = follow(rows, KEY, 0.9, 60.0)
+    assert outcome is not None and outcome.tau == 11
 
 
 def test_the_emulated_link_is_an_option_of_the_recipe():

@@ -39,7 +39,9 @@ def train(folder: str, settings: dict[str, Any], deaths: dict[str, Any], pace: f
     worker = int(os.environ["RANK"])
     where, when = deaths.get(name, ("", 0))
     params = problems.odd_parameters()
-    method = ElasticCO2(params, CO2Config(**settings), members=members(), timeout=TIMEOUT)
+    taus = settings.pop("taus", [])  # of the first rounds
+    schedule = (lambda number: {"tau": taus[min(number, len(taus) - 1)]}) if taus else None
+    method = ElasticCO2(params, CO2Config(**settings), members=members(), timeout=TIMEOUT, schedule=schedule)
     counter = {"step": 0}
     method.give = lambda: {"method": method.state_dict(), "step": counter["step"]}
     method.background.tell = lambda: {"step": counter["step"]}
@@ -160,8 +162,10 @@ def test_the_survivors_go_on_and_stay_equal(tmp_path: Path, who: str, where: str
         assert [len(names) for _, names in end["sizes"]] == [3, 2]
 
 
-def test_one_that_comes_back_joins(tmp_path: Path):
-    status, ends = run(tmp_path, 3, PAPER, {"0.0": ("local", 10)}, restarts=1, pace=0.05, steps=90)
+@pytest.mark.parametrize("settings", [PAPER, PAPER | {"taus": [3, 5] * 20}], ids=["tau", "schedule"])
+def test_one_that_comes_back_joins(tmp_path: Path, settings: dict[str, Any]):
+    """Under a schedule the newcomer knows of what tau the round was that it joins, and of what the next one is."""
+    status, ends = run(tmp_path, 3, settings, {"0.0": ("local", 10)}, restarts=1, pace=0.05, steps=90)
     assert status == 0 and set(ends) == {"0.1", "1.0", "2.0"}
     assert ends["0.1"]["joined"] and len(ends["1.0"]["sizes"][-1][1]) == 3
     check_equal(ends)

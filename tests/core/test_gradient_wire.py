@@ -179,6 +179,30 @@ def test_co2_with_every_merge_rule():
     assert len({tuple(chosen) for _, _, chosen in first}) > 2
 
 
+def co2_poisoned(rank: int, world_size: int) -> list[tuple[Tensor, list[str], int]]:
+    """A worker's parameters are no numbers in the second round, which decides."""
+    seen = []
+    for like in ("int4", "rank2", "top0.05"):
+        model = net()
+        _, co2 = make_method("co2", model, co2=CO2Config(tau=2, wire=LGRECO[like]), timeout=30.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(14):
+            step(model, optimizer, rank, number)
+            if (rank, number) == (1, 3):
+                model[3].weight.data[2:4] = float("nan")
+            co2.step()
+        decided = co2.reducer.allocation
+        co2.finish()
+        seen.append((flat(model.parameters()), [str(c) for c in co2.reducer.chosen], decided.number))
+        co2.close()
+    return seen
+
+
+def test_one_workers_nan_reaches_nobody():
+    for (ours, chosen, number), (others, theirs, _) in zip(*run_distributed(co2_poisoned, 2, timeout=120), strict=True):
+        assert torch.equal(ours, others) and ours.isfinite().all() and chosen == theirs and number > 2
+
+
 def interrupted(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
     seen = []
     for like in ("int4", "rank2"):

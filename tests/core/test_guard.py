@@ -331,3 +331,60 @@ def test_a_node_is_left_out_as_one(pieces: bool):
         assert result["seen"] == pytest.approx(torch.tensor(moves).cumsum(0).tolist())
         texts = [text for text in result["told"] if "left out" in text]
         assert len(texts) == (rank == 0) and all("the node of rank 2 is left out" in text for text in texts)
+
+
+def left_out_once(build: Any, **options: Any) -> list[float]:
+    """A worker alone: the outer iterate after each round, one of which jumps and so is left out."""
+    p = nn.Parameter(torch.zeros(5, dtype=torch.float64))
+    co2, trace = build([p], CO2Config(tau=2, gap="norm", outer_momentum=0.3), **options), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(20):
+            with torch.no_grad():
+                p -= 1e6 if step == 11 else 0.1
+            if co2.step():
+                trace.append(p[0].item())
+        co2.finish()
+    return [*trace, p[0].item()]
+
+
+@pytest.mark.parametrize("options", [{"shard": True}, {"offload": True}])
+def test_where_all_are_left_out_shared_state_goes_on_as_unshared(options: dict[str, bool]):
+    """The mean of nobody is zero, and the momentum goes on."""
+    expected = left_out_once(CO2)
+    assert abs(expected[-1]) < 100 and len(set(expected[5:8])) == 3
+    assert left_out_once(ShardedCO2, **options) == pytest.approx(expected, rel=1e-9)
+
+
+def resumed(rank: int, world_size: int) -> list[dict[str, Any]]:
+    """By the way of merging: goes on from a checkpoint in other objects, between a bad sending and its landing."""
+    warnings.simplefilter("ignore")
+    found = []
+    for s in (SHARED["shard"][0], SHARED["shard_mix"][0]):
+        models = [odd_parameters(), odd_parameters()]
+        first, second = (make_method("co2", nn.ParameterList(p), co2=s.co2, shard=True)[1] for p in models)
+        told: list[list[int]] = [[], []]
+        for method, steps in zip((first, second), told, strict=True):
+            method.on_left_out = lambda _, method=method, steps=steps: steps.append(method.rounds)
+        for step in range(9):
+            sgd_step(models[0], rank, step)
+            if rank == BAD and step == SPOILT_AT:
+                models[0][1].data[0] = NAN
+            first.step()
+        with torch.no_grad():
+            torch._foreach_copy_([p.detach() for p in models[1]], [p.detach() for p in models[0]])
+        second.load_state_dict(first.state_dict())
+        for step in range(9, 18):
+            for params, method in zip(models, (first, second), strict=True):
+                sgd_step(params, rank, step)
+                method.step()
+        first.finish(), second.finish()
+        found.append({"ends": [flat(params) for params in models], "told": told})
+    return found
+
+
+def test_a_checkpoint_knows_of_a_worker_that_was_left_out():
+    for rank, of_worker in enumerate(run_distributed(resumed, 3, timeout=120)):
+        for found in of_worker:
+            assert found["told"][0] == found["told"][1] and bool(found["told"][0]) == (rank == BAD)
+            assert torch.equal(*found["ends"]) and found["ends"][0].isfinite().all()

@@ -13,6 +13,7 @@ from core.fast import WireConfig
 from core.lgreco.choices import Choice, code, parse
 from core.lgreco.config import LGrecoConfig
 from core.lgreco.layout import in_bucket
+from core.lgreco.sparse import SAMPLE, largest
 from tests.core.test_lgreco import SETTINGS, SHAPES, built, once, written
 from tests.problems import Mean
 from training.sampling import generator
@@ -150,3 +151,41 @@ def test_another_settings_allocation_is_refused():
     with pytest.raises(UserError, match="wire.like='int4' with family='same' does not offer: resume with the settings"):
         once(second, 0, 0)
     first.close()
+
+
+@pytest.mark.parametrize("like", ["int4", "top0.05", "rank2"])
+def test_dtypes_together_send_what_each_alone_does(like: str):
+    """A model with 16-bit and float32 parameters, and buffers in a dtype of which there is no parameter."""
+    kinds = {torch.bfloat16: [(24, 40), (300,)], torch.float32: [(60, 20)]}
+    wire = WireConfig("lgreco", like=like, lgreco=LGrecoConfig(rule="uniform")).reducer
+    buffers = [torch.zeros(5, dtype=torch.float64)]
+
+    def landed(dtypes: list[torch.dtype]) -> list[torch.Tensor]:
+        tensors = [torch.zeros(s, dtype=d) for d in dtypes for s in kinds[d]]
+        mean = Mean(tensors, {"steps": 1, "weight": 1}, wire, buffers=buffers)
+        for round in range(3):
+            for bucket in mean.buckets:
+                bucket.payload.copy_(torch.randn(bucket.numel, generator=generator(bucket.numel, round)))
+                bucket.values.fill_(round + 0.5)
+            mean.scalars.set("steps", 1.0)
+            mean.scalars.set("weight", 1.0)
+            mean.launch(), mean.wait()
+        assert (mean.buckets[-1].values == 2.5).all()
+        return [b.payload.clone() for b in mean.buckets if b.numel]
+
+    first, second = landed(list(kinds))
+    assert torch.equal(first, *landed([torch.bfloat16])) and second.any()
+    assert like == "rank2" or torch.equal(second, *landed([torch.float32]))  # Q is drawn by the layer's number
+
+
+def test_the_largest_are_those_of_topk():
+    """Of many elements with the help of a sample: also where most are equal, or not finite, or the sample misleads."""
+    x = torch.randn(100_000, generator=generator(3)).abs()
+    misleading = x.clone()
+    misleading[:: len(x) // SAMPLE] = 9.0
+    for values in (x, misleading, torch.where(x > 3, x, 0.0), torch.where(x > 3.5, float("nan"), x), x**9):
+        for k in (1, 100, 10_000, 49_000):
+            found = largest(values, k)
+            assert len(found.unique()) == k
+            want = values.topk(k).values
+            torch.testing.assert_close(values[found].sort(descending=True).values, want, rtol=0, atol=0, equal_nan=True)

@@ -343,3 +343,27 @@ def test_statistics_with_one_gap_and_a_clip_by_norm():
     assert second["clipped_share"] == 1.0 and second["momentum_norm"] == pytest.approx(2.5)  # 5 before
     assert third["gap_mean"] == third["gap_max"] == pytest.approx(1 + 0.5 * 2.5 / 2.0)
     assert third["clipped_share"] == 0.0 and third["momentum_norm"] == pytest.approx(2.0 / 1.625)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (lambda net: net, "parameters: one Sequential is given: "),
+        (lambda net: net[0].weight, "parameters: one Parameter is given: "),
+        (lambda net: net.named_parameters(), "parameters: a tuple is among them: "),
+        (lambda net: [*net.parameters(), None], "parameters: a NoneType is among them: "),
+    ],
+)
+@pytest.mark.parametrize("build", [CO2, ShardedCO2, lambda given: LocalSGD(given, 2)])
+def test_what_are_no_tensors_is_refused_in_one_line(build: Any, given: Any, said: str):
+    with pytest.raises(UserError, match=f"^{said}[^\n]*$"):
+        build(given(nn.Sequential(nn.Linear(2, 2))))
+
+
+def test_close_before_finish_is_refused():
+    co2 = CO2([nn.Parameter(torch.ones(2))], CO2Config(tau=1))
+    co2.step()
+    with pytest.raises(UserError, match="call finish"):
+        co2.close()
+    co2.finish()
+    co2.close()

@@ -1,11 +1,21 @@
-"""Schedules by hand, and that CO2 follows them."""
+"""Schedules by hand, that CO2 follows them, and what a change of tau does to the outer step."""
+
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from core import CO2, CO2Config, UserError
+from core import CO2, CO2Config, UserError, WireConfig
+from core.fast.sharded import ShardedCO2
+from core.methods import OverlapLocalSGD, SlowMo, SlowMoConfig
+from core.outer import carried
+from core.reference import Reference
 from core.schedules import QuadraticTau, from_text, ramp_tau, warm_up_momentum
+from core.testing import run_distributed
+from tests import problems
+from tests.problems import LR, Settings, assert_traces_equal, flat, gradient, sgd_step
 
 
 def test_momentum_warms_up_in_equal_steps():
@@ -45,6 +55,15 @@ def test_co2_follows_a_schedule_of_tau():
     assert [step for step in range(1, 40) if co2.step()] == [3, 9, 21, 33]
 
 
+def test_the_choice_of_a_wire_knows_the_tau_of_now():
+    config = CO2Config(tau=12, gap="none", merge="keep", wire=WireConfig("auto"))
+    co2 = CO2([nn.Parameter(torch.ones(2))], config, schedule=ramp_tau(12, first=3))
+    assert co2.tuner is not None
+    for tau in (3, 6, 12):
+        assert co2.tau == co2.tuner.tau == tau
+        assert [co2.step() for _ in range(tau)][-1]
+
+
 def test_impossible_schedules_are_refused():
     for build, named in (
         (lambda: ramp_tau(3, first=4), "first=4"),
@@ -65,3 +84,143 @@ def test_a_schedule_that_turns_the_order_of_a_round_round_is_refused():
             co2.step()
     keeps = CO2([nn.Parameter(torch.ones(2))], CO2Config(tau=4, merge="keep", delay=2), schedule=ramp_tau(4, first=2))
     assert [step for step in range(1, 11) if keeps.step()] == [2, 6, 10]
+
+
+# -- the outer step when tau changes --------------------------------------------------------------------------
+
+BLOCKING = CO2Config(tau=4, gap="none", clip=None, delay=0)
+
+
+def descend(method: Any, p: Tensor, steps: int) -> list[float]:
+    """Local steps of 1 downwards; where each round's merge has led."""
+    ends = []
+    for _ in range(steps):
+        with torch.no_grad():
+            p -= 1.0
+        if method.step():
+            ends.append(p.item())
+    return ends
+
+
+def test_momentum_grows_with_tau():
+    """tau 1, 2, 4, 4; beta 0.5. m = 1; 0.5 x 2 x 1 + 2 = 3; 0.5 x 2 x 3 + 4 = 7; 0.5 x 7 + 4 = 7.5: per local step 1,
+    1.5, 1.75, 1.875, as with one tau. A round late the same movements come a round later."""
+    p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    assert descend(CO2([p], BLOCKING, schedule=ramp_tau(4)), p, 11) == [-1, -4, -11, -18.5]
+    p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    late = replace(BLOCKING, delay="boundary", allow_unstable=True)
+    assert descend(CO2([p], late, schedule=ramp_tau(4)), p, 15) == [0, -1, -4, -11, -18.5]
+    p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    shared = ShardedCO2([p], late, schedule=ramp_tau(4), shard=True)
+    assert descend(shared, p, 15) == [0, -1, -4, -11, -18.5]
+
+
+def test_a_leap_of_tau_does_not_overshoot():
+    """Each local step takes a twentieth of the error; tau leaps from 4 to 96, which solve it. Four steps' momentum,
+    24 / 2 times as long, would lead about twice as far behind the minimum as the error was."""
+    ref = Reference(torch.ones(1, 1, dtype=torch.float64), 4, gap="none", phi=None, delay=0)
+    for number in range(6):
+        ref.tau = 4 if number < 2 else 96
+        ref.run(lambda x, _: x, 0.05, ref.tau)
+    before, leap, *after = (abs(x.item()) for x in ref.outer[2:])
+    assert 0.3 < before < 0.8 and leap < before and max(after) < before
+    assert carried(0.5, 2.0) == carried(0.5, 24.0) == 1.0 and carried(0.5, 0.5) == 0.25
+
+
+def test_momentum_shrinks_with_tau_and_a_checkpoint_holds_its_length():
+    """tau 4, 2, 2: m = 4, then 0.5 x 2 / 4 x 4 + 2 = 3, and 0.5 x 3 + 2 = 3.5. The state is taken where a round of 2 is
+    to follow a momentum of rounds of 4, by another object."""
+    taus = {0: 4, 1: 2, 2: 2}
+    p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    first = CO2([p], BLOCKING, schedule=lambda number: {"tau": taus[min(number, 2)]})
+    assert descend(first, p, 4) == [-4]
+    resumed = CO2([p], BLOCKING, schedule=lambda number: {"tau": taus[min(number, 2)]})
+    resumed.load_state_dict(first.state_dict())
+    assert descend(resumed, p, 4) == [-7, -10.5]
+
+
+def test_nesterov_looks_ahead_with_the_momentum_of_now():
+    """tau 1, 2: m = 1, step 0.5 x 1 + 1; m = 0.5 x 2 x 1 + 2 = 3, step 0.5 x 3 + 2."""
+    p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    settings = Settings(tau=1, gap="none", clip=None, delay=0, nesterov=True)
+    method = settings.build([p])
+    assert descend(method, p, 1) == [-1.5]
+    method.tau = 2
+    assert descend(method, p, 2) == [-5]
+
+
+def test_momenta_of_the_baselines_grow_with_tau_too():
+    """SlowMo as above. Overlap-Local-SGD pulls by 0.6, and what lands was sent a round before: rounds of 1, 1, 2 steps
+    send -0.4, -0.8, -1.768; z moves to -0.4, -1.08; then v = min(1, 0.7 x 2) x -0.68 + (-1.768 + 1.08)."""
+    p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    slowmo = SlowMo([p], 1, SlowMoConfig(outer_momentum=0.5))
+    assert descend(slowmo, p, 1) == [-1]
+    slowmo.tau = 2
+    assert descend(slowmo, p, 2) == [-4]
+    p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    overlap = OverlapLocalSGD([p], 1)
+    descend(overlap, p, 2)
+    overlap.tau = 2
+    descend(overlap, p, 2)
+    assert overlap._v[0].item() == pytest.approx(-0.68)
+    descend(overlap, p, 2)
+    assert overlap._v[0].item() == pytest.approx(-1.368)
+
+
+RAMPS = (3, 5, 4, 2, 6)  # the first as in all settings
+CHANGING = [
+    Settings(tau=3, gap="elementwise"),
+    Settings(tau=3, gap="norm", outer_lr=0.6),
+    Settings(tau=3, gap="inner", update="plain"),
+    Settings(tau=3, gap="none", delay=0),
+    Settings(tau=3, gap="norm", outer_momentum=0.3, merge="mix", delay=1),
+    Settings(tau=3, gap="none", outer_momentum=0.3, merge="keep", delay=1),
+    Settings(tau=3, gap="elementwise", merge="keep"),
+    Settings(tau=3, gap="elementwise", nesterov=True),
+    Settings(tau=3, gap="none", outer_momentum=0.3, outer_lr=0.5, policy="eager"),
+]
+
+
+def changing(rank: int, world_size: int, configs: list[Settings], how: dict[str, Any]) -> list[list[Tensor]]:
+    traces = []
+    for c in configs:
+        params = problems.odd_parameters()
+        method = ShardedCO2(params, c.co2, **how) if how else c.build(params)
+        number, trace = 0, []
+        for step in range(26):
+            sgd_step(params, rank, step)
+            if method.step():
+                trace.append(flat(params))
+                number += 1
+                method.tau = RAMPS[number % len(RAMPS)]
+        method.finish()
+        method.close()
+        traces.append([*trace, flat(params)])
+    return traces
+
+
+def changing_reference(c: Settings, world_size: int, rank: int) -> list[Tensor]:
+    late = {"delay": None if c.delay == "boundary" else c.delay, "merge": c.merge, "kappa": c.mix, "policy": c.policy}
+    x = flat(problems.odd_parameters()).expand(world_size, -1).clone()
+    ref = Reference(
+        x, RAMPS[0], c.outer_lr, c.outer_momentum, c.gap, c.clip, c.clip_by, nesterov=c.nesterov, **late
+    )  # fmt: skip
+    workers, number, trace = torch.arange(world_size, dtype=torch.float64)[:, None], 0, []
+    for step in range(26):
+        ref.x.sub_(LR * gradient(ref.x, workers, step))
+        if ref.local_step():
+            trace.append(ref.x[rank].clone())
+            number += 1
+            ref.tau = RAMPS[number % len(RAMPS)]
+    ref.finish()
+    return [*trace, ref.x[rank]]
+
+
+@pytest.mark.parametrize("how", [{}, {"shard": True}, {"offload": True}], ids=["whole", "shard", "offload"])
+def test_with_a_tau_that_changes_all_equal_the_reference(how: dict[str, Any]):
+    configs = [c for c in CHANGING if not how or (c.method == "co2" and c.merge != "keep" and c.delay != 0)]
+    configs = [c for c in configs if not how or (c.gap != "inner" and c.update == "fast")]
+    results = run_distributed(changing, 2, configs, how, timeout=200)
+    for i, c in enumerate(configs):
+        for rank in range(2):
+            assert_traces_equal(results[rank][i], changing_reference(c, 2, rank))

@@ -1,5 +1,6 @@
 """tau="auto" on real processes: all workers decide alike, at the same boundary, inside the all-reduce they have."""
 
+import math
 import time
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 import core.tau
 from core import CO2, CO2Config, WireConfig, make_method
 from core.reference import Reference
+from core.stats import RoundStats
 from core.testing import run_distributed
 from tests import problems
 from tests.problems import LR, flat, gradient, sgd_step
@@ -74,23 +76,52 @@ def replay(taus: list[int], x: Tensor, steps: int) -> Tensor:
     return ref.x[0]
 
 
-def changing_link(rank: int, world_size: int) -> list[tuple[int, int]]:
-    core.tau.COST = 1.0  # steps of a few milliseconds are soon shorter than 50 boundaries
+class Timed(ThrottledLink):
+    """Attributes: took, the seconds that what was sent last lies on the link."""
+
+    took = 0.0
+
+    def reserve(self, nbytes: float) -> float:
+        self.took = nbytes / self.bytes_per_second
+        return super().reserve(nbytes)
+
+
+def tell_times(co2: CO2, link: Timed, step_seconds: float) -> None:
+    """From here on this worker tells times that no load of the machine changes: of its steps the given ones, of what
+    landed last the link's."""
+    assert co2.tuner is not None
+    tell = co2.tuner.tell
+
+    def told(stats: RoundStats, before: RoundStats, rank: int, places: Tensor) -> None:
+        measured = float(stats.allreduce_seconds)
+        assert not measured or measured >= 0.999 * link.took
+        stats = replace(stats, step_seconds=step_seconds, allreduce_seconds=measured and link.took)
+        tell(stats, replace(before, boundary_seconds=0.0, merge_seconds=0.0, exposed_seconds=0.0), rank, places)
+
+    co2.tuner.tell = told
+
+
+def changing_link(rank: int, world_size: int) -> tuple[list[tuple[int, int]], int]:
     params = problems.odd_parameters()
-    link = ThrottledLink(1.0)
+    link = Timed(1.0)
     co2 = CO2(params, AUTO, link=link)
-    paced(co2, params, rank, 60)
+    tell_times(co2, link, 0.002 * (1 + rank))
+    paced(co2, params, rank, 30)
     link.bytes_per_second /= 10
-    paced(co2, params, rank, 150)
+    paced(co2, params, rank, 90)
+    sent = co2.stats.bytes_sent
     co2.finish()
     assert co2.tuner is not None
-    return [(d.old, d.new) for d in co2.tuner.decisions]
+    return [(d.old, d.new) for d in co2.tuner.decisions], sent
 
 
 def test_a_link_that_slows_down_makes_rounds_longer():
+    """By the slower worker's steps of 4 ms; where a median over five rounds turns, it does so at once."""
     one, two = run_distributed(changing_link, 2)
     assert one == two
-    assert one[-1][1] >= 3 * one[0][1], one
+    decisions, sent = one
+    fast, slow = (math.ceil(1.25 * sent / (mbit * 125e3) / 0.004) for mbit in (1.0, 0.1))
+    assert slow >= 3 * fast and decisions == [(4, fast), (fast, slow)]
 
 
 def capped_or_overlap(rank: int, world_size: int) -> tuple[list[int], list[int]]:
@@ -134,7 +165,9 @@ def merging_on_arrival(rank: int, world_size: int) -> dict[str, Any]:
     """Each worker hears of a new tau, and that all stop, in mid-round, after another number of its own steps."""
     params = problems.odd_parameters()
     config = CO2Config(tau="auto", merge="mix", delay="auto", gap="none", outer_momentum=0.0)
-    co2 = CO2(params, config, link=ThrottledLink(0.3))  # some 0.02 s an all-reduce
+    link = Timed(0.3)  # some 0.02 s an all-reduce
+    co2 = CO2(params, config, link=link)
+    tell_times(co2, link, 0.003 + 0.004 * rank)
     closed, stopped, told = [], [], []
     for step in range(120):
         sgd_step(params, rank, step)

@@ -4,6 +4,7 @@ import json
 import lzma
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,44 @@ def test_a_folder_stands_for_its_text_files_and_form_feeds_split_them(library):
     assert [file.name for file in files] == ["a.txt", "b.txt.xz"]
     assert list(Documents(files)) == BOOKS
     assert list(Documents(files, frozenset({0, 5}))) == [BOOKS[0], BOOKS[5]]
+
+
+def test_json_lines_are_a_document_each(tmp_path):
+    lines = "".join(f"{json.dumps({'text': book, 'url': 'x'})}\n" for book in BOOKS)
+    (tmp_path / "a.jsonl").write_text(lines + '\n{"text": " "}\n')
+    with lzma.open(tmp_path / "b.jsonl.xz", "wt") as file:
+        file.write(lines)
+    assert list(Documents(text_files([tmp_path]))) == BOOKS * 2
+    for broken in ('{"texts": "a"}', "{", '["text"]', '{"text": 3}', "7"):
+        (tmp_path / "c.jsonl").write_text(f'{{"text": "a"}}\n{broken}\n')
+        with pytest.raises(UserError, match=r'c.jsonl, line 2: expected a JSON object with a "text"'):
+            list(read_documents(tmp_path / "c.jsonl"))
+
+
+def test_what_datasets_has_saved_is_read_by_it(tmp_path, monkeypatch):
+    """The library is played by a stand-in."""
+    saved = tmp_path / "saved"
+    (saved / "train").mkdir(parents=True)
+    (saved / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    (saved / "train" / "dataset_info.json").write_text("{}")
+    with pytest.raises(UserError, match=r"saved holds several splits: name one of them, such as .*/saved/train"):
+        text_files([saved])
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match="pip install datasets, to read it"):
+        prepare((saved / "train",), out=tmp_path / "out")
+
+    class Dataset:
+        def select_columns(self, name: str) -> list[dict[str, str]]:
+            return [{name: columns[name][i]} for i in range(len(BOOKS) + 1)]
+
+    columns = {"text": [*BOOKS, " "]}
+    found = {str(saved / "train"): Dataset()}
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_from_disk=found.__getitem__))
+    meta = prepare((saved / "train",), out=tmp_path / "out", vocab_size=300, hold_out=2)
+    assert (meta["train"]["documents"], meta["val"]["documents"], meta["sources"]) == (4, 2, ["train"])
+    columns.clear()
+    with pytest.raises(UserError, match='reads no column "text" from it'):
+        list(read_documents(saved / "train"))
 
 
 @pytest.mark.parametrize(

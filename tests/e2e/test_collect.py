@@ -95,6 +95,33 @@ def test_runs_that_are_no_fair_measurement_are_left_out_with_the_reason(tmp_path
         assert any(line.startswith(start) for line in lines)
 
 
+def test_a_run_older_than_a_field_had_its_default(tmp_path: Path):
+    """What the recipe itself sets otherwise by now is a departure still."""
+    make_run(tmp_path / "vit", "vision", "imagenet_vit_base", results={"test_top1": 0.8})
+    resnet50(tmp_path / "resnet", 0.75)
+    for name in ("vit", "resnet"):
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        for key in ("repeats", "skip_after", "elastic"):
+            del config["recipe"][key]
+        del config["recipe"]["co2"]["outlier"]
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    lines = collected(tmp_path, "imagenet")
+    assert any(line.startswith("| ResNet-50 | co2 | 48 |") and "75.00" in line for line in lines)
+    assert f"Not counted: {tmp_path / 'vit'}: repeats=1 in place of 3." in lines
+
+
+def test_a_backbone_counts_by_its_name_wherever_it_lies(tmp_path: Path):
+    name = "resnet50_v1c-2cccc1ad.pth"
+    for folder, path in (("a", name), ("b", f"/weights/{name}"), ("c", "/weights/other.pth"), ("d", None)):
+        given = {"pretrained": path and Path(path), "seed": "abcd".index(folder)}
+        make_run(tmp_path / folder, "segmentation", "ade20k_resnet50", results={"val_mIoU": 40.0}, **given)
+    lines = collected(tmp_path, "ade20k")
+    (row,) = [line for line in lines if line.startswith("| ResNet-50 | co2 |") and "40.00" in line]
+    assert row.split(" | ")[5] == "2"
+    assert f"Not counted: {tmp_path / 'c'}: pretrained=other.pth in place of {name}." in lines
+    assert f"Not counted: {tmp_path / 'd'}: pretrained=None in place of {name}." in lines
+
+
 def test_settings_of_unused_methods_and_of_the_loader_do_not_matter(tmp_path: Path):
     resnet50(tmp_path / "a", 0.75, method="ddp", tau=3, loader_workers=2, eval_every=7)
     (line,) = [line for line in collected(tmp_path, "imagenet") if line.startswith("| ResNet-50 | ddp |")]

@@ -13,12 +13,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-OPTIONS = ["vision.train", "digits_small", "--elastic", "--device", "cpu", "--batch_size", "48", "--log_every", "1"]
+VISION = ("vision.train", "digits_small", "--batch_size", "48")
+OPTIONS = ("--elastic", "--device", "cpu", "--log_every", "1")
 
 
-def start(folder: Path, restarts: int, *options: str) -> subprocess.Popen[str]:
+def start(folder: Path, restarts: int, *options: str, of: tuple[str, ...] = VISION) -> subprocess.Popen[str]:
     launch = [sys.executable, "-m", "training.launch", "--standalone", "--nproc-per-node", "3"]
-    argv = [*launch, "--max-restarts", str(restarts), "-m", *OPTIONS, "--out", str(folder), *options]
+    argv = [*launch, "--max-restarts", str(restarts), "-m", *of, *OPTIONS, "--out", str(folder), *options]
     return subprocess.Popen(argv, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -60,6 +61,37 @@ def test_the_first_worker_is_killed_and_comes_back(tmp_path: Path):
     text = ended.communicate(timeout=300)[0]
     assert ended.returncode == 0, text
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] > summary["steps"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "of",
+    [
+        ("segmentation.train", "digits_small", "--batch_size", "12"),
+        ("pointcloud.train", "surfaces_small", "--batch_size", "12"),
+        ("language.train", "gpt2_pydoc_small", "--batch_size", "6"),
+    ],
+    ids=["segmentation", "pointcloud", "language"],
+)
+def test_every_task_goes_on_and_takes_a_worker_back(of: tuple[str, ...], tmp_path: Path):
+    process = start(tmp_path, 1, "--epochs", "400", of=of)
+    wait_until(lambda: len(lines(tmp_path)) > 10, process)
+    os.kill(children(process)["1"], signal.SIGKILL)
+    wait_until(lambda: any("1.1 came" in line.get("workers", "") for line in lines(tmp_path)), process)
+    came = lines(tmp_path)[-1]["step"]
+    wait_until(lambda: lines(tmp_path)[-1]["step"] > came + 20, process)
+    process.send_signal(signal.SIGTERM)
+    text = process.communicate(timeout=200)[0]
+    assert process.returncode == 128 + signal.SIGTERM and "Traceback" not in text, text
+    assert json.loads((tmp_path / "summary.json").read_text())["stopped_by_signal"] == signal.SIGTERM
+    steps = [line["step"] for line in lines(tmp_path) if "train_loss" in line]
+    assert steps == list(range(1, len(steps) + 1)), "worker 0 lives, and takes each step once"
+    assert [line["workers"] for line in lines(tmp_path) if "workers" in line] == [
+        "2 workers: 1.0 lost",
+        "3 workers: 1.1 came",
+    ]
+    losses = [line["train_loss"] for line in lines(tmp_path) if "train_loss" in line]
+    assert sum(losses[-10:]) < sum(losses[:10])
 
 
 @pytest.mark.slow

@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 
 import reproduce
+from language.finetune_recipes import FinetuneRecipe
 from results.paper import GPUS
 from training.recipe import Recipe, parse
 from training.sampling import per_worker
 
 ROOT = Path(__file__).resolve().parents[2]
-TASKS = ("vision", "segmentation", "pointcloud", "gpt2", "roberta")
+TASKS = ("vision", "segmentation", "pointcloud", "gpt2", "roberta", "finetune")
 SCRIPTS = [f"slurm/{task}_{cluster}.sh" for task in TASKS for cluster in reproduce.NODES]
 SMALL = {
     "vision": "digits_small",
@@ -28,6 +29,7 @@ SMALL = {
     "pointcloud": "surfaces_small",
     "gpt2": "gpt2_pydoc_small",
     "roberta": "roberta_pydoc_small",
+    "finetune": "prompts",
 }
 
 FAKES = {
@@ -97,9 +99,14 @@ def directives(script: str) -> dict[str, str]:
 
 
 def recipes_of(script: str) -> dict[str, Recipe]:
-    task = re.search(r"^launch (\w+)\.train", (ROOT / script).read_text(), re.MULTILINE)
-    assert task
-    return importlib.import_module(f"{task[1]}.recipes").RECIPES
+    module = re.search(r"^launch (\w+\.\w+)", (ROOT / script).read_text(), re.MULTILINE)
+    assert module
+    return importlib.import_module(recipes_module(module[1])).RECIPES
+
+
+def recipes_module(module: str) -> str:
+    """Where the recipes of a train script are."""
+    return module.replace(".train", ".recipes").replace(".finetune", ".finetune_recipes")
 
 
 def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
@@ -163,12 +170,15 @@ def test_its_command_line_trains_its_recipe_on_all_gpus(script: str, tmp_path: P
         "--tee=3",
     ]
     recipes = recipes_of(script)
-    assert type(recipes[name]).__module__ == f"{module.split('.')[0]}.recipes"
+    assert type(recipes[name]).__module__ == recipes_module(module)
     recipe = parse(recipes, [name, *overrides])
-    assert recipe.resume and recipe.method == "co2" and recipe.seed == 0
+    tunes = isinstance(recipe, FinetuneRecipe)
+    method, of = ("zo", "model-") if tunes else ("co2", "")
+    assert recipe.resume and recipe.method == method and recipe.seed == 0
+    assert not tunes or (recipe.model, recipe.data) == (ROOT / "data" / "model", ROOT / "data" / "prompts")
     assert recipe.co2.tau == recipes[name].co2.tau, "the script's tau is the recipe's"
     cluster = Path(script).stem.split("_")[1]
-    assert str(recipe.out) == f"runs/{cluster}/{name}-co2-tau{recipe.co2.tau}-1nodes-seed0"
+    assert str(recipe.out) == f"runs/{cluster}/{of}{name}-{method}-tau{recipe.co2.tau}-1nodes-seed0"
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -320,6 +330,35 @@ def test_a_run_that_does_not_stop_in_time_is_requeued_before_the_limit(tmp_path:
     assert "job 17 is still running a minute before its limit: back into the queue" in text
 
 
+@pytest.mark.parametrize(("end", "told"), [(70, "stopped"), (None, "left alone")])
+def test_a_run_whose_checkpoints_take_long_is_told_to_stop_earlier(end: int | None, told: str, tmp_path: Path):
+    """A minute and three times as long as the slowest took before the limit; never in a job without one."""
+    for step, seconds in enumerate((1.9, 0.7)):
+        manifest = tmp_path / "checkpoints" / f"step{step:09d}" / "manifest.json"
+        manifest.parent.mkdir(parents=True)
+        manifest.write_text(json.dumps({"workers": 2, "seconds": seconds, "rests": []}, indent=1))
+    began = time.time()
+    if end:
+        (tmp_path / "end").write_text(str(int(began) + end))
+    script = "source slurm/launch.sh; trap 'echo stopped; exit' USR1; stop_in_time & wait; echo left alone"
+    env = install(tmp_path) | {"OUT": str(tmp_path)}
+    said = subprocess.run(["bash", "-c", script], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert said.stdout == f"{told}\n" and (not end or time.time() >= int(began) + end - 63)
+
+
+def test_a_second_signal_does_not_reach_the_workers(tmp_path: Path):
+    """It would end them without a checkpoint."""
+    count = 'open(fakes / "signals", "a").write("x"); time.sleep(3)'
+    worker = FAKES["worker"].replace("def save(*_):", f"def save(*_):\n    {count}")
+    job = start("slurm/vision_a100.sh", install(tmp_path, torchrun=WORK, worker=worker) | {"OUT": str(tmp_path)})
+    wait_for(tmp_path / "ready", job)
+    for _ in range(2):
+        job.send_signal(signal.SIGUSR1)
+        time.sleep(1)
+    text, _ = job.communicate(timeout=60)
+    assert (tmp_path / "signals").read_text() == "x" and (tmp_path / "requeued").read_text() == "17\n", text
+
+
 def test_a_run_that_fails_is_not_requeued(tmp_path: Path):
     job = start("slurm/vision_a100.sh", install(tmp_path, torchrun="exit 3"))
     text, _ = job.communicate(timeout=60)
@@ -345,6 +384,11 @@ def test_termination_reaches_the_workers(tmp_path: Path):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_its_torchrun_line_runs_with_the_small_recipe(script: str, tmp_path: Path):
     small = SMALL[Path(script).stem.split("_")[0]]
+    if small == "prompts":
+        from tests.tiny_models import make_model, make_prompts  # here, for transformers takes seconds to import
+
+        make_model(tmp_path / "model")
+        make_prompts(tmp_path / "prompts")
     env = install(tmp_path) | {
         "RECIPE": small,
         "BATCH_SIZE": "",

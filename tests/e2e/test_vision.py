@@ -14,10 +14,14 @@ from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
 
+from core import CO2Config
 from core.methods import METHODS
+from core.pace import Pace
 from core.testing import run_distributed
 from tests.scripts import run_on_worker
+from training.counters import Due
 from training.run import Run
 from vision import data
 from vision.demo import table
@@ -146,6 +150,37 @@ def test_zero_trains_and_resumes(folder: Path, trained: tuple):
     assert sorted(row["step"] for row in rows(folder / "zero/3") if "train_loss" in row) == list(range(4, 31, 4))
 
 
+def at_two_speeds(rank: int, world_size: int, folder: str) -> dict[str, list[int]]:
+    """Two epochs of 22 steps, worker 1 half as fast, as it tells, whatever the machine's load: what each round took."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    Pace.tell = lambda pace, stats, places: places.zero_()[rank].fill_(0.01 * (1 + rank))  # type: ignore[method-assign]
+    co2 = CO2Config(tau=4, steps="by_speed")
+    recipe = replace(digits_small(), device="cpu", epochs=2, eval_every=1, log_every=1, out=Path(folder), co2=co2)
+    found: dict[str, list[int]] = {"steps": [], "at": []}
+    with Run(recipe) as job:
+        after_step = job.after_step
+
+        def noted(closed: bool, **scalars: Tensor) -> Due:
+            found["steps"] += [job._method.stats.local_steps] if closed else []
+            due = after_step(closed, **scalars)
+            found["at"] += [job.step] if due.evaluation else []
+            return due
+
+        job.after_step = noted  # type: ignore[method-assign]
+        train(job, recipe, *data.load(recipe.dataset))
+        return found | {"end": [job.step, job._schedule.last_epoch]}
+
+
+def test_a_slower_worker_takes_fewer_steps_and_both_come_to_the_same_end(tmp_path: Path):
+    """What worker 1 tells of its first round, the third hears of."""
+    fast, slow = run_distributed(at_two_speeds, 2, str(tmp_path), timeout=240)
+    assert fast["steps"] == [4] * 11 and slow["steps"] == [4, 4] + [2] * 9
+    assert fast["at"] == slow["at"] == [24] and fast["end"] == slow["end"] == [44, 44]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    losses = [row["train_loss"] for row in rows(tmp_path) if "train_loss" in row]
+    assert summary["steps"] == 44 and losses[-1] < losses[0]
+
+
 def trains(folder: Path) -> bool:
     path = folder / "metrics.jsonl"
     return path.exists() and path.read_text().count("\n") >= 3
@@ -247,5 +282,8 @@ def test_lgreco_from_the_command_line(tmp_path: Path):
         assert "L-GreCo: " in said[0] and "of int4" not in said[0]
         logged = [r for r in rows(tmp_path / method) if "lgreco/bytes" in r]
         assert logged and 0 < logged[0]["lgreco/bytes"] <= logged[0]["lgreco/uniform_bytes"]
+        summary = json.loads((tmp_path / method / "summary.json").read_text())
+        assert summary["lgreco_seconds"] == pytest.approx(sum(r["lgreco/seconds"] for r in logged))
+        assert summary["lgreco_share"] == pytest.approx(summary["lgreco_seconds"] / summary["seconds"])
         events = EventAccumulator(str(tmp_path / method)).Reload()
         assert "lgreco/bits" in events.Tags()["images"] and "lgreco/layers/text_summary" in events.Tags()["tensors"]

@@ -7,6 +7,7 @@ import pickle
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,14 @@ def test_the_last_two_are_kept_and_what_was_not_finished_is_ignored(tmp_path: Pa
     assert load(tmp_path) == 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step000000002", "step000000003", "stepfoo"]
     assert load(tmp_path / "nothing") is None
+
+
+def test_a_manifest_says_how_long_it_took_since_the_round_closed(tmp_path: Path):
+    saver = checkpoint.Saver(tmp_path, 0, 1, "a")
+    saver.start(1, {"step": 1}, {}, begun=time.monotonic() - 7)
+    saver.close()
+    text = (tmp_path / "step000000001" / "manifest.json").read_text()
+    assert 7 <= json.loads(text)["seconds"] < 60 and '\n "seconds": ' in text, "slurm/launch.sh looks for such a line"
 
 
 def test_what_is_saved_comes_back(tmp_path: Path):

@@ -76,14 +76,28 @@ def test_a_resumed_run_may_go_on_for_longer_and_says_since_when(tmp_path: Path):
     recipe = Toy(out=tmp_path)
     start(recipe, 0, 1, 2, 3).close()
     first = config(tmp_path)
-    start(replace(recipe, resume=True, epochs=20, log_every=3), 2).close()
-    start(replace(recipe, resume=True, epochs=20, log_every=3), 3).close()
+    longer = replace(recipe, resume=True, epochs=20, log_every=3, gpu_gb=80.0, recompute=True)
+    start(longer, 2).close()
+    start(longer, 3).close()
     now = config(tmp_path)
     assert now["recipe"]["epochs"] == 20 and now["command"] == first["command"]
     one, two = now["history"]
-    assert set(one.pop("changed")) == {"epochs: 10 -> 20", "log_every: 10 -> 3", "resume: False -> True"}
+    changed = {"epochs: 10 -> 20", "log_every: 10 -> 3", "gpu_gb: None -> 80.0", "recompute: False -> True"}
+    assert set(one.pop("changed")) == changed | {"resume: False -> True"}
     assert two.pop("changed") == [] and (one.pop("step"), two.pop("step")) == (2, 3)
     assert one == two == {"command": sys.argv, "commit": first["commit"], "world_size": 1}
+
+
+def test_a_run_older_than_a_field_goes_on_with_the_fields_default_alone(tmp_path: Path):
+    recipe = Toy(out=tmp_path, resume=True)
+    start(recipe, 0, 1).close()
+    older = config(tmp_path)
+    del older["recipe"]["precision"], older["recipe"]["co2"]["merge"]
+    (tmp_path / "config.json").write_text(json.dumps(older))
+    with pytest.raises(UserError, match=r"holds another run \(precision: float32 -> bfloat16\)"):
+        start(replace(recipe, precision="bfloat16"))
+    start(recipe, 1, 2).close()
+    assert config(tmp_path)["history"][-1]["changed"] == []
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"recipe": 3}', "{}"])

@@ -106,3 +106,18 @@ def test_a_dry_run_prints_it_and_warns(capsys: pytest.CaptureFixture):
     text = capsys.readouterr().out.splitlines()
     assert "GiB a GPU: parameters 0.0, gradients 0.0, optimiser 0.0, co2 0.0, activations 0." in text[-2]
     assert text[-1].startswith("warning: gpu_gb=1 is less: more --accumulate")
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_frozen_parameters_have_no_gradient_and_16_bits_take_two_bytes(dtype: torch.dtype, size: int):
+    def make() -> torch.nn.Module:
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 64, bias=False)).to(dtype)
+        model[0].requires_grad_(False)
+        return model
+
+    def step(_: Any, __: Any, model: torch.nn.Module, samples: int) -> None:
+        model(torch.zeros(samples, 64, dtype=dtype)).sum().backward()
+
+    found = memory.estimate(Recipe(method="ddp", batch_size=1), make, step, 1)  # SGD with momentum
+    assert found.parameters == 2 * 64 * 64 * size
+    assert found.gradients == found.optimizer == 64 * 64 * size and found.method == 0

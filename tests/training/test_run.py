@@ -1,5 +1,6 @@
 """The run around a loop: its folder, what is due after a step, signals, checkpoints and resuming."""
 
+import functools
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 
 from core import UserError
 from core.config import CO2Config
@@ -49,9 +51,11 @@ def signal_handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def train(folder: Path, steps: int, *, resume: bool = False, crash_at: int | None = None) -> list[torch.Tensor]:
+def train(
+    folder: Path, steps: int, *, resume: bool = False, crash_at: int | None = None, compile: bool = False
+) -> list[torch.Tensor]:
     """A few steps of a linear model under Run, with dropout so that random state matters; the final parameters."""
-    recipe = Toy(name="toy", out=folder, resume=resume, device="cpu")
+    recipe = Toy(name="toy", out=folder, resume=resume, device="cpu", compile=compile)
     with Run(recipe) as run:
         model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -97,6 +101,23 @@ def test_run_folder_is_complete_and_never_overwritten(tmp_path: Path):
     assert list(tmp_path.glob("events.out.tfevents*"))
     with pytest.raises(UserError, match="holds a run: add --resume"):
         train(tmp_path, 6)
+
+
+def test_a_compiled_model_trains_alike_and_its_checkpoints_are_any_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The backend runs the operations that were traced, in place of the compiled C++, which takes half a minute."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    plain, compiled = train(tmp_path / "plain", 9), train(tmp_path / "compiled", 9, compile=True)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert all(torch.equal(a, b) for a, b in zip(plain, compiled, strict=True))
+    saved = [FileSystemReader(folder).read_metadata() for folder in tmp_path.glob("*/checkpoints/*")]
+    assert len(saved) == 2 and saved[0].state_dict_metadata.keys() == saved[1].state_dict_metadata.keys()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UserError, match="compile needs a C\\+\\+ compiler, and there is no no-such-compiler here"):
+        train(tmp_path / "refused", 1, compile=True)
 
 
 def test_a_run_shorter_than_a_round_warns(tmp_path: Path, capsys: pytest.CaptureFixture):

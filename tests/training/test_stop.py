@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import signal
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from training.run import Run
 from training.sampling import generator
 
 STEPS, STOP_ASKED = 40, 10
+HELD, RELEASED = 3, 18  # of skip_after: worker 1's third mean does not come before its step 18
 
 
 @dataclass(frozen=True)
@@ -138,3 +140,67 @@ def test_a_lone_worker_stops_where_a_round_closes(tmp_path: Path):
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+class Held:
+    """A link over which one reduction comes once its worker has taken so many steps."""
+
+    def __init__(self, run: Run):
+        self.run, self.sent = run, 0
+
+    def reserve(self, nbytes: float) -> float:
+        self.sent += 1
+        while self.sent == HELD and self.run.step < RELEASED:
+            time.sleep(1e-3)
+        return 0.0
+
+
+def skipping(rank: int, world_size: int, folder: str, resume: bool) -> dict[str, Any]:
+    """By what ends it, a stop or a checkpoint, of a run whose workers are then in unlike rounds: the steps at which it
+    was asked and at which it ended; resumed, where it began, and its end."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": "1"}
+    found = {}
+    for what in ("stop", "save"):
+        recipe = Toy(out=Path(folder, what), skip_after=0.01, timeout=60.0, resume=resume)
+        with Run(recipe) as run:
+            model = nn.Linear(4, 2)
+            optimizer = make_optimizer(model, recipe.optim)
+            schedule = make_schedule(optimizer, STEPS, recipe.optim)
+            wrapped, method = run.make_method(model, optimizer, STEPS)
+            start = run.begin(model, optimizer, schedule, method, epoch=STEPS, total=STEPS)
+            method.background.link = Held(run) if rank == 1 and not resume else None
+            for step in range(start, STEPS):
+                # nobody skips before the third is sent, and worker 0 waits for it
+                method.skip_after = 0.01 if (rank or step > 13) and step > 9 and not resume else None
+                wrapped(torch.randn(5, 4, generator=generator(step, rank))).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+                if what == "stop" and rank == 0 and step == 7:
+                    signal.raise_signal(signal.SIGUSR1)
+                due = run.after_step(method.step(), loss=torch.tensor(0.0))
+                if due.stop or (what == "save" and run.step == RELEASED and not resume):
+                    asked = run.step, method.rounds
+                    run.stop()
+                    found[what] = asked, (run.step, method.rounds, schedule.last_epoch)
+                    break
+            else:
+                method.finish()
+                run.end({})
+                found[what] = (start, method.rounds), torch.cat([p.detach().flatten() for p in model.parameters()])
+    return found
+
+
+def test_a_stop_and_a_checkpoint_where_skip_after_has_led_workers_apart(tmp_path: Path):
+    zero, one = run_distributed(skipping, 2, str(tmp_path), False, timeout=120)
+    assert zero["stop"][0][0] == 12 and one["stop"][0][0] >= RELEASED, "the third carries it"
+    assert zero["save"][0] == (RELEASED, 4) and one["save"][0] == (RELEASED, 3)
+    for what in ("stop", "save"):
+        assert zero[what][1] == one[what][1], what
+        assert zero[what][1][0] == zero[what][1][2] == one[what][0][0], "the schedule keeps step"
+    first, second = run_distributed(skipping, 2, str(tmp_path), True, timeout=120)
+    for what in ("stop", "save"):
+        assert first[what][0] == second[what][0] and first[what][0][0] == one[what][1][0], what
+        assert torch.equal(first[what][1], second[what][1]), what
+        lines = (tmp_path / what / "metrics.jsonl").read_text().splitlines()
+        assert not any(json.loads(line).get("round/drifted") for line in lines), what

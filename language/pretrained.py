@@ -1,0 +1,192 @@
+"""Causal language models in Hugging Face's format: a folder is opened, its tunable parameters are chosen, and the tuned
+model is written again. Nothing is fetched, no pickle is read, and no code that a folder brings is run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import training.prepared  # noqa: F401, transformers imports torchvision when it is installed
+
+# isort: split
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from core.errors import UserError
+from language.finetune_recipes import FinetuneRecipe, LoraConfig
+from training.backward import recompute
+from training.sampling import mix, seeded
+
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
+LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+
+
+def open_config(folder: Path | None) -> Any:
+    """The model's configuration, from config.json; UserError where there is none that transformers knows."""
+    if folder is None:
+        raise UserError("no model is named: add --model FOLDER, with config.json, *.safetensors and the tokenizer")
+    file = folder / "config.json"
+    if not file.is_file():
+        raise UserError(f"{file} is missing: give --model the folder of a causal language model; none is fetched")
+    try:
+        kind = json.loads(file.read_text()).get("model_type")
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{file} is damaged ({error}): copy it again") from None
+    with _explained(file):
+        config = AutoConfig.from_pretrained(folder, **LOCAL) if kind in transformers.CONFIG_MAPPING else None
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(
+            f"{file}: transformers {transformers.__version__} has no causal language model of model_type {kind!r}; "
+            "give one that it has, such as opt, gpt2 or llama"
+        )
+    config.use_cache = False
+    return config
+
+
+def open_model(recipe: FinetuneRecipe) -> nn.Module:
+    """The model with its weights on the host, in evaluation mode, those parameters to be tuned that the recipe says."""
+    config, folder = open_config(recipe.model), recipe.model
+    assert folder is not None
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(f"{folder} has no *.safetensors: convert its weights with transformers' save_pretrained")
+    _quiet()
+    with _explained(folder):
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=getattr(torch, recipe.weights),
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # which are refused below, by name
+            output_loading_info=True,
+            **LOCAL,
+        )
+    for key, what in (("missing_keys", "are missing"), ("mismatched_keys", "have another shape than config.json says")):
+        if wrong := sorted(str(name if isinstance(name, str) else name[0]) for name in found[key]):
+            raise UserError(f"{folder}: {len(wrong)} tensors {what}, {wrong[0]} among them: copy its files again")
+    model.eval()
+    check_causal(model, folder)
+    return tunable(model, recipe)
+
+
+def build_model(recipe: FinetuneRecipe) -> nn.Module:
+    """The same model without its weights, on torch's default device, for a dry run."""
+    dtype = getattr(torch, recipe.weights)
+    model = AutoModelForCausalLM.from_config(open_config(recipe.model), dtype=dtype, trust_remote_code=False)
+    return tunable(model.eval(), recipe)
+
+
+def tunable(model: nn.Module, recipe: FinetuneRecipe) -> nn.Module:
+    """Freezes what the recipe does not tune, or puts its adapters in."""
+    if recipe.recompute:
+        recompute(blocks_of(model))
+    if recipe.lora.rank:
+        return add_lora(model, recipe.lora, recipe.seed)
+    choose_trainable(model, recipe.trainable)
+    return model
+
+
+def choose_trainable(model: nn.Module, patterns: tuple[str, ...]) -> None:
+    """Freezes the parameters whose names match none of the patterns (fnmatch's)."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name, _ in model.named_parameters()):
+            names = [name for name, _ in model.named_parameters()]
+            raise UserError(f"trainable={pattern!r} matches no parameter: they are called {names[0]} to {names[-1]}")
+    for name, p in model.named_parameters():
+        p.requires_grad_(any(fnmatchcase(name, pattern) for pattern in patterns))
+
+
+def add_lora(model: nn.Module, config: LoraConfig, seed: int) -> nn.Module:
+    """The model with adapters, the same ones for each seed, and nothing else to be tuned."""
+    try:
+        import peft
+    except ImportError:
+        raise UserError(
+            f"lora.rank={config.rank} needs peft: pip install peft, or choose parameters by --trainable"
+        ) from None
+    targets = list(config.targets) or None
+    adapters = peft.LoraConfig(
+        r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM"
+    )
+    try:
+        with seeded(mix(seed)):
+            return peft.get_peft_model(model, adapters).eval()
+    except ValueError as error:
+        raise UserError(f"lora.targets={' '.join(config.targets)}: {error}") from None
+
+
+def check_causal(model: nn.Module, folder: Path) -> None:
+    """UserError where a later token changes what is predicted before it, as in BERT: it would see the answers."""
+    with torch.no_grad():
+        first, other = (model(torch.tensor([[1, 2, last]])).logits[0, :2].float() for last in (3, 4))
+    if not torch.isfinite(first).all():
+        raise UserError(f"{folder}: its weights give what is not finite: copy it again, or try --weights float32")
+    if (first - other).abs().max() > 1e-3 * first.abs().max():
+        raise UserError(f"{folder} is no causal language model, it sees later tokens: give a decoder, such as opt")
+
+
+def open_tokenizer(folder: Path, model: nn.Module) -> Any:
+    """The folder's tokenizer; UserError where there is none, or it has more tokens than the model."""
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise UserError(f"{folder} has no tokenizer: add its files ({', '.join(TOKENIZER_FILES)}; one is enough)")
+    with _explained(folder):
+        tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
+    size: int = model.get_input_embeddings().num_embeddings  # pyright: ignore
+    if len(tokenizer) > size:
+        raise UserError(f"{folder}: its tokenizer has {len(tokenizer)} tokens, its model {size}: they are not one pair")
+    return tokenizer
+
+
+def positions(model: nn.Module, context: int | None) -> int:
+    """The most tokens that a sample may have: `context`, or the model's positions; UserError where it has fewer."""
+    has = getattr(model.config, "max_position_embeddings", None)
+    if context is not None and has is not None and context > has:
+        raise UserError(f"context={context}: the model has {has} positions; give so many or fewer")
+    return context or has or 2048
+
+
+def blocks_of(model: nn.Module) -> nn.ModuleList:
+    """The model's largest list of modules: its transformer blocks."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    return max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
+
+
+def write_model(model: nn.Module, tokenizer: Any, target: Path) -> None:
+    """Writes a folder as the one that was opened, or peft's of the adapters; it appears only when complete."""
+    fresh, old = (target.with_name(f".{target.name}.{what}") for what in ("tmp", "old"))
+    for path in (fresh, old):
+        shutil.rmtree(path, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    model.save_pretrained(fresh)  # pyright: ignore
+    tokenizer.save_pretrained(fresh)
+    if target.exists():
+        os.replace(target, old)
+    os.replace(fresh, target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _explained(where: Path) -> Iterator[None]:
+    """What transformers makes of a damaged file, as one line: it raises nearly any error."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except SafetensorError as error:
+        raise UserError(f"{where}: a *.safetensors file is damaged ({error}): copy it again") from None
+    except Exception as error:
+        raise UserError(f"{where} cannot be opened ({type(error).__name__}: {error}): copy it again") from None
+
+
+def _quiet() -> None:
+    """Its tables and bars go to every worker's screen; what is wrong is said in one line instead."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()

@@ -1,0 +1,107 @@
+"""Makes a tuned model of the one that it was tuned from and a run's scalars, 8 bytes a step and direction:
+
+    python -m language.zo_replay OUT/replay --model FOLDER --out TUNED
+
+OUT/replay is what language.finetune writes with method zo: `scalars`, and `run.json`, which says what was tuned, and
+the SHA-256 of the tuned tensors before and after. No data are read; TUNED is OUT/model, bit for bit, or is not written.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from torch import nn
+
+from core.errors import UserError
+from core.zeroth import ScalarLog, ZerothConfig, ZerothOrder
+from core.zeroth.order import digest
+from language import pretrained
+from language.finetune_recipes import RECIPES, FinetuneRecipe, LoraConfig
+from training.recipe import launch
+
+KEPT = ("weights", "trainable", "seed", "zeroth", "lora")  # of a recipe: what the tuned weights depend on
+
+
+def tuned_digest(model: nn.Module) -> str:
+    """SHA-256 of the tensors that are tuned."""
+    return digest([p.data for p in model.parameters() if p.requires_grad])
+
+
+def kind_of(device: torch.device, config: ZerothConfig) -> str:
+    """Where the noise is drawn: on another kind of device the same seed gives other numbers."""
+    on_gpu = device.type == "cuda" and config.rng == "device"
+    return torch.cuda.get_device_name(device) if on_gpu else "cpu"
+
+
+def write(folder: Path, recipe: FinetuneRecipe, zo: ZerothOrder, before: str, device: torch.device) -> None:
+    """Writes OUT/replay after a run. before: tuned_digest of the model that it began with."""
+    folder.mkdir(parents=True, exist_ok=True)
+    zo.save_scalars(folder / "scalars")
+    made = {"recipe": {key: value for key, value in asdict(recipe).items() if key in KEPT}}
+    made |= {"before": before, "after": tuned_digest(zo.model), "noise": kind_of(device, recipe.zeroth)}
+    (folder / "run.json").write_text(json.dumps(made, indent=1) + "\n")
+
+
+def read(folder: Path, model: Path) -> tuple[FinetuneRecipe, dict[str, Any]]:
+    """The recipe of the run in the folder, for the model that it was tuned from, and the rest of run.json."""
+    file = folder / "run.json"
+    if not file.is_file():
+        raise UserError(f"{file} is missing: give the folder `replay` that a run of method zo has written")
+    try:
+        made = json.loads(file.read_text())
+        kept = made["recipe"]
+        parts = {"zeroth": ZerothConfig(**kept["zeroth"]), "lora": LoraConfig(**_tuples(kept["lora"]))}
+        recipe = replace(RECIPES["prompts"], model=model, **_tuples(kept) | parts)
+        made["before"], made["after"], made["noise"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} is damaged ({error!r}): copy it again") from None
+    return recipe, made
+
+
+def _tuples(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON has lists alone."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+
+
+def replay(
+    run: Annotated[Path, tyro.conf.Positional],
+    /,
+    model: Path,
+    out: Path,
+) -> None:
+    """Writes the model that a run of method zo has tuned.
+
+    Args:
+        run: the folder `replay` of the run's folder.
+        model: the folder of the model that the run began with.
+        out: the folder to write; it appears only when complete.
+    """
+    recipe, made = read(run, model)
+    if out.exists():
+        raise UserError(f"{out} exists already: remove it, or give another --out")
+    device = torch.device("cuda" if torch.cuda.is_available() and made["noise"] != "cpu" else "cpu")
+    if (here := kind_of(device, recipe.zeroth)) != made["noise"]:
+        raise UserError(f"{run}: its noise was drawn on {made['noise']}, here it is {here}: replay it on such a device")
+    log = ScalarLog.load(run / "scalars")
+    tuned = pretrained.open_model(recipe).to(device)
+    tokenizer = pretrained.open_tokenizer(model, tuned)
+    if tuned_digest(tuned) != made["before"]:
+        raise UserError(f"{model} is not the model that {run} was tuned from: give that one")
+    ZerothOrder(tuned, replace(recipe.zeroth, pairs=False), lr=0.0).replay(log)
+    if tuned_digest(tuned) != made["after"]:
+        raise UserError(f"{run}: its scalars do not lead to the model that it names: copy the folder again")
+    pretrained.write_model(tuned, tokenizer, out)
+    print(f"{out}: {len(log)} steps replayed, {tuned_digest(tuned)[:16]} as in the run")
+
+
+def main() -> None:
+    tyro.cli(replay, description=__doc__)
+
+
+if __name__ == "__main__":
+    launch(main)

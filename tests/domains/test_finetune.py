@@ -1,0 +1,262 @@
+"""Fine-tuning's parts: model folders, what of them is tuned, prompts, and how answers are compared."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import training.prepared  # noqa: F401, transformers imports torchvision when it is installed
+
+# isort: split
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertLMHeadModel
+
+from core.errors import UserError
+from language import pretrained
+from language.data import IGNORE
+from language.finetune_recipes import RECIPES, FinetuneRecipe, LoraConfig
+from language.prompts import Prompt, PromptTask, answer_scores, answers_of, collate, encode, read_lines
+from tests.tiny_models import CONFIGS, POSITIONS, make_model, make_prompts, tiny_tokenizer
+
+KINDS = sorted(CONFIGS)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {kind: make_model(folder / kind, kind) for kind in KINDS}
+
+
+def recipe_of(model: Path | None, **changes) -> FinetuneRecipe:
+    return replace(RECIPES["prompts_adamw"], model=model, device="cpu", **changes)
+
+
+# -- prompts ------------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, *lines: object) -> Path:
+    file = folder / "train.jsonl"
+    file.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return file
+
+
+def test_a_prompt_and_its_answers_are_cut_where_they_part(tmp_path: Path):
+    tokenizer = tiny_tokenizer()
+    file = write(
+        tmp_path,
+        {"prompt": "a film. It was", "answer": " great"},
+        "",
+        {"prompt": "cold ", "answer": "terrible"},
+        '{"prompt": "two\u2028lines", "answer": " great"}',
+    )
+    lines = read_lines(file)
+    assert [line.where for line in lines] == [f"{file} line {n}" for n in (1, 3, 4)] and "\u2028" in lines[2].prompt
+    answers = [" great", " terrible"]
+    (prompt,) = encode(lines[:1], answers, tokenizer, 40)
+    assert tokenizer.decode(prompt.start) == "a film. It was" and prompt.right == 0
+    assert [tokenizer.decode(ids) for ids in prompt.ends] == answers and [len(ids) for ids in prompt.ends] == [1, 1]
+    (joined,) = encode(lines[1:2], ["great", "terrible"], tokenizer, 40)
+    assert tokenizer.decode(joined.start) == "cold", "the blank has become the answer's"
+    assert [tokenizer.decode(ids) for ids in joined.ends] == answers
+
+
+def test_targets_are_the_answers_tokens_alone():
+    prompt = Prompt([5, 6, 7], [[8], [9, 10]], right=1)
+    inputs, targets = collate([prompt.sample(), prompt.sample(0)])
+    assert inputs.tolist() == [[5, 6, 7, 9], [5, 6, 7, 0]]
+    assert targets.tolist() == [[IGNORE, IGNORE, 9, 10], [IGNORE, IGNORE, 8, IGNORE]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_score_in_a_batch_as_each_by_itself(models: dict[str, Path], kind: str):
+    model = pretrained.open_model(recipe_of(models[kind]))
+    prompts = [Prompt([5, 6, 7, 9], [[8], [9, 10, 30]], 1), Prompt([11], [[12], [9, 10, 30]], 0)]
+    found = torch.stack(list(answer_scores(model, prompts, 4, torch.device("cpu"))))
+    for prompt, scores in zip(prompts, found, strict=True):
+        for end, (nats, tokens) in zip(prompt.ends, scores.tolist(), strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt.start + end])).logits[0].double().log_softmax(-1)
+            expected = sum(float(logits[len(prompt.start) + i - 1, id]) for i, id in enumerate(end))
+            assert tokens == len(end) and nats == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (['{"prompt": "a", "answer": '], "line 1 is no JSON"),
+        ([{"prompt": "a", "answer": " b"}, {"prompt": "a"}], 'line 2 has no text as its "answer": add it'),
+        ([{"prompt": 3, "answer": " b"}], 'line 1 has no text as its "prompt"'),
+        (["[1]"], 'line 1 has no text as its "prompt"'),
+        (["", " "], "holds no prompt"),
+        ([{"prompt": "a", "answer": " b"}], "has 1 answers: a classification has 2 to 100"),
+        ([{"prompt": "a", "answer": f" {i}"} for i in range(101)], "has 101 answers"),
+        (
+            [{"prompt": "a", "answer": " b"}, {"prompt": "film " * 60, "answer": " c"}],
+            "line 2 has .* tokens .* reads 48",
+        ),
+        (
+            [{"prompt": "It", "answer": " was"}, {"prompt": " ", "answer": "great"}],
+            'line 2 has no text as its "prompt"',
+        ),
+        ([{"prompt": "w", "answer": "as"}, {"prompt": "It", "answer": " was"}], "no token is the prompt's"),
+    ],
+)
+def test_a_damaged_prompt_file_is_refused(tmp_path: Path, lines: list[object], message: str):
+    file = write(tmp_path, *lines)
+    with pytest.raises(UserError, match=message):
+        found = read_lines(file)
+        encode(found, answers_of(found, (), file), tiny_tokenizer(), POSITIONS)
+
+
+def test_an_answer_that_the_training_file_does_not_have_is_refused(tmp_path: Path):
+    make_prompts(tmp_path)
+    with open(tmp_path / "val.jsonl", "a") as file:
+        file.write('{"prompt": "a film. It was", "answer": " dull"}\n')
+    with pytest.raises(UserError, match="val.jsonl line 21 has the answer ' dull', which is none of ' great', ' terr"):
+        PromptTask.open(recipe_of(None), tmp_path, tiny_tokenizer(), POSITIONS)
+    given = recipe_of(None, answers=(" great", " terrible", " dull"))
+    assert len(PromptTask.open(given, tmp_path, tiny_tokenizer(), POSITIONS).val[-1].ends) == 3
+
+
+def test_workers_share_each_batch_out(tmp_path: Path):
+    task = PromptTask.open(recipe_of(None), make_prompts(tmp_path), tiny_tokenizer(), POSITIONS)
+    whole, *parts = (
+        [[row[row != 0].tolist() for row in inputs] for inputs, _ in task.batches(recipe_of(None), rank, workers, 2, 5)]
+        for rank, workers in ((0, 1), (0, 2), (1, 2))
+    )
+    assert len(whole) == 3 and [len(batch) for batch in whole] == [16] * 3
+    assert whole == [a + b for a, b in zip(*parts, strict=True)]
+
+
+# -- model folders ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_is_opened_and_written_as_it_was(models: dict[str, Path], kind: str, tmp_path: Path):
+    model = pretrained.open_model(recipe_of(models[kind]))
+    tokenizer = pretrained.open_tokenizer(models[kind], model)
+    assert not model.training and pretrained.positions(model, None) == POSITIONS
+    assert len(pretrained.blocks_of(model)) == 2
+    for _ in range(2):  # the second time in place of the first
+        pretrained.write_model(model, tokenizer, tmp_path / "out")
+    first, again = (load_file(folder / "model.safetensors") for folder in (models[kind], tmp_path / "out"))
+    assert first.keys() == again.keys() and all(torch.equal(first[name], again[name]) for name in first)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert pretrained.open_tokenizer(tmp_path / "out", model)(["a film"]).input_ids == tokenizer(["a film"]).input_ids
+
+
+def damaged(folder: Path, name: str, change: Callable[[Path], object]) -> Callable[[Path], Path]:
+    def make(of: Path) -> Path:
+        shutil.copytree(of, folder / "model")
+        change(folder / "model" / name)
+        return folder / "model"
+
+    return make
+
+
+def set_key(key: str, value: object) -> Callable[[Path], object]:
+    return lambda file: file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+
+
+def keep_few(file: Path) -> None:
+    tensors = load_file(file)
+    save_file({name: tensors[name] for name in list(tensors)[3:]}, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("config.json", Path.unlink, "config.json is missing"),
+        ("config.json", lambda file: file.write_text("{"), "config.json is damaged"),
+        ("config.json", lambda file: file.write_text("[]"), "config.json is damaged"),
+        ("config.json", set_key("model_type", "nope"), "no causal language model of model_type 'nope'"),
+        ("config.json", set_key("model_type", "vit"), "no causal language model of model_type 'vit'"),
+        ("config.json", set_key("n_layer", 3), "12 tensors are missing, transformer.h.2.attn"),
+        ("config.json", set_key("n_embd", 16), "tensors have another shape than config.json says"),
+        ("config.json", set_key("n_head", 3), "cannot be opened"),
+        ("model.safetensors", Path.unlink, "has no .*safetensors: convert"),
+        ("model.safetensors", lambda file: file.write_bytes(file.read_bytes()[:1000]), "damaged"),
+        ("model.safetensors", lambda file: file.write_bytes(file.read_bytes()[:-1000]), "damaged"),
+        ("model.safetensors", lambda file: file.write_bytes(b"no tensors" * 100), "damaged"),
+        ("model.safetensors", lambda file: file.write_bytes(b""), "damaged"),
+        ("model.safetensors", keep_few, "3 tensors are missing"),
+        ("tokenizer.json", Path.unlink, "has no tokenizer: add its files"),
+        ("tokenizer.json", lambda file: file.write_text("{}"), "cannot be opened"),
+    ],
+)
+def test_a_damaged_folder_is_refused(models: dict[str, Path], tmp_path: Path, name: str, change, message: str):
+    folder = damaged(tmp_path, name, change)(models["gpt2"])
+    with pytest.raises(UserError, match=message):
+        pretrained.open_tokenizer(folder, pretrained.open_model(recipe_of(folder)))
+
+
+def test_no_folder_an_encoder_and_a_tokenizer_that_is_too_large_are_refused(models: dict[str, Path], tmp_path: Path):
+    with pytest.raises(UserError, match="add --model FOLDER"):
+        pretrained.open_model(recipe_of(None))
+    with pytest.raises(UserError, match="opt-125m/config.json is missing: .* none is fetched"):
+        pretrained.open_model(recipe_of(Path("facebook/opt-125m")))
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=310)
+    BertLMHeadModel(BertConfig(**sizes)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="sees later tokens"):
+        pretrained.open_model(recipe_of(tmp_path))
+    model = pretrained.open_model(recipe_of(models["gpt2"]))
+    model.resize_token_embeddings(200)
+    with pytest.raises(UserError, match="they are not one pair"):
+        pretrained.open_tokenizer(models["gpt2"], model)
+    with pytest.raises(UserError, match="context=64: the model has 48 positions"):
+        pretrained.positions(model, 64)
+
+
+def test_patterns_choose_what_is_tuned(models: dict[str, Path]):
+    model = pretrained.open_model(recipe_of(models["llama"], trainable=("*norm*", "*.1.mlp.*")))
+    tuned = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert "model.layers.0.input_layernorm.weight" in tuned and "model.layers.1.mlp.up_proj.weight" in tuned
+    assert not any("self_attn" in name or ".0.mlp" in name for name in tuned)
+    with pytest.raises(UserError, match=r"trainable='\*bias' matches no parameter: they are called model.embed_tokens"):
+        pretrained.open_model(recipe_of(models["llama"], trainable=("*bias",)))
+
+
+def test_lora_without_peft_is_one_line(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(
+        UserError, match="lora.rank=4 needs peft: pip install peft, or choose parameters by --trainable"
+    ):
+        pretrained.open_model(recipe_of(models["opt"], lora=LoraConfig(4)))
+
+
+def test_lora_puts_equal_adapters_in_and_writes_them_alone(models: dict[str, Path], tmp_path: Path):
+    pytest.importorskip("peft", reason="peft is not installed")
+    first, again, other = (
+        pretrained.open_model(recipe_of(models["opt"], lora=LoraConfig(4), seed=seed)) for seed in (0, 0, 1)
+    )
+    tuned = [(name, p) for name, p in first.named_parameters() if p.requires_grad]
+    assert tuned and all("lora_" in name for name, _ in tuned)
+    assert all(torch.equal(p, dict(again.named_parameters())[name]) for name, p in tuned)
+    assert not all(torch.equal(p, dict(other.named_parameters())[name]) for name, p in tuned)
+    pretrained.write_model(first, tiny_tokenizer(), tmp_path / "out")
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+    with pytest.raises(UserError, match="lora.targets=nothing"):
+        pretrained.open_model(recipe_of(models["opt"], lora=LoraConfig(4, targets=("nothing",))))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(context=3), "context=3: give 4 or more"),
+        (dict(eval_samples=0), "eval_samples=0: give 1 or more"),
+        (dict(lora=LoraConfig(-1)), "lora rank=-1"),
+        (dict(lora=LoraConfig(2), trainable=("*bias",)), "leave one out"),
+        (dict(answers=("a", "a")), "give two or more, each once"),
+        (dict(weights="bfloat16"), "weights=bfloat16 with method 'ddp'"),
+        (dict(zero=3, per_node=0), "zero=3: one worker"),
+        (dict(elastic=True, method="co2"), "elastic=True: one worker"),
+        (dict(loader_workers=-1), "loader_workers=-1"),
+    ],
+)
+def test_bad_settings_are_refused(changes: dict, message: str):
+    with pytest.raises(UserError, match=message):
+        recipe_of(None, **changes)

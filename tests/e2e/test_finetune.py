@@ -1,0 +1,187 @@
+"""Fine-tuning as its users start it, of tiny models made here."""
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from core.errors import UserError
+from core.methods import ZerothConfig
+from core.testing import run_distributed
+from language import zo_replay
+from language.finetune import tune
+from language.finetune_recipes import RECIPES, FinetuneRecipe
+from tests.scripts import Mistakes, run_script
+from tests.tiny_models import make_model, make_prompts, make_text
+
+STEPS = 24
+
+
+def tiny(folder: Path, **changes) -> FinetuneRecipe:
+    """prompts_adamw cut down to a few seconds."""
+    files = {"model": folder / "model", "data": folder / "data"}
+    sizes = {"batch_size": 8, "epoch_steps": STEPS // 3, "epochs": 3, "eval_samples": 8, "log_every": 4}
+    recipe = replace(RECIPES["prompts_adamw"], device="cpu", name="tiny", **files, **sizes)
+    recipe = replace(recipe, optim=replace(recipe.optim, lr=1e-2, warmup_steps=0, schedule="constant"))
+    return replace(recipe, co2=replace(recipe.co2, tau=4), **changes)
+
+
+def tune_in_process(rank: int, world_size: int, folder: str, jobs: dict[str, dict]) -> None:
+    """Tunes for several recipes in one process group."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "CO2_CACHE": f"{folder}/cache"}
+    for name, changes in jobs.items():
+        tune(tiny(Path(folder), out=Path(folder, changes.get("name", name)), **changes))
+
+
+ZO = {"method": "zo", "optim": replace(RECIPES["prompts"].optim, lr=1e-3)}
+JOBS = {
+    "ddp": {"method": "ddp"},
+    "co2": {"method": "co2"},
+    "first half": {"method": "ddp", "name": "halves", "epochs": 1},
+    "second half": {"method": "ddp", "name": "halves", "resume": True},
+    "norms": {"method": "local", "trainable": ("*ln_*",), "epochs": 1},
+    "text": {"method": "ddp", "task": "text", "context": 16},
+    "zo": ZO,
+    "zo first half": ZO | {"name": "zo halves", "epochs": 1},
+    "zo second half": ZO | {"name": "zo halves", "resume": True},
+    "zo 16 bits": ZO | {"weights": "bfloat16", "zeroth": ZerothConfig(eps=0.01, delay=1)},
+    "zo text": ZO | {"task": "text", "context": 16, "epochs": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of two workers."""
+    folder = tmp_path_factory.mktemp("finetune")
+    make_model(folder / "model")
+    make_text(make_prompts(folder / "data"))
+    run_distributed(tune_in_process, 2, str(folder), JOBS, timeout=240)
+    return folder
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["train_loss"] for row in rows(folder) if "train_loss" in row]
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def equal(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
+    return some.keys() == others.keys() and all(torch.equal(t, others[name]) for name, t in some.items())
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("method", ["ddp", "co2"])
+def test_two_workers_learn_the_answers(folder: Path, method: str):
+    found = losses(folder / method)
+    assert found[-1] < found[0] - 1 and summary(folder / method)["val_loss"] < 2, "guessing among all tokens: 6.1"
+    assert summary(folder / method)["steps"] == STEPS and summary(folder / method)["val_samples"] == 20
+    assert [row["val_samples"] for row in rows(folder / method) if "val_samples" in row] == [8, 8, 20]
+
+
+def test_the_tuned_folder_is_the_model_that_was_evaluated(folder: Path, tmp_path: Path):
+    """One worker goes on from it at a learning rate that changes nothing, and evaluates it."""
+    still = tiny(folder, model=folder / "ddp" / "model", out=tmp_path / "run", epochs=1)
+    tune(replace(still, optim=replace(still.optim, lr=1e-30)))
+    assert summary(tmp_path / "run")["val_loss"] == pytest.approx(summary(folder / "ddp")["val_loss"], rel=1e-5)
+    assert summary(tmp_path / "run")["val_accuracy"] == summary(folder / "ddp")["val_accuracy"]
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(folder: Path):
+    assert losses(folder / "halves") == losses(folder / "ddp")
+    assert equal(weights(folder / "halves" / "model"), weights(folder / "ddp" / "model"))
+
+
+def test_what_no_pattern_names_stays_as_it_was(folder: Path):
+    before, after = weights(folder / "model"), weights(folder / "norms" / "model")
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {n for n in before if "ln_" in n}
+
+
+def test_text_is_learned(folder: Path):
+    found = summary(folder / "text")
+    assert found["val_perplexity"] < 50 and found["val_bits_per_byte"] < losses(folder / "text")[0]
+
+
+# -- without gradients --------------------------------------------------------------------------------------------
+
+
+def test_one_worker_tunes_as_a_pair_does(folder: Path, tmp_path: Path):
+    tune(tiny(folder, out=tmp_path, **ZO))
+    one, two = weights(tmp_path / "model"), weights(folder / "zo" / "model")
+    torch.testing.assert_close(one, two, rtol=0, atol=1e-5)
+    assert not any(torch.equal(two[name], start) for name, start in weights(folder / "model").items())
+
+
+def test_a_resumed_run_without_gradients_equals_an_uninterrupted_one(folder: Path):
+    assert losses(folder / "zo halves") == losses(folder / "zo")
+    assert equal(weights(folder / "zo halves" / "model"), weights(folder / "zo" / "model"))
+
+
+@pytest.mark.parametrize("run", ["zo", "zo halves", "zo 16 bits", "zo text"])
+def test_the_first_model_and_the_scalars_give_the_tuned_one(folder: Path, tmp_path: Path, run: str):
+    steps = STEPS // 3 if run == "zo text" else STEPS
+    *_, numbers = (folder / run / "replay" / "scalars").read_bytes().partition(b"\n")
+    assert len(numbers) == 8 * steps
+    zo_replay.replay(folder / run / "replay", folder / "model", tmp_path / "out")
+    found = weights(tmp_path / "out")
+    assert equal(found, weights(folder / run / "model")) and not equal(found, weights(folder / "model"))
+    assert {t.dtype for t in found.values()} == {torch.bfloat16 if run == "zo 16 bits" else torch.float32}
+
+
+def test_a_replay_that_would_give_another_model_is_refused(folder: Path, tmp_path: Path):
+    run = shutil.copytree(folder / "zo" / "replay", tmp_path / "replay")
+    with pytest.raises(UserError, match="is not the model that .* was tuned from"):
+        zo_replay.replay(run, folder / "ddp" / "model", tmp_path / "out")
+    with pytest.raises(UserError, match="exists already"):
+        zo_replay.replay(run, folder / "model", tmp_path)
+    scalars = bytearray((run / "scalars").read_bytes())
+    scalars[-2] ^= 1  # in the last number's exponent
+    (run / "scalars").write_bytes(scalars)
+    with pytest.raises(UserError, match="do not lead to the model"):
+        zo_replay.replay(run, folder / "model", tmp_path / "out")
+    (run / "scalars").write_bytes(scalars[:-8])
+    with pytest.raises(UserError, match="no whole list"):
+        zo_replay.replay(run, folder / "model", tmp_path / "out")
+    (run / "run.json").write_text("{}")
+    with pytest.raises(UserError, match="run.json is damaged"):
+        zo_replay.replay(run, folder / "model", tmp_path / "out")
+    (run / "run.json").unlink()
+    with pytest.raises(UserError, match="run.json is missing"):
+        zo_replay.replay(run, folder / "model", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# -- the command line ---------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_prints_what_a_gpu_needs(folder: Path, capsys: pytest.CaptureFixture):
+    options = ["--model", str(folder / "model"), "--data", str(folder / "data"), "--dry_run", "--weights", "bfloat16"]
+    run_script("language.finetune", "prompts", *options)
+    said = capsys.readouterr().out
+    assert "0.04 M parameters, 1 workers of 16 samples" in said and "GiB a GPU: parameters" in said
+
+
+def test_a_users_mistake_is_one_line(folder: Path, tmp_path: Path, mistake: Mistakes):
+    model = ["--model", str(folder / "model")]
+    for arguments, message in (
+        (["prompts_adamw"], "error: no model is named: add --model FOLDER"),
+        (["prompts_adamw", *model], "error: data=None is no folder: add --data FOLDER, with train.jsonl and val.jsonl"),
+        (["prompts_adamw", *model, "--data", str(tmp_path)], f"error: {tmp_path}/train.jsonl is missing"),
+        (["text_adamw", *model, "--data", str(tmp_path), "--context", "16"], f"error: {tmp_path}/train.txt is missing"),
+        (["text_adamw", *model], "error: context=512: the model has 48 positions; give so many or fewer"),
+    ):
+        said = mistake("language.finetune", *arguments)
+        assert said.startswith(message) and said.count("\n") == 1
