@@ -16,7 +16,6 @@ import torch._dynamo  # noqa: F401 (the first optimiser imports it: once here ra
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.loss_table import RECOMMENDED
 from bench.pace import Pacer
 from bench.standin import BYTES, LAYERS, LEARNING_RATE, StandIn, Trainer
 from core.config import CO2Config
@@ -26,6 +25,7 @@ from core.methods import METHODS, make_method
 from core.rounds import LocalMethod
 from training.throttle import ThrottledLink
 
+RECOMMENDED = "co2_recommended"  # co2 with the settings of CO2Config.recommended
 TIMEOUT = 120.0  # seconds until a missing worker is an error
 TAU_MAX = 192  # of tau="auto": what the paper searched up to
 SETTLED = 5  # rounds without a change after which tau="auto" counts as settled: the window of its medians

@@ -28,7 +28,8 @@ class Factored:
 
 class LowRank:
     """The mean over the workers, projected, for layers of one dtype: with M the mean of d + e, P = orth(M Q),
-    Q <- M^T P, D = P Q^T, and every worker keeps d + e - D. The two factors' sums cross as plain all-reduces."""
+    Q <- M^T P, D = P Q^T, and every worker keeps d + e - D. The two factors' sums cross as plain all-reduces. Workers
+    hold the same bits where their processors are of one kind: each computes orth and P Q^T for itself."""
 
     def __init__(self, layers: Sequence[Factored], scalars: Scalars, world_size: int):
         self.layers, self.scalars, self.world_size = layers, scalars, world_size

@@ -39,7 +39,8 @@ class LGreco:
 
     state: "error_feedback" and "mean_error_feedback", in an order that follows the allocation; "allocation", by which
     a resumed run goes on with it; low rank's "q", how many of its columns are in use, and the layers' norms at the last
-    decision. All zeros is the start: every layer as `like` says, or as LEGACY's rule does.
+    decision. All zeros is the start: every layer as `like` says, or as LEGACY's rule does. Where NCCL moves the tensors
+    the host waits for a reduction that decides.
     """
 
     def __init__(
