@@ -53,6 +53,11 @@ class Setting:
             )
         return cls(method, "auto" if tau == "auto" else int(tau))
 
+    @property
+    def settles(self) -> bool:
+        """Whether tau, or the wire, is chosen while training."""
+        return self.tau == "auto" or self.method == RECOMMENDED
+
     def __str__(self) -> str:
         return self.method if self.method == "ddp" else f"{self.method} tau {self.tau}"
 
@@ -143,7 +148,7 @@ def measure(job: Job, setting: Setting, trainer: Trainer, repeat: int) -> dict[s
     if dist.is_initialized():
         dist.barrier()
     trainer.restart()
-    if setting.tau == "auto" and repeat == 0:
+    if repeat == 0 and setting.settles:
         settle(trainer)
     for _ in range(2 if setting.method == "ddp" else 1):  # ddp makes its buckets anew after the first
         run_round(trainer)
