@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
