@@ -25,6 +25,8 @@ from bench.options import require_one_or_more
 from bench.report import Spread
 from core import UserError
 from core.fast import quantized, wire
+from core.lgreco.lowrank import product
+from core.lgreco.sparse import largest
 from training.recipe import launch
 
 NAME = "codecs"
@@ -68,15 +70,16 @@ def ways(o: Codecs, x: Tensor) -> list[Way]:
             found.append((f"{name}, compiled", each(encode, pieces, name), each(decode, sent, name)))
     for density in DENSITIES:
         k = round(density * NUMEL)
-        where = x.abs().topk(k, sorted=False).indices
+        where = largest(x.abs(), k)
         values, zeros = x[where], torch.zeros_like(x)
-        encode = lambda k=k: x[x.abs().topk(k, sorted=False).indices]  # noqa: E731
+        encode = lambda k=k: x[largest(x.abs(), k)]  # noqa: E731
         found.append((f"top{density:g}", encode, lambda w=where, v=values, z=zeros: z.zero_().index_add_(0, w, v)))
     matrix = x.view(SIDE, SIDE)
     for rank in RANKS:
         q = torch.randn(SIDE, rank, device=x.device)
-        p = torch.linalg.qr(matrix @ q).Q
-        found.append((f"rank{rank}", lambda q=q: matrix.T @ torch.linalg.qr(matrix @ q).Q, lambda p=p, q=q: p @ q.T))
+        p = torch.linalg.qr(product(matrix, q)).Q
+        encode = lambda q=q: product(matrix.T, torch.linalg.qr(product(matrix, q)).Q)  # noqa: E731
+        found.append((f"rank{rank}", encode, lambda p=p, q=q: p @ q.T))
     return found
 
 

@@ -16,7 +16,6 @@ import torch._dynamo  # noqa: F401 (the first optimiser imports it: once here ra
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.loss_table import RECOMMENDED
 from bench.pace import Pacer
 from bench.standin import BYTES, LAYERS, LEARNING_RATE, StandIn, Trainer
 from core.config import CO2Config
@@ -26,6 +25,7 @@ from core.methods import METHODS, make_method
 from core.rounds import LocalMethod
 from training.throttle import ThrottledLink
 
+RECOMMENDED = "co2_recommended"  # co2 with the settings of CO2Config.recommended
 TIMEOUT = 120.0  # seconds until a missing worker is an error
 TAU_MAX = 192  # of tau="auto": what the paper searched up to
 SETTLED = 5  # rounds without a change after which tau="auto" counts as settled: the window of its medians
@@ -52,6 +52,11 @@ class Setting:
                 f"methods: {text!r}: ddp has no tau; the others need one, such as co2:12 (co2:auto works too)"
             )
         return cls(method, "auto" if tau == "auto" else int(tau))
+
+    @property
+    def settles(self) -> bool:
+        """Whether tau, or the wire, is chosen while training."""
+        return self.tau == "auto" or self.method == RECOMMENDED
 
     def __str__(self) -> str:
         return self.method if self.method == "ddp" else f"{self.method} tau {self.tau}"
@@ -143,7 +148,7 @@ def measure(job: Job, setting: Setting, trainer: Trainer, repeat: int) -> dict[s
     if dist.is_initialized():
         dist.barrier()
     trainer.restart()
-    if setting.tau == "auto" and repeat == 0:
+    if repeat == 0 and setting.settles:
         settle(trainer)
     for _ in range(2 if setting.method == "ddp" else 1):  # ddp makes its buckets anew after the first
         run_round(trainer)

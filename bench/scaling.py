@@ -89,7 +89,7 @@ def predict(o: Scaling, workers: int, rate: float | None) -> float:
     for setting in o.settings():
         tau = max(1, math.ceil(1.25 * wire / step)) if setting.tau == "auto" else setting.tau
         one = round_seconds(setting, tau, step, wire)
-        total += wire * math.log2(max(2, workers)) / 2 + (2 * SETTLED * one if setting.tau == "auto" else 0)
+        total += wire * math.log2(max(2, workers)) / 2 + (2 * SETTLED * one if setting.settles else 0)
         total += o.repeats * (one + rounds_to_measure(o.seconds, one) * one + wire / 2)
     return total
 

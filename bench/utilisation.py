@@ -17,7 +17,7 @@ import numpy as np
 import tyro
 
 from bench import plots, report
-from bench.loss_table import RECOMMENDED
+from bench.measure import RECOMMENDED
 from bench.plots import Cell, Folder
 from bench.simulator import calibrate
 from core.errors import UserError

@@ -104,13 +104,18 @@ def open_text(folder: Path, tokenizer: Tokenizer, end: int) -> Corpus:
         for split, found in files.items():
             encode_documents(tokenizer, Documents(found), target / f"{split}.bin", end)
 
-    contents = [file.read_bytes() for found in files.values() for file in found]
+    contents = [_content(file) for found in files.values() for file in found]
     cached = cached_folder(f"text-{_key(*contents, tokenizer.to_str().encode(), str(end).encode())}", build)
     size, dtype = tokenizer.get_vocab_size(), token_dtype(tokenizer)
     train, val = (open_tokens(cached / f"{split}.bin", dtype, size) for split in files)
     by_bytes = '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str())["decoder"])
     sizes = bytes_per_token(tokenizer) if by_bytes else None
     return Corpus(folder, train, val, size, end, None, None, None, tokenizer, sizes)
+
+
+def _content(path: Path) -> bytes:
+    """Of a file, or of all files of a folder that `datasets` has written."""
+    return path.read_bytes() if path.is_file() else b"".join(f.read_bytes() for f in sorted(path.rglob("*.*")))
 
 
 def _text(folder: Path, split: str) -> Path:

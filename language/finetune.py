@@ -107,8 +107,8 @@ def train(run: Run, recipe: FinetuneRecipe, model: nn.Module, task: PromptTask |
         else:
             loss = backward(run, recipe, wrapped, batch)
             clip_gradients(model, recipe.optim)
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer.step()  # changes nothing where there are no gradients
+        optimizer.zero_grad()
         schedule.step()
         due = run.after_step(method.step(last=run.at_last_step), train_loss=loss)
         if due.evaluation:

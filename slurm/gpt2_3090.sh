@@ -23,6 +23,7 @@ ACCUMULATE="${ACCUMULATE-}" # micro-batches per step and GPU; more need less mem
 SEED="${SEED:-${SLURM_ARRAY_TASK_ID:-0}}"
 GPU_GB="${GPU_GB:-24}" # GB of a GPU
 case "$RECIPE" in
+    gpt2_large_owt) ACCUMULATE="${ACCUMULATE:-4}" ;; # 2 samples at a time, of 6 a GPU on 10 nodes or 8 on 8, to fit 24 GB
     transnormer_*_owt)
         fit=480 # 6 a GPU: the recipe's 512 does not divide by 80
         more=(--zero 3 --offload) ;; # to fit 24 GB

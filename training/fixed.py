@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -68,6 +69,8 @@ class Fixed:
         """See core.methods.make_method."""
         r = self.run.recipe
         if r.method == "zo":
+            # nobody calls the optimiser, which lends its learning rate: torch's schedules would warn of that
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step\\(\\)` before", UserWarning)
             lr = {"lr": lambda: optimizer.param_groups[0]["lr"]}
             return model, Zeroth(model, r.zeroth, timeout=r.timeout, link=self.run.link, **lr)
         wrapped, method = make_method(

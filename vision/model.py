@@ -37,9 +37,13 @@ def build_model(
     if not timm.is_model(name):
         near = difflib.get_close_matches(name, [*SMALL, *timm.list_models()], n=3)
         raise UserError(f"model {name!r} is unknown to timm; did you mean {', '.join(near) or 'one of ' + str(SMALL)}?")
-    return timm.create_model(
-        name, pretrained=False, num_classes=num_classes, in_chans=in_chans, drop_path_rate=drop_path
-    )
+    options = {"drop_path_rate": drop_path} if drop_path else {}  # not every model of timm's knows it
+    try:
+        return timm.create_model(name, pretrained=False, num_classes=num_classes, in_chans=in_chans, **options)
+    except TypeError as error:
+        if "drop_path_rate" not in str(error):
+            raise
+        raise UserError(f"drop_path={drop_path}: timm's {name} has no stochastic depth; leave it out") from None
 
 
 def image_size(name: str) -> int:

@@ -28,7 +28,7 @@ class Noise:
     """
 
     def __init__(self, seed: int, device: torch.device):
-        self.seed = seed
+        self.seed, self.device = seed, device
         self._generator = torch.Generator(device)
 
     def chunk(self, step: int, direction: int, tensor: int, number: int, numel: int, out: torch.device) -> Tensor:
@@ -37,5 +37,5 @@ class Noise:
         numel: CHUNK, or what is left of the tensor in its last chunk.
         """
         self._generator.manual_seed(mix(self.seed, step, direction, tensor, number))
-        drawn = torch.randn(numel, generator=self._generator, device=self._generator.device)
+        drawn = torch.randn(numel, generator=self._generator, device=self.device)
         return drawn.to(out, non_blocking=True)

@@ -158,10 +158,9 @@ class ZerothOrder:
 
     def _meet(self, group: dist.ProcessGroup) -> None:
         """Settings and shapes agree, and so do all tensors from here on."""
-        device = self.weights.params[0].device
-        kind = "cpu" if device.type == "cpu" or self.config.rng == "host" else torch.cuda.get_device_name(device)
+        drawn = f"z drawn on {kind_of(self.weights.noise.device)} (with rng='host' all draw alike)"
         names = [f"{name} {tuple(p.shape)}" for name, p in zip(self.weights.names, self.weights.params, strict=True)]
-        compare((str(self.config), f"rng={self.config.rng} on {kind}", names), [], group)
+        compare((str(self.config), drawn, names), [], group)
         tensors = [*self.model.parameters(), *self.model.buffers()]
         digests: list[str] = [""] * dist.get_world_size(group)
         dist.all_gather_object(digests, digest(tensors), group=group)
@@ -324,6 +323,11 @@ class ZerothOrder:
             self.log.append(update)
         self.steps = len(self.log)
         self.flush()
+
+
+def kind_of(device: torch.device) -> str:
+    """Devices of one kind draw the same numbers."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 @contextlib.contextmanager

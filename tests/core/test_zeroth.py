@@ -483,14 +483,23 @@ def test_where_workers_cannot_be_shared_out():
 def differing(rank: int, world_size: int, what: str) -> str:
     config = ZerothConfig(seed=rank if what == "seed" else 0)
     chosen = (lambda name, p: "bias" not in name) if what == "filter" and rank else None
+    kind = "a GPU" if what == "device" and rank else "cpu"
     try:
-        ZerothOrder(Net(), config, lr=0.1, trainable=chosen, timeout=60)
+        with mock.patch("core.zeroth.order.kind_of", lambda device: kind):
+            ZerothOrder(Net(), config, lr=0.1, trainable=chosen, timeout=60)
     except UserError as error:
         return str(error)
     return ""
 
 
-@pytest.mark.parametrize(("what", "message"), [("seed", "seed=0"), ("filter", "5 tensors, against 3")])
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("seed", "seed=0"),
+        ("filter", "5 tensors, against 3"),
+        ("device", "z drawn on cpu (with rng='host' all draw alike), against z drawn on a GPU"),
+    ],
+)
 def test_workers_that_differ_are_refused(what, message):
     for text in run_distributed(differing, 2, what):
         assert text.startswith("workers differ: rank 0 has") and message in text and text.endswith("of rank 1")

@@ -323,8 +323,15 @@ def test_images_are_as_large_as_the_model_wants_them(folders: Path):
 def test_settings_of_imagenet_are_refused_elsewhere(name: str):
     with pytest.raises(UserError, match=f"{name}=0.5 is for imagenet only, not digits: leave it out"):
         replace(digits_small(), **{name: 0.5})
+
+
+def test_stochastic_depth_where_a_model_has_none():
     with pytest.raises(UserError, match="drop_path=0.1: resnet_small has no stochastic depth"):
         build_model("resnet_small", num_classes=10, drop_path=0.1)
+    with pytest.raises(UserError, match="drop_path=0.1: timm's vgg11 has no stochastic depth"):
+        build_model("vgg11", num_classes=10, drop_path=0.1)
+    with torch.device("meta"):
+        assert sum(p.numel() for p in build_model("vgg11", num_classes=10).parameters()) > 100e6
 
 
 def test_imagenet_test_batches_cover_the_set(folders: Path):

@@ -118,6 +118,12 @@ def test_text_is_learned(folder: Path):
 # -- without gradients --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("run", ["zo", "zo 16 bits"])
+def test_the_held_out_loss_falls_without_gradients(folder: Path, run: str):
+    found = [row["val_loss"] for row in rows(folder / run) if "val_loss" in row]
+    assert len(found) == 3 and found[-1] < found[0] - 0.2
+
+
 def test_one_worker_tunes_as_a_pair_does(folder: Path, tmp_path: Path):
     tune(tiny(folder, out=tmp_path, **ZO))
     one, two = weights(tmp_path / "model"), weights(folder / "zo" / "model")

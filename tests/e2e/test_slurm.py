@@ -206,6 +206,18 @@ def test_transnormer_is_given_what_makes_it_fit(script: str, gb: int, zero: int,
     assert (recipe.zero, recipe.offload, recipe.accumulate) == (zero, offload, 8)
 
 
+@pytest.mark.parametrize(("nodes", "batch_size"), [(10, 480), (8, 512)])
+def test_gpt2_large_takes_two_samples_at_a_time_on_24_gb(nodes: int, batch_size: int, tmp_path: Path):
+    """That is what tests/training/test_memory.py finds to fit."""
+    script = "slurm/gpt2_3090.sh"
+    large = {"RECIPE": "gpt2_large_owt", "BATCH_SIZE": str(batch_size)}
+    recipe = parse(recipes_of(script), torchruns_line(script, tmp_path, **large)[2])
+    assert -(-batch_size // (nodes * GPUS) // recipe.accumulate) == 2
+    assert recipe.accumulate >= recipes_of(script)["gpt2_large_owt"].accumulate
+    _, _, arguments = torchruns_line(script, tmp_path, **large, ACCUMULATE="8")
+    assert parse(recipes_of(script), arguments).accumulate == 8
+
+
 def test_variables_and_options_change_the_run(tmp_path: Path):
     changes = {"RECIPE": "digits_small", "METHOD": "slowmo", "TAU": "24", "BATCH_SIZE": "128", "SEED": "3", "OUT": "x"}
     _, _, arguments = torchruns_line("slurm/vision_a100.sh", tmp_path, "--epochs", "2", **changes)
