@@ -38,10 +38,12 @@ def lines(folder: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()[:-1]] if path.exists() else []
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 200.0) -> None:
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 600.0) -> None:
     until = time.monotonic() + seconds
     while not condition():
-        assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
+        if process.poll() is not None or time.monotonic() > until:
+            process.kill()
+            pytest.fail(process.communicate()[0])
         time.sleep(0.1)
 
 
