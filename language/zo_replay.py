@@ -19,7 +19,7 @@ from torch import nn
 
 from core.errors import UserError
 from core.zeroth import ScalarLog, ZerothConfig, ZerothOrder
-from core.zeroth.order import digest
+from core.zeroth.order import digest, kind_of
 from language import pretrained
 from language.finetune_recipes import RECIPES, FinetuneRecipe, LoraConfig
 from training.recipe import launch
@@ -32,10 +32,9 @@ def tuned_digest(model: nn.Module) -> str:
     return digest([p.data for p in model.parameters() if p.requires_grad])
 
 
-def kind_of(device: torch.device, config: ZerothConfig) -> str:
+def noise_kind(device: torch.device, config: ZerothConfig) -> str:
     """Where the noise is drawn: on another kind of device the same seed gives other numbers."""
-    on_gpu = device.type == "cuda" and config.rng == "device"
-    return torch.cuda.get_device_name(device) if on_gpu else "cpu"
+    return kind_of(device) if config.rng == "device" else "cpu"
 
 
 def write(folder: Path, recipe: FinetuneRecipe, zo: ZerothOrder, before: str, device: torch.device) -> None:
@@ -43,7 +42,7 @@ def write(folder: Path, recipe: FinetuneRecipe, zo: ZerothOrder, before: str, de
     folder.mkdir(parents=True, exist_ok=True)
     zo.save_scalars(folder / "scalars")
     made = {"recipe": {key: value for key, value in asdict(recipe).items() if key in KEPT}}
-    made |= {"before": before, "after": tuned_digest(zo.model), "noise": kind_of(device, recipe.zeroth)}
+    made |= {"before": before, "after": tuned_digest(zo.model), "noise": noise_kind(device, recipe.zeroth)}
     (folder / "run.json").write_text(json.dumps(made, indent=1) + "\n")
 
 
@@ -85,7 +84,7 @@ def replay(
     if out.exists():
         raise UserError(f"{out} exists already: remove it, or give another --out")
     device = torch.device("cuda" if torch.cuda.is_available() and made["noise"] != "cpu" else "cpu")
-    if (here := kind_of(device, recipe.zeroth)) != made["noise"]:
+    if (here := noise_kind(device, recipe.zeroth)) != made["noise"]:
         raise UserError(f"{run}: its noise was drawn on {made['noise']}, here it is {here}: replay it on such a device")
     log = ScalarLog.load(run / "scalars")
     tuned = pretrained.open_model(recipe).to(device)

@@ -206,9 +206,9 @@ class Recipe:
         """Refuses what zeroth-order steps would leave unused: gradients, and an optimiser beyond its learning rate."""
         if not self.zeroth_order:
             raise UserError("method='zo' is of language models: run language.train, or choose another method")
-        for name, needed in (("per_node", 1), ("zero", 0), ("recompute", False)):
+        for name, needed in (("per_node", 1), ("zero", 0), ("recompute", False), ("compile", False)):
             if (value := getattr(self, name)) != needed:
-                raise UserError(f"{name}={value!r} with method 'zo', which has no gradients: leave it out")
+                raise UserError(f"{name}={value!r} with method 'zo', which makes no use of it: leave it out")
         usual = OptimConfig("sgd", momentum=0.0)
         for name in ("name", "momentum", "weight_decay", "clip_grad_norm"):
             if (value := getattr(self.optim, name)) != (needed := getattr(usual, name)):

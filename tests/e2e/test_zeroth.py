@@ -54,6 +54,7 @@ def test_a_run_starts_from_anothers_weights_and_resumes_as_if_it_had_not_been_st
         ),
         (tiny(), {"method": "zo", "optim": replace(OPTIM, weight_decay=0.1)}, "and --zeroth.weight_decay for that"),
         (tiny(), ZO | {"recompute": True}, "recompute=True with method 'zo'"),
+        (tiny(), ZO | {"compile": True}, "compile=True with method 'zo'"),
         (tiny(), ZO | {"elastic": True}, "elastic does not go with method='zo'"),
         (digits_small(), {"method": "zo"}, "method='zo' is of language models"),
     ],
