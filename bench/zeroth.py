@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo's warnings about host names; torch reads it when imported
+
 import torch
 import torch._dynamo  # noqa: F401 (the first optimiser imports it: once here rather than in every forked worker)
 import torch.distributed as dist
@@ -322,7 +324,7 @@ def main() -> None:
     o.check()
     if set(o.parts) - {"memory"}:
         require_namespaces()
-    os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     torch.set_num_threads(1)  # before any work: the ranks are forked, and threads do not survive that
     folder = report.new_folder(NAME, o.out)
     try:
