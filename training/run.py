@@ -77,6 +77,7 @@ class Run:
             self._bar.close()
         self._workers.leave(failed=kind is not None)
         self.folder.close()
+        self._stop.ignore()
         if error is not None and (explained := peers.explain(error)):
             raise explained from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from types import FrameType
+from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -22,12 +23,19 @@ class StopSignal:
     def __init__(self) -> None:
         self.number = 0
         self._asked_at = 0.0
+        self._before: dict[int, Any] = {}
 
     def listen(self) -> None:
         """Handles the signals from now on."""
         StopSignal.interrupted = False
-        for number in SIGNALS:
-            signal.signal(number, self._on_signal)
+        self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+
+    def ignore(self) -> None:
+        """Leaves the signals to those who handled them before, for what the process does after the run. Not where one
+        has come: the terminal and torchrun each send one, and the second must not spoil the exit status."""
+        if not self.number:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         """The first signal ends the run at one of the next boundaries; another one, over 2 s later, at once."""

@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from core import UserError
 from core.fast import WireConfig
-from core.fast.wire import BLOCK, WIRES, decode, encode, nbytes, rounded
+from core.fast.wire import BLOCK, WIRES, decode, encode, nbytes
 from tests.problems import Mean
 
 NARROW = WIRES[1:]
@@ -151,13 +151,6 @@ def test_what_is_not_finite_stays_so(wire: str, seed: int | None, bad: float):
     finite = through(x, wire, seed).isfinite().view(3, BLOCK)
     assert finite[0].all() and finite[2].all()
     assert not finite[1, 44] if wire == "bfloat16" else not finite[1].any()
-
-
-@pytest.mark.parametrize("wire", INT)
-def test_rounded_without_packing(wire: str):
-    x = torch.randn(3 * BLOCK, generator=generator(0))
-    x[:BLOCK] = 0.0
-    assert torch.equal(rounded(x, wire), through(x, wire))
 
 
 @pytest.mark.parametrize("wire", NARROW)

@@ -182,7 +182,7 @@ def test_evaluations_and_checkpoints_are_due_where_rounds_close_but_not_at_the_e
 def test_a_second_signal_ends_the_run_at_once(monkeypatch: pytest.MonkeyPatch):
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    stop = StopSignal()
+    stop, before = StopSignal(), [signal.getsignal(number) for number in SIGNALS]
     stop.listen()
     assert not stop.number
     for now[0] in (10.0, 11.5):  # torchrun and the terminal both send one
@@ -191,6 +191,19 @@ def test_a_second_signal_ends_the_run_at_once(monkeypatch: pytest.MonkeyPatch):
     now[0] = 12.5
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+    stop.ignore()
+    assert signal.getsignal(signal.SIGTERM) == stop._on_signal, "of a run that is stopped nothing else is"
+    for number, handler in zip(SIGNALS, before, strict=True):
+        signal.signal(number, handler)
+
+
+def test_signals_are_their_own_again_after_a_run():
+    before = [signal.getsignal(number) for number in SIGNALS]
+    stop = StopSignal()
+    stop.listen()
+    assert signal.getsignal(signal.SIGTERM) not in before
+    stop.ignore()
+    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 def stopped_by_one(rank: int, world_size: int, folder: str) -> dict[str, Any]:
