@@ -95,12 +95,13 @@ class Case:
 def cases(files: Files, rng: random.Random, number: int) -> list[Case]:
     """So many, of every kind."""
     kinds = {
-        values(files): 0.42,
+        values(files): 0.36,
         names(files): 0.1,
         contradictions(files): 0.06,
         folders(files): 0.06,
         data(files, rng): 0.18,
         checkpoints(files, rng): 0.08,
+        tuning(files, rng): 0.06,
         commands(files): 0.1,
     }
     chosen: list[Case] = []
@@ -261,6 +262,10 @@ class Files:
         camvid = {f"x_{s}": rng.integers(0, 256, (4, 180, 240, 3), np.uint8) for s in ("train", "val", "test")}
         camvid |= {f"y_{s}": rng.integers(0, 12, (4, 180, 240), np.uint8) for s in ("train", "val", "test")}
         np.savez(data / "camvid_240x180.npz", **camvid)
+        from tests.tiny_models import make_model, make_prompts  # here, for transformers takes seconds
+
+        make_model(self.folder / "tuning" / "model")
+        make_prompts(self.folder / "tuning" / "data", 8, 4)
 
     def copy(self, name: str, folder: Path) -> list[Path]:
         """Copies a data set into folder/data; its files there."""
@@ -398,6 +403,75 @@ def checkpoints(files: Files, rng: random.Random) -> Iterator[Case]:
                 (folder / "run" / "checkpoints" / stray).mkdir(exist_ok=True)
 
             yield Case(f"checkpoint {name} stray {stray}", module, arguments, False, files.env, prepare)
+
+
+# -- fine-tuning --------------------------------------------------------------------------------------------------
+
+
+def tuning(files: Files, rng: random.Random) -> Iterator[Case]:
+    """A tiny model and its prompts, with options that cannot be, and with a file damaged."""
+    whole = files.folder / "tuning"
+    quick = "--model=@/model --data=@/data --epochs=1 --epoch_steps=2 --batch_size=4 --device=cpu --out=@/run".split()
+
+    def case(label: str, options: str, impossible: bool, damage: Callable[[Path], Any] | None = None) -> Case:
+        which = rng.random()
+
+        def prepare(folder: Path) -> None:
+            shutil.copytree(whole, folder, dirs_exist_ok=True)
+            _a_file(folder)
+            if damage is not None:
+                found = sorted(path for path in folder.glob("[dm]*/*") if path.is_file())
+                damage(found[int(which * len(found))])
+
+        recipe, *more = options.split()
+        return Case(f"tuning {label}", "language.finetune", [recipe, *quick, *more], impossible, files.env, prepare)
+
+    for recipe in ("prompts", "prompts_adamw"):
+        yield case(f"{recipe} whole", recipe, False)
+        for label, damage in DAMAGES.items():
+            for _ in range(2):
+                yield case(f"{recipe} {label}", recipe, False, damage)
+    for options in TUNING.strip().splitlines():
+        yield case(options, options, True)
+
+
+TUNING = """
+text
+prompts --model=@/nowhere
+prompts --model=@/file
+prompts --model=@/data
+prompts --data=@/nowhere
+prompts --data=@/file
+prompts --data=/dev/null
+prompts --out=/proc/nope
+prompts --context 3
+prompts --context 1000000
+prompts --epoch_steps 0
+prompts --eval_samples 0
+prompts --trainable nope
+prompts --answers x
+prompts --answers x x
+prompts --answers x y
+prompts --lora.rank -1
+prompts --lora.rank 2 --trainable *.bias
+prompts --lora.alpha nan
+prompts --zeroth.eps 0
+prompts --zeroth.eps nan
+prompts --zeroth.directions 0
+prompts --zeroth.directions 1e20
+prompts --zeroth.delay 2
+prompts --zeroth.weight_decay -1
+prompts --zeroth.seed -1
+prompts --zeroth.pairs --device=cpu
+prompts --zero 1
+prompts --elastic
+prompts --optim.lr inf
+prompts_adamw --weights float16
+prompts_adamw --zeroth.directions 2
+prompts_adamw --method nope
+prompts_adamw --optim.lr nan
+prompts_adamw --batch_size 0
+"""
 
 
 # -- the other commands -------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Runs scripts by the hundred, each in a process forked from one that has imported what they need.
 
-`python -m tests.zygote MODULE...` imports the modules, then reads a request a line, as JSON, and answers with a line.
+`python -m tests.zygote FILE MODULE...` imports the modules, then reads a request a line, as JSON, and answers with a
+line to the open file of that number: a library may print on the standard ones, as onedl-mmengine does when imported.
 """
 
 from __future__ import annotations
@@ -40,16 +41,21 @@ class Zygote:
     """The process that forks; use it as a context manager, from one thread."""
 
     def __init__(self, modules: Sequence[str]):
-        command = [sys.executable, "-m", "tests.zygote", *modules]
+        answers, child_end = os.pipe()
+        command = [sys.executable, "-m", "tests.zygote", str(child_end), *modules]
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, text=True)
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=2, pass_fds=[child_end], text=True
+        )
+        os.close(child_end)
+        self._answers = os.fdopen(answers)
 
     def __enter__(self) -> Zygote:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._process.communicate()
+        self._answers.close()
 
     def run(
         self,
@@ -63,18 +69,20 @@ class Zygote:
     ) -> Outcome:
         """As `python -m module arguments` in `folder`; file_limit: bytes that a file may have, 0 for any number."""
         request = dict(module=module, arguments=[*arguments], env={**env}, folder=str(folder), file_limit=file_limit)
-        assert self._process.stdin and self._process.stdout
+        assert self._process.stdin
         print(json.dumps(request | {"seconds": seconds}), file=self._process.stdin, flush=True)
-        return Outcome(**json.loads(self._process.stdout.readline()))
+        answer = self._answers.readline()
+        assert answer, f"the process that forks has ended: status {self._process.wait()}"
+        return Outcome(**json.loads(answer))
 
 
-def serve(modules: Sequence[str]) -> None:
+def serve(file: int, modules: Sequence[str]) -> None:
+    os.set_inheritable(file, False)
     for name in modules:
         importlib.import_module(name)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
-    for line in sys.stdin:
-        print(json.dumps(vars(_fork(json.loads(line)))), file=answers, flush=True)
+    with os.fdopen(file, "w") as answers:
+        for line in sys.stdin:
+            print(json.dumps(vars(_fork(json.loads(line)))), file=answers, flush=True)
 
 
 def _fork(request: dict[str, Any]) -> Outcome:
@@ -131,4 +139,4 @@ def _become(request: dict[str, Any], out: int, err: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1:])
+    serve(int(sys.argv[1]), sys.argv[2:])

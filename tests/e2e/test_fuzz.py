@@ -19,6 +19,7 @@ MODULES = (
     "segmentation.train",
     "pointcloud.train",
     "language.train",
+    "language.finetune",
     "language.prepare",
     "training.memory",
     "reproduce",
