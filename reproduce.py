@@ -32,7 +32,7 @@ from core.methods import METHODS
 from results.collect import collect, status
 from results.paper import GPUS, TABLES, Row, Table
 from results.runs import Finished, load_recipe, read_run, stand_in_overrides
-from training.recipe import Recipe, launch
+from training.recipe import LARGEST, Recipe, launch
 
 ROOT = Path(__file__).resolve().parent
 Cluster = Literal["a100", "3090"]
@@ -171,8 +171,8 @@ def choose(tables: Mapping[str, Table], command: Command, extra: Mapping[str, An
         if unknown := [name for name in names if name not in known[option]]:
             have = ", ".join(dict.fromkeys(row.label for row in rows) if option == "rows" else METHODS)
             raise UserError(f"--{option} {unknown[0]}: not in {command.table}, which has {have}")
-    if not all(seed.isdigit() for seed in split(command.seeds)):
-        raise UserError(f"--seeds {command.seeds}: give numbers, such as 0,1")
+    if not all(seed.isdecimal() and int(seed) <= LARGEST for seed in split(command.seeds)):
+        raise UserError(f"--seeds {command.seeds}: give numbers up to {LARGEST}, such as 0,1")
     seeds = tuple(int(seed) for seed in split(command.seeds))
     if not (tau := str(extra.get("co2.tau", 1))).isdecimal() or int(tau) < 1:
         raise UserError(

@@ -26,7 +26,7 @@ import tyro
 from torch import Tensor
 
 from bench import report, resident
-from bench.options import require_one_or_more
+from bench.options import MOST_PARAMETERS, require_one_or_more
 from bench.report import Spread
 from core import CO2, CO2Config, UserError, outer
 from core.fast import Pass, make_boundary
@@ -58,8 +58,8 @@ class Bench:
 
 
 def check(bench: Bench) -> None:
-    if not bench.sizes or min(bench.sizes) < 1:
-        raise UserError(f"sizes={bench.sizes}: give one or more numbers of parameters, 1 or more each")
+    if not bench.sizes or not all(1 <= size <= MOST_PARAMETERS for size in bench.sizes):
+        raise UserError(f"sizes={bench.sizes}: give one or more numbers of parameters, each 1 to {MOST_PARAMETERS:g}")
     require_one_or_more(bench, "repeats")
     if bench.threads < 0:
         raise UserError(f"threads={bench.threads}: give a number of threads, or 0 for torch's choice")

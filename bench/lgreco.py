@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench import report
 from bench.cluster import Cluster, require_namespaces, run_ranks
-from bench.options import require_each_once, require_one_or_more, require_positive
+from bench.options import require_each_once, require_no_crowd, require_one_or_more, require_positive
 from bench.report import mean_sd
 from bench.scaling import shape
 from bench.time_to_loss import worker
@@ -105,6 +105,7 @@ class SlowLinks:
         for name in self.methods:
             if name not in METHODS:
                 raise UserError(f"methods: {name!r} does not exist; choose among {', '.join(METHODS)}")
+        require_no_crowd(self)
         if self.workers < 2:
             raise UserError(f"workers={self.workers}: a lone worker has no link; give 2 or more")
         if self.throttle and POWERSGD in self.methods:

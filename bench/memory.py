@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from bench import report
 from bench.cluster import run_ranks
+from bench.options import MOST_PARAMETERS
 from bench.resident import resident_bytes
 from core import CO2, CO2Config, ShardedCO2, UserError
 from core.groups import node_mesh
@@ -57,9 +58,10 @@ class Bench:
 
 def main() -> None:
     bench = tyro.cli(Bench, prog="python -m bench.memory", use_underscores=True)
-    if bench.parameters < 4 * WIDTH**2:
+    if not 4 * WIDTH**2 <= bench.parameters <= MOST_PARAMETERS:
         raise UserError(
-            f"parameters={bench.parameters:g}: give {4 * WIDTH**2} or more, or the process outweighs the model"
+            f"parameters={bench.parameters:g}: give {4 * WIDTH**2} to {MOST_PARAMETERS:g}; with fewer the process "
+            "outweighs the model"
         )
     import torch._dynamo  # noqa: F401  the optimiser's first step would import it in every worker
 

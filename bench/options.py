@@ -10,6 +10,9 @@ from typing import Any
 
 from core.errors import UserError
 
+MOST_WORKERS = 1024
+MOST_PARAMETERS = 1e12
+
 
 def require_each_once(options: Any, *names: str) -> None:
     """Tuples with a value or more, none of them twice."""
@@ -32,3 +35,10 @@ def require_one_or_more(options: Any, *names: str) -> None:
     for name in names:
         if getattr(options, name) < 1:
             raise UserError(f"{name}={getattr(options, name)}: give 1 or more")
+
+
+def require_no_crowd(options: Any) -> None:
+    """No more workers, alone or in a tuple, than there may be processes for."""
+    most = max(options.workers) if isinstance(options.workers, tuple) else options.workers
+    if most > MOST_WORKERS:
+        raise UserError(f"workers={most}: give up to {MOST_WORKERS}, for each is a process on this machine")

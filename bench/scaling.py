@@ -29,7 +29,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo's warnings about h
 from bench import plots, report
 from bench.cluster import Cluster, require_namespaces, run_ranks
 from bench.measure import SETTLED, Job, Setting, round_seconds, rounds_to_measure, wire_seconds, work
-from bench.options import require_each_once, require_positive
+from bench.options import require_each_once, require_no_crowd, require_positive
 from bench.standin import BYTES, LAYERS, PARAMS, digits
 from training.recipe import launch
 
@@ -68,6 +68,7 @@ class Scaling:
         """A UserError names the first option that cannot be."""
         require_each_once(self, "workers", "rates", "methods")
         require_positive(self, "workers", "rates", "repeats", "seconds", "step_ms", "batch")
+        require_no_crowd(self)
         self.settings()
 
     def settings(self) -> list[Setting]:

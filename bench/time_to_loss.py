@@ -34,7 +34,7 @@ import tyro
 from bench import loss_table, report
 from bench.cluster import Cluster, require_namespaces, run_ranks
 from bench.loss_table import METHODS, OF_CO2, Outcome, follow
-from bench.options import require_each_once, require_positive
+from bench.options import require_each_once, require_no_crowd, require_positive
 from bench.scaling import shape
 from core.errors import UserError
 from training.recipe import launch
@@ -93,6 +93,7 @@ class TimeToLoss:
                 if value not in known:
                     raise UserError(f"{name}: {value!r} does not exist; choose among {', '.join(known)}")
         require_positive(self, "rates", "workers", "vision_loss", "language_loss", "limit_seconds")
+        require_no_crowd(self)
         if self.workers < 2:
             raise UserError(f"workers={self.workers}: a lone worker has no link; give 2 or more")
 

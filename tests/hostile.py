@@ -163,7 +163,7 @@ def contradictions(files: Files) -> Iterator[Case]:
             "--method local --shard",
             "--method ddp --recommended",
             "--method co2 --slowmo.outer_lr 2",
-            "--co2.gap none --co2.outer_momentum 0.5",
+            "--no_recommended --co2.gap none --co2.outer_momentum 0.5",
             "--co2.delay 7 --co2.tau 6",
             "--co2.delay 0",
             "--co2.merge keep --co2.gap inner --co2.delay auto",
@@ -411,7 +411,8 @@ def checkpoints(files: Files, rng: random.Random) -> Iterator[Case]:
 def tuning(files: Files, rng: random.Random) -> Iterator[Case]:
     """A tiny model and its prompts, with options that cannot be, and with a file damaged."""
     whole = files.folder / "tuning"
-    quick = "--model=@/model --data=@/data --epochs=1 --epoch_steps=2 --batch_size=4 --device=cpu --out=@/run".split()
+    files_of = ["--model=@/model", "--data=@/data", "--out=@/run"]
+    quick = [*files_of, "--epochs=1", "--epoch_steps=2", "--batch_size=4", "--device=cpu"]
 
     def case(label: str, options: str, impossible: bool, damage: Callable[[Path], Any] | None = None) -> Case:
         which = rng.random()

@@ -35,6 +35,7 @@ from core.guard import all_finite
 from core.members import Members, Over, Report
 from core.methods import Method
 from training.config import settings
+from training.counters import Due
 from training.sampling import per_worker, steps_per_epoch
 from training.start import difference
 
@@ -155,6 +156,10 @@ class Elastic:
                 yield batch
                 if self.deal is not deal:
                     break
+
+    def come_together(self, due: Due, *, ended: bool) -> Due:
+        """Due to one is due to all: they are at one step."""
+        return due
 
     def sum(self, values: Tensor) -> Tensor:
         """See ElasticBackground.sum_of_all."""

@@ -24,6 +24,7 @@ from core.methods import Method, Zeroth, make_method
 from core.rounds import LocalMethod
 from training import checkpoint, named, stored
 from training.config import settings
+from training.counters import Due
 from training.sampling import mix
 from training.start import join
 from training.workers import largest_of_workers, make_mesh, random_state, set_random_state
@@ -117,6 +118,27 @@ class Fixed:
             place = self._method.order.data_rank, self._method.order.data_workers
         return make(self.run.recipe, *place, start, total)
 
+    def come_together(self, due: Due, *, ended: bool) -> Due:
+        """What is due to all: with skip_after, what is due to any worker, for they hear of a stop at unlike steps.
+
+        So who has something due, or has ended its steps, waits here for the others: in finish(), or in an evaluation,
+        nobody would hear that another one stops. For a checkpoint those behind wait for the means that they miss; where
+        one stops they leave out steps, too, and all go on from that of the one ahead.
+        """
+        run, method = self.run, self._method
+        if run.recipe.skip_after is None or not (ended or any(vars(due).values())):
+            return due
+        assert isinstance(method, LocalMethod)
+        mine = [run.step, method.rounds, *vars(due).values()]
+        step, rounds, *flags = largest_of_workers(mine, run.device)
+        due = Due(*map(bool, flags))
+        if due.checkpoint or due.stop:
+            method.catch_up(rounds)
+        for _ in range(step - run.step):
+            self._schedule.step()
+        run.step = step
+        return due
+
     def sum(self, values: Tensor) -> Tensor:
         """Over all workers, in place."""
         if dist.is_initialized():
@@ -125,7 +147,7 @@ class Fixed:
 
     def stopped_by(self, number: int) -> int:
         """The signal that stops the run, which may have come to one worker alone."""
-        return largest_of_workers(number, self.run.device)
+        return largest_of_workers([number], self.run.device)[0]
 
     def conclude(self, act: Callable[[], None]) -> None:
         """Every worker's `act`, and the end."""
@@ -138,8 +160,6 @@ class Fixed:
         """Begins a checkpoint: copies what it holds, but for what an all-reduce in flight has yet to bring."""
         assert self._model is not None and self._saver is not None, "call begin() before the loop"
         run = self.run
-        if run.recipe.skip_after is not None:
-            self._come_together()
         with run.clock.paused():
             self._saver.wait()
             run.rounds.read()
@@ -158,16 +178,6 @@ class Fixed:
                 | {"seconds": run.clock.seconds, "lgreco_seconds": run.rounds.allocations.seconds},
             }
             self._method.snapshot(functools.partial(self._write, run.step, time.monotonic(), state, tensors))
-
-    def _come_together(self) -> None:
-        """Where skip_after has led workers to a checkpoint in unlike rounds, or to the stop at unlike steps: those
-        behind wait for the means that they miss, and leave out the steps."""
-        assert isinstance(self._method, LocalMethod)
-        step = largest_of_workers(self.run.step, self.run.device)
-        self._method.catch_up(largest_of_workers(self._method.rounds, self.run.device))
-        for _ in range(step - self.run.step):
-            self._schedule.step()
-        self.run.step = step
 
     def saved(self) -> bool:
         """Waits until the last checkpoint is written; False: it is not, for the model is not finite."""

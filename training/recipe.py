@@ -37,7 +37,7 @@ from training.workers import check_nodes, pick_device, rank, world_size
 SHARES = {"shard", "offload", "per_node", "zero"}  # options with which not all recommended settings go
 LARGEST = 10**9  # number of a recipe
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE)
-OF_A_PATH = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EPERM)
+OF_A_PATH = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EPERM, errno.EEXIST)
 
 
 def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -210,11 +210,12 @@ class Run:
         if self.step // self.recipe.log_every > before // self.recipe.log_every:
             self._log_means()
         open_end = (closed or self._skipped()) and self.step < self._total
-        return Due(
+        due = Due(
             evaluation=open_end and self._evaluation.due(self.step),
             checkpoint=open_end and (self._saving.due(self.step) | self._due_by_time()),
             stop=self.step < self._total and self._stops(closed),
         )
+        return self._workers.come_together(due, ended=self.step == self._total)
 
     def _skipped(self) -> bool:
         """Whether this step would have closed a round, but for a mean that did not come: evaluations and checkpoints

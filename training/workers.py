@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -95,12 +96,12 @@ def check_nodes(n: int, zero: int, world: int) -> None:
         raise UserError(f"per_node={n} does not divide {world} workers: start equally many on each node")
 
 
-def largest_of_workers(number: int, device: torch.device) -> int:
-    """The largest of all workers' numbers; every worker must call it."""
-    largest = torch.tensor(number, device=device)
+def largest_of_workers(numbers: Sequence[int], device: torch.device) -> list[int]:
+    """The largest of all workers' numbers, each by itself; every worker must call it."""
+    largest = torch.tensor(numbers, device=device)
     if dist.is_initialized():
         dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return int(largest)
+    return largest.tolist()
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:

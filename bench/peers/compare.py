@@ -24,7 +24,7 @@ import tyro
 
 from bench import report
 from bench.cluster import Cluster, require_namespaces, run_ranks
-from bench.options import require_one_or_more, require_positive
+from bench.options import require_no_crowd, require_one_or_more, require_positive
 from bench.peers.adapters import PEERS
 from bench.peers.loop import BATCH, DILOCO, EVERY_STEP, FREE, LATE, RECOMMENDED, REFERENCE, Job, Split, worker
 from bench.peers.model import LR, build_model
@@ -79,6 +79,7 @@ class Bench:
         """UserError for options that cannot be."""
         require_one_or_more(self, "steps", "tau", "workers", "repeats", "width")
         require_positive(self, "rate", "timeout", "target", "tune_lr", "tune_tau", "most_seconds")
+        require_no_crowd(self)
         if self.step_ms < 0:
             raise UserError(f"step_ms={self.step_ms}: give 0 or more")
         for name in self.methods:

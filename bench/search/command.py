@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import tyro
 
-from bench.options import require_each_once, require_one_or_more, require_positive
+from bench.options import require_each_once, require_no_crowd, require_one_or_more, require_positive
 from bench.search.engine import Plan, run
 from bench.search.methods import Settings, parse
 from bench.search.rows import Rows
@@ -81,6 +81,7 @@ class Search:
             if task not in TASKS:
                 raise UserError(f"tasks: {task!r} does not exist; choose among {', '.join(TASKS)}")
         require_positive(self, "workers", "lr_factors")
+        require_no_crowd(self)
         require_one_or_more(self, "steps", "tau", "configurations")
         if not self.budget_minutes > 0:
             raise UserError(f"budget_minutes={self.budget_minutes}: give a number above 0")

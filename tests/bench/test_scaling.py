@@ -177,6 +177,7 @@ def test_auto_settles_when_tau_rests(monkeypatch: pytest.MonkeyPatch):
     ("options", "said"),
     [
         (["--workers", "0"], "workers=0: give a number above 0"),
+        (["--workers", "2", "99999"], "workers=99999: give up to 1024, for each is a process on this machine"),
         (["--rates", "200", "200"], "rates=200.0 200.0: give one or more, each once"),
         (["--seconds", "inf"], "seconds=inf: give a number above 0"),
         (["--methods", "co2"], "methods: 'co2': ddp has no tau"),

@@ -156,18 +156,28 @@ class Held:
 
 
 def skipping(rank: int, world_size: int, folder: str, resume: bool) -> dict[str, Any]:
-    """By what ends it, a stop or a checkpoint, of a run whose workers are then in unlike rounds: the steps at which it
-    was asked and at which it ended; resumed, where it began, and its end."""
+    """By what ends it, a stop or a checkpoint, of a run whose workers are then in unlike rounds: steps and rounds as
+    they come together, and at the end; resumed, where it began, and its end."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": "1"}
     found = {}
     for what in ("stop", "save"):
-        recipe = Toy(out=Path(folder, what), skip_after=0.01, timeout=60.0, resume=resume)
+        every = int(what == "save")
+        recipe = Toy(
+            out=Path(folder, what), skip_after=0.01, timeout=60.0, resume=resume, checkpoint_every=every, eval_every=99
+        )
         with Run(recipe) as run:
             model = nn.Linear(4, 2)
             optimizer = make_optimizer(model, recipe.optim)
             schedule = make_schedule(optimizer, STEPS, recipe.optim)
             wrapped, method = run.make_method(model, optimizer, STEPS)
-            start = run.begin(model, optimizer, schedule, method, epoch=STEPS, total=STEPS)
+            start = run.begin(model, optimizer, schedule, method, epoch=RELEASED, total=STEPS)
+            together, asked = run._workers.come_together, []
+
+            def come(due: Any, run: Run = run, method: Any = method, asked: Any = asked, of: Any = together, **more):
+                asked[:] = run.step, method.rounds
+                return of(due, **more)
+
+            run._workers.come_together = come  # pyright: ignore[reportAttributeAccessIssue]
             method.background.link = Held(run) if rank == 1 and not resume else None
             for step in range(start, STEPS):
                 # nobody skips before the third is sent, and worker 0 waits for it
@@ -179,10 +189,9 @@ def skipping(rank: int, world_size: int, folder: str, resume: bool) -> dict[str,
                 if what == "stop" and rank == 0 and step == 7:
                     signal.raise_signal(signal.SIGUSR1)
                 due = run.after_step(method.step(), loss=torch.tensor(0.0))
-                if due.stop or (what == "save" and run.step == RELEASED and not resume):
-                    asked = run.step, method.rounds
+                if due.stop or (due.checkpoint and not resume):
                     run.stop()
-                    found[what] = asked, (run.step, method.rounds, schedule.last_epoch)
+                    found[what] = tuple(asked), (run.step, method.rounds, schedule.last_epoch)
                     break
             else:
                 method.finish()
@@ -204,3 +213,59 @@ def test_a_stop_and_a_checkpoint_where_skip_after_has_led_workers_apart(tmp_path
         assert torch.equal(first[what][1], second[what][1]), what
         lines = (tmp_path / what / "metrics.jsonl").read_text().splitlines()
         assert not any(json.loads(line).get("round/drifted") for line in lines), what
+
+
+AHEAD = {"end": {"total": 16, "epoch": 99}, "evaluation": {"total": 24, "epoch": 15}}  # where worker 0 waits
+
+
+def one_ahead(rank: int, world_size: int, folder: str, resume: bool) -> dict[str, Any]:
+    """Worker 1 gets the signal in its step 7, when worker 0, which skips its means, is through with its steps, or waits
+    for the evaluation after step 15. The steps at which the run began and ended, and its end."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": "1"}
+    found = {}
+    for where, sizes in AHEAD.items():
+        recipe = Toy(out=Path(folder, where), skip_after=0.01, timeout=20.0, resume=resume)
+        there = Path(folder, f"{where} there")
+        with Run(recipe) as run:
+            model = nn.Linear(4, 2)
+            optimizer = make_optimizer(model, recipe.optim)
+            schedule = make_schedule(optimizer, sizes["total"], recipe.optim)
+            wrapped, method = run.make_method(model, optimizer, sizes["total"])
+            start = run.begin(model, optimizer, schedule, method, **sizes)
+            for step in range(start, sizes["total"]):
+                method.skip_after = 0.01 if step > 7 else None
+                wrapped(torch.randn(5, 4, generator=generator(step, rank))).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+                if rank == 0 and step == 14:
+                    there.touch()
+                while rank == 1 and step == 7 and not there.exists():
+                    time.sleep(0.01)
+                if rank == 1 and step == 7:
+                    time.sleep(0.5)
+                    signal.raise_signal(signal.SIGTERM)
+                due = run.after_step(method.step(last=run.at_last_step), loss=torch.tensor(0.0))
+                if due.evaluation:
+                    run.sum(1.0)
+                if due.stop:
+                    run.stop()
+                    break
+            else:
+                method.finish()
+                run.end({})
+            found[where] = start, run.step, torch.cat([p.detach().flatten() for p in model.parameters()])
+    return found
+
+
+def test_a_stop_that_others_hear_of_where_they_wait_for_this_worker(tmp_path: Path):
+    zero, one = run_distributed(one_ahead, 2, str(tmp_path), False, timeout=120)
+    for where, step in (("end", 16), ("evaluation", 15)):
+        assert zero[where][1] == one[where][1] == step
+        assert [path.name for path in (tmp_path / where / "checkpoints").iterdir()] == [f"step{step:09d}"]
+        assert json.loads((tmp_path / where / "summary.json").read_text())["stopped_by_signal"] == signal.SIGTERM
+    zero, one = run_distributed(one_ahead, 2, str(tmp_path), True, timeout=120)
+    for where, start, end in (("end", 16, 16), ("evaluation", 15, 24)):
+        assert zero[where][:2] == one[where][:2] == (start, end)
+        assert torch.equal(zero[where][2], one[where][2])
+        assert "stopped_by_signal" not in json.loads((tmp_path / where / "summary.json").read_text())
