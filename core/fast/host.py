@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import outer
 from ..flat import Bucket
+from ..guard import all_finite
 
 
 class HostCopies:
@@ -28,11 +30,14 @@ class HostCopies:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._event: torch.cuda.Event | None = None
 
-    def swap(self, *, snapshot: bool) -> None:
-        """Queues p -> the host's copy, if that is wanted, and g -> p."""
+    def swap(self, *, snapshot: bool) -> Tensor:
+        """Queues p -> the host's copy, if that is wanted, and g -> p; whether p was not finite then, 0-d."""
+        spoilt = torch.zeros((), dtype=torch.bool, device=self._device)
         if snapshot:
+            spoilt = ~all_finite(p for b in self._buckets for p in b.params)
             self.snapshot()
         self.mix(1.0)
+        return spoilt
 
     def snapshot(self) -> None:
         """Queues p -> the host's copy."""

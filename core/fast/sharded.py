@@ -125,7 +125,7 @@ class ShardedCO2(Scheduled):
         for bucket in self.buckets:
             bucket.flatten(bucket.payload)
         copy(self._x, self._shares())
-        for number in (self._last, self._m_squares):
+        for number in (self._last, self._m_squares, self._spoilt):
             number.zero_()
 
     @torch.no_grad()
@@ -138,6 +138,10 @@ class ShardedCO2(Scheduled):
         # x lags: g holds x - _last m; also |x_{t,0} - x_{t-1,0}| = _last |m|. 0-d, on the device, as the next two
         self._last = torch.zeros((), dtype=torch.float64, device=self.background.device)
         self._m_squares = torch.zeros_like(self._last)
+        # of what was sent last, whether it was not finite: known at the boundary, before the background judges it, for
+        # the optimiser's state would spoil the next round, too. A jump, and a node's other workers, are known when it
+        # lands. 0-d, beside the parameters
+        self._spoilt = torch.zeros((), dtype=torch.bool, device=self.params[0].device)
         self._seen: dict[str, Tensor] = {}
         self._checked = self._inner is None
         self._numel = sum(b.numel for b in self.buckets)
@@ -161,11 +165,13 @@ class ShardedCO2(Scheduled):
         if self._inner is not None and not self._checked:  # once: each sends a part of the parameters for all of them
             self._placement.check(self.params, self._inner, self.background.device)
             self._checked = True
-        at_boundary, last = self.config.at_boundary, False
-        if self.background.in_flight:
+        landed, last = self.background.in_flight, False
+        if landed:
             last = self.merge(finished=finished).last
-        if at_boundary:
-            self._swap(snapshot=not last)
+        if self.config.at_boundary:
+            told_late = self.guard.left_out.to(self._spoilt.device) & ~self._spoilt & landed
+            self._spoilt.copy_(self._swap(snapshot=not last))
+            self.was_left_out(self._spoilt | told_late)
         else:
             if finished and (last or not self.local_steps):
                 self._mix(1.0)  # what an earlier mean was mixed with is no local step
@@ -189,9 +195,10 @@ class ShardedCO2(Scheduled):
         and keeps it until the next sending. In finish() no step follows, so nothing is mixed."""
         landing = self.receive(finished=finished)
         vars(self.stats).update(self._seen)
-        if not self.config.at_boundary and not finished:
-            self._mix(self.config.mix)
-        self.was_left_out(self.guard.left_out)
+        if not self.config.at_boundary:
+            if not finished:
+                self._mix(self.config.mix)
+            self.was_left_out(self.guard.left_out)
         return landing
 
     def agreed_size(self, size: Tensor) -> Tensor:
@@ -226,14 +233,19 @@ class ShardedCO2(Scheduled):
         for p, g in self._pieces():
             copy(g, [x.to(y.dtype).to(x.dtype) - y for x, y in zip(g, p, strict=True)])
 
-    def _swap(self, *, snapshot: bool) -> None:
-        """p <- g, and g <- g - p where a snapshot is wanted, a cache-sized segment at a time."""
+    def _swap(self, *, snapshot: bool) -> Tensor:
+        """p <- g, and g <- g - p where a snapshot is wanted, a cache-sized segment at a time. Whether that is not
+        finite, 0-d."""
         if self._host is not None:
             return self._host.swap(snapshot=snapshot)
+        finite = torch.ones((), dtype=torch.bool, device=self.background.device)
         for p, g in self._pieces():
             difference = [a - b for a, b in zip(g, p, strict=True)] if snapshot else g
+            if snapshot:
+                finite &= outer.norm(difference).isfinite()
             copy(p, g)
             copy(g, difference)
+        return ~finite
 
     def _pieces(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
         """The parameters and g, in the same shapes, as much at a time as a cache holds."""
@@ -385,6 +397,7 @@ class ShardedCO2(Scheduled):
             "last": self._last.clone(),
             "m_squares": self._m_squares.clone(),
             "verdict": self.guard.verdict.clone(),  # found in the background, of use when that is received
+            "spoilt": self._spoilt.clone(),
         }
         return state
 
@@ -396,6 +409,7 @@ class ShardedCO2(Scheduled):
         self._last.copy_(state["shared"]["last"])
         self._m_squares.copy_(state["shared"]["m_squares"])
         self.guard.verdict.copy_(state["shared"]["verdict"])
+        self._spoilt.copy_(state["shared"].get("spoilt", torch.tensor(False)))
         if self.config.at_boundary and state["in_flight"] is None:  # merged in mid-round by the run that saved it
             self._catch_up()
 
