@@ -103,6 +103,7 @@ class ShardedCO2(Scheduled):
             tau_margin=c.tau_margin,
             sync_steps=c.sync_steps,
             by_speed=c.steps == "by_speed",
+            waits=c.delay != "auto",
             buffers=buffers,
             model_params=model_params,
             group=group,
