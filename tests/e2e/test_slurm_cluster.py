@@ -80,8 +80,8 @@ def reaches(slurm: Cluster, job: str, run: str, step: int) -> None:
 def same_end(slurm: Cluster, run: str, other: str) -> None:
     """Two runs of two workers have the same losses and end with the same parameters, bit for bit."""
     assert losses(slurm, run) == losses(slurm, other)
-    states = [checkpoint.load(Path(folder(slurm, name), "checkpoints"), rank=0, world_size=2) for name in (run, other)]
-    one, two = (state["model"] for state in states if state)
+    found = [checkpoint.load(Path(folder(slurm, name), "checkpoints"), rank=0, world_size=2) for name in (run, other)]
+    one, two = (state["model"] for state, _ in filter(None, found))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
@@ -124,7 +124,7 @@ def test_every_task_runs_its_small_recipe(script: str, slurm: Cluster, at_limits
 
 def test_a_job_that_is_warned_of_its_limit_stops_and_goes_on(slurm: Cluster, at_limits: dict):
     job = at_limits["warned"]
-    assert wait_until(lambda: slurm.job(job)["Restarts"] == "1", 240), slurm.output(job)
+    assert wait_until(lambda: slurm.job(job)["Restarts"] != "0", 240), slurm.output(job)
     assert "was told to stop, and its run has saved: back into the queue" in slurm.output(job)
     stopped = len(losses(slurm, "warned"))
     reaches(slurm, job, "warned", stopped + 6)
