@@ -147,6 +147,13 @@ class ShardedCO2(Scheduled):
             self._placement.locate(self.params, self.buckets, self._shares())
         self._start_from_params()
 
+    def _is_late(self) -> bool:
+        if self._inner is not None and self.skip_after is not None:
+            raise UserError(
+                "skip_after with an inner group, whose workers must close their rounds together: leave it out"
+            )
+        return super()._is_late()
+
     def resync(self) -> None:
         """See LocalMethod."""
         if self._inner is not None:
