@@ -63,9 +63,10 @@ preempted() {
     scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'
 }
 
-# cancelled: whether the job was, also while it was being stopped for another reason: a requeue would bring it back.
+# cancelled: whether the job was, also while it was being stopped for another reason: a requeue would bring it back. Slurm
+# then calls the job completing, though this script still runs.
 cancelled() {
-    scontrol show job "$SLURM_JOB_ID" | grep -q 'JobState=CANCELLED'
+    ! preempted && scontrol show job "$SLURM_JOB_ID" | grep -q 'JobState=\(CANCELLED\|COMPLETING\)'
 }
 
 # requeue: puts the job back into the queue, which ends it.
