@@ -215,16 +215,22 @@ def test_a_stop_and_a_checkpoint_where_skip_after_has_led_workers_apart(tmp_path
         assert not any(json.loads(line).get("round/drifted") for line in lines), what
 
 
-AHEAD = {"end": {"total": 16, "epoch": 99}, "evaluation": {"total": 24, "epoch": 15}}  # where worker 0 waits
+AHEAD: dict[str, dict[str, int]] = {  # where worker 0 waits
+    "end": {"total": 16, "epoch": 99},
+    "evaluation": {"total": 24, "epoch": 15},
+    "finish": {"total": 16, "epoch": 99},
+}
 
 
 def one_ahead(rank: int, world_size: int, folder: str, resume: bool) -> dict[str, Any]:
     """Worker 1 gets the signal in its step 7, when worker 0, which skips its means, is through with its steps, or waits
-    for the evaluation after step 15. The steps at which the run began and ended, and its end."""
+    for the evaluation after step 15; or, where no mean is skipped, after step 13, with worker 0 in finish(). The steps
+    at which the run began and ended, and its end."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": "1"}
     found = {}
     for where, sizes in AHEAD.items():
-        recipe = Toy(out=Path(folder, where), skip_after=0.01, timeout=20.0, resume=resume)
+        skip_after, asked = (None, 13) if where == "finish" else (0.01, 7)
+        recipe = Toy(out=Path(folder, where), skip_after=skip_after, timeout=20.0, resume=resume)
         there = Path(folder, f"{where} there")
         with Run(recipe) as run:
             model = nn.Linear(4, 2)
@@ -233,16 +239,16 @@ def one_ahead(rank: int, world_size: int, folder: str, resume: bool) -> dict[str
             wrapped, method = run.make_method(model, optimizer, sizes["total"])
             start = run.begin(model, optimizer, schedule, method, **sizes)
             for step in range(start, sizes["total"]):
-                method.skip_after = 0.01 if step > 7 else None
+                method.skip_after = skip_after if step > asked else None
                 wrapped(torch.randn(5, 4, generator=generator(step, rank))).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 schedule.step()
                 if rank == 0 and step == 14:
                     there.touch()
-                while rank == 1 and step == 7 and not there.exists():
+                while rank == 1 and step == asked and not there.exists():
                     time.sleep(0.01)
-                if rank == 1 and step == 7:
+                if rank == 1 and step == asked:
                     time.sleep(0.5)
                     signal.raise_signal(signal.SIGTERM)
                 due = run.after_step(method.step(last=run.at_last_step), loss=torch.tensor(0.0))
@@ -264,8 +270,10 @@ def test_a_stop_that_others_hear_of_where_they_wait_for_this_worker(tmp_path: Pa
         assert zero[where][1] == one[where][1] == step
         assert [path.name for path in (tmp_path / where / "checkpoints").iterdir()] == [f"step{step:09d}"]
         assert json.loads((tmp_path / where / "summary.json").read_text())["stopped_by_signal"] == signal.SIGTERM
+    assert zero["finish"][1] == one["finish"][1] == 16 and torch.equal(zero["finish"][2], one["finish"][2])
+    assert "stopped_by_signal" not in json.loads((tmp_path / "finish" / "summary.json").read_text()), "it came too late"
     zero, one = run_distributed(one_ahead, 2, str(tmp_path), True, timeout=120)
-    for where, start, end in (("end", 16, 16), ("evaluation", 15, 24)):
+    for where, start, end in (("end", 16, 16), ("evaluation", 15, 24), ("finish", 16, 16)):
         assert zero[where][:2] == one[where][:2] == (start, end)
         assert torch.equal(zero[where][2], one[where][2])
         assert "stopped_by_signal" not in json.loads((tmp_path / where / "summary.json").read_text())
