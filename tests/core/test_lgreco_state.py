@@ -11,7 +11,7 @@ import torch
 from core import UserError
 from core.allocate import total
 from core.fast import WireConfig
-from core.lgreco.choices import Choice, code, parse
+from core.lgreco.choices import Choice, code, offered, parse
 from core.lgreco.config import LGrecoConfig
 from core.lgreco.layout import in_bucket
 from core.lgreco.sparse import SAMPLE, largest
@@ -114,17 +114,19 @@ def test_nothing_is_lost_over_switches_nor_where_nobody_moved(setting: Any):
     torch.testing.assert_close(got + held(mean), sums, rtol=1e-9, atol=1e-9)
 
 
-PAIRS = [parse(name) for name in ("int2", "int4", "int8", "top0.001", "top0.1", "rank1", "rank4")] + [Choice("raw")]
+NAMES = "as it is", "int2", "int4", "int8", "top0.001", "top0.01", "top0.1", "rank1", "rank4"
+WAYS = [c for c in offered(parse("top0.01"), "any", 0.5, 2) if str(c) in NAMES]
 
 
 def over_every_switch(rank: int, world_size: int) -> list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Three layers that change from each way of sending to each other: what landed, what is held back, and the sum of
     all differences. The third goes the other way round, and where ranks rise Q is warm in its first columns alone."""
     shapes, seen = [(60, 80), (80, 60), (90, 70)], []
-    for first, second in itertools.product(PAIRS, PAIRS):
-        wire = WireConfig("lgreco", like="top0.1", lgreco=LGrecoConfig("any", first=99))
-        tensors = [torch.zeros(s, dtype=torch.float64) for s in shapes]
-        mean = Mean(tensors, {"steps": 1, "weight": 1}, wire.reducer)
+    wire = WireConfig("lgreco", like="top0.01", lgreco=LGrecoConfig("any", rule="uniform"))
+    mean = Mean([torch.zeros(s, dtype=torch.float64) for s in shapes], {"steps": 1, "weight": 1}, wire.reducer)
+    for first, second in itertools.product(WAYS, WAYS):
+        for flat in (flat for flats in mean.reducer.state.values() for flat in flats):
+            flat.zero_()
         bucket, landed, sums = mean.buckets[0], 0.0, 0.0
         for round, choices in enumerate([(first, first, second), (first, second, first), (second, second, first)]):
             mean.reducer._switch(choices)
@@ -136,7 +138,7 @@ def over_every_switch(rank: int, world_size: int) -> list[tuple[str, torch.Tenso
             landed = landed + bucket.payload
         mean.reducer._switch([Choice("raw")] * 3)
         seen.append((f"{first} to {second}", landed, held(mean), sums))
-        mean.close()
+    mean.close()
     return seen
 
 
@@ -151,6 +153,7 @@ def held(mean: Mean) -> torch.Tensor:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_nothing_is_lost_between_any_two_ways_of_sending(world_size: int):
     """The sum of what landed and the workers' mean of what they hold back are the mean of all differences."""
+    assert len(WAYS) == len(NAMES)
     for results in zip(*run_distributed(over_every_switch, world_size, timeout=120), strict=True):
         back, sums = (torch.stack([r[i] for r in results]).mean(0) for i in (2, 3))
         torch.testing.assert_close(results[0][1] + back, sums, rtol=0, atol=1e-12, msg=lambda m, r=results: r[0][0] + m)
