@@ -207,7 +207,7 @@ def begun(o: SlowLinks, folder: Path) -> dict[str, Any]:
 
 def run_all(o: SlowLinks, folder: Path) -> dict[str, Any]:
     """Tunes, then measures, but for what the folder holds; both files are written after each run."""
-    result = begun(o, folder)
+    result, plain = begun(o, folder), o.lrs[0]
     module = importlib.import_module("language.train")
     with contextlib.ExitStack() as stack:
         cluster = None if o.throttle else stack.enter_context(Cluster(o.workers, FAST))
@@ -215,7 +215,7 @@ def run_all(o: SlowLinks, folder: Path) -> dict[str, Any]:
         for run in left(tuning, result["tuning"]):
             result["tuning"].append(step(o, cluster, module, run, folder, result))
             report.save(folder, NAME, result, text(result))
-        result["lrs"] = {m: best_lr(result["tuning"], m, o.lrs[0]) for m in o.methods}
+        result["lrs"] = {m: best_lr(result["tuning"], m, plain) for m in o.methods}
         for seed, rate in itertools.product(o.seeds, o.rates):
             order = list(o.methods)
             random.Random(f"{seed} {rate}").shuffle(order)
