@@ -23,15 +23,14 @@ import ctypes
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import peers
 from ..checks import check_group
@@ -40,10 +39,10 @@ from ..errors import DivergedError, UserError
 from ..groups import broadcast, compare, leave_group, new_group
 from .config import ZerothConfig
 from .exchange import NUMBERS, Exchange, Place
+from .forward import Forward, Loss, ScratchCopy, evaluating, refuse_batch_norm
 from .replay import ScalarLog, Update
 from .weights import Chosen, Weights
 
-Loss = Callable[[nn.Module], Tensor | float]
 PATIENCE = 10  # steps in a row that may be dropped
 _PIECE = 1 << 24  # bytes that are hashed at a time
 
@@ -60,48 +59,6 @@ class StepResult:
     loss: float
     g: tuple[float, ...]
     dropped: bool
-
-
-class Forward(Protocol):
-    """How losses at perturbed weights are measured, and where the weights lie meanwhile."""
-
-    pending: list[Update]
-
-    def losses(self, loss: Loss, step: int, direction: int, signs: tuple[int, ...]) -> list[Tensor | float]: ...
-    def apply(self, update: Update) -> None: ...
-    def flush(self) -> None: ...
-
-
-class ScratchCopy:
-    """All weights on their device, and one copy of them, which is perturbed; updates at once."""
-
-    def __init__(self, model: nn.Module, weights: Weights):
-        self._model, self._weights = model, weights
-        self._scratch = [torch.empty_like(p, requires_grad=False) for p in weights.params]
-        self.pending: list[Update] = []  # always empty
-
-    def losses(self, loss: Loss, step: int, direction: int, signs: tuple[int, ...]) -> list[Tensor | float]:
-        """loss(model) at W + sign eps z for each sign."""
-        found = []
-        live = [p.data for p in self._weights.params]
-        for sign in signs:
-            for i, (w, scratch) in enumerate(zip(live, self._scratch, strict=True)):
-                self._weights.perturb(i, w, scratch, step, direction, sign)
-            try:
-                for p, scratch in zip(self._weights.params, self._scratch, strict=True):
-                    p.data = scratch
-                found.append(loss(self._model))
-            finally:
-                for p, w in zip(self._weights.params, live, strict=True):
-                    p.data = w
-        return found
-
-    def apply(self, update: Update) -> None:
-        for i, p in enumerate(self._weights.params):
-            self._weights.update(i, p.data, update)
-
-    def flush(self) -> None:
-        """Nothing is put off here."""
 
 
 class ZerothOrder:
@@ -135,7 +92,7 @@ class ZerothOrder:
     ):
         check_group()
         self.model, self.config, self.lr = model, config or ZerothConfig(), lr
-        _refuse_batch_norm(model)
+        refuse_batch_norm(model)
         rank, workers = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
         self.place = Place.make(rank, workers, self.config)
         self.weights = Weights(model, self.config, trainable, tells=rank == 0)
@@ -205,6 +162,8 @@ class ZerothOrder:
     def _measure(self, loss: Loss, count: float, step: int, direction: int) -> list[float]:
         """What is sent of one direction."""
         sides = [0.0, 0.0]
+        if not count and self._forward.share is not None:
+            raise UserError("count=0: a worker that shares uploads measures at every step; give each some samples")
         if count:
             signs = self.place.signs
             for sign, value in zip(signs, self._forward.losses(loss, step, direction, signs), strict=True):
@@ -256,6 +215,11 @@ class ZerothOrder:
         It changes no later step. With delay=1 the weights stay a step behind; `finish` ends that.
         """
         self._forward.flush()
+
+    def inference(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the model may be called, as for an evaluation: after a `flush`, and its blocks pass through the
+        device where BlockStream holds them."""
+        return self._forward.inference()
 
     @torch.no_grad()
     def finish(self) -> StepResult | None:
@@ -330,19 +294,6 @@ def kind_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, every module is in eval mode; after it as it was."""
-    training = [m for m in model.modules() if m.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
 def digest(tensors: list[Tensor]) -> str:
     """SHA-256 of the tensors' bytes in order."""
     found = hashlib.sha256()
@@ -352,17 +303,3 @@ def digest(tensors: list[Tensor]) -> str:
             size = min(_PIECE, flat.nbytes - at)
             found.update((ctypes.c_char * size).from_address(flat.data_ptr() + at))
     return found.hexdigest()
-
-
-def _refuse_batch_norm(model: nn.Module) -> None:
-    """In eval mode it normalises with statistics that no step here changes."""
-    for name, module in model.named_modules():
-        if not isinstance(module, _BatchNorm):
-            continue
-        if module.running_mean is None:
-            raise UserError(f"{name or 'the model'} is a BatchNorm without running statistics: use another norm")
-        if module.num_batches_tracked is not None and not module.num_batches_tracked:
-            raise UserError(
-                f"{name or 'the model'} is a BatchNorm whose statistics have seen no data, and zeroth-order steps "
-                "never change them: start from trained weights, or use another norm"
-            )
