@@ -70,7 +70,7 @@ class ZerothBench:
     """Of methods without gradients in quality, where tuning is not among the parts."""
     adam_lr: float = 1e-3
     """Of ddp and co2, likewise."""
-    lrs: tuple[float, ...] = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3)
+    lrs: tuple[float, ...] = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
     """Those that tuning tries for methods without gradients."""
     adam_lrs: tuple[float, ...] = (3e-4, 1e-3, 3e-3, 1e-2)
     """Those that it tries for ddp and co2."""

@@ -93,15 +93,13 @@ class ZerothOrder:
         check_group()
         self.model, self.config, self.lr = model, config or ZerothConfig(), lr
         refuse_batch_norm(model)
-        rank, workers = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
-        self.place = Place.make(rank, workers, self.config)
-        self.weights = Weights(model, self.config, trainable, tells=rank == 0)
         self._timeout, self._link = timeout, link
-        self.group = new_group(group, timeout, torch.device("cpu"), backend="gloo") if workers > 1 else None
+        self._take_place(group)
+        self.weights = Weights(model, self.config, trainable, tells=self.place.rank == 0)
+        self._forward = make_forward(model, self.weights)  # says where z is drawn, so before the workers compare
         if self.group is not None:
             peers.meet(self.group)
             self._meet(self.group)
-        self._forward = make_forward(model, self.weights)
         self.steps = 0
         self.log = ScalarLog(self.config.seed, self.config.directions, self.config.weight_decay)
         self.news: list[float] = []
@@ -113,15 +111,19 @@ class ZerothOrder:
         self.own_loss = math.nan
         self.bytes_sent, self.exposed_seconds, self.exchange_seconds = 0, 0.0, 0.0
 
+    def _take_place(self, group: dist.ProcessGroup | None) -> None:
+        """Among the workers of `group`, and in a group of their own."""
+        rank, workers = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+        self.place = Place.make(rank, workers, self.config)
+        self.group = new_group(group, self._timeout, torch.device("cpu"), backend="gloo") if workers > 1 else None
+
     def _meet(self, group: dist.ProcessGroup) -> None:
         """Settings and shapes agree, and so do all tensors from here on."""
         drawn = f"z drawn on {kind_of(self.weights.noise.device)} (with rng='host' all draw alike)"
         names = [f"{name} {tuple(p.shape)}" for name, p in zip(self.weights.names, self.weights.params, strict=True)]
         compare((str(self.config), drawn, names), [], group)
         tensors = [*self.model.parameters(), *self.model.buffers()]
-        digests: list[str] = [""] * dist.get_world_size(group)
-        dist.all_gather_object(digests, digest(tensors), group=group)
-        if len(set(digests)) > 1:
+        if len(set(gathered(digest(tensors), group))) > 1:
             broadcast([t.data for t in tensors], group, torch.device("cpu"))
 
     @property
@@ -235,6 +237,43 @@ class ZerothOrder:
             leave_group(self.group, self._timeout)
             self.group = None
 
+    # -- workers that come and go ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def regroup(self, group: dist.ProcessGroup | None = None) -> None:
+        """Goes on among the workers of `group` (None: all) at a step boundary; every one of them must call it.
+
+        One that comes has made its own ZerothOrder of the initial weights, alone, and may have replayed the list so
+        far; it is sent the list, 8 bytes a step and direction, and replays what it lacks. One that goes calls close().
+        What is in flight is applied first; call finish() and close() yourself where torch.distributed is begun anew in
+        between. The data must be dealt out anew. UserError on all where a worker's list is of another run.
+        """
+        if self._forward.share is not None:
+            raise UserError("workers that share uploads stay together: save, and resume with the new workers")
+        self.finish()
+        self.close()
+        self._take_place(group)
+        if self.group is not None:
+            peers.meet(self.group)
+            self._catch_up(self.group)
+            self._meet(self.group)
+
+    def _catch_up(self, group: dist.ProcessGroup) -> None:
+        """Replays what the worker with the longest list has beyond one's own."""
+        steps = gathered(self.steps, group)
+        longest = steps.index(max(steps))
+        box = [self.log.state_dict() if self.place.rank == longest else None]
+        dist.broadcast_object_list(box, group_src=longest, group=group)
+        try:
+            self.replay(ScalarLog.from_state(box[0]))  # pyright: ignore[reportArgumentType]
+            refused = ""
+        except UserError as error:
+            refused = str(error)
+        for rank, reason in enumerate(gathered(refused, group)):
+            if reason:
+                raise UserError(f"rank {rank} cannot join: {reason}")
+        self._dropped = self.log.dropped_at_its_end()
+
     # -- checkpoints and replay -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -287,6 +326,13 @@ class ZerothOrder:
             self.log.append(update)
         self.steps = len(self.log)
         self.flush()
+
+
+def gathered(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Every worker's, in rank order."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    return found
 
 
 def kind_of(device: torch.device) -> str:

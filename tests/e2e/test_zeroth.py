@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from core import UserError
 from core.testing import run_distributed
@@ -25,12 +26,13 @@ def summary(folder: Path) -> dict:
 
 
 def test_a_run_starts_from_anothers_weights_and_resumes_as_if_it_had_not_been_stopped(tmp_path):
-    more = ZO | {"init_from": tmp_path / "base", "epoch_steps": 6}
+    more = ZO | {"init_from": tmp_path / "base", "epoch_steps": 6, "batch_size": 15}  # a pair takes it whole
+    streamed = {"offload": True, "per_node": 2}  # the half of each block is uploaded
     jobs = {
         "base": {"method": "ddp", "epochs": 1},
         "whole": more | {"epochs": 2},
-        "first half": more | {"epochs": 1, "name": "halves"},
-        "second half": more | {"epochs": 2, "name": "halves", "resume": True},
+        "first half": more | {"epochs": 1, "name": "halves"} | streamed,
+        "second half": more | {"epochs": 2, "name": "halves", "resume": True} | streamed,
     }
     losses = run_distributed(train_in_process, 2, str(tmp_path), jobs, timeout=600)[0]
     base, whole, halves = (summary(tmp_path / name) for name in ("base", "whole", "halves"))
@@ -55,6 +57,8 @@ def test_a_run_starts_from_anothers_weights_and_resumes_as_if_it_had_not_been_st
         (tiny(), {"method": "zo", "optim": replace(OPTIM, weight_decay=0.1)}, "and --zeroth.weight_decay for that"),
         (tiny(), ZO | {"recompute": True}, "recompute=True with method 'zo'"),
         (tiny(), ZO | {"compile": True}, "compile=True with method 'zo'"),
+        (tiny(), ZO | {"per_node": 2}, "per_node=2 with method 'zo', which makes no use of it"),
+        (tiny(), {"method": "ddp", "offload": True}, "offload=True is CO2's own"),
         (tiny(), ZO | {"elastic": True}, "elastic does not go with method='zo'"),
         (digits_small(), {"method": "zo"}, "method='zo' is of language models"),
     ],
@@ -76,6 +80,12 @@ def test_a_dry_run_counts_neither_gradients_nor_an_optimiser():
     recipe = RECIPES["gpt2_zo_small"]
     needs = memory.estimate(recipe, lambda: make_model(recipe, pad=1), fake_step, world_size=4)
     assert needs.gradients == needs.optimizer == 0 and needs.method == needs.parameters
+    streamed = memory.estimate(replace(recipe, offload=True), lambda: make_model(recipe, pad=1), fake_step, 4)
+    with torch.device("meta"):
+        h = make_model(recipe, pad=1).transformer.h
+    block = memory.size_of(h[0].parameters())
+    copy = max(0, 1024 * 128 * 4 - 2 * block)  # of the embedding, beyond two blocks' room
+    assert streamed.parameters == needs.parameters - (len(h) - 3) * block + copy and streamed.method == 0
     with_gradients = replace(recipe, method="ddp")
     assert (
         needs.activations
