@@ -155,11 +155,11 @@ class Fixed:
         run = self.run
         if run.recipe.skip_after is not None:
             self._come_together()
-        if isinstance(self._method, Zeroth):
-            self._method.order.flush()
         with run.clock.paused():
             self._saver.wait()
             run.rounds.read()
+            if isinstance(self._method, Zeroth):
+                self._method.order.flush()
             live = {
                 "model": self._model.state_dict(),
                 "optimizer": named.of_optimizer(self._optimizer, self._model),

@@ -38,7 +38,7 @@ class ScratchCopy:
         self._model, self._weights = model, weights
         self._scratch = [torch.empty_like(p, requires_grad=False) for p in weights.params]
         self.pending: list[Update] = []  # always empty
-        self.share = None
+        self.share: dist.ProcessGroup | None = None
 
     def losses(self, loss: Loss, step: int, direction: int, signs: tuple[int, ...]) -> list[Tensor | float]:
         """loss(model) at W + sign eps z for each sign."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from core import UserError
 from core.testing import run_distributed
@@ -15,6 +16,7 @@ from language.train import fake_step, make_model
 from tests.e2e.test_language import rows, tiny, train_in_process
 from tests.scripts import Mistakes
 from training import memory
+from training.run import Run
 from vision.recipes import digits_small
 
 OPTIM = replace(RECIPES["gpt2_zo_small"].optim, lr=1e-3)
@@ -66,6 +68,20 @@ def test_a_run_starts_from_anothers_weights_and_resumes_as_if_it_had_not_been_st
 def test_what_it_would_leave_unused_is_refused(recipe, changes: dict, message: str):
     with pytest.raises(UserError, match=message):
         replace(recipe, **changes)
+
+
+def test_a_model_without_a_list_of_blocks_cannot_be_streamed(tmp_path: Path):
+    model = nn.Linear(2, 2)
+    with (
+        pytest.raises(UserError, match="offload: the model has no list of blocks that could be uploaded one by one"),
+        Run(tiny(**ZO, offload=True, out=tmp_path / "run")) as run,
+    ):
+        run.make_method(run.shard(model), torch.optim.SGD(model.parameters()), 5)
+
+
+def test_half_as_many_parts_of_a_batch_as_workers_in_pairs():
+    assert [tiny(**ZO).data_workers(n) for n in (1, 2, 3, 4)] == [1, 1, 3, 2]
+    assert tiny(method="ddp").data_workers(4) == 4
 
 
 def test_mistakes_are_told_in_one_line(mistake: Mistakes, tmp_path: Path):
