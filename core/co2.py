@@ -38,6 +38,7 @@ from .collectives import AllReduce, Link
 from .config import SCHEDULED, CO2Config, Schedule, check_stable, scheduled
 from .errors import UserError
 from .fast import make_boundary
+from .fast.quantized import Quantized
 from .fast.wire import Wire
 from .flat import is_dtensor
 from .rounds import Landing, LocalMethod
@@ -115,6 +116,7 @@ class CO2(Scheduled):
             tau_max=c.tau_max,
             tau_margin=c.tau_margin,
             wires=c.wire.choices,
+            waits=c.delay != "auto",
             sync_steps=c.sync_steps,
             by_speed=c.steps == "by_speed",
             buffers=buffers,
@@ -131,7 +133,7 @@ class CO2(Scheduled):
         self.replicas = self.starts = self._x
         self.starts_roughly = c.merge != "outer"
         self._wire: Wire = "float32"
-        self._take_wire(next(iter(c.wire.choices)))
+        self._take_wire(next(iter(self.wires)))
         self._boundaries = [
             make_boundary(c.update, b.params, b.payload, x, m, y, merge=c.merge)
             for b, x, m, y in zip(self.buckets, self._x, self._m, sent, strict=True)
@@ -237,9 +239,12 @@ class CO2(Scheduled):
         return super().step(last=last)
 
     def _take_wire(self, format: str) -> None:
-        """What is sent from now on; nothing may be in flight. Error feedback begins with nothing held back."""
+        """What is sent from now on; nothing may be in flight. Error feedback begins with nothing held back; what the
+        wire before has held back goes along with the payload."""
         if format == self._wire:
             return
+        if isinstance(self.reducer, Quantized):
+            self.reducer.release()
         workers = self.background.rank, self.background.world_size
         self._wire = cast(Wire, format)
         if self._wire == "float32":
@@ -247,13 +252,10 @@ class CO2(Scheduled):
         else:
             self.reducer = replace(self.config.wire, format=self._wire).reducer(self.buckets, self.scalars, *workers)
 
-    def send(self, *, finished: bool) -> None:
-        if self.tuner:
-            self._take_wire(self.tuner.wire)  # chosen from what has landed, so alike on all workers
-        super().send(finished=finished)
-
     def weigh(self) -> None:
         super().weigh()
+        if self.tuner:
+            self._take_wire(self.tuner.wire)  # chosen from what has landed, so alike on all workers
         if self.config.gap == "inner":
             weight = self.scalars["weight"].double()
             self.scalars.set("first_step", torch.where(weight > 0, weight * self._first_step, 0.0))

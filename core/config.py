@@ -19,7 +19,8 @@ class CO2Config:
 
     tau: int | Literal["auto"] = 48
     """Local steps per round; the paper searched {1, 3, 6, 12, 24, 48, 96, 192}. auto: chosen from measured times, the
-    fewest that hide the all-reduce, and again when those change."""
+    fewest that hide the all-reduce, and again when those change. Until they are known, with delay auto, a round goes on
+    until its predecessor's mean has come, on every worker by itself; later rounds close at one step on all again."""
     tau_max: int = 192
     """With tau auto: never more local steps than this."""
     outer_lr: float = 1.0
@@ -82,8 +83,9 @@ class CO2Config:
         """What our measurements support in place of the paper's settings (results/RESULTS.md, "Hidden, and the loss").
 
         A mean is merged when it lands, the own progress since the sending is kept, for a copy of the parameters, and
-        there is no penalty, for little is stale then. merge="mix" saves the copy and comes close. Where a mean takes
-        longer than a local step it crosses the network in int4, for 1 + 1/workers copies more, so that it lands sooner.
+        there is no penalty, for little is stale then. merge="mix" saves the copy and comes close. A mean crosses the
+        network in int4, for 1 + 1/workers copies more, so that it lands sooner; where it would land within a local
+        step anyway, in float32.
 
         workers: their number; outer momentum costs most with few of them: 0 up to 16, beyond that what the authors'
         release sets, 0.2 up to 32, 0.5 up to 64, 0.6 above. steps: of the whole run, if known, so that it has twenty

@@ -54,10 +54,10 @@ class LocalMethod(ABC):
     and the model is refreshed from them at every boundary. group: the workers (None: all). timeout: seconds until a
     missing worker is an error. link: an emulated slow one.
 
-    For subclasses: tau_max, tau_margin, wires: of tau auto, see TauTuner. sync_steps: so many first steps after each of
-    which all wait for the mean of the parameters. by_speed: whether slower workers take fewer steps, see Pace. scalars:
-    name -> how many numbers of that name travel along, beside those that every method has. parts, on_host: see
-    flat.Bucket. backend: of the communication, None for the group's.
+    For subclasses: tau_max, tau_margin, wires, waits: of tau auto, see TauTuner; one worker alone takes the last wire.
+    sync_steps: so many first steps after each of which all wait for the mean of the parameters. by_speed: whether
+    slower workers take fewer steps, see Pace. scalars: name -> how many numbers of that name travel along, beside those
+    that every method has. parts, on_host: see flat.Bucket. backend: of the communication, None for the group's.
 
     Attributes: skipped, local steps of the round that closed last which this worker has left out, being slower: its
     data and learning rate may then keep step with the others'. sent_tau, of the round whose reduction is in flight, or
@@ -89,6 +89,7 @@ class LocalMethod(ABC):
         timeout: float = 600.0,
         link: Link | None = None,
         by_speed: bool = False,
+        waits: bool = True,
         scalars: Mapping[str, int] | None = None,
         parts: int = 1,
         on_host: bool = False,
@@ -102,8 +103,11 @@ class LocalMethod(ABC):
         self._model_params = [local_shard(p) for p in tensors_of(model_params, "parameters")]
         self.buffers = [b for b in fixed if b.is_floating_point()]
         number = None if tau == "auto" else tau
-        tuned = number is None or len(wires) > 1
-        self.tuner = TauTuner(tau_max, tau_margin, wires, by_speed=by_speed, given=number) if tuned else None
+        slot, slots = self.slot(group)
+        self.wires = wires if slots > 1 else dict([*wires.items()][-1:])
+        tuning = {"by_speed": by_speed, "given": number, "waits": waits or by_speed or slots == 1}
+        tuned = number is None or len(self.wires) > 1
+        self.tuner = TauTuner(tau_max, tau_margin, self.wires, **tuning) if tuned else None
         self.tau: int = self.tuner.tau if self.tuner else tau  # pyright: ignore[reportAttributeAccessIssue]
         check_inputs(self.tau, given, self.params, self.buffers, self._model_params)
         self.local_steps = 0  # since the last round closed
@@ -111,9 +115,9 @@ class LocalMethod(ABC):
         self.sync_steps = sync_steps  # those that are left
         self.skip_after: float | None = None
         self._spans = 1  # of tau local steps each, that the round that runs has
+        self._lead = 0  # steps that it has beyond that, see TauTuner
         self._closing_tau = self.sent_tau = self._moved_tau = self.tau
         self.growth = 1.0
-        slot, slots = self.slot(group)
         known = dict(self.more_scalars) | Agreement.sizes(slots, self.tuner, by_speed)
         self.scalars = Scalars(dict(scalars or {}) | known)  # those of each worker last, where `resized` cuts
         self.buckets = make_buckets(self.params, self.buffers, self.scalars.numel, parts, on_host)
@@ -244,8 +248,15 @@ class LocalMethod(ABC):
 
     @property
     def own_tau(self) -> int:
-        """The local steps of this worker in the round that runs: tau, or fewer where it is slower."""
-        return self.pace.steps(self.tau) if self.pace else self.tau
+        """The local steps of this worker in the round that runs: tau, or fewer where it is slower; more, once, where
+        tau auto has led the workers apart."""
+        return (self.pace.steps(self.tau) if self.pace else self.tau) + self._lead
+
+    @property
+    def apart(self) -> bool:
+        """Whether the round that closed last did so at unlike steps of the workers, the same on all: in the first
+        rounds of tau auto where means are merged on arrival. Evaluate, save and stop when it is False."""
+        return self.tuner is not None and self.tuner.apart
 
     @property
     def rounds(self) -> int:
@@ -270,6 +281,7 @@ class LocalMethod(ABC):
             "sync_steps": self.sync_steps,
             "rounds": self.rounds,
             "tau": self.tau,
+            "lead": self._lead,
             "taus": (self.sent_tau, self._moved_tau),
             "tuner": self.tuner.state_dict() if self.tuner else None,
             "guard": self.guard.state.clone(),
@@ -323,7 +335,7 @@ class LocalMethod(ABC):
         self._ended, self.local_steps, self.sync_steps = None, state["local_steps"], state["sync_steps"]
         if self.tuner and state["tuner"]:
             self.tuner.load_state_dict(state["tuner"])
-            self.tau = state["tau"]
+            self.tau, self._lead = state["tau"], state.get("lead", 0)
         self.sent_tau, self._moved_tau = state.get("taus", (state["tau"], state["tau"]))
         self.growth = self.sent_tau / self._moved_tau
         self.guard.state.copy_(state["guard"])
@@ -331,7 +343,7 @@ class LocalMethod(ABC):
             self.pace.load_state_dict(state["pace"])
         self.begin_round(self.rounds)
         self._closing_tau = self.tau  # of a newcomer, who sends before a round of its own has closed
-        self._spans = self.local_steps // self.tau + 1
+        self._spans = self.local_steps // self.own_tau + 1
         self._watch.skip()  # the model may be loaded after this
 
     def close(self) -> None:
@@ -447,10 +459,11 @@ class LocalMethod(ABC):
     # -- of its own -----------------------------------------------------------------------------------------
 
     def _is_late(self) -> bool:
-        """Whether what is in flight does not come within `skip_after` seconds."""
-        if self.skip_after is None or not self.background.in_flight:
+        """Whether what is in flight does not come within `skip_after` seconds, or is not there while tau auto tries."""
+        patience = 0.0 if self.tuner and self.tuner.free else self.skip_after
+        if patience is None or not self.background.in_flight:
             return False
-        return not self.background.lands_within(self.skip_after)
+        return not self.background.lands_within(patience)
 
     def _start_of_each(self) -> list[Tensor] | None:
         """Where the round began, a tensor a parameter; None: not known."""
@@ -466,11 +479,13 @@ class LocalMethod(ABC):
         with self._clock.boundary(self.tau, self.local_steps):
             for own, bucket in zip(self._own_buffers, self.buckets, strict=True):
                 copy(own, bucket.buffers)  # what this worker sends, whatever lands in the meantime
-            self.skipped = self.tau - self.own_tau
+            self.skipped = self.tau + self._lead - self.own_tau
             self._closing_tau = self.tau
             everyone = self.close_round(finished=finished)
             self._agreement.follow()
-            self.tau = self.tuner.tau if self.tuner and not self.tuner.given else self.tau
+            if self.tuner:
+                self.tau = self.tau if self.tuner.given else self.tuner.tau
+                self._lead = self.tuner.lead()
             self.begin_round(self.rounds)
             self._refresh_model()
             self._watch.begin()

@@ -1,5 +1,5 @@
 """Choosing tau: the fewest local steps under which an all-reduce fits, and beside which a boundary's own work is small,
-from times measured while training; and with it whether a narrow wire pays."""
+from times measured while training; and with it whether a wider wire would do as well as a narrow one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WARM_UP = 1  # rounds whose numbers are left out: kernels are picked, connection
 WINDOW = 5  # rounds over which medians are taken
 COST = 0.02  # a boundary's own work, as a share of the local steps' time
 SETTLE = 4  # rounds after another wire is taken until its times are heard, at most
-NUMBERS = 3  # that each worker tells: seconds of a local step, of an all-reduce, of a boundary's own work
+NUMBERS = 4  # that each worker tells: seconds of a local step, of an all-reduce, of a boundary's own work; steps taken
 FLOAT32 = {"float32": 4.0}  # format -> bytes an element
 
 
@@ -59,13 +59,16 @@ class TauTuner:
     Both are medians over the last rounds. tau grows as soon as the all-reduce no longer fits; it shrinks only
     when a quarter fewer steps would do, so that noise does not move it.
 
-    wires: format -> bytes an element, the first to begin with, each narrower than the one before. Where a mean takes
-    longer than a local step, and so is not fresh, the next is tried, once, with as many steps as its bytes let expect,
-    and kept if it needs fewer than the one before, with what its encoding takes.
+    wires: format -> bytes an element, the first to begin with, each wider than the one before: on a slow link a trial
+    of a wide one costs most. Where the next one's mean, by its bytes, would come within a local step, and so be fresh,
+    or need no more steps, it is tried, once, and kept if that is so.
 
     margin: by how much the local steps should outlast the all-reduce. tau_max: never above. by_speed: slower workers
     take fewer steps, so that the fastest one's count. given: the user's tau, where only the wire is to be chosen.
-    Attributes: tau; wire, to be taken for what is sent next.
+    waits: False: until the first decision a round that is over before its mean has come goes on (`free`), on every
+    worker by itself. Afterwards workers may be some steps apart, of which each tells; one round then is so much longer
+    for those behind (`lead`) that all close it, and those that follow, at one step.
+    Attributes: tau; wire, to be taken for what is sent next; apart, whether rounds may close at unlike steps.
     """
 
     def __init__(
@@ -76,21 +79,39 @@ class TauTuner:
         *,
         by_speed: bool = False,
         given: int | None = None,
+        waits: bool = True,
     ):
         self.given = given
+        self.apart = not waits and given is None
+        self.taken = 0  # local steps of this worker in closed rounds
+        self._rank = 0
+        self._leads: list[int] = []  # of the rounds to come, last first
         self.tau = given or min(CALIBRATION_TAU, tau_max)
         self.tau_max, self.margin = tau_max, margin
         self.wires = wires
         self._pacing = min if by_speed else max
-        self.wire, *self._narrower = wires
+        self.wire, *self._wider = wires
         # while a wire is tried: the one before, the tau that it needs, and the seconds of its all-reduce
-        self._wider: tuple[str, int, float] | None = None
+        self._before: tuple[str, int, float] | None = None
         self.decisions: list[TauDecision] = []
         self._heard = 0
         self._steps: deque[float] = deque(maxlen=WINDOW)
         self._allreduces: deque[float] = deque(maxlen=WINDOW)
         self._boundaries: deque[float] = deque(maxlen=WINDOW)
         self._told = [0.0] * NUMBERS  # this worker's last known ones
+
+    @property
+    def free(self) -> bool:
+        """Whether no boundary waits for a mean yet."""
+        return self.apart and not self.decisions
+
+    def lead(self) -> int:
+        """A round begins: how many more steps this worker takes in it than tau."""
+        if not self._leads:
+            return 0
+        lead = self._leads.pop()
+        self.apart = bool(self._leads)
+        return lead
 
     def tell(self, stats: RoundStats, before: RoundStats, rank: int, places: Tensor) -> None:
         """Writes this worker's latest times to places, [NUMBERS x workers], where all others write 0.
@@ -102,6 +123,9 @@ class TauTuner:
         if ready(before.boundary_seconds, before.merge_seconds, before.exposed_seconds):
             own = float(before.boundary_seconds) + float(before.merge_seconds) - float(before.exposed_seconds)
             self._told[2] = max(0.0, own)
+        self.taken += stats.local_steps
+        self._rank = rank
+        self._told[3] = self.taken if self.apart and self.decisions else 0.0  # from here on rounds are equally long
         places.zero_()
         for i, seconds in enumerate(self._told):
             places[NUMBERS * rank + i].fill_(seconds)
@@ -112,8 +136,12 @@ class TauTuner:
         step_seconds: Sequence[float],
         allreduce_seconds: Sequence[float],
         boundary_seconds: Sequence[float] = (0.0,),
+        taken: Sequence[float] = (0.0,),
     ) -> TauDecision | None:
-        """One round's times of every worker, 0 where one has none. Returns the first decision, and each change."""
+        """One round's times of every worker, and the steps that they had taken, 0 where one has none. Returns the first
+        decision, and each change."""
+        if self.apart and not self._leads and all(taken):
+            self._leads = [0, int(max(taken) - taken[self._rank] + 0.5)]
         steps, allreduces = [s for s in step_seconds if s > 0], [a for a in allreduce_seconds if a > 0]
         if not steps or not allreduces:
             return None
@@ -154,17 +182,20 @@ class TauTuner:
         """If the wire changes now: tau until its times are known, the all-reduce's expected ones, and why. wanted: the
         tau that the present wire needs."""
         text = f"over {self.wire} the mean takes {allreduce:.4g} s and a local step {step:.4g} s"
-        if self._wider is not None:
-            (wider, tau, expected), self._wider = self._wider, None
-            if wanted < tau:
+        if self._before is not None:
+            (narrow, tau, expected), self._before = self._before, None
+            if allreduce <= step or wanted <= tau:
                 return None
-            why = f"{text}: {wanted} steps needed, over {wider} {tau}, which is taken again"
-            self.wire, self._narrower = wider, []
-        elif self._narrower and allreduce > step:
-            wider, self.wire = self.wire, self._narrower.pop(0)
-            self._wider = wider, wanted, allreduce
-            expected = allreduce * self.wires[self.wire] / self.wires[wider]
-            tau, why = smallest_tau(expected, step, self.margin), f"{text}: {self.wire} is tried"
+            why = f"{text}: {wanted} steps needed, over {narrow} {tau}, which is taken again"
+            self.wire, self._wider = narrow, []
+        elif self._wider:
+            wider = self._wider[0]
+            expected = allreduce * self.wires[wider] / self.wires[self.wire]
+            tau = smallest_tau(expected, step, self.margin)
+            if expected > step and tau > wanted:
+                return None
+            self._before, self.wire, self._wider = (self.wire, wanted, allreduce), wider, self._wider[1:]
+            why = f"{text}: {self.wire} is tried"
         else:
             return None
         self._heard = -SETTLE
@@ -189,7 +220,8 @@ class TauTuner:
             "steps": list(self._steps),
             "allreduces": list(self._allreduces),
             "boundaries": list(self._boundaries),
-            "wire": (self.wire, list(self._narrower), self._wider),
+            "wire": (self.wire, list(self._wider), self._before),
+            "apart": (self.apart, self.taken, list(self._leads)),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -198,4 +230,5 @@ class TauTuner:
         self._steps = deque(state["steps"], maxlen=WINDOW)
         self._allreduces = deque(state["allreduces"], maxlen=WINDOW)
         self._boundaries = deque(state["boundaries"], maxlen=WINDOW)
-        self.wire, self._narrower, self._wider = state.get("wire", (self.wire, self._narrower, None))
+        self.wire, self._wider, self._before = state["wire"]
+        self.apart, self.taken, self._leads = state.get("apart", (False, 0, []))

@@ -50,7 +50,7 @@ launch() {
     wait_for "$step" || status=$?
     { kill "$early" $late; wait "$early" $late; } 2>/dev/null
     # A run that has ended needs no other start, one that has failed would fail again, and a cancelled one is not wanted.
-    if grep -qs stopped_by_signal "$OUT/summary.json" && { [ -n "$late" ] || preempted; }; then
+    if grep -qs stopped_by_signal "$OUT/summary.json" && { [ -n "$late" ] || preempted; } && ! cancelled; then
         echo "job $SLURM_JOB_ID was told to stop, and its run has saved: back into the queue"
         requeue || status=1
     fi
@@ -61,6 +61,12 @@ launch() {
 # at the end of the partition's GraceTime.
 preempted() {
     scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'
+}
+
+# cancelled: whether the job was, also while it was being stopped for another reason: a requeue would bring it back. Slurm
+# then calls the job completing, though this script still runs.
+cancelled() {
+    ! preempted && scontrol show job "$SLURM_JOB_ID" | grep -q 'JobState=\(CANCELLED\|COMPLETING\)'
 }
 
 # requeue: puts the job back into the queue, which ends it.
@@ -77,6 +83,7 @@ requeue_at_last() {
     now="$(date +%s)"
     end="$(limit)" || end=$((now + 600)) # --signal's
     nap $((end - now > 60 ? end - now - 60 : 1))
+    cancelled && return
     echo "job $SLURM_JOB_ID is still running a minute before its limit: back into the queue"
     requeue
 }

@@ -198,6 +198,8 @@ class Recipe:
             (self.co2.tau != "auto", "co2.tau='auto'", "needs a number of local steps"),
             (self.co2.steps == "even", "co2.steps='by_speed'", "gives workers' rounds unlike lengths"),
             (self.co2.delay != 0, "co2.delay=0", "waits for every mean"),
+            (self.per_node == 1, f"per_node={self.per_node}", "has workers of a node that must close rounds together"),
+            (not self.zero, f"zero={self.zero}", "has workers of a node that must close rounds together"),
             (not self.schedule, "schedule", "may give workers' rounds unlike lengths"),
             (not self.save_minutes, "save_minutes", "saves where a round closes, which is not at one step then"),
         ):

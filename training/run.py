@@ -204,8 +204,8 @@ class Run:
         """Counts the optimiser step that was just taken, moves the bar, logs, and says what is due.
 
         closed: what method.step() returned. scalars: 0-d each, always the same names; metrics.jsonl gets their means
-        over log_every steps. Evaluations and checkpoints happen when a round has closed, since all workers are at one
-        point there, and not at the run's last step, after which they happen anyway.
+        over log_every steps. Evaluations, checkpoints and stops happen when a round has closed with all workers at one
+        step, and not at the run's last step, after which they happen anyway.
         """
         assert self._bar is not None, "call begin() before the loop"
         before = self.step
@@ -216,11 +216,12 @@ class Run:
             self.rounds.close_round(self.step, self._method)
         if self.step // self.recipe.log_every > before // self.recipe.log_every:
             self._log_means()
-        open_end = (closed or self._skipped()) and self.step < self._total
+        apart = isinstance(self._method, LocalMethod) and self._method.apart
+        open_end = (closed or self._skipped()) and self.step < self._total and not apart
         return Due(
             evaluation=open_end and self._evaluation.due(self.step),
             checkpoint=open_end and (self._saving.due(self.step) | self._due_by_time()),
-            stop=self.step < self._total and self._stops(closed),
+            stop=self.step < self._total and self._stops(closed) and not apart,
         )
 
     def _skipped(self) -> bool:

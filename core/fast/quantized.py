@@ -110,6 +110,14 @@ class Quantized:
             yield [_all_gather(means, mean, group)], others * len(mean)
         self._unpack(means)
 
+    def release(self) -> None:
+        """Adds what error feedback holds back to the payloads, of which another reducer takes the sum over the workers;
+        for what was held back of the mean, each worker has a chunk."""
+        for bucket, own, mean, chunk in zip(self.buckets, *self.state.values(), self.chunks, strict=True):
+            bucket.payload.add_(own[: bucket.numel])
+            part = bucket.payload[self.rank * chunk : (self.rank + 1) * chunk]
+            part.add_(mean[: len(part)], alpha=self.world_size)
+
     def _layout(self) -> list[int]:
         """Bytes of the payload for one worker: every bucket's encoded chunk, then every bucket's share of the rest."""
         encoded = [wires.nbytes(self.wire, chunk) for chunk in self.chunks]

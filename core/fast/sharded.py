@@ -103,6 +103,7 @@ class ShardedCO2(Scheduled):
             tau_margin=c.tau_margin,
             sync_steps=c.sync_steps,
             by_speed=c.steps == "by_speed",
+            waits=c.delay != "auto",
             buffers=buffers,
             model_params=model_params,
             group=group,
@@ -145,6 +146,13 @@ class ShardedCO2(Scheduled):
             self._numel = self._placement.count(self.params, self._inner, self.background.device)
             self._placement.locate(self.params, self.buckets, self._shares())
         self._start_from_params()
+
+    def _is_late(self) -> bool:
+        if self._inner is not None and self.skip_after is not None:
+            raise UserError(
+                "skip_after with an inner group, whose workers must close their rounds together: leave it out"
+            )
+        return super()._is_late()
 
     def resync(self) -> None:
         """See LocalMethod."""

@@ -30,7 +30,7 @@ class WireConfig:
     format: Format = "float32"
     """float32 (float64 for float64 parameters, a plain all-reduce); rounded to bfloat16, float16, int8, int6, int5,
     int4, int3 or int2; lgreco, every layer in a way of its own, chosen anew while training goes on; or auto:
-    float32, or int4 where means are fresher over it, as measured while training."""
+    int4, or float32 where means are as fresh over it, as measured while training."""
     rounding: Rounding = "nearest"
     """Of the narrow formats: nearest, or stochastic, whose mean over many rounds is exact."""
     error_feedback: bool = True
@@ -72,10 +72,10 @@ class WireConfig:
 
     @property
     def choices(self) -> dict[str, float]:
-        """The formats to choose from, the widest first -> bytes an element; of lgreco, unknown before it chooses,
+        """The formats to choose from, the narrowest first -> bytes an element; of lgreco, unknown before it chooses,
         float32's. auto knows int4 alone beside float32: with error feedback it cost no loss (results/RESULTS.md,
         "Hidden, and the loss"), and a trial takes rounds."""
-        known = ("float32", "int4") if self.format == "auto" else (self.format,)
+        known = ("int4", "float32") if self.format == "auto" else (self.format,)
         return {wire: BLOCK_BYTES.get(wire, 4 * BLOCK) / BLOCK for wire in known}
 
     def reducer(

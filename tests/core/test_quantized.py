@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -141,6 +142,39 @@ def test_one_worker_alone_sees_the_same_as_one_in_a_group():
 BASE = Settings(tau=2, outer_momentum=0.4, outer_lr=0.5, clip=0.1)
 CONFIGS = [BASE, *(replace(BASE, wire=w, rounding=r, error_feedback=f) for w, r, f in WAYS)]
 WITHIN = {"float32": 0.0, "bfloat16": 3e-3, "float16": 4e-4, "int8": 1e-2, "int4": 0.15, "int3": 0.4}
+
+
+def released(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
+    """A bucket's mean rounded a few times and then exact, with what was held back: all that has landed, and the exact
+    means added up."""
+    lossy, _ = templates()
+    mean = Mean(lossy, {"steps": 1, "weight": 1}, WireConfig("int4").reducer)
+    landed = [torch.zeros_like(b.payload, dtype=torch.float64) for b in mean.buckets]
+    for round in range(ROUNDS + 1):
+        for i, bucket in enumerate(mean.buckets):
+            bucket.payload[:] = written(rank, round, i, bucket.numel, bucket.flat.dtype)
+        mean.scalars.set("steps", 1.0)
+        mean.scalars.set("weight", 1.0)
+        if round == ROUNDS:
+            mean.reducer.release()
+            for bucket in mean.buckets:
+                dist.all_reduce(bucket.payload.div_(world_size))
+        else:
+            mean.launch()
+            mean.wait()
+        for total, bucket in zip(landed, mean.buckets, strict=True):
+            total += bucket.payload
+    exact = []
+    for i, bucket in enumerate(mean.buckets):
+        sent = [written(r, n, i, bucket.numel, bucket.flat.dtype) for r in range(world_size) for n in range(ROUNDS + 1)]
+        exact.append(torch.stack(sent).double().sum(0) / world_size)
+    return list(zip(landed, exact, strict=True))
+
+
+def test_another_wire_sends_what_error_feedback_holds_back():
+    for result in run_distributed(released, 3):
+        for landed, exact in result:
+            torch.testing.assert_close(landed, exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
 
 
 def finals(rank: int, world_size: int) -> list[list[Tensor]]:

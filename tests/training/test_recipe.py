@@ -271,6 +271,8 @@ def test_another_outer_momentum_than_the_releases_is_noted(workers: int, usual: 
         ({"co2": CO2Config(delay=0, gap="none")}, "co2.delay=0, which waits"),
         ({"co2": CO2Config(steps="by_speed")}, "co2.steps='by_speed', which gives workers' rounds unlike lengths"),
         ({"save_minutes": 1.0}, "save_minutes, which saves"),
+        ({"per_node": 2}, "per_node=2, which has workers of a node that must close rounds together"),
+        ({"zero": 1}, "zero=1, which has"),
     ],
 )
 def test_what_does_not_go_with_skip_after_is_refused(changes: dict[str, Any], message: str):
