@@ -1,12 +1,12 @@
-"""What zeroth-order training gains and costs: python -m bench.zeroth [--parts speed traffic memory tuning quality]
+"""What zeroth-order training gains and costs: python -m bench.zeroth [--parts speed traffic memory ...]
 
 speed: steps/s where a forward pass is a stand-in that takes as long as on a device of its own, on nodes whose links
 have --rate Mbit/s and --delay_ms; and of a tiny GPT-2 as fast as it goes. traffic: bytes that the kernel counts at a
 node's network device. memory: bytes of blocks on the device, and uploads hidden, over an emulated bus; and the table of
-ZO2's README computed. quality: the tiny GPT-2, trained on Python's documentation, goes on with WikiText-2's test text
-(four fifths of it; the rest is held out): MeZO alone, method zo, ddp with AdamW, and co2 (bench/zeroth_quality.py).
-tuning: chooses each one's learning rate for that, on another seed. Writes zeroth.json and zeroth.md
-(bench/zeroth_table.py).
+ZO2's README computed. sharing: what each of a node's workers uploads. quality: the tiny GPT-2, trained on Python's
+documentation, goes on with WikiText-2's test text (four fifths of it; the rest is held out): MeZO alone, method zo, ddp
+with AdamW, and co2 (bench/zeroth_quality.py). tuning: chooses each one's learning rate, on another seed. Writes
+zeroth.json and zeroth.md (bench/zeroth_table.py).
 """
 
 from __future__ import annotations
@@ -35,20 +35,22 @@ from bench.lgreco import sent_bytes
 from bench.options import require_each_once, require_one_or_more, require_positive
 from bench.zeroth_quality import FAST, measure_quality, measure_tuning
 from core.errors import UserError
+from core.testing import run_distributed
 from core.zeroth import ZerothConfig, ZerothOrder
 from core.zeroth.blocks import BlockStream
+from core.zeroth.order import digest
 from language.model import build_model
 from training.recipe import launch
 
 NAME = "zeroth"
-Part = Literal["speed", "traffic", "memory", "tuning", "quality"]
+Part = Literal["speed", "traffic", "memory", "sharing", "tuning", "quality"]
 
 
 @dataclass(frozen=True)
 class ZerothBench:
     """What to measure."""
 
-    parts: tuple[Part, ...] = ("speed", "traffic", "memory", "tuning", "quality")
+    parts: tuple[Part, ...] = get_args(Part)
     rate: float = 50.0
     """Mbit/s of the links in speed."""
     delay_ms: float = 5.0
@@ -228,6 +230,36 @@ def measure_memory(o: ZerothBench, result: dict[str, Any]) -> Iterator[dict[str,
         }
 
 
+# -- sharing ----------------------------------------------------------------------------------------------------
+
+
+def uploaded(rank: int, workers: int, steps: int) -> tuple[float, str]:
+    """One rank: bytes of blocks that it uploads a step, and the weights at the end. The workers make a node."""
+    group = dist.new_group(list(range(workers))) if workers > 1 else None
+    torch.manual_seed(0)
+    model = Stack(6, 256, 0.0)
+    make = functools.partial(BlockStream, blocks=list(model.blocks), share=group)
+    zo = ZerothOrder(model, ZerothConfig(pairs=False), lr=1e-6, timeout=120, make_forward=make)
+    stream: Any = zo._forward
+    ids = torch.arange(32)[None]
+    for step in range(steps + 1):
+        if step == 1:
+            before = stream.upload.bytes
+        zo.step(lambda m: nn.functional.cross_entropy(m(ids)[0], ids[0]), 1)
+    sent = stream.upload.bytes - before
+    zo.finish()
+    zo.close()
+    return sent / steps, digest(list(model.parameters()))
+
+
+def measure_sharing(o: ZerothBench, result: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """All workers take the same samples, so that the weights must be the same for any number of them."""
+    for workers in (1, 2, 4):
+        found = run_distributed(uploaded, workers, 5, timeout=300)
+        weights = {name for _, name in found}
+        yield {"workers": workers, "bytes_a_step": max(sent for sent, _ in found), "weights": sorted(weights)}
+
+
 # -- all of it --------------------------------------------------------------------------------------------------
 
 
@@ -240,6 +272,7 @@ def run_all(o: ZerothBench, folder: Path) -> dict[str, Any]:
         "speed": measure_speed,
         "traffic": measure_traffic,
         "memory": measure_memory,
+        "sharing": measure_sharing,
         "tuning": functools.partial(measure_tuning, folder=folder),
         "quality": functools.partial(measure_quality, folder=folder),
     }
@@ -255,7 +288,7 @@ def run_all(o: ZerothBench, folder: Path) -> dict[str, Any]:
 def main() -> None:
     o = tyro.cli(ZerothBench, prog="python -m bench.zeroth", use_underscores=True)
     o.check()
-    if set(o.parts) - {"memory"}:
+    if set(o.parts) - {"memory", "sharing"}:
         require_namespaces()
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     torch.set_num_threads(1)  # before any work: the ranks are forked, and threads do not survive that

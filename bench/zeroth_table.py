@@ -69,6 +69,12 @@ def text(result: dict[str, Any]) -> str:
         cells = [[*(f"{row[name]:g}" for name in names), f"{row['hidden']:.1%}"] for row in rows]
         titles = ("compute a block, ms", "upload, ms", "blocks on the device", "of", "uploads hidden")
         lines += ["## Blocks, over an emulated bus", "", report.table(titles, cells), ""]
+    if rows := result.get("sharing"):
+        alike = len({tuple(row["weights"]) for row in rows}) == 1
+        cells = [[row["workers"], f"{row['bytes_a_step']:,.0f}"] for row in rows]
+        lines += ["## Uploads shared by the workers of a node", ""]
+        lines += [report.table(("workers", "bytes that each uploads a step"), cells), ""]
+        lines += [f"The weights are {'the same, bit for bit' if alike else 'not the same'}.", ""]
     lines += ["## Device memory of OPT, computed, beside ZO2's README", "", opt_text(result["opt"]), ""]
     if rows := result.get("tuning"):
         lines += ["## Learning rates", "", tuning_text(rows, o["tuning_seed"]), ""]

@@ -69,7 +69,7 @@ class ZerothOrder:
     learning rate, which a schedule may set before each step. trainable: says by name and parameter what is trained
     (LoRA, a head alone); None: what requires a gradient. group: the workers (None: all). timeout: seconds until a
     missing worker is an error. link: an emulated slow one. make_forward: another way than ScratchCopy to hold the
-    weights, as blocks.stream gives it.
+    weights, such as blocks.BlockStream.
 
     Attributes: steps, taken so far; log, the ScalarLog; place, what this worker measures; news, numbers that a worker
     sends along with its losses, equally many on all, and heard, their sums over the workers, of the step whose scalars

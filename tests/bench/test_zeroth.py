@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from bench import zeroth_table
+from bench import report, zeroth_table
 from bench.cluster import Cluster, run_ranks
-from bench.zeroth import Stack, ZerothBench, counted, measure_memory
+from bench.zeroth import Stack, ZerothBench, counted, measure_memory, measure_sharing
 from bench.zeroth_quality import FAST, best_lr, recipes
 from core import UserError
 
@@ -72,6 +72,13 @@ def test_every_method_starts_from_the_same_weights_and_sees_as_large_batches(tmp
     assert {(r.batch_size, r.epoch_steps, r.context) for _, r in made.values()} == {(32, 7, 64)}
     assert made["zo"][1] == made["MeZO, one process"][1], "but for the workers"
     assert made["co2"][1].epochs == made["ddp, AdamW"][1].epochs == 4
+
+
+def test_workers_of_a_node_upload_equal_parts():
+    rows = list(measure_sharing(ZerothBench(), {}))
+    assert [rows[0]["bytes_a_step"] / row["bytes_a_step"] for row in rows] == [1, 2, 4]
+    text = zeroth_table.text({"options": {}, "opt": [], "sharing": rows} | report.header("bench.zeroth", ZerothBench()))
+    assert "| 4 | 394,752 |" in text and "The weights are the same, bit for bit." in text
 
 
 def test_uploads_hide_and_three_blocks_lie_on_the_device():
