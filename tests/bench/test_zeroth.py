@@ -74,6 +74,7 @@ def test_every_method_starts_from_the_same_weights_and_sees_as_large_batches(tmp
     assert made["co2"][1].epochs == made["ddp, AdamW"][1].epochs == 4
 
 
+@pytest.mark.slow
 def test_workers_of_a_node_upload_equal_parts():
     rows = list(measure_sharing(ZerothBench(), {}))
     assert [rows[0]["bytes_a_step"] / row["bytes_a_step"] for row in rows] == [1, 2, 4]
