@@ -3,7 +3,8 @@
 Each run is gpt2_pydoc_small's own train script to its end, on four workers, a node each. First, without a slow link,
 every method is trained with each learning rate of --lrs and a seed of its own; what ends with the least loss is the
 method's for all other runs. Bytes are those that the kernel counts at a node's network device, over the whole run.
-Writes slow_links.json and slow_links.md after each run.
+Writes slow_links.json and slow_links.md after each run; what was stopped goes on where the same command is given again,
+with the --out of the first time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import statistics
 import sys
 import time
@@ -95,7 +97,7 @@ class SlowLinks:
     throttle: bool = False
     """Hold collectives back in software instead of making network namespaces; torch's PowerSGD is not held back."""
     out: Path | None = None
-    """Where to write; runs/slow_links-DATE by default."""
+    """Where to write; runs/slow_links-DATE by default. With what the same options have measured it goes on."""
 
     def check(self) -> None:
         """A UserError names the first option that cannot be."""
@@ -163,6 +165,7 @@ def torch_powersgd() -> Iterator[None]:
 def measure(o: SlowLinks, cluster: Cluster | None, module: ModuleType, run: tuple[Any, ...], folder: Path) -> dict:
     """One run to its end: what it measured."""
     method, rate, seed, lr = run
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was stopped
     folder.mkdir(parents=True)
     argv = o.command(method, rate, seed, lr, folder)
     steps = o.epochs * o.epoch_steps
@@ -189,27 +192,46 @@ def measure(o: SlowLinks, cluster: Cluster | None, module: ModuleType, run: tupl
 # -- all of them ------------------------------------------------------------------------------------------------
 
 
+def begun(o: SlowLinks, folder: Path) -> dict[str, Any]:
+    """What the folder holds of the same measurement, or one that begins."""
+    fresh = report.header("bench.lgreco", o) | {"verified_mbit": {}, "lrs": {}, "tuning": [], "rows": []}
+    if not (folder / f"{NAME}.json").exists():
+        return fresh
+    found = report.load(folder / f"{NAME}.json", "bench.lgreco", "tuning" if len(o.lrs) > 1 else "rows")
+    differ = [k for k, v in fresh["options"].items() if k != "out" and v != found["options"].get(k)]
+    if differ:
+        raise UserError(f"{folder} holds a measurement with other {', '.join(differ)}: choose another --out")
+    found.setdefault("resumed", []).append({k: fresh[k] for k in ("commit", "date")})
+    return found
+
+
 def run_all(o: SlowLinks, folder: Path) -> dict[str, Any]:
-    """Tunes, then measures; both files are written after each run."""
-    result = report.header("bench.lgreco", o) | {"verified_mbit": {}, "lrs": {}, "tuning": [], "rows": []}
+    """Tunes, then measures, but for what the folder holds; both files are written after each run."""
+    result, plain = begun(o, folder), o.lrs[0]
     module = importlib.import_module("language.train")
     with contextlib.ExitStack() as stack:
         cluster = None if o.throttle else stack.enter_context(Cluster(o.workers, FAST))
         tuning = [(m, FAST, TUNING_SEED, lr) for m in o.methods for lr in o.lrs] if len(o.lrs) > 1 else []
-        result["lrs"] = {m: o.lrs[0] for m in o.methods}
-        for run in tuning:
+        for run in left(tuning, result["tuning"]):
             result["tuning"].append(step(o, cluster, module, run, folder, result))
-            result["lrs"] = {m: best_lr(result["tuning"], m, o.lrs[0]) for m in o.methods}
+            report.save(folder, NAME, result, text(result))
+        result["lrs"] = {m: best_lr(result["tuning"], m, plain) for m in o.methods}
         for seed, rate in itertools.product(o.seeds, o.rates):
             order = list(o.methods)
             random.Random(f"{seed} {rate}").shuffle(order)
-            if cluster:
+            runs = left([(m, rate, seed, result["lrs"][m]) for m in order], result["rows"])
+            if cluster and runs:
                 shape(cluster, rate, result["verified_mbit"])
-            for method in order:
-                run = method, rate, seed, result["lrs"][method]
+            for run in runs:
                 result["rows"].append(step(o, cluster, module, run, folder, result))
                 report.save(folder, NAME, result, text(result))
     return result
+
+
+def left(runs: Sequence[tuple[Any, ...]], rows: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """The runs (method, rate, seed, learning rate) that no row is of."""
+    done = {(r["method"], r["rate_mbit"], r["seed"], r["lr"]) for r in rows}
+    return [run for run in runs if run not in done]
 
 
 def step(o: SlowLinks, cluster: Any, module: ModuleType, run: tuple, folder: Path, result: dict) -> dict[str, Any]:
@@ -231,6 +253,8 @@ TITLES = ("method", "lr", "samples/s", "x ddp", "final loss", "MB sent a step an
 
 def text(result: dict[str, Any]) -> str:
     lines = [f"GPT-2 (tiny) on {result['options']['workers']} workers. {report.source(result)}", ""]
+    for again in result.get("resumed", ()):
+        lines[0] += f"; gone on with at commit {again['commit']}, {again['date']}"
     for rate in result["options"]["rates"]:
         rows = [r for r in result["rows"] if r["rate_mbit"] == rate]
         lines += [f"## {rate:g} Mbit/s", "", report.table(TITLES, table(rows)), ""]
@@ -277,11 +301,11 @@ def main() -> None:
         require_namespaces()
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     torch.set_num_threads(1)  # before any work: the ranks are forked, and threads do not survive that
-    folder = report.new_folder(NAME, o.out)
+    folder = o.out if o.out and (o.out / f"{NAME}.json").exists() else report.new_folder(NAME, o.out)
     try:
         print("\n" + text(run_all(o, folder)))
     except KeyboardInterrupt:
-        print(f"stopped; the runs that ended are in {folder / NAME}.json", file=sys.stderr)
+        print(f"stopped; to go on, give the same options and --out {folder}", file=sys.stderr)
         sys.exit(130)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -17,13 +18,15 @@ if TYPE_CHECKING:
 
 
 class AllocationLog:
-    """model: gives the layers their names; None until it is known. seconds: that curves and programmes have taken."""
+    """model: gives the layers their names; None until it is known. seconds: that curves and programmes have taken, and
+    telling what they chose."""
 
     def __init__(self, folder: RunFolder):
         self.model: nn.Module | None = None
         self.seconds = 0.0
         self._folder = folder
         self._last: Allocation | None = None
+        self._names: list[str] = []
 
     def read(self, step: int, method: Method) -> None:
         """Logs the method's newest decision, once; nothing where it has none."""
@@ -31,18 +34,22 @@ class AllocationLog:
         found = reducer.allocation if reducer is not None else None
         if reducer is None or found is None or found is self._last:
             return
-        self._last = found
-        curves, programme = found.seconds
-        self.seconds += curves + programme
+        began = time.perf_counter()
+        self._last, self._names = found, self._names_of(reducer)
         self._folder.note(step, "lgreco", f"L-GreCo: {found.reason}")
-        numbers = {"bytes": sum(found.bytes), "uniform_bytes": found.uniform_bytes, "seconds": curves + programme}
-        self._folder.log(step, {f"lgreco/{name}": value for name, value in numbers.items()})
         if rank() == 0:
-            names = self._names(reducer)
-            self._folder.writer.add_text("lgreco/layers", found.table(names), step)
-            self._folder.writer.add_figure("lgreco/bits", picture(found, names), step)
+            self._folder.writer.add_text("lgreco/layers", found.table(self._names), step)
+        seconds = sum(found.seconds) + time.perf_counter() - began
+        self.seconds += seconds
+        numbers = {"bytes": sum(found.bytes), "uniform_bytes": found.uniform_bytes, "seconds": seconds}
+        self._folder.log(step, {f"lgreco/{name}": value for name, value in numbers.items()})
 
-    def _names(self, reducer: LGreco) -> list[str]:
+    def finish(self, step: int) -> None:
+        """The picture of the last decision: at the end, for drawing takes longer than deciding."""
+        if self._last is not None and rank() == 0:
+            self._folder.writer.add_figure("lgreco/bits", picture(self._last, self._names), step)
+
+    def _names_of(self, reducer: LGreco) -> list[str]:
         """The layers' names in the model; of a parameter that is not its own, such as a float32 master, the number."""
         known = {id(p): name for name, p in self.model.named_parameters()} if self.model is not None else {}
         params = [p for bucket in reducer.buckets for p in bucket.params if p.numel()]

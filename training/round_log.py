@@ -50,8 +50,9 @@ class RoundLog:
             self._read()
 
     def finish(self, step: int) -> None:
-        """Reads the rounds that are left, and ends the trace."""
+        """Reads the rounds that are left, ends the trace, and draws the last allocation."""
         self.read()
+        self.allocations.finish(step)
         if self._trace and self._trace.finish():
             self._folder.note(step, "trace", f"trace in {self._trace.path}")
 

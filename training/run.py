@@ -340,7 +340,8 @@ class Run:
 
     def _part(self, conclude: Callable[[], None]) -> None:
         """Concludes the run, and leaves the other workers."""
-        self.rounds.finish(self.step)
+        with self.clock.paused():  # what is drawn and written now is no training
+            self.rounds.finish(self.step)
         self._workers.conclude(conclude)
 
     def _summarise(self, results: dict[str, float]) -> None:

@@ -142,11 +142,15 @@ def for_small_layers(like: Choice) -> Choice:
     return less_and_more(like)[1]
 
 
-def may_take(layer: Layer, choices: Sequence[Choice], like: Choice, family: str) -> list[bool]:
-    """Which of the choices the layer may take: with one family, a layer that is sent as it is stays so."""
-    if family == "same" and uniform(layer, like) == RAW:
-        return [c == RAW for c in choices]
-    return [layer.offers(c) and (c != RAW or uniform(layer, like) == RAW) for c in choices]
+def may_take(layer: Layer, choices: Sequence[Choice], like: Choice, family: str, world_size: int) -> list[bool]:
+    """Which of the choices the layer may take: with one family, a layer that is sent as it is stays so. Of all families
+    none that costs as much as int8, whose error is nearly nothing: their curves would be most of the work."""
+    own = uniform(layer, like)
+    if family == "same":
+        return [c == RAW for c in choices] if own == RAW else [layer.offers(c) and c != RAW for c in choices]
+    dear = sent_bytes(layer, Choice("int", INT_BITS[-1]), world_size)
+    cheap = [c.kind == "int" or sent_bytes(layer, c, world_size) < dear for c in choices]
+    return [c == own or (ok and c != RAW and layer.offers(c)) for c, ok in zip(choices, cheap, strict=True)]
 
 
 def code(choice: Choice) -> float:

@@ -32,9 +32,13 @@ class LGrecoConfig:
     highest_rank: float = 2.0
     """Of a rank: the greatest that is tried, in units of the uniform one: beta."""
     every: int | None = None
-    """Reductions between two decisions; None for 20 rounds of CO2, 100 steps of ddp."""
+    """Reductions between two decisions, at least; None for 20 rounds of CO2, 100 steps of ddp."""
     first: int | None = None
     """The reduction after which it decides first; None for 3 rounds of CO2, 100 steps of ddp."""
+    time_share: float = 0.01
+    """Of the time since the first reduction: what deciding may take. The next decision waits until it keeps that, as
+    measured by all workers, so that two runs may decide at different times; 1 for every `every`-th reduction. On a GPU
+    the host's time is measured, not the device's."""
 
     def __post_init__(self) -> None:
         for name, known in KNOWN.items():
@@ -46,6 +50,8 @@ class LGrecoConfig:
             raise UserError(f"wire.lgreco.lowest_rank={self.lowest_rank!r}: give a number in (0, 1]")
         if not 1 <= self.highest_rank < float("inf"):
             raise UserError(f"wire.lgreco.highest_rank={self.highest_rank!r}: give a finite number, 1 or more")
+        if not 0 < self.time_share <= 1:
+            raise UserError(f"wire.lgreco.time_share={self.time_share!r}: give a number in (0, 1]")
         for name in ("every", "first"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int) and value >= 1):

@@ -1,4 +1,4 @@
-"""What each choice would lose of a layer: its error curve."""
+"""What each choice would lose of a layer: its error curve. Nothing here makes the host wait for a GPU."""
 
 from __future__ import annotations
 
@@ -19,57 +19,63 @@ ITERATIONS = 5  # of the power iteration, as released
 
 
 def curve(values: Tensor, layer: Layer, choices: Sequence[Choice], offered: Sequence[bool], seed: int) -> Tensor:
-    """float64 [choices]: ||G - C(G)||_2 for each choice that is offered, infinite for the others; NaN for all where G
-    is not finite. values: G, [numel]. seed: of the power iteration's start."""
-    errors = torch.full((len(choices),), float("inf"), dtype=torch.float64)
-    if not torch.isfinite(squares := values.double().square().sum()):
-        return errors.fill_(float("nan"))
-    of_kind = {
-        k: [i for i, c in enumerate(choices) if offered[i] and c.kind == k] for k in ("raw", "int", "top", "rank")
-    }
-    errors[of_kind["raw"]] = 0.0
+    """float64 [choices], where the values lie: ||G - C(G)||_2 for each choice that is offered, infinite for the others;
+    NaN for all where G is not finite. values: G, [numel]. seed: of the power iteration's start."""
+    squares = norm(values).square()
+    of_kind: dict[str, list[int]] = {"raw": [], "int": [], "top": [], "rank": []}
+    for i, (choice, ok) in enumerate(zip(choices, offered, strict=True)):
+        if ok:
+            of_kind[choice.kind].append(i)
+    errors = dict.fromkeys(of_kind["raw"], torch.zeros_like(squares))
     if of_kind["int"]:
-        errors[of_kind["int"]] = _int_errors(values, [choices[i].wire for i in of_kind["int"]]).cpu()
+        found = _int_errors(values, [choices[i].wire for i in of_kind["int"]])
+        errors |= zip(of_kind["int"], found.unbind(), strict=True)
     if of_kind["top"]:
         counts = [layer.kept(choices[i].value) for i in of_kind["top"]]
-        errors[of_kind["top"]] = _top_errors(values, counts, squares).cpu()
+        errors |= zip(of_kind["top"], _top_errors(values, counts, squares), strict=True)
     if of_kind["rank"]:
         ranks = [int(choices[i].value) for i in of_kind["rank"]]
-        errors[of_kind["rank"]] = _rank_errors(values.view(layer.rows, -1), ranks, squares, seed).cpu()
-    return errors
+        errors |= zip(of_kind["rank"], _rank_errors(values.view(layer.rows, -1), ranks, squares, seed), strict=True)
+    without = torch.full_like(squares, float("inf"))
+    row = torch.stack([errors.get(i, without) for i in range(len(choices))])
+    return torch.where(squares.isfinite(), row, float("nan"))
+
+
+def norm(values: Tensor) -> Tensor:
+    """||values||_2, summed in float64; 0-d."""
+    return torch.linalg.vector_norm(values, dtype=torch.float64)
 
 
 def _int_errors(values: Tensor, names: Sequence[str]) -> Tensor:
     """The norm of what each format's rounding leaves, float64 [formats]; as core/fast/wire.py rounds, to nearest."""
-    levels = torch.tensor([[LEVELS[wire]] for wire in names], device=values.device)
     squares = torch.zeros(len(names), dtype=torch.float64, device=values.device)
     rows = GPU_ROWS if values.is_cuda else ROWS
     for blocks in pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK).split(rows):
-        scale = torch.maximum(blocks.amax(1), -blocks.amin(1)).float() / levels  # [formats, blocks]
-        scale = scale.masked_fill(scale == 0, 1.0)[..., None]
+        top = torch.maximum(blocks.amax(1), -blocks.amin(1)).float()
+        scale = torch.stack([top / LEVELS[wire] for wire in names])  # [formats, blocks]
+        scale = scale.masked_fill_(scale == 0, 1.0)[..., None]
         y = blocks / scale
-        lost = y.sub_(y.round()).square_().sum(-1, keepdim=True)
-        squares += (lost.double() * scale.double().square()).sum((1, 2))
+        lost = torch.linalg.vector_norm(y.sub_(y.round()), dim=-1, keepdim=True)
+        squares += (lost.double() * scale).square_().sum((1, 2))
     return squares.sqrt()
 
 
-def _top_errors(values: Tensor, counts: list[int], squares: Tensor) -> Tensor:
+def _top_errors(values: Tensor, counts: Sequence[int], squares: Tensor) -> list[Tensor]:
     """The norm of all but the largest k, for each k."""
     magnitudes = values.abs()
     largest_first = magnitudes[largest(magnitudes, max(counts))].sort(descending=True).values
-    kept = largest_first.double().square().cumsum(0)[torch.tensor(counts, device=values.device) - 1]
-    left = squares - kept
-    return torch.where(left > NOISE * squares, left, 0.0).sqrt()
+    lost = squares - largest_first.double().square_().cumsum(0)
+    errors = torch.where(lost > NOISE * squares, lost, 0.0).sqrt()
+    return [errors[k - 1] for k in counts]
 
 
-def _rank_errors(matrix: Tensor, ranks: list[int], squares: Tensor, seed: int) -> Tensor:
-    """The norm of what is left of the best approximation of each rank that ITERATIONS power iterations find."""
-    most = min(max(ranks), *matrix.shape)
-    draw = torch.Generator().manual_seed(seed)
-    q = torch.randn(matrix.shape[1], most, generator=draw).to(matrix)
+def _rank_errors(matrix: Tensor, ranks: Sequence[int], squares: Tensor, seed: int) -> list[Tensor]:
+    """The norm of what is left of the approximation of each rank that ITERATIONS power iterations find. One iteration
+    of the highest rank is that of all: what QR makes of the first r columns depends on these alone."""
+    draw = torch.Generator(matrix.device).manual_seed(seed)
+    q = torch.randn(matrix.shape[1], max(ranks), generator=draw, device=matrix.device, dtype=matrix.dtype)
     for _ in range(ITERATIONS):
         p = torch.linalg.qr(product(matrix, q)).Q
-        q = product(matrix.T, p)
-    strengths = torch.linalg.svdvals(q).double().square().cumsum(0)  # q = G^T p: what p's span holds of G
-    found = strengths[torch.tensor([min(r, most) - 1 for r in ranks], device=matrix.device)]
-    return (squares - found).clamp(min=0).sqrt()
+        q = product(matrix.T, p)  # q = G^T p: what p's span holds of G
+    lost = squares - q.double().square().sum(0).cumsum(0)
+    return [lost[r - 1].clamp(min=0).sqrt() for r in ranks]

@@ -73,7 +73,9 @@ class Decider:
         extra = [self._less, self._more] if "accordion" in config.rule else [small] if config.rule == "legacy" else []
         all_of_them = offered(choice, config.family, config.lowest_rank, config.highest_rank)
         self.choices = list(dict.fromkeys([*all_of_them, *extra]))
-        self.offered = torch.tensor([may_take(layer, self.choices, choice, config.family) for layer in layers])
+        self.offered = torch.tensor(
+            [may_take(layer, self.choices, choice, config.family, world_size) for layer in layers]
+        )
         self.sizes = torch.tensor([[sent_bytes(z, c, world_size) for c in self.choices] for z in layers]).double()
         self.before = torch.zeros(len(layers), dtype=torch.float64)
         self.start = self.uniform

@@ -1,9 +1,9 @@
 """The reducer that sends each layer in a way of its own, and chooses those ways anew while training goes on.
 
-    every `every`-th reduction, before anything is sent:
+    every `every`-th reduction, or less often where that would take too much of the time, before anything is sent:
         G = d + e, what the worker wants to send; e[l, c] = ||G_l - C_c(G_l)|| for each layer and choice
-        the errors' mean over the workers, which travels with this reduction
-    when it has landed, on every worker alike:
+        the errors' mean over the workers, which travels with this reduction, as do the seconds that it takes
+    when it has landed (where NCCL moves the tensors, at the next reduction's begin), on every worker alike:
         the fewest bytes whose summed errors stay within the uniform setting's (core/allocate.py)
         the next reduction sends in the new ways; what error feedback holds goes along
 
@@ -20,27 +20,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..collectives import moved_by_nccl
 from ..errors import UserError
 from ..fast.quantized import Quantized
 from ..fast.wire import BLOCK, INTS, Rounding, Wire
 from ..flat import Bucket, Scalars, copy
 from ..groups import Stage, all_reduce
+from ..stats import Mark, mark
 from .choices import Choice, code
+from .clock import Clock
 from .config import FIXED, LGrecoConfig
-from .curves import curve
+from .curves import curve, norm
 from .decide import Allocation, Decider
 from .layout import Layout, Part, in_bucket, layers_of, slack
 from .lowrank import Factored, LowRank, fill
 from .sparse import Sparse, TopK
+
+NOT_FINITE, NOBODY = -1.0, -2.0  # in place of a layer's curve
 
 
 class LGreco:
     """See the module. like: the uniform setting; every, first: in place of what config leaves open.
 
     state: "error_feedback" and "mean_error_feedback", in an order that follows the allocation; "allocation", by which
-    a resumed run goes on with it; low rank's "q", how many of its columns are in use, and the layers' norms at the last
-    decision. All zeros is the start: every layer as `like` says, or as LEGACY's rule does. Where NCCL moves the tensors
-    the host waits for a reduction that decides.
+    a resumed run goes on with it; low rank's "q", how many of its columns are in use, the layers' norms at the last
+    decision, and the clock; "asked", the curves that no decision has been made of yet. All zeros is the start: every
+    layer as `like` says, or as LEGACY's rule does. Where NCCL moves the tensors the host waits, at the launch after a
+    reduction that asked, until that has landed.
     """
 
     def __init__(
@@ -59,8 +65,8 @@ class LGreco:
         self.buckets, self.scalars, self.config = buckets, scalars, config
         self.rounding: Rounding = rounding
         self.rank, self.world_size, self.scale = rank, world_size, 1.0
-        self.every = every if config.every is None else config.every
-        self.first = first if config.first is None else config.first
+        every, first = (b if a is None else a for a, b in ((config.every, every), (config.first, first)))
+        self.clock = Clock(every, first, config.time_share)
         self.layers = layers_of(buckets)
         self.decider = Decider(self.layers, like, config, world_size)
         self.chosen: Sequence[Choice] = self.decider.start
@@ -83,37 +89,52 @@ class LGreco:
         ]
         self._q = [flats[z.bucket].new_zeros(z.columns * r) for z, r in zip(self.layers, ranks, strict=True)]
         self._codes_now, self._filled = torch.zeros(many, dtype=torch.float64), torch.zeros(many, dtype=torch.float64)
+        self._asked_by = torch.zeros(2, dtype=torch.float64)  # the reduction that asked, 0: all is decided; and seconds
+        self._asked = flats[0].new_zeros((many + 1) * (len(decider.choices) + 1), dtype=torch.float64)
+        self._coming: tuple[int, Tensor, Mark] = (
+            0,
+            self._asked,
+            0.0,
+        )  # the reduction, and its copy on the way to the host
         self.state = {
             "error_feedback": self._errors,
             "mean_error_feedback": self._mean_errors,
-            "allocation": [self._codes_now, self._filled, decider.before],
+            "allocation": [self._codes_now, self._filled, decider.before, self.clock.numbers],
             "q": self._q,
+            "asked": [self._asked, self._asked_by],
         }
 
     def due(self, number: int) -> bool:
         """Whether the curves are taken in this reduction."""
-        return self.config.rule not in FIXED and number >= self.first and (number - self.first) % self.every == 0
+        return self.config.rule not in FIXED and self.clock.due(number)
 
     # -- one reduction --------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
         yield [], 0  # the encoding, too, is done in the background
+        self.clock.tick()
         self._follow()
+        if self._decide():
+            self._follow()
         for bucket, layout, staging in zip(self.buckets, self._layouts, self._staging, strict=True):
             copy(layout.views(staging, self.layers), in_bucket(bucket.payload, self.layers, layout.order))
-        began = time.perf_counter()
-        curves = self._curves() if self.due(number) else None
-        seconds = time.perf_counter() - began
+        asked = self._ask(number) if self.due(number) else None
         self._take_raw()
         parts = [q.stages(group, number) for q in self._ints]
         parts += [part.stages(group) for part in self._others]
-        if curves is not None and group is not None:
-            parts.append(iter([all_reduce([curves], group)]))
+        if asked is not None and group is not None:
+            parts.append(iter([all_reduce([asked], group)]))
         yield from together(parts)
         self._land()
-        if curves is not None and bool(self.scalars["steps"] * self.scalars["weight"] != 0):
-            self._decide(curves.cpu() / self.world_size, number, seconds)
+        if asked is not None:
+            self._hear(asked, number)
+            if self._at_once(group):
+                self._decide()
+
+    def _at_once(self, group: dist.ProcessGroup | None) -> bool:
+        """Whether what has been asked can be read at the end of its own stages: over NCCL these are only queued."""
+        return group is None or not moved_by_nccl(group, self._asked.device)
 
     def _take_raw(self) -> None:
         """What travels as it is, buffers and layers: these with what an earlier format of theirs has left."""
@@ -136,9 +157,11 @@ class LGreco:
 
     # -- the allocation -------------------------------------------------------------------------------------
 
-    def _curves(self) -> Tensor:
-        """float64 [layers, choices + 1]: this worker's errors, and the norm of each layer."""
-        curves = []
+    def _ask(self, number: int) -> Tensor:
+        """float64 [layers + 1, choices + 1]: this worker's errors, and the norm of each layer; last what the clock has
+        to know."""
+        began = time.perf_counter()
+        rows = []
         found = {}
         for _, layout, staging, errors in self._each():
             pairs = zip(layout.views(staging, self.layers), layout.views(errors, self.layers), strict=True)
@@ -147,15 +170,52 @@ class LGreco:
             wanted = found[i][0] + found[i][1]
             row = curve(wanted, layer, self.decider.choices, self.decider.offered[i].tolist(), i)
             row = torch.where(row.isinf(), 0.0, row)  # not offered: their sum would hide another worker's NaN
-            curves.append(torch.cat([row, wanted.double().norm()[None].cpu()]))
-        return torch.stack(curves).to(self.buckets[0].flat.device)
+            rows.append(torch.cat([row, norm(wanted)[None]]))
+        asked = torch.stack([*rows, torch.zeros_like(rows[0])])
+        seconds = time.perf_counter() - began
+        self.clock.spend(seconds)
+        self.clock.tell(asked[-1, :3])
+        for place, value in zip(self._asked_by, (number, seconds), strict=True):
+            place.fill_(value)
+        return asked
 
-    def _decide(self, curves: Tensor, number: int, seconds: float) -> None:
+    def _hear(self, asked: Tensor, number: int) -> None:
+        """The sums of what the workers asked with have landed: keeps their means for `_decide`, NOT_FINITE for such a
+        layer, and NOBODY for all where nobody has moved."""
+        mean = asked / self.world_size
+        moved = self.scalars["steps"] * self.scalars["weight"] != 0
+        layers = torch.where(mean[:-1].isfinite().all(1, keepdim=True), mean[:-1], NOT_FINITE)
+        self._asked.view_as(mean).copy_(torch.cat([torch.where(moved, layers, NOBODY), mean[-1:]]))
+        self._coming = number, self._asked.to("cpu", non_blocking=True), mark(asked.device)
+
+    def _heard(self, number: int) -> Tensor:
+        """On a GPU the host waits for the copy alone, not for what was queued since; after a checkpoint for all."""
+        asked_by, table, copied = self._coming
+        if asked_by != number:
+            table = self._asked.cpu()
+        elif isinstance(copied, torch.cuda.Event):
+            copied.synchronize()
+        return table.view(len(self.layers) + 1, -1)
+
+    def _decide(self) -> bool:
+        """Whether there was something to decide."""
+        number, seconds = self._asked_by.tolist()
+        if not number:
+            return False
+        self._asked_by.zero_()
+        table = self._heard(int(number))
         began = time.perf_counter()
-        found = self.decider.decide(curves[:, :-1], curves[:, -1], self.chosen, number)
+        late = self.clock.plan(int(number), *table[-1, :3].tolist())
+        if (table[:-1] == NOBODY).all():
+            return False
+        curves = torch.where(table[:-1] == NOT_FINITE, float("nan"), table[:-1])
+        found = self.decider.decide(curves[:, :-1], curves[:, -1], self.chosen, int(number))
         if list(found.choices) != list(self.chosen):
             self._switch(found.choices)
-        self.allocation = replace(found, seconds=(seconds, time.perf_counter() - began))
+        programme = time.perf_counter() - began
+        self.clock.spend(programme)
+        self.allocation = replace(found, reason=found.reason + late, seconds=(seconds, programme))
+        return True
 
     def _switch(self, choices: Sequence[Choice]) -> None:
         """To another allocation, from the next reduction on. What this worker holds back of the means that it encoded

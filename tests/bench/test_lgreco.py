@@ -106,6 +106,35 @@ def test_the_table():
     assert "| ddp_int4 | failed: no answer |" in shown
 
 
+def test_what_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Killed while it tunes, and while it measures: every run is made once, and tuned alike."""
+    made: list[tuple[Any, ...]] = []
+
+    def measure(o: SlowLinks, cluster: Any, module: Any, run: tuple[Any, ...], folder: Path) -> dict[str, Any]:
+        if len(made) in stops:
+            stops.remove(len(made))
+            raise KeyboardInterrupt
+        made.append(run)
+        method, rate, seed, lr = run
+        row = {"method": method, "rate_mbit": rate, "seed": seed, "lr": lr, "loss": abs(lr - 1.0) + 1}
+        return row | {"samples_per_second": 3.0, "bytes_a_step": 1e6, "tau": 1, "deciding_share": 0.0}
+
+    monkeypatch.setattr(lgreco, "measure", measure)
+    stops = [3, 9]
+    o = SlowLinks(methods=("ddp", "lgreco_int4"), rates=(50.0, 200.0), throttle=True, out=tmp_path)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            lgreco.run_all(o, tmp_path)
+    result = lgreco.run_all(o, tmp_path)
+    tuning, rows = made[:6], made[6:]
+    assert {run[2] for run in tuning} == {lgreco.TUNING_SEED} and not {run[2] for run in rows} & {lgreco.TUNING_SEED}
+    assert len(set(made)) == len(made) == 2 * 3 + 2 * 2 * 3 and {run[3] for run in rows} == {1.0}
+    assert len(result["rows"]) == 12 and len(result["resumed"]) == 2
+    assert "gone on with at commit" in (tmp_path / "slow_links.md").read_text()
+    with pytest.raises(UserError, match="holds a measurement with other workers, epochs: choose another --out"):
+        lgreco.run_all(replace(o, workers=3, epochs=1), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("settings", "text"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from core import UserError
 from core.allocate import total
 from core.fast import WireConfig
-from core.lgreco.choices import Choice, code, parse
+from core.lgreco.choices import Choice, code, offered, parse
 from core.lgreco.config import LGrecoConfig
 from core.lgreco.layout import in_bucket
 from core.lgreco.sparse import SAMPLE, largest
+from core.testing import run_distributed
 from tests.core.test_lgreco import SETTINGS, SHAPES, built, once, written
 from tests.problems import Mean
 from training.sampling import generator
@@ -33,7 +35,7 @@ def train(mean: Mean, rounds: range, scale: Any = 1.0) -> None:
 
 @pytest.mark.parametrize("like", ["int4", "top0.01", "rank4"])
 def test_a_layer_that_is_not_finite_keeps_its_choice_and_the_others_go_on(like: str):
-    mean = built(like, LGrecoConfig(every=1, first=1))
+    mean = built(like, LGrecoConfig(every=1, time_share=1.0, first=1))
     train(mean, range(2))
     before = list(mean.reducer.chosen)
     train(mean, range(2, 3), lambda i, round: float("nan") if i == 4 else 10.0**i)
@@ -109,11 +111,52 @@ def test_nothing_is_lost_over_switches_nor_where_nobody_moved(setting: Any):
         got = got + mean.buckets[0].payload
         sums = sums + torch.cat([written(0, round, i) for i in range(len(SHAPES))])
     mean.reducer._switch([Choice("raw")] * len(SHAPES))  # all that is held back of means joins the worker's own
+    torch.testing.assert_close(got + held(mean), sums, rtol=1e-9, atol=1e-9)
+
+
+NAMES = "as it is", "int2", "int4", "int8", "top0.001", "top0.01", "top0.1", "rank1", "rank4"
+WAYS = [c for c in offered(parse("top0.01"), "any", 0.5, 2) if str(c) in NAMES]
+
+
+def over_every_switch(rank: int, world_size: int) -> list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Three layers that change from each way of sending to each other: what landed, what is held back, and the sum of
+    all differences. The third goes the other way round, and where ranks rise Q is warm in its first columns alone."""
+    shapes, seen = [(60, 80), (80, 60), (90, 70)], []
+    wire = WireConfig("lgreco", like="top0.01", lgreco=LGrecoConfig("any", rule="uniform"))
+    mean = Mean([torch.zeros(s, dtype=torch.float64) for s in shapes], {"steps": 1, "weight": 1}, wire.reducer)
+    for first, second in itertools.product(WAYS, WAYS):
+        for flat in (flat for flats in mean.reducer.state.values() for flat in flats):
+            flat.zero_()
+        bucket, landed, sums = mean.buckets[0], 0.0, 0.0
+        for round, choices in enumerate([(first, first, second), (first, second, first), (second, second, first)]):
+            mean.reducer._switch(choices)
+            bucket.payload.copy_(torch.randn(bucket.numel, generator=generator(rank, round), dtype=torch.float64))
+            sums = sums + bucket.payload
+            mean.scalars.set("steps", 1.0)
+            mean.scalars.set("weight", 1.0)
+            mean.launch(), mean.wait()
+            landed = landed + bucket.payload
+        mean.reducer._switch([Choice("raw")] * 3)
+        seen.append((f"{first} to {second}", landed, held(mean), sums))
+    mean.close()
+    return seen
+
+
+def held(mean: Mean) -> torch.Tensor:
+    """What error feedback holds back, all of it the worker's own, in the payload's order."""
     layout = mean.reducer._layouts[0]
-    held = torch.cat(
+    return torch.cat(
         [mean.reducer._errors[0][layout.starts[i] :][: z.numel] for i, z in enumerate(mean.reducer.layers)]
     )
-    torch.testing.assert_close(got + held, sums, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_nothing_is_lost_between_any_two_ways_of_sending(world_size: int):
+    """The sum of what landed and the workers' mean of what they hold back are the mean of all differences."""
+    assert len(WAYS) == len(NAMES)
+    for results in zip(*run_distributed(over_every_switch, world_size, timeout=120), strict=True):
+        back, sums = (torch.stack([r[i] for r in results]).mean(0) for i in (2, 3))
+        torch.testing.assert_close(results[0][1] + back, sums, rtol=0, atol=1e-12, msg=lambda m, r=results: r[0][0] + m)
 
 
 @pytest.mark.parametrize("setting", SETTINGS[:5], ids=lambda s: s[0])

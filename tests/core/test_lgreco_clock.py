@@ -1,0 +1,99 @@
+"""When L-GreCo decides: at most a share of the time, alike on all workers; and without waiting where NCCL would."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from core.lgreco import reducer
+from core.lgreco.clock import IN_HAND, Clock
+from core.lgreco.config import LGrecoConfig
+from core.testing import run_distributed
+from tests.core.test_lgreco import SETTINGS, built, once
+from tests.core.test_lgreco_state import train
+from tests.core.test_nccl import HostReads
+
+
+def test_plans_by_hand():
+    """A second for a decision, reductions of 0.1 s: at 1 %, less what is kept in hand, two take 250 s."""
+    clock = Clock(20, 3, 0.01)
+    assert [clock.due(n) for n in (1, 2, 3, 4)] == [False, False, True, True]
+    told = clock.plan(3, spent=1.0, reductions=2.0, elapsed=0.2)
+    assert told == "; next in 2498 reductions, for deciding to take 0.01 of the time at most"
+    assert not clock.due(2500) and clock.due(2501)
+    assert clock.plan(2501, spent=2.0, reductions=2500.0, elapsed=1000.0) == "", "it has become cheap: every again"
+    assert not clock.due(2520) and clock.due(2521)
+    always = Clock(20, 3, 1.0)
+    assert always.plan(3, 1.0, 2.0, 0.2) == "" and always.due(23)
+
+
+@pytest.mark.parametrize("each", [0.003, 0.05, 2.0])
+def test_deciding_keeps_its_share(each: float):
+    """100 s of reductions of unlike lengths; programmes are a fifth of a decision, and known a decision late."""
+    clock, spent, elapsed, decisions, number = Clock(5, 2, 0.01), 0.0, 0.0, 0, 0
+    while elapsed < 100.0:
+        number += 1
+        if clock.due(number):
+            decisions += 1
+            spent += 0.8 * each
+            clock.plan(number, spent, number - 1.0, elapsed)
+            spent += 0.2 * each
+            assert decisions == 1 or spent <= 0.0105 * elapsed
+        elapsed += 0.02 if number % 2 else 0.04
+    most = IN_HAND * 0.01 * 100.0 / each
+    assert decisions >= min(number / 5 - 1, int(most) - 1, 1) and decisions <= max(1, most + 1, number / 5)
+
+
+def unlike_clocks(rank: int, world_size: int) -> tuple[list[int], list[str]]:
+    """Worker 1 takes far longer to decide."""
+    mean = built("int4", LGrecoConfig(every=1, first=1, time_share=0.5))
+    decided, told = [], []
+    for round in range(12):
+        if rank:
+            mean.reducer.clock.spend(0.02)
+        time.sleep(0.01)
+        once(mean, rank, round)
+        found = mean.reducer.allocation
+        if found is not None and found.number not in decided:
+            decided.append(found.number)
+            told.append(found.reason.partition("; next")[2])
+    mean.close()
+    return decided, told
+
+
+def test_workers_decide_together():
+    first, second = run_distributed(unlike_clocks, 2)
+    assert first == second, "also what they say of it"
+    assert 1 <= len(first[0]) < 12 and any(first[1])
+
+
+@pytest.mark.parametrize("setting", SETTINGS[:5], ids=lambda s: s[0])
+def test_over_nccl_the_launch_after_decides_the_same(setting: Any, monkeypatch: pytest.MonkeyPatch):
+    """Bit for bit what is decided at once, also from a checkpoint in between."""
+    at_once, later, resumed = built(*setting), built(*setting), built(*setting)
+    monkeypatch.setattr(reducer.LGreco, "_at_once", lambda self, group: self is at_once.reducer)
+    for round in range(7):
+        train(at_once, range(round, round + 1)), train(later, range(round, round + 1))
+        assert torch.equal(at_once.buckets[0].payload, later.buckets[0].payload), round
+    assert later.reducer.allocation is not None
+    for round in range(3):
+        train(resumed, range(round, round + 1))
+    again = built(*setting)
+    for name, flats in resumed.reducer.state.items():
+        for to, source in zip(again.reducer.state[name], flats, strict=True):
+            to.copy_(source)
+    again.background.restore(3, False)
+    for round in range(3, 7):
+        train(again, range(round, round + 1))
+    assert torch.equal(again.buckets[0].payload, later.buckets[0].payload)
+
+
+def test_asking_reads_nothing_from_a_device():
+    mean = built("rank4", LGrecoConfig("any", first=1))
+    with HostReads() as reads:
+        asked = mean.reducer._ask(1)
+        mean.reducer._hear(asked, 1)
+    assert reads.seen == [] and mean.reducer.allocation is None
