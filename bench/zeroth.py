@@ -1,25 +1,25 @@
-"""What zeroth-order training gains and costs: python -m bench.zeroth [--parts speed traffic memory quality]
+"""What zeroth-order training gains and costs: python -m bench.zeroth [--parts speed traffic memory ...]
 
 speed: steps/s where a forward pass is a stand-in that takes as long as on a device of its own, on nodes whose links
 have --rate Mbit/s and --delay_ms; and of a tiny GPT-2 as fast as it goes. traffic: bytes that the kernel counts at a
 node's network device. memory: bytes of blocks on the device, and uploads hidden, over an emulated bus; and the table of
-ZO2's README computed. quality: the tiny GPT-2, trained on Python's documentation, goes on with WikiText-2's test text
-(four fifths of it; the rest is held out): MeZO alone, method zo, ddp with AdamW, and co2. Writes zeroth.json and
-zeroth.md (bench/zeroth_table.py).
+ZO2's README computed. sharing: what each of a node's workers uploads. quality: the tiny GPT-2, trained on Python's
+documentation, goes on with WikiText-2's test text (four fifths of it; the rest is held out): MeZO alone, method zo, ddp
+with AdamW, and co2 (bench/zeroth_quality.py). tuning: chooses each one's learning rate, on another seed. Writes
+zeroth.json and zeroth.md (bench/zeroth_table.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo's warnings about host names; torch reads it when imported
 
@@ -33,26 +33,24 @@ from bench import report, zeroth_table
 from bench.cluster import Cluster, require_namespaces, run_ranks
 from bench.lgreco import sent_bytes
 from bench.options import require_each_once, require_one_or_more, require_positive
-from bench.scaling import shape
+from bench.zeroth_quality import FAST, measure_quality, measure_tuning
+from core.errors import UserError
+from core.testing import run_distributed
 from core.zeroth import ZerothConfig, ZerothOrder
 from core.zeroth.blocks import BlockStream
-from language.corpora import open_corpus, open_wikitext2
+from core.zeroth.order import digest
 from language.model import build_model
-from language.recipes import LanguageRecipe, gpt2_pydoc_small, gpt2_zo_small
-from language.train import make_objective, train
 from training.recipe import launch
-from training.run import Run
 
 NAME = "zeroth"
-Part = Literal["speed", "traffic", "memory", "quality"]
-FAST = 10_000.0  # Mbit/s: no slow link
+Part = Literal["speed", "traffic", "memory", "sharing", "tuning", "quality"]
 
 
 @dataclass(frozen=True)
 class ZerothBench:
     """What to measure."""
 
-    parts: tuple[Part, ...] = ("speed", "traffic", "memory", "quality")
+    parts: tuple[Part, ...] = get_args(Part)
     rate: float = 50.0
     """Mbit/s of the links in speed."""
     delay_ms: float = 5.0
@@ -71,17 +69,25 @@ class ZerothBench:
     base_epochs: int = 3
     """Of the run on Python's documentation whose model goes on."""
     lr: float = 1e-4
-    """Of methods without gradients; not tuned."""
+    """Of methods without gradients in quality, where tuning is not among the parts."""
     adam_lr: float = 1e-3
-    """Of ddp and co2; not tuned."""
+    """Of ddp and co2, likewise."""
+    lrs: tuple[float, ...] = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
+    """Those that tuning tries for methods without gradients."""
+    adam_lrs: tuple[float, ...] = (3e-4, 1e-3, 3e-3, 1e-2)
+    """Those that it tries for ddp and co2."""
+    tuning_seed: int = 100
+    """The seed of tuning, which is none of `seeds`."""
     out: Path | None = None
     """Where to write; runs/zeroth-DATE by default."""
 
     def check(self) -> None:
         """A UserError names the first option that cannot be."""
-        require_each_once(self, "parts", "forward_ms", "rates", "seeds")
-        require_positive(self, "rate", "delay_ms", "forward_ms", "seconds", "rates", "lr", "adam_lr")
+        require_each_once(self, "parts", "forward_ms", "rates", "seeds", "lrs", "adam_lrs")
+        require_positive(self, "rate", "delay_ms", "forward_ms", "seconds", "rates", "lr", "adam_lr", "lrs", "adam_lrs")
         require_one_or_more(self, "epoch_steps", "epochs", "base_epochs")
+        if self.tuning_seed in self.seeds:
+            raise UserError(f"tuning_seed={self.tuning_seed} is one of seeds: give another, for figures are of others")
 
 
 # -- speed ------------------------------------------------------------------------------------------------------
@@ -224,75 +230,34 @@ def measure_memory(o: ZerothBench, result: dict[str, Any]) -> Iterator[dict[str,
         }
 
 
-# -- quality ----------------------------------------------------------------------------------------------------
+# -- sharing ----------------------------------------------------------------------------------------------------
 
 
-def fine_tune(recipe: LanguageRecipe, log: Path, wikitext: bool) -> None:
-    """One rank: the train script's own loop."""
-    torch.set_num_threads(1)
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    corpus = open_corpus(recipe.corpus, recipe.vocab_size)
-    if wikitext:
-        tokens = open_wikitext2(corpus)
-        cut = len(tokens) * 4 // 5
-        corpus = replace(corpus, train=tokens[:cut], val=tokens[cut:])
-    with Run(recipe) as run:
-        train(run, recipe, corpus, make_objective(recipe, corpus), {"val": corpus.val[: recipe.eval_tokens]})
+def uploaded(rank: int, workers: int, steps: int) -> tuple[float, str]:
+    """One rank: bytes of blocks that it uploads a step, and the weights at the end. The workers make a node."""
+    group = dist.new_group(list(range(workers))) if workers > 1 else None
+    torch.manual_seed(0)
+    model = Stack(6, 256, 0.0)
+    make = functools.partial(BlockStream, blocks=list(model.blocks), share=group)
+    zo = ZerothOrder(model, ZerothConfig(pairs=False), lr=1e-6, timeout=120, make_forward=make)
+    stream: Any = zo._forward
+    ids = torch.arange(32)[None]
+    for step in range(steps + 1):
+        if step == 1:
+            before = stream.upload.bytes
+        zo.step(lambda m: nn.functional.cross_entropy(m(ids)[0], ids[0]), 1)
+    sent = stream.upload.bytes - before
+    zo.finish()
+    zo.close()
+    return sent / steps, digest(list(model.parameters()))
 
 
-def recipes(o: ZerothBench, base: Path) -> dict[str, tuple[int, LanguageRecipe]]:
-    """Name -> workers, recipe."""
-    common: dict[str, Any] = {"device": "cpu", "checkpoint_every": 0, "init_from": base, "timeout": 300.0}
-    common |= {"epoch_steps": o.epoch_steps, "eval_every": 1, "eval_tokens": 1 << 14, "log_every": 5}
-    zo = replace(gpt2_zo_small(), **common, epochs=o.epochs)
-    zo = replace(zo, optim=replace(zo.optim, lr=o.lr))
-    fewer = max(1, o.epochs // 5)
-    adam = replace(gpt2_pydoc_small(), **common, epochs=fewer, method="ddp", recommended=False)
-    adam = replace(adam, optim=replace(adam.optim, lr=o.adam_lr, warmup_steps=5))
-    late = replace(zo, zeroth=replace(zo.zeroth, delay=1))
-    co2 = replace(adam, method="co2", recommended=True, co2=replace(adam.co2.recommended(4), tau=5))
-    return {
-        "MeZO, one process": (1, zo),
-        "zo": (4, zo),
-        "zo, delay 1": (4, late),
-        "ddp, AdamW": (4, adam),
-        "co2": (4, co2),
-    }
-
-
-def measure_quality(o: ZerothBench, result: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
-    base = folder / "runs" / "base"
-    base.mkdir(parents=True)
-    first = replace(gpt2_pydoc_small(), out=base, device="cpu", method="ddp", recommended=False, epochs=o.base_epochs)
-    with Cluster(4, FAST) as cluster:
-        run_ranks(fine_tune, cluster, 1, 2, first, base / "log.txt", False, timeout=1200)
-        for seed in o.seeds:
-            for rate in o.rates:
-                shape(cluster, rate, result["verified_mbit"])
-                for name, (workers, recipe) in recipes(o, base).items():
-                    if workers == 1 and rate != o.rates[0]:
-                        continue  # it has no link
-                    out = folder / "runs" / f"{name.replace(', ', '-').replace(' ', '-')}-{rate:g}mbit-seed{seed}"
-                    out.mkdir(parents=True)
-                    recipe = replace(recipe, out=out, seed=seed, zeroth=replace(recipe.zeroth, seed=seed))
-                    row = {"method": name, "rate_mbit": rate if workers > 1 else None, "seed": seed}
-                    try:
-                        run_ranks(fine_tune, cluster, 1, workers, recipe, out / "log.txt", True, timeout=900)
-                    except (RuntimeError, TimeoutError) as error:
-                        yield row | {"failed": str(error).strip().splitlines()[-1]}
-                        continue
-                    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-                    summary = json.loads((out / "summary.json").read_text())
-                    losses = [(line["seconds"], line["val_loss"]) for line in lines if "val_loss" in line]
-                    yield row | {
-                        "losses": losses,
-                        "final": summary["val_loss"],
-                        "steps": summary["steps"],
-                        "steps_per_second": summary["steps_per_second"],
-                        "bytes_a_step": summary["bytes_sent"] / summary["steps"],
-                    }
+def measure_sharing(o: ZerothBench, result: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """All workers take the same samples, so that the weights must be the same for any number of them."""
+    for workers in (1, 2, 4):
+        found = run_distributed(uploaded, workers, 5, timeout=300)
+        weights = {name for _, name in found}
+        yield {"workers": workers, "bytes_a_step": max(sent for sent, _ in found), "weights": sorted(weights)}
 
 
 # -- all of it --------------------------------------------------------------------------------------------------
@@ -303,14 +268,15 @@ def run_all(o: ZerothBench, folder: Path) -> dict[str, Any]:
         "verified_mbit": {},
         "opt": list(zeroth_table.opt_table()),
     }
-    quality = functools.partial(measure_quality, folder=folder)
     of: dict[Part, Callable] = {
         "speed": measure_speed,
         "traffic": measure_traffic,
         "memory": measure_memory,
-        "quality": quality,
+        "sharing": measure_sharing,
+        "tuning": functools.partial(measure_tuning, folder=folder),
+        "quality": functools.partial(measure_quality, folder=folder),
     }
-    for part in o.parts:
+    for part in (part for part in get_args(Part) if part in o.parts):  # tuning before quality
         result[part] = []
         for row in of[part](o, result):
             result[part].append(row)
@@ -322,7 +288,7 @@ def run_all(o: ZerothBench, folder: Path) -> dict[str, Any]:
 def main() -> None:
     o = tyro.cli(ZerothBench, prog="python -m bench.zeroth", use_underscores=True)
     o.check()
-    if set(o.parts) - {"memory"}:
+    if set(o.parts) - {"memory", "sharing"}:
         require_namespaces()
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     torch.set_num_threads(1)  # before any work: the ranks are forked, and threads do not survive that

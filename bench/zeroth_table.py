@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -68,7 +69,15 @@ def text(result: dict[str, Any]) -> str:
         cells = [[*(f"{row[name]:g}" for name in names), f"{row['hidden']:.1%}"] for row in rows]
         titles = ("compute a block, ms", "upload, ms", "blocks on the device", "of", "uploads hidden")
         lines += ["## Blocks, over an emulated bus", "", report.table(titles, cells), ""]
+    if rows := result.get("sharing"):
+        alike = len({tuple(row["weights"]) for row in rows}) == 1
+        cells = [[row["workers"], f"{row['bytes_a_step']:,.0f}"] for row in rows]
+        lines += ["## Uploads shared by the workers of a node", ""]
+        lines += [report.table(("workers", "bytes that each uploads a step"), cells), ""]
+        lines += [f"The weights are {'the same, bit for bit' if alike else 'not the same'}.", ""]
     lines += ["## Device memory of OPT, computed, beside ZO2's README", "", opt_text(result["opt"]), ""]
+    if rows := result.get("tuning"):
+        lines += ["## Learning rates", "", tuning_text(rows, o["tuning_seed"]), ""]
     if rows := result.get("quality"):
         lines += ["## Quality", "", quality_text(rows), ""]
     return "\n".join(lines)
@@ -92,6 +101,23 @@ def opt_text(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
+def tuning_text(rows: Sequence[dict[str, Any]], seed: int) -> str:
+    """Each method's final loss at each learning rate, the least in bold, and a word where that is the grid's end."""
+    lrs = sorted({row["lr"] for row in rows})
+    cells = []
+    for name in dict.fromkeys(row["method"] for row in rows):
+        found = {row["lr"]: row.get("final", math.nan) for row in rows if row["method"] == name}
+        best = min((lr for lr in found if math.isfinite(found[lr])), key=lambda lr: found[lr], default=None)
+        shown = {lr: f"{loss:.4f}" if math.isfinite(loss) else "failed" for lr, loss in found.items()}
+        if best is not None:
+            shown[best] = f"**{shown[best]}**"
+        ends = best in (min(found), max(found)) and len(found) > 1
+        cells.append([name, *(shown.get(lr, "") for lr in lrs), "at the grid's end" if ends else ""])
+    return report.table(("final loss at", *(f"{lr:g}" for lr in lrs), ""), cells) + (
+        f"\n\nSeed {seed}, over links that do not slow. MeZO takes zo's, whose steps it takes."
+    )
+
+
 def quality_text(rows: Sequence[dict[str, Any]]) -> str:
     """The loss that the worst of MeZO's seeds ends with is what the others are timed to."""
     ended = [row for row in rows if "final" in row]
@@ -110,6 +136,7 @@ def quality_text(rows: Sequence[dict[str, Any]]) -> str:
             [
                 key[0],
                 f"{key[1]:g}" if key[1] else "none",
+                f"{group[0]['lr']:g}",
                 group[0]["steps"],
                 mean_sd([row["final"] for row in group], ".4f"),
                 mean_sd([row["steps_per_second"] for row in group], ".2f"),
@@ -117,11 +144,11 @@ def quality_text(rows: Sequence[dict[str, Any]]) -> str:
                 (mean_sd(reached, ".1f") if reached else "not reached") + f" ({len(reached)} of {len(times)})",
             ]
         )
-    titles = ("method", "Mbit/s", "steps", "final loss", "steps/s", "bytes sent a step", "seconds to the target")
+    titles = ("method", "Mbit/s", "lr", "steps", "final loss", "steps/s", "bytes sent a step", "seconds to the target")
     told = "not known yet" if target is None else f"{target:.4f}"
     return report.table(titles, cells) + (
-        f"\n\nThe target is {told}, where the worst of MeZO's seeds ended. Held-out nats per token; learning rates "
-        "were not tuned. Four workers share this machine's cores, each on a node of its own."
+        f"\n\nThe target is {told}, where the worst of MeZO's seeds ended. Held-out nats per token. "
+        "Four workers share this machine's cores, each on a node of its own."
     )
 
 

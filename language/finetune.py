@@ -97,7 +97,7 @@ def train(run: Run, recipe: FinetuneRecipe, model: nn.Module, task: PromptTask |
     epoch = recipe.epoch_steps or steps_per_epoch(task.samples, recipe.batch_size)
     total = epoch * recipe.epochs
     schedule = make_schedule(optimizer, total, recipe.optim)
-    wrapped, method = run.make_method(model, optimizer, total)
+    wrapped, method = run.make_method(model, optimizer, total, pretrained.blocks_of(model))
     run.begin(model, optimizer, schedule, method, epoch=epoch, total=total, samples=task.samples)
 
     wrapped.eval()

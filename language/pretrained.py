@@ -154,9 +154,9 @@ def positions(model: nn.Module, context: int | None) -> int:
 
 
 def blocks_of(model: nn.Module) -> nn.ModuleList:
-    """The model's largest list of modules: its transformer blocks."""
+    """The model's largest list of modules: its transformer blocks. Empty where it has none."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    return max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
+    return max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()), default=nn.ModuleList())
 
 
 def write_model(model: nn.Module, tokenizer: Any, target: Path) -> None:

@@ -110,7 +110,7 @@ def train(run: Run, recipe: LanguageRecipe, corpus: Corpus, objective: Objective
     epoch = recipe.epoch_steps or steps_per_epoch(samples, recipe.batch_size)
     total = epoch * recipe.epochs
     schedule = make_schedule(optimizer, total, recipe.optim)
-    wrapped, method = run.make_method(model, optimizer, total)
+    wrapped, method = run.make_method(model, optimizer, total, blocks_of(model))
     run.begin(model, optimizer, schedule, method, epoch=epoch, total=total, samples=samples)
 
     model.train()

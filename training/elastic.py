@@ -17,7 +17,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -103,7 +103,11 @@ class Elastic:
         """Nothing to do: the others go on without this worker, and a checkpoint is written at once."""
 
     def make_method(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Schedule | None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule | None,
+        blocks: Sequence[nn.Module],  # noqa: ARG002
     ) -> tuple[nn.Module, ElasticCO2]:
         """The model, and the method, still alone."""
         r = self.run.recipe

@@ -8,7 +8,7 @@ import functools
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from core.co2 import Schedule
 from core.errors import UserError
 from core.methods import Method, Zeroth, make_method
 from core.rounds import LocalMethod
+from core.zeroth.blocks import BlockStream
 from training import checkpoint, named, stored
 from training.config import settings
 from training.counters import Due
@@ -43,6 +44,7 @@ class Fixed:
         self.mesh: DeviceMesh | None = None
         self._model: nn.Module | None = None
         self._saver: checkpoint.Saver | None = None
+        self._node: DeviceMesh | None = None  # whose workers share uploads, with method zo
         self._made_group = False
         self._hand_over: Callable[[], None] = lambda: None  # the method's part of a checkpoint
 
@@ -51,7 +53,8 @@ class Fixed:
         run, r = self.run, self.run.recipe
         self._made_group = join(run.device, r.timeout, settings(r))
         run.folder.open(r, run.world_size, run.device)
-        self.mesh = make_mesh(run.device, r.per_node, r.zero, r.timeout)
+        mesh = make_mesh(run.device, r.per_node, r.zero, r.timeout)
+        self.mesh, self._node = (None, mesh) if r.method == "zo" else (mesh, None)
         self._saver = checkpoint.Saver(run.folder.checkpoints, run.rank, run.world_size, run.folder.attempt, r.timeout)
 
     def leave(self, failed: bool) -> None:
@@ -65,15 +68,21 @@ class Fixed:
             dist.destroy_process_group()
 
     def make_method(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Schedule | None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule | None,
+        blocks: Sequence[nn.Module],
     ) -> tuple[nn.Module, Method]:
-        """See core.methods.make_method."""
+        """See core.methods.make_method, and Run.make_method for blocks."""
         r = self.run.recipe
         if r.method == "zo":
             # nobody calls the optimiser, which lends its learning rate: torch's schedules would warn of that
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step\\(\\)` before", UserWarning)
-            lr = {"lr": lambda: optimizer.param_groups[0]["lr"]}
-            return model, Zeroth(model, r.zeroth, timeout=r.timeout, link=self.run.link, **lr)
+            options: dict[str, Any] = {"lr": lambda: optimizer.param_groups[0]["lr"]}
+            if r.offload:
+                options["make_forward"] = self._stream(blocks)
+            return model, Zeroth(model, r.zeroth, timeout=r.timeout, link=self.run.link, **options)
         wrapped, method = make_method(
             r.method,
             model,
@@ -94,6 +103,12 @@ class Fixed:
         if isinstance(method, LocalMethod):
             method.skip_after = r.skip_after
         return wrapped, method
+
+    def _stream(self, blocks: Sequence[nn.Module]) -> Callable[..., BlockStream]:
+        if not blocks:
+            raise UserError("offload: the model has no list of blocks that could be uploaded one by one: leave it out")
+        share = self._node.get_group("shard") if self._node is not None else None
+        return functools.partial(BlockStream, blocks=blocks, device=self.run.device, share=share)
 
     def begin(
         self,
@@ -163,6 +178,8 @@ class Fixed:
         with run.clock.paused():
             self._saver.wait()
             run.rounds.read()
+            if isinstance(self._method, Zeroth):
+                self._method.order.flush()
             live = {
                 "model": self._model.state_dict(),
                 "optimizer": named.of_optimizer(self._optimizer, self._model),
@@ -173,7 +190,7 @@ class Fixed:
             tensors: dict[str, Tensor] = {}
             state = stored.take_out(live, tensors) | {
                 "step": run.step,
-                "node": self._node,
+                "node": self._per_node,
                 "totals": run.rounds.overlap.state_dict()
                 | {"seconds": run.clock.seconds, "lgreco_seconds": run.rounds.allocations.seconds},
             }
@@ -202,9 +219,9 @@ class Fixed:
         state, workers = found
         if state["method"]["name"] != name:
             raise UserError(f"{run.folder.path} was trained with {state['method']['name']}, not {name}")
-        if state["node"] != self._node:
+        if state["node"] != self._per_node:
             raise UserError(
-                f"{run.folder.path} was trained with {state['node']} workers a node, here there are {self._node}: "
+                f"{run.folder.path} was trained with {state['node']} workers a node, here there are {self._per_node}: "
                 f"resume with --per_node {state['node']}"
             )
         assert self._model is not None
@@ -237,6 +254,6 @@ class Fixed:
         )
 
     @property
-    def _node(self) -> int:
+    def _per_node(self) -> int:
         """How many workers synchronise every step."""
         return self.mesh.size(1) if self.mesh is not None else 1

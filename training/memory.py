@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from core.groups import local_world_size
-from core.zeroth.exchange import Place
 from training.recipe import Recipe
 from training.sampling import per_worker
 
@@ -79,7 +78,7 @@ def estimate(recipe: Recipe, build_model: Callable[[], nn.Module], backward: Bac
     moments = {"sgd": 1 if recipe.optim.momentum else 0}.get(recipe.optim.name, 2)
     synchronises = world_size > 1 and recipe.zero < 2 and (recipe.method == "ddp" or node > 1)
     return Memory(
-        parameters=size / (node if recipe.zero >= 2 else 1),
+        parameters=streamed(model) if zeroth_order and recipe.offload else size / (node if recipe.zero >= 2 else 1),
         gradients=0.0 if zeroth_order else held,
         optimizer=moments * trained / (node if recipe.zero else 1),
         method=held * copies(recipe, node, world_size),
@@ -111,19 +110,30 @@ def gathered(recipe: Recipe, model: nn.Module) -> float:
     if recipe.zero < 2:
         return 0.0
     size = 2 if recipe.precision == "bfloat16" else 4
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    blocks = [sum(p.numel() for p in block.parameters()) for blocks in lists for block in blocks]
+    blocks = [sum(p.numel() for p in block.parameters()) for block in blocks_of(model)]
     whole = sum(p.numel() for p in model.parameters())
     few = whole - sum(blocks) + 2 * max(blocks, default=0)
     return size * (few if recipe.zero == 3 else whole) + (size + 4) * few
 
 
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """All modules that stand in lists."""
+    return [block for blocks in model.modules() if isinstance(blocks, nn.ModuleList) for block in blocks]
+
+
+def streamed(model: nn.Module) -> float:
+    """Bytes of what core.zeroth.blocks.BlockStream holds: three blocks, what belongs to none, and where the largest
+    module of that has more than two blocks, the rest of its perturbed copy."""
+    blocks = [size_of(block.parameters()) for block in blocks_of(model)]
+    block = max(blocks, default=0)
+    alone = max((size_of(m.parameters(recurse=False)) for m in model.modules()), default=0)
+    return size_of(model.parameters()) - sum(blocks) + 3 * block + max(0, alone - 2 * block)
+
+
 def measure(recipe: Recipe, model: nn.Module, backward: Backward, world_size: int) -> float:
     """The peak of what a step keeps alive beyond parameters and gradients, in bytes."""
     fsdp = recipe.zero >= 2
-    if recipe.method == "zo":
-        world_size = Place.make(0, world_size, recipe.zeroth).data_workers
-    share = per_worker(recipe.batch_size, world_size)
+    share = per_worker(recipe.batch_size, recipe.data_workers(world_size))
     parts = min(recipe.accumulate, 2)  # the second meets the first one's gradients
     part = -(-share // recipe.accumulate)
     mixed = recipe.precision == "bfloat16"
@@ -198,5 +208,5 @@ def lines(memory: Memory, recipe: Recipe) -> Iterator[str]:
     if recipe.gpu_gb is not None and memory.total > recipe.gpu_gb * GIB:
         yield (
             f"warning: gpu_gb={recipe.gpu_gb:g} is less: more --accumulate, --recompute or --zero need less, as do "
-            "--shard and --offload of co2"
+            "--shard of co2 and --offload of co2 and zo"
         )

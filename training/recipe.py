@@ -27,6 +27,7 @@ from core.elastic import check_elastic
 from core.errors import CollectiveError, DivergedError
 from core.groups import local_world_size
 from core.methods import DelayedConfig, MethodName, OverlapLocalConfig, SlowMoConfig, ZerothConfig, check_settings
+from core.zeroth.exchange import Place
 from training.optim import OptimConfig
 from training.sampling import per_worker
 from training.start import refuse
@@ -113,7 +114,8 @@ class Recipe:
     shard: bool = False
     """Share CO2's outer state out over all workers: 1 + 2 / workers copies of the parameters, not 3."""
     offload: bool = False
-    """Keep CO2's outer state and its all-reduce in the host's memory: no copy of the parameters on a GPU."""
+    """Keep CO2's outer state and its all-reduce in the host's memory: no copy of the parameters on a GPU. Of method zo:
+    keep the model's blocks there, of which three at a time are on the GPU; per_node workers upload a part each."""
     elastic: bool = False
     """Go on without a worker that dies, and let it come back: of method co2, under python -m training.launch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -208,7 +210,10 @@ class Recipe:
         """Refuses what zeroth-order steps would leave unused: gradients, and an optimiser beyond its learning rate."""
         if not self.zeroth_order:
             raise UserError("method='zo' is of language models: run language.train, or choose another method")
-        for name, needed in (("per_node", 1), ("zero", 0), ("recompute", False), ("compile", False)):
+        unused = {"per_node": 1, "zero": 0, "recompute": False, "compile": False}
+        if self.offload:  # the workers of a node share uploads
+            del unused["per_node"]
+        for name, needed in unused.items():
             if (value := getattr(self, name)) != needed:
                 raise UserError(f"{name}={value!r} with method 'zo', which makes no use of it: leave it out")
         usual = OptimConfig("sgd", momentum=0.0)
@@ -232,6 +237,10 @@ class Recipe:
         for name, (least, most) in ranges.items():
             if not least <= getattr(self, name) <= most:
                 raise UserError(f"{name}={getattr(self, name)}: give a number from {least:g} to {most:g}")
+
+    def data_workers(self, workers: int) -> int:
+        """Among how many of so many workers a batch is dealt out: with method zo two may take the same part."""
+        return Place.make(0, workers, self.zeroth).data_workers if self.method == "zo" else workers
 
     @property
     def folder(self) -> Path:
@@ -355,7 +364,7 @@ def dry_run(recipe: Recipe, build_model: Callable[[], nn.Module], backward: Back
     The model is built on the meta device. What a run refuses before its first step is refused here, too. backward: see
     training.memory.
     """
-    share = per_worker(recipe.batch_size, world_size())
+    share = per_worker(recipe.batch_size, recipe.data_workers(world_size()))
     started = "WORLD_SIZE" in os.environ  # else the number of workers is yet to be chosen
     if n := recipe.per_node or (local_world_size() if started else 0):
         check_nodes(n, recipe.zero, world_size() if started else n)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from tqdm import tqdm
 from core import peers
 from core.errors import DivergedError, UserError
 from core.guard import forget
-from core.methods import Method, OverlapLocalSGD
+from core.methods import Method, OverlapLocalSGD, Zeroth
 from core.rounds import LocalMethod
 from core.schedules import from_text
 from training.counters import Averages, Due, Every, Stopwatch, Timer
@@ -49,7 +49,7 @@ class Run:
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
         self.rank, self.world_size = rank(), world_size()
-        per_worker(recipe.batch_size, self.world_size)  # refuses a batch that does not divide
+        per_worker(recipe.batch_size, recipe.data_workers(self.world_size))  # refuses a batch that does not divide
         self.device = pick_device(recipe.device)
         tune(self.device, tf32=recipe.tf32, cudnn_benchmark=recipe.cudnn_benchmark)
         self.step = 0
@@ -84,14 +84,16 @@ class Run:
     # -- before the loop ------------------------------------------------------------------------------------
 
     def shard(self, model: nn.Module) -> nn.Module:
-        """The model on this worker's device, its parameters sharded inside the node with ZeRO-2 and 3."""
-        alone = per_worker(self.recipe.batch_size, self.world_size) == 1
+        """The model on this worker's device, its parameters sharded inside the node with ZeRO-2 and 3; on the host as
+        yet where its blocks are to stay there."""
+        alone = self.recipe.batch_size == self.recipe.data_workers(self.world_size)
         if alone and any(isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
             raise UserError(
                 f"batch_size={self.recipe.batch_size} (global) over {self.world_size} workers: BatchNorm needs two "
                 f"samples a worker; give {2 * self.world_size} or more"
             )
-        self._model = model.to(self.device)
+        streamed = self.recipe.method == "zo" and self.recipe.offload
+        self._model = model if streamed else model.to(self.device)
         mesh = self._workers.mesh
         if mesh is None:
             return self._model
@@ -105,17 +107,22 @@ class Run:
         return _zero().shard_optimizer(optimizer, mesh, self.recipe.zero) if mesh else optimizer
 
     def make_method(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, total: int | None = None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        total: int | None = None,
+        blocks: Sequence[nn.Module] = (),
     ) -> tuple[nn.Module, Method]:
         """The model to call in the loop, and the recipe's method: see core.methods.make_method. total: the optimiser
-        steps of the whole run, over which the learning rate changes; needed where a schedule of tau follows it."""
+        steps of the whole run, over which the learning rate changes; needed where a schedule of tau follows it. blocks:
+        which the model calls one after the other, for method zo with offload."""
         r = self.recipe
 
         def lr(step: int) -> float:
             assert total is not None, "give make_method the run's steps"
             return r.optim.lr * lr_factor(step, total, r.optim)
 
-        wrapped, method = self._workers.make_method(model, optimizer, from_text(r.schedule, r.co2, lr))
+        wrapped, method = self._workers.make_method(model, optimizer, from_text(r.schedule, r.co2, lr), blocks)
         if r.compile:  # the model inside keeps its parameters' names, and is evaluated as it is
             check_compiler(self.device)
             return torch.compile(wrapped), method  # pyright: ignore[reportReturnType]
@@ -272,9 +279,12 @@ class Run:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """For evaluations: stops the clock, and gathers a sharded model's parameters."""
+        """For evaluations: stops the clock, gathers a sharded model's parameters, and lets blocks that stay on the host
+        pass through the device."""
         gathering = contextlib.nullcontext()
-        if self._workers.mesh is not None and self._model is not None:
+        if isinstance(self._method, Zeroth):
+            gathering = self._method.order.inference()
+        elif self._workers.mesh is not None and self._model is not None:
             gathering = _zero().gathered(self._model, self.recipe.zero)
         with self.clock.paused(), gathering:
             yield

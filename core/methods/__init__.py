@@ -134,7 +134,7 @@ def check_settings(
     """Refuses settings that the method does not have, rather than to leave them unused, or that do not go together."""
     if name not in get_args(MethodName):
         raise UserError(f"method {name!r}: choose one of {', '.join(get_args(MethodName))}")
-    for key, value in (("shard", shard), ("offload", offload)):
+    for key, value in (("shard", shard), ("offload", offload and name != "zo")):
         if value and name != "co2":
             raise UserError(f"{key}={value!r} is CO2's own, method {name!r} does not have it: leave it out")
     if ddp_wire is not None and ddp_wire.format == "auto":

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..stats import RoundStats
 from ..zeroth import ZerothConfig, ZerothOrder
-from ..zeroth.order import Loss
+from ..zeroth.forward import Loss
 
 
 class Zeroth:

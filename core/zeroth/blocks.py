@@ -1,143 +1,33 @@
 """Training a model that does not fit the device: its blocks lie in the host's memory and pass through one at a time.
 
 While block i computes, block i + 1 is uploaded and block i - 1 offloaded: two threads beside the computation on a CPU,
-two streams beside its own on a GPU (which was not run). A block is moved once a step each way: the update of the step
-before is applied when the block next comes by (ZO2's idea), and where one process measures both W + eps z and
-W - eps z, two passes go through the model side by side, block by block.
+two streams beside its own on a GPU (which was not run). After the last block comes the first one again: it is uploaded
+under the last one, the head and the exchange of scalars, and takes this step's update when the next step comes to it.
+So a block is moved once a step each way: its update is applied when it next comes by (ZO2's idea), and where one
+process measures both W + eps z and W - eps z, two passes go through the model side by side, block by block.
 
 On the device are, beside what belongs to no block (embedding, head): two blocks as they are and one perturbed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import nn
 
 from ..errors import UserError
 from ..flat import unique
+from .forward import weights_uncached
+from .lanes import Block, Hold, Lane, OtherFailed, Turns, aligned, wait
 from .noise import Noise
 from .replay import Update
 from .weights import Weights
-
-_ALIGNED = 64  # bytes, where a tensor begins in a block
-Hold = Callable[[int], None]
-
-
-class Block:
-    """A module whose tensors lie one after the other in one piece of the host's memory."""
-
-    def __init__(self, module: nn.Module, weights: Weights, *, pin: bool):
-        numbers = {id(p): i for i, p in enumerate(weights.params)}
-        self.tensors = unique([*module.parameters(), *module.buffers()])
-        self.numbers = [numbers.get(id(t)) for t in self.tensors]  # in weights; None: not trained
-        self._places, self.nbytes = [], 0
-        for t in self.tensors:
-            self._places.append(self.nbytes)
-            self.nbytes += -(-t.nbytes // _ALIGNED) * _ALIGNED
-        self.host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=pin)
-        for t, view in zip(self.tensors, self.views(self.host), strict=True):
-            view.copy_(t.data)
-            t.data = view
-        self.behind: list[Update] = []  # not applied yet
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """The block's tensors in a flat one of bytes."""
-        places = zip(self.tensors, self._places, strict=True)
-        return [flat[at : at + t.nbytes].view(t.dtype).view(t.shape) for t, at in places]
-
-    def show(self, views: Sequence[Tensor]) -> None:
-        """From here on the module computes with these."""
-        for t, view in zip(self.tensors, views, strict=True):
-            t.data = view
-
-
-class Lane:
-    """Copies beside the computation, one after the other: a thread on a CPU, a stream on a GPU.
-
-    hold: called with a copy's bytes when it is done, to emulate a slow bus on a CPU. Attributes: bytes, seconds (on a
-    CPU), of all copies.
-    """
-
-    def __init__(self, device: torch.device, hold: Hold | None):
-        self._hold = hold
-        self.bytes, self.seconds = 0, 0.0
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._thread = None if self._stream else ThreadPoolExecutor(1)
-
-    def copy(self, target: Tensor, source: Tensor, after: Any = None) -> Any:
-        """Begins a copy, after another lane's and what the device computes so far; returns what `wait` takes."""
-        self.bytes += source.nbytes
-        if self._thread is not None:
-            return self._thread.submit(self._copy, target, source, after)
-        assert self._stream is not None
-        self._stream.wait_stream(torch.cuda.current_stream())
-        if after is not None:
-            self._stream.wait_event(after)
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-            return self._stream.record_event()
-
-    def _copy(self, target: Tensor, source: Tensor, after: Future[None] | None) -> None:
-        if after is not None:
-            after.result()
-        began = time.perf_counter()
-        target.copy_(source)
-        if self._hold is not None:
-            self._hold(source.nbytes)
-        self.seconds += time.perf_counter() - began
-
-
-def wait(copy: Any) -> None:
-    """Until a copy is through: the host on a CPU, the current stream on a GPU."""
-    if isinstance(copy, Future):
-        copy.result()
-    elif copy is not None:
-        torch.cuda.current_stream().wait_event(copy)
-
-
-class Turns:
-    """Two passes through a model take turns: only one of them runs at a time."""
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._turn = 0
-        self._left: set[int] = set()
-        self._failed = False
-
-    def begin(self, me: int) -> None:
-        """Waits for this pass's first turn."""
-        with self._condition:
-            self._await(me)
-
-    def pass_on(self, me: int) -> None:
-        """The other's turn, and then again this one's."""
-        with self._condition:
-            if 1 - me not in self._left:
-                self._turn = 1 - me
-                self._condition.notify_all()
-                self._await(me)
-
-    def leave(self, me: int, *, failed: bool) -> None:
-        with self._condition:
-            self._left.add(me)
-            self._failed |= failed
-            self._turn = 1 - me
-            self._condition.notify_all()
-
-    def _await(self, me: int) -> None:
-        self._condition.wait_for(lambda: self._turn == me or self._failed)
-        if self._failed:
-            raise _OtherFailed
-
-
-class _OtherFailed(Exception):
-    """The pass beside this one has failed, and says why."""
 
 
 class BlockStream:
@@ -147,7 +37,9 @@ class BlockStream:
 
     blocks: modules that the model calls one after the other, in this order, in every forward pass. device: where to
     compute (None: where the model is); what belongs to no block is moved there, and is perturbed a module at a time.
-    hold: see Lane. Losses and updates are ScratchCopy's, bit for bit.
+    hold: see Lane. share: the workers of a node, in a group that nobody else uses: each uploads its part of a block,
+    and they send each other theirs; all must then make equally many passes. Losses and updates are ScratchCopy's, bit
+    for bit.
 
     Attributes: upload, offload, the Lanes; waited, seconds (on a CPU) that the computation waited for uploads;
     device_bytes, what is held on the device beyond the weights that belong to no block.
@@ -161,12 +53,15 @@ class BlockStream:
         blocks: Sequence[nn.Module],
         device: torch.device | None = None,
         hold: Hold | None = None,
+        share: dist.ProcessGroup | None = None,
     ):
         self._model, self._weights = model, weights
         self.device = device or weights.params[0].device
+        self.share = share
         inside = {id(m) for block in blocks for m in block.modules()}
         _refuse(model, blocks, inside)
-        self.blocks = [Block(block, weights, pin=self.device.type == "cuda") for block in blocks]
+        parts = dist.get_world_size(share) if share is not None else 1
+        self.blocks = [Block(block, weights, pin=self.device.type == "cuda", parts=parts) for block in blocks]
         in_blocks = {id(t) for block in self.blocks for t in block.tensors}
         others = [t for t in unique([*model.parameters(), *model.buffers()]) if id(t) not in in_blocks]
         for t in others:
@@ -176,17 +71,19 @@ class BlockStream:
         self._numbers = {id(p): i for i, p in enumerate(weights.params)}
         self._resident = [i for i, p in enumerate(weights.params) if id(p) not in in_blocks]
         self._behind: list[Update] = []  # of what belongs to no block
-        size = max(block.nbytes for block in self.blocks)
+        size = self._size = max(block.nbytes for block in self.blocks)
         self._arena = torch.empty(3 * size, dtype=torch.uint8, device=self.device)
-        self._slots, self._scratch = (self._arena[:size], self._arena[size : 2 * size]), self._arena[2 * size :]
-        self._spare = self._arena[size:]  # free before the first block and after the last
+        # a slot and what is beside it are free together, before the first block and after the last
+        self._slots, self._scratch = (self._arena[:size], self._arena[2 * size :]), self._arena[size : 2 * size]
         self.device_bytes = self._arena.nbytes
         self.upload, self.offload = Lane(self.device, hold), Lane(self.device, hold)
         self.waited = 0.0
         self._local = threading.local()  # sign and number of the pass that runs in a thread
-        self._uploads: dict[int, Any] = {}
-        self._offloads: dict[int, Any] = {}
         self._at, self._passes = -1, 0  # the block on the device, and how many passes have come to it
+        self._slot = 1  # that it is in; the next one comes into the other
+        self._ahead: tuple[int, Any, list[int]] | None = None  # a block that is uploaded, its copy and versions
+        self._offloaded: Any = None  # the newest copy to the host
+        self._shares = share is not None
         for i, block in enumerate(blocks):
             block.register_forward_pre_hook(lambda *_, i=i: self._enter(i))
             block.register_forward_hook(lambda *_, i=i: self._leave(i))
@@ -210,6 +107,7 @@ class BlockStream:
     @torch.no_grad()
     def flush(self) -> None:
         """Applies what was put off."""
+        self._forget_ahead()
         self._catch_up()
         for block in self.blocks:
             if block.behind:
@@ -218,25 +116,46 @@ class BlockStream:
                 self._update(block, slot)
                 block.host.copy_(slot)
 
+    @contextlib.contextmanager
+    def inference(self) -> Iterator[None]:
+        """Inside, the model may be called, at W with all that was put off: its blocks pass through, unshared."""
+        self.flush()
+        self._signs, self._shares = (0,), False
+        self._local.sign, self._local.number = 0, 0
+        try:
+            with torch.no_grad(), weights_uncached():
+                yield
+        finally:
+            self._local.sign = None
+            self._end()
+            self._forget_ahead()
+            self._shares = self.share is not None
+
     def losses(self, loss: Callable[[nn.Module], Any], step: int, direction: int, signs: tuple[int, ...]) -> list[Any]:
         """loss(model) at W + sign eps z for each sign, of which there are one or two; 0 stands for W itself."""
         self._now, self._signs = (step, direction), signs
         self._catch_up()
-        self._begin_upload(0)
+        if self._ahead is not None and self._ahead[2] != self.blocks[0].versions():
+            self._forget_ahead()  # other weights were loaded
+        if self._ahead is None:
+            self._begin_upload(0)
         self._turns = Turns()
         found: list[Any] = [None] * len(signs)
         errors: list[BaseException] = []
+        kind = self.device.type
+        autocast = {"enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
 
         def run(number: int) -> None:
             failed = True
             try:
-                with torch.no_grad():
+                # a thread has a state of its own, and a cache that they share would mix up the passes' weights
+                with torch.no_grad(), torch.autocast(kind, **autocast, cache_enabled=False):
                     self._local.sign, self._local.number = signs[number], number
                     if number:
                         self._turns.begin(number)
                     found[number] = loss(self._model)
                 failed = False
-            except _OtherFailed:
+            except OtherFailed:
                 pass
             except BaseException as error:
                 errors.append(error)
@@ -265,10 +184,11 @@ class BlockStream:
             return
         if i == 0 and len(self._signs) > 1:  # so that both passes are through the embedding
             self._turns.pass_on(self._local.number)
-        block, slot = self.blocks[i], self._slots[i % 2]
-        if self._at != i:
+        block = self.blocks[i]
+        if self._at != i or self._passes == len(self._signs):
             self._take(i)
         self._passes += 1
+        slot = self._slots[self._slot]
         views = block.views(slot)
         if sign:
             moved = block.views(self._scratch)
@@ -277,35 +197,44 @@ class BlockStream:
                     self._weights.perturb(number, w, out, *self._now, sign)
             views = [w if n is None else out for n, w, out in zip(block.numbers, views, moved, strict=True)]
         if self._passes == len(self._signs) and self._updated:
-            self._offloads[i % 2] = self.offload.copy(block.host, slot[: block.nbytes])
+            self._offloaded = self.offload.copy(block.host, slot[: block.nbytes])
         block.show(views)
 
     def _take(self, i: int) -> None:
         """Block i, uploaded and updated, into its slot; the next one's upload begins."""
-        if i != (self._at + 1) % len(self.blocks) or self._passes not in (0, len(self._signs)):
+        count = len(self.blocks)
+        if i != (self._at + 1) % count or self._passes not in (0, len(self._signs)):
             raise UserError(
                 f"block {i} is called after block {self._at}: give `blocks` in the order in which the model calls them"
             )
-        if i not in self._uploads:
+        if self._ahead is None:
             self._begin_upload(i)
+        assert self._ahead is not None and self._ahead[0] == i
         began = time.perf_counter()
-        wait(self._uploads.pop(i))
+        wait(self._ahead[1], self.device)
         self.waited += time.perf_counter() - began
+        self._ahead, self._slot = None, 1 - self._slot
         block = self.blocks[i]
         self._updated = bool(block.behind)
         if self._updated:
-            self._update(block, self._slots[i % 2][: block.nbytes])
+            self._update(block, self._slots[self._slot][: block.nbytes])
         self._at, self._passes = i, 0
-        if i + 1 < len(self.blocks):
-            self._begin_upload(i + 1)
+        if count > 1:  # else it is not offloaded yet
+            self._begin_upload((i + 1) % count)
 
     def _begin_upload(self, i: int) -> None:
-        """Once the block that was in its slot is offloaded."""
+        """Into the slot that is free once the last block there is offloaded, as are all that were before it."""
         block = self.blocks[i]
-        before = self._offloads.pop(i % 2, None)
-        self._uploads[i] = self.upload.copy(self._slots[i % 2][: block.nbytes], block.host, before)
+        slot = self._slots[1 - self._slot][: block.nbytes]
+        copy = self.upload.copy(slot, block.host, self._offloaded, self.share if self._shares else None)
+        self._ahead = i, copy, block.versions()
 
-    def _update(self, block: Block, slot: Tensor) -> None:
+    def _forget_ahead(self) -> None:
+        if self._ahead is not None:
+            wait(self._ahead[1], self.device)
+        self._ahead = None
+
+    def _update(self, block: Block, slot: torch.Tensor) -> None:
         for number, w in zip(block.numbers, block.views(slot), strict=True):
             if number is not None:
                 for update in block.behind:
@@ -322,10 +251,11 @@ class BlockStream:
             self._turns.pass_on(self._local.number)
 
     def _end(self) -> None:
-        """After all passes: everything is in its place on the host."""
-        for copy in (*self._uploads.values(), *self._offloads.values()):
-            wait(copy)
-        self._uploads, self._offloads = {}, {}
+        """After all passes: everything is in its place on the host, and the first block on its way to the device."""
+        wait(self._offloaded, self.device, host=True)
+        self._offloaded = None
+        if self._ahead is not None and self._ahead[0] != 0:  # a pass has failed
+            self._forget_ahead()
         self._at, self._passes = -1, 0
         for block in self.blocks:
             block.show(block.views(block.host))
@@ -343,17 +273,18 @@ class BlockStream:
         sign = getattr(self._local, "sign", None)
         if not sign:
             return
-        for copy in self._offloads.values():  # the last block's may still be in the spare memory
-            wait(copy)
+        wait(self._offloaded, self.device)  # the last block may still be in the spare memory
         trained = [
             (p, self._numbers[id(p)]) for p in unique(list(module.parameters(recurse=False))) if id(p) in self._numbers
         ]
         self._local.kept = [(p, p.data) for p, _ in trained]
+        between = 0 <= self._at < len(self.blocks) - 1  # two blocks: there is none to spare
+        spare = self._arena[:0] if between else self._arena[self._slot * self._size :][: 2 * self._size]
         at = more = 0
         for p, number in trained:
-            size = -(-p.nbytes // _ALIGNED) * _ALIGNED
-            fits = at + size <= self._spare.nbytes
-            out = self._spare[at : at + p.nbytes].view(p.dtype).view(p.shape) if fits else torch.empty_like(p.data)
+            size = aligned(p.nbytes)
+            fits = at + size <= spare.nbytes
+            out = spare[at : at + p.nbytes].view(p.dtype).view(p.shape) if fits else torch.empty_like(p.data)
             at, more = (at + size, more) if fits else (at, more + size)
             self._weights.perturb(number, p.data, out, *self._now, sign)
             p.data = out

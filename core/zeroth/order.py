@@ -23,15 +23,14 @@ import ctypes
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import peers
 from ..checks import check_group
@@ -40,10 +39,10 @@ from ..errors import DivergedError, UserError
 from ..groups import broadcast, compare, leave_group, new_group
 from .config import ZerothConfig
 from .exchange import NUMBERS, Exchange, Place
+from .forward import Forward, Loss, ScratchCopy, evaluating, refuse_batch_norm
 from .replay import ScalarLog, Update
 from .weights import Chosen, Weights
 
-Loss = Callable[[nn.Module], Tensor | float]
 PATIENCE = 10  # steps in a row that may be dropped
 _PIECE = 1 << 24  # bytes that are hashed at a time
 
@@ -62,48 +61,6 @@ class StepResult:
     dropped: bool
 
 
-class Forward(Protocol):
-    """How losses at perturbed weights are measured, and where the weights lie meanwhile."""
-
-    pending: list[Update]
-
-    def losses(self, loss: Loss, step: int, direction: int, signs: tuple[int, ...]) -> list[Tensor | float]: ...
-    def apply(self, update: Update) -> None: ...
-    def flush(self) -> None: ...
-
-
-class ScratchCopy:
-    """All weights on their device, and one copy of them, which is perturbed; updates at once."""
-
-    def __init__(self, model: nn.Module, weights: Weights):
-        self._model, self._weights = model, weights
-        self._scratch = [torch.empty_like(p, requires_grad=False) for p in weights.params]
-        self.pending: list[Update] = []  # always empty
-
-    def losses(self, loss: Loss, step: int, direction: int, signs: tuple[int, ...]) -> list[Tensor | float]:
-        """loss(model) at W + sign eps z for each sign."""
-        found = []
-        live = [p.data for p in self._weights.params]
-        for sign in signs:
-            for i, (w, scratch) in enumerate(zip(live, self._scratch, strict=True)):
-                self._weights.perturb(i, w, scratch, step, direction, sign)
-            try:
-                for p, scratch in zip(self._weights.params, self._scratch, strict=True):
-                    p.data = scratch
-                found.append(loss(self._model))
-            finally:
-                for p, w in zip(self._weights.params, live, strict=True):
-                    p.data = w
-        return found
-
-    def apply(self, update: Update) -> None:
-        for i, p in enumerate(self._weights.params):
-            self._weights.update(i, p.data, update)
-
-    def flush(self) -> None:
-        """Nothing is put off here."""
-
-
 class ZerothOrder:
     """Trains a model by its losses alone; see the module's text.
 
@@ -112,7 +69,7 @@ class ZerothOrder:
     learning rate, which a schedule may set before each step. trainable: says by name and parameter what is trained
     (LoRA, a head alone); None: what requires a gradient. group: the workers (None: all). timeout: seconds until a
     missing worker is an error. link: an emulated slow one. make_forward: another way than ScratchCopy to hold the
-    weights, as blocks.stream gives it.
+    weights, such as blocks.BlockStream.
 
     Attributes: steps, taken so far; log, the ScalarLog; place, what this worker measures; news, numbers that a worker
     sends along with its losses, equally many on all, and heard, their sums over the workers, of the step whose scalars
@@ -135,16 +92,14 @@ class ZerothOrder:
     ):
         check_group()
         self.model, self.config, self.lr = model, config or ZerothConfig(), lr
-        _refuse_batch_norm(model)
-        rank, workers = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
-        self.place = Place.make(rank, workers, self.config)
-        self.weights = Weights(model, self.config, trainable, tells=rank == 0)
+        refuse_batch_norm(model)
         self._timeout, self._link = timeout, link
-        self.group = new_group(group, timeout, torch.device("cpu"), backend="gloo") if workers > 1 else None
+        self._take_place(group)
+        self.weights = Weights(model, self.config, trainable, tells=self.place.rank == 0)
+        self._forward = make_forward(model, self.weights)  # says where z is drawn, so before the workers compare
         if self.group is not None:
             peers.meet(self.group)
             self._meet(self.group)
-        self._forward = make_forward(model, self.weights)
         self.steps = 0
         self.log = ScalarLog(self.config.seed, self.config.directions, self.config.weight_decay)
         self.news: list[float] = []
@@ -156,15 +111,19 @@ class ZerothOrder:
         self.own_loss = math.nan
         self.bytes_sent, self.exposed_seconds, self.exchange_seconds = 0, 0.0, 0.0
 
+    def _take_place(self, group: dist.ProcessGroup | None) -> None:
+        """Among the workers of `group`, and in a group of their own."""
+        rank, workers = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+        self.place = Place.make(rank, workers, self.config)
+        self.group = new_group(group, self._timeout, torch.device("cpu"), backend="gloo") if workers > 1 else None
+
     def _meet(self, group: dist.ProcessGroup) -> None:
         """Settings and shapes agree, and so do all tensors from here on."""
         drawn = f"z drawn on {kind_of(self.weights.noise.device)} (with rng='host' all draw alike)"
         names = [f"{name} {tuple(p.shape)}" for name, p in zip(self.weights.names, self.weights.params, strict=True)]
         compare((str(self.config), drawn, names), [], group)
         tensors = [*self.model.parameters(), *self.model.buffers()]
-        digests: list[str] = [""] * dist.get_world_size(group)
-        dist.all_gather_object(digests, digest(tensors), group=group)
-        if len(set(digests)) > 1:
+        if len(set(gathered(digest(tensors), group))) > 1:
             broadcast([t.data for t in tensors], group, torch.device("cpu"))
 
     @property
@@ -205,6 +164,8 @@ class ZerothOrder:
     def _measure(self, loss: Loss, count: float, step: int, direction: int) -> list[float]:
         """What is sent of one direction."""
         sides = [0.0, 0.0]
+        if not count and self._forward.share is not None:
+            raise UserError("count=0: a worker that shares uploads measures at every step; give each some samples")
         if count:
             signs = self.place.signs
             for sign, value in zip(signs, self._forward.losses(loss, step, direction, signs), strict=True):
@@ -257,6 +218,11 @@ class ZerothOrder:
         """
         self._forward.flush()
 
+    def inference(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the model may be called, as for an evaluation: after a `flush`, and its blocks pass through the
+        device where BlockStream holds them."""
+        return self._forward.inference()
+
     @torch.no_grad()
     def finish(self) -> StepResult | None:
         """At the end: applies all that is known or on its way. What is returned is the last step's, with delay=1."""
@@ -270,6 +236,43 @@ class ZerothOrder:
         if self.group is not None:
             leave_group(self.group, self._timeout)
             self.group = None
+
+    # -- workers that come and go ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def regroup(self, group: dist.ProcessGroup | None = None) -> None:
+        """Goes on among the workers of `group` (None: all) at a step boundary; every one of them must call it.
+
+        One that comes has made its own ZerothOrder of the initial weights, alone, and may have replayed the list so
+        far; it is sent the list, 8 bytes a step and direction, and replays what it lacks. One that goes calls close().
+        What is in flight is applied first; call finish() and close() yourself where torch.distributed is begun anew in
+        between. The data must be dealt out anew. UserError on all where a worker's list is of another run.
+        """
+        if self._forward.share is not None:
+            raise UserError("workers that share uploads stay together: save, and resume with the new workers")
+        self.finish()
+        self.close()
+        self._take_place(group)
+        if self.group is not None:
+            peers.meet(self.group)
+            self._catch_up(self.group)
+            self._meet(self.group)
+
+    def _catch_up(self, group: dist.ProcessGroup) -> None:
+        """Replays what the worker with the longest list has beyond one's own."""
+        steps = gathered(self.steps, group)
+        longest = steps.index(max(steps))
+        box = [self.log.state_dict() if self.place.rank == longest else None]
+        dist.broadcast_object_list(box, group_src=longest, group=group)
+        try:
+            self.replay(ScalarLog.from_state(box[0]))  # pyright: ignore[reportArgumentType]
+            refused = ""
+        except UserError as error:
+            refused = str(error)
+        for rank, reason in enumerate(gathered(refused, group)):
+            if reason:
+                raise UserError(f"rank {rank} cannot join: {reason}")
+        self._dropped = self.log.dropped_at_its_end()
 
     # -- checkpoints and replay -----------------------------------------------------------------------------
 
@@ -325,22 +328,16 @@ class ZerothOrder:
         self.flush()
 
 
+def gathered(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Every worker's, in rank order."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    return found
+
+
 def kind_of(device: torch.device) -> str:
     """Devices of one kind draw the same numbers."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, every module is in eval mode; after it as it was."""
-    training = [m for m in model.modules() if m.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def digest(tensors: list[Tensor]) -> str:
@@ -352,17 +349,3 @@ def digest(tensors: list[Tensor]) -> str:
             size = min(_PIECE, flat.nbytes - at)
             found.update((ctypes.c_char * size).from_address(flat.data_ptr() + at))
     return found.hexdigest()
-
-
-def _refuse_batch_norm(model: nn.Module) -> None:
-    """In eval mode it normalises with statistics that no step here changes."""
-    for name, module in model.named_modules():
-        if not isinstance(module, _BatchNorm):
-            continue
-        if module.running_mean is None:
-            raise UserError(f"{name or 'the model'} is a BatchNorm without running statistics: use another norm")
-        if module.num_batches_tracked is not None and not module.num_batches_tracked:
-            raise UserError(
-                f"{name or 'the model'} is a BatchNorm whose statistics have seen no data, and zeroth-order steps "
-                "never change them: start from trained weights, or use another norm"
-            )

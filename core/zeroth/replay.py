@@ -7,6 +7,7 @@ import math
 import sys
 from array import array
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,6 +66,10 @@ class ScalarLog:
         mine = ((u.lr, array("d", u.g).tobytes()) for u in self.updates())
         theirs = ((u.lr, array("d", u.g).tobytes()) for u in other.updates())
         return len(other) <= len(self) and all(a == b for a, b in zip(mine, theirs, strict=False))
+
+    def dropped_at_its_end(self) -> int:
+        """How many of its last steps, one after the other, were dropped."""
+        return sum(1 for _ in takewhile(lambda u: u.dropped, reversed(self.updates())))
 
     def save(self, path: str | Path) -> None:
         """Writes a line of JSON, and the numbers in little-endian float64."""

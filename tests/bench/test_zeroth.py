@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from bench import zeroth_table
+from bench import report, zeroth_table
 from bench.cluster import Cluster, run_ranks
-from bench.zeroth import FAST, Stack, ZerothBench, counted, measure_memory, recipes
+from bench.zeroth import Stack, ZerothBench, counted, measure_memory, measure_sharing
+from bench.zeroth_quality import FAST, best_lr, recipes
 from core import UserError
 
 
@@ -20,7 +21,7 @@ def test_opts_table_is_embedding_head_and_three_blocks_with_one_constant():
 
 
 def row(method: str, rate: float | None, seed: int, losses: list[tuple[float, float]]) -> dict:
-    found = {"method": method, "rate_mbit": rate, "seed": seed, "losses": losses, "final": losses[-1][1]}
+    found = {"method": method, "rate_mbit": rate, "seed": seed, "lr": 1e-3, "losses": losses, "final": losses[-1][1]}
     return found | {"steps": 10, "steps_per_second": 2.0, "bytes_a_step": 120}
 
 
@@ -35,10 +36,34 @@ def test_methods_are_timed_to_where_the_worst_of_mezos_seeds_ended():
     ]
     text = zeroth_table.quality_text(rows)
     assert "The target is 4.5000" in text
-    assert "| zo | 50 | 10 | 4.4000 ± 0.0000 | 2.00 ± 0.00 | 120 | 1.5 ± 0.7 (2 of 2) |" in text
-    assert "| ddp, AdamW | 50 | 10 | 4.6000 | 2.00 | 120 | not reached (0 of 1) |" in text
+    assert "| zo | 50 | 0.001 | 10 | 4.4000 ± 0.0000 | 2.00 ± 0.00 | 120 | 1.5 ± 0.7 (2 of 2) |" in text
+    assert "| ddp, AdamW | 50 | 0.001 | 10 | 4.6000 | 2.00 | 120 | not reached (0 of 1) |" in text
     assert "| co2 | failed: gone |" in text
-    assert "| MeZO, one process | none | 10 | 4.2500 ± 0.3536 | 2.00 ± 0.00 | 120 | 2.5 ± 0.7 (2 of 2) |" in text
+    assert (
+        "| MeZO, one process | none | 0.001 | 10 | 4.2500 ± 0.3536 | 2.00 ± 0.00 | 120 | 2.5 ± 0.7 (2 of 2) |" in text
+    )
+
+
+def test_the_learning_rate_is_that_of_the_run_that_ended_lowest():
+    def tried(method: str, lr: float, **found: float | str) -> dict:
+        return {"method": method, "lr": lr} | found
+
+    rows = [
+        tried("zo", 1e-4, final=5.0),
+        tried("zo", 1e-3, final=4.0),
+        tried("zo", 1e-2, final=float("nan")),
+        tried("zo", 1e-1, failed="DivergedError"),
+        tried("co2", 1e-3, final=4.5),
+        tried("co2", 1e-2, final=4.25),
+        tried("ddp, AdamW", 1e-3, failed="gone"),
+    ]
+    names = ("zo", "MeZO, one process", "co2", "ddp, AdamW")
+    assert [best_lr(rows, name) for name in names] == [1e-3, 1e-3, 1e-2, None]
+    text = zeroth_table.tuning_text(rows, 100)
+    assert "| final loss at | 0.0001 | 0.001 | 0.01 | 0.1 |  |" in text
+    assert "| zo | 5.0000 | **4.0000** | failed | failed |  |" in text
+    assert "| co2 |  | 4.5000 | **4.2500** |  | at the grid's end |" in text
+    assert "| ddp, AdamW |  | failed |  |  |  |" in text
 
 
 def test_every_method_starts_from_the_same_weights_and_sees_as_large_batches(tmp_path):
@@ -49,6 +74,14 @@ def test_every_method_starts_from_the_same_weights_and_sees_as_large_batches(tmp
     assert made["co2"][1].epochs == made["ddp, AdamW"][1].epochs == 4
 
 
+@pytest.mark.slow
+def test_workers_of_a_node_upload_equal_parts():
+    rows = list(measure_sharing(ZerothBench(), {}))
+    assert [rows[0]["bytes_a_step"] / row["bytes_a_step"] for row in rows] == [1, 2, 4]
+    text = zeroth_table.text({"options": {}, "opt": [], "sharing": rows} | report.header("bench.zeroth", ZerothBench()))
+    assert "| 4 | 394,752 |" in text and "The weights are the same, bit for bit." in text
+
+
 def test_uploads_hide_and_three_blocks_lie_on_the_device():
     first = next(iter(measure_memory(ZerothBench(), {})))
     assert first["blocks_on_device"] == 3 and first["hidden"] > 0.7
@@ -57,7 +90,14 @@ def test_uploads_hide_and_three_blocks_lie_on_the_device():
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"parts": ()}, "parts="), ({"rates": (0.0,)}, "rates=0.0"), ({"epochs": 0}, "epochs=0"), ({"lr": -1.0}, "lr=-1")],
+    [
+        ({"parts": ()}, "parts="),
+        ({"rates": (0.0,)}, "rates=0.0"),
+        ({"epochs": 0}, "epochs=0"),
+        ({"lr": -1.0}, "lr=-1"),
+        ({"lrs": (1e-3, 0.0)}, "lrs=0.0"),
+        ({"tuning_seed": 2}, "tuning_seed=2 is one of seeds"),
+    ],
 )
 def test_options_that_cannot_be_are_refused(changes: dict, message: str):
     with pytest.raises(UserError, match=message):

@@ -47,8 +47,8 @@ JOBS = {
     "norms": {"method": "local", "trainable": ("*ln_*",), "epochs": 1},
     "text": {"method": "ddp", "task": "text", "context": 16},
     "zo": ZO,
-    "zo first half": ZO | {"name": "zo halves", "epochs": 1},
-    "zo second half": ZO | {"name": "zo halves", "resume": True},
+    "zo first half": ZO | {"name": "zo halves", "epochs": 1, "offload": True},
+    "zo second half": ZO | {"name": "zo halves", "resume": True, "offload": True},
     "zo 16 bits": ZO | {"weights": "bfloat16", "zeroth": ZerothConfig(eps=0.01, delay=1)},
     "zo text": ZO | {"task": "text", "context": 16, "epochs": 1},
 }

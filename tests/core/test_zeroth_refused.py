@@ -1,0 +1,164 @@
+"""What zeroth-order training refuses, tells, and changes while it measures."""
+
+import math
+import warnings
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from core import CollectiveError, UserError
+from core.testing import run_distributed
+from core.zeroth import ZerothConfig, ZerothOrder
+from core.zeroth.exchange import Exchange, Place
+from core.zeroth.order import digest
+from tests.zeroth_net import SAMPLES, Net, batch, losses_of
+
+# -- what is refused, and what is changed while it measures ---------------------------------------------------------
+
+
+def test_dropout_is_off_while_a_step_measures_and_on_again_after_it():
+    model = Net().train()
+    model.norm.eval()
+    zo = ZerothOrder(model, lr=0.1)
+    modes = []
+    zo.step(lambda m: modes.append([x.training for x in m.modules()]) or 1.0, 1)
+    assert not any(any(mode) for mode in modes)
+    assert model.drop.training and model.training and not model.norm.training
+
+
+def test_weights_are_as_they_were_after_a_loss_that_fails():
+    model = Net()
+    before, at = digest(list(model.parameters())), [p.data_ptr() for p in model.parameters()]
+    zo = ZerothOrder(model, lr=0.1)
+    with pytest.raises(ZeroDivisionError):
+        zo.step(lambda m: 1 / 0, 1)
+    assert digest(list(model.parameters())) == before and [p.data_ptr() for p in model.parameters()] == at
+
+
+def test_a_filter_leaves_the_rest_alone():
+    model = Net()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    zo = ZerothOrder(model, lr=0.1, trainable=lambda name, p: name.startswith("back."))
+    zo.step(lambda m: losses_of(m, batch(0)).mean(), SAMPLES)
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {"back.weight", "back.bias"}
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: ZerothConfig(eps=0.0), "eps=0.0: give a number above 0"),
+        (lambda: ZerothConfig(eps=math.nan), "eps=nan"),
+        (lambda: ZerothConfig(directions=0), "directions=0: give a whole number"),
+        (lambda: ZerothConfig(delay=2), "delay=2: give 0 or 1"),  # pyright: ignore[reportArgumentType]
+        (lambda: ZerothConfig(weight_decay=-1.0), "weight_decay=-1.0"),
+        (lambda: ZerothConfig(seed=-1), "seed=-1"),
+        (lambda: ZerothOrder(Net(), ZerothConfig(pairs=True), lr=0.1), "pairs=True with 1 worker: a pair is two"),
+        (lambda: ZerothOrder(Net().requires_grad_(False), lr=0.1), "nothing to train"),
+        (lambda: ZerothOrder(Net(), lr=0.1, trainable=lambda name, p: False), "nothing to train"),
+        (lambda: ZerothOrder(nn.BatchNorm1d(3), lr=0.1), "BatchNorm whose statistics have seen no data"),
+        (
+            lambda: ZerothOrder(nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False)), lr=0.1),
+            "0 is a BatchNorm without running statistics",
+        ),
+        (lambda: ZerothOrder(Net(), lr=math.inf).step(lambda m: 1.0, 1), "lr=inf: give a finite number"),
+        (lambda: ZerothOrder(Net(), lr=0.1).step(lambda m: 1.0, -1), "count=-1"),
+        (lambda: ZerothOrder(Net(), lr=0.1).step(lambda m: torch.ones(2), 1), r"the loss has shape \(2,\)"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(build: Callable, message: str):
+    with pytest.raises(UserError, match=message) as found:
+        build()
+    assert "\n" not in str(found.value)
+
+
+def test_batch_norm_with_trained_statistics_is_taken():
+    norm = nn.BatchNorm1d(3)
+    norm(torch.randn(5, 3))
+    assert ZerothOrder(norm, lr=0.1).step(lambda m: float(m(torch.ones(2, 3)).sum()), 2).step == 0
+
+
+def test_what_16_bits_swallow_is_told():
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(100, 100).bfloat16()
+
+    with pytest.warns(UserWarning, match="swallows the perturbation of 100% of the elements: raise eps=1e-06"):
+        ZerothOrder(net(), ZerothConfig(eps=1e-6), lr=1.0).step(lambda m: 0.0, 1)
+    values = iter((1e-3, 0.0))
+    with pytest.warns(UserWarning, match="swallows the update of .* raise lr"):
+        ZerothOrder(net(), ZerothConfig(eps=1e-3), lr=1e-6).step(lambda m: next(values), 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        values = iter((1.0, 0.0))
+        ZerothOrder(net(), ZerothConfig(eps=1e-2), lr=1e-3).step(lambda m: next(values), 1)
+
+
+def test_where_workers_cannot_be_shared_out():
+    with pytest.raises(UserError, match="directions=2 over 3 groups of workers with data of their own"):
+        Place.make(0, 3, ZerothConfig(directions=2))
+    with pytest.raises(UserError, match="pairs=True with 3 workers: a pair is two, start an even number"):
+        Place.make(0, 3, ZerothConfig(pairs=True))
+    places = [Place.make(rank, 4, ZerothConfig()) for rank in range(4)]
+    assert [(p.data_rank, p.data_workers, p.signs) for p in places] == [
+        (0, 2, (1,)),
+        (0, 2, (-1,)),
+        (1, 2, (1,)),
+        (1, 2, (-1,)),
+    ]
+    with pytest.raises(UserError, match="rank 0 had 2 samples and rank 1 3: a pair takes the same batch"):
+        Place.make(0, 2, ZerothConfig()).combine([[1.0, 0.0, 2.0], [0.0, 1.0, 3.0]])
+
+
+def differing(rank: int, world_size: int, what: str) -> str:
+    config = ZerothConfig(seed=rank if what == "seed" else 0)
+    chosen = (lambda name, p: "bias" not in name) if what == "filter" and rank else None
+    kind = "a GPU" if what == "device" and rank else "cpu"
+    try:
+        with mock.patch("core.zeroth.order.kind_of", lambda device: kind):
+            ZerothOrder(Net(), config, lr=0.1, trainable=chosen, timeout=60)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("seed", "seed=0"),
+        ("filter", "5 tensors, against 3"),
+        ("device", "z drawn on cpu (with rng='host' all draw alike), against z drawn on a GPU"),
+    ],
+)
+def test_workers_that_differ_are_refused(what, message):
+    for text in run_distributed(differing, 2, what):
+        assert text.startswith("workers differ: rank 0 has") and message in text and text.endswith("of rank 1")
+
+
+def one_leaves(rank: int, world_size: int) -> str:
+    zo = ZerothOrder(Net(), lr=0.1, timeout=3)
+    if rank == 1:
+        import os
+
+        os._exit(0)
+    try:
+        zo.step(lambda m: 1.0, 1)
+    except CollectiveError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_worker_that_is_gone_is_named():
+    text = run_distributed(one_leaves, 2, expect_death=(1,))[0]
+    assert text.startswith("rank 0: the scalars of step 0 did not come; no answer from rank 1")
+
+
+def test_an_exchange_over_a_slow_link_takes_as_long():
+    class Link:
+        def reserve(self, nbytes: float) -> float:
+            raise AssertionError("a lone worker sends nothing")
+
+    assert Exchange([1.0, 2.0, 3.0], None, Link()).wait(0) == [[1.0, 2.0, 3.0]]
