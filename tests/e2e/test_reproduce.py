@@ -259,7 +259,7 @@ def test_an_array_has_a_line_for_each_job(tmp_path: Path, monkeypatch: pytest.Mo
         (["imagenet", "--rows", "resnet5"], "--rows resnet5: not in imagenet, which has ResNet-50, ViT-Base, Swin-T,"),
         (["imagenet", "--methods", "co3"], "--methods co3: not in imagenet, which has co2, ddp,"),
         (["imagenet", "--methods", "delayed"], "imagenet has no row with --rows '' and --methods 'delayed'"),
-        (["imagenet", "--seeds", "a"], "--seeds a: give numbers, such as 0,1"),
+        (["imagenet", "--seeds", "a"], "--seeds a: give numbers up to 1000000000, such as 0,1"),
         (["imagenet", "--", "--seed", "3"], "--seed behind --: reproduce.py chooses it itself, see --seeds"),
         (["imagenet", "--", "epochs", "3"], "'epochs' behind --: give options of the train script"),
         (["--collect", "nowhere"], "--collect nowhere: no such folder; name"),
