@@ -27,7 +27,7 @@ class RoundLog:
         self._unread: list[tuple[int, RoundStats]] = []  # rounds whose times a GPU may still be taking
         self._trace: Trace | None = None
         if recipe.trace and rank() == 0:
-            first = 8 if recipe.co2.tau == "auto" else 2  # tau has settled by then
+            first = 6 if recipe.co2.tau == "auto" else 2  # tau has been chosen by then
             self._trace = Trace(folder.path / "trace.json", cuda=self._on_gpu, first=first)
 
     def close_round(self, step: int, method: Method) -> None:
@@ -55,6 +55,8 @@ class RoundLog:
         self.allocations.finish(step)
         if self._trace and self._trace.finish():
             self._folder.note(step, "trace", f"trace in {self._trace.path}")
+        elif self._trace and not self._trace.began:
+            self._folder.note(step, "trace", f"no trace, which begins when {self._trace.first} rounds have closed")
 
     def _read(self) -> None:
         """Adds the oldest unread round up, and logs it; where every step is a round, only each log_every-th."""

@@ -23,6 +23,10 @@ class Trace:
         self._running = False
         self._closed = 0
 
+    @property
+    def began(self) -> bool:
+        return self._closed >= self.first
+
     def close_round(self) -> bool:
         """Call it when a round has closed; True when that wrote the trace."""
         self._closed += 1
