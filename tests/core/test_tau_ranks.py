@@ -38,11 +38,12 @@ def auto_training(rank: int, world_size: int) -> dict[str, Any]:
     co2 = CO2(params, AUTO, link=ThrottledLink(0.1))  # some 0.06 s an all-reduce
     start = flat(params)
     taus = paced(co2, params, rank, 120)
+    taus.append(co2.tau)  # of the round that is not over at the end; finish() may change tau again
     co2.finish()
     assert co2.tuner is not None
     return {
         "start": start,
-        "taus": [*taus, co2.tau],  # the last one's round is not over at the end
+        "taus": taus,
         "end": flat(params),
         "decisions": co2.tuner.decisions,
         "launched": co2.background.launched,
@@ -169,16 +170,18 @@ def merging_on_arrival(rank: int, world_size: int, shard: bool) -> dict[str, Any
     co2 = ShardedCO2(params, config, shard=True, link=link) if shard else CO2(params, config, link=link)
     tell_times(co2, link, 0.003 + 0.004 * rank)
     closed, stopped, told, waited = [], [], [], []
-    for step in range(440):
+    step = 0
+    while not (stopped and len(closed) > stopped[1] + 2):
         sgd_step(params, rank, step)
         time.sleep(0.003 + 0.004 * rank)
-        if step == 330 and rank == 0:
-            co2.ask_to_stop()
         if co2.step():
             closed.append((step, co2.apart))
             told += [co2.tau_decision] if co2.tau_decision else []
             waited += [float(co2.stats.exposed_seconds)] if not co2.tuner.decisions else []
-        stopped += [step] if co2.stop_agreed else []
+            if rank == 0 and not co2.apart:
+                co2.ask_to_stop()
+        stopped = stopped or ([step, len(closed)] if co2.stop_agreed else [])
+        step += 1
     co2.finish()
     decisions = co2.tuner.decisions[: len(told)]
     return {"closed": closed, "stopped": stopped[0], "told": told, "decisions": decisions, "waited": waited}
