@@ -113,7 +113,10 @@ class Quantized:
     def release(self) -> None:
         """Adds what error feedback holds back to the payloads, of which another reducer takes the sum over the workers;
         for what was held back of the mean, each worker has a chunk."""
-        for bucket, own, mean, chunk in zip(self.buckets, *self.state.values(), self.chunks, strict=True):
+        held = zip(self.buckets, self._errors, self._mean_errors, self.chunks, strict=True)
+        for bucket, own, mean, chunk in held:
+            if own is None or mean is None:
+                continue
             bucket.payload.add_(own[: bucket.numel])
             part = bucket.payload[self.rank * chunk : (self.rank + 1) * chunk]
             part.add_(mean[: len(part)], alpha=self.world_size)

@@ -202,10 +202,10 @@ def test_where_means_merge_on_arrival_nobody_waits_until_tau_is_chosen_and_then_
     assert zero["told"] and zero["told"] == zero["decisions"]
 
 
-def choosing_a_wire(rank: int, world_size: int, mbit: float) -> dict[str, Any]:
+def choosing_a_wire(rank: int, world_size: int, mbit: float, feedback: bool = True) -> dict[str, Any]:
     """16 kB, or 2 kB in int4, by steps of 4 ms; the run goes on from a checkpoint in other objects."""
     core.tau.COST = 1.0
-    config = CO2Config(tau="auto", outer_momentum=0.0, wire=WireConfig("auto"))
+    config = CO2Config(tau="auto", outer_momentum=0.0, wire=WireConfig("auto", error_feedback=feedback))
     params = [nn.Parameter(torch.linspace(-1, 1, 4000))]
     link = Timed(mbit)
     co2, sent = CO2(params, config, link=link), []
@@ -251,6 +251,11 @@ def test_a_wire_is_chosen_with_tau_alike_on_all_workers_and_kept_in_a_checkpoint
     assert (one["first"], one["wire"], one["same"]) == ("int4", wire, True), one["decided"]
     assert one["held back"] == (wire == "int4") and one["decided"][: len(decided)] == decided
     assert (one["sent"][1] > 2 * one["sent"][0]) == (wire == "float32")
+
+
+def test_a_wire_is_left_where_nothing_is_held_back():
+    one, _ = run_distributed(choosing_a_wire, 2, 64.0, False)
+    assert (one["first"], one["wire"], one["held back"]) == ("int4", "float32", False)
 
 
 def test_one_worker_keeps_the_calibration_tau():
