@@ -91,11 +91,8 @@ class LGreco:
         self._codes_now, self._filled = torch.zeros(many, dtype=torch.float64), torch.zeros(many, dtype=torch.float64)
         self._asked_by = torch.zeros(2, dtype=torch.float64)  # the reduction that asked, 0: all is decided; and seconds
         self._asked = flats[0].new_zeros((many + 1) * (len(decider.choices) + 1), dtype=torch.float64)
-        self._coming: tuple[int, Tensor, Mark] = (
-            0,
-            self._asked,
-            0.0,
-        )  # the reduction, and its copy on the way to the host
+        # the reduction that asked, and its copy on the way to the host
+        self._coming: tuple[int, Tensor, Mark] = (0, self._asked, 0.0)
         self.state = {
             "error_feedback": self._errors,
             "mean_error_feedback": self._mean_errors,

@@ -179,6 +179,15 @@ def test_evaluations_and_checkpoints_are_due_where_rounds_close_but_not_at_the_e
     assert due_steps(replace(recipe, checkpoint_every=0, out=tmp_path / "b"), 6, 18) == ([6, 12], [], [])
 
 
+def test_nothing_is_due_while_workers_close_rounds_at_unlike_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Until step 12 here: what was due before is due where the first round closes after that; a stop, too."""
+    monkeypatch.setattr(LocalMethod, "apart", property(lambda method: method.rounds < 4))
+    monkeypatch.setattr(LocalMethod, "stop_agreed", True)
+    recipe = Toy(name="toy", out=tmp_path, device="cpu", eval_every=1, checkpoint_every=2)
+    evaluations, checkpoints, stops = due_steps(recipe, epoch=4, total=15)
+    assert (evaluations, checkpoints, stops[0]) == ([12], [12], 12)
+
+
 def test_a_second_signal_ends_the_run_at_once(monkeypatch: pytest.MonkeyPatch):
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
