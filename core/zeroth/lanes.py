@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import CollectiveError
 from ..flat import unique
+from ..groups import gather_parts
 from .replay import Update
 from .weights import Weights
 
@@ -91,7 +92,7 @@ class Lane:
         with torch.cuda.stream(self._stream):
             target[part].copy_(source, non_blocking=True)
             if share is not None:
-                gather(target, part, share)
+                gather(target, share)
             return self._stream.record_event()
 
     def _copy(
@@ -105,7 +106,7 @@ class Lane:
             self._hold(source.nbytes)
         self.seconds += time.perf_counter() - began
         if share is not None:
-            gather(target, part, share)
+            gather(target, share)
 
 
 def own_part(flat: Tensor, share: dist.ProcessGroup | None) -> slice:
@@ -116,10 +117,11 @@ def own_part(flat: Tensor, share: dist.ProcessGroup | None) -> slice:
     return slice(dist.get_rank(share) * size, (dist.get_rank(share) + 1) * size)
 
 
-def gather(flat: Tensor, part: slice, share: dist.ProcessGroup) -> None:
-    """Fills in the other workers' parts of a flat tensor, in place, as gloo and NCCL allow."""
+def gather(flat: Tensor, share: dist.ProcessGroup) -> None:
+    """Fills in the other workers' parts of a flat tensor."""
     try:
-        dist.all_gather_into_tensor(flat, flat[part], group=share)
+        for work in gather_parts(flat, share)[0]:
+            work.wait()
     except RuntimeError as error:
         raise CollectiveError(
             f"rank {dist.get_rank()}: another worker's part of a block did not come: "
