@@ -31,11 +31,23 @@ class Noise:
         self.seed, self.device = seed, device
         self._generator = torch.Generator(device)
 
-    def chunk(self, step: int, direction: int, tensor: int, number: int, numel: int, out: torch.device) -> Tensor:
-        """float32 [numel], a fresh tensor on `out`: elements number * CHUNK to number * CHUNK + numel of the tensor.
+    def chunk(
+        self,
+        step: int,
+        direction: int,
+        tensor: int,
+        number: int,
+        numel: int,
+        out: torch.device,
+        into: Tensor | None = None,
+    ) -> Tensor:
+        """float32 [numel] on `out`: elements number * CHUNK to number * CHUNK + numel of the tensor.
 
-        numel: CHUNK, or what is left of the tensor in its last chunk.
+        numel: CHUNK, or what is left of the tensor in its last chunk. into: memory for it, which is returned; None:
+        fresh memory, which takes the longer the larger it is.
         """
+        into = torch.empty(numel, dtype=torch.float32, device=out) if into is None else into
         self._generator.manual_seed(mix(self.seed, step, direction, tensor, number))
-        drawn = torch.randn(numel, generator=self._generator, device=self.device)
-        return drawn.to(out, non_blocking=True)
+        if self.device == out:
+            return into.normal_(generator=self._generator)
+        return into.copy_(torch.randn(numel, generator=self._generator, dtype=torch.float32, device=self.device))

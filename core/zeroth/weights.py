@@ -54,7 +54,7 @@ class Weights:
         """out <- W + sign eps z, both of the parameter's shape; W stays as it is, so that nothing need be undone."""
         parts = zip(w.view(-1).split(CHUNK), out.view(-1).split(CHUNK), strict=True)
         for number, (part, moved) in enumerate(parts):
-            z = self._z(step, direction, index, number, part)
+            z = self._z(step, direction, index, number, part, moved if moved.dtype == torch.float32 else None)
             torch.add(part, z.mul_(sign * self.config.eps), out=moved)
             if is_16_bit(part):
                 self._count("perturbation", part, moved)
@@ -69,21 +69,22 @@ class Weights:
         if update.dropped:
             return
         decay = update.lr * self.config.weight_decay if w.ndim >= 2 else 0.0
+        into = torch.empty(min(CHUNK, w.numel()), dtype=torch.float32, device=w.device)
         for number, part in enumerate(w.view(-1).split(CHUNK)):
             new = part.float() if is_16_bit(part) else part
             if decay:
                 new.mul_(1 - decay)
             for direction, g in enumerate(update.g):
-                z = self._z(update.step, direction, index, number, part)
+                z = self._z(update.step, direction, index, number, part, into[: part.numel()])
                 new.sub_(z.mul_(update.lr * g / len(update.g)))
             if new is not part:
                 rounded = new.to(part.dtype)
                 self._count("update", part, rounded)
                 part.copy_(rounded)
 
-    def _z(self, step: int, direction: int, index: int, number: int, like: Tensor) -> Tensor:
-        """float32, or float64 for such a tensor."""
-        z = self.noise.chunk(step, direction, index, number, like.numel(), like.device)
+    def _z(self, step: int, direction: int, index: int, number: int, like: Tensor, into: Tensor | None) -> Tensor:
+        """float32, in `into` if given, or float64 for such a tensor."""
+        z = self.noise.chunk(step, direction, index, number, like.numel(), like.device, into)
         return z.double() if like.dtype == torch.float64 else z
 
     def _count(self, what: str, before: Tensor, after: Tensor) -> None:
