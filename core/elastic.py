@@ -33,19 +33,14 @@ from .errors import CollectiveError, UserError
 from .fast import WireConfig
 from .flat import copy, resized
 from .groups import Stage, all_reduce
-from .members import Came, Members, Report
+from .members import AGREED, SENT, SUMMED, Came, Members, Report, Workers, agreed
 from .rounds import Landing, Link
 
 MOST = 1024  # workers: checksums are so narrow that the sums over as many are exact
 LOOK_EVERY = 0.2  # seconds between two looks whether another worker has left
-SENT, SUMMED, AGREED = range(3)  # phases of a reduction
 
 
-class WorkersChanged(Exception):
-    """A worker was lost in a collective of the training script: all that are left have to repeat it."""
-
-
-class ElasticBackground(Background):
+class ElasticBackground(Background, Workers):
     """Background whose group may change under what is in flight: to its owner no reduction fails.
 
     Attributes: world_size, how many workers count in the reduction in flight; phase, of that reduction.
@@ -53,16 +48,14 @@ class ElasticBackground(Background):
 
     def __init__(self, device: torch.device, members: Members, owner: ElasticCO2, **options: Any):
         assert not dist.is_initialized(), "the workers' groups are made and left here"
-        super().__init__(device, **options)
-        self.members, self.owner = members, owner
+        Background.__init__(self, device, **options)
+        Workers.__init__(self, members)
+        self.owner = owner
         self.phase = AGREED
         self.counts = True  # whether what this worker has sent counts
         self._spared: tuple[int, int] = 0, 0  # of which reduction how many workers do not count
         self._kept: list[Tensor] = []  # what was sent, as it was
         self._looked_at = 0.0
-        self._act, self._act_phase = 0, AGREED  # the sum of the training script's that is under way, or the last one
-        self.tell: Callable[[], Report] = dict  # what the training script reports
-        self.on_change: Callable[[list[Report | None]], None] = lambda reports: None
 
     # -- what Background's owner calls ------------------------------------------------------------------------
 
@@ -105,27 +98,6 @@ class ElasticBackground(Background):
         """See Background."""
         self.let_go()
 
-    def sum_of_all(self, values: Tensor) -> Tensor:
-        """The sum over the workers, for the training script; all of them must call it.
-
-        WorkersChanged on all that are left where one was lost and not all have the sum.
-        """
-        self._act, self._act_phase, total = self._act + 1, SENT, values.clone()
-        reason = False
-        try:
-            dist.all_reduce(total)
-            self._act_phase = SUMMED
-            dist.all_reduce(torch.zeros(1))
-        except RuntimeError:
-            reason = True
-        if reason:  # out here, where no traceback keeps the group
-            reports = self.mend()
-            if not _agreed(reports, "act", self._act):
-                self._act, self._act_phase = self._act - 1, AGREED
-                raise WorkersChanged
-        self._act_phase = AGREED
-        return total
-
     # -- another generation -----------------------------------------------------------------------------------
 
     def mend(self, came: Came = "failed") -> list[Report | None]:
@@ -136,7 +108,7 @@ class ElasticBackground(Background):
             self.adopt(reports)
             if not self.in_flight:
                 return reports
-            if _agreed(reports, "launched", self.launched):
+            if agreed(reports, "launched", self.launched):
                 self.phase = AGREED
                 return reports
             try:
@@ -152,7 +124,7 @@ class ElasticBackground(Background):
         self.timed_groups = [self.group]
         known = [r for r in reports if r is not None]
         latest = max((r["launched"] for r in known), default=self.launched)
-        self._act = max([self._act, *(r["act"] for r in known if r["act_phase"] == AGREED)])
+        self.adopt_sums(known)
         newcomers = len(reports) - len(known) if known else 0
         spared = sum(r["launched"] == latest and not r["counts"] for r in known)
         self._spared = (latest + 1, newcomers) if newcomers else (latest, spared)
@@ -182,7 +154,7 @@ class ElasticBackground(Background):
     def _report(self) -> Report:
         phase = self.phase if self.in_flight else AGREED
         mine = {"launched": self.launched, "launched_phase": phase, "counts": self.counts}
-        return mine | {"act": self._act, "act_phase": self._act_phase} | self.tell()
+        return mine | self.of_sums() | self.tell()
 
     def _send_again(self, reports: Sequence[Report | None]) -> None:
         copy(self._flats, self._kept)
@@ -194,14 +166,6 @@ class ElasticBackground(Background):
         """See Background; lets go of the group at once, or its other workers would wait for the timeout."""
         self.let_go()
         return CollectiveError(reason)
-
-
-def _agreed(reports: Sequence[Report | None], what: str, number: int) -> bool:
-    """Whether the act of that number counts: one has gone on from it, so that all hold its result, or all do."""
-    known = [r for r in reports if r is not None]
-    if any(r[what] > number or (r[what] == number and r[f"{what}_phase"] == AGREED) for r in known):
-        return True
-    return all(r[what] == number and r[f"{what}_phase"] >= SUMMED for r in known)
 
 
 class ElasticCO2(CO2):

@@ -13,11 +13,13 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from .errors import CollectiveError
@@ -27,10 +29,15 @@ Came = Literal["planned", "failed", "empty"]  # why a worker leaves its generati
 Report = dict[str, Any]  # what a member tells the others of its next generation, as JSON holds it
 
 FORM_WITHIN = 30.0  # seconds for connecting a generation, after which another one is tried
+SENT, SUMMED, AGREED = range(3)  # phases of a sum over the workers
 
 
 class Over(Exception):
     """The run has ended before this worker came to join it."""
+
+
+class WorkersChanged(Exception):
+    """A worker was lost in a collective of the training script: all that are left have to repeat it."""
 
 
 class Members:
@@ -59,6 +66,11 @@ class Members:
     @property
     def size(self) -> int:
         return len(self.names)
+
+    @property
+    def restarted(self) -> bool:
+        """Whether it was started in place of one that has died."""
+        return not self.name.endswith(".0")
 
     def meet(self, report: Report | None, came: Came) -> list[Report | None]:
         """Leaves the generation, waits for the next one with this worker and connects it; what its members report, by
@@ -158,6 +170,61 @@ class Members:
             return self.store.check([key])
         except RuntimeError as error:
             raise CollectiveError(f"worker {self.name}: the launcher of the first node does not answer") from error
+
+
+class Workers:
+    """What a training script asks of a method whose workers come and go. For subclasses: mend.
+
+    Attributes, to be set by the training script: tell, which returns what it reports to the others; on_change, called
+    with all reports once another generation has begun.
+    """
+
+    def __init__(self, members: Members):
+        self.members = members
+        self._act, self._act_phase = 0, AGREED  # the sum that is under way, or the last one
+        self.tell: Callable[[], Report] = dict
+        self.on_change: Callable[[list[Report | None]], None] = lambda reports: None
+
+    def mend(self, came: Came = "failed") -> list[Report | None]:
+        """Goes on to the next generation with those that are left."""
+        raise NotImplementedError
+
+    def sum_of_all(self, values: Tensor) -> Tensor:
+        """The sum over the workers, for the training script; all of them must call it.
+
+        WorkersChanged on all that are left where one was lost and not all have the sum.
+        """
+        self._act, self._act_phase, total = self._act + 1, SENT, values.clone()
+        reason = False
+        try:
+            dist.all_reduce(total)
+            self._act_phase = SUMMED
+            dist.all_reduce(torch.zeros(1))
+        except RuntimeError:
+            reason = True
+        if reason:  # out here, where no traceback keeps the group
+            reports = self.mend()
+            if not agreed(reports, "act", self._act):
+                self._act, self._act_phase = self._act - 1, AGREED
+                raise WorkersChanged
+        self._act_phase = AGREED
+        return total
+
+    def of_sums(self) -> Report:
+        """What is reported of them."""
+        return {"act": self._act, "act_phase": self._act_phase}
+
+    def adopt_sums(self, known: Sequence[Report]) -> None:
+        """In another generation, of whose members these have a state."""
+        self._act = max([self._act, *(r["act"] for r in known if r["act_phase"] == AGREED)])
+
+
+def agreed(reports: Sequence[Report | None], what: str, number: int) -> bool:
+    """Whether the act of that number counts: one has gone on from it, so that all hold its result, or all do."""
+    known = [r for r in reports if r is not None]
+    if any(r[what] > number or (r[what] == number and r[f"{what}_phase"] == AGREED) for r in known):
+        return True
+    return all(r[what] == number and r[f"{what}_phase"] >= SUMMED for r in known)
 
 
 def _serve(server: socket.socket, data: memoryview, newcomers: int) -> None:

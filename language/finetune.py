@@ -92,7 +92,8 @@ def train(run: Run, recipe: FinetuneRecipe, model: nn.Module, task: PromptTask |
     """The loop: optimiser steps, method.step(), and at round boundaries evaluations and checkpoints; in eval mode, so
     without dropout, throughout."""
     model = run.shard(model)
-    before = zo_replay.tuned_digest(model) if recipe.method == "zo" and run.rank == 0 else ""
+    writes = run.rank == 0 or recipe.elastic  # at the end
+    before = zo_replay.tuned_digest(model) if recipe.method == "zo" and writes else ""
     optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
     epoch = recipe.epoch_steps or steps_per_epoch(task.samples, recipe.batch_size)
     total = epoch * recipe.epochs

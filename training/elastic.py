@@ -29,13 +29,14 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from core.co2 import Schedule
-from core.elastic import ElasticCO2, WorkersChanged
+from core.elastic import ElasticCO2
 from core.errors import UserError
 from core.guard import all_finite
-from core.members import Members, Over, Report
-from core.methods import Method
+from core.members import Members, Over, Report, Workers, WorkersChanged
+from core.methods import ElasticZeroth, Method
 from training.config import settings
 from training.counters import Due
+from training.optim import lent_rate
 from training.sampling import per_worker, steps_per_epoch
 from training.start import difference
 
@@ -70,8 +71,11 @@ class Deal:
 
 
 class Elastic:
-    """One worker's part. Attributes: deal; drawn, how many steps' batches this worker has taken or skipped."""
+    """One worker's part. Attributes: deal; drawn, how many steps' batches this worker has taken or skipped; method;
+    workers, the part of it that knows of others."""
 
+    method: ElasticCO2 | ElasticZeroth
+    workers: Workers
     mesh = None  # no workers that synchronise every step
 
     def __init__(self, run: Run):
@@ -108,14 +112,18 @@ class Elastic:
         optimizer: torch.optim.Optimizer,
         schedule: Schedule | None,
         blocks: Sequence[nn.Module],  # noqa: ARG002
-    ) -> tuple[nn.Module, ElasticCO2]:
+    ) -> tuple[nn.Module, Method]:
         """The model, and the method, still alone."""
         r = self.run.recipe
-        buffers = list(model.buffers()) if r.average_buffers else []
-        options = {"buffers": buffers, "timeout": r.timeout, "link": self.run.link, "schedule": schedule}
-        self.method = ElasticCO2(model.parameters(), r.co2, members=self.members, **options)
-        self.method.background.tell = self._tell
-        self.method.background.on_change = self._on_change
+        options: dict[str, Any] = {"members": self.members, "timeout": r.timeout, "link": self.run.link}
+        if r.method == "zo":
+            self.workers = self.method = ElasticZeroth(model, r.zeroth, lr=lent_rate(optimizer), **options)
+        else:
+            buffers = list(model.buffers()) if r.average_buffers else []
+            self.method = ElasticCO2(model.parameters(), r.co2, buffers=buffers, schedule=schedule, **options)
+            self.workers = self.method.background
+        self.workers.tell = self._tell
+        self.workers.on_change = self._on_change
         self.method.give = self.state
         self.method.take = self.restore
         self.method.may_join = lambda: not self.run.evaluates(self.drawn)
@@ -134,11 +142,14 @@ class Elastic:
         self._parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
         tau, every = self.method.tau, epoch * self.run.recipe.eval_every
         if every <= tau:
+            smaller = " or a smaller --co2.tau" if tau > 1 else ""
             raise UserError(
                 f"elastic with an evaluation every {every} steps and rounds of {tau}: workers join where nothing is "
-                "evaluated; give a larger --eval_every or a smaller --co2.tau"
+                f"evaluated; give a larger --eval_every{smaller}"
             )
         self.samples = samples
+        if isinstance(self.method, ElasticZeroth) and (self.run.recipe.resume or self.members.restarted):
+            self._replay_saved(self.method)
         try:
             self.method.join(self._found)
         except Over:
@@ -152,10 +163,12 @@ class Elastic:
         always has as many workers."""
         self.drawn = start
         while self.drawn < total:
-            deal, rank = self.deal, self.run.rank
+            deal, place = self.deal, (self.run.rank, self.run.world_size)
+            if isinstance(self.method, ElasticZeroth):  # two workers may take the same
+                place = self.method.order.data_rank, self.method.order.data_workers
             recipe = replace(self.run.recipe, batch_size=self.share * deal.workers)
             at = deal.at + self.drawn - deal.since
-            for batch in make(recipe, rank, deal.workers, at, at + total - self.drawn):
+            for batch in make(recipe, *place, at, at + total - self.drawn):
                 self.drawn += 1
                 yield batch
                 if self.deal is not deal:
@@ -166,8 +179,8 @@ class Elastic:
         return due
 
     def sum(self, values: Tensor) -> Tensor:
-        """See ElasticBackground.sum_of_all."""
-        return self.method.background.sum_of_all(values.cpu())
+        """See Workers.sum_of_all."""
+        return self.workers.sum_of_all(values.cpu())
 
     def stopped_by(self, number: int) -> int:
         """The signal that stops the run, which the launcher passes on to all."""
@@ -189,8 +202,9 @@ class Elastic:
     # -- state ------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What a newcomer needs, and a checkpoint holds."""
-        parts = {name: part.state_dict() for name, part in self._parts.items()}
+        """What a newcomer needs, and a checkpoint holds: of method zo no weights, which follow from the scalars."""
+        replayed = {"model"} if isinstance(self.method, ElasticZeroth) else set()
+        parts = {name: part.state_dict() for name, part in self._parts.items() if name not in replayed}
         return parts | {
             "method": self.method.state_dict(),
             "step": self.drawn,
@@ -200,8 +214,8 @@ class Elastic:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on from `state`. The optimiser's is that of the worker that gave it; random numbers are this one's."""
-        for name, part in self._parts.items():
-            part.load_state_dict(state[name])
+        for name in self._parts.keys() & state.keys():
+            self._parts[name].load_state_dict(state[name])
         self.method.load_state_dict(state["method"])
         self.deal, self.drawn = Deal(**state["deal"]), state["step"]
         self.run.step, self._seconds = self.drawn, state["seconds"]
@@ -232,6 +246,11 @@ class Elastic:
             self.restore(state)
             self.deal = self.deal.again(number, self.drawn, self.members.size, self.samples, self.share)
         run.folder.begin(run.step)
+
+    def _replay_saved(self, method: ElasticZeroth) -> None:
+        """What the newest checkpoint knows of the run, before the others are met: they wait for the rest alone."""
+        if state := load(self.run.folder.checkpoints):
+            method.load_state_dict(state["method"])
 
     # -- changes ----------------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,6 +25,7 @@ from core.zeroth.blocks import BlockStream
 from training import checkpoint, named, stored
 from training.config import settings
 from training.counters import Due
+from training.optim import lent_rate
 from training.sampling import mix
 from training.start import join
 from training.workers import largest_of_workers, make_mesh, random_state, set_random_state
@@ -77,9 +77,7 @@ class Fixed:
         """See core.methods.make_method, and Run.make_method for blocks."""
         r = self.run.recipe
         if r.method == "zo":
-            # nobody calls the optimiser, which lends its learning rate: torch's schedules would warn of that
-            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step\\(\\)` before", UserWarning)
-            options: dict[str, Any] = {"lr": lambda: optimizer.param_groups[0]["lr"]}
+            options: dict[str, Any] = {"lr": lent_rate(optimizer)}
             if r.offload:
                 options["make_forward"] = self._stream(blocks)
             return model, Zeroth(model, r.zeroth, timeout=r.timeout, link=self.run.link, **options)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any, Literal
@@ -99,6 +101,12 @@ def clip_gradients(model: nn.Module, config: OptimConfig) -> None:
     """Clips the norm of this worker's gradient where the recipe says so; call it after backward."""
     if config.clip_grad_norm is not None:
         nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm)
+
+
+def lent_rate(optimizer: torch.optim.Optimizer) -> Callable[[], float]:
+    """Gives the learning rate of an optimiser that nobody calls, of which torch's schedules would warn."""
+    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step\\(\\)` before", UserWarning)
+    return lambda: optimizer.param_groups[0]["lr"]
 
 
 def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:

@@ -26,7 +26,15 @@ from core.config import scheduled
 from core.elastic import check_elastic
 from core.errors import CollectiveError, DivergedError
 from core.groups import local_world_size
-from core.methods import DelayedConfig, MethodName, OverlapLocalConfig, SlowMoConfig, ZerothConfig, check_settings
+from core.methods import (
+    DelayedConfig,
+    MethodName,
+    OverlapLocalConfig,
+    SlowMoConfig,
+    ZerothConfig,
+    check_settings,
+    elastic_zeroth,
+)
 from core.zeroth.exchange import Place
 from training.optim import OptimConfig
 from training.sampling import per_worker
@@ -117,7 +125,8 @@ class Recipe:
     """Keep CO2's outer state and its all-reduce in the host's memory: no copy of the parameters on a GPU. Of method zo:
     keep the model's blocks there, of which three at a time are on the GPU; per_node workers upload a part each."""
     elastic: bool = False
-    """Go on without a worker that dies, and let it come back: of method co2, under python -m training.launch."""
+    """Go on without a worker that dies, and let it come back: of methods co2 and zo, under python -m
+    training.launch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout: float = 600.0
     """Seconds until a missing worker is an error."""
@@ -227,10 +236,15 @@ class Recipe:
 
     def _check_elastic(self) -> None:
         """Refuses what does not go with workers that come and go."""
-        for name, needed in (("method", "co2"), ("per_node", 1), ("zero", 0), ("shard", False), ("offload", False)):
+        if self.method not in ("co2", "zo"):
+            raise UserError(f"elastic does not go with method={self.method!r}: give --method co2 or zo, or no elastic")
+        for name, needed in (("per_node", 1), ("zero", 0), ("shard", False), ("offload", False)):
             if (value := getattr(self, name)) != needed:
                 raise UserError(f"elastic does not go with {name}={value!r}: give {name}={needed!r}, or no elastic")
-        check_elastic(self.co2)
+        if self.method == "zo":
+            elastic_zeroth.check_elastic(self.zeroth)
+        else:
+            check_elastic(self.co2)
 
     def check(self, **ranges: tuple[float, float]) -> None:
         """Refuses a field outside its range, both ends of which belong to it."""

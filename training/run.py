@@ -66,7 +66,9 @@ class Run:
         self._bar: tqdm[Any] | None = None
 
     def __enter__(self) -> Run:
-        torch.manual_seed(self.recipe.seed * 1_000_003 + self.rank)  # rank 0's initial parameters are broadcast
+        # rank 0's initial parameters are broadcast, but for those of workers that come and replay a run of method zo
+        rank = 0 if self.recipe.elastic and self.recipe.method == "zo" else self.rank
+        torch.manual_seed(self.recipe.seed * 1_000_003 + rank)
         self._stop.listen()
         self._workers.meet()
         return self

@@ -20,6 +20,7 @@ from ..rounds import LocalMethod
 from ..zeroth import ZerothConfig
 from .ddp import DDP, is_sharded
 from .delayed import DelayedCO2, DelayedConfig
+from .elastic_zeroth import ElasticZeroth
 from .local_sgd import LocalSGD
 from .overlap_local_sgd import OverlapLocalConfig, OverlapLocalSGD
 from .slowmo import SlowMo, SlowMoConfig
@@ -32,6 +33,7 @@ __all__ = [
     "CO2Config",
     "DelayedCO2",
     "DelayedConfig",
+    "ElasticZeroth",
     "LGrecoConfig",
     "LocalSGD",
     "Method",

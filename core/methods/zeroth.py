@@ -39,7 +39,7 @@ class Zeroth:
         order.lr, order.news = self._lr(), list(self._asked)
         self._asked[1] = 0.0
         order.step(loss, count)
-        heard = order.heard or [0.0, 0.0]  # with delay=1 nothing is heard at the first step
+        heard = order.heard or [0.0] * len(self._asked)  # with delay=1 nothing is heard at the first step
         self.stop_agreed |= heard[0] > 0
         self.save_agreed = heard[1] > 0
         return torch.tensor(order.own_loss, dtype=torch.float64)

@@ -115,7 +115,10 @@ class Exchange:
         self._received = torch.empty_like(self._sent)
         self.bytes_sent = (workers - 1) * 8 * len(row)
         self._ready_at = link.reserve(self.bytes_sent) if link else 0.0
-        self._work = dist.all_to_all_single(self._received, self._sent, group=group, async_op=True)
+        try:
+            self._work = dist.all_to_all_single(self._received, self._sent, group=group, async_op=True)
+        except RuntimeError as error:  # another worker has left already
+            raise _failure("the scalars cannot be sent", error) from None
 
     def wait(self, step: int) -> list[list[float]]:
         """Every worker's numbers, in rank order."""
@@ -124,10 +127,7 @@ class Exchange:
             try:
                 self._work.wait()
             except RuntimeError as error:
-                raise CollectiveError(
-                    f"rank {dist.get_rank()}: the scalars of step {step} did not come; {peers.who(peers.find())}: "
-                    f"{str(error).strip().partition(chr(10))[0]}"
-                ) from None
+                raise _failure(f"the scalars of step {step} did not come", error) from None
             finally:
                 self._work = None
             time.sleep(max(0.0, self._ready_at - time.perf_counter()))
@@ -135,3 +135,8 @@ class Exchange:
             self.exposed_seconds = self.landed - began
             self._rows = self._received.tolist()
         return self._rows
+
+
+def _failure(what: str, error: RuntimeError) -> CollectiveError:
+    reason = str(error).strip().partition("\n")[0]
+    return CollectiveError(f"rank {dist.get_rank()}: {what}; {peers.who(peers.find())}: {reason}")

@@ -23,7 +23,7 @@ import ctypes
 import hashlib
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ class ZerothOrder:
     learning rate, which a schedule may set before each step. trainable: says by name and parameter what is trained
     (LoRA, a head alone); None: what requires a gradient. group: the workers (None: all). timeout: seconds until a
     missing worker is an error. link: an emulated slow one. make_forward: another way than ScratchCopy to hold the
-    weights, such as blocks.BlockStream.
+    weights, such as blocks.BlockStream. alone: whether to begin alone where others were started, see ElasticZeroth.
 
     Attributes: steps, taken so far; log, the ScalarLog; place, what this worker measures; news, numbers that a worker
     sends along with its losses, equally many on all, and heard, their sums over the workers, of the step whose scalars
@@ -89,8 +89,10 @@ class ZerothOrder:
         timeout: float = 600.0,
         link: Link | None = None,
         make_forward: Callable[[nn.Module, Weights], Forward] = ScratchCopy,
+        alone: bool = False,
     ):
-        check_group()
+        if not alone:
+            check_group()
         self.model, self.config, self.lr = model, config or ZerothConfig(), lr
         refuse_batch_norm(model)
         self._timeout, self._link = timeout, link
@@ -272,7 +274,6 @@ class ZerothOrder:
         for rank, reason in enumerate(gathered(refused, group)):
             if reason:
                 raise UserError(f"rank {rank} cannot join: {reason}")
-        self._dropped = self.log.dropped_at_its_end()
 
     # -- checkpoints and replay -----------------------------------------------------------------------------
 
@@ -321,10 +322,16 @@ class ZerothOrder:
             raise UserError(f"step {self.steps - 1} is still in flight: replay before the first step, or call finish()")
         if not log.begins_with(self.log):
             raise UserError("the scalars are of another run than this one: replay from its initial weights")
-        for update in log.updates(self.steps):
+        self.adopt(log.updates(self.steps))
+
+    @torch.no_grad()
+    def adopt(self, updates: Sequence[Update]) -> None:
+        """Takes the next steps as other workers know them, in place of what this one has in flight."""
+        self._in_flight, self._known = None, None
+        for update in updates:
             self._forward.apply(update)
             self.log.append(update)
-        self.steps = len(self.log)
+        self.steps, self._dropped = len(self.log), self.log.dropped_at_its_end()
         self.flush()
 
 

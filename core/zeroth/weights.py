@@ -91,6 +91,10 @@ class Weights:
         if what in self._counts:
             self._counts[what].add(before, after)
 
+    def hush(self) -> None:
+        """Another worker warns."""
+        self._counts.clear()
+
     def tell(self) -> None:
         """After a step: warns once where most of the first perturbation, or of the first update, was swallowed."""
         for what, count in list(self._counts.items()):

@@ -61,7 +61,8 @@ def test_a_run_starts_from_anothers_weights_and_resumes_as_if_it_had_not_been_st
         (tiny(), ZO | {"compile": True}, "compile=True with method 'zo'"),
         (tiny(), ZO | {"per_node": 2}, "per_node=2 with method 'zo', which makes no use of it"),
         (tiny(), {"method": "ddp", "offload": True}, "offload=True is CO2's own"),
-        (tiny(), ZO | {"elastic": True}, "elastic does not go with method='zo'"),
+        (tiny(), ZO | {"elastic": True, "offload": True}, "elastic does not go with offload=True"),
+        (tiny(), ZO | {"elastic": True, "zeroth": ZerothConfig(delay=1)}, "elastic does not go with zeroth.delay=1"),
         (digits_small(), {"method": "zo"}, "method='zo' is of language models"),
     ],
 )
