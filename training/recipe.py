@@ -379,6 +379,8 @@ def dry_run(recipe: Recipe, build_model: Callable[[], nn.Module], backward: Back
     training.memory.
     """
     share = per_worker(recipe.batch_size, recipe.data_workers(world_size()))
+    if recipe.elastic:
+        per_worker(recipe.batch_size, world_size())
     started = "WORLD_SIZE" in os.environ  # else the number of workers is yet to be chosen
     if n := recipe.per_node or (local_world_size() if started else 0):
         check_nodes(n, recipe.zero, world_size() if started else n)

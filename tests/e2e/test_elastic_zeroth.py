@@ -13,12 +13,18 @@ from bench.chaos.crew import Crew
 from core import testing
 from core.methods import ElasticZeroth
 from core.zeroth import ScalarLog, ZerothOrder
+from core.zeroth.forward import Loss
 from core.zeroth.order import digest
+from language import zo_replay
 from language.corpora import open_corpus
+from language.finetune import tune
 from language.recipes import LanguageRecipe
 from language.train import initial, make_objective, train
+from tests.e2e.test_finetune import tiny as tiny_finetune
+from tests.e2e.test_finetune import weights
 from tests.e2e.test_language import rows, tiny
-from tests.e2e.test_zeroth import ZO
+from tests.e2e.test_zeroth import OPTIM, ZO
+from tests.tiny_models import make_model, make_prompts
 from training import elastic
 from training.run import Run
 
@@ -35,13 +41,13 @@ def worker(folder: str, changes: dict) -> None:
     name, came = os.environ["CO2_WORKER"], Path(folder, "came")
     measure, join, end = ElasticZeroth.measure, ElasticZeroth.join, Run.end
 
-    def measures(self: ElasticZeroth, *args):
+    def measures(self: ElasticZeroth, loss: Loss, count: float) -> torch.Tensor:
         if name == "1.0" and self.rounds == DIES_AT:
             os.kill(os.getpid(), signal.SIGKILL)
         while self.rounds == WAITS_AT and not came.exists():
             time.sleep(0.05)
         time.sleep(0.05)
-        return measure(self, *args)
+        return measure(self, loss, count)
 
     def joins(self: ElasticZeroth, *args) -> bool:
         if name == "1.1":
@@ -96,3 +102,29 @@ def test_a_worker_is_lost_another_replays_the_run_and_it_is_resumed(tmp_path: Pa
     resumed = go(tmp_path, 0, epochs=4, resume=True)
     assert len(set(resumed.values()) - set(weights.values())) == 1, "three workers hold the same new weights"
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 80
+
+
+def tuner(folder: str) -> None:
+    """language.finetune; the worker that would write the model is killed."""
+    measure = ElasticZeroth.measure
+
+    def measures(self: ElasticZeroth, loss: Loss, count: float) -> torch.Tensor:
+        if os.environ["CO2_WORKER"] == "0.0" and self.rounds == DIES_AT:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return measure(self, loss, count)
+
+    ElasticZeroth.measure = measures
+    tune(tiny_finetune(Path(folder), out=Path(folder, "run"), method="zo", optim=OPTIM, elastic=True, timeout=60.0))
+
+
+@pytest.mark.slow
+def test_a_tuned_model_is_written_by_one_that_lives(tmp_path: Path):
+    make_model(tmp_path / "model")
+    make_prompts(tmp_path / "data")
+    crew = Crew(testing._context(), tuner, (str(tmp_path),), 2, late=400)
+    assert crew.run() == 0 and not crew.timed_out
+    assert [line["workers"] for line in rows(tmp_path / "run") if "workers" in line] == ["1 workers: 0.0 lost"]
+    zo_replay.replay(tmp_path / "run" / "replay", tmp_path / "model", tmp_path / "out")
+    first, tuned, again = (weights(tmp_path / name) for name in ("model", "run/model", "out"))
+    assert all(torch.equal(tuned[name], again[name]) for name in tuned | again)
+    assert not all(torch.equal(tuned[name], first[name]) for name in first)
