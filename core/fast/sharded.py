@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import outer
+from ..averaging import Landing
 from ..checks import tensors_of
 from ..co2 import Scheduled
 from ..collectives import Link
@@ -28,7 +29,6 @@ from ..errors import UserError
 from ..flat import copy, copy_where, group_pieces, unique, views
 from ..groups import Stage, all_reduce, gather_parts, leave_group, new_group, sum_parts
 from ..guard import size_of
-from ..rounds import Landing
 from .host import HostCopies
 from .placement import Placement
 
