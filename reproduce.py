@@ -36,7 +36,8 @@ from core.methods import METHODS
 from results.collect import collect, status
 from results.paper import GPUS, TABLES, Row, Table
 from results.runs import Finished, load_recipe, read_run, stand_in_overrides
-from training.recipe import LARGEST, Recipe, launch, parse
+from training.recipe import LARGEST, Recipe, parse
+from training.script import launch
 
 ROOT = Path(__file__).resolve().parent
 Cluster = Literal["a100", "3090"]
