@@ -12,17 +12,18 @@ import tyro
 
 from bench import report
 from bench.report import mean_sd
-from training.recipe import launch
+from training.script import launch
 
 NAME = "time_to_loss"
 Folder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER", help="Holds time_to_loss.json.")]
 AUTO = ("--recommended", "--co2.tau", "auto", "--co2.tau_max", "24")
-LGRECO = ("--co2.wire.format", "lgreco", "--co2.wire.like", "rank4", "--co2.wire.lgreco.every", "10")
+LGRECO = ("--co2.wire.format", "lgreco", "--co2.wire.lgreco.every", "10", "--co2.wire.like")
 OF_CO2 = {  # name -> the options of a co2 whose settings are not the recipe's
     "co2_recommended": ("--recommended",),
     "co2_auto": AUTO,
-    "co2_auto_lgreco": (*AUTO, *LGRECO),
-    "co2_auto_lgreco_any": (*AUTO, *LGRECO, "--co2.wire.lgreco.family", "any"),
+    "co2_auto_lgreco": (*AUTO, *LGRECO, "rank4"),
+    "co2_auto_lgreco_int4": (*AUTO, *LGRECO, "int4"),
+    "co2_auto_lgreco_any": (*AUTO, *LGRECO, "rank4", "--co2.wire.lgreco.family", "any"),
 }
 METHODS = ("ddp", "local", "overlap_local", "slowmo", "co2", *OF_CO2)
 Status = Literal["reached", "out of time", "not reached", "failed"]
@@ -182,9 +183,9 @@ def notes(result: dict[str, Any]) -> list[str]:
         "Seconds: training without start and evaluations. An all-reduce that went on during an evaluation is charged "
         "as if there had been none.",
         "Methods share data, order, seeds, learning rate, steps and tau, but that of co2_auto, which measures it, 24 "
-        "at most; lgreco: L-GreCo within the error of rank 4, among ranks or any formats. Evaluations are due every "
-        "epoch and take place at the next round boundary; a local method's is of the model that its workers train on, "
-        "which in co2 and overlap_local holds what the others sent a round ago.",
+        "at most; lgreco: L-GreCo within the error of rank 4 (_int4: of int4), among its family or any formats. "
+        "Evaluations are due every epoch and take place at the next round boundary; a local method's is of the model "
+        "that its workers train on, which in co2 and overlap_local holds what the others sent a round ago.",
         "Speed-up: ratio of the mean seconds over the seeds; `>`: a lower bound, as ddp ran out of time. Mean ± sample "
         "standard deviation over the seeds; steps over those that reached the target; final loss at each run's last "
         "evaluation.",

@@ -20,7 +20,8 @@ from bench.loss_table import METHODS, OF_CO2, Outcome, cells, follow, markdown, 
 from bench.time_to_loss import Metrics, TimeToLoss, every
 from core.errors import UserError
 from language.recipes import RECIPES
-from training.recipe import launch, parse
+from training.recipe import parse
+from training.script import launch
 
 ROOT = Path(__file__).parents[2]
 KEY = "test_loss"
@@ -266,8 +267,8 @@ def test_a_method_whose_runs_all_failed():
 def test_the_plan_is_interleaved_and_always_alike():
     o = TimeToLoss()
     plan = o.plan()
-    assert plan == o.plan() and len(set(plan)) == 2 * 2 * 9 * 3
-    groups = [plan[start : start + 18] for start in range(0, 108, 18)]
+    assert plan == o.plan() and len(set(plan)) == 2 * 2 * 10 * 3
+    groups = [plan[start : start + 20] for start in range(0, 120, 20)]
     assert [{(seed, rate) for seed, rate, *_ in g} for g in groups] == [
         {(seed, rate)} for seed in (0, 1, 2) for rate in (40.0, 200.0)
     ]
