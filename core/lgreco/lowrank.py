@@ -29,7 +29,9 @@ class Factored:
 class LowRank:
     """The mean over the workers, projected, for layers of one dtype: with M the mean of d + e, P = orth(M Q),
     Q <- M^T P, D = P Q^T, and every worker keeps d + e - D. The two factors' sums cross as plain all-reduces. Workers
-    hold the same bits where their processors are of one kind: each computes orth and P Q^T for itself."""
+    hold the same bits where their processors are of one kind: each computes orth and P Q^T for itself. A column of Q of
+    which M has nothing, or that is not finite, stays as it was: of zeros orth would make the first unit vectors, and of
+    a matrix whose first rows nobody uses, as of an embedding, nothing would ever be sent again."""
 
     def __init__(self, layers: Sequence[Factored], scalars: Scalars, world_size: int):
         self.layers, self.scalars, self.world_size = layers, scalars, world_size
@@ -52,7 +54,7 @@ class LowRank:
             flat.dtype
         )  # else the mean is thrown away by its owner
         for layer, p, q in zip(self.layers, orthogonal, factors, strict=True):
-            layer.q.copy_(q)
+            layer.q.copy_(torch.where(usable(q), q, layer.q))
             torch.matmul(p, q.T, out=layer.values)
             layer.error.addcmul_(layer.values, anyone, value=-1)
 
@@ -61,6 +63,11 @@ def product(matrix: Tensor, thin: Tensor) -> Tensor:
     """matrix @ thin, for few columns. Transposed, for of a few columns a CPU's product takes up to six times as long as
     of a few rows."""
     return (thin.T.contiguous() @ matrix.T).T
+
+
+def usable(q: Tensor) -> Tensor:
+    """bool [r]: which columns of q [columns, r] are finite, and not zero."""
+    return q.isfinite().all(0) & (q != 0).any(0)
 
 
 def fill(q: Tensor, filled: int, seed: int) -> None:

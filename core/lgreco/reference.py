@@ -91,8 +91,9 @@ class Reference:
         fill(q, before.shape[1], seed=i)
         mean = _mean(send).view(layer.rows, layer.columns)
         p = torch.linalg.qr(mean @ q).Q
-        self.q[i] = mean.T @ p
-        landed = (p @ self.q[i].T).view(-1)
+        new = mean.T @ p
+        self.q[i] = torch.where(new.isfinite().all(0) & (new != 0).any(0), new, q)
+        landed = (p @ new.T).view(-1)
         self.errors[i] = send - landed
         return landed
 

@@ -21,7 +21,7 @@ class GradientWire:
 
     wire: not float32. What has to be chosen or rounded for the whole model waits for the whole backward pass, so
     nothing crosses under it. Where a step's gradients are not finite, as with a GradScaler that finds its scale, error
-    feedback and low rank's Q forget what they hold of them.
+    feedback forgets what it holds of them.
     """
 
     def __init__(

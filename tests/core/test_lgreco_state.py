@@ -55,6 +55,24 @@ def test_a_layer_of_zeros_gets_the_least_bytes():
         assert mean.buckets[0].payload.isfinite().all(), "and comes back from zero"
 
 
+@pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
+def test_low_rank_goes_on_after_a_first_round_of_nothing_or_nan(bad: float):
+    """Also of a matrix whose first rows nobody uses, as an embedding's: there the unit vectors that orth makes of zeros
+    find nothing, ever."""
+    wire = WireConfig("lgreco", like="rank2", lgreco=LGrecoConfig(rule="uniform"))
+    mean = Mean([torch.zeros(100, 20)], {"steps": 1, "weight": 1}, wire.reducer)
+    matrix = torch.zeros(100, 20)
+    matrix[4:] = torch.randn(96, 1, generator=generator(1)) @ torch.randn(1, 20, generator=generator(2))
+    for sent in (torch.full_like(matrix, bad), matrix):
+        mean.buckets[0].payload.copy_(sent.view(-1))
+        mean.scalars.set("steps", 1.0)
+        mean.scalars.set("weight", 1.0)
+        mean.launch(), mean.wait()
+        for flat in (flat for flats in mean.reducer.state.values() for flat in flats):
+            flat.nan_to_num_(0.0, 0.0, 0.0)  # as ddp's hook does
+    torch.testing.assert_close(mean.buckets[0].payload.view(100, 20), matrix, rtol=1e-5, atol=1e-5)
+
+
 def test_one_layer():
     for like in ("int4", "top0.01", "rank4"):
         mean = Mean(
