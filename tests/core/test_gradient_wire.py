@@ -184,7 +184,28 @@ def resumed(rank: int, world_size: int, name: str) -> tuple[Tensor, Tensor, list
 def test_ddp_resumes_with_its_allocation():
     for ours, resumed_ones, refusals in run_distributed(resumed, 2, "rank2"):
         assert torch.equal(ours, resumed_ones)
-        assert "another format" in refusals[0] and "sent as float32: resume without ddp_wire" in refusals[1]
+        assert "sent with another ddp_wire: resume with the one" in refusals[0]
+        assert "sent as float32: resume without ddp_wire" in refusals[1]
+
+
+def gone_on(rank: int, world_size: int, state: dict[str, Any] | None) -> tuple[dict[str, Any], Tensor, int]:
+    model = net()
+    wrapped, method = make_method("ddp", model, ddp_wire=WIRES["int4"], timeout=30.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    if state is not None:
+        method.load_state_dict(state)
+    for number in range(4):
+        step(wrapped, optimizer, rank, number)
+        method.step()
+    return method.state_dict(), flat(model.parameters()), method.wire.reducer.allocation.number
+
+
+def test_ddp_goes_on_with_another_number_of_workers():
+    """As CO2 does: reductions are counted on, what was held back is lost."""
+    state = run_distributed(gone_on, 3, None)[0][0]
+    for state, ours, number in (results := run_distributed(gone_on, 2, state)):
+        assert torch.equal(ours, results[0][1]) and number > 4
+        assert state["rounds"] == state["wire"]["launched"] == 8 and state["wire"]["workers"] == 2
 
 
 def other_shapes(rank: int, world_size: int) -> str:

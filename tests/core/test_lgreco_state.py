@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from core import UserError
+from core import CO2, CO2Config, UserError
 from core.allocate import total
 from core.fast import WireConfig
 from core.lgreco.choices import Choice, code, offered, parse
@@ -212,6 +212,18 @@ def test_another_settings_allocation_is_refused():
     with pytest.raises(UserError, match="wire.like='int4' with family='same' does not offer: resume with the settings"):
         once(second, 0, 0)
     first.close()
+
+
+def test_another_settings_checkpoint_is_refused_in_one_line():
+    def co2(like: str) -> CO2:
+        wire = WireConfig("lgreco", like=like, lgreco=LGrecoConfig(first=1))
+        return CO2([torch.nn.Parameter(torch.ones(40, 30))], CO2Config(tau=1, wire=wire))
+
+    first = co2("rank2")
+    first.step(), first.step()
+    for like in ("rank4", "int4"):
+        with pytest.raises(UserError, match="and the settings of the wire that wrote it$"):
+            co2(like).load_state_dict(first.state_dict())
 
 
 @pytest.mark.parametrize("like", ["int4", "top0.05", "rank2"])
