@@ -15,6 +15,8 @@ from torch import Tensor
 from ..flat import Scalars
 from ..groups import Stage, all_reduce
 
+ROUNDING = 16  # epsilons of a column's norm: what is left of it below that is rounding
+
 
 @dataclass(frozen=True)
 class Factored:
@@ -45,7 +47,7 @@ class LowRank:
         flat, factors = _flat([product(m, layer.q) for m, layer in zip(sends, self.layers, strict=True)])
         if group is not None:
             yield all_reduce([flat], group)
-        orthogonal = [torch.linalg.qr(p).Q for p in factors]  # of a sum it is the same as of the mean
+        orthogonal = [orthonormal(p) for p in factors]  # of a sum it is the same as of the mean
         flat, factors = _flat([product(m.T, p) for m, p in zip(sends, orthogonal, strict=True)])
         if group is not None:
             yield all_reduce([flat], group)
@@ -63,6 +65,14 @@ def product(matrix: Tensor, thin: Tensor) -> Tensor:
     """matrix @ thin, for few columns. Transposed, for of a few columns a CPU's product takes up to six times as long as
     of a few rows."""
     return (thin.T.contiguous() @ matrix.T).T
+
+
+def orthonormal(p: Tensor) -> Tensor:
+    """The Q of QR, with zeros for a column that depends on those before it but for rounding: QR would make it of that,
+    unlike on other processors, and workers' own M^T P, which cancel in the mean alone, would land unlike."""
+    q, r = torch.linalg.qr(p)
+    depends = r.diagonal().abs() <= ROUNDING * torch.finfo(p.dtype).eps * torch.linalg.vector_norm(r, dim=0)
+    return torch.where(depends, 0.0, q)  # of a NaN nothing is so
 
 
 def usable(q: Tensor) -> Tensor:
