@@ -59,7 +59,8 @@ class Quantized:
 
     One worker alone encodes and decodes as well, so that it trains as one of many. Error feedback keeps a copy of the
     parameters more, and 1 / n for the second stage: `state`. On a CPU the first encoding happens inside launch().
-    memory: for both, a tensor a bucket, [workers x chunk] and [chunk]; None for its own.
+    wire: of all buckets, or one for each. memory: for both errors, a tensor a bucket, [workers x chunk] and [chunk];
+    None for its own.
     """
 
     def __init__(
@@ -68,12 +69,13 @@ class Quantized:
         scalars: Scalars,
         rank: int,
         world_size: int,
-        wire: Wire,
+        wire: Wire | Sequence[Wire],
         rounding: Rounding = "nearest",
         error_feedback: bool = True,
         memory: tuple[list[Tensor], list[Tensor]] | None = None,
     ):
-        self.buckets, self.scalars, self.wire = buckets, scalars, wire
+        self.buckets, self.scalars = buckets, scalars
+        self.wires = [wire] * len(buckets) if isinstance(wire, str) else list(wire)
         self.rank, self.world_size = rank, world_size
         self.scale = 1.0
         self.device = buckets[0].flat.device
@@ -123,7 +125,7 @@ class Quantized:
 
     def _layout(self) -> list[int]:
         """Bytes of the payload for one worker: every bucket's encoded chunk, then every bucket's share of the rest."""
-        encoded = [wires.nbytes(self.wire, chunk) for chunk in self.chunks]
+        encoded = [wires.nbytes(wire, chunk) for wire, chunk in zip(self.wires, self.chunks, strict=True)]
         return encoded + [rest * b.flat.element_size() for rest, b in zip(self.rests, self.buckets, strict=True)]
 
     # -- the first stage --------------------------------------------------------------------------------------
@@ -136,29 +138,39 @@ class Quantized:
         parts = message.split(layout, dim=1)
         moved = self.scalars["steps"] * self.scalars["weight"] != 0
         for i, (bucket, chunk, rest) in enumerate(zip(self.buckets, self.chunks, self.rests, strict=True)):
-            for j in range(n):
-                piece = bucket.payload[j * chunk : (j + 1) * chunk]
-                error = self._errors[i]
-                error = None if error is None else error[j * chunk : (j + 1) * chunk]
-                self._encode(pad(piece, (0, chunk - len(piece))), parts[i][j], error, moved)
+            few = self._few(chunk)
+            for j in range(0, n, few):
+                to = parts[i][j : j + few]
+                where = slice(j * chunk, j * chunk + len(to) * chunk)
+                piece, error = bucket.payload[where], self._errors[i]
+                error = None if error is None else error[where]
+                self._encode(pad(piece, (0, len(to) * chunk - len(piece))), to, self.wires[i], error, moved)
             rows = pad(bucket.values, (0, n * rest - len(bucket.values))).view(n, rest)
             parts[count + i].copy_(rows.view(torch.uint8))
         parts[-1].copy_(scalars.clone().view(torch.uint8).expand(n, -1))  # the clone is aligned
         return message
 
-    def _encode(self, values: Tensor, payload: Tensor, error: Tensor | None, moved: Tensor) -> None:
-        """Fills payload with Q(d + e), e <- d + e - Q(d + e); without movement with Q(d), e <- e + d - Q(d).
-        moved: 0-d bool on the device."""
+    def _few(self, chunk: int) -> int:
+        """So many workers' chunks are encoded or decoded at once: a small part's kernels cost more than its bytes."""
+        return max(1, self._segment // max(1, chunk))
+
+    def _encode(self, values: Tensor, payload: Tensor, wire: Wire, error: Tensor | None, moved: Tensor) -> None:
+        """Fills payload, [rows, bytes], with Q(d + e), e <- d + e - Q(d + e); without movement with Q(d), e <- e + d -
+        Q(d). moved: 0-d bool on the device."""
         step = self._segment
-        for i, part in enumerate(payload.split(wires.nbytes(self.wire, step))):
+        for i, part in enumerate(payload.split(wires.nbytes(wire, step), dim=1)):  # several parts: of one row
             where = slice(i * step, (i + 1) * step)
             send = values[where]
-            if error is None:
-                part.copy_(wires.encode(send, self.wire, self._generator))
-                continue
-            kept = error[where].add_(send)
-            part.copy_(wires.encode(torch.where(moved, kept, send), self.wire, self._generator))
-            kept.sub_(wires.decode(part, self.wire, kept.dtype))
+            kept = None if error is None else error[where].add_(send)
+            rounded = send if kept is None else torch.where(moved, kept, send)
+            part.copy_(wires.encode(rounded, wire, self._generator, lost=kept).view(part.shape))
+
+    def _decoded(self, rows: Tensor, wire: Wire, chunk: int, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+        """rows [workers, bytes], a chunk each -> the first element's place, and values [some rows, elements]."""
+        few, step = self._few(chunk), self._segment
+        for j, some in enumerate(rows.split(few)):
+            for i, part in enumerate(some.split(wires.nbytes(wire, step), dim=1)):
+                yield j * few * chunk + i * step, wires.decode(part.flatten(), wire, dtype).view(len(part), -1)
 
     def _seed(self, number: int, stage: int) -> None:
         """Rounds at random in the same way in a resumed run, and differently on every worker."""
@@ -180,27 +192,24 @@ class Quantized:
         out = payload.split(self._layout())
         count = len(self.buckets)
         for i, (bucket, error) in enumerate(zip(self.buckets, self._mean_errors, strict=True)):
-            mean = bucket.flat.new_zeros(self.chunks[i])
-            for row in parts[i]:
-                self._decode(row, mean, add=True)
-            self._encode(mean.div_(self.world_size), out[i], error, moved)
+            chunk, wire = self.chunks[i], self.wires[i]
+            mean = bucket.flat.new_zeros(chunk)
+            for start, values in self._decoded(parts[i], wire, chunk, mean.dtype):
+                at = start % max(1, chunk)
+                for row in values:
+                    mean[at : at + len(row)].add_(row)
+            self._encode(mean.div_(self.world_size), out[i][None], wire, error, moved)
             out[count + i].copy_(_raw_mean(parts[count + i], bucket.flat.dtype).view(torch.uint8))
         return payload
-
-    def _decode(self, payload: Tensor, to: Tensor, *, add: bool = False) -> None:
-        """to [at most the payload's elements]: what comes beyond is padding."""
-        parts = payload.split(wires.nbytes(self.wire, self._segment))
-        for target, part in zip(to.split(self._segment), parts, strict=False):
-            values = wires.decode(part, self.wire, to.dtype)[: len(target)]
-            target.add_(values) if add else target.copy_(values)
 
     def _unpack(self, means: Tensor) -> None:
         """uint8 [workers, bytes], row j the mean of chunk j -> the buffers."""
         parts = means.split(self._layout(), dim=1)
         count = len(self.buckets)
         for i, (bucket, chunk) in enumerate(zip(self.buckets, self.chunks, strict=True)):
-            for j, row in enumerate(parts[i]):
-                self._decode(row, bucket.payload[j * chunk : (j + 1) * chunk])
+            for start, decoded in self._decoded(parts[i], self.wires[i], chunk, bucket.flat.dtype):
+                target = bucket.payload[start : start + decoded.numel()]
+                target.copy_(decoded.view(-1)[: len(target)])  # what comes beyond is padding
             values = _raw(parts[count + i], bucket.flat.dtype).view(-1)
             bucket.values.copy_(values[: len(bucket.values)])
 

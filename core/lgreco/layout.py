@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..fast.quantized import chunk_of
-from ..fast.wire import BLOCK, INTS
+from ..fast.wire import BLOCK, INTS, Wire
 from ..flat import Bucket
 from .choices import Choice, Layer
 
@@ -44,7 +44,7 @@ class Layout:
         mine = [i for i, layer in enumerate(layers) if layer.bucket == number]
         self.of_kind = {k: [i for i in mine if allocation[i].kind == k] for k in ("int", "top", "rank", "raw")}
         self.starts: dict[int, int] = {}
-        self.ints: dict[str, tuple[int, int, int]] = {}
+        self.ints: dict[Wire, tuple[int, int, int]] = {}
         end = 0
         for wire in INTS:
             begin = end

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..collectives import moved_by_nccl
 from ..errors import UserError
 from ..fast.quantized import Quantized
-from ..fast.wire import BLOCK, INTS, Rounding, Wire
+from ..fast.wire import BLOCK, INTS, Rounding
 from ..flat import Bucket, Scalars, copy
 from ..groups import Stage, all_reduce
 from ..stats import Mark, mark
@@ -118,8 +118,7 @@ class LGreco:
             copy(layout.views(staging, self.layers), in_bucket(bucket.payload, self.layers, layout.order))
         asked = self._ask(number) if self.due(number) else None
         self._take_raw()
-        parts = [q.stages(group, number) for q in self._ints]
-        parts += [part.stages(group) for part in self._others]
+        parts = [self._ints.stages(group, number), *(part.stages(group) for part in self._others)]
         if asked is not None and group is not None:
             parts.append(iter([all_reduce([asked], group)]))
         yield from together(parts)
@@ -264,9 +263,7 @@ class LGreco:
     def _lay_out(self) -> None:
         """Builds the parts of the present allocation over views of the staging tensors and of the state."""
         self._layouts = [Layout(i, self.layers, self.chosen, self.world_size) for i in range(len(self.buckets))]
-        wires: list[Wire] = [w for w in INTS if any(w in layout.ints for layout in self._layouts)] or [INTS[0]]
-        places = [0] * len(self.buckets)
-        self._ints = [self._quantized(wire, places, first=not i) for i, wire in enumerate(wires)]
+        self._ints = self._quantized()
         self._others: list[TopK | LowRank] = []
         for _, layout, staging, errors in self._each():
             values, held = (
@@ -282,23 +279,20 @@ class LGreco:
                 factored = [Factored(*three) for three in zip(*matrices, qs, strict=True)]
                 self._others.append(LowRank(factored, self.scalars, self.world_size))
 
-    def _quantized(self, wire: Wire, places: list[int], *, first: bool) -> Quantized:
-        """The layers of one format in all buckets; the first carries what travels as it is, and the scalars.
-
-        places: how much of each bucket's mean errors is in use, moved on."""
-        parts, own, means = [], [], []
-        for i, (bucket, layout, staging, errors) in enumerate(self._each()):
-            start, n, padded = layout.ints.get(wire, (0, 0, 0))
-            raw, raws = layout.raw
-            values = staging[raw : raw + raws + len(bucket.values)] if first else staging[:0]
-            scalars = bucket.scalars if first else bucket.scalars[:0]
-            parts.append(Part(staging, staging[start : start + n], values, scalars))
-            own.append(errors[start : start + padded])
-            end = places[i] + padded // self.world_size
-            means.append(self._mean_errors[i][places[i] : end])
-            places[i] = end
+    def _quantized(self) -> Quantized:
+        """The layers of each int format in each bucket. A bucket's first part carries what travels as it is."""
+        parts, wires, own, means = [], [], [], []
+        for (bucket, layout, staging, errors), mean_errors in zip(self._each(), self._mean_errors, strict=True):
+            raw = sum(layout.raw)
+            values, place = staging[layout.raw[0] : raw + len(bucket.values)], 0
+            for wire, (start, n, padded) in (layout.ints or {INTS[0]: (0, 0, 0)}).items():
+                parts.append(Part(staging, staging[start : start + n], values, bucket.scalars))
+                wires.append(wire)
+                own.append(errors[start : start + padded])
+                means.append(mean_errors[place : place + padded // self.world_size])
+                values, place = values[:0], place + padded // self.world_size
         workers = self.rank, self.world_size
-        return Quantized(parts, self.scalars, *workers, wire, self.rounding, memory=(own, means))
+        return Quantized(parts, self.scalars, *workers, wires, self.rounding, memory=(own, means))
 
 
 def together(parts: Sequence[Iterator[Stage]]) -> Iterator[Stage]:
