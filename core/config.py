@@ -172,8 +172,8 @@ def check_shared(c: CO2Config) -> None:
         raise UserError(f"update={c.update!r}: shared outer state has one pass of its own; leave it out")
     if c.wire.format != "float32":
         raise UserError(
-            f"wire.format={c.wire.format!r} needs unshared outer state: leave out shard, offload, per_node and zero, or "
-            "set wire.format float32"
+            f"wire.format={c.wire.format!r} needs unshared outer state: leave out shard, offload, per_node and zero, "
+            "or set wire.format float32"
         )
 
 

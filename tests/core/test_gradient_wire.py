@@ -203,9 +203,9 @@ def gone_on(rank: int, world_size: int, state: dict[str, Any] | None) -> tuple[d
 def test_ddp_goes_on_with_another_number_of_workers():
     """As CO2 does: reductions are counted on, what was held back is lost."""
     state = run_distributed(gone_on, 3, None)[0][0]
-    for state, ours, number in (results := run_distributed(gone_on, 2, state)):
+    for after, ours, number in (results := run_distributed(gone_on, 2, state)):
         assert torch.equal(ours, results[0][1]) and number > 4
-        assert state["rounds"] == state["wire"]["launched"] == 8 and state["wire"]["workers"] == 2
+        assert after["rounds"] == after["wire"]["launched"] == 8 and after["wire"]["workers"] == 2
 
 
 def other_shapes(rank: int, world_size: int) -> str:
