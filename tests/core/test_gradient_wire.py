@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from core import CO2Config, CollectiveError, LGrecoConfig, UserError, WireConfig, make_method
+from core.elastic import check_elastic
 from core.groups import node_mesh
 from core.testing import run_distributed
 from tests.problems import flat
@@ -347,6 +348,11 @@ def test_co2_resumes_with_its_allocation():
     for result in run_distributed(interrupted, 2):
         for unbroken, resumed_one in result:
             assert torch.equal(unbroken, resumed_one)
+
+
+def test_workers_that_come_and_go_are_refused():
+    with pytest.raises(UserError, match="^elastic does not go with wire.format='lgreco': leave it out$"):
+        check_elastic(CO2Config(tau=2, wire=LGRECO["int4"]))
 
 
 def test_shared_outer_state_is_refused():
