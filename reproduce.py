@@ -13,14 +13,18 @@ that is unknown to us is empty; a row without runs: "not run".
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import importlib
+import io
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +36,8 @@ from core.methods import METHODS
 from results.collect import collect, status
 from results.paper import GPUS, TABLES, Row, Table
 from results.runs import Finished, load_recipe, read_run, stand_in_overrides
-from training.recipe import LARGEST, Recipe, launch
+from training.recipe import LARGEST, Recipe, parse
+from training.script import launch
 
 ROOT = Path(__file__).resolve().parent
 Cluster = Literal["a100", "3090"]
@@ -97,6 +102,8 @@ def main() -> None:
     if command.local and not (tables := {name: table for name, table in tables.items() if table.has_stand_ins}):
         raise UserError(f"{command.table} has no stand-ins: it needs a cluster; see {command.table} --dry-run")
     jobs = {name: jobs_of(table, command, extra) for name, table in tables.items()}
+    if extra:
+        check_options(job for listed in jobs.values() for job in listed if job.seed == job.row.seeds[0])
     if command.status:
         folders = {name: [(job.row, job.seed, ROOT / job.folder) for job in listed] for name, listed in jobs.items()}
         return print("\n".join(status(folders, "worker" if command.local else "GPU")))
@@ -212,6 +219,34 @@ def jobs_of(table: Table, command: Command, extra: Mapping[str, Any]) -> list[Jo
                 path, arguments = stand_in(row, command.workers, seed, extra)
                 jobs.setdefault(path, Job(row, seed, path, {}, arguments))
     return list(jobs.values())
+
+
+def check_options(jobs: Iterable[Job]) -> None:
+    """Refuses what the jobs' train scripts would refuse, by letting their parser read it."""
+    for job in jobs:
+        module, said, reason = f"{job.row.task}.train", io.StringIO(), ""
+        try:
+            with contextlib.redirect_stderr(said):
+                parse(importlib.import_module(f"{job.row.task}.recipes").RECIPES, train_options(job, module), module)
+        except UserError as error:
+            reason = str(error)
+        except SystemExit as stop:
+            if not stop.code:  # --help
+                raise
+            # tyro's box, without its colours, frame, title and last line
+            plain = re.sub("\x1b\\[[0-9;]*m", "", said.getvalue())
+            _, _, text = re.sub("[│╭╮╰╯]|[-─]{5,}", "\n", plain).strip().partition("\n")
+            reason = " ".join(text.partition("For full helptext")[0].split())
+        if reason:
+            raise UserError(f"behind --: {module}, for row {job.row.label!r}, method {job.row.method}: {reason}")
+
+
+def train_options(job: Job, module: str) -> list[str]:
+    """A job's recipe and overrides, as its train script, `module`, gets them."""
+    if module in job.command:  # with --local
+        return [*job.command[job.command.index(module) + 1 :]]
+    known = {"method": "METHOD", "co2.tau": "TAU", "batch_size": "BATCH_SIZE", "seed": "SEED"}  # to slurm/launch.sh
+    return [job.env["RECIPE"], *options({key: job.env[name] for key, name in known.items()}), *job.command[5:]]
 
 
 def options(overrides: Mapping[str, Any]) -> list[str]:

@@ -30,7 +30,7 @@ from bench.options import MOST_PARAMETERS, require_one_or_more
 from bench.report import Spread
 from core import CO2, CO2Config, UserError, outer
 from core.fast import Pass, make_boundary
-from training.recipe import launch
+from training.script import launch
 
 MATRIX = 2048  # the model is matrices [2048, 2048] and vectors [2048], as in a transformer of that width
 COPY = 1 << 25  # elements of the measured copy: 128 MiB each, beyond the cache

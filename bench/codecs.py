@@ -27,7 +27,7 @@ from core import UserError
 from core.fast import quantized, wire
 from core.lgreco.lowrank import product
 from core.lgreco.sparse import largest
-from training.recipe import launch
+from training.script import launch
 
 NAME = "codecs"
 SIDE = 2048

@@ -30,7 +30,7 @@ from core.lgreco.curves import curve
 from core.lgreco.decide import Decider
 from core.lgreco.layout import in_bucket
 from training.allocations import picture
-from training.recipe import launch
+from training.script import launch
 
 NAME = "lgreco"
 WARM = 5  # sendings of the same, of which the last is measured

@@ -40,7 +40,7 @@ from bench.report import mean_sd
 from bench.scaling import shape
 from bench.time_to_loss import worker
 from core import UserError
-from training.recipe import launch
+from training.script import launch
 
 NAME = "slow_links"
 RECIPE, LOSS, BATCH, LR = "gpt2_pydoc_small", "val_loss", 32, 4e-3

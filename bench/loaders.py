@@ -30,8 +30,8 @@ from PIL import Image
 from bench import report
 from bench.options import require_one_or_more
 from bench.report import Spread
-from training.recipe import launch
 from training.sampling import load_batches
+from training.script import launch
 
 BATCH = 64  # images, clouds and windows
 FILES = 128  # images and clouds

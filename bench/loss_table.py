@@ -12,7 +12,7 @@ import tyro
 
 from bench import report
 from bench.report import mean_sd
-from training.recipe import launch
+from training.script import launch
 
 NAME = "time_to_loss"
 Folder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER", help="Holds time_to_loss.json.")]

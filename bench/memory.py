@@ -29,7 +29,7 @@ from bench.resident import resident_bytes
 from core import CO2, CO2Config, ShardedCO2, UserError
 from core.groups import node_mesh
 from training import zero
-from training.recipe import launch
+from training.script import launch
 
 WIDTH = 1024
 # name -> (workers that synchronise every step, ZeRO stage, share over all workers, outer state on the host)

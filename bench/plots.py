@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from bench import report
 from bench.report import Spread
-from training.recipe import launch
+from training.script import launch
 
 NAME = "scaling"
 Folder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER", help="Holds scaling.json.")]

@@ -31,7 +31,7 @@ from bench.cluster import Cluster, require_namespaces, run_ranks
 from bench.measure import SETTLED, Job, Setting, round_seconds, rounds_to_measure, wire_seconds, work
 from bench.options import require_each_once, require_no_crowd, require_positive
 from bench.standin import BYTES, LAYERS, PARAMS, digits
-from training.recipe import launch
+from training.script import launch
 
 # slowmo at two tau, each beside co2 at the same: over the slowest link co2 hides everything at 48 and a part at 12.
 # local and overlap_local stand once, at 12, where the most differ: local's times are slowmo's, overlap_local's co2's.

@@ -37,7 +37,7 @@ from bench.loss_table import METHODS, OF_CO2, Outcome, follow
 from bench.options import require_each_once, require_no_crowd, require_positive
 from bench.scaling import shape
 from core.errors import UserError
-from training.recipe import launch
+from training.script import launch
 
 POLL = 0.3  # seconds between two looks at a run's metrics
 LOG_EVERY = 5  # steps; ddp's waiting is logged at these, a local method's at every round

@@ -22,7 +22,7 @@ from bench.plots import Cell, Folder
 from bench.simulator import calibrate
 from core.errors import UserError
 from core.methods import METHODS
-from training.recipe import launch
+from training.script import launch
 
 SHARES = (0.5, 0.8, 0.9, 0.95, 0.99)
 FINE = 40  # rates a decade at which the model of rounds is asked

@@ -40,7 +40,7 @@ from core.zeroth import ZerothConfig, ZerothOrder
 from core.zeroth.blocks import BlockStream
 from core.zeroth.order import digest
 from language.model import build_model
-from training.recipe import launch
+from training.script import launch
 
 NAME = "zeroth"
 Part = Literal["speed", "traffic", "memory", "sharing", "tuning", "quality"]

@@ -23,16 +23,15 @@ def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
     return tensors
 
 
-def check_inputs(
-    tau: Any,
-    given: Sequence[Tensor],
-    params: Sequence[Tensor],
-    buffers: Sequence[Tensor],
-    model_params: Sequence[Tensor],
-) -> None:
-    """given: the parameters as the user gave them; params: those that are trained, DTensors' shards among them."""
+def check_tau(tau: Any) -> None:
     if not isinstance(tau, int) or tau < 1:
         raise UserError(f"tau={tau!r}: give a whole number of local steps, 1 or more, or auto")
+
+
+def check_inputs(
+    given: Sequence[Tensor], params: Sequence[Tensor], buffers: Sequence[Tensor], model_params: Sequence[Tensor]
+) -> None:
+    """given: the parameters as the user gave them; params: those that are trained, DTensors' shards among them."""
     if not params:
         raise UserError("no parameter requires a gradient: nothing to train")
     if not any(p.numel() for p in given if p.requires_grad):  # of a DTensor's all shards

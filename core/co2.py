@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import outer
+from .averaging import Landing
 from .checks import tensors_of
 from .collectives import AllReduce, Link
 from .config import SCHEDULED, CO2Config, Schedule, check_stable, scheduled
@@ -41,7 +42,7 @@ from .fast import make_boundary
 from .fast.quantized import Quantized
 from .fast.wire import Wire
 from .flat import is_dtensor
-from .rounds import Landing, LocalMethod
+from .rounds import LocalMethod
 
 
 class Scheduled(LocalMethod):

@@ -27,14 +27,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .averaging import Landing
 from .co2 import CO2, CO2Config, Schedule
-from .collectives import Background
+from .collectives import Background, Link
 from .errors import CollectiveError, UserError
 from .fast import WireConfig
 from .flat import copy, resized
 from .groups import Stage, all_reduce
 from .members import Came, Members, Report
-from .rounds import Landing, Link
 
 MOST = 1024  # workers: checksums are so narrow that the sums over as many are exact
 LOOK_EVERY = 0.2  # seconds between two looks whether another worker has left

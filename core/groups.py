@@ -213,11 +213,14 @@ def sum_parts(flat: Tensor, group: dist.ProcessGroup) -> Iterator[Stage]:
         columns[rank].copy_(theirs.sum(0))
 
 
+def all_gather(to: Tensor, own: Tensor, group: dist.ProcessGroup) -> Stage:
+    """Part i of `to`, which is contiguous, becomes `own` of worker i."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name, torch < 2.13
+    work = gather(to.view(-1), own, group=group, async_op=True)
+    assert work is not None
+    return [work], (dist.get_world_size(group) - 1) * own.nbytes
+
+
 def gather_parts(flat: Tensor, group: dist.ProcessGroup) -> Stage:
     """All-gather in place: every worker gets part i of `flat` from worker i."""
-    n, rank = dist.get_world_size(group), dist.get_rank(group)
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name, torch < 2.13
-    own = flat.view(n, -1)[rank].clone()
-    work = gather(flat, own, group=group, async_op=True)
-    assert work is not None
-    return [work], (n - 1) * own.numel() * own.element_size()
+    return all_gather(flat, flat.view(dist.get_world_size(group), -1)[dist.get_rank(group)].clone(), group)

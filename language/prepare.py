@@ -26,7 +26,7 @@ import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from core.errors import UserError
-from training.recipe import launch
+from training.script import launch
 
 DOCUMENT_END = "\x0c\n"  # a line with nothing but a form feed
 JSON_LINES = (".jsonl", ".jsonl.xz")

@@ -22,7 +22,7 @@ from core.zeroth import ScalarLog, ZerothConfig, ZerothOrder
 from core.zeroth.order import digest, kind_of
 from language import pretrained
 from language.finetune_recipes import RECIPES, FinetuneRecipe, LoraConfig
-from training.recipe import launch
+from training.script import launch
 
 KEPT = ("weights", "trainable", "seed", "zeroth", "lora")  # of a recipe: what the tuned weights depend on
 

@@ -21,7 +21,7 @@ import tyro
 
 from core import UserError
 from pointcloud.sources import SPLITS, Source, data_root, unpacked
-from training.recipe import launch
+from training.script import launch
 
 
 class Packed:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from segmentation.recipes import RECIPES, SegmentationRecipe
-from training.recipe import answer_help, dry_run, launch, parse
+from training.recipe import answer_help, dry_run, parse
+from training.script import launch
 
 if __name__ == "__main__":
     answer_help(RECIPES, prog="segmentation.train")  # before the imports below, which take seconds

@@ -1,17 +1,13 @@
-"""Recipes: what a run is made of, read from the command line, and how a user's mistake is reported."""
+"""Recipes: what a run is made of, read from the command line."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import errno
-import hashlib
 import json
 import math
 import os
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,21 +20,17 @@ from torch import nn
 from core import CO2Config, UserError, WireConfig, schedules
 from core.config import scheduled
 from core.elastic import check_elastic
-from core.errors import CollectiveError, DivergedError
 from core.groups import local_world_size
 from core.methods import DelayedConfig, MethodName, OverlapLocalConfig, SlowMoConfig, ZerothConfig, check_settings
 from core.zeroth.exchange import Place
 from training.optim import OptimConfig
 from training.sampling import per_worker
-from training.start import refuse
-from training.stop import StopSignal
+from training.script import launch
 from training.throttle import make_link
 from training.workers import check_nodes, pick_device, rank, world_size
 
 SHARES = {"shard", "offload", "per_node", "zero"}  # options with which not all recommended settings go
 LARGEST = 10**9  # number of a recipe
-OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE)
-OF_A_PATH = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EPERM, errno.EEXIST)
 
 
 def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -320,44 +312,6 @@ def refuse_unused(recipe: Recipe, default: Recipe) -> None:
             )
 
 
-def launch(main: Callable[[], None]) -> None:
-    """Runs a train script's main, without tracebacks: a user's mistake, or a disk that takes no more, becomes one line
-    and exit status 2; Ctrl-C, which ends a run of one process early, exit status 130. Workers that wait for this one
-    to start hear of it."""
-    try:
-        main()
-    except (UserError, DivergedError) as error:
-        _fail(str(error))
-    except CollectiveError as error:  # each worker says what it has seen
-        _fail(str(error), status=1)
-    except OSError as error:
-        if error.errno not in OF_THE_DISK + OF_A_PATH:
-            raise
-        remedy = "make room or choose another --out" if error.errno in OF_THE_DISK else "give another file or folder"
-        _fail(f"{error.filename or 'the run folder'}: {error.strerror}; {remedy}")
-    except SystemExit as stop:
-        if stop.code:
-            refuse(f"its options are refused, {' '.join(sys.argv[1:])}")
-        raise
-    except KeyboardInterrupt:
-        sys.stderr.flush()
-        os._exit(130)
-    if StopSignal.interrupted and world_size() == 1:  # among several, whoever started them gets the signal, too
-        sys.exit(130)
-
-
-def _fail(reason: str, status: int = 2) -> None:
-    reason = " ".join(reason.split())  # a library's own words, which a message may quote, can have many lines
-    if len(reason) > 600:
-        reason = f"{reason[:300]} ... {reason[-300:]}"
-    said = _tell_torchrun(f"error: {reason}") and "CO2_LAUNCH" in os.environ  # training.launch says it at its end
-    if (not said or status != 2) and _first_to_say(reason):
-        print(f"error: {reason}", file=sys.stderr, flush=True)
-    refuse(reason)
-    sys.stderr.flush()
-    os._exit(status)  # not sys.exit: peers may be waiting in a collective that will never complete
-
-
 def dry_run(recipe: Recipe, build_model: Callable[[], nn.Module], backward: Backward | None = None) -> None:
     """Prints the resolved recipe, the model's size and, with `backward`, the memory that each GPU needs.
 
@@ -396,27 +350,3 @@ def momentum_note(recipe: Recipe, workers: int) -> str:
         f"note: outer_momentum={c.outer_momentum}; the authors' release sets {usual:g} for {workers} workers: add "
         f"--co2.outer_momentum {usual:g} for it"
     )
-
-
-def _tell_torchrun(text: str) -> bool:
-    """Writes `text` where torchrun looks for what went wrong, in its format; returns whether there is a torchrun."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        more = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))
-    return bool(path)
-
-
-def _first_to_say(text: str) -> bool:
-    """Whether no other worker that the same torchrun started has said `text`: each line is printed once."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return True
-    parent = Path(f"/proc/{os.getppid()}")
-    started = parent.stat().st_mtime_ns if parent.exists() else 0  # tells two processes of one number apart
-    launch = f"{os.environ['TORCHELASTIC_RUN_ID']} {os.getppid()} {started}"
-    mark = hashlib.sha256(f"{launch}\n{text}".encode()).hexdigest()[:24]
-    try:
-        os.close(os.open(Path(tempfile.gettempdir(), f"co2-{mark}"), os.O_CREAT | os.O_EXCL))
-        return True
-    except FileExistsError:
-        return False

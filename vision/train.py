@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from training.recipe import answer_help, dry_run, launch, parse
+from training.recipe import answer_help, dry_run, parse
+from training.script import launch
 from vision.recipes import RECIPES, VisionRecipe
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
 from bench.chaos.campaign import main
-from training.recipe import launch
+from training.script import launch
 
 launch(main)

@@ -1,4 +1,4 @@
 from bench.peers.compare import main
-from training.recipe import launch
+from training.script import launch
 
 launch(main)

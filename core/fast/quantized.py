@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..flat import Scalars
-from ..groups import Stage
+from ..groups import Stage, all_gather
 from . import wire as wires
 from .wire import BLOCK, Rounding, Wire
 
@@ -75,7 +75,7 @@ class Quantized:
         memory: tuple[list[Tensor], list[Tensor]] | None = None,
     ):
         self.buckets, self.scalars = buckets, scalars
-        self.wires = [wire] * len(buckets) if isinstance(wire, str) else list(wire)
+        self.wires: list[Wire] = [wire] * len(buckets) if isinstance(wire, str) else list(wire)
         self.rank, self.world_size = rank, world_size
         self.scale = 1.0
         self.device = buckets[0].flat.device
@@ -96,20 +96,19 @@ class Quantized:
         self._segment = GPU_SEGMENT if self.device.type == "cuda" else SEGMENT
 
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
-        others = self.world_size - 1
         yield [], 0  # the encoding, too, is done in the background
         self._seed(number, 0)
         sent = self._outgoing()
         received = sent
         if group is not None:
             received = torch.empty_like(sent)
-            yield [_all_to_all(received, sent, group)], others * sent.shape[1]
+            yield [_all_to_all(received, sent, group)], (self.world_size - 1) * sent.shape[1]
         self._seed(number, 1)
         mean = self._average(received)
         means = mean[None]
         if group is not None:
             means = mean.new_empty(self.world_size, len(mean))
-            yield [_all_gather(means, mean, group)], others * len(mean)
+            yield all_gather(means, mean, group)
         self._unpack(means)
 
     def release(self) -> None:
@@ -231,13 +230,6 @@ def _raw_mean(payload: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _all_to_all(to: Tensor, source: Tensor, group: dist.ProcessGroup) -> dist.Work:
     work = dist.all_to_all_single(to, source, group=group, async_op=True)
-    assert work is not None
-    return work
-
-
-def _all_gather(to: Tensor, source: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the old name is deprecated
-    work = gather(to.view(-1), source, group=group, async_op=True)
     assert work is not None
     return work
 

@@ -20,16 +20,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import outer
+from ..averaging import Landing
 from ..checks import tensors_of
 from ..co2 import Scheduled
 from ..collectives import Link
 from ..config import CO2Config, Schedule, check_shared, scheduled
 from ..errors import UserError
-from ..flat import copy, copy_where, group_pieces, unique, views
+from ..flat import copy, unique
 from ..groups import Stage, all_reduce, gather_parts, leave_group, new_group, sum_parts
 from ..guard import size_of
-from ..rounds import Landing
-from .host import HostCopies
+from .live import HostCopies, Live
 from .placement import Placement
 
 
@@ -132,7 +132,7 @@ class ShardedCO2(Scheduled):
     @torch.no_grad()
     def _make_state(self) -> None:
         """x and m as shares, and what the background notes."""
-        self._host = HostCopies(self.buckets, self.params[0].device) if self.offload else None
+        self._live = HostCopies(self.buckets, self.params[0].device) if self.offload else Live(self.buckets)
         self._x = self.state["outer_iterate"] = [torch.zeros_like(share) for share in self._shares()]
         self._m = self.state["outer_momentum"] = [torch.zeros_like(x) for x in self._x]
         self.replicas = [] if self.shard else self._x
@@ -178,13 +178,13 @@ class ShardedCO2(Scheduled):
             last = self.merge(finished=finished).last
         if self.config.at_boundary:
             told_late = self.guard.left_out.to(self._spoilt.device) & ~self._spoilt & landed
-            self._spoilt.copy_(self._swap(snapshot=not last))
+            self._spoilt.copy_(self._live.swap(snapshot=not last))
             self.was_left_out(self._spoilt | told_late)
         else:
             if finished and (last or not self.local_steps):
-                self._mix(1.0)  # what an earlier mean was mixed with is no local step
+                self._live.mix(1.0)  # what an earlier mean was mixed with is no local step
             if not last:
-                self._take()
+                self._live.snapshot()
         if last:  # nothing follows: what lagged catches up
             self._catch_up()
         else:
@@ -205,7 +205,7 @@ class ShardedCO2(Scheduled):
         vars(self.stats).update(self._seen)
         if not self.config.at_boundary:
             if not finished:
-                self._mix(self.config.mix)
+                self._live.mix(self.config.mix)
             self.was_left_out(self.guard.left_out)
         return landing
 
@@ -220,49 +220,8 @@ class ShardedCO2(Scheduled):
 
     def was_left_out(self, where: Tensor) -> None:
         super().was_left_out(where)
-        if self.config.at_boundary:  # it has started anew with the boundary
-            return
-        if self._host is not None and where:
-            return self._host.mix(1.0)
-        for p, g in self._pieces():
-            copy_where(where, p, g)
-
-    def _mix(self, share: float) -> None:
-        """p <- share g + (1 - share) p."""
-        if self._host is not None:
-            return self._host.mix(share)
-        for p, g in self._pieces():
-            copy(p, g if share == 1 else [outer.mix(x, y.to(x.dtype), share) for x, y in zip(g, p, strict=True)])
-
-    def _take(self) -> None:
-        """g <- g - p, from the outer iterate as the parameters' dtype holds it."""
-        if self._host is not None:
-            return self._host.snapshot()
-        for p, g in self._pieces():
-            copy(g, [x.to(y.dtype).to(x.dtype) - y for x, y in zip(g, p, strict=True)])
-
-    def _swap(self, *, snapshot: bool) -> Tensor:
-        """p <- g, and g <- g - p where a snapshot is wanted, a cache-sized segment at a time. Whether that is not
-        finite, 0-d."""
-        if self._host is not None:
-            return self._host.swap(snapshot=snapshot)
-        finite = torch.ones((), dtype=torch.bool, device=self.background.device)
-        for p, g in self._pieces():
-            difference = [a - b for a, b in zip(g, p, strict=True)] if snapshot else g
-            if snapshot:
-                finite &= outer.norm(difference).isfinite()
-            copy(p, g)
-            copy(g, difference)
-        return ~finite
-
-    def _pieces(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """The parameters and g, in the same shapes, as much at a time as a cache holds."""
-        for bucket in self.buckets:
-            start = 0
-            for pieces in group_pieces(bucket.params, outer.segment_size(bucket.flat)):
-                n = sum(p.numel() for p in pieces)
-                yield pieces, views(bucket.flat[start : start + n], pieces)
-                start += n
+        if not self.config.at_boundary:  # else it has started anew with the boundary
+            self._live.restart(where)
 
     def check_settings(self) -> None:
         check_shared(self.config)
@@ -281,9 +240,7 @@ class ShardedCO2(Scheduled):
     @torch.no_grad()
     def stages(self) -> Iterator[Stage]:
         """From the snapshots in g to x_{t+2,0} in g."""
-        if self._host is not None:
-            yield [self._host], 0
-            self._host.take_differences(rounded=not self.config.at_boundary)
+        yield from self._live.differences(rounded=not self.config.at_boundary)
         yield from self._agreement.repair(self.state.shared())
         yield from self._weigh()
         yield from self._reduce([b.rest for b in self.buckets])

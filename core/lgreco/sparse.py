@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..flat import Scalars
-from ..groups import Stage
+from ..groups import Stage, all_gather
 
 SAMPLE = 1 << 13  # elements
 
@@ -38,10 +38,7 @@ class TopK:
         received = sent[None]
         if group is not None:
             received = sent.new_empty(self.world_size, len(sent))
-            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            work = gather(received.view(-1), sent, group=group, async_op=True)
-            assert work is not None
-            yield [work], (self.world_size - 1) * len(sent)
+            yield all_gather(received, sent, group)
         self._average(received)
 
     def _outgoing(self, moved: Tensor) -> Tensor:

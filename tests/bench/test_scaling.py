@@ -16,7 +16,7 @@ from bench.pace import PATIENCE, Pacer
 from bench.report import Spread
 from bench.standin import LAYERS, PARAMS, StandIn
 from core.errors import UserError
-from training.recipe import launch
+from training.script import launch
 
 
 class Clock:

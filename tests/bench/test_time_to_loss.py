@@ -20,7 +20,8 @@ from bench.loss_table import METHODS, OF_CO2, Outcome, cells, follow, markdown, 
 from bench.time_to_loss import Metrics, TimeToLoss, every
 from core.errors import UserError
 from language.recipes import RECIPES
-from training.recipe import launch, parse
+from training.recipe import parse
+from training.script import launch
 
 ROOT = Path(__file__).parents[2]
 KEY = "test_loss"

@@ -262,6 +262,17 @@ def test_an_array_has_a_line_for_each_job(tmp_path: Path, monkeypatch: pytest.Mo
         (["imagenet", "--seeds", "a"], "--seeds a: give numbers up to 1000000000, such as 0,1"),
         (["imagenet", "--", "--seed", "3"], "--seed behind --: reproduce.py chooses it itself, see --seeds"),
         (["imagenet", "--", "epochs", "3"], "'epochs' behind --: give options of the train script"),
+        (
+            ["imagenet", "--", "--epochss", "3"],
+            "behind --: vision.train, for row 'ResNet-50', method ddp: Unrecognized options: --epochss, 3 "
+            "Perhaps you meant: --epochs INT",
+        ),
+        (["imagenet", "--local", "--", "--batch_size=x"], "method ddp: Error parsing --batch_size: invalid literal"),
+        (["imagenet", "--dry-run", "--", "--epochs", "0"], "method ddp: Error parsing VisionRecipe: epochs=0:"),
+        (
+            ["imagenet", "--methods", "ddp", "--", "--co2.outer_lr", "0.5"],
+            "for row 'ResNet-50', method ddp: co2.outer_lr=0.5 is method co2's own",
+        ),
         (["--collect", "nowhere"], "--collect nowhere: no such folder; name"),
         (["--collect", str(ROOT / "slurm")], "no run folder in it, at any depth"),
         (["gap"], "no sbatch here: --dry-run prints the lines"),

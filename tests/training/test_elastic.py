@@ -23,9 +23,10 @@ from training import elastic
 from training.coordinator import Coordinator
 from training.elastic import Deal, repeated
 from training.optim import OptimConfig, make_schedule
-from training.recipe import Recipe, launch
+from training.recipe import Recipe
 from training.run import Run
 from training.sampling import generator, worker_batches
+from training.script import launch
 
 # -- data ---------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 import torch
 from core import UserError
-from training.recipe import Recipe, launch, parse
+from training.recipe import Recipe, parse
+from training.script import launch
 from training.run import Run
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""The exchange of parameters between a GPU and outer state in the host's memory."""
+"""The live parameters and g, the copy in which the next outer iterate is gathered: they swap where they lie, or between
+a GPU and the host's memory."""
 
 from __future__ import annotations
 
@@ -10,12 +11,61 @@ import torch
 from torch import Tensor
 
 from .. import outer
-from ..flat import Bucket
+from ..flat import Bucket, copy, copy_where, group_pieces, views
+from ..groups import Stage
 from ..guard import all_finite
 
 
+class Live:
+    """Both on one device. g lies in the payloads."""
+
+    def __init__(self, buckets: list[Bucket]):
+        self._buckets = buckets
+
+    def swap(self, *, snapshot: bool) -> Tensor:
+        """p <- g, and g <- g - p where a snapshot is wanted, a cache-sized segment at a time. Whether that is not
+        finite, 0-d."""
+        finite = torch.ones((), dtype=torch.bool, device=self._buckets[0].flat.device)
+        for p, g in self._pieces():
+            difference = [a - b for a, b in zip(g, p, strict=True)] if snapshot else g
+            if snapshot:
+                finite &= outer.norm(difference).isfinite()
+            copy(p, g)
+            copy(g, difference)
+        return ~finite
+
+    def snapshot(self) -> None:
+        """g <- g - p, from the outer iterate as the parameters' dtype holds it."""
+        for p, g in self._pieces():
+            copy(g, [x.to(y.dtype).to(x.dtype) - y for x, y in zip(g, p, strict=True)])
+
+    def mix(self, share: float) -> None:
+        """p <- share g + (1 - share) p."""
+        for p, g in self._pieces():
+            copy(p, g if share == 1 else [outer.mix(x, y.to(x.dtype), share) for x, y in zip(g, p, strict=True)])
+
+    def restart(self, where: Tensor) -> None:
+        """p <- g where that holds, 0-d."""
+        for p, g in self._pieces():
+            copy_where(where, p, g)
+
+    def differences(self, *, rounded: bool) -> Iterator[Stage]:
+        """g holds them already."""
+        yield from ()
+
+    def _pieces(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """The parameters and g, in the same shapes, as much at a time as a cache holds."""
+        for bucket in self._buckets:
+            start = 0
+            for pieces in group_pieces(bucket.params, outer.segment_size(bucket.flat)):
+                n = sum(p.numel() for p in pieces)
+                yield pieces, views(bucket.flat[start : start + n], pieces)
+                start += n
+
+
 class HostCopies:
-    """The parameters' copies in the host's memory, through which a GPU and the host exchange; on a CPU plain copies.
+    """As Live, g being in the host's memory: a GPU and the host exchange through copies of the parameters there; on a
+    CPU plain copies.
 
     The copying is queued in a stream of its own: the compute stream waits for it, the host does not. It is waited for
     in the background, like a collective.
@@ -57,8 +107,14 @@ class HostCopies:
                         x = g.to(p.device, non_blocking=True)
                         p.copy_(outer.mix(x, p.to(x.dtype), share))
 
-    def take_differences(self, *, rounded: bool) -> None:
+    def restart(self, where: Tensor) -> None:
+        """p <- g where that holds, 0-d, on the host."""
+        if where:
+            self.mix(1.0)
+
+    def differences(self, *, rounded: bool) -> Iterator[Stage]:
         """g <- g - p from the host's copies, once both are through. rounded: g as the parameters' dtype holds it."""
+        yield [self], 0
         for bucket, copies in zip(self._buckets, self._copies, strict=True):
             for g, on_host in zip(bucket.payload_views, copies, strict=True):
                 if rounded:
