@@ -6,6 +6,7 @@ the budget), and Accordion's criterion beside it. Pure functions of tables [laye
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -24,8 +25,7 @@ def allocate(errors: Tensor, sizes: Tensor, reference: Sequence[int], *, share: 
     can exclude it. Where nothing fits, which only a share below 1 can cause, each layer gets its least error.
     """
     errors, sizes = errors.double(), sizes.double()
-    rows = torch.arange(len(errors))
-    budget = share * float(errors[rows, list(reference)].sum())
+    budget = share * total(errors, reference)
     best = [int(c) for c in _least(errors, sizes)]
     found = _programme(_in_bins(errors, budget, bins), sizes, bins)
     if found is not None:
@@ -36,8 +36,8 @@ def allocate(errors: Tensor, sizes: Tensor, reference: Sequence[int], *, share: 
 
 
 def total(table: Tensor, choices: Sequence[int]) -> float:
-    """The sum over the layers of table[layer, its choice]."""
-    return float(table.double()[torch.arange(len(table)), list(choices)].sum())
+    """The sum over the layers of table[layer, its choice]: rounded once, so alike on workers of any processor."""
+    return math.fsum(table.double()[torch.arange(len(table)), list(choices)].tolist())
 
 
 def accordion(before: Tensor, now: Tensor, eta: float = 0.5) -> Tensor:

@@ -107,6 +107,6 @@ def check_saved(saved: Mapping[str, Sequence[Tensor]], here: Mapping[str, Sequen
     for name, flats in here.items():
         if (theirs := [len(f) for f in saved[name]]) != (mine := [len(f) for f in flats]):
             raise UserError(
-                f"the checkpoint's {name} has {theirs} elements, here it has {mine}: resume with the model, and "
-                "the buffers to average, that wrote it"
+                f"the checkpoint's {name} has {theirs} elements, here it has {mine}: resume with the model, the "
+                "buffers to average and the settings of the wire that wrote it"
             )

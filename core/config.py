@@ -171,7 +171,10 @@ def check_shared(c: CO2Config) -> None:
     if c.update != "fast":
         raise UserError(f"update={c.update!r}: shared outer state has one pass of its own; leave it out")
     if c.wire.format != "float32":
-        raise UserError(f"wire.format={c.wire.format!r} needs unshared outer state; here only 'float32' works")
+        raise UserError(
+            f"wire.format={c.wire.format!r} needs unshared outer state: leave out shard, offload, per_node and zero, "
+            "or set wire.format float32"
+        )
 
 
 def unstable(c: CO2Config, remedy: str, limit: str) -> str:

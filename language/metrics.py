@@ -6,6 +6,7 @@ vocabularies compare. Sums, not means, are added over ranks, so the result is ex
 """
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -55,11 +56,13 @@ def summarize(sums: Sequence[float], causal: bool) -> dict[str, float]:
     """Metrics from `held_out_sums` added over all workers.
 
     Keys: loss (nats per predicted token), perplexity, accuracy, tokens; bits_per_byte and bytes as well for a
-    causal model whose tokenizer is known. A masked model predicts only a sample, which codes no text.
+    causal model whose tokenizer is known. A masked model predicts only a sample, which codes no text. The perplexity of
+    a model that has diverged may be inf.
     """
     nats, tokens, n_bytes, right = sums
     loss = nats / tokens
-    metrics = dict(loss=loss, perplexity=math.exp(loss), accuracy=right / tokens, tokens=tokens)
+    perplexity = math.exp(loss) if loss < math.log(sys.float_info.max) or math.isnan(loss) else math.inf
+    metrics = dict(loss=loss, perplexity=perplexity, accuracy=right / tokens, tokens=tokens)
     if causal and n_bytes:
         metrics |= dict(bits_per_byte=nats / math.log(2) / n_bytes, bytes=n_bytes)
     return metrics

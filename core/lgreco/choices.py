@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -86,7 +87,7 @@ def parse(text: str) -> Choice:
         value = float(text[len(name) :])
     except ValueError:
         value = -1.0
-    whole = value == int(value)
+    whole = value.is_integer()
     if (
         (name == "int" and value in INT_BITS)
         or (name == "top" and 0 < value < 0.5)
@@ -104,12 +105,15 @@ def uniform(layer: Layer, like: Choice) -> Choice:
     return like if layer.offers(like) else RAW
 
 
-def offered(like: Choice, family: Literal["same", "any"], lowest: float, highest: float) -> list[Choice]:
-    """What is chosen from, without repetitions. lowest, highest: the range of ranks, in units of the given one."""
+def offered(
+    like: Choice, family: Literal["same", "any"], lowest: float, highest: float, most: float = math.inf
+) -> list[Choice]:
+    """What is chosen from, without repetitions. lowest, highest: the range of ranks, in units of the given one; most:
+    the highest that any layer has."""
     tops = geometric(like.value if like.kind == "top" else 0.01)
     ints = [Choice("int", bits) for bits in INT_BITS]
     r = like.value if like.kind == "rank" else 0.0
-    ranks = [Choice("rank", k) for k in range(max(1, int(lowest * r)), int(highest * r) + 1)] if r else []
+    ranks = [Choice("rank", k) for k in range(max(1, int(lowest * r)), int(min(highest * r, most)) + 1)] if r else []
     if family == "any":
         ranks += [Choice("rank", k) for k in RANKS]
         return list(dict.fromkeys([RAW, like, *ints, *tops, *ranks]))

@@ -71,7 +71,8 @@ class Decider:
         self._less, self._more = less_and_more(choice)
         small = for_small_layers(choice)
         extra = [self._less, self._more] if "accordion" in config.rule else [small] if config.rule == "legacy" else []
-        all_of_them = offered(choice, config.family, config.lowest_rank, config.highest_rank)
+        most = max(min(layer.rows, layer.columns) for layer in layers)
+        all_of_them = offered(choice, config.family, config.lowest_rank, config.highest_rank, most)
         self.choices = list(dict.fromkeys([*all_of_them, *extra]))
         self.offered = torch.tensor(
             [may_take(layer, self.choices, choice, config.family, world_size) for layer in layers]

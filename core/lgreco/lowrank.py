@@ -15,6 +15,8 @@ from torch import Tensor
 from ..flat import Scalars
 from ..groups import Stage, all_reduce
 
+ROUNDING = 16  # epsilons of a column's norm: what is left of it below that is rounding
+
 
 @dataclass(frozen=True)
 class Factored:
@@ -29,7 +31,9 @@ class Factored:
 class LowRank:
     """The mean over the workers, projected, for layers of one dtype: with M the mean of d + e, P = orth(M Q),
     Q <- M^T P, D = P Q^T, and every worker keeps d + e - D. The two factors' sums cross as plain all-reduces. Workers
-    hold the same bits where their processors are of one kind: each computes orth and P Q^T for itself."""
+    hold the same bits where their processors are of one kind: each computes orth and P Q^T for itself. A column of Q of
+    which M has nothing, or that is not finite, stays as it was: of zeros orth would make the first unit vectors, and of
+    a matrix whose first rows nobody uses, as of an embedding, nothing would ever be sent again."""
 
     def __init__(self, layers: Sequence[Factored], scalars: Scalars, world_size: int):
         self.layers, self.scalars, self.world_size = layers, scalars, world_size
@@ -43,7 +47,7 @@ class LowRank:
         flat, factors = _flat([product(m, layer.q) for m, layer in zip(sends, self.layers, strict=True)])
         if group is not None:
             yield all_reduce([flat], group)
-        orthogonal = [torch.linalg.qr(p).Q for p in factors]  # of a sum it is the same as of the mean
+        orthogonal = [orthonormal(p) for p in factors]  # of a sum it is the same as of the mean
         flat, factors = _flat([product(m.T, p) for m, p in zip(sends, orthogonal, strict=True)])
         if group is not None:
             yield all_reduce([flat], group)
@@ -52,7 +56,7 @@ class LowRank:
             flat.dtype
         )  # else the mean is thrown away by its owner
         for layer, p, q in zip(self.layers, orthogonal, factors, strict=True):
-            layer.q.copy_(q)
+            layer.q.copy_(torch.where(usable(q), q, layer.q))
             torch.matmul(p, q.T, out=layer.values)
             layer.error.addcmul_(layer.values, anyone, value=-1)
 
@@ -61,6 +65,19 @@ def product(matrix: Tensor, thin: Tensor) -> Tensor:
     """matrix @ thin, for few columns. Transposed, for of a few columns a CPU's product takes up to six times as long as
     of a few rows."""
     return (thin.T.contiguous() @ matrix.T).T
+
+
+def orthonormal(p: Tensor) -> Tensor:
+    """The Q of QR, with zeros for a column that depends on those before it but for rounding: QR would make it of that,
+    unlike on other processors, and workers' own M^T P, which cancel in the mean alone, would land unlike."""
+    q, r = torch.linalg.qr(p)
+    depends = r.diagonal().abs() <= ROUNDING * torch.finfo(p.dtype).eps * torch.linalg.vector_norm(r, dim=0)
+    return torch.where(depends, 0.0, q)  # of a NaN nothing is so
+
+
+def usable(q: Tensor) -> Tensor:
+    """bool [r]: which columns of q [columns, r] are finite, and not zero."""
+    return q.isfinite().all(0) & (q != 0).any(0)
 
 
 def fill(q: Tensor, filled: int, seed: int) -> None:

@@ -18,7 +18,7 @@ from .choices import Choice, Layer
 from .config import FIXED, LGrecoConfig
 from .curves import curve
 from .decide import Decider
-from .lowrank import fill
+from .lowrank import fill, orthonormal
 
 
 class Reference:
@@ -90,9 +90,10 @@ class Reference:
         q = torch.cat([before[:, :r], before.new_zeros(layer.columns, max(0, r - before.shape[1]))], dim=1)
         fill(q, before.shape[1], seed=i)
         mean = _mean(send).view(layer.rows, layer.columns)
-        p = torch.linalg.qr(mean @ q).Q
-        self.q[i] = mean.T @ p
-        landed = (p @ self.q[i].T).view(-1)
+        p = orthonormal(mean @ q)
+        new = mean.T @ p
+        self.q[i] = torch.where(new.isfinite().all(0) & (new != 0).any(0), new, q)
+        landed = (p @ new.T).view(-1)
         self.errors[i] = send - landed
         return landed
 

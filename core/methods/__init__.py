@@ -145,7 +145,8 @@ def check_settings(
         remedy = "set co2.wire" if name in ("co2", "delayed") else "leave it out"
         raise UserError(f"ddp_wire.format={ddp_wire.format!r} is method ddp's own, not {name}'s: {remedy}")
     if name not in ("co2", "delayed") and co2.wire.format != "float32":
-        raise UserError(f"wire.format={co2.wire.format!r} is CO2's own, method {name!r} does not have it: leave it out")
+        remedy = "set ddp_wire" if name == "ddp" else "leave it out"
+        raise UserError(f"wire.format={co2.wire.format!r} is CO2's own, method {name!r} does not have it: {remedy}")
     for key in ("merge", "delay", "sync_steps", "steps", "outlier") if name not in ("co2", "delayed") else ():
         if (value := getattr(co2, key)) != getattr(CO2Config(), key):
             raise UserError(f"{key}={value!r} is CO2's own, method {name!r} does not have it: leave it out")

@@ -21,7 +21,7 @@ class GradientWire:
 
     wire: not float32. What has to be chosen or rounded for the whole model waits for the whole backward pass, so
     nothing crosses under it. Where a step's gradients are not finite, as with a GradScaler that finds its scale, error
-    feedback and low rank's Q forget what they hold of them.
+    feedback forgets what it holds of them.
     """
 
     def __init__(
@@ -68,17 +68,19 @@ class GradientWire:
 
     def state_dict(self) -> dict[str, Any]:
         state = {name: [f.clone() for f in flats] for name, flats in self.reducer.state.items()}
-        return {"reducer": state, "launched": self.background.launched}
+        return {"reducer": state, "launched": self.background.launched, "workers": self.background.world_size}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Of another number of workers nothing but the count goes on, as with CO2: what was held back is lost."""
+        self.background.restore(state["launched"], False)
+        if state["workers"] != self.background.world_size:
+            return
         here, saved = self.reducer.state, state["reducer"]
         shapes = [{name: [len(f) for f in flats] for name, flats in each.items()} for each in (saved, here)]
         if shapes[0] != shapes[1]:
             raise UserError(
-                "the checkpoint's gradients were sent in another format, or among another number of workers: resume "
-                "with the ddp_wire that wrote it"
+                "the checkpoint's gradients were sent with another ddp_wire: resume with the one that wrote it"
             )
         for name, flats in here.items():
             copy(flats, saved[name])
-        self.background.restore(state["launched"], False)

@@ -105,6 +105,13 @@ def test_one_layer_and_equal_layers():
     assert all(total(torch.ones(5, 3), d) == 5 for d in draws)
 
 
+def test_totals_depend_on_no_order():
+    """Processors add the terms of a tensor in orders of their own; workers have to come to the same budget."""
+    terms = torch.tensor([[1e16], [1.0], [1.0]], dtype=torch.float64)
+    for order in itertools.permutations(range(3)):
+        assert total(terms[list(order)], [0, 0, 0]) == 1e16 + 2
+
+
 def test_quick_enough():
     """27 matrices with up to 121 choices: well below a second."""
     errors, sizes, uniform = table(0, 27, 121)

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from core import CO2, CO2Config, ShardedCO2
+from core import CO2, CO2Config, LGrecoConfig, ShardedCO2, WireConfig
 from core.testing import run_distributed
+from tests.problems import Mean
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 SIZE = 1024
@@ -71,6 +72,30 @@ def test_a_boundary_does_not_synchronise(shard: bool):
         local_steps(params, co2, 6)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def sent_by_lgreco(device: str, like: str, config: LGrecoConfig) -> tuple[list[str], Tensor]:
+    wire = WireConfig("lgreco", like=like, lgreco=config)
+    tensors = [torch.zeros(s, dtype=torch.float64, device=device) for s in [(400, 300), (300, 250), (5000,)]]
+    mean, landed = Mean(tensors, {"steps": 1, "weight": 1}, wire.reducer), []
+    for round in range(5):
+        draw = torch.randn(mean.buckets[0].numel, generator=torch.Generator().manual_seed(round), dtype=torch.float64)
+        mean.buckets[0].payload.copy_(draw * torch.linspace(0.01, 3, len(draw), dtype=torch.float64) ** 3)
+        mean.scalars.set("steps", 1.0)
+        mean.scalars.set("weight", 1.0)
+        mean.launch()
+        mean.wait()
+        landed.append(mean.buckets[0].payload.cpu())
+    return [str(c) for c in mean.reducer.chosen], torch.stack(landed)
+
+
+@pytest.mark.parametrize("like", ["int4", "top0.01", "rank4"])
+def test_lgreco_chooses_and_sends_as_on_a_cpu(like: str):
+    """Of low rank uniformly: its curves begin with draws of the device's own."""
+    config = LGrecoConfig(rule="uniform" if like == "rank4" else "lgreco", every=2, first=1, time_share=1.0)
+    (ours, landed), (theirs, expected) = (sent_by_lgreco(device, like, config) for device in ("cuda", "cpu"))
+    assert ours == theirs
+    torch.testing.assert_close(landed, expected, rtol=1e-6, atol=1e-6)
 
 
 def streams(trace: Path) -> dict[str, set[int]]:

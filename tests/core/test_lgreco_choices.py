@@ -104,7 +104,9 @@ def test_choices_of_each_family():
     assert sorted(tops) == pytest.approx([0.01 * 10 ** (i / 4 - 1) for i in range(9)])
     everything = {c.kind for c in offered(parse("top0.01"), "any", 0.5, 2)}
     assert everything == {"raw", "int", "top", "rank"}
-    small = built("rank4", LGrecoConfig()).reducer.layers[3]
+    reducer = built("rank4", LGrecoConfig(highest_rank=1e9)).reducer
+    assert max(c.value for c in reducer.decider.choices) == 24, "no more than the highest that a layer has"
+    small = reducer.layers[3]
     assert str(uniform(small, parse("rank4"))) == "as it is", "a vector has no rank"
 
 
@@ -134,6 +136,7 @@ def test_legacys_rule_of_sizes(like: str, small: str):
         ({"format": "lgreco", "like": "top0.7"}, "wire.like='top0.7': give"),
         ({"format": "lgreco", "like": "rank0"}, "such as rank4"),
         ({"format": "lgreco", "like": "rank2.5"}, "wire.like='rank2.5'"),
+        ({"format": "lgreco", "like": "rank" + 400 * "9"}, "such as rank4"),
         ({"format": "lgreco", "like": "int4", "error_feedback": False}, "always feeds back"),
         ({"format": "int4", "like": "int4"}, "wire.like='int4' is of wire.format lgreco, not int4"),
         ({"format": "int4", "lgreco": LGrecoConfig(every=3, time_share=1.0)}, "is of wire.format lgreco, not int4"),

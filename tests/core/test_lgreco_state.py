@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from core import UserError
+from core import CO2, CO2Config, UserError
 from core.allocate import total
 from core.fast import WireConfig
 from core.lgreco.choices import Choice, code, offered, parse
@@ -53,6 +53,24 @@ def test_a_layer_of_zeros_gets_the_least_bytes():
         assert str(mean.reducer.chosen[4]) == least
         train(mean, range(1, 4))
         assert mean.buckets[0].payload.isfinite().all(), "and comes back from zero"
+
+
+@pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
+def test_low_rank_goes_on_after_a_first_round_of_nothing_or_nan(bad: float):
+    """Also of a matrix whose first rows nobody uses, as an embedding's: there the unit vectors that orth makes of zeros
+    find nothing, ever."""
+    wire = WireConfig("lgreco", like="rank2", lgreco=LGrecoConfig(rule="uniform"))
+    mean = Mean([torch.zeros(100, 20)], {"steps": 1, "weight": 1}, wire.reducer)
+    matrix = torch.zeros(100, 20)
+    matrix[4:] = torch.randn(96, 1, generator=generator(1)) @ torch.randn(1, 20, generator=generator(2))
+    for sent in (torch.full_like(matrix, bad), matrix):
+        mean.buckets[0].payload.copy_(sent.view(-1))
+        mean.scalars.set("steps", 1.0)
+        mean.scalars.set("weight", 1.0)
+        mean.launch(), mean.wait()
+        for flat in (flat for flats in mean.reducer.state.values() for flat in flats):
+            flat.nan_to_num_(0.0, 0.0, 0.0)  # as ddp's hook does
+    torch.testing.assert_close(mean.buckets[0].payload.view(100, 20), matrix, rtol=1e-5, atol=1e-5)
 
 
 def test_one_layer():
@@ -194,6 +212,18 @@ def test_another_settings_allocation_is_refused():
     with pytest.raises(UserError, match="wire.like='int4' with family='same' does not offer: resume with the settings"):
         once(second, 0, 0)
     first.close()
+
+
+def test_another_settings_checkpoint_is_refused_in_one_line():
+    def co2(like: str) -> CO2:
+        wire = WireConfig("lgreco", like=like, lgreco=LGrecoConfig(first=1))
+        return CO2([torch.nn.Parameter(torch.ones(40, 30))], CO2Config(tau=1, wire=wire))
+
+    first = co2("rank2")
+    first.step(), first.step()
+    for like in ("rank4", "int4"):
+        with pytest.raises(UserError, match="and the settings of the wire that wrote it$"):
+            co2(like).load_state_dict(first.state_dict())
 
 
 @pytest.mark.parametrize("like", ["int4", "top0.05", "rank2"])

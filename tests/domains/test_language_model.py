@@ -234,6 +234,12 @@ def test_perplexity_agrees_with_torchmetrics():
     assert metrics["tokens"] == 17 and "bits_per_byte" not in metrics
 
 
+@pytest.mark.parametrize(("loss", "perplexity"), [(709.0, math.exp(709.0)), (800.0, math.inf), (math.inf, math.inf)])
+def test_a_diverged_model_has_a_perplexity_too(loss: float, perplexity: float):
+    assert summarize([2 * loss, 2.0, 0.0, 0.0], causal=True)["perplexity"] == perplexity
+    assert math.isnan(summarize([math.nan, 2.0, 0.0, 0.0], causal=True)["perplexity"])
+
+
 def test_evaluation_leaves_the_model_as_it_was():
     model = _tiny("gpt2_tiny").train()
     held_out_sums(model, [(torch.zeros(1, 4, dtype=torch.int64),) * 2], CPU, None)
