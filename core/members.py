@@ -13,6 +13,7 @@ import socket
 import struct
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -172,7 +173,7 @@ class Members:
             raise CollectiveError(f"worker {self.name}: the launcher of the first node does not answer") from error
 
 
-class Workers:
+class Workers(ABC):
     """What a training script asks of a method whose workers come and go. For subclasses: mend.
 
     Attributes, to be set by the training script: tell, which returns what it reports to the others; on_change, called
@@ -185,9 +186,9 @@ class Workers:
         self.tell: Callable[[], Report] = dict
         self.on_change: Callable[[list[Report | None]], None] = lambda reports: None
 
+    @abstractmethod
     def mend(self, came: Came = "failed") -> list[Report | None]:
         """Goes on to the next generation with those that are left."""
-        raise NotImplementedError
 
     def sum_of_all(self, values: Tensor) -> Tensor:
         """The sum over the workers, for the training script; all of them must call it.
