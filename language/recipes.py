@@ -131,6 +131,14 @@ def gpt2_medium_zo_owt() -> LanguageRecipe:
     )
 
 
+def gpt2_small_wikitext103() -> LanguageRecipe:
+    """GPT-2 Small on WikiText-103, whose tokens are those of roberta_base_wikitext103: in place of L-GreCo's
+    Transformer-LM, whose sizes are unknown to us. As gpt2_small_owt; batch and epochs are ours. Not run.
+    """
+    base = gpt2_small_owt()
+    return replace(base, corpus="wikitext103", vocab_size=50265, batch_size=256, epoch_steps=None, epochs=50)
+
+
 def transnormer_7b_owt() -> LanguageRecipe:
     """A TransNormer of 7 billion parameters; the paper's perplexity: AdamW 16.82, with ZeRO-2. Not run.
 
@@ -276,6 +284,7 @@ RECIPES = {
         gpt2_medium_owt,
         gpt2_large_owt,
         gpt2_medium_zo_owt,
+        gpt2_small_wikitext103,
         transnormer_7b_owt,
         roberta_base_wikibooks,
         roberta_large_wikibooks,
