@@ -58,7 +58,7 @@ class Quantized:
     with it: it waits, as does that of a worker that is left out.
 
     One worker alone encodes and decodes as well, so that it trains as one of many. Error feedback keeps a copy of the
-    parameters more, and 1 / n for the second stage: `state`. On a CPU the first encoding happens inside launch().
+    parameters more, and 1 / n for the second stage: `state`.
     wire: of all buckets, or one for each. memory: for both errors, a tensor a bucket, [workers x chunk] and [chunk];
     None for its own.
     """
