@@ -24,7 +24,8 @@ momentum, and the buffer in flight.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from typing import Any, cast
 
@@ -193,6 +194,16 @@ class CO2(Scheduled):
             self._restart()
             self._last_lr = 0.0
         return landing
+
+    @contextlib.contextmanager
+    def shared_model(self) -> Iterator[bool]:
+        """See LocalMethod: with merge keep no worker has progress of its own when it has merged what it just sent."""
+        on_arrival = self.config.delay == "auto" and self.config.merge == "keep" and self.skip_after is None
+        if on_arrival and self.background.in_flight and not self.local_steps:
+            self._merge_early()
+            self._watch.begin()
+        with super().shared_model() as equal:
+            yield equal
 
     def _pass(self, rule: outer.Rule, *, moves: bool) -> None:
         """outer.update, segment by segment."""

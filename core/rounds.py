@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -148,6 +149,17 @@ class LocalMethod(Averaging):
         led them to one point in unlike rounds and a checkpoint needs them in one. Every worker must call it."""
         while self.rounds < rounds:
             self._boundary(finished=False)
+
+    @contextlib.contextmanager
+    def shared_model(self) -> Iterator[bool]:
+        """For an evaluation at a boundary, or after finish(): in it the model is what all workers have in common, where
+        the method can tell without another reduction; whether it is. Every worker must come to it.
+
+        Where means are merged on arrival (`delay="auto"`, merge keep) the one that was just sent is waited for and
+        merged, not with skip_after; Overlap-Local-SGD waits for the one in flight, and lends its mean. The time counts
+        as exposed. Else workers that begin rounds apart evaluate each its own, whose loss is the greater.
+        """
+        yield not (self.starts_roughly and (self.background.in_flight or self.local_steps))
 
     @torch.no_grad()
     def resync(self) -> None:

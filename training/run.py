@@ -18,7 +18,7 @@ from tqdm import tqdm
 from core import peers
 from core.errors import DivergedError, UserError
 from core.guard import forget
-from core.methods import Method, OverlapLocalSGD, Zeroth
+from core.methods import Method, Zeroth
 from core.rounds import LocalMethod
 from core.schedules import from_text
 from training.counters import Averages, Due, Every, Stopwatch, Timer
@@ -63,6 +63,7 @@ class Run:
         self._stop = StopSignal()
         self._to_skip = 0  # batches
         self._model: nn.Module | None = None
+        self._shared = True  # whether what was evaluated last is one model on all workers
         self._bar: tqdm[Any] | None = None
 
     def __enter__(self) -> Run:
@@ -275,20 +276,22 @@ class Run:
     def log_evaluation(self, results: dict[str, float]) -> None:
         """Logs what an evaluation measured, and of which model: `shared`, or `own`, each worker's on its share of
         the set, in the middle of a run whose method leaves the workers apart."""
-        apart = isinstance(self._method, OverlapLocalSGD) or getattr(self._method, "starts_roughly", False)
-        own = apart and self.world_size > 1 and self.step < self._total
+        own = not self._shared and self.world_size > 1 and self.step < self._total
         self.folder.log(self.step, results, of_model="own" if own else "shared")
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """For evaluations: stops the clock, gathers a sharded model's parameters, and lets blocks that stay on the host
-        pass through the device."""
+        """For evaluations: of the model that all workers have in common, where the method has one; stops the clock, but
+        not for what that waits for; gathers a sharded model's parameters, and lets blocks that stay on the host pass
+        through the device."""
         gathering = contextlib.nullcontext()
         if isinstance(self._method, Zeroth):
             gathering = self._method.order.inference()
         elif self._workers.mesh is not None and self._model is not None:
             gathering = _zero().gathered(self._model, self.recipe.zero)
-        with self.clock.paused(), gathering:
+        method = self._method
+        common = method.shared_model() if isinstance(method, LocalMethod) else contextlib.nullcontext(True)
+        with common as self._shared, self.clock.paused(), gathering:
             yield
 
     def sum(self, *values: float | Tensor) -> list[float]:

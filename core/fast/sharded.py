@@ -114,6 +114,7 @@ class ShardedCO2(Scheduled):
             backend=backend,
         )
         self.reducer.scale = 1 / self.everybody  # of what is summed over both groups
+        self.starts_roughly = not c.at_boundary
         self.guard.factor = c.outlier
         self.guard.tells &= self._inner is None or dist.get_rank(self._inner) == 0
         self.background.timed_groups += [self._inner] if self._inner is not None else []

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -66,7 +69,30 @@ class OverlapLocalSGD(LocalMethod):
         )
         self._z = self.state.new("anchor", of_params=True)
         self._v = self.state.new("anchor_momentum")
-        self.replicas = self._z
+        self.replicas, self.starts_roughly = self._z, True
+
+    @contextlib.contextmanager
+    def shared_model(self) -> Iterator[bool]:
+        """See LocalMethod: the mean of what was just sent, which finish() would leave, takes the model's place."""
+        with super().shared_model() as equal:
+            if equal or self.local_steps or self.skip_after is not None:
+                yield equal
+                return
+        self.background.lands_within(math.inf)
+        scale = self.guard.land(float("nan"))
+        held = [t for b in self.buckets for t in (*b.params, *b.buffers)]
+        own = [t.clone() for t in held]
+        self._lend(held, [v * scale.to(v) for b in self.buckets for v in (*b.payload_views, *b.buffer_views)])
+        try:
+            yield True
+        finally:
+            self._lend(held, own)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _lend(self, held: list[Tensor], values: list[Tensor]) -> None:
+        copy(held, values)
+        self._refresh_model()
 
     def close_round(self, *, finished: bool) -> bool:
         if self.background.in_flight:

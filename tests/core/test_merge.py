@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import core.outer
 from core import CO2, CO2Config
 from core.fast import ChunkedBoundary
+from core.methods import LocalSGD, OverlapLocalSGD
 from core.testing import run_distributed
 from tests import problems
 from tests.core.test_co2 import STEPS, three_dtypes, train_dtypes
@@ -118,6 +119,49 @@ def linear(rank: int, world_size: int, config: Settings) -> list[Tensor]:
 
 def mean_of(results: list[list[Tensor]]) -> list[Tensor]:
     return [torch.stack(rows).mean(0) for rows in zip(*results, strict=True)]
+
+
+def evaluating(rank: int, world_size: int) -> dict[str, Any]:
+    """What shared_model gives at every boundary, and the model before and after it."""
+    late = {"gap": "none", "delay": "auto"}
+    methods = {
+        "keep": lambda p: replace(BASE, merge="keep", **late).build(p),
+        "mix": lambda p: replace(BASE, merge="mix", **late).build(p),
+        "overlap_local": lambda p: OverlapLocalSGD(p, BASE.tau),
+        "local": lambda p: LocalSGD(p, BASE.tau),
+    }
+    found: dict[str, Any] = {name: [] for name in methods}
+    for name, build in methods.items():
+        params = problems.odd_parameters()
+        method = build(params)
+        for step in range(STEPS + 3):
+            sgd_step(params, rank, step)
+            if method.step():
+                before = flat(params)
+                with method.shared_model() as equal:
+                    found[name].append((equal, before, flat(params)))
+                found[name][-1] += (flat(params),)
+        method.finish()
+        with method.shared_model() as equal:
+            found[name].append((equal, flat(params)))
+    return found
+
+
+def test_an_evaluation_sees_one_model_where_the_method_has_one():
+    zero, one = run_distributed(evaluating, 2)
+    for name in zero:
+        *rounds, (equal, end) = zero[name]
+        assert torch.equal(end, one[name][-1][1]) and equal, name
+        for (told, before, inside, after), (_, other, others_inside, _) in zip(rounds, one[name][:-1], strict=True):
+            assert told is (name != "mix") and torch.equal(inside, others_inside) is told, name
+            assert torch.equal(after, before) or name == "keep", f"{name}: an evaluation changed the training"
+            if name == "overlap_local":
+                torch.testing.assert_close(inside, (before + other) / 2, rtol=1e-12, atol=1e-12)
+    # what is merged as soon as it is sent is not late: the specification's blocking rounds
+    blocking = train_reference(
+        replace(BASE, gap="none", merge="keep", delay=0), 2, STEPS + 3, flat(problems.odd_parameters())
+    )
+    assert_traces_equal([after for *_, after in zero["keep"][:-1]] + [zero["keep"][-1][1]], blocking)
 
 
 # -- what else meets a merge ------------------------------------------------------------------------------------
