@@ -17,7 +17,7 @@ from .stats import RoundStats, ready
 CALIBRATION_TAU = 4  # local steps a round until the first decision
 WARM_UP = 1  # rounds whose numbers are left out: kernels are picked, connections opened
 WINDOW = 5  # rounds over which medians are taken
-COST = 0.02  # a boundary's own work, as a share of the local steps' time
+COST = 0.05  # a boundary's own work, as a share of the local steps' time; 2 % and 10 % led later to a loss
 SETTLE = 4  # rounds after another wire is taken until its times are heard, at most
 NUMBERS = 4  # that each worker tells: seconds of a local step, of an all-reduce, of a boundary's own work; steps taken
 FLOAT32 = {"float32": 4.0}  # format -> bytes an element
