@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -125,6 +125,8 @@ def markdown(result: dict[str, Any]) -> str:
         for method in sorted(methods, key=METHODS.index):
             fields = cells(methods[method], methods.get("ddp", []) if method != "ddp" else [])
             rows.append((task, f"{rate:g} Mbit/s", method, *fields))
+        if limit := limit_cell(methods.get("local", []), ddp_steps(result["runs"], task)):
+            rows.append((task, f"{rate:g} Mbit/s", "limit", "", limit, *[""] * 5))
     return f"{report.table(TITLES, rows)}\n\n{report.bullets(notes(result))}\n"
 
 
@@ -146,6 +148,21 @@ def cells(runs: Sequence[dict[str, Any]], ddp: Sequence[dict[str, Any]]) -> list
         mean_sd(losses, ".3f") if losses else "no evaluation",
         ", ".join(taus),
     ]
+
+
+def ddp_steps(runs: Sequence[dict[str, Any]], task: str) -> dict[int, int]:
+    """Seed -> ddp's steps to the loss, which no link changes; of those that reached it over any."""
+    reached = [r for r in runs if (r["task"], r["method"], r["status"]) == (task, "ddp", "reached")]
+    return {r["seed"]: r["steps"] for r in reached}
+
+
+def limit_cell(local: Sequence[dict[str, Any]], steps: Mapping[int, int]) -> str:
+    """Seconds to the loss of a ddp whose communication took no time: its steps, each as long as one of Local-SGD's
+    without what that waits for. Empty where either is not known for a seed."""
+    known = [r for r in local if r["seed"] in steps and r["exposed_share"] is not None and r["steps"]]
+    if not known or len(known) < len(local):
+        return ""
+    return mean_sd([steps[r["seed"]] * r["seconds"] * (1 - r["exposed_share"]) / r["steps"] for r in known], ".1f")
 
 
 def time_cell(run: dict[str, Any]) -> str:
@@ -184,11 +201,14 @@ def notes(result: dict[str, Any]) -> list[str]:
         "as if there had been none.",
         "Methods share data, order, seeds, learning rate, steps and tau, but that of co2_auto, which measures it, 24 "
         "at most; lgreco: L-GreCo within the error of rank 4 (_int4: of int4), among its family or any formats. "
-        "Evaluations are due every epoch and take place at the next round boundary; a local method's is of the model "
-        "that its workers train on, which in co2 and overlap_local holds what the others sent a round ago.",
+        "Evaluations are due every epoch and take place at the next round boundary, of one model on all workers: the "
+        "mean of theirs, for which overlap_local and co2_recommended and co2_auto wait (that is charged), or co2's, "
+        "which holds what was sent a round ago.",
         "Speed-up: ratio of the mean seconds over the seeds; `>`: a lower bound, as ddp ran out of time. Mean ± sample "
         "standard deviation over the seeds; steps over those that reached the target; final loss at each run's last "
         "evaluation.",
+        "limit: ddp, were its communication free: its steps to the loss (over any link), each as long as one of "
+        "local's without waiting.",
         "Exposed share: time that rank 0 waited for communication (ddp: the last bucket of every fifth step). tau: at "
         "the end of each run, empty where it was not kept.",
     ]

@@ -238,6 +238,13 @@ def test_the_table():
     assert "link: throttled in software" in markdown(RESULT | {"link": "throttled in software"})
 
 
+def test_the_limit_is_ddp_without_communication_where_its_steps_are_known_for_every_seed():
+    assert "| limit |" not in markdown(RESULT)
+    faster = run("ddp", 1, 15.0, rate_mbit=200.0, steps=80)  # as many steps as over any link
+    lines = markdown(RESULT | {"runs": [*RUNS, faster]}).splitlines()
+    assert lines[5] == "| vision | 40 Mbit/s | limit |  | 11.0 ± 1.4 |  |  |  |  |  |"  # 100 x 0.1 s and 80 x 0.15 s
+
+
 def test_tasks_and_rates_stand_apart():
     other = [r | {"rate_mbit": 200.0} for r in RUNS[:2]] + [r | {"task": "language"} for r in RUNS[:2]]
     rows = [line.split(" | ")[:5] for line in markdown(RESULT | {"runs": other + RUNS}).splitlines()[2:7]]
