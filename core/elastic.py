@@ -238,7 +238,7 @@ class ElasticCO2(CO2):
         self._restart()
         for boundary in self._boundaries:
             boundary.take()
-        self.local_steps = 0
+        self.local_steps, self._spans = 0, 1  # a round of its own begins, while the giver's was closing
         self.background.counts = False
         self._send(finished=False)
         if self.config.delay == 0:

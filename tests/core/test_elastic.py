@@ -70,6 +70,7 @@ def train(folder: str, settings: dict[str, Any], deaths: dict[str, Any], pace: f
     except Over:
         return
     trace: dict[int, Any] = {}
+    closed: dict[int, int] = {}  # round -> step
     while counter["step"] < steps:
         time.sleep(pace)
         step, counter["step"] = counter["step"], counter["step"] + 1
@@ -80,6 +81,7 @@ def train(folder: str, settings: dict[str, Any], deaths: dict[str, Any], pace: f
             params[0].data.fill_(float("nan"))
         if method.step():
             trace[method.rounds] = flat(method.state["outer_iterate"]).tolist()
+            closed[method.rounds] = counter["step"]
             if where == "boundary" and method.rounds == when:
                 die()
     method.finish()
@@ -88,6 +90,7 @@ def train(folder: str, settings: dict[str, Any], deaths: dict[str, Any], pace: f
         "joined": joined,
         "x": flat(params).tolist(),
         "trace": trace,
+        "closed": closed,
         "sizes": sizes,
         "counted": counted,
         "left_out": left_out,
@@ -125,12 +128,13 @@ def run(tmp_path: Path, workers: int, settings: dict[str, Any], deaths: dict[str
 
 
 def check_equal(ends: dict[str, Any]) -> None:
-    """All that came to the end hold the same parameters, and held the same outer iterates on the way."""
+    """All that came to the end hold the same parameters, and held the same outer iterates on the way, at one step."""
     first = next(iter(ends.values()))
     for end in ends.values():
         assert end["x"] == first["x"]
         for number in end["trace"].keys() & first["trace"].keys():
             assert end["trace"][number] == first["trace"][number], number
+            assert end["closed"][number] == first["closed"][number], number
 
 
 PAPER = {"tau": 3}
