@@ -78,15 +78,7 @@ class ShardedCO2(Scheduled):
         params, buffers = unique(tensors_of(params, "parameters")), unique(tensors_of(buffers, "buffers"))
         if not params:
             raise UserError("no parameter is given: nothing to train; each stage of a pipeline needs one")
-        if mesh is not None:
-            group, inner_group = _groups_of(mesh)
-        elif inner_group is not None and group is None:
-            raise UserError("inner_group without group: give also the ranks across nodes, or both at once with mesh")
-        if inner_group is not None and c.delay == "auto":
-            raise UserError(
-                "delay='auto' lets every worker merge by itself, and those of a node must stay equal: give a number of "
-                "local steps, at least what the all-reduce takes"
-            )
+        group, inner_group = _groups(mesh, group, inner_group, c)
         backend = "gloo" if offload else None
         device = torch.device("cpu") if offload else params[0].device
         self._inner = new_group(inner_group, timeout, device, backend) if inner_group is not None else None
@@ -387,7 +379,19 @@ class ShardedCO2(Scheduled):
             self._inner = None
 
 
-def _groups_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    if mesh.ndim != 2:
-        raise UserError(f"a mesh of {mesh.ndim} dimensions: give two, [replicate, shard]")
-    return mesh.get_group(0), mesh.get_group(1)
+def _groups(
+    mesh: DeviceMesh | None, group: dist.ProcessGroup | None, inner_group: dist.ProcessGroup | None, c: CO2Config
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Those across nodes and inside one, None where there is none."""
+    if mesh is not None:
+        if mesh.ndim != 2:
+            raise UserError(f"a mesh of {mesh.ndim} dimensions: give two, [replicate, shard]")
+        group, inner_group = mesh.get_group(0), mesh.get_group(1)
+    if inner_group is not None and group is None:
+        raise UserError("inner_group without group: give also the ranks across nodes, or both at once with mesh")
+    if inner_group is not None and c.delay == "auto":
+        raise UserError(
+            "delay='auto' lets every worker merge by itself, and those of a node must stay equal: give a number of "
+            "local steps, at least what the all-reduce takes"
+        )
+    return group, inner_group
