@@ -198,12 +198,13 @@ class CO2(Scheduled):
     @contextlib.contextmanager
     def shared_model(self) -> Iterator[bool]:
         """See LocalMethod: with merge keep no worker has progress of its own when it has merged what it just sent."""
-        on_arrival = self.config.delay == "auto" and self.config.merge == "keep" and self.skip_after is None
-        if on_arrival and self.background.in_flight and not self.local_steps:
+        c = self.config
+        at_one_boundary = not self.local_steps and self.skip_after is None and not self.apart
+        if c.delay == "auto" and c.merge == "keep" and at_one_boundary and self.background.in_flight:
             self._merge_early()
             self._watch.begin()
-        with super().shared_model() as equal:
-            yield equal
+        with super().shared_model() as equal:  # with merge mix and delay 0 workers differ though nothing is in flight
+            yield equal and not (c.merge == "mix" and self._displacement().item())
 
     def _pass(self, rule: outer.Rule, *, moves: bool) -> None:
         """outer.update, segment by segment."""

@@ -147,8 +147,8 @@ class Background:
         while not self.landed():
             if (left := until - time.perf_counter()) <= 0:
                 return False
-            time.sleep(min(left, 1e-3))
-            self._host_seconds += min(left, 1e-3)
+            with self._counted():
+                time.sleep(min(left, 1e-3))
         return True
 
     def wait(self, landed: Callable[[], None] | None = None) -> None:

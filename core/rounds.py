@@ -157,9 +157,11 @@ class LocalMethod(Averaging):
 
         Where means are merged on arrival (`delay="auto"`, merge keep) the one that was just sent is waited for and
         merged, not with skip_after; Overlap-Local-SGD waits for the one in flight, and lends its mean. The time counts
-        as exposed. Else workers that begin rounds apart evaluate each its own, whose loss is the greater.
+        as exposed. Else workers that begin rounds apart evaluate each its own, whose loss is the greater; as all do
+        in mid-round.
         """
-        yield not (self.starts_roughly and (self.background.in_flight or self.local_steps))
+        unlike_starts = self.starts_roughly or self.skip_after is not None  # who skips is in another round
+        yield not (self.local_steps or (self.background.in_flight and unlike_starts))
 
     @torch.no_grad()
     def resync(self) -> None:

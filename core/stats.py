@@ -104,7 +104,7 @@ class RoundStats:
     step_seconds: Seconds = 0.0  # of one local step; the round's first is left out, it may follow an evaluation
     exposed_seconds: Seconds = 0.0  # exposed communication: how long launching, polling and waiting held step() up
     boundary_seconds: Seconds = 0.0  # the whole boundary, the waiting included
-    merge_seconds: Seconds = 0.0  # where a mean was merged in mid-round: that, the waiting included
+    merge_seconds: Seconds = 0.0  # where a mean was merged or awaited in mid-round: that, the waiting included
     merged_after: int = 0  # local steps after its sending
     allreduce_seconds: Seconds = 0.0  # from launch to landing of the all-reduce that landed in this round
     bytes_sent: int = 0

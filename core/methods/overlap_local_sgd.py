@@ -73,12 +73,15 @@ class OverlapLocalSGD(LocalMethod):
 
     @contextlib.contextmanager
     def shared_model(self) -> Iterator[bool]:
-        """See LocalMethod: the mean of what was just sent, which finish() would leave, takes the model's place."""
+        """See LocalMethod: the mean of what was just sent, with which step(last=True) would have ended, takes the
+        model's place."""
         with super().shared_model() as equal:
             if equal or self.local_steps or self.skip_after is not None:
                 yield equal
                 return
-        self.background.lands_within(math.inf)
+        if not self.background.landed():
+            with self._clock.early_merge(self.own_tau):  # the waiting; it is merged at the round's end
+                self.background.lands_within(math.inf)
         scale = self.guard.land(float("nan"))
         held = [t for b in self.buckets for t in (*b.params, *b.buffers)]
         own = [t.clone() for t in held]
@@ -93,6 +96,7 @@ class OverlapLocalSGD(LocalMethod):
     def _lend(self, held: list[Tensor], values: list[Tensor]) -> None:
         copy(held, values)
         self._refresh_model()
+        self._watch.begin()
 
     def close_round(self, *, finished: bool) -> bool:
         if self.background.in_flight:

@@ -1,12 +1,15 @@
 """What a worker continues from when a mean has landed, and when: on real processes against the specification."""
 
+import contextlib
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import core.outer
@@ -162,6 +165,110 @@ def test_an_evaluation_sees_one_model_where_the_method_has_one():
         replace(BASE, gap="none", merge="keep", delay=0), 2, STEPS + 3, flat(problems.odd_parameters())
     )
     assert_traces_equal([after for *_, after in zero["keep"][:-1]] + [zero["keep"][-1][1]], blocking)
+
+
+class Slow:
+    """A link that takes so many seconds for each reduction."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+
+    def reserve(self, nbytes: float) -> float:  # noqa: ARG002
+        return time.perf_counter() + self.seconds
+
+
+def asked_at_every_step(rank: int, world_size: int) -> dict[str, list[tuple[bool, Tensor]]]:
+    """Whether shared_model says that the model is shared, and the model; rank 1's means come 20 ms later."""
+    at_once = {"merge": "mix", "delay": 0, "gap": "none"}
+    methods = {
+        "outer": lambda p: BASE.build(p),
+        "mix at once": lambda p: replace(BASE, **at_once).build(p),
+        "local": lambda p: LocalSGD(p, BASE.tau),
+        "skipping": lambda p: BASE.build(p, link=Slow(0.02 * rank)),
+    }
+    found: dict[str, list[tuple[bool, Tensor]]] = {}
+    for name, build in methods.items():
+        params = problems.odd_parameters()
+        method, rows = build(params), []
+        method.skip_after = 0.0 if name == "skipping" else None
+        for step in range(STEPS):
+            sgd_step(params, rank, step)
+            method.step()
+            with method.shared_model() as equal:
+                rows.append((equal, flat(params)))
+        method.finish()
+        with method.shared_model() as equal:
+            found[name] = [*rows, (equal, flat(params))]
+    return found
+
+
+def test_a_model_of_its_own_is_not_called_shared():
+    """In mid-round, where a boundary mixes at once, and where workers may be in unlike rounds."""
+    zero, one = run_distributed(asked_at_every_step, 2)
+    for name in zero:
+        told = [(a, b) for (a, _), (b, _) in zip(zero[name], one[name], strict=True)]
+        alike = [torch.equal(a, b) for (_, a), (_, b) in zip(zero[name], one[name], strict=True)]
+        assert told == [(same, same) for same in alike] or name == "skipping", name
+        assert not any(any(pair) and not same for pair, same in zip(told, alike, strict=True)), name
+        assert told[-1] == (True, True) and not any(any(pair) for pair in told[:3]), name
+
+
+def lent(rank: int, world_size: int) -> dict[str, Any]:
+    """Overlap-Local-SGD, evaluated under inference_mode by a loop of torch's optimiser, over a link of 0.2 s."""
+    net = problems.small_net()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    method = OverlapLocalSGD(net.parameters(), 3, link=Slow(0.2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(6):
+            optimizer.zero_grad()
+            problems.loss(net, problems.batch(rank, step)).backward()
+            optimizer.step()
+            if method.step() and step == 2:
+                before = flat(net.parameters())
+                with contextlib.suppress(KeyError), torch.inference_mode(), method.shared_model():
+                    inside = flat(net.parameters())
+                    raise KeyError
+                after = flat(net.parameters())
+    stats = method.stats.as_dict()
+    method.finish()
+    told = [str(w.message) for w in caught]
+    return {"told": told, "stats": stats, "before": before, "inside": inside, "after": after}
+
+
+def test_what_overlap_local_sgd_lends_it_takes_back():
+    """Also after an exception; it does not pass for weights that the user loaded, and the waiting is accounted for: tau
+    auto takes what of a boundary and a merge is not exposed for the boundary's own work."""
+    zero, one = run_distributed(lent, 2)
+    assert torch.equal(zero["inside"], one["inside"]) and not torch.equal(zero["inside"], zero["before"])
+    for worker in (zero, one):
+        assert torch.equal(worker["after"], worker["before"]) and not worker["told"]
+        stats = worker["stats"]
+        assert min(stats["merge_seconds"], stats["exposed_seconds"]) > 0.1 and stats["merged_after"] == 3
+
+
+def evaluated_too_soon(rank: int, world_size: int) -> list[bool]:
+    """At step 8 rank 0 has closed two rounds of tau auto, and rank 1, whose mean has not come, one."""
+    params = problems.odd_parameters()
+    co2 = CO2(params, replace(CO2Config.recommended(2), outlier=None), timeout=20.0, link=Slow(0.6 * rank))
+    told = []
+    for step in range(8):
+        sgd_step(params, rank, step)
+        if co2.step() and rank == 0:
+            while step == 3 and not co2.background.landed():
+                time.sleep(0.001)
+    with co2.shared_model() as equal:
+        told.append(equal)
+        dist.barrier()
+    told.append(co2.rounds == 2 - rank and co2.apart)
+    co2.finish()
+    with co2.shared_model() as equal:
+        return [*told, equal]
+
+
+def test_an_evaluation_does_not_wait_for_a_worker_that_has_yet_to_close_its_round():
+    """It would wait for the mean of a reduction that the other one, in the evaluation's own collectives, never joins."""
+    assert run_distributed(evaluated_too_soon, 2) == [[False, True, True]] * 2
 
 
 # -- what else meets a merge ------------------------------------------------------------------------------------
