@@ -267,7 +267,7 @@ def evaluated_too_soon(rank: int, world_size: int) -> list[bool]:
 
 
 def test_an_evaluation_does_not_wait_for_a_worker_that_has_yet_to_close_its_round():
-    """It would wait for the mean of a reduction that the other one, in the evaluation's own collectives, never joins."""
+    """It would wait for the mean of a reduction that the other one, in the evaluation's collectives, never joins."""
     assert run_distributed(evaluated_too_soon, 2) == [[False, True, True]] * 2
 
 
