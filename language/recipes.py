@@ -210,8 +210,8 @@ def roberta_large_wikitext103() -> LanguageRecipe:
 
 # Measured, where no more is said, with co2 and --no_recommended, one seed, on a busy machine of two cores, from a
 # perplexity of about the vocabulary's size. These runs are short, and CO2 with the default outer momentum did worse.
-# Learning rate, tau and outer momentum are the best of about ten trials with co2 on the same held-out text; ddp was given
-# the learning rate of co2.
+# Learning rate, tau and outer momentum are the best of about ten trials with co2 on the same held-out text; ddp was
+# given the learning rate of co2.
 
 
 def gpt2_pydoc_small() -> LanguageRecipe:
