@@ -1,5 +1,5 @@
 """What workers tell each other with every reduction beside its payload: settings and replicas that should be equal, as
-checksums of a few bits; whether to stop; and the times from which tau auto decides.
+checksums of a few bits; whether to stop; and their times, for tau, wire and delay auto.
 
 Workers exchange differences only, so nothing brings replicas together again that have drifted apart: machines with
 another number of threads, or of another kind, add in another order, and round otherwise in the last bit.
@@ -62,7 +62,7 @@ class Agreement:
 
     All workers hear the same sums, of the same round. What is heard takes effect in `follow`, at the round's end, for
     in mid-round each worker hears it after other steps. scalars: with the places of `sizes`. everybody: over how many
-    processes they are summed. tuner, pace: of tau auto and of steps by speed, or None. guard: hears who was left out.
+    processes they are summed. tuner, pace: see Averaging, or None. guard: hears who was left out.
 
     Attributes: stop, whether a worker has asked for it; save, whether one has asked for a checkpoint, until the next
     boundary; tau_decision, taken by the tuner at the last boundary.
@@ -123,7 +123,7 @@ class Agreement:
         if self.tuner:
             self.tuner.tell(stats, before, self.background.rank, self.scalars["times"])
         if self.pace:
-            self.pace.tell(stats, self.scalars["step_seconds"])
+            self.pace.tell(stats, before, self.scalars["step_seconds"])
 
     def hear(self, settings: Any) -> bool:
         """Reads what has landed; whether the replicas were equal. UserError where settings differ, this worker's being

@@ -32,8 +32,8 @@ class Landing(NamedTuple):
 class Averaging(ABC):
     """Sends what a method has written into the payloads, and receives the means; when, it does not know.
 
-    The arguments that are named like LocalMethod's: see there. tuner, pace: of tau auto and of steps by speed, or None;
-    their numbers travel along.
+    The arguments that are named like LocalMethod's: see there. tuner: of tau, wire and delay auto, pace: of
+    steps by speed, or None; their numbers travel along.
 
     Attributes: params, those that are trained, DTensors' shards among them; buffers, those that are averaged; buckets,
     the flat tensors in which they travel; local_steps, how many what is sent next is of; state, what a method keeps

@@ -69,12 +69,12 @@ class Scheduled(LocalMethod):
             self.check_settings()
             if c.tau != "auto":
                 self.tau = c.tau
-                if self.tuner:  # which then chooses the wire alone
+                if self.tuner:  # which then does not choose tau
                     self.tuner.given = self.tuner.tau = c.tau
 
     def arrives(self) -> bool:
         if self.config.delay == "auto":
-            return self.background.landed()
+            return self.background.landed() or (self.tuner is not None and self.local_steps == self.tuner.needed)
         return not self.config.at_boundary and self.local_steps == self.config.delay
 
 

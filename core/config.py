@@ -38,8 +38,9 @@ class CO2Config:
     """Of merge mix: the share of the outer iterate; 1 for it alone."""
     delay: int | Literal["boundary", "auto"] = "boundary"
     """When a mean is merged: at the boundary a round after the sending (the paper); so many local steps after the
-    sending, waiting for it where need be; or auto: as soon as it is there, by the next sending at the latest, on every
-    worker by itself. 0 waits for it at once: nothing is hidden, nor stale."""
+    sending, waiting for it where need be; or auto: as soon as it is there, on every worker by itself, which waits
+    for it after the local steps that the link needs, known after four rounds. Without that a mean would come as late as
+    the slowest worker sends, up to a round, which costs loss. 0 waits at once: nothing is hidden, nor stale."""
     sync_steps: int = 0
     """So many first steps after each of which the workers' parameters are averaged, everyone waiting."""
     allow_unstable: bool = False

@@ -179,6 +179,7 @@ class ElasticCO2(CO2):
     """
 
     more_scalars: ClassVar[Mapping[str, int]] = {"join": 1}
+    tells_times = False
     background: ElasticBackground
 
     def __init__(

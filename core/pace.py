@@ -40,10 +40,15 @@ class Pace:
         medians = [median(times) for times in self._seconds]
         return min(tau, max(2, round(tau * min(medians) / medians[self.rank])))
 
-    def tell(self, stats: RoundStats, places: Tensor) -> None:
-        """Writes the last known seconds of a local step to places, [workers], where all others write 0."""
-        if ready(stats.step_seconds) and float(stats.step_seconds):
-            self._told = float(stats.step_seconds)
+    def tell(self, stats: RoundStats, before: RoundStats, places: Tensor) -> None:
+        """Writes the last known seconds of a local step to places, [workers], where all others write 0.
+
+        before: of the round before, which a GPU has passed where it has not passed this one yet.
+        """
+        for known in (stats, before):
+            if ready(known.step_seconds) and float(known.step_seconds):
+                self._told = float(known.step_seconds)
+                break
         places.view(-1).zero_()[self.rank].fill_(self._told)
 
     def hear(self, seconds: Sequence[float]) -> None:

@@ -32,7 +32,8 @@ class LocalMethod(Averaging):
     and the model is refreshed from them at every boundary. group: the workers (None: all). timeout: seconds until a
     missing worker is an error. link: an emulated slow one.
 
-    For subclasses: tau_max, tau_margin, wires, waits: of tau auto, see TauTuner; one worker alone takes the last wire.
+    For subclasses: tau_max, tau_margin, wires: of tau auto, see TauTuner; one worker alone takes the last wire. waits:
+    False where means are merged on arrival: then the workers tell each other their times (`tells_times`), see TauTuner.
     sync_steps: so many first steps after each of which all wait for the mean of the parameters. by_speed: whether
     slower workers take fewer steps, see Pace. scalars: name -> how many numbers of that name travel along, beside those
     that every method has. parts, on_host: see flat.Bucket. backend: of the communication, None for the group's.
@@ -40,11 +41,14 @@ class LocalMethod(Averaging):
     Attributes, beside Averaging's: skipped, local steps of the round that closed last which this worker has left out,
     being slower: its data and learning rate may then keep step with the others'. sent_tau, of the round whose reduction
     is in flight, or landed last; growth, that over the tau of the one before, for an outer momentum (see
-    outer.carried). skip_after, to be set before the first step: seconds that a boundary waits for a mean, None for as
-    long as it takes. A round whose predecessor's mean does not come, as when a link is down, goes on for tau local
-    steps more, and so on: nothing is thrown away, nor sent before it has come. Each worker decides by itself, for the
-    outer state follows from the means alone, whenever they are merged.
+    outer.carried). skip_after, to be set before the first step: seconds that a boundary waits for a mean (with delay
+    auto once more in mid-round, see TauTuner.needed), None for as long as it takes. A round whose predecessor's mean
+    does not come, as when a link is down, goes on for tau local steps more, and so on: nothing is thrown away, nor sent
+    before it has come. Each worker decides by itself, for the outer state follows from the means alone, whenever they
+    are merged.
     """
+
+    tells_times = True  # whether the workers may tell each other their times, for which each has a place
 
     def __init__(
         self,
@@ -71,7 +75,8 @@ class LocalMethod(Averaging):
         number = None if tau == "auto" else tau
         self.wires = wires if workers > 1 else dict([*wires.items()][-1:])
         tuning = {"by_speed": by_speed, "given": number, "waits": waits or by_speed or workers == 1}
-        tuned = number is None or len(self.wires) > 1
+        on_arrival = not waits and workers > 1 and self.tells_times
+        tuned = number is None or len(self.wires) > 1 or on_arrival
         tuner = TauTuner(tau_max, tau_margin, self.wires, **tuning) if tuned else None
         self.tau: int = tuner.tau if tuner else tau  # pyright: ignore[reportAttributeAccessIssue]
         check_tau(self.tau)
@@ -230,8 +235,8 @@ class LocalMethod(Averaging):
         """See Averaging."""
         super().load_state_dict(state)
         self._ended, self.sync_steps = None, state["sync_steps"]
-        if self.tuner and state["tuner"]:
-            self.tau, self._lead = state["tau"], state.get("lead", 0)
+        if self.tuner and not self.tuner.given and state["tuner"]:
+            self.tau, self._lead = self.tuner.tau, state.get("lead", 0)
         self.sent_tau, self._moved_tau = state.get("taus", (state["tau"], state["tau"]))
         self.growth = self.sent_tau / self._moved_tau
         self.begin_round(self.rounds)
@@ -281,7 +286,8 @@ class LocalMethod(Averaging):
         patience = 0.0 if self.tuner and self.tuner.free else self.skip_after
         if patience is None or not self.background.in_flight:
             return False
-        return not self.background.lands_within(patience)
+        with self._clock.pause():
+            return not self.background.lands_within(patience)
 
     def _start_of_each(self) -> list[Tensor] | None:
         """Where the round began, a tensor a parameter; None: not known."""

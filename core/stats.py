@@ -28,12 +28,14 @@ def mark(device: torch.device, stream: torch.cuda.Stream | None = None) -> Mark:
 
 @dataclass(frozen=True)
 class Elapsed:
-    """The time between two events of a GPU, or one of its equal `parts`; `more` seconds of the host's are added."""
+    """The time between two events of a GPU without what of it is `less`, or one of its equal `parts`; `more` seconds of
+    the host's are added."""
 
     start: torch.cuda.Event
     end: torch.cuda.Event
     parts: int = 1
     more: float = 0.0
+    less: Elapsed | float = 0.0
 
     def ready(self) -> bool:
         """Whether float() would return at once."""
@@ -42,18 +44,18 @@ class Elapsed:
     def __float__(self) -> float:
         """Seconds; waits until the GPU has passed both."""
         self.end.synchronize()
-        return self.start.elapsed_time(self.end) / 1e3 / self.parts + self.more
+        return (self.start.elapsed_time(self.end) / 1e3 - float(self.less)) / self.parts + self.more
 
 
 Seconds = float | Elapsed
 
 
-def between(start: Mark, end: Mark, parts: int = 1) -> Seconds:
-    """The time between two marks of one device, or one of its equal `parts`."""
+def between(start: Mark, end: Mark, parts: int = 1, less: Seconds = 0.0) -> Seconds:
+    """The time between two marks of one device without what of it is `less`, or one of its equal `parts`."""
     if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-        return Elapsed(start, end, parts)
+        return Elapsed(start, end, parts, less=less)
     assert not isinstance(start, torch.cuda.Event) and not isinstance(end, torch.cuda.Event), "two devices"
-    return (end - start) / parts
+    return (end - start - float(less)) / parts
 
 
 def plus(time: Seconds, more: float) -> Seconds:
@@ -131,6 +133,8 @@ class RoundClock:
     def steps_begin(self) -> None:
         """The steps that are timed begin here."""
         self._since = mark(self._device)
+        self._away: Seconds = 0.0  # from them since then, in a merge
+        self._paused = 0.0  # and beside that
 
     @contextlib.contextmanager
     def boundary(self, tau: int, local_steps: int) -> Iterator[None]:
@@ -141,10 +145,19 @@ class RoundClock:
         self.stats, self._early = self._early or RoundStats(merged_after=local_steps), None
         self.stats.tau, self.stats.local_steps = tau, local_steps
         if timed > 0:
-            self.stats.step_seconds = between(self._since, arrived, timed)
+            self.stats.step_seconds = between(self._since, arrived, timed, plus(self._away, self._paused))
+        self.stats.merge_seconds = plus(self.stats.merge_seconds, self._paused)
         yield
         self.steps_begin()
         self.stats.boundary_seconds = between(arrived, self._since)
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """The host waits for a mean, at most so long, and where it computes that is no part of a local step."""
+        began = time.perf_counter()
+        yield
+        if isinstance(self._since, float):
+            self._paused += time.perf_counter() - began
 
     @contextlib.contextmanager
     def early_merge(self, local_steps: int) -> Iterator[None]:
@@ -153,10 +166,7 @@ class RoundClock:
         self.before = self.stats
         self.stats = self._early = RoundStats(merged_after=local_steps)
         yield
-        ended = mark(self._device)
-        self._early.merge_seconds = between(began, ended)
-        if isinstance(ended, float) and isinstance(began, float) and isinstance(self._since, float):
-            self._since += ended - began
+        self._early.merge_seconds = self._away = between(began, mark(self._device))
 
 
 @dataclass

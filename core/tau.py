@@ -1,5 +1,6 @@
 """Choosing tau: the fewest local steps under which an all-reduce fits, and beside which a boundary's own work is small,
-from times measured while training; and with it whether a wider wire would do as well as a narrow one."""
+from times measured while training; with it whether a wider wire would do as well as a narrow one; and after how many
+steps a mean that is merged on arrival is waited for."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from torch import Tensor
@@ -18,8 +19,10 @@ CALIBRATION_TAU = 4  # local steps a round until the first decision
 WARM_UP = 1  # rounds whose numbers are left out: kernels are picked, connections opened
 WINDOW = 5  # rounds over which medians are taken
 COST = 0.05  # a boundary's own work, as a share of the local steps' time; 2 % and 10 % led later to a loss
+SLACK = 0.25  # by how much the local steps after which a mean is waited for outlast the all-reduce
 SETTLE = 4  # rounds after another wire is taken until its times are heard, at most
-NUMBERS = 4  # that each worker tells: seconds of a local step, of an all-reduce, of a boundary's own work; steps taken
+WAITS = 8  # rounds over which each worker takes the mean of how long it waited
+NUMBERS = 5  # each worker tells: seconds of a step, all-reduce and boundary's own work; steps taken; seconds waited
 FLOAT32 = {"float32": 4.0}  # format -> bytes an element
 
 
@@ -64,10 +67,11 @@ class TauTuner:
     or need no more steps, it is tried, once, and kept if that is so.
 
     margin: by how much the local steps should outlast the all-reduce. tau_max: never above. by_speed: slower workers
-    take fewer steps, so that the fastest one's count. given: the user's tau, where only the wire is to be chosen.
-    waits: False: until the first decision a round that is over before its mean has come goes on (`free`), on every
-    worker by itself. Afterwards workers may be some steps apart, of which each tells; one round then is so much longer
-    for those behind (`lead`) that all close it, and those that follow, at one step.
+    take fewer steps, so that the fastest one's count. given: the user's tau, which holds; the wire alone is chosen, and
+    `needed`, where means are merged on arrival. waits: False: until the first decision a round that is over before its
+    mean has come goes on (`free`), on every worker by itself. Afterwards workers may be some steps apart, of which each
+    tells; one round then is so much longer for those behind (`lead`) that all close it, and those that follow, at one
+    step.
     Attributes: tau; wire, to be taken for what is sent next; apart, whether rounds may close at unlike steps.
     """
 
@@ -99,11 +103,29 @@ class TauTuner:
         self._allreduces: deque[float] = deque(maxlen=WINDOW)
         self._boundaries: deque[float] = deque(maxlen=WINDOW)
         self._told = [0.0] * NUMBERS  # this worker's last known ones
+        self._more = 0  # steps of `needed` beyond what the link needs
+        self._waits: list[float] = []  # of this worker, a number a round, since that was judged last
+        self._judged = 0  # rounds heard since then
 
     @property
     def free(self) -> bool:
         """Whether no boundary waits for a mean yet."""
         return self.apart and not self.decisions
+
+    @property
+    def needed(self) -> int | None:
+        """Local steps after its sending at which a worker waits for a mean; None: not known yet.
+
+        By then the all-reduce of the worker that sent last is over, and who waits does not drift away from the slower
+        ones. Where steps are uneven, now one worker's and then another's, that costs all of them time: if even the
+        worker that waits least loses more than COST of it, so many steps are added. A slow one waits for nobody.
+        """
+        if self.free or not (self._allreduces or self.decisions):
+            return None
+        if self._allreduces:
+            return smallest_tau(median(self._allreduces), median(self._steps), SLACK) + self._more
+        last = self.decisions[-1]  # the wire has changed since
+        return smallest_tau(last.allreduce_seconds, last.step_seconds, SLACK) + self._more
 
     def lead(self) -> int:
         """A round begins: how many more steps this worker takes in it than tau."""
@@ -118,11 +140,15 @@ class TauTuner:
 
         before: of the round before, whose boundary is over.
         """
-        if ready(stats.step_seconds, stats.allreduce_seconds) and float(stats.step_seconds):
-            self._told[:2] = float(stats.step_seconds), float(stats.allreduce_seconds)
+        for known in (stats, before):  # a GPU has not passed this round's end yet where the host runs ahead of it
+            if ready(known.step_seconds, known.allreduce_seconds) and float(known.step_seconds):
+                self._told[:2] = float(known.step_seconds), float(known.allreduce_seconds)
+                break
         if ready(before.boundary_seconds, before.merge_seconds, before.exposed_seconds):
-            own = float(before.boundary_seconds) + float(before.merge_seconds) - float(before.exposed_seconds)
-            self._told[2] = max(0.0, own)
+            waited = float(before.exposed_seconds)
+            self._told[2] = max(0.0, float(before.boundary_seconds) + float(before.merge_seconds) - waited)
+            self._waits.append(waited if before.merged_after else 0.0)  # what an evaluation waits for is not counted
+            self._told[4] = fmean(self._waits)
         self.taken += stats.local_steps
         self._rank = rank
         self._told[3] = self.taken if self.apart and self.decisions else 0.0  # from here on rounds are equally long
@@ -137,9 +163,10 @@ class TauTuner:
         allreduce_seconds: Sequence[float],
         boundary_seconds: Sequence[float] = (0.0,),
         taken: Sequence[float] = (0.0,),
+        waited: Sequence[float] = (0.0,),
     ) -> TauDecision | None:
-        """One round's times of every worker, and the steps that they had taken, 0 where one has none. Returns the first
-        decision, and each change."""
+        """One round's times of every worker, and the steps that they had taken, 0 where one has none, and how long they
+        waited in a round. Returns the first decision, and each change."""
         if self.apart and not self._leads and all(taken):
             self._leads = [0, int(max(taken) - taken[self._rank] + 0.5)]
         steps, allreduces = [s for s in step_seconds if s > 0], [a for a in allreduce_seconds if a > 0]
@@ -151,7 +178,21 @@ class TauTuner:
         self._steps.append(self._pacing(steps))
         self._allreduces.append(min(allreduces))
         self._boundaries.append(max(boundary_seconds))
+        self._judged += 1
+        if self._judged == WAITS:
+            self._judge(min(waited))
         return self._decide(round) if self._heard > WARM_UP + 1 else None
+
+    def _judge(self, waited: float) -> None:
+        """waited: by the worker that waits least, in a round."""
+        step = median(self._steps)
+        share = waited / (self.tau * step)
+        if share > COST and (self.needed or 0) < self.tau:  # else they wait at the boundary, for the link
+            self._more += math.ceil(waited / step)
+        elif share < COST / 4:
+            self._more -= math.ceil(self._more / 4)
+        self._judged = 0
+        self._waits.clear()
 
     def _decide(self, round: int) -> TauDecision | None:
         step, allreduce = median(self._steps), median(self._allreduces)
@@ -222,13 +263,20 @@ class TauTuner:
             "boundaries": list(self._boundaries),
             "wire": (self.wire, list(self._wider), self._before),
             "apart": (self.apart, self.taken, list(self._leads)),
+            "waits": (self._more, list(self._waits), self._judged),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Of a tuner with other wires nothing holds; of one that chose tau, its tau does not where one is given."""
+        wire, wider, narrow = state["wire"]
+        if not {wire, *wider, *(narrow or ())[:1]} <= self.wires.keys():
+            return
         self.tau, self._heard = self.given or state["tau"], state["heard"]
         self.decisions = [TauDecision(*d) for d in state["decisions"]]
         self._steps = deque(state["steps"], maxlen=WINDOW)
         self._allreduces = deque(state["allreduces"], maxlen=WINDOW)
         self._boundaries = deque(state["boundaries"], maxlen=WINDOW)
-        self.wire, self._wider, self._before = state["wire"]
-        self.apart, self.taken, self._leads = state.get("apart", (False, 0, []))
+        self.wire, self._wider, self._before = wire, list(wider), narrow
+        if not self.given:
+            self.apart, self.taken, self._leads = state.get("apart", (False, 0, []))
+        self._more, self._waits, self._judged = state.get("waits", (0, [], 0))

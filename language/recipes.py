@@ -217,9 +217,8 @@ def roberta_large_wikitext103() -> LanguageRecipe:
 def gpt2_pydoc_small() -> LanguageRecipe:
     """A tiny GPT-2 on Python's documentation, which needs no data.
 
-    Measured after 660 steps, seed 0: perplexity 62.5, 2.20 bits per byte, in 1.9 minutes on two quiet cores; with
-    --co2.delay 1 56.0 and 2.14, with --no_recommended 68.6 and 2.25, local 52.6 and 2.11, ddp 45.9 and 2.03.
-    On a busy machine the recommended settings end at 66 to 121: their means then come late.
+    Measured after 660 steps, seed 0: perplexity 55.9, 2.14 bits per byte, in 1.7 minutes on two quiet cores; with
+    --no_recommended 68.6 and 2.25, local 52.6 and 2.11, ddp 45.9 and 2.03.
     """
     return LanguageRecipe(
         context=64,

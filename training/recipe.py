@@ -123,8 +123,8 @@ class Recipe:
     timeout: float = 600.0
     """Seconds until a missing worker is an error."""
     skip_after: float | None = None
-    """Seconds that a boundary waits for a mean, as while a link is down: then the round goes on for tau steps more.
-    None: as long as it takes, up to --timeout."""
+    """Seconds that a boundary waits for a mean, as while a link is down: then the round goes on for tau steps more;
+    with --co2.delay auto also within a round, once. None: as long as it takes, up to --timeout."""
     link_mbit: float | None = None
     """Hold collectives back in software as a link of this many Mbit/s would; None for the real link."""
     out: Path | None = None

@@ -26,7 +26,7 @@ from ..co2 import Scheduled
 from ..collectives import Link
 from ..config import CO2Config, Schedule, check_shared, scheduled
 from ..errors import UserError
-from ..flat import copy, unique
+from ..flat import copy, resized, unique
 from ..groups import Stage, all_reduce, gather_parts, leave_group, new_group, sum_parts
 from ..guard import size_of
 from .live import HostCopies, Live
@@ -363,7 +363,8 @@ class ShardedCO2(Scheduled):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         if state["shared"]["gathered"] is not None:
-            copy([b.flat for b in self.buckets], state["shared"]["gathered"])
+            flats = [b.flat for b in self.buckets]
+            copy(flats, resized(state["shared"]["gathered"], flats))  # another number of workers has other places
         self._last.copy_(state["shared"]["last"])
         self._m_squares.copy_(state["shared"]["m_squares"])
         self.guard.verdict.copy_(state["shared"]["verdict"])

@@ -52,8 +52,8 @@ def test_nothing_is_decided_before_all_have_told():
     pace.follow()
     assert pace.steps(24) == 24
     places = torch.ones(2)
-    pace.tell(RoundStats(step_seconds=0.25), places)
-    pace.tell(RoundStats(), places)  # a round of one step, which was not timed
+    pace.tell(RoundStats(step_seconds=0.25), RoundStats(), places)
+    pace.tell(RoundStats(), RoundStats(), places)  # a round of one step, which was not timed
     assert places.tolist() == [0.25, 0.0]
 
 

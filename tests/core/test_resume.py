@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core import CO2, CO2Config, LocalSGD, SlowMo, UserError, WireConfig, make_method
+from core import CO2, CO2Config, LocalSGD, ShardedCO2, SlowMo, UserError, WireConfig, make_method
 from core.methods import DelayedCO2, DelayedConfig
 from core.testing import run_distributed
 from tests import problems
@@ -159,6 +159,17 @@ def test_what_is_of_each_worker_is_left_behind_by_another_number():
     assert reader.scalars["weight"].item() == 2.0, "the local steps of what is in flight"
     assert reader.pace is not None and len(reader.pace.state_dict()["seconds"]) == 1
     assert reader.step() and reader.stats.left_out == 0
+
+
+def test_shared_state_goes_on_after_the_end_with_another_number():
+    writer, reader = ShardedCO2(params(3), CO2Config(tau=2)), ShardedCO2(params(3), CO2Config(tau=2))
+    writer.finish()
+    state = writer.state_dict()
+    (gathered,) = state["shared"]["gathered"]
+    state["shared"]["gathered"] = [torch.cat([gathered, torch.ones(3)])]  # three more workers' places
+    reader.load_state_dict(state | {"workers": 4})
+    assert torch.equal(reader.buckets[0].flat, gathered)
+    assert not reader.step() and reader.step()
 
 
 def test_outer_state_that_is_every_workers_own_needs_as_many():

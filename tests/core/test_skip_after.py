@@ -25,13 +25,20 @@ class Outage:
         return 0.0
 
 
-def over_a_bad_link(rank: int, world_size: int, merge: dict) -> tuple[list[int], list[list[float]], list[float]]:
-    """Worker 1's third mean comes ten rounds late: its local steps by round, the outer iterates, and the parameters at
-    the end."""
+def over_a_bad_link(rank: int, world_size: int, merge: dict) -> tuple[list[int], list[list[float]], list[float], int]:
+    """Worker 1's third mean comes ten rounds late: its local steps by round, the outer iterates, the parameters at the
+    end, and how often it waited while that did not come."""
     params = problems.odd_parameters()
     config = CO2Config(tau=3, outer_lr=0.5, outer_momentum=0.2, gap="none", clip=None, **merge)
     link = Outage(3, until=39) if rank == 1 else None
     method = CO2(params, config, link=link)
+    waits, lands_within = [0] * 60, method.background.lands_within
+
+    def counted(seconds: float) -> bool:
+        waits[step] += 1
+        return lands_within(seconds)
+
+    method.background.lands_within = counted
     steps, iterates = [], []
     for step in range(60):
         problems.sgd_step(params, rank, step)
@@ -43,7 +50,7 @@ def over_a_bad_link(rank: int, world_size: int, merge: dict) -> tuple[list[int],
             link.taken = step + 1
     method.finish()
     method.close()
-    return steps, iterates, problems.flat(params).tolist()
+    return steps, iterates, problems.flat(params).tolist(), sum(waits[9:39])
 
 
 @pytest.mark.parametrize("merge", [{}, {"merge": "keep", "delay": "auto"}], ids=["outer", "keep"])
@@ -51,11 +58,12 @@ def test_a_mean_that_does_not_come_is_not_waited_for(merge: dict):
     """The late worker's round goes on for tau steps more, and again; the outer iterates are the same on both, round by
     round, and for the paper's order those of a plain loop that takes as many local steps."""
     results = run_distributed(over_a_bad_link, 2, merge)
-    (steps0, iterates0, end0), (steps1, iterates1, end1) = results
+    (steps0, iterates0, end0, waits0), (steps1, iterates1, end1, waits1) = results
     assert steps1[:3] == [3, 3, 3] and steps1[3] >= 30 and all(n % 3 == 0 for n in [*steps0, *steps1])
     both = min(len(iterates0), len(iterates1))
     assert both > 5 and iterates0[:both] == iterates1[:both]
     assert end0 == end1
+    assert 10 <= waits1 <= 14 and waits0 <= 14, "once in tau steps, and once a round where the mean should be there"
     if not merge:
         expected = by_hand([steps0[:both], steps1[:both]])
         torch.testing.assert_close(torch.tensor(iterates0[:both]), torch.stack(expected).float())

@@ -5,7 +5,8 @@ import time
 import pytest
 import torch
 
-from core.stats import Overlap, RoundStats, between, mark
+import core.stats
+from core.stats import Overlap, RoundClock, RoundStats, between, mark, ready
 
 
 def test_marks_on_a_cpu_are_the_hosts_clock():
@@ -13,6 +14,59 @@ def test_marks_on_a_cpu_are_the_hosts_clock():
     now = mark(torch.device("cpu"))
     assert isinstance(now, float) and before <= now <= time.perf_counter()
     assert between(1.0, 3.0) == 2.0 and between(1.0, 3.0, parts=4) == 0.5
+
+
+class Event:
+    """A GPU's, at the `now` at which it was made, in milliseconds."""
+
+    now = 0.0
+
+    def __init__(self) -> None:
+        self.at = Event.now
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: "Event") -> float:
+        return end.at - self.at
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_merge_in_mid_round_is_no_part_of_a_local_step(gpu: bool, monkeypatch: pytest.MonkeyPatch):
+    """On a GPU the stream may wait in it: that would pass for slow steps, and tau auto would take too few of them."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(core.stats, "mark", lambda device: Event() if gpu else Event.now / 1e3)
+    clock, Event.now = RoundClock(torch.device("cpu")), 0.0
+    for merge in (7000.0, 0.0):  # the second round merges at its boundary
+        Event.now += 9.0  # its first step, which is not timed
+        clock.steps_begin()
+        Event.now += 30.0
+        if merge:
+            with clock.early_merge(2):
+                Event.now += merge
+        Event.now += 60.0
+        with clock.boundary(tau=4, local_steps=4):
+            Event.now += 50.0
+        assert ready(clock.stats.step_seconds) and float(clock.stats.step_seconds) == pytest.approx(0.03)
+        assert float(clock.stats.merge_seconds) == pytest.approx(merge / 1e3)
+        assert float(clock.stats.boundary_seconds) == pytest.approx(0.05)
+
+
+def test_what_skip_after_waits_for_is_no_part_of_a_local_step():
+    clock = RoundClock(torch.device("cpu"))
+    clock.steps_begin()
+    with clock.pause():
+        time.sleep(0.2)
+    with clock.boundary(tau=4, local_steps=4):
+        pass
+    assert float(clock.stats.step_seconds) < 0.05 and float(clock.stats.merge_seconds) >= 0.2
+    clock.steps_begin()
+    with clock.boundary(tau=4, local_steps=4):
+        pass
+    assert float(clock.stats.merge_seconds) == 0.0
 
 
 def round_stats(**values: float) -> dict[str, float]:

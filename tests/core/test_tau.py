@@ -1,5 +1,6 @@
 """The choice of tau, on times given by hand."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -8,8 +9,8 @@ from torch import nn
 
 from core import CO2, CO2Config, UserError, make_method
 from core.fast import WireConfig
-from core.stats import RoundStats
-from core.tau import CALIBRATION_TAU, NUMBERS, SETTLE, TauTuner, smallest_tau
+from core.stats import Elapsed, RoundStats
+from core.tau import CALIBRATION_TAU, NUMBERS, SETTLE, WAITS, TauTuner, smallest_tau
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,101 @@ def test_calibration_leaves_out_the_first_round_and_then_decides():
     assert decision is not None and tuner.tau == decision.new == 25  # 1.25 x 0.8 / 0.04: slowest step, last launch
     assert (decision.round, decision.old, decision.step_seconds, decision.allreduce_seconds) == (3, 4, 0.04, 0.8)
     assert "0.8 s" in decision.reason and "0.04 s" in decision.reason and "25 steps" in decision.reason
+
+
+def test_the_steps_after_which_a_mean_should_be_there_are_the_last_senders():
+    tuner = TauTuner(192, given=9)
+    assert tuner.needed is None
+    tell(tuner, 2, 0.04, 0.3)  # of the first nothing is known
+    assert tuner.needed == 10  # 1.25 x 0.3 / 0.04, the slowest worker's step and the all-reduce of the last to send
+    tell(tuner, 9, 0.04, 0.001)
+    assert tuner.needed == 1
+    resumed = TauTuner(192, given=9)
+    resumed.load_state_dict(tuner.state_dict())
+    assert resumed.needed == 1
+
+
+def test_until_tau_is_chosen_no_mean_should_be_there_and_a_new_wire_is_expected_to_scale_with_its_bytes():
+    tuner = TauTuner(192, 1.5, WIRES, waits=False)
+    tuner.hear(1, [0.04], [0.0099]), tuner.hear(2, [0.04], [0.0099])
+    assert tuner.needed is None
+    tuner.hear(3, [0.04], [0.0099])
+    assert tuner.wire == "float32" and tuner.needed == 2  # 1.25 x 4 x 0.0099 / 0.04
+
+
+def drift(slow: float, hiccup: float, workers: int = 16, rounds: int = 200) -> tuple[TauTuner, float, float]:
+    """Workers that wait where their tuners say, by a simulation: steps of 0.1 s, the first worker's `slow` times that,
+    one in 500 takes `hiccup` seconds more; an all-reduce of 0.03 s, tau 12. A tuner, the share of the time that
+    the least waiting worker waits in the first rounds that wait, and in the last ones."""
+    draw, tau = random.Random(0), 12
+    tuners = [TauTuner(192, given=tau) for _ in range(workers)]
+    ends, landed, told, waits = [0.0] * workers, 0.0, None, []
+    before = [RoundStats() for _ in tuners]
+    for number in range(rounds):
+        places, waited = torch.zeros(NUMBERS, workers), []
+        for rank, tuner in enumerate(tuners):
+            step = 0.1 * (slow if rank == 0 else 1.0)
+            steps = [step + hiccup * (draw.random() < 0.002) for _ in range(tau)]
+            due = min(tau, tuner.needed or tau)
+            waited.append(max(0.0, landed - ends[rank] - sum(steps[:due])))
+            ends[rank] += sum(steps) + waited[-1]
+            stats = RoundStats(step_seconds=step, allreduce_seconds=0.03 * (number > 0), exposed_seconds=waited[-1])
+            stats.merged_after = due
+            mine = torch.zeros(NUMBERS * workers)
+            tuner.tell(stats, before[rank], rank, mine)
+            before[rank] = stats
+            places += mine.view(workers, NUMBERS).T
+        for tuner in tuners if told is not None else []:
+            tuner.hear(number, *told.tolist())
+        told, landed = places, max(ends) + 0.03
+        waits.append(waited)
+    first, last = (min(map(sum, zip(*some, strict=True))) / (tau * 0.1 * 16) for some in (waits[5:21], waits[-16:]))
+    assert len({tuner.needed for tuner in tuners}) == 1
+    return tuners[0], first, last
+
+
+def test_a_slow_worker_is_waited_for_at_once_and_uneven_steps_later():
+    tuner, first, last = drift(slow=1.5, hiccup=0.0)
+    assert (tuner.needed, first, last) == (1, 0.0, 0.0), "it waits for nobody"
+    tuner, first, last = drift(slow=1.0, hiccup=2.0)
+    assert tuner.needed > 3 and first > 0.1 and last < 0.6 * first
+    resumed = TauTuner(192, given=12)
+    resumed.load_state_dict(tuner.state_dict())
+    assert resumed.needed == tuner.needed
+    for _ in range(20 * WAITS):  # steps are even again
+        tuner.hear(0, [0.1], [0.03])
+    assert tuner.needed == 1
+
+
+def test_what_a_gpu_has_not_passed_is_told_a_round_later_and_evaluations_are_not_waiting():
+    tuner, places = TauTuner(192, given=9), torch.zeros(NUMBERS)
+    before = RoundStats(step_seconds=0.1, allreduce_seconds=0.3, boundary_seconds=0.2, exposed_seconds=0.15)
+    now = RoundStats(step_seconds=unready(), allreduce_seconds=0.4)
+    tuner.tell(now, before, 0, places)
+    torch.testing.assert_close(places, torch.tensor([0.1, 0.3, 0.05, 0.0, 0.0]))
+    before.merged_after = 1
+    tuner.tell(now, before, 0, places)
+    assert places[4].item() == pytest.approx(0.075)  # of two rounds
+
+
+def unready() -> Elapsed:
+    class Event:
+        def query(self) -> bool:
+            return False
+
+    return Elapsed(Event(), Event())
+
+
+def test_a_state_of_other_settings_does_not_override_them():
+    chosen, wide = TauTuner(192, waits=False), TauTuner(192, wires=WIRES)
+    for tuner in (chosen, wide):
+        tell(tuner, 5, 0.04, 0.3)
+    given = TauTuner(192, given=8, waits=False)
+    given.load_state_dict(chosen.state_dict())
+    assert (given.tau, given.free, given.apart) == (8, False, False) and given.needed == 10
+    other = TauTuner(192, wires={"int4": 0.5})
+    other.load_state_dict(wide.state_dict())
+    assert (other.wire, other.needed, other.decisions) == ("int4", None, [])
 
 
 def test_rounds_without_numbers_are_no_measurements():
@@ -188,7 +284,7 @@ def test_rounds_that_closed_apart_come_together_once_tau_is_chosen():
             tuner.tell(RoundStats(local_steps=n), RoundStats(), rank, mine)
             places += mine.view(3, NUMBERS).T
             steps[rank] += n
-        told, leads = places[-1].tolist(), [tuner.lead() for tuner in tuners]
+        told, leads = places[3].tolist(), [tuner.lead() for tuner in tuners]
         assert leads == ([4, 0, 8] if number == 5 else [0, 0, 0])
         assert [t.apart for t in tuners] == 3 * [number < 6] and (number < 6 or len(set(steps)) == 1)
     assert [t.tau for t in tuners] == [15] * 3

@@ -202,6 +202,34 @@ def test_where_means_merge_on_arrival_nobody_waits_until_tau_is_chosen_and_then_
     assert zero["told"] and zero["told"] == zero["decisions"]
 
 
+def unlike_steps(rank: int, world_size: int, shard: bool) -> list[tuple[int, int | None]]:
+    """Rank 1's steps take twice as long: after how many steps each mean was merged, and should be there, by round."""
+    params = problems.odd_parameters()
+    config = CO2Config(tau=9, merge="mix", delay="auto", gap="none", outer_momentum=0.0)
+    link = Timed(0.6)
+    co2 = ShardedCO2(params, config, shard=True, link=link) if shard else CO2(params, config, link=link)
+    tell_times(co2, link, 0.006 + 0.006 * rank)
+    merged = []
+    for step in range(90):
+        needed = co2.tuner.needed
+        time.sleep(0.006 + 0.006 * rank)
+        sgd_step(params, rank, step)
+        if co2.step():
+            merged.append((co2.stats.merged_after, needed))
+    co2.finish()
+    return merged
+
+
+@pytest.mark.parametrize("shard", [False, True], ids=["whole", "shared"])
+def test_a_faster_worker_waits_where_the_link_has_had_its_time(shard: bool):
+    """Else its means come when the slower one has sent, some five of its steps later, or a round."""
+    zero, one = run_distributed(unlike_steps, 2, shard)
+    for merged in (zero, one):
+        assert [needed for _, needed in merged[:3]] == [None, None, None]
+        assert all(needed and after <= needed <= 3 for after, needed in merged[4:]), merged
+    assert max(after for after, _ in zero[4:]) == zero[-1][1], "it waited"
+
+
 def choosing_a_wire(rank: int, world_size: int, mbit: float, feedback: bool = True) -> dict[str, Any]:
     """16 kB, or 2 kB in int4, by steps of 4 ms; the run goes on from a checkpoint in other objects."""
     core.tau.COST = 1.0

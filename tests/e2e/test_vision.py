@@ -154,7 +154,7 @@ def test_zero_trains_and_resumes(folder: Path, trained: tuple):
 def at_two_speeds(rank: int, world_size: int, folder: str) -> dict[str, list[int]]:
     """Two epochs of 22 steps, worker 1 half as fast, as it tells, whatever the machine's load: what each round took."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    Pace.tell = lambda pace, stats, places: places.zero_()[rank].fill_(0.01 * (1 + rank))  # type: ignore[method-assign]
+    Pace.tell = lambda pace, stats, before, places: places.zero_()[rank].fill_(0.01 * (1 + rank))  # type: ignore[method-assign]
     co2 = CO2Config(tau=4, steps="by_speed")
     recipe = replace(digits_small(), device="cpu", epochs=2, eval_every=1, log_every=1, out=Path(folder), co2=co2)
     found: dict[str, list[int]] = {"steps": [], "at": []}
