@@ -38,12 +38,12 @@ def join(device: torch.device, timeout: float, settings: dict[str, Any]) -> bool
         return False
     if "RANK" not in os.environ:
         return False
-    prefix = f"co2/start{next(_starts)}"
+    prefix, began = f"co2/start{next(_starts)}", time.monotonic()
     try:
         store = _meet(timeout)
         verdict = _agree(dist.PrefixStore(prefix, store), settings)
-    except dist.DistError:
-        verdict = f"not all of {world_size()} workers came within {timeout:g} s: start all of them, or raise --timeout"
+    except dist.DistError as error:
+        verdict = _not_met(error, timeout, waited=time.monotonic() - began)
     if verdict:
         raise UserError(verdict)
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -71,6 +71,16 @@ def _meet(timeout: float) -> dist.Store:
     store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
     store.set_timeout(timedelta(seconds=timeout))
     return store
+
+
+def _not_met(error: dist.DistError, timeout: float, waited: float) -> str:
+    """Why the workers did not meet, after `waited` of `timeout` seconds."""
+    if waited > 0.9 * timeout:
+        return f"not all of {world_size()} workers came within {timeout:g} s: start all of them, or raise --timeout"
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    if "EADDRINUSE" in str(error):
+        return f"MASTER_PORT={port} is taken by another program on {address}: give another (torchrun --master-port)"
+    return f"rank {rank()} cannot meet the others at MASTER_ADDR={address}, MASTER_PORT={port}: {error}".splitlines()[0]
 
 
 def _agree(store: dist.Store, settings: dict[str, Any]) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from bench.cluster import hold_port
 from training.coordinator import Agent
 
 if TYPE_CHECKING:
@@ -89,8 +89,8 @@ def group(
 ) -> tuple[int, bool]:
     """One group of workers, as torchrun starts it, until all have ended: the first failure's status, and whether some
     had to be killed: after `late` seconds, or `patience` seconds after one has failed."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = 29500 if cluster else server.getsockname()[1]
+    held = hold_port()
+    port = 29500 if cluster else held.getsockname()[1]
     host = cluster.address(0) if cluster else "127.0.0.1"
     shared = {"WORLD_SIZE": str(workers), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
     started = []
@@ -108,6 +108,7 @@ def group(
     finally:
         for process in started:
             process.kill()
+        held.close()
     return status or next((p.returncode for p in started if p.returncode), 0), hung
 
 

@@ -2,6 +2,6 @@
 
 from bench.cluster.namespaces import require_namespaces
 from bench.cluster.nodes import Cluster
-from bench.cluster.ranks import run_ranks
+from bench.cluster.ranks import hold_port, run_ranks
 
-__all__ = ["Cluster", "require_namespaces", "run_ranks"]
+__all__ = ["Cluster", "hold_port", "require_namespaces", "run_ranks"]

@@ -33,9 +33,12 @@ def run_ranks(
     first error of any rank is raised here, a UserError as it is, any other as RuntimeError with its traceback;
     TimeoutError after `timeout` seconds. Either way all ranks are killed.
     """
-    environment = _environment(cluster, ranks_per_node, nodes)
+    if cluster is not None and nodes > cluster.nodes:
+        raise UserError(f"nodes={nodes}: the cluster has {cluster.nodes}")
     context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
+    held = cluster.inside(0, hold_port) if cluster else hold_port()
+    with held, tempfile.TemporaryDirectory() as folder:
+        environment = _environment(cluster, ranks_per_node, nodes, held.getsockname()[1])
         jobs = [(rank, fn, args, cluster, environment, Path(folder)) for rank in range(nodes * ranks_per_node)]
         workers = [context.Process(target=_rank, args=(os.getpid(), *job), daemon=True) for job in jobs]
         try:
@@ -53,12 +56,21 @@ def run_ranks(
         return [_result(Path(folder), rank, worker.exitcode) for rank, worker in enumerate(workers)]
 
 
-def _environment(cluster: Cluster | None, ranks_per_node: int, nodes: int) -> dict[str, str]:
+def hold_port() -> socket.socket:
+    """A socket bound to a free TCP port, for a server that another process will start there.
+
+    While it is open, the system gives the port to nobody who asks for any free one, nor to an outgoing connection;
+    a server that asks for it by its number gets it, if it sets SO_REUSEADDR (TCPStore does).
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("", 0))
+    return held
+
+
+def _environment(cluster: Cluster | None, ranks_per_node: int, nodes: int, port: int) -> dict[str, str]:
     """What all ranks have in common, as torchrun would set it."""
-    if cluster is not None and nodes > cluster.nodes:
-        raise UserError(f"nodes={nodes}: the cluster has {cluster.nodes}")
     address, interface = (cluster.address(0), cluster.interface) if cluster else ("127.0.0.1", "lo")
-    port = cluster.inside(0, _free_port) if cluster else _free_port()
     return {
         "WORLD_SIZE": str(nodes * ranks_per_node),
         "LOCAL_WORLD_SIZE": str(ranks_per_node),
@@ -67,11 +79,6 @@ def _environment(cluster: Cluster | None, ranks_per_node: int, nodes: int) -> di
         "GLOO_SOCKET_IFNAME": interface,
         "TP_SOCKET_IFNAME": interface,
     }
-
-
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as server:
-        return server.getsockname()[1]
 
 
 def _rank(

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -14,8 +15,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from bench.cluster import Cluster, namespaces
+from bench.cluster import Cluster, hold_port, namespaces
 from bench.cluster.guard import members
 from core.errors import UserError
 
@@ -45,6 +47,22 @@ def test_throttled_ranks_end_with_their_owner(tmp_path, sent):
         process.send_signal(sent)
         assert process.wait(30) == {signal.SIGTERM: 143, signal.SIGKILL: -9}[sent]
         assert_gone(tmp_path, process.pid)
+
+
+def test_a_held_port_is_given_to_nobody_but_the_server_that_names_it():
+    with hold_port() as held, socket.create_server(("", 0)) as other, socket.socket() as client:
+        port = held.getsockname()[1]
+        only = struct.pack("I", port | port << 16)  # IP_LOCAL_PORT_RANGE: from this port to this port
+        try:
+            client.setsockopt(socket.IPPROTO_IP, 51, only)
+        except OSError:
+            pytest.skip("this kernel has no IP_LOCAL_PORT_RANGE (Linux 6.3)")
+        with pytest.raises(OSError, match="Cannot assign requested address"):
+            client.connect(("127.0.0.1", other.getsockname()[1]))
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with pytest.raises(OSError, match="Address already in use"):
+            client.bind(("", 0))
+        assert dist.TCPStore("127.0.0.1", port, 1, is_master=True).port == port
 
 
 def test_ranks_without_a_cluster(tmp_path):

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import reproduce
+from bench.cluster import hold_port
 from language.finetune_recipes import FinetuneRecipe
 from results.paper import GPUS
 from training.recipe import Recipe, parse
@@ -58,6 +59,7 @@ sys.exit(9)
 }
 SAY = 'printf "%s\\n" "$@" > "$FAKES/arguments"'
 WORK = "worker & wait $!"
+HELD: list[socket.socket] = []  # the ports of the scripts that a test starts
 
 
 def install(folder: Path, **programs: str) -> dict[str, str]:
@@ -65,9 +67,7 @@ def install(folder: Path, **programs: str) -> dict[str, str]:
     for name, text in {**FAKES, **programs}.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    HELD.append(hold_port())
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "CO2_"))}
     return kept | {
         "PATH": os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]]),
@@ -79,7 +79,7 @@ def install(folder: Path, **programs: str) -> dict[str, str]:
         "SLURM_GPUS_ON_NODE": "2",
         "SLURM_CPUS_PER_TASK": "2",
         "SLURMD_NODENAME": "node0",
-        "RDZV_PORT": str(port),
+        "RDZV_PORT": str(HELD[-1].getsockname()[1]),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
 

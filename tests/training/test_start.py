@@ -1,7 +1,7 @@
 """The start of several processes: all of them end at once, and say why, where one was asked for something else."""
 
 import os
-import socket
+import re
 import subprocess
 import sys
 import time
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.cluster import hold_port
 from core import UserError
 from core.testing import run_distributed
 from training.start import join
@@ -42,12 +43,17 @@ launch(main)
 """
 
 
-def start(folder: Path, *options: list[str], timeout: float = 60) -> tuple[list[int], list[str], float]:
-    """One process a list of options, without torchrun: how each ended, what it said, and after how many seconds."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    began, processes = time.monotonic(), []
+def start(
+    folder: Path, *options: list[str], timeout: float = 60, listens: bool = False
+) -> tuple[list[int], list[str], float]:
+    """One process a list of options, without torchrun: how each ended, what it said, and after how many seconds.
+
+    listens: another program has their port.
+    """
+    held = hold_port()
+    if listens:
+        held.listen()
+    began, processes, port = time.monotonic(), [], held.getsockname()[1]
     for rank, mine in enumerate(options):
         place = {"RANK": rank, "WORLD_SIZE": len(options), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         env = os.environ | {k: str(v) for k, v in place.items()} | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -56,7 +62,8 @@ def start(folder: Path, *options: list[str], timeout: float = 60) -> tuple[list[
         processes.append(
             subprocess.Popen(command, cwd=folder, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
         )
-    said = [process.communicate(timeout=timeout)[0] for process in processes]
+    with held:
+        said = [process.communicate(timeout=timeout)[0] for process in processes]
     return [process.returncode for process in processes], said, time.monotonic() - began
 
 
@@ -94,6 +101,13 @@ def test_a_worker_that_does_not_come_is_one_line(tmp_path: Path):
         "error: not all of 2 workers came within 3 s: start all of them, or raise --timeout"
     )
     assert "Traceback" not in said[0]
+
+
+def test_a_port_that_another_program_has_is_named(tmp_path: Path):
+    codes, (said,), seconds = start(tmp_path, [], listens=True)
+    assert codes == [2] and seconds < 45
+    taken = r"MASTER_PORT=\d+ is taken by another program on 127.0.0.1"
+    assert re.fullmatch(rf"error: {taken}: give another \(torchrun --master-port\)\n", said)
 
 
 def in_one_group(rank: int, world_size: int) -> str:
