@@ -34,72 +34,76 @@ def die() -> None:
 
 
 def train(folder: str, settings: dict[str, Any], deaths: dict[str, Any], pace: float = 0.0, steps: int = STEPS) -> None:
-    """One worker of elementwise problem; `deaths`: name -> (where, when). Writes its trace, by round, at the end."""
-    name = os.environ["CO2_WORKER"]
-    worker = int(os.environ["RANK"])
-    where, when = deaths.get(name, ("", 0))
-    params = problems.odd_parameters()
-    taus = settings.pop("taus", [])  # of the first rounds
-    schedule = (lambda number: {"tau": taus[min(number, len(taus) - 1)]}) if taus else None
-    method = ElasticCO2(params, CO2Config(**settings), members=members(), timeout=TIMEOUT, schedule=schedule)
-    counter = {"step": 0}
-    method.give = lambda: {"method": method.state_dict(), "step": counter["step"]}
-    method.background.tell = lambda: {"step": counter["step"]}
-    sizes: list[Any] = []
-    method.background.on_change = lambda reports: sizes.append([counter["step"], method.members.names])
-
-    def restore(state: dict[str, Any]) -> None:
-        method.load_state_dict(state["method"])
-        counter["step"] = state["step"]
-
-    method.take = restore
-    counted: dict[int, int] = {}
-    left_out: dict[int, int] = {}
-    receive = method.receive
-
-    def received(*, finished: bool) -> Any:
-        landing = receive(finished=finished)
-        counted[method.rounds] = method.background.world_size
-        left_out[method.rounds] = method.stats.left_out
-        return landing
-
-    method.receive = received  # pyright: ignore[reportAttributeAccessIssue]
-    hook(method, where, when)
+    """One worker of the problem; `deaths`: name -> (where, when). Writes its trace, by round, at the end."""
+    worker = Worker(settings)
+    where, when = deaths.get(worker.name, ("", 0))
+    hook(worker.method, where, when)
     try:
-        joined = method.join()
+        worker.joined = worker.method.join()
     except Over:
         return
-    trace: dict[int, Any] = {}
-    closed: dict[int, int] = {}  # round -> step
-    while counter["step"] < steps:
+    while worker.step < steps:
         time.sleep(pace)
-        step, counter["step"] = counter["step"], counter["step"] + 1
-        sgd_step(params, worker, step)
+        worker.take_step(where, when)
+    worker.method.finish()
+    Path(folder, f"{worker.name}.tmp").write_text(json.dumps(worker.end()))
+    Path(folder, f"{worker.name}.tmp").rename(Path(folder, f"{worker.name}.json"))
+    worker.method.background.sum_of_all(torch.zeros(1))
+    worker.method.members.end()
+    worker.method.close()
+
+
+class Worker:
+    """What one worker trains, and what it saw of its rounds."""
+
+    def __init__(self, settings: dict[str, Any]):
+        self.name, self.rank = os.environ["CO2_WORKER"], int(os.environ["RANK"])
+        self.step, self.joined = 0, False
+        self.params = problems.odd_parameters()
+        taus = settings.pop("taus", [])  # of the first rounds
+        schedule = (lambda number: {"tau": taus[min(number, len(taus) - 1)]}) if taus else None
+        self.method = method = ElasticCO2(
+            self.params, CO2Config(**settings), members=members(), timeout=TIMEOUT, schedule=schedule
+        )
+        method.give = lambda: {"method": method.state_dict(), "step": self.step}
+        method.take = self._restore
+        method.background.tell = lambda: {"step": self.step}
+        method.background.on_change = lambda reports: self.sizes.append([self.step, method.members.names])
+        self._receive, method.receive = method.receive, self._received  # pyright: ignore[reportAttributeAccessIssue]
+        self.sizes: list[Any] = []
+        self.counted: dict[int, int] = {}  # round -> workers; so on
+        self.left_out: dict[int, int] = {}
+        self.closed: dict[int, int] = {}  # its step
+        self.trace: dict[int, Any] = {}  # the outer iterate
+
+    def take_step(self, where: str, when: int) -> None:
+        """One local step; in phase `where`, at step or round `when`, it dies or becomes not a number."""
+        step, self.step = self.step, self.step + 1
+        sgd_step(self.params, self.rank, step)
         if where == "local" and step == when:
             die()
         if where == "spoilt" and step == when:
-            params[0].data.fill_(float("nan"))
-        if method.step():
-            trace[method.rounds] = flat(method.state["outer_iterate"]).tolist()
-            closed[method.rounds] = counter["step"]
-            if where == "boundary" and method.rounds == when:
+            self.params[0].data.fill_(float("nan"))
+        if self.method.step():
+            self.trace[self.method.rounds] = flat(self.method.state["outer_iterate"]).tolist()
+            self.closed[self.method.rounds] = self.step
+            if where == "boundary" and self.method.rounds == when:
                 die()
-    method.finish()
-    end = {
-        "name": name,
-        "joined": joined,
-        "x": flat(params).tolist(),
-        "trace": trace,
-        "closed": closed,
-        "sizes": sizes,
-        "counted": counted,
-        "left_out": left_out,
-    }
-    Path(folder, f"{name}.tmp").write_text(json.dumps(end))
-    Path(folder, f"{name}.tmp").rename(Path(folder, f"{name}.json"))
-    method.background.sum_of_all(torch.zeros(1))
-    method.members.end()
-    method.close()
+
+    def end(self) -> dict[str, Any]:
+        """What is written at the end, as JSON holds it."""
+        kept = ("name", "joined", "trace", "closed", "sizes", "counted", "left_out")
+        return {"x": flat(self.params).tolist()} | {key: getattr(self, key) for key in kept}
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.method.load_state_dict(state["method"])
+        self.step = state["step"]
+
+    def _received(self, *, finished: bool) -> Any:
+        landing = self._receive(finished=finished)
+        self.counted[self.method.rounds] = self.method.background.world_size
+        self.left_out[self.method.rounds] = self.method.stats.left_out
+        return landing
 
 
 def hook(method: ElasticCO2, where: str, when: int) -> None:
