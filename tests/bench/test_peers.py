@@ -4,7 +4,6 @@ import math
 import mmap
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,15 +11,17 @@ import pytest
 import torch
 from torch import nn
 
+from bench.pace import Pacer
 from bench.peers import compare
 from bench.peers.adapters import PEERS, Peer, split
 from bench.peers.compare import Bench, loss_at, run_all, steps_of, summarise
 from bench.peers.loop import Job, half, network_bytes
-from bench.peers.model import LR, build_model, make_pacer
+from bench.peers.model import LAYERS, LR, build_model
 from bench.peers.table import cell, markdown, table
 from bench.peers.tuning import Choice, choices, limit, seconds_to, tune
 from bench.resident import peak_bytes, reset_peak
 from core import UserError
+from tests.bench.test_scaling import Clock
 from vision import data
 
 ROOT = Path(__file__).parents[2]
@@ -265,21 +266,20 @@ def test_fragments_are_about_equal():
 def test_gradients_come_spread_over_the_backward_pass():
     """Six layers, a step of 0.3 s: forward ends at 0.1 s, a layer's gradients come every 0.033 s, the last layer's
     first; the values are those of the model without a pacer."""
-    pacer = make_pacer(0.3)
+    clock = Clock()
+    pacer = Pacer(0.3, LAYERS, clock, clock.sleep)
     torch.manual_seed(0)
     model, x = build_model(8, pacer), torch.randn(4, 1, 8, 8)
     times: list[float] = []
     for layer in model:
         if isinstance(layer, nn.Linear):
-            layer.weight.register_post_accumulate_grad_hook(lambda _: times.append(time.perf_counter()))
-    pacer.restart()
-    start = time.perf_counter()
+            layer.weight.register_post_accumulate_grad_hook(lambda _: times.append(clock.now))
+    start = clock.now
     loss = model(x).square().sum()
-    forward = time.perf_counter() - start
+    forward = clock.now - start
     loss.backward()
-    expected = [0.1 + 0.2 * k / 6 for k in range(1, 7)]
-    assert 0.1 <= forward < 0.13
-    assert all(wanted - 0.002 < seen - start < wanted + 0.03 for wanted, seen in zip(expected, times, strict=True))
+    assert forward == pytest.approx(0.1)
+    assert [seen - start for seen in times] == pytest.approx([0.1 + 0.2 * k / 6 for k in range(1, 7)])
     torch.manual_seed(0)
     plain = build_model(8)
     plain(x).square().sum().backward()

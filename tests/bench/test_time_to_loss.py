@@ -349,7 +349,7 @@ def test_a_small_run(tmp_path: Path):
     assert (co2["status"], co2["steps"], co2["method"]) == ("reached", 24, "co2")  # the first boundary after 22 steps
     folder = tmp_path / "runs" / "vision-400mbit-co2-seed0"
     rows = Metrics(folder / "metrics.jsonl").read()
-    (evaluation,) = [row for row in rows if KEY in row]  # killed before the next
+    evaluation = next(row for row in rows if KEY in row)
     assert co2["loss"] == evaluation[KEY]
     assert co2["seconds"] == pytest.approx(evaluation["seconds"] + co2["credit_seconds"])
     assert not (folder / "summary.json").exists()

@@ -21,7 +21,7 @@ from tests import problems
 from tests.problems import flat, sgd_step
 
 TIMEOUT = 20.0
-STEPS = 24
+STEPS, WAITS_AT = 24, 15
 
 
 def members() -> Members:
@@ -33,17 +33,31 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(folder: str, settings: dict[str, Any], deaths: dict[str, Any], pace: float = 0.0, steps: int = STEPS) -> None:
-    """One worker of the problem; `deaths`: name -> (where, when). Writes its trace, by round, at the end."""
+def train(
+    folder: str,
+    settings: dict[str, Any],
+    deaths: dict[str, Any],
+    comes: str = "",
+    pace: float = 0.0,
+    steps: int = STEPS,
+) -> None:
+    """One worker of the problem; `deaths`: name -> (where, when). Writes its trace, by round, at the end.
+
+    comes: a worker that is started later; the others wait once until it is about to join.
+    """
     worker = Worker(settings)
     where, when = deaths.get(worker.name, ("", 0))
     hook(worker.method, where, when)
+    if worker.name == comes:
+        Path(folder, "came").touch()
     try:
         worker.joined = worker.method.join()
     except Over:
         return
     while worker.step < steps:
         time.sleep(pace)
+        while comes and worker.step == WAITS_AT and not Path(folder, "came").exists():
+            time.sleep(0.05)
         worker.take_step(where, when)
     worker.method.finish()
     Path(folder, f"{worker.name}.tmp").write_text(json.dumps(worker.end()))
@@ -175,7 +189,7 @@ def test_the_survivors_go_on_and_stay_equal(tmp_path: Path, who: str, where: str
 @pytest.mark.parametrize("settings", [PAPER, PAPER | {"taus": [3, 5] * 20}], ids=["tau", "schedule"])
 def test_one_that_comes_back_joins(tmp_path: Path, settings: dict[str, Any]):
     """Under a schedule the newcomer knows of what tau the round was that it joins, and of what the next one is."""
-    status, ends = run(tmp_path, 3, settings, {"0.0": ("local", 10)}, restarts=1, pace=0.05, steps=90)
+    status, ends = run(tmp_path, 3, settings, {"0.0": ("local", 10)}, restarts=1, comes="0.1", pace=0.05, steps=90)
     assert status == 0 and set(ends) == {"0.1", "1.0", "2.0"}
     assert ends["0.1"]["joined"] and len(ends["1.0"]["sizes"][-1][1]) == 3
     check_equal(ends)

@@ -24,11 +24,14 @@ from tests.core.test_elastic import members
 from tests.zeroth_net import Net, losses_of, rate, share
 
 CONFIG = ZerothConfig(weight_decay=0.1)
-TIMEOUT = 20.0
+TIMEOUT, WAITS_AT = 20.0, 10
 
 
-def train(folder: str, deaths: dict[str, tuple[str, int]], pace: float, steps: int) -> None:
-    """One worker; `deaths`: name -> (where, at which step). Writes what it has at the end."""
+def train(folder: str, deaths: dict[str, tuple[str, int]], comes: str, pace: float, steps: int) -> None:
+    """One worker; `deaths`: name -> (where, at which step). Writes what it has at the end.
+
+    comes: a worker that is started later; the others wait once until it is about to join.
+    """
     name, model = os.environ["CO2_WORKER"], Net()
     where, when = deaths.get(name, ("", -1))
     at = [0]  # step
@@ -48,6 +51,8 @@ def train(folder: str, deaths: dict[str, tuple[str, int]], pace: float, steps: i
         return wait(self, step)
 
     Exchange.wait = waits
+    if name == comes:
+        Path(folder, "came").touch()
     try:
         joined = method.join()
     except Over:
@@ -55,6 +60,8 @@ def train(folder: str, deaths: dict[str, tuple[str, int]], pace: float, steps: i
     places = []
     while method.rounds < steps:
         time.sleep(pace)
+        while comes and method.rounds == WAITS_AT and not Path(folder, "came").exists():
+            time.sleep(0.05)
         order, step = method.order, method.rounds
         at[0] = step
         places.append((step, order.data_rank, order.data_workers))
@@ -78,8 +85,8 @@ def train(folder: str, deaths: dict[str, tuple[str, int]], pace: float, steps: i
     method.close()
 
 
-def run(tmp_path: Path, workers: int, deaths: dict[str, Any], restarts: int = 0, pace: float = 0.0, steps: int = 20):
-    crew = Crew(testing._context(), train, (str(tmp_path), deaths, pace, steps), workers, restarts)
+def run(tmp_path: Path, workers: int, deaths: dict[str, Any], comes: str = "", pace: float = 0.0, steps: int = 20):
+    crew = Crew(testing._context(), train, (str(tmp_path), deaths, comes, pace, steps), workers, int(comes != ""))
     assert crew.run() == 0 and not crew.timed_out
     ends = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     logs = {path.stem: ScalarLog.load(path) for path in tmp_path.glob("*.log")}
@@ -108,7 +115,7 @@ def test_the_others_go_on_without_one_that_dies(tmp_path: Path, workers: int, wh
 
 
 def test_one_that_comes_back_replays_the_list_and_takes_part(tmp_path: Path):
-    ends, given_up = run(tmp_path, 2, {"0.0": ("measuring", 5)}, restarts=1, pace=0.1, steps=60)
+    ends, given_up = run(tmp_path, 2, {"0.0": ("measuring", 5)}, comes="0.1", pace=0.1, steps=60)
     assert set(ends) == {"0.1", "1.0"} and given_up == [5]
     newcomer = ends["0.1"]
     assert newcomer["joined"] and 5 < newcomer["replayed"][0] < 60

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bench.cluster import hold_port
 from core import peers
 from core.peers import Address, Peers
 from core.testing import run_distributed
@@ -66,14 +67,14 @@ def test_one_that_has_told_of_its_failure_is_not_blamed(first: int | None, named
 def test_an_address_of_no_use_here_blames_nobody(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(peers, "ANSWERS_WITHIN", 0.3)
     here: Any = Peers()
-    strangers: Any = Peers()
-    free = strangers.address.port
-    strangers._server.close()
+    held = hold_port()  # nobody listens there
+    free = held.getsockname()[1]
     here._known = {1: Address("127.0.0.1", free, "another machine", "")}
     assert here.find() == []
     here.forget()
     here._known = {1: Address("127.0.0.1", free, here.address.machine, "")}
     assert here.find() == [1]
+    held.close()
 
 
 def test_where_no_other_machine_can_be_reached_nobody_is_blamed(monkeypatch: pytest.MonkeyPatch):

@@ -135,7 +135,7 @@ def test_what_each_stage_shards():
     """With FSDP2 the parameters at rest are shards in stage 2 too; it keeps them gathered from forward to backward."""
     n = sum(p.numel() for p in problems.small_net().parameters())
     halved = [{"outer"}, {"outer", "optimiser"}, {"outer", "optimiser", "gradients", "parameters"}]
-    first, second, *_ = run_distributed(held, 4, [0, 1, 2])
+    first, second, *_ = run_distributed(held, 4, [0, 1, 2], timeout=240)
     for stage, (one, other) in enumerate(zip(first, second, strict=True)):
         for name in one:
             total = one[name] + other[name]
@@ -238,7 +238,7 @@ def evaluation(rank: int, stage: Any) -> Tensor:
 
 
 def test_evaluations_may_be_uneven():
-    results = run_distributed(evaluations, 4)
+    results = run_distributed(evaluations, 4, timeout=240)
     for ends in results:
         assert all(torch.equal(end, first) for end, first in zip(ends, results[0], strict=True))
 
@@ -298,7 +298,7 @@ def synchronous_of(rank: int, stage: Any) -> tuple[Tensor, float]:
 
 
 def test_ddp_with_shards_synchronises_all_nodes():
-    results = run_distributed(synchronous, 4)
+    results = run_distributed(synchronous, 4, timeout=240)
     plain, measured = results[0][0]
     for _, *others in results:
         for end, exposed in others:
