@@ -70,11 +70,11 @@ def follow(
     key: of the held-out loss. ended: what it is when the run has stopped and the rows do not show "reached" or "out of
     time". A run that logs a later moment than `limit` seconds of training is out of time.
     """
-    exposed = credit = seconds = 0.0
+    exposed = credit = seconds = at = 0.0
     steps, loss, tau, before, evaluated = 0, None, None, {"round/round": 0.0, "seconds": 0.0}, False
 
     def result(status: Status, reason: str = "") -> Outcome:
-        share = exposed / seconds if seconds else None
+        share = exposed / at if at else None  # of the time until the last row, which may be past the limit
         return Outcome(status, seconds, steps, loss, share, credit, reason, tau)
 
     for row in rows:
@@ -84,10 +84,11 @@ def follow(
             credit += missing
             exposed += rounds * row["round/exposed_seconds"] + missing  # of ddp's rounds every few are logged
             before, evaluated, tau = row, False, row.get("round/tau")
-        if row["seconds"] + credit > limit:
+        at = row["seconds"] + credit
+        if at > limit:
             seconds = limit
             return result("out of time")
-        seconds, steps = row["seconds"] + credit, row["step"]
+        seconds, steps = at, row["step"]
         if key in row:
             loss, evaluated = row[key], True
             if loss <= target:

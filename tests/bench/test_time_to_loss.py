@@ -88,6 +88,9 @@ def test_rounds_that_were_not_logged_wait_like_the_logged_ones():
     rows = [closed(5, 1.0, wait=0.1), closed(10, 2.0, wait=0.05), evaluated(10, 2.0, 0.1)]  # as ddp's
     outcome = follow(rows, KEY, 0.5, 60.0)
     assert outcome is not None and outcome.exposed_share == pytest.approx((5 * 0.1 + 5 * 0.05) / 2.0)
+    late = follow([closed(5, 1.0, wait=0.1), closed(10, 2.0, wait=0.19)], KEY, 0.5, 1.1)
+    assert late is not None and late.status == "out of time"
+    assert late.exposed_share == pytest.approx((5 * 0.1 + 5 * 0.19) / 2.0), "of the time in which it waited"
 
 
 def test_what_an_evaluation_hid_is_charged():
