@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from bench.cluster import hold_port
 from core import UserError
 from core.testing import run_distributed
-from training.start import join
+from training.start import _not_met, join
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -108,6 +109,15 @@ def test_a_port_that_another_program_has_is_named(tmp_path: Path):
     assert codes == [2] and seconds < 45
     taken = r"MASTER_PORT=\d+ is taken by another program on 127.0.0.1"
     assert re.fullmatch(rf"error: {taken}: give another \(torchrun --master-port\)\n", said)
+
+
+def test_a_store_that_goes_away_is_no_timeout(monkeypatch: pytest.MonkeyPatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    gone = dist.DistNetworkError("Connection reset by peer\nException raised from recvBytes")
+    expected = "rank 1 cannot meet the others at MASTER_ADDR=node0, MASTER_PORT=29500: Connection reset by peer"
+    assert _not_met(gone, 60.0, waited=2.0) == expected
+    assert _not_met(gone, 60.0, waited=60.1).startswith("not all of 2 workers came within 60 s")
 
 
 def in_one_group(rank: int, world_size: int) -> str:
