@@ -234,7 +234,8 @@ def gpt2_pydoc_small() -> LanguageRecipe:
 def transnormer_pydoc_small() -> LanguageRecipe:
     """A tiny TransNormer on Python's documentation, which needs no data.
 
-    Measured: perplexity 57.2, 2.15 bits per byte, after 660 steps in 4.9 minutes.
+    Measured after 660 steps, seed 0: perplexity 51.0, 2.09 bits per byte, in 1.8 minutes on two quiet cores; with
+    --no_recommended 57.2 and 2.15.
     """
     return replace(gpt2_pydoc_small(), model="transnormer_tiny")
 
@@ -242,7 +243,8 @@ def transnormer_pydoc_small() -> LanguageRecipe:
 def roberta_pydoc_small() -> LanguageRecipe:
     """A tiny RoBERTa on Python's documentation, which needs no data.
 
-    Measured: perplexity of masked tokens 275.5 after 680 steps in 2.9 minutes.
+    Measured after 680 steps, seed 0: perplexity of masked tokens 248.7 in 2.1 minutes on two cores; with
+    --no_recommended 275.5.
     """
     small = gpt2_pydoc_small()
     return replace(small, model="roberta_tiny", optim=replace(small.optim, lr=2e-3))
