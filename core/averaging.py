@@ -11,9 +11,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .agreement import Agreement
-from .checks import check_group, check_inputs, check_run, check_saved, tensors_of
+from .checks import check_group, check_inputs, check_run, check_saved, of_rank, tensors_of, under_rank
 from .collectives import AllReduce, Background, Link, Reducer, Stage
-from .flat import Scalars, State, copy, copy_where, local_shard, make_buckets, read_blocks, rescale, resized, unique
+from .flat import (
+    Scalars,
+    State,
+    copy,
+    copy_where,
+    local_shard,
+    make_buckets,
+    on_host,
+    read_blocks,
+    rescale,
+    resized,
+    unique,
+)
 from .guard import Guard, LeftOut, size_of
 from .pace import Pace
 from .stats import RoundClock, RoundStats
@@ -248,43 +260,54 @@ class Averaging(ABC):
         """All that a resumed run needs besides parameters and optimiser; waits for the all-reduce in flight, so every
         worker must come to it, or go on stepping.
 
-        Take it at a round boundary and the run goes on from there bit for bit. Tensors are copies. Each worker saves
-        its own, with its model (BatchNorm's buffers, too) and optimiser.
+        Take it at a round boundary and the run goes on from there bit for bit. Tensors are copies in the host's memory,
+        and all is under one key, "rank" and this worker's number: each worker saves its own, with its model
+        (BatchNorm's buffers, too) and optimiser. Of all objects with the same settings it has the same keys and shapes,
+        so that torch.distributed.checkpoint can load into that of a new one.
         """
-        self.background.check_alive()
-        in_flight = self.background.settle()
-        return {
-            "method": type(self).__name__,
-            "state": {name: [f.clone() for f in flats] for name, flats in (self.state | self.reducer.state).items()},
-            "in_flight": [b.flat.clone() for b in self.buckets] if in_flight else None,
-            "workers": self.background.world_size,
-            "local_steps": self.local_steps,
-            "rounds": self.rounds,
-            "tuner": self.tuner.state_dict() if self.tuner else None,
-            "guard": self.guard.state.clone(),
-            "pace": self.pace.state_dict() if self.pace else None,
-        }
+        return under_rank(self.own_state())
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what state_dict returned, on every worker; parameters and optimiser are the caller's.
 
-        Load the model after this object was made, not before: making it broadcasts rank 0's parameters and buffers.
-        Another number of workers may go on with what any of those that wrote it held, but for outer state that is
-        unlike on all workers (UserError); what a narrow wire format held back is lost then.
+        state: may hold several workers' parts. A worker whose own is missing, as where fewer wrote it, takes that of
+        its rank modulo their number. Load the model after this object was made, not before: making it broadcasts rank
+        0's parameters and buffers. Another number of workers may go on with what any of those that wrote it held, but
+        for outer state that is unlike on all workers (UserError); what a narrow wire format held back is lost then.
         """
+        self.load_own_state(of_rank(state))
+
+    def own_state(self) -> dict[str, Any]:
+        """This worker's part of state_dict; a subclass adds what it keeps."""
+        self.background.check_alive()
+        self.background.settle()
+        return {
+            "method": type(self).__name__,
+            "state": {name: on_host(flats) for name, flats in (self.state | self.reducer.state).items()},
+            "flats": on_host([b.flat for b in self.buckets]),
+            "in_flight": self.background.in_flight,
+            "workers": self.background.world_size,
+            "local_steps": self.local_steps,
+            "rounds": self.rounds,
+            "tuner": self.tuner.state_dict() if self.tuner else None,
+            "guard": on_host(self.guard.state),
+            "pace": self.pace.state_dict() if self.pace else None,
+        }
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """Restores what own_state returned."""
         flats, workers = [b.flat for b in self.buckets], self.background.world_size
         check_run(state, type(self).__name__, workers, equal=bool(self.replicas) or not self.state)
-        here, saved = self.state | self.reducer.state, state["state"]
-        others = state["workers"] != workers
-        in_flight = state["in_flight"] or flats
+        here, saved = self.state | self.reducer.state, state.get("state", {})  # DCP's tools drop an empty one
+        others, landed = state["workers"] != workers, state["flats"]
         if others:
             here, saved = self.state, {name: f for name, f in saved.items() if name not in self.reducer.state}
-            in_flight = resized(in_flight, flats)  # a sum or a mean: its weight says over how much
-        here, saved = here | {"all-reduce": flats}, saved | {"all-reduce": in_flight}
+            landed = resized(landed, flats)  # a sum or a mean: its weight says over how much
+        here, saved = here | {"all-reduce": flats}, saved | {"all-reduce": landed}
         check_saved(saved, here)
         self._wanted = None
-        self.background.restore(state["rounds"], state["in_flight"] is not None)
+        self.background.restore(state["rounds"], state["in_flight"])
         for name, held in here.items():
             copy(held, saved[name])
         self._agreement.loaded(of_others=others)
@@ -310,7 +333,7 @@ class Averaging(ABC):
         """Waits for what is in flight and gives a snapshot that was asked for, where one was."""
         if self._wanted is not None:
             (then, of_then), self._wanted = self._wanted, None
-            then(self.state_dict() | of_then)
+            then(under_rank(self.own_state() | {name: on_host(value) for name, value in of_then.items()}))
 
     def of_now(self) -> dict[str, Any]:
         """What in state_dict the local steps of the next round change."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -85,6 +86,28 @@ def check_frozen(frozen: Sequence[Tensor]) -> None:
             "a parameter that was frozen when this object was built now requires a gradient and would never "
             "be averaged: build it again after changing requires_grad"
         )
+
+
+def under_rank(state: dict[str, Any]) -> dict[str, Any]:
+    """What this worker alone holds, under a key with its rank: who writes one dict for all workers, as
+    torch.distributed.checkpoint does, writes a key once, whatever the others hold."""
+    return {f"rank{_rank()}": state}
+
+
+def of_rank(state: Mapping[str, Any]) -> dict[str, Any]:
+    """This worker's part; of as many parts as there are that of its rank modulo their number where it has none."""
+    ranks = sorted(int(key[4:]) for key in state if re.fullmatch(r"rank\d+", key))
+    if not ranks:
+        raise UserError(
+            "the checkpoint's state has no key with a worker's rank, as those of older versions: resume with the "
+            "version that wrote it, or start afresh"
+        )
+    rank = _rank()
+    return state[f"rank{rank if rank in ranks else ranks[rank % len(ranks)]}"]
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def check_run(state: Mapping[str, Any], method: str, workers: int, *, equal: bool) -> None:

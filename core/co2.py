@@ -40,9 +40,9 @@ from .collectives import AllReduce, Link
 from .config import SCHEDULED, CO2Config, Schedule, check_stable, scheduled
 from .errors import UserError
 from .fast import make_boundary
-from .fast.quantized import Quantized
+from .fast.quantized import HELD_BACK, Quantized, nothing_held_back
 from .fast.wire import Wire
-from .flat import is_dtensor
+from .flat import is_dtensor, on_host
 from .rounds import LocalMethod
 
 
@@ -300,20 +300,26 @@ class CO2(Scheduled):
     def of_now(self) -> dict[str, Any]:
         return super().of_now() | {"first_step": self._first_step.clone()}
 
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {
-            "inner_scale": self._inner_scale.clone(),
-            "first_step": self._first_step.clone(),
+    def own_state(self) -> dict[str, Any]:
+        state = super().own_state() | {
+            "inner_scale": on_host(self._inner_scale),
+            "first_step": on_host(self._first_step),
             "last_lr": self._last_lr,
-            "m_norm": self._m_norm.clone(),
+            "m_norm": on_host(self._m_norm),
             "wire": self._wire,
         }
+        wire = self.config.wire
+        if wire.format == "auto" and wire.error_feedback and not self.reducer.state:  # the same keys over any wire
+            state["state"] |= nothing_held_back(self.buckets, self.background.world_size, "cpu")
+        return state
 
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        wire = state.get("wire", self._wire)  # of another method none, which is refused below
         if self.config.wire.format == "auto":
-            self._take_wire(state.get("wire", self._wire))
-        super().load_state_dict(state)
+            self._take_wire(wire)
+        if wire == "float32":
+            state = state | {"state": {n: flats for n, flats in state["state"].items() if n not in HELD_BACK}}
+        super().load_own_state(state)
         self._inner_scale.copy_(state["inner_scale"])
         self._first_step = state["first_step"].to(self._m_norm)
         self._last_lr = state["last_lr"]

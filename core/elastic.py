@@ -292,16 +292,16 @@ class ElasticCO2(CO2):
         self._joining |= self.scalars["join"].item() > 0
         return landing
 
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"slots": len(self.guard.names)}
+    def own_state(self) -> dict[str, Any]:
+        return super().own_state() | {"slots": len(self.guard.names)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_own_state(self, state: dict[str, Any]) -> None:
         """As the plain one; a sum that was in flight may be over any number of workers, with places for any number."""
         self.count(state["workers"])
-        more, in_flight = len(self.guard.names) - state["slots"], state["in_flight"]
-        if in_flight is not None and more:  # places come last in the first of the flat tensors
-            in_flight = resized(in_flight, [f.new_empty(len(f) + (0 if i else more)) for i, f in enumerate(in_flight)])
-        super().load_state_dict(state | {"in_flight": in_flight})
+        more, flats = len(self.guard.names) - state["slots"], state["flats"]
+        if more:  # places come last in the first of the flat tensors
+            flats = resized(flats, [f.new_empty(len(f) + (0 if i else more)) for i, f in enumerate(flats)])
+        super().load_own_state(state | {"flats": flats})
 
     def forget_repair(self) -> None:
         """Of replicas that differ, and of workers left out: those that have just come know nothing of it."""

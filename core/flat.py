@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -147,8 +147,8 @@ def of_each(params: Sequence[Tensor], buckets: Sequence[Bucket], flats: Sequence
 
 
 def resized(flats: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """Each of flats, as long as its counterpart: cut, or filled up with zeros."""
-    found = [torch.zeros_like(other) for other in like]
+    """Each of flats, where it lies, as long as its counterpart: cut, or filled up with zeros."""
+    found = [flat.new_zeros(len(other)) for flat, other in zip(flats, like, strict=True)]
     for new, flat in zip(found, flats, strict=True):
         n = min(len(new), len(flat))
         new[:n] = flat[:n]
@@ -159,6 +159,17 @@ def copy(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
     """Copies each tensor into its counterpart, in as few kernels as possible."""
     if to:
         torch._foreach_copy_(list(to), list(source))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def on_host(held: Any) -> Any:
+    """A copy in the host's memory of a tensor, or of a list of them, one after the other: a GPU, which is waited for,
+    holds no copy. Anything else as it is.
+
+    The memory is not pinned: torch would round it up to a power of two, and keep it.
+    """
+    if isinstance(held, list):
+        return [on_host(t) for t in held]
+    return held.to("cpu", copy=True) if isinstance(held, Tensor) else held
 
 
 def rescale(flat: Tensor, scale: float | Tensor) -> None:

@@ -221,19 +221,18 @@ class LocalMethod(Averaging):
         rounds of tau auto where means are merged on arrival. Evaluate, save and stop when it is False."""
         return self.tuner is not None and self.tuner.apart
 
-    def state_dict(self) -> dict[str, Any]:
+    def own_state(self) -> dict[str, Any]:
         """See Averaging."""
-        return super().state_dict() | {
+        return super().own_state() | {
             "sync_steps": self.sync_steps,
             "tau": self.tau,
             "lead": self._lead,
             "taus": (self.sent_tau, self._moved_tau),
         }
 
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_own_state(self, state: dict[str, Any]) -> None:
         """See Averaging."""
-        super().load_state_dict(state)
+        super().load_own_state(state)
         self._ended, self.sync_steps = None, state["sync_steps"]
         if self.tuner and not self.tuner.given and state["tuner"]:
             self.tau, self._lead = self.tuner.tau, state.get("lead", 0)

@@ -226,7 +226,7 @@ class Fixed:
         named.load_model(self._model, state["model"])
         named.load_optimizer(self._optimizer, self._model, state["optimizer"])
         self._schedule.load_state_dict(state["schedule"])
-        self._method.load_state_dict(named.flat_of_method(state["method"]["state"]))
+        self._method.load_state_dict(named.flat_of_method(self._method, state["method"]["state"]))
         run.rounds.overlap.load_state_dict(state["totals"])
         run.rounds.allocations.seconds = float(state["totals"].get("lgreco_seconds", 0.0))
         run.means.load_state_dict(state["means"])

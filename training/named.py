@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from core.checks import of_rank, under_rank
 from core.flat import Bucket, views
 from core.methods import Method
 from core.rounds import LocalMethod
@@ -53,19 +54,21 @@ def of_method(method: Method, model: nn.Module, state: dict[str, Any]) -> dict[s
     What its reducer keeps has an order of its own, and stays as it is."""
     if not isinstance(method, LocalMethod):
         return state
+    ((rank, own),) = state.items()
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     names = {id(p): name for p, name in zip(method.params, trained, strict=True)}
-    flats = state["state"]
+    flats = own["state"]
     kept = flats | {key: _by_name(flats[key], method.buckets, names) for key in method.state}
-    return state | {"state": kept, "in_flight": _by_name(state["in_flight"], method.buckets, names)}
+    return {rank: own | {"state": kept, "flats": _by_name(own["flats"], method.buckets, names)}}
 
 
-def flat_of_method(state: dict[str, Any]) -> dict[str, Any]:
+def flat_of_method(method: Method, state: dict[str, Any]) -> dict[str, Any]:
     """What of_method was given, from what it returned."""
-    if "state" not in state:  # ddp's
+    if not isinstance(method, LocalMethod):
         return state
-    kept = {key: _flat(flats) for key, flats in state["state"].items()}
-    return state | {"state": kept, "in_flight": _flat(state["in_flight"])}
+    own = of_rank(state)
+    kept = {key: _flat(flats) for key, flats in own["state"].items()}
+    return under_rank(own | {"state": kept, "flats": _flat(own["flats"])})
 
 
 def _numbered(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
@@ -75,10 +78,8 @@ def _numbered(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
     return [names[id(p)] for group in own.param_groups for p in group["params"]]
 
 
-def _by_name(flats: Sequence[Tensor] | None, buckets: Sequence[Bucket], names: dict[int, str]) -> Any:
+def _by_name(flats: Sequence[Tensor], buckets: Sequence[Bucket], names: dict[int, str]) -> list[dict[str, Tensor]]:
     """Shares that are cut across parameters stay whole."""
-    if flats is None:
-        return None
     found = []
     for flat, bucket in zip(flats, buckets, strict=True):
         whole = len(flat) >= bucket.numel
@@ -89,9 +90,9 @@ def _by_name(flats: Sequence[Tensor] | None, buckets: Sequence[Bucket], names: d
     return found
 
 
-def _flat(found: list[Any] | None) -> list[Tensor] | None:
+def _flat(found: list[Any]) -> list[Tensor]:
     """found: {name: tensor} each, or a reducer's tensors."""
-    return None if found is None else [t if isinstance(t, Tensor) else _joined(list(t.values())) for t in found]
+    return [t if isinstance(t, Tensor) else _joined(list(t.values())) for t in found]
 
 
 def _joined(pieces: list[Tensor]) -> Tensor:

@@ -28,6 +28,7 @@ from .wire import BLOCK, Rounding, Wire
 
 SEGMENT = 1 << 18  # elements that are encoded at once: the temporaries stay in a CPU's cache
 GPU_SEGMENT = 1 << 24  # few kernels, and temporaries of some 64 MiB
+HELD_BACK = ("error_feedback", "mean_error_feedback")  # names of a checkpoint's tensors
 
 
 class Encoded(Protocol):
@@ -48,6 +49,17 @@ class Encoded(Protocol):
 def chunk_of(numel: int, world_size: int) -> int:
     """Elements of each worker's chunk: whole blocks."""
     return -(-numel // (world_size * BLOCK)) * BLOCK
+
+
+def nothing_held_back(
+    buckets: Sequence[Encoded], world_size: int, device: str | None = None
+) -> dict[str, list[Tensor]]:
+    """Error feedback as it begins, for both stages, a tensor a bucket; device: None for the bucket's."""
+    pairs = [(b, chunk_of(b.numel, world_size)) for b in buckets]
+    return {
+        name: [b.flat.new_zeros(copies * chunk, device=device) for b, chunk in pairs]
+        for name, copies in zip(HELD_BACK, (world_size, 1), strict=True)
+    }
 
 
 class Quantized:
@@ -85,13 +97,9 @@ class Quantized:
         self._errors: list[Tensor | None] = [None] * len(buckets)
         self._mean_errors: list[Tensor | None] = [None] * len(buckets)
         if error_feedback:
-            pairs = list(zip(buckets, self.chunks, strict=True))
-            own, means = memory or (
-                [b.flat.new_zeros(world_size * chunk) for b, chunk in pairs],
-                [b.flat.new_zeros(chunk) for b, chunk in pairs],
-            )
+            own, means = memory or nothing_held_back(buckets, world_size).values()
             self._errors, self._mean_errors = [*own], [*means]
-            self.state = {"error_feedback": own, "mean_error_feedback": means}
+            self.state = dict(zip(HELD_BACK, (own, means), strict=True))
         self._generator = torch.Generator(self.device) if rounding == "stochastic" else None
         self._segment = GPU_SEGMENT if self.device.type == "cuda" else SEGMENT
 

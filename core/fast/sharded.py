@@ -26,7 +26,7 @@ from ..co2 import Scheduled
 from ..collectives import Link
 from ..config import CO2Config, Schedule, check_shared, scheduled
 from ..errors import UserError
-from ..flat import copy, resized, unique
+from ..flat import copy, on_host, unique
 from ..groups import Stage, all_reduce, gather_parts, leave_group, new_group, sum_parts
 from ..guard import size_of
 from .live import HostCopies, Live
@@ -347,29 +347,21 @@ class ShardedCO2(Scheduled):
 
     # -- checkpoints ----------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        merged = [b.flat.clone() for b in self.buckets] if state["in_flight"] is None else None
-        state["shared"] = {
-            "gathered": merged,
-            "last": self._last.clone(),
-            "m_squares": self._m_squares.clone(),
-            "verdict": self.guard.verdict.clone(),  # found in the background, of use when that is received
-            "spoilt": self._spoilt.clone(),
+    def own_state(self) -> dict[str, Any]:
+        return super().own_state() | {
+            "last": on_host(self._last),
+            "m_squares": on_host(self._m_squares),
+            "verdict": on_host(self.guard.verdict),  # found in the background, of use when that is received
+            "spoilt": on_host(self._spoilt),
         }
-        return state
 
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        if state["shared"]["gathered"] is not None:
-            flats = [b.flat for b in self.buckets]
-            copy(flats, resized(state["shared"]["gathered"], flats))  # another number of workers has other places
-        self._last.copy_(state["shared"]["last"])
-        self._m_squares.copy_(state["shared"]["m_squares"])
-        self.guard.verdict.copy_(state["shared"]["verdict"])
-        self._spoilt.copy_(state["shared"].get("spoilt", torch.tensor(False)))
-        if self.config.at_boundary and state["in_flight"] is None:  # merged in mid-round by the run that saved it
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        super().load_own_state(state)  # g, too, in the flats
+        self._last.copy_(state["last"])
+        self._m_squares.copy_(state["m_squares"])
+        self.guard.verdict.copy_(state["verdict"])
+        self._spoilt.copy_(state["spoilt"])
+        if self.config.at_boundary and not state["in_flight"]:  # merged in mid-round by the run that saved it
             self._catch_up()
 
     def close(self) -> None:

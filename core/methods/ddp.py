@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import peers
+from ..checks import of_rank, under_rank
 from ..collectives import Link
 from ..errors import DivergedError, UserError
 from ..fast import WireConfig
@@ -172,9 +173,12 @@ class DDP:
         """See LocalMethod; nothing ever waits here."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rounds": self.rounds} | ({"wire": self.wire.state_dict()} if self.wire else {})
+        """See LocalMethod."""
+        return under_rank({"rounds": self.rounds} | ({"wire": self.wire.state_dict()} if self.wire else {}))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See LocalMethod."""
+        state = of_rank(state)
         self.rounds = state["rounds"]
         if self.wire is not None:
             if "wire" not in state:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..collectives import Background, Link
 from ..errors import UserError
 from ..fast import WireConfig
-from ..flat import Scalars, copy, make_buckets
+from ..flat import Scalars, copy, make_buckets, on_host
 
 DECIDE_EVERY = 100  # steps, of lgreco; as released
 
@@ -67,7 +67,8 @@ class GradientWire:
             future.set_result(buffer)
 
     def state_dict(self) -> dict[str, Any]:
-        state = {name: [f.clone() for f in flats] for name, flats in self.reducer.state.items()}
+        """This worker's alone, in the host's memory."""
+        state = {name: on_host(flats) for name, flats in self.reducer.state.items()}
         return {"reducer": state, "launched": self.background.launched, "workers": self.background.world_size}
 
     @torch.no_grad()

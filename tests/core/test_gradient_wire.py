@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from core import CO2Config, CollectiveError, LGrecoConfig, UserError, WireConfig, make_method
+from core.checks import of_rank, under_rank
 from core.elastic import check_elastic
 from core.groups import node_mesh
 from core.testing import run_distributed
@@ -175,7 +176,7 @@ def resumed(rank: int, world_size: int, name: str) -> tuple[Tensor, Tensor, list
             run[2].step()
     _, other = make_method("ddp", net(), ddp_wire=WIRES["int8"], timeout=30.0)
     refusals = []
-    for saved in (state[1], {"rounds": 3}):
+    for saved in (state[1], under_rank({"rounds": 3})):
         with pytest.raises(UserError) as caught:
             other.load_state_dict(saved)
         refusals.append(str(caught.value))
@@ -194,11 +195,11 @@ def gone_on(rank: int, world_size: int, state: dict[str, Any] | None) -> tuple[d
     wrapped, method = make_method("ddp", model, ddp_wire=WIRES["int4"], timeout=30.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     if state is not None:
-        method.load_state_dict(state)
+        method.load_state_dict({"rank0": state})
     for number in range(4):
         step(wrapped, optimizer, rank, number)
         method.step()
-    return method.state_dict(), flat(model.parameters()), method.wire.reducer.allocation.number
+    return of_rank(method.state_dict()), flat(model.parameters()), method.wire.reducer.allocation.number
 
 
 def test_ddp_goes_on_with_another_number_of_workers():

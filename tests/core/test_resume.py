@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from core import CO2, CO2Config, LocalSGD, ShardedCO2, SlowMo, UserError, WireConfig, make_method
+from core.checks import of_rank, under_rank
 from core.methods import DelayedCO2, DelayedConfig
 from core.testing import run_distributed
 from tests import problems
@@ -110,18 +111,18 @@ MISFITS = {
 def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(which: str):
     writer, reader = (build() for build in MISFITS[which])
     state = saved_by(writer)
-    before = {k: [f.clone() for f in v] for k, v in reader.state_dict()["state"].items()}
+    before = of_rank(reader.state_dict())["state"]
     with pytest.raises(UserError) as caught:
         reader.load_state_dict(state)
     assert "checkpoint" in str(caught.value) and "resume with" in str(caught.value) and "\n" not in str(caught.value)
-    for name, flats in reader.state_dict()["state"].items():
+    for name, flats in of_rank(reader.state_dict())["state"].items():
         assert all(torch.equal(a, b) for a, b in zip(flats, before[name], strict=True))
 
 
 def of_four(state: dict[str, Any]) -> dict[str, Any]:
     """As four workers with one worker's mean would have written it; two of them had been left out in another round."""
     theirs = torch.tensor([0.0, 1.0, 2.0])
-    return state | {"workers": 4, "in_flight": [torch.cat([4 * flat, theirs]) for flat in state["in_flight"]]}
+    return state | {"workers": 4, "flats": [torch.cat([4 * flat, theirs]) for flat in state["flats"]]}
 
 
 @pytest.mark.parametrize("changes", [{"tau": 2}, {"tau": "auto", "tau_max": 2}, {"tau": 2, "wire": WireConfig("int8")}])
@@ -134,11 +135,11 @@ def test_a_sum_in_flight_over_other_workers_lands_as_their_mean(changes: dict[st
             for _ in range(2):
                 p[0].sub_(1.0)
                 co2.step()
-            state = co2.state_dict()
+            state = of_rank(co2.state_dict())
             if config.wire.format != "float32":  # means land, whatever their number
                 change = (lambda state: state | {"workers": 4}) if change is of_four else change
             resumed = CO2(q := params(3), config)
-            resumed.load_state_dict(change(state))
+            resumed.load_state_dict(under_rank(change(state)))
             for _ in range(2):
                 resumed.step()
         ends.append(q[0].clone())
@@ -150,11 +151,11 @@ def test_what_is_of_each_worker_is_left_behind_by_another_number():
     """Verdicts and speeds: one worker's would be heard as another's."""
     config = CO2Config(tau=2, steps="by_speed")
     writer, reader = CO2(params(3), config), CO2(params(3), config)
-    state = saved_by(writer)
+    state = of_rank(saved_by(writer))
     assert "left_out" in writer.scalars.sizes and "step_seconds" in writer.scalars.sizes
-    state["in_flight"][0][-2:] = 1.0
+    state["flats"][0][-2:] = 1.0
     state["pace"] = {"seconds": [[1.0]] * 4, "told": 1.0}
-    reader.load_state_dict(state | {"workers": 4})
+    reader.load_state_dict(under_rank(state | {"workers": 4}))
     assert reader.scalars["left_out"].item() == reader.scalars["step_seconds"].item() == 0.0
     assert reader.scalars["weight"].item() == 2.0, "the local steps of what is in flight"
     assert reader.pace is not None and len(reader.pace.state_dict()["seconds"]) == 1
@@ -164,19 +165,19 @@ def test_what_is_of_each_worker_is_left_behind_by_another_number():
 def test_shared_state_goes_on_after_the_end_with_another_number():
     writer, reader = ShardedCO2(params(3), CO2Config(tau=2)), ShardedCO2(params(3), CO2Config(tau=2))
     writer.finish()
-    state = writer.state_dict()
-    (gathered,) = state["shared"]["gathered"]
-    state["shared"]["gathered"] = [torch.cat([gathered, torch.ones(3)])]  # three more workers' places
-    reader.load_state_dict(state | {"workers": 4})
-    assert torch.equal(reader.buckets[0].flat, gathered)
+    state = of_rank(writer.state_dict())
+    (gathered,) = state["flats"]
+    state["flats"] = [torch.cat([gathered, torch.ones(3)])]  # three more workers' places
+    reader.load_state_dict(under_rank(state | {"workers": 4}))
+    assert torch.equal(reader.buckets[0].payload, gathered[:3])
     assert not reader.step() and reader.step()
 
 
 def test_outer_state_that_is_every_workers_own_needs_as_many():
     eager = DelayedCO2(params(3), CO2Config(tau=2, gap="none", outer_lr=0.4), DelayedConfig("eager"))
-    state = saved_by(eager)
+    state = of_rank(saved_by(eager))
     with pytest.raises(UserError, match="is of 4 workers, here there are 1.*resume with as many"):
-        eager.load_state_dict(state | {"workers": 4})
+        eager.load_state_dict(under_rank(state | {"workers": 4}))
 
 
 def test_a_snapshot_is_the_state_of_its_boundary():
@@ -214,13 +215,13 @@ def test_a_second_snapshot_waits_for_the_first():
 def test_state_dict_is_a_copy():
     p = params(3)
     co2 = CO2(p, CO2_2)
-    state = saved_by(co2)
-    kept = [f.clone() for fs in state["state"].values() for f in fs] + [f.clone() for f in state["in_flight"]]
+    state = of_rank(saved_by(co2))
+    kept = [f.clone() for fs in state["state"].values() for f in fs] + [f.clone() for f in state["flats"]]
     for _ in range(4):
         with torch.no_grad():
             p[0].add_(1.0)
         co2.step()
-    now = [f for fs in state["state"].values() for f in fs] + list(state["in_flight"])
+    now = [f for fs in state["state"].values() for f in fs] + list(state["flats"])
     assert all(torch.equal(a, b) for a, b in zip(now, kept, strict=True))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import core.tau
 from core import CO2, CO2Config, ShardedCO2, WireConfig, make_method
+from core.checks import of_rank, under_rank
 from core.reference import Reference
 from core.stats import RoundStats
 from core.testing import run_distributed
@@ -246,14 +247,14 @@ def choosing_a_wire(rank: int, world_size: int, mbit: float, feedback: bool = Tr
     co2, sent = CO2(params, config, link=link), []
     tell_times(co2, link, 0.004)
     paced(co2, params, rank, 4, 0.0)
-    first = co2.state_dict()["wire"]
+    fresh = of_rank(co2.state_dict())
     while len(sent) < 20:
         paced(co2, params, rank, co2.tau - co2.local_steps, 0.0)
         sent.append(co2.stats.bytes_sent)
-    state = co2.state_dict()
+    state = of_rank(co2.state_dict())
     resumed_params = [nn.Parameter(params[0].detach().clone())]
     resumed = CO2(resumed_params, config, link=ThrottledLink(mbit))
-    resumed.load_state_dict(state)
+    resumed.load_state_dict(under_rank(state))
     steps = co2.tau
     for method, of in ((co2, params), (resumed, resumed_params)):
         for step in range(steps):
@@ -262,14 +263,19 @@ def choosing_a_wire(rank: int, world_size: int, mbit: float, feedback: bool = Tr
     same = torch.equal(params[0], resumed_params[0])
     co2.finish(), resumed.finish()
     return {
-        "first": first,
+        "first": fresh["wire"],
+        "same keys": shapes(state) == shapes(fresh),
         "wire": state["wire"],
         "sent": (sent[0], sent[-1]),
-        "held back": state["state"].keys() >= {"error_feedback"},
+        "held back": "error_feedback" in co2.reducer.state,
         "decided": [d.wire for d in co2.tuner.decisions],
         "same": same,
         "end": flat(params),
     }
+
+
+def shapes(state: dict[str, Any]) -> dict[str, list[torch.Size]]:
+    return {name: [t.shape for t in flats] for name, flats in state["state"].items()}
 
 
 @pytest.mark.parametrize(
@@ -284,6 +290,7 @@ def test_a_wire_is_chosen_with_tau_alike_on_all_workers_and_kept_in_a_checkpoint
     one, two = run_distributed(choosing_a_wire, 2, mbit)
     assert torch.equal(one.pop("end"), two.pop("end")) and one == two
     assert (one["first"], one["wire"], one["same"]) == ("int4", wire, True), one["decided"]
+    assert one["same keys"], "of a checkpoint and of a new object, into which DCP loads it"
     assert one["held back"] == (wire == "int4") and one["decided"][: len(decided)] == decided
     assert (one["sent"][1] > 2 * one["sent"][0]) == (wire == "float32")
 

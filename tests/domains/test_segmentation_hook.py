@@ -129,7 +129,7 @@ def test_the_checkpoint_holds_the_outer_state(tmp_path: Path) -> None:
     runner("one", str(tmp_path), Probe(), {"tau": 2}, **single).train()
     path = tmp_path / "one" / "iter_4.pth"
     saved = torch.load(path, weights_only=False)["co2"]
-    assert saved["name"] == "co2" and saved["state"]["rounds"] >= 2
+    assert saved["name"] == "co2" and saved["state"]["rank0"]["rounds"] >= 2
     resume = single | {"load_from": str(path), "resume": True}
     with pytest.raises(UserError, match="trained with co2, not local"):
         runner("other", str(tmp_path), Probe(), {"method": "local", "tau": 2}, **resume).train()

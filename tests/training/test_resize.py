@@ -169,12 +169,21 @@ def test_a_methods_state_by_name_and_back(wire: WireConfig):
             co2.step()
     state = co2.state_dict()
     by_name = named.of_method(co2, model, state)
-    assert [*by_name["in_flight"][0]] == ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias", ""]
-    assert torch.equal(by_name["state"]["outer_iterate"][0]["2.bias"], co2.state["outer_iterate"][0][-2:])
-    back = named.flat_of_method(by_name)
+    ((rank, own),) = by_name.items()
+    assert rank == "rank0" and [*own["flats"][0]] == [
+        "0.weight",
+        "0.bias",
+        "1.weight",
+        "1.bias",
+        "2.weight",
+        "2.bias",
+        "",
+    ]
+    assert torch.equal(own["state"]["outer_iterate"][0]["2.bias"], co2.state["outer_iterate"][0][-2:])
+    back = named.flat_of_method(co2, by_name)
     CO2(network().parameters(), CO2Config(tau=1, wire=wire), buffers=model.buffers()).load_state_dict(back)
-    for name, flats in (state["state"] | {"in_flight": state["in_flight"]}).items():
-        theirs = (back["state"] | {"in_flight": back["in_flight"]})[name]
+    for name, flats in (state[rank]["state"] | {"flats": state[rank]["flats"]}).items():
+        theirs = (back[rank]["state"] | {"flats": back[rank]["flats"]})[name]
         assert all(torch.equal(a, b) for a, b in zip(flats, theirs, strict=True)), name
 
 
