@@ -201,6 +201,7 @@ class ElasticCO2(CO2):
         super().__init__(params, config, buffers=buffers, timeout=timeout, link=link, schedule=schedule)
         self._token = torch.zeros(1)
         self._joining = False  # whether all have agreed that newcomers may join
+        self._wanted_in = False  # whether the reduction that landed last says so
         self._agreement.most = MOST
         self.give: Callable[[], dict[str, Any]] = self.state_dict
         self.take: Callable[[dict[str, Any]], None] = self.load_state_dict
@@ -282,6 +283,7 @@ class ElasticCO2(CO2):
 
     def stages(self) -> Iterator[Stage]:
         yield from super().stages()
+        self._wanted_in = self.scalars["join"].item() > 0  # read here: on a GPU the background alone waits for it
         self.background.phase = SUMMED
         if self.background.group is not None:
             yield all_reduce([self._token], self.background.group)
@@ -289,7 +291,7 @@ class ElasticCO2(CO2):
 
     def receive(self, *, finished: bool) -> Landing:
         landing = super().receive(finished=finished)
-        self._joining |= self.scalars["join"].item() > 0
+        self._joining |= self._wanted_in
         return landing
 
     def own_state(self) -> dict[str, Any]:
@@ -302,6 +304,7 @@ class ElasticCO2(CO2):
         if more:  # places come last in the first of the flat tensors
             flats = resized(flats, [f.new_empty(len(f) + (0 if i else more)) for i, f in enumerate(flats)])
         super().load_own_state(state | {"flats": flats})
+        self._wanted_in = self.scalars["join"].item() > 0
 
     def forget_repair(self) -> None:
         """Of replicas that differ, and of workers left out: those that have just come know nothing of it."""

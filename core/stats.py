@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from .flat import read_blocks
 
 Mark = float | torch.cuda.Event
 
@@ -68,41 +71,75 @@ def ready(*times: Seconds) -> bool:
     return all(t.ready() for t in times if isinstance(t, Elapsed))
 
 
+class OnTheWay:
+    """A GPU's numbers, 1-d, on their way to the host in one copy; where they were computed, nothing waits for it."""
+
+    def __init__(self, numbers: Tensor):
+        self._copy = numbers.to("cpu", non_blocking=True)  # which torch takes pinned memory for
+        self._end = mark(numbers.device)
+
+    def read(self) -> list[float]:
+        """Waits until the copy is there, but for nothing that was queued after it."""
+        if isinstance(self._end, torch.cuda.Event):
+            self._end.synchronize()
+        return self._copy.tolist()
+
+
+@dataclass(frozen=True)
+class Coming:
+    """One of the numbers of a copy."""
+
+    copy: OnTheWay
+    place: int
+
+    def __float__(self) -> float:
+        return self.copy.read()[self.place]
+
+
+def send_off(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with all numbers that lie on a GPU, 0-d each, on their way to the host: read a round later by float(),
+    they make it wait for nothing. Others as they are."""
+    there = {name: v for name, v in values.items() if isinstance(v, Tensor) and read_blocks(v)}
+    if not there:
+        return dict(values)
+    copy = OnTheWay(torch.stack([v.detach().double() for v in there.values()]))
+    return dict(values) | {name: Coming(copy, i) for i, name in enumerate(there)}
+
+
 class Late:
     """A device's numbers for the host, which does not wait for them: on a GPU it gets those of the call before."""
 
     def __init__(self) -> None:
-        self._coming: tuple[Tensor, Mark] | None = None
+        self._coming: OnTheWay | None = None
 
     def exchange(self, numbers: Tensor) -> list[float] | None:
         """numbers: 1-d. None: there are none yet."""
-        if not numbers.is_cuda:
+        if not read_blocks(numbers):
             return numbers.tolist()
-        arrived, self._coming = self._coming, (numbers.to("cpu", non_blocking=True), mark(numbers.device))
-        if arrived is None:
-            return None
-        assert isinstance(arrived[1], torch.cuda.Event)
-        arrived[1].synchronize()  # passed long ago
-        return arrived[0].tolist()
+        arrived, self._coming = self._coming, OnTheWay(numbers)
+        return arrived.read() if arrived is not None else None  # there long ago
+
+
+Number = float | Tensor | Coming
 
 
 @dataclass
 class RoundStats:
     """One closed round, as seen by this worker. Times are seconds; bytes are sent, not received.
 
-    Values may still be on their way on a GPU: as_dict() reads them.
+    Values may still be on their way on a GPU: as_dict() reads them, without waiting where a round has closed since.
     """
 
     round: int = 0
     tau: int = 1
     local_steps: int = 0
-    pseudo_gradient_norm: float | Tensor = 0.0
-    momentum_norm: float | Tensor = 0.0
-    gap_mean: float | Tensor = 1.0  # Lambda over all elements
-    gap_max: float | Tensor = 1.0
+    pseudo_gradient_norm: Number = 0.0
+    momentum_norm: Number = 0.0
+    gap_mean: Number = 1.0  # Lambda over all elements
+    gap_max: Number = 1.0
     drifted: float = 0.0  # 1 when workers were found to differ that should be equal, bit for bit
     left_out: int = 0  # workers that were left out of the mean, as far as the host has heard
-    clipped_share: float | Tensor = 0.0  # of the momentum's elements (clip by norm: 1 when it was scaled)
+    clipped_share: Number = 0.0  # of the momentum's elements (clip by norm: 1 when it was scaled)
     step_seconds: Seconds = 0.0  # of one local step; the round's first is left out, it may follow an evaluation
     exposed_seconds: Seconds = 0.0  # exposed communication: how long launching, polling and waiting held step() up
     boundary_seconds: Seconds = 0.0  # the whole boundary, the waiting included
@@ -112,7 +149,7 @@ class RoundStats:
     bytes_sent: int = 0
 
     def as_dict(self) -> dict[str, float]:
-        """Plain floats, with what follows from them; the only place where a GPU is asked for the values."""
+        """Plain floats, with what follows from them; the only place where the host may wait for a GPU's values."""
         values = {name: float(value) for name, value in vars(self).items()}
         busy = values["allreduce_seconds"]
         values["hidden_seconds"] = max(0.0, busy - values["exposed_seconds"])
@@ -148,6 +185,7 @@ class RoundClock:
             self.stats.step_seconds = between(self._since, arrived, timed, plus(self._away, self._paused))
         self.stats.merge_seconds = plus(self.stats.merge_seconds, self._paused)
         yield
+        vars(self.stats).update(send_off(vars(self.stats)))
         self.steps_begin()
         self.stats.boundary_seconds = between(arrived, self._since)
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from core.methods import Method
 from core.rounds import LocalMethod
-from core.stats import Overlap, RoundStats
+from core.stats import Overlap, RoundStats, send_off
 from training.allocations import AllocationLog
 from training.folder import RunFolder
 from training.recipe import Recipe
@@ -25,6 +29,7 @@ class RoundLog:
         self._on_gpu = device.type == "cuda"
         self._synchronous = False
         self._unread: list[tuple[int, RoundStats]] = []  # rounds whose times a GPU may still be taking
+        self._unlogged: list[tuple[int, dict[str, Any]]] = []  # scalars on their way from a GPU
         self._trace: Trace | None = None
         if recipe.trace and rank() == 0:
             first = 6 if recipe.co2.tau == "auto" else 2  # tau has been chosen by then
@@ -44,10 +49,26 @@ class RoundLog:
         if self._trace and self._trace.close_round():
             self._folder.note(step, "trace", f"trace in {self._trace.path}")
 
+    def log(self, step: int, scalars: Mapping[str, float | Tensor]) -> dict[str, float] | None:
+        """Logs scalars; on a GPU when the next ones come, or all are read, so that the host does not wait for them.
+        Returns those that it logs last, None where it logs none."""
+        self._unlogged.append((step, send_off(scalars)))
+        return self._log(leave=int(self._on_gpu))
+
     def read(self, leave: int = 0) -> None:
-        """Reads all rounds but the newest `leave`."""
+        """Reads all rounds but the newest `leave`; all scalars, where it leaves none."""
         while len(self._unread) > leave:
             self._read()
+        if not leave:
+            self._log(leave)
+
+    def _log(self, leave: int) -> dict[str, float] | None:
+        values = None
+        while len(self._unlogged) > leave:
+            step, scalars = self._unlogged.pop(0)
+            values = {name: float(value) for name, value in scalars.items()}
+            self._folder.log(step, values)
+        return values
 
     def finish(self, step: int) -> None:
         """Reads the rounds that are left, ends the trace, and draws the last allocation."""

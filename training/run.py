@@ -260,12 +260,13 @@ class Run:
         return self._method.save_agreed or (due and not dist.is_initialized())
 
     def _log_means(self) -> None:
-        """Logs the means since the last time, the learning rate and the share of communication hidden so far."""
+        """Logs the means since the last time, the learning rate and the share of communication hidden so far; on a GPU
+        those of the time before, which it has passed."""
         overlap, bar = self.rounds.overlap, self._bar
         scalars = {"lr": self._schedule.get_last_lr()[0], **self.means.pop()}
-        self.log(**scalars, hidden_share=overlap.hidden_share)
-        if bar is not None and not bar.disable:
-            shown = {name: f"{float(value):.4g}" for name, value in scalars.items()}
+        logged = self.rounds.log(self.step, scalars | {"hidden_share": overlap.hidden_share})
+        if logged is not None and bar is not None and not bar.disable:
+            shown = {name: f"{logged[name]:.4g}" for name in scalars}
             shown |= {"hidden": f"{overlap.hidden_share:.0%}", "link": f"{overlap.link_mbit:.4g}Mbit/s"}
             bar.set_postfix(shown, refresh=False)
 
@@ -276,6 +277,7 @@ class Run:
     def log_evaluation(self, results: dict[str, float]) -> None:
         """Logs what an evaluation measured, and of which model: `shared`, or `own`, each worker's on its share of
         the set, in the middle of a run whose method leaves the workers apart."""
+        self.rounds.read()  # lines keep the steps' order
         own = not self._shared and self.world_size > 1 and self.step < self._total
         self.folder.log(self.step, results, of_model="own" if own else "shared")
 

@@ -20,6 +20,7 @@ from mmengine.runner import Runner
 from mmengine.utils.dl_utils.parrots_wrapper import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from ..flat import read_blocks
 from ..guard import forget
 from ..methods import (
     METHODS,
@@ -33,6 +34,7 @@ from ..methods import (
     make_method,
 )
 from ..rounds import LocalMethod
+from ..stats import RoundStats
 
 Settings = Mapping[str, Any] | None
 
@@ -82,6 +84,7 @@ class CO2Hook(Hook):
             "overlap_local": _config("overlap_local", OverlapLocalConfig, overlap_local),
         }
         self.method: Any = None
+        self._unread: list[RoundStats] = []
         self._resumed: dict[str, Any] | None = None
 
     def before_run(self, runner: Runner) -> None:
@@ -132,10 +135,16 @@ class CO2Hook(Hook):
             return
         ends = self._saves_now(runner, by_epoch=False) or self.is_last_train_iter(runner)
         if self.method.step(last=ends):
-            stats = self.method.stats.as_dict()
-            runner.message_hub.update_scalars({f"train/co2/{key}": value for key, value in stats.items()})
+            self._unread.append(self.method.stats)
+            self._tell(runner, leave=int(read_blocks(next(runner.model.parameters()))))
         if ends:
             self.method.finish()
+
+    def _tell(self, runner: Runner, leave: int = 0) -> None:
+        """Logs all rounds but the newest `leave`: on a GPU each when the next one closes, so that nothing waits."""
+        while len(self._unread) > leave:
+            stats = self._unread.pop(0).as_dict()
+            runner.message_hub.update_scalars({f"train/co2/{key}": value for key, value in stats.items()})
 
     def after_train_epoch(self, runner: Runner) -> None:
         if self._saves_now(runner, by_epoch=True):
@@ -149,6 +158,7 @@ class CO2Hook(Hook):
         checkpoint["co2"] = {"name": self.method_name, "state": self.method.state_dict()}
 
     def after_train(self, runner: Runner) -> None:
+        self._tell(runner)
         self.method.finish()
         self.method.close()
         self.method = None
