@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -184,20 +186,41 @@ def read_blocks(t: Tensor) -> bool:
 
 def copy_where(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
     """`copy` if `where` holds, a 0-d truth value; a GPU is not waited for."""
-    if read_blocks(where):
-        source = [torch.where(where.to(t.device), s, t.to(s.dtype)) for t, s in zip(to, source, strict=True)]
-    elif not where:
+    if not read_blocks(where):
+        if where:
+            copy(to, source)
         return
-    copy(to, source)
+    pairs = [(to[i], source[i]) for i in _left_by_kernel(where, to, source)]
+    copy([t for t, _ in pairs], [torch.where(where.to(t.device), s, t.to(s.dtype)) for t, s in pairs])
 
 
 def wipe(flats: Sequence[Tensor], where: Tensor) -> None:
     """Makes zeros of all, NaN or not, if `where` holds, a 0-d truth value; a GPU is not waited for."""
     if read_blocks(where):
-        for flat in flats:
-            flat.masked_fill_(where.to(flat.device), 0)
+        for i in _left_by_kernel(where, flats):
+            flats[i].masked_fill_(where.to(flats[i].device), 0)
     elif where:
         torch._foreach_zero_(list(flats))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _left_by_kernel(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor] | None = None) -> Sequence[int]:
+    """Has Triton's kernel, where there is one, set what it can, which touches memory only where `where` holds; the
+    places of the others."""
+    if not by_triton(where):
+        return range(len(to))
+    from .fast.triton_where import queue  # imports triton
+
+    return queue(where, to, source)
+
+
+def by_triton(t: Tensor) -> bool:
+    """Whether Triton has kernels for it: any CUDA build of torch for Linux brings it."""
+    return t.is_cuda and _triton_is_here()
+
+
+@functools.cache
+def _triton_is_here() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def unique(tensors: Sequence[Tensor]) -> list[Tensor]:
