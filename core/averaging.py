@@ -181,10 +181,14 @@ class Averaging(ABC):
         for own, bucket in zip(self._own_buffers, self.buckets, strict=True):
             copy(own, bucket.buffers)
 
-    def send(self, *, finished: bool) -> None:
-        """Launches the reduction of what the payloads hold, of the buffers' values, and of the scalars."""
+    def send_buffers(self) -> None:
+        """What was kept of the buffers travels."""
         for bucket, own in zip(self.buckets, self._own_buffers, strict=True):
             copy(bucket.buffer_views, own)
+
+    def send(self, *, finished: bool) -> None:
+        """Launches the reduction of what the payloads hold, of the buffers' values, and of the scalars."""
+        self.send_buffers()
         self.scalars.set("finished", float(finished))
         self.scalars.set("steps", float(self.local_steps))
         self.weigh()

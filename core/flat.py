@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import mmap
 import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
 
+from .errors import UserError
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 
 
 class Bucket:
@@ -42,8 +48,8 @@ class Bucket:
         self.padded = -(-self.numel // parts) * parts
         end = self.padded + sum(b.numel() for b in buffers)
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        device, pinned = ("cpu", torch.cuda.is_available()) if on_host else (first.device, False)
-        self.flat = torch.zeros(end + scalars, dtype=wide, device=device, pin_memory=pinned)
+        n = end + scalars
+        self.flat = pinned(n, wide) if on_host else torch.zeros(n, dtype=wide, device=first.device)
         self.payload, self.rest = self.flat[: self.numel], self.flat[self.padded :]
         self.payload_views = views(self.payload, self.params)
         self.values, self.scalars = self.flat[self.padded : end], self.flat[end:]
@@ -148,6 +154,31 @@ def of_each(params: Sequence[Tensor], buckets: Sequence[Bucket], flats: Sequence
     return [found[id(p)].to(p.dtype) for p in params]
 
 
+def pinned(numel: int, dtype: torch.dtype) -> Tensor:
+    """Zeros in the host's memory, [numel], pinned where there is a GPU: copies to and from it are queued, and no host
+    waits. Of exactly that size: torch would round it up to a power of two, and keep it.
+
+    UserError where the memory cannot be pinned.
+    """
+    nbytes = numel * dtype.itemsize
+    if not nbytes or not torch.cuda.is_available():
+        return torch.zeros(numel, dtype=dtype)
+    memory = mmap.mmap(-1, nbytes)  # which lives as long as what lies in it
+    held = torch.frombuffer(memory, dtype=dtype)
+    cudart: Any = torch.cuda.cudart()
+    if code := int(cudart.cudaHostRegister(held.data_ptr(), nbytes, PORTABLE)):
+        raise UserError(f"{nbytes} bytes of the host's memory cannot be pinned (CUDA error {code}): leave out offload")
+    weakref.finalize(memory, _unpin, held.data_ptr(), torch.cuda.current_device()).atexit = False
+    return held
+
+
+def _unpin(address: int, device: int) -> None:
+    """Once no copy that is queued uses the memory."""
+    torch.cuda.synchronize(device)
+    cudart: Any = torch.cuda.cudart()
+    cudart.cudaHostUnregister(address)
+
+
 def resized(flats: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
     """Each of flats, where it lies, as long as its counterpart: cut, or filled up with zeros."""
     found = [flat.new_zeros(len(other)) for flat, other in zip(flats, like, strict=True)]
@@ -157,10 +188,11 @@ def resized(flats: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def copy(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
-    """Copies each tensor into its counterpart, in as few kernels as possible."""
+def copy(to: Sequence[Tensor], source: Sequence[Tensor], *, queued: bool = False) -> None:
+    """Copies each tensor into its counterpart, in as few kernels as possible. queued: between a GPU and pinned memory
+    the host does not wait for it; the caller sees to what is read and written meanwhile."""
     if to:
-        torch._foreach_copy_(list(to), list(source))  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_copy_(list(to), list(source), queued)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def on_host(held: Any) -> Any:
@@ -185,13 +217,19 @@ def read_blocks(t: Tensor) -> bool:
 
 
 def copy_where(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
-    """`copy` if `where` holds, a 0-d truth value; a GPU is not waited for."""
+    """`copy` if `where` holds, a 0-d truth value; a GPU is not waited for, which may read `source` in pinned memory
+    until all is through that is queued so far."""
     if not read_blocks(where):
         if where:
-            copy(to, source)
+            copy(to, source, queued=True)
         return
     pairs = [(to[i], source[i]) for i in _left_by_kernel(where, to, source)]
     copy([t for t, _ in pairs], [torch.where(where.to(t.device), s, t.to(s.dtype)) for t, s in pairs])
+
+
+def beside(flag: Tensor, device: torch.device) -> Tensor:
+    """A 0-d truth value on `device`; one of the host's goes along with a kernel, for a copy would make it wait."""
+    return flag if flag.device == device else torch.full((), bool(flag), device=device)
 
 
 def wipe(flats: Sequence[Tensor], where: Tensor) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import outer
-from ..flat import Bucket, copy, copy_where, group_pieces, views
+from ..flat import Bucket, copy, copy_where, group_pieces, pinned, views
 from ..groups import Stage
 from ..guard import all_finite
 
@@ -49,6 +49,14 @@ class Live:
         for p, g in self._pieces():
             copy_where(where, p, g)
 
+    def send_buffers(self, own: list[list[Tensor]]) -> None:
+        """The buffers' values travel, `own` of each bucket."""
+        for bucket, values in zip(self._buckets, own, strict=True):
+            copy(bucket.buffer_views, values)
+
+    def settle(self) -> None:
+        """Nothing that is queued still reads g: it may be written to anew."""
+
     def differences(self, *, rounded: bool) -> Iterator[Stage]:
         """g holds them already."""
         yield from ()
@@ -72,11 +80,8 @@ class HostCopies:
     """
 
     def __init__(self, buckets: list[Bucket], device: torch.device):
-        pinned = torch.cuda.is_available()
         self._buckets, self._device = buckets, device
-        self._copies = [
-            [torch.empty(p.shape, dtype=p.dtype, device="cpu", pin_memory=pinned) for p in b.params] for b in buckets
-        ]
+        self._copies = [views(pinned(b.numel, b.dtype), b.params) for b in buckets]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._event: torch.cuda.Event | None = None
 
@@ -111,6 +116,17 @@ class HostCopies:
         """p <- g where that holds, 0-d, on the host."""
         if where:
             self.mix(1.0)
+
+    def send_buffers(self, own: list[list[Tensor]]) -> None:
+        """Queues the buffers' values, `own` of each bucket, which then travel."""
+        with self._own_stream():
+            for bucket, values in zip(self._buckets, own, strict=True):
+                copy(bucket.buffer_views, values, queued=True)
+
+    def settle(self) -> None:
+        """Waits until nothing that is queued still reads or writes the host's memory."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).synchronize()  # which waits for its own
 
     def differences(self, *, rounded: bool) -> Iterator[Stage]:
         """g <- g - p from the host's copies, once both are through. rounded: g as the parameters' dtype holds it."""

@@ -26,7 +26,7 @@ from ..co2 import Scheduled
 from ..collectives import Link
 from ..config import CO2Config, Schedule, check_shared, scheduled
 from ..errors import UserError
-from ..flat import copy, on_host, unique
+from ..flat import beside, copy, on_host, unique
 from ..groups import Stage, all_reduce, gather_parts, leave_group, new_group, sum_parts
 from ..guard import size_of
 from .live import HostCopies, Live
@@ -115,6 +115,7 @@ class ShardedCO2(Scheduled):
     @torch.no_grad()
     def _start_from_params(self) -> None:
         """g, in the payloads, and the shares of x begin as the parameters."""
+        self._live.settle()
         super()._start_from_params()
         for bucket in self.buckets:
             bucket.flatten(bucket.payload)
@@ -170,7 +171,7 @@ class ShardedCO2(Scheduled):
         if landed:
             last = self.merge(finished=finished).last
         if self.config.at_boundary:
-            told_late = self.guard.left_out.to(self._spoilt.device) & ~self._spoilt & landed
+            told_late = beside(self.guard.left_out, self._spoilt.device) & ~self._spoilt & landed
             self._spoilt.copy_(self._live.swap(snapshot=not last))
             self.was_left_out(self._spoilt | told_late)
         else:
@@ -206,6 +207,9 @@ class ShardedCO2(Scheduled):
         if self._inner is not None:
             dist.all_reduce(size, group=self._inner)
         return size
+
+    def send_buffers(self) -> None:
+        self._live.send_buffers(self._own_buffers)
 
     def weigh(self) -> None:
         """That is done in the background: the workers of a node have to find alike."""
@@ -356,6 +360,7 @@ class ShardedCO2(Scheduled):
         }
 
     def load_own_state(self, state: dict[str, Any]) -> None:
+        self._live.settle()
         super().load_own_state(state)  # g, too, in the flats
         self._last.copy_(state["last"])
         self._m_squares.copy_(state["m_squares"])

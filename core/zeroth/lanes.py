@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import CollectiveError
-from ..flat import unique
+from ..flat import pinned, unique
 from ..groups import gather_parts
 from .replay import Update
 from .weights import Weights
@@ -40,7 +40,7 @@ class Block:
             self._places.append(self.nbytes)
             self.nbytes += aligned(t.nbytes)
         self.nbytes = aligned(self.nbytes, ALIGNED * parts)
-        self.host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=pin)
+        self.host = pinned(self.nbytes, torch.uint8) if pin else torch.empty(self.nbytes, dtype=torch.uint8)
         for t, view in zip(self.tensors, self.views(self.host), strict=True):
             view.copy_(t.data)
             t.data = view

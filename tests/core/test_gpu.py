@@ -62,10 +62,25 @@ def test_offloaded_state_takes_nothing_on_the_device():
     co2.finish()
 
 
-@pytest.mark.parametrize("shard", [False, True])
-def test_a_boundary_does_not_synchronise(shard: bool):
+def test_state_dict_takes_nothing_on_the_device():
     params = parameters()
-    co2 = ShardedCO2(params, CO2Config(tau=2), shard=True) if shard else CO2(params, CO2Config(tau=2))
+    co2 = CO2(params, CO2Config(tau=2, gap="none", clip=None, merge="keep", delay=1, wire=WireConfig("int4")))
+    local_steps(params, co2, 6)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    state = co2.state_dict()
+    assert torch.cuda.max_memory_allocated() - before < 1 << 20
+    co2.load_state_dict(state)
+    assert torch.cuda.memory_allocated() - before < 1 << 20
+    co2.finish()
+
+
+@pytest.mark.parametrize("how", [None, {"shard": True}, {"offload": True}], ids=str)
+def test_a_boundary_does_not_synchronise(how: dict[str, Any] | None):
+    params, buffers = parameters(), [torch.zeros(SIZE, device="cuda")]
+    config = CO2Config(tau=2)
+    co2 = CO2(params, config, buffers=buffers) if how is None else ShardedCO2(params, config, buffers=buffers, **how)
     local_steps(params, co2, 6)  # warmed up: the kernel is compiled
     torch.cuda.set_sync_debug_mode("error")
     try:
