@@ -43,7 +43,7 @@ test-slurm: setup ## start a Slurm cluster on this machine and run jobs on it (r
 test-triton: setup ## run Triton's kernels in its interpreter, beside the plain passes, and compile them for sm_80 and sm_90
 	$(PY) -c 'import triton' 2>/dev/null || \
 	  $(PY) -m pip install --disable-pip-version-check --no-input -c constraints.txt -e '.[triton]'
-	TRITON_INTERPRET=1 $(PYTEST) -m triton tests/core $(PYTEST_ARGS)
+	TRITON_INTERPRET=1 $(PYTEST) -m triton -n 2 tests/core $(PYTEST_ARGS)
 
 chaos: setup ## kill workers, cut links, fill disks under small runs: results/chaos.md (hours; CHAOS="--kills 10 ..." scales it)
 	OMP_NUM_THREADS=1 $(PY) -m bench.chaos $(CHAOS)

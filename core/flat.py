@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeGuard
@@ -169,6 +170,11 @@ def rescale(flat: Tensor, scale: float | Tensor) -> None:
 def read_blocks(t: Tensor) -> bool:
     """Whether the host would have to wait to read a number of it."""
     return t.is_cuda
+
+
+def takes_triton(device: torch.device) -> bool:
+    """Whether Triton's kernels run there: any CUDA build of torch for Linux brings it."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def copy_where(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor]) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from ..flat import takes_triton
 from ..outer import Boundary, Rule, all_seen, update
 from .chunked import ChunkedBoundary
 from .wire_config import LGrecoConfig, WireConfig
@@ -33,7 +33,7 @@ def make_boundary(
     flats = params, d, x, m, sent
     if kind == "compiled":
         return CompiledBoundary(*flats)
-    if kind == "fast" and d.is_cuda and importlib.util.find_spec("triton") is not None:
+    if kind == "fast" and takes_triton(d.device):
         from .triton_kernel import TritonBoundary  # imports triton
 
         return TritonBoundary(*flats)

@@ -143,7 +143,7 @@ def copy_kernel(
 ):
     p_ptr, at, mask = place(table, P, STRIDED, BLOCK)
     if WHERE:
-        mask = mask & (tl.load(scalars + 8 + tl.zeros([BLOCK], tl.int32)) != 0)
+        mask = mask & (tl.full([BLOCK], tl.load(scalars + 8), tl.float32) != 0)
     x = rounded(tl.load(x_ptr + at, mask=mask, other=0.0), P)
     if TAKES:
         p = tl.load(p_ptr, mask=mask, other=0.0).to(x.dtype)
