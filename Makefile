@@ -1,4 +1,4 @@
-# Everything runs in .venv, made from constraints.txt. Only `setup` uses the network.
+# Everything runs in .venv, made from constraints.txt. Only `setup` and, once, `test-triton` use the network.
 PYTHON ?= python3
 PY := .venv/bin/python
 # One thread per process: several ranks or test workers share the cores. Offline: no test may download.
@@ -6,7 +6,7 @@ PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest
 PYTEST_ARGS ?=
 CHAOS ?=
 
-.PHONY: help setup demo test test-slow test-gpu test-root test-slurm chaos lint clean
+.PHONY: help setup demo test test-slow test-gpu test-root test-slurm test-triton chaos lint clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -39,6 +39,11 @@ test-root: setup ## run the tests that make network namespaces
 
 test-slurm: setup ## start a Slurm cluster on this machine and run jobs on it (root; apt's slurm-wlm and munge)
 	$(PYTEST) -m slurm -rs $(PYTEST_ARGS)
+
+test-triton: setup ## run Triton's kernels in its interpreter, beside the plain passes, and compile them for sm_80 and sm_90
+	$(PY) -c 'import triton' 2>/dev/null || \
+	  $(PY) -m pip install --disable-pip-version-check --no-input -c constraints.txt -e '.[triton]'
+	TRITON_INTERPRET=1 $(PYTEST) -m triton -n 2 tests/core $(PYTEST_ARGS)
 
 chaos: setup ## kill workers, cut links, fill disks under small runs: results/chaos.md (hours; CHAOS="--kills 10 ..." scales it)
 	OMP_NUM_THREADS=1 $(PY) -m bench.chaos $(CHAOS)

@@ -137,7 +137,7 @@ class CO2(Scheduled):
         self._wire: Wire = "float32"
         self._take_wire(next(iter(self.wires)))
         self._boundaries = [
-            make_boundary(c.update, b.params, b.payload, x, m, y, merge=c.merge)
+            make_boundary(c.update, b.params, b.payload, x, m, y)
             for b, x, m, y in zip(self.buckets, self._x, self._m, sent, strict=True)
             if b.numel
         ]

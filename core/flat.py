@@ -216,6 +216,16 @@ def read_blocks(t: Tensor) -> bool:
     return t.is_cuda
 
 
+def takes_triton(device: torch.device) -> bool:
+    """Whether Triton's kernels run there: any CUDA build of torch for Linux brings it."""
+    return device.type == "cuda" and _triton_is_here()
+
+
+@functools.cache
+def _triton_is_here() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 def copy_where(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
     """`copy` if `where` holds, a 0-d truth value; a GPU is not waited for, which may read `source` in pinned memory
     until all is through that is queued so far."""
@@ -244,21 +254,11 @@ def wipe(flats: Sequence[Tensor], where: Tensor) -> None:
 def _left_by_kernel(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor] | None = None) -> Sequence[int]:
     """Has Triton's kernel, where there is one, set what it can, which touches memory only where `where` holds; the
     places of the others."""
-    if not by_triton(where):
+    if not takes_triton(where.device):
         return range(len(to))
     from .fast.triton_where import queue  # imports triton
 
     return queue(where, to, source)
-
-
-def by_triton(t: Tensor) -> bool:
-    """Whether Triton has kernels for it: any CUDA build of torch for Linux brings it."""
-    return t.is_cuda and _triton_is_here()
-
-
-@functools.cache
-def _triton_is_here() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def unique(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ..outer import Boundary, Merge, Rule, all_seen, update
+from ..flat import takes_triton
+from ..outer import Boundary, Rule, all_seen, update
 from .chunked import ChunkedBoundary
 from .wire_config import LGrecoConfig, WireConfig
 
@@ -27,16 +27,13 @@ def make_boundary(
     x: Tensor,
     m: Tensor,
     sent: Tensor | None = None,
-    *,
-    merge: Merge = "outer",
 ) -> Boundary:
-    """fast: Triton's kernel on CUDA where Triton is installed (any CUDA build for Linux brings it) and merge is the
-    paper's, the in-place pass on a CPU; elsewhere plain, which is core/outer.py's own. compiled: that, by
-    torch.compile."""
+    """fast: Triton's kernel on CUDA where Triton is installed (any CUDA build for Linux brings it), the in-place pass
+    on a CPU; elsewhere plain, which is core/outer.py's own. compiled: that, by torch.compile."""
     flats = params, d, x, m, sent
     if kind == "compiled":
         return CompiledBoundary(*flats)
-    if kind == "fast" and merge == "outer" and d.is_cuda and importlib.util.find_spec("triton") is not None:
+    if kind == "fast" and takes_triton(d.device):
         from .triton_kernel import TritonBoundary  # imports triton
 
         return TritonBoundary(*flats)

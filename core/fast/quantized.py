@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..flat import Scalars
+from ..flat import Scalars, takes_triton
 from ..groups import Stage, all_gather
 from . import wire as wires
-from .wire import BLOCK, Rounding, Wire
+from .wire import BLOCK, BLOCK_BYTES, Rounding, Wire
 
 SEGMENT = 1 << 18  # elements that are encoded at once: the temporaries stay in a CPU's cache
 GPU_SEGMENT = 1 << 24  # few kernels, and temporaries of some 64 MiB
@@ -44,6 +44,112 @@ class Encoded(Protocol):
     def values(self) -> Tensor: ...
     @property
     def scalars(self) -> Tensor: ...
+
+
+class Codec(Protocol):
+    """Payloads <-> their encoded bytes, uint8 [workers, bytes], row j the chunk of worker j; rows may lie apart."""
+
+    def seed(self, number: int) -> None:
+        """Of what is drawn from now on."""
+        ...
+
+    def encode(self, payload: Tensor, rows: Tensor, wire: Wire, error: Tensor | None, moved: Tensor) -> None:
+        """payload [numel], zeros beyond it -> rows: Q(d + e), e <- d + e - Q(d + e); without movement Q(d),
+        e <- e + d - Q(d). error: [workers x chunk]. moved: 0-d bool on the device."""
+        ...
+
+    def average(
+        self, rows: Tensor, out: Tensor, wire: Wire, dtype: torch.dtype, error: Tensor | None, moved: Tensor
+    ) -> None:
+        """rows, all of one chunk, summed in their order and in dtype -> their mean, encoded likewise, uint8 [bytes]."""
+        ...
+
+    def decode(self, rows: Tensor, wire: Wire, payload: Tensor) -> None:
+        """rows -> payload, [numel]; what comes beyond is padding."""
+        ...
+
+    def mean(self, rows: Tensor) -> Tensor:
+        """[workers, elements] -> [elements], summed in the rows' order."""
+        ...
+
+
+def make_codec(device: torch.device, rounding: Rounding) -> Codec:
+    """Triton's kernels where they run; rounding at random needs torch's draws."""
+    if rounding == "nearest" and takes_triton(device):
+        from .triton_codec import TritonCodec  # imports triton
+
+        return TritonCodec()
+    return SegmentCodec(device, rounding)
+
+
+class SegmentCodec:
+    """core/fast/wire.py's functions, a segment at a time."""
+
+    def __init__(self, device: torch.device, rounding: Rounding):
+        self._generator = torch.Generator(device) if rounding == "stochastic" else None
+        self._segment = GPU_SEGMENT if device.type == "cuda" else SEGMENT
+
+    def seed(self, number: int) -> None:
+        if self._generator is not None:
+            self._generator.manual_seed(number)
+
+    def encode(self, payload: Tensor, rows: Tensor, wire: Wire, error: Tensor | None, moved: Tensor) -> None:
+        chunk = _chunk(rows, wire)
+        few = self._few(chunk)
+        for j, to in enumerate(rows.split(few)):
+            where = slice(j * few * chunk, j * few * chunk + len(to) * chunk)
+            piece = payload[where]
+            values = pad(piece, (0, len(to) * chunk - len(piece)))
+            self._encode(values, to, wire, None if error is None else error[where], moved)
+
+    def average(
+        self, rows: Tensor, out: Tensor, wire: Wire, dtype: torch.dtype, error: Tensor | None, moved: Tensor
+    ) -> None:
+        chunk = _chunk(rows, wire)
+        mean = torch.zeros(chunk, dtype=dtype, device=rows.device)
+        for start, values in self._decoded(rows, wire, dtype):
+            at = start % max(1, chunk)
+            for row in values:
+                mean[at : at + len(row)].add_(row)
+        self._encode(mean.div_(mean.new_full((), len(rows))), out[None], wire, error, moved)
+
+    def decode(self, rows: Tensor, wire: Wire, payload: Tensor) -> None:
+        for start, decoded in self._decoded(rows, wire, payload.dtype):
+            target = payload[start : start + decoded.numel()]
+            target.copy_(decoded.view(-1)[: len(target)])
+
+    def mean(self, rows: Tensor) -> Tensor:
+        total = torch.zeros_like(rows[0])
+        for row in rows:
+            total.add_(row)
+        return total.div_(total.new_full((), len(rows)))
+
+    def _few(self, chunk: int) -> int:
+        """So many workers' chunks are encoded or decoded at once: a small part's kernels cost more than its bytes."""
+        return max(1, self._segment // max(1, chunk))
+
+    def _encode(self, values: Tensor, payload: Tensor, wire: Wire, error: Tensor | None, moved: Tensor) -> None:
+        """Fills payload, [rows, bytes], as `encode` does."""
+        step = self._segment
+        for i, part in enumerate(payload.split(wires.nbytes(wire, step), dim=1)):  # several parts: of one row
+            where = slice(i * step, (i + 1) * step)
+            send = values[where]
+            kept = None if error is None else error[where].add_(send)
+            rounded = send if kept is None else torch.where(moved, kept, send)
+            part.copy_(wires.encode(rounded, wire, self._generator, lost=kept).view(part.shape))
+
+    def _decoded(self, rows: Tensor, wire: Wire, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+        """rows [workers, bytes], a chunk each -> the first element's place, and values [some rows, elements]."""
+        chunk, step = _chunk(rows, wire), self._segment
+        few = self._few(chunk)
+        for j, some in enumerate(rows.split(few)):
+            for i, part in enumerate(some.split(wires.nbytes(wire, step), dim=1)):
+                yield j * few * chunk + i * step, wires.decode(part.flatten(), wire, dtype).view(len(part), -1)
+
+
+def _chunk(rows: Tensor, wire: Wire) -> int:
+    """Elements of each row."""
+    return rows.shape[1] // BLOCK_BYTES[wire] * BLOCK
 
 
 def chunk_of(numel: int, world_size: int) -> int:
@@ -100,18 +206,17 @@ class Quantized:
             own, means = memory or nothing_held_back(buckets, world_size).values()
             self._errors, self._mean_errors = [*own], [*means]
             self.state = dict(zip(HELD_BACK, (own, means), strict=True))
-        self._generator = torch.Generator(self.device) if rounding == "stochastic" else None
-        self._segment = GPU_SEGMENT if self.device.type == "cuda" else SEGMENT
+        self._codec = make_codec(self.device, rounding)
 
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
         yield [], 0  # the encoding, too, is done in the background
-        self._seed(number, 0)
+        self._codec.seed(seed(number, self.rank, self.world_size, 0))
         sent = self._outgoing()
         received = sent
         if group is not None:
             received = torch.empty_like(sent)
             yield [_all_to_all(received, sent, group)], (self.world_size - 1) * sent.shape[1]
-        self._seed(number, 1)
+        self._codec.seed(seed(number, self.rank, self.world_size, 1))
         mean = self._average(received)
         means = mean[None]
         if group is not None:
@@ -144,45 +249,12 @@ class Quantized:
         message = torch.empty(n, sum(layout), dtype=torch.uint8, device=self.device)
         parts = message.split(layout, dim=1)
         moved = self.scalars["steps"] * self.scalars["weight"] != 0
-        for i, (bucket, chunk, rest) in enumerate(zip(self.buckets, self.chunks, self.rests, strict=True)):
-            few = self._few(chunk)
-            for j in range(0, n, few):
-                to = parts[i][j : j + few]
-                where = slice(j * chunk, j * chunk + len(to) * chunk)
-                piece, error = bucket.payload[where], self._errors[i]
-                error = None if error is None else error[where]
-                self._encode(pad(piece, (0, len(to) * chunk - len(piece))), to, self.wires[i], error, moved)
+        for i, (bucket, rest) in enumerate(zip(self.buckets, self.rests, strict=True)):
+            self._codec.encode(bucket.payload, parts[i], self.wires[i], self._errors[i], moved)
             rows = pad(bucket.values, (0, n * rest - len(bucket.values))).view(n, rest)
             parts[count + i].copy_(rows.view(torch.uint8))
         parts[-1].copy_(scalars.clone().view(torch.uint8).expand(n, -1))  # the clone is aligned
         return message
-
-    def _few(self, chunk: int) -> int:
-        """So many workers' chunks are encoded or decoded at once: a small part's kernels cost more than its bytes."""
-        return max(1, self._segment // max(1, chunk))
-
-    def _encode(self, values: Tensor, payload: Tensor, wire: Wire, error: Tensor | None, moved: Tensor) -> None:
-        """Fills payload, [rows, bytes], with Q(d + e), e <- d + e - Q(d + e); without movement with Q(d), e <- e + d -
-        Q(d). moved: 0-d bool on the device."""
-        step = self._segment
-        for i, part in enumerate(payload.split(wires.nbytes(wire, step), dim=1)):  # several parts: of one row
-            where = slice(i * step, (i + 1) * step)
-            send = values[where]
-            kept = None if error is None else error[where].add_(send)
-            rounded = send if kept is None else torch.where(moved, kept, send)
-            part.copy_(wires.encode(rounded, wire, self._generator, lost=kept).view(part.shape))
-
-    def _decoded(self, rows: Tensor, wire: Wire, chunk: int, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-        """rows [workers, bytes], a chunk each -> the first element's place, and values [some rows, elements]."""
-        few, step = self._few(chunk), self._segment
-        for j, some in enumerate(rows.split(few)):
-            for i, part in enumerate(some.split(wires.nbytes(wire, step), dim=1)):
-                yield j * few * chunk + i * step, wires.decode(part.flatten(), wire, dtype).view(len(part), -1)
-
-    def _seed(self, number: int, stage: int) -> None:
-        """Rounds at random in the same way in a resumed run, and differently on every worker."""
-        if self._generator is not None:
-            self._generator.manual_seed(seed(number, self.rank, self.world_size, stage))
 
     # -- the second stage -------------------------------------------------------------------------------------
 
@@ -193,30 +265,23 @@ class Quantized:
         """
         scalars = self.buckets[0].scalars
         parts = received.split([*self._layout(), scalars.nbytes], dim=1)
-        scalars.copy_(_raw_mean(parts[-1], scalars.dtype))
+        scalars.copy_(self._codec.mean(_raw(parts[-1], scalars.dtype)))
         moved = self.scalars["steps"] * self.scalars["weight"] != 0
         payload = received.new_empty(sum(self._layout()))
         out = payload.split(self._layout())
         count = len(self.buckets)
         for i, (bucket, error) in enumerate(zip(self.buckets, self._mean_errors, strict=True)):
-            chunk, wire = self.chunks[i], self.wires[i]
-            mean = bucket.flat.new_zeros(chunk)
-            for start, values in self._decoded(parts[i], wire, chunk, mean.dtype):
-                at = start % max(1, chunk)
-                for row in values:
-                    mean[at : at + len(row)].add_(row)
-            self._encode(mean.div_(self.world_size), out[i][None], wire, error, moved)
-            out[count + i].copy_(_raw_mean(parts[count + i], bucket.flat.dtype).view(torch.uint8))
+            self._codec.average(parts[i], out[i], self.wires[i], bucket.flat.dtype, error, moved)
+            values = self._codec.mean(_raw(parts[count + i], bucket.flat.dtype))
+            out[count + i].copy_(values.view(torch.uint8))
         return payload
 
     def _unpack(self, means: Tensor) -> None:
         """uint8 [workers, bytes], row j the mean of chunk j -> the buffers."""
         parts = means.split(self._layout(), dim=1)
         count = len(self.buckets)
-        for i, (bucket, chunk) in enumerate(zip(self.buckets, self.chunks, strict=True)):
-            for start, decoded in self._decoded(parts[i], self.wires[i], chunk, bucket.flat.dtype):
-                target = bucket.payload[start : start + decoded.numel()]
-                target.copy_(decoded.view(-1)[: len(target)])  # what comes beyond is padding
+        for i, bucket in enumerate(self.buckets):
+            self._codec.decode(parts[i], self.wires[i], bucket.payload)
             values = _raw(parts[count + i], bucket.flat.dtype).view(-1)
             bucket.values.copy_(values[: len(bucket.values)])
 
@@ -225,15 +290,6 @@ def _raw(payload: Tensor, dtype: torch.dtype) -> Tensor:
     """uint8 [rows, bytes] -> [rows, elements]; the clone is aligned."""
     rows, size = payload.shape
     return payload.flatten().clone().view(dtype).view(rows, size // dtype.itemsize)
-
-
-def _raw_mean(payload: Tensor, dtype: torch.dtype) -> Tensor:
-    """uint8 [rows, bytes] -> [elements], summed in the rows' order."""
-    rows = _raw(payload, dtype)
-    total = torch.zeros_like(rows[0])
-    for row in rows:
-        total.add_(row)
-    return total.div_(len(rows))
 
 
 def _all_to_all(to: Tensor, source: Tensor, group: dist.ProcessGroup) -> dist.Work:

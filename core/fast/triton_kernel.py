@@ -2,12 +2,23 @@
 
 The parameters lie anywhere, so a table names for each block of them the address, the place in the flat tensors and
 the length. Parameters that are not contiguous have a second table, with strides, and a launch of their own.
+
+Bytes a float32 parameter and round, each tensor read or written once: merge outer, or mix at the boundary, 32 (p, d, x
+and m read and written). Where means are merged on arrival 40 with mix: 28 for the merge (d is only read), 12 for taking
+the difference (p and x read, d written); with keep 48: 32 (`sent` is read too) and 16 (`sent` is written). The norm of
+d, which the gaps need, reads 4 more in each case.
+
+The arithmetic is core/outer.py's, operation by operation: products and sums are not fused, quotients are rounded to
+nearest. Parameters, d, x and m are those of the plain pass bit for bit; what was seen is summed in another order. So it
+is in Triton's interpreter, and in the instructions compiled for sm_80 and sm_90. On a device: not run.
 """
 
 # triton is no dependency of ours, and its kernels are Python in form only
 # pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false, reportIndexIssue=false
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -17,30 +28,19 @@ from torch import Tensor
 from ..outer import EPS, Boundary, Rule
 
 BLOCK = 2048  # elements of a program
+LAUNCH: dict[str, Any] = {"BLOCK": BLOCK, "num_warps": 8, "enable_fp_fusion": False}
 NO_GAP, ONE_GAP, ELEMENT_GAPS = range(3)
 TYPES = {torch.float64: tl.float64, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
-def boundary_kernel(
-    table,  # int64 [programs, 3 or 9]: address, offset, length; strided: first element, sizes 1 2, strides 0 1 2
-    d_ptr,
-    x_ptr,
-    m_ptr,
-    scalars,  # [5]: beta, alpha, last_alpha, phi, scale
-    gap_ptr,  # 0-d: c for ELEMENT_GAPS, Lambda for ONE_GAP
-    seen_ptr,  # [programs, 4]: sum of m^2, sum and maximum of Lambda, clipped elements
-    EPS: tl.constexpr,
-    P: tl.constexpr,
-    GAP: tl.constexpr,
-    CLIP: tl.constexpr,
-    STRIDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    program = tl.program_id(0).to(tl.int64)
-    row = table + program * (9 if STRIDED else 3)
+def place(table, P: tl.constexpr, STRIDED: tl.constexpr, BLOCK: tl.constexpr):
+    """Of this program's elements: pointers to the parameter's, places in the flat tensors (int64), and which exist.
+
+    table: int64 [programs, 3 or 9]: address, offset, length; strided: first element, sizes 1 2, strides 0 1 2.
+    """
+    row = table + tl.program_id(0).to(tl.int64) * (9 if STRIDED else 3)
     p_ptr = tl.load(row).to(tl.pointer_type(P))
-    offset = tl.load(row + 1)
     lane = tl.arange(0, BLOCK)
     mask = lane < tl.load(row + 2)
     if STRIDED:
@@ -51,31 +51,109 @@ def boundary_kernel(
         p_ptr += (i // size2 % size1) * tl.load(row + 7) + (i % size2) * tl.load(row + 8)
     else:
         p_ptr += lane
-    x = tl.load(x_ptr + offset + lane, mask=mask, other=0.0)
-    m = tl.load(m_ptr + offset + lane, mask=mask, other=0.0)
-    new = tl.load(d_ptr + offset + lane, mask=mask, other=0.0) * tl.load(scalars + 4)
+    return p_ptr, tl.load(row + 1) + lane, mask
+
+
+@triton.jit
+def rounded(x, P: tl.constexpr):
+    """x as P holds it, ties to even, in its own type. bfloat16 by its bits: Triton's interpreter would cut them off."""
+    if tl.bfloat16 == P:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    if tl.float16 == P:
+        x = x.to(P).to(x.dtype)
+    return x
+
+
+@triton.jit
+def divided(a, b):
+    """a / b to nearest; of float32 Triton's own / may be off in the last bit."""
+    if a.dtype == tl.float32:
+        quotient = tl.div_rn(a, b)
+    else:
+        quotient = a / b
+    return quotient
+
+
+@triton.jit
+def boundary_kernel(
+    table,
+    d_ptr,
+    x_ptr,
+    m_ptr,
+    sent_ptr,  # read by merge keep alone
+    scalars,  # [9]: see TritonBoundary._set_scalars
+    gap_ptr,  # 0-d: c for ELEMENT_GAPS, Lambda for ONE_GAP
+    seen_ptr,  # [programs, 4]: sum of m^2, sum and maximum of Lambda, clipped elements
+    P: tl.constexpr,
+    GAP: tl.constexpr,
+    CLIP: tl.constexpr,
+    MERGE: tl.constexpr,
+    SENDS: tl.constexpr,
+    STRIDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    p_ptr, at, mask = place(table, P, STRIDED, BLOCK)
+    x = tl.load(x_ptr + at, mask=mask, other=0.0)
+    m = tl.load(m_ptr + at, mask=mask, other=0.0)
+    new = tl.load(d_ptr + at, mask=mask, other=0.0) * tl.load(scalars + 4)
+    p = tl.load(p_ptr, mask=mask, other=0.0).to(x.dtype)
     gap = tl.full([BLOCK], 1.0, x.dtype)  # step 4
     if GAP == 1:
         gap *= tl.load(gap_ptr).to(x.dtype)
     if GAP == 2:
-        gap += tl.abs(m * tl.load(scalars + 2)) / (tl.load(gap_ptr).to(x.dtype) + EPS)
-    m = tl.load(scalars) * m + new / gap  # step 5
+        gap += divided(tl.abs(m * tl.load(scalars + 2)), tl.load(gap_ptr).to(x.dtype) + tl.load(scalars + 7))
+    m = tl.load(scalars) * m + divided(new, gap)  # step 5
     clipped = tl.zeros([BLOCK], x.dtype)
     if CLIP:  # step 6
         phi = tl.load(scalars + 3)
         clipped = tl.where(tl.abs(m) > phi, 1.0, 0.0)
         m = tl.where(m > phi, phi, tl.where(m < -phi, -phi, m))  # NaN stays NaN
-    tl.store(m_ptr + offset + lane, m, mask=mask)
-    p = tl.load(p_ptr, mask=mask, other=0.0).to(x.dtype)
-    tl.store(d_ptr + offset + lane, x.to(P).to(x.dtype) - p, mask=mask)  # step 3
+    tl.store(m_ptr + at, m, mask=mask)
+    if SENDS:  # step 3
+        tl.store(d_ptr + at, rounded(x, P) - p, mask=mask)
     x = x - tl.load(scalars + 1) * m  # step 7
-    tl.store(x_ptr + offset + lane, x, mask=mask)
-    tl.store(p_ptr, x.to(P), mask=mask)
-    seen = seen_ptr + program * 4
+    tl.store(x_ptr + at, x, mask=mask)
+    if MERGE == "mix":
+        x = tl.load(scalars + 5) * x + tl.load(scalars + 6) * p
+    if MERGE == "keep":
+        x = x + (p - tl.load(sent_ptr + at, mask=mask, other=0.0))
+    tl.store(p_ptr, rounded(x, P).to(P), mask=mask)
+    seen = seen_ptr + tl.program_id(0).to(tl.int64) * 4
     tl.store(seen, tl.sum(m * m))
     tl.store(seen + 1, tl.sum(tl.where(mask, gap, 0.0)))
     tl.store(seen + 2, tl.max(tl.where(mask, gap, 1.0)))
     tl.store(seen + 3, tl.sum(clipped))
+
+
+@triton.jit
+def copy_kernel(
+    table,
+    d_ptr,
+    x_ptr,
+    sent_ptr,
+    scalars,
+    P: tl.constexpr,
+    TAKES: tl.constexpr,  # Boundary.take; else restart
+    WHERE: tl.constexpr,  # restart, but only where scalars[8] says so
+    SENT: tl.constexpr,  # whether `sent` is kept
+    STRIDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    p_ptr, at, mask = place(table, P, STRIDED, BLOCK)
+    if WHERE:
+        mask = mask & (tl.full([BLOCK], tl.load(scalars + 8), tl.float32) != 0)
+    x = rounded(tl.load(x_ptr + at, mask=mask, other=0.0), P)
+    if TAKES:
+        p = tl.load(p_ptr, mask=mask, other=0.0).to(x.dtype)
+        tl.store(d_ptr + at, x - p, mask=mask)
+        if SENT:
+            tl.store(sent_ptr + at, p, mask=mask)
+    else:
+        tl.store(p_ptr, x.to(P), mask=mask)
+        if SENT and WHERE:
+            tl.store(sent_ptr + at, x, mask=mask)
 
 
 class TritonBoundary(Boundary):
@@ -88,39 +166,67 @@ class TritonBoundary(Boundary):
             (flat if p.is_contiguous() else strided).extend(blocks(p.detach(), offset))
             offset += p.numel()
         tables = [torch.cat(rows) for rows in (flat, strided) if rows]
-        self._launches = [(t.to(self.d.device), self.d.new_zeros(len(t), 4), t.shape[1] == 9) for t in tables if len(t)]
-        self._scalars = self.d.new_zeros(5)
-        self._values: tuple[float, ...] = ()
+        self._seen = self.d.new_zeros(sum(map(len, tables)), 4)
+        each = self._seen.split([len(t) for t in tables])
+        self._launches = [(t.to(self.d.device), s, t.shape[1] == 9) for t, s in zip(tables, each, strict=True)]
+        self._type = TYPES[self.params[0].dtype]
+        self._scalars = self.d.new_zeros(9)
+        self._values: list[float | Tensor | None] = [None] * 9
 
     def update(self, rule: Rule) -> Tensor:
         self._set_scalars(rule)
         gap, source = NO_GAP, self._scalars  # any tensor where the kernel reads none
-        if rule.gap is not None:
-            gap, source = ONE_GAP, rule.gap
-        elif rule.c is not None:
+        if rule.c is not None:
             gap, source = ELEMENT_GAPS, rule.c
+        elif rule.gap is not None:
+            gap, source = ONE_GAP, rule.gap
+        sent = self.sent if rule.merge == "keep" else self.x
         with torch.cuda.device_of(self.d):  # nothing on a CPU, where only Triton's interpreter runs
             for table, seen, strided in self._launches:
                 boundary_kernel[(len(table),)](
-                    table, self.d, self.x, self.m, self._scalars, source, seen,
-                    EPS=EPS, P=TYPES[self.params[0].dtype], GAP=gap, CLIP=rule.phi is not None,
-                    STRIDED=strided, BLOCK=BLOCK, num_warps=8,
+                    table, self.d, self.x, self.m, sent, self._scalars, source, seen,
+                    P=self._type, GAP=gap, CLIP=rule.phi is not None, MERGE=rule.merge, SENDS=rule.sends,
+                    STRIDED=strided, **LAUNCH,
                 )  # fmt: skip
-        seen = torch.cat([s for _, s, _ in self._launches])
-        sums = seen.sum(0, dtype=torch.float64)
-        return torch.stack([sums[0], sums[1], seen[:, 2].amax().double(), sums[3]])
+        sums = self._seen.sum(0, dtype=torch.float64)
+        return torch.stack([sums[0], sums[1], self._seen[:, 2].amax().double(), sums[3]])
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """See Boundary."""
+        self._copy(takes=True, where=None)
+
+    @torch.no_grad()
+    def restart(self, where: Tensor | None = None) -> None:
+        """See Boundary."""
+        self._copy(takes=False, where=where)
+
+    def _copy(self, takes: bool, where: Tensor | None) -> None:
+        self.locate()
+        if where is not None:
+            self._set({8: where})
+        with torch.cuda.device_of(self.d):
+            for table, _, strided in self._launches:
+                copy_kernel[(len(table),)](
+                    table, self.d, self.x, self.x if self.sent is None else self.sent, self._scalars,
+                    P=self._type, TAKES=takes, WHERE=where is not None, SENT=self.sent is not None,
+                    STRIDED=strided, **LAUNCH,
+                )  # fmt: skip
 
     def _set_scalars(self, rule: Rule) -> None:
-        """Filled one by one, in the state's precision: a copy from the host would synchronise."""
-        scale = 0.0 if isinstance(rule.scale, Tensor) else rule.scale
-        values = (rule.beta, float(rule.alpha), float(rule.last_alpha), rule.phi or 0.0, scale)
-        if values != self._values:
-            for i, value in enumerate(values):
+        mixed = rule.share, 1 - rule.share
+        numbers = rule.beta, rule.alpha, rule.last_alpha, rule.phi or 0.0, rule.scale, *mixed, EPS
+        self._set(dict(enumerate(numbers)))
+
+    def _set(self, numbers: dict[int, float | Tensor]) -> None:
+        """Place in `scalars` -> number; filled one by one, in the state's precision: a copy from the host would
+        synchronise."""
+        for i, value in numbers.items():
+            if isinstance(value, Tensor):
+                self._scalars[i].copy_(value)
+            elif isinstance(old := self._values[i], Tensor) or value != old:
                 self._scalars[i].fill_(value)
-            self._values = values
-        if isinstance(rule.scale, Tensor):
-            self._scalars[4].copy_(rule.scale)
-            self._values = ()
+            self._values[i] = value
 
 
 def blocks(p: Tensor, offset: int) -> list[Tensor]:

@@ -94,7 +94,7 @@ def _scales(blocks: Tensor, wire: str) -> Tensor:
     """[blocks], float32; not finite where the block is not, 0 where it is 0 (or below float32's range)."""
     top = torch.maximum(blocks.amax(1), -blocks.amin(1)).float()  # on a CPU a tenth of vector_norm's time
     if wire != "float16":
-        return top / LEVELS[wire]
+        return top / top.new_full((), LEVELS[wire])  # by a number CUDA would take its reciprocal, which rounds
     power = _power_of_two(torch.frexp(top).exponent.clamp(min=-111) - 15)  # the largest lands in [2^14, 2^15)
     return torch.where(torch.isfinite(top), power, top)
 

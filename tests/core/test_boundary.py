@@ -1,10 +1,5 @@
 """The plain update against the formulas of core/outer.py, step by step, and the faster passes against both."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +12,6 @@ from core.outer import NOTHING_LANDED, Boundary, Rule
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 PHI, BETA = 0.6, 0.7
-ROOT = Path(__file__).parents[2]
 
 
 def make(dtype: torch.dtype, shapes: list[tuple[int, ...]], device: str = "cpu", channels_last: bool = True):
@@ -195,75 +189,3 @@ def test_pieces_cover_a_transposed_tensor_in_order():
             parts = list(flats._pieces(t, limit))
             assert all(part.numel() <= limit for part in parts)
             assert torch.equal(torch.cat([part.reshape(-1) for part in parts]), t.reshape(-1))
-
-
-def check_triton(device: str) -> None:
-    """All of the above that the kernel can get wrong."""
-    from core.fast.triton_kernel import TritonBoundary
-
-    # The interpreter cuts float32 to bfloat16 where the device rounds; the compiled code is looked at below.
-    for dtype in [t for t in DTYPES if device != "cpu" or t != torch.bfloat16]:
-        for rule in RULES.values():
-            check(TritonBoundary, dtype, rule, device)
-        params, d, x, m = make(dtype, SHAPES, device)
-        before = flat(params), x.clone(), m.clone()
-        TritonBoundary(params, d, x, m).run(NOTHING_LANDED)
-        assert torch.equal(d, x.to(dtype).to(x.dtype) - before[0]) and torch.equal(flat(params), x.to(dtype))
-        assert torch.equal(x, before[1]) and torch.equal(m, before[2])
-    for shape in ((2, 3, 4, 5, 6), (9000,), (65, 3, 7, 7)):  # more strides than a row holds, several blocks
-        p = torch.randn(shape, device=device).permute(*reversed(range(len(shape))))
-        d, x, m = torch.randn(3, p.numel(), device=device).unbind()
-        TritonBoundary([p], d, x, m).run(NOTHING_LANDED)
-        assert torch.equal(p.reshape(-1), x)
-
-
-COMPILE = """
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from core.fast.triton_kernel import boundary_kernel, TYPES
-for arch in (80, 90):
-    for dtype, p in ((torch.float32, "fp32"), (torch.float64, "fp64"), (torch.bfloat16, "fp32")):
-        for strided in (False, True):
-            pointers = dict.fromkeys(("d_ptr", "x_ptr", "m_ptr", "scalars", "gap_ptr", "seen_ptr"), "*" + p)
-            fixed = dict(EPS=1e-12, P=TYPES[dtype], GAP=2, CLIP=True, STRIDED=strided, BLOCK=2048)
-            signature = {"table": "*i64"} | pointers | dict.fromkeys(fixed, "constexpr")
-            source = ASTSource(boundary_kernel, signature, fixed)
-            built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 8})
-            ptx = built.asm["ptx"]
-            assert f".target sm_{arch}" in ptx
-            assert ("cvt.rn.bf16" in ptx) == (dtype == torch.bfloat16)  # rounds to nearest
-"""
-
-
-def run_python(code: str, **env: str) -> None:
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_the_triton_kernel_in_its_interpreter():
-    pytest.importorskip("triton", reason="triton is not installed: it comes with torch's CUDA builds")
-    run_python("from tests.core.test_boundary import check_triton; check_triton('cpu')", TRITON_INTERPRET="1")
-
-
-def test_the_triton_kernel_compiles_for_both_clusters():
-    pytest.importorskip("triton", reason="triton is not installed: it comes with torch's CUDA builds")
-    run_python(COMPILE)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_triton_kernel_on_the_device():
-    check_triton("cuda")
-    params, d, x, m = make(torch.float32, SHAPES, "cuda")
-    tested = make_boundary("fast", params, d, x, m)
-    assert type(tested).__name__ == "TritonBoundary"
-    rule = Rule(BETA, 0.9, 0.9, PHI, 0.5, c=torch.ones((), device="cuda"))
-    tested.run(rule)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        tested.run(rule)
-        outer.norm([d])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

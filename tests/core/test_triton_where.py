@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import CO2, CO2Config, flat, guard
-from tests.core.test_boundary import run_python
 
 SIZE = 3000
 KEEP = CO2Config(tau=2, outer_momentum=0.0, gap="none", clip=None, merge="keep", delay=1)
@@ -21,7 +20,8 @@ def tensors(dtype: torch.dtype) -> list[Tensor]:
     return [*found[:1], found[1].to(memory_format=torch.channels_last), *found[2:4], found[4].t()]
 
 
-def check_kernel() -> None:
+@pytest.mark.triton
+def test_the_kernel_sets_all_where_the_flag_holds_and_nothing_else():
     from core.fast.triton_where import queue, where_kernel
 
     yes, no = torch.tensor(True), torch.tensor(False)
@@ -72,47 +72,18 @@ def trained(bad: int | None) -> tuple[Tensor, int]:
     return params[0].detach(), touched.elements
 
 
-def check_training() -> None:
+@pytest.mark.triton
+def test_a_round_passes_over_what_a_left_out_worker_loses_only_where_one_is():
     for bad in (None, 14):
         plain, _ = trained(bad)
         assert plain.abs().max() < 2, "left out"
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(flat, "read_blocks", lambda t: True)
             patch.setattr("core.averaging.read_blocks", lambda t: True)
-            patch.setattr(flat, "by_triton", lambda t: True, raising=False)
+            patch.setattr(flat, "takes_triton", lambda device: True)
             ours, touched = trained(bad)
         assert torch.equal(ours, plain), bad
         assert touched < SIZE, f"{touched} elements are passed over"
-
-
-def test_the_kernel_in_tritons_interpreter():
-    pytest.importorskip("triton", reason="triton is not installed: it comes with torch's CUDA builds")
-    run_python("from tests.core.test_triton_where import check_kernel; check_kernel()", TRITON_INTERPRET="1")
-
-
-def test_a_round_passes_over_what_a_left_out_worker_loses_only_where_one_is():
-    pytest.importorskip("triton", reason="triton is not installed: it comes with torch's CUDA builds")
-    run_python("from tests.core.test_triton_where import check_training; check_training()", TRITON_INTERPRET="1")
-
-
-COMPILE = """
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from core.fast.triton_where import BLOCK, TYPES, where_kernel
-for arch in (80, 90):
-    for copies in (False, True):
-        fixed = dict(TO=TYPES[torch.bfloat16], SOURCE=TYPES[torch.float32], COPIES=copies, BLOCK=BLOCK)
-        signature = {"table": "*i64", "flag": "*u8"} | dict.fromkeys(fixed, "constexpr")
-        source = ASTSource(where_kernel, signature, fixed)
-        ptx = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 4}).asm["ptx"]
-        assert f".target sm_{arch}" in ptx and ("cvt.rn.bf16" in ptx) == copies
-"""
-
-
-def test_the_kernel_compiles_for_both_clusters():
-    pytest.importorskip("triton", reason="triton is not installed: it comes with torch's CUDA builds")
-    run_python(COMPILE)
 
 
 @pytest.mark.gpu

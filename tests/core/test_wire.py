@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import UserError
 from core.fast import WireConfig
@@ -157,6 +158,27 @@ def test_what_is_not_finite_stays_so(wire: str, seed: int | None, bad: float):
 def test_a_float64_beyond_float32_does_not_become_finite(wire: str):
     assert not through(block(1e300, 1.0, dtype=torch.float64), wire)[0].isfinite()
     assert torch.equal(through(block(1e-300, dtype=torch.float64), wire), torch.zeros(BLOCK).double())
+
+
+class Divisors(TorchDispatchMode):
+    """What has been divided by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += [args[1]] if func.name().startswith("aten::div") else []
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("wire", NARROW)
+def test_nothing_is_divided_by_a_plain_number(wire: Any):
+    """CUDA multiplies by its rounded reciprocal, so that its bytes and means would not be a CPU's."""
+    mean = Mean([torch.ones(700)], {"steps": 1, "weight": 1}, WireConfig(wire).reducer, buffers=[torch.ones(5)])
+    with Divisors() as divisors:
+        mean.reducer._average(mean.reducer._outgoing())
+    assert len(divisors.seen) > 2 and all(isinstance(d, Tensor) for d in divisors.seen), divisors.seen
 
 
 @pytest.mark.gpu

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 COMMANDS = ("make demo", "make test")
+APART = {"peers", "triton"}  # extras that `make setup` leaves out
 
 
 def exact_pins(lines: list[str]) -> dict[str, str]:
@@ -46,8 +47,8 @@ def environment_pins() -> dict[str, str]:
 
 
 def direct_requirements() -> list[Requirement]:
-    """What `make setup` installs: all but the extra of the comparison with other packages."""
-    extras = [lines for extra, lines in PROJECT["optional-dependencies"].items() if extra != "peers"]
+    """What `make setup` installs."""
+    extras = [lines for extra, lines in PROJECT["optional-dependencies"].items() if extra not in APART]
     lines = PROJECT["dependencies"] + sum(extras, [])
     requirements = [Requirement(line) for line in lines]
     return [requirement for requirement in requirements if requirement.name != PROJECT["name"]]
@@ -73,14 +74,22 @@ def test_peers_are_pinned_in_a_file_of_their_own():
         assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)])
 
 
+def test_triton_is_pinned_for_torchs_cuda_build():
+    """torch 2.13.0's wheel on PyPI wants this version and no other; a new torch wants another."""
+    pinned = constraints()
+    assert (pinned["torch"], pinned["triton"]) == ("2.13.0", "3.7.1")
+    (requirement,) = map(Requirement, PROJECT["optional-dependencies"]["triton"])
+    assert requirement.specifier.contains(pinned["triton"])
+
+
 def test_pins_carry_no_local_version():
     assert [name for name, version in constraints().items() if "+" in version] == []
 
 
-def test_all_names_every_other_extra_but_peers():
+def test_all_names_every_extra_that_setup_installs():
     extras = PROJECT["optional-dependencies"]
     (everything,) = [Requirement(line) for line in extras["all"]]
-    assert everything.extras == set(extras) - {"all", "peers"}
+    assert everything.extras == set(extras) - {"all"} - APART
 
 
 def test_each_package_in_the_repository_is_installed():
@@ -113,7 +122,7 @@ def test_readme_and_makefile_have_both_commands(command: str):
 def test_ci_runs_the_make_targets():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    assert script.read_text().splitlines()[-2:] == ["make lint", "make test"]
+    assert script.read_text().splitlines()[-3:] == ["make lint", "make test", "make test-triton"]
 
 
 SLOW_TO_IMPORT = {

@@ -1,0 +1,153 @@
+"""Every public call of a Boundary, on every subclass that the project has.
+
+The numbers are small multiples of powers of two, so that all arithmetic is exact: whatever order a pass takes, its
+results are those of the formulas bit for bit.
+"""
+
+import ast
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from core import flat as flats
+from core import outer
+from core.methods.delayed import DelayedConfig
+from core.outer import MERGES, NOTHING_LANDED, Boundary, Rule
+from tests.core.test_boundary import SHAPES, flat, make
+
+ROOT = Path(__file__).parents[2]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def subclasses() -> list[Any]:
+    """A parameter (module, name) for each class that derives from Boundary, found in the source: so also one whose
+    imports are not installed here."""
+    found: dict[str, tuple[Path, set[str]]] = {}
+    for path in (path for room in ("core", "training", "bench") for path in (ROOT / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                bases = {base.id if isinstance(base, ast.Name) else getattr(base, "attr", "") for base in node.bases}
+                found[node.name] = path, bases
+    names = {"Boundary"}
+    while more := {name for name, (_, bases) in found.items() if bases & names} - names:
+        names |= more
+    return [_parameter(found[name][0], name) for name in sorted(names)]
+
+
+def _parameter(path: Path, name: str) -> Any:
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    marks = [pytest.mark.triton] if "import triton" in path.read_text() else []
+    marks += [pytest.mark.slow] if name == "CompiledBoundary" else []
+    return pytest.param(module, name, id=name, marks=marks)
+
+
+def build(module: str, name: str, params: list[Any], state: list[Tensor], sent: Tensor | None) -> Boundary:
+    kind = getattr(importlib.import_module(module), name)
+    if name == "_DelayedBoundary":  # never made with `sent`
+        made = kind(params, *state, DelayedConfig(), 1, None, None)
+        made.sent = sent
+        return made
+    return kind(params, *state, sent)
+
+
+def numbers(like: Tensor) -> Tensor:
+    return (torch.randint(-16, 17, like.shape) / 8).to(like)
+
+
+State = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # p, d, x, m, sent, each flat
+
+
+def after_run(rule: Rule) -> Callable[..., State]:
+    def expected(p: Tensor, d: Tensor, x: Tensor, m: Tensor, sent: Tensor) -> State:
+        new = outer.clip_elements(outer.momentum(m, rule.scale * d, rule.beta, rule.gap), rule.phi or 1e9)
+        next_x, wide = outer.outer_step(x, new, rule.alpha), p.to(x.dtype)
+        merged = {"outer": next_x, "mix": outer.mix(next_x, wide, rule.share), "keep": outer.keep(next_x, wide, sent)}
+        next_d = x.to(p.dtype).to(x.dtype) - p if rule.sends else d
+        return merged[rule.merge].to(p.dtype), next_d, next_x, new, sent
+
+    return expected
+
+
+def after_take(p: Tensor, d: Tensor, x: Tensor, m: Tensor, sent: Tensor) -> State:
+    return p, x.to(p.dtype).to(x.dtype) - p, x, m, p.to(x.dtype)
+
+
+def after_restart(where: bool | None) -> Callable[..., State]:
+    def expected(p: Tensor, d: Tensor, x: Tensor, m: Tensor, sent: Tensor) -> State:
+        start = p if where is False else x.to(p.dtype)
+        return start, d, x, m, start.to(x.dtype) if where else sent
+
+    return expected
+
+
+def calls(device: str) -> dict[str, tuple[Callable[[Boundary], Any], Callable[..., State]]]:
+    """Name -> (the call, what the state becomes)."""
+    landed = Rule(0.5, 0.5, 1.0, 1.0, 0.25, gap=torch.tensor(2.0, device=device), share=0.25)
+    rules = {
+        f"run {merge}, sends {s}": replace(landed, merge=merge, sends=s) for merge in MERGES for s in (True, False)
+    }
+    rules |= {"run nothing landed": NOTHING_LANDED, "run unclipped": replace(landed, phi=None, gap=None)}
+    known: dict[str, Any] = {name: (lambda b, rule=rule: b.run(rule), after_run(rule)) for name, rule in rules.items()}
+    for where in (True, False):
+        truth = torch.tensor(where, device=device)
+        known[f"restart {where}"] = (lambda b, truth=truth: b.restart(truth), after_restart(where))
+    return known | {
+        "restart": (lambda b: b.restart(), after_restart(None)),
+        "take": (lambda b: b.take(), after_take),
+    }
+
+
+def move(params: list[Any]) -> None:
+    """To other storage, the strided ones to other strides."""
+    for p in params:
+        p.data = torch.empty_like(p, memory_format=torch.contiguous_format if p.dim() > 1 else torch.preserve_format)
+
+
+def check_calls(module: str, name: str, dtype: torch.dtype, device: str = "cpu") -> None:
+    for call, (act, expected) in calls(device).items():
+        params, *state = make(dtype, SHAPES, device)
+        state += [torch.empty_like(state[0])]
+        tested = build(module, name, params, state[:3], state[3])
+        for moved in (False, True):
+            if moved:
+                move(params)
+            for t in [*(p.data for p in params), *state]:
+                t.copy_(numbers(t.cpu()))
+            want = expected(*(t.clone() for t in (flat(params), *state)))
+            act(tested)
+            for what, got, value in zip(("p", "d", "x", "m", "sent"), (flat(params), *state), want, strict=True):
+                assert torch.equal(got, value), f"{call}{', moved' * moved}: {what}"
+
+
+@pytest.mark.parametrize("free", [True, False], ids=["host reads", "host never reads"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("module", "name"), subclasses())
+def test_every_call_of_every_subclass(module: str, name: str, dtype: torch.dtype, free: bool, monkeypatch: Any):
+    monkeypatch.setattr(flats, "read_blocks", lambda t: not free)
+    check_calls(module, name, dtype)
+
+
+@pytest.mark.parametrize(("module", "name"), subclasses())
+def test_without_sent(module: str, name: str):
+    params, d, x, m = make(torch.float32, SHAPES)
+    tested = build(module, name, params, [d, x, m], None)
+    before = flat(params)
+    tested.take()
+    assert torch.equal(d, x - before)
+    tested.restart(torch.tensor(True))
+    assert torch.equal(flat(params), x)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["Boundary", "TritonBoundary"])
+def test_every_call_on_the_device(name: str, dtype: torch.dtype):
+    modules = {"Boundary": "core.outer", "TritonBoundary": "core.fast.triton_kernel"}
+    check_calls(modules[name], name, dtype, "cuda")
