@@ -81,7 +81,8 @@ class ShardedCO2(Scheduled):
         group, inner_group = _groups(mesh, group, inner_group, c)
         backend = "gloo" if offload else None
         device = torch.device("cpu") if offload else params[0].device
-        self._inner = new_group(inner_group, timeout, device, backend) if inner_group is not None else None
+        inner = inner_group is not None
+        self._inner = new_group(inner_group, timeout, device, backend, hidden=True) if inner else None
         self._placement = Placement(params, buffers, self._inner, shards)
         self.inner_size, self.of_shards = self._placement.size, self._placement.of_shards
         if self._inner is not None:
@@ -376,7 +377,7 @@ class ShardedCO2(Scheduled):
         """Leaves the process groups. Only after finish()."""
         super().close()
         if self._inner is not None:
-            leave_group(self._inner, self.background.timeout)
+            leave_group(self._inner, self.background.timeout, hidden=True)
             self._inner = None
 
 
