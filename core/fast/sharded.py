@@ -24,7 +24,7 @@ from ..averaging import Landing
 from ..checks import tensors_of
 from ..co2 import Scheduled
 from ..collectives import Link
-from ..config import CO2Config, Schedule, check_shared, scheduled
+from ..config import CO2Config, Schedule, check_mesh, check_shared, scheduled
 from ..errors import UserError
 from ..flat import copy, resized, unique
 from ..groups import Stage, all_reduce, gather_parts, leave_group, new_group, sum_parts
@@ -386,8 +386,7 @@ def _groups(
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """Those across nodes and inside one, None where there is none."""
     if mesh is not None:
-        if mesh.ndim != 2:
-            raise UserError(f"a mesh of {mesh.ndim} dimensions: give two, [replicate, shard]")
+        check_mesh(mesh)
         group, inner_group = mesh.get_group(0), mesh.get_group(1)
     if inner_group is not None and group is None:
         raise UserError("inner_group without group: give also the ranks across nodes, or both at once with mesh")
