@@ -111,8 +111,9 @@ class LocalMethod(Averaging):
     # -- for users ------------------------------------------------------------------------------------------
 
     def step(self, *, last: bool = False) -> bool:
-        """Call after every optimiser step (also one that a GradScaler skipped). True when a round closed: on all
-        workers at the same step, but with skip_after, and while they are `apart`.
+        """Call after every optimiser step, also one that a GradScaler skipped: not from the optimiser's
+        register_step_post_hook, which torch does not call then. True when a round closed: on all workers at the same
+        step, but with skip_after, and while they are `apart`.
 
         last: finish() follows. It then waits for one all-reduce, of which else it needs a second where a round has
         just closed, only to hear that no worker has sent anything since.
