@@ -83,7 +83,9 @@ class Averaging(ABC):
         self.buckets = make_buckets(self.params, self.buffers, self.scalars.numel, parts, on_host)
         self.scalars.attach(self.buckets[0].scalars)
         device = self.buckets[0].flat.device
-        self.background = self.make_background(device, group=group, timeout=timeout, link=link, backend=backend)
+        self.background = self.make_background(
+            device, group=group, timeout=timeout, link=link, backend=backend, hidden=self.hides
+        )
         self.reducer: Reducer = AllReduce([b.flat for b in self.buckets], self.background.world_size)
         self.scale: float | Tensor = self.reducer.scale
         self.state = State(self.buckets)
@@ -130,6 +132,11 @@ class Averaging(ABC):
     def slot(self, group: dist.ProcessGroup | None) -> tuple[int, int]:
         """This worker's place among the scalars that each worker has one of, and how many places there are."""
         return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+
+    @property
+    def hides(self) -> bool:
+        """Whether local steps run while a reduction is in flight."""
+        return True
 
     @property
     def everybody(self) -> int:

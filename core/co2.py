@@ -148,6 +148,10 @@ class CO2(Scheduled):
         self._first_step = self._m_norm.clone()  # ||x_{t,1} - x_{t,0}|| of the round that runs
         self._inner_scale = self._m_norm.clone()  # the largest mean first step of the rounds that landed
 
+    @property
+    def hides(self) -> bool:
+        return self.config.delay != 0
+
     def close_round(self, *, finished: bool) -> bool:
         """Steps 2 to 7. In the first round nothing has landed: x_{1,0} = x_{0,0}.
 

@@ -62,6 +62,7 @@ class Background:
 
     device: where the reduced tensors lie. group: the workers (None: all). timeout: seconds until a missing peer is an
     error, beyond the longest time between two launches: so far a peer may be behind. backend: None for the group's own.
+    hidden: whether the caller computes meanwhile, and does not wait at once.
 
         background.launch(reducer.stages(background.group, number))    # returns at once, whether or not peers are there
         background.done()                                              # True once all is through; never blocks
@@ -81,9 +82,10 @@ class Background:
         timeout: float = 600.0,
         link: Link | None = None,
         backend: str | None = None,
+        hidden: bool = True,
     ):
-        self.device, self.timeout, self.link = device, timeout, link
-        self.group = new_group(group, timeout, device, backend)
+        self.device, self.timeout, self.link, self._hidden = device, timeout, link, hidden
+        self.group = new_group(group, timeout, device, backend, hidden=hidden)
         self.timed_groups = [self.group] if self.group is not None else []  # those whose timeout follows the rounds
         if self.group is not None:
             peers.meet(self.group)
@@ -204,7 +206,7 @@ class Background:
         if self.in_flight:
             raise UserError("close() with an all-reduce in flight, whose mean would be lost: call finish() before")
         if self.group is not None:
-            leave_group(self.group, self.timeout)
+            leave_group(self.group, self.timeout, hidden=self._hidden)
             self.group = None
 
     def _check_open(self) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from . import outer
 from .errors import UserError
 from .fast import PASSES, Pass, WireConfig
@@ -80,7 +82,7 @@ class CO2Config:
         require(self.update in PASSES, "update", f"choose one of {', '.join(PASSES)}")
 
     @classmethod
-    def recommended(cls, workers: int, steps: int | None = None) -> CO2Config:
+    def recommended(cls, workers: int, steps: int | None = None, *, mesh: DeviceMesh | None = None) -> CO2Config:
         """What our measurements support in place of the paper's settings (results/RESULTS.md, "Hidden, and the loss").
 
         A mean is merged when it lands, the own progress since the sending is kept, for a copy of the parameters, and
@@ -90,10 +92,15 @@ class CO2Config:
 
         workers: their number; outer momentum costs most with few of them: 0 up to 16, beyond that what the authors'
         release sets, 0.2 up to 32, 0.5 up to 64, 0.6 above. steps: of the whole run, if known, so that it has twenty
-        rounds at least. tau set by dataclasses.replace holds.
+        rounds at least. tau set by dataclasses.replace holds. mesh: [nodes, workers of a node], for ShardedCO2: workers
+        of a node must stay equal and hold only shares of the outer state, so of all this there is the outer momentum;
+        a mean is merged in the paper's order, with its penalty, and crosses in float32.
         """
         beta = next(b for limit, b in ((16, 0.0), (32, 0.2), (64, 0.5), (float("inf"), 0.6)) if workers <= limit)
         tau_max = 192 if steps is None else min(192, max(1, steps // 20))
+        if mesh is not None:
+            check_mesh(mesh)
+            return cls("auto", tau_max, outer_momentum=beta)
         return cls(
             "auto", tau_max, outer_momentum=beta, gap="none", merge="keep", delay="auto", wire=WireConfig("auto")
         )
@@ -160,22 +167,36 @@ def check_stable(c: CO2Config) -> None:
 
 
 def check_shared(c: CO2Config) -> None:
-    """check_stable, and refuses what needs the whole outer state in one place (ShardedCO2)."""
+    """check_stable, and refuses what needs the whole outer state in one place (ShardedCO2), all in one line."""
     check_stable(c)
+    problems = []
     if c.gap == "inner":
-        raise UserError("gap='inner' needs unshared outer state; choose elementwise, norm or none")
+        problems.append("gap='inner' needs unshared outer state: choose elementwise, norm or none")
     if c.merge == "keep" or (c.merge == "mix" and c.at_boundary) or c.delay == 0:
-        raise UserError(
-            f"merge={c.merge!r} with delay={c.delay!r} needs the outer state whole; shared, it knows merge outer (the "
-            "paper), and mix with delay auto or a number of local steps"
+        problems.append(
+            f"merge={c.merge!r} with delay={c.delay!r} needs the outer state whole: shared, it knows merge outer with "
+            "delay boundary (the paper), and mix with a number of local steps, or auto where no mesh is given"
         )
     if c.update != "fast":
-        raise UserError(f"update={c.update!r}: shared outer state has one pass of its own; leave it out")
+        problems.append(f"update={c.update!r}: shared outer state has one pass of its own, leave it out")
     if c.wire.format != "float32":
-        raise UserError(
-            f"wire.format={c.wire.format!r} needs unshared outer state: leave out shard, offload, per_node and zero, "
-            "or set wire.format float32"
-        )
+        problems.append(f"wire.format={c.wire.format!r} needs unshared outer state: set wire.format float32")
+    if problems:
+        remedy = "; or leave out shard, offload, per_node and zero; CO2Config.recommended(..., mesh=mesh) is accepted"
+        raise UserError("; ".join(problems) + remedy)
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Refuses a mesh of other than two dimensions."""
+    if mesh.ndim == 2:
+        return
+    names = mesh.mesh_dim_names
+    of = f" {', '.join(names)}" if names else ""
+    pair = "mesh[ACROSS, INSIDE], the names of the dimension across nodes and of the one inside a node"
+    example = f', such as mesh["{names[0]}", "{names[1]}"]' if names and len(names) > 1 else ""
+    raise UserError(
+        f"a mesh of {mesh.ndim} dimension{'s' * (mesh.ndim != 1)}{of}: give two of a larger one, {pair}{example}"
+    )
 
 
 def unstable(c: CO2Config, remedy: str, limit: str) -> str:

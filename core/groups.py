@@ -60,7 +60,7 @@ def ring_bytes(nbytes: int, world_size: int) -> int:
     return round(2 * (world_size - 1) / world_size * nbytes)
 
 
-_spare: dict[tuple[object, ...], list[dist.ProcessGroup]] = {}  # of ranks, timeout, backend: left, not destroyed
+_spare: dict[tuple[object, ...], list[dist.ProcessGroup]] = {}  # of new_group's arguments: left, not destroyed
 
 
 def backend_for(group: dist.ProcessGroup | None, device: torch.device) -> str:
@@ -71,12 +71,18 @@ def backend_for(group: dist.ProcessGroup | None, device: torch.device) -> str:
 
 
 def new_group(
-    group: dist.ProcessGroup | None, timeout: float, device: torch.device, backend: str | None = None
+    group: dist.ProcessGroup | None,
+    timeout: float,
+    device: torch.device,
+    backend: str | None = None,
+    *,
+    hidden: bool = False,
 ) -> dist.ProcessGroup | None:
     """A process group with the ranks of `group` (None: all) and `timeout` seconds, used by nobody else.
 
-    device: of the tensors that it moves. backend: gloo or nccl; None for what `group` uses there. Returns None when
-    torch.distributed is not initialised: then there is one worker.
+    device: of the tensors that it moves. backend: gloo or nccl; None for what `group` uses there. hidden: whether its
+    collectives run underneath local steps; somebody waits for the others, which nothing may slow down. Returns None
+    when torch.distributed is not initialised: then there is one worker.
     """
     if not dist.is_initialized():
         return None
@@ -88,26 +94,27 @@ def new_group(
             f"the process group ({dist.get_backend_config(group)}) moves no {device.type} tensors: start it with "
             "backend 'cpu:gloo,cuda:nccl'"
         )
-    left = _spare.get((tuple(ranks), timeout, backend), []) if ranks else []
+    left = _spare.get((tuple(ranks), timeout, backend, hidden), []) if ranks else []
     if left and _alive(left[-1]):
         return left.pop()
     made = dist.new_group(
         ranks,
         timeout=timedelta(seconds=timeout),
         backend=backend,
-        pg_options=_nccl_options() if backend == "nccl" else None,
+        pg_options=_nccl_options(hidden) if backend == "nccl" else None,
         use_local_synchronization=not everyone,  # only the members need to call
     )
     assert isinstance(made, dist.ProcessGroup), "only members of the group may use it"
     return made
 
 
-def _nccl_options() -> Any:
-    """High priority, so that the few blocks of a collective get their turn beside a full device; and few blocks, for
+def _nccl_options(hidden: bool) -> Any:
+    """High priority, so that a collective's blocks get their turn beside a full device. Of hidden ones few blocks, for
     they are held, spinning, until the slowest peer has arrived. MAX_CTAS was not measured on a device."""
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
-    options.config.max_ctas = MAX_CTAS
+    if hidden:
+        options.config.max_ctas = MAX_CTAS
     return options
 
 
@@ -116,14 +123,14 @@ def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-def leave_group(group: dist.ProcessGroup, timeout: float) -> None:
-    """Destroys a group of new_group, or keeps it for the next one with its ranks.
+def leave_group(group: dist.ProcessGroup, timeout: float, *, hidden: bool = False) -> None:
+    """Destroys a group of new_group, made with this timeout and hidden, or keeps it for the next one with its ranks.
 
     torch names a subgroup after its ranks, so that a second one would find the first one's addresses in the store.
     """
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) < dist.get_world_size():
-        _spare.setdefault((tuple(ranks), timeout, dist.get_backend(group)), []).append(group)
+        _spare.setdefault((tuple(ranks), timeout, dist.get_backend(group), hidden), []).append(group)
     else:
         dist.destroy_process_group(group)
 

@@ -51,8 +51,9 @@ class Peers:
     """
 
     def __init__(self) -> None:
-        self._server = socket.create_server(("", 0), backlog=256)
-        self.address = Address(_own_host(), self._server.getsockname()[1], socket.gethostname(), secrets.token_hex(8))
+        host = _own_host()
+        self._server = socket.create_server((host, 0), backlog=256)  # where it is told, and nowhere else
+        self.address = Address(host, self._server.getsockname()[1], socket.gethostname(), secrets.token_hex(8))
         self._known: dict[int, Address] = {}
         self.rank = 0
         self.forget()

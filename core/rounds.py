@@ -18,7 +18,7 @@ from .errors import UserError
 from .flat import of_each
 from .pace import Pace
 from .tau import FLOAT32, TauDecision, TauTuner
-from .watch import Watch
+from .watch import Watch, warn_of_ddp
 
 
 class LocalMethod(Averaging):
@@ -106,12 +106,14 @@ class LocalMethod(Averaging):
         self.starts_roughly = False  # whether workers begin near there, and not there
         self._watch = Watch(self._trained, self.params, self._start_of_each, lambda: self.starts_roughly)
         self._watch.begin()
+        self._looked = False  # for what else averages the parameters
 
     # -- for users ------------------------------------------------------------------------------------------
 
     def step(self, *, last: bool = False) -> bool:
-        """Call after every optimiser step (also one that a GradScaler skipped). True when a round closed: on all
-        workers at the same step, but with skip_after, and while they are `apart`.
+        """Call after every optimiser step, also one that a GradScaler skipped: not from the optimiser's
+        register_step_post_hook, which torch does not call then. True when a round closed: on all workers at the same
+        step, but with skip_after, and while they are `apart`.
 
         last: finish() follows. It then waits for one all-reduce, of which else it needs a second where a round has
         just closed, only to hear that no worker has sent anything since.
@@ -144,6 +146,8 @@ class LocalMethod(Averaging):
         another worker still trains, and one that does sends all it has. Training may go on afterwards, and
         `stop_agreed` is False again.
         """
+        if not self.local_steps:  # else the optimiser's first step has looked
+            self._watch.check(self._trained)
         while not self._ended:
             self._ended = self._synchronise(finished=True) if self.sync_steps else self._boundary(finished=True)
         self._ended = None
@@ -299,6 +303,9 @@ class LocalMethod(Averaging):
     def _boundary(self, *, finished: bool) -> bool:
         """close_round, measured, with what every method does around it."""
         self.background.check_alive()  # before a method takes partial sums for what it keeps there
+        if not self._looked:
+            warn_of_ddp([*self._trained, *self._model_params], self.background.group)
+            self._looked = True
         with self._clock.boundary(self.tau, self.local_steps):
             self.keep_buffers()
             self.skipped = self.tau + self._lead - self.own_tau

@@ -1,15 +1,19 @@
-"""Noticing that a model's weights were replaced, such as by a checkpoint, under a method that trains it."""
+"""Noticing that a model's weights were replaced, such as by a checkpoint, under a method that trains it, or that
+DistributedDataParallel averages its gradients as well."""
 
 from __future__ import annotations
 
 import functools
+import gc
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .outer import norm
@@ -70,6 +74,27 @@ class Watch:
                 "back to where the old ones were",
                 stacklevel=2,
             )
+
+
+def warn_of_ddp(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Warns where a DistributedDataParallel around any of these averages gradients among a method's workers, too; not
+    among those of a node, where the method runs across nodes. group: of the method, None for one worker.
+
+    Such a module leaves no mark on its parameters: all of Python's objects are looked through, some 20 ms.
+    """
+    if group is None:
+        return
+    ours, workers = {id(p) for p in params}, set(dist.get_process_group_ranks(group))
+    for found in [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]:
+        among = workers & set(dist.get_process_group_ranks(found.process_group))
+        if len(among) > 1 and any(id(p) in ours for p in found.parameters()):
+            warnings.warn(
+                f"the model is in DistributedDataParallel, which averages gradients among {len(among)} of these "
+                "workers in every step, while they wait: give the plain model to your loop, not that module, or "
+                "nothing is hidden",
+                stacklevel=2,
+            )
+            return
 
 
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()

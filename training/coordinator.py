@@ -15,10 +15,12 @@ core/members.py.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -131,9 +133,8 @@ class Agent:
     ):
         self.spawn, self.workers, self.restarts, self.node, self.nodes = spawn, workers, restarts, node, nodes
         try:
-            within = timedelta(seconds=300)
-            self._served = dist.TCPStore(host, port, None, node == 0, timeout=within, wait_for_workers=False)
-        except RuntimeError as error:
+            self._served = _serve(host, port) if node == 0 else _store(host, port)
+        except (RuntimeError, OSError) as error:
             reason = str(error).splitlines()[0]
             remedy = "give --master-addr and a free --master-port of the first node"
             raise UserError(f"no store at {host}:{port} ({reason}): {remedy}") from None
@@ -231,6 +232,24 @@ class Agent:
         if not self.signalled:
             self.signalled, self._deadline = number, now + PATIENCE
         self._send_all(signal.SIGKILL if again else number)
+
+
+def _serve(host: str, port: int) -> dist.TCPStore:
+    """The store, listening at this address and nowhere else; everywhere only where the address is none of this
+    machine's own, as behind a translation of addresses. port: 0 for any."""
+    try:
+        listening = socket.create_server((host, port))
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        return _store(host, port, is_master=True)
+    port = listening.getsockname()[1]
+    return _store(host, port, is_master=True, master_listen_fd=listening.detach())
+
+
+def _store(host: str, port: int, **options: Any) -> dist.TCPStore:
+    within = timedelta(seconds=300)
+    return dist.TCPStore(host, port, None, timeout=within, wait_for_workers=False, **options)
 
 
 def run_elastic(args: Namespace) -> int:

@@ -24,7 +24,7 @@ from ..averaging import Landing
 from ..checks import tensors_of
 from ..co2 import Scheduled
 from ..collectives import Link
-from ..config import CO2Config, Schedule, check_shared, scheduled
+from ..config import CO2Config, Schedule, check_mesh, check_shared, scheduled
 from ..errors import UserError
 from ..flat import beside, copy, on_host, unique
 from ..groups import Stage, all_reduce, gather_parts, leave_group, new_group, sum_parts
@@ -81,7 +81,8 @@ class ShardedCO2(Scheduled):
         group, inner_group = _groups(mesh, group, inner_group, c)
         backend = "gloo" if offload else None
         device = torch.device("cpu") if offload else params[0].device
-        self._inner = new_group(inner_group, timeout, device, backend) if inner_group is not None else None
+        inner = inner_group is not None
+        self._inner = new_group(inner_group, timeout, device, backend, hidden=True) if inner else None
         self._placement = Placement(params, buffers, self._inner, shards)
         self.inner_size, self.of_shards = self._placement.size, self._placement.of_shards
         if self._inner is not None:
@@ -373,7 +374,7 @@ class ShardedCO2(Scheduled):
         """Leaves the process groups. Only after finish()."""
         super().close()
         if self._inner is not None:
-            leave_group(self._inner, self.background.timeout)
+            leave_group(self._inner, self.background.timeout, hidden=True)
             self._inner = None
 
 
@@ -382,8 +383,7 @@ def _groups(
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """Those across nodes and inside one, None where there is none."""
     if mesh is not None:
-        if mesh.ndim != 2:
-            raise UserError(f"a mesh of {mesh.ndim} dimensions: give two, [replicate, shard]")
+        check_mesh(mesh)
         group, inner_group = mesh.get_group(0), mesh.get_group(1)
     if inner_group is not None and group is None:
         raise UserError("inner_group without group: give also the ranks across nodes, or both at once with mesh")

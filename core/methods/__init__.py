@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..co2 import CO2
 from ..collectives import Link
-from ..config import CO2Config, Schedule, check_shared, check_stable
+from ..config import CO2Config, Schedule, check_mesh, check_shared, check_stable
 from ..errors import UserError
 from ..fast import LGrecoConfig, WireConfig
 from ..fast.sharded import ShardedCO2
@@ -102,6 +102,8 @@ def make_method(
     if name == "ddp":
         ddp = DDP(model, average_buffers=average_buffers, group=group, timeout=timeout, link=link, wire=ddp_wire)
         return ddp.model, ddp
+    if mesh is not None:
+        check_mesh(mesh)
     params = list(model.parameters())
     buffers = list(model.buffers()) if average_buffers else []
     if mesh is not None and not is_sharded(model):  # sharded ones synchronise by themselves

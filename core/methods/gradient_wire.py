@@ -32,7 +32,8 @@ class GradientWire:
         self._scalars = Scalars({"steps": 1, "weight": 1})
         self.buckets = make_buckets(params, [], self._scalars.numel)
         self._scalars.attach(self.buckets[0].scalars)
-        self.background = Background(self.buckets[0].flat.device, group=group, timeout=timeout, link=link)
+        device = self.buckets[0].flat.device
+        self.background = Background(device, group=group, timeout=timeout, link=link, hidden=False)
         self.background.agree(("ddp", wire), params)
         workers = self.background.rank, self.background.world_size
         period = {"every": DECIDE_EVERY, "first": DECIDE_EVERY} if wire.format == "lgreco" else {}

@@ -11,6 +11,10 @@ from ..rounds import LocalMethod
 class Blocking(LocalMethod):
     """A method that waits for the mean of the parameters at every boundary."""
 
+    @property
+    def hides(self) -> bool:
+        return False
+
     def close_round(self, *, finished: bool) -> bool:
         for bucket in self.buckets:
             bucket.flatten(bucket.payload)

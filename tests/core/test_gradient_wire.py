@@ -232,7 +232,10 @@ def of_shards(rank: int, world_size: int) -> list[str]:
 def test_shards_and_nodes_are_refused():
     for shards, nodes in run_distributed(of_shards, 2):
         assert shards == "ddp_wire.format='lgreco' with ZeRO: shards cross as float32; leave it out"
-        assert "wire.format='lgreco' needs unshared outer state: leave out shard, offload, per_node and zero" in nodes
+        assert (
+            "wire.format='lgreco' needs unshared outer state: set wire.format float32; or leave out shard, offload"
+            in nodes
+        )
 
 
 def test_workers_with_other_shapes_are_told():

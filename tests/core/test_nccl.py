@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from core import CO2, CO2Config, ShardedCO2, UserError, collectives, flat, groups
+from core import CO2, CO2Config, ShardedCO2, UserError, WireConfig, collectives, flat, groups, make_method
 from core.collectives import Background
 from core.testing import run_distributed
 from tests import problems
@@ -127,14 +127,48 @@ def test_an_environment_that_makes_every_wait_block_is_refused(monkeypatch: Any)
         collectives.moved_by_nccl(group, torch.device("cuda"))
 
 
-def test_nccls_collectives_hold_few_multiprocessors_at_high_priority(monkeypatch: Any):
-    class Options:
-        def __init__(self) -> None:
-            self.is_high_priority_stream, self.config = False, SimpleNamespace(max_ctas=None)
+class Options:
+    """Stands for ProcessGroupNCCL.Options."""
 
+    def __init__(self) -> None:
+        self.is_high_priority_stream, self.config = False, SimpleNamespace(max_ctas=None)
+
+
+METHODS = {
+    "ddp": (lambda model: make_method("ddp", model), [None]),
+    "ddp over int4": (lambda model: make_method("ddp", model, ddp_wire=WireConfig("int4")), [None, None]),
+    "local": (lambda model: make_method("local", model), [None]),
+    "slowmo": (lambda model: make_method("slowmo", model, lr=lambda: 0.1), [None]),
+    "co2": (lambda model: make_method("co2", model), [groups.MAX_CTAS]),
+    "co2, waiting": (lambda model: make_method("co2", model, co2=CO2Config(tau=2, delay=0, gap="none")), [None]),
+    "overlap_local": (lambda model: make_method("overlap_local", model), [groups.MAX_CTAS]),
+    "co2 across nodes": (
+        lambda model: make_method("co2", model, mesh=groups.node_mesh("cpu", 1)),
+        [groups.MAX_CTAS, groups.MAX_CTAS],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_only_hidden_collectives_hold_few_multiprocessors(monkeypatch: Any, name: str):
+    """Who waits for an all-reduce, as the baselines do, is not slowed down by fewer blocks. All have high priority."""
+    made: list[Options] = []
+    real = dist.new_group
+
+    def new_group(ranks: Any = None, *, backend: str, pg_options: Any, **options: Any) -> Any:
+        assert backend == "nccl"
+        made.append(pg_options)
+        return real(ranks, backend="gloo", **options)
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
-    options = groups._nccl_options()
-    assert options.is_high_priority_stream and options.config.max_ctas == groups.MAX_CTAS
+    monkeypatch.setattr(groups, "backend_for", lambda group, device: "nccl")
+    monkeypatch.setattr(dist, "new_group", new_group)
+    make, expected = METHODS[name]
+    make(nn.Linear(3, 2))
+    dist.destroy_process_group()
+    assert [options.config.max_ctas for options in made] == expected
+    assert all(options.is_high_priority_stream for options in made)
 
 
 def without_a_backend_for_it(rank: int, world_size: int) -> str:

@@ -12,6 +12,7 @@ from bench.cluster import hold_port
 from core import peers
 from core.peers import Address, Peers
 from core.testing import run_distributed
+from tests.ports import listening_at
 
 
 def one_is_gone(rank: int, world_size: int, who: int, how: str) -> list[int] | None:
@@ -29,6 +30,17 @@ def one_is_gone(rank: int, world_size: int, who: int, how: str) -> list[int] | N
 def test_a_process_that_has_ended_or_is_stopped_is_named(who: int, how: str):
     found = run_distributed(one_is_gone, 3, who, how, expect_death=(who,))
     assert [found[rank] for rank in range(3) if rank != who] == [[who]] * 2
+
+
+def where_it_listens(rank: int, world_size: int) -> tuple[str, set[str]]:
+    peers.meet()
+    assert peers._peers is not None
+    return peers._peers.address.host, listening_at(peers._peers.address.port)
+
+
+def test_a_worker_listens_at_the_address_that_it_tells_and_nowhere_else():
+    for host, found in run_distributed(where_it_listens, 2):
+        assert found == {host}
 
 
 def one_hangs(rank: int, world_size: int, known: bool) -> list[int] | None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from core import CO2, CO2Config, ShardedCO2, UserError, make_method
 from core.fast import WireConfig
@@ -126,6 +127,55 @@ def loaded_under_it(rank: int, world_size: int) -> dict[str, list[int]]:
             assert all("call resync() on all workers" in str(w.message) for w in caught)
         method.finish()
     return found
+
+
+def test_finish_notices_loaded_weights_as_a_step_does():
+    params = problems.odd_parameters()
+    method = make_method("co2", nn.ParameterList(params), co2=CONFIG)[1]
+    told = []
+    for change in (False, True, False):
+        for step in range(2):
+            sgd_step(params, 0, step)
+            method.step()
+        if change:
+            load(params, 1.5)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            method.finish()
+        told.append([str(w.message) for w in caught])
+    assert [len(texts) for texts in told] == [0, 1, 0] and "call resync() on all workers" in told[1][0]
+
+
+def averaged_twice(rank: int, world_size: int) -> list[list[str]]:
+    """What is warned of in two rounds: of a plain model, of one in DistributedDataParallel, whether it was put there
+    before or after, and of one that is averaged inside nodes."""
+    told = []
+    for kind in ("plain", "before", "after", "inside nodes"):
+        model = nn.Linear(3, 2)
+        mesh = node_mesh("cpu", 2) if kind == "inside nodes" else None
+        called = DistributedDataParallel(model) if kind == "before" else model
+        if mesh is not None:
+            called, method = make_method("co2", model, co2=CONFIG, mesh=mesh)
+        else:
+            method = CO2(model.parameters(), CONFIG)
+        called = DistributedDataParallel(model) if kind == "after" else called
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2 * CONFIG.tau):
+                called(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+                method.step()
+        method.finish()
+        told.append([str(w.message) for w in caught if "DistributedDataParallel" in str(w.message)])
+    return told
+
+
+def test_a_model_left_in_ddp_is_noticed_once():
+    for plain, before, after, inside in run_distributed(averaged_twice, 4):
+        assert plain == inside == []
+        assert len(before) == len(after) == 1
+        assert "averages gradients among 4 of these workers" in before[0] and "give the plain model" in before[0]
 
 
 def apply_change(change: str, params: list[nn.Parameter], method: Any) -> None:

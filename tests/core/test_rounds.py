@@ -170,6 +170,8 @@ def with_grad_scaler(rank: int, world_size: int) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     co2 = CO2(model.parameters(), CO2Config(tau=2))
+    hooked: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: hooked.append(1))
     closed, skipped = [], 0
     for step in range(8):
         with torch.autocast("cpu", torch.bfloat16):
@@ -185,12 +187,14 @@ def with_grad_scaler(rank: int, world_size: int) -> dict[str, Any]:
         closed.append(co2.step())
     boundary = flat(model.parameters())
     co2.finish()
-    return {"closed": closed, "skipped": skipped, "boundary": boundary, "end": flat(model.parameters())}
+    seen = {"closed": closed, "skipped": skipped, "hooked": len(hooked)}
+    return seen | {"boundary": boundary, "end": flat(model.parameters())}
 
 
 def test_skipped_steps_keep_the_rounds_in_step():
     a, b = run_distributed(with_grad_scaler, 2)
     assert (a["skipped"], b["skipped"]) == (0, 3)
+    assert (a["hooked"], b["hooked"]) == (8, 5), "torch calls an optimiser's hooks only where it has stepped"
     assert a["closed"] == b["closed"] == [False, True] * 4
     assert torch.equal(a["boundary"], b["boundary"]) and torch.equal(a["end"], b["end"])
     assert torch.isfinite(a["end"]).all()

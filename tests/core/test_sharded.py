@@ -3,14 +3,16 @@
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from core import CO2, CO2Config, UserError
+from core import CO2, CO2Config, UserError, make_method
 from core.fast import WireConfig
 from core.fast.sharded import ShardedCO2
 from core.groups import gather_parts, local_world_size, node_mesh, sum_parts
@@ -335,3 +337,45 @@ def test_a_checkpoint_from_another_delay_goes_on_as_with_whole_state():
     late, paper = {"merge": "mix", "delay": 2}, {"merge": "outer", "delay": "boundary"}
     for change in ((late, paper), (paper, late)):
         run_distributed(resumed_with_another_delay, 2, *change)
+
+
+def meshes(rank: int, world_size: int) -> dict[str, str]:
+    """What of a mesh, and of settings with it, is refused; nothing for what trains."""
+    model, mesh = nn.Linear(3, 2), node_mesh("cpu", 1)
+    cube = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+    recommended = CO2Config.recommended(32, 400)
+    told = {}
+    for name, config, its_mesh in (
+        ("recommended", recommended, mesh),
+        ("for a mesh", CO2Config.recommended(32, 400, mesh=mesh), mesh),
+        ("three dimensions", CO2Config(), cube),
+        ("one dimension", CO2Config(), cube["tp"]),
+        ("two of three", CO2Config(), cube["dp_replicate", "dp_shard"]),
+    ):
+        try:
+            ShardedCO2(model.parameters(), config, mesh=its_mesh).close()
+            told[name] = ""
+        except UserError as error:
+            told[name] = str(error)
+    with pytest.raises(UserError, match="a mesh of 3 dimensions"):
+        CO2Config.recommended(32, mesh=cube)
+    with pytest.raises(UserError, match="a mesh of 3 dimensions"):
+        make_method("local", model, co2=CO2Config(tau=2), mesh=cube)
+    return told
+
+
+def test_what_is_refused_of_a_mesh_names_all_that_has_to_change():
+    (told,) = run_distributed(meshes, 1)
+    for part in ("merge='keep' with delay='auto'", "wire.format='auto'", "recommended(..., mesh=mesh) is accepted"):
+        assert part in told["recommended"] and "\n" not in told["recommended"]
+    assert "3 dimensions dp_replicate, dp_shard, tp" in told["three dimensions"]
+    assert 'such as mesh["dp_replicate", "dp_shard"]' in told["three dimensions"]
+    assert "a mesh of 1 dimension tp: give two" in told["one dimension"]
+    assert told["for a mesh"] == told["two of three"] == ""
+
+
+def test_recommended_settings_for_a_mesh_keep_the_momentum_that_goes_with_so_many_workers():
+    mesh: Any = SimpleNamespace(ndim=2)
+    config = CO2Config.recommended(32, 400, mesh=mesh)
+    assert (config.tau, config.tau_max, config.outer_momentum) == ("auto", 20, 0.2)
+    assert config == CO2Config("auto", 20, outer_momentum=0.2)

@@ -1,8 +1,10 @@
 """Elastic runs: how samples are dealt, checkpoints of the first worker alone, who is listed, and a whole run."""
 
+import errno
 import json
 import os
 import signal
+import socket
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,14 +21,40 @@ from core import UserError, WireConfig, testing
 from core.co2 import CO2Config
 from core.elastic import ElasticCO2
 from core.members import Members
-from training import elastic
-from training.coordinator import Coordinator
+from tests.ports import listening_at
+from training import coordinator, elastic
+from training.coordinator import Agent, Coordinator
 from training.elastic import Deal, repeated
 from training.optim import OptimConfig, make_schedule
 from training.recipe import Recipe
 from training.run import Run
 from training.sampling import generator, worker_batches
 from training.script import launch
+
+# -- the launcher's store -----------------------------------------------------------------------------------
+
+
+def nobody(environment: dict[str, str]) -> Any:
+    raise AssertionError("no worker is started")
+
+
+def test_the_launchers_store_listens_at_its_address_alone():
+    agent = Agent(nobody, 1)
+    assert listening_at(agent._served.port) == {"127.0.0.1"}
+
+
+def test_an_address_that_is_not_this_machines_own_is_listened_to_everywhere(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: Any) -> Any:
+        raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+
+    monkeypatch.setattr(coordinator.socket, "create_server", refuse)
+    assert listening_at(Agent(nobody, 1)._served.port) & {"::", "0.0.0.0"}
+
+
+def test_a_port_that_is_taken_is_told():
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="a free --master-port"):
+        Agent(nobody, 1, port=taken.getsockname()[1])
+
 
 # -- data ---------------------------------------------------------------------------------------------------
 
