@@ -312,7 +312,7 @@ class Background:
         gloo tells only the dead worker's neighbours; the others notice when these close their connections, and
         connections close once nothing refers to the work any more.
         """
-        self.in_flight = False
+        number, self.in_flight = self.launched - self.in_flight, False  # of the round, from 0; a sum has launched none
         assert self.group is not None
         ranks, alone = dist.get_process_group_ranks(self.group), len(self.timed_groups) == 1
         group, self.group, self.timed_groups = self.group, None, []
@@ -320,7 +320,7 @@ class Background:
         del group
         gone = peers.who(peers.find(ranks if alone else ()))  # of a node's workers not all are in both groups
         self._failed = (
-            f"rank {ranks[self.rank]}: the all-reduce of round {self.launched - 1} failed; {gone} "
+            f"rank {ranks[self.rank]}: the all-reduce of round {number} failed; {gone} "
             f"(timeout {self.timeout:g} s): {reason.partition('. This is')[0].splitlines()[0]}"
         )
         return CollectiveError(self._failed)
@@ -331,7 +331,7 @@ class SideStream:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device, priority=-1)  # its kernels are small, and collectives wait for them
 
     def follow(self) -> None:
         """What is queued here from now on follows what the computation has queued so far, and runs beside the rest."""

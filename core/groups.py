@@ -92,11 +92,14 @@ def new_group(
     left = _spare.get((tuple(ranks), timeout, backend), []) if ranks else []
     if left and _alive(left[-1]):
         return left.pop()
+    options, within = _nccl_options() if backend == "nccl" else None, timedelta(seconds=timeout)
+    if options is not None:
+        options._timeout = within  # torch takes its own argument, and warns where the two differ
     made = dist.new_group(
         ranks,
-        timeout=timedelta(seconds=timeout),
+        timeout=within,
         backend=backend,
-        pg_options=_nccl_options() if backend == "nccl" else None,
+        pg_options=options,
         use_local_synchronization=not everyone,  # only the members need to call
     )
     assert isinstance(made, dist.ProcessGroup), "only members of the group may use it"

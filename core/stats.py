@@ -69,18 +69,24 @@ def ready(*times: Seconds) -> bool:
 
 
 class Late:
-    """A device's numbers for the host, which does not wait for them: on a GPU it gets those of the call before."""
+    """A device's numbers for the host, which does not wait for them: on a GPU it gets those of the call before.
+
+    Attributes: number, of the call whose numbers were returned last.
+    """
 
     def __init__(self) -> None:
-        self._coming: tuple[Tensor, Mark] | None = None
+        self._coming: tuple[Tensor, Mark, int] | None = None
+        self.number = 0
 
-    def exchange(self, numbers: Tensor) -> list[float] | None:
-        """numbers: 1-d. None: there are none yet."""
+    def exchange(self, numbers: Tensor, number: int = 0) -> list[float] | None:
+        """numbers: 1-d. number: of this call. None: there are none yet."""
         if not numbers.is_cuda:
+            self.number = number
             return numbers.tolist()
-        arrived, self._coming = self._coming, (numbers.to("cpu", non_blocking=True), mark(numbers.device))
+        arrived, self._coming = self._coming, (numbers.to("cpu", non_blocking=True), mark(numbers.device), number)
         if arrived is None:
             return None
+        self.number = arrived[2]
         assert isinstance(arrived[1], torch.cuda.Event)
         arrived[1].synchronize()  # passed long ago
         return arrived[0].tolist()
