@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import peers
 from .errors import CollectiveError, UserError
-from .groups import Pending, Stage, agree, all_reduce, backend_for, leave_group, new_group, set_timeout
+from .groups import Pending, Stage, agree, all_reduce, backend_for, host_group, leave_group, new_group, set_timeout
 from .stats import Mark, Seconds, between, mark, plus
 
 
@@ -86,6 +86,7 @@ class Background:
         self.group = new_group(group, timeout, device, backend)
         self.timed_groups = [self.group] if self.group is not None else []  # those whose timeout follows the rounds
         if self.group is not None:
+            host_group(self.group, timeout)
             peers.meet(self.group)
         self.world_size = dist.get_world_size(self.group) if self.group is not None else 1
         self.rank = dist.get_rank(self.group) if self.group is not None else 0

@@ -6,6 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -87,6 +88,8 @@ def hosts(rank: int, world_size: int, folder: str) -> None:
     half = dist.new_group([0, 1])
     assert host_group() is dist.group.WORLD
     assert host_group(half) is half
+    with mock.patch.object(dist, "get_backend_config", lambda g: "cuda:nccl" if g is half else "cpu:gloo,cuda:nccl"):
+        assert host_group(half) is dist.group.WORLD
     like_nccl(rank, world_size, folder)
     everyone, half = dist.new_group(), dist.new_group([0, 1])
     made = host_group()
