@@ -129,10 +129,11 @@ class Agreement:
         """Reads what has landed; whether the replicas were equal. UserError where settings differ, this worker's being
         `settings`; DivergedError as the guard says. On a GPU it is what landed a round ago: the host waits for nothing.
         """
-        numbers = self._late.exchange(self.scalars.place * self.everybody)
+        number = self.background.launched
+        numbers = self._late.exchange(self.scalars.place * self.everybody, number - 1)
         if numbers is None:
             return True
-        sums, number = self.scalars.named(numbers), self.background.launched
+        sums, of_round = self.scalars.named(numbers), self._late.number
         if self.tuner:
             times = sums["times"]
             self._decided = self.tuner.hear(number, *(times[i::NUMBERS] for i in range(NUMBERS)))
@@ -142,17 +143,17 @@ class Agreement:
         self._save_heard |= sums["save"][0] > 0.5
         if not agree(sums["settings"], self.everybody):
             raise UserError(
-                f"workers differ in their settings in round {number - 1}, where this one has {settings}: "
+                f"workers differ in their settings in round {of_round}, where this one has {settings}: "
                 "a schedule must give all of them the same, from the round's number alone"
             )
         workers = self.background.world_size
-        self.guard.hear([verdict * workers / self.everybody for verdict in sums["left_out"]], number - 1, workers)
+        self.guard.hear([verdict * workers / self.everybody for verdict in sums["left_out"]], of_round, workers)
         equal = agree(sums["replicas"], workers)
         if not equal:
             self._repair = number - self._repaired >= REPAIR_EVERY
             if self._repair and self._repaired < 0 and self.background.rank == 0:
                 warnings.warn(
-                    f"the workers' outer state was not the same in round {number - 1}, as on unlike machines: "
+                    f"the workers' outer state was not the same in round {of_round}, as on unlike machines: "
                     f"rank 0's is sent to all, at most once in {REPAIR_EVERY} rounds",
                     stacklevel=2,
                 )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import peers
 from .errors import CollectiveError, UserError
-from .groups import Pending, Stage, agree, all_reduce, backend_for, leave_group, new_group, set_timeout
+from .groups import Pending, Stage, agree, all_reduce, backend_for, host_group, leave_group, new_group, set_timeout
 from .stats import Mark, Seconds, between, mark, plus
 
 
@@ -88,6 +88,7 @@ class Background:
         self.group = new_group(group, timeout, device, backend, hidden=hidden)
         self.timed_groups = [self.group] if self.group is not None else []  # those whose timeout follows the rounds
         if self.group is not None:
+            host_group(self.group, timeout)
             peers.meet(self.group)
         self.world_size = dist.get_world_size(self.group) if self.group is not None else 1
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
@@ -314,7 +315,7 @@ class Background:
         gloo tells only the dead worker's neighbours; the others notice when these close their connections, and
         connections close once nothing refers to the work any more.
         """
-        self.in_flight = False
+        number, self.in_flight = self.launched - self.in_flight, False  # of the round, from 0; a sum has launched none
         assert self.group is not None
         ranks, alone = dist.get_process_group_ranks(self.group), len(self.timed_groups) == 1
         group, self.group, self.timed_groups = self.group, None, []
@@ -322,7 +323,7 @@ class Background:
         del group
         gone = peers.who(peers.find(ranks if alone else ()))  # of a node's workers not all are in both groups
         self._failed = (
-            f"rank {ranks[self.rank]}: the all-reduce of round {self.launched - 1} failed; {gone} "
+            f"rank {ranks[self.rank]}: the all-reduce of round {number} failed; {gone} "
             f"(timeout {self.timeout:g} s): {reason.partition('. This is')[0].splitlines()[0]}"
         )
         return CollectiveError(self._failed)
@@ -333,7 +334,7 @@ class SideStream:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device, priority=-1)  # its kernels are small, and collectives wait for them
 
     def follow(self) -> None:
         """What is queued here from now on follows what the computation has queued so far, and runs beside the rest."""

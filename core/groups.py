@@ -61,6 +61,7 @@ def ring_bytes(nbytes: int, world_size: int) -> int:
 
 
 _spare: dict[tuple[object, ...], list[dist.ProcessGroup]] = {}  # of new_group's arguments: left, not destroyed
+_hosts: dict[tuple[int, ...], dist.ProcessGroup] = {}  # of ranks: those that host_group has made
 
 
 def backend_for(group: dist.ProcessGroup | None, device: torch.device) -> str:
@@ -97,11 +98,14 @@ def new_group(
     left = _spare.get((tuple(ranks), timeout, backend, hidden), []) if ranks else []
     if left and _alive(left[-1]):
         return left.pop()
+    options, within = _nccl_options(hidden) if backend == "nccl" else None, timedelta(seconds=timeout)
+    if options is not None:
+        options._timeout = within  # torch takes its own argument, and warns where the two differ
     made = dist.new_group(
         ranks,
-        timeout=timedelta(seconds=timeout),
+        timeout=within,
         backend=backend,
-        pg_options=_nccl_options(hidden) if backend == "nccl" else None,
+        pg_options=options,
         use_local_synchronization=not everyone,  # only the members need to call
     )
     assert isinstance(made, dist.ProcessGroup), "only members of the group may use it"
@@ -116,6 +120,38 @@ def _nccl_options(hidden: bool) -> Any:
     if hidden:
         options.config.max_ctas = MAX_CTAS
     return options
+
+
+def host_group(group: dist.ProcessGroup | None = None, timeout: float = 600.0) -> dist.ProcessGroup | None:
+    """Those workers in a group over gloo, for what is said beside training: objects and tensors of the host's memory.
+
+    Such control may come between unlike rounds of the workers, while torch and NCCL demand one order over all groups
+    of a device. `group` (None: the default one) serves where gloo moves its CPU tensors, else a default group that has
+    gloo and the same ranks, else one that is made here, once: all members must come to the first call. timeout: that
+    one's. None: there is one worker.
+    """
+    if not dist.is_initialized():
+        return None
+    group, cpu = group or dist.group.WORLD, torch.device("cpu")
+    ranks = tuple(dist.get_process_group_ranks(group))
+    everyone = [dist.group.WORLD] if len(ranks) == dist.get_world_size() else []
+    for known in (group, *everyone):
+        if backend_for(known, cpu) == "gloo":
+            return known
+    if ranks not in _hosts or not _alive(_hosts[ranks]):
+        made = new_group(group, timeout, cpu, "gloo")
+        assert made is not None
+        _hosts[ranks] = made
+    return _hosts[ranks]
+
+
+def of_all(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What each member gives, by rank; nobody goes on before all have come here."""
+    if not dist.is_initialized():
+        return [mine]
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=host_group(group))
+    return found
 
 
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
@@ -152,9 +188,7 @@ def agree(settings: tuple[Any, ...], tensors: Sequence[Tensor], group: dist.Proc
 
 def compare(settings: tuple[Any, ...], tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """UserError on all workers unless all of them hold the same settings and shapes."""
-    mine = (*settings, [(tuple(t.shape), str(t.dtype)) for t in tensors])
-    theirs: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(theirs, mine, group=group)
+    theirs = of_all((*settings, [(tuple(t.shape), str(t.dtype)) for t in tensors]), group)
     for rank, other in enumerate(theirs):
         for ours, its in zip(theirs[0], other, strict=True):
             if ours != its:

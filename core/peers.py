@@ -29,6 +29,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from .errors import CollectiveError
+from .groups import of_all
 
 ANSWERS_WITHIN = 2.0  # seconds in which a process answers, and in which the others notice that a group was left
 ASKED_AT_ONCE = 32
@@ -68,11 +69,9 @@ class Peers:
 
     def meet(self, group: dist.ProcessGroup | None) -> None:
         """Learns the addresses of a group's members; every member must call it."""
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        addresses: list[Address | None] = [None] * len(ranks)
-        dist.all_gather_object(addresses, self.address, group=group)
+        ranks, addresses = dist.get_process_group_ranks(group or dist.group.WORLD), of_all(self.address, group)
         self.rank = dist.get_rank()
-        self._known |= {r: a for r, a in zip(ranks, addresses, strict=True) if a is not None and r != self.rank}
+        self._known |= {r: a for r, a in zip(ranks, addresses, strict=True) if r != self.rank}
 
     def find(self, in_it: Sequence[int] = ()) -> list[int]:
         """The ranks because of which a collective has failed; nothing where that cannot be known. Tells the others.

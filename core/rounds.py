@@ -45,7 +45,7 @@ class LocalMethod(Averaging):
     auto once more in mid-round, see TauTuner.needed), None for as long as it takes. A round whose predecessor's mean
     does not come, as when a link is down, goes on for tau local steps more, and so on: nothing is thrown away, nor sent
     before it has come. Each worker decides by itself, for the outer state follows from the means alone, whenever they
-    are merged.
+    are merged. Workers come in unlike rounds to collectives of the caller's own: these go over groups.host_group.
     """
 
     tells_times = True  # whether the workers may tell each other their times, for which each has a place

@@ -107,17 +107,25 @@ def send_off(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Late:
-    """A device's numbers for the host, which does not wait for them: on a GPU it gets those of the call before."""
+    """A device's numbers for the host, which does not wait for them: on a GPU it gets those of the call before.
+
+    Attributes: number, of the call whose numbers were returned last.
+    """
 
     def __init__(self) -> None:
-        self._coming: OnTheWay | None = None
+        self._coming: tuple[OnTheWay, int] | None = None
+        self.number = 0
 
-    def exchange(self, numbers: Tensor) -> list[float] | None:
-        """numbers: 1-d. None: there are none yet."""
+    def exchange(self, numbers: Tensor, number: int = 0) -> list[float] | None:
+        """numbers: 1-d. number: of this call. None: there are none yet."""
         if not read_blocks(numbers):
+            self.number = number
             return numbers.tolist()
-        arrived, self._coming = self._coming, OnTheWay(numbers)
-        return arrived.read() if arrived is not None else None  # there long ago
+        arrived, self._coming = self._coming, (OnTheWay(numbers), number)
+        if arrived is None:
+            return None
+        self.number = arrived[1]
+        return arrived[0].read()  # there long ago
 
 
 Number = float | Tensor | Coming

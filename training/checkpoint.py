@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from core.errors import UserError
-from core.groups import leave_group, new_group
+from core.groups import leave_group, new_group, of_all
 from core.guard import all_finite
 from training import stored
 from training.stored import Rest, reason
@@ -124,7 +123,7 @@ class Saver:
         return "".join(self._gather(failures)[0][:1])
 
     def _gather(self, mine: Any) -> list[Any]:
-        return _of_all(mine, self._group) if self._group is not None else [mine]
+        return of_all(mine, self._group) if self._group is not None else [mine]
 
 
 def load(folder: Path, *, rank: int, world_size: int) -> tuple[Any, int] | None:
@@ -137,9 +136,9 @@ def load(folder: Path, *, rank: int, world_size: int) -> tuple[Any, int] | None:
     UserError when there are some and none can be loaded.
     """
     refused: list[str] = []
-    for name in _of_all(_finished(folder))[0]:
+    for name in of_all(_finished(folder))[0]:
         state, workers, problem = _read(folder / name, rank)
-        problems = [f"rank {number}: {problem}" for number, problem in enumerate(_of_all(problem)) if problem]
+        problems = [f"rank {number}: {problem}" for number, problem in enumerate(of_all(problem)) if problem]
         if not problems:
             _say(rank, [f"warning: {line}; going on from {name}" for line in refused])
             return state, workers
@@ -217,15 +216,6 @@ def _read(target: Path, rank: int) -> tuple[Any, int, str]:
         return None, 0, f"{Path(error.filename).name} is missing"
     except Exception as error:  # whatever it is: a worker that raised here would leave the others waiting
         return None, 0, f"it cannot be read, {reason(error)}"
-
-
-def _of_all(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What each worker gives, by rank; nobody goes on before all have come here."""
-    if not dist.is_initialized():
-        return [mine]
-    everyone = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
-    return everyone
 
 
 def _say(rank: int, lines: list[str]) -> None:

@@ -91,6 +91,8 @@ class Elastic:
 
     def meet(self) -> None:
         """Finds the launcher, and compares the recipe with that of the first worker that came."""
+        if self.run.device.type == "cuda":
+            torch.cuda.set_device(self.run.device)
         if "CO2_WORKER" not in os.environ:
             raise UserError("elastic workers are started, and started again, by python -m training.launch: use it")
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from core.co2 import Schedule
 from core.errors import UserError
+from core.groups import host_group
 from core.methods import Method, Zeroth, make_method
 from core.rounds import LocalMethod
 from core.zeroth.blocks import BlockStream
@@ -143,7 +144,7 @@ class Fixed:
             return due
         assert isinstance(method, LocalMethod)
         mine = [run.step, method.rounds, *vars(due).values()]
-        step, rounds, *flags = largest_of_workers(mine, run.device)
+        step, rounds, *flags = largest_of_workers(mine)
         due = Due(*map(bool, flags))
         if due.checkpoint or due.stop:
             method.catch_up(rounds)
@@ -153,14 +154,15 @@ class Fixed:
         return due
 
     def sum(self, values: Tensor) -> Tensor:
-        """Over all workers, in place."""
+        """Over all workers, in the host's memory: with skip_after they may be in unlike rounds."""
+        total = values.cpu()
         if dist.is_initialized():
-            dist.all_reduce(values)
-        return values
+            dist.all_reduce(total, group=host_group())
+        return total
 
     def stopped_by(self, number: int) -> int:
         """The signal that stops the run, which may have come to one worker alone."""
-        return largest_of_workers([number], self.run.device)[0]
+        return largest_of_workers([number])[0]
 
     def conclude(self, act: Callable[[], None]) -> None:
         """Every worker's `act`, and the end."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from core.errors import UserError
+from core.groups import host_group
 from training import config, lock
 from training import summary as summaries
 from training.counters import Stopwatch
@@ -57,7 +58,7 @@ class RunFolder:
                 reason = getattr(error, "strerror", None) or error
                 answer[0] = f"{self.path} cannot be written ({reason}): choose another --out"
         if dist.is_initialized():
-            dist.broadcast_object_list(answer, src=0)
+            dist.broadcast_object_list(answer, src=0, group=host_group())
         refusal, self.attempt = answer
         if refusal:
             self.close()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from core import peers
 from core.errors import UserError
+from core.groups import host_group, of_all
 from training.workers import rank, world_size
 
 _starts = itertools.count()  # a process may run twice over one store
@@ -29,8 +30,8 @@ def join(device: torch.device, timeout: float, settings: dict[str, Any]) -> bool
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if dist.is_initialized():
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, settings)
+        host_group(timeout=timeout)
+        everyone = of_all(settings)
         for number, theirs in enumerate(everyone):
             if verdict := difference(everyone[0], theirs, number):
                 raise UserError(verdict)
@@ -49,6 +50,7 @@ def join(device: torch.device, timeout: float, settings: dict[str, Any]) -> bool
     backend = "nccl" if device.type == "cuda" else "gloo"
     within = timedelta(seconds=timeout)
     dist.init_process_group(backend, store=store, rank=rank(), world_size=world_size(), timeout=within)
+    host_group(timeout=timeout)
     peers.meet()
     return True
 

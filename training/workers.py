@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from core.errors import UserError
-from core.groups import local_world_size, node_mesh
+from core.groups import host_group, local_world_size, node_mesh
 
 
 def rank() -> int:
@@ -96,11 +96,11 @@ def check_nodes(n: int, zero: int, world: int) -> None:
         raise UserError(f"per_node={n} does not divide {world} workers: start equally many on each node")
 
 
-def largest_of_workers(numbers: Sequence[int], device: torch.device) -> list[int]:
+def largest_of_workers(numbers: Sequence[int]) -> list[int]:
     """The largest of all workers' numbers, each by itself; every worker must call it."""
-    largest = torch.tensor(numbers, device=device)
+    largest = torch.tensor(numbers)
     if dist.is_initialized():
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=host_group())
     return largest.tolist()
 
 

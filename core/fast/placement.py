@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import outer
 from ..errors import UserError
 from ..flat import Bucket, copy, is_dtensor, local_shard, views
-from ..groups import Stage, agree
+from ..groups import Stage, agree, host_group
 
 Places = dict[int, list[tuple[int, slice]]]  # how many ranks hold some elements -> [(which flat tensor, where in it)]
 
@@ -53,14 +53,14 @@ class Placement:
             remedy = "if each holds a part of its own, as a pipeline stage, give shards=True"
             raise UserError(f"{error}; {remedy}") from None
 
-    def check(self, trained: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
+    def check(self, trained: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         """UserError if parameters that all ranks of the inner group should hold alike have come to differ."""
         shared = [p.detach() for p, n in zip(trained, self._copies, strict=True) if n == self.size and p.numel()]
         if not shared:
             return
-        total = outer.norm(shared).double().to(device)
+        total = outer.norm(shared).double().cpu()
         spread = torch.stack([total, -total])
-        dist.all_reduce(spread, dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(spread, dist.ReduceOp.MAX, group=host_group(group))
         highest, lowest = spread[0].item(), -spread[1].item()
         if highest - lowest > 1e-6 * abs(highest):
             what = "unsharded parameters" if self.of_shards else "parameters"
@@ -70,11 +70,11 @@ class Placement:
                 "mesh, or, to pipeline stages, shards=True"
             )
 
-    def count(self, trained: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> int:
+    def count(self, trained: Sequence[Tensor], group: dist.ProcessGroup) -> int:
         """How many elements the whole model trains."""
         held = sum(p.numel() / n for p, n in zip(trained, self._copies, strict=True))
-        box = torch.tensor(held, dtype=torch.float64, device=device)
-        dist.all_reduce(box, group=group)
+        box = torch.tensor(held, dtype=torch.float64)
+        dist.all_reduce(box, group=host_group(group))
         return round(box.item())
 
     def locate(self, trained: Sequence[Tensor], buckets: Sequence[Bucket], shares: Sequence[Tensor]) -> None:

@@ -142,7 +142,7 @@ class ShardedCO2(Scheduled):
         self._checked = self._inner is None
         self._numel = sum(b.numel for b in self.buckets)
         if self._inner is not None and self.of_shards:
-            self._numel = self._placement.count(self.params, self._inner, self.background.device)
+            self._numel = self._placement.count(self.params, self._inner)
             self._placement.locate(self.params, self.buckets, self._shares())
         self._start_from_params()
 
@@ -166,7 +166,7 @@ class ShardedCO2(Scheduled):
 
     def close_round(self, *, finished: bool) -> bool:
         if self._inner is not None and not self._checked:  # once: each sends a part of the parameters for all of them
-            self._placement.check(self.params, self._inner, self.background.device)
+            self._placement.check(self.params, self._inner)
             self._checked = True
         landed, last = self.background.in_flight, False
         if landed:

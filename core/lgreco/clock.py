@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-import time
 
 import torch
 from torch import Tensor
+
+from ..stats import Mark, Seconds, between, ready
 
 IN_HAND = 0.8  # of what deciding may take: a plan does not know yet how long the programme of its own decision takes
 
@@ -17,35 +18,52 @@ class Clock:
     every, first: reductions between two decisions at least, and before the first. time_share: of the time since the
     first reduction, what deciding may take; 1: as much as it does. numbers: float64 [5] on the CPU, for a checkpoint:
     the reduction that decides next, 0 for the first; decisions so far; seconds that they took here; reductions since
-    the first one, and their seconds.
+    the first one, and their seconds. On a GPU times lie between events, and count once it has passed them.
     """
 
     def __init__(self, every: int, first: int, time_share: float):
         self.every, self.first, self.time_share = every, first, time_share
         self.numbers = torch.zeros(5, dtype=torch.float64)
         self._next, self._decisions, self._spent, self._reductions, self._elapsed = self.numbers
-        self._since: float | None = None
+        self._since: Mark | None = None
+        self._laps: list[Seconds] = []  # of reductions, that a GPU may not have passed yet
+        self._costs: list[Seconds] = []  # of deciding
 
     def due(self, number: int) -> bool:
         """Whether the `number`-th reduction, from 1, is to decide."""
         return number >= max(self.first, self.numbers.tolist()[0])
 
-    def tick(self) -> None:
+    def tick(self, now: Mark) -> None:
         """Call it when a reduction begins."""
-        now = time.perf_counter()
         if self._since is not None:
-            self._reductions += 1
-            self._elapsed += now - self._since
+            self._laps.append(between(self._since, now))
         self._since = now
+        self._read()
 
-    def spend(self, seconds: float) -> None:
+    def spend(self, seconds: Seconds) -> None:
         """Adds to what deciding has taken."""
-        self._spent += seconds
+        self._costs.append(seconds)
+        self._read()
 
     def tell(self, to: Tensor) -> None:
-        """Writes into to [3] what `plan` takes: with its mean over the workers all of them plan alike."""
-        for place, value in zip(to, self.numbers.tolist()[2:], strict=True):
+        """Writes into to [3] what `plan` takes: with its mean over the workers all of them plan alike. What a GPU has
+        not passed yet counts as the decisions before; of the first there is none, so the host waits for that one."""
+        decisions = self.numbers.tolist()[1]
+        if self._costs and not decisions:
+            float(self._costs[-1])
+        self._read()
+        spent, reductions, elapsed = self.numbers.tolist()[2:]
+        spent *= 1 + len(self._costs) / max(1.0, decisions)
+        for place, value in zip(to, (spent, reductions, elapsed), strict=True):
             place.fill_(value)
+
+    def _read(self) -> None:
+        """Adds up what has passed: on a CPU, all."""
+        while self._laps and ready(self._laps[0]):
+            self._reductions += 1
+            self._elapsed += float(self._laps.pop(0))
+        while self._costs and ready(self._costs[0]):
+            self._spent += float(self._costs.pop(0))
 
     def plan(self, number: int, spent: float, reductions: float, elapsed: float) -> str:
         """After the `number`-th reduction, which decides: when the next one does, and why so late, if it is. The rest:

@@ -26,7 +26,7 @@ from ..fast.quantized import Quantized
 from ..fast.wire import BLOCK, INTS, Rounding
 from ..flat import Bucket, Scalars, copy
 from ..groups import Stage, all_reduce
-from ..stats import Mark, mark
+from ..stats import Mark, Seconds, between, mark, ready
 from .choices import Choice, code
 from .clock import Clock
 from .config import FIXED, LGrecoConfig
@@ -93,6 +93,7 @@ class LGreco:
         self._asked = flats[0].new_zeros((many + 1) * (len(decider.choices) + 1), dtype=torch.float64)
         # the reduction that asked, and its copy on the way to the host
         self._coming: tuple[int, Tensor, Mark] = (0, self._asked, 0.0)
+        self._took: Seconds = 0.0  # to ask, last
         self.state = {
             "error_feedback": self._errors,
             "mean_error_feedback": self._mean_errors,
@@ -110,7 +111,7 @@ class LGreco:
     @torch.no_grad()
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
         yield [], 0  # the encoding, too, is done in the background
-        self.clock.tick()
+        self.clock.tick(mark(self._asked.device))
         self._follow()
         if self._decide():
             self._follow()
@@ -156,7 +157,7 @@ class LGreco:
     def _ask(self, number: int) -> Tensor:
         """float64 [layers + 1, choices + 1]: this worker's errors, and the norm of each layer; last what the clock has
         to know."""
-        began = time.perf_counter()
+        began = mark(self._asked.device)
         rows = []
         found = {}
         for _, layout, staging, errors in self._each():
@@ -168,10 +169,11 @@ class LGreco:
             row = torch.where(row.isinf(), 0.0, row)  # not offered: their sum would hide another worker's NaN
             rows.append(torch.cat([row, norm(wanted)[None]]))
         asked = torch.stack([*rows, torch.zeros_like(rows[0])])
-        seconds = time.perf_counter() - began
-        self.clock.spend(seconds)
+        self._took = between(began, mark(asked.device))
+        self.clock.spend(self._took)
         self.clock.tell(asked[-1, :3])
-        for place, value in zip(self._asked_by, (number, seconds), strict=True):
+        known = float(self._took) if ready(self._took) else 0.0
+        for place, value in zip(self._asked_by, (number, known), strict=True):
             place.fill_(value)
         return asked
 
@@ -200,6 +202,7 @@ class LGreco:
             return False
         self._asked_by.zero_()
         table = self._heard(int(number))
+        seconds = float(self._took) if self._coming[0] == number else seconds  # a checkpoint's may lack a GPU's
         began = time.perf_counter()
         late = self.clock.plan(int(number), *table[-1, :3].tolist())
         if (table[:-1] == NOBODY).all():

@@ -24,7 +24,7 @@ from torch import nn
 from ..errors import UserError
 from ..flat import unique
 from .forward import weights_uncached
-from .lanes import Block, Hold, Lane, OtherFailed, Turns, aligned, wait
+from .lanes import Block, Hold, Lane, OtherFailed, Turns, aligned, stream_of, wait
 from .noise import Noise
 from .replay import Update
 from .weights import Weights
@@ -142,14 +142,16 @@ class BlockStream:
         self._turns = Turns()
         found: list[Any] = [None] * len(signs)
         errors: list[BaseException] = []
-        kind = self.device.type
+        kind, stream = self.device.type, stream_of(self.device)
         autocast = {"enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
 
         def run(number: int) -> None:
             failed = True
             try:
-                # a thread has a state of its own, and a cache that they share would mix up the passes' weights
-                with torch.no_grad(), torch.autocast(kind, **autocast, cache_enabled=False):
+                # a thread has a state of its own, its GPU and stream among it; and a cache that they share would mix
+                # up the passes' weights
+                passing = torch.autocast(kind, **autocast, cache_enabled=False)
+                with torch.no_grad(), passing, torch.cuda.stream(stream):
                     self._local.sign, self._local.number = signs[number], number
                     if number:
                         self._turns.begin(number)

@@ -129,6 +129,11 @@ def gather(flat: Tensor, share: dist.ProcessGroup) -> None:
         ) from None
 
 
+def stream_of(device: torch.device) -> torch.cuda.Stream | None:
+    """The caller's on a GPU; None on a CPU."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
 def wait(copy: Any, device: torch.device, *, host: bool = False) -> None:
     """Until a copy is through: the host on a CPU, or where it asks for that; else the GPU's current stream."""
     if isinstance(copy, Future):

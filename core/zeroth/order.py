@@ -36,7 +36,7 @@ from .. import peers
 from ..checks import check_group
 from ..collectives import Link
 from ..errors import DivergedError, UserError
-from ..groups import broadcast, compare, leave_group, new_group
+from ..groups import broadcast, compare, leave_group, new_group, of_all
 from .config import ZerothConfig
 from .exchange import NUMBERS, Exchange, Place
 from .forward import Forward, Loss, ScratchCopy, evaluating, refuse_batch_norm
@@ -125,7 +125,7 @@ class ZerothOrder:
         names = [f"{name} {tuple(p.shape)}" for name, p in zip(self.weights.names, self.weights.params, strict=True)]
         compare((str(self.config), drawn, names), [], group)
         tensors = [*self.model.parameters(), *self.model.buffers()]
-        if len(set(gathered(digest(tensors), group))) > 1:
+        if len(set(of_all(digest(tensors), group))) > 1:
             broadcast([t.data for t in tensors], group, torch.device("cpu"))
 
     @property
@@ -262,7 +262,7 @@ class ZerothOrder:
 
     def _catch_up(self, group: dist.ProcessGroup) -> None:
         """Replays what the worker with the longest list has beyond one's own."""
-        steps = gathered(self.steps, group)
+        steps = of_all(self.steps, group)
         longest = steps.index(max(steps))
         box = [self.log.state_dict() if self.place.rank == longest else None]
         dist.broadcast_object_list(box, group_src=longest, group=group)
@@ -271,7 +271,7 @@ class ZerothOrder:
             refused = ""
         except UserError as error:
             refused = str(error)
-        for rank, reason in enumerate(gathered(refused, group)):
+        for rank, reason in enumerate(of_all(refused, group)):
             if reason:
                 raise UserError(f"rank {rank} cannot join: {reason}")
 
@@ -333,13 +333,6 @@ class ZerothOrder:
             self.log.append(update)
         self.steps, self._dropped = len(self.log), self.log.dropped_at_its_end()
         self.flush()
-
-
-def gathered(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Every worker's, in rank order."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group=group)
-    return found
 
 
 def kind_of(device: torch.device) -> str:

@@ -5,13 +5,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from core.collectives import Background
-from core.errors import UserError
+from core.errors import CollectiveError, UserError
 from core.groups import ring_bytes
 from core.testing import run_distributed
 from tests.problems import Mean
@@ -195,6 +196,20 @@ def closed(rank: int, world_size: int) -> str:
 
 def test_nobody_trains_on_alone_after_close():
     assert all("close() has left" in text and "\n" not in text for text in run_distributed(closed, 2))
+
+
+@pytest.mark.parametrize(("launched", "summed", "number"), [(0, True, 0), (3, True, 3), (3, False, 3)])
+def test_what_fails_names_its_round_from_0(launched: int, summed: bool, number: int, monkeypatch: pytest.MonkeyPatch):
+    """A sum at once, as of the first steps, belongs to the round that runs."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mean = Mean([torch.ones(3)])
+    for _ in range(launched):
+        mean.launch()
+        mean.wait()
+    monkeypatch.setattr(dist, "all_reduce", Mock(side_effect=RuntimeError("gloo: gone")))
+    with pytest.raises(CollectiveError, match=f"the all-reduce of round {number} failed"):
+        mean.background.sum([torch.ones(3)]) if summed else mean.launch()
+    dist.destroy_process_group()
 
 
 def test_bytes_of_a_ring():

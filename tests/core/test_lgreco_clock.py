@@ -11,8 +11,10 @@ import torch
 from core.lgreco import reducer
 from core.lgreco.clock import IN_HAND, Clock
 from core.lgreco.config import LGrecoConfig
+from core.stats import between
 from core.testing import run_distributed
-from tests.core.test_lgreco import SETTINGS, built, once
+from tests.core import test_stats
+from tests.core.test_lgreco import SETTINGS, SHAPES, built, once
 from tests.core.test_lgreco_state import train
 from tests.core.test_nccl import HostReads
 
@@ -45,6 +47,55 @@ def test_deciding_keeps_its_share(each: float):
         elapsed += 0.02 if number % 2 else 0.04
     most = IN_HAND * 0.01 * 100.0 / each
     assert decisions >= min(number / 5 - 1, int(most) - 1, 1) and decisions <= max(1, most + 1, number / 5)
+
+
+class Event(test_stats.Event):
+    """Passed once the device's clock, in milliseconds, has come by; who waits makes it."""
+
+    now = device = 0.0
+
+    def __init__(self) -> None:
+        self.at = Event.now
+
+    def query(self) -> bool:
+        return self.at <= Event.device
+
+    def synchronize(self) -> None:
+        Event.device = max(Event.device, self.at)
+
+
+def test_on_a_gpu_it_counts_the_devices_time_and_waits_once(monkeypatch: pytest.MonkeyPatch):
+    """Reductions of 30 s of which deciding takes 2 s, and 3 s the second time. The host is ahead of all of them."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock, told, Event.now, Event.device = Clock(1, 1, 0.5), torch.zeros(3, dtype=torch.float64), 0.0, 0.0
+    expected = {1: (2.0, 0.0, 0.0), 2: (4.0, 0.0, 0.0), 3: (7.5, 2.0, 60.0)}
+    for number, (spent, reductions, elapsed) in expected.items():
+        clock.tick(Event())
+        began = Event()
+        Event.now += 3000.0 if number == 2 else 2000.0
+        clock.spend(between(began, Event()))
+        clock.tell(told)
+        assert told.tolist() == [spent, reductions, elapsed]
+        assert Event.device == (2000.0 if number < 3 else 60000.0), "only the first one was waited for"
+        clock.plan(number, *told.tolist())
+        Event.now += 27000.0 if number == 2 else 28000.0
+        Event.device = 60000.0 if number == 2 else Event.device
+
+
+def test_asking_is_timed_where_it_runs(monkeypatch: pytest.MonkeyPatch):
+    """The curves take 2 s of a device, and none of the host's."""
+    mean, real = built("rank4", LGrecoConfig("any", first=1)), reducer.curve
+
+    def curve(*args: Any) -> Any:
+        Event.now += 2000.0 / len(SHAPES)
+        return real(*args)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(reducer, "curve", curve)
+    monkeypatch.setattr(reducer, "mark", lambda device: Event())
+    once(mean, 0, 0)
+    assert mean.reducer.allocation.seconds[0] == pytest.approx(2.0)
+    assert mean.reducer.clock.numbers[2].item() >= 2.0
 
 
 def unlike_clocks(rank: int, world_size: int) -> tuple[list[int], list[str]]:

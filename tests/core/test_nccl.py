@@ -17,7 +17,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from core import CO2, CO2Config, ShardedCO2, UserError, WireConfig, collectives, flat, groups, make_method
+from core import (
+    CO2,
+    CO2Config,
+    DivergedError,
+    ShardedCO2,
+    UserError,
+    WireConfig,
+    collectives,
+    flat,
+    groups,
+    make_method,
+    stats,
+)
 from core.collectives import Background
 from core.testing import run_distributed
 from tests import problems
@@ -156,8 +168,7 @@ def test_only_hidden_collectives_hold_few_multiprocessors(monkeypatch: Any, name
     real = dist.new_group
 
     def new_group(ranks: Any = None, *, backend: str, pg_options: Any, **options: Any) -> Any:
-        assert backend == "nccl"
-        made.append(pg_options)
+        made.extend([pg_options] if backend == "nccl" else [])  # what is said beside training goes over gloo
         return real(ranks, backend="gloo", **options)
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -169,6 +180,58 @@ def test_only_hidden_collectives_hold_few_multiprocessors(monkeypatch: Any, name
     dist.destroy_process_group()
     assert [options.config.max_ctas for options in made] == expected
     assert all(options.is_high_priority_stream for options in made)
+
+
+def test_the_background_comes_before_the_computation(monkeypatch: Any):
+    made: list[tuple[torch.device, int]] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: made.append((device, priority)))
+    collectives.SideStream(torch.device("cuda:1"))
+    assert made == [(torch.device("cuda:1"), -1)]
+
+
+def test_a_group_has_the_timeout_that_was_asked_for(monkeypatch: Any):
+    """torch warns where the options' own, ten minutes, is another."""
+    made: dict[str, Any] = {}
+    options = SimpleNamespace(_timeout=timedelta(minutes=10), config=SimpleNamespace())
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=lambda: options), raising=False)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **given: made.update(given) or dist.group.WORLD)
+    groups.new_group(None, 33.0, torch.device("cuda"), "nccl")
+    dist.destroy_process_group()
+    assert made["pg_options"] is options and options._timeout == made["timeout"] == timedelta(seconds=33)
+
+
+class OnDevice(torch.Tensor):
+    """Numbers that pass for a device's."""
+
+    is_cuda = True  # pyright: ignore[reportAssignmentType]
+
+
+class Passed:
+    """An event that the device has passed."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_what_is_heard_a_round_later_is_told_of_its_own_round(on_device: bool, monkeypatch: Any):
+    if on_device:
+        exchange = stats.Late.exchange
+        later = lambda self, numbers, *of: exchange(self, numbers.as_subclass(OnDevice), *of)  # noqa: E731
+        monkeypatch.setattr(stats.Late, "exchange", later)
+        monkeypatch.setattr(torch.cuda, "Event", Passed)
+        monkeypatch.setattr(stats, "mark", lambda device: Passed())
+    params = problems.odd_parameters()
+    co2 = CO2(params, CO2Config(tau=2))
+    for step in range(8):
+        problems.sgd_step(params, 0, step)
+        if step == 7:
+            torch.nn.init.constant_(params[0], float("nan"))
+        co2.step()
+    with pytest.raises(DivergedError, match="in round 3 is not finite"):
+        for _ in range(4):
+            co2.step()
 
 
 def without_a_backend_for_it(rank: int, world_size: int) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from core import CollectiveError, UserError
 from core.testing import run_distributed
-from core.zeroth import ZerothConfig, ZerothOrder
+from core.zeroth import ZerothConfig, ZerothOrder, blocks
 from core.zeroth.blocks import BlockStream
 
 BLOCKS = 4
@@ -213,6 +214,17 @@ def test_a_step_moves_each_block_once_each_way_and_three_lie_on_the_device():
     assert stream.device_bytes == 3 * max(each), (
         "the perturbed embedding finds room before the first block and after the last"
     )
+
+
+def test_both_passes_compute_in_the_callers_stream(monkeypatch):
+    """A thread begins on the first device, in its default stream."""
+    entered, used = [], object()
+    _, zo, _ = streamed(ZerothConfig())
+    stream = contextlib.contextmanager(lambda s: iter([entered.append((threading.get_ident(), s))]))
+    monkeypatch.setattr(blocks, "stream_of", lambda device: used)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    zo.step(lambda m: loss_of(m, batch(0)), 4)
+    assert len({thread for thread, _ in entered}) == 2 and [s for _, s in entered] == [used, used]
 
 
 def test_an_embedding_larger_than_two_blocks_is_counted():

@@ -121,6 +121,17 @@ def test_a_model_that_is_not_finite_is_not_saved(tmp_path: Path, capsys: pytest.
     assert capsys.readouterr().err.count("the model is not finite: no checkpoint is written") == 2
 
 
+def test_its_gpu_is_the_current_one(monkeypatch: pytest.MonkeyPatch):
+    """As in a run whose workers stay: pinned memory, and what names no device, would go by way of the first one."""
+    taken: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.delenv("CO2_WORKER", raising=False)
+    run: Any = SimpleNamespace(recipe=Recipe(batch_size=1), world_size=1, device=torch.device("cuda:1"))
+    with pytest.raises(UserError, match="training.launch"):
+        elastic.Elastic(run).meet()
+    assert taken == [torch.device("cuda:1")]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
