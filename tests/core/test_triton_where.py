@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import CO2, CO2Config, flat, guard
+from tests.core.test_triton import built, compile_apart
 
 SIZE = 3000
 KEEP = CO2Config(tau=2, outer_momentum=0.0, gap="none", clip=None, merge="keep", delay=1)
@@ -84,6 +85,19 @@ def test_a_round_passes_over_what_a_left_out_worker_loses_only_where_one_is():
             ours, touched = trained(bad)
         assert torch.equal(ours, plain), bad
         assert touched < SIZE, f"{touched} elements are passed over"
+
+
+def compile_the_wiping() -> None:
+    from core.fast.triton_where import BLOCK, TYPES, where_kernel
+
+    for copies in (False, True):
+        fixed = {"TO": TYPES[torch.bfloat16], "SOURCE": TYPES[torch.float32], "COPIES": copies, "BLOCK": BLOCK}
+        built(where_kernel, {"table": "*i64", "flag": "*u8"}, fixed, 4)
+
+
+@pytest.mark.triton
+def test_the_kernel_compiles_for_both_clusters():
+    compile_apart("tests.core.test_triton_where", "compile_the_wiping")
 
 
 @pytest.mark.gpu
