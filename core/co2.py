@@ -322,7 +322,8 @@ class CO2(Scheduled):
         if self.config.wire.format == "auto":
             self._take_wire(wire)
         if wire == "float32":
-            state = state | {"state": {n: flats for n, flats in state["state"].items() if n not in HELD_BACK}}
+            kept = {name: flats for name, flats in state.get("state", {}).items() if name not in HELD_BACK}
+            state = state | {"state": kept}
         super().load_own_state(state)
         self._inner_scale.copy_(state["inner_scale"])
         self._first_step = state["first_step"].to(self._m_norm)
