@@ -12,8 +12,10 @@ def take_wheels() -> None:
 
 if __name__ == "__main__":  # a process that multiprocessing starts imports this file, too
     take_wheels()
-
-    from bench.gpu.command import main
-    from training.script import launch
-
+    try:
+        from bench.gpu.command import main
+        from training.script import launch
+    except ModuleNotFoundError as error:
+        print(f"error: {error.name} is not installed: install it, or put its wheel into CO2_WHEELS", file=sys.stderr)
+        sys.exit(2)
     launch(main)
