@@ -58,7 +58,7 @@ def a_boundarys_bytes_a_parameter(scope: Scope, case: str) -> dict[str, Any]:
     params = boundary.model(scope(PARAMETERS, 50_000), scope.device)
     d, x, m = boundary.state(params)
     sent = x.clone() if merge == "keep" else None
-    one = make_boundary(cast(Any, kind), params, d, x, m, sent, merge=cast(Merge, merge))
+    one = make_boundary(cast(Any, kind), params, d, x, m, sent)
 
     def once() -> None:
         if merge == "keep":

@@ -40,7 +40,7 @@ class Pass:
 
         self.d, self.x, self.m = draw(), draw(), draw()
         self.sent = draw() if merge == "keep" else None
-        self.boundary: Boundary = make_boundary(kind, self.params, self.d, self.x, self.m, self.sent, merge=merge)
+        self.boundary: Boundary = make_boundary(kind, self.params, self.d, self.x, self.m, self.sent)
 
     def held(self) -> list[Tensor]:
         flats = [f for f in (self.d, self.x, self.m, self.sent) if f is not None]
