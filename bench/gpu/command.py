@@ -73,8 +73,8 @@ def main() -> None:
         print("this torch finds no CUDA device: every check is not run", file=sys.stderr)
     else:
         result = run(o, began + 60 * o.minutes)
-    write(o, result)
-    count = {state: sum(row["state"] == state for row in result["rows"]) for state in ("ok", "failed", "not run")}
+    rows = write(o, result)
+    count = {state: sum(row["state"] == state for row in rows) for state in ("ok", "failed", "not run")}
     print(f"{', '.join(f'{n} {state}' for state, n in count.items())}; written to {o.out}/{NAME}.md and {NAME}.json")
     sys.exit(count["failed"] > 0)
 
@@ -100,7 +100,7 @@ def run(o: Options, until: float) -> dict[str, Any]:
     try:
         result = begin(o, worker.facts())
         result["rows"] = kept(o, result)
-        done = {row["name"] for row in result["rows"] if row["state"] != "not run"}
+        done = {row["name"] for row in result["rows"]}
         for one in o.chosen():
             left = until - time.monotonic()
             if one.name in done and not o.checks:
@@ -125,7 +125,7 @@ def run(o: Options, until: float) -> dict[str, Any]:
 def kept(o: Options, result: dict[str, Any]) -> list[dict[str, Any]]:
     """The lines of the calls before, where they are of the same code on the same device."""
     before = read(o)
-    rows = [row for row in before.get("rows", []) if row["name"] in CHECKS]
+    rows = [row for row in before.get("rows", []) if row["name"] in CHECKS and row["state"] != "not run"]
     changed = [name for name in SAME if before.get(name) != result[name]]
     if changed and rows:
         said = ", ".join(f"{name} {before.get(name)!r}, now {result[name]!r}" for name in changed)
@@ -146,8 +146,13 @@ def read(o: Options) -> dict[str, Any]:
     return before
 
 
-def write(o: Options, result: dict[str, Any]) -> None:
-    report.save(o.out, NAME, result | {"options": json.loads(json.dumps(asdict(o), default=str))}, markdown(result))
+def write(o: Options, result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Both files, with a line for every check; returns the lines."""
+    known = {row["name"]: row for row in result["rows"]}
+    rows = [known.get(one.name) or line(one.part, one.name, "not run", "") for one in CHECKS.values()]
+    options = json.loads(json.dumps(asdict(o), default=str))
+    report.save(o.out, NAME, result | {"options": options, "rows": rows}, markdown(result, rows))
+    return rows
 
 
 TITLES = ("check", "", "figure or error", "seconds")
@@ -159,7 +164,7 @@ ABOUT: dict[Part, str] = {
 }
 
 
-def markdown(result: dict[str, Any]) -> str:
+def markdown(result: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """The report: a table for each part, with every check of it, run or not."""
     versions = result["versions"] | {"CUDA": result["cuda"] or "none", "triton": result["triton"] or "none"}
     head = [
@@ -174,14 +179,13 @@ def markdown(result: dict[str, Any]) -> str:
             ]
         ),
     ]
-    rows = {row["name"]: row for row in result["rows"]}
     return "\n\n".join([*head, *(section(part, rows) for part in PARTS)]) + "\n"
 
 
-def section(part: Part, rows: dict[str, dict[str, Any]]) -> str:
-    lines = [rows.get(one.name) or line(part, one.name, "not run", "") for one in CHECKS.values() if one.part == part]
-    failed, seconds = sum(row["state"] == "failed" for row in lines), sum(row["seconds"] for row in lines)
-    not_run = sum(row["state"] == "not run" for row in lines)
+def section(part: Part, rows: list[dict[str, Any]]) -> str:
+    lines = [row for row in rows if row["part"] == part]
+    failed, not_run = (sum(row["state"] == state for row in lines) for state in ("failed", "not run"))
+    seconds = sum(row["seconds"] for row in lines)
     title = f"## {ABOUT[part]}: {len(lines)} checks, {failed} failed, {not_run} not run, {seconds:.0f} s"
     return f"{title}\n\n{report.table(TITLES, map(cells, lines))}"
 

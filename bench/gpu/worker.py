@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from bench.gpu.checks import CHECKS, Check, Scope, line, one_line, outcome
+from core.errors import UserError
 
 
 class Worker:
@@ -44,8 +45,13 @@ class Worker:
     def facts(self) -> dict[str, Any]:
         """What the checks run on."""
         self._start()
-        self._pipe.send("")
-        return self._pipe.recv()[0]
+        try:
+            self._pipe.send("")
+            return self._pipe.recv()[0]
+        except (EOFError, OSError):
+            self._process.join()
+            status = self._process.exitcode
+            raise UserError(f"the process that runs the checks ends as it begins, with status {status}") from None
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")

@@ -20,7 +20,7 @@ from core.errors import UserError
 CONTEXT = 48
 WINDOWS = 1024  # held out
 GPT2_SMALL = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}  # 124 M parameters
-GPT2_CONTEXT, GPT2_WINDOWS = 256, 256  # of gpt2_small
+GPT2_CONTEXT, GPT2_WINDOWS = 256, 128  # of gpt2_small
 
 
 class Layer(nn.Module):

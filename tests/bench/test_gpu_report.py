@@ -15,6 +15,7 @@ import torch
 from bench.gpu import checks, command, worker
 from bench.gpu.checks import CHECKS, Scope, outcome
 from bench.gpu.loops import overlap
+from core.errors import UserError
 from core.fast import wire
 from core.fast.chunked import ChunkedBoundary
 from tests.scripts import Mistakes, run_script
@@ -54,6 +55,7 @@ def called(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     with pytest.raises(SystemExit) as ended:
         run_script("bench.gpu", "--device", "cpu", "--tiny", "--out", str(folder), *arguments)
     rows = json.loads((folder / "gpu.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == list(CHECKS)
     return int(ended.value.code or 0), {row["name"]: row for row in rows}
 
 
@@ -115,7 +117,7 @@ def test_what_is_broken_is_a_line_and_the_exit_status(
     owner, attribute, instead, name, says = BROKEN[what]
     monkeypatch.setattr(owner, attribute, instead)
     status, rows = called(tmp_path, "--checks", *CHEAP)
-    assert status == 1 and set(rows) == set(CHEAP)
+    assert status == 1 and {row["name"] for row in rows.values() if row["state"] != "not run"} == set(CHEAP)
     assert rows[name]["state"] == "failed" and says in rows[name]["says"], rows[name]
     assert rows[CHEAP[0] if name != CHEAP[0] else CHEAP[2]]["state"] == "ok"
     assert f"| {name} | **failed** | " in (tmp_path / "gpu.md").read_text()
@@ -155,6 +157,12 @@ def test_a_device_that_no_longer_answers_spoils_one_line(forked: worker.Worker, 
     assert (spoilt["state"], spoilt["says"]) == ("failed", "AcceleratorError: an illegal memory access")
     assert forked._process is None, "the next check needs another process"
     forked.close()
+
+
+def test_a_process_that_cannot_begin_is_told(forked: worker.Worker, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(worker, "serve", lambda pipe, scope: os._exit(3))
+    with pytest.raises(UserError, match="ends as it begins, with status 3"):
+        forked.facts()
 
 
 # -- calls ------------------------------------------------------------------------------------------------------
@@ -206,7 +214,7 @@ def test_the_command_by_itself(tmp_path: Path):
         [sys.executable, "-m", "bench.gpu", *arguments], cwd=ROOT, env=env, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 ok, 0 failed, 0 not run; written to" in done.stdout
+    assert f"2 ok, 0 failed, {len(CHECKS) - 2} not run; written to" in done.stdout
     text = (tmp_path / "out" / "gpu.md").read_text()
     assert "- Device: cpu, tiny sizes: a test of the command" in text and "| copy bandwidth | ok | GB/s" in text
     assert "| loss of gpt2 small: paper | not run |" in text
