@@ -20,7 +20,7 @@ from bench.gpu.worker import Worker
 from core.errors import UserError
 
 NAME = "gpu"
-LEAST = 15.0  # seconds that must be left for another check
+LEAST = 15.0  # seconds that must be left for another check, or as many as its other cases took
 SAME = ("commit", "device", "torch", "triton", "tiny")  # of one report
 
 
@@ -33,7 +33,8 @@ class Options:
     checks: tuple[str, ...] = ()
     """Only those whose names hold one of these, again where they have a line."""
     minutes: float = math.inf
-    """After these, from the start of the command, nothing is begun; what runs is cut off and left for the next call."""
+    """After these, from the start of the command, what runs is cut off and left for the next call; nothing is begun
+    that would likely end later."""
     device: Literal["cuda", "cpu"] = "cuda"
     """cpu: what of the checks needs no GPU, to test this command."""
     tiny: bool = False
@@ -105,7 +106,7 @@ def run(o: Options, until: float) -> dict[str, Any]:
             left = until - time.monotonic()
             if one.name in done and not o.checks:
                 continue
-            if left < LEAST:
+            if left < expected(one, result["rows"]):
                 print(f"stopped: minutes={o.minutes:g}; the same command goes on from here", flush=True)
                 break
             row = worker.run(one, min(one.limit, left))
@@ -120,6 +121,12 @@ def run(o: Options, until: float) -> dict[str, Any]:
         return result
     finally:
         worker.close()
+
+
+def expected(one: Check, rows: list[dict[str, Any]]) -> float:
+    """Seconds that a check will likely take."""
+    kind = one.name.partition(":")[0]
+    return max([LEAST, *(row["seconds"] for row in rows if row["name"].partition(":")[0] == kind)])
 
 
 def kept(o: Options, result: dict[str, Any]) -> list[dict[str, Any]]:

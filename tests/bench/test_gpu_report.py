@@ -14,7 +14,7 @@ import torch
 
 from bench.gpu import checks, command, worker
 from bench.gpu.checks import CHECKS, Scope, outcome
-from bench.gpu.loops import overlap
+from bench.gpu.loops import SCRIPTS, overlap
 from core.errors import UserError
 from core.fast import wire
 from core.fast.chunked import ChunkedBoundary
@@ -66,7 +66,8 @@ SLOW = ("four ranks", "newcomer", "train script", "gpt2", "benchs own", "codecs 
 
 def lines(folder: Path, part: str, *, slow: bool, tiny: bool = True) -> list[dict[str, Any]]:
     """Of what a host can run."""
-    of_part = [one for one in CHECKS.values() if one.part == part and not one.cuda and one.name != OF_ITS_OWN]
+    left_out = (OF_ITS_OWN, *(f"train script: {script}, {way}" for script in SCRIPTS for way in ("local", "co2")))
+    of_part = [one for one in CHECKS.values() if one.part == part and not one.cuda and one.name not in left_out]
     return [outcome(one, Scope("cpu", folder, tiny)) for one in of_part if slow == any(w in one.name for w in SLOW)]
 
 
@@ -184,6 +185,11 @@ def test_a_second_call_goes_on_where_the_first_was_stopped(
     assert begun == [*CHEAP, CHEAP[2]], "a check that is named runs again"
     assert called(tmp_path, "--commit", "another")[1].keys() == set(CHEAP) and len(begun) == 7
     assert "begins anew" in capsys.readouterr().out
+
+
+def test_nothing_is_begun_that_would_likely_be_cut_off():
+    one, rows = CHECKS["loss of gpt2 small: paper"], [checks.line("search", "loss of gpt2 small: ddp", "ok", "", 200.0)]
+    assert command.expected(one, rows) == 200 and command.expected(CHECKS[CHEAP[0]], rows) == command.LEAST
 
 
 def test_what_the_end_cuts_off_is_left_for_the_next_call(tmp_path: Path, inline: None, monkeypatch: pytest.MonkeyPatch):
