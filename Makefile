@@ -5,6 +5,7 @@ PY := .venv/bin/python
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest
 PYTEST_ARGS ?=
 CHAOS ?=
+GPU ?=
 
 .PHONY: help setup demo test test-slow test-gpu test-root test-slurm test-triton chaos lint clean
 .DEFAULT_GOAL := help
@@ -33,6 +34,10 @@ test-slow: setup ## run the slow tests
 
 test-gpu: setup ## run the tests that need a CUDA device
 	$(PYTEST) -m gpu $(PYTEST_ARGS)
+
+.PHONY: gpu-report
+gpu-report: ## correctness, costs, loops and a search on a GPU: results/gpu.md (GPU="--parts correctness --minutes 9")
+	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m bench.gpu $(GPU)
 
 test-root: setup ## run the tests that make network namespaces
 	$(PYTEST) -m root $(PYTEST_ARGS)

@@ -113,7 +113,7 @@ class Reference:
         self.m, self.m_tau = torch.zeros_like(self.z), self.tau
         self.base = self.x.clone()  # x less the own local steps since the last sending
         self.outer = [self.z[0]]
-        self.left_out = torch.zeros(len(self.x), dtype=torch.bool)  # at the last sending
+        self.left_out = torch.zeros_like(self.x[:, 0], dtype=torch.bool)  # at the last sending
         self.first_step = torch.zeros_like(self.x[:, 0])
         if self.policy == "eager":  # no difference was sent before the first
             self.in_flight = [Sent(-1, self.tau, torch.zeros_like(self.x), torch.zeros_like(self.x[0]), self.z)]
@@ -142,8 +142,9 @@ class Reference:
         elif self.whole_round:  # nothing has landed in round 0: x_{1,0} = x_{0,0}
             self.outer.append(self.z[0])
             self.restart()
-        self.x[self.left_out] = self.z.expand_as(self.x)[self.left_out]
-        self.base[self.left_out] = self.x[self.left_out]
+        left_out = self.left_out[:, None]
+        self.x.copy_(torch.where(left_out, self.z, self.x))
+        self.base.copy_(torch.where(left_out, self.x, self.base))
         self.restarts.append(self.x.clone())
         return True
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 import tyro
@@ -46,7 +47,7 @@ class Search:
 
     tasks: tuple[str, ...] = ("digits", "bytes")
     """Among digits, segmentation and surfaces; and, with data in CO2_DATA, cifar, cifar_vit, bytes, bytes_narrow,
-    bytes_wide, gpt2, transnormer and roberta."""
+    bytes_wide, gpt2, gpt2_small (124 M parameters, for a GPU), transnormer and roberta."""
     methods: tuple[str, ...] = METHODS
     """NAME or NAME:OPTION=VALUE,...; VALUE|VALUE are both tried in the tuning."""
     workers: tuple[int, ...] = (4,)
@@ -69,6 +70,8 @@ class Search:
     budget_minutes: float = math.inf
     """No run is begun that would likely end later than this."""
     rows: Path = Path("results/search.jsonl")
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where all workers of a run lie; on cuda products are in TF32, as in the train scripts."""
     compile: bool = False
     """The gradient, by torch.compile, which needs a C++ compiler: minutes at the start, then up to twice as fast."""
     report: bool = False
@@ -83,6 +86,8 @@ class Search:
         require_positive(self, "workers", "lr_factors")
         require_no_crowd(self)
         require_one_or_more(self, "steps", "tau", "configurations")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise UserError("device=cuda: this torch finds no CUDA device; use cpu")
         if not self.budget_minutes > 0:
             raise UserError(f"budget_minutes={self.budget_minutes}: give a number above 0")
         if self.batch is not None and self.batch < 1:
@@ -169,7 +174,7 @@ def search(o: Search, rows: Rows) -> None:
                 f"stopped after {count} runs: budget_minutes={o.budget_minutes:g}; the same command goes on from here"
             )
             return
-        result = run(load(plan.task), plan, o.compile)
+        result = run(load(plan.task), plan, o.compile, o.device)
         rows.add_run(plan, result)
         longest, count = max(longest, result.seconds), count + 1
         loss = "diverged" if result.loss is None else f"{result.loss:.4f}"
@@ -182,6 +187,8 @@ def main() -> None:
     o = tyro.cli(Search, prog="python -m bench.search", use_underscores=True)
     o.check()
     torch.set_num_threads(1)  # many small operations: more threads cost more than they bring
+    if o.device == "cuda":
+        torch.set_float32_matmul_precision("high")
     rows = Rows(o.rows)
     if o.report and not rows.choices:
         raise UserError(f"rows={o.rows}: no rows to report; run the search first")

@@ -44,13 +44,16 @@ class Result:
     loss_of_mean: float | None
     """Of the mean of the workers' models before that."""
     seconds: float
+    device: str = "cpu"
 
 
 class Stack:
     """A model's parameters as rows. Buffers are kept as they are: no task has any that training changes."""
 
-    def __init__(self, task: Task, compile: bool = False):
-        self.task, self.model = task, task.build()
+    def __init__(self, task: Task, compile: bool = False, device: str = "cpu"):
+        self.task, self.device = task, device
+        with torch.device(device):
+            self.model = task.build()
         self.template = {name: p.detach() for name, p in self.model.named_parameters()}
         self.gradient = vmap_gradient(self.loss, self.template)
         if compile:
@@ -59,7 +62,7 @@ class Stack:
     def start(self, seed: int) -> Tensor:
         """The initial weights, [n]."""
         torch.manual_seed(seed)
-        return nn.utils.parameters_to_vector(self.task.build().parameters()).detach()
+        return nn.utils.parameters_to_vector(self.task.build().parameters()).detach().to(self.device)
 
     def loss(self, params: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
         return self.task.loss(torch.func.functional_call(self.model, params, (inputs,)), targets)
@@ -70,31 +73,37 @@ class Stack:
         pieces = flat.split([p.numel() for p in self.template.values()])
         params = {k: v.view(p.shape) for (k, p), v in zip(self.template.items(), pieces, strict=True)}
         parts = zip(*(tensor.split(CHUNK) for tensor in data), strict=True)
-        total = sum(float(self.loss(params, *part)) * len(part[0]) for part in parts)
+        total = sum(float(self.loss(params, *self.upload(part))) * len(part[0]) for part in parts)
         value = total / len(data[0])
         return value if abs(value) < float("inf") else None  # NaN compares false
+
+    def upload(self, batch: Batch) -> Batch:
+        inputs, targets = batch
+        return inputs.to(self.device), targets.to(self.device)
 
 
 stack_of = functools.lru_cache(maxsize=1)(Stack)  # one for all runs of a task, for compiling takes minutes
 
 
-def train(task: Task, plan: Plan, compile: bool = False) -> tuple[Stack, Method]:
+def train(task: Task, plan: Plan, compile: bool = False, device: str = "cpu") -> tuple[Stack, Method]:
     """Trains up to the last step, before `finish`."""
-    stack = stack_of(task, compile)
+    stack = stack_of(task, compile, device)
     x = stack.start(plan.seed).expand(plan.workers, -1).clone()
     method = plan.settings.make(x, plan.tau)
     inner = task.inner.start(x)
     for step in range(plan.steps):
-        batch = task.draw(plan.seed, step, plan.workers, plan.batch, plan.shards)
+        batch = stack.upload(task.draw(plan.seed, step, plan.workers, plan.batch, plan.shards))
         method.train_step(stack.gradient, batch, inner, plan.lr * cosine(step, plan.steps))
     return stack, method
 
 
-def run(task: Task, plan: Plan, compile: bool = False) -> Result:
-    """compile: the gradient, by torch.compile; the same but for rounding."""
+def run(task: Task, plan: Plan, compile: bool = False, device: str = "cpu") -> Result:
+    """compile: the gradient, by torch.compile; the same but for rounding. device: where all workers lie; the start and
+    the batches are drawn on the host, and so are the same on every device."""
     began = time.monotonic()
-    stack, method = train(task, plan, compile)
+    stack, method = train(task, plan, compile, device)
     data = task.held_out[plan.split]
     loss_of_mean = stack.held_out_loss(method.x.mean(dim=0), data)
     method.finish()
-    return Result(stack.held_out_loss(method.x[0], data), loss_of_mean, time.monotonic() - began)
+    loss = stack.held_out_loss(method.x[0], data)
+    return Result(loss, loss_of_mean, time.monotonic() - began, device)

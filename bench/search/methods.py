@@ -209,7 +209,7 @@ class Kind:
     method: type[Method]
     options: dict[str, Any]
     tried: dict[str, tuple[Any, ...]]
-    settable: bool = True
+    settable: tuple[str, ...] | None = None  # of the options, those that may be given; None for all
 
 
 CO2: dict[str, Any] = {
@@ -229,7 +229,7 @@ KINDS = {
     "ddp": Kind(DDP, {"wire": "float32"}, {}),
     "dpu": Kind(DPU, {"wire": "float32"}, {}),
     "acco": Kind(ACCO, {}, {}),
-    "local": Kind(Outer, BLOCKING | {"beta": 0.0}, {}, settable=False),
+    "local": Kind(Outer, BLOCKING | {"beta": 0.0}, {}, settable=("wire",)),
     "slowmo": Kind(SlowMo, {"alpha": 1.0, "beta": 0.5}, {"beta": (0.5, 0.2)}),
     "diloco": Kind(Outer, BLOCKING | {"alpha": 0.7, "beta": 0.9, "nesterov": True}, {"beta": (0.9, 0.5)}),
     "streaming": Kind(
@@ -305,9 +305,9 @@ def parse(text: str) -> list[Settings]:
     values = {key: (value,) for key, value in kind.options.items()} | kind.tried
     for part in filter(None, rest.split(",")):
         key, _, given = part.partition("=")
-        if key not in kind.options or not kind.settable:
-            known = ", ".join(kind.options) if kind.settable else "none"
-            raise UserError(f"method {text!r}: {name} has no option {key!r}; it has: {known or 'none'}")
+        settable = kind.options if kind.settable is None else kind.settable
+        if key not in settable:
+            raise UserError(f"method {text!r}: {name} has no option {key!r}; it has: {', '.join(settable) or 'none'}")
         values[key] = tuple(_value(text, key, kind.options[key], one) for one in given.split("|"))
     return [Settings(name, tuple(zip(values, chosen, strict=True))) for chosen in itertools.product(*values.values())]
 

@@ -18,6 +18,7 @@ TASKS: dict[str, Callable[[], Task]] = {
     "bytes_narrow": lambda: texts.bytes_("bytes_narrow", 24, "0.02"),
     "bytes_wide": lambda: texts.bytes_("bytes_wide", 96, "0.25"),
     "gpt2": texts.gpt2,
+    "gpt2_small": texts.gpt2_small,
     "transnormer": texts.transnormer,
     "roberta": texts.roberta,
 }

@@ -1,4 +1,4 @@
-"""The search's texts: the Gutenberg books as bytes, for four language models."""
+"""The search's texts: the Gutenberg books as bytes, for four language models, and as tokens for GPT-2 Small."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from core.errors import UserError
 
 CONTEXT = 48
 WINDOWS = 1024  # held out
+GPT2_SMALL = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}  # 124 M parameters
+GPT2_CONTEXT, GPT2_WINDOWS = 256, 128  # of gpt2_small
 
 
 class Layer(nn.Module):
@@ -64,15 +66,15 @@ def byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def windows(text: Tensor, starts: Tensor) -> Batch:
-    """Inputs and the bytes that follow them, int64 [..., CONTEXT]. text: uint8 [n]; starts: int64 [...]."""
-    found = text[starts[..., None] + torch.arange(CONTEXT + 1)].long()
+def windows(text: Tensor, starts: Tensor, context: int = CONTEXT) -> Batch:
+    """Inputs and what follows them, int64 [..., context]. text: bytes or tokens [n]; starts: int64 [...]."""
+    found = text[starts[..., None] + torch.arange(context + 1)].long()
     return found[..., :-1], found[..., 1:]
 
 
 @functools.cache
-def books() -> tuple[Tensor, dict[Split, Tensor]]:
-    """The text to train on and the held-out ones, uint8 each; four whole books for tuning and four for the test."""
+def documents() -> tuple[list[str], dict[Split, list[str]]]:
+    """The books to train on and the held-out ones, four for tuning and four for the test."""
     from language.data import data_folder
     from language.prepare import read_documents
 
@@ -81,20 +83,41 @@ def books() -> tuple[Tensor, dict[Split, Tensor]]:
         raise UserError(
             f"a task on the Gutenberg books needs {file.name} in CO2_DATA: set it, or choose --tasks digits"
         )
-    documents = list(read_documents(file))
-    held = random.Random(0).sample(range(len(documents)), 8)
-
-    def text(numbers: list[int]) -> Tensor:
-        joined = "\n".join(documents[i] for i in numbers).encode()
-        return torch.frombuffer(bytearray(joined), dtype=torch.uint8)
-
-    rest = text([i for i in range(len(documents)) if i not in held])
-    return rest, {"tuning": text(held[:4]), "test": text(held[4:])}
+    found = list(read_documents(file))
+    held = random.Random(0).sample(range(len(found)), 8)
+    rest = [document for i, document in enumerate(found) if i not in held]
+    return rest, {"tuning": [found[i] for i in held[:4]], "test": [found[i] for i in held[4:]]}
 
 
-def spread(text: Tensor) -> Batch:
-    """WINDOWS windows at equal distances."""
-    return windows(text, torch.linspace(0, len(text) - CONTEXT - 1, WINDOWS).long())
+@functools.cache
+def books() -> tuple[Tensor, dict[Split, Tensor]]:
+    """`documents` as bytes, uint8 each."""
+
+    def text(some: list[str]) -> Tensor:
+        return torch.frombuffer(bytearray("\n".join(some).encode()), dtype=torch.uint8)
+
+    training, held = documents()
+    return text(training), {split: text(some) for split, some in held.items()}
+
+
+@functools.cache
+def tokens() -> tuple[Tensor, dict[Split, Tensor]]:
+    """`documents` as ids of a byte-level BPE of GPT-2's size, trained on those to train on; int32 each."""
+    from language.prepare import train_tokenizer
+
+    training, held = documents()
+    tokenizer = train_tokenizer(training, GPT2_SMALL["vocab_size"])
+
+    def text(some: list[str]) -> Tensor:
+        encodings = tokenizer.encode_batch_fast(some, add_special_tokens=False)
+        return torch.tensor([i for encoding in encodings for i in encoding.ids], dtype=torch.int32)
+
+    return text(training), {split: text(some) for split, some in held.items()}
+
+
+def spread(text: Tensor, context: int = CONTEXT, count: int = WINDOWS) -> Batch:
+    """So many windows at equal distances."""
+    return windows(text, torch.linspace(0, len(text) - context - 1, count).long(), context)
 
 
 def causal_task(name: str, build: Callable[[], nn.Module], loss: Callable[[Any, Tensor], Tensor], model: str) -> Task:
@@ -140,6 +163,34 @@ def gpt2() -> Task:
         )
 
     return causal_task("gpt2", build, output_loss, "transformers' GPT-2 of 2 layers, 48 wide, 0.07 M parameters")
+
+
+def gpt2_small() -> Task:
+    training, held = tokens()
+
+    def build() -> nn.Module:
+        from language.model import GPT2Config, GPT2LMHeadModel
+
+        none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
+        return GPT2LMHeadModel(GPT2Config(**GPT2_SMALL, **none, attn_implementation="eager"))
+
+    def draw(seed: int, step: int, workers: int, batch: int, shards: Shards) -> Batch:
+        starts = places(len(training) - GPT2_CONTEXT, seed, step, workers, batch, shards)
+        return windows(training, starts, GPT2_CONTEXT)
+
+    return Task(
+        "gpt2_small",
+        "the Gutenberg books as 50,257 tokens of a byte-level BPE (four whole books for tuning, four for the test), "
+        "transformers' GPT-2 Small, 124 M parameters, without dropout, AdamW (weight decay 0.01), cosine schedule, "
+        f"gradients of a worker clipped to norm 1, 8 windows of {GPT2_CONTEXT} tokens per worker and step; "
+        "the loss is in nats per token",
+        build,
+        output_loss,
+        draw,
+        {split: spread(text, GPT2_CONTEXT, GPT2_WINDOWS) for split, text in held.items()},
+        Inner("adamw", 3e-4, clip=1.0),
+        batch=8,
+    )
 
 
 def transnormer() -> Task:

@@ -254,6 +254,9 @@ def no_data(monkeypatch: pytest.MonkeyPatch) -> None:
     images, labels = torch.randn(64, 3, 16, 16, generator=rng), torch.arange(64) % 10
     held: Any = {"tuning": (images[:9], labels[:9]), "test": (images[9:20], labels[9:20])}
     monkeypatch.setattr(texts, "books", lambda: (text, {"tuning": text[:999], "test": text[999:2222]}))
+    monkeypatch.setattr(texts, "tokens", texts.books)
+    few = {"vocab_size": 256, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    monkeypatch.setattr(texts, "GPT2_SMALL", texts.GPT2_SMALL | few)
     monkeypatch.setattr(pictures, "cifar_data", lambda: ((images, labels), held))
 
 
@@ -276,6 +279,21 @@ def test_every_task_runs_stacked(no_data: None, name: str):
     assert found.draw(0, 0, 2, 4, "sorted")[0].shape == batch[0].shape
 
 
+def test_gpt2_small_has_gpt2_smalls_parameters(no_data: None, monkeypatch: pytest.MonkeyPatch):
+    task = TASKS["gpt2_small"]()
+    monkeypatch.undo()
+    with torch.device("meta"):
+        assert sum(p.numel() for p in task.build().parameters()) == 124_439_808
+
+
+@pytest.mark.parametrize("asked", ["ddp:wire=int4", "local", "local:wire=int4", "co2:merge=keep,gap=none,delay=1"])
+def test_all_workers_lie_on_the_device(no_data: None, asked: str):
+    """With the device "meta", whose tensors have no numbers, and which refuses an operation on two devices."""
+    task = TASKS["bytes"]()
+    plan = Plan("bytes", parse(asked)[0], 0.1, 2, 2, 3, 2, "iid", 0, "test")
+    assert train(task, plan, device="meta")[1].x.is_meta
+
+
 def test_what_roberta_predicts_is_hidden_from_it(no_data: None):
     inputs, targets = TASKS["roberta"]().draw(0, 0, 2, 4, "iid")
     asked = targets >= 0
@@ -283,6 +301,19 @@ def test_what_roberta_predicts_is_hidden_from_it(no_data: None):
     assert (inputs[asked] == texts.MASK).float().mean() > 0.5
     assert (targets[asked] >= texts.FIRST_BYTE).all() and not (inputs[~asked] == texts.MASK).any()
     assert (inputs[..., 0] == texts.END).all() and (inputs[..., -1] == texts.END).all()
+
+
+def test_local_sgd_over_a_narrow_wire_is_co2_without_delay_and_momentum():
+    rng = torch.Generator().manual_seed(0)
+    rows = []
+    for asked in ("local:wire=int4", "co2:delay=0,gap=none,phi=none,beta=0,wire=int4", "local"):
+        method: Any = parse(asked)[0].make(torch.zeros(2, 600), 2)
+        for _ in range(4):
+            method.x += torch.randn(2, 600, generator=rng.manual_seed(method.taken))
+            method.taken += 1
+            method.local_step()
+        rows.append(method.x)
+    assert torch.equal(rows[0], rows[1]) and not torch.equal(rows[0], rows[2])
 
 
 # -- command ----------------------------------------------------------------------------------------------------
@@ -338,7 +369,8 @@ def test_how_many_bits_a_parameter_takes_a_step(asked: str, bits: float):
         ("--workers 0", "workers=0: give a number above 0"),
         ("--methods adam", "method 'adam' does not exist; choose among ddp, dpu"),
         ("--methods co2:speed=1", "co2 has no option 'speed'"),
-        ("--methods local:beta=1", "local has no option 'beta'"),
+        ("--methods local:beta=1", "local has no option 'beta'; it has: wire"),
+        ("--device cuda", "device=cuda: this torch finds no CUDA device"),
         ("--methods co2:merge=half", "merge='half'; choose among outer, mix, keep"),
         ("--methods co2:beta=x", "beta='x'; give a number, 0 or more"),
         ("--methods co2:delay=1.5", "delay='1.5'; give a whole number, 0 or more"),
@@ -397,7 +429,7 @@ def test_a_budget_stops_between_runs(
     tmp_path: Path, tiny: Task, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     o = options(tmp_path, budget_minutes=1.0)
-    monkeypatch.setattr(command, "run", lambda task, plan, compile: Result(1.0, 1.0, 40.0))
+    monkeypatch.setattr(command, "run", lambda task, plan, compile, device: Result(1.0, 1.0, 40.0))
     monkeypatch.setattr(command.time, "monotonic", iter([0.0, 0.0, 19.0, 21.0]).__next__)
     search(o, rows := Rows(o.rows))
     assert "stopped after 2 runs: budget_minutes=1;" in capsys.readouterr().out and len(rows.runs) == 2

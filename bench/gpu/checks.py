@@ -1,0 +1,139 @@
+"""What a check is, and how one is run: whatever it does ends in a line."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+
+Part = Literal["correctness", "costs", "loops", "search"]
+PARTS: tuple[Part, ...] = get_args(Part)
+Said = str | dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Where the checks run. tiny: sizes for a test of this command. out: the report's folder."""
+
+    device: str
+    out: Path
+    tiny: bool = False
+
+    @property
+    def cuda(self) -> bool:
+        return self.device == "cuda"
+
+    def __call__(self, full: int, tiny: int) -> int:
+        """A size."""
+        return tiny if self.tiny else full
+
+
+class NotRun(Exception):
+    """Why a check was not run."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """run: returns what the line says, words or figures by name; raises AssertionError where something is wrong. cuda:
+    whether it needs a GPU. limit: seconds, after which it is killed."""
+
+    part: Part
+    name: str
+    run: Callable[[Scope], Said]
+    cuda: bool
+    limit: float
+
+
+CHECKS: dict[str, Check] = {}
+
+
+def check(part: Part, *, cases: Iterable[str] = (), cuda: bool = False, limit: float = 120.0) -> Callable[[Any], Any]:
+    """Makes a check of f(scope), or one of f(scope, case) for each case. Its name is the function's."""
+
+    def add(f: Any) -> Any:
+        name = f.__name__.replace("_", " ")
+        for case in cases:
+            full = f"{name}: {case}"
+            CHECKS[full] = Check(part, full, functools.partial(f, case=case), cuda, limit)
+        if not cases:
+            CHECKS[name] = Check(part, name, f, cuda, limit)
+        return f
+
+    return add
+
+
+def line(part: str, name: str, state: str, says: str, seconds: float = 0.0, **more: Any) -> dict[str, Any]:
+    """state: ok, failed or not run."""
+    return {"part": part, "name": name, "state": state, "says": says, "seconds": round(seconds, 2)} | more
+
+
+def outcome(one: Check, scope: Scope) -> dict[str, Any]:
+    """Runs a check, and makes its line of whatever comes of it."""
+    began = time.monotonic()
+    more: dict[str, Any] = {}
+    try:
+        if one.cuda and not scope.cuda:
+            raise NotRun("needs a CUDA device")
+        said = one.run(scope)
+        state, says = "ok", said if isinstance(said, str) else in_words(said)
+        more = {"figures": said} if isinstance(said, dict) else {}
+    except NotRun as reason:
+        state, says = "not run", str(reason)
+    except AssertionError as error:
+        state, says = "failed", str(error) or traceback.format_exc()
+    except Exception as error:
+        state, says = "failed", f"{type(error).__name__}: {error}"
+        more = {"traceback": traceback.format_exc()}
+    return line(one.part, one.name, state, one_line(says), time.monotonic() - began, **more)
+
+
+def in_words(figures: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in figures.items()
+    )
+
+
+def one_line(text: str, most: int = 600) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+
+
+# -- for checks -------------------------------------------------------------------------------------------------
+
+
+def sync(scope: Scope) -> None:
+    if scope.cuda:
+        torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def one_rank(scope: Scope) -> Iterator[None]:
+    """A process group of this process alone: NCCL's on a GPU, which takes the whole path of many, else gloo's."""
+    dist.init_process_group("nccl" if scope.cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def synchronisations() -> Iterator[list[str]]:
+    """Where the host waits for the GPU in the block, as torch's sync debug mode tells."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found += [f"{Path(w.filename).name}:{w.lineno}" for w in seen if "synchroniz" in str(w.message)]

@@ -1,0 +1,216 @@
+"""Costs: boundaries and wires as a share of the copy bandwidth, and what a round holds up beside a slow collective.
+
+Copies are taken in between, so that whatever else the device does falls on both. "Bytes a parameter" is the time, in
+what a copy moves in it: of a boundary that is one pass over memory, at most what `least` says.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from bench import boundary, codecs
+from bench.gpu.checks import NotRun, Scope, check, one_rank, sync
+from bench.gpu.hidden import Slow, asleep
+from bench.gpu.problem import RECOMMENDED, lgreco
+from core import CO2, CO2Config, LocalSGD, WireConfig, outer
+from core.fast import make_boundary
+from core.flat import Scalars, make_buckets
+from core.outer import Merge, Rule
+
+PARAMETERS = 350_000_000
+REPEATS = 7
+# bytes a float32 parameter: the norm reads d; the pass reads p, d, x, m and writes p, x, m, and d if it sends as well;
+# keep sends before, which reads p and x and writes d and sent, and its pass reads sent
+LEAST = {"outer": 36, "mix": 36, "keep": 52}
+
+
+def beside_copies(scope: Scope, once: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds of `once`, and bytes a second that a copy moves in between (read and written); medians."""
+    n = boundary.COPY if not scope.tiny else 1 << 16
+    source, target = (torch.randn(n, device=scope.device) for _ in range(2))
+    took, copied = [], []
+    for repeat in range(2 + scope(REPEATS, 2)):  # the first two warm up
+        one, other = boundary.timed(lambda: target.copy_(source), scope.device), boundary.timed(once, scope.device)
+        if repeat > 1:
+            copied.append(one)
+            took.append(other)
+    return statistics.median(took), 8 * n / statistics.median(copied)
+
+
+@check("costs")
+def copy_bandwidth(scope: Scope) -> dict[str, float]:
+    return {"GB/s, read and written": beside_copies(scope, lambda: None)[1] / 1e9}
+
+
+@check("costs", cases=[f"{merge}, {kind}" for merge in LEAST for kind in ("fast", "plain")] + ["outer, compiled"])
+def a_boundarys_bytes_a_parameter(scope: Scope, case: str) -> dict[str, Any]:
+    merge, _, kind = case.partition(", ")
+    if kind == "compiled" and not scope.cuda:
+        raise NotRun("torch.compile takes a minute: on a GPU only")
+    params = boundary.model(scope(PARAMETERS, 50_000), scope.device)
+    d, x, m = boundary.state(params)
+    sent = x.clone() if merge == "keep" else None
+    one = make_boundary(cast(Any, kind), params, d, x, m, sent)
+
+    def once() -> None:
+        if merge == "keep":
+            one.take()
+        c = outer.norm([d]) / len(d) ** 0.5
+        one.run(Rule(0.5, 1.0, 1.0, 1.0, 1.0, c=c, merge=cast(Merge, merge), sends=merge != "keep"))
+
+    seconds, rate = beside_copies(scope, once)
+    found = seconds * rate / len(d)
+    figures = {"ms": 1e3 * seconds, "bytes": found, "least": LEAST[merge], "share of copy": LEAST[merge] / found}
+    return figures | {"kernels": kernels(scope, once)} if scope.cuda else figures
+
+
+def kernels(scope: Scope, once: Callable[[], Any]) -> int:
+    """That a call queues on the device."""
+    sync(scope)
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        once()
+        sync(scope)
+    return sum(event.count for event in seen.key_averages() if event.device_type != torch.autograd.DeviceType.CPU)
+
+
+@check("costs", cases=("bfloat16", "int8", "int4", "lgreco int4"))
+def a_reductions_bytes_a_parameter(scope: Scope, case: str) -> dict[str, Any]:
+    """Encoding, error feedback, decoding and averaging of one worker, both stages; of L-GreCo with its choices."""
+    wire = lgreco(case.split()[1]) if " " in case else WireConfig(cast(Any, case))
+    params = boundary.model(scope(PARAMETERS, 50_000), scope.device)
+    scalars = Scalars({"steps": 1, "weight": 1})
+    buckets = make_buckets(params, [], scalars.numel)
+    scalars.attach(buckets[0].scalars)
+    reducer, number = wire.reducer(buckets, scalars, 0, 1), 0
+    queued: list[float] = []
+
+    def once() -> None:
+        nonlocal number
+        scalars.set("steps", 1.0)
+        scalars.set("weight", 1.0)
+        began = time.perf_counter()
+        for works, _ in reducer.stages(None, number):
+            for work in works:
+                work.wait()
+        queued.append(time.perf_counter() - began)
+        number += 1
+
+    for bucket in buckets:
+        bucket.payload.normal_(std=1e-3)
+    seconds, rate = beside_copies(scope, once)
+    figures = {
+        "ms": 1e3 * seconds,
+        "bytes": seconds * rate / buckets[0].numel,
+        "host ms": 1e3 * statistics.median(queued),
+    }
+    return figures | {"kernels": kernels(scope, once)} if scope.cuda else figures
+
+
+@check("costs", cases=("encode", "decode"))
+def a_codecs_rate_as_a_share_of_a_copys(scope: Scope, case: str) -> dict[str, float]:
+    """bench.codecs, of 16 MiB, which a large GPU's cache holds: of float32 that goes in (encode) or comes out."""
+    rows = codecs.measure(codecs.Codecs(repeats=scope(9, 1), compiled=False, device=cast(Any, scope.device)))
+    median = statistics.median
+    return {row["way"]: median(row[case]) / median(row["copy"]) for row in rows if row[case]}
+
+
+@check("costs", cases=("boundary.co2", "boundary.fast"))
+def benchs_own(scope: Scope, case: str) -> dict[str, float]:
+    """bench.boundary: core.CO2 with one worker and tau 1, whose step() is a boundary with the guard and all else."""
+    bench = boundary.Bench(repeats=scope(5, 1), device=cast(Any, scope.device))
+    way = cast(boundary.Way, case.partition(".")[2])
+    found = boundary.measure(bench, way, scope(PARAMETERS, 50_000))
+    seconds = statistics.median(found["seconds"])
+    share = found["bytes_moved"] / seconds / found["copy_bytes_per_second"]
+    return {
+        "ms": 1e3 * seconds,
+        "share of copy": share,
+        "copies held": 3 * found["memory_measured"] / found["memory_counted"],
+    }
+
+
+# -- a round beside a slow collective -----------------------------------------------------------------------------
+
+TAU = 8
+WAYS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
+    "local": lambda params: LocalSGD(params, TAU),
+    "paper": lambda params: CO2(params, CO2Config(tau=TAU)),
+    "paper, int4": lambda params: CO2(params, CO2Config(tau=TAU, wire=WireConfig("int4"))),
+    "recommended": lambda params: CO2(params, replace(RECOMMENDED, tau=TAU, delay="auto")),
+    "recommended, int4": lambda params: CO2(
+        params, replace(RECOMMENDED, tau=TAU, delay="auto", wire=WireConfig("int4"))
+    ),
+}
+
+
+@check("costs", cases=WAYS)
+def a_round_beside_a_sleeping_collective_ms(scope: Scope, case: str) -> dict[str, float]:
+    """A sleeping kernel in the stream of the reductions, half as long as a round's steps, stands for a slow network.
+    host: what the calling thread spends in the step() that closes a round; others: in those that do not."""
+    params = boundary.model(scope(PARAMETERS, 50_000), scope.device)
+    optimizer = torch.optim.AdamW(params, 1e-4, fused=scope.cuda)
+    for p in params:
+        p.grad = torch.randn_like(p)
+    compute = products(scope)
+    step_ms = 1e3 * paced(scope, compute, optimizer)
+    with one_rank(scope):
+        method = WAYS[case](params)
+        cycles = round(TAU / 2 * step_ms * cycles_a_ms(scope))
+        method.reducer = Slow(method.reducer, lambda: asleep(scope, cycles, TAU / 2 * step_ms / 1e3))
+        stats, closing, others = [], [], []
+        for _ in range(TAU * scope(8, 4)):
+            compute()
+            optimizer.step()
+            began = time.perf_counter()
+            closed = method.step()
+            (closing if closed else others).append(time.perf_counter() - began)
+            stats += [method.stats] if closed else []
+        sync(scope)
+        seen = [s.as_dict() for s in stats[2:-1]]
+        method.finish()
+        method.close()
+    median = {key: 1e3 * statistics.median(s[f"{key}_seconds"] for s in seen) for key in TIMES}
+    host = {"host": 1e3 * statistics.median(closing[2:]), "others": 1e3 * statistics.median(others)}
+    return {"step alone": step_ms} | median | host
+
+
+TIMES = ("step", "allreduce", "exposed", "boundary", "merge")
+
+
+def products(scope: Scope) -> Callable[[], None]:
+    """A step's computation: matrix products of some milliseconds."""
+    n, count = scope(8192, 128), scope(12, 2)
+    dtype = torch.bfloat16 if scope.cuda else torch.float32
+    a, b = (torch.randn(n, n, device=scope.device, dtype=dtype) / n**0.5 for _ in range(2))
+
+    def once() -> None:
+        for _ in range(count):
+            torch.mm(a, b)
+
+    return once
+
+
+def paced(scope: Scope, compute: Callable[[], None], optimizer: torch.optim.Optimizer) -> float:
+    """Seconds of a step without any method."""
+
+    def once() -> None:
+        compute()
+        optimizer.step()
+
+    return statistics.median([boundary.timed(once, scope.device) for _ in range(6)][2:])
+
+
+def cycles_a_ms(scope: Scope) -> float:
+    """Of the sleeping kernel."""
+    if not scope.cuda:
+        return 1.0
+    torch.cuda._sleep(1_000_000)
+    return 10_000_000 / (1e3 * boundary.timed(lambda: torch.cuda._sleep(10_000_000), scope.device))

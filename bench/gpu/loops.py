@@ -1,0 +1,149 @@
+"""Real loops: the train scripts on the device, and a small GPT-2 on text beside a slow collective, with a trace."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from bench.gpu.checks import NotRun, Scope, check, one_line, one_rank, sync
+from bench.gpu.costs import cycles_a_ms
+from bench.gpu.equal import ROOT
+from bench.gpu.hidden import Slow, asleep
+from bench.gpu.problem import RECOMMENDED
+from core import CO2Config, make_method
+
+WAYS = {
+    "ddp": ["--method", "ddp"],
+    "local": ["--method", "local"],
+    "co2": ["--method", "co2", "--no_recommended"],
+    "recommended": ["--method", "co2", "--recommended"],
+}
+SCRIPTS = {"vision.train": "digits_small", "language.train": "gpt2_pydoc_small"}
+SAID = ("test_top1", "val_perplexity", "perplexity", "steps_per_second", "allreduce_seconds", "exposed_seconds")
+
+
+@check("loops", cases=[f"{script}, {way}" for script in SCRIPTS for way in WAYS], limit=240.0)
+def train_script(scope: Scope, case: str) -> dict[str, float]:
+    """Under torchrun, a process group of one worker, and with a trace."""
+    script, way = case.split(", ")
+    with tempfile.TemporaryDirectory() as folder:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+        settings = {"device": scope.device, "epochs": scope(4, 1), "checkpoint_every": 0, "out": f"{folder}/run"}
+        options = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
+        command = [*torchrun, "-m", script, SCRIPTS[script], *WAYS[way], *options, "--trace"]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, f"status {done.returncode}: {one_line(done.stderr, 500)}"
+        summary = json.loads(Path(folder, "run", "summary.json").read_text())
+        traced = any(Path(folder, "run").glob("*trace*"))
+    assert traced or way == "ddp", "no trace was written"
+    return {name: float(summary[name]) for name in SAID if name in summary}
+
+
+# -- a loop beside a slow collective ------------------------------------------------------------------------------
+
+TAU, ROUNDS, TRACED = 6, 8, 2
+
+
+@check("loops", cases=WAYS, limit=240.0)
+def gpt2_beside_a_sleeping_collective(scope: Scope, case: str) -> dict[str, Any]:
+    """The tiny GPT-2 on Python's documentation. Of the sleeping kernel's time the share under which other streams
+    computed, from the trace of two rounds, which OUT/gpu_trace_METHOD.json.gz keeps. ddp has none to hide."""
+    from language.recipes import gpt2_pydoc_small
+    from language.train import make_model, make_objective, open_corpus
+
+    recipe = gpt2_pydoc_small()
+    corpus = open_corpus(recipe.corpus, recipe.vocab_size)
+    objective = make_objective(recipe, corpus)
+    torch.manual_seed(0)
+    model = make_model(recipe, corpus.pad).to(scope.device)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=scope.cuda)
+    text = torch.from_numpy(corpus.train[: scope(200_000, 4000)].astype("int64"))
+    assert objective is not None
+    config = replace(RECOMMENDED, tau=TAU, delay="auto") if case == "recommended" else CO2Config(tau=TAU)
+    with one_rank(scope):
+        name = {"recommended": "co2"}.get(case, case)
+        forward, method = make_method(name, model, co2=CO2Config(tau=TAU) if name != "co2" else config)
+        if case != "ddp":
+            cycles = round(scope(20, 1) * cycles_a_ms(scope))
+            method.reducer = Slow(method.reducer, lambda: asleep(scope, cycles, 1e-3))
+        losses, trace = [], None
+        for step in range(TAU * scope(ROUNDS, 4)):
+            if step == TAU * (scope(ROUNDS, 4) - TRACED):
+                trace = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + scope.cuda])
+                trace.start()
+            losses.append(train_step(forward, optimizer, windows(text, step, scope(64, 4)).to(scope.device)))
+            method.step()
+        sync(scope)
+        assert trace is not None
+        trace.stop()
+        share = overlap(kept(scope, trace, case)) if scope.cuda and case != "ddp" else None
+        method.finish()
+        method.close()
+    first, last = float(losses[0]), float(losses[-1])
+    assert last < first, f"the loss went from {first:.3f} to {last:.3f}"
+    return {"first loss": first, "last loss": last} | ({} if share is None else {"overlap": share})
+
+
+def windows(text: Tensor, step: int, count: int, context: int = 64) -> Tensor:
+    """int64 [count, context + 1]."""
+    random = torch.Generator().manual_seed(step)
+    starts = torch.randint(len(text) - context, (count, 1), generator=random)
+    return text[starts + torch.arange(context + 1)]
+
+
+def train_step(forward: Any, optimizer: torch.optim.Optimizer, tokens: Tensor) -> Tensor:
+    logits = forward(tokens[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def kept(scope: Scope, trace: profile, case: str) -> list[dict[str, Any]]:
+    """The trace's events, once it lies beside the report, packed."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        trace.export_chrome_trace(str(path))
+        text = path.read_bytes()
+    (scope.out / f"gpu_trace_{case}.json.gz").write_bytes(gzip.compress(text))
+    return json.loads(text)["traceEvents"]
+
+
+def overlap(events: Iterable[dict[str, Any]], slow: str = "spin") -> float:
+    """The share of the time of kernels named `slow` (torch.cuda._sleep's) in which a kernel ran in another stream."""
+    ran = [e for e in events if e.get("cat") == "kernel"]
+    sleeping = [e for e in ran if slow in e["name"].lower()]
+    if not sleeping:
+        raise NotRun("the trace has no sleeping kernel")
+    streams = {e["args"]["stream"] for e in sleeping}
+    busy = joined([(e["ts"], e["ts"] + e["dur"]) for e in ran if e["args"]["stream"] not in streams])
+    hidden = 0.0
+    for e in sleeping:
+        start, end = e["ts"], e["ts"] + e["dur"]
+        hidden += sum(max(0.0, min(end, b) - max(start, a)) for a, b in busy)
+    return hidden / sum(e["dur"] for e in sleeping)
+
+
+def joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same times without overlaps, in order."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
