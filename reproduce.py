@@ -154,6 +154,7 @@ def passed_on(arguments: Sequence[str]) -> dict[str, Any]:
         "seed": "--seeds",
         "out": "",
         "resume": "",
+        "extend": "",
         "dry_run": "--dry-run",
     }.items():
         if key in found:

@@ -131,6 +131,9 @@ class Recipe:
     """The run folder; runs/RECIPE-METHOD-seedSEED by default."""
     resume: bool = False
     """Continue from the run folder's newest checkpoint, if it has one."""
+    extend: bool = False
+    """With resume: accept another number of epochs, or of steps in them. The learning rate goes on as in a run of that
+    length, its schedule stretched: config.json's history says where, and reproduce.py --collect counts it in no row."""
     eval_every: int = 1
     """Epochs between evaluations."""
     checkpoint_every: int = 1

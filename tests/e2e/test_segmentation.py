@@ -63,7 +63,11 @@ def test_each_method_learns_on_two_workers_and_equal_seeds_give_equal_runs(
 
 def test_a_run_folder_holds_per_class_results_and_pictures_and_resumes(tmp_path: Path) -> None:
     """One worker, stopped after two of four epochs and resumed, ends as the run that was not interrupted."""
-    jobs = {"whole": {"epochs": 4}, "halves": {"epochs": 2}, "halves again": {"epochs": 4, "resume": True}}
+    jobs = {
+        "whole": {"epochs": 4},
+        "halves": {"epochs": 2},
+        "halves again": {"epochs": 4, "resume": True, "extend": True},
+    }
     run_distributed(train_in_process, 1, str(tmp_path), jobs, timeout=300)
     whole, halves = (rows(tmp_path / name) for name in ("whole", "halves"))
     assert [r["step"] for r in whole if "train_loss" in r] == [r["step"] for r in halves if "train_loss" in r]

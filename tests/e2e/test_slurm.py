@@ -142,6 +142,12 @@ def test_it_asks_for_its_cluster_for_a_log_and_for_a_signal_before_the_end(scrip
     assert asked["--ntasks-per-node"] == "1" and int(asked["--cpus-per-task"]) >= GPUS
 
 
+@pytest.mark.parametrize("script", [*SCRIPTS, "slurm/README.md"])
+def test_a_trial_of_another_length_has_a_folder_of_its_own(script: str):
+    trials = [line for line in (ROOT / script).read_text().splitlines() if "sbatch" in line and "--epochs" in line]
+    assert all("OUT=" in line for line in trials) and (trials or not script.startswith("slurm/vision_"))
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_slurm_accepts_it(script: str):
     if not shutil.which("sbatch"):
