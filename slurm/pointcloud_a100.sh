@@ -17,7 +17,7 @@
 
 source slurm/env.sh && source slurm/launch.sh && array_job || exit 2
 
-RECIPE="${RECIPE:-shapenet_folding}" # or shapenet_mlp, shapenet_mae
+RECIPE="${RECIPE:-shapenet_folding}" # or shapenet_mlp, shapenet_mae, shapenet55_mae
 METHOD="${METHOD:-co2}"              # or ddp, local, overlap_local, slowmo
 TAU="${TAU:-12}"                     # local steps per round, of every method but ddp
 BATCH_SIZE="${BATCH_SIZE-}"          # over all GPUs; empty: the recipe's

@@ -11,7 +11,8 @@ from core.errors import UserError
 from language.data import CausalObjective, Corpus, MaskedObjective, read_windows
 from language.recipes import RECIPES, LanguageRecipe, gpt2_pydoc_small, roberta_pydoc_small
 from language.train import backward, make_model, make_objective
-from training.recipe import dry_run, parse
+from training.checks import dry_run
+from training.recipe import parse
 from training.run import Run
 
 MILLIONS = {  # published, with the recipe's vocabulary, before that is padded; TransNormer's size is ours

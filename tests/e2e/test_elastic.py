@@ -122,4 +122,4 @@ def test_a_users_mistake_ends_all_in_one_line(tmp_path: Path):
     process = start(tmp_path, 2, "--batch_size", "47")
     text = process.communicate(timeout=200)[0]
     assert process.returncode == 2
-    assert text == "error: batch_size=47 (global) over 3 workers: choose a positive multiple of 3\n", text
+    assert text == "error: batch_size=47 (global) over 3 workers: choose a positive multiple of 3, such as 48\n", text

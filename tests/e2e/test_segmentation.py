@@ -92,5 +92,5 @@ def test_mistakes_are_one_line(tmp_path: Path, mistake: Mistakes, monkeypatch: p
     assert f"no ADE20K in {tmp_path}/ade/ADEChallengeData2016: expected images/training" in text
     assert "digits_small" in text
     text = fails("digits_small", *out, "--batch_size", "1")
-    assert "batch_size=1 (global) over 1 workers: BatchNorm needs two images a worker; give 2 or more" in text
+    assert "batch_size=1 (global) over 1 workers: BatchNorm needs two samples a worker; give 2 or more" in text
     assert "did you mean digits_small" in fails("digits_smal", *out)

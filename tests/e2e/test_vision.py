@@ -245,7 +245,7 @@ def test_a_signal_to_each_worker_saves_and_resume_finishes(tmp_path: Path):
     check_the_stop_and_resume(folder, "co2")
 
 
-MISTAKE = "error: batch_size=63 (global) over 2 workers: choose a positive multiple of 2\n"
+MISTAKE = "error: batch_size=63 (global) over 2 workers: choose a positive multiple of 2, such as 64\n"
 
 
 def test_a_users_mistake_is_one_line_and_in_torchruns_report(tmp_path: Path):

@@ -13,7 +13,8 @@ from core.methods import METHODS, make_method
 from language.train import RECIPES, fake_step, make_model
 from results.paper import TABLES
 from training import memory
-from training.recipe import Recipe, dry_run
+from training.checks import dry_run
+from training.recipe import Recipe
 
 TASKS = {"vision": "imagenet", "segmentation": "ade20k", "pointcloud": "shapenet", "language": ("owt", "wiki")}
 FULL = [
