@@ -224,6 +224,27 @@ def test_gpt2_large_takes_two_samples_at_a_time_on_24_gb(nodes: int, batch_size:
     assert parse(recipes_of(script), arguments).accumulate == 8
 
 
+@pytest.mark.parametrize(
+    ("script", "recipe", "said"),
+    [
+        ("gpt2_a100", "gpt2_small_owt", "batch 512 over all GPUs, not the recipe's, which does not divide"),
+        ("gpt2_3090", "gpt2_small_wikitext103", "batch 240 over all GPUs, not the recipe's"),
+        ("gpt2_3090", "gpt2_medium_zo_owt", "batch 480 over all GPUs, not the recipe's"),
+        ("gpt2_3090", "gpt2_small_owt", ""),
+        ("vision_a100", "imagenet_resnet50", ""),
+    ],
+)
+def test_another_batch_than_the_recipes_is_told_in_one_line(script: str, recipe: str, said: str, tmp_path: Path):
+    env = install(tmp_path, torchrun=SAY) | {"RECIPE": recipe}
+
+    def told(**more: str) -> list[str]:
+        process = start(f"slurm/{script}.sh", env | more)
+        return [line for line in process.communicate(timeout=60)[0].splitlines() if line.startswith("batch ")]
+
+    assert [said in line for line in told()] == ([True] if said else [])
+    assert not told(BATCH_SIZE="640"), "asked for"
+
+
 def test_variables_and_options_change_the_run(tmp_path: Path):
     changes = {"RECIPE": "digits_small", "METHOD": "slowmo", "TAU": "24", "BATCH_SIZE": "128", "SEED": "3", "OUT": "x"}
     _, _, arguments = torchruns_line("slurm/vision_a100.sh", tmp_path, "--epochs", "2", **changes)
