@@ -154,6 +154,7 @@ def passed_on(arguments: Sequence[str]) -> dict[str, Any]:
         "seed": "--seeds",
         "out": "",
         "resume": "",
+        "extend": "",
         "dry_run": "--dry-run",
     }.items():
         if key in found:
@@ -211,6 +212,8 @@ def jobs_of(table: Table, command: Command, extra: Mapping[str, Any]) -> list[Jo
         if not command.local and (row.nodes or 0) > NODES[command.cluster]:
             print(f"# left out: {row.label}, for the {command.cluster} cluster has {NODES[command.cluster]} nodes")
             continue
+        if not command.local and not command.status and (note := batch_note(row, command.cluster, extra)):
+            print(note, file=sys.stderr)
         for seed in row.seeds:
             if not command.local:
                 env, arguments = submission(row, command.cluster, seed, extra)
@@ -269,6 +272,15 @@ def fitting_batch(recipe: Any, gpus: int) -> int:
     share = max(1, round(recipe.batch_size / gpus))
     pairs = getattr(recipe, "mixup", 0) or getattr(recipe, "cutmix", 0)
     return (share - share % 2 if pairs else share) * gpus
+
+
+def batch_note(row: Row, cluster: Cluster, extra: Mapping[str, Any]) -> str:
+    """A line where a row's jobs take another batch than its recipe's because of the GPUs, or nothing."""
+    own, gpus = load_recipe(row.task, row.recipe).batch_size, (row.nodes or NODES[cluster]) * GPUS
+    taken = int(submission(row, cluster, row.seeds[0], extra)[0]["BATCH_SIZE"])
+    if "batch_size" in {**row.overrides, **extra} or taken == own:
+        return ""
+    return f"# {row.label}, {row.method}: batch {taken}, for the recipe's {own} does not divide by {gpus} GPUs"
 
 
 def submission(

@@ -199,6 +199,15 @@ def check_mesh(mesh: DeviceMesh) -> None:
     )
 
 
+def check_node(c: CO2Config) -> None:
+    """Refuses what the workers of a node, which stay equal, cannot do (ShardedCO2 with an inner group)."""
+    if c.delay == "auto":
+        raise UserError(
+            "delay='auto' lets every worker merge by itself, and those of a node must stay equal: give a number of "
+            "local steps, at least what the all-reduce takes"
+        )
+
+
 def unstable(c: CO2Config, remedy: str, limit: str) -> str:
     """Why a delayed outer step without a penalty may diverge with these settings."""
     return (

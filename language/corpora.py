@@ -1,6 +1,6 @@
 """The corpora that recipes name, each opened by `open_corpus(name, vocab_size)`.
 
-`openwebtext`, `wikibooks` and `wikitext103` are the paper's; they are read from `$CO2_DATA/<name>`, where the
+`openwebtext`, `wikibooks` and `wikitext103` are the paper's; they are read from `CO2_DATA/<name>`, where the
 user has put token files. `gutenberg` (books, from CO2_DATA) and `pydoc` (Python's own documentation, which
 every Python brings) are the small stand-ins; they are tokenised once into `$CO2_CACHE` (default
 ~/.cache/co2).
@@ -21,7 +21,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from core.errors import UserError
-from language.data import Corpus, bytes_per_token, check_tokens, data_folder, load_corpus, open_tokens
+from language.data import Corpus, bytes_per_token, check_tokens, load_corpus, open_tokens
 from language.prepare import (
     SUFFIXES,
     Documents,
@@ -32,8 +32,9 @@ from language.prepare import (
     write_corpus,
 )
 from language.recipes import CorpusName
+from training.data import data_root, missing
 
-STAND_IN = "or run the stand-in recipe gpt2_pydoc_small, which needs no data"
+STAND_IN = "gpt2_pydoc_small"
 GUTENBERG_HELD_OUT = 4  # books; with seed 0 about 3 % of the text
 # Whole topics of the documentation, about a seventh of its text.
 PYDOC_HELD_OUT = ("calls", "formatstrings", "import", "objects", "raise", "typesmapping")
@@ -54,12 +55,11 @@ def open_corpus(name: CorpusName, vocab_size: int) -> Corpus:
         return _open_pydoc(vocab_size)
     if name == "gutenberg":
         return _open_gutenberg(vocab_size)
-    folder = _data_folder(name) / name
+    folder = data_root() / name
     if not (folder / "train.bin").is_file():
-        raise UserError(
-            f"no {name} token files in {folder}: expected train.bin and val.bin, made by `python -m "
-            f"language.prepare TEXT... --out {folder} --vocab-size {vocab_size}` or, for GPT-2, by nanoGPT; {STAND_IN}"
-        )
+        command = f"python -m language.prepare TEXT... --out {folder} --vocab-size {vocab_size}"
+        expected = f"train.bin and val.bin, made by `{command}` or, for GPT-2, by nanoGPT"
+        raise missing(f"{name} token files", folder, expected, STAND_IN, holds=name)
     corpus = load_corpus(folder)
     if not (folder / "meta.json").is_file():
         for split in ("train", "val"):
@@ -82,7 +82,7 @@ def open_wikitext2(corpus: Corpus) -> np.ndarray:
     tokenizer = corpus.tokenizer
     if tokenizer is None:
         raise UserError(f"{corpus.folder} has no tokenizer.json to encode WikiText-2 with: add it, or --no_wikitext2")
-    file = _data_folder("wikitext2") / "wt2.test.txt"
+    file = data_root() / "wt2.test.txt"
     if not file.is_file():
         raise UserError(f"no WikiText-2: {file} is missing (the test text, plain); add it, or --no_wikitext2")
     key = _key(file.read_bytes(), tokenizer.to_str().encode())
@@ -129,11 +129,9 @@ def _text(folder: Path, split: str) -> Path:
 
 
 def _open_gutenberg(vocab_size: int) -> Corpus:
-    file = _data_folder("gutenberg") / "gutenberg_en.txt.xz"
+    file = data_root() / "gutenberg_en.txt.xz"
     if not file.is_file():
-        raise UserError(
-            f"no Gutenberg books: {file} is missing (one xz file, books separated by form feed lines); {STAND_IN}"
-        )
+        raise missing("Gutenberg books", file.parent, f"{file.name}, books separated by form feed lines", STAND_IN)
 
     def build(target: Path) -> None:
         train, held = split_documents((file,), GUTENBERG_HELD_OUT, seed=0)
@@ -165,13 +163,6 @@ def pydoc_documents() -> tuple[list[str], list[str]]:
         if name not in PYDOC_HELD_OUT
     )
     return [text for text in kept if text.strip()], held
-
-
-def _data_folder(corpus: str) -> Path:
-    folder = data_folder()
-    if folder is None:
-        raise UserError(f"corpus {corpus} needs data: set CO2_DATA to the folder that holds it, {STAND_IN}")
-    return folder
 
 
 def _key(*contents: bytes) -> str:

@@ -9,7 +9,6 @@ one of (seed, epoch, window), so neither the number of workers nor a resumed run
 """
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -329,9 +328,3 @@ def held_out_batches(
 def read_windows(tokens: np.ndarray, starts: list[int], length: int) -> Tensor:
     """Stack tokens[start : start + length]: int64 [len(starts), length], shorter at the end of the text."""
     return torch.from_numpy(np.stack([tokens[start : start + length] for start in starts]).astype(np.int64))
-
-
-def data_folder() -> Path | None:
-    """The folder that CO2_DATA names, or None when it is not set."""
-    name = os.environ.get("CO2_DATA")
-    return Path(name).expanduser() if name else None

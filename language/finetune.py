@@ -8,7 +8,8 @@ The tuned model is written to OUT/model, tokenizer included; method zo writes OU
 from __future__ import annotations
 
 from language.finetune_recipes import RECIPES, FinetuneRecipe
-from training.recipe import answer_help, dry_run, parse
+from training.checks import dry_run
+from training.recipe import answer_help, parse
 from training.script import launch
 
 if __name__ == "__main__":

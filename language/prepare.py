@@ -288,7 +288,7 @@ def prepare(
         val: the same that make val.bin, where a data set brings its own split.
         seed: chooses the held-out documents.
     """
-    files = text_files(sources)
+    out, files = out.expanduser(), text_files(sources)
     own = read_tokenizer(tokenizer) if tokenizer is not None else None
     if out.exists():
         raise UserError(f"{out} exists already: remove it, or give another --out")

@@ -78,7 +78,10 @@ def gpt2_small_owt() -> LanguageRecipe:
     The paper's: context 1,024, total batch 480, the data, 64 A100. As in the authors' example for GPT-2 Medium: the
     optimiser and CO2's settings, its outer momentum that for 64 GPUs. As fairseq, which that example runs: dropout 0.1
     (its GPT-2 models' default), and its Adam decays weights as AdamW does, all of them. Ours: 100,000 steps, 49 billion
-    tokens. 480 does not divide by 64 or 128 workers: add --batch_size 512 there.
+    tokens. 480 does not divide by 64 or 128 workers: slurm/gpt2_a100.sh and reproduce.py take 512 there, and say so.
+
+    What the 7.37 is a perplexity of is not known to us. Inferred: 2^2.88 = 7.36, so that it may have another base than
+    e, or another unit than a token of GPT-2's; ours is e to the mean loss a token, and may not compare.
     """
     return LanguageRecipe(
         model="gpt2_small",
@@ -133,7 +136,8 @@ def gpt2_medium_zo_owt() -> LanguageRecipe:
 
 def gpt2_small_wikitext103() -> LanguageRecipe:
     """GPT-2 Small on WikiText-103, whose tokens are those of roberta_base_wikitext103: in place of L-GreCo's
-    Transformer-LM, whose sizes are unknown to us. As gpt2_small_owt; batch and epochs are ours. Not run.
+    Transformer-LM, whose sizes are unknown to us. As gpt2_small_owt; batch and epochs are ours; 256 does not divide by
+    80 workers, where slurm/gpt2_3090.sh takes 240. Not run.
     """
     base = gpt2_small_owt()
     return replace(base, corpus="wikitext103", vocab_size=50265, batch_size=256, epoch_steps=None, epochs=50)
@@ -157,8 +161,8 @@ def roberta_base_wikibooks() -> LanguageRecipe:
     """RoBERTa Base on Wikipedia and BookCorpus, which the paper names. Not run.
 
     Context, batch, steps, dropout and optimiser are those of Liu et al. (arXiv 1907.11692) for this text, without
-    clipping and, as fairseq does, with weight decay on all parameters; cosine in place of a linear decay and 6,000
-    steps of warm-up are ours. CO2's outer momentum is the authors' example's for more than 64 GPUs.
+    clipping and, as fairseq does, with weight decay on all parameters, and a linear decay to 0; 6,000 steps of warm-up
+    are ours. CO2's outer momentum is the authors' example's for more than 64 GPUs.
     """
     return LanguageRecipe(
         model="roberta_base",
@@ -178,6 +182,7 @@ def roberta_base_wikibooks() -> LanguageRecipe:
             eps=1e-6,
             weight_decay=0.01,
             undecayed=(),
+            schedule="poly",
             warmup_steps=6000,
         ),
         co2=CO2Config(tau=48, outer_momentum=0.6),

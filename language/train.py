@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from language.recipes import RECIPES, LanguageRecipe
-from training.recipe import answer_help, dry_run, parse
+from training.checks import dry_run
+from training.recipe import answer_help, parse
 from training.script import launch
 
 if __name__ == "__main__":

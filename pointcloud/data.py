@@ -16,7 +16,8 @@ from torch.utils.data import Dataset
 from core import UserError
 from pointcloud.pack import Packed, packed_path
 from pointcloud.recipes import PointCloudRecipe
-from pointcloud.sources import SPLITS, Source, data_root, unpacked
+from pointcloud.sources import SPLITS, Source, unpacked
+from training.data import data_root
 from training.sampling import eval_share, load_batches, worker_batches
 
 
@@ -28,7 +29,7 @@ def load(recipe: PointCloudRecipe) -> tuple[PointClouds, PointClouds]:
 
 def load_source(name: str, split: str) -> Source:
     """The clouds of a data set, packed where pointcloud.pack has done so; see pointcloud.sources.unpacked."""
-    root = data_root(name)
+    root = data_root()
     return Packed(root, name, split) if packed_path(root, name, split).is_file() else unpacked(name, split)
 
 

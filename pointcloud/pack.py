@@ -20,7 +20,8 @@ import numpy as np
 import tyro
 
 from core import UserError
-from pointcloud.sources import SPLITS, Source, data_root, unpacked
+from pointcloud.sources import SPLITS, Source, unpacked
+from training.data import data_root
 from training.script import launch
 
 
@@ -84,7 +85,7 @@ def _again(name: str) -> str:
 
 def main(dataset: tyro.conf.Positional[Literal["shapenet", "shapenet55"]]) -> None:
     """Packs a release of ShapeNet, found in the folder CO2_DATA, where it also writes."""
-    root = data_root(dataset)
+    root = data_root()
     if not os.access(root, os.W_OK):
         raise UserError(f"CO2_DATA={root} cannot be written to: give a folder of your own that links to the data")
     for split in SPLITS:

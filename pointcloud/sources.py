@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 from pathlib import Path
 from typing import Protocol
@@ -11,8 +10,10 @@ import numpy as np
 
 from core import UserError
 from pointcloud.surfaces import random_surface
+from training.data import data_root, missing
 
 SPLITS = ("train", "test")
+STAND_IN = "surfaces_small"
 
 
 class Source(Protocol):
@@ -43,7 +44,7 @@ class ShapeNetPC15k:
         folder = root / "ShapeNetCore.v2.PC15k"
         self.files = sorted(folder.glob(f"*/{split}/*.npy"))
         if not self.files:
-            raise _missing(root, f"{folder.name}/<synset>/{split}/<model>.npy")
+            raise missing("data set shapenet", root, f"{folder.name}/<synset>/{split}/<model>.npy", STAND_IN)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -69,7 +70,8 @@ class ShapeNet55:
         folder = root / "ShapeNet55-34"
         listing = folder / "ShapeNet-55" / f"{split}.txt"
         if not listing.is_file():
-            raise _missing(root, f"{folder.name}/{{ShapeNet-55/{split}.txt,shapenet_pc/<synset>-<model>.npy}}")
+            files = f"{folder.name}/{{ShapeNet-55/{split}.txt,shapenet_pc/<synset>-<model>.npy}}"
+            raise missing("data set shapenet55", root, files, STAND_IN)
         self.files = [folder / "shapenet_pc" / name for name in listing.read_text().split()]
         if not self.files:
             raise UserError(f"{listing} is empty: it should name one file of {folder / 'shapenet_pc'} a line")
@@ -96,7 +98,8 @@ class ModelNet10:
     def __init__(self, root: Path, split: str):
         self.path, self.array = root / "modelnet10_1024_fp16.npz", f"x_{split}"
         if not self.path.is_file():
-            raise _missing(root, f"{self.path.name} with x_{split}, y_{split} and cls")
+            files = f"{self.path.name} with x_{split}, y_{split} and cls"
+            raise missing("data set modelnet10", root, files, STAND_IN)
         try:
             with np.load(self.path, allow_pickle=False) as file:
                 self.clouds, self.labels, self.classes = file[self.array], file[f"y_{split}"], file["cls"]
@@ -149,25 +152,15 @@ class Surfaces:
 
 
 SOURCES = {"shapenet": ShapeNetPC15k, "shapenet55": ShapeNet55, "modelnet10": ModelNet10, "surfaces": Surfaces}
-EMBEDDED = {"surfaces"}
-STAND_IN = "surfaces_small, which needs no data"
-
-
-def data_root(name: str) -> Path:
-    """The folder CO2_DATA; UserError where it is not set and the data set `name` needs it."""
-    root = os.environ.get("CO2_DATA", "")
-    if not root and name not in EMBEDDED:
-        raise UserError(f"data set {name} not found: set CO2_DATA to its folder, or train {STAND_IN}")
-    return Path(root)
 
 
 def unpacked(name: str, split: str) -> Source:
     """The clouds of data set `name` (a key of `SOURCES`), split train or test, from the files of its release.
 
     Raises:
-        UserError: CO2_DATA names no folder, or the data is not in it; says what runs without it.
+        UserError: the data is not there; says where it was looked for, and what runs without it.
     """
-    return SOURCES[name](data_root(name), split)
+    return SOURCES[name](data_root(), split)
 
 
 def _load_npy(path: Path) -> np.ndarray:
@@ -175,10 +168,3 @@ def _load_npy(path: Path) -> np.ndarray:
         return np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise UserError(f"{path} cannot be read ({error}): copy it again or remove it") from error
-
-
-def _missing(root: Path, layout: str) -> UserError:
-    return UserError(
-        f"data set not found: looked in {root} for {layout}; set CO2_DATA to the folder that holds it, "
-        f"or train {STAND_IN}"
-    )

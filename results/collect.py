@@ -10,7 +10,7 @@ from bench import report
 from bench.report import mean_sd, plus_minus
 from core import UserError
 from results.paper import GPUS, TABLES, Metric, Row, Table
-from results.runs import Finished, differences, hours, read_run
+from results.runs import Finished, differences, hours, read_run, stretched
 
 
 def collect(tables: Mapping[str, Table], folder: Path) -> Iterator[str]:
@@ -111,7 +111,8 @@ def departure(run: Finished, tables: Mapping[str, Table]) -> str:
 def status(tables: Mapping[str, Sequence[tuple[Row, int, Path]]], worker: str) -> Iterator[str]:
     """Lines of Markdown: of each row's runs, given as (row, seed, folder), what ran, what is left, and the hours.
 
-    worker: what the hours are of, GPU or worker. What is left is known where one of the row's runs has finished.
+    worker: what the hours are of, GPU or worker. What is left is known where one of the row's runs has finished. A line
+    more for each run whose schedule was stretched.
     """
     titles = ["table", "row", "method", "tau", "finished", "begun", "left", f"{worker} hours", f"{worker} hours left"]
     rows: list[tuple[object, ...]] = []
@@ -133,6 +134,7 @@ def status(tables: Mapping[str, Sequence[tuple[Row, int, Path]]], worker: str) -
     yield from report.table(titles, rows).splitlines()
     more = ", and what the rows marked ? need, of which no run has finished yet" if open_end else ""
     yield f"\n{sum(spent.values()):,.1f} {worker} hours used; left: {sum(to_come.values()):,.1f}{more}."
+    yield from (f"{folder}: {where}." for folder in spent for where in stretched(folder))
 
 
 def _key(row: Row) -> tuple[str, str, object]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from results.paper import GPUS, Metric, Row
-from training.config import settings, with_defaults
+from training.config import settings, stretches, with_defaults
 from training.recipe import Recipe, flat
 
 
@@ -28,7 +28,7 @@ def stand_in_overrides(row: Row) -> dict[str, Any]:
 
 # Settings that do not change what a row measures.
 FREE = {
-    "seed", "out", "resume", "dry_run", "device", "timeout", "eval_every", "checkpoint_every", "save_minutes",
+    "seed", "out", "resume", "extend", "dry_run", "device", "timeout", "eval_every", "checkpoint_every", "save_minutes",
     "log_every", "recommended", "accumulate", "workers", "loader_workers", "gpu_gb", "recompute", "tf32",
     "cudnn_benchmark", "channels_last", "compile",
 }  # fmt: skip
@@ -43,6 +43,8 @@ class Finished:
     workers: int
     commit: str
     results: dict[str, float]
+    stretched: tuple[str, ...] = ()
+    """Where its schedule was: see training.config.stretches."""
 
     @property
     def line(self) -> tuple[int, int, int]:
@@ -84,6 +86,14 @@ def hours(folder: Path) -> float:
         return 0.0
 
 
+def stretched(folder: Path) -> list[str]:
+    """Where the schedule of the run in `folder`, finished or not, was stretched: see training.config.stretches."""
+    try:
+        return stretches(json.loads((folder / "config.json").read_text()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+
+
 def read_run(folder: Path) -> Finished | str:
     """The run in `folder`, or why it does not count."""
     try:
@@ -97,7 +107,8 @@ def read_run(folder: Path) -> Finished | str:
             "tokens_per_second": samples * settings.get("context", 0),
             "exposed_share": 1 - (math.nan if summary["hidden_share"] is None else summary["hidden_share"]),
         }
-        return Finished(folder, settings, config["world_size"], config["commit"], summary | derived)
+        where = tuple(stretches(config))
+        return Finished(folder, settings, config["world_size"], config["commit"], summary | derived, where)
     except FileNotFoundError:
         return "it has no summary.json: not finished"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -128,5 +139,6 @@ def differences(run: Finished, row: Row, metric: Metric, local: bool) -> list[st
         found.append(f"{run.workers} workers in place of {row.nodes * GPUS}")
     if row.network and not local and row.network not in run.folder.name.split("-"):
         found.append(f"not over {row.network}, by its folder's name")
+    found += run.stretched
     found += [] if run.results.get(metric.key) is not None else [f"no {metric.key} in summary.json"]
     return found

@@ -9,7 +9,6 @@ from __future__ import annotations
 import segmentation.registries  # noqa: F401
 
 # isort: split
-import os
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from PIL import Image, UnidentifiedImageError
 from core import UserError
 from segmentation import synthetic
 from segmentation.recipes import DataName
+from training.data import data_root, missing
 
 Split = Literal["train", "val", "test"]
 Bytes = NDArray[np.uint8]
@@ -32,7 +32,6 @@ Pipeline = Sequence[dict[str, Any]]  # configs of mmseg's transforms
 Indices = int | Sequence[int] | None  # the samples to keep: that many first ones, or these
 IGNORE = 255
 
-STAND_IN = "or run the recipe digits_small, which needs no data"
 CAMVID_CLASSES = (
     "sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian", "bicyclist",
 )  # fmt: skip
@@ -157,10 +156,7 @@ class CamVid(ArraySegDataset):
     ):
         path = Path(root, "camvid_240x180.npz")
         if not path.exists():
-            raise UserError(
-                f"no CamVid in {root}: expected {path.name} with x_train, y_train, x_val, ... there; set CO2_DATA to "
-                f"the folder that holds it, {STAND_IN}"
-            )
+            raise missing("CamVid", path.parent, f"{path.name} with x_train, y_train, x_val, ...", "digits_small")
         try:
             with np.load(path) as file:
                 images, masks = file[f"x_{split}"], file[f"y_{split}"]
@@ -201,10 +197,8 @@ class ADE20K(ADE20KDataset):
         part = {"train": "training", "val": "validation"}[split]
         for folder in ("images", "annotations"):
             if not Path(root, folder, part).is_dir():
-                raise UserError(
-                    f"no ADE20K in {root}: expected images/{part}/*.jpg and annotations/{part}/*.png there; set "
-                    f"CO2_DATA to the folder that holds ade/ADEChallengeData2016, {STAND_IN}"
-                )
+                expected = f"images/{part}/*.jpg and annotations/{part}/*.png"
+                raise missing("ADE20K", Path(root), expected, "digits_small", holds="ade/ADEChallengeData2016")
         prefix = {"img_path": f"images/{part}", "seg_map_path": f"annotations/{part}"}
         super().__init__(
             data_root=str(root), data_prefix=prefix, pipeline=list(pipeline), test_mode=test_mode, indices=indices
@@ -221,11 +215,6 @@ CROP: dict[DataName, tuple[int, int]] = {"ade20k": (512, 512), "camvid": (144, 1
 EVAL_SPLITS: dict[DataName, tuple[Split, ...]] = {"ade20k": ("val",), "camvid": ("val", "test"), "digits": ("val",)}
 EVAL_BATCH: dict[DataName, int] = {"ade20k": 1, "camvid": 8, "digits": 8}  # ADE20K's images differ in size
 _PACK = [{"type": "PackSegInputs"}]
-
-
-def data_root() -> Path:
-    """The folder named by CO2_DATA; `data` in the working directory without it."""
-    return Path(os.environ.get("CO2_DATA") or "data")
 
 
 def _augmentation(name: DataName) -> list[dict[str, Any]]:

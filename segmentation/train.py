@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from segmentation.recipes import RECIPES, SegmentationRecipe
-from training.recipe import answer_help, dry_run, parse
+from training.checks import dry_run
+from training.recipe import answer_help, parse
 from training.script import launch
 
 if __name__ == "__main__":
@@ -19,7 +20,6 @@ from mmseg.datasets import BaseSegDataset
 from mmseg.structures import SegDataSample
 from torch import Tensor, nn
 
-from core import UserError
 from segmentation.data import CROP, EVAL_BATCH, EVAL_SPLITS, NUM_CLASSES, build_dataset
 from segmentation.loader import eval_batches, train_batches
 from segmentation.metrics import SegmentationMetric
@@ -29,7 +29,7 @@ from training.backward import Scalars, backward_in_parts
 from training.elastic import repeated
 from training.optim import clip_gradients, make_optimizer, make_schedule
 from training.run import Run
-from training.sampling import per_worker, steps_per_epoch
+from training.sampling import steps_per_epoch
 from training.workers import to_device
 
 if TYPE_CHECKING:
@@ -45,11 +45,6 @@ def main() -> None:
     train_set = build_dataset(recipe.dataset, "train")
     eval_sets = {split: build_dataset(recipe.dataset, split) for split in EVAL_SPLITS[recipe.dataset]}
     with Run(recipe) as run:
-        if per_worker(recipe.batch_size, run.world_size) < 2:
-            raise UserError(
-                f"batch_size={recipe.batch_size} (global) over {run.world_size} workers: BatchNorm needs two images a "
-                f"worker; give {2 * run.world_size} or more"
-            )
         train(run, recipe, train_set, eval_sets)
 
 

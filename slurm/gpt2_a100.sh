@@ -1,6 +1,7 @@
 #!/bin/bash
 # Autoregressive language modelling on 16 x DGX-A100 (128 GPUs).
-# From the repository's root: [TAU=24 METHOD=slowmo ...] sbatch slurm/gpt2_a100.sh [--epochs 10 ...]
+# From the repository's root: [TAU=24 METHOD=slowmo ...] sbatch slurm/gpt2_a100.sh [--optim.lr 2e-3 ...]
+# A trial needs a folder of its own, for a run keeps its length: OUT=runs/trial sbatch slurm/gpt2_a100.sh --epochs 1
 # Account and partition, if needed: SBATCH_ACCOUNT and SBATCH_PARTITION in your shell; see slurm/README.md.
 #SBATCH --job-name=gpt2_a100
 #SBATCH --nodes=16
@@ -16,7 +17,7 @@
 
 source slurm/env.sh && source slurm/launch.sh && array_job || exit 2
 
-RECIPE="${RECIPE:-gpt2_small_owt}" # or gpt2_medium_owt, gpt2_large_owt, transnormer_7b_owt
+RECIPE="${RECIPE:-gpt2_small_owt}" # or gpt2_medium_owt, gpt2_large_owt, transnormer_7b_owt, gpt2_small_wikitext103
 METHOD="${METHOD:-co2}"            # or ddp, local, overlap_local, slowmo; zo with RECIPE=gpt2_medium_zo_owt
 TAU="${TAU:-48}"                   # local steps per round, of every method but ddp
 ACCUMULATE="${ACCUMULATE-}" # micro-batches per step and GPU; more need less memory; empty: the recipe's

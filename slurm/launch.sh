@@ -18,7 +18,8 @@ loader_workers() {
     echo $((share > 2 ? share - 1 : 1))
 }
 
-# launch MODULE [overrides]: trains with RECIPE, METHOD, TAU, BATCH_SIZE, SEED and OUT on all nodes of the job; exits.
+# launch MODULE [overrides]: trains with RECIPE, METHOD, TAU, BATCH_SIZE, SEED and OUT on all nodes of the job; exits. fit:
+# the batch that a script gives in place of the recipe's, which is told.
 launch() {
     local module="$1" status=0 late="" options=(
         --method "$METHOD" --co2.tau "$TAU" ${BATCH_SIZE:+--batch_size "$BATCH_SIZE"} --seed "$SEED" --gpu_gb "$GPU_GB"
@@ -36,6 +37,8 @@ launch() {
     export LOGS="$OUT/logs" TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank ${rank}] '
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((SLURM_CPUS_PER_TASK / SLURM_GPUS_ON_NODE))}"
     set -- "${torchrun[@]}" -m "$module" "$RECIPE" "${options[@]}" "${JOB_ARGS[@]}" "$@"
+    [ -z "${fit-}" ] || [ "$BATCH_SIZE" != "$fit" ] ||
+        echo "batch $fit over all GPUs, not the recipe's, which does not divide by this cluster's GPUs"
     echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST, data in $CO2_DATA: $*"
 
     # Since 22.05, srun no longer takes the job's --cpus-per-task by itself: each torchrun would get one core.

@@ -1,6 +1,7 @@
 #!/bin/bash
 # 3-D point-cloud reconstruction on 16 x DGX-A100 (128 GPUs).
-# From the repository's root: [TAU=24 METHOD=slowmo ...] sbatch slurm/pointcloud_a100.sh [--epochs 10 ...]
+# From the repository's root: [TAU=24 METHOD=slowmo ...] sbatch slurm/pointcloud_a100.sh [--optim.lr 2e-3 ...]
+# A trial needs a folder of its own, for a run keeps its length: OUT=runs/trial sbatch slurm/pointcloud_a100.sh --epochs 1
 # Account and partition, if needed: SBATCH_ACCOUNT and SBATCH_PARTITION in your shell; see slurm/README.md.
 #SBATCH --job-name=pointcloud_a100
 #SBATCH --nodes=16
@@ -16,7 +17,7 @@
 
 source slurm/env.sh && source slurm/launch.sh && array_job || exit 2
 
-RECIPE="${RECIPE:-shapenet_folding}" # or shapenet_mlp, shapenet_mae
+RECIPE="${RECIPE:-shapenet_folding}" # or shapenet_mlp, shapenet_mae, shapenet55_mae
 METHOD="${METHOD:-co2}"              # or ddp, local, overlap_local, slowmo
 TAU="${TAU:-12}"                     # local steps per round, of every method but ddp
 BATCH_SIZE="${BATCH_SIZE-}"          # over all GPUs; empty: the recipe's

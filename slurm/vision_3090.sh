@@ -1,6 +1,7 @@
 #!/bin/bash
 # Image classification on 10 servers of 8 x RTX 3090 (80 GPUs).
-# From the repository's root: [TAU=24 METHOD=slowmo ...] sbatch slurm/vision_3090.sh [--epochs 10 ...]
+# From the repository's root: [TAU=24 METHOD=slowmo ...] sbatch slurm/vision_3090.sh [--optim.lr 2e-3 ...]
+# A trial needs a folder of its own, for a run keeps its length: OUT=runs/trial sbatch slurm/vision_3090.sh --epochs 1
 # Account and partition, if needed: SBATCH_ACCOUNT and SBATCH_PARTITION in your shell; see slurm/README.md.
 #SBATCH --job-name=vision_3090
 #SBATCH --nodes=10

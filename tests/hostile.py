@@ -384,7 +384,7 @@ def checkpoints(files: Files, rng: random.Random) -> Iterator[Case]:
     """Finished runs, resumed for another epoch after a file of theirs was damaged."""
     for name in files.runs:
         module, arguments = files.on_data[name]
-        arguments = [*arguments, "--epochs=2", "--out=@/run", "--resume"]
+        arguments = [*arguments, "--epochs=2", "--out=@/run", "--resume", "--extend"]
         whole = files.folder / name
         found = [path.relative_to(whole) for path in sorted(whole.rglob("*")) if path.is_file()]
         found = [path for path in found if "events" not in path.name]

@@ -15,12 +15,13 @@ from training.recipe import Recipe, flat
 
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "transformers", "onedl-mmsegmentation")
 
-# What a resumed run may change: how long it goes on, and what does not change its numbers.
+# What a resumed run may change, for it does not change the run's numbers.
 FREE = {
-    "epochs", "out", "resume", "dry_run", "device", "timeout", "link_mbit", "trace", "eval_every", "checkpoint_every",
+    "out", "resume", "extend", "dry_run", "device", "timeout", "link_mbit", "trace", "eval_every", "checkpoint_every",
     "save_minutes", "log_every", "skip_after", "accumulate", "recompute", "gpu_gb", "loader_workers", "eval_tokens",
     "wikitext2", "eval_samples", "emd_points", "init_from",
 }  # fmt: skip
+LENGTH = {"epochs", "epoch_steps"}  # of the run, which its learning rate follows: free with --extend
 
 
 def describe(recipe: Recipe, world_size: int, device: torch.device) -> dict[str, Any]:
@@ -55,6 +56,21 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return [f"{key}: {old[key]} -> {new[key]}" for key in old if key in new and old[key] != new[key]]
 
 
+def setting(change: str) -> str:
+    """The name in one of `differences`."""
+    return change.partition(":")[0]
+
+
+def stretches(config: dict[str, Any]) -> list[str]:
+    """Where the run that a config.json describes was resumed for another length, its schedule stretched (--extend)."""
+    found = []
+    for line in config.get("history", []):
+        what = ", ".join(change for change in line.get("changed", []) if setting(change) in LENGTH)
+        if what and line.get("step"):  # at step 0 it began anew
+            found.append(f"stretched at step {line['step']} ({what})")
+    return found
+
+
 def resumed(file: Path, config: dict[str, Any], kind: type[Recipe]) -> tuple[dict[str, Any], str]:
     """What the file holds from now on, where a run of `config` goes on with the run that it describes: its history gets
     a line more. Or why it cannot go on. kind: of both recipes."""
@@ -64,8 +80,14 @@ def resumed(file: Path, config: dict[str, Any], kind: type[Recipe]) -> tuple[dic
         history = [*old.get("history", [])]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return {}, f"{file} is damaged ({error!r}): restore it, or choose another --out"
-    if refused := [change for change in changed if change.partition(":")[0] not in FREE]:
+    free = FREE | (LENGTH if config["recipe"].get("extend") else set())
+    if refused := [change for change in changed if setting(change) not in free]:
         what = ", ".join(refused)
+        if {setting(change) for change in refused} <= LENGTH:
+            return {}, (
+                f"{file.parent} is a run of another length ({what}), which its learning rate has followed: resume with "
+                "that length, add --extend to stretch the schedule from here on, or choose another --out"
+            )
         return {}, f"{file.parent} holds another run ({what}): resume with its settings, or choose another --out"
     line = {key: config[key] for key in ("command", "commit", "world_size")} | {"changed": changed}
     return old | {"recipe": config["recipe"], "history": [*history, line]}, ""

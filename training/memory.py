@@ -1,4 +1,5 @@
-"""What a run needs on each GPU: counted from the recipe, but for activations, which a step with fake tensors measures.
+"""What a run needs on each GPU: counted from the recipe and the method, but for activations, which a step with fake
+tensors measures.
 
 The step is the task's own, forward and backward, on a worker's micro-batch; its tensors have shapes but no memory, and
 the peak of what would be alive is taken. Autocast and attention are as on a GPU: norms and softmax in float32, fused
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,17 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from core.groups import local_world_size
+from training import method_memory
+from training.method_memory import Live
 from training.recipe import Recipe
 from training.sampling import per_worker
 
 GIB = 1 << 30  # bytes; a GPU that is sold with 24 GB has 24 GiB
 RESERVE = 1.5 * GIB
-# what a method holds, in float32 copies of the parameters; CO2's is less where it is shared out (core/fast/sharded.py)
-COPIES = {"ddp": 0, "local": 1, "co2": 3, "slowmo": 3, "overlap_local": 3, "delayed": 3, "zo": 1}
 # what CUDA's autocast computes in float32 and the CPU's does not
 IN_FLOAT32 = (
     *((F, name) for name in ("layer_norm", "group_norm", "softmax")),
@@ -48,6 +46,8 @@ class Memory:
     gradients: float
     optimizer: float
     method: float
+    staging: float
+    """The method's, while a reduction runs under the local steps."""
     buckets: float
     """DDP's copy of the gradients, where workers synchronise every step."""
     activations: float
@@ -73,16 +73,18 @@ def estimate(recipe: Recipe, build_model: Callable[[], nn.Module], backward: Bac
     node = recipe.per_node or local_world_size()
     size = size_of(model.parameters())
     trained = size_of(p for p in model.parameters() if p.requires_grad)
-    held = trained / (node if recipe.zero >= 2 else 1)
+    shard = trained / (node if recipe.zero >= 2 else 1)
+    method = method_memory.held(recipe, model, node, world_size)
     zeroth_order = recipe.method == "zo"
     moments = {"sgd": 1 if recipe.optim.momentum else 0}.get(recipe.optim.name, 2)
     synchronises = world_size > 1 and recipe.zero < 2 and (recipe.method == "ddp" or node > 1)
     return Memory(
         parameters=streamed(model) if zeroth_order and recipe.offload else size / (node if recipe.zero >= 2 else 1),
-        gradients=0.0 if zeroth_order else held,
+        gradients=0.0 if zeroth_order else shard,
         optimizer=moments * trained / (node if recipe.zero else 1),
-        method=held * copies(recipe, node, world_size),
-        buckets=held if synchronises else 0.0,
+        method=method.always,
+        staging=method.staging,
+        buckets=shard if synchronises else 0.0,
         activations=gathered(recipe, model) + measure(recipe, model, backward, world_size),
     )
 
@@ -90,16 +92,6 @@ def estimate(recipe: Recipe, build_model: Callable[[], nn.Module], backward: Bac
 def size_of(params: Iterable[Tensor]) -> int:
     """Their bytes."""
     return sum(p.numel() * p.element_size() for p in params)
-
-
-def copies(recipe: Recipe, node: int, world_size: int) -> float:
-    """What the method holds, in copies of the trained parameters that the worker itself holds."""
-    if recipe.offload:
-        return 0.0
-    if recipe.method != "co2" or (node == 1 and not recipe.shard):
-        return COPIES[recipe.method]
-    parts = (1 if recipe.zero >= 2 else node) * (world_size // node if recipe.shard else 1)
-    return 1 + 2 / parts
 
 
 def gathered(recipe: Recipe, model: nn.Module) -> float:
@@ -145,33 +137,10 @@ def measure(recipe: Recipe, model: nn.Module, backward: Backward, world_size: in
         if fsdp:  # a gradient is reduced and freed when it is there
             for p in model.parameters():
                 p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-        with _as_on_gpu(), _Live([*model.parameters(), *model.buffers()]) as live:
+        with _as_on_gpu(), Live([*model.parameters(), *model.buffers()]) as live:
             backward(step, replace(recipe, accumulate=parts), model, min(share, parts * part))
     own = 0 if fsdp else size_of(model.parameters())
     return max(0.0, live.peak - own)
-
-
-class _Live(TorchDispatchMode):
-    """Counts the bytes of all storages that operators make, as long as they live; `held` were there before."""
-
-    def __init__(self, held: list[Tensor]):
-        super().__init__()
-        self.now = self.peak = 0
-        self._known = {t.untyped_storage()._cdata for t in held}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if isinstance(t, Tensor) and (storage := t.untyped_storage())._cdata not in self._known:
-                self._known.add(storage._cdata)
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
-        self.peak = max(self.peak, self.now)
-        return out
-
-    def _free(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
 
 
 @contextlib.contextmanager
@@ -200,13 +169,14 @@ def lines(memory: Memory, recipe: Recipe) -> Iterator[str]:
     """A line with what each part takes, and a warning where it exceeds recipe.gpu_gb."""
     gb = {name: f"{value / GIB:.1f}" for name, value in vars(memory).items()}
     buckets = f", DDP's buckets {gb['buckets']}" if memory.buckets else ""
+    staging = f" and {gb['staging']} in a reduction" if memory.staging else ""
     yield (
         f"{memory.total / GIB:.1f} GiB a GPU: parameters {gb['parameters']}, gradients {gb['gradients']}, optimiser "
-        f"{gb['optimizer']}, {recipe.method} {gb['method']}{buckets}, activations {gb['activations']}, "
+        f"{gb['optimizer']}, {recipe.method} {gb['method']}{staging}{buckets}, activations {gb['activations']}, "
         f"{RESERVE / GIB:.1f} for CUDA"
     )
     if recipe.gpu_gb is not None and memory.total > recipe.gpu_gb * GIB:
         yield (
             f"warning: gpu_gb={recipe.gpu_gb:g} is less: more --accumulate, --recompute or --zero need less, as do "
-            "--shard of co2 and --offload of co2 and zo"
+            "--shard of co2, --offload of co2 and zo, and of co2 wire.format float32 and merge outer or mix"
         )

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import math
-import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
-import torch
 import tyro
-from torch import nn
 
 from core import CO2Config, UserError, WireConfig, schedules
 from core.config import scheduled
 from core.elastic import check_elastic
-from core.groups import local_world_size
 from core.methods import (
     DelayedConfig,
     MethodName,
@@ -32,10 +27,8 @@ from core.methods import (
 )
 from core.zeroth.exchange import Place
 from training.optim import OptimConfig
-from training.sampling import per_worker
 from training.script import launch
-from training.throttle import make_link
-from training.workers import check_nodes, pick_device, rank, world_size
+from training.workers import rank, world_size
 
 SHARES = {"shard", "offload", "per_node", "zero"}  # options with which not all recommended settings go
 LARGEST = 10**9  # number of a recipe
@@ -49,10 +42,6 @@ def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return items
 
 
-if TYPE_CHECKING:
-    from training.memory import Backward
-
-
 @dataclass(frozen=True)
 class Recipe:
     """The settings that every recipe has; a task's own recipe adds its model and data.
@@ -63,6 +52,8 @@ class Recipe:
     name: tyro.conf.Suppress[str] = ""
     zeroth_order: ClassVar[bool] = False
     """Whether the task's script knows method zo."""
+    least_part: ClassVar[int] = 2
+    """Samples that BatchNorm needs at once; 1 where it is taken over the many points of each sample."""
     method: MethodName = "co2"
     """How the workers are kept together. The period of every local method is co2.tau. zo: no backward pass, the workers
     exchange losses alone; of language models."""
@@ -89,7 +80,7 @@ class Recipe:
     seed: int = 0
     accumulate: int = 1
     """Micro-batches per optimiser step and worker, to save memory; the same step but for BatchNorm, whose statistics
-    are a micro-batch's, and for rounding."""
+    are a micro-batch's, which so needs two samples, and for rounding."""
     recompute: bool = False
     """Keep only each block's input of the forward pass, and compute the rest again in the backward pass, to save
     memory; the result is the same."""
@@ -131,6 +122,9 @@ class Recipe:
     """The run folder; runs/RECIPE-METHOD-seedSEED by default."""
     resume: bool = False
     """Continue from the run folder's newest checkpoint, if it has one."""
+    extend: bool = False
+    """With resume: accept another number of epochs, or of steps in them. The learning rate goes on as in a run of that
+    length, its schedule stretched: config.json's history says where, and reproduce.py --collect counts it in no row."""
     eval_every: int = 1
     """Epochs between evaluations."""
     checkpoint_every: int = 1
@@ -244,6 +238,9 @@ class Recipe:
             if not least <= getattr(self, name) <= most:
                 raise UserError(f"{name}={getattr(self, name)}: give a number from {least:g} to {most:g}")
 
+    def check_share(self, workers: int) -> None:
+        """Refuses a worker's part of a batch that the task cannot train on."""
+
     def data_workers(self, workers: int) -> int:
         """Among how many of so many workers a batch is dealt out: with method zo two may take the same part."""
         return Place.make(0, workers, self.zeroth).data_workers if self.method == "zo" else workers
@@ -324,33 +321,6 @@ def refuse_unused(recipe: Recipe, default: Recipe) -> None:
                 f"{part}.{key}={value!r} is method {methods[0]}'s own, method {recipe.method!r} does not have it: "
                 f"leave it out, or add --method {methods[0]}"
             )
-
-
-def dry_run(recipe: Recipe, build_model: Callable[[], nn.Module], backward: Backward | None = None) -> None:
-    """Prints the resolved recipe, the model's size and, with `backward`, the memory that each GPU needs.
-
-    The model is built on the meta device. What a run refuses before its first step is refused here, too. backward: see
-    training.memory.
-    """
-    share = per_worker(recipe.batch_size, recipe.data_workers(world_size()))
-    if recipe.elastic:
-        per_worker(recipe.batch_size, world_size())
-    started = "WORLD_SIZE" in os.environ  # else the number of workers is yet to be chosen
-    if n := recipe.per_node or (local_world_size() if started else 0):
-        check_nodes(n, recipe.zero, world_size() if started else n)
-    make_link(recipe.link_mbit, pick_device(recipe.device))
-    with torch.device("meta"):
-        model = build_model()
-    if rank() == 0:
-        print(json.dumps(dataclasses.asdict(recipe), indent=2, default=str))
-        millions = sum(p.numel() for p in model.parameters()) / 1e6
-        print(f"{millions:.2f} M parameters, {world_size()} workers of {share} samples a step")
-        if note := momentum_note(recipe, world_size()):
-            print(note)
-        if backward is not None:
-            from training import memory  # here, because FakeTensorMode takes seconds to import
-
-            print(*memory.lines(memory.estimate(recipe, build_model, backward, world_size()), recipe), sep="\n")
 
 
 def momentum_note(recipe: Recipe, workers: int) -> str:

@@ -11,16 +11,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
 from core import peers
-from core.errors import DivergedError, UserError
+from core.errors import DivergedError
 from core.guard import forget
 from core.methods import Method, Zeroth
 from core.rounds import LocalMethod
 from core.schedules import from_text
+from training.checks import check_batch_norm, check_start
 from training.counters import Averages, Due, Every, Stopwatch, Timer
 from training.elastic import Elastic
 from training.fixed import Fixed
@@ -28,7 +28,6 @@ from training.folder import RunFolder
 from training.optim import lr_factor
 from training.recipe import Recipe, momentum_note
 from training.round_log import RoundLog
-from training.sampling import per_worker
 from training.stop import StopSignal
 from training.throttle import make_link
 from training.workers import check_compiler, has_bfloat16, pick_device, rank, tune, world_size
@@ -49,7 +48,7 @@ class Run:
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
         self.rank, self.world_size = rank(), world_size()
-        per_worker(recipe.batch_size, recipe.data_workers(self.world_size))  # refuses a batch that does not divide
+        check_start(recipe, self.world_size)
         self.device = pick_device(recipe.device)
         tune(self.device, tf32=recipe.tf32, cudnn_benchmark=recipe.cudnn_benchmark)
         self.step = 0
@@ -89,12 +88,7 @@ class Run:
     def shard(self, model: nn.Module) -> nn.Module:
         """The model on this worker's device, its parameters sharded inside the node with ZeRO-2 and 3; on the host as
         yet where its blocks are to stay there."""
-        alone = self.recipe.batch_size == self.recipe.data_workers(self.world_size)
-        if alone and any(isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
-            raise UserError(
-                f"batch_size={self.recipe.batch_size} (global) over {self.world_size} workers: BatchNorm needs two "
-                f"samples a worker; give {2 * self.world_size} or more"
-            )
+        check_batch_norm(self.recipe, model, self.world_size)
         streamed = self.recipe.method == "zo" and self.recipe.offload
         self._model = model if streamed else model.to(self.device)
         mesh = self._workers.mesh

@@ -21,10 +21,18 @@ from training.stop import SIGNALS
 def per_worker(batch_size: int, world_size: int) -> int:
     """Samples per worker of a global batch; UserError when it does not divide."""
     if batch_size < 1 or batch_size % world_size:
+        nearest = max(1, round(batch_size / world_size)) * world_size
         raise UserError(
-            f"batch_size={batch_size} (global) over {world_size} workers: choose a positive multiple of {world_size}"
+            f"batch_size={batch_size} (global) over {world_size} workers: choose a positive multiple of {world_size}, "
+            f"such as {nearest}"
         )
     return batch_size // world_size
+
+
+def smallest_part(samples: int, parts: int) -> int:
+    """Samples of the last of so many parts, cut as torch.chunk does: equal ones, and what is left."""
+    size = -(-samples // parts)
+    return samples % size or size
 
 
 def steps_per_epoch(n: int, batch_size: int) -> int:

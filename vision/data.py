@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from core import UserError
+from training.data import data_root, missing
 from training.sampling import eval_share, generator, worker_batches
 from training.workers import to_device, upload
 from vision.imagenet import ImageNet, imagenet
@@ -101,13 +102,9 @@ def digits() -> tuple[Images, Images]:
 
 def cifar10() -> tuple[Images, Images]:
     """CIFAR-10 from CO2_DATA/cifar10_jpeg.tar.xz (JPEGs, split/class/file), decoded once into a cache folder."""
-    data = os.environ.get("CO2_DATA", "")
-    archive = Path(data, "cifar10_jpeg.tar.xz")
-    if not data or not archive.is_file():
-        raise UserError(
-            f"CIFAR-10 not found: looked for cifar10_jpeg.tar.xz (JPEGs in split/class/file) in CO2_DATA={data!r}; "
-            "set CO2_DATA to the folder that holds it, or train digits_small, which needs no data"
-        )
+    archive = data_root() / "cifar10_jpeg.tar.xz"
+    if not archive.is_file():
+        raise missing("CIFAR-10", archive.parent, f"{archive.name} (JPEGs in split/class/file)", "digits_small")
     cache = Path(os.environ.get("CO2_CACHE") or Path.home() / ".cache" / "co2")
     path = cache / f"cifar10-{archive.stat().st_size}.npz"
     if not path.exists():

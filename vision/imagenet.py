@@ -11,7 +11,6 @@ import training.prepared  # noqa: F401
 
 # isort: split
 import itertools
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from core import UserError
+from training.data import data_root, missing
 from training.sampling import eval_share, load_batches, mix, seeded, worker_batches
 from training.workers import to_device
 from vision.index import IndexedFolder
@@ -37,14 +37,10 @@ Samples = IndexedFolder | Shards
 
 def imagenet() -> tuple[ImageNet, ImageNet]:
     """(train, val) from CO2_DATA/imagenet/{train,val}, class folders of images or tar shards."""
-    root = Path(os.environ.get("CO2_DATA", ""), "imagenet")
-    missing = [split for split in ("train", "val") if not (root / split).is_dir()]
-    if missing:
-        raise UserError(
-            f"ImageNet not found: no folder {root / missing[0]} (layout: CO2_DATA/imagenet/{{train,val}}/CLASS/*.JPEG, "
-            "or .../*.tar, shards as WebDataset has them); set CO2_DATA to the folder that holds imagenet, or train "
-            "digits_small, which needs no data"
-        )
+    root = data_root() / "imagenet"
+    if absent := [split for split in ("train", "val") if not (root / split).is_dir()]:
+        layout = f"{absent[0]}/CLASS/*.JPEG, or {absent[0]}/*.tar, shards as WebDataset has them"
+        raise missing("ImageNet", root, layout, "digits_small", holds="imagenet")
     train, val = ImageNet(root / "train"), ImageNet(root / "val")
     if differing := sorted(set(train.classes) ^ set(val.classes)):
         some = ", ".join(f"{name} (only in {'train' if name in train.classes else 'val'})" for name in differing[:4])

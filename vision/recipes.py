@@ -49,13 +49,13 @@ class VisionRecipe(Recipe):
                     f"{name}={getattr(self, name)!r} is for imagenet only, not {self.dataset}: leave it out"
                 )
 
-    def check_share(self, world_size: int) -> None:
+    def check_share(self, workers: int) -> None:
         """Refuses an odd number of images a worker with Mixup or CutMix, which mix a batch with itself reversed."""
-        share = per_worker(self.batch_size, world_size)
+        share = per_worker(self.batch_size, workers)
         if (self.mixup or self.cutmix) and share % 2:
-            even = [world_size * (share + step) for step in (-1, 1) if share + step]
+            even = [workers * (share + step) for step in (-1, 1) if share + step]
             raise UserError(
-                f"batch_size={self.batch_size} (global) over {world_size} workers: {share} images a worker, and Mixup "
+                f"batch_size={self.batch_size} (global) over {workers} workers: {share} images a worker, and Mixup "
                 f"pairs them; give {' or '.join(map(str, even))}"
             )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from training.recipe import answer_help, dry_run, parse
+from training.checks import dry_run
+from training.recipe import answer_help, parse
 from training.script import launch
 from vision.recipes import RECIPES, VisionRecipe
 
@@ -21,7 +22,6 @@ from training.elastic import repeated
 from training.optim import clip_gradients, make_optimizer, make_schedule
 from training.run import Run
 from training.sampling import steps_per_epoch
-from training.workers import world_size
 from vision import data
 from vision.imagenet import ImageNet
 from vision.model import build_model
@@ -35,7 +35,6 @@ Dataset = data.Images | ImageNet
 def main() -> None:
     recipe = parse(RECIPES, prog="vision.train")
     if recipe.dry_run:
-        recipe.check_share(world_size())
         return dry_run(recipe, lambda: make_model(recipe), fake_step)
     train_set, test_set = data.load(recipe.dataset)
     with Run(recipe) as run:

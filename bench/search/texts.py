@@ -6,7 +6,6 @@ import functools
 import math
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from bench.search.inner import Inner
 from bench.search.task import Batch, Shards, Split, Task, places
 from core.errors import UserError
+from training.data import data_root
 
 CONTEXT = 48
 WINDOWS = 1024  # held out
@@ -75,10 +75,9 @@ def windows(text: Tensor, starts: Tensor, context: int = CONTEXT) -> Batch:
 @functools.cache
 def documents() -> tuple[list[str], dict[Split, list[str]]]:
     """The books to train on and the held-out ones, four for tuning and four for the test."""
-    from language.data import data_folder
     from language.prepare import read_documents
 
-    file = (data_folder() or Path()) / "gutenberg_en.txt.xz"
+    file = data_root() / "gutenberg_en.txt.xz"
     if not file.is_file():
         raise UserError(
             f"a task on the Gutenberg books needs {file.name} in CO2_DATA: set it, or choose --tasks digits"

@@ -24,7 +24,7 @@ from ..averaging import Landing
 from ..checks import tensors_of
 from ..co2 import Scheduled
 from ..collectives import Link
-from ..config import CO2Config, Schedule, check_mesh, check_shared, scheduled
+from ..config import CO2Config, Schedule, check_mesh, check_node, check_shared, scheduled
 from ..errors import UserError
 from ..flat import beside, copy, on_host, unique
 from ..groups import Stage, all_reduce, gather_parts, leave_group, new_group, sum_parts
@@ -387,9 +387,6 @@ def _groups(
         group, inner_group = mesh.get_group(0), mesh.get_group(1)
     if inner_group is not None and group is None:
         raise UserError("inner_group without group: give also the ranks across nodes, or both at once with mesh")
-    if inner_group is not None and c.delay == "auto":
-        raise UserError(
-            "delay='auto' lets every worker merge by itself, and those of a node must stay equal: give a number of "
-            "local steps, at least what the all-reduce takes"
-        )
+    if inner_group is not None:
+        check_node(c)
     return group, inner_group

@@ -66,8 +66,7 @@ class DDP:
         self._sharded = is_sharded(model)
         self.wire: GradientWire | None = None
         if wire is not None and wire.format != "float32":
-            if self._sharded:
-                raise UserError(f"ddp_wire.format={wire.format!r} with ZeRO: shards cross as float32; leave it out")
+            check_wire(wire, sharded=self._sharded)
             if self.group is not None:
                 self.wire = GradientWire(model, wire, group=group, timeout=timeout, link=link)
         if self.group is not None and not self._sharded:
@@ -196,6 +195,12 @@ class DDP:
                 del self.model.logger, self.model.reducer
             leave_group(self.group, self._timeout)
             self.group = None
+
+
+def check_wire(wire: WireConfig, *, sharded: bool) -> None:
+    """Refuses a narrow wire for DTensors, which synchronise themselves."""
+    if sharded and wire.format != "float32":
+        raise UserError(f"ddp_wire.format={wire.format!r} with ZeRO: shards cross as float32; leave it out")
 
 
 def _union(spans: list[tuple[Mark, Mark]]) -> Seconds:

@@ -255,7 +255,7 @@ def test_pydoc_needs_no_data_and_does_not_leak(cache, monkeypatch):
 
 def test_gutenberg_and_wikitext_come_from_the_data_folder(cache, tmp_path, monkeypatch):
     monkeypatch.setenv("CO2_DATA", str(tmp_path))
-    with pytest.raises(UserError, match=r"gutenberg_en\.txt\.xz is missing.*gpt2_pydoc_small"):
+    with pytest.raises(UserError, match=r"expected gutenberg_en\.txt\.xz.*gpt2_pydoc_small"):
         open_corpus("gutenberg", 300)
     books = [f"This is the story of number {i}. " * 20 for i in range(9)]
     with lzma.open(tmp_path / "gutenberg_en.txt.xz", "wt") as file:

@@ -11,7 +11,9 @@ from core.errors import UserError
 from language.data import CausalObjective, Corpus, MaskedObjective, read_windows
 from language.recipes import RECIPES, LanguageRecipe, gpt2_pydoc_small, roberta_pydoc_small
 from language.train import backward, make_model, make_objective
-from training.recipe import dry_run, parse
+from training.checks import dry_run
+from training.optim import lr_factor
+from training.recipe import parse
 from training.run import Run
 
 MILLIONS = {  # published, with the recipe's vocabulary, before that is padded; TransNormer's size is ours
@@ -104,3 +106,11 @@ def test_autocast_keeps_the_loss_close_and_stays_off_where_the_hardware_would_em
         job = replace(recipe, precision=precision)
         losses.append(backward(Run(job), job, make_model(job, pad=1), batch).item())
     assert (losses[0] != losses[1]) == hardware and losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("roberta") and "small" not in name])
+def test_robertas_learning_rate_falls_linearly_as_in_what_it_cites(name: str):
+    optim, total = RECIPES[name].optim, 100_000
+    half = (optim.warmup_steps + total) // 2
+    assert lr_factor(half, total, optim) == pytest.approx(0.5) and lr_factor(total, total, optim) == 0.0
+    assert lr_factor((half + total) // 2, total, optim) == pytest.approx(0.25)

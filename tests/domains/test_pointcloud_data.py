@@ -188,7 +188,7 @@ def test_missing_data_names_folder_layout_and_stand_in(name: str, tmp_path: Path
     with pytest.raises(UserError) as error:
         load_source(name, "train")
     message = str(error.value)
-    assert f"looked in {tmp_path} for " in message and "train" in message.split(" for ")[1]
+    assert f"no data set {name} in {tmp_path}: expected " in message and "train" in message.split("expected ")[1]
     assert "surfaces_small" in message and "\n" not in message
     monkeypatch.delenv("CO2_DATA")
     with pytest.raises(UserError, match="set CO2_DATA.*surfaces_small"):

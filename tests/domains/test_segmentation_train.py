@@ -17,8 +17,8 @@ from segmentation.pictures import side_by_side
 from segmentation.recipes import RECIPES, digits_small
 from segmentation.train import make_model
 from tests.domains.test_segmentation_data import write_ade20k
+from training.checks import dry_run
 from training.optim import make_optimizer
-from training.recipe import dry_run
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from core import UserError
+from training.checks import dry_run
 from training.optim import make_optimizer
-from training.recipe import dry_run
 from training.sampling import generator
 from vision import data, index
 from vision.imagenet import CPU, Augmented, erasing_of, on_device, train_transform

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from results.collect import collect
+from results.collect import collect, status
 from results.paper import TABLES
 from results.runs import load_recipe, read_run
 
@@ -93,6 +93,25 @@ def test_runs_that_are_no_fair_measurement_are_left_out_with_the_reason(tmp_path
     for name in ("damaged", "foreign"):
         start = f"Not counted: {tmp_path / name}: config.json or summary.json is damaged"
         assert any(line.startswith(start) for line in lines)
+
+
+def stretch(folder: Path) -> None:
+    """As a run of 10 epochs that was resumed for 90 after 1560 steps."""
+    config = json.loads((folder / "config.json").read_text())
+    config["history"] = [{"changed": ["epochs: 5 -> 10"], "step": 0}, {"changed": ["epochs: 10 -> 90"], "step": 1560}]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_a_stretched_run_is_no_measurement_of_its_row_and_status_says_so(tmp_path: Path):
+    resnet50(tmp_path / "a", 0.75)
+    stretch(tmp_path / "a")
+    lines = collected(tmp_path, "imagenet")
+    assert f"Not counted: {tmp_path / 'a'}: stretched at step 1560 (epochs: 10 -> 90)." in lines
+    assert "| ResNet-50 | co2 |  |  |  |  | not run |  |  | 77.14 ± 0.09 |" in lines
+    row = next(row for row in TABLES["imagenet"].rows if row.method == "co2")
+    (tmp_path / "a" / "metrics.jsonl").write_text("")
+    told = list(status({"imagenet": [(row, 0, tmp_path / "a")]}, "GPU"))
+    assert told[-1] == f"{tmp_path / 'a'}: stretched at step 1560 (epochs: 10 -> 90)."
 
 
 def test_a_run_older_than_a_field_had_its_default(tmp_path: Path):

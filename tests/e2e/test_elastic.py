@@ -59,7 +59,7 @@ def test_the_first_worker_is_killed_and_comes_back(tmp_path: Path):
     assert (tmp_path / "summary.json").exists(), text
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["stopped_by_signal"] == signal.SIGTERM
-    ended = start(tmp_path, 0, "--epochs", str(summary["steps"] // 29 + 2), "--resume")
+    ended = start(tmp_path, 0, "--epochs", str(summary["steps"] // 29 + 2), "--resume", "--extend")
     text = ended.communicate(timeout=300)[0]
     assert ended.returncode == 0, text
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] > summary["steps"]
@@ -122,4 +122,4 @@ def test_a_users_mistake_ends_all_in_one_line(tmp_path: Path):
     process = start(tmp_path, 2, "--batch_size", "47")
     text = process.communicate(timeout=200)[0]
     assert process.returncode == 2
-    assert text == "error: batch_size=47 (global) over 3 workers: choose a positive multiple of 3\n", text
+    assert text == "error: batch_size=47 (global) over 3 workers: choose a positive multiple of 3, such as 48\n", text

@@ -99,7 +99,7 @@ def test_a_worker_is_lost_another_replays_the_run_and_it_is_resumed(tmp_path: Pa
     assert {digest(list(model.parameters()))} == set(weights.values()), "the checkpoint is the list of scalars"
     assert max(path.stat().st_size for path in (tmp_path / "run").glob("checkpoints/*")) < 20_000
 
-    resumed = go(tmp_path, 0, epochs=4, resume=True)
+    resumed = go(tmp_path, 0, epochs=4, resume=True, extend=True)
     assert len(set(resumed.values()) - set(weights.values())) == 1, "three workers hold the same new weights"
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 80
 

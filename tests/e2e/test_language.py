@@ -57,7 +57,7 @@ JOBS = (
     | {
         "whole": STEADY | {"epochs": 2},
         "first half": STEADY | {"epochs": 1, "name": "halves"},
-        "second half": STEADY | {"epochs": 2, "name": "halves", "resume": True},
+        "second half": STEADY | {"epochs": 2, "name": "halves", "resume": True, "extend": True},
     }
 )
 

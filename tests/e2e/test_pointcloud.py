@@ -48,7 +48,7 @@ JOBS = (
     | {
         "whole": STEADY | {"epochs": 2},
         "first half": STEADY | {"epochs": 1, "name": "halves"},
-        "second half": STEADY | {"epochs": 2, "resume": True, "name": "halves"},
+        "second half": STEADY | {"epochs": 2, "resume": True, "extend": True, "name": "halves"},
     }
 )
 

@@ -336,3 +336,13 @@ def test_local_runs_what_is_missing_and_stops_at_a_failure(tmp_path: Path, monke
     with pytest.raises(UserError, match=r"language-gpt2_pydoc_small-co2-tau6-seed0 is not finished"):
         run_main(monkeypatch, "gap", "--local")
     assert [path.name[-5:] for path in started] == ["seed1", "seed2", "seed0"], "seed 0 without penalty was there"
+
+
+def test_another_batch_than_the_recipes_is_told_in_one_line():
+    by_method = {row.method: row for row in TABLES["gpt2"].rows if row.recipe == "gpt2_small_owt"}
+    said = "# GPT-2 Small, co2: batch 512, for the recipe's 480 does not divide by 64 GPUs"
+    assert reproduce.batch_note(by_method["co2"], "a100", {}) == said
+    assert reproduce.batch_note(by_method["co2"], "a100", {"batch_size": "640"}) == ""
+    row = next(row for row in TABLES["imagenet"].rows if row.recipe == "imagenet_resnet50")
+    assert reproduce.batch_note(row, "a100", {}) == "" and "batch 8160" in reproduce.batch_note(row, "3090", {})
+    assert reproduce.batch_note(TABLES["throughput"].rows[0], "a100", {}) == "", "the row's own"

@@ -63,7 +63,11 @@ def test_each_method_learns_on_two_workers_and_equal_seeds_give_equal_runs(
 
 def test_a_run_folder_holds_per_class_results_and_pictures_and_resumes(tmp_path: Path) -> None:
     """One worker, stopped after two of four epochs and resumed, ends as the run that was not interrupted."""
-    jobs = {"whole": {"epochs": 4}, "halves": {"epochs": 2}, "halves again": {"epochs": 4, "resume": True}}
+    jobs = {
+        "whole": {"epochs": 4},
+        "halves": {"epochs": 2},
+        "halves again": {"epochs": 4, "resume": True, "extend": True},
+    }
     run_distributed(train_in_process, 1, str(tmp_path), jobs, timeout=300)
     whole, halves = (rows(tmp_path / name) for name in ("whole", "halves"))
     assert [r["step"] for r in whole if "train_loss" in r] == [r["step"] for r in halves if "train_loss" in r]
@@ -88,5 +92,5 @@ def test_mistakes_are_one_line(tmp_path: Path, mistake: Mistakes, monkeypatch: p
     assert f"no ADE20K in {tmp_path}/ade/ADEChallengeData2016: expected images/training" in text
     assert "digits_small" in text
     text = fails("digits_small", *out, "--batch_size", "1")
-    assert "batch_size=1 (global) over 1 workers: BatchNorm needs two images a worker; give 2 or more" in text
+    assert "batch_size=1 (global) over 1 workers: BatchNorm needs two samples a worker; give 2 or more" in text
     assert "did you mean digits_small" in fails("digits_smal", *out)

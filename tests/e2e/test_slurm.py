@@ -142,6 +142,12 @@ def test_it_asks_for_its_cluster_for_a_log_and_for_a_signal_before_the_end(scrip
     assert asked["--ntasks-per-node"] == "1" and int(asked["--cpus-per-task"]) >= GPUS
 
 
+@pytest.mark.parametrize("script", [*SCRIPTS, "slurm/README.md"])
+def test_a_trial_of_another_length_has_a_folder_of_its_own(script: str):
+    trials = [line for line in (ROOT / script).read_text().splitlines() if "sbatch" in line and "--epochs" in line]
+    assert all("OUT=" in line for line in trials) and (trials or not script.startswith("slurm/vision_"))
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_slurm_accepts_it(script: str):
     if not shutil.which("sbatch"):
@@ -216,6 +222,27 @@ def test_gpt2_large_takes_two_samples_at_a_time_on_24_gb(nodes: int, batch_size:
     assert recipe.accumulate >= recipes_of(script)["gpt2_large_owt"].accumulate
     _, _, arguments = torchruns_line(script, tmp_path, **large, ACCUMULATE="8")
     assert parse(recipes_of(script), arguments).accumulate == 8
+
+
+@pytest.mark.parametrize(
+    ("script", "recipe", "said"),
+    [
+        ("gpt2_a100", "gpt2_small_owt", "batch 512 over all GPUs, not the recipe's, which does not divide"),
+        ("gpt2_3090", "gpt2_small_wikitext103", "batch 240 over all GPUs, not the recipe's"),
+        ("gpt2_3090", "gpt2_medium_zo_owt", "batch 480 over all GPUs, not the recipe's"),
+        ("gpt2_3090", "gpt2_small_owt", ""),
+        ("vision_a100", "imagenet_resnet50", ""),
+    ],
+)
+def test_another_batch_than_the_recipes_is_told_in_one_line(script: str, recipe: str, said: str, tmp_path: Path):
+    env = install(tmp_path, torchrun=SAY) | {"RECIPE": recipe}
+
+    def told(**more: str) -> list[str]:
+        process = start(f"slurm/{script}.sh", env | more)
+        return [line for line in process.communicate(timeout=60)[0].splitlines() if line.startswith("batch ")]
+
+    assert [said in line for line in told()] == ([True] if said else [])
+    assert not told(BATCH_SIZE="640"), "asked for"
 
 
 def test_variables_and_options_change_the_run(tmp_path: Path):

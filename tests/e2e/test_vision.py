@@ -144,7 +144,7 @@ def zero_in_process(rank: int, world_size: int, folder: str) -> list[float]:
     for name, changes in {
         "1": {"zero": 1, "per_node": 2},
         "3": {"zero": 3, "per_node": 0},
-        "3 again": {"zero": 3, "per_node": 0, "epochs": 3, "resume": True, "out": Path(folder, "3")},
+        "3 again": {"zero": 3, "per_node": 0, "epochs": 3, "resume": True, "extend": True, "out": Path(folder, "3")},
         "3 ddp": {"zero": 3, "per_node": 0, "method": "ddp"},
     }.items():
         settings = {"model": "vit_small", "epochs": 2, "device": "cpu", "log_every": 4, "out": Path(folder, name)}
@@ -216,7 +216,8 @@ def check_the_stop_and_resume(folder: Path, method: str) -> None:
     assert newest.name == f"step{summary['steps']:09d}"
     assert sorted(p.name for p in newest.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
     epochs = summary["steps"] // 22 + 2
-    run_distributed(on_worker, 2, folder, "--resume", "--epochs", str(epochs), "--method", method, timeout=240)
+    options = "--resume", "--extend", "--epochs", str(epochs), "--method", method
+    run_distributed(on_worker, 2, folder, *options, timeout=240)
     resumed = json.loads((folder / "summary.json").read_text())
     assert resumed["steps"] == epochs * 22 and "stopped_by_signal" not in resumed
     steps = [row["step"] for row in rows(folder) if "train_loss" in row]
@@ -244,7 +245,7 @@ def test_a_signal_to_each_worker_saves_and_resume_finishes(tmp_path: Path):
     check_the_stop_and_resume(folder, "co2")
 
 
-MISTAKE = "error: batch_size=63 (global) over 2 workers: choose a positive multiple of 2\n"
+MISTAKE = "error: batch_size=63 (global) over 2 workers: choose a positive multiple of 2, such as 64\n"
 
 
 def test_a_users_mistake_is_one_line_and_in_torchruns_report(tmp_path: Path):

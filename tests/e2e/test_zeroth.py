@@ -34,7 +34,7 @@ def test_a_run_starts_from_anothers_weights_and_resumes_as_if_it_had_not_been_st
         "base": {"method": "ddp", "epochs": 1},
         "whole": more | {"epochs": 2},
         "first half": more | {"epochs": 1, "name": "halves"} | streamed,
-        "second half": more | {"epochs": 2, "name": "halves", "resume": True} | streamed,
+        "second half": more | {"epochs": 2, "name": "halves", "resume": True, "extend": True} | streamed,
     }
     losses = run_distributed(train_in_process, 2, str(tmp_path), jobs, timeout=600)[0]
     base, whole, halves = (summary(tmp_path / name) for name in ("base", "whole", "halves"))

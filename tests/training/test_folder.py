@@ -12,6 +12,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from core import UserError
+from training.config import stretches
 from training.counters import Stopwatch
 from training.folder import RunFolder
 from training.optim import OptimConfig
@@ -64,7 +65,7 @@ def test_a_resumed_run_with_other_settings_is_refused_and_leaves_the_folder_alon
     recipe = Toy(out=tmp_path)
     start(recipe, 0, 1).close()
     before = (tmp_path / "config.json").read_bytes()
-    other = replace(recipe, resume=True, method="ddp", seed=1, optim=OptimConfig(lr=0.5), epochs=20)
+    other = replace(recipe, resume=True, method="ddp", seed=1, optim=OptimConfig(lr=0.5), log_every=3)
     with pytest.raises(UserError) as caught:
         start(other)
     said = f"{tmp_path} holds another run (method: co2 -> ddp, optim.lr: 0.1 -> 0.5, seed: 0 -> 1): resume with its"
@@ -72,18 +73,40 @@ def test_a_resumed_run_with_other_settings_is_refused_and_leaves_the_folder_alon
     assert (tmp_path / "config.json").read_bytes() == before
 
 
+@dataclass(frozen=True)
+class Text(Toy):
+    """A recipe whose epochs are steps."""
+
+    epoch_steps: int | None = None
+
+
+@pytest.mark.parametrize("length", [{"epochs": 90}, {"epochs": 5}, {"epoch_steps": 100}])
+def test_another_length_is_refused_for_the_learning_rate_has_followed_the_first(length: dict[str, int], tmp_path: Path):
+    recipe = Text(out=tmp_path)
+    start(recipe, 0, 1).close()
+    before = (tmp_path / "config.json").read_bytes()
+    said = r"of another length \((epochs: 10|epoch_steps: None) -> \d+\), which .*: resume .* --extend .* --out"
+    with pytest.raises(UserError, match=said):
+        start(replace(recipe, resume=True, **length))
+    assert (tmp_path / "config.json").read_bytes() == before
+    start(replace(recipe, resume=True, extend=True, **length), 1).close()
+    start(replace(recipe, resume=True, **length), 2).close()  # by now its length
+    assert len(stretches(config(tmp_path))) == 1
+
+
 def test_a_resumed_run_may_go_on_for_longer_and_says_since_when(tmp_path: Path):
     recipe = Toy(out=tmp_path)
     start(recipe, 0, 1, 2, 3).close()
     first = config(tmp_path)
-    longer = replace(recipe, resume=True, epochs=20, log_every=3, gpu_gb=80.0, recompute=True)
+    longer = replace(recipe, resume=True, epochs=20, extend=True, log_every=3, gpu_gb=80.0, recompute=True)
     start(longer, 2).close()
     start(longer, 3).close()
     now = config(tmp_path)
     assert now["recipe"]["epochs"] == 20 and now["command"] == first["command"]
+    assert stretches(now) == ["stretched at step 2 (epochs: 10 -> 20)"]
     one, two = now["history"]
     changed = {"epochs: 10 -> 20", "log_every: 10 -> 3", "gpu_gb: None -> 80.0", "recompute: False -> True"}
-    assert set(one.pop("changed")) == changed | {"resume: False -> True"}
+    assert set(one.pop("changed")) == changed | {"resume: False -> True", "extend: False -> True"}
     assert two.pop("changed") == [] and (one.pop("step"), two.pop("step")) == (2, 3)
     assert one == two == {"command": sys.argv, "commit": first["commit"], "world_size": 1}
 

@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from core import CO2Config, SlowMoConfig, UserError
-from training.recipe import Recipe, dry_run, momentum_note, parse
+from training.checks import dry_run
+from training.recipe import Recipe, momentum_note, parse
 from training.script import launch
 
 

@@ -1,0 +1,85 @@
+"""What a run refuses before its first step, and the dry run, which asks the same functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from core.config import check_node, check_shared
+from core.errors import UserError
+from core.groups import local_world_size
+from core.methods.ddp import check_wire
+from training.recipe import Recipe, momentum_note
+from training.sampling import per_worker, smallest_part
+from training.throttle import make_link
+from training.workers import check_nodes, pick_device, rank, world_size
+
+if TYPE_CHECKING:
+    from training.memory import Backward
+
+
+def check_start(recipe: Recipe, workers: int | None) -> int:
+    """Refuses settings that do not go with so many workers; returns the samples of each in a step.
+
+    workers: None where their number is yet to be chosen. What the data alone can tell, or the machine (a GPU, a
+    compiler), is refused where it is looked at.
+    """
+    many = workers or 1
+    share = per_worker(recipe.batch_size, recipe.data_workers(many))
+    if recipe.elastic:
+        per_worker(recipe.batch_size, many)
+    recipe.check_share(many)
+    if node := recipe.per_node or (local_world_size() if workers else 0):
+        check_nodes(node, recipe.zero, workers or node)
+    if recipe.method == "co2" and node > 1:  # which shares its outer state out inside the node
+        check_shared(recipe.co2)
+        check_node(recipe.co2)
+    if recipe.method == "ddp":
+        check_wire(recipe.ddp_wire, sharded=recipe.zero >= 2)
+    return share
+
+
+def check_batch_norm(recipe: Recipe, model: nn.Module, workers: int) -> None:
+    """Refuses parts of a worker's batch that are too small for the model's BatchNorm; SyncBN sees the others' too."""
+    share = per_worker(recipe.batch_size, recipe.data_workers(workers))
+    plain = any(isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm) for m in model.modules())
+    if not plain or smallest_part(share, recipe.accumulate) >= recipe.least_part:
+        return
+    where = f"batch_size={recipe.batch_size} (global) over {workers} workers"
+    if share < recipe.least_part:
+        raise UserError(f"{where}: BatchNorm needs two samples a worker; give {2 * workers} or more")
+    fits = max(n for n in range(1, recipe.accumulate) if smallest_part(share, n) >= recipe.least_part)
+    raise UserError(
+        f"accumulate={recipe.accumulate} with {where}: BatchNorm needs two samples in each part of a worker's {share}, "
+        f"and one part has one; give --accumulate {fits}, or a larger batch"
+    )
+
+
+def dry_run(recipe: Recipe, build_model: Callable[[], nn.Module], backward: Backward | None = None) -> None:
+    """Prints the resolved recipe, the model's size and, with `backward`, the memory that each GPU needs.
+
+    The model is built on the meta device. backward: see training.memory.
+    """
+    workers = world_size()
+    share = check_start(recipe, workers if "WORLD_SIZE" in os.environ else None)
+    make_link(recipe.link_mbit, pick_device(recipe.device))
+    with torch.device("meta"):
+        model = build_model()
+    check_batch_norm(recipe, model, workers)
+    if rank() == 0:
+        print(json.dumps(dataclasses.asdict(recipe), indent=2, default=str))
+        millions = sum(p.numel() for p in model.parameters()) / 1e6
+        print(f"{millions:.2f} M parameters, {workers} workers of {share} samples a step")
+        if note := momentum_note(recipe, workers):
+            print(note)
+        if backward is not None:
+            from training import memory  # here, because FakeTensorMode takes seconds to import
+
+            print(*memory.lines(memory.estimate(recipe, build_model, backward, workers), recipe), sep="\n")
