@@ -132,8 +132,8 @@ def upernet(
 ) -> Config:
     """The config of UPerNet with an FCN auxiliary head (loss weight 0.4), as mmseg's base models have it.
 
-    crop: (height, width) of training images. norm: SyncBN shares batch statistics in every forward pass, as mmseg's
-    published runs do under ddp; BN for everything else. pretrained: the backbone's weights, see segmentation.backbones.
+    crop: (height, width) of training images. norm: SyncBN shares batch statistics in every forward pass, with whom
+    segmentation.sync_bn says. pretrained: the backbone's weights, see segmentation.backbones.
     """
     b = backbone(name, crop, norm)
     common = {

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from core import CO2Config
+from core import CO2Config, UserError
 from training.optim import OptimConfig
 from training.recipe import Recipe
 
@@ -28,15 +28,32 @@ class SegmentationRecipe(Recipe):
     pretrained: Path | None = None
     """The backbone's weights, in mmseg's or (ViT) timm's naming: a file in CO2_DATA/backbones, or a full path. Where
     its name ends in a hash, as published ones do, that is checked."""
-    sync_bn: bool = False
-    """With ddp on GPUs, share batch statistics in every forward pass, as mmseg's published runs do. Workers of the
-    other methods run apart between rounds: theirs stay local, and average_buffers averages the running ones."""
+    sync_bn: Literal["no", "node", "all"] = "no"
+    """On GPUs: whose images share BatchNorm's statistics in every forward pass, a worker's own (no), those of a node's
+    workers, or with ddp of all. mmseg's published runs share them over 16 images. average_buffers averages the running
+    ones in any case."""
     loader_workers: int = 0
     """Processes per worker that load and augment; 0 for none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check(loader_workers=(0, 1000))
+        if self.sync_bn != "no" and self.method != "ddp":
+            self._check_sync_bn()
+
+    def _check_sync_bn(self) -> None:
+        """Refuses it where workers of a node come to a forward pass, or to a boundary, at unlike steps: one would wait
+        for another that waits for it elsewhere."""
+        co2, uneven = self.co2, "leads workers of a node to unlike steps"
+        for ok, what, why in (
+            (self.sync_bn != "all", f"method={self.method!r}", "lets nodes run apart: give --sync_bn node"),
+            (not self.elastic, "elastic", "lets workers of a node come and go"),
+            (self.skip_after is None, f"skip_after={self.skip_after}", "lets workers of a node close unlike rounds"),
+            (co2.steps == "even", f"co2.steps={co2.steps!r}", uneven),
+            (co2.tau != "auto" or co2.delay != "auto", "co2.tau='auto' and co2.delay='auto'", f"{uneven} at first"),
+        ):
+            if not ok:
+                raise UserError(f"sync_bn={self.sync_bn!r} does not go with {what}, which {why}")
 
 
 def _ade20k(backbone: BackboneName, optim: OptimConfig, pretrained: str) -> SegmentationRecipe:
@@ -44,8 +61,9 @@ def _ade20k(backbone: BackboneName, optim: OptimConfig, pretrained: str) -> Segm
 
     They are mmsegmentation's for 160,000 iterations of 16 images (127 epochs), with 16 times the batch and the
     learning rate scaled by 16 (SGD) or its square root (AdamW); 100 steps of warm-up are ours for ResNet, 1 % of all
-    as there for the others. Backbones start from the weights that its configs name, trained on ImageNet. CO2's outer
-    momentum is the authors' example's for more than 64 GPUs. Not run here.
+    as there for the others. BatchNorm's statistics are of a node's 8 x 2 images under every method, and of 16 as there.
+    Backbones start from the weights that its configs name, trained on ImageNet. CO2's outer momentum is the authors'
+    example's for more than 64 GPUs. Not run here.
     """
     return SegmentationRecipe(
         backbone=backbone,
@@ -54,7 +72,7 @@ def _ade20k(backbone: BackboneName, optim: OptimConfig, pretrained: str) -> Segm
         batch_size=256,
         optim=optim,
         pretrained=Path(pretrained),
-        sync_bn=True,
+        sync_bn="node",
         co2=CO2Config(tau=48, outer_momentum=0.6),
         precision="bfloat16",
         loader_workers=4,

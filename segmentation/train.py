@@ -25,6 +25,7 @@ from segmentation.loader import eval_batches, train_batches
 from segmentation.metrics import SegmentationMetric
 from segmentation.model import build_model, upernet
 from segmentation.pictures import side_by_side
+from segmentation.sync_bn import check_sync_bn, share_statistics
 from training.backward import Scalars, backward_in_parts
 from training.elastic import repeated
 from training.optim import clip_gradients, make_optimizer, make_schedule
@@ -49,8 +50,8 @@ def main() -> None:
 
 
 def make_model(recipe: SegmentationRecipe) -> nn.Module:
-    """UPerNet as the recipe says; SyncBN under ddp alone, and only where torch has it, on GPUs."""
-    norm = "SyncBN" if recipe.sync_bn and recipe.method == "ddp" and torch.cuda.is_available() else "BN"
+    """UPerNet as the recipe says."""
+    norm = "BN" if recipe.sync_bn == "no" else "SyncBN"
     crop, classes = CROP[recipe.dataset], NUM_CLASSES[recipe.dataset]
     config = upernet(recipe.backbone, classes, crop, norm=norm, pretrained=recipe.pretrained)
     config["backbone"]["with_cp"] = recipe.recompute
@@ -61,12 +62,14 @@ def train(
     run: Run, recipe: SegmentationRecipe, train_set: BaseSegDataset, eval_sets: dict[str, BaseSegDataset]
 ) -> None:
     """The loop: optimiser steps, method.step(), and at round boundaries evaluations and checkpoints."""
+    check_sync_bn(run, recipe)
     model = run.shard(make_model(recipe))
     optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
     epoch = steps_per_epoch(len(train_set), recipe.batch_size)
     total = epoch * recipe.epochs
     schedule = make_schedule(optimizer, total, recipe.optim)
     wrapped, method = run.make_method(model, optimizer, total)
+    share_statistics(run, model, method)
     run.begin(model, optimizer, schedule, method, epoch=epoch, total=total, samples=len(train_set))
 
     model.train()

@@ -18,6 +18,49 @@ loader_workers() {
     echo $((share > 2 ? share - 1 : 1))
 }
 
+# What srun starts on each node, wherever it begins: on_node TORCHRUN... in the repository, its first argument.
+PAYLOAD='cd "$1" 2>/dev/null && . slurm/launch.sh || {
+    echo "error: the repository, $1, is not there on $HOSTNAME: a shared folder, and in a container a mount, must have it" >&2
+    exit 2
+}
+on_node "${@:2}"'
+
+# enter_container: sets `entry`, the words that put what srun starts into CONTAINER.
+enter_container() {
+    [ -n "${CONTAINER-}" ] || return 0
+    local image="$CONTAINER" seen
+    case "$image" in
+        *.sif | *.sqsh) # by its full path: Pyxis takes a bare name for a registry's image
+            image="$(realpath -eq "$image")" || {
+                echo "error: CONTAINER=$CONTAINER: no such file; slurm/README.md says how to build one" >&2
+                return 2
+            } ;;
+    esac
+    export CO2_CACHE="${CO2_CACHE:-$HOME/.cache/co2}"
+    mkdir -p "$OUT" "$CO2_CACHE" && seen="$(folders)" || return
+    case "$image" in
+        *.sif) entry=(apptainer exec --nv --bind "$seen" --pwd "$PWD" "$image") ;;
+        *) entry=(--container-image="$image" --container-mounts="$seen" --container-workdir="$PWD") ;;
+    esac
+}
+
+# folders: SRC:DST,... of all that the workers read and write, and of where links lead: in a container as outside of it.
+folders() {
+    local path
+    for path in "$PWD" "$CO2_DATA" "$OUT" "$CO2_CACHE" "${MODEL-}" "${DATA-}"; do
+        if [ -e "$path" ]; then realpath -s "$path" && realpath "$path"; fi
+    done | sort -u | sed 's/.*/&:&/' | { cat; [ -z "${CONTAINER_MOUNTS-}" ] || echo "$CONTAINER_MOUNTS"; } | paste -sd,
+}
+
+# carry: sets `carried`, NAME=VALUE of what the workers need of this environment: a container has its own, whose values
+# hold against exported ones.
+carry() {
+    local name
+    for name in CO2_DATA CO2_CACHE LOGS OMP_NUM_THREADS ${!NCCL_@} ${!GLOO_@} ${!TORCH_@} ${!TORCHELASTIC_@}; do
+        [ -z "${!name+set}" ] || carried+=("$name=${!name}")
+    done
+}
+
 # launch MODULE [overrides]: trains with RECIPE, METHOD, TAU, BATCH_SIZE, SEED and OUT on all nodes of the job; exits. fit:
 # the batch that a script gives in place of the recipe's, which is told.
 launch() {
@@ -39,11 +82,13 @@ launch() {
     set -- "${torchrun[@]}" -m "$module" "$RECIPE" "${options[@]}" "${JOB_ARGS[@]}" "$@"
     [ -z "${fit-}" ] || [ "$BATCH_SIZE" != "$fit" ] ||
         echo "batch $fit over all GPUs, not the recipe's, which does not divide by this cluster's GPUs"
+    local entry=() carried=()
+    enter_container && carry || exit 2
     echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST, data in $CO2_DATA: $*"
 
     # Since 22.05, srun no longer takes the job's --cpus-per-task by itself: each torchrun would get one core.
     srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --cpu-bind=cores \
-        --kill-on-bad-exit=1 $SRUN_ARGS bash -c 'source slurm/launch.sh; on_node "$@"' on_node "$@" &
+        --kill-on-bad-exit=1 $SRUN_ARGS "${entry[@]}" env "${carried[@]}" bash -c "$PAYLOAD" on_node "$PWD" "$@" &
     local step=$! early
     stop_in_time >/dev/null 2>&1 &
     early=$!
@@ -128,6 +173,10 @@ nap() {
 # the workers by SIGTERM, and itself by a second one. The workers handle them: they finish the round, save, and end
 # with status 0.
 on_node() {
+    command -v pkill >/dev/null || {
+        echo "error: no pkill on $HOSTNAME or in its container, so no run could be stopped in time: install procps" >&2
+        return 2
+    }
     trap '' USR1 TERM
     export PET_SIGNALS_TO_HANDLE=SIGINT # torchrun's --signals-to-handle, of torch 2.9 and newer
     "$1" ${LOGS:+--log-dir="$LOGS/${SLURMD_NODENAME:-$HOSTNAME}"} "${@:2}" &

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
@@ -83,6 +84,11 @@ class Run:
         if error is not None and (explained := peers.explain(error)):
             raise explained from None
 
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """[nodes, workers of a node] where those of a node synchronise every step, else None."""
+        return self._workers.mesh
+
     # -- before the loop ------------------------------------------------------------------------------------
 
     def shard(self, model: nn.Module) -> nn.Module:
@@ -91,7 +97,7 @@ class Run:
         check_batch_norm(self.recipe, model, self.world_size)
         streamed = self.recipe.method == "zo" and self.recipe.offload
         self._model = model if streamed else model.to(self.device)
-        mesh = self._workers.mesh
+        mesh = self.mesh
         if mesh is None:
             return self._model
         compute = torch.bfloat16 if self._mixed() else torch.float32
@@ -100,8 +106,7 @@ class Run:
 
     def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimiser, its state shared out inside the node with ZeRO-1."""
-        mesh = self._workers.mesh
-        return _zero().shard_optimizer(optimizer, mesh, self.recipe.zero) if mesh else optimizer
+        return _zero().shard_optimizer(optimizer, self.mesh, self.recipe.zero) if self.mesh else optimizer
 
     def make_method(
         self,
@@ -283,7 +288,7 @@ class Run:
         gathering = contextlib.nullcontext()
         if isinstance(self._method, Zeroth):
             gathering = self._method.order.inference()
-        elif self._workers.mesh is not None and self._model is not None:
+        elif self.mesh is not None and self._model is not None:
             gathering = _zero().gathered(self._model, self.recipe.zero)
         method = self._method
         common = method.shared_model() if isinstance(method, LocalMethod) else contextlib.nullcontext(True)

@@ -110,16 +110,6 @@ def test_ade20k_recipes_cover_the_three_backbones_and_fit_128_workers() -> None:
     assert data.CROP["ade20k"] == (512, 512) and data.NUM_CLASSES["ade20k"] == 150
 
 
-def test_sync_bn_is_for_ddp_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for method, kind in (("ddp", "SyncBatchNorm"), ("co2", "BatchNorm2d"), ("slowmo", "BatchNorm2d")):
-        recipe = replace(RECIPES["ade20k_resnet50"], method=method)
-        assert recipe.sync_bn and recipe.average_buffers, "as the table's rows run it, without an override"
-        with torch.device("meta"):
-            norms = {type(m).__name__ for m in make_model(recipe).modules() if "BatchNorm" in type(m).__name__}
-        assert norms == {kind}
-
-
 @pytest.mark.parametrize("name", ["ade20k_resnet50", "ade20k_swin_tiny", "ade20k_vit_base"])
 def test_weight_decay_is_that_of_mmsegs_own_config(name: str) -> None:
     recipe, configs = RECIPES[name], Path(mmseg.__path__[0], ".mim", "configs")

@@ -141,6 +141,27 @@ def test_a_backbone_counts_by_its_name_wherever_it_lies(tmp_path: Path):
     assert f"Not counted: {tmp_path / 'd'}: pretrained=None in place of {name}." in lines
 
 
+def test_segmentations_rows_say_whose_images_share_statistics(tmp_path: Path):
+    """Of a node's GPUs under every method, but for the rows of which the label says otherwise."""
+    settings = {"node": ("co2", "ddp"), "no": ("co2", "ddp"), "all": ("ddp",), True: ("co2",)}
+    for value, methods in settings.items():
+        for method in methods:
+            given = {"method": method, "sync_bn": value, "results": {"val_mIoU": 40.0 + list(settings).index(value)}}
+            make_run(tmp_path / f"{method}-{value}", "segmentation", "ade20k_resnet50", **given)
+    lines = collected(tmp_path, "ade20k")
+    found = {tuple(line[2:].split(" | ")[:2]): line for line in lines if "not run" not in line and "ResNet-50" in line}
+    mIoU = {key: line.split(" | ")[6] for key, line in found.items()}
+    assert mIoU == {
+        ("ResNet-50", "ddp"): "40.00",
+        ("ResNet-50", "co2"): "40.00",
+        ("ResNet-50 without SyncBN", "ddp"): "41.00",
+        ("ResNet-50 without SyncBN", "co2"): "41.00",
+        ("ResNet-50 with SyncBN over all", "ddp"): "42.00",
+    }
+    assert f"Not counted: {tmp_path / 'co2-True'}: sync_bn=True in place of node." in lines
+    assert any(line.startswith("SyncBN shares BatchNorm's statistics over the images of a node") for line in lines)
+
+
 def test_settings_of_unused_methods_and_of_the_loader_do_not_matter(tmp_path: Path):
     resnet50(tmp_path / "a", 0.75, method="ddp", tau=3, loader_workers=2, eval_every=7)
     (line,) = [line for line in collected(tmp_path, "imagenet") if line.startswith("| ResNet-50 | ddp |")]

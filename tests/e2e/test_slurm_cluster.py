@@ -36,7 +36,12 @@ def slurm() -> Iterator[Cluster]:
 
 
 def submit(
-    slurm: Cluster, script: str, run: str, *options: str, asks: tuple[str, ...] = ("--nodelist=node[2-3]",)
+    slurm: Cluster,
+    script: str,
+    run: str,
+    *options: str,
+    asks: tuple[str, ...] = ("--nodelist=node[2-3]",),
+    **variables: str,
 ) -> str:
     """The number of a job of two workers on two nodes; the run folder is `run`."""
     asks = ("--nodes=2", "--gpus-per-node=1", "--cpus-per-task=1", "--mem=1000", "--time=60", *asks)
@@ -50,7 +55,7 @@ def submit(
         "OUT": folder(slurm, run),
         "CO2_DATA": str(slurm.folder),  # an empty one: the recipes bring their data
     }
-    return slurm.submit(*asks, f"slurm/{script}.sh", *options, **settings)
+    return slurm.submit(*asks, f"slurm/{script}.sh", *options, **settings | variables)
 
 
 def folder(slurm: Cluster, run: str) -> str:
@@ -120,6 +125,24 @@ def test_every_task_runs_its_small_recipe(script: str, slurm: Cluster, at_limits
     job = submit(slurm, script, script, "--device", "cpu", "--epochs", "1")
     assert slurm.wait(job) == "COMPLETED", slurm.output(job)
     assert summary(slurm, script)["steps"] > 0
+
+
+def test_a_job_in_a_container_saves_when_it_is_signalled(slurm: Cluster):
+    """A script plays apptainer: what it starts begins in /, with a PATH of its own and nothing else of the job's."""
+    image, path = slurm.folder / "co2.sif", f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    image.touch()
+    apptainer = slurm.folder / "apptainer"
+    apptainer.write_text(
+        f'#!/bin/bash\nwhile [[ "$1" != *.sif ]]; do shift; done\nshift\ncd /\nexec env -i PATH={path} "$@"\n'
+    )
+    apptainer.chmod(0o755)
+    inside = {"CONTAINER": str(image), "VENV": "/nowhere", "PATH": f"{slurm.folder}:{os.environ['PATH']}"}
+    asks = ("--nodelist=node[2-3]", "--signal=B:CONT@1")
+    job = submit(slurm, "vision_a100", "contained", *VISION, "10000", *SLOW_LINK, asks=asks, **inside)
+    reaches(slurm, job, "contained", 6)
+    slurm("scancel", job)
+    assert slurm.wait(job) == "CANCELLED", slurm.output(job)
+    assert summary(slurm, "contained")["stopped_by_signal"] == signal.SIGTERM, slurm.output(job)
 
 
 def test_a_job_that_is_warned_of_its_limit_stops_and_goes_on(slurm: Cluster, at_limits: dict):
