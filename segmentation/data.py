@@ -162,7 +162,7 @@ class CamVid(ArraySegDataset):
                 f"the folder that holds it, {STAND_IN}"
             )
         try:
-            with np.load(path) as file:
+            with np.load(path, allow_pickle=False) as file:
                 images, masks = file[f"x_{split}"], file[f"y_{split}"]
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise UserError(f"{path}: not readable ({error}); fetch the file again") from None

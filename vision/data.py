@@ -112,7 +112,7 @@ def cifar10() -> tuple[Images, Images]:
     path = cache / f"cifar10-{archive.stat().st_size}.npz"
     if not path.exists():
         _decode(archive, path)
-    arrays = np.load(path)
+    arrays = np.load(path, allow_pickle=False)
     classes = tuple(arrays["classes"].tolist())
     # the channel statistics in common use for CIFAR-10
     shared = dict(classes=classes, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
