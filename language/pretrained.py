@@ -3,7 +3,6 @@ model is written again. Nothing is fetched, no pickle is read, and no code that 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -26,6 +25,7 @@ from core.errors import UserError
 from language.finetune_recipes import FinetuneRecipe, LoraConfig
 from training.backward import recompute
 from training.sampling import mix, seeded
+from training.untrusted import parse_json
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 # buffers that files of older versions hold: causal masks, rotary frequencies, positions
@@ -41,7 +41,7 @@ def open_config(folder: Path | None) -> Any:
     if not file.is_file():
         raise UserError(f"{file} is missing: give --model the folder of a causal language model; none is fetched")
     try:
-        kind = json.loads(file.read_text()).get("model_type")
+        kind = str(parse_json(file.read_text()).get("model_type"))
     except (ValueError, AttributeError) as error:
         raise UserError(f"{file} is damaged ({error}): copy it again") from None
     with _explained(file):

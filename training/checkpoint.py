@@ -25,6 +25,7 @@ from core.groups import leave_group, new_group
 from core.guard import all_finite
 from training import stored
 from training.stored import Rest, reason
+from training.untrusted import parse_json
 
 KEEP = 2  # checkpoints kept; the older one serves where the newer is damaged
 MANIFEST = "manifest.json"
@@ -207,7 +208,7 @@ def _finished(folder: Path) -> list[str]:
 def _read(target: Path, rank: int) -> tuple[Any, int, str]:
     """The state that this worker takes, how many workers wrote it, and what is wrong with it."""
     try:
-        manifest = json.loads((target / MANIFEST).read_text())
+        manifest = parse_json((target / MANIFEST).read_text())
         rests: list[Rest] = [(str(name), str(digest)) for name, digest in manifest["rests"]]
         workers = int(manifest["workers"])
         if workers != len(rests):
