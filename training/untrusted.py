@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+from training.stored import reason
 
 LEVELS = 64  # of lists and objects in each other; our own files have five
 
@@ -32,6 +37,15 @@ def _check(value: Any, levels: int) -> None:
             raise ValueError(f"more than {LEVELS} levels")
         for inner in [*value, *value.values()] if isinstance(value, dict) else value:
             _check(inner, levels - 1)
+
+
+def read_arrays(path: Path, *names: str) -> list[np.ndarray]:
+    """Arrays of an .npz file; ValueError, of one line, where it is none or lacks one of them."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return [np.asarray(file[name]) for name in names]
+    except Exception as error:  # zipfile, zlib and NumPy raise nearly any
+        raise ValueError(reason(error)) from None
 
 
 def printable(text: str) -> str:

@@ -21,8 +21,7 @@ LOADS: dict[tuple[str, str], dict[str, bool]] = {
     ("training/elastic.py", "torch.load"): WEIGHTS,
     ("training/stored.py", "torch.load"): WEIGHTS,
     ("segmentation/backbones.py", "torch.load"): WEIGHTS,
-    ("vision/data.py", "numpy.load"): NO_PICKLE,
-    ("segmentation/data.py", "numpy.load"): NO_PICKLE,
+    ("training/untrusted.py", "numpy.load"): NO_PICKLE,
     ("pointcloud/pack.py", "numpy.load"): NO_PICKLE,
     ("pointcloud/sources.py", "numpy.load"): NO_PICKLE,
     # no pickle, and what it says of code is checked in language.pretrained.LOCAL
