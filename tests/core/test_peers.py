@@ -7,9 +7,13 @@ import time
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from bench.cluster import hold_port
 from core import peers
+from core.collectives import Background
+from core.errors import CollectiveError
 from core.peers import Address, Peers
 from core.testing import run_distributed
 
@@ -29,6 +33,25 @@ def one_is_gone(rank: int, world_size: int, who: int, how: str) -> list[int] | N
 def test_a_process_that_has_ended_or_is_stopped_is_named(who: int, how: str):
     found = run_distributed(one_is_gone, 3, who, how, expect_death=(who,))
     assert [found[rank] for rank in range(3) if rank != who] == [[who]] * 2
+
+
+def one_wakes(rank: int, world_size: int) -> str:
+    """Rank 1 is stopped, and wakes when rank 0 has named it and has ended."""
+    background = Background(torch.device("cpu"), timeout=2.0)
+    value = torch.ones(3)
+    if rank == 1:
+        subprocess.Popen(["sh", "-c", f"sleep 14; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    with pytest.raises(CollectiveError) as failed:
+        background.launch(iter([([dist.all_reduce(value, group=background.group, async_op=True)], 0)]))
+        background.wait()
+    return str(failed.value)
+
+
+def test_one_that_wakes_does_not_blame_the_others():
+    first, second = run_distributed(one_wakes, 2, timeout=60)
+    assert "no answer from rank 1" in first
+    assert "this worker was stopped for 1" in second and "no answer from rank 0" not in second
 
 
 def one_hangs(rank: int, world_size: int, known: bool) -> list[int] | None:
