@@ -211,8 +211,8 @@ def _read(target: Path, rank: int) -> tuple[Any, int, str]:
         manifest = parse_json((target / MANIFEST).read_text())
         rests: list[Rest] = [(str(name), str(digest)) for name, digest in manifest["rests"]]
         workers = int(manifest["workers"])
-        if workers != len(rests):
-            return None, 0, f"{MANIFEST} is damaged"
+        if workers != len(rests) or sorted(name for name, _ in rests) != stored.rests(target):
+            return None, 0, f"{MANIFEST} is damaged, it names other workers than those that wrote the checkpoint"
         return stored.read(target, rests[rank % workers]), workers, ""
     except FileNotFoundError as error:
         return None, 0, f"{Path(error.filename).name} is missing"
