@@ -64,7 +64,12 @@ def load_corpus(folder: Path) -> Corpus:
     meta = _read_meta(folder)
     vocab_size = meta["vocab_size"]
     tokenizer_file = folder / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file.is_file() else None
+    try:
+        tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file.is_file() else None
+    except Exception as error:  # the library raises nothing more specific
+        raise UserError(
+            f"{tokenizer_file} cannot be read ({error}): put the tokenizer that made them beside them, or remove it"
+        ) from None
     if tokenizer is not None and tokenizer.get_vocab_size() != vocab_size:
         raise UserError(
             f"{tokenizer_file} has {tokenizer.get_vocab_size()} tokens but the token files use {vocab_size}: "
