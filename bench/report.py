@@ -16,6 +16,7 @@ from typing import Any
 
 from core.errors import UserError
 from training.provenance import commit, version
+from training.untrusted import parse_json
 
 FORMAT = 1  # of the JSON
 
@@ -118,7 +119,7 @@ def load(path: Path, module: str, rows: str = "rows") -> dict[str, Any]:
     """A file that `python -m MODULE` has written, with at least one of its `rows`; else a UserError."""
     remedy = f"measure with python -m {module} --out {path.parent}"
     try:
-        result = json.loads(path.read_text())
+        result = parse_json(path.read_text())
     except FileNotFoundError:
         raise UserError(f"{path.parent} holds no {path.name}: {remedy}") from None
     except OSError as error:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .errors import UserError
+
 BINS = 10_000  # of the budget, as released
 
 
@@ -23,8 +25,11 @@ def allocate(errors: Tensor, sizes: Tensor, reference: Sequence[int], *, share: 
     budget / bins, so that the budget is always kept: with L layers the result is at most as large as the optimum
     at (1 - L / bins) of the budget. The reference is a candidate of its own where it is within the budget, for rounding
     can exclude it. Where nothing fits, which only a share below 1 can cause, each layer gets its least error.
+
+    UserError for a NaN or negative error, an infinite one of the reference, and sizes or a share that are not finite.
     """
-    errors, sizes = errors.double(), sizes.double()
+    _check(errors, sizes, reference, share)
+    errors, sizes = _scaled(errors), _scaled(sizes)
     budget = share * total(errors, reference)
     best = [int(c) for c in _least(errors, sizes)]
     found = _programme(_in_bins(errors, budget, bins), sizes, bins)
@@ -36,8 +41,11 @@ def allocate(errors: Tensor, sizes: Tensor, reference: Sequence[int], *, share: 
 
 
 def total(table: Tensor, choices: Sequence[int]) -> float:
-    """The sum over the layers of table[layer, its choice]: rounded once, so alike on workers of any processor."""
-    return math.fsum(table.double()[torch.arange(len(table)), list(choices)].tolist())
+    """The sum over the layers of table[layer, its choice], >= 0: rounded once, so alike on workers of any processor."""
+    try:
+        return math.fsum(table.double()[torch.arange(len(table)), list(choices)].tolist())
+    except OverflowError:  # where the sum rounds to infinity
+        return math.inf
 
 
 def accordion(before: Tensor, now: Tensor, eta: float = 0.5) -> Tensor:
@@ -45,6 +53,26 @@ def accordion(before: Tensor, now: Tensor, eta: float = 0.5) -> Tensor:
     where the norm of its gradient has changed by less than eta of what it was. before, now: [layers]; a layer without a
     norm before, 0, counts as changed."""
     return (now - before).abs() < eta * before
+
+
+def _check(errors: Tensor, sizes: Tensor, reference: Sequence[int], share: float) -> None:
+    if not 0 <= share < math.inf:
+        raise UserError(f"share={share}: give a finite share of the reference's error, 0 or more")
+    taken = torch.zeros_like(errors, dtype=torch.bool)
+    taken[torch.arange(len(errors)), list(reference)] = True
+    for name, table, wrong, why in (
+        ("errors", errors, errors.isnan() | (errors < 0), "give errors >= 0, inf where a layer has no such choice"),
+        ("errors", errors, taken & errors.isinf(), "give the reference, which takes it, a choice that the layer has"),
+        ("sizes", sizes, ~sizes.isfinite(), "give finite sizes"),
+    ):
+        if wrong.any():
+            layer, choice = wrong.nonzero()[0].tolist()
+            raise UserError(f"{name}[{layer}, {choice}] is {table[layer, choice].item()}: {why}")
+
+
+def _scaled(table: Tensor) -> Tensor:
+    """float64, divided by a power of two, which rounds nothing, such that no sum over the layers overflows."""
+    return table.double() / 2.0 ** len(table).bit_length()
 
 
 def _in_bins(errors: Tensor, budget: float, bins: int) -> Tensor:

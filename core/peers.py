@@ -10,6 +10,8 @@ own neighbour had; NCCL names nobody; the store ends with rank 0, unless torchru
 - a worker that has failed tells all others before it ends, with what it has found: they neither take it for the one
   that died, nor look for themselves.
 
+A process that was stopped itself, and asked meanwhile, goes by what the others must have found: that it is the one.
+
 Where no other machine can be reached, the fault may be this one's own: then, and where an address is of no use to the
 others, nobody is named.
 """
@@ -33,6 +35,7 @@ from .groups import of_all
 
 ANSWERS_WITHIN = 2.0  # seconds in which a process answers, and in which the others notice that a group was left
 ASKED_AT_ONCE = 32
+TURN = 1.0  # seconds after which the answering thread looks at the clock
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,14 @@ class Address:
 class Peers:
     """This process's socket, and what it knows of the others. Thread-safe where it matters: news may come at any time.
 
-    Attributes: verdict, the ranks that are gone as far as a worker has found out, None before that.
+    Attributes: verdict, the ranks that are gone as far as a worker has found out, None before that; stopped, for how
+    many seconds this process did not run while another one asked, 0 where none did.
     """
 
     def __init__(self) -> None:
         host = _own_host()
         self._server = socket.create_server((host, 0), backlog=256)  # where it is told, and nowhere else
+        self._server.settimeout(TURN)
         self.address = Address(host, self._server.getsockname()[1], socket.gethostname(), secrets.token_hex(8))
         self._known: dict[int, Address] = {}
         self.rank = 0
@@ -66,6 +71,7 @@ class Peers:
         self.verdict: list[int] | None = None
         self._has_failed = False
         self._left: set[int] = set()  # those who have told that they failed
+        self.stopped = 0.0
 
     def meet(self, group: dist.ProcessGroup | None) -> None:
         """Learns the addresses of a group's members; every member must call it."""
@@ -131,11 +137,19 @@ class Peers:
 
     def _answer(self) -> None:
         """The thread: one line for one line."""
+        waited = 0.0  # for the last question
         while True:
+            began, before = _now(), waited
             try:
                 connection, _ = self._server.accept()
+            except TimeoutError:
+                waited = _now() - began
+                continue
             except OSError:  # closed
                 return
+            waited = _now() - began
+            if (stopped := max(waited, before)) > TURN + ANSWERS_WITHIN:
+                self.stopped = stopped
             with contextlib.suppress(OSError, ValueError), connection:
                 connection.settimeout(ANSWERS_WITHIN)
                 token, *news = connection.makefile().readline(256).split()
@@ -179,9 +193,16 @@ def explain(error: BaseException) -> CollectiveError | None:
 
 def who(ranks: Sequence[int]) -> str:
     """For a message: what `find` has found."""
+    if _peers is not None and _peers.stopped:
+        return f"this worker was stopped for {_peers.stopped:.0f} s, and did not answer the others"
     if not ranks:
         return "a worker has failed or cannot be reached, it is not known which"
     return f"no answer from rank {', '.join(map(str, ranks))}"
+
+
+def _now() -> float:
+    """Seconds; a machine's sleep counts."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _own_host() -> str:

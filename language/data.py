@@ -8,7 +8,6 @@ Which tokens a worker sees is a pure function of (seed, epoch, rank, world size)
 one of (seed, epoch, window), so neither the number of workers nor a resumed run changes what is trained on.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from core.errors import UserError
 from language.finetune_recipes import FinetuneRecipe
 from language.recipes import GPT2_VOCABULARY, LanguageRecipe, Sampling
 from training.sampling import eval_share, generator, load_batches, per_worker, worker_batches
+from training.untrusted import parse_json
 
 IGNORE = -100  # torch's cross_entropy skips targets of this value
 PREDICTED = 0.15  # share of the tokens that a masked language model predicts
@@ -63,7 +63,12 @@ def load_corpus(folder: Path) -> Corpus:
     meta = _read_meta(folder)
     vocab_size = meta["vocab_size"]
     tokenizer_file = folder / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file.is_file() else None
+    try:
+        tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file.is_file() else None
+    except Exception as error:  # the library raises nothing more specific
+        raise UserError(
+            f"{tokenizer_file} cannot be read ({error}): put the tokenizer that made them beside them, or remove it"
+        ) from None
     if tokenizer is not None and tokenizer.get_vocab_size() != vocab_size:
         raise UserError(
             f"{tokenizer_file} has {tokenizer.get_vocab_size()} tokens but the token files use {vocab_size}: "
@@ -90,7 +95,7 @@ def _read_meta(folder: Path) -> dict:
         unknown = dict.fromkeys(("pad", "mask", "bos", "train", "val"))
         return dict(vocab_size=GPT2_VOCABULARY, dtype="uint16", eot=GPT2_VOCABULARY - 1, **unknown)
     try:
-        meta = json.loads(file.read_text())
+        meta = parse_json(file.read_text())
         known = {key: meta[key] for key in ("vocab_size", "dtype", "eot", "pad", "mask")}
         known |= {"bos": meta.get("bos"), **{name: meta[name]["tokens"] for name in ("train", "val")}}
     except (ValueError, KeyError, TypeError) as error:

@@ -27,6 +27,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from core.errors import UserError
 from training.script import launch
+from training.untrusted import parse_json
 
 DOCUMENT_END = "\x0c\n"  # a line with nothing but a form feed
 JSON_LINES = (".jsonl", ".jsonl.xz")
@@ -113,9 +114,9 @@ def _in_file(file: Path) -> Iterator[str]:
 def _from_json(file: Path, lines: Iterable[str]) -> Iterator[str]:
     for number, line in enumerate(lines, 1):
         try:
-            text = json.loads(line)["text"] if line.strip() else ""
+            text = parse_json(line)["text"] if line.strip() else ""
             blank = not text.strip()
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f'{file}, line {number}: expected a JSON object with a "text"') from None
         if not blank:
             yield text

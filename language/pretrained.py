@@ -3,8 +3,8 @@ model is written again. Nothing is fetched, no pickle is read, and no code that 
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,8 +25,11 @@ from core.errors import UserError
 from language.finetune_recipes import FinetuneRecipe, LoraConfig
 from training.backward import recompute
 from training.sampling import mix, seeded
+from training.untrusted import parse_json
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
+# buffers that files of older versions hold: causal masks, rotary frequencies, positions
+BUFFERS = re.compile(r"(.*\.)?(attn|attention)\.(masked_)?bias|(.*\.)?rotary_emb\.inv_freq|(.*\.)?position_ids")
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
@@ -38,7 +41,7 @@ def open_config(folder: Path | None) -> Any:
     if not file.is_file():
         raise UserError(f"{file} is missing: give --model the folder of a causal language model; none is fetched")
     try:
-        kind = json.loads(file.read_text()).get("model_type")
+        kind = str(parse_json(file.read_text()).get("model_type"))
     except (ValueError, AttributeError) as error:
         raise UserError(f"{file} is damaged ({error}): copy it again") from None
     with _explained(file):
@@ -69,12 +72,25 @@ def open_model(recipe: FinetuneRecipe) -> nn.Module:
             output_loading_info=True,
             **LOCAL,
         )
-    for key, what in (("missing_keys", "are missing"), ("mismatched_keys", "have another shape than config.json says")):
-        if wrong := sorted(str(name if isinstance(name, str) else name[0]) for name in found[key]):
-            raise UserError(f"{folder}: {len(wrong)} tensors {what}, {wrong[0]} among them: copy its files again")
+    _check_tensors(folder, found)
     model.eval()
     check_causal(model, folder)
     return tunable(model, recipe)
+
+
+def _check_tensors(folder: Path, found: dict[str, Any]) -> None:
+    """UserError where the weights are not those of the model that config.json describes."""
+    for key, what in (
+        ("missing_keys", "are missing"),
+        ("mismatched_keys", "have another shape than config.json says"),
+        ("unexpected_keys", "have no place in the model of config.json"),
+    ):
+        names = sorted(str(name if isinstance(name, str) else name[0]) for name in found[key])
+        if wrong := [name for name in names if key != "unexpected_keys" or not BUFFERS.fullmatch(name)]:
+            names = ", ".join(wrong[:3])
+            raise UserError(
+                f"{folder}: {len(wrong)} tensors {what}, such as {names}: copy its files again, of one model"
+            )
 
 
 def build_model(recipe: FinetuneRecipe) -> nn.Module:

@@ -7,7 +7,6 @@ as in MeZO's evaluation.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from core.errors import UserError
 from language.data import IGNORE, Batch
 from language.finetune_recipes import FinetuneRecipe
 from training.sampling import eval_share, load_batches, worker_batches
+from training.untrusted import parse_json
 
 if TYPE_CHECKING:
     from training.run import Run
@@ -69,7 +69,7 @@ def read_lines(file: Path) -> list[Line]:
 
 def _parse(where: str, text: str) -> Line:
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except ValueError as error:
         raise UserError(f"{where} is no JSON ({error}): correct it") from None
     for key in ("prompt", "answer"):

@@ -23,6 +23,7 @@ from core.zeroth.order import digest, kind_of
 from language import pretrained
 from language.finetune_recipes import RECIPES, FinetuneRecipe, LoraConfig
 from training.script import launch
+from training.untrusted import parse_json
 
 KEPT = ("weights", "trainable", "seed", "zeroth", "lora")  # of a recipe: what the tuned weights depend on
 
@@ -52,7 +53,7 @@ def read(folder: Path, model: Path) -> tuple[FinetuneRecipe, dict[str, Any]]:
     if not file.is_file():
         raise UserError(f"{file} is missing: give the folder `replay` that a run of method zo has written")
     try:
-        made = json.loads(file.read_text())
+        made = parse_json(file.read_text())
         kept = made["recipe"]
         parts = {"zeroth": ZerothConfig(**kept["zeroth"]), "lora": LoraConfig(**_tuples(kept["lora"]))}
         recipe = replace(RECIPES["prompts"], model=model, **_tuples(kept) | parts)

@@ -12,7 +12,6 @@ changes: nothing compares the two.
 from __future__ import annotations
 
 import os
-import zipfile
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +22,7 @@ from core import UserError
 from pointcloud.sources import SPLITS, Source, unpacked
 from training.data import data_root
 from training.script import launch
+from training.untrusted import read_arrays
 
 
 class Packed:
@@ -32,9 +32,8 @@ class Packed:
         self.path = packed_path(root, name, split)
         try:
             self.points = np.load(self.path, mmap_mode="r", allow_pickle=False)
-            with np.load(self.path.with_suffix(".npz"), allow_pickle=False) as index:
-                self.ends, self.labels, self.names = index["ends"], index["labels"], index["names"]
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            self.ends, self.labels, self.names = read_arrays(self.path.with_suffix(".npz"), "ends", "labels", "names")
+        except (OSError, ValueError, EOFError) as error:
             raise UserError(f"{self.path} or its .npz cannot be read ({error}): {_again(name)}") from None
         if len(self.points) != self.ends[-1]:
             raise UserError(f"{self.path} has {len(self.points)} points, its .npz says {self.ends[-1]}: {_again(name)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 from typing import Protocol
 
@@ -11,6 +10,7 @@ import numpy as np
 from core import UserError
 from pointcloud.surfaces import random_surface
 from training.data import data_root, missing
+from training.untrusted import read_arrays
 
 SPLITS = ("train", "test")
 STAND_IN = "surfaces_small"
@@ -101,9 +101,8 @@ class ModelNet10:
             files = f"{self.path.name} with x_{split}, y_{split} and cls"
             raise missing("data set modelnet10", root, files, STAND_IN)
         try:
-            with np.load(self.path, allow_pickle=False) as file:
-                self.clouds, self.labels, self.classes = file[self.array], file[f"y_{split}"], file["cls"]
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            self.clouds, self.labels, self.classes = read_arrays(self.path, self.array, f"y_{split}", "cls")
+        except ValueError as error:
             raise UserError(f"{self.path} cannot be read ({error}): copy it again") from error
         if self.clouds.ndim != 3 or not len(self.clouds) or self.labels.shape != self.clouds.shape[:1]:
             found = f"x_{split} {list(self.clouds.shape)}, y_{split} {list(self.labels.shape)}"

@@ -11,6 +11,7 @@ from bench.report import mean_sd, plus_minus
 from core import UserError
 from results.paper import GPUS, TABLES, Metric, Row, Table
 from results.runs import Finished, differences, hours, read_run, stretched
+from training.untrusted import printable
 
 
 def collect(tables: Mapping[str, Table], folder: Path) -> Iterator[str]:
@@ -33,9 +34,11 @@ def collect(tables: Mapping[str, Table], folder: Path) -> Iterator[str]:
             yield from ("Stand-ins, small models and data of our own: no number of the paper compares with these.", "")
             yield from (*section(table, True, runs, counted), "")
     commits = {run.commit for run in runs if run.folder in counted} - {""}
-    yield f"Commits: {', '.join(sorted(commits)) or 'none'}."
+    yield printable(f"Commits: {', '.join(sorted(commits)) or 'none'}.")
     left_out = {path: run if isinstance(run, str) else departure(run, tables) for path, run in found.items()}
-    yield from (f"Not counted: {path}: {why}." for path, why in left_out.items() if path not in counted and why)
+    yield from (
+        printable(f"Not counted: {path}: {why}.") for path, why in left_out.items() if path not in counted and why
+    )
 
 
 def section(table: Table, local: bool, runs: Sequence[Finished], counted: set[Path]) -> Iterator[str]:
@@ -51,7 +54,8 @@ def section(table: Table, local: bool, runs: Sequence[Finished], counted: set[Pa
         if not groups:
             workers = row.nodes * GPUS if row.nodes and not local else ""
             rows.append((label, row.method, row.tau or "", workers, "", "", "not run", "", "", *paper))
-        for (tau, workers, batch_size), group in sorted(groups.items()):
+        # runs with tau auto last
+        for (tau, workers, batch_size), group in sorted(groups.items(), key=lambda of: (of[0][0] == "auto", of[0])):
             counted |= {run.folder for run in group}
             measured = measures(group, table.metric)
             rows.append((label, row.method, tau or "", workers, batch_size, len(group), *measured, *paper))
@@ -134,7 +138,7 @@ def status(tables: Mapping[str, Sequence[tuple[Row, int, Path]]], worker: str) -
     yield from report.table(titles, rows).splitlines()
     more = ", and what the rows marked ? need, of which no run has finished yet" if open_end else ""
     yield f"\n{sum(spent.values()):,.1f} {worker} hours used; left: {sum(to_come.values()):,.1f}{more}."
-    yield from (f"{folder}: {where}." for folder in spent for where in stretched(folder))
+    yield from (printable(f"{folder}: {where}.") for folder in spent for where in stretched(folder))
 
 
 def _key(row: Row) -> tuple[str, str, object]:

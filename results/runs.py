@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from results.paper import GPUS, Metric, Row
 from training.config import settings, stretches, with_defaults
 from training.recipe import Recipe, flat
+from training.untrusted import parse_json
 
 
 def load_recipe(task: str, name: str) -> Recipe:
@@ -57,13 +57,14 @@ WARM_UP = 0.1  # the share of a run's steps whose time does not count in its thr
 
 
 def logged_times(folder: Path) -> list[tuple[int, float]]:
-    """(step, seconds of training) of each line of metrics.jsonl; a line cut by a crash is left out."""
+    """(step, seconds of training) of each line of metrics.jsonl; those that are cut or not ours are left out."""
     times: list[tuple[int, float]] = []
     with contextlib.suppress(OSError):
-        for line in (folder / "metrics.jsonl").read_text().splitlines():
+        for line in (folder / "metrics.jsonl").read_text(errors="replace").splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                row = json.loads(line)
-                times.append((int(row["step"]), float(row["seconds"])))
+                row = parse_json(line)
+                if type(row["step"]) is int and math.isfinite(row["seconds"]):
+                    times.append((row["step"], row["seconds"]))
     return times
 
 
@@ -81,7 +82,7 @@ def hours(folder: Path) -> float:
     """Hours of all workers that a run has trained so far, without evaluations; 0 for one that was never started."""
     times = logged_times(folder)
     try:
-        return times[-1][1] * json.loads((folder / "config.json").read_text())["world_size"] / 3600 if times else 0.0
+        return times[-1][1] * parse_json((folder / "config.json").read_text())["world_size"] / 3600 if times else 0.0
     except (OSError, ValueError, KeyError, TypeError):
         return 0.0
 
@@ -89,7 +90,7 @@ def hours(folder: Path) -> float:
 def stretched(folder: Path) -> list[str]:
     """Where the schedule of the run in `folder`, finished or not, was stretched: see training.config.stretches."""
     try:
-        return stretches(json.loads((folder / "config.json").read_text()))
+        return stretches(parse_json((folder / "config.json").read_text()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
 
@@ -97,7 +98,7 @@ def stretched(folder: Path) -> list[str]:
 def read_run(folder: Path) -> Finished | str:
     """The run in `folder`, or why it does not count."""
     try:
-        config, summary = (json.loads((folder / name).read_text()) for name in ("config.json", "summary.json"))
+        config, summary = (parse_json((folder / name).read_text()) for name in ("config.json", "summary.json"))
         settings = flat(config["recipe"])
         if "stopped_by_signal" in summary:
             return f"it was stopped at step {summary['steps']}"
@@ -108,11 +109,25 @@ def read_run(folder: Path) -> Finished | str:
             "exposed_share": 1 - (math.nan if summary["hidden_share"] is None else summary["hidden_share"]),
         }
         where = tuple(stretches(config))
-        return Finished(folder, settings, config["world_size"], config["commit"], summary | derived, where)
+        found = Finished(folder, settings, config["world_size"], config["commit"], summary | derived, where)
+        _check_types(found)
+        return found
     except FileNotFoundError:
         return "it has no summary.json: not finished"
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         return f"config.json or summary.json is damaged ({error!r})"
+
+
+def _check_types(run: Finished) -> None:
+    """TypeError where a value that the tables are made from is not what a run writes."""
+    values: dict[str, Any] = {"world_size": run.workers, "commit": run.commit, "pretrained": None} | run.settings
+    whole = {"world_size", "seed", "batch_size"} | ({"co2.tau"} if values["co2.tau"] != "auto" else set())
+    texts = {"commit", "name", "method"} | ({"pretrained"} if values["pretrained"] is not None else set())
+    wrong = [key for key in whole if type(values[key]) is not int]
+    wrong += [key for key in texts if type(values[key]) is not str]
+    wrong += [key for key, value in run.results.items() if value is not None and not isinstance(value, int | float)]
+    if wrong:
+        raise TypeError(f"{wrong[0]}={values.get(wrong[0], run.results.get(wrong[0]))!r}"[:100])
 
 
 def differences(run: Finished, row: Row, metric: Metric, local: bool) -> list[str]:

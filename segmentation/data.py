@@ -9,7 +9,6 @@ from __future__ import annotations
 import segmentation.registries  # noqa: F401
 
 # isort: split
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +24,7 @@ from core import UserError
 from segmentation import synthetic
 from segmentation.recipes import DataName
 from training.data import data_root, missing
+from training.untrusted import read_arrays
 
 Split = Literal["train", "val", "test"]
 Bytes = NDArray[np.uint8]
@@ -158,9 +158,8 @@ class CamVid(ArraySegDataset):
         if not path.exists():
             raise missing("CamVid", path.parent, f"{path.name} with x_train, y_train, x_val, ...", "digits_small")
         try:
-            with np.load(path) as file:
-                images, masks = file[f"x_{split}"], file[f"y_{split}"]
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            images, masks = read_arrays(path, f"x_{split}", f"y_{split}")
+        except ValueError as error:
             raise UserError(f"{path}: not readable ({error}); fetch the file again") from None
         if images.dtype != np.uint8 or images.shape != (*masks.shape, 3) or masks.ndim != 3 or not masks.size:
             found = f"x_{split} {images.dtype} {list(images.shape)}, y_{split} {list(masks.shape)}"

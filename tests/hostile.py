@@ -184,7 +184,7 @@ def folders(files: Files) -> Iterator[Case]:
     for module in TRAIN:
         run = files.quick(module)
         for folder in absurd:
-            bad = folder not in ("@/ü💥", "")
+            bad = folder != "@/ü💥"
             yield Case(f"out {folder[:20]}", module, [*run, f"--out={folder}"], bad, files.env, _a_file)
         for folder in absurd:
             env = files.env | {"CO2_CACHE": folder, "CO2_DATA": folder}
@@ -335,6 +335,9 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "missing": lambda path: path.unlink(),
     "folder": _folder,
     "text": lambda path: path.write_text("ü not data\n"),
+    "deep": lambda path: path.write_text("[" * 100_000 + "\n"),
+    "half a surrogate": lambda path: path.write_text('{"text": "\\ud800", "prompt": "\\ud800", "answer": "a"}\n'),
+    "another object": lambda path: path.write_text("{}\n"),
     "broken link": lambda path: (path.unlink(), path.symlink_to("/nowhere")),
 }
 META = [
@@ -460,6 +463,7 @@ prompts --zeroth.eps 0
 prompts --zeroth.eps nan
 prompts --zeroth.directions 0
 prompts --zeroth.directions 1e20
+prompts --zeroth.directions 100000000
 prompts --zeroth.delay 2
 prompts --zeroth.weight_decay -1
 prompts --zeroth.seed -1

@@ -24,6 +24,7 @@ from core.groups import leave_group, new_group, of_all
 from core.guard import all_finite
 from training import stored
 from training.stored import Rest, reason
+from training.untrusted import parse_json
 
 KEEP = 2  # checkpoints kept; the older one serves where the newer is damaged
 MANIFEST = "manifest.json"
@@ -206,11 +207,11 @@ def _finished(folder: Path) -> list[str]:
 def _read(target: Path, rank: int) -> tuple[Any, int, str]:
     """The state that this worker takes, how many workers wrote it, and what is wrong with it."""
     try:
-        manifest = json.loads((target / MANIFEST).read_text())
+        manifest = parse_json((target / MANIFEST).read_text())
         rests: list[Rest] = [(str(name), str(digest)) for name, digest in manifest["rests"]]
         workers = int(manifest["workers"])
-        if workers != len(rests):
-            return None, 0, f"{MANIFEST} is damaged"
+        if workers != len(rests) or sorted(name for name, _ in rests) != stored.rests(target):
+            return None, 0, f"{MANIFEST} is damaged, it names other workers than those that wrote the checkpoint"
         return stored.read(target, rests[rank % workers]), workers, ""
     except FileNotFoundError as error:
         return None, 0, f"{Path(error.filename).name} is missing"

@@ -12,6 +12,7 @@ import torch
 
 from training.provenance import commit, version
 from training.recipe import Recipe, flat
+from training.untrusted import parse_json
 
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "transformers", "onedl-mmsegmentation")
 
@@ -75,7 +76,7 @@ def resumed(file: Path, config: dict[str, Any], kind: type[Recipe]) -> tuple[dic
     """What the file holds from now on, where a run of `config` goes on with the run that it describes: its history gets
     a line more. Or why it cannot go on. kind: of both recipes."""
     try:
-        old = json.loads(file.read_text())
+        old = parse_json(file.read_text())
         changed = differences(with_defaults(settings(old["recipe"]), kind), settings(config["recipe"]))
         history = [*old.get("history", [])]
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -164,6 +164,9 @@ class Agent:
             self._folder.cleanup()
         if self.signalled:
             return 128 + self.signalled
+        if not self.finished and self.coordinator and self.status != 2:
+            remedy = "--resume goes on from the newest checkpoint, --max-restarts N starts workers again"
+            print(f"error: no worker is left, and none came to the run's end: {remedy}", file=sys.stderr, flush=True)
         return 0 if self.finished else self.status
 
     def look(self) -> None:
@@ -198,6 +201,8 @@ class Agent:
             print(f"worker {self.name(slot)} died (status {status}): starting it again", file=sys.stderr, flush=True)
             self.started[slot] += 1
             self._start(slot)
+        elif status < 0 and not self.signalled:  # without a word of its own
+            print(f"worker {self.name(slot)} was killed by signal {-status}", file=sys.stderr, flush=True)
 
     def _start(self, slot: int) -> None:
         env = {

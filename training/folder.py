@@ -23,6 +23,7 @@ from training import config, lock
 from training import summary as summaries
 from training.counters import Stopwatch
 from training.recipe import Recipe
+from training.untrusted import parse_json
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -164,9 +165,10 @@ def _cut(file: Path, step: int) -> None:
 
 
 def _step_of(line: str) -> float:
-    """Infinity for a line that is torn."""
+    """Infinity for a line that is torn, or none of ours."""
     try:
-        return json.loads(line)["step"] if line.endswith("\n") else math.inf
+        step = parse_json(line)["step"]
+        return step if line.endswith("\n") and type(step) is int else math.inf
     except (ValueError, KeyError, TypeError):
         return math.inf
 

@@ -275,6 +275,8 @@ def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str
         console_outputs=rank() == 0,
         config=(tyro.conf.AvoidSubcommands,),
     )
+    if recipe.out == Path():
+        raise UserError("out='' is the folder that you are in: name one of the run's own, such as runs/mine")
     refuse_unused(recipe, default)
     return recipe
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import json
 import os
 import sys
-import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from core import UserError
 from core.errors import CollectiveError, DivergedError
@@ -26,6 +28,7 @@ def launch(main: Callable[[], None]) -> None:
     """Runs a train script's main, without tracebacks: a user's mistake, or a disk that takes no more, becomes one line
     and exit status 2; Ctrl-C, which ends a run of one process early, exit status 130. Workers that wait for this one
     to start hear of it."""
+    threading.excepthook = functools.partial(_of_a_thread, threading.excepthook)
     try:
         main()
     except (UserError, DivergedError) as error:
@@ -46,6 +49,12 @@ def launch(main: Callable[[], None]) -> None:
         os._exit(130)
     if StopSignal.interrupted and world_size() == 1:  # among several, whoever started them gets the signal, too
         sys.exit(130)
+
+
+def _of_a_thread(before: Callable[[Any], Any], args: Any) -> None:
+    """TensorBoard's thread is not heard: what stops it is raised again where the next line is written."""
+    if type(args.thread).__name__ != "_AsyncWriterThread":
+        before(args)
 
 
 def _fail(reason: str, status: int = 2) -> None:
@@ -70,15 +79,16 @@ def _tell_torchrun(text: str) -> bool:
 
 
 def _first_to_say(text: str) -> bool:
-    """Whether no other worker that the same torchrun started has said `text`: each line is printed once."""
+    """Whether no other worker that the same torchrun started has said `text`: each line is printed once. What tells
+    lies in the folder that torchrun has made for this attempt's errors."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return True
     parent = Path(f"/proc/{os.getppid()}")
     started = parent.stat().st_mtime_ns if parent.exists() else 0  # tells two processes of one number apart
     launch = f"{os.environ['TORCHELASTIC_RUN_ID']} {os.getppid()} {started}"
-    mark = hashlib.sha256(f"{launch}\n{text}".encode()).hexdigest()[:24]
+    mark = hashlib.sha256(f"{launch}\n{text}".encode(errors="replace")).hexdigest()[:24]
     try:
-        os.close(os.open(Path(tempfile.gettempdir(), f"co2-{mark}"), os.O_CREAT | os.O_EXCL))
-        return True
-    except FileExistsError:
-        return False
+        os.close(os.open(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1] / mark, os.O_CREAT | os.O_EXCL))
+    except (KeyError, OSError) as error:
+        return not isinstance(error, FileExistsError)
+    return True

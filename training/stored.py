@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import io
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -127,6 +128,12 @@ def make_names(everyone: list[dict[str, str]]) -> dict[str, str]:
         for path, d in digests.items():
             names.setdefault(d, path if len(found[path]) == 1 else f"rank{rank}.{path}")
     return names
+
+
+def rests(folder: Path) -> list[str]:
+    """The names under which the workers' rests lie there, sorted."""
+    found = _reader(folder).read_metadata().state_dict_metadata
+    return sorted(name for name in found if re.fullmatch(r"rank\d+\.rest", name))
 
 
 def read(folder: Path, rest: Rest) -> Any:

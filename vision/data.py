@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import lzma
 import os
 import tarfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +19,13 @@ from torch import Tensor
 from core import UserError
 from training.data import data_root, missing
 from training.sampling import eval_share, generator, worker_batches
+from training.untrusted import read_arrays
 from training.workers import to_device, upload
 from vision.imagenet import ImageNet, imagenet
 from vision.recipes import VisionRecipe
 from vision.transforms import CPU, crop_and_flip, normalise
+
+LARGEST_JPEG = 1 << 20  # bytes; CIFAR-10's have two thousand
 
 
 @dataclass(frozen=True)
@@ -109,46 +115,84 @@ def cifar10() -> tuple[Images, Images]:
     path = cache / f"cifar10-{archive.stat().st_size}.npz"
     if not path.exists():
         _decode(archive, path)
-    arrays = np.load(path)
-    classes = tuple(arrays["classes"].tolist())
+    classes, *arrays = _cached(path)
     # the channel statistics in common use for CIFAR-10
-    shared = dict(classes=classes, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
-    train, test = (
-        Images(torch.from_numpy(arrays[f"{s}_x"]), torch.from_numpy(arrays[f"{s}_y"]), **shared)
-        for s in ("train", "test")
-    )
-    return train, test
+    shared = dict(classes=tuple(classes.tolist()), mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
+    train_x, train_y, test_x, test_y = map(torch.from_numpy, arrays)
+    return Images(train_x, train_y, **shared), Images(test_x, test_y, **shared)
+
+
+def _cached(path: Path) -> list[np.ndarray]:
+    """classes, train_x, train_y, test_x and test_y of the cache."""
+    try:
+        classes, *arrays = read_arrays(path, "classes", "train_x", "train_y", "test_x", "test_y")
+        for x, y in (arrays[:2], arrays[2:]):
+            if x.dtype != np.uint8 or x.shape[1:] != (3, 32, 32) or y.dtype != np.int64 or y.shape != x.shape[:1]:
+                raise ValueError(f"{x.dtype} {list(x.shape)} and {y.dtype} {list(y.shape)}")
+            if not len(y) or y.min() < 0 or y.max() >= len(classes):
+                raise ValueError("labels of no class")
+    except ValueError as error:
+        raise UserError(f"{path}: the cache of CIFAR-10 is damaged ({error}): remove it, it is made again") from None
+    return [classes, *arrays]
 
 
 def _decode(archive: Path, path: Path) -> None:
     """Decodes all JPEGs of the archive into one .npz; renamed into place, so that ranks may race."""
-    from PIL import Image, UnidentifiedImageError
+    items = {split: sorted(found) for split, found in _jpegs(archive).items()}
+    for split, found in items.items():
+        if not found:
+            raise UserError(f"{archive}: holds no image {split}/CLASS/FILE; fetch it again")
+    classes, others = (sorted({label for _, label, _ in items[split]}) for split in ("train", "test"))
+    if unknown := next((label for label in others if label not in classes), None):
+        raise UserError(f"{archive}: test has the class {unknown}, which train has not; fetch it again")
+    arrays: dict[str, np.ndarray] = {"classes": np.array(classes)}
+    for split, found in items.items():
+        images = [_pixels(archive, name, content) for name, _, content in found]
+        arrays[f"{split}_x"] = np.stack([pixels.transpose(2, 0, 1) for pixels in images])
+        arrays[f"{split}_y"] = np.array([classes.index(label) for _, label, _ in found], dtype=np.int64)
+    _write_cache(path, arrays)
 
-    items: dict[str, list[tuple[str, str, np.ndarray]]] = {"train": [], "test": []}
+
+def _write_cache(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    partial = path.with_name(f"{path.stem}.{os.getpid()}.npz")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(partial, **arrays)
+        partial.rename(path)
+    except OSError as error:
+        raise UserError(
+            f"{path.parent} cannot be written ({error.strerror}): set CO2_CACHE to another folder"
+        ) from None
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+
+
+def _jpegs(archive: Path) -> dict[str, list[tuple[str, str, bytes]]]:
+    """By split: (name, class, content) of the files train/CLASS/FILE and test/CLASS/FILE, in any folder."""
+    items: dict[str, list[tuple[str, str, bytes]]] = {"train": [], "test": []}
     try:
         with tarfile.open(archive) as tar:
             for member in tar:
-                if not member.isfile():
-                    continue
-                split, label, _ = member.name.split("/")[-3:]
-                file = tar.extractfile(member)
-                assert file is not None
-                try:
-                    pixels = np.asarray(Image.open(io.BytesIO(file.read())).convert("RGB"))
-                except (UnidentifiedImageError, OSError):
-                    raise UserError(
-                        f"{archive}: {member.name} is not a readable image; fetch the archive again"
-                    ) from None
-                items[split].append((label, member.name, pixels))
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise UserError(f"{archive}: cannot be read as a tar archive ({error}); fetch it again") from None
-    classes = sorted({label for label, _, _ in items["train"]})
-    arrays: dict[str, np.ndarray] = {"classes": np.array(classes)}
-    for split, found in items.items():
-        found.sort(key=lambda item: item[1])
-        arrays[f"{split}_x"] = np.stack([pixels.transpose(2, 0, 1) for _, _, pixels in found])
-        arrays[f"{split}_y"] = np.array([classes.index(label) for label, _, _ in found], dtype=np.int64)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.stem}.{os.getpid()}.npz")
-    np.savez(partial, **arrays)
-    partial.rename(path)
+                split, label, _ = ["", "", *member.name.split("/")][-3:]
+                file = tar.extractfile(member) if member.isfile() and split in items else None
+                if file is not None:
+                    items[split].append((member.name, label, file.read(LARGEST_JPEG)))
+    except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError, ValueError) as error:
+        words = " ".join(str(error).split())
+        raise UserError(f"{archive}: cannot be read as a tar archive ({words[:200]}); fetch it again") from None
+    return items
+
+
+def _pixels(archive: Path, name: str, content: bytes) -> np.ndarray:
+    """uint8 [32, 32, 3]."""
+    from PIL import Image
+
+    try:
+        pixels = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
+    except Exception:  # Pillow's formats raise nearly any
+        raise UserError(f"{archive}: {name} is not a readable image; fetch it again") from None
+    if pixels.shape != (32, 32, 3):
+        size = " x ".join(map(str, pixels.shape[:2]))
+        raise UserError(f"{archive}: {name} has {size} pixels, not 32 x 32; fetch it again")
+    return pixels

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import UnidentifiedImageError
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, Mixup, create_transform
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
@@ -113,7 +112,7 @@ class Augmented(Dataset[tuple[Tensor, int]]):
         index, seed = key
         try:
             image, label = self.samples.read(index)
-        except (UnidentifiedImageError, OSError):
+        except Exception:  # Pillow's formats raise nearly any
             raise UserError(f"{self.samples.name(index)}: not a readable image; fetch it again or remove it") from None
         with seeded(seed):
             return self.transform(image), label

@@ -41,7 +41,10 @@ class IndexedFolder(ImageFolder):
             files = ImageFolder.make_dataset(directory, class_to_idx, extensions, is_valid_file, allow_empty)
             return [os.path.relpath(file, directory) for file, _ in files]
 
-        listed = listed_once(index_path(Path(directory), list(class_to_idx)), names)
+        index = index_path(Path(directory), list(class_to_idx))
+        listed = listed_once(index, names)
+        if not listed or not all(name.split(os.sep, 1)[0] in class_to_idx for name in listed):
+            raise damaged(index)
         return [(os.path.join(directory, name), class_to_idx[name.split(os.sep, 1)[0]]) for name in listed]
 
     def read(self, index: int) -> tuple[Image.Image, int]:
@@ -58,7 +61,14 @@ def listed_once(path: Path, lines: Callable[[], list[str]]) -> list[str]:
     if int(os.environ.get("LOCAL_RANK", 0)) == 0 and not path.exists():
         _write(path, lines())
     _wait_for(path)
-    return path.read_text().splitlines()
+    try:
+        return path.read_text().splitlines()
+    except (OSError, ValueError):
+        raise damaged(path) from None
+
+
+def damaged(index: Path) -> UserError:
+    return UserError(f"{index}: the index of the images is damaged: remove it, it is made again")
 
 
 def index_path(folder: Path, names: list[str]) -> Path:

@@ -8,13 +8,14 @@ from the seed as it does for class folders, and a resumed run finds its place at
 from __future__ import annotations
 
 import io
+import re
 import tarfile
 from pathlib import Path
 
 from PIL import Image
 
 from core import UserError
-from vision.index import index_path, listed_once
+from vision.index import damaged, index_path, listed_once
 
 PICTURES = (".jpg", ".jpeg", ".png")
 
@@ -27,8 +28,11 @@ class Shards:
 
     def __init__(self, folder: Path):
         shards = sorted(folder.glob("*.tar"))
-        lines = listed_once(index_path(folder, [shard.name for shard in shards]), lambda: members(shards))
-        found = [(folder / name, *map(int, rest)) for name, *rest in (line.rsplit("\t", 3) for line in lines)]
+        index = index_path(folder, names := [shard.name for shard in shards])
+        lines = listed_once(index, lambda: members(shards))
+        found = [place for line in lines if (place := _place(line, folder, names))]
+        if not found or len(found) < len(lines):
+            raise damaged(index)
         numbers = sorted({label for *_, label in found})
         self.classes = tuple(map(str, numbers))
         place = {number: i for i, number in enumerate(numbers)}
@@ -49,6 +53,14 @@ class Shards:
         return f"{path}, the image at byte {at}"
 
 
+def _place(line: str, folder: Path, names: list[str]) -> tuple[Path, int, int, int] | None:
+    """(shard, first byte, bytes, class) of a line that `members` made."""
+    found = re.fullmatch(r"(.*)\t(\d+)\t(\d+)\t(-?\d+)", line)
+    if not found or found[1] not in names:
+        return None
+    return folder / found[1], int(found[2]), int(found[3]), int(found[4])
+
+
 def members(shards: list[Path]) -> list[str]:
     """A line for each image: shard, first byte, bytes, class, between tabs. UserError names what is broken."""
     return [line for shard in shards for line in _members(shard)]
@@ -61,10 +73,14 @@ def _members(shard: Path) -> list[str]:
         with tarfile.open(shard, "r:") as tar:  # a compressed one has no places
             for member in tar:
                 key, suffix = member.name.removesuffix(end := Path(member.name).suffix), end.lower()
+                if suffix not in (*PICTURES, ".cls"):
+                    continue
+                if not member.isfile() or (file := tar.extractfile(member)) is None:
+                    raise ValueError(f"{member.name} is a link, a folder or a device, not a file")
                 if suffix in PICTURES:
                     images[key] = member.offset_data, member.size
-                elif suffix == ".cls" and (file := tar.extractfile(member)):
-                    labels[key] = int(file.read())
+                else:
+                    labels[key] = int(file.read(20))
     except (tarfile.TarError, EOFError, OSError, ValueError) as error:
         raise UserError(f"{shard}: not a shard of images and classes ({error}); fetch it again") from None
     if unlabelled := next((key for key in images if key not in labels), None):

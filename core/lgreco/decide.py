@@ -85,11 +85,11 @@ class Decider:
             self.start = self._where_offered([small if f else u for f, u in zip(few, self.uniform, strict=True)])
 
     def decide(self, curves: Tensor, norms: Tensor, now: Sequence[Choice], number: int) -> Allocation:
-        """curves: float64 [layers, choices], of the workers' mean, NaN in the row of a layer that is not finite, which
-        keeps what it has. norms: [layers], of what the workers want to send."""
+        """curves: float64 [layers, choices], of the workers' mean; a layer in whose row one of them is not finite keeps
+        what it has. norms: [layers], of what the workers want to send."""
         power = 2 if self.config.error == "squared" else 1
         table = torch.where(self.offered, curves, float("inf")) ** power
-        known = ~curves.isnan().any(1)
+        known = torch.where(self.offered, table, 0.0).isfinite().all(1)
         reference = self._reference(norms)
         new = list(now)
         rows = known.nonzero().flatten().tolist()

@@ -8,6 +8,8 @@ from typing import Literal
 
 from ..errors import UserError
 
+MOST_DIRECTIONS = 10_000  # each is two forward passes, and a number that every worker keeps for every step
+
 
 @dataclass(frozen=True)
 class ZerothConfig:
@@ -36,7 +38,8 @@ class ZerothConfig:
                 raise UserError(f"{name}={getattr(self, name)!r}: {remedy}")
 
         require(math.isfinite(self.eps) and self.eps > 0, "eps", "give a number above 0, such as 1e-3")
-        require(is_whole(self.directions) and self.directions >= 1, "directions", "give a whole number, 1 or more")
+        few = is_whole(self.directions) and 1 <= self.directions <= MOST_DIRECTIONS
+        require(few, "directions", f"give a whole number from 1 to {MOST_DIRECTIONS}")
         require(is_whole(self.delay) and self.delay in (0, 1), "delay", "give 0 or 1")
         require(math.isfinite(self.weight_decay) and self.weight_decay >= 0, "weight_decay", "give 0 or more")
         require(is_whole(self.seed) and 0 <= self.seed < 1 << 63, "seed", "give a whole number from 0 to 2^63 - 1")

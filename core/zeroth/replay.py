@@ -85,7 +85,7 @@ class ScalarLog:
             known = header.pop("format") == _FORMAT
             steps = header.pop("steps")
             log = cls(**header | {"lrs": [(int(step), float(rate)) for step, rate in header["lrs"]]})
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             known, steps, log = False, 0, cls(0)
         if not known or len(numbers) != 8 * steps * log.directions:
             raise UserError(f"{path} is no whole list of a zeroth-order run's scalars: give a file of save_scalars")

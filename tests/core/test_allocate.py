@@ -8,7 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from core import UserError
 from core.allocate import BINS, accordion, allocate, total
+
+NAN, INF = float("nan"), float("inf")
+SIZES = [[1.0, 2.0], [1.0, 2.0]]
 
 
 def table(seed: int, layers: int, choices: int) -> tuple[Tensor, Tensor, list[int]]:
@@ -110,6 +114,36 @@ def test_totals_depend_on_no_order():
     terms = torch.tensor([[1e16], [1.0], [1.0]], dtype=torch.float64)
     for order in itertools.permutations(range(3)):
         assert total(terms[list(order)], [0, 0, 0]) == 1e16 + 2
+
+
+@pytest.mark.parametrize(
+    ("errors", "sizes", "share", "message"),
+    [
+        ([[1.0, NAN], [1.0, 2.0]], SIZES, 1.0, r"errors\[0, 1\] is nan: "),
+        ([[1.0, 2.0], [-1.0, 2.0]], SIZES, 1.0, r"errors\[1, 0\] is -1.0: "),
+        ([[1.0, 2.0], [1.0, INF]], SIZES, 1.0, r"errors\[1, 1\] is inf: .*reference"),
+        ([[1.0, 2.0], [3.0, 4.0]], [[1.0, 2.0], [INF, 2.0]], 1.0, r"sizes\[1, 0\] is inf: "),
+        ([[1.0, 2.0], [3.0, 4.0]], [[NAN, 2.0], [1.0, 2.0]], 1.0, r"sizes\[0, 0\] is nan: "),
+        ([[1.0, 2.0], [3.0, 4.0]], SIZES, NAN, "share=nan: "),
+        ([[1.0, 2.0], [3.0, 4.0]], SIZES, INF, "share=inf: "),
+    ],
+)
+def test_what_no_error_or_size_can_be_is_refused(errors: list, sizes: list, share: float, message: str):
+    with pytest.raises(UserError, match=message):
+        allocate(torch.tensor(errors), torch.tensor(sizes), [1, 1], share=share)
+
+
+@pytest.mark.parametrize("unit", [1e308, 1e307, 1e-300, 5e-324 * 2**20])
+def test_no_size_of_the_errors_matters(unit: float):
+    """Two errors of 1e308 have a sum that no float64 holds."""
+    errors = torch.tensor([[4.0, 2.0, 1.0], [4.0, 2.0, 1.0]], dtype=torch.float64) / 4
+    sizes = torch.tensor([[1.0, 4.0, 5.0], [8.0, 9.0, 10.0]])
+    for share in (1.0, 1.25, 0.4):
+        found = allocate(errors * unit, sizes, [1, 1], share=share)
+        assert found == allocate(errors, sizes, [1, 1], share=share)
+        assert found == allocate(errors, sizes.double() / 10 * unit, [1, 1], share=share)
+    least = torch.full((2, 1), unit, dtype=torch.float64)
+    assert total(least, [0, 0]) == 2 * unit and allocate(least, least, [0, 0]) == [0, 0]
 
 
 def test_quick_enough():

@@ -7,9 +7,13 @@ import time
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from bench.cluster import hold_port
 from core import peers
+from core.collectives import Background
+from core.errors import CollectiveError
 from core.peers import Address, Peers
 from core.testing import run_distributed
 from tests.ports import listening_at
@@ -41,6 +45,25 @@ def where_it_listens(rank: int, world_size: int) -> tuple[str, set[str]]:
 def test_a_worker_listens_at_the_address_that_it_tells_and_nowhere_else():
     for host, found in run_distributed(where_it_listens, 2):
         assert found == {host}
+
+
+def one_wakes(rank: int, world_size: int) -> str:
+    """Rank 1 is stopped, and wakes when rank 0 has named it and has ended."""
+    background = Background(torch.device("cpu"), timeout=2.0)
+    value = torch.ones(3)
+    if rank == 1:
+        subprocess.Popen(["sh", "-c", f"sleep 14; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    with pytest.raises(CollectiveError) as failed:
+        background.launch(iter([([dist.all_reduce(value, group=background.group, async_op=True)], 0)]))
+        background.wait()
+    return str(failed.value)
+
+
+def test_one_that_wakes_does_not_blame_the_others():
+    first, second = run_distributed(one_wakes, 2, timeout=60)
+    assert "no answer from rank 1" in first
+    assert "this worker was stopped for 1" in second and "no answer from rank 0" not in second
 
 
 def one_hangs(rank: int, world_size: int, known: bool) -> list[int] | None:

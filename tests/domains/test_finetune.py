@@ -167,6 +167,10 @@ def keep_few(file: Path) -> None:
     save_file({name: tensors[name] for name in list(tensors)[3:]}, file, {"format": "pt"})
 
 
+def add_tensors(*names: str) -> Callable[[Path], None]:
+    return lambda file: save_file(load_file(file) | {name: torch.ones(3) for name in names}, file, {"format": "pt"})
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
@@ -175,7 +179,13 @@ def keep_few(file: Path) -> None:
         ("config.json", lambda file: file.write_text("[]"), "config.json is damaged"),
         ("config.json", set_key("model_type", "nope"), "no causal language model of model_type 'nope'"),
         ("config.json", set_key("model_type", "vit"), "no causal language model of model_type 'vit'"),
-        ("config.json", set_key("n_layer", 3), "12 tensors are missing, transformer.h.2.attn"),
+        ("config.json", set_key("n_layer", 3), "12 tensors are missing, such as transformer.h.2.attn"),
+        (
+            "config.json",
+            set_key("n_layer", 1),
+            "11 tensors have no place in the model of config.json, such as transformer.h.1",
+        ),
+        ("model.safetensors", add_tensors("lora.weight"), "1 tensors have no place .*, such as lora.weight:"),
         ("config.json", set_key("n_embd", 16), "tensors have another shape than config.json says"),
         ("config.json", set_key("n_head", 3), "cannot be opened"),
         ("model.safetensors", Path.unlink, "has no .*safetensors: convert"),
@@ -192,6 +202,21 @@ def test_a_damaged_folder_is_refused(models: dict[str, Path], tmp_path: Path, na
     folder = damaged(tmp_path, name, change)(models["gpt2"])
     with pytest.raises(UserError, match=message):
         pretrained.open_tokenizer(folder, pretrained.open_model(recipe_of(folder)))
+
+
+def test_buffers_that_older_versions_wrote_are_no_weights(models: dict[str, Path], tmp_path: Path):
+    """GPT-2's own files have causal masks; a tied output layer may lie in a file beside what it is tied to."""
+    kept = (
+        "transformer.h.0.attn.bias",
+        "transformer.h.1.attn.masked_bias",
+        "h.0.attn.bias",
+        "model.rotary_emb.inv_freq",
+    )
+    folder = damaged(tmp_path, "model.safetensors", add_tensors(*kept))(models["gpt2"])
+    tensors = load_file(folder / "model.safetensors")
+    tied = tensors | {"lm_head.weight": tensors["transformer.wte.weight"].clone()}
+    save_file(tied, folder / "model.safetensors", {"format": "pt"})
+    pretrained.open_model(recipe_of(folder))
 
 
 def test_no_folder_an_encoder_and_a_tokenizer_that_is_too_large_are_refused(models: dict[str, Path], tmp_path: Path):

@@ -1,8 +1,10 @@
 """UPerNet's configs: parameter counts against published figures, output shapes, losses, and checkpoints."""
 
+import argparse
 import hashlib
+import os
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import mmseg
 import numpy as np
@@ -123,10 +125,86 @@ def test_pretrained_backbone_is_loaded_and_a_wrong_one_refused(tmp_path: Path) -
     model = build_model(upernet("resnet_mini", 11, (96, 96), pretrained=path))
     for key, value in source.backbone.state_dict().items():
         assert torch.equal(model.backbone.state_dict()[key], value)
-    with pytest.raises(UserError, match="of the backbone's .* tensors.* same network"):
+    with pytest.raises(UserError, match="of the backbone's .* are missing.* same network"):
         build_model(upernet("swin_mini", 11, (96, 96), pretrained=path))
     with pytest.raises(UserError, match="no file .*absent.pth; give the file of a backbone.s weights"):
         build_model(upernet("resnet_mini", 11, (96, 96), pretrained=tmp_path / "absent.pth"))
+
+
+class Harmful:
+    """Pickled as a call of os.mkdir."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_no_code_runs_from_a_backbones_file(tmp_path: Path) -> None:
+    source = build_model(upernet("resnet_mini", 11, (96, 96))).backbone.state_dict()
+    for number, legacy in enumerate((False, True)):
+        path = tmp_path / f"{number}.pth"
+        content = {"state_dict": source, "meta": Harmful(tmp_path / "made")}
+        torch.save(content, path, _use_new_zipfile_serialization=not legacy)
+        with pytest.raises(UserError, match=rf"{path}: holds posix.mkdir.*keep its weights alone"):
+            build_model(upernet("resnet_mini", 11, (96, 96), pretrained=path))
+        assert not (tmp_path / "made").exists()
+
+
+def test_what_training_codes_put_beside_their_weights_is_read(tmp_path: Path) -> None:
+    """DeiT's and MAE's arguments of the command line, an accuracy that NumPy has computed, a checkpoint's optimiser."""
+    source = build_model(upernet("resnet_mini", 11, (96, 96))).backbone.state_dict()
+    arguments = argparse.Namespace(lr=0.1, out=tmp_path, milestones=[1, 2], best=np.float64(1.5))
+    beside = {"args": arguments, "acc": np.float32(0.5), "curve": np.arange(3.0), "classes": np.array(["a", "b"])}
+    for key in ("model", "state_dict"):
+        torch.save({key: source, **beside, "optimizer": {"state": {}}}, tmp_path / "full.pth")
+        model = build_model(upernet("resnet_mini", 11, (96, 96), pretrained=tmp_path / "full.pth"))
+        assert all(torch.equal(model.backbone.state_dict()[name], value) for name, value in source.items())
+
+
+@pytest.mark.parametrize("content", [b"", b"no weights", b"\x80\x04K\x01.", "list", "empty", "numbers", "cut"])
+def test_a_file_of_no_weights_is_refused_by_name(tmp_path: Path, content: bytes | str) -> None:
+    path = tmp_path / "backbone.pth"
+    source = build_model(upernet("resnet_mini", 11, (96, 96))).backbone.state_dict()
+    made = {"list": [source], "empty": {}, "numbers": {"state_dict": {"stem.0.weight": 3}}, "cut": source}
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(made[content], path)
+        path.write_bytes(path.read_bytes()[: -1000 if content == "cut" else None])
+    with pytest.raises(UserError, match=f"^pretrained={path}: "):
+        build_model(upernet("resnet_mini", 11, (96, 96), pretrained=path))
+
+
+@pytest.mark.parametrize("name", MINIS)
+def test_weights_that_the_backbone_has_no_place_for_are_refused(tmp_path: Path, name: BackboneName) -> None:
+    path, model = tmp_path / "backbone.pth", build_model(upernet(name, 11, (96, 96)))
+    source, config = model.backbone.state_dict(), upernet(name, 11, (96, 96), pretrained=path)
+    first = next(key for key in source if key.endswith("weight"))
+    wrong = {
+        "has 1 tensors.*no place": source | {"layers.99.ffn.weight": torch.ones(2)},
+        "other shapes": source | {first: torch.ones(3, 3)},
+        "are missing": {key: value for key, value in source.items() if key != first},
+    }
+    for why, state in wrong.items():
+        torch.save(state, path)
+        with pytest.raises(UserError, match=why):
+            build_model(config)
+    usual = {key: value for key, value in source.items() if not key.startswith("norm0")}  # Swin's for segmentation
+    torch.save(usual | {"head.weight": torch.ones(2), "norm.bias": torch.ones(2)}, path)  # the classifier's
+    build_model(config)
+
+
+@pytest.mark.parametrize("name", MINIS)
+def test_a_whole_segmentors_backbone_is_taken(tmp_path: Path, name: BackboneName) -> None:
+    """mmengine's ResNet and ViT would find no name that they know, and start from random weights."""
+    source = build_model(upernet(name, 11, (96, 96)))
+    for prefix in ("", "module."):
+        torch.save({"state_dict": {prefix + k: v for k, v in source.state_dict().items()}}, tmp_path / "whole.pth")
+        model = build_model(upernet(name, 11, (96, 96), pretrained=tmp_path / "whole.pth"))
+        wanted = source.backbone.state_dict()
+        assert all(torch.equal(value, wanted[key]) for key, value in model.backbone.state_dict().items())
 
 
 def test_a_recipes_backbone_lies_in_the_data_folder_and_its_hash_is_checked(

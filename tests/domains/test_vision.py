@@ -1,6 +1,8 @@
 """Vision's data and models."""
 
+import errno
 import io
+import lzma
 import shutil
 import tarfile
 import threading
@@ -14,6 +16,7 @@ import torch
 from PIL import Image
 
 from core import UserError
+from tests.hostile import DAMAGES
 from training.checks import dry_run
 from training.optim import make_optimizer
 from training.sampling import generator
@@ -33,9 +36,9 @@ def test_digits_are_split_without_overlap():
     assert abs(pixels.mean()) < 1e-3 and abs(pixels.std() - 1) < 1e-3
 
 
-def jpeg(colour: int) -> bytes:
+def jpeg(colour: int, size: int = 32) -> bytes:
     file = io.BytesIO()
-    Image.new("RGB", (32, 32), (colour, 0, 255 - colour)).save(file, "JPEG")
+    Image.new("RGB", (size, size), (colour, 0, 255 - colour)).save(file, "JPEG")
     return file.getvalue()
 
 
@@ -79,6 +82,89 @@ def test_a_truncated_archive_is_named(archive: Path):
     archive.write_bytes(archive.read_bytes()[:200])
     with pytest.raises(UserError, match="cifar10_jpeg.tar.xz: cannot be read as a tar archive"):
         data.cifar10()
+
+
+ONE_OF_EACH = {"train/a/0.jpg": jpeg(20), "test/a/0.jpg": jpeg(90)}
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({}, "holds no image train/CLASS/FILE"),
+        ({"notes.txt": b"", "train/x.jpg": jpeg(1), "valid/a/0.jpg": jpeg(1)}, "holds no image train/CLASS/FILE"),
+        ({"train/a/0.jpg": jpeg(1)}, "holds no image test/CLASS/FILE"),
+        ({**ONE_OF_EACH, "test/b/0.jpg": jpeg(1)}, "test has the class b, which train has not"),
+        ({**ONE_OF_EACH, "train/a/1.jpg": jpeg(1, 33)}, "train/a/1.jpg has 33 x 33 pixels, not 32 x 32"),
+        ({**ONE_OF_EACH, "train/a/1.jpg": jpeg(1)[:200]}, "train/a/1.jpg is not a readable image"),
+        ({**ONE_OF_EACH, "train/a/1.jpg": bytes(3_000_000)}, "train/a/1.jpg is not a readable image"),
+    ],
+)
+def test_an_archive_of_something_else_is_named(archive: Path, files: dict[str, bytes], words: str):
+    write(archive, files)
+    with pytest.raises(UserError, match=rf"^{archive}: .*{words}.*; fetch it again$"):
+        data.cifar10()
+    assert not list(archive.parent.glob("cache/*")), "nothing is left of what failed"
+
+
+@pytest.mark.parametrize("damage", ["flip", "garbage", "empty", "text", "no tar"])
+def test_a_damaged_archive_is_named(archive: Path, damage: str):
+    if damage == "no tar":
+        archive.write_bytes(lzma.compress(b"no archive" * 1000))
+    else:
+        DAMAGES[damage](archive)
+    with pytest.raises(UserError, match=f"^{archive}: cannot be read as a tar archive .*; fetch it again$"):
+        data.cifar10()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *sorted(DAMAGES.keys() - {"missing", "broken link"}),
+        "npy",
+        "objects",
+        "floats",
+        "grey",
+        "labels",
+        "none",
+        "train_y",
+        "classes",
+    ],
+)
+def test_a_damaged_cache_is_named(archive: Path, change: str):
+    data.cifar10()
+    (cache,) = archive.parent.glob("cache/*.npz")
+    with np.load(cache) as file:
+        arrays = dict(file)
+    x, y = arrays["train_x"], arrays["train_y"]
+    others: dict[str, dict[str, Any]] = {
+        "objects": {"train_x": np.array([None, {}], dtype=object)},
+        "floats": {"train_x": x.astype(np.float32)},
+        "grey": {"test_x": arrays["test_x"][:, :1]},
+        "labels": {"train_y": y + 5},
+        "none": {"train_x": x[:0], "train_y": y[:0]},
+    }
+    if change in DAMAGES:
+        DAMAGES[change](cache)
+    elif change == "npy":
+        with open(cache, "wb") as to:
+            np.save(to, x)
+    elif change in arrays:
+        np.savez(cache, **{name: array for name, array in arrays.items() if name != change})
+    else:
+        np.savez(cache, **arrays | others[change])
+    with pytest.raises(UserError, match=rf"^{cache}: .*: remove it, it is made again$"):
+        data.cifar10()
+
+
+def test_a_cache_that_takes_no_more_is_named_and_nothing_is_left(archive: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(file: Any, **arrays: Any) -> None:
+        Path(file).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(UserError, match="cache cannot be written .No space.*set CO2_CACHE to another folder"):
+        data.cifar10()
+    assert not list(archive.parent.glob("cache/*"))
 
 
 def test_missing_cifar_names_folder_layout_and_stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -219,6 +305,41 @@ def test_shards_that_are_none_are_named(
         data.load("imagenet")
     (shards / "train" / "other.tar").write_bytes(b"no tar at all")
     with pytest.raises(UserError, match=r"^\S*train/other.tar: not a shard"):
+        data.load("imagenet")
+
+
+@pytest.mark.parametrize("name", ["x.cls", "x.jpg", "other.txt"])
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE])
+def test_a_link_in_a_shard_is_named(shards: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: bytes):
+    monkeypatch.setenv("CO2_DATA", str(shards.parent))
+    path = shards / "train" / "linked.tar"
+    write_shard(path, {"x.jpg": jpeg(3), "x.cls": b"7"} | {name: b""})
+    with tarfile.open(path, "w") as tar:
+        for member, content in {"x.jpg": jpeg(3), "x.cls": b"7"}.items():
+            info = tarfile.TarInfo(member)
+            info.size = len(content)
+            if member != name:
+                tar.addfile(info, io.BytesIO(content))
+        info = tarfile.TarInfo(name)
+        info.type, info.linkname = kind, "/etc/passwd"
+        tar.addfile(info)
+    if name == "other.txt":  # nobody's
+        assert len(data.load("imagenet")[0]) == 5
+    else:
+        with pytest.raises(UserError, match=f"^{path}: .*{name} is a link, .*fetch it again"):
+            data.load("imagenet")
+
+
+@pytest.mark.parametrize(
+    "content", ["", "x", "a\tb\tc\td\n", "other.tar\t0\t10\t1\n", "../x.tar\t0\t1\t1\n", b"\xff\n"]
+)
+def test_a_damaged_index_is_named(shards: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str | bytes):
+    monkeypatch.setenv("CO2_DATA", str(shards.parent))
+    monkeypatch.setenv("CO2_CACHE", str(tmp_path / "cache"))
+    data.load("imagenet")
+    for path in (tmp_path / "cache").iterdir():
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=rf"^{tmp_path}/cache/index-\S*: .*remove it, it is made again$"):
         data.load("imagenet")
 
 

@@ -5,6 +5,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from results.collect import collect, status
 from results.paper import TABLES
 from results.runs import load_recipe, read_run
@@ -112,6 +114,37 @@ def test_a_stretched_run_is_no_measurement_of_its_row_and_status_says_so(tmp_pat
     (tmp_path / "a" / "metrics.jsonl").write_text("")
     told = list(status({"imagenet": [(row, 0, tmp_path / "a")]}, "GPU"))
     assert told[-1] == f"{tmp_path / 'a'}: stretched at step 1560 (epochs: 10 -> 90)."
+
+
+@pytest.mark.parametrize("wrong", [None, "x", -1.5, [1], {"a": 1}, True, float("inf")])
+def test_values_of_other_types_are_damage(tmp_path: Path, wrong: Any):
+    places = [("config.json", "world_size"), ("config.json", "commit"), ("config.json", "recipe")]
+    places += [
+        ("config.json", f"recipe.{key}") for key in ("name", "method", "seed", "batch_size", "co2", "pretrained")
+    ]
+    places += [("summary.json", key) for key in ("steps_per_second", "hidden_share", "test_top1", "steps")]
+    for number, (file, place) in enumerate(places):
+        resnet50(folder := tmp_path / str(number), 0.75)
+        content = json.loads((folder / file).read_text())
+        *above, key = place.split(".")
+        (content[above[0]] if above else content)[key] = wrong
+        (folder / file).write_text(json.dumps(content))
+    told = "\n".join(collected(tmp_path))
+    assert "Not counted" in told and "Commits: " in told
+
+
+def test_names_of_several_lines_are_told_in_one(tmp_path: Path):
+    """What a run folder is called, or holds, makes no line and no colour of its own."""
+    for name in ("a\n| ResNet-50 | co2 | 48 | 128 |", "b\x1b[31m", "c\u2028d", "\udcff"):
+        resnet50(tmp_path / name, 0.75, epochs=3)
+    resnet50(tmp_path / "good", 0.75)
+    config = json.loads((tmp_path / "good" / "config.json").read_text())
+    (tmp_path / "good" / "config.json").write_text(json.dumps(config | {"commit": "abc\n# none\x1b"}))
+    lines = collected(tmp_path)
+    assert all(line.isprintable() for line in lines)
+    assert f"Not counted: {tmp_path}/a\\n| ResNet-50 | co2 | 48 | 128 |: epochs=3 in place of 90." in lines
+    assert f"Not counted: {tmp_path}/b\\x1b[31m: epochs=3 in place of 90." in lines
+    assert "Commits: abc\\n# none\\x1b." in lines
 
 
 def test_a_run_older_than_a_field_had_its_default(tmp_path: Path):

@@ -113,6 +113,16 @@ def a_worker_less(path: Path) -> None:
     path.write_text(json.dumps(manifest | {"rests": []}))
 
 
+def a_worker_more(path: Path) -> None:
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps(manifest | {"workers": 2, "rests": manifest["rests"] * 2}))
+
+
+def another_worker(path: Path) -> None:
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps(manifest | {"rests": [["rank1.rest", digest] for _, digest in manifest["rests"]]}))
+
+
 FILE = "__0_0.distcp"
 DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "truncated": (FILE, lambda path: os.truncate(path, path.stat().st_size // 2), "cannot be read"),
@@ -132,6 +142,8 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "no such manifest": ("manifest.json", lambda path: path.write_text("[]"), "cannot be read"),
     "half a manifest": ("manifest.json", lambda path: os.truncate(path, 20), "cannot be read"),
     "a worker less": ("manifest.json", a_worker_less, "manifest.json is damaged"),
+    "a worker more": ("manifest.json", a_worker_more, "manifest.json is damaged, it names other workers"),
+    "another worker": ("manifest.json", another_worker, "manifest.json is damaged, it names other workers"),
 }
 
 

@@ -341,6 +341,20 @@ def test_a_users_mistake_ends_all_in_one_line(capsys: pytest.CaptureFixture):
     assert set(capsys.readouterr().err.splitlines()) == {"error: batch_size=47: give another"}
 
 
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_workers_that_are_all_killed_are_told_of(capsys: pytest.CaptureFixture, restarts: int):
+    crew = Crew(testing._context(), killed, (), 3, restarts=restarts, late=60)
+    assert crew.run() == 128 + signal.SIGKILL and not crew.timed_out
+    *each, last = capsys.readouterr().err.splitlines()
+    again = [f"worker {rank}.0 died (status -9): starting it again" for rank in range(3)] if restarts else []
+    assert sorted(each) == sorted([*again, *(f"worker {rank}.{restarts} was killed by signal 9" for rank in range(3))])
+    assert last.startswith("error: no worker is left, and none came to the run's end: --resume goes on from")
+
+
 def test_a_signal_to_one_worker_saves_and_the_run_is_resumed(tmp_path: Path):
     crew = Crew(testing._context(), toy, (str(tmp_path), "signal", "1.0", False, 0.0), 3, late=60)
     assert crew.run() == 0 and not crew.timed_out

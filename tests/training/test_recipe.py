@@ -33,6 +33,12 @@ def test_overrides_reach_every_level():
     assert recipe.folder == Path("runs/toy_b-delayed-seed0")
 
 
+@pytest.mark.parametrize("out", ["", "."])
+def test_the_folder_one_is_in_is_no_run_folder(out: str):
+    with pytest.raises(UserError, match="out='' is the folder that you are in: name one"):
+        parse(RECIPES, ["toy_a", f"--out={out}"])
+
+
 def test_unknown_recipe_suggests_the_near_one():
     with pytest.raises(UserError, match="recipe 'toy_' does not exist; did you mean toy_"):
         parse(RECIPES, ["toy_"])

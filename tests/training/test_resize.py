@@ -113,6 +113,15 @@ def test_fewer_and_more_workers_go_on_from_the_same_outer_iterate(tmp_path: Path
         assert history[-1]["world_size"] == n and history[-1]["step"] == SAVED
 
 
+def test_a_manifest_that_names_fewer_workers_than_wrote_it_is_refused(tmp_path: Path):
+    by_worker(tmp_path / "run", 3, resume=False)
+    for file in (tmp_path / "run").glob("checkpoints/*/manifest.json"):
+        manifest = json.loads(file.read_text())
+        file.write_text(json.dumps(manifest | {"workers": 1, "rests": manifest["rests"][:1]}))
+    (said,) = by_worker(tmp_path / "run", 1, resume=True)
+    assert "manifest.json is damaged, it names other workers than those that wrote the checkpoint" in said
+
+
 def test_what_is_cut_for_a_number_of_workers_needs_as_many(tmp_path: Path):
     by_worker(tmp_path / "run", 2, resume=False, shard=True)
     refused = by_worker(tmp_path / "run", 1, resume=True, shard=True)
