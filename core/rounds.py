@@ -225,6 +225,15 @@ class LocalMethod(Averaging):
         rounds of tau auto where means are merged on arrival. Evaluate, save and stop when it is False."""
         return self.tuner is not None and self.tuner.apart
 
+    def state_dict(self) -> dict[str, Any]:
+        """See Averaging. UserError while workers are `apart`: their states are of unlike steps."""
+        if self.apart and self.rounds:
+            raise UserError(
+                f"state_dict() after round {self.rounds - 1}, which workers closed at unlike steps, as they do until "
+                "tau auto has chosen: save at a boundary where apart is False"
+            )
+        return super().state_dict()
+
     def own_state(self) -> dict[str, Any]:
         """See Averaging."""
         return super().own_state() | {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import core.tau
-from core import CO2, CO2Config, ShardedCO2, WireConfig, make_method
+from core import CO2, CO2Config, ShardedCO2, UserError, WireConfig, make_method
 from core.checks import of_rank, under_rank
 from core.reference import Reference
 from core.stats import RoundStats
@@ -163,6 +163,18 @@ def test_uneven_workers_end_together_and_the_tuner_is_in_the_checkpoint():
     assert torch.equal(end, other_end) and tau == other_tau
 
 
+def saving_is_refused(co2: CO2 | ShardedCO2) -> bool:
+    """Without waiting for what is in flight, where it is not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(co2, "own_state", dict)
+        try:
+            co2.state_dict()
+        except UserError as error:
+            assert "save at a boundary where apart is False" in str(error) and "\n" not in str(error)
+            return True
+    return False
+
+
 def merging_on_arrival(rank: int, world_size: int, shard: bool) -> dict[str, Any]:
     """Each worker hears of a new tau, and that all stop, in mid-round, after another number of its own steps."""
     params = problems.odd_parameters()
@@ -170,7 +182,7 @@ def merging_on_arrival(rank: int, world_size: int, shard: bool) -> dict[str, Any
     link = Timed(0.06)  # some 0.1 s an all-reduce
     co2 = ShardedCO2(params, config, shard=True, link=link) if shard else CO2(params, config, link=link)
     tell_times(co2, link, 0.003 + 0.004 * rank)
-    closed, stopped, told, waited = [], [], [], []
+    closed, stopped, told, waited, refused = [], [], [], [], [saving_is_refused(co2)]
     wait = co2.background.wait
 
     def waits(*args: Any) -> None:
@@ -185,6 +197,7 @@ def merging_on_arrival(rank: int, world_size: int, shard: bool) -> dict[str, Any
         time.sleep(0.003 + 0.004 * rank)
         if co2.step():
             closed.append((step, co2.apart))
+            refused.append(saving_is_refused(co2) if not stopped else co2.apart)
             told += [co2.tau_decision] if co2.tau_decision else []
             if rank == 0 and not co2.apart:
                 co2.ask_to_stop()
@@ -192,6 +205,7 @@ def merging_on_arrival(rank: int, world_size: int, shard: bool) -> dict[str, Any
         step += 1
     co2.finish()
     decisions = co2.tuner.decisions[: len(told)]
+    assert refused == [False, *(apart for _, apart in closed)], "saving is refused where workers are apart"
     return {"closed": closed, "stopped": stopped[0], "told": told, "decisions": decisions, "waited": waited}
 
 
