@@ -49,4 +49,4 @@ class CompiledBoundary(Boundary):
 
 @functools.cache  # once for all buckets
 def _compiled() -> Any:
-    return torch.compile(update)
+    return torch.compile(update, dynamic=False)  # of unknown sizes some strided parameters do not compile
