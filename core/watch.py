@@ -86,8 +86,10 @@ def warn_of_ddp(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> No
         return
     ours, workers = {id(p) for p in params}, set(dist.get_process_group_ranks(group))
     for found in [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]:
+        if not any(id(p) in ours for p in found.parameters()):
+            continue  # also one of a run before, whose group is gone
         among = workers & set(dist.get_process_group_ranks(found.process_group))
-        if len(among) > 1 and any(id(p) in ours for p in found.parameters()):
+        if len(among) > 1:
             warnings.warn(
                 f"the model is in DistributedDataParallel, which averages gradients among {len(among)} of these "
                 "workers in every step, while they wait: give the plain model to your loop, not that module, or "

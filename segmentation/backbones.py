@@ -22,7 +22,7 @@ from torch import Tensor
 
 from core import UserError
 from segmentation.data import data_root
-from training.stored import reason
+from training.untrusted import reason
 
 SCHEME = "backbone:"  # in front of a checkpoint's name, it has mmengine load it by load_backbone
 # Where mmseg's configs take them from (mmseg's Swin, mmcv's ResNet-V1c) and timm's ViT, which mmseg would convert.

@@ -23,8 +23,8 @@ from core.errors import UserError
 from core.groups import leave_group, new_group, of_all
 from core.guard import all_finite
 from training import stored
-from training.stored import Rest, reason
-from training.untrusted import parse_json
+from training.stored import Rest
+from training.untrusted import parse_json, reason
 
 KEEP = 2  # checkpoints kept; the older one serves where the newer is damaged
 MANIFEST = "manifest.json"

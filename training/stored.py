@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from training.untrusted import reason
+
 Gather = Callable[[Any], list[Any]]  # what each worker gives, by rank
 Rest = tuple[str, str]  # name and digest of a worker's tensor of bytes
 
@@ -216,14 +218,6 @@ def _named_failures(dcp: Any, *, alone: bool) -> Iterator[None]:
         if alone:
             raise cause from None
         raise OSError(f"rank {rank}: {reason(cause)}") from None
-
-
-def reason(error: BaseException) -> str:
-    """One line; of an error of the operating system, what that says."""
-    cause = error if isinstance(error, OSError) else error.__context__
-    if isinstance(cause, OSError):
-        return cause.strerror or str(cause)
-    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
 
 
 def library() -> Any:

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from training.stored import reason
-
 LEVELS = 64  # of lists and objects in each other; our own files have five
 
 
@@ -46,6 +44,14 @@ def read_arrays(path: Path, *names: str) -> list[np.ndarray]:
             return [np.asarray(file[name]) for name in names]
     except Exception as error:  # zipfile, zlib and NumPy raise nearly any
         raise ValueError(reason(error)) from None
+
+
+def reason(error: BaseException) -> str:
+    """One line; of an error of the operating system, what that says."""
+    cause = error if isinstance(error, OSError) else error.__context__
+    if isinstance(cause, OSError):
+        return cause.strerror or str(cause)
+    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
 
 
 def printable(text: str) -> str:

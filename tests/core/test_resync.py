@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -149,7 +150,9 @@ def test_finish_notices_loaded_weights_as_a_step_does():
 def averaged_twice(rank: int, world_size: int) -> list[list[str]]:
     """What is warned of in two rounds: of a plain model, of one in DistributedDataParallel, whether it was put there
     before or after, and of one that is averaged inside nodes."""
-    told = []
+    told, gone = [], dist.new_group()
+    others = DistributedDataParallel(nn.Linear(3, 2), process_group=gone)  # of a run before, in this process
+    dist.destroy_process_group(gone)
     for kind in ("plain", "before", "after", "inside nodes"):
         model = nn.Linear(3, 2)
         mesh = node_mesh("cpu", 2) if kind == "inside nodes" else None
@@ -168,6 +171,7 @@ def averaged_twice(rank: int, world_size: int) -> list[list[str]]:
                 method.step()
         method.finish()
         told.append([str(w.message) for w in caught if "DistributedDataParallel" in str(w.message)])
+    assert others.module is not None  # it was there
     return told
 
 

@@ -118,7 +118,7 @@ def test_a_missing_data_set_is_one_line_once(tmp_path: Path, mistake: Mistakes, 
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "workers of one torchrun")
     first, second = (mistake("pointcloud.train", "shapenet_folding", "--out", str(tmp_path / "run")) for _ in "12")
     assert first.startswith("error: ") and first.count("\n") == 1 and not second
-    assert f"looked in {tmp_path} for ShapeNetCore.v2.PC15k/" in first and "surfaces_small" in first
+    assert f"in {tmp_path}: expected ShapeNetCore.v2.PC15k/" in first and "surfaces_small" in first
 
 
 @pytest.mark.usefixtures("losses")
