@@ -175,7 +175,7 @@ def check_shared(c: CO2Config) -> None:
     if c.merge == "keep" or (c.merge == "mix" and c.at_boundary) or c.delay == 0:
         problems.append(
             f"merge={c.merge!r} with delay={c.delay!r} needs the outer state whole: shared, it knows merge outer with "
-            "delay boundary (the paper), and mix with a number of local steps, or auto where no mesh is given"
+            "delay boundary (the paper), and mix with delay auto, where no mesh is given, or a number of local steps"
         )
     if c.update != "fast":
         problems.append(f"update={c.update!r}: shared outer state has one pass of its own, leave it out")
