@@ -144,6 +144,7 @@ class Agent:
         self.started = [0] * workers  # how often each slot's worker has been started again
         self.status, self.signalled, self._beat = 0, 0, 0
         self.finished = False  # whether a worker has ended well
+        self._ends_them = False  # whether the launcher itself kills those that are left
         self._deadline = math.inf
         self._folder = tempfile.TemporaryDirectory()
 
@@ -193,7 +194,7 @@ class Agent:
             return
         self.status = self.status or (status if status > 0 else 128 - status)
         if status == 2 and not self.finished:  # a user's mistake: the others make it, too, or wait for this one
-            self.restarts = 0
+            self.restarts, self._ends_them = 0, True
             self._send_all(signal.SIGKILL)
             print(self._message(slot), file=sys.stderr, end="", flush=True)
         over = self.signalled or self.store.check(["over"])
@@ -201,7 +202,7 @@ class Agent:
             print(f"worker {self.name(slot)} died (status {status}): starting it again", file=sys.stderr, flush=True)
             self.started[slot] += 1
             self._start(slot)
-        elif status < 0 and not self.signalled:  # without a word of its own
+        elif status < 0 and not (self.signalled or self._ends_them):  # without a word of its own
             print(f"worker {self.name(slot)} was killed by signal {-status}", file=sys.stderr, flush=True)
 
     def _start(self, slot: int) -> None:
