@@ -116,6 +116,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(losses: dict[str, list[float]
 def test_a_missing_data_set_is_one_line_once(tmp_path: Path, mistake: Mistakes, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CO2_DATA", str(tmp_path))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "workers of one torchrun")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / "0" / "error.json"))
+    (tmp_path / "attempt_0" / "0").mkdir(parents=True)
     first, second = (mistake("pointcloud.train", "shapenet_folding", "--out", str(tmp_path / "run")) for _ in "12")
     assert first.startswith("error: ") and first.count("\n") == 1 and not second
     assert f"in {tmp_path}: expected ShapeNetCore.v2.PC15k/" in first and "surfaces_small" in first
