@@ -25,7 +25,7 @@ from segmentation.data import build_dataset
 from segmentation.recipes import RECIPES, digits_small
 from segmentation.train import fake_step, make_model, train
 from tests.scripts import Mistakes
-from training.recipe import dry_run
+from training.checks import dry_run
 from training.run import Run
 
 # -- the kernels, as ATen's for CUDA compute them; x: [n, c, h, w], statistics: [c], or [workers, c] before the sum ---

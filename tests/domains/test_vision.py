@@ -387,7 +387,7 @@ def test_imagenet_errors_name_the_file_or_folder(folders: Path, monkeypatch: pyt
         with pytest.raises(UserError, match=r"^\S*train/a/1.JPEG: not a readable image; .*$"):
             imagenet_batches(loader_workers=workers)
     monkeypatch.setenv("CO2_DATA", str(folders / "train"))
-    with pytest.raises(UserError, match="no folder .*train/imagenet/train .layout: .*digits_small"):
+    with pytest.raises(UserError, match="no ImageNet in .*train/imagenet: expected .*digits_small"):
         data.load("imagenet")
 
 
