@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import mmap
@@ -163,7 +164,8 @@ def pinned(numel: int, dtype: torch.dtype) -> Tensor:
     nbytes = numel * dtype.itemsize
     if not nbytes or not torch.cuda.is_available():
         return torch.zeros(numel, dtype=dtype)
-    memory = mmap.mmap(-1, nbytes)  # which lives as long as what lies in it
+    # lives as long as what lies in it; not mmap itself, which lets go of its memory before it tells so
+    memory = (ctypes.c_byte * nbytes).from_buffer(mmap.mmap(-1, nbytes))
     held = torch.frombuffer(memory, dtype=dtype)
     cudart: Any = torch.cuda.cudart()
     if code := int(cudart.cudaHostRegister(held.data_ptr(), nbytes, PORTABLE)):
