@@ -155,6 +155,7 @@ class ShardedCO2(Scheduled):
 
     def resync(self) -> None:
         """See LocalMethod."""
+        self.background.discard()  # of which a part runs over the same group
         if self._inner is not None:
             self._placement.agree(("resync",), self._inner, self.background.device)
         super().resync()
