@@ -249,7 +249,7 @@ def wipe(flats: Sequence[Tensor], where: Tensor) -> None:
     if read_blocks(where):
         for i in _left_by_kernel(where, flats):
             flats[i].masked_fill_(where.to(flats[i].device), 0)
-    elif where:
+    elif where and flats:
         torch._foreach_zero_(list(flats))  # pyright: ignore[reportPrivateImportUsage]
 
 
