@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import (
@@ -274,6 +274,24 @@ def test_a_round_of_shared_state_reads_nothing_and_keeps_its_numbers_in_place():
     places = co2._last.data_ptr(), co2._m_squares.data_ptr()
     assert reads_in_rounds(co2, params) == []
     assert places == (co2._last.data_ptr(), co2._m_squares.data_ptr())
+
+
+def test_statistics_of_shared_state_go_off_before_what_follows_is_launched(monkeypatch: pytest.MonkeyPatch):
+    """They lie in the memory of the background's stream, which takes it for something else once nobody refers to it."""
+    params = problems.odd_parameters()
+    co2 = ShardedCO2(params, CO2Config(tau=1), shard=True)
+    monkeypatch.setattr("core.stats.read_blocks", lambda t: True)
+    left: list[str] = []
+
+    def launch(stages: Any) -> None:
+        left.extend(name for name, value in vars(co2.stats).items() if isinstance(value, Tensor))
+        Background.launch(co2.background, stages)
+
+    monkeypatch.setattr(co2.background, "launch", launch)
+    for step in range(4):
+        problems.sgd_step(params, 0, step)
+        co2.step()
+    assert left == [] and co2.stats.as_dict()["momentum_norm"] > 0
 
 
 def reads_in_rounds(co2: CO2 | ShardedCO2, params: list[nn.Parameter]) -> list[str]:
