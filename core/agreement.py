@@ -102,6 +102,10 @@ class Agreement:
     def forget_stop(self) -> None:
         """Nobody has asked; what a GPU still holds of the last round is not heard, either."""
         self.stop = self._asked = self._stop_heard = False
+        self.forget_landed()
+
+    def forget_landed(self) -> None:
+        """What a GPU still holds of the last round is of no run that goes on."""
         self._late = Late()
 
     def forget_repair(self) -> None:
@@ -171,6 +175,7 @@ class Agreement:
         """A checkpoint's scalars are in place: forgets requests, which the run that wrote it has met, that workers were
         in finish(), for another may train on, and of another number of workers what only as many could agree on, and
         what each of them told of itself."""
+        self.forget_landed()
         of_each = ("settings", "replicas", "left_out", "step_seconds", "times")
         for name in ("stop", "save", "finished", *(of_each if of_others else ())):
             if name in self.scalars.sizes:

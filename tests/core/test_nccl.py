@@ -5,6 +5,7 @@ timeout the host waits until the collective has completed.
 """
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -292,6 +293,33 @@ def test_statistics_of_shared_state_go_off_before_what_follows_is_launched(monke
         problems.sgd_step(params, 0, step)
         co2.step()
     assert left == [] and co2.stats.as_dict()["momentum_norm"] > 0
+
+
+@pytest.mark.parametrize("how", ["load", "resync"])
+def test_what_a_gpu_still_holds_of_a_diverged_run_is_not_heard_after_a_new_start(
+    how: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("core.stats.read_blocks", lambda t: True)
+    weight = nn.Parameter(torch.ones(3))
+    co2 = CO2([weight], CO2Config(tau=1))
+
+    def train(value: float) -> None:
+        with torch.no_grad():
+            weight.copy_(torch.full((3,), value))
+        co2.step()
+
+    for step in range(3):
+        train(1 - step / 10)
+    state, kept = co2.state_dict(), weight.detach().clone()
+    with pytest.raises(DivergedError, match="every worker"):
+        for _ in range(4):
+            train(math.nan)
+    with torch.no_grad():
+        weight.copy_(kept)
+    co2.load_state_dict(state) if how == "load" else co2.resync()
+    for step in range(4):
+        train(0.7 - step / 10)
+    assert weight.isfinite().all()
 
 
 def reads_in_rounds(co2: CO2 | ShardedCO2, params: list[nn.Parameter]) -> list[str]:
