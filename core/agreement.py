@@ -102,6 +102,10 @@ class Agreement:
     def forget_stop(self) -> None:
         """Nobody has asked; what a GPU still holds of the last round is not heard, either."""
         self.stop = self._asked = self._stop_heard = False
+        self.forget_landed()
+
+    def forget_landed(self) -> None:
+        """What a GPU still holds of the last round is of no run that goes on."""
         self._late = Late()
 
     def forget_repair(self) -> None:
@@ -130,10 +134,11 @@ class Agreement:
         `settings`; DivergedError as the guard says. On a GPU it is what landed a round ago: the host waits for nothing.
         """
         number = self.background.launched
-        numbers = self._late.exchange(self.scalars.place * self.everybody, number - 1)
+        now = number - 1, self.everybody, self.background.world_size
+        numbers = self._late.exchange(self.scalars.place * self.everybody, now)
         if numbers is None:
             return True
-        sums, of_round = self.scalars.named(numbers), self._late.number
+        sums, (of_round, everybody, workers) = self.scalars.named(numbers), self._late.of
         if self.tuner:
             times = sums["times"]
             self._decided = self.tuner.hear(number, *(times[i::NUMBERS] for i in range(NUMBERS)))
@@ -141,13 +146,12 @@ class Agreement:
             self.pace.hear(sums["step_seconds"])
         self._stop_heard |= sums["stop"][0] > 0.5
         self._save_heard |= sums["save"][0] > 0.5
-        if not agree(sums["settings"], self.everybody):
+        if not agree(sums["settings"], everybody):
             raise UserError(
                 f"workers differ in their settings in round {of_round}, where this one has {settings}: "
                 "a schedule must give all of them the same, from the round's number alone"
             )
-        workers = self.background.world_size
-        self.guard.hear([verdict * workers / self.everybody for verdict in sums["left_out"]], of_round, workers)
+        self.guard.hear([verdict * workers / everybody for verdict in sums["left_out"]], of_round, workers)
         equal = agree(sums["replicas"], workers)
         if not equal:
             self._repair = number - self._repaired >= REPAIR_EVERY
@@ -171,6 +175,7 @@ class Agreement:
         """A checkpoint's scalars are in place: forgets requests, which the run that wrote it has met, that workers were
         in finish(), for another may train on, and of another number of workers what only as many could agree on, and
         what each of them told of itself."""
+        self.forget_landed()
         of_each = ("settings", "replicas", "left_out", "step_seconds", "times")
         for name in ("stop", "save", "finished", *(of_each if of_others else ())):
             if name in self.scalars.sizes:

@@ -253,6 +253,7 @@ class Averaging(ABC):
     def _start_from_params(self) -> None:
         """Everything is as it was made, the parameters being the start."""
         self._refresh_model()
+        self._agreement.forget_landed()
         self.guard.state.zero_()
         for bucket in self.buckets:
             bucket.flat.zero_()

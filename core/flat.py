@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import mmap
@@ -163,7 +164,8 @@ def pinned(numel: int, dtype: torch.dtype) -> Tensor:
     nbytes = numel * dtype.itemsize
     if not nbytes or not torch.cuda.is_available():
         return torch.zeros(numel, dtype=dtype)
-    memory = mmap.mmap(-1, nbytes)  # which lives as long as what lies in it
+    # lives as long as what lies in it; not mmap itself, which lets go of its memory before it tells so
+    memory = (ctypes.c_byte * nbytes).from_buffer(mmap.mmap(-1, nbytes))
     held = torch.frombuffer(memory, dtype=dtype)
     cudart: Any = torch.cuda.cudart()
     if code := int(cudart.cudaHostRegister(held.data_ptr(), nbytes, PORTABLE)):
@@ -247,7 +249,7 @@ def wipe(flats: Sequence[Tensor], where: Tensor) -> None:
     if read_blocks(where):
         for i in _left_by_kernel(where, flats):
             flats[i].masked_fill_(where.to(flats[i].device), 0)
-    elif where:
+    elif where and flats:
         torch._foreach_zero_(list(flats))  # pyright: ignore[reportPrivateImportUsage]
 
 

@@ -96,7 +96,7 @@ def new_group(
             "backend 'cpu:gloo,cuda:nccl'"
         )
     left = _spare.get((tuple(ranks), timeout, backend, hidden), []) if ranks else []
-    if left and _alive(left[-1]):
+    if left and is_alive(left[-1]):
         return left.pop()
     options, within = _nccl_options(hidden) if backend == "nccl" else None, timedelta(seconds=timeout)
     if options is not None:
@@ -138,7 +138,7 @@ def host_group(group: dist.ProcessGroup | None = None, timeout: float = 600.0) -
     for known in (group, *everyone):
         if backend_for(known, cpu) == "gloo":
             return known
-    if ranks not in _hosts or not _alive(_hosts[ranks]):
+    if ranks not in _hosts or not is_alive(_hosts[ranks]):
         made = new_group(group, timeout, cpu, "gloo")
         assert made is not None
         _hosts[ranks] = made
@@ -171,7 +171,7 @@ def leave_group(group: dist.ProcessGroup, timeout: float, *, hidden: bool = Fals
         dist.destroy_process_group(group)
 
 
-def _alive(group: dist.ProcessGroup) -> bool:
+def is_alive(group: dist.ProcessGroup) -> bool:
     """Whether torch.distributed still knows the group; not after destroy_process_group() and a new start."""
     return group in dist.distributed_c10d._world.pg_map
 

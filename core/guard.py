@@ -151,8 +151,8 @@ def forget(optimizer: torch.optim.Optimizer) -> LeftOut:
 
     def reset(left_out: Tensor) -> None:
         inner = getattr(optimizer, "optim", optimizer)  # ZeRO-1's own part
-        for state in inner.state.values():
-            numbers = [local_shard(v) for v in state.values() if isinstance(v, Tensor) and v.is_floating_point()]
-            wipe([v for v in numbers if v.device == left_out.device or not read_blocks(left_out)], left_out)
+        held = [v for state in inner.state.values() for v in state.values() if isinstance(v, Tensor)]
+        numbers = [local_shard(v) for v in held if v.is_floating_point()]
+        wipe([v for v in numbers if v.device == left_out.device or not read_blocks(left_out)], left_out)
 
     return reset

@@ -109,22 +109,22 @@ def send_off(values: Mapping[str, Any]) -> dict[str, Any]:
 class Late:
     """A device's numbers for the host, which does not wait for them: on a GPU it gets those of the call before.
 
-    Attributes: number, of the call whose numbers were returned last.
+    Attributes: of, what the call whose numbers were returned last said that they are of.
     """
 
     def __init__(self) -> None:
-        self._coming: tuple[OnTheWay, int] | None = None
-        self.number = 0
+        self._coming: tuple[OnTheWay, Any] | None = None
+        self.of: Any = None
 
-    def exchange(self, numbers: Tensor, number: int = 0) -> list[float] | None:
-        """numbers: 1-d. number: of this call. None: there are none yet."""
+    def exchange(self, numbers: Tensor, of: Any = None) -> list[float] | None:
+        """numbers: 1-d. of: what they are of. None: there are none yet."""
         if not read_blocks(numbers):
-            self.number = number
+            self.of = of
             return numbers.tolist()
-        arrived, self._coming = self._coming, (OnTheWay(numbers), number)
+        arrived, self._coming = self._coming, (OnTheWay(numbers), of)
         if arrived is None:
             return None
-        self.number = arrived[1]
+        self.of = arrived[1]
         return arrived[0].read()  # there long ago
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .groups import is_alive
 from .outer import norm
 
 # Of a tensor's norm. Weights that were swapped for an evaluation come back as they were, or nearly so; where a worker
@@ -86,7 +87,7 @@ def warn_of_ddp(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> No
         return
     ours, workers = {id(p) for p in params}, set(dist.get_process_group_ranks(group))
     for found in [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]:
-        if not any(id(p) in ours for p in found.parameters()):
+        if not any(id(p) in ours for p in found.parameters()) or not is_alive(found.process_group):
             continue  # also one of a run before, whose group is gone
         among = workers & set(dist.get_process_group_ranks(found.process_group))
         if len(among) > 1:

@@ -29,6 +29,7 @@ from ..errors import UserError
 from ..flat import beside, copy, on_host, unique
 from ..groups import Stage, all_reduce, gather_parts, leave_group, new_group, sum_parts
 from ..guard import size_of
+from ..stats import send_off
 from .live import HostCopies, Live
 from .placement import Placement
 
@@ -155,6 +156,7 @@ class ShardedCO2(Scheduled):
 
     def resync(self) -> None:
         """See LocalMethod."""
+        self.background.discard()  # of which a part runs over the same group
         if self._inner is not None:
             self._placement.agree(("resync",), self._inner, self.background.device)
         super().resync()
@@ -197,7 +199,7 @@ class ShardedCO2(Scheduled):
         """See CO2. Of a mean on arrival: the parameters are mixed with g, which holds the outer iterate that it led to,
         and keeps it until the next sending. In finish() no step follows, so nothing is mixed."""
         landing = self.receive(finished=finished)
-        vars(self.stats).update(self._seen)
+        vars(self.stats).update(send_off(self._seen))  # before the next launch, whose stream's memory they lie in
         if not self.config.at_boundary:
             if not finished:
                 self._live.mix(self.config.mix)

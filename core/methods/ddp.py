@@ -179,6 +179,10 @@ class DDP:
         """See LocalMethod."""
         state = of_rank(state)
         self.rounds = state["rounds"]
+        if self._exchange is not None:
+            self._exchange.wait()
+        self._exchange, self._late = None, Late()  # what was told before is of no run that goes on
+        self._news.zero_()
         if self.wire is not None:
             if "wire" not in state:
                 raise UserError("the checkpoint's gradients were sent as float32: resume without ddp_wire")

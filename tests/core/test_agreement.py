@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from core import CO2, CO2Config, ShardedCO2, UserError, make_method
-from core.agreement import PARTS, REPAIR_EVERY, agree, bits, checksum, checksum_of
+from core.agreement import PARTS, REPAIR_EVERY, Agreement, agree, bits, checksum, checksum_of
 from core.fast import WireConfig
+from core.flat import Scalars
 from core.groups import node_mesh
+from core.guard import Guard
 from core.reference import Reference
 from core.testing import run_distributed
 from tests.problems import LR, assert_traces_equal, flat, gradient, odd_parameters, sgd_step
@@ -67,6 +70,24 @@ def test_a_schedule_changes_settings_from_round_to_round(kind: str):
     assert_traces_equal(ours[:-1], rounds)
     one, other = run_distributed(scheduled_run, 2, kind)
     assert torch.equal(one[-1], other[-1]), "a worker that has finished early follows the schedule, too"
+
+
+def test_what_a_gpu_tells_late_is_of_as_many_workers_as_there_were(monkeypatch: pytest.MonkeyPatch):
+    """Elastic workers: three have agreed, and one of them is gone when that is heard."""
+    monkeypatch.setattr("core.stats.read_blocks", lambda t: True)
+    scalars = Scalars(Agreement.sizes(3, None, False))
+    scalars.attach(torch.zeros(scalars.numel))
+    background: Any = SimpleNamespace(world_size=3, launched=1, rank=0)
+    guard = Guard(scalars, torch.device("cpu"), 0, ["a", "b", "c"])
+    agreement = Agreement(scalars, background, 3, None, None, guard)
+    scalars.set_checksum("settings", 5)  # means, as of workers who all tell the same
+    scalars.set_checksum("replicas", 7)
+    scalars["left_out"][2] = 1 / 3
+    assert agreement.hear("same")
+    background.world_size = agreement.everybody = 2
+    background.launched = 2
+    with pytest.warns(UserWarning, match="c is left out of the mean of round 0"):
+        assert agreement.hear("same")
 
 
 def refused_schedule(rank: int, world_size: int) -> list[str]:

@@ -129,6 +129,22 @@ def test_an_optimiser_that_forgets_begins_anew(name: str):
     assert torch.equal(p, q)
 
 
+def test_what_an_optimiser_has_gathered_is_wiped_at_once(monkeypatch: pytest.MonkeyPatch):
+    """On a GPU that is one kernel at every boundary, however many parameters there are."""
+    params = [nn.Parameter(torch.ones(n)) for n in (2, 3, 4)]
+    adam, plain = torch.optim.Adam(params, lr=0.1), torch.optim.SGD(params, lr=0.1)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    adam.step()
+    plain.step()
+    calls: list[int] = []
+    monkeypatch.setattr("core.guard.wipe", lambda flats, where: calls.append(len(flats)))
+    forget(adam)(torch.tensor(True))
+    assert calls == [3 * len(adam.state)], "two moments and a count of steps of each"
+    monkeypatch.undo()
+    forget(plain)(torch.tensor(True))  # has gathered nothing
+
+
 # -- on real processes ----------------------------------------------------------------------------------------
 
 STEPS, BAD, SPOILT_AT, JUMP_AT = 24, 1, 7, 20

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core import CO2Config, make_method
+from core import CO2Config, DivergedError, make_method
 from core.methods import OverlapLocalConfig, SlowMoConfig
 from core.testing import run_distributed
 from tests import problems
@@ -177,6 +177,28 @@ def train_ddp(rank: int, world_size: int) -> dict[str, Any]:
         closed.append(method.step())
     method.finish()
     return {"end": flat(model.parameters()), "closed": closed, "bytes": method.stats.bytes_sent}
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_ddp_goes_on_from_a_checkpoint_after_it_has_diverged(gpu: bool, monkeypatch: pytest.MonkeyPatch):
+    """gpu: as there, numbers are heard one exchange later still."""
+    monkeypatch.setattr("core.stats.read_blocks", lambda t: gpu)
+    model = problems.small_net()
+    _, method = make_method("ddp", model)
+    weights = [p.detach().clone() for p in model.parameters()]
+    state = method.state_dict()
+    with torch.no_grad():
+        next(model.parameters()).fill_(float("nan"))
+    with pytest.raises(DivergedError, match="not finite"):
+        for _ in range(50):
+            method.step()
+    with torch.no_grad():
+        for p, kept in zip(model.parameters(), weights, strict=True):
+            p.copy_(kept)
+    method.load_state_dict(state)
+    for _ in range(50):
+        method.step()
+    method.finish()
 
 
 def test_ddp_equals_one_process_with_the_joint_batch():

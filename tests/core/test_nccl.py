@@ -5,6 +5,7 @@ timeout the host waits until the collective has completed.
 """
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import (
@@ -274,6 +275,51 @@ def test_a_round_of_shared_state_reads_nothing_and_keeps_its_numbers_in_place():
     places = co2._last.data_ptr(), co2._m_squares.data_ptr()
     assert reads_in_rounds(co2, params) == []
     assert places == (co2._last.data_ptr(), co2._m_squares.data_ptr())
+
+
+def test_statistics_of_shared_state_go_off_before_what_follows_is_launched(monkeypatch: pytest.MonkeyPatch):
+    """They lie in the memory of the background's stream, which takes it for something else once nobody refers to it."""
+    params = problems.odd_parameters()
+    co2 = ShardedCO2(params, CO2Config(tau=1), shard=True)
+    monkeypatch.setattr("core.stats.read_blocks", lambda t: True)
+    left: list[str] = []
+
+    def launch(stages: Any) -> None:
+        left.extend(name for name, value in vars(co2.stats).items() if isinstance(value, Tensor))
+        Background.launch(co2.background, stages)
+
+    monkeypatch.setattr(co2.background, "launch", launch)
+    for step in range(4):
+        problems.sgd_step(params, 0, step)
+        co2.step()
+    assert left == [] and co2.stats.as_dict()["momentum_norm"] > 0
+
+
+@pytest.mark.parametrize("how", ["load", "resync"])
+def test_what_a_gpu_still_holds_of_a_diverged_run_is_not_heard_after_a_new_start(
+    how: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("core.stats.read_blocks", lambda t: True)
+    weight = nn.Parameter(torch.ones(3))
+    co2 = CO2([weight], CO2Config(tau=1))
+
+    def train(value: float) -> None:
+        with torch.no_grad():
+            weight.copy_(torch.full((3,), value))
+        co2.step()
+
+    for step in range(3):
+        train(1 - step / 10)
+    state, kept = co2.state_dict(), weight.detach().clone()
+    with pytest.raises(DivergedError, match="every worker"):
+        for _ in range(4):
+            train(math.nan)
+    with torch.no_grad():
+        weight.copy_(kept)
+    co2.load_state_dict(state) if how == "load" else co2.resync()
+    for step in range(4):
+        train(0.7 - step / 10)
+    assert weight.isfinite().all()
 
 
 def reads_in_rounds(co2: CO2 | ShardedCO2, params: list[nn.Parameter]) -> list[str]:

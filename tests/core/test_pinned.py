@@ -1,6 +1,7 @@
 """The host's memory beside a GPU, whose runtime a stand-in replaces: what is pinned, and what waits for a copy."""
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ class Cudart:
         self.code = code
         self.held: dict[int, int] = {}
         self.most, self.synchronised = 0, False
+        self.there_until_then = True
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         assert flags == 1 and address not in self.held
@@ -35,8 +37,15 @@ class Cudart:
 
     def cudaHostUnregister(self, address: int) -> int:
         assert self.synchronised, "a copy may be under way"
+        self.there_until_then &= is_mapped(address)
         del self.held[address]
         return 0
+
+
+def is_mapped(address: int) -> bool:
+    """Whether the process has memory there."""
+    ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+    return any(int(first, 16) <= address < int(last, 16) for first, last in ranges)
 
 
 def stand_in(patch: pytest.MonkeyPatch, code: int = 0) -> Cudart:
@@ -61,6 +70,15 @@ def test_pinned_memory_is_as_large_as_asked_for_and_given_back_with_its_last_vie
     gc.collect()
     assert not cudart.held
     assert pinned(0, torch.float32).numel() == 0 and not cudart.held
+
+
+def test_pinned_memory_is_there_until_nothing_is_queued_that_uses_it(monkeypatch: pytest.MonkeyPatch):
+    cudart = stand_in(monkeypatch)
+    held = pinned(1 << 24, torch.uint8)  # of a mapping of its own
+    assert is_mapped(held.data_ptr())
+    del held
+    gc.collect()
+    assert not cudart.held and cudart.there_until_then
 
 
 def test_memory_that_cannot_be_pinned_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch):

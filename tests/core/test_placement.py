@@ -1,5 +1,7 @@
 """Who of a node holds what: copies start equal, stay so and count once; what would mix different parts is refused."""
 
+import time
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -49,6 +51,31 @@ def test_copies_start_equal_and_must_stay_so():
         assert [t.tolist() for t in starts] == [[1, 1], [0, 0], [0, 0, 0], [3, 3]]
         assert [t.tolist() for t in means] == [[1.5] * 3, [1.5] * 2]
         assert "\n" not in text
+
+
+class SlowAt:
+    """A link that takes so many seconds at one rank."""
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+
+    def reserve(self, nbytes: float) -> float:  # noqa: ARG002
+        return time.perf_counter() + self._seconds
+
+
+def resynced_in_flight(rank: int, world_size: int) -> list[float]:
+    """One rank's reduction is through when the other's has still to come to its collectives inside the node."""
+    weight = nn.Parameter(torch.ones(3))
+    co2 = ShardedCO2([weight], CO2Config(tau=1), mesh=node_mesh("cpu", 2), link=SlowAt(0.3 * rank))
+    co2.step()
+    with torch.no_grad():
+        weight.fill_(5.0 + rank)
+    co2.resync()
+    return weight.tolist()
+
+
+def test_resync_in_flight_is_no_part_of_what_runs_inside_the_node():
+    assert run_distributed(resynced_in_flight, 2, timeout=30) == [[5.0] * 3] * 2
 
 
 def messages(rank: int, world_size: int) -> list[str]:
