@@ -108,7 +108,8 @@ def _warn_of_pass(among: int, module: DistributedDataParallel) -> None:
     _looked_at.remove(module)
     warnings.warn(
         f"the model is in DistributedDataParallel, which averages gradients among {among} of these workers in every "
-        "step, while they wait: give the plain model to your loop, not that module, or nothing is hidden",
+        "step, while they wait, so that nothing is hidden: give the plain model to your loop, not that module, or with "
+        "a mesh one over process_group=mesh.get_group(1)",
         stacklevel=2,
     )
 

@@ -363,6 +363,7 @@ def meshes(rank: int, world_size: int) -> dict[str, str]:
         CO2Config.recommended(32, mesh=cube)
     with pytest.raises(UserError, match="a mesh of 3 dimensions"):
         make_method("local", model, co2=CO2Config(tau=2), mesh=cube)
+    make_method("local", model, co2=CO2Config(tau=2), mesh=cube["dp_replicate", "dp_shard"])[1].close()
     return told
 
 
