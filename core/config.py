@@ -190,13 +190,14 @@ def check_mesh(mesh: DeviceMesh) -> None:
     """Refuses a mesh of other than two dimensions."""
     if mesh.ndim == 2:
         return
-    names = mesh.mesh_dim_names
+    names, usual = mesh.mesh_dim_names or (), ("dp_replicate", "dp_shard")
     of = f" {', '.join(names)}" if names else ""
-    pair = "mesh[ACROSS, INSIDE], the names of the dimension across nodes and of the one inside a node"
-    example = f', such as mesh["{names[0]}", "{names[1]}"]' if names and len(names) > 1 else ""
-    raise UserError(
-        f"a mesh of {mesh.ndim} dimension{'s' * (mesh.ndim != 1)}{of}: give two of a larger one, {pair}{example}"
-    )
+    remedy = f"give one of two, such as init_device_mesh(DEVICE, (NODES, WORKERS OF A NODE), mesh_dim_names={usual})"
+    if len(names) > 1:
+        across, inside = usual if {*usual} <= {*names} else names[:2]
+        pair = "mesh[ACROSS, INSIDE], the names of the dimension across nodes and of the one inside a node"
+        remedy = f'give two of a larger one, {pair}, such as mesh["{across}", "{inside}"]'
+    raise UserError(f"a mesh of {mesh.ndim} dimension{'s' * (mesh.ndim != 1)}{of}: {remedy}")
 
 
 def check_node(c: CO2Config) -> None:

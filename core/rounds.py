@@ -226,11 +226,11 @@ class LocalMethod(Averaging):
         return self.tuner is not None and self.tuner.apart
 
     def state_dict(self) -> dict[str, Any]:
-        """See Averaging. UserError while workers are `apart`: their states are of unlike steps."""
-        if self.apart and self.rounds:
+        """See Averaging. UserError while workers are `apart`, but after finish(): their states are of unlike steps."""
+        if self.apart and self.rounds and (self.local_steps or self.background.in_flight):
             raise UserError(
                 f"state_dict() after round {self.rounds - 1}, which workers closed at unlike steps, as they do until "
-                "tau auto has chosen: save at a boundary where apart is False"
+                "tau auto has chosen: save at a boundary where apart is False, or after finish()"
             )
         return super().state_dict()
 

@@ -78,8 +78,9 @@ class Watch:
 
 
 def warn_of_ddp(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Warns where a DistributedDataParallel around any of these averages gradients among a method's workers, too; not
-    among those of a node, where the method runs across nodes. group: of the method, None for one worker.
+    """Warns where training passes through a DistributedDataParallel around any of these that averages gradients among a
+    method's workers, too; not among those of a node, where the method runs across nodes. One that is there and not
+    called does nothing. group: of the method, None for one worker.
 
     Such a module leaves no mark on its parameters: all of Python's objects are looked through, some 20 ms.
     """
@@ -87,19 +88,35 @@ def warn_of_ddp(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> No
         return
     ours, workers = {id(p) for p in params}, set(dist.get_process_group_ranks(group))
     for found in [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]:
-        if not any(id(p) in ours for p in found.parameters()) or not is_alive(found.process_group):
+        known = found in _looked_at or not is_alive(found.process_group)
+        if known or not any(id(p) in ours for p in found.parameters()):
             continue  # also one of a run before, whose group is gone
         among = workers & set(dist.get_process_group_ranks(found.process_group))
         if len(among) > 1:
-            warnings.warn(
-                f"the model is in DistributedDataParallel, which averages gradients among {len(among)} of these "
-                "workers in every step, while they wait: give the plain model to your loop, not that module, or "
-                "nothing is hidden",
-                stacklevel=2,
-            )
-            return
+            _looked_at.add(found)
+            found.register_forward_pre_hook(functools.partial(_before_pass, len(among)))
 
 
+def _before_pass(among: int, module: DistributedDataParallel, args: Any) -> None:
+    """A hook of a module in `_looked_at`, until it has warned. A module can be pickled with it."""
+    if module in _looked_at:
+        look: Any = torch.compiler.disable(_warn_of_pass)  # compiled code would keep the first pass's answer
+        look(among, module)
+
+
+def _warn_of_pass(among: int, module: DistributedDataParallel) -> None:
+    if module not in _looked_at or not (torch.is_grad_enabled() and module.require_backward_grad_sync):
+        return
+    _looked_at.remove(module)
+    warnings.warn(
+        f"the model is in DistributedDataParallel, which averages gradients among {among} of these workers in every "
+        "step, while they wait, so that nothing is hidden: give the plain model to your loop, not that module, or with "
+        "a mesh one over process_group=mesh.get_group(1)",
+        stacklevel=2,
+    )
+
+
+_looked_at: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 _told: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those whose strangers were told of
 

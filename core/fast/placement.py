@@ -66,7 +66,7 @@ class Placement:
             what = "unsharded parameters" if self.of_shards else "parameters"
             raise UserError(
                 f"the {what} of one node's workers differ (norms from {lowest:.9g} to {highest:.9g}): they have to "
-                "synchronise gradients every step, as in DistributedDataParallel over mesh['shard']; else give no "
+                "synchronise gradients every step, as in DistributedDataParallel over mesh.get_group(1); else give no "
                 "mesh, or, to pipeline stages, shards=True"
             )
 

@@ -107,12 +107,12 @@ def make_method(
     params = list(model.parameters())
     buffers = list(model.buffers()) if average_buffers else []
     if mesh is not None and not is_sharded(model):  # sharded ones synchronise by themselves
-        model = DistributedDataParallel(model, process_group=mesh.get_group("shard"))
+        model = DistributedDataParallel(model, process_group=mesh.get_group(1))
     if name == "co2" and (mesh is not None or shard or offload):
         state: dict[str, Any] = {"mesh": mesh, "shard": shard, "offload": offload, "schedule": schedule}
         return model, ShardedCO2(params, co2, buffers=buffers, group=group, timeout=timeout, link=link, **state)
     if mesh is not None:
-        group = mesh.get_group("replicate")
+        group = mesh.get_group(0)
     common = _Common(buffers=buffers, group=group, timeout=timeout, link=link)
     if name == "co2":
         return model, CO2(params, co2, schedule=schedule, **common)

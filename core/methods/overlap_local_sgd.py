@@ -69,7 +69,8 @@ class OverlapLocalSGD(LocalMethod):
         )
         self._z = self.state.new("anchor", of_params=True)
         self._v = self.state.new("anchor_momentum")
-        self.replicas, self.starts_roughly = self._z, True
+        self.replicas = self.starts = self._z
+        self.starts_roughly = True
 
     @contextlib.contextmanager
     def shared_model(self) -> Iterator[bool]:

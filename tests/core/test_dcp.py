@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from core import CO2, CO2Config, ShardedCO2, UserError, WireConfig
 from core.groups import node_mesh
@@ -103,3 +104,32 @@ def test_a_state_without_a_rank_is_refused_in_one_line():
     with pytest.raises(UserError, match="no key with a worker's rank.*resume with the version that wrote it") as caught:
         co2.load_state_dict(own)
     assert "\n" not in str(caught.value)
+
+
+def with_adam(rank: int, world_size: int, folder: str) -> list[Tensor]:
+    """docs/training.md's lines. (A new optimiser's own state_dict() asks DCP for none of its state, and gets none.)"""
+    ends, mine = [], f"rank{rank}"
+    for resumes in (False, True):
+        model = problems.small_net(seed=rank)
+        co2, optimizer = CO2(model.parameters(), CO2Config(tau=3)), torch.optim.AdamW(model.parameters(), 0.05)
+        if resumes:
+            state = {"co2": co2.state_dict(), mine: get_state_dict(model, optimizer)}
+            dcp.load(state, checkpoint_id=folder)
+            of_model, of_optimizer = state[mine]
+            set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
+            co2.load_state_dict(state["co2"])
+        for step in range(SAVE_AT + 1 if resumes else 0, STEPS):
+            if step == SAVE_AT + 1 and not resumes:  # in mid-round
+                dcp.save({"co2": co2.state_dict(), mine: get_state_dict(model, optimizer)}, checkpoint_id=folder)
+            optimizer.zero_grad()
+            problems.loss(model, problems.batch(rank, step)).backward()
+            optimizer.step()
+            co2.step()
+        co2.finish()
+        ends.append(flat(model.parameters()))
+    return ends
+
+
+def test_an_optimiser_goes_on_from_one_dict_by_its_parameters_names(tmp_path: Path):
+    for undisturbed, resumed in run_distributed(with_adam, 2, str(tmp_path)):
+        assert torch.equal(undisturbed, resumed)

@@ -84,7 +84,7 @@ def node_apart(rank: int, world_size: int, kind: str) -> str:
 
 def test_a_node_whose_workers_train_apart_is_refused_at_the_first_boundary():
     for text in run_distributed(node_apart, 2, "values"):
-        assert "synchronise gradients every step" in text and "mesh['shard']" in text and "\n" not in text
+        assert "synchronise gradients every step" in text and "mesh.get_group(1)" in text and "\n" not in text
 
 
 def test_unequal_shapes_in_a_node_are_refused_before_any_tensor_is_sent():
@@ -147,24 +147,25 @@ def test_finish_notices_loaded_weights_as_a_step_does():
     assert [len(texts) for texts in told] == [0, 1, 0] and "call resync() on all workers" in told[1][0]
 
 
-def averaged_twice(rank: int, world_size: int) -> list[list[str]]:
-    """What is warned of in two rounds: of a plain model, of one in DistributedDataParallel, whether it was put there
-    before or after, and of one that is averaged inside nodes. Of runs before, in this process, there are two more: of
-    another model, and of the plain one."""
-    told, gone = [], dist.new_group()
+def averaged_twice(rank: int, world_size: int) -> dict[str, list[str]]:
+    """What is warned of in two rounds: of a plain model, of one in DistributedDataParallel, put there before or after,
+    of one that is there and not called, or only without gradients, and of one that is averaged inside nodes. Of runs
+    before, in this process, there are two more: of another model, and of the plain one."""
+    told, gone = {}, dist.new_group()
     others = [DistributedDataParallel(nn.Linear(3, 2), process_group=gone)]
-    for kind in ("plain", "before", "after", "inside nodes"):
+    for kind in ("plain", "before", "after", "not called", "evaluated", "inside nodes"):
         model = nn.Linear(3, 2)
         if kind == "plain":
             others.append(DistributedDataParallel(model, process_group=gone))
             dist.destroy_process_group(gone)
         mesh = node_mesh("cpu", 2) if kind == "inside nodes" else None
-        called = DistributedDataParallel(model) if kind == "before" else model
+        wrapped = DistributedDataParallel(model) if kind in ("before", "not called", "evaluated") else model
         if mesh is not None:
-            called, method = make_method("co2", model, co2=CONFIG, mesh=mesh)
+            wrapped, method = make_method("co2", model, co2=CONFIG, mesh=mesh)
         else:
             method = CO2(model.parameters(), CONFIG)
-        called = DistributedDataParallel(model) if kind == "after" else called
+        wrapped = DistributedDataParallel(model) if kind == "after" else wrapped
+        called = model if kind in ("not called", "evaluated") else wrapped
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -172,17 +173,20 @@ def averaged_twice(rank: int, world_size: int) -> list[list[str]]:
                 called(torch.ones(1, 3)).sum().backward()
                 optimizer.step()
                 method.step()
+                if kind == "evaluated":
+                    with torch.no_grad():
+                        wrapped(torch.ones(1, 3))
         method.finish()
-        told.append([str(w.message) for w in caught if "DistributedDataParallel" in str(w.message)])
+        told[kind] = [str(w.message) for w in caught if "DistributedDataParallel" in str(w.message)]
     assert len(others) == 2  # they were there
     return told
 
 
 def test_a_model_left_in_ddp_is_noticed_once():
-    for plain, before, after, inside in run_distributed(averaged_twice, 4):
-        assert plain == inside == []
-        assert len(before) == len(after) == 1
-        assert "averages gradients among 4 of these workers" in before[0] and "give the plain model" in before[0]
+    for told in run_distributed(averaged_twice, 4):
+        assert not any(told[kind] for kind in ("plain", "not called", "evaluated", "inside nodes")), told
+        for (text,) in (told["before"], told["after"]):
+            assert "averages gradients among 4 of these workers" in text and "give the plain model" in text
 
 
 def apply_change(change: str, params: list[nn.Parameter], method: Any) -> None:
@@ -203,10 +207,10 @@ def apply_change(change: str, params: list[nn.Parameter], method: Any) -> None:
 def test_weights_loaded_under_a_method_are_noticed_at_the_rounds_first_step():
     """Once, and by those methods that would pull them back; one that keeps no start cannot tell a swap from a load."""
     (found,) = run_distributed(loaded_under_it, 1)
-    assert found["co2"] == found["slowmo"] == found["keep"] == [0, 0, 1, 0, 1, 0, 0]
+    for name in ("co2", "slowmo", "keep", "overlap_local"):
+        assert found[name] == [0, 0, 1, 0, 1, 0, 0], name
     assert found["local"] == [0] * 7, "it takes the mean of whatever is there"
-    for name in ("shard", "overlap_local"):
-        assert found[name] == [0, 1, 1, 0, 1, 0, 0]
+    assert found["shard"] == [0, 1, 1, 0, 1, 0, 0]
 
 
 def test_a_boundary_inside_inference_mode_leaves_nothing_that_training_cannot_write_to():

@@ -343,13 +343,15 @@ def meshes(rank: int, world_size: int) -> dict[str, str]:
     """What of a mesh, and of settings with it, is refused; nothing for what trains."""
     model, mesh = nn.Linear(3, 2), node_mesh("cpu", 1)
     cube = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
-    recommended = CO2Config.recommended(32, 400)
+    recommended, between = CO2Config.recommended(32, 400), ("pp", "dp_replicate", "dp_shard")
     told = {}
     for name, config, its_mesh in (
         ("recommended", recommended, mesh),
         ("for a mesh", CO2Config.recommended(32, 400, mesh=mesh), mesh),
         ("three dimensions", CO2Config(), cube),
         ("one dimension", CO2Config(), cube["tp"]),
+        ("others between", CO2Config(), init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=between)),
+        ("without names", CO2Config(), init_device_mesh("cpu", (1, 1, 1))),
         ("two of three", CO2Config(), cube["dp_replicate", "dp_shard"]),
     ):
         try:
@@ -361,6 +363,7 @@ def meshes(rank: int, world_size: int) -> dict[str, str]:
         CO2Config.recommended(32, mesh=cube)
     with pytest.raises(UserError, match="a mesh of 3 dimensions"):
         make_method("local", model, co2=CO2Config(tau=2), mesh=cube)
+    make_method("local", model, co2=CO2Config(tau=2), mesh=cube["dp_replicate", "dp_shard"])[1].close()
     return told
 
 
@@ -370,7 +373,10 @@ def test_what_is_refused_of_a_mesh_names_all_that_has_to_change():
         assert part in told["recommended"] and "\n" not in told["recommended"]
     assert "3 dimensions dp_replicate, dp_shard, tp" in told["three dimensions"]
     assert 'such as mesh["dp_replicate", "dp_shard"]' in told["three dimensions"]
-    assert "a mesh of 1 dimension tp: give two" in told["one dimension"]
+    assert 'such as mesh["dp_replicate", "dp_shard"]' in told["others between"]
+    assert "a mesh of 1 dimension tp: give one of two" in told["one dimension"]
+    for name in ("one dimension", "without names"):
+        assert "init_device_mesh(" in told[name] and "mesh_dim_names=" in told[name], "there are no two to take"
     assert told["for a mesh"] == told["two of three"] == ""
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import core.tau
 from core import CO2, CO2Config, ShardedCO2, UserError, WireConfig, make_method
 from core.checks import of_rank, under_rank
+from core.flat import copy
 from core.reference import Reference
 from core.stats import RoundStats
 from core.testing import run_distributed
@@ -173,6 +174,34 @@ def saving_is_refused(co2: CO2 | ShardedCO2) -> bool:
             assert "save at a boundary where apart is False" in str(error) and "\n" not in str(error)
             return True
     return False
+
+
+def saved_after_finish(rank: int, world_size: int) -> tuple[bool, Tensor, Tensor]:
+    """Of a run whose tau is not chosen yet: whether saving is refused before finish(), and where it and one that was
+    saved after finish() come to."""
+    ends: list[Tensor] = []
+    params, other = problems.odd_parameters(), problems.odd_parameters()
+    co2, resumed = (CO2(p, CO2Config.recommended(world_size)) for p in (params, other))
+    for step in range(6):
+        sgd_step(params, rank, step)
+        co2.step()
+    refused = saving_is_refused(co2)
+    co2.finish()
+    resumed.load_state_dict(co2.state_dict())
+    with torch.no_grad():
+        copy(other, params)
+    for trained, method in ((params, co2), (other, resumed)):
+        assert method.apart
+        sgd_step(trained, rank, 6)
+        method.step()
+        method.finish()
+        ends.append(flat(trained))
+    return refused, *ends
+
+
+def test_after_finish_workers_are_at_one_point_and_may_save():
+    for refused, end, resumed in run_distributed(saved_after_finish, 2):
+        assert refused and torch.equal(end, resumed)
 
 
 def merging_on_arrival(rank: int, world_size: int, shard: bool) -> dict[str, Any]:
