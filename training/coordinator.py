@@ -201,7 +201,7 @@ class Agent:
             print(f"worker {self.name(slot)} died (status {status}): starting it again", file=sys.stderr, flush=True)
             self.started[slot] += 1
             self._start(slot)
-        elif status < 0 and not self.signalled:  # without a word of its own
+        elif status < 0 and not self.signalled and self.status != 2:  # without a word of its own or ours
             print(f"worker {self.name(slot)} was killed by signal {-status}", file=sys.stderr, flush=True)
 
     def _start(self, slot: int) -> None:
