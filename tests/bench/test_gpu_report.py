@@ -85,7 +85,6 @@ def test_every_slow_check_of_a_host_passes_on_it(part: str, tiny: bool, tmp_path
     assert found and not [row for row in found if row["state"] != "ok"]
 
 
-@pytest.mark.xfail(strict=False, reason="control traffic shares a backend with the method's group")
 def test_collectives_begin_in_one_order(tmp_path: Path):
     row = outcome(CHECKS[OF_ITS_OWN], Scope("cpu", tmp_path, tiny=True))
     assert row["state"] == "ok", row["says"]
