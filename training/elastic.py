@@ -247,7 +247,7 @@ class Elastic:
         if state is not None:
             self.restore(state)
             self.deal = self.deal.again(number, self.drawn, self.members.size, self.samples, self.share)
-        run.folder.begin(run.step)
+        run.folder.begin(run.step, run.total)
 
     def _replay_saved(self, method: ElasticZeroth) -> None:
         """What the newest checkpoint knows of the run, before the others are met: they wait for the rest alone."""
@@ -272,7 +272,7 @@ class Elastic:
         if members.rank == 0 and not run.folder.writes:
             run.folder.lead(run.recipe, self._nominal, run.device, goes_on=members.generation > 1)
             if self._trains:
-                run.folder.begin(run.step)  # drawn may be one more: that step is yet to be logged
+                run.folder.begin(run.step, run.total)  # drawn may be one more: that step is yet to be logged
         if self._trains:
             lost, came = (
                 [n for n in a if n not in b] for a, b in ((self._names, members.names), (members.names, self._names))

@@ -122,7 +122,7 @@ class Fixed:
         self._model, self._optimizer, self._schedule, self._method = model, optimizer, schedule, method
         self._hand_over = method.hand_over
         seconds = self._resume() if self.run.recipe.resume else 0.0
-        self.run.folder.begin(self.run.step)
+        self.run.folder.begin(self.run.step, self.run.total)
         return seconds
 
     def batches(self, make: Callable[[Any, int, int, int, int], Iterator[T]], start: int, total: int) -> Iterator[T]:

@@ -98,8 +98,12 @@ class RunFolder:
         measured = metrics.exists() and metrics.stat().st_size > 0
         return measured or any(self.checkpoints.glob("step*"))
 
-    def begin(self, step: int) -> None:
-        """Goes on after `step`: forgets what an attempt that came further has logged, and the summary."""
+    def begin(self, step: int, total: int) -> None:
+        """Goes on after `step` of `total`: forgets what an attempt that came further has logged, and the summary.
+        UserError where the run is shorter than what it has done: its learning rate would never have come down."""
+        if step > total:
+            remedy = "give more --epochs with --extend, or choose another --out"
+            raise UserError(f"{self.path} has done {step} steps, and a run of this length has {total}: {remedy}")
         if not self.writes:
             return
         from torch.utils.tensorboard import SummaryWriter  # here, because only rank 0 needs it

@@ -42,8 +42,8 @@ class Run:
     Before the loop: shard, shard_optimizer, make_method, begin. After every step: after_step, which says whether an
     evaluation, a checkpoint (save) or the stop (stop) is due. After the loop: end.
 
-    Attributes: rank, world_size, device, folder, step (how many have been taken), clock; means of what is
-    logged; rounds, their log.
+    Attributes: rank, world_size, device, folder, step (how many have been taken), total (how many there are), clock;
+    means of what is logged; rounds, their log.
     """
 
     def __init__(self, recipe: Recipe):
@@ -146,7 +146,7 @@ class Run:
         epoch, total: the optimiser steps of an epoch and of the whole run. samples: of the training set, which elastic
         runs deal out anew. The rest is what a checkpoint holds.
         """
-        self._model, self._schedule, self._method, self._total = model, schedule, method, total
+        self._model, self._schedule, self._method, self.total = model, schedule, method, total
         self.rounds.allocations.model = model
         if isinstance(method, LocalMethod):
             method.on_left_out = forget(optimizer)
@@ -180,7 +180,7 @@ class Run:
         """This worker's training batches, without those of the steps that it leaves out (CO2Config.steps by_speed): the
         next round begins with the same batch number on all workers, and step counts all of them. make: (recipe, rank,
         world_size, start, total) -> those of the steps from `start` to `total` of a run whose workers stay the same."""
-        for batch in self._workers.batches(make, self.step, self._total):
+        for batch in self._workers.batches(make, self.step, self.total):
             if self._to_skip:
                 self._to_skip -= 1
             else:
@@ -188,7 +188,7 @@ class Run:
 
     def evaluates(self, step: int) -> bool:
         """Whether an evaluation is due at a boundary after so many steps."""
-        return step < self._total and self._evaluation.would_be(step)
+        return step < self.total and self._evaluation.would_be(step)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Autocast to the recipe's precision where the device has it."""
@@ -200,7 +200,7 @@ class Run:
     @property
     def at_last_step(self) -> bool:
         """Whether the step that is being taken is the run's last."""
-        return self.step + 1 == self._total
+        return self.step + 1 == self.total
 
     def after_step(self, closed: bool, **scalars: Tensor) -> Due:
         """Counts the optimiser step that was just taken, moves the bar, logs, and says what is due.
@@ -219,13 +219,13 @@ class Run:
         if self.step // self.recipe.log_every > before // self.recipe.log_every:
             self._log_means()
         apart = isinstance(self._method, LocalMethod) and self._method.apart
-        open_end = (closed or self._skipped()) and self.step < self._total and not apart
+        open_end = (closed or self._skipped()) and self.step < self.total and not apart
         due = Due(
             evaluation=open_end and self._evaluation.due(self.step),
             checkpoint=open_end and (self._saving.due(self.step) | self._due_by_time()),
-            stop=self.step < self._total and self._stops(closed) and not apart,
+            stop=self.step < self.total and self._stops(closed) and not apart,
         )
-        return self._workers.come_together(due, ended=self.step == self._total)
+        return self._workers.come_together(due, ended=self.step == self.total)
 
     def _skipped(self) -> bool:
         """Whether this step would have closed a round, but for a mean that did not come: evaluations and checkpoints
@@ -236,7 +236,7 @@ class Run:
     def _skip_steps(self) -> int:
         """How many steps this worker leaves out here, being slower than others; the learning rate keeps step."""
         skipped = self._method.skipped if isinstance(self._method, LocalMethod) else 0
-        self._to_skip = min(skipped, self._total - self.step - 1)
+        self._to_skip = min(skipped, self.total - self.step - 1)
         for _ in range(self._to_skip):
             self._schedule.step()
         return self._to_skip
@@ -277,7 +277,7 @@ class Run:
         """Logs what an evaluation measured, and of which model: `shared`, or `own`, each worker's on its share of
         the set, in the middle of a run whose method leaves the workers apart."""
         self.rounds.read()  # lines keep the steps' order
-        own = not self._shared and self.world_size > 1 and self.step < self._total
+        own = not self._shared and self.world_size > 1 and self.step < self.total
         self.folder.log(self.step, results, of_model="own" if own else "shared")
 
     @contextlib.contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import multiprocessing
 import random
 import signal
 from collections.abc import Callable, Iterator
@@ -114,6 +116,14 @@ def _leave_signals(_: int) -> None:
     """A loading process outlives the signals to stop, which may come to all processes: it ends with its worker."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+@atexit.register  # after multiprocessing, and so called before it would wait for those that leave out its SIGTERM
+def _end_loading() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would take their end for a failure
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
 
 
 @contextlib.contextmanager

@@ -39,6 +39,8 @@ def join(device: torch.device, timeout: float, settings: dict[str, Any]) -> bool
         return False
     if "RANK" not in os.environ:
         return False
+    if absent := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise UserError(f"RANK is set, but not {', '.join(absent)}: start the workers with torchrun, or unset RANK")
     prefix, began = f"co2/start{next(_starts)}", time.monotonic()
     try:
         store = _meet(timeout)

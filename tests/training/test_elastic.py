@@ -328,15 +328,18 @@ def test_the_first_worker_comes_back_and_the_run_is_resumed(tmp_path: Path):
     assert train(tmp_path, resume=True)["mean"] == pytest.approx(ended["mean"], abs=1e-6)  # it ends where it was
 
 
-def mistaken() -> None:
+def mistaken(of_all: bool) -> None:
     def main() -> None:
+        if not of_all and os.environ["RANK"] != "0":
+            signal.pause()  # until the launcher ends it
         raise UserError("batch_size=47: give another")
 
     launch(main)
 
 
-def test_a_users_mistake_ends_all_in_one_line(capsys: pytest.CaptureFixture):
-    crew = Crew(testing._context(), mistaken, (), 3, restarts=2, late=60)
+@pytest.mark.parametrize("of_all", [True, False])
+def test_a_users_mistake_ends_all_in_one_line(capsys: pytest.CaptureFixture, of_all: bool):
+    crew = Crew(testing._context(), mistaken, (of_all,), 3, restarts=2, late=60)
     assert crew.run() == 2 and not crew.timed_out and crew.started == [0, 0, 0]
     assert set(capsys.readouterr().err.splitlines()) == {"error: batch_size=47: give another"}
 

@@ -27,11 +27,11 @@ class Toy(Recipe):
     device: Any = "cpu"
 
 
-def start(recipe: Toy, step: int = 0, *lines: int) -> RunFolder:
-    """Begins after `step`, logs lines at some steps, and leaves the folder open."""
+def start(recipe: Toy, step: int = 0, *lines: int, total: int = 100) -> RunFolder:
+    """Begins after `step` of `total`, logs lines at some steps, and leaves the folder open."""
     folder = RunFolder(recipe.folder, 0, Stopwatch())
     folder.open(recipe, 1, torch.device("cpu"))
-    folder.begin(step)
+    folder.begin(step, total)
     for at in lines:
         folder.log(at, {"loss": float(at)})
     return folder
@@ -109,6 +109,16 @@ def test_a_resumed_run_may_go_on_for_longer_and_says_since_when(tmp_path: Path):
     assert set(one.pop("changed")) == changed | {"resume: False -> True", "extend: False -> True"}
     assert two.pop("changed") == [] and (one.pop("step"), two.pop("step")) == (2, 3)
     assert one == two == {"command": sys.argv, "commit": first["commit"], "world_size": 1}
+
+
+def test_a_run_shorter_than_what_was_done_is_refused_and_leaves_the_folder_alone(tmp_path: Path):
+    recipe = Toy(out=tmp_path)
+    start(recipe, 0, 1, 2, 3).close()
+    (tmp_path / "summary.json").write_text("{}")
+    before = {file: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()}
+    with pytest.raises(UserError, match=r"has done 3 steps, and a run of this length has 2: give more --epochs"):
+        start(replace(recipe, resume=True, extend=True, epochs=1), 3, total=2)
+    assert {file: file.read_bytes() for file in before} == before
 
 
 def test_a_run_older_than_a_field_goes_on_with_the_fields_default_alone(tmp_path: Path):

@@ -3,12 +3,17 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from core import UserError
 from training.sampling import epoch_batches, eval_share, generator, load_batches, per_worker, steps_per_epoch
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def shares(world_size: int, epoch: int = 0, seed: int = 0) -> torch.Tensor:
@@ -83,3 +88,35 @@ def test_loading_processes_outlive_the_signals_that_stop_a_run(number: signal.Si
     for process in loading:
         os.kill(process.pid, number)
     assert seen + [batch.item() for batch in batches] == list(range(40))
+
+
+LEFT_OPEN = """
+import gc
+from core import UserError
+from training.sampling import load_batches
+
+class Broken:
+    def __getitem__(self, index):
+        if index:
+            raise UserError("a broken file")
+        return 0
+
+batches = load_batches(Broken(), iter([[0], [1], *[[0]] * 9]), 2)
+kept = next(batches) if ending != "broken" else None
+gc.disable()
+try:
+    if ending == "broken":
+        kept = list(batches)
+except UserError as error:
+    kept = error
+if ending == "crash":
+    raise RuntimeError("in the loop")
+"""
+
+
+@pytest.mark.parametrize("ending", ["open", "crash", "broken"])
+def test_no_loading_process_holds_up_the_end_of_its_worker(ending: str) -> None:
+    command = [sys.executable, "-c", f"ending = {ending!r}\n{LEFT_OPEN}"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == (ending == "crash"), ended.stderr
+    assert "DataLoader" not in ended.stderr, "the end of the processes is no failure"

@@ -129,3 +129,12 @@ def in_one_group(rank: int, world_size: int) -> str:
 def test_a_group_that_is_there_compares_too():
     expected = "rank 2 was started with seed=1, rank 0 with seed=0: give all workers the same command line"
     assert run_distributed(in_one_group, 3) == [expected] * 3
+
+
+def test_half_of_an_environment_is_one_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RANK", "0")
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    said = "^RANK is set, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT: start the workers with torchrun"
+    with pytest.raises(UserError, match=said):
+        join(torch.device("cpu"), 5.0, {})
