@@ -133,7 +133,7 @@ class Agent:
     ):
         self.spawn, self.workers, self.restarts, self.node, self.nodes = spawn, workers, restarts, node, nodes
         try:
-            self._served = _serve(host, port) if node == 0 else _store(host, port)
+            self._served = _serve(host, port, alone=nodes == 1) if node == 0 else _store(host, port)
         except (RuntimeError, OSError) as error:
             reason = str(error).splitlines()[0]
             remedy = "give --master-addr and a free --master-port of the first node"
@@ -240,16 +240,20 @@ class Agent:
         self._send_all(signal.SIGKILL if again else number)
 
 
-def _serve(host: str, port: int) -> dist.TCPStore:
+def _serve(host: str, port: int, *, alone: bool) -> dist.TCPStore:
     """The store, listening at this address and nowhere else; everywhere only where the address is none of this
-    machine's own, as behind a translation of addresses. port: 0 for any."""
+    machine's own, as behind a translation of addresses, or one that other nodes cannot reach, as where its own name
+    means 127.0.1.1. port: 0 for any. alone: there are no other nodes."""
     try:
         listening = socket.create_server((host, port))
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
         return _store(host, port, is_master=True)
-    port = listening.getsockname()[1]
+    own, port = listening.getsockname()
+    if own.startswith("127.") and not alone:
+        listening.close()
+        return _store(host, port, is_master=True)
     return _store(host, port, is_master=True, master_listen_fd=listening.detach())
 
 

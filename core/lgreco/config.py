@@ -38,7 +38,7 @@ class LGrecoConfig:
     time_share: float = 0.01
     """Of the time since the first reduction: what deciding may take. The next decision waits until it keeps that, as
     measured by all workers, so that two runs may decide at different times; 1 for every `every`-th reduction. On a GPU
-    the host's time is measured, not the device's."""
+    the device's time counts, between events of its stream."""
 
     def __post_init__(self) -> None:
         for name, known in KNOWN.items():

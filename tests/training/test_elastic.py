@@ -51,6 +51,10 @@ def test_an_address_that_is_not_this_machines_own_is_listened_to_everywhere(monk
     assert listening_at(Agent(nobody, 1)._served.port) & {"::", "0.0.0.0"}
 
 
+def test_other_nodes_reach_a_store_whose_name_means_loopback_on_the_first_one():
+    assert listening_at(Agent(nobody, 1, nodes=2, host="127.0.1.1")._served.port) & {"::", "0.0.0.0"}
+
+
 def test_a_port_that_is_taken_is_told():
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="a free --master-port"):
         Agent(nobody, 1, port=taken.getsockname()[1])
