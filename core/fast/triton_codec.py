@@ -11,7 +11,6 @@ Triton's interpreter, and in the instructions compiled for sm_80 and sm_90. On a
 """
 
 # triton is no dependency of ours, and its kernels are Python in form only
-# pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false, reportIndexIssue=false
 
 from __future__ import annotations
 

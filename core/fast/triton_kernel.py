@@ -14,7 +14,6 @@ is in Triton's interpreter, and in the instructions compiled for sm_80 and sm_90
 """
 
 # triton is no dependency of ours, and its kernels are Python in form only
-# pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false, reportIndexIssue=false
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 it does not hold, no other memory is touched, and nothing waits."""
 
 # triton is no dependency of ours, and its kernels are Python in form only
-# pyright: reportMissingImports=false, reportIndexIssue=false
 
 from __future__ import annotations
 
