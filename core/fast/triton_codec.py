@@ -10,8 +10,6 @@ for the bits of a block that is not finite, which decodes to numbers that are no
 Triton's interpreter, and in the instructions compiled for sm_80 and sm_90. On a device: not run.
 """
 
-# triton is no dependency of ours, and its kernels are Python in form only
-
 from __future__ import annotations
 
 from typing import Any

@@ -13,8 +13,6 @@ nearest. Parameters, d, x and m are those of the plain pass bit for bit; what wa
 is in Triton's interpreter, and in the instructions compiled for sm_80 and sm_90. On a device: not run.
 """
 
-# triton is no dependency of ours, and its kernels are Python in form only
-
 from __future__ import annotations
 
 from typing import Any
