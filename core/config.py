@@ -182,8 +182,9 @@ def check_shared(c: CO2Config) -> None:
     if c.wire.format != "float32":
         problems.append(f"wire.format={c.wire.format!r} needs unshared outer state: set wire.format float32")
     if problems:
-        remedy = "; or leave out shard, offload, per_node and zero; CO2Config.recommended(..., mesh=mesh) is accepted"
-        raise UserError("; ".join(problems) + remedy)
+        remedy = "or leave out shard, offload, per_node and zero"
+        with_mesh = "with a mesh, CO2Config.recommended(..., mesh=mesh) is accepted"
+        raise UserError("; ".join([*problems, remedy, with_mesh]))
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
