@@ -3,7 +3,7 @@
     make gpu-report                                     # everything, on the machine that has the GPU
     make gpu-report GPU="--parts correctness --minutes 9"
 
-Four parts, in this order: `correctness` (under 6 minutes), `costs`, `loops`, `search`. A line a check goes into
+Four parts, in this order: `correctness` (planned for 6 minutes), `costs`, `loops`, `search`. A line a check goes into
 OUT/gpu.json as soon as it is known, and OUT/gpu.md is made of that. A check that raises, hangs or takes its process
 down is a line with its error; the exit status is then 1. A line that is there is not run again, so a second call goes
 on where the first one was stopped; `--checks WORD...` runs those checks again whose names hold a WORD. Another commit,
