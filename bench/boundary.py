@@ -29,7 +29,7 @@ from bench import report, resident
 from bench.options import MOST_PARAMETERS, require_one_or_more
 from bench.report import Spread
 from core import CO2, CO2Config, UserError, outer
-from core.fast import Pass, make_boundary
+from core.passes import Pass, make_boundary
 from training.script import launch
 
 MATRIX = 2048  # the model is matrices [2048, 2048] and vectors [2048], as in a transformer of that width

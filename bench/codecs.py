@@ -3,7 +3,7 @@
 A rate is float32 bytes that go in (encode) or come out (decode) a second; copies are taken in between, of as many
 bytes, so that whatever else the machine does falls on both; on a CPU with one thread it is that thread's time that
 counts, not the clock's. int formats and floats are encoded in segments as
-core/fast/quantized.py does, by hand and by torch.compile; top-k and low rank on a matrix [2048, 2048], low rank as one
+core/wires/quantized.py does, by hand and by torch.compile; top-k and low rank on a matrix [2048, 2048], low rank as one
 power iteration with its orthogonalisation. Writes codecs.json and codecs.md.
 """
 
@@ -24,9 +24,10 @@ from bench.boundary import timed as by_the_clock
 from bench.options import require_one_or_more
 from bench.report import Spread
 from core import UserError
-from core.fast import quantized, wire
 from core.lgreco.lowrank import product
 from core.lgreco.sparse import largest
+from core.wires import formats as wire
+from core.wires import quantized
 from training.script import launch
 
 NAME = "codecs"

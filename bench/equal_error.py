@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from bench import report
 from bench.options import require_each_once, require_one_or_more
 from core import LGrecoConfig, UserError
-from core.allocate import total
 from core.flat import Scalars, make_buckets
 from core.lgreco import LGreco
+from core.lgreco.allocate import total
 from core.lgreco.choices import RAW, Choice, sent_bytes
 from core.lgreco.curves import curve
 from core.lgreco.decide import Decider

@@ -123,8 +123,8 @@ def measure_all(job: Job) -> dict[str, Any]:
                 job.report(setting, cells)
     buckets = next((ddp_buckets(t.model) for s, t in trainers.items() if s.method == "ddp"), None)
     for trainer in trainers.values():
-        if isinstance(trainer.method, LocalMethod) and trainer.method.background.in_flight:
-            trainer.method.background.wait()  # finish() would take two more all-reduces; the models are thrown away
+        if isinstance(trainer.method, LocalMethod) and trainer.method.flight.in_flight:
+            trainer.method.flight.wait()  # finish() would take two more all-reduces; the models are thrown away
         trainer.method.close()
     return {"cells": cells, "ddp_buckets": buckets}
 
@@ -158,7 +158,7 @@ def measure(job: Job, setting: Setting, trainer: Trainer, repeat: int) -> dict[s
     rounds = [run_round(trainer) for _ in range(planned)]
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     if isinstance(method, LocalMethod):
-        method.background.settle()
+        method.flight.settle()
     steps = [each for r in rounds for each in r.compute]
     exposed = sum(r.wait for r in rounds)
     return {

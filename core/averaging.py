@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .agreement import Agreement
+from .adaptive.pace import Pace
+from .adaptive.tau import TauTuner
 from .checks import check_group, check_inputs, check_run, check_saved, of_rank, tensors_of, under_rank
-from .collectives import AllReduce, Background, Link, Reducer, Stage
 from .flat import (
     Scalars,
     State,
@@ -26,10 +26,10 @@ from .flat import (
     resized,
     unique,
 )
-from .guard import Guard, LeftOut, size_of
-from .pace import Pace
+from .flight import AllReduce, Flight, Link, Reducer, Stage
+from .robust.agreement import Agreement
+from .robust.guard import Guard, LeftOut, size_of
 from .stats import RoundClock, RoundStats
-from .tau import TauTuner
 
 
 class Landing(NamedTuple):
@@ -83,17 +83,17 @@ class Averaging(ABC):
         self.buckets = make_buckets(self.params, self.buffers, self.scalars.numel, parts, on_host)
         self.scalars.attach(self.buckets[0].scalars)
         device = self.buckets[0].flat.device
-        self.background = self.make_background(
+        self.flight = self.make_flight(
             device, group=group, timeout=timeout, link=link, backend=backend, hidden=self.hides
         )
-        self.reducer: Reducer = AllReduce([b.flat for b in self.buckets], self.background.world_size)
+        self.reducer: Reducer = AllReduce([b.flat for b in self.buckets], self.flight.world_size)
         self.scale: float | Tensor = self.reducer.scale
         self.state = State(self.buckets)
         self.replicas: list[Tensor] = []  # flat
         ranks = dist.get_process_group_ranks(group) if dist.is_initialized() else range(slots)
         self.guard = Guard(self.scalars, device, slot, [f"{self.member} {rank}" for rank in ranks])
         self.on_left_out: LeftOut | None = None
-        self._agreement = Agreement(self.scalars, self.background, self.everybody, tuner, pace, self.guard)
+        self._agreement = Agreement(self.scalars, self.flight, self.everybody, tuner, pace, self.guard)
         self._wanted: tuple[Callable[[dict[str, Any]], None], dict[str, Any]] | None = None  # who waits for a snapshot
         self._begin_alike()
         self._refresh_model()
@@ -120,14 +120,14 @@ class Averaging(ABC):
     @property
     def rounds(self) -> int:
         """Rounds closed so far, those of finish() included."""
-        return self.background.launched
+        return self.flight.launched
 
     # -- what a subclass says --------------------------------------------------------------------------------
 
-    def make_background(self, device: torch.device, **options: Any) -> Background:
+    def make_flight(self, device: torch.device, **options: Any) -> Flight:
         """What the reductions run in."""
         check_group()
-        return Background(device, **options)
+        return Flight(device, **options)
 
     def slot(self, group: dist.ProcessGroup | None) -> tuple[int, int]:
         """This worker's place among the scalars that each worker has one of, and how many places there are."""
@@ -141,7 +141,7 @@ class Averaging(ABC):
     @property
     def everybody(self) -> int:
         """The number of all processes over which scalars are averaged."""
-        return self.background.world_size
+        return self.flight.world_size
 
     @abstractmethod
     def signature(self) -> Any:
@@ -159,7 +159,7 @@ class Averaging(ABC):
     def stages(self) -> Iterator[Stage]:
         """What is launched."""
         yield from self._agreement.repair(self.state.shared())
-        yield from self.reducer.stages(self.background.group, self.background.launched)
+        yield from self.reducer.stages(self.flight.group, self.flight.launched)
 
     def agreed_size(self, size: Tensor) -> Tensor:
         """Not finite where that of any worker is not that has to judge alike. size: of what this worker sends, 0-d."""
@@ -201,7 +201,7 @@ class Averaging(ABC):
         self.weigh()
         turn, clock = self.turn(), self._clock
         self._agreement.tell(self.settings(), self.replicas, turn, clock.stats, clock.before)
-        self.background.launch(self.stages())
+        self.flight.launch(self.stages())
         self.local_steps = 0
 
     def receive(self, *, finished: bool) -> Landing:
@@ -209,11 +209,11 @@ class Averaging(ABC):
 
         The payloads hold what landed; `scale` turns it into means, in a pass that their owner makes anyway.
         """
-        self.background.wait(self.hand_over)
-        self.stats.round = self.background.launched
-        self.stats.exposed_seconds = self.background.exposed
-        self.stats.allreduce_seconds = self.background.seconds
-        self.stats.bytes_sent = self.background.bytes_sent
+        self.flight.wait(self.hand_over)
+        self.stats.round = self.flight.launched
+        self.stats.exposed_seconds = self.flight.exposed
+        self.stats.allreduce_seconds = self.flight.seconds
+        self.stats.bytes_sent = self.flight.bytes_sent
         self.scale = self.guard.land(1.0 if self.differences else float("nan"))
         for bucket in self.buckets:
             rescale(bucket.values, self.scale)
@@ -237,18 +237,18 @@ class Averaging(ABC):
         self.guard.judge(self.agreed_size(size_of(self.buckets)), 0)
         self.guard.weigh(self.buckets)
         left_out = self.guard.left_out.clone()
-        self.background.sum([bucket.flat for bucket in self.buckets])
+        self.flight.sum([bucket.flat for bucket in self.buckets])
         self.guard.hear(self.scalars["left_out"].view(-1).tolist(), self.rounds)
         scale = self.guard.land(1.0)
         for bucket in self.buckets:
             rescale(bucket.flat[: bucket.padded + len(bucket.values)], scale)
             copy([*bucket.params, *bucket.buffers], [*bucket.payload_views, *bucket.buffer_views])
         self.was_left_out(left_out)
-        return finished and self.scalars["finished"].item() > self.background.world_size - 0.5
+        return finished and self.scalars["finished"].item() > self.flight.world_size - 0.5
 
     def _begin_alike(self) -> None:
         """All workers take the first one's tensors."""
-        self.background.agree((type(self).__name__, self.signature()), self._shared_from_start)
+        self.flight.agree((type(self).__name__, self.signature()), self._shared_from_start)
 
     def _start_from_params(self) -> None:
         """Everything is as it was made, the parameters being the start."""
@@ -292,14 +292,14 @@ class Averaging(ABC):
 
     def own_state(self) -> dict[str, Any]:
         """This worker's part of state_dict; a subclass adds what it keeps."""
-        self.background.check_alive()
-        self.background.settle()
+        self.flight.check_alive()
+        self.flight.settle()
         return {
             "method": type(self).__name__,
             "state": {name: on_host(flats) for name, flats in (self.state | self.reducer.state).items()},
             "flats": on_host([b.flat for b in self.buckets]),
-            "in_flight": self.background.in_flight,
-            "workers": self.background.world_size,
+            "in_flight": self.flight.in_flight,
+            "workers": self.flight.world_size,
             "local_steps": self.local_steps,
             "rounds": self.rounds,
             "tuner": self.tuner.state_dict() if self.tuner else None,
@@ -309,7 +309,7 @@ class Averaging(ABC):
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         """Restores what own_state returned."""
-        flats, workers = [b.flat for b in self.buckets], self.background.world_size
+        flats, workers = [b.flat for b in self.buckets], self.flight.world_size
         check_run(state, type(self).__name__, workers, equal=bool(self.replicas) or not self.state)
         here, saved = self.state | self.reducer.state, state.get("state", {})  # DCP's tools drop an empty one
         others, landed = state["workers"] != workers, state["flats"]
@@ -319,7 +319,7 @@ class Averaging(ABC):
         here, saved = here | {"all-reduce": flats}, saved | {"all-reduce": landed}
         check_saved(saved, here)
         self._wanted = None
-        self.background.restore(state["rounds"], state["in_flight"])
+        self.flight.restore(state["rounds"], state["in_flight"])
         for name, held in here.items():
             copy(held, saved[name])
         self._agreement.loaded(of_others=others)
@@ -338,7 +338,7 @@ class Averaging(ABC):
         """
         self.hand_over()
         self._wanted = then, self.of_now()
-        if not self.background.in_flight:
+        if not self.flight.in_flight:
             self.hand_over()
 
     def hand_over(self) -> None:
@@ -353,4 +353,4 @@ class Averaging(ABC):
 
     def close(self) -> None:
         """Leaves the process group. Only after finish()."""
-        self.background.close()
+        self.flight.close()

@@ -36,14 +36,14 @@ from torch import Tensor
 from . import outer
 from .averaging import Landing
 from .checks import tensors_of
-from .collectives import AllReduce, Link
 from .config import SCHEDULED, CO2Config, Schedule, check_stable, scheduled
 from .errors import UserError
-from .fast import make_boundary
-from .fast.quantized import HELD_BACK, Quantized, nothing_held_back
-from .fast.wire import Wire
 from .flat import is_dtensor, on_host
+from .flight import AllReduce, Link
+from .passes import make_boundary
 from .rounds import LocalMethod
+from .wires.formats import Wire
+from .wires.quantized import HELD_BACK, Quantized, nothing_held_back
 
 
 class Scheduled(LocalMethod):
@@ -74,7 +74,7 @@ class Scheduled(LocalMethod):
 
     def arrives(self) -> bool:
         if self.config.delay == "auto":
-            return self.background.landed() or (self.tuner is not None and self.local_steps == self.tuner.needed)
+            return self.flight.landed() or (self.tuner is not None and self.local_steps == self.tuner.needed)
         return not self.config.at_boundary and self.local_steps == self.config.delay
 
 
@@ -88,7 +88,7 @@ class CO2(Scheduled):
     outer_lr, outer_momentum and clip changes from then on; the same on all workers, which is checked in every round.
 
     After n * tau calls of step() the parameters of every worker equal x_{n,0}, bit for bit. Where workers synchronise
-    gradients every step inside nodes, or hold shards of one model, ShardedCO2 (core/fast/sharded.py) is the class.
+    gradients every step inside nodes, or hold shards of one model, ShardedCO2 (core/sharded/sharded.py) is the class.
     """
 
     differences = True
@@ -144,7 +144,7 @@ class CO2(Scheduled):
         self._numel = sum(b.numel for b in self.buckets)
         # x_{t,0} - x_{t-1,0} = -_last_lr * m: alpha, or 0 where the last boundary took no outer step
         self._last_lr = 0.0
-        self._m_norm = torch.zeros((), dtype=torch.float64, device=self.background.device)
+        self._m_norm = torch.zeros((), dtype=torch.float64, device=self.flight.device)
         self._first_step = self._m_norm.clone()  # ||x_{t,1} - x_{t,0}|| of the round that runs
         self._inner_scale = self._m_norm.clone()  # the largest mean first step of the rounds that landed
 
@@ -162,7 +162,7 @@ class CO2(Scheduled):
             return self._send_and_merge_later(finished=finished)
         if finished and not self.local_steps:
             self._restart()  # a mixed restart is no local step
-        landing = self.receive(finished=finished) if self.background.in_flight else None  # 2
+        landing = self.receive(finished=finished) if self.flight.in_flight else None  # 2
         for bucket in self.buckets if landing is None else []:
             bucket.payload.zero_()  # a remainder from before a checkpoint was loaded may not be finite
         if landing and landing.empty:
@@ -178,7 +178,7 @@ class CO2(Scheduled):
 
     def _send_and_merge_later(self, *, finished: bool) -> bool:
         """A boundary at which the worker goes on from where it is: step 3. What is in flight is merged before."""
-        landing = self.merge(finished=finished) if self.background.in_flight else None
+        landing = self.merge(finished=finished) if self.flight.in_flight else None
         if landing and landing.last:
             return True
         if finished and not self.local_steps:
@@ -204,7 +204,7 @@ class CO2(Scheduled):
         """See LocalMethod: with merge keep no worker has progress of its own when it has merged what it just sent."""
         c = self.config
         at_one_boundary = not self.local_steps and self.skip_after is None and not self.apart
-        if c.delay == "auto" and c.merge == "keep" and at_one_boundary and self.background.in_flight:
+        if c.delay == "auto" and c.merge == "keep" and at_one_boundary and self.flight.in_flight:
             self._merge_early()
             self._watch.begin()
         with super().shared_model() as equal:  # with merge mix and delay 0 workers differ though nothing is in flight
@@ -262,10 +262,10 @@ class CO2(Scheduled):
             return
         if isinstance(self.reducer, Quantized):
             self.reducer.release()
-        workers = self.background.rank, self.background.world_size
+        workers = self.flight.rank, self.flight.world_size
         self._wire = cast(Wire, format)
         if self._wire == "float32":
-            self.reducer = AllReduce([b.flat for b in self.buckets], self.background.world_size)
+            self.reducer = AllReduce([b.flat for b in self.buckets], self.flight.world_size)
         else:
             self.reducer = replace(self.config.wire, format=self._wire).reducer(self.buckets, self.scalars, *workers)
 
@@ -314,7 +314,7 @@ class CO2(Scheduled):
         }
         wire = self.config.wire
         if wire.format == "auto" and wire.error_feedback and not self.reducer.state:  # the same keys over any wire
-            state["state"] |= nothing_held_back(self.buckets, self.background.world_size, "cpu")
+            state["state"] |= nothing_held_back(self.buckets, self.flight.world_size, "cpu")
         return state
 
     def load_own_state(self, state: dict[str, Any]) -> None:

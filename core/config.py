@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import outer
 from .errors import UserError
-from .fast import PASSES, Pass, WireConfig
+from .passes import PASSES, Pass
+from .wires.config import WireConfig
 
 LARGE = 1e4  # no factor of an outer step that trains comes near
 
@@ -54,10 +55,10 @@ class CO2Config:
     torch.compile)."""
     steps: Literal["even", "by_speed"] = "even"
     """even: every worker takes tau local steps a round, and all count alike in the mean. by_speed: a slower worker
-    takes fewer in proportion, so that nobody waits for it, and counts by its steps (core/pace.py)."""
+    takes fewer in proportion, so that nobody waits for it, and counts by its steps (core/adaptive/pace.py)."""
     outlier: float | None = 10.0
     """A worker is left out of a round's mean, and starts anew, where its difference is more than so many times as large
-    as its own usual one (core/guard.py); None: only where it is not finite."""
+    as its own usual one (core/robust/guard.py); None: only where it is not finite."""
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, remedy: str) -> None:

@@ -103,7 +103,7 @@ class Scalars:
         place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
 
     def set_checksum(self, name: str, c: int | Tensor) -> None:
-        """c and c^2, of core/agreement.py."""
+        """c and c^2, of core/robust/agreement.py."""
         for place, value in zip(self[name], (c, c * c), strict=True):
             place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
 
@@ -258,7 +258,7 @@ def _left_by_kernel(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor
     places of the others."""
     if not takes_triton(where.device):
         return range(len(to))
-    from .fast.triton_where import queue  # imports triton
+    from .passes.triton_where import queue  # imports triton
 
     return queue(where, to, source)
 

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .adaptive.pace import Pace
+from .adaptive.tau import FLOAT32, TauDecision, TauTuner
 from .averaging import Averaging, Landing
 from .checks import check_frozen, check_tau
-from .collectives import Link
 from .errors import UserError
 from .flat import of_each
-from .pace import Pace
-from .tau import FLOAT32, TauDecision, TauTuner
-from .watch import Watch, warn_of_ddp
+from .flight import Link
+from .robust.watch import Watch, warn_of_ddp
 
 
 class LocalMethod(Averaging):
@@ -126,8 +126,8 @@ class LocalMethod(Averaging):
         if self.local_steps < self._spans * self.own_tau:
             if self.local_steps == 1:
                 self._clock.steps_begin()
-            self.background.done()  # an error is known as soon as it can be
-            if self.background.in_flight and self.arrives() and not self._is_late():
+            self.flight.done()  # an error is known as soon as it can be
+            if self.flight.in_flight and self.arrives() and not self._is_late():
                 self._merge_early()
             return False
         if not last and self._is_late():
@@ -170,7 +170,7 @@ class LocalMethod(Averaging):
         in mid-round.
         """
         unlike_starts = self.starts_roughly or self.skip_after is not None  # who skips is in another round
-        yield not (self.local_steps or (self.background.in_flight and unlike_starts))
+        yield not (self.local_steps or (self.flight.in_flight and unlike_starts))
 
     @torch.no_grad()
     def resync(self) -> None:
@@ -180,7 +180,7 @@ class LocalMethod(Averaging):
         them back to where the old ones were. What is in flight is thrown away, and momenta are forgotten.
         """
         self._wanted = None
-        self.background.discard()
+        self.flight.discard()
         self._begin_alike()
         self.local_steps, self._ended = 0, None
         self._start_from_params()
@@ -227,7 +227,7 @@ class LocalMethod(Averaging):
 
     def state_dict(self) -> dict[str, Any]:
         """See Averaging. UserError while workers are `apart`, but after finish(): their states are of unlike steps."""
-        if self.apart and self.rounds and (self.local_steps or self.background.in_flight):
+        if self.apart and self.rounds and (self.local_steps or self.flight.in_flight):
             raise UserError(
                 f"state_dict() after round {self.rounds - 1}, which workers closed at unlike steps, as they do until "
                 "tau auto has chosen: save at a boundary where apart is False, or after finish()"
@@ -296,10 +296,10 @@ class LocalMethod(Averaging):
     def _is_late(self) -> bool:
         """Whether what is in flight does not come within `skip_after` seconds, or is not there while tau auto tries."""
         patience = 0.0 if self.tuner and self.tuner.free else self.skip_after
-        if patience is None or not self.background.in_flight:
+        if patience is None or not self.flight.in_flight:
             return False
         with self._clock.pause():
-            return not self.background.lands_within(patience)
+            return not self.flight.lands_within(patience)
 
     def _start_of_each(self) -> list[Tensor] | None:
         """Where the round began, a tensor a parameter; None: not known."""
@@ -311,9 +311,9 @@ class LocalMethod(Averaging):
     @torch.no_grad()
     def _boundary(self, *, finished: bool) -> bool:
         """close_round, measured, with what every method does around it."""
-        self.background.check_alive()  # before a method takes partial sums for what it keeps there
+        self.flight.check_alive()  # before a method takes partial sums for what it keeps there
         if not self._looked:
-            warn_of_ddp([*self._trained, *self._model_params], self.background.group)
+            warn_of_ddp([*self._trained, *self._model_params], self.flight.group)
             self._looked = True
         with self._clock.boundary(self.tau, self.local_steps):
             self.keep_buffers()

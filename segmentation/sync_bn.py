@@ -56,7 +56,7 @@ def node_group(run: Run) -> dist.ProcessGroup:
     The method's own group, whose all-reduce is hidden, is used beside it. Of two NCCL groups torch asks for one order
     of their collectives on all ranks, and for a wait() that orders streams between an asynchronous one and the next of
     the other group (torch.distributed.new_group). Both hold where workers of a node close rounds at the same steps, as
-    the recipe makes sure: the calling thread queues all of a reduction there, and its side stream waits (Background).
+    the recipe makes sure: the calling thread queues all of a reduction there, and its side stream waits (Flight).
     NCCL may then hold MAX_CTAS multiprocessors until the last node has come; these collectives run on others. DDP does
     not wait for a bucket before the next layer's backward pass. Its order is autograd's, the same on all ranks, and
     torch's own example of SyncBatchNorm stands beside DDP in that way. Not run on GPUs.

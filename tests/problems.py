@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from core import CO2, CO2Config, make_method
-from core.collectives import AllReduce, Background
-from core.fast import WireConfig
 from core.flat import Scalars, make_buckets
+from core.flight import AllReduce, Flight
 from core.methods.delayed import DelayedCO2, DelayedConfig
 from core.reference import Reference
+from core.wires.config import WireConfig
 
 LR = 0.1
 
@@ -66,7 +66,7 @@ class Settings:
 
 
 class Mean:
-    """The mean over all workers of some tensors in the background: buckets, a reducer and Background put together."""
+    """The mean over all workers of some tensors in the background: buckets, a reducer and Flight put together."""
 
     def __init__(
         self, tensors: list[Tensor], scalars: dict[str, int] | None = None, reducer: Any = None, **options: Any
@@ -74,17 +74,17 @@ class Mean:
         self.scalars = Scalars(scalars or {})
         self.buckets = make_buckets(tensors, options.pop("buffers", []), self.scalars.numel)
         self.scalars.attach(self.buckets[0].scalars)
-        self.background = Background(self.buckets[0].flat.device, **options)
-        workers = self.background.rank, self.background.world_size
+        self.flight = Flight(self.buckets[0].flat.device, **options)
+        workers = self.flight.rank, self.flight.world_size
         self.reducer = reducer(self.buckets, self.scalars, *workers) if reducer else None
-        self.reducer = self.reducer or AllReduce([b.flat for b in self.buckets], self.background.world_size)
-        self.done, self.close = self.background.done, self.background.close
+        self.reducer = self.reducer or AllReduce([b.flat for b in self.buckets], self.flight.world_size)
+        self.done, self.close = self.flight.done, self.flight.close
 
     def launch(self) -> None:
-        self.background.launch(self.reducer.stages(self.background.group, self.background.launched + 1))
+        self.flight.launch(self.reducer.stages(self.flight.group, self.flight.launched + 1))
 
     def wait(self) -> None:
-        self.background.wait()
+        self.flight.wait()
         for bucket in self.buckets:
             bucket.flat.mul_(self.reducer.scale)
 

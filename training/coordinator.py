@@ -9,7 +9,7 @@ itself the one process that must live: the run ends where the first node's launc
 
 On each node a launcher starts its workers, and starts one that has died again, --max-restarts times each, under a new
 name, RANK.RESTARTS. It tells in the store which of them live; the first node's launcher lists the generations, see
-core/members.py.
+core/elastic/members.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PATIENCE = 60.0  # seconds that workers get to save and end after a signal
 
 
 class Coordinator:
-    """Lists the generations, in the first node's launcher. store: see core.members.Members. nodes: how many."""
+    """Lists the generations, in the first node's launcher. store: see core.elastic.members.Members. nodes: how many."""
 
     def __init__(self, store: dist.Store, nodes: int):
         self.store, self.nodes = store, nodes

@@ -1,4 +1,4 @@
-"""A run whose workers come and go: what Run does otherwise then. The workers themselves: core/elastic.py; who starts
+"""A run whose workers come and go: what Run does otherwise then. The workers: core/elastic/joining.py; who starts
 and lists them: training/coordinator.py.
 
 The run's length is its number of steps, whatever the number of workers; each worker's batch stays that of the number it
@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from core.co2 import Schedule
-from core.elastic import ElasticCO2
+from core.elastic.joining import ElasticCO2
+from core.elastic.members import Members, Over, Report, Workers, WorkersChanged
 from core.errors import UserError
-from core.guard import all_finite
-from core.members import Members, Over, Report, Workers, WorkersChanged
 from core.methods import ElasticZeroth, Method
+from core.robust.guard import all_finite
 from training.config import settings
 from training.counters import Due
 from training.optim import lent_rate
@@ -123,7 +123,7 @@ class Elastic:
         else:
             buffers = list(model.buffers()) if r.average_buffers else []
             self.method = ElasticCO2(model.parameters(), r.co2, buffers=buffers, schedule=schedule, **options)
-            self.workers = self.method.background
+            self.workers = self.method.flight
         self.workers.tell = self._tell
         self.workers.on_change = self._on_change
         self.method.give = self.state

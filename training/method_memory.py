@@ -4,7 +4,7 @@ So nothing is listed twice: outer state, the buffer in flight, what error feedba
 sent are there as the method allocates them, and a reduction runs through its own stages, with collectives that do
 nothing. At a boundary or a checkpoint a method takes one flat tensor more, at most: that is no peak, for the gradients,
 which are as large, are gone by then, as are activations. Of CO2 whose outer state is shared out, the shares are
-reckoned as in core/fast/sharded.py.
+reckoned as in core/sharded/sharded.py.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from torch.utils._pytree import tree_leaves
 
 from core import outer
 from core.averaging import Averaging
-from core.collectives import Background, Reducer
-from core.fast import WireConfig, quantized
 from core.flat import Bucket
+from core.flight import Flight, Reducer
 from core.lgreco import curves, sparse
 from core.lgreco.config import FIXED
 from core.lgreco.reducer import LGreco
 from core.methods import gradient_wire, make_method
+from core.wires import quantized
+from core.wires.config import WireConfig
 from training.recipe import Recipe
 
 COLLECTIVES = ("all_reduce", "all_gather_single", "all_gather_into_tensor", "all_to_all_single")
@@ -117,7 +118,7 @@ def count(recipe: Recipe, model: nn.Module, workers: int, on_gpu: bool) -> Held:
         staging = live.peak - always
         del works
     del method
-    if recipe.elastic:  # what a worker has sent, until it has landed: core/elastic.py
+    if recipe.elastic:  # what a worker has sent, until it has landed: core/elastic/joining.py
         always += sum(b.flat.nbytes for b in buckets)
     return Held(always, staging)
 
@@ -169,16 +170,16 @@ def _largest(magnitudes: Tensor, k: int) -> Tensor:
 def _on_paper(workers: int, on_gpu: bool) -> Iterator[None]:
     """In it methods are made as one of so many workers, alone and without memory, and collectives do nothing."""
 
-    def background(device: torch.device, **_: Any) -> Background:
-        made = Background(device)
+    def background(device: torch.device, **_: Any) -> Flight:
+        made = Flight(device)
         made.world_size = workers
         return made
 
     with contextlib.ExitStack() as patches:
         for owner, name, stand_in in (
-            (Averaging, "make_background", lambda _, device, **options: background(device, **options)),
+            (Averaging, "make_flight", lambda _, device, **options: background(device, **options)),
             (Averaging, "slot", lambda *_: (0, workers)),
-            (gradient_wire, "Background", background),
+            (gradient_wire, "Flight", background),
             (LGreco, "due", lambda *_: False),  # what a decision needs: see count
             (quantized, "SEGMENT", quantized.GPU_SEGMENT if on_gpu else quantized.SEGMENT),
             (curves, "ROWS", curves.GPU_ROWS if on_gpu else curves.ROWS),

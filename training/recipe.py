@@ -13,9 +13,10 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import tyro
 
-from core import CO2Config, UserError, WireConfig, schedules
+from core import CO2Config, UserError, WireConfig
+from core.adaptive import schedules
 from core.config import scheduled
-from core.elastic import check_elastic
+from core.elastic.joining import check_elastic
 from core.methods import (
     DelayedConfig,
     MethodName,

@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
-from core import peers
+from core.adaptive.schedules import from_text
 from core.errors import DivergedError
-from core.guard import forget
 from core.methods import Method, Zeroth
+from core.robust import peers
+from core.robust.guard import forget
 from core.rounds import LocalMethod
-from core.schedules import from_text
 from training.checks import check_batch_norm, check_start
 from training.counters import Averages, Due, Every, Stopwatch, Timer
 from training.elastic import Elastic

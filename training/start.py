@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from core import peers
 from core.errors import UserError
 from core.groups import host_group, of_all
+from core.robust import peers
 from training.workers import rank, world_size
 
 _starts = itertools.count()  # a process may run twice over one store

@@ -32,7 +32,7 @@ def arm(phase: str, after: int, trace: Path) -> None:
     `step`, how many steps this worker had taken, and `sent`, up to which of them it had sent what it learned."""
     import torch
 
-    from core.collectives import Background
+    from core.flight import Flight
     from training.run import Run
 
     now = {"step": 0, "sent": 0}
@@ -86,5 +86,5 @@ def arm(phase: str, after: int, trace: Path) -> None:
     wrap(Run, "save", saves)
     wrap(os, "fsync", lambda *_: die() if phase == "checkpoint" and due() else None)  # whole, but without its name
     wrap(Run, "sum_tensor", lambda *_: die() if phase == "evaluation" and due() else None)
-    wrap(Background, "launch", lambda *_: None, lambda *_: now.update(sent=now["step"] + 1))
-    wrap(Background, "_begin", lambda *_: None, in_flight)
+    wrap(Flight, "launch", lambda *_: None, lambda *_: now.update(sent=now["step"] + 1))
+    wrap(Flight, "_begin", lambda *_: None, in_flight)

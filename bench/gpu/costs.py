@@ -21,9 +21,9 @@ from bench.gpu.checks import NotRun, Scope, check, one_rank, sync
 from bench.gpu.hidden import Slow, asleep
 from bench.gpu.problem import RECOMMENDED, lgreco
 from core import CO2, CO2Config, LocalSGD, WireConfig, outer
-from core.fast import make_boundary
 from core.flat import Scalars, make_buckets
 from core.outer import Merge, Rule
+from core.passes import make_boundary
 
 PARAMETERS = 350_000_000
 REPEATS = 7

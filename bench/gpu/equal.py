@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from bench.gpu.checks import NotRun, Scope, check, one_rank
 from bench.gpu.problem import METHODS, SETTINGS, STEPS, co2, distance, lgreco, move, near, problem, train
 from core import CO2, CO2Config, WireConfig
-from core.fast import make_boundary, wire
 from core.outer import NOTHING_LANDED, Boundary, Merge, Rule
+from core.passes import make_boundary
 from core.reference import Reference
+from core.wires import formats as wire
 
 ROOT = Path(__file__).parents[2]
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}

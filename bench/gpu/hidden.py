@@ -199,7 +199,7 @@ def begun(rank: int, workers: int, device: str) -> str:
     p = [nn.Parameter(torch.ones(8, device=device))]
     method = CO2(p, CO2Config(tau=2))
     method.skip_after = 5.0
-    letters = {id(method.background.group): "C", id(dist.group.WORLD): "D"} | {id(host_group()): ""}
+    letters = {id(method.flight.group): "C", id(dist.group.WORLD): "D"} | {id(host_group()): ""}
 
     def spy(tensor: Tensor, *a: Any, group: Any = None, **k: Any) -> Any:
         seen.append(letters[id(group or dist.group.WORLD)])  # control, over gloo, lies in no order of a device's
@@ -210,7 +210,7 @@ def begun(rank: int, workers: int, device: str) -> str:
             with torch.no_grad():
                 p[0].add_(0.1)
             late = rank == 1 and step == 4
-            how = mock.patch.object(method.background, "lands_within", lambda s: False) if late else None
+            how = mock.patch.object(method.flight, "lands_within", lambda s: False) if late else None
             with how or contextlib.nullcontext():
                 method.step()
         _, rounds = largest_of_workers([4, method.rounds])

@@ -18,9 +18,9 @@ from bench.chaos.crew import Crew
 from bench.gpu.checks import NotRun, Scope, check
 from bench.gpu.problem import METHODS, RECOMMENDED, SETTINGS, co2, distance, move, problem, train
 from core import CO2, CO2Config, ShardedCO2, testing
-from core.elastic import ElasticCO2
+from core.elastic.joining import ElasticCO2
+from core.elastic.members import Members
 from core.groups import node_mesh
-from core.members import Members
 from core.testing import run_distributed
 
 RANKS = 4
@@ -102,7 +102,7 @@ def comes(folder: str, device: str, settings: dict[str, Any]) -> None:
         at["step"] = state["step"]
 
     method.take = take
-    method.background.tell = lambda: {"step": at["step"]}
+    method.flight.tell = lambda: {"step": at["step"]}
     if name == "2.1":
         Path(folder, "came").touch()
     joined = method.join()
@@ -122,7 +122,7 @@ def comes(folder: str, device: str, settings: dict[str, Any]) -> None:
     found = {"joined": joined, "began": flat(began), "outer": flat(outer), "end": flat(end)}
     Path(folder, f"{rank}.tmp").write_text(json.dumps(found))
     Path(folder, f"{rank}.tmp").rename(Path(folder, f"{rank}.json"))
-    method.background.sum_of_all(torch.zeros(1))
+    method.flight.sum_of_all(torch.zeros(1))
     method.members.end()
     method.close()
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from bench.gpu.checks import Scope, check, one_rank, sync
 from bench.gpu.problem import RECOMMENDED, near
 from core import CO2, CO2Config, ShardedCO2
-from core.guard import forget
+from core.robust.guard import forget
 
 CONFIGS = {"paper": CO2Config(tau=4), "recommended": RECOMMENDED}
 

@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from core import flat
-from core.collectives import AllReduce, Background, Link
+from core.flight import AllReduce, Flight, Link
 
 
 class LateGradients(ABC):
     """An optimiser whose gradients are the workers' means, which cross the network while the next ones are computed.
 
     inner: the optimiser that takes the steps; its parameters are equal on all workers. steps: of the whole training,
-    whose last gradients would never be used and so are not sent. timeout, link: see Background.
+    whose last gradients would never be used and so are not sent. timeout, link: see Flight.
     Attributes: rounds, means that have landed; sent, bytes that this worker has sent for them.
     """
 
@@ -27,8 +27,8 @@ class LateGradients(ABC):
         self.zero_grad = inner.zero_grad
         self.buckets = flat.make_buckets([p for group in inner.param_groups for p in group["params"]], [], 0)
         self.params = [p for bucket in self.buckets for p in bucket.params]
-        self.background = Background(self.buckets[0].flat.device, timeout=timeout, link=link)
-        self.reducer = AllReduce([bucket.flat for bucket in self.buckets], self.background.world_size)
+        self.flight = Flight(self.buckets[0].flat.device, timeout=timeout, link=link)
+        self.reducer = AllReduce([bucket.flat for bucket in self.buckets], self.flight.world_size)
         self.rounds = self.sent = 0
 
     @abstractmethod
@@ -41,16 +41,16 @@ class LateGradients(ABC):
         for bucket in self.buckets:
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket.params]
             flat.copy(bucket.payload_views, gradients)
-        background = self.background
+        background = self.flight
         background.launch(self.reducer.stages(background.group, background.launched + 1))
 
     @torch.no_grad()
     def land(self) -> list[Tensor] | None:
         """The mean of what was sent last, a tensor a parameter; None: nothing was."""
-        if not self.background.in_flight:
+        if not self.flight.in_flight:
             return None
-        self.background.wait()
-        self.rounds, self.sent = self.rounds + 1, self.sent + self.background.bytes_sent
+        self.flight.wait()
+        self.rounds, self.sent = self.rounds + 1, self.sent + self.flight.bytes_sent
         return [view * self.reducer.scale for bucket in self.buckets for view in bucket.payload_views]
 
     def apply(self, gradients: list[Tensor]) -> None:

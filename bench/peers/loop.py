@@ -119,7 +119,7 @@ def make_trainer(job: Job, model: nn.Sequential) -> Trainer:
     if job.method in LATE:
         kind, parts = LATE[job.method]
         late = kind(optimizer, job.steps, timeout=job.timeout, link=link)
-        close, rounds, sent_bytes = late.background.close, lambda: late.rounds, lambda: late.sent
+        close, rounds, sent_bytes = late.flight.close, lambda: late.rounds, lambda: late.sent
         return Trainer(model, late, close=close, rounds=rounds, sent=sent_bytes, parts=parts)
     config, delayed = CO2Config(tau=job.tau), None
     if job.method == DILOCO:
@@ -140,7 +140,7 @@ def make_trainer(job: Job, model: nn.Sequential) -> Trainer:
     def finish() -> None:
         method.finish()
         if isinstance(method, LocalMethod):  # finish() may close several rounds: every one has sent the same
-            sent[0] = method.rounds * method.background.bytes_sent
+            sent[0] = method.rounds * method.flight.bytes_sent
 
     return Trainer(
         wrapped, optimizer, after_step, finish, method.close, lambda: int(method.rounds), lambda: round(sent[0])

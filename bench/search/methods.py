@@ -18,8 +18,8 @@ from torch import Tensor
 from bench.search.inner import InnerState
 from bench.search.wire import bits, mean_over
 from core.errors import UserError
-from core.fast.wire import WIRES
 from core.reference import Reference
+from core.wires.formats import WIRES
 
 Gradient = Callable[[Tensor, Any], Tensor]
 

@@ -1,4 +1,4 @@
-"""The mean of what the workers send in a narrow format, as core/fast/quantized.py makes it, in one process."""
+"""The mean of what the workers send in a narrow format, as core/wires/quantized.py makes it, in one process."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from core.fast.wire import BLOCK, BLOCK_BYTES, decode, encode
 from core.reference import mean
+from core.wires.formats import BLOCK, BLOCK_BYTES, decode, encode
 
 
 class NarrowMean:

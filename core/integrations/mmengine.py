@@ -21,7 +21,6 @@ from mmengine.utils.dl_utils.parrots_wrapper import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from ..flat import read_blocks
-from ..guard import forget
 from ..methods import (
     METHODS,
     CO2Config,
@@ -33,6 +32,7 @@ from ..methods import (
     WireConfig,
     make_method,
 )
+from ..robust.guard import forget
 from ..rounds import LocalMethod
 from ..stats import RoundStats
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import UserError
-from ..fast.wire import BITS, BLOCK, BLOCK_BYTES
+from ..wires.formats import BITS, BLOCK, BLOCK_BYTES
 
 Kind = Literal["raw", "int", "top", "rank"]
 INT_BITS = sorted(BITS.values())
@@ -33,7 +33,7 @@ class Choice:
 
     @property
     def wire(self) -> str:
-        """Of kind int: the name in core/fast/wire.py."""
+        """Of kind int: the name in core/wires/formats.py."""
         return f"int{int(self.value)}"
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..fast.wire import BLOCK, LEVELS
+from ..wires.formats import BLOCK, LEVELS
 from .choices import Choice, Layer
 from .lowrank import product
 from .sparse import largest
@@ -47,7 +47,7 @@ def norm(values: Tensor) -> Tensor:
 
 
 def _int_errors(values: Tensor, names: Sequence[str]) -> Tensor:
-    """The norm of what each format's rounding leaves, float64 [formats]; as core/fast/wire.py rounds, to nearest."""
+    """The norm of each format's rounding errors, float64 [formats]; to nearest, as core/wires/formats.py rounds."""
     squares = torch.zeros(len(names), dtype=torch.float64, device=values.device)
     rows = GPU_ROWS if values.is_cuda else ROWS
     for blocks in pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK).split(rows):

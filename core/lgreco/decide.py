@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..allocate import accordion, allocate, total
 from ..errors import UserError
+from .allocate import accordion, allocate, total
 from .choices import (
     RAW,
     SMALL,

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..fast.quantized import chunk_of
-from ..fast.wire import BLOCK, INTS, Wire
 from ..flat import Bucket
+from ..wires.formats import BLOCK, INTS, Wire
+from ..wires.quantized import chunk_of
 from .choices import Choice, Layer
 
 
 @dataclass(frozen=True)
 class Part:
-    """What core/fast/quantized.py takes for a bucket: the layers of one format, and with the first what travels as it
+    """What core/wires/quantized.py takes for a bucket: the layers of one format, and with the first what travels as it
     is."""
 
     flat: Tensor

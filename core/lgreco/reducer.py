@@ -4,7 +4,7 @@
         G = d + e, what the worker wants to send; e[l, c] = ||G_l - C_c(G_l)|| for each layer and choice
         the errors' mean over the workers, which travels with this reduction, as do the seconds that it takes
     when it has landed (where NCCL moves the tensors, at the next reduction's begin), on every worker alike:
-        the fewest bytes whose summed errors stay within the uniform setting's (core/allocate.py)
+        the fewest bytes whose summed errors stay within the uniform setting's (core/lgreco/allocate.py)
         the next reduction sends in the new ways; what error feedback holds goes along
 
 After the abstract and the released code of L-GreCo, which allocates ranks alone, from the first worker's errors.
@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives import moved_by_nccl
 from ..errors import UserError
-from ..fast.quantized import Quantized
-from ..fast.wire import BLOCK, INTS, Rounding
 from ..flat import Bucket, Scalars, copy
+from ..flight import moved_by_nccl
 from ..groups import Stage, all_reduce
 from ..stats import Mark, Seconds, between, mark, ready
+from ..wires.formats import BLOCK, INTS, Rounding
+from ..wires.quantized import Quantized
 from .choices import Choice, code
 from .clock import Clock
 from .config import FIXED, LGrecoConfig

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..fast.quantized import chunk_of
-from ..fast.wire import BLOCK, decode, encode
+from ..wires.formats import BLOCK, decode, encode
+from ..wires.quantized import chunk_of
 from .choices import Choice, Layer
 from .config import FIXED, LGrecoConfig
 from .curves import curve

@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ..co2 import CO2
-from ..collectives import Link
 from ..config import CO2Config, Schedule, check_mesh, check_shared, check_stable
 from ..errors import UserError
-from ..fast import LGrecoConfig, WireConfig
-from ..fast.sharded import ShardedCO2
+from ..flight import Link
 from ..rounds import LocalMethod
+from ..sharded.sharded import ShardedCO2
+from ..wires.config import LGrecoConfig, WireConfig
 from ..zeroth import ZerothConfig
 from .ddp import DDP, is_sharded
 from .delayed import DelayedCO2, DelayedConfig

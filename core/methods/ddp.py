@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .. import peers
 from ..checks import of_rank, under_rank
-from ..collectives import Link
 from ..errors import DivergedError, UserError
-from ..fast import WireConfig
+from ..flight import Link
 from ..groups import is_sharded, leave_group, new_group, ring_bytes
-from ..guard import all_finite
+from ..robust import peers
+from ..robust.guard import all_finite
 from ..stats import Late, Mark, RoundStats, Seconds, between, mark
+from ..wires.config import WireConfig
 from .gradient_wire import GradientWire
 
 ASK_EVERY = 8  # steps between two exchanges of whether to stop
@@ -114,7 +114,7 @@ class DDP:
             self.stats.exposed_seconds = between(*self._spans[-1])
             self.stats.allreduce_seconds = _union(self._spans)
         if self.wire is not None:
-            background = self.wire.background
+            background = self.wire.flight
             self.stats.bytes_sent = background.bytes_sent
             self.stats.exposed_seconds, self.stats.allreduce_seconds = background.exposed, background.seconds
         if self._sharded:
@@ -191,7 +191,7 @@ class DDP:
     def close(self) -> None:
         """Leaves the process group."""
         if self.wire is not None:
-            self.wire.background.close()
+            self.wire.flight.close()
         if self.group is not None:
             if isinstance(self.model, DistributedDataParallel):
                 # Its reducer's destructor holds the interpreter's lock: where it had the last reference to the group,

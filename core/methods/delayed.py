@@ -16,9 +16,9 @@ from torch import Tensor
 
 from .. import outer
 from ..co2 import CO2
-from ..collectives import Link
 from ..config import LARGE, CO2Config, unstable
 from ..errors import UserError
+from ..flight import Link
 
 Policy = Literal["penalty", "eager", "taylor"]
 POLICIES: tuple[Policy, ...] = ("penalty", "eager", "taylor")
@@ -154,7 +154,7 @@ class DelayedCO2(CO2):
         own = self.state.new("own_difference") if d.policy == "eager" else none
         flats = zip(self.buckets, self._x, self._m, self._steps, own, strict=True)
         self._delayed = [
-            _DelayedBoundary(b.params, b.payload, x, m, d, self.background.world_size, step, last)
+            _DelayedBoundary(b.params, b.payload, x, m, d, self.flight.world_size, step, last)
             for b, x, m, step, last in flats
             if b.numel
         ]
@@ -162,7 +162,7 @@ class DelayedCO2(CO2):
     def close_round(self, *, finished: bool) -> bool:
         if self.config.delay == 0:
             return self._close_at_once(finished=finished)
-        landing = self.receive(finished=finished) if self.background.in_flight else None
+        landing = self.receive(finished=finished) if self.flight.in_flight else None
         if landing and landing.empty:
             self._last_lr = 0.0
         else:
@@ -245,9 +245,9 @@ class DelayedCO2(CO2):
         for flats in (self._x, self._m):
             for bucket, flat in zip(self.buckets, flats, strict=True):
                 bucket.payload.copy_(flat)  # a failure leaves partial sums only there
-            self.background.sum([b.payload for b in self.buckets])
+            self.flight.sum([b.payload for b in self.buckets])
             for bucket, flat in zip(self.buckets, flats, strict=True):
-                flat.copy_(bucket.payload / self.background.world_size)
+                flat.copy_(bucket.payload / self.flight.world_size)
         for boundary in self._delayed:
             boundary.restart()
 

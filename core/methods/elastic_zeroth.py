@@ -1,4 +1,4 @@
-"""Zeroth-order training among workers that come and go: see core/elastic.py for generations of them.
+"""Zeroth-order training among workers that come and go: see core/elastic/joining.py for generations of them.
 
 A run is its list of scalars, so little can be lost. A step counts where one survivor has all of its scalars: the others
 get them with what all report when they meet again. Otherwise the step is given up by all, as where a loss is not
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..collectives import Link
+from ..elastic.members import Came, Members, Report, Workers
 from ..errors import CollectiveError, UserError
+from ..flight import Link
 from ..groups import set_timeout
-from ..members import Came, Members, Report, Workers
 from ..zeroth import ScalarLog, ZerothConfig
 from ..zeroth.exchange import Place
 from ..zeroth.forward import Loss, evaluating

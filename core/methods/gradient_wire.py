@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..collectives import Background, Link
 from ..errors import UserError
-from ..fast import WireConfig
 from ..flat import Scalars, copy, make_buckets, on_host
+from ..flight import Flight, Link
+from ..wires.config import WireConfig
 
 DECIDE_EVERY = 100  # steps, of lgreco; as released
 
@@ -33,9 +33,9 @@ class GradientWire:
         self.buckets = make_buckets(params, [], self._scalars.numel)
         self._scalars.attach(self.buckets[0].scalars)
         device = self.buckets[0].flat.device
-        self.background = Background(device, group=group, timeout=timeout, link=link, hidden=False)
-        self.background.agree(("ddp", wire), params)
-        workers = self.background.rank, self.background.world_size
+        self.flight = Flight(device, group=group, timeout=timeout, link=link, hidden=False)
+        self.flight.agree(("ddp", wire), params)
+        workers = self.flight.rank, self.flight.world_size
         period = {"every": DECIDE_EVERY, "first": DECIDE_EVERY} if wire.format == "lgreco" else {}
         self.reducer = wire.reducer(self.buckets, self._scalars, *workers, **period)
         pairs = [(p, view) for b in self.buckets for p, view in zip(b.params, b.payload_views, strict=True)]
@@ -57,7 +57,7 @@ class GradientWire:
     def _reduce(self) -> None:
         self._scalars.set("steps", 1.0)
         self._scalars.set("weight", 1.0)
-        background = self.background
+        background = self.flight
         background.launch(self.reducer.stages(background.group, background.launched + 1))
         background.wait()
         for flat in (f for flats in self.reducer.state.values() for f in flats):
@@ -70,13 +70,13 @@ class GradientWire:
     def state_dict(self) -> dict[str, Any]:
         """This worker's alone, in the host's memory."""
         state = {name: on_host(flats) for name, flats in self.reducer.state.items()}
-        return {"reducer": state, "launched": self.background.launched, "workers": self.background.world_size}
+        return {"reducer": state, "launched": self.flight.launched, "workers": self.flight.world_size}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Of another number of workers nothing but the count goes on, as with CO2: what was held back is lost."""
-        self.background.restore(state["launched"], False)
-        if state["workers"] != self.background.world_size:
+        self.flight.restore(state["launched"], False)
+        if state["workers"] != self.flight.world_size:
             return
         here, saved = self.reducer.state, state["reducer"]
         shapes = [{name: [len(f) for f in flats] for name, flats in each.items()} for each in (saved, here)]

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives import Link
 from ..errors import UserError
 from ..flat import copy, copy_where, rescale, views
+from ..flight import Link
 from ..outer import carried
 from ..rounds import LocalMethod
 
@@ -80,9 +80,9 @@ class OverlapLocalSGD(LocalMethod):
             if equal or self.local_steps or self.skip_after is not None:
                 yield equal
                 return
-        if not self.background.landed():
+        if not self.flight.landed():
             with self._clock.early_merge(self.own_tau):  # the waiting; it is merged at the round's end
-                self.background.lands_within(math.inf)
+                self.flight.lands_within(math.inf)
         scale = self.guard.land(float("nan"))
         held = [t for b in self.buckets for t in (*b.params, *b.buffers)]
         own = [t.clone() for t in held]
@@ -100,7 +100,7 @@ class OverlapLocalSGD(LocalMethod):
         self._watch.begin()
 
     def close_round(self, *, finished: bool) -> bool:
-        if self.background.in_flight:
+        if self.flight.in_flight:
             landing = self.receive(finished=finished)
             self._move_anchor()
             if landing.last:

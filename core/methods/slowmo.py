@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives import Link
 from ..config import LARGE
 from ..errors import UserError
 from ..flat import copy, views
+from ..flight import Link
 from ..outer import carried
 from .local_sgd import Blocking
 

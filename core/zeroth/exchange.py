@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import peers
-from ..collectives import Link
 from ..errors import CollectiveError, UserError
+from ..flight import Link
+from ..robust import peers
 from .config import ZerothConfig
 
 NUMBERS = 3  # of a direction: (sum of the samples' losses at W + eps z, the same at W - eps z, samples)

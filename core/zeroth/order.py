@@ -32,11 +32,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .. import peers
 from ..checks import check_group
-from ..collectives import Link
 from ..errors import DivergedError, UserError
+from ..flight import Link
 from ..groups import broadcast, compare, leave_group, new_group, of_all
+from ..robust import peers
 from .config import ZerothConfig
 from .exchange import NUMBERS, Exchange, Place
 from .forward import Forward, Loss, ScratchCopy, evaluating, refuse_batch_norm

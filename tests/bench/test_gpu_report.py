@@ -16,8 +16,8 @@ from bench.gpu import checks, command, worker
 from bench.gpu.checks import CHECKS, Scope, outcome
 from bench.gpu.loops import SCRIPTS, overlap
 from core.errors import UserError
-from core.fast import wire
-from core.fast.chunked import ChunkedBoundary
+from core.passes.chunked import ChunkedBoundary
+from core.wires import formats as wire
 from tests.scripts import Mistakes, run_script
 
 ROOT = Path(__file__).parents[2]

@@ -107,7 +107,7 @@ def late(rank: int, _: int) -> list[tuple[Tensor, int, int]]:
                     problems.loss(net, part).backward()
                     method.step()
                     method.zero_grad()
-            method.background.close()
+            method.flight.close()
             ends.append((flat(net.parameters()), method.rounds, method.sent))
     return ends
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from core import CO2, CO2Config, ShardedCO2, UserError, make_method
-from core.agreement import PARTS, REPAIR_EVERY, Agreement, agree, bits, checksum, checksum_of
-from core.fast import WireConfig
 from core.flat import Scalars
 from core.groups import node_mesh
-from core.guard import Guard
 from core.reference import Reference
+from core.robust.agreement import PARTS, REPAIR_EVERY, Agreement, agree, bits, checksum, checksum_of
+from core.robust.guard import Guard
 from core.testing import run_distributed
+from core.wires.config import WireConfig
 from tests.problems import LR, assert_traces_equal, flat, gradient, odd_parameters, sgd_step
 
 TAUS = (3, 2, 2, 4)
@@ -130,7 +130,7 @@ def drifting(rank: int, world_size: int, kind: str) -> dict[str, Any]:
         warnings.simplefilter("always")
         for number in range(3 * PARTS * (2 if mesh else 1)):
             if drift and number == 3 and "outer_iterate" in method.state:
-                method.background.settle()
+                method.flight.settle()
                 method.state["outer_iterate"][0].mul_(1 + 1e-6)
             with torch.no_grad():
                 params[0].sub_(0.01 * torch.sin(params[0] + (0 if mesh else rank)))
@@ -156,7 +156,7 @@ def drifts_in_one_part(rank: int, world_size: int) -> float:
     mesh = node_mesh("cpu", 2)
     params = [nn.Parameter(torch.linspace(-1, 1, 1600))]
     co2 = ShardedCO2(params, CO2Config(tau=1, outer_momentum=0.0), mesh=mesh)
-    co2.background.launched = 3 * PARTS
+    co2.flight.launched = 3 * PARTS
     if rank == 2:
         co2.state["outer_iterate"][0][60] += 1e-4  # of 800 elements: in part 1, which is odd
     seen = 0.0
@@ -247,7 +247,7 @@ def drifting_again(rank: int, world_size: int) -> tuple[list[int], list[float]]:
     sent, seen = [], []
     for number in range(3 * PARTS):
         if rank and number in (3, PARTS + 8):
-            co2.background.settle()
+            co2.flight.settle()
             co2.state["outer_iterate"][0].mul_(1 + 1e-6)
         sgd_step(params, rank, number)
         with warnings.catch_warnings():
@@ -291,7 +291,7 @@ def outlasts(rank: int, world_size: int, late: float) -> str:
     """Rounds of two seconds, a timeout of half a one; then rank 1 stays away for `late` seconds."""
     params = [nn.Parameter(torch.ones(3))]
     _, method = make_method("co2", nn.ParameterList(params), co2=CO2Config(tau=2))
-    method.background.timeout = 0.5  # from now on: two workers may be that far apart at their start
+    method.flight.timeout = 0.5  # from now on: two workers may be that far apart at their start
     for _ in range(4):
         time.sleep(1.0)
         method.step()

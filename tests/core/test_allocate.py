@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from core import UserError
-from core.allocate import BINS, accordion, allocate, total
+from core.lgreco.allocate import BINS, accordion, allocate, total
 
 NAN, INF = float("nan"), float("inf")
 SIZES = [[1.0, 2.0], [1.0, 2.0]]

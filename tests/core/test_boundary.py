@@ -6,9 +6,9 @@ from torch import Tensor
 
 from core import flat as flats
 from core import outer
-from core.fast import CompiledBoundary, make_boundary
-from core.fast.chunked import ChunkedBoundary
 from core.outer import NOTHING_LANDED, Boundary, Rule
+from core.passes import CompiledBoundary, make_boundary
+from core.passes.chunked import ChunkedBoundary
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 PHI, BETA = 0.6, 0.7

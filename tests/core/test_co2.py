@@ -237,13 +237,13 @@ def hidden_round(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     for step in range(4, 7):  # local steps go on under the all-reduce
         sgd_step(params, rank, step)
         assert co2.step() is False
-        seen.append(co2.background.done())
+        seen.append(co2.flight.done())
     before = [p.detach().clone() for p in params]
     if rank == 0:
         assert not any(seen), "the peer has not launched, yet the mean is there"
         gate.touch()
     until = time.monotonic() + 30
-    while not co2.background.done():
+    while not co2.flight.done():
         assert time.monotonic() < until
     untouched = all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
     moved = not torch.equal(flat(params), flat(problems.odd_parameters()))

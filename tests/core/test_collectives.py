@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core.collectives import Background
 from core.errors import CollectiveError, UserError
+from core.flight import Flight
 from core.groups import ring_bytes
 from core.testing import run_distributed
 from tests.problems import Mean
@@ -114,7 +114,7 @@ def in_subgroup(rank: int, world_size: int) -> tuple[float, int] | None:
     mean.buckets[0].flat.fill_(float(rank))
     mean.launch()
     mean.wait()
-    return mean.buckets[0].flat.mean().item(), mean.background.world_size
+    return mean.buckets[0].flat.mean().item(), mean.flight.world_size
 
 
 def test_mean_over_some_of_the_ranks():
@@ -134,7 +134,7 @@ def test_misuse_is_caught_without_a_process_group():
     assert mean.done()
     mean.wait()
     assert mean.buckets[0].flat[:2].tolist() == [1.0, 2.0]
-    assert mean.background.bytes_sent == 0
+    assert mean.flight.bytes_sent == 0
 
 
 class Slow:
@@ -153,7 +153,7 @@ class Slow:
 
 def test_the_thread_waits_inside_torch_only_while_the_caller_waits_for_it():
     """The interpreter's end would take the process down: it ends such a thread in the middle of torch's code."""
-    background = Background(torch.device("cpu"))
+    background = Flight(torch.device("cpu"))
     for caller_waits in (False, True):
         work = Slow()
         background.launch(iter([([work], 0)]))
@@ -173,7 +173,7 @@ def test_what_fails_in_a_stage_never_lands(error: Exception, first: bool):
             yield [], 0
         raise error
 
-    background = Background(torch.device("cpu"))
+    background = Flight(torch.device("cpu"))
     with pytest.raises(type(error), match="broken"):
         background.launch(stages())
         background.wait()
@@ -208,7 +208,7 @@ def test_what_fails_names_its_round_from_0(launched: int, summed: bool, number: 
         mean.wait()
     monkeypatch.setattr(dist, "all_reduce", Mock(side_effect=RuntimeError("gloo: gone")))
     with pytest.raises(CollectiveError, match=f"the all-reduce of round {number} failed"):
-        mean.background.sum([torch.ones(3)]) if summed else mean.launch()
+        mean.flight.sum([torch.ones(3)]) if summed else mean.launch()
     dist.destroy_process_group()
 
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from bench.chaos.crew import Crew
 from core import testing
 from core.co2 import CO2Config
-from core.elastic import ElasticCO2
-from core.members import Members, Over
+from core.elastic.joining import ElasticCO2
+from core.elastic.members import Members, Over
 from tests import problems
 from tests.problems import flat, sgd_step
 
@@ -62,7 +62,7 @@ def train(
     worker.method.finish()
     Path(folder, f"{worker.name}.tmp").write_text(json.dumps(worker.end()))
     Path(folder, f"{worker.name}.tmp").rename(Path(folder, f"{worker.name}.json"))
-    worker.method.background.sum_of_all(torch.zeros(1))
+    worker.method.flight.sum_of_all(torch.zeros(1))
     worker.method.members.end()
     worker.method.close()
 
@@ -81,8 +81,8 @@ class Worker:
         )
         method.give = lambda: {"method": method.state_dict(), "step": self.step}
         method.take = self._restore
-        method.background.tell = lambda: {"step": self.step}
-        method.background.on_change = lambda reports: self.sizes.append([self.step, method.members.names])
+        method.flight.tell = lambda: {"step": self.step}
+        method.flight.on_change = lambda reports: self.sizes.append([self.step, method.members.names])
         self._receive, method.receive = method.receive, self._received  # pyright: ignore[reportAttributeAccessIssue]
         self.sizes: list[Any] = []
         self.counted: dict[int, int] = {}  # round -> workers; so on
@@ -115,14 +115,14 @@ class Worker:
 
     def _received(self, *, finished: bool) -> Any:
         landing = self._receive(finished=finished)
-        self.counted[self.method.rounds] = self.method.background.world_size
+        self.counted[self.method.rounds] = self.method.flight.world_size
         self.left_out[self.method.rounds] = self.method.stats.left_out
         return landing
 
 
 def hook(method: ElasticCO2, where: str, when: int) -> None:
     """Dies in a phase of reduction number `when`."""
-    background = method.background
+    background = method.flight
     inner = method.stages
 
     def stages() -> Any:

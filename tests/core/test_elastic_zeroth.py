@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bench.chaos.crew import Crew
 from core import UserError, testing
-from core.members import Members, Over
+from core.elastic.members import Members, Over
 from core.methods import ElasticZeroth, ZerothConfig
 from core.zeroth import ScalarLog, ZerothOrder
 from core.zeroth.exchange import Exchange

@@ -121,7 +121,7 @@ def absent_peer(rank: int, world_size: int, folder: str) -> str:
         mean.wait()
     with pytest.raises(CollectiveError, match="rank 0"):
         mean.launch()
-    assert not mean.background.in_flight
+    assert not mean.flight.in_flight
     Path(folder, "seen").touch()
     return str(caught.value)
 
@@ -141,7 +141,7 @@ def test_calls_after_a_failure_move_nothing(shard: bool):
             method.step()
         p.sub_(0.1)
     before = p.detach().clone()
-    method.background._failed, method.background.in_flight = "rank 0: it failed", False  # as a failure leaves it
+    method.flight._failed, method.flight.in_flight = "rank 0: it failed", False  # as a failure leaves it
     for call in (method.finish, method.step, method.step, method.finish):
         with pytest.raises(CollectiveError):
             call()

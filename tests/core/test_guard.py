@@ -11,8 +11,8 @@ from core import CO2, CO2Config, ShardedCO2, make_method
 from core.errors import DivergedError
 from core.flat import Scalars, make_buckets
 from core.groups import node_mesh
-from core.guard import PATIENCE, WARM_UP, Guard, forget, size_of
 from core.reference import Reference
+from core.robust.guard import PATIENCE, WARM_UP, Guard, forget, size_of
 from core.testing import run_distributed
 from tests.problems import LR, Settings, flat, gradient, odd_parameters, sgd_step
 
@@ -138,7 +138,7 @@ def test_what_an_optimiser_has_gathered_is_wiped_at_once(monkeypatch: pytest.Mon
     adam.step()
     plain.step()
     calls: list[int] = []
-    monkeypatch.setattr("core.guard.wipe", lambda flats, where: calls.append(len(flats)))
+    monkeypatch.setattr("core.robust.guard.wipe", lambda flats, where: calls.append(len(flats)))
     forget(adam)(torch.tensor(True))
     assert calls == [3 * len(adam.state)], "two moments and a count of steps of each"
     monkeypatch.undo()

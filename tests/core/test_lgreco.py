@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from core.fast import WireConfig
 from core.lgreco.choices import code, sent_bytes
 from core.lgreco.config import LGrecoConfig
 from core.lgreco.reference import Reference
 from core.testing import run_distributed
+from core.wires.config import WireConfig
 from tests.core.test_wire_bytes import loopback_bytes
 from tests.problems import Mean
 from training.sampling import generator
@@ -73,12 +73,12 @@ def of_rounds(rank: int, like: str, config: LGrecoConfig) -> list[Any]:
     mean, seen = built(like, config), []
     for round in range(ROUNDS):
         allocated = sum(
-            sent_bytes(z, c, mean.background.world_size)
+            sent_bytes(z, c, mean.flight.world_size)
             for z, c in zip(mean.reducer.layers, mean.reducer.chosen, strict=True)
         )
         landed = once(mean, rank, round)
         codes = torch.tensor([code(c) for c in mean.reducer.chosen], dtype=torch.float64)
-        seen.append([landed, mean.buckets[0].values.clone(), codes, mean.background.bytes_sent, allocated])
+        seen.append([landed, mean.buckets[0].values.clone(), codes, mean.flight.bytes_sent, allocated])
     mean.close()
     return seen
 
@@ -122,7 +122,7 @@ def int4_twice(rank: int, world_size: int) -> list[tuple[Tensor, Tensor, int, in
             for round in range(3):
                 landed = [once(mean, rank, round) for mean in (ours, plain)]
             landed += [ours.buckets[0].rest, plain.buckets[0].rest]
-            seen.append((*landed, ours.background.bytes_sent, plain.background.bytes_sent))
+            seen.append((*landed, ours.flight.bytes_sent, plain.flight.bytes_sent))
             ours.close(), plain.close()
     return seen
 
@@ -164,7 +164,7 @@ def bytes_of(rank: int, world_size: int) -> list[tuple[str, float, float, list[s
         allocated = sum(
             sent_bytes(z, c, world_size) for z, c in zip(mean.reducer.layers, mean.reducer.chosen, strict=True)
         )
-        seen.append((like, mean.background.bytes_sent, allocated, [str(c) for c in mean.reducer.chosen]))
+        seen.append((like, mean.flight.bytes_sent, allocated, [str(c) for c in mean.reducer.chosen]))
         mean.close()
     return seen
 
@@ -200,7 +200,7 @@ def counted_by_the_kernel(rank: int, world_size: int) -> dict[str, tuple[float, 
 
 
 def counted_once(mean: Mean, values: Tensor) -> tuple[float, int]:
-    workers = mean.background.world_size
+    workers = mean.flight.world_size
     pairs = zip(mean.reducer.layers, mean.reducer.chosen, strict=True)
     allocated = sum(sent_bytes(z, c, workers) for z, c in pairs)
     dist.barrier()

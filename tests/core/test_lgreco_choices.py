@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from core import UserError
-from core.fast import WireConfig
 from core.lgreco.choices import Choice, Layer, may_take, offered, parse, sent_bytes, uniform
 from core.lgreco.config import LGrecoConfig
 from core.lgreco.curves import ITERATIONS, curve
+from core.wires.config import WireConfig
 from tests.core.test_lgreco import built
 from tests.problems import Mean
 from training.sampling import generator

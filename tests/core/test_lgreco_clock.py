@@ -136,7 +136,7 @@ def test_over_nccl_the_launch_after_decides_the_same(setting: Any, monkeypatch: 
     for name, flats in resumed.reducer.state.items():
         for to, source in zip(again.reducer.state[name], flats, strict=True):
             to.copy_(source)
-    again.background.restore(3, False)
+    again.flight.restore(3, False)
     for round in range(3, 7):
         train(again, range(round, round + 1))
     assert torch.equal(again.buckets[0].payload, later.buckets[0].payload)

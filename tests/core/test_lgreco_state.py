@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from core import CO2, CO2Config, UserError
-from core.allocate import total
-from core.fast import WireConfig
+from core.lgreco.allocate import total
 from core.lgreco.choices import Choice, code, offered, parse
 from core.lgreco.config import LGrecoConfig
 from core.lgreco.layout import in_bucket
 from core.lgreco.sparse import SAMPLE, largest
 from core.testing import run_distributed
+from core.wires.config import WireConfig
 from tests.core.test_lgreco import SETTINGS, SHAPES, built, once, written
 from tests.problems import Mean
 from training.sampling import generator
@@ -186,7 +186,7 @@ def test_a_resumed_reducer_goes_on_bit_for_bit(setting: Any, at: int):
         for to, source in zip(second.reducer.state[name], flats, strict=True):
             assert to.shape == source.shape
             to.copy_(source)
-    second.background.restore(first.background.launched, False)
+    second.flight.restore(first.flight.launched, False)
     for round in range(at, 7):
         train(first, range(round, round + 1)), train(second, range(round, round + 1))
         assert torch.equal(first.buckets[0].payload, second.buckets[0].payload), round
@@ -200,7 +200,7 @@ def test_state_of_zeros_is_the_start():
         train(used, range(5))
         for flat in (flat for flats in used.reducer.state.values() for flat in flats):
             flat.zero_()
-        used.background.restore(0, False)
+        used.flight.restore(0, False)
         for round in range(5):
             train(used, range(round, round + 1)), train(fresh, range(round, round + 1))
             assert torch.equal(used.buckets[0].payload, fresh.buckets[0].payload)

@@ -52,8 +52,8 @@ def throttled_mean(rank: int, world_size: int) -> dict[str, Any]:
         "landed": landed,
         "waited": time.perf_counter() - start - landed,
         "value": mean.buckets[0].flat.mean().item(),
-        "seconds": mean.background.seconds,
-        "bytes": mean.background.bytes_sent,
+        "seconds": mean.flight.seconds,
+        "bytes": mean.flight.bytes_sent,
     }
 
 

@@ -92,7 +92,7 @@ def check(traces: dict[str, Tensor], differ: tuple[str, ...] = (), tolerance: fl
 
 def note(seen: set[str], method: Any, step: int) -> None:
     """Notes where in a round an all-reduce was found that had been launched and had not landed."""
-    if method.background.in_flight and not method.background.done():
+    if method.flight.in_flight and not method.flight.done():
         seen.add("mid-round" if (step + 1) % TAU else "boundary")
 
 

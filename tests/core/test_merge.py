@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import core.outer
 from core import CO2, CO2Config
-from core.fast import ChunkedBoundary
 from core.methods import LocalSGD, OverlapLocalSGD
+from core.passes import ChunkedBoundary
 from core.testing import run_distributed
 from tests import problems
 from tests.core.test_co2 import STEPS, three_dtypes, train_dtypes
@@ -255,7 +255,7 @@ def evaluated_too_soon(rank: int, world_size: int) -> list[bool]:
     for step in range(8):
         sgd_step(params, rank, step)
         if co2.step() and rank == 0:
-            while step == 3 and not co2.background.landed():
+            while step == 3 and not co2.flight.landed():
                 time.sleep(0.001)
     with co2.shared_model() as equal:
         told.append(equal)

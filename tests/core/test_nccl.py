@@ -18,20 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from core import (
-    CO2,
-    CO2Config,
-    DivergedError,
-    ShardedCO2,
-    UserError,
-    WireConfig,
-    collectives,
-    flat,
-    groups,
-    make_method,
-    stats,
-)
-from core.collectives import Background
+from core import CO2, CO2Config, DivergedError, ShardedCO2, UserError, WireConfig, flat, groups, make_method, stats
+from core import flight as collectives
+from core.flight import Flight
 from core.testing import run_distributed
 from tests import problems
 
@@ -72,15 +61,15 @@ class FakeStream:
 
 
 @pytest.fixture
-def background(monkeypatch: pytest.MonkeyPatch) -> Iterator[Background]:
+def background(monkeypatch: pytest.MonkeyPatch) -> Iterator[Flight]:
     monkeypatch.setattr(collectives, "SideStream", FakeStream)
     monkeypatch.setattr(collectives, "moved_by_nccl", lambda group, device: True)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Background(torch.device("cpu"))
+    yield Flight(torch.device("cpu"))
     dist.destroy_process_group()
 
 
-def stages(background: Background, starting: float = 0.0) -> Iterator[groups.Stage]:
+def stages(background: Flight, starting: float = 0.0) -> Iterator[groups.Stage]:
     for _ in range(2):
         side: Any = background._side
         assert side.inside == 1, "the stages must be queued in the stream of their own"
@@ -88,7 +77,7 @@ def stages(background: Background, starting: float = 0.0) -> Iterator[groups.Sta
         yield [NcclWork()], 100
 
 
-def test_neither_launch_nor_wait_blocks_the_host(background: Background):
+def test_neither_launch_nor_wait_blocks_the_host(background: Flight):
     began = time.perf_counter()
     background.launch(stages(background))
     assert background.done()
@@ -99,7 +88,7 @@ def test_neither_launch_nor_wait_blocks_the_host(background: Background):
     assert float(background.exposed) < SECONDS / 2
 
 
-def test_a_sum_at_once_leaves_the_time_of_the_last_reduction_alone(background: Background):
+def test_a_sum_at_once_leaves_the_time_of_the_last_reduction_alone(background: Flight):
     """That time lies between two events of a device: the host's clock cannot be set against them."""
     background.launch(stages(background))
     background.wait()
@@ -108,7 +97,7 @@ def test_a_sum_at_once_leaves_the_time_of_the_last_reduction_alone(background: B
     assert background.seconds == seconds
 
 
-def test_a_host_that_is_held_up_while_launching_is_exposed(background: Background):
+def test_a_host_that_is_held_up_while_launching_is_exposed(background: Flight):
     background.launch(stages(background, starting=0.2))
     time.sleep(0.2)  # local steps: not exposed
     background.wait()
@@ -237,7 +226,7 @@ def test_what_is_heard_a_round_later_is_told_of_its_own_round(on_device: bool, m
 
 def without_a_backend_for_it(rank: int, world_size: int) -> str:
     with pytest.raises(UserError) as caught:
-        Background(torch.device("meta"))
+        Flight(torch.device("meta"))
     return str(caught.value)
 
 
@@ -286,9 +275,9 @@ def test_statistics_of_shared_state_go_off_before_what_follows_is_launched(monke
 
     def launch(stages: Any) -> None:
         left.extend(name for name, value in vars(co2.stats).items() if isinstance(value, Tensor))
-        Background.launch(co2.background, stages)
+        Flight.launch(co2.flight, stages)
 
-    monkeypatch.setattr(co2.background, "launch", launch)
+    monkeypatch.setattr(co2.flight, "launch", launch)
     for step in range(4):
         problems.sgd_step(params, 0, step)
         co2.step()

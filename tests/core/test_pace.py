@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from core import CO2Config, UserError, make_method
-from core.pace import WINDOW, Pace
+from core.adaptive.pace import WINDOW, Pace
+from core.adaptive.tau import TauTuner
 from core.reference import Reference
 from core.stats import RoundStats
-from core.tau import TauTuner
 from core.testing import run_distributed
 from tests.problems import LR, Settings, flat, gradient, odd_parameters, sgd_step
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from bench.cluster import hold_port
-from core import peers
-from core.collectives import Background
 from core.errors import CollectiveError
-from core.peers import Address, Peers
+from core.flight import Flight
+from core.robust import peers
+from core.robust.peers import Address, Peers
 from core.testing import run_distributed
 from tests.ports import listening_at
 
@@ -49,7 +49,7 @@ def test_a_worker_listens_at_the_address_that_it_tells_and_nowhere_else():
 
 def one_wakes(rank: int, world_size: int) -> str:
     """Rank 1 is stopped, and wakes when rank 0 has named it and has ended."""
-    background = Background(torch.device("cpu"), timeout=2.0)
+    background = Flight(torch.device("cpu"), timeout=2.0)
     value = torch.ones(3)
     if rank == 1:
         subprocess.Popen(["sh", "-c", f"sleep 14; kill -CONT {os.getpid()}"])

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from core import CO2Config, ShardedCO2, UserError
-from core.fast.placement import copies_of
 from core.flat import local_shard
 from core.groups import node_mesh
+from core.sharded.placement import copies_of
 from core.testing import run_distributed
 
 

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-import core.fast.quantized
+import core.wires.quantized
 from core import CollectiveError, UserError
-from core.fast import WireConfig
-from core.fast.quantized import seed
-from core.fast.wire import BLOCK, decode, encode, nbytes
 from core.testing import run_distributed
+from core.wires.config import WireConfig
+from core.wires.formats import BLOCK, decode, encode, nbytes
+from core.wires.quantized import seed
 from tests import problems
 from tests.core.test_resume import Net, everything, go
 from tests.problems import Mean, Settings, flat
@@ -50,7 +50,7 @@ def written(rank: int, round: int, bucket: int, numel: int, dtype: torch.dtype) 
 
 
 def means(rank: int, world_size: int, segment: int) -> list[list[Tensor]]:
-    core.fast.quantized.SEGMENT = segment
+    core.wires.quantized.SEGMENT = segment
     return [of_rounds(rank, world_size, *way) for way in WAYS]
 
 
@@ -74,7 +74,7 @@ def of_rounds(rank: int, world_size: int, wire: Any, rounding: Any, feedback: bo
     sender = mean.reducer
     row = sum(nbytes(wire, chunk) for chunk in sender.chunks)
     row += sum(rest * b.flat.element_size() for rest, b in zip(sender.rests, mean.buckets, strict=True))
-    assert mean.background.bytes_sent == (world_size - 1) * (2 * row + 3 * 8)
+    assert mean.flight.bytes_sent == (world_size - 1) * (2 * row + 3 * 8)
     mean.close()
     return [*seen, *(flat for flats in sender.state.values() for flat in flats)]
 

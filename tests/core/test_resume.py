@@ -59,7 +59,7 @@ def interrupted(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]
 def interrupt(rank: int, name: str, gap: str, folder: str) -> dict[str, Any]:
     model, optimizer, method = build(name, 0, gap)
     go(model, optimizer, method, rank, range(SAVE_AT))
-    in_flight = method.background.in_flight
+    in_flight = method.flight.in_flight
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "method": method.state_dict()}
     torch.save(state, f"{folder}/{rank}.pt")
     go(model, optimizer, method, rank, range(SAVE_AT, STEPS))

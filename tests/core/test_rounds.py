@@ -273,7 +273,7 @@ def last_steps(rank: int, world_size: int) -> dict[str, list[tuple[Tensor, int]]
                 for step in range(steps):
                     sgd_step(params, rank, step)
                     if name == "mix":
-                        method.background.settle()  # so that a mean is merged after the same step
+                        method.flight.settle()  # so that a mean is merged after the same step
                     method.step(last=says and step == steps - 1)
                 method.finish()
                 found[name].append((flat(params), method.rounds))

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from core import CO2, CO2Config, UserError, make_method
-from core.fast import WireConfig
-from core.fast.sharded import ShardedCO2
 from core.groups import gather_parts, local_world_size, node_mesh, sum_parts
 from core.reference import Reference
+from core.sharded.sharded import ShardedCO2
 from core.testing import run_distributed
+from core.wires.config import WireConfig
 from tests import problems
 from tests.problems import LR, assert_traces_equal, flat, gradient
 

@@ -32,13 +32,13 @@ def over_a_bad_link(rank: int, world_size: int, merge: dict) -> tuple[list[int],
     config = CO2Config(tau=3, outer_lr=0.5, outer_momentum=0.2, gap="none", clip=None, **merge)
     link = Outage(3, until=39) if rank == 1 else None
     method = CO2(params, config, link=link)
-    waits, lands_within = [0] * 60, method.background.lands_within
+    waits, lands_within = [0] * 60, method.flight.lands_within
 
     def counted(seconds: float) -> bool:
         waits[step] += 1
         return lands_within(seconds)
 
-    method.background.lands_within = counted
+    method.flight.lands_within = counted
     steps, iterates = [], []
     for step in range(60):
         problems.sgd_step(params, rank, step)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import core.tau
+import core.adaptive.tau
 from core import CO2, CO2Config, ShardedCO2, UserError, WireConfig, make_method
 from core.checks import of_rank, under_rank
 from core.flat import copy
@@ -48,7 +48,7 @@ def auto_training(rank: int, world_size: int) -> dict[str, Any]:
         "taus": taus,
         "end": flat(params),
         "decisions": co2.tuner.decisions,
-        "launched": co2.background.launched,
+        "launched": co2.flight.launched,
         "works": co2.rounds,
     }
 
@@ -128,7 +128,7 @@ def test_a_link_that_slows_down_makes_rounds_longer():
 
 
 def capped_or_overlap(rank: int, world_size: int) -> tuple[list[int], list[int]]:
-    core.tau.COST = 1.0
+    core.adaptive.tau.COST = 1.0
     params = problems.odd_parameters()
     co2 = CO2(params, replace(AUTO, tau_max=6), link=ThrottledLink(0.1))
     capped = paced(co2, params, rank, 60)
@@ -212,14 +212,14 @@ def merging_on_arrival(rank: int, world_size: int, shard: bool) -> dict[str, Any
     co2 = ShardedCO2(params, config, shard=True, link=link) if shard else CO2(params, config, link=link)
     tell_times(co2, link, 0.003 + 0.004 * rank)
     closed, stopped, told, waited, refused = [], [], [], [], [saving_is_refused(co2)]
-    wait = co2.background.wait
+    wait = co2.flight.wait
 
     def waits(*args: Any) -> None:
         if not co2.tuner.decisions:
-            waited.append(not co2.background.landed())
+            waited.append(not co2.flight.landed())
         wait(*args)
 
-    co2.background.wait = waits
+    co2.flight.wait = waits
     step = 0
     while not (stopped and len(closed) > stopped[1] + 2):
         sgd_step(params, rank, step)
@@ -283,7 +283,7 @@ def test_a_faster_worker_waits_where_the_link_has_had_its_time(shard: bool):
 
 def choosing_a_wire(rank: int, world_size: int, mbit: float, feedback: bool = True) -> dict[str, Any]:
     """16 kB, or 2 kB in int4, by steps of 4 ms; the run goes on from a checkpoint in other objects."""
-    core.tau.COST = 1.0
+    core.adaptive.tau.COST = 1.0
     config = CO2Config(tau="auto", outer_momentum=0.0, wire=WireConfig("auto", error_feedback=feedback))
     params = [nn.Parameter(torch.linspace(-1, 1, 4000))]
     link = Timed(mbit)

@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import core.fast
-from core.fast import WireConfig, quantized
-from core.fast.quantized import Quantized
-from core.fast.wire import WIRES
+import core.passes
 from core.flat import Scalars, make_buckets
+from core.wires import quantized
+from core.wires.config import WireConfig
+from core.wires.formats import WIRES
+from core.wires.quantized import Quantized
 from tests.core.test_triton import Launches, built, compile_apart, devices
 from tests.problems import Settings, odd_parameters, train_co2
 from training.sampling import generator
@@ -129,7 +130,7 @@ def test_co2_trains_as_with_the_plain_passes(way: dict[str, Any], monkeypatch: p
     monkeypatch.setattr(GridExecutor, "__call__", one_by_one)
     results = []
     for update in ("plain", "fast"):
-        for module in (core.fast, quantized):
+        for module in (core.passes, quantized):
             monkeypatch.setattr(module, "takes_triton", lambda device, here=update == "fast": here)
         settings = Settings(tau=2, outer_momentum=0.4, outer_lr=0.5, clip=0.1, update=update, **way)
         results.append(train_co2(odd_parameters(), 0, 7, settings))
@@ -182,8 +183,8 @@ def compile_the_wire_formats() -> None:
 
 
 def compile_the_wire_format(wire: Any, dtype: torch.dtype, feedback: bool, constants: dict[str, int]) -> None:
-    from core.fast import triton_codec as codec
-    from core.fast.triton_kernel import TYPES
+    from core.passes.triton_kernel import TYPES
+    from core.wires import triton_codec as codec
 
     wide = "*fp64" if dtype == torch.float64 else "*fp32"
     rows = {"rows_ptr": "*u8", "stride": "i64", "blocks": "i64"}

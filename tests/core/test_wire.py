@@ -10,8 +10,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import UserError
-from core.fast import WireConfig
-from core.fast.wire import BLOCK, WIRES, decode, encode, nbytes
+from core.wires.config import WireConfig
+from core.wires.formats import BLOCK, WIRES, decode, encode, nbytes
 from tests.problems import Mean
 
 NARROW = WIRES[1:]

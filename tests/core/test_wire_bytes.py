@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.fast.wire import WIRES
 from core.groups import ring_bytes
 from core.testing import run_distributed
+from core.wires.formats import WIRES
 from tests.core.test_quantized import PLAIN
 from training.sampling import generator
 from training.throttle import ThrottledLink

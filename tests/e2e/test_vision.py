@@ -17,10 +17,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 
 from core import CO2Config
+from core.adaptive.pace import Pace
+from core.adaptive.tau import TauTuner
 from core.methods import METHODS
-from core.pace import Pace
 from core.stats import RoundStats
-from core.tau import TauTuner
 from core.testing import run_distributed
 from tests.scripts import run_on_worker
 from training.counters import Due

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from core.errors import CollectiveError, DivergedError
-from core.guard import PATIENCE
+from core.robust.guard import PATIENCE
 from core.testing import run_distributed
 from tests.training.test_run import Toy
 from training import checkpoint

@@ -59,12 +59,12 @@ def skipping(rank: int, world_size: int, folder: str) -> tuple[list[str], list[l
     run: Any = SimpleNamespace(recipe=SimpleNamespace(skip_after=5.0), device=torch.device("cpu"), step=0)
     fixed = Fixed(run)
     fixed._method = co2
-    lands_within, sums = co2.background.lands_within, []
+    lands_within, sums = co2.flight.lands_within, []
     for run.step in range(1, 9):
         with torch.no_grad():
             params[0].add_(0.1)
         late = rank == 1 and run.step == 4
-        co2.background.lands_within = (lambda seconds: False) if late else lands_within
+        co2.flight.lands_within = (lambda seconds: False) if late else lands_within
         co2.step()
         due = fixed.come_together(Due(run.step == 4, run.step == 8, False), ended=False)
         if due.evaluation:

@@ -19,8 +19,8 @@ from torch import nn
 from bench.chaos.crew import Crew
 from core import UserError, WireConfig, testing
 from core.co2 import CO2Config
-from core.elastic import ElasticCO2
-from core.members import Members
+from core.elastic.joining import ElasticCO2
+from core.elastic.members import Members
 from tests.ports import listening_at
 from training import coordinator, elastic
 from training.coordinator import Agent, Coordinator

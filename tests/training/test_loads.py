@@ -17,7 +17,7 @@ PRODUCT = ("core", "training", "vision", "segmentation", "pointcloud", "language
 WEIGHTS, NO_PICKLE = {"weights_only": True}, {"allow_pickle": False}
 # (file, call) -> what the call must say for itself; {} where the file's own code makes it harmless, as is told
 LOADS: dict[tuple[str, str], dict[str, bool]] = {
-    ("core/members.py", "torch.load"): WEIGHTS,
+    ("core/elastic/members.py", "torch.load"): WEIGHTS,
     ("training/elastic.py", "torch.load"): WEIGHTS,
     ("training/stored.py", "torch.load"): WEIGHTS,
     ("segmentation/backbones.py", "torch.load"): WEIGHTS,

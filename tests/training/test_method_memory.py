@@ -14,15 +14,16 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from core import outer
-from core.allocate import allocate
-from core.collectives import Background
 from core.config import CO2Config
-from core.fast import LGrecoConfig, WireConfig, quantized
+from core.flight import Flight
 from core.groups import node_mesh
 from core.lgreco import curves, decide
+from core.lgreco.allocate import allocate
 from core.methods import DelayedConfig, LocalMethod, SlowMoConfig, Zeroth, ZerothConfig, make_method
 from core.methods.gradient_wire import GradientWire
 from core.testing import run_distributed
+from core.wires import quantized
+from core.wires.config import LGrecoConfig, WireConfig
 from training import method_memory
 from training.method_memory import Held, Live
 from training.recipe import Recipe
@@ -87,15 +88,15 @@ class Counted:
     def __init__(self, model: nn.Module):
         self.live = Live([*model.parameters(), *model.buffers()])
         self.staging, self.most, self.always = 0.0, 0.0, 0.0
-        go_along = Background._go_along
+        go_along = Flight._go_along
 
-        def counted(background: Background, *args: Any) -> None:
+        def counted(background: Flight, *args: Any) -> None:
             with self.live:  # a mode is a thread's own
                 self.live.peak = self.live.now
                 go_along(background, *args)
                 self.staging = max(self.staging, self.live.peak - self.always)
 
-        self.patch = mock.patch.object(Background, "_go_along", counted)
+        self.patch = mock.patch.object(Flight, "_go_along", counted)
 
     def made(self) -> None:
         gc.collect()
@@ -159,8 +160,8 @@ def one_round(method: Any, model: nn.Module) -> None:
         for p in model.parameters():
             p.mul_(0.99)
         method.step()
-    if method.background.in_flight:
-        method.background.settle()
+    if method.flight.in_flight:
+        method.flight.settle()
 
 
 def on_worker(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:

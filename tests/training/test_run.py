@@ -21,9 +21,9 @@ from torch.distributed.checkpoint import FileSystemReader
 import core.stats
 import training.run
 from core import UserError
+from core.adaptive.pace import Pace
 from core.config import CO2Config
 from core.methods import DelayedConfig
-from core.pace import Pace
 from core.rounds import LocalMethod
 from core.testing import run_distributed
 from training.optim import OptimConfig, make_schedule

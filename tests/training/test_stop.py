@@ -178,7 +178,7 @@ def skipping(rank: int, world_size: int, folder: str, resume: bool) -> dict[str,
                 return of(due, **more)
 
             run._workers.come_together = come  # pyright: ignore[reportAttributeAccessIssue]
-            method.background.link = Held(run) if rank == 1 and not resume else None
+            method.flight.link = Held(run) if rank == 1 and not resume else None
             for step in range(start, STEPS):
                 # nobody skips before the third is sent, and worker 0 waits for it
                 method.skip_after = 0.01 if (rank or step > 13) and step > 9 and not resume else None

@@ -121,7 +121,7 @@ def held_in(rank: int, stage: Any) -> dict[str, int]:
     local = [t.to_local() if isinstance(t, DTensor) else t for t in moments]
     params = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     grads = [p.grad for p in model.parameters()]
-    method.background.wait()
+    method.flight.wait()
     method.close()
     return {
         "parameters": sum(p.numel() for p in params),
@@ -157,7 +157,7 @@ def resumed(rank: int, stage: Any, path: str) -> tuple[Tensor, Tensor]:
             if step == stop:
                 states = [part.state_dict() for part in (model, optimizer, method)]
                 torch.save(states, f"{path}/{rank}")
-                method.background.wait()
+                method.flight.wait()
                 method.close()
                 model, wrapped, method, optimizer = build(stage, "adamw", mesh)
                 states = torch.load(f"{path}/{rank}", weights_only=True)

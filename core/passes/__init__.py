@@ -12,9 +12,8 @@ from torch import Tensor
 from ..flat import takes_triton
 from ..outer import Boundary, Rule, all_seen, update
 from .chunked import ChunkedBoundary
-from .wire_config import LGrecoConfig, WireConfig
 
-__all__ = ["PASSES", "CompiledBoundary", "LGrecoConfig", "Pass", "WireConfig", "make_boundary"]
+__all__ = ["PASSES", "CompiledBoundary", "Pass", "make_boundary"]
 
 Pass = Literal["fast", "plain", "compiled"]
 PASSES: tuple[Pass, ...] = ("fast", "plain", "compiled")

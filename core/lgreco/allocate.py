@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .errors import UserError
+from ..errors import UserError
 
 BINS = 10_000  # of the budget, as released
 

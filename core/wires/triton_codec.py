@@ -1,10 +1,10 @@
 """The wire formats on CUDA, rounding to nearest: one kernel for what a bucket sends, one for the mean of what its chunk
-gets, one for what lands, however large the bucket; see core/fast/quantized.py, whose plain codec does the same.
+gets, one for what lands, however large the bucket; see core/wires/quantized.py, whose plain codec does the same.
 
 Bytes a float32 element of int4 with error feedback: encoding 12.5 (value and error read, error and bytes written),
 landing 4.5; the mean of n workers, a share 1 / n of the elements each, n / 2 + 8.5 an element of that share.
 
-The arithmetic is that of core/fast/wire.py, operation by operation: products and sums are not fused, quotients are
+The arithmetic is that of core/wires/formats.py, operation by operation: products and sums are not fused, quotients are
 rounded to nearest. Bytes, means and errors are those of the plain codec bit for bit, but for the sign of a zero, and
 for the bits of a block that is not finite, which decodes to numbers that are not finite either way. So it is in
 Triton's interpreter, and in the instructions compiled for sm_80 and sm_90. On a device: not run.
@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_kernel import TYPES, divided, rounded
-from .wire import BITS, BLOCK, BLOCK_BYTES
+from ..passes.triton_kernel import TYPES, divided, rounded
+from .formats import BITS, BLOCK, BLOCK_BYTES
 
 BLOCKS = 8  # blocks of a program
 ELEMENTS = 1024  # of a program that takes the mean of what travels as it is
@@ -238,7 +238,7 @@ def mean_kernel(rows_ptr, workers, out_ptr, numel, D: tl.constexpr, ELEMENTS: tl
 
 
 class TritonCodec:
-    """See core/fast/quantized.py: Codec."""
+    """See core/wires/quantized.py: Codec."""
 
     def seed(self, number: int) -> None:
         """Nothing is drawn."""

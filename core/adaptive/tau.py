@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .stats import RoundStats, ready
+from ..stats import RoundStats, ready
 
 CALIBRATION_TAU = 4  # local steps a round until the first decision
 WARM_UP = 1  # rounds whose numbers are left out: kernels are picked, connections opened

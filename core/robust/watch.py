@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .groups import is_alive
-from .outer import norm
+from ..groups import is_alive
+from ..outer import norm
 
 # Of a tensor's norm. Weights that were swapped for an evaluation come back as they were, or nearly so; where a worker
 # begins a round with progress of its own, that is no reason to warn, while loaded weights are farther off.

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .stats import RoundStats, ready
+from ..stats import RoundStats, ready
 
 WINDOW = 5  # rounds over which medians are taken
 

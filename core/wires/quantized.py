@@ -23,8 +23,8 @@ from torch.nn.functional import pad
 
 from ..flat import Scalars, takes_triton
 from ..groups import Stage, all_gather
-from . import wire as wires
-from .wire import BLOCK, BLOCK_BYTES, Rounding, Wire
+from . import formats as wires
+from .formats import BLOCK, BLOCK_BYTES, Rounding, Wire
 
 SEGMENT = 1 << 18  # elements that are encoded at once: the temporaries stay in a CPU's cache
 GPU_SEGMENT = 1 << 24  # few kernels, and temporaries of some 64 MiB
@@ -83,7 +83,7 @@ def make_codec(device: torch.device, rounding: Rounding) -> Codec:
 
 
 class SegmentCodec:
-    """core/fast/wire.py's functions, a segment at a time."""
+    """core/wires/formats.py's functions, a segment at a time."""
 
     def __init__(self, device: torch.device, rounding: Rounding):
         self._generator = torch.Generator(device) if rounding == "stochastic" else None

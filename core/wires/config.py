@@ -9,15 +9,15 @@ from typing import Literal, get_args
 import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives import Reducer
 from ..errors import UserError
 from ..flat import Bucket, Scalars
+from ..flight import Reducer
 from ..groups import backend_for
 from ..lgreco.choices import parse
 from ..lgreco.config import LGrecoConfig
 from ..lgreco.reducer import LGreco
+from .formats import BLOCK, BLOCK_BYTES, ROUNDINGS, Rounding, Wire
 from .quantized import Quantized
-from .wire import BLOCK, BLOCK_BYTES, ROUNDINGS, Rounding, Wire
 
 Format = Wire | Literal["lgreco", "auto"]
 FORMATS: tuple[str, ...] = (*get_args(Wire), "lgreco", "auto")

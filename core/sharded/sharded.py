@@ -23,12 +23,12 @@ from .. import outer
 from ..averaging import Landing
 from ..checks import tensors_of
 from ..co2 import Scheduled
-from ..collectives import Link
 from ..config import CO2Config, Schedule, check_mesh, check_node, check_shared, scheduled
 from ..errors import UserError
 from ..flat import beside, copy, on_host, unique
+from ..flight import Link
 from ..groups import Stage, all_reduce, gather_parts, leave_group, new_group, sum_parts
-from ..guard import size_of
+from ..robust.guard import size_of
 from ..stats import send_off
 from .live import HostCopies, Live
 from .placement import Placement
@@ -111,7 +111,7 @@ class ShardedCO2(Scheduled):
         self.starts_roughly = not c.at_boundary
         self.guard.factor = c.outlier
         self.guard.tells &= self._inner is None or dist.get_rank(self._inner) == 0
-        self.background.timed_groups += [self._inner] if self._inner is not None else []
+        self.flight.timed_groups += [self._inner] if self._inner is not None else []
         self._make_state()
 
     @torch.no_grad()
@@ -133,7 +133,7 @@ class ShardedCO2(Scheduled):
         self._m = self.state["outer_momentum"] = [torch.zeros_like(x) for x in self._x]
         self.replicas = [] if self.shard else self._x
         # x lags: g holds x - _last m; also |x_{t,0} - x_{t-1,0}| = _last |m|. 0-d, on the device, as the next two
-        self._last = torch.zeros((), dtype=torch.float64, device=self.background.device)
+        self._last = torch.zeros((), dtype=torch.float64, device=self.flight.device)
         self._m_squares = torch.zeros_like(self._last)
         # of what was sent last, whether it was not finite: known at the boundary, before the background judges it, for
         # the optimiser's state would spoil the next round, too. A jump, and a node's other workers, are known when it
@@ -156,9 +156,9 @@ class ShardedCO2(Scheduled):
 
     def resync(self) -> None:
         """See LocalMethod."""
-        self.background.discard()  # of which a part runs over the same group
+        self.flight.discard()  # of which a part runs over the same group
         if self._inner is not None:
-            self._placement.agree(("resync",), self._inner, self.background.device)
+            self._placement.agree(("resync",), self._inner, self.flight.device)
         super().resync()
 
     def signature(self) -> Any:
@@ -170,7 +170,7 @@ class ShardedCO2(Scheduled):
         if self._inner is not None and not self._checked:  # once: each sends a part of the parameters for all of them
             self._placement.check(self.params, self._inner)
             self._checked = True
-        landed, last = self.background.in_flight, False
+        landed, last = self.flight.in_flight, False
         if landed:
             last = self.merge(finished=finished).last
         if self.config.at_boundary:
@@ -228,7 +228,7 @@ class ShardedCO2(Scheduled):
 
     @property
     def everybody(self) -> int:
-        return self.background.world_size * self.inner_size
+        return self.flight.world_size * self.inner_size
 
     def turn(self) -> int | None:
         """The workers of a node take turns: their shares differ."""
@@ -249,9 +249,9 @@ class ShardedCO2(Scheduled):
         for group in self._holders():
             yield all_reduce([sums], group)
         self._update_share(sums[0].sqrt(), sums[1].sqrt())
-        if self.shard and self.background.group is not None:
+        if self.shard and self.flight.group is not None:
             for share in self._node_shares():
-                yield gather_parts(share, self.background.group)
+                yield gather_parts(share, self.flight.group)
         if self._inner is not None and not self.of_shards:
             for bucket in self.buckets:
                 yield gather_parts(bucket.flat[: bucket.padded], self._inner)
@@ -270,7 +270,7 @@ class ShardedCO2(Scheduled):
     def _reduce(self, rests: list[Tensor]) -> Iterator[Stage]:
         """Sums of the shares over the workers, and of BatchNorm's statistics and the scalars over everybody; a stage's
         statistics are its own."""
-        shares, group = self._node_shares(), self.background.group
+        shares, group = self._node_shares(), self.flight.group
         if group is not None:
             yield all_reduce(rests if self.shard else [*shares, *rests], group)
             if self.shard:
@@ -288,7 +288,7 @@ class ShardedCO2(Scheduled):
 
     def _holders(self) -> list[dist.ProcessGroup]:
         """The groups over whose workers the shares are spread."""
-        spread = [self._inner, self.background.group if self.shard else None]
+        spread = [self._inner, self.flight.group if self.shard else None]
         return [group for group in spread if group is not None]
 
     def _node_shares(self) -> list[Tensor]:
@@ -301,8 +301,8 @@ class ShardedCO2(Scheduled):
     def _shares(self) -> list[Tensor]:
         """This worker's share of each payload."""
         shares = self._node_shares()
-        if self.shard and self.background.group is not None:
-            shares = [s.view(self.background.world_size, -1)[self.background.rank] for s in shares]
+        if self.shard and self.flight.group is not None:
+            shares = [s.view(self.flight.world_size, -1)[self.flight.rank] for s in shares]
         return shares
 
     def _segments(self) -> Iterator[tuple[torch.dtype, Tensor, Tensor, Tensor]]:
@@ -337,7 +337,7 @@ class ShardedCO2(Scheduled):
         gap = outer.gap_scalar(self._last * m_norm, delta_norm) if c.gap == "norm" else None
         alpha = moved.double() * c.outer_lr
         rule = outer.Rule(outer.carried(c.outer_momentum, self.growth), alpha, self._last, c.clip, c=c_t, gap=gap)
-        seen = [torch.zeros(4, dtype=torch.float64, device=self.background.device)]  # of nothing: Lambda is 1
+        seen = [torch.zeros(4, dtype=torch.float64, device=self.flight.device)]  # of nothing: Lambda is 1
         seen[0][2].fill_(1.0)  # on the device: a copy from the host would wait for the collectives before it
         for _, g, x, m in self._segments():
             new, numbers = outer.new_momentum(m, g, rule)  # 4, 5, 6
@@ -376,7 +376,7 @@ class ShardedCO2(Scheduled):
         """Leaves the process groups. Only after finish()."""
         super().close()
         if self._inner is not None:
-            leave_group(self._inner, self.background.timeout, hidden=True)
+            leave_group(self._inner, self.flight.timeout, hidden=True)
             self._inner = None
 
 

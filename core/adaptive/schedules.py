@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .config import CO2Config, Schedule
-from .errors import UserError
+from ..config import CO2Config, Schedule
+from ..errors import UserError
 
 NUMBERS: dict[str, tuple[Callable[[str], Any], ...]] = {
     "warm_up_momentum": (int,), "ramp_tau": (int,), "quadratic": (float, int),

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .errors import DivergedError
-from .flat import Bucket, Scalars, local_shard, read_blocks, wipe
-from .outer import norm
+from ..errors import DivergedError
+from ..flat import Bucket, Scalars, local_shard, read_blocks, wipe
+from ..outer import norm
 
 SOUND, NOT_FINITE, JUMPED = 0, 1, 2  # verdicts
 REASONS = {NOT_FINITE: "not finite", JUMPED: "out of proportion to its own before"}

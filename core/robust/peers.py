@@ -6,7 +6,7 @@ own neighbour had; NCCL names nobody; the store ends with rank 0, unless torchru
 - a process that has ended: its machine refuses the connection at once. It is named.
 - a process that is stopped, or whose machine is gone: no answer comes, while others give theirs. It is named.
 - a process whose main thread hangs: it answers, but has not failed where all others of the group have, although those
-  have left it. It is named where it is known who takes part (see Background), elsewhere nobody is.
+  have left it. It is named where it is known who takes part (see Flight), elsewhere nobody is.
 - a worker that has failed tells all others before it ends, with what it has found: they neither take it for the one
   that died, nor look for themselves.
 
@@ -30,8 +30,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from .errors import CollectiveError
-from .groups import of_all
+from ..errors import CollectiveError
+from ..groups import of_all
 
 ANSWERS_WITHIN = 2.0  # seconds in which a process answers, and in which the others notice that a group was left
 ASKED_AT_ONCE = 32

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import peers
 from .errors import CollectiveError, UserError
 from .groups import Pending, Stage, agree, all_reduce, backend_for, host_group, leave_group, new_group, set_timeout
+from .robust import peers
 from .stats import Mark, Seconds, between, mark, plus
 
 
@@ -57,7 +57,7 @@ class AllReduce:
             yield all_reduce(self.flats, group)
 
 
-class Background:
+class Flight:
     """Runs the stages of one reduction at a time while the caller computes.
 
     device: where the reduced tensors lie. group: the workers (None: all). timeout: seconds until a missing peer is an

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import outer
 from ..flat import Bucket, copy, copy_where, group_pieces, pinned, views
 from ..groups import Stage
-from ..guard import all_finite
+from ..robust.guard import all_finite
 
 
 class Live:

@@ -27,28 +27,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .averaging import Landing
-from .co2 import CO2, CO2Config, Schedule
-from .collectives import Background, Link
-from .errors import CollectiveError, UserError
-from .fast import WireConfig
-from .flat import copy, resized
-from .groups import Stage, all_reduce
+from ..averaging import Landing
+from ..co2 import CO2, CO2Config, Schedule
+from ..errors import CollectiveError, UserError
+from ..flat import copy, resized
+from ..flight import Flight, Link
+from ..groups import Stage, all_reduce
+from ..wires.config import WireConfig
 from .members import AGREED, SENT, SUMMED, Came, Members, Report, Workers, agreed
 
 MOST = 1024  # workers: checksums are so narrow that the sums over as many are exact
 LOOK_EVERY = 0.2  # seconds between two looks whether another worker has left
 
 
-class ElasticBackground(Background, Workers):
-    """Background whose group may change under what is in flight: to its owner no reduction fails.
+class ElasticFlight(Flight, Workers):
+    """Flight whose group may change under what is in flight: to its owner no reduction fails.
 
     Attributes: world_size, how many workers count in the reduction in flight; phase, of that reduction.
     """
 
     def __init__(self, device: torch.device, members: Members, owner: ElasticCO2, **options: Any):
         assert not dist.is_initialized(), "the workers' groups are made and left here"
-        Background.__init__(self, device, **options)
+        Flight.__init__(self, device, **options)
         Workers.__init__(self, members)
         self.owner = owner
         self.phase = AGREED
@@ -57,10 +57,10 @@ class ElasticBackground(Background, Workers):
         self._kept: list[Tensor] = []  # what was sent, as it was
         self._looked_at = 0.0
 
-    # -- what Background's owner calls ------------------------------------------------------------------------
+    # -- what the owner of a Flight calls ------------------------------------------------------------------------
 
     def launch(self, stages: Iterator[Stage]) -> None:
-        """See Background; keeps a copy of what is sent."""
+        """See Flight; keeps a copy of what is sent."""
         flats = self._flats
         for flat in flats if not self.counts else []:
             flat.zero_()
@@ -73,7 +73,7 @@ class ElasticBackground(Background, Workers):
             self.mend()
 
     def done(self) -> bool:
-        """See Background; looks, too, whether another worker has left."""
+        """See Flight; looks, too, whether another worker has left."""
         try:
             through = super().done()
         except CollectiveError:
@@ -87,7 +87,7 @@ class ElasticBackground(Background, Workers):
         return through
 
     def settle(self) -> bool:
-        """See Background."""
+        """See Flight."""
         while True:
             try:
                 return super().settle()
@@ -95,7 +95,7 @@ class ElasticBackground(Background, Workers):
                 self.mend()
 
     def close(self) -> None:
-        """See Background."""
+        """See Flight."""
         self.let_go()
 
     # -- another generation -----------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class ElasticBackground(Background, Workers):
         self._begin(self.owner.stages())
 
     def _failure(self, reason: str) -> CollectiveError:
-        """See Background; lets go of the group at once, or its other workers would wait for the timeout."""
+        """See Flight; lets go of the group at once, or its other workers would wait for the timeout."""
         self.let_go()
         return CollectiveError(reason)
 
@@ -180,7 +180,7 @@ class ElasticCO2(CO2):
 
     more_scalars: ClassVar[Mapping[str, int]] = {"join": 1}
     tells_times = False
-    background: ElasticBackground
+    flight: ElasticFlight
 
     def __init__(
         self,
@@ -211,24 +211,24 @@ class ElasticCO2(CO2):
         """The launcher's: a worker that takes the place of a lost one has its slot."""
         return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
-    def make_background(self, device: torch.device, **options: Any) -> ElasticBackground:
-        return ElasticBackground(device, self.members, self, **{k: v for k, v in options.items() if k in OPTIONS})
+    def make_flight(self, device: torch.device, **options: Any) -> ElasticFlight:
+        return ElasticFlight(device, self.members, self, **{k: v for k, v in options.items() if k in OPTIONS})
 
     def join(self, found: Callable[[], None] = lambda: None) -> bool:
         """Comes among the workers, with their state; whether others were training. found: called on the first worker
         where nobody has any state: it makes or loads the first."""
         while True:
             reports = self.members.meet(None, "empty")
-            self.background.adopt(reports)
+            self.flight.adopt(reports)
             founding = all(r is None for r in reports)
-            if founding and self.background.rank == 0:
+            if founding and self.flight.rank == 0:
                 found()
                 self._serve(len(reports) - 1)
                 return False
             try:
                 self.take(self.members.fetch())
             except RuntimeError:  # its sender was lost
-                self.background.let_go()
+                self.flight.let_go()
                 continue
             if not founding:
                 self._enter()
@@ -241,15 +241,15 @@ class ElasticCO2(CO2):
         for boundary in self._boundaries:
             boundary.take()
         self.local_steps, self._spans = 0, 1  # a round of its own begins, while the giver's was closing
-        self.background.counts = False
+        self.flight.counts = False
         self._send(finished=False)
         if self.config.delay == 0:
             self.merge()
         self.begin_round(self.rounds)
-        self.background.counts = not self.background.in_flight
+        self.flight.counts = not self.flight.in_flight
 
     def send(self, *, finished: bool) -> None:
-        background = self.background
+        background = self.flight
         if background.members.left():
             background.mend()
         if not finished and self._joining and self.may_join():
@@ -259,7 +259,7 @@ class ElasticCO2(CO2):
 
     def _let_join(self) -> None:
         """Lets newcomers into the group, where nothing is in flight; or goes on where another worker has done so."""
-        background = self.background
+        background = self.flight
         while self._joining:
             reports = background.mend("planned")
             known = [r for r in reports if r is not None]
@@ -272,22 +272,22 @@ class ElasticCO2(CO2):
             self.members.serve(self.give(), newcomers)
 
     def _send(self, *, finished: bool) -> None:
-        self.count(self.background.counted(self.background.launched + 1))
-        self.scalars.set("join", float(self.background.rank == 0 and self.members.wanted()))
+        self.count(self.flight.counted(self.flight.launched + 1))
+        self.scalars.set("join", float(self.flight.rank == 0 and self.members.wanted()))
         super().send(finished=finished)
 
     def count(self, workers: int) -> None:
         """So many workers count in the reduction that is sent next."""
-        self.background.world_size = self._agreement.everybody = workers
+        self.flight.world_size = self._agreement.everybody = workers
         self.reducer.scale = 1 / workers
 
     def stages(self) -> Iterator[Stage]:
         yield from super().stages()
         self._wanted_in = self.scalars["join"].item() > 0  # read here: on a GPU the background alone waits for it
-        self.background.phase = SUMMED
-        if self.background.group is not None:
-            yield all_reduce([self._token], self.background.group)
-        self.background.phase = AGREED
+        self.flight.phase = SUMMED
+        if self.flight.group is not None:
+            yield all_reduce([self._token], self.flight.group)
+        self.flight.phase = AGREED
 
     def receive(self, *, finished: bool) -> Landing:
         landing = super().receive(finished=finished)
@@ -310,7 +310,7 @@ class ElasticCO2(CO2):
         """Of replicas that differ, and of workers left out: those that have just come know nothing of it."""
         self._agreement.forget_repair()
         self.guard.forget_rounds()
-        self.guard.tells = self.background.rank == 0
+        self.guard.tells = self.flight.rank == 0
 
 
 OPTIONS = ("timeout", "link")

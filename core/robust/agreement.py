@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .collectives import Background
-from .errors import UserError
-from .flat import Scalars
-from .groups import Stage, send_first
+from ..adaptive.pace import Pace
+from ..adaptive.tau import NUMBERS, TauDecision, TauTuner
+from ..errors import UserError
+from ..flat import Scalars
+from ..flight import Flight
+from ..groups import Stage, send_first
+from ..stats import Late, RoundStats
 from .guard import Guard
-from .pace import Pace
-from .stats import Late, RoundStats
-from .tau import NUMBERS, TauDecision, TauTuner
 
 PARTS = 16  # a round looks at one part of so many: a quarter of a byte read a parameter
 REPAIR_EVERY = 100  # rounds, at least, between two exact broadcasts: 2 % of the bytes of CO2
@@ -71,13 +71,13 @@ class Agreement:
     def __init__(
         self,
         scalars: Scalars,
-        background: Background,
+        background: Flight,
         everybody: int,
         tuner: TauTuner | None,
         pace: Pace | None,
         guard: Guard,
     ):
-        self.scalars, self.background, self.everybody = scalars, background, everybody
+        self.scalars, self.flight, self.everybody = scalars, background, everybody
         self.tuner, self.pace, self.guard = tuner, pace, guard
         self.tau_decision: TauDecision | None = None
         self._decided: TauDecision | None = None  # heard, and told from the round's end on
@@ -117,7 +117,7 @@ class Agreement:
     ) -> None:
         """Writes the scalars. turn: which comparison of the replicas it is; None: others' are compared. stats, before:
         of the round that closes, and of the one before."""
-        workers = self.most or self.background.world_size
+        workers = self.most or self.flight.world_size
         self.scalars.set("stop", float(self._asked))
         self.scalars.set("save", float(self._save_asked))
         self._save_asked = False
@@ -125,7 +125,7 @@ class Agreement:
         compared = checksum(replicas, turn, workers) if replicas and turn is not None else 0
         self.scalars.set_checksum("replicas", compared)
         if self.tuner:
-            self.tuner.tell(stats, before, self.background.rank, self.scalars["times"])
+            self.tuner.tell(stats, before, self.flight.rank, self.scalars["times"])
         if self.pace:
             self.pace.tell(stats, before, self.scalars["step_seconds"])
 
@@ -133,8 +133,8 @@ class Agreement:
         """Reads what has landed; whether the replicas were equal. UserError where settings differ, this worker's being
         `settings`; DivergedError as the guard says. On a GPU it is what landed a round ago: the host waits for nothing.
         """
-        number = self.background.launched
-        now = number - 1, self.everybody, self.background.world_size
+        number = self.flight.launched
+        now = number - 1, self.everybody, self.flight.world_size
         numbers = self._late.exchange(self.scalars.place * self.everybody, now)
         if numbers is None:
             return True
@@ -155,7 +155,7 @@ class Agreement:
         equal = agree(sums["replicas"], workers)
         if not equal:
             self._repair = number - self._repaired >= REPAIR_EVERY
-            if self._repair and self._repaired < 0 and self.background.rank == 0:
+            if self._repair and self._repaired < 0 and self.flight.rank == 0:
                 warnings.warn(
                     f"the workers' outer state was not the same in round {of_round}, as on unlike machines: "
                     f"rank 0's is sent to all, at most once in {REPAIR_EVERY} rounds",
@@ -183,6 +183,6 @@ class Agreement:
 
     def repair(self, shared: Sequence[Tensor]) -> Iterator[Stage]:
         """The first worker's state for all, where replicas were found to differ. shared: what of it should be equal."""
-        if self._repair and self.background.group is not None:
-            self._repair, self._repaired = False, self.background.launched
-            yield send_first(shared, self.background.group)
+        if self._repair and self.flight.group is not None:
+            self._repair, self._repaired = False, self.flight.launched
+            yield send_first(shared, self.flight.group)

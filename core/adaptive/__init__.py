@@ -1,0 +1,1 @@
+"""What decides from measured times when a round ends and when its mean is merged."""

@@ -1,0 +1,1 @@
+"""Runs that survive what real clusters do: numbers that are not finite, drifting replicas, lost workers."""

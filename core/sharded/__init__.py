@@ -1,0 +1,1 @@
+"""CO2 with its outer state shared out over workers, or on the host."""

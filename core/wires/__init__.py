@@ -1,0 +1,1 @@
+"""What crosses the network in fewer bits than float32."""
