@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .errors import UserError
+from .flat import is_dtensor
 
 
 def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
@@ -29,9 +30,12 @@ def check_tau(tau: Any) -> None:
         raise UserError(f"tau={tau!r}: give a whole number of local steps, 1 or more, or auto")
 
 
-def check_inputs(
-    given: Sequence[Tensor], params: Sequence[Tensor], buffers: Sequence[Tensor], model_params: Sequence[Tensor]
-) -> None:
+def refuse_dtensors(params: Sequence[Tensor]) -> None:
+    if any(is_dtensor(p) for p in params):
+        raise UserError("DTensors as parameters need ShardedCO2 with mesh=: their norms are of the whole model")
+
+
+def check_inputs(given: Sequence[Tensor], params: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
     """given: the parameters as the user gave them; params: those that are trained, DTensors' shards among them."""
     if not params:
         raise UserError("no parameter requires a gradient: nothing to train")
@@ -47,11 +51,6 @@ def check_inputs(
                 "its own, as clone() does"
             )
     refuse_shared_storage(params)
-    shapes = [p.shape for p in model_params]
-    if shapes and shapes != [p.shape for p in params]:
-        raise UserError(
-            f"{len(shapes)} model_params for {len(params)} parameters: give one of each shape, in their order"
-        )
 
 
 def check_group() -> None:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from .errors import CollectiveError, UserError
 from .groups import Pending, Stage, agree, all_reduce, backend_for, host_group, leave_group, new_group, set_timeout
-from .robust import peers
 from .stats import Mark, Seconds, between, mark, plus
 
 
@@ -38,6 +37,12 @@ class Reducer(Protocol):
     """Turns what has landed into means: 1 over the number of workers where sums land."""
     state: dict[str, list[Tensor]]
     """What a checkpoint holds of it."""
+    kind: str
+    """Its name in a checkpoint."""
+
+    def become(self, kind: str) -> None:
+        """A checkpoint of that kind is loaded next. Only a reducer that is one of several changes."""
+        ...
 
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
         """One reduction, the `number`-th; group None: there is one worker. Keeps no reference to the group."""
@@ -47,14 +52,40 @@ class Reducer(Protocol):
 class AllReduce:
     """The plain reducer: one all-reduce of each flat tensor, in its own precision; sums land in it."""
 
+    kind = "float32"
+
     def __init__(self, flats: Sequence[Tensor], world_size: int):
         self.flats = flats
         self.scale = 1 / world_size
         self.state: dict[str, list[Tensor]] = {}
 
+    def become(self, kind: str) -> None:
+        """See Reducer."""
+
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
         if group is not None:
             yield all_reduce(self.flats, group)
+
+
+class Roll(Protocol):
+    """Who is there: asked by name when a collective has failed."""
+
+    def meet(self, group: dist.ProcessGroup | None) -> None:
+        """Learns of a group's members; every member must call it."""
+        ...
+
+    def gone(self, in_it: Sequence[int]) -> str:
+        """For a message: because of whom a collective has failed. in_it: ranks that take part, where that is known."""
+        ...
+
+
+class NoRoll:
+    """Knows nobody."""
+
+    def meet(self, group: dist.ProcessGroup | None) -> None: ...
+
+    def gone(self, in_it: Sequence[int]) -> str:
+        return "a worker has failed or cannot be reached, it is not known which"
 
 
 class Flight:
@@ -62,11 +93,11 @@ class Flight:
 
     device: where the reduced tensors lie. group: the workers (None: all). timeout: seconds until a missing peer is an
     error, beyond the longest time between two launches: so far a peer may be behind. backend: None for the group's own.
-    hidden: whether the caller computes meanwhile, and does not wait at once.
+    hidden: whether the caller computes meanwhile, and does not wait at once. roll: names who is gone.
 
-        background.launch(reducer.stages(background.group, number))    # returns at once, whether or not peers are there
-        background.done()                                              # True once all is through; never blocks
-        background.wait()                                              # blocks; the tensors now hold the result
+        flight.launch(reducer.stages(flight.group, number))    # returns at once, whether or not peers are there
+        flight.done()                                              # True once all is through; never blocks
+        flight.wait()                                              # blocks; the tensors now hold the result
 
     Stages are a generator that yields the collectives it has started. Where NCCL moves the tensors, all of it is queued
     at once in a stream of its own. Elsewhere a wait blocks, so a thread goes along them, one reduction long; what it
@@ -83,15 +114,19 @@ class Flight:
         link: Link | None = None,
         backend: str | None = None,
         hidden: bool = True,
+        roll: Roll | None = None,
     ):
         self.device, self.timeout, self.link, self._hidden = device, timeout, link, hidden
+        self._roll: Roll = roll or NoRoll()
         self.group = new_group(group, timeout, device, backend, hidden=hidden)
         self.timed_groups = [self.group] if self.group is not None else []  # those whose timeout follows the rounds
         if self.group is not None:
             host_group(self.group, timeout)
-            peers.meet(self.group)
+            self._roll.meet(self.group)
         self.world_size = dist.get_world_size(self.group) if self.group is not None else 1
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
+        # numbers that each worker has a place of its own for; and how many workers there may ever be
+        self.place, self.places, self.most = self.rank, self.world_size, self.world_size
         self.launched = 0  # how many reductions so far
         self.bytes_sent = 0  # by this worker, for the last one
         self.seconds: Seconds = 0.0  # from the last launch to its landing
@@ -182,20 +217,6 @@ class Flight:
         """Waits for what is in flight, if anything is, and forgets it."""
         self.settle()
         self.in_flight = False
-
-    def sum(self, flats: Sequence[Tensor]) -> None:
-        """Until each of `flats`, equally shaped on all workers, holds its sum over them; not throttled.
-
-        For a rare moment when nothing is in flight; a CollectiveError leaves partial sums.
-        """
-        assert not self.in_flight, "wait() for what is in flight first"
-        self._check_open()
-        if self.group is not None:
-            kept = self.link, self.seconds, self.bytes_sent
-            self.link = None
-            self._begin(AllReduce(flats, self.world_size).stages(self.group, 0))
-            self._end()
-            self.link, self.seconds, self.bytes_sent = kept
 
     def restore(self, launched: int, in_flight: bool) -> None:
         """Continues from a checkpoint. in_flight: a result is in the owner's tensors that was not waited for."""
@@ -315,13 +336,13 @@ class Flight:
         gloo tells only the dead worker's neighbours; the others notice when these close their connections, and
         connections close once nothing refers to the work any more.
         """
-        number, self.in_flight = self.launched - self.in_flight, False  # of the round, from 0; a sum has launched none
+        number, self.in_flight = self.launched - 1, False  # of the round, from 0
         assert self.group is not None
         ranks, alone = dist.get_process_group_ranks(self.group), len(self.timed_groups) == 1
         group, self.group, self.timed_groups = self.group, None, []
         dist.destroy_process_group(group)
         del group
-        gone = peers.who(peers.find(ranks if alone else ()))  # of a node's workers not all are in both groups
+        gone = self._roll.gone(ranks if alone else ())  # of a node's workers not all are in both groups
         self._failed = (
             f"rank {ranks[self.rank]}: the all-reduce of round {number} failed; {gone} "
             f"(timeout {self.timeout:g} s): {reason.partition('. This is')[0].splitlines()[0]}"

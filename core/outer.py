@@ -18,8 +18,6 @@ from torch import Tensor
 
 from .flat import copy, copy_where, group_pieces, views
 
-Gap = Literal["elementwise", "norm", "inner", "none"]
-GAPS: tuple[Gap, ...] = ("elementwise", "norm", "inner", "none")
 Merge = Literal["outer", "mix", "keep"]
 MERGES: tuple[Merge, ...] = ("outer", "mix", "keep")
 

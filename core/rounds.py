@@ -1,175 +1,204 @@
-"""What CO2 and its baselines share: local steps are counted, rounds close, and uneven workers end together."""
+"""Round after round: local steps are counted, what was sent a round ago lands, and the next reduction is launched.
+
+A method (CO2, the baselines) says in `close_round` what the end of a round means, in terms of `land` and `send`. Four
+things are plugged in: what carries a reduction (Flight), how it travels (Reducer), when a round ends (Pacing), and what
+goes along (Riders).
+"""
 
 from __future__ import annotations
 
 import contextlib
-from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from .adaptive.pace import Pace
-from .adaptive.tau import FLOAT32, TauDecision, TauTuner
-from .averaging import Averaging, Landing
-from .checks import check_frozen, check_tau
+from .checks import (
+    check_frozen,
+    check_group,
+    check_inputs,
+    check_run,
+    check_saved,
+    of_rank,
+    refuse_dtensors,
+    tensors_of,
+    under_rank,
+)
 from .errors import UserError
-from .flat import of_each
-from .flight import Link
-from .robust.watch import Watch, warn_of_ddp
+from .flat import (
+    Bucket,
+    Scalars,
+    State,
+    copy,
+    copy_where,
+    local_shard,
+    make_buckets,
+    on_host,
+    rescale,
+    resized,
+    unique,
+)
+from .flight import AllReduce, Flight, Reducer
+from .groups import Stage
+from .pacing import Act, Pacing
+from .riders import Heard, Rider
+from .stats import Late, RoundClock, RoundStats
+
+OneRider = TypeVar("OneRider", bound=Rider)
+OWN = {"finished": 1, "steps": 1, "weight": 1}  # the scalars of every reduction
 
 
-class LocalMethod(Averaging):
-    """Counts local steps and closes a round on every tau-th; subclasses say in `close_round` what closing means.
+class Landing(NamedTuple):
+    """What has landed. Only finish() reads it from the device."""
 
-    params: the parameters to train together (frozen ones are broadcast once and then left alone). buffers: floating
-    point buffers to average, such as BatchNorm's running statistics; integer ones are broadcast once. Both are
-    broadcast from rank 0, so that every worker starts alike. Convert a model (dtype, device, memory format) before this
-    object is made: what puts new tensors in their place is not seen. model_params: where `params` are the float32
-    masters that an optimiser keeps of a 16-bit model, that model's parameters, in the same order: masters are averaged,
-    and the model is refreshed from them at every boundary. group: the workers (None: all). timeout: seconds until a
-    missing worker is an error. link: an emulated slow one.
+    last: bool
+    """Every worker sent it from finish(): no round follows."""
+    empty: bool
+    """Besides, nobody had taken a step: it must move nothing."""
 
-    For subclasses: tau_max, tau_margin, wires: of tau auto, see TauTuner; one worker alone takes the last wire. waits:
-    False where means are merged on arrival: then the workers tell each other their times (`tells_times`), see TauTuner.
-    sync_steps: so many first steps after each of which all wait for the mean of the parameters. by_speed: whether
-    slower workers take fewer steps, see Pace. scalars: name -> how many numbers of that name travel along, beside those
-    that every method has. parts, on_host: see flat.Bucket. backend: of the communication, None for the group's.
 
-    Attributes, beside Averaging's: skipped, local steps of the round that closed last which this worker has left out,
-    being slower: its data and learning rate may then keep step with the others'. sent_tau, of the round whose reduction
-    is in flight, or landed last; growth, that over the tau of the one before, for an outer momentum (see
-    outer.carried). skip_after, to be set before the first step: seconds that a boundary waits for a mean (with delay
-    auto once more in mid-round, see TauTuner.needed), None for as long as it takes. A round whose predecessor's mean
-    does not come, as when a link is down, goes on for tau local steps more, and so on: nothing is thrown away, nor sent
-    before it has come. Each worker decides by itself, for the outer state follows from the means alone, whenever they
-    are merged. Workers come in unlike rounds to collectives of the caller's own: these go over groups.host_group.
+def all_reduce(buckets: Sequence[Bucket], scalars: Scalars, flight: Flight) -> Reducer:
+    """Each bucket's flat tensor is summed in its own precision."""
+    return AllReduce([b.flat for b in buckets], flight.world_size)
+
+
+class Rounds(ABC):
+    """params: trained together, all beginning as on the first worker; frozen ones are broadcast once. buffers: those of
+    floating point are averaged along, as BatchNorm's statistics; others are broadcast once. Convert a model (dtype,
+    device, memory format) before: what puts new tensors in their place is not seen. flight: makes what carries the
+    reductions. reducer, pacing, riders: see the module.
+
+    Attributes: buckets, the flat tensors that travel; local_steps, since the last boundary; state, what is kept from
+    round to round, and replicas, what of it is equal on all workers; starts, where rounds begin, a flat tensor a
+    bucket, empty where that is not kept; scale, which makes means of what has landed; sent_tau, of the round whose
+    reduction is in flight, or landed last; growth, sent_tau over that of the round before.
     """
 
-    tells_times = True  # whether the workers may tell each other their times, for which each has a place
+    name = ""
+    member = "rank"  # what a worker is called
+    differences = False  # whether payloads are differences: zero where nothing has moved
+    starts_roughly = False  # whether workers begin a round near where `starts` says, not there
+    sends_later = False  # whether payloads are complete only in the background, before the riders' stages
 
     def __init__(
         self,
         params: Iterable[Tensor],
-        tau: int | Literal["auto"],
         *,
-        tau_max: int = 192,
-        tau_margin: float = 0.25,
-        wires: Mapping[str, float] = FLOAT32,
-        sync_steps: int = 0,
+        pacing: Pacing,
         buffers: Iterable[Tensor] = (),
-        model_params: Iterable[Tensor] = (),
-        group: dist.ProcessGroup | None = None,
-        timeout: float = 600.0,
-        link: Link | None = None,
-        by_speed: bool = False,
-        waits: bool = True,
-        scalars: Mapping[str, int] | None = None,
-        parts: int = 1,
-        on_host: bool = False,
-        backend: str | None = None,
+        flight: Callable[[torch.device], Flight] = Flight,
+        reducer: Callable[[Sequence[Bucket], Scalars, Flight], Reducer] = all_reduce,
+        riders: Sequence[Rider] = (),
     ):
-        rank, workers = self.slot(group)
-        number = None if tau == "auto" else tau
-        self.wires = wires if workers > 1 else dict([*wires.items()][-1:])
-        tuning = {"by_speed": by_speed, "given": number, "waits": waits or by_speed or workers == 1}
-        on_arrival = not waits and workers > 1 and self.tells_times
-        tuned = number is None or len(self.wires) > 1 or on_arrival
-        tuner = TauTuner(tau_max, tau_margin, self.wires, **tuning) if tuned else None
-        self.tau: int = tuner.tau if tuner else tau  # pyright: ignore[reportAttributeAccessIssue]
-        check_tau(self.tau)
-        self._closing_tau = self.sent_tau = self._moved_tau = self.tau
+        given, others = unique(tensors_of(params, "parameters")), unique(tensors_of(buffers, "buffers"))
+        self.check_tensors(given)
+        self._trained = [p for p in given if p.requires_grad]
+        self._frozen = [p for p in given if not p.requires_grad]
+        self.params = [local_shard(p) for p in self._trained]
+        self.buffers = [local_shard(b) for b in others if b.is_floating_point()]
+        self._alike = [local_shard(t) for t in (*given, *others)]
+        check_inputs(given, self.params, self.buffers)
+        check_group()
+        self.pacing, self.riders, self.local_steps = pacing, list(riders), 0
+        self.flight = flight(self.device)
+        of_each = {name: n * self.flight.places for r in riders for name, n in r.of_each.items()}
+        self.scalars = Scalars(OWN | {name: n for r in riders for name, n in r.shared.items()} | of_each)
+        self.buckets = self.make_buckets()
+        self.scalars.attach(self.buckets[0].scalars)
+        self.reducer = reducer(self.buckets, self.scalars, self.flight)
+        self.scale: float | Tensor = self.reducer.scale
+        self.state, self.replicas, self.starts = State(self.buckets), list[Tensor](), list[Tensor]()
+        self._closing_tau = self.sent_tau = self._moved_tau = pacing.tau
         self.growth = 1.0
-        self._spans = 1  # of tau local steps each, that the round that runs has
-        self._lead = 0  # steps that it has beyond that, see TauTuner
+        self._late, self.clock = Late(), RoundClock(self.flight.device)
         self._ended: bool | None = None  # after step(last=True): whether all workers have ended
-        self.sync_steps = sync_steps  # those that are left
-        self.skip_after: float | None = None
-        self.skipped = 0
-        super().__init__(
-            params,
-            buffers,
-            model_params,
-            group=group,
-            timeout=timeout,
-            link=link,
-            backend=backend,
-            tuner=tuner,
-            pace=Pace(rank, workers) if by_speed else None,
-            scalars=scalars or {},
-            parts=parts,
-            on_host=on_host,
-        )
-        self.starts: list[Tensor] = []  # where rounds begin, a flat tensor a bucket; empty where that is not kept
-        self.starts_roughly = False  # whether workers begin near there, and not there
-        self._watch = Watch(self._trained, self.params, self._start_of_each, lambda: self.starts_roughly)
-        self._watch.begin()
-        self._looked = False  # for what else averages the parameters
+        self._begin_alike()
+        self._own_buffers = [[b.clone() for b in bucket.buffers] for bucket in self.buckets]
+        for rider in self.riders:
+            rider.attach(self)
 
-    # -- for users ------------------------------------------------------------------------------------------
+    @property
+    def trained(self) -> Sequence[Tensor]:
+        """Those of the given parameters that require a gradient, DTensors as they are."""
+        return self._trained
+
+    @property
+    def stats(self) -> RoundStats:
+        """Of the round that closed last; from a merge in mid-round on, of the one that runs."""
+        return self.clock.stats
+
+    @property
+    def tau(self) -> int:
+        """Local steps of the round that runs."""
+        return self.pacing.tau
+
+    @property
+    def rounds(self) -> int:
+        """Rounds closed so far, those of finish() included."""
+        return self.flight.launched
+
+    def rider(self, kind: type[OneRider]) -> OneRider:
+        """The rider of that class; UserError where there is none."""
+        for rider in self.riders:
+            if isinstance(rider, kind):
+                return rider
+        raise UserError(f"{self.name} has no {kind.__name__}: give one among its riders")
+
+    # -- for users ---------------------------------------------------------------------------------------------
 
     def step(self, *, last: bool = False) -> bool:
         """Call after every optimiser step, also one that a GradScaler skipped: not from the optimiser's
-        register_step_post_hook, which torch does not call then. True when a round closed: on all workers at the same
-        step, but with skip_after, and while they are `apart`.
+        register_step_post_hook, which torch does not call then. True when a round closed.
 
         last: finish() follows. It then waits for one all-reduce, of which else it needs a second where a round has
         just closed, only to hear that no worker has sent anything since.
         """
         if self._ended is not None:
             raise UserError("step() after step(last=True): call finish() between them")
-        if self.sync_steps:
-            return self._synchronise(finished=False)
         self.local_steps += 1
-        if self.local_steps < self._spans * self.own_tau:
-            if self.local_steps == 1:
-                self._clock.steps_begin()
-            self.flight.done()  # an error is known as soon as it can be
-            if self.flight.in_flight and self.arrives() and not self._is_late():
-                self._merge_early()
-            return False
-        if not last and self._is_late():
-            self._spans += 1
-            return False
-        check_frozen(self._frozen)
-        ended = self._boundary(finished=last)
-        self._ended = ended if last else None
-        return True
+        if self.local_steps == 1:
+            self._first_step()
+        act = self.pacing.act(self, last=last)
+        if act is Act.CLOSE:
+            check_frozen(self._frozen)
+            ended = self._boundary(finished=last)
+            self._ended = ended if last else None
+            return True
+        self.flight.done()  # an error is known as soon as it can be
+        if act is Act.MERGE:
+            self._merge_early()
+        return False
 
     def finish(self) -> None:
         """Averages what is pending and leaves all workers with equal parameters. Every worker must call it.
 
         Workers may come here after different numbers of steps: the early ones take part in the others' rounds,
         contributing no change, until all have arrived. Their rounds have a round's usual size: nobody knows whether
-        another worker still trains, and one that does sends all it has. Training may go on afterwards, and
-        `stop_agreed` is False again.
+        another worker still trains, and one that does sends all it has. Training may go on afterwards.
         """
-        if not self.local_steps:  # else the optimiser's first step has looked
-            self._watch.check(self._trained)
+        for rider in self.riders:
+            rider.finishing()
         while not self._ended:
-            self._ended = self._synchronise(finished=True) if self.sync_steps else self._boundary(finished=True)
+            self._ended = self._boundary(finished=True)
         self._ended = None
-        self._agreement.forget_stop()
+        self._late = Late()  # what a GPU still holds of the last round is not heard
+        for rider in self.riders:
+            rider.finished()
 
     def catch_up(self, rounds: int) -> None:
-        """Closes rounds, waiting for each mean, until there are so many: the most of any worker, where `skip_after` has
-        led them to one point in unlike rounds and a checkpoint needs them in one. Every worker must call it."""
+        """Closes rounds, waiting for each mean, until there are so many: the most of any worker, where a pacing has led
+        them to one point in unlike rounds and a checkpoint needs them in one. Every worker must call it."""
         while self.rounds < rounds:
             self._boundary(finished=False)
 
     @contextlib.contextmanager
     def shared_model(self) -> Iterator[bool]:
         """For an evaluation at a boundary, or after finish(): in it the model is what all workers have in common, where
-        the method can tell without another reduction; whether it is. Every worker must come to it.
-
-        Where means are merged on arrival (`delay="auto"`, merge keep) the one that was just sent is waited for and
-        merged, not with skip_after; Overlap-Local-SGD waits for the one in flight, and lends its mean. The time counts
-        as exposed. Else workers that begin rounds apart evaluate each its own, whose loss is the greater; as all do
-        in mid-round.
-        """
-        unlike_starts = self.starts_roughly or self.skip_after is not None  # who skips is in another round
+        the method can tell without another reduction; whether it is. Every worker must come to it. Else workers
+        evaluate each its own model, whose loss is the greater."""
+        unlike_starts = self.starts_roughly or not self.pacing.together
         yield not (self.local_steps or (self.flight.in_flight and unlike_starts))
 
     @torch.no_grad()
@@ -179,174 +208,248 @@ class LocalMethod(Averaging):
         Call it after weights were loaded into a model that this object already trains: else the next boundaries pull
         them back to where the old ones were. What is in flight is thrown away, and momenta are forgotten.
         """
-        self._wanted = None
         self.flight.discard()
         self._begin_alike()
         self.local_steps, self._ended = 0, None
-        self._start_from_params()
+        self.start_from_params()
 
-    def _start_from_params(self) -> None:
-        super()._start_from_params()
-        self._watch.begin()
+    def close(self) -> None:
+        """Leaves the process group. Only after finish()."""
+        self.flight.close()
 
-    def ask_to_stop(self) -> None:
-        """Any worker may: the next reduction carries it, and once that has landed `stop_agreed` is True on all workers,
-        at the same boundary; on a GPU one boundary later, for the host does not wait for the number."""
-        self._agreement.ask_to_stop()
-
-    @property
-    def stop_agreed(self) -> bool:
-        """Whether a worker has called ask_to_stop and all have heard of it; so until finish(): read it before."""
-        return self._agreement.stop
-
-    def ask_to_save(self) -> None:
-        """Any worker may: as ask_to_stop, but `save_agreed` is True from that boundary to the next one."""
-        self._agreement.ask_to_save()
-
-    @property
-    def save_agreed(self) -> bool:
-        """Whether a worker has called ask_to_save, and all have heard of it at the last boundary."""
-        return self._agreement.save
-
-    @property
-    def tau_decision(self) -> TauDecision | None:
-        """Taken by tau="auto" at the last boundary, if any was."""
-        return self._agreement.tau_decision
-
-    @property
-    def own_tau(self) -> int:
-        """The local steps of this worker in the round that runs: tau, or fewer where it is slower; more, once, where
-        tau auto has led the workers apart."""
-        return (self.pace.steps(self.tau) if self.pace else self.tau) + self._lead
-
-    @property
-    def apart(self) -> bool:
-        """Whether the round that closed last did so at unlike steps of the workers, the same on all: in the first
-        rounds of tau auto where means are merged on arrival. Evaluate, save and stop when it is False."""
-        return self.tuner is not None and self.tuner.apart
-
-    def state_dict(self) -> dict[str, Any]:
-        """See Averaging. UserError while workers are `apart`, but after finish(): their states are of unlike steps."""
-        if self.apart and self.rounds and (self.local_steps or self.flight.in_flight):
-            raise UserError(
-                f"state_dict() after round {self.rounds - 1}, which workers closed at unlike steps, as they do until "
-                "tau auto has chosen: save at a boundary where apart is False, or after finish()"
-            )
-        return super().state_dict()
-
-    def own_state(self) -> dict[str, Any]:
-        """See Averaging."""
-        return super().own_state() | {
-            "sync_steps": self.sync_steps,
-            "tau": self.tau,
-            "lead": self._lead,
-            "taus": (self.sent_tau, self._moved_tau),
-        }
-
-    def load_own_state(self, state: dict[str, Any]) -> None:
-        """See Averaging."""
-        super().load_own_state(state)
-        self._ended, self.sync_steps = None, state["sync_steps"]
-        if self.tuner and not self.tuner.given and state["tuner"]:
-            self.tau, self._lead = self.tuner.tau, state.get("lead", 0)
-        self.sent_tau, self._moved_tau = state.get("taus", (state["tau"], state["tau"]))
-        self.growth = self.sent_tau / self._moved_tau
-        self.begin_round(self.rounds)
-        self._closing_tau = self.tau  # of a newcomer, who sends before a round of its own has closed
-        self._spans = self.local_steps // self.own_tau + 1
-        self._watch.skip()  # the model may be loaded after this
-
-    # -- for subclasses -------------------------------------------------------------------------------------
+    # -- what a method says ------------------------------------------------------------------------------------
 
     @abstractmethod
     def close_round(self, *, finished: bool) -> bool:
         """Ends the round; True once a reduction has landed that every worker sent with `finished`."""
 
-    def begin_round(self, number: int) -> None:  # noqa: B027
-        """For settings that change from round to round. number: of the round, from 0."""
-
-    def arrives(self) -> bool:
-        """Whether what is in flight is to be merged here, in mid-round."""
-        return False
-
-    def merge(self, *, finished: bool = False) -> Landing:
-        """Receives what is in flight; a method that merges in mid-round also uses it here."""
-        return self.receive(finished=finished)
-
     def signature(self) -> Any:
+        """What must be equal on all workers, compared at construction."""
         return f"tau={self.tau}"
 
     def settings(self) -> Any:
+        """What must be equal on all workers in every round."""
         return self.tau
 
+    def merge(self, *, finished: bool = False) -> Landing:
+        """What is in flight, in mid-round, for a Pacing that says Act.MERGE."""
+        return self.land(finished=finished)
+
+    def left_out(self, where: Tensor) -> None:
+        """Where that holds, 0-d, what this worker sends has weight 0: it starts anew, as the others will."""
+        for rider in self.riders:
+            rider.left_out(where)
+
+    def begin_round(self, number: int) -> None:  # noqa: B027
+        """For settings that change from round to round. number: of the round, from 0."""
+
+    def check_tensors(self, params: Sequence[Tensor]) -> None:
+        """Refuses parameters with which the method cannot do."""
+        refuse_dtensors(params)
+
+    def make_buckets(self) -> list[Bucket]:
+        return make_buckets(self.params, self.buffers, self.scalars.numel)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the flat tensors lie."""
+        return self.params[0].device
+
+    @property
+    def everybody(self) -> int:
+        """The number of all processes over which scalars are summed."""
+        return self.flight.world_size
+
+    @property
+    def tells(self) -> bool:
+        """Whether this process tells the user what concerns all."""
+        return self.flight.rank == 0
+
+    @property
+    def turn(self) -> int | None:
+        """The number of the comparison of this worker's replicas with others', None where it has no turn in this round.
+        Of workers with the same replicas all or none have a turn."""
+        return self.rounds
+
+    def sum_parts(self, numbers: Tensor) -> Iterator[Stage]:
+        """Numbers, of the part of a payload that this process holds, become their sums over all parts."""
+        yield from ()
+
+    # -- a reduction -------------------------------------------------------------------------------------------
+
     def send(self, *, finished: bool) -> None:
-        """See Averaging."""
+        """Launches the reduction of what the payloads hold, of the buffers' values, and of the scalars."""
+        self.send_buffers(self._own_buffers)
+        for name, value in (("finished", float(finished)), ("steps", float(self.local_steps)), ("weight", 1.0)):
+            self.scalars.set(name, value)
+        for rider in self.riders:
+            rider.pack()
         self.sent_tau = self._closing_tau
         self.growth = self.sent_tau / self._moved_tau
-        super().send(finished=finished)
+        self.flight.launch(self.stages())
+        self.local_steps = 0
 
-    def receive(self, *, finished: bool) -> Landing:
-        """See Averaging."""
-        landing = super().receive(finished=finished)
-        self._moved_tau = self._moved_tau if landing.empty else self.sent_tau
-        return landing
+    def send_buffers(self, own: list[list[Tensor]]) -> None:
+        """The buffers' values travel, `own` of each bucket."""
+        for bucket, values in zip(self.buckets, own, strict=True):
+            copy(bucket.buffer_views, values)
 
-    # -- of its own -----------------------------------------------------------------------------------------
+    def stages(self) -> Iterator[Stage]:
+        """What is launched."""
+        for rider in self.riders:
+            yield from rider.stages()
+        yield from self.reducer.stages(self.flight.group, self.flight.launched)
 
-    def _is_late(self) -> bool:
-        """Whether what is in flight does not come within `skip_after` seconds, or is not there while tau auto tries."""
-        patience = 0.0 if self.tuner and self.tuner.free else self.skip_after
-        if patience is None or not self.flight.in_flight:
-            return False
-        with self._clock.pause():
-            return not self.flight.lands_within(patience)
+    def land(self, *, finished: bool) -> Landing:
+        """Waits for what is in flight, and notes what that cost. The model's buffers become their means.
 
-    def _start_of_each(self) -> list[Tensor] | None:
-        """Where the round began, a tensor a parameter; None: not known."""
-        if self.starts:
-            return of_each(self.params, self.buckets, self.starts)
-        return None if self.state else self.params  # nothing is kept that could pull anywhere
+        The payloads hold what landed; `scale` turns it into means, in a pass that their owner makes anyway.
+        """
+        self.flight.wait(self._landed)
+        stats, flight, s = self.stats, self.flight, self.scalars
+        stats.round, stats.bytes_sent = flight.launched, flight.bytes_sent
+        stats.exposed_seconds, stats.allreduce_seconds = flight.exposed, flight.seconds
+        weight = s["weight"].double()  # a sum or a mean, as all that has landed
+        self.scale = torch.where(weight == 0, 1.0 if self.differences else float("nan"), 1 / weight)
+        for bucket in self.buckets:
+            rescale(bucket.values, self.scale)
+        s.place.mul_(self.reducer.scale)
+        self._hear()
+        last = finished and s["finished"].item() > 1 - 1e-6  # one over the workers may be rounded
+        empty = last and s["steps"].item() == 0.0
+        for bucket in self.buckets if not empty else []:  # an empty round carries older values
+            copy_where(s["weight"] > 0, bucket.buffers, bucket.buffer_views)
+            self._moved_tau = self.sent_tau
+        return Landing(last, empty)
+
+    def _landed(self) -> None:
+        for rider in self.riders:
+            rider.landed()
+
+    def _hear(self) -> None:
+        """On a GPU what landed a round ago: the host waits for nothing."""
+        of = Heard(self.rounds - 1, self.everybody, self.flight.world_size)
+        numbers = self._late.exchange(self.scalars.place * self.everybody, of) if self.riders else None
+        if numbers is not None:
+            sums = self.scalars.named(numbers)
+            for rider in self.riders:
+                rider.hear(sums, self._late.of)
+
+    # -- of its own --------------------------------------------------------------------------------------------
+
+    def _first_step(self) -> None:
+        self.clock.steps_begin()
+        for rider in self.riders:
+            rider.began()
 
     @torch.inference_mode(False)  # whose tensors, kept here, could not be written to later
     @torch.no_grad()
     def _boundary(self, *, finished: bool) -> bool:
-        """close_round, measured, with what every method does around it."""
+        """`close_round`, measured, with what every method does around it."""
         self.flight.check_alive()  # before a method takes partial sums for what it keeps there
-        if not self._looked:
-            warn_of_ddp([*self._trained, *self._model_params], self.flight.group)
-            self._looked = True
-        with self._clock.boundary(self.tau, self.local_steps):
-            self.keep_buffers()
-            self.skipped = self.tau + self._lead - self.own_tau
+        with self.clock.boundary(self.tau, self.local_steps):
+            for own, bucket in zip(self._own_buffers, self.buckets, strict=True):
+                copy(own, bucket.buffers)  # whatever lands in the meantime
             self._closing_tau = self.tau
-            everyone = self.close_round(finished=finished)
-            self._agreement.follow()
-            if self.tuner:
-                self.tau = self.tau if self.tuner.given else self.tuner.tau
-                self._lead = self.tuner.lead()
+            ended = self.close_round(finished=finished)
+            for rider in self.riders:
+                rider.end()
             self.begin_round(self.rounds)
-            self._refresh_model()
-            self._watch.begin()
-            self._spans = 1
-        return everyone
+            self.pacing.begin(self.rounds)
+            self._moved(at_boundary=True)
+        return ended
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _merge_early(self) -> None:
-        """`merge` in mid-round."""
-        with self._clock.early_merge(self.local_steps):
+        with self.clock.early_merge(self.local_steps):
             self.merge()
-            self._refresh_model()
-            self._watch.skip()
+            self._moved(at_boundary=False)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _synchronise(self, *, finished: bool) -> bool:
-        """One of the first steps: the mean of the parameters and buffers for all, from which everything starts.
+    def _moved(self, *, at_boundary: bool) -> None:
+        for rider in self.riders:
+            rider.moved(at_boundary=at_boundary)
 
-        A worker that is in finish() takes part in the others'. True once all are there: then it was no step.
+    def _begin_alike(self) -> None:
+        """All workers take the first one's tensors."""
+        self.flight.agree((self.name, self.signature()), self._alike)
+
+    def start_from_params(self) -> None:
+        """Everything is as it was made, the parameters being the start."""
+        self._late = Late()
+        for flat in [b.flat for b in self.buckets] + [f for flats in self.reducer.state.values() for f in flats]:
+            flat.zero_()
+        self.state.restart()
+        for rider in self.riders:
+            rider.restart()
+        self._moved(at_boundary=True)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs besides parameters and optimiser; waits for the all-reduce in flight, so every
+        worker must come to it, or go on stepping.
+
+        Take it at a round boundary and the run goes on from there bit for bit. Tensors are copies in the host's memory,
+        and all is under one key, "rank" and this worker's number: each worker saves its own, with its model
+        (BatchNorm's buffers, too) and optimiser. Of all objects with the same settings it has the same keys and shapes,
+        so that torch.distributed.checkpoint can load into that of a new one.
         """
-        everyone = self.average_now(finished=finished)
-        self.sync_steps -= not everyone
-        self._start_from_params()
-        return everyone
+        return under_rank(self.own_state())
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what state_dict returned, on every worker; parameters and optimiser are the caller's.
+
+        state: may hold several workers' parts. A worker whose own is missing, as where fewer wrote it, takes that of
+        its rank modulo their number. Load the model after this object was made, not before: making it broadcasts rank
+        0's parameters and buffers. Another number of workers may go on with what any of those that wrote it held, but
+        for outer state that is unlike on all workers (UserError); what a narrow wire format held back is lost then.
+        """
+        self.load_own_state(of_rank(state))
+
+    def own_state(self) -> dict[str, Any]:
+        """This worker's part of state_dict; a subclass adds what it keeps."""
+        self.flight.check_alive()
+        self.flight.settle()
+        return {
+            "method": self.name,
+            "state": {name: on_host(flats) for name, flats in self.state.items()},
+            "flats": on_host([b.flat for b in self.buckets]),
+            "in_flight": self.flight.in_flight,
+            "reducer": self.reducer.kind,
+            "held_back": {name: on_host(flats) for name, flats in self.reducer.state.items()},
+            "workers": self.flight.world_size,
+            "local_steps": self.local_steps,
+            "rounds": self.rounds,
+            "taus": [self.sent_tau, self._moved_tau],
+            "riders": {rider.name: rider.state_dict() for rider in self.riders if rider.name},
+        }
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """Restores what own_state returned."""
+        flats, workers = [b.flat for b in self.buckets], self.flight.world_size
+        check_run(state, self.name, workers, equal=bool(self.replicas) or not self.state)
+        others, landed = state["workers"] != workers, state["flats"]
+        self.reducer.become(state["reducer"])
+        here, saved = dict(self.state), dict(state.get("state", {}))  # DCP's tools drop an empty one
+        if others:  # what was held back is lost; of a sum or a mean its weight says over how much it is
+            landed = resized(landed, flats)
+        else:
+            here |= self.reducer.state
+            saved |= state.get("held_back", {})
+        here, saved = here | {"all-reduce": flats}, saved | {"all-reduce": landed}
+        check_saved(saved, here)
+        self.flight.restore(state["rounds"], state["in_flight"])
+        for name, held in here.items():
+            copy(held, saved[name])
+        self.scalars["finished"].zero_()  # another run may train on
+        self._late = Late()
+        self.local_steps, self._ended = state["local_steps"], None
+        self.sent_tau, self._moved_tau = state["taus"]
+        self.growth = self.sent_tau / self._moved_tau
+        for rider in self.riders:
+            rider.load_state_dict(state.get("riders", {}).get(rider.name), of_others=others)
+        self.begin_round(self.rounds)
+        self.pacing.begin(self.rounds, self.local_steps)
+        self._closing_tau = self.tau  # of a newcomer, who sends before a round of its own has closed

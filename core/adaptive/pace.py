@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..groups import Stage
+from ..riders import Heard, Rider
 from ..stats import RoundStats, ready
 
 WINDOW = 5  # rounds over which medians are taken
@@ -27,11 +30,6 @@ class Pace:
         self._seconds: list[deque[float]] = [deque(maxlen=WINDOW) for _ in range(workers)]
         self._heard: list[float] = []
         self._told = 0.0
-
-    @staticmethod
-    def sizes(workers: int) -> dict[str, int]:
-        """The scalars, and how many numbers each stands for."""
-        return {"step_seconds": workers}
 
     def steps(self, tau: int) -> int:
         """This worker's part of tau local steps; the same until `follow`."""
@@ -68,3 +66,46 @@ class Pace:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._seconds = [deque(times, maxlen=WINDOW) for times in state["seconds"]]
         self._told = state["told"]
+
+
+class BySpeed(Rider):
+    """The workers' speeds; what a worker sends counts by its local steps. Comes after the guard, whose judgement is of
+    what one worker has trained."""
+
+    name, of_each = "pace", {"step_seconds": 1}
+
+    def __init__(self, rank: int, workers: int):
+        self.pace = Pace(rank, workers)
+
+    def pack(self) -> None:
+        m = self.method
+        self._steps = m.local_steps
+        if not m.sends_later:
+            self._weigh()
+        self.pace.tell(m.stats, m.clock.before, m.scalars["step_seconds"])
+
+    def stages(self) -> Iterator[Stage]:
+        if self.method.sends_later:
+            self._weigh()
+        yield from ()
+
+    @torch.no_grad()
+    def _weigh(self) -> None:
+        for flat in (part for b in self.method.buckets for part in (b.payload, b.values)):
+            flat.mul_(self._steps)
+        self.method.scalars["weight"].mul_(self._steps)
+
+    def hear(self, sums: Mapping[str, Sequence[float]], of: Heard) -> None:
+        self.pace.hear(sums["step_seconds"])
+
+    def end(self) -> None:
+        self.pace.follow()
+
+    def state_dict(self) -> Any:
+        return self.pace.state_dict()
+
+    def load_state_dict(self, state: Any, *, of_others: bool) -> None:
+        if of_others:
+            self.method.scalars["step_seconds"].zero_()
+        elif state:
+            self.pace.load_state_dict(state)

@@ -5,16 +5,37 @@ What a change of tau does to the outer momentum: core/outer.py, `carried`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
-from ..config import CO2Config, Schedule
+from ..config import SCHEDULED
 from ..errors import UserError
+from .config import AdaptiveConfig
+
+Schedule = Callable[[int], Mapping[str, Any]]
+Config = TypeVar("Config", bound=AdaptiveConfig)
 
 NUMBERS: dict[str, tuple[Callable[[str], Any], ...]] = {
     "warm_up_momentum": (int,), "ramp_tau": (int,), "quadratic": (float, int),
 }  # fmt: skip
 FORMS = "warm_up_momentum:ROUNDS, ramp_tau:FIRST, or quadratic:SCALE:LEAST"
+
+
+def scheduled(c: Config, schedule: Schedule | None, number: int) -> Config:
+    """The settings of round `number`."""
+    changes = dict(schedule(number)) if schedule else {}
+    if unknown := changes.keys() - set(SCHEDULED):
+        raise UserError(f"the schedule changes {', '.join(sorted(unknown))}: only {', '.join(SCHEDULED)} may change")
+    if "tau" in changes and "auto" in (c.tau, changes["tau"]):
+        raise UserError(f"the schedule gives tau={changes['tau']!r} while tau is {c.tau!r}: give numbers, or only auto")
+    changed = replace(c, **changes)
+    if changed.at_boundary != c.at_boundary and c.merge != "keep":  # which has one order for both
+        raise UserError(
+            f"the schedule gives tau={changed.tau} after tau={c.tau}, with merge={c.merge!r} and delay={c.delay}: at "
+            "the end of a round a mean is merged otherwise than within one; keep tau above delay, or set delay auto"
+        )
+    return changed
 
 
 def warm_up_momentum(beta: float, rounds: int) -> Callable[[int], dict[str, Any]]:
@@ -54,7 +75,7 @@ class QuadraticTau:
         return {"tau": self._taus[number]}
 
 
-def from_text(texts: Sequence[str], config: CO2Config, lr: Callable[[int], float]) -> Schedule | None:
+def from_text(texts: Sequence[str], config: AdaptiveConfig, lr: Callable[[int], float]) -> Schedule | None:
     """What `texts` name, as the command line gives them (FORMS), together; None of nothing.
 
     config: says where the momentum and tau end: at outer_momentum and tau, of the quadratic rule at tau_max. lr: see
@@ -71,7 +92,7 @@ def from_text(texts: Sequence[str], config: CO2Config, lr: Callable[[int], float
     return together if parts else None
 
 
-def _one(text: str, config: CO2Config, lr: Callable[[int], float]) -> Callable[[int], dict[str, Any]]:
+def _one(text: str, config: AdaptiveConfig, lr: Callable[[int], float]) -> Callable[[int], dict[str, Any]]:
     name, *words = text.split(":")
     try:
         numbers = [kind(word) for kind, word in zip(NUMBERS[name], words, strict=True)]
@@ -85,4 +106,4 @@ def _one(text: str, config: CO2Config, lr: Callable[[int], float]) -> Callable[[
         raise UserError(f"schedule {text}: tau auto chooses tau itself; give a number for tau, or leave it out")
     if name == "ramp_tau":
         return ramp_tau(config.tau, *numbers)
-    return QuadraticTau(lr, *numbers, most=config.tau_max, begins=config.sync_steps)
+    return QuadraticTau(lr, *numbers, most=config.tau_max)

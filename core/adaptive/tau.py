@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..errors import UserError
+from ..riders import Heard, Rider
 from ..stats import RoundStats, ready
 
 CALIBRATION_TAU = 4  # local steps a round until the first decision
@@ -280,3 +282,46 @@ class TauTuner:
         if not self.given:
             self.apart, self.taken, self._leads = state.get("apart", (False, 0, []))
         self._more, self._waits, self._judged = state.get("waits", (0, [], 0))
+
+
+class Tuned(Rider):
+    """The workers' times, from which all choose tau, wire and waiting alike.
+
+    Attributes: decision, taken at the last boundary, if any was; lead, how many more steps than tau this worker takes
+    in the round that runs; chooses, whether tau is chosen, and not given.
+    """
+
+    name, of_each = "tuner", {"times": NUMBERS}
+
+    def __init__(self, tuner: TauTuner):
+        self.tuner, self.chooses, self.lead = tuner, tuner.given is None, 0
+        self.decision: TauDecision | None = None
+        self._decided: TauDecision | None = None  # heard, and told from the round's end on
+
+    def pack(self) -> None:
+        m = self.method
+        self.tuner.tell(m.stats, m.clock.before, m.flight.place, m.scalars["times"])
+
+    def hear(self, sums: Mapping[str, Sequence[float]], of: Heard) -> None:
+        times = sums["times"]
+        self._decided = self.tuner.hear(self.method.rounds, *(times[i::NUMBERS] for i in range(NUMBERS)))
+
+    def end(self) -> None:
+        self.decision, self._decided, self.lead = self._decided, None, self.tuner.lead()
+
+    def state_dict(self) -> Any:
+        """UserError while workers are apart, but after finish(): their states are of unlike steps."""
+        m = self.method
+        if self.tuner.apart and m.rounds and (m.local_steps or m.flight.in_flight):
+            raise UserError(
+                f"state_dict() after round {m.rounds - 1}, which workers closed at unlike steps, as they do until "
+                "tau auto has chosen: save at a boundary where pacing.apart is False, or after finish()"
+            )
+        return self.tuner.state_dict() | {"lead": self.lead}
+
+    def load_state_dict(self, state: Any, *, of_others: bool) -> None:
+        if state:
+            self.tuner.load_state_dict(state)
+            self.lead = state["lead"]
+        if of_others:
+            self.method.scalars["times"].zero_()

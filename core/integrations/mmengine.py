@@ -32,8 +32,8 @@ from ..methods import (
     WireConfig,
     make_method,
 )
-from ..robust.guard import forget
-from ..rounds import LocalMethod
+from ..robust.guard import Guard, forget
+from ..rounds import Rounds
 from ..stats import RoundStats
 
 Settings = Mapping[str, Any] | None
@@ -120,8 +120,8 @@ class CO2Hook(Hook):
             timeout=self.timeout,
             **self.configs,
         )[1]
-        if isinstance(self.method, LocalMethod):
-            self.method.on_left_out = forget(optim_wrapper.optimizer)
+        if isinstance(self.method, Rounds):
+            self.method.rider(Guard).on_left_out = forget(optim_wrapper.optimizer)
         if self._resumed is not None:
             if self._resumed["name"] != self.method_name:
                 raise UserError(

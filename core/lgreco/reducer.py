@@ -49,6 +49,8 @@ class LGreco:
     reduction that asked, until that has landed.
     """
 
+    kind = "lgreco"
+
     def __init__(
         self,
         buckets: Sequence[Bucket],
@@ -101,6 +103,9 @@ class LGreco:
             "q": self._q,
             "asked": [self._asked, self._asked_by],
         }
+
+    def become(self, kind: str) -> None:
+        """See Reducer."""
 
     def due(self, number: int) -> bool:
         """Whether the curves are taken in this reduction."""

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Literal, TypedDict, get_args
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ..co2 import CO2
-from ..config import CO2Config, Schedule, check_mesh, check_shared, check_stable
+from ..adaptive.schedules import Schedule
+from ..assembly import CO2, CO2Config, Options
 from ..errors import UserError
 from ..flight import Link
-from ..rounds import LocalMethod
-from ..sharded.sharded import ShardedCO2
+from ..riders import Rider
+from ..rounds import Rounds
+from ..sharded.checks import check_mesh, check_shared
 from ..wires.config import LGrecoConfig, WireConfig
 from ..zeroth import ZerothConfig
 from .ddp import DDP, is_sharded
@@ -25,6 +26,8 @@ from .local_sgd import LocalSGD
 from .overlap_local_sgd import OverlapLocalConfig, OverlapLocalSGD
 from .slowmo import SlowMo, SlowMoConfig
 from .zeroth import Zeroth
+
+ShardedCO2: Any = None
 
 __all__ = [
     "CO2",
@@ -53,16 +56,7 @@ __all__ = [
 
 MethodName = Literal["co2", "ddp", "delayed", "local", "overlap_local", "slowmo", "zo"]
 METHODS: tuple[MethodName, ...] = tuple(name for name in get_args(MethodName) if name != "zo")  # beside an optimiser
-Method = LocalMethod | DDP | Zeroth
-
-
-class _Common(TypedDict):
-    """What every method is given."""
-
-    buffers: Iterable[Tensor]
-    group: dist.ProcessGroup | None
-    timeout: float
-    link: Link | None
+Method = Rounds | DDP | Zeroth
 
 
 def make_method(
@@ -83,13 +77,14 @@ def make_method(
     timeout: float = 600.0,
     link: Link | None = None,
     ddp_wire: WireConfig | None = None,
+    riders: Sequence[Rider] = (),
 ) -> tuple[nn.Module, Method]:
     """The model to call in the loop, and the method whose step() follows every optimiser step.
 
     name: one of METHODS. The period of every local method is co2.tau, so that comparisons share it. schedule: of co2,
     see CO2. lr: returns the current inner learning rate, for SlowMo. mesh: [nodes, workers of a node]: these
     synchronise gradients every step, and the method runs across nodes; ddp synchronises all every step anyway. shard,
-    offload: see ShardedCO2. group, timeout, link: see LocalMethod. ddp_wire: of ddp, how gradients cross the network.
+    offload: see ShardedCO2. group, timeout, link: see Rounds. ddp_wire: of ddp, how gradients cross the network.
     """
     if name == "zo":
         raise UserError(
@@ -113,7 +108,7 @@ def make_method(
         return model, ShardedCO2(params, co2, buffers=buffers, group=group, timeout=timeout, link=link, **state)
     if mesh is not None:
         group = mesh.get_group(0)
-    common = _Common(buffers=buffers, group=group, timeout=timeout, link=link)
+    common = Options(buffers=buffers, group=group, timeout=timeout, link=link, riders=riders)
     if name == "co2":
         return model, CO2(params, co2, schedule=schedule, **common)
     if name == "delayed":
@@ -149,7 +144,7 @@ def check_settings(
     if name not in ("co2", "delayed") and co2.wire.format != "float32":
         remedy = "set ddp_wire" if name == "ddp" else "leave it out"
         raise UserError(f"wire.format={co2.wire.format!r} is CO2's own, method {name!r} does not have it: {remedy}")
-    for key in ("merge", "delay", "sync_steps", "steps", "outlier") if name not in ("co2", "delayed") else ():
+    for key in ("merge", "delay", "steps", "outlier") if name not in ("co2", "delayed") else ():
         if (value := getattr(co2, key)) != getattr(CO2Config(), key):
             raise UserError(f"{key}={value!r} is CO2's own, method {name!r} does not have it: leave it out")
     if name != "delayed" and delayed != DelayedConfig():
@@ -162,4 +157,4 @@ def check_settings(
     if name == "delayed":
         delayed.check(co2)
     elif name == "co2":
-        check_shared(co2) if shard or offload else check_stable(co2)
+        check_shared(co2) if shard or offload else co2.check_stable()

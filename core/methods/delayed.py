@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .. import outer
-from ..co2 import CO2
-from ..config import LARGE, CO2Config, unstable
+from ..adaptive.config import AdaptiveConfig
+from ..assembly import CO2, CO2Config, Options
+from ..config import LARGE
 from ..errors import UserError
-from ..flight import Link
+from ..groups import all_reduce
+from ..robust.guard import Guard
 
 Policy = Literal["penalty", "eager", "taylor"]
 POLICIES: tuple[Policy, ...] = ("penalty", "eager", "taylor")
@@ -95,7 +96,7 @@ class DelayedConfig:
         require(0 <= self.taylor < LARGE, "taylor", "give a finite number, 0 or more, as 0.5 is usual")
         require(self.clip_by in ("element", "norm"), "clip_by", "choose element or norm")
 
-    def check(self, co2: CO2Config) -> None:
+    def check(self, co2: AdaptiveConfig) -> None:
         """Refuses what of CO2's settings does not go with these, and what may diverge.
 
         No policy changes the limit that outer.settles gives: where tau local steps solve a direction (rho = 1)
@@ -104,8 +105,6 @@ class DelayedConfig:
         """
         if co2.steps != "even":
             raise UserError(f"steps={co2.steps!r}: the delayed methods know no weights by steps; leave it out")
-        if co2.update != "fast":
-            raise UserError(f"update={co2.update!r}: the delayed methods have one plain pass; leave it out")
         if self.policy != "penalty" and co2.gap != "none":
             raise UserError(f"gap={co2.gap!r}: policy {self.policy} takes the penalty's place; set gap none")
         if co2.merge != "outer" or not (co2.at_boundary or co2.delay == 0):
@@ -122,7 +121,7 @@ class DelayedConfig:
         limit = "a sum below 1"
         if self.nesterov:
             limit = "(1 - outer_momentum^2) outer_lr + (outer_momentum outer_lr)^2 < 1 - outer_momentum (Nesterov)"
-        raise UserError(unstable(co2, remedy, limit))
+        raise UserError(co2.unstable(remedy, limit))
 
 
 class DelayedCO2(CO2):
@@ -131,22 +130,17 @@ class DelayedCO2(CO2):
     With policy eager the workers' parameters differ by the own part until finish().
     """
 
+    name = "DelayedCO2"
+
     def __init__(
         self,
         params: Iterable[Tensor],
         config: CO2Config | None = None,
         delayed: DelayedConfig | None = None,
-        *,
-        buffers: Iterable[Tensor] = (),
-        model_params: Iterable[Tensor] = (),
-        group: dist.ProcessGroup | None = None,
-        timeout: float = 600.0,
-        link: Link | None = None,
+        **options: Unpack[Options],
     ):
         self.delayed = d = delayed or DelayedConfig()
-        super().__init__(
-            params, config, buffers=buffers, model_params=model_params, group=group, timeout=timeout, link=link
-        )
+        super().__init__(params, config, **options)
         if d.policy == "eager":  # the workers' differ
             self.replicas, self.starts_roughly = [], True
         none = [None] * len(self.buckets)
@@ -162,7 +156,7 @@ class DelayedCO2(CO2):
     def close_round(self, *, finished: bool) -> bool:
         if self.config.delay == 0:
             return self._close_at_once(finished=finished)
-        landing = self.receive(finished=finished) if self.flight.in_flight else None
+        landing = self.land(finished=finished) if self.flight.in_flight else None
         if landing and landing.empty:
             self._last_lr = 0.0
         else:
@@ -181,15 +175,9 @@ class DelayedCO2(CO2):
             size = outer.norm([b.own_norm() for b in self._delayed])
             for buffer in (b for bucket in self._own_buffers for b in bucket):
                 size = size + 0 * buffer.sum().to(size)
-            self.guard.judge(size, self.local_steps)
+            where = self.rider(Guard).judge_early(size, self.local_steps)
             for boundary in self._delayed:
-                boundary.restart(self.guard.left_out)
-
-    def weigh(self) -> None:
-        if self.delayed.policy != "eager":
-            return super().weigh()
-        self.guard.weigh(self.buckets)  # by_speed is refused
-        self.was_left_out(self.guard.left_out)
+                boundary.restart(where)
 
     def _rule_now(self, landed: bool) -> outer.Rule:
         if landed:
@@ -205,7 +193,7 @@ class DelayedCO2(CO2):
         for boundary in self._delayed:
             boundary.take()
         self.send(finished=finished)
-        landing = self.receive(finished=finished)
+        landing = self.land(finished=finished)
         if landing.empty:
             self._last_lr = 0.0
         else:
@@ -245,7 +233,9 @@ class DelayedCO2(CO2):
         for flats in (self._x, self._m):
             for bucket, flat in zip(self.buckets, flats, strict=True):
                 bucket.payload.copy_(flat)  # a failure leaves partial sums only there
-            self.flight.sum([b.payload for b in self.buckets])
+            if self.flight.group is not None:
+                for work in all_reduce([b.payload for b in self.buckets], self.flight.group)[0]:
+                    work.wait()
             for bucket, flat in zip(self.buckets, flats, strict=True):
                 flat.copy_(bucket.payload / self.flight.world_size)
         for boundary in self._delayed:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Unpack
 
+from torch import Tensor
+
+from ..assembly import CO2Config, Options, plugs
 from ..flat import copy, rescale
-from ..rounds import LocalMethod
+from ..rounds import Rounds
 
 
-class Blocking(LocalMethod):
+class Blocking(Rounds):
     """A method that waits for the mean of the parameters at every boundary."""
 
-    @property
-    def hides(self) -> bool:
-        return False
+    def __init__(self, params: Iterable[Tensor], tau: int, **options: Unpack[Options]):
+        super().__init__(params, **plugs(CO2Config(tau=tau), lambda number: tau, options, hidden=False))
 
     def close_round(self, *, finished: bool) -> bool:
         for bucket in self.buckets:
             bucket.flatten(bucket.payload)
         self.send(finished=finished)
-        landing = self.receive(finished=finished)
+        landing = self.land(finished=finished)
         if not landing.empty:
             for bucket in self.buckets:
                 rescale(bucket.payload, self.scale)
@@ -32,7 +36,10 @@ class Blocking(LocalMethod):
 
 
 class LocalSGD(Blocking):
-    """Local-SGD (Stich, ICLR 2019): every tau local steps the parameters are averaged, and everyone waits."""
+    """Local-SGD (Stich, ICLR 2019): every tau local steps the parameters are averaged, and everyone waits. options: see
+    core.assembly.Options."""
+
+    name = "LocalSGD"
 
     def apply(self) -> None:
         for bucket in self.buckets:

@@ -6,17 +6,16 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Unpack
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from ..assembly import CO2Config, Options, plugs
 from ..errors import UserError
 from ..flat import copy, copy_where, rescale, views
-from ..flight import Link
 from ..outer import carried
-from ..rounds import LocalMethod
+from ..rounds import Rounds
 
 
 @dataclass(frozen=True)
@@ -35,13 +34,15 @@ class OverlapLocalConfig:
             raise UserError(f"overlap_local anchor_momentum={self.anchor_momentum}: give a number in [0, 1)")
 
 
-class OverlapLocalSGD(LocalMethod):
+class OverlapLocalSGD(Rounds):
     """Overlap-Local-SGD (Wang, Liang and Joshi, ICASSP 2020): an anchor model, averaged in the background.
 
     At a boundary the mean launched one round ago moves the anchor, v <- mu v + (mean - z), z <- z + v; each worker is
     pulled towards it, x^i <- x^i - a (x^i - z); and the mean of the pulled models is launched. Workers differ
-    until finish(), which leaves all with the mean. The arguments: see LocalMethod.
+    until finish(), which leaves all with the mean. options: see core.assembly.Options.
     """
+
+    name = "OverlapLocalSGD"
 
     def __init__(
         self,
@@ -50,23 +51,10 @@ class OverlapLocalSGD(LocalMethod):
         config: OverlapLocalConfig | None = None,
         *,
         tau_max: int = 192,
-        buffers: Iterable[Tensor] = (),
-        model_params: Iterable[Tensor] = (),
-        group: dist.ProcessGroup | None = None,
-        timeout: float = 600.0,
-        link: Link | None = None,
+        **options: Unpack[Options],
     ):
         self.config = config or OverlapLocalConfig()
-        super().__init__(
-            params,
-            tau,
-            tau_max=tau_max,
-            buffers=buffers,
-            model_params=model_params,
-            group=group,
-            timeout=timeout,
-            link=link,
-        )
+        super().__init__(params, **plugs(CO2Config(tau=tau, tau_max=tau_max), lambda number: tau, options))
         self._z = self.state.new("anchor", of_params=True)
         self._v = self.state.new("anchor_momentum")
         self.replicas = self.starts = self._z
@@ -74,16 +62,16 @@ class OverlapLocalSGD(LocalMethod):
 
     @contextlib.contextmanager
     def shared_model(self) -> Iterator[bool]:
-        """See LocalMethod: the mean of what was just sent, with which step(last=True) would have ended, takes the
+        """See Rounds: the mean of what was just sent, with which step(last=True) would have ended, takes the
         model's place."""
         with super().shared_model() as equal:
-            if equal or self.local_steps or self.skip_after is not None:
+            if equal or self.local_steps or not self.pacing.together:
                 yield equal
                 return
         if not self.flight.landed():
-            with self._clock.early_merge(self.own_tau):  # the waiting; it is merged at the round's end
+            with self.clock.early_merge(self.tau):  # the waiting; it is merged at the round's end
                 self.flight.lands_within(math.inf)
-        scale = self.guard.land(float("nan"))
+        scale = 1 / self.scalars["weight"].double()  # NaN or infinite where no worker counts
         held = [t for b in self.buckets for t in (*b.params, *b.buffers)]
         own = [t.clone() for t in held]
         self._lend(held, [v * scale.to(v) for b in self.buckets for v in (*b.payload_views, *b.buffer_views)])
@@ -96,12 +84,11 @@ class OverlapLocalSGD(LocalMethod):
     @torch.no_grad()
     def _lend(self, held: list[Tensor], values: list[Tensor]) -> None:
         copy(held, values)
-        self._refresh_model()
-        self._watch.begin()
+        self._moved(at_boundary=True)
 
     def close_round(self, *, finished: bool) -> bool:
         if self.flight.in_flight:
-            landing = self.receive(finished=finished)
+            landing = self.land(finished=finished)
             self._move_anchor()
             if landing.last:
                 for bucket in self.buckets:
@@ -114,8 +101,8 @@ class OverlapLocalSGD(LocalMethod):
         self.send(finished=finished)
         return False
 
-    def was_left_out(self, where: Tensor) -> None:
-        super().was_left_out(where)
+    def left_out(self, where: Tensor) -> None:
+        super().left_out(where)
         for bucket, z in zip(self.buckets, self._z, strict=True):
             copy_where(where, bucket.params, views(z, bucket.params))
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Unpack
 
-import torch.distributed as dist
 from torch import Tensor
 
+from ..assembly import Options
 from ..config import LARGE
 from ..errors import UserError
 from ..flat import copy, views
-from ..flight import Link
 from ..outer import carried
 from .local_sgd import Blocking
 
@@ -36,8 +36,11 @@ class SlowMo(Blocking):
     """SlowMo (Wang et al., ICLR 2020): Local-SGD whose average takes a step with momentum.
 
     u <- beta u + (x_{t,0} - mean_i x^i_{t,tau}) / gamma;  x_{t+1,0} = x_{t,0} - alpha gamma u. lr: returns gamma, the
-    inner learning rate of now; None stands for a constant one, which cancels. The other arguments: see LocalMethod.
+    inner learning rate of now; None stands for a constant one, which cancels. The other arguments: see
+    LocalSGD.
     """
+
+    name = "SlowMo"
 
     def __init__(
         self,
@@ -46,16 +49,10 @@ class SlowMo(Blocking):
         config: SlowMoConfig | None = None,
         *,
         lr: Callable[[], float] | None = None,
-        buffers: Iterable[Tensor] = (),
-        model_params: Iterable[Tensor] = (),
-        group: dist.ProcessGroup | None = None,
-        timeout: float = 600.0,
-        link: Link | None = None,
+        **options: Unpack[Options],
     ):
         self.config = config or SlowMoConfig()
-        super().__init__(
-            params, tau, buffers=buffers, model_params=model_params, group=group, timeout=timeout, link=link
-        )
+        super().__init__(params, tau, **options)
         self._lr = lr or (lambda: 1.0)
         self._x = self.state.new("outer_iterate", of_params=True)
         self._u = self.state.new("outer_momentum")

@@ -1,51 +1,21 @@
-"""Parts that do what a plain one does, faster or in less memory; each is tested to be equal to it."""
+"""Steps 3 to 7 in one pass over memory, where a plain one (core/outer.py) takes several; tested to be equal to it."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from ..flat import takes_triton
-from ..outer import Boundary, Rule, all_seen, update
+from ..outer import Boundary
 from .chunked import ChunkedBoundary
 
-__all__ = ["PASSES", "CompiledBoundary", "Pass", "make_boundary"]
 
-Pass = Literal["fast", "plain", "compiled"]
-PASSES: tuple[Pass, ...] = ("fast", "plain", "compiled")
-
-
-def make_boundary(
-    kind: Pass,
-    params: Sequence[Tensor],
-    d: Tensor,
-    x: Tensor,
-    m: Tensor,
-    sent: Tensor | None = None,
-) -> Boundary:
-    """fast: Triton's kernel on CUDA where Triton is installed (any CUDA build for Linux brings it), the in-place pass
-    on a CPU; elsewhere plain, which is core/outer.py's own. compiled: that, by torch.compile."""
-    flats = params, d, x, m, sent
-    if kind == "compiled":
-        return CompiledBoundary(*flats)
-    if kind == "fast" and takes_triton(d.device):
+def make_boundary(params: Sequence[Tensor], d: Tensor, x: Tensor, m: Tensor, sent: Tensor | None = None) -> Boundary:
+    """Triton's kernel on CUDA where Triton is installed (any CUDA build for Linux brings it), the in-place pass on a
+    CPU; elsewhere the plain one."""
+    if takes_triton(d.device):
         from .triton_kernel import TritonBoundary  # imports triton
 
-        return TritonBoundary(*flats)
-    return ChunkedBoundary(*flats) if kind == "fast" and not d.is_cuda else Boundary(*flats)
-
-
-class CompiledBoundary(Boundary):
-    """core/outer.py's `update`, compiled by torch: what the hand-written passes are compared with."""
-
-    def update(self, rule: Rule) -> Tensor:
-        return all_seen([_compiled()(s, rule) for s in self.segments])
-
-
-@functools.cache  # once for all buckets
-def _compiled() -> Any:
-    return torch.compile(update, dynamic=False)  # of unknown sizes some strided parameters do not compile
+        return TritonBoundary(params, d, x, m, sent)
+    return (Boundary if d.is_cuda else ChunkedBoundary)(params, d, x, m, sent)

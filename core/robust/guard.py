@@ -9,25 +9,45 @@ Nothing here makes the host wait for a GPU.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ..config import require
 from ..errors import DivergedError
-from ..flat import Bucket, Scalars, local_shard, read_blocks, wipe
+from ..flat import Bucket, local_shard, on_host, read_blocks, wipe
+from ..groups import Stage
 from ..outer import norm
+from ..riders import Heard, Method, Rider
 
 SOUND, NOT_FINITE, JUMPED = 0, 1, 2  # verdicts
 REASONS = {NOT_FINITE: "not finite", JUMPED: "out of proportion to its own before"}
 WARM_UP = 5  # sound rounds before which nothing counts as a jump
 MEMORY = 10  # sound rounds over which the usual size is taken
-PATIENCE = 3  # rounds in which a worker may be left out again, right after the first one
+LEFT_OUT_AGAIN = 3  # rounds in which a worker may be left out again, right after the first one
 
 LeftOut = Callable[[Tensor], None]
 
 
-class Guard:
+@dataclass(frozen=True)
+class Guarded:
+    """The settings of who is left out of a mean."""
+
+    outlier: float | None = 10.0
+    """A worker is left out of a round's mean, and starts anew, where its difference is more than so many times as large
+    as its own usual one (core/robust/guard.py); None: only where it is not finite."""
+
+    def check(self) -> None:
+        require(
+            self, self.outlier is None or self.outlier > 1, "outlier", "give a number above 1, or None for no limit"
+        )
+
+
+class Guard(Rider):
     """Judges what this worker sends, sets its weight in the mean, and hears the verdicts on all.
 
     The size of a round is the norm of its difference over the square root of its local steps, which neither steps in
@@ -36,54 +56,95 @@ class Guard:
     jump to a level that lasts, as when a learning rate starts anew, is a jump once: the next round near it is sound.
     EDiT (arXiv 2412.07210) also leaves a worker out whose pseudo-gradient's norm is far from its own running mean.
 
-    scalars: with the places of `sizes`. device: of what is sent. names: of the workers. tells: whether this one warns.
-    Attributes: verdict, 0-d, the last one on this worker; count, of the workers that were left out of what was heard
-    last; state: [3] float64, the usual size, sound rounds so far, and the size of the last jump, for a checkpoint.
+    Attributes: on_left_out, called with a 0-d truth value after a round: whether this worker was left out of its mean,
+    for what the inner optimiser has gathered, as `forget` does; on a CPU only where it was. verdict, 0-d, the last one
+    on this worker; count, of the workers that were left out of what was heard last; state: [3] float64, the usual size,
+    sound rounds so far, and the size of the last jump, for a checkpoint.
     """
 
-    def __init__(self, scalars: Scalars, device: torch.device, rank: int, names: Sequence[str]):
-        self.scalars, self.rank, self.names = scalars, rank, names
-        self.factor: float | None = 10.0
-        self.tells = rank == 0
-        self.state = torch.zeros(3, dtype=torch.float64, device=device)
-        self.verdict = torch.zeros((), dtype=torch.float64, device=device)
-        self.count = 0
-        self.forget_rounds()
+    name, of_each = "guard", {"left_out": 1}
 
-    def forget_rounds(self) -> None:
-        """As if nobody had ever been left out; every worker must call it at the same point."""
+    def __init__(self, factor: float | None = 10.0):
+        self.factor = factor
+        self.on_left_out: LeftOut | None = None
+        self.count = 0
+
+    def attach(self, method: Method) -> None:
+        super().attach(method)
+        flight = method.flight
+        ranks = range(flight.places) if flight.group is None else dist.get_process_group_ranks(flight.group)
+        self.names = [f"{method.member} {rank}" for rank in ranks]
+        self.state = torch.zeros(3, dtype=torch.float64, device=flight.device)
+        self.verdict = torch.zeros((), dtype=torch.float64, device=flight.device)
+        self._judged = False  # what is sent next
+        self.others_came()
+
+    def pack(self) -> None:
+        m = self.method
+        self._steps = m.local_steps if m.differences else 0
+        if m.sends_later:
+            return
+        if not self._judged:
+            self.judge(size_of(m.buckets))
+        self._judged = False
+        self.weigh()
+        m.left_out(self.is_left_out)
+
+    def stages(self) -> Iterator[Stage]:
+        """Those that hold parts of one payload are left out together."""
+        if self.method.sends_later:
+            square = size_of(self.method.buckets).square().view(1)
+            yield from self.method.sum_parts(square)
+            self.judge(square[0].sqrt())
+            self.weigh()
+
+    def judge_early(self, size: Tensor, steps: int) -> Tensor:
+        """For a method that uses its difference before it sends it: whether this worker is left out, 0-d."""
+        self._steps, self._judged = steps, True
+        self.judge(size)
+        return self.is_left_out
+
+    def left_out(self, where: Tensor) -> None:
+        if self.on_left_out is not None and (read_blocks(where) or where):
+            self.on_left_out(where)
+
+    def restart(self) -> None:
+        self.state.zero_()
+
+    def others_came(self) -> None:
+        """As if no worker had ever been left out."""
         self._in_a_row = [0] * len(self.names)
 
-    @staticmethod
-    def sizes(workers: int) -> dict[str, int]:
-        """The scalars, and how many numbers each stands for."""
-        return {"weight": 1, "left_out": workers}
+    def state_dict(self) -> Any:
+        return on_host(self.state)
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Any, *, of_others: bool) -> None:
+        if state is not None:
+            self.state.copy_(state)
+        if of_others:
+            self.method.scalars["left_out"].zero_()
 
     @property
-    def left_out(self) -> Tensor:
+    def is_left_out(self) -> Tensor:
         """Whether this worker was, in its last round, 0-d."""
         return self.verdict != SOUND
 
     @torch.no_grad()
-    def judge(self, size: Tensor, steps: int) -> None:
-        """Finds `verdict` on what is about to be sent.
-
-        size: 0-d, its norm: not finite where any number is not. steps: local steps that led to the difference; 0: it is
-        none, or there were none, so that nothing can have jumped.
-        """
-        self.verdict.copy_(self._judge(size.to(self.state), steps))
+    def judge(self, size: Tensor) -> None:
+        """Finds `verdict` on what is about to be sent. size: 0-d, its norm: not finite where any number is not."""
+        self.verdict.copy_(self._judge(size.to(self.state), self._steps))
 
     @torch.no_grad()
-    def weigh(self, buckets: Sequence[Bucket], weight: float = 1.0) -> None:
-        """Makes zeros of what the buckets hold, if it is left out, and writes the scalars. weight: if it is not."""
-        wipe([part for b in buckets for part in (b.payload, b.values)], self.left_out)
-        if weight != 1:
-            for flat in (part for b in buckets for part in (b.payload, b.values)):
-                flat.mul_(weight)
-        self.scalars.set("weight", torch.where(self.left_out, 0.0, weight))
-        self.scalars["left_out"].view(-1).zero_()[self.rank].copy_(self.verdict)
+    def weigh(self) -> None:
+        """Makes zeros of what the buckets hold, if it is left out, and writes the scalars."""
+        scalars = self.method.scalars
+        wipe([part for b in self.method.buckets for part in (b.payload, b.values)], self.is_left_out)
+        scalars.set("weight", torch.where(self.is_left_out, 0.0, scalars["weight"]))
+        scalars["left_out"].view(-1).zero_()[self.method.flight.place].copy_(self.verdict)
 
     def _judge(self, size: Tensor, steps: int) -> Tensor:
+        """steps: local steps that led to the difference; 0: it is none, or there were none, so that it has no jump."""
         finite = size.isfinite()
         jumped = torch.zeros_like(finite)
         if steps and self.factor is not None:
@@ -98,32 +159,25 @@ class Guard:
             self.state.copy_(torch.stack([usual, rounds + sound, torch.where(jumped, size, 0.0)]))
         return torch.where(finite, jumped.double() * JUMPED, float(NOT_FINITE))
 
-    def land(self, nobody: float) -> Tensor:
-        """What turns the weighted sum or mean that has landed into the weighted mean, 0-d float64: 1 over the weight in
-        the same sum or mean; nobody: where that is 0, and so are all numbers."""
-        weight = self.scalars["weight"].double()
-        return torch.where(weight == 0, nobody, 1 / weight)
+    def hear(self, sums: Mapping[str, Sequence[float]], of: Heard) -> None:
+        """The verdicts, each in a worker's place, the same on all workers.
 
-    def hear(self, verdicts: Sequence[float], number: int, workers: int | None = None) -> None:
-        """The verdicts in round `number`, each in a worker's place, the same on all workers. workers: how many have
-        sent, where there are places for more (None: as many).
-
-        DivergedError when all are not finite, or one is left out once more after PATIENCE rounds.
+        DivergedError when all are not finite, or one is left out once more after LEFT_OUT_AGAIN rounds.
         """
-        codes = [round(verdict) for verdict in verdicts]
-        self.count = len(codes) - codes.count(SOUND)
+        codes = [round(verdict * of.workers / of.everybody) for verdict in sums["left_out"]]
+        self.count = self.method.stats.left_out = len(codes) - codes.count(SOUND)
         if not self.count:
-            self.forget_rounds()
+            self.others_came()
             return
         self._in_a_row = [n + 1 if code else 0 for n, code in zip(self._in_a_row, codes, strict=True)]
         remedy = "lower the learning rate, clip gradients, or look at the data"
-        if codes.count(NOT_FINITE) == (workers or len(codes)):
-            raise DivergedError(f"what every worker has sent in round {number} is not finite: {remedy}")
+        if codes.count(NOT_FINITE) == of.workers:
+            raise DivergedError(f"what every worker has sent in round {of.round} is not finite: {remedy}")
         for name, code, rounds in zip(self.names, codes, self._in_a_row, strict=True):
-            text = f"{name} is left out of the mean of round {number}: what it has sent is {REASONS.get(code)}"
-            if rounds > PATIENCE:
+            text = f"{name} is left out of the mean of round {of.round}: what it has sent is {REASONS.get(code)}"
+            if rounds > LEFT_OUT_AGAIN:
                 raise DivergedError(f"{text}, as in the {rounds - 1} rounds before; {remedy}")
-            if code and self.tells:
+            if code and self.method.tells:
                 warnings.warn(f"{text}; it starts anew", stacklevel=2)
 
 

@@ -175,6 +175,11 @@ def meet(group: dist.ProcessGroup | None = None) -> None:
     _peers.meet(group)
 
 
+def gone(in_it: Sequence[int] = ()) -> str:
+    """For a message: because of whom a collective has failed."""
+    return who(find(in_it))
+
+
 def find(in_it: Sequence[int] = ()) -> list[int]:
     """See Peers.find; nothing before anybody was met."""
     return _peers.find(in_it) if _peers is not None else []

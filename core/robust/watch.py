@@ -7,7 +7,7 @@ import functools
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,45 +16,60 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..flat import of_each
 from ..groups import is_alive
 from ..outer import norm
+from ..riders import Method, Rider
 
 # Of a tensor's norm. Weights that were swapped for an evaluation come back as they were, or nearly so; where a worker
 # begins a round with progress of its own, that is no reason to warn, while loaded weights are farther off.
 TOLERANCE, ROUGHLY = 1e-3, 0.3
 
 
-class Watch:
+class Watch(Rider):
     """Warns when parameters were written to between a round's end and the optimiser's first step after it.
 
-    given: the parameters as an optimiser knows them; params: the same ones, where they lie (see flat.local_shard).
-    starts: gives for each of them where the round began, in any float dtype, or None where that is not kept; roughly:
-    whether it began near there. torch counts what is written to a tensor, and torch's optimisers call before their
-    step: so it costs nothing a step. Weights written through `.data` are noticed where their memory is another one.
-    Warns once, too, when an optimiser of these parameters trains others that no method knows, as those of a layer that
-    was added later.
+    model_params: see Masters; here for DistributedDataParallel's sake. torch counts what is written to a tensor, and
+    torch's optimisers call before their step: so it costs nothing a step. Weights written through `.data` are noticed
+    where their memory is another one. Warns once, too, when an optimiser of these parameters trains others that no
+    method knows, as those of a layer that was added later; and where DistributedDataParallel averages their gradients.
     """
 
-    def __init__(
-        self,
-        given: Sequence[Tensor],
-        params: Sequence[Tensor],
-        starts: Callable[[], Sequence[Tensor] | None],
-        roughly: Callable[[], bool] = lambda: False,
-    ):
-        self._params, self._starts, self._roughly = params, starts, roughly
-        self._number = {id(p): i for i, p in enumerate(given)}
+    def __init__(self, model_params: Sequence[Tensor] = ()):
+        self._model_params = model_params
+        self._looked = False  # for what else averages the parameters
         self._unchecked: dict[int, tuple[int, int]] = {}
+
+    def attach(self, method: Method) -> None:
+        super().attach(method)
+        self._params = method.params
+        self._number = {id(p): i for i, p in enumerate(method.trained)}
         _watches.add(self)
         _listen()
+        self.moved(at_boundary=True)
 
-    def begin(self) -> None:
-        """A round begins with the parameters as they are."""
-        self._unchecked = {i: _writes(p) for i, p in enumerate(self._params)}
+    def pack(self) -> None:
+        if not self._looked:
+            warn_of_ddp([*self.method.trained, *self._model_params], self.method.flight.group)
+            self._looked = True
 
-    def skip(self) -> None:
-        """Nothing is known of this round's start."""
-        self._unchecked = {}
+    def moved(self, *, at_boundary: bool) -> None:
+        """A round begins with the parameters as they are; in mid-round nothing is known of its start."""
+        self._unchecked = {i: _writes(p) for i, p in enumerate(self._params)} if at_boundary else {}
+
+    def finishing(self) -> None:
+        if not self.method.local_steps:  # else the optimiser's first step has looked
+            self.check(self.method.trained)
+
+    def load_state_dict(self, state: Any, *, of_others: bool) -> None:
+        self._unchecked = {}  # the model may be loaded after this
+
+    def _starts(self) -> Sequence[Tensor] | None:
+        """Where the round began, a tensor a parameter; None: not known."""
+        m = self.method
+        if m.starts:
+            return of_each(m.params, m.buckets, m.starts)
+        return None if m.state else m.params  # nothing is kept that could pull anywhere
 
     def knows(self, p: Tensor) -> bool:
         return id(p) in self._number
@@ -66,7 +81,7 @@ class Watch:
         written = [i for i in numbers if self._unchecked.pop(i) != _writes(self._params[i])]
         starts = self._starts() if written else None
         if starts is not None:
-            tolerance = ROUGHLY if self._roughly() else TOLERANCE
+            tolerance = ROUGHLY if self.method.starts_roughly else TOLERANCE
             written = [i for i in written if _differ(self._params[i], starts[i], tolerance)]
         if written:
             warnings.warn(

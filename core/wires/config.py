@@ -9,6 +9,7 @@ from typing import Literal, get_args
 import torch.distributed as dist
 from torch import Tensor
 
+from ..config import require
 from ..errors import UserError
 from ..flat import Bucket, Scalars
 from ..flight import Reducer
@@ -87,3 +88,14 @@ class WireConfig:
             return LGreco(buckets, scalars, *workers, self.like, self.lgreco, self.rounding, **period)
         assert self.format not in ("float32", "auto")
         return Quantized(buckets, scalars, *workers, self.format, self.rounding, self.error_feedback)
+
+
+@dataclass(frozen=True)
+class Wired:
+    """The settings of how a method's payload crosses the network."""
+
+    wire: WireConfig = field(default_factory=WireConfig)
+    """How the pseudo-gradient crosses the network. The other methods always send float32."""
+
+    def check(self) -> None:
+        require(self, isinstance(self.wire, WireConfig), "wire", "give a WireConfig, such as core.WireConfig('int8')")

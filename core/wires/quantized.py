@@ -193,6 +193,7 @@ class Quantized:
         memory: tuple[list[Tensor], list[Tensor]] | None = None,
     ):
         self.buckets, self.scalars = buckets, scalars
+        self.kind = wire if isinstance(wire, str) else "mixed"
         self.wires: list[Wire] = [wire] * len(buckets) if isinstance(wire, str) else list(wire)
         self.rank, self.world_size = rank, world_size
         self.scale = 1.0
@@ -207,6 +208,9 @@ class Quantized:
             self._errors, self._mean_errors = [*own], [*means]
             self.state = dict(zip(HELD_BACK, (own, means), strict=True))
         self._codec = make_codec(self.device, rounding)
+
+    def become(self, kind: str) -> None:
+        """See Reducer."""
 
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
         yield [], 0  # the encoding, too, is done in the background

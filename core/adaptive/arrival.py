@@ -1,0 +1,99 @@
+"""CO2 whose means are merged when they land, or are mixed: the worker goes on from where it is (merge, delay)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .. import outer
+from ..co2 import CO2
+from ..flat import of_each
+from ..passes import make_boundary
+from ..rounds import Landing
+from .config import AdaptiveConfig
+from .inner_gap import FirstStep
+
+
+class OnArrival(CO2):
+    """The arguments: see CO2; config: an AdaptiveConfig, whose merge and delay say from what a worker continues, and
+    when. With gap inner a FirstStep is among the riders.
+
+    Where means are merged on arrival shared_model waits for the one that was just sent, and merges it; the time counts
+    as exposed.
+    """
+
+    config: AdaptiveConfig
+
+    def make_boundaries(self) -> list[outer.Boundary]:
+        c, self._finishing = self.config, False
+        self.starts_roughly = c.merge != "outer"
+        self._first = next((r for r in self.riders if isinstance(r, FirstStep)), None)
+        sent = self.state.new("sent", of_params=True, own=True) if c.merge == "keep" else [None] * len(self.buckets)
+        flats = zip(self.buckets, self._x, self._m, sent, strict=True)
+        return [make_boundary(b.params, b.payload, x, m, y) for b, x, m, y in flats if b.numel]
+
+    def close_round(self, *, finished: bool) -> bool:
+        c, self._finishing = self.config, finished
+        papers_order = c.merge != "keep" and c.at_boundary
+        landing = self.merge(finished=finished) if self.flight.in_flight and not papers_order else None
+        if landing and landing.last:
+            return True
+        if finished and not self.local_steps:
+            self._restart()  # what an earlier mean was mixed with is no local step
+        if papers_order:
+            return super().close_round(finished=finished)
+        for boundary in self._boundaries:
+            boundary.take()
+        self.send(finished=finished)
+        return c.delay == 0 and self.merge(finished=finished).last
+
+    def merge(self, *, finished: bool = False) -> Landing:
+        """Steps 2 and 4 to 7, and the merge. In finish() no step follows, so nothing is mixed."""
+        self._finishing = finished
+        landing = self.land(finished=finished)
+        if not landing.empty:
+            self.pass_over(replace(self.rule(), sends=False))
+        if landing.last:  # nothing is stale any more
+            self._restart()
+            self._last_lr = 0.0
+        return landing
+
+    def continued(self, rule: outer.Rule) -> outer.Rule:
+        c, finishing = self.config, self._finishing
+        if rule.sends:  # the paper's order
+            return replace(rule, merge="outer" if finishing else c.merge, share=c.mix)
+        return replace(rule, merge=c.merge, share=0.0 if finishing and c.delay != 0 else c.mix)
+
+    def one_gap(self, delta_norm: Tensor) -> Tensor | None:
+        if self.config.gap != "inner" or self._first is None:
+            return super().one_gap(delta_norm)
+        return outer.gap_scalar(self.last_step_norm(), self.sent_tau * self._first.largest_now())
+
+    def left_out(self, where: Tensor) -> None:
+        super().left_out(where)
+        for boundary in self._boundaries if self.config.merge != "outer" else []:  # else every boundary restarts it
+            boundary.restart(where)
+
+    def _restart(self) -> None:
+        for boundary in self._boundaries:
+            boundary.restart()
+
+    @contextlib.contextmanager
+    def shared_model(self) -> Iterator[bool]:
+        """See Rounds: with merge keep no worker has progress of its own when it has merged what it just sent."""
+        c = self.config
+        at_one_boundary = not self.local_steps and self.pacing.together
+        if c.delay == "auto" and c.merge == "keep" and at_one_boundary and self.flight.in_flight:
+            self._merge_early()
+            self._moved(at_boundary=True)
+        with super().shared_model() as equal:  # with merge mix and delay 0 workers differ though nothing is in flight
+            yield equal and not (c.merge == "mix" and self._differs())
+
+    def _differs(self) -> bool:
+        """Whether this worker is not where the outer iterate is."""
+        starts = of_each(self.params, self.buckets, self.starts)
+        return any(not torch.equal(x, p) for x, p in zip(starts, self.params, strict=True))

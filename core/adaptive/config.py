@@ -1,0 +1,88 @@
+"""The settings of when a mean is merged, into what, and how long rounds are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..config import GAPS as PAPERS
+from ..config import OuterConfig, require
+from ..outer import MERGES, Merge
+
+GAPS = (*PAPERS[:2], "inner", *PAPERS[2:])
+
+
+@dataclass(frozen=True)
+class AdaptiveConfig(OuterConfig):
+    """The paper's settings, and when a mean is merged, into what, and how long rounds are."""
+
+    tau: int | Literal["auto"] = 48  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Local steps per round; the paper searched {1, 3, 6, 12, 24, 48, 96, 192}. auto: chosen from measured times, the
+    fewest that hide the all-reduce, and again when those change. Until they are known, with delay auto, a round goes on
+    until its predecessor's mean has come, on every worker by itself; later rounds close at one step on all again."""
+    gap: Literal["elementwise", "norm", "inner", "none"] = "elementwise"  # pyright: ignore
+    """The staleness gap penalty Lambda: one of elementwise, norm, inner, none."""
+    tau_max: int = 192
+    """With tau auto: never more local steps than this."""
+    merge: Merge = "outer"
+    """What a worker continues from when a mean has landed: the outer iterate (the paper), mix, between it and the own
+    parameters, or keep, the outer iterate and the own progress since the sending (for a copy of the parameters)."""
+    mix: float = 0.5
+    """Of merge mix: the share of the outer iterate; 1 for it alone."""
+    delay: int | Literal["boundary", "auto"] = "boundary"
+    """When a mean is merged: at the boundary a round after the sending (the paper); so many local steps after the
+    sending, waiting for it where need be; or auto: as soon as it is there, on every worker by itself, which waits
+    for it after the local steps that the link needs, known after four rounds. Without that a mean would come as late as
+    the slowest worker sends, up to a round, which costs loss. 0 waits at once: nothing is hidden, nor stale."""
+    steps: Literal["even", "by_speed"] = "even"
+    """even: every worker takes tau local steps a round, and all count alike in the mean. by_speed: a slower worker
+    takes fewer in proportion, so that nobody waits for it, and counts by its steps (core/adaptive/pace.py)."""
+
+    def check(self) -> None:
+        whole = isinstance(self.tau, int) and not isinstance(self.tau, bool) and self.tau >= 1
+        require(self, whole or self.tau == "auto", "tau", "give a whole number of local steps, 1 or more, or auto")
+        require(self, self.tau_max >= 1, "tau_max", "give a whole number of local steps, 1 or more")
+        self.check_outer()
+        require(self, self.gap in GAPS, "gap", f"choose one of {', '.join(GAPS)}")
+        require(self, self.merge in MERGES, "merge", f"choose one of {', '.join(MERGES)}")
+        require(self, 0 < self.mix <= 1, "mix", "give a number in (0, 1]; 1 continues from the outer iterate alone")
+        self._check_delay()
+        require(self, self.steps in ("even", "by_speed"), "steps", "choose even or by_speed")
+
+    def _check_delay(self) -> None:
+        number = self.delay if isinstance(self.delay, int) and not isinstance(self.delay, bool) else None
+        known = number is not None or self.delay in ("boundary", "auto")
+        require(self, known and (number or 0) >= 0, "delay", "give boundary, auto, or a whole number of local steps")
+        if number is not None:
+            require(self, self.tau != "auto", "delay", "with tau auto give delay boundary or auto")
+            require(self, number <= int(self.tau), "delay", f"give at most tau={self.tau} local steps")
+        nothing_stale = f"nothing is stale then: set gap none, not {self.gap}"
+        require(self, number != 0 or self.gap == "none", "delay", nothing_stale)
+        thrown = "merge outer would throw the steps since the sending away: set merge mix or keep"
+        require(self, self.merge != "outer" or self.at_boundary or number == 0, "delay", thrown)
+        from_outer = "gap inner measures from the outer iterate: set merge outer, or another gap"
+        require(self, self.merge == "outer" or self.gap != "inner", "merge", from_outer)
+
+    def check_stable(self) -> None:
+        """Only the paper's order delays the outer step by a round. Else a difference is taken from the outer iterate as
+        the means before have made it; and with merge keep the mean over the workers is SlowMo's, undelayed."""
+        if self.merge != "keep" and self.at_boundary:
+            super().check_stable()
+
+    @property
+    def tau_margin(self) -> float:
+        """Of tau auto: by how much the local steps should outlast the all-reduce. Where means are merged on arrival so
+        much that they come in the first two fifths of a round: fresh means are worth more than frequent ones, to there
+        (results/RESULTS.md, "Hidden, and the loss").
+        """
+        return 0.25 if self.at_boundary else 1.5
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether a mean is merged at the boundary after the one at which it was sent, in the paper's order."""
+        return self.delay == "boundary" or (self.delay != "auto" and self.delay == self.tau)
+
+    @property
+    def in_paper(self) -> bool:
+        """Whether a mean is merged as in the paper: a round late, and the worker continues from the outer iterate."""
+        return self.merge == "outer" and self.at_boundary

@@ -1,0 +1,93 @@
+"""Rounds whose length follows from what is measured: tau auto, steps by speed, and a mean that does not come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from ..flight import Flight
+from ..pacing import Act, Pacing
+from ..riders import Method
+from .pace import BySpeed
+from .tau import TauDecision, Tuned
+
+
+class Adaptive(Pacing):
+    """delay: when a mean is merged, see AdaptiveConfig. tuned, by_speed: the riders that hear the workers' times; None
+    where they are not needed.
+
+    Attributes: own, the local steps of this worker in the round that runs: tau, or fewer where it is slower; more,
+    once, where tau auto has led the workers apart. skipped, local steps of the round that closed last which this worker
+    has left out, being slower: its data and learning rate may then keep step with the others'. skip_after, to be set
+    before the first step: seconds that a boundary waits for a mean (with delay auto once more in mid-round, see
+    TauTuner.needed), None for as long as it takes. A round whose predecessor's mean does not come, as when a link is
+    down, goes on for tau local steps more, and so on: nothing is thrown away, nor sent before it has come. Each worker
+    decides by itself, for the outer state follows from the means alone, whenever they are merged. Workers come in
+    unlike rounds to collectives of the caller's own: these go over groups.host_group.
+    """
+
+    def __init__(
+        self,
+        tau: Callable[[int], int],
+        delay: int | Literal["boundary", "auto"] = "boundary",
+        *,
+        tuned: Tuned | None = None,
+        by_speed: BySpeed | None = None,
+    ):
+        self.delay, self.tuned, self.by_speed = delay, tuned, by_speed
+        self.skip_after: float | None = None
+        self.skipped = self._sparing = 0
+        super().__init__(tau)
+
+    @property
+    def together(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.skip_after is None
+
+    @property
+    def apart(self) -> bool:
+        """Whether the round that closed last did so at unlike steps of the workers, the same on all: in the first
+        rounds of tau auto where means are merged on arrival. Evaluate, save and stop when it is False."""
+        return self.tuned is not None and self.tuned.tuner.apart
+
+    @property
+    def decision(self) -> TauDecision | None:
+        """Taken by tau auto at the last boundary, if any was."""
+        return self.tuned.decision if self.tuned is not None else None
+
+    def begin(self, number: int, taken: int = 0) -> None:
+        """See Pacing."""
+        if self.tuned is not None and self.tuned.chooses:
+            self.tau = self.tuned.tuner.tau
+        else:
+            super().begin(number)
+            if self.tuned is not None:
+                self.tuned.tuner.given = self.tuned.tuner.tau = self.tau
+        lead = self.tuned.lead if self.tuned is not None else 0
+        part = self.by_speed.pace.steps(self.tau) if self.by_speed is not None else self.tau
+        self.skipped, self._sparing = self._sparing, self.tau - part
+        self.own = part + lead
+        self._spans = taken // self.own + 1  # each of `own` local steps, that the round has
+
+    def act(self, method: Method, *, last: bool) -> Act:
+        """See Pacing."""
+        taken = method.local_steps
+        if taken >= self._spans * self.own:
+            if last or not self._is_late(method):
+                return Act.CLOSE
+            self._spans += 1
+        elif method.flight.in_flight and self._arrives(taken, method.flight) and not self._is_late(method):
+            return Act.MERGE
+        return Act.STEP
+
+    def _arrives(self, taken: int, flight: Flight) -> bool:
+        if self.delay == "auto":
+            return flight.landed() or (self.tuned is not None and taken == self.tuned.tuner.needed)
+        return taken == self.delay
+
+    def _is_late(self, method: Method) -> bool:
+        """Whether what is in flight does not come within `skip_after` seconds, or is not there while tau auto tries."""
+        patience = 0.0 if self.tuned is not None and self.tuned.tuner.free else self.skip_after
+        if patience is None or not method.flight.in_flight:
+            return False
+        with method.clock.pause():
+            return not method.flight.lands_within(patience)

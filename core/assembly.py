@@ -1,0 +1,149 @@
+"""CO2 with all that runs on real clusters need, and what the other methods take of it: the one place of the root that
+knows the rooms."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict, Unpack
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .adaptive.arrival import OnArrival
+from .adaptive.config import AdaptiveConfig
+from .adaptive.inner_gap import FirstStep
+from .adaptive.pace import BySpeed
+from .adaptive.pacing import Adaptive
+from .adaptive.schedules import Schedule, scheduled
+from .adaptive.tau import TauTuner, Tuned
+from .checks import tensors_of
+from .flight import Flight, Link
+from .riders import Rider
+from .robust import peers
+from .robust.agreement import Agreement
+from .robust.guard import Guard, Guarded
+from .robust.masters import Masters
+from .robust.watch import Watch
+from .sharded.checks import check_mesh
+from .wires.auto import AutoWire
+from .wires.config import WireConfig, Wired
+
+
+@dataclass(frozen=True)
+class CO2Config(Wired, Guarded, AdaptiveConfig):
+    """All settings of CO2; defaults as in the example that the authors released."""
+
+    def check(self) -> None:
+        for part in (AdaptiveConfig, Guarded, Wired):
+            part.check(self)
+
+    @classmethod
+    def recommended(cls, workers: int, steps: int | None = None, *, mesh: DeviceMesh | None = None) -> CO2Config:
+        """What our measurements support in place of the paper's settings (results/RESULTS.md, "Hidden, and the loss").
+
+        A mean is merged when it lands, the own progress since the sending is kept, for a copy of the parameters, and
+        there is no penalty, for little is stale then. merge="mix" saves the copy and comes close. A mean crosses the
+        network in int4, for 1 + 1/workers copies more, so that it lands sooner; where it would land within a local
+        step anyway, in float32.
+
+        workers: their number; outer momentum costs most with few of them: 0 up to 16, beyond that what the authors'
+        release sets, 0.2 up to 32, 0.5 up to 64, 0.6 above. steps: of the whole run, if known, so that it has twenty
+        rounds at least. tau set by dataclasses.replace holds. mesh: [nodes, workers of a node], for ShardedCO2: workers
+        of a node must stay equal and hold only shares of the outer state, so of all this there is the outer momentum;
+        a mean is merged in the paper's order, with its penalty, and crosses in float32.
+        """
+        beta = next(b for limit, b in ((16, 0.0), (32, 0.2), (64, 0.5), (float("inf"), 0.6)) if workers <= limit)
+        tau_max = 192 if steps is None else min(192, max(1, steps // 20))
+        if mesh is not None:
+            check_mesh(mesh)
+            return cls(tau="auto", tau_max=tau_max, outer_momentum=beta)
+        wire = WireConfig("auto")
+        late = {"gap": "none", "merge": "keep", "delay": "auto"}
+        return cls(tau="auto", tau_max=tau_max, outer_momentum=beta, wire=wire, **late)  # pyright: ignore
+
+
+class Options(TypedDict, total=False):
+    """What every method takes. buffers: see Rounds. model_params: where `params` are the float32 masters that an
+    optimiser keeps of a 16-bit model, that model's parameters, in the same order. group: the workers (None: all).
+    timeout: seconds until a missing worker is an error. link: an emulated slow one. riders: more of them, such as
+    Requests and Snapshot."""
+
+    buffers: Iterable[Tensor]
+    model_params: Iterable[Tensor]
+    group: dist.ProcessGroup | None
+    timeout: float
+    link: Link | None
+    riders: Sequence[Rider]
+
+
+class CO2(OnArrival):
+    """Hides the all-reduce of a data-parallel training loop behind tau local steps.
+
+    params: model.parameters() or any list of tensors, on this worker's device; every worker must pass the same shapes.
+    config: see CO2Config. buffers, model_params, group, timeout, link: see Options. schedule: number of a round, from 0
+    -> what of tau, outer_lr, outer_momentum and clip changes from then on; the same on all workers, which is checked in
+    every round.
+
+    With merge outer, after n * tau calls of step() the parameters of every worker equal x_{n,0}, bit for bit. Where
+    workers synchronise gradients every step inside nodes, or hold shards of one model, ShardedCO2
+    (core/sharded/sharded.py) is the class. The paper's algorithm and no more is core.co2.CO2.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        config: CO2Config | None = None,
+        *,
+        schedule: Schedule | None = None,
+        **options: Unpack[Options],
+    ):
+        c, params = config or CO2Config(), tensors_of(params, "parameters")
+        c.wire.check(params, options.get("group"))
+        settings = functools.partial(scheduled, c, schedule) if schedule else lambda number: c
+        super().__init__(params, settings, **plugs(c, lambda number: settings(number).tau, options))
+
+
+def plugs(
+    c: CO2Config, tau: Callable[[int], Any], options: Options, *, hidden: bool = True, times: bool = True
+) -> dict[str, Any]:
+    """What a method with these settings is plugged together of, as Rounds' arguments.
+
+    tau: number of a round -> its local steps. hidden: whether local steps run while a reduction is in flight. times:
+    whether the workers may tell each other theirs, for which each has a place.
+    """
+    group, wire = options.get("group"), c.wire.format
+    rank, workers = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+    by_speed = BySpeed(rank, workers) if c.steps == "by_speed" else None
+    tuned = tuned_for(c, workers) if times else None
+    masters = [*options.get("model_params", ())]
+    riders = [Guard(c.outlier), by_speed, tuned, FirstStep() if c.gap == "inner" else None, Agreement()]
+    riders += [*options.get("riders", ()), Watch(masters), Masters(masters) if masters else None]
+    carries = {name: given for name, given in options.items() if name in ("group", "timeout", "link")}
+    plugged: dict[str, Any] = {
+        "pacing": Adaptive(tau, c.delay, tuned=tuned, by_speed=by_speed),
+        "buffers": options.get("buffers", ()),
+        "flight": functools.partial(Flight, hidden=hidden and c.delay != 0, roll=peers, **carries),
+        "riders": [rider for rider in riders if rider is not None],
+    }
+    if wire == "auto":
+        only = [*c.wire.choices][-1]  # one worker alone takes the last
+        plugged["reducer"] = functools.partial(AutoWire, c.wire, lambda: tuned.tuner.wire if tuned else only)
+    elif wire != "float32":
+        plugged["reducer"] = lambda buckets, scalars, flight: c.wire.reducer(
+            buckets, scalars, flight.rank, flight.world_size
+        )
+    return plugged
+
+
+def tuned_for(c: CO2Config, workers: int) -> Tuned | None:
+    """Hears the workers' times, where tau, the wire, or when to wait for a mean is chosen from them."""
+    wires = c.wire.choices if workers > 1 else dict([*c.wire.choices.items()][-1:])
+    given = None if c.tau == "auto" else c.tau
+    if given is not None and len(wires) == 1 and (c.delay != "auto" or workers == 1):
+        return None
+    by_speed = c.steps == "by_speed"
+    waits = c.delay != "auto" or by_speed or workers == 1
+    return Tuned(TauTuner(c.tau_max, c.tau_margin, wires, by_speed=by_speed, given=given, waits=waits))

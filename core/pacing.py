@@ -1,0 +1,39 @@
+"""When a worker's round ends. Here as in the paper: after tau local steps, and a mean is merged nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+
+from .checks import check_tau
+from .riders import Method
+
+
+class Act(Enum):
+    """What follows a local step."""
+
+    STEP = "another local step"
+    MERGE = "what has landed is merged, and the round goes on"
+    CLOSE = "the round closes"
+
+
+class Pacing:
+    """tau: local steps a round, or a function of the round's number that gives them.
+
+    Attributes: tau, of the round that runs; together, whether all workers are in the same round at a boundary.
+    """
+
+    together = True
+
+    def __init__(self, tau: int | Callable[[int], int]):
+        self._tau_of = tau if callable(tau) else lambda number: tau
+        self.begin(0)
+
+    def begin(self, number: int, taken: int = 0) -> None:
+        """Round `number` begins, counted from 0; or goes on after so many local steps, from a checkpoint."""
+        self.tau = self._tau_of(number)
+        check_tau(self.tau)
+
+    def act(self, method: Method, *, last: bool) -> Act:
+        """After a local step. last: no other follows."""
+        return Act.CLOSE if method.local_steps >= self.tau else Act.STEP

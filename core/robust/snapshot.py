@@ -1,0 +1,43 @@
+"""A checkpoint's state without waiting for what is in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..checks import under_rank
+from ..riders import Rider
+
+
+class Snapshot(Rider):
+    """Gives the state of a boundary when what is in flight there has landed."""
+
+    def __init__(self) -> None:
+        self._wanted: tuple[Callable[[dict[str, Any]], None], int] | None = None
+
+    def ask(self, then: Callable[[dict[str, Any]], None]) -> None:
+        """Calls `then` with what state_dict would return at this boundary, without waiting: when what is in flight is
+        received, at the next boundary at the latest; at once where nothing is. Parameters and optimiser are to be
+        copied here.
+
+        Where one was asked for before, that is given first, for which this waits.
+        """
+        self.hand_over()
+        self._wanted = then, self.method.local_steps
+        if not self.method.flight.in_flight:
+            self.hand_over()
+
+    def hand_over(self) -> None:
+        """Waits for what is in flight and gives the snapshot that was asked for, where one was."""
+        if self._wanted is not None:
+            (then, local_steps), self._wanted = self._wanted, None
+            then(under_rank(self.method.own_state() | {"local_steps": local_steps}))
+
+    def landed(self) -> None:
+        self.hand_over()
+
+    def restart(self) -> None:
+        self._wanted = None
+
+    def load_state_dict(self, state: Any, *, of_others: bool) -> None:
+        self._wanted = None

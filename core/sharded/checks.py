@@ -1,0 +1,48 @@
+"""What does not go with shared outer state."""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..adaptive.config import AdaptiveConfig
+from ..errors import UserError
+
+
+def check_shared(c: AdaptiveConfig) -> None:
+    """Refuses what may diverge, or needs the whole outer state in one place (ShardedCO2), all in one line."""
+    c.check_stable()
+    problems = []
+    if c.gap == "inner":
+        problems.append("gap='inner' needs unshared outer state: choose elementwise, norm or none")
+    if c.merge == "keep" or (c.merge == "mix" and c.at_boundary) or c.delay == 0:
+        problems.append(
+            f"merge={c.merge!r} with delay={c.delay!r} needs the outer state whole: shared, it knows merge outer with "
+            "delay boundary (the paper), and mix with delay auto, where no mesh is given, or a number of local steps"
+        )
+    if problems:
+        remedy = "or leave out shard, offload, per_node and zero"
+        with_mesh = "with a mesh, CO2Config.recommended(..., mesh=mesh) is accepted"
+        raise UserError("; ".join([*problems, remedy, with_mesh]))
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Refuses a mesh of other than two dimensions."""
+    if mesh.ndim == 2:
+        return
+    names, usual = mesh.mesh_dim_names or (), ("dp_replicate", "dp_shard")
+    of = f" {', '.join(names)}" if names else ""
+    remedy = f"give one of two, such as init_device_mesh(DEVICE, (NODES, WORKERS OF A NODE), mesh_dim_names={usual})"
+    if len(names) > 1:
+        across, inside = usual if {*usual} <= {*names} else names[:2]
+        pair = "mesh[ACROSS, INSIDE], the names of the dimension across nodes and of the one inside a node"
+        remedy = f'give two of a larger one, {pair}, such as mesh["{across}", "{inside}"]'
+    raise UserError(f"a mesh of {mesh.ndim} dimension{'s' * (mesh.ndim != 1)}{of}: {remedy}")
+
+
+def check_node(c: AdaptiveConfig) -> None:
+    """Refuses what the workers of a node, which stay equal, cannot do (ShardedCO2 with an inner group)."""
+    if c.delay == "auto":
+        raise UserError(
+            "delay='auto' lets every worker merge by itself, and those of a node must stay equal: give a number of "
+            "local steps, at least what the all-reduce takes"
+        )

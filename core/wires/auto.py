@@ -1,0 +1,64 @@
+"""wire auto: begins with the narrow format, and changes to what has been chosen from times that all have heard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import cast
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..flat import Bucket, Scalars
+from ..flight import AllReduce, Flight, Reducer
+from ..groups import Stage
+from .config import WireConfig
+from .formats import Wire
+from .quantized import Quantized, nothing_held_back
+
+
+class AutoWire:
+    """A Reducer that is one of several. chosen: gives the format of what is sent next, alike on all workers."""
+
+    def __init__(
+        self,
+        config: WireConfig,
+        chosen: Callable[[], str],
+        buckets: Sequence[Bucket],
+        scalars: Scalars,
+        flight: Flight,
+    ):
+        self.config, self._chosen = config, chosen
+        self._buckets, self._scalars, self._flight = buckets, scalars, flight
+        self.kind, self._now = "", cast(Reducer, None)
+        self.become(chosen())
+
+    @property
+    def scale(self) -> float:
+        return self._now.scale
+
+    @property
+    def state(self) -> dict[str, list[Tensor]]:
+        """The same keys and shapes over any wire."""
+        if self._now.state or not self.config.error_feedback:
+            return self._now.state
+        return nothing_held_back(self._buckets, self._flight.world_size, "cpu")
+
+    def become(self, kind: str) -> None:
+        """What is sent from now on; nothing may be in flight. Error feedback begins with nothing held back; what the
+        format before has held back goes along with the payload."""
+        if kind == self.kind:
+            return
+        if isinstance(self._now, Quantized):
+            self._now.release()
+        self.kind = kind
+        if kind == "float32":
+            self._now = AllReduce([b.flat for b in self._buckets], self._flight.world_size)
+        else:
+            workers = self._flight.rank, self._flight.world_size
+            narrow = replace(self.config, format=cast(Wire, kind))
+            self._now = narrow.reducer(self._buckets, self._scalars, *workers)
+
+    def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
+        self.become(self._chosen())
+        yield from self._now.stages(group, number)
