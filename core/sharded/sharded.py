@@ -10,122 +10,112 @@ waits only for what outlasts the round.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from .. import outer
-from ..averaging import Landing
+from ..adaptive.config import AdaptiveConfig
 from ..checks import tensors_of
-from ..co2 import Scheduled
-from ..config import CO2Config, Schedule, check_mesh, check_node, check_shared, scheduled
 from ..errors import UserError
-from ..flat import beside, copy, on_host, unique
-from ..flight import Link
+from ..flat import Bucket, beside, copy, make_buckets, on_host, unique
+from ..flight import Flight
 from ..groups import Stage, all_reduce, gather_parts, leave_group, new_group, sum_parts
-from ..robust.guard import size_of
+from ..pacing import Pacing
+from ..rounds import Landing, Rounds
 from ..stats import send_off
+from .checks import check_shared
 from .live import HostCopies, Live
 from .placement import Placement
 
+Settings = Callable[[int], AdaptiveConfig]
 
-class ShardedCO2(Scheduled):
+
+class ShardedCO2(Rounds):
     """CO2 whose outer state is shared out over the workers of a node, over all workers, or lies on the host.
 
-        mesh = node_mesh("cuda", 8)  # of core.groups: nodes of eight consecutive ranks
-        co2 = ShardedCO2(model.parameters(), CO2Config(tau=48), mesh=mesh, buffers=model.buffers())
-        model = DistributedDataParallel(model, process_group=mesh.get_group("shard"))
-
-    mesh: [replicate, shard], as groups.node_mesh makes it; or its two dimensions as groups. inner_group: ranks that
-    synchronise gradients every step, as a node's do, so that at a boundary their parameters are equal
-    (DistributedDataParallel, ZeRO-1), or hold one model's shards (DTensors: ZeRO-2 and 3, tensor parallelism, where a
-    rank's share is its shard; plain tensors beside them are equal on all ranks, and made so again every round). Each
-    keeps and sends its own share. group: the ranks with the same share, across nodes; alone, or with neither, all
-    workers are equal.
+    config: of a round, or a function of its number, from 0. inner_group: ranks that synchronise gradients every step,
+    as a node's do, so that at a boundary their parameters are equal (DistributedDataParallel, ZeRO-1), or hold one
+    model's shards (DTensors: ZeRO-2 and 3, tensor parallelism, where a rank's share is its shard; plain tensors beside
+    them are equal on all ranks, and made so again every round). Each keeps and sends its own share to the ranks with
+    the same share, across nodes, which are the flight's group. None: all workers are equal.
     shards: plain tensors are this rank's own part of the model, a pipeline's stage, and unlike those of the others in
-    the inner group. Then buffers are averaged over `group` only, else over both groups.
-    shard: shares are cut further over the workers of `group`. offload: the outer state and its all-reduce lie in the
-    host's (pinned) memory, no copy of the parameters on a GPU. The other arguments: see CO2.
+    the inner group. Then buffers are averaged over the flight's group only, else over both groups.
+    shard: shares are cut further over the workers of the flight's group. offload: the outer state and its all-reduce
+    lie in the host's (pinned) memory, no copy of the parameters on a GPU. timeout: of the inner group, in seconds.
+    plugged: see Rounds. core.ShardedCO2 is the same with all that runs on real clusters need.
     """
 
+    name = "ShardedCO2"
     differences = True
+    sends_later = True
 
     def __init__(
         self,
         params: Iterable[Tensor],
-        config: CO2Config | None = None,
+        config: AdaptiveConfig | Settings | None = None,
         *,
-        mesh: DeviceMesh | None = None,
         inner_group: dist.ProcessGroup | None = None,
-        group: dist.ProcessGroup | None = None,
         shards: bool = False,
         shard: bool = False,
         offload: bool = False,
-        buffers: Iterable[Tensor] = (),
-        model_params: Iterable[Tensor] = (),
         timeout: float = 600.0,
-        link: Link | None = None,
-        schedule: Schedule | None = None,
+        **plugged: Any,
     ):
-        self.config = c = scheduled(config or CO2Config(), schedule, 0)
-        self.schedule = schedule
+        given = config or AdaptiveConfig()
+        self._settings: Settings = given if callable(given) else lambda number: given
         self.shards, self.shard, self.offload = shards, shard, offload
-        self.check_settings()
-        params, buffers = unique(tensors_of(params, "parameters")), unique(tensors_of(buffers, "buffers"))
+        self.begin_round(0)
+        params = unique(tensors_of(params, "parameters"))
         if not params:
             raise UserError("no parameter is given: nothing to train; each stage of a pipeline needs one")
-        group, inner_group = _groups(mesh, group, inner_group, c)
-        backend = "gloo" if offload else None
-        device = torch.device("cpu") if offload else params[0].device
-        inner = inner_group is not None
-        self._inner = new_group(inner_group, timeout, device, backend, hidden=True) if inner else None
-        self._placement = Placement(params, buffers, self._inner, shards)
-        self.inner_size, self.of_shards = self._placement.size, self._placement.of_shards
-        if self._inner is not None:
-            self._placement.agree(("ShardedCO2", self.signature()), self._inner, device)
-            self.member = "the node of rank"  # they are left out together
-        workers = dist.get_world_size(group) if dist.is_initialized() else 1
-        super().__init__(
-            params,
-            c.tau,
-            tau_max=c.tau_max,
-            tau_margin=c.tau_margin,
-            sync_steps=c.sync_steps,
-            by_speed=c.steps == "by_speed",
-            waits=c.delay != "auto",
-            buffers=buffers,
-            model_params=model_params,
-            group=group,
-            timeout=timeout,
-            link=link,
-            parts=(1 if self.of_shards else self.inner_size) * (workers if shard else 1),
-            on_host=offload,
-            backend=backend,
-        )
+        plugged["buffers"] = unique(tensors_of(plugged.get("buffers", ()), "buffers"))
+        self._meet_node(params, plugged["buffers"], inner_group, timeout)
+        if offload:
+            plugged["flight"] = functools.partial(plugged.get("flight", Flight), backend="gloo")
+        if "pacing" not in plugged:
+            plugged["pacing"] = Pacing(lambda number: self._settings(number).tau)  # pyright: ignore
+        super().__init__(params, **plugged)
         self.reducer.scale = 1 / self.everybody  # of what is summed over both groups
-        self.starts_roughly = not c.at_boundary
-        self.guard.factor = c.outlier
-        self.guard.tells &= self._inner is None or dist.get_rank(self._inner) == 0
+        self.starts_roughly = not self.config.at_boundary
         self.flight.timed_groups += [self._inner] if self._inner is not None else []
         self._make_state()
 
+    def _meet_node(
+        self,
+        params: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        inner_group: dist.ProcessGroup | None,
+        timeout: float,
+    ) -> None:
+        """The inner group, whose ranks must have the same settings, and what each of them holds."""
+        backend = "gloo" if self.offload else None
+        device = torch.device("cpu") if self.offload else params[0].device
+        there = inner_group is not None
+        self._inner = new_group(inner_group, timeout, device, backend, hidden=True) if there else None
+        self._placement = Placement(params, buffers, self._inner, self.shards)
+        self.inner_size, self.of_shards = self._placement.size, self._placement.of_shards
+        self._checked = self._inner is None  # whether its ranks are known to have come to equal parameters
+        if self._inner is not None:
+            self._placement.agree((self.name, self.signature()), self._inner, device)
+            self.member = "the node of rank"  # they are left out together
+
     @torch.no_grad()
-    def _start_from_params(self) -> None:
+    def start_from_params(self) -> None:
         """g, in the payloads, and the shares of x begin as the parameters."""
         self._live.settle()
-        super()._start_from_params()
+        super().start_from_params()
         for bucket in self.buckets:
             bucket.flatten(bucket.payload)
         copy(self._x, self._shares())
         for number in (self._last, self._m_squares, self._spoilt):
             number.zero_()
 
-    @torch.no_grad()
     def _make_state(self) -> None:
         """x and m as shares, and what the background notes."""
         self._live = HostCopies(self.buckets, self.params[0].device) if self.offload else Live(self.buckets)
@@ -135,105 +125,128 @@ class ShardedCO2(Scheduled):
         # x lags: g holds x - _last m; also |x_{t,0} - x_{t-1,0}| = _last |m|. 0-d, on the device, as the next two
         self._last = torch.zeros((), dtype=torch.float64, device=self.flight.device)
         self._m_squares = torch.zeros_like(self._last)
+        # whether what was sent last has no weight, as a rider found in the background: known when it lands
+        self._weightless = torch.zeros((), dtype=torch.bool, device=self.flight.device)
         # of what was sent last, whether it was not finite: known at the boundary, before the background judges it, for
-        # the optimiser's state would spoil the next round, too. A jump, and a node's other workers, are known when it
-        # lands. 0-d, beside the parameters
+        # the optimiser's state would spoil the next round, too. 0-d, beside the parameters
         self._spoilt = torch.zeros((), dtype=torch.bool, device=self.params[0].device)
         self._seen: dict[str, Tensor] = {}
-        self._checked = self._inner is None
         self._numel = sum(b.numel for b in self.buckets)
         if self._inner is not None and self.of_shards:
             self._numel = self._placement.count(self.params, self._inner)
             self._placement.locate(self.params, self.buckets, self._shares())
-        self._start_from_params()
+        self.start_from_params()
 
-    def _is_late(self) -> bool:
-        if self._inner is not None and self.skip_after is not None:
-            raise UserError(
-                "skip_after with an inner group, whose workers must close their rounds together: leave it out"
-            )
-        return super()._is_late()
+    # -- what Rounds asks -----------------------------------------------------------------------------------
+
+    def check_tensors(self, params: Sequence[Tensor]) -> None:
+        """DTensors are welcome: see Placement."""
+
+    def make_buckets(self) -> list[Bucket]:
+        parts = (1 if self.of_shards else self.inner_size) * (self.flight.world_size if self.shard else 1)
+        return make_buckets(self.params, self.buffers, self.scalars.numel, parts, self.offload)
 
     def resync(self) -> None:
-        """See LocalMethod."""
+        """See Rounds."""
         self.flight.discard()  # of which a part runs over the same group
         if self._inner is not None:
             self._placement.agree(("resync",), self._inner, self.flight.device)
         super().resync()
 
+    def begin_round(self, number: int) -> None:
+        self.config = self._settings(number)
+        check_shared(self.config)
+
     def signature(self) -> Any:
         return asdict(self.config), self.shards, self.shard, self.offload
 
-    # -- the boundary ---------------------------------------------------------------------------------------
+    def settings(self) -> Any:
+        return self.config.changing(self.tau)
 
-    def close_round(self, *, finished: bool) -> bool:
-        if self._inner is not None and not self._checked:  # once: each sends a part of the parameters for all of them
-            self._placement.check(self.params, self._inner)
-            self._checked = True
-        landed, last = self.flight.in_flight, False
-        if landed:
-            last = self.merge(finished=finished).last
-        if self.config.at_boundary:
-            told_late = beside(self.guard.left_out, self._spoilt.device) & ~self._spoilt & landed
-            self._spoilt.copy_(self._live.swap(snapshot=not last))
-            self.was_left_out(self._spoilt | told_late)
-        else:
-            if finished and (last or not self.local_steps):
-                self._live.mix(1.0)  # what an earlier mean was mixed with is no local step
-            if not last:
-                self._live.snapshot()
-        if last:  # nothing follows: what lagged catches up
-            self._catch_up()
-        else:
-            self.begin_round(self.rounds + 1)  # before the background uses its settings
-            self.send(finished=finished)
-        return last
-
-    def _catch_up(self) -> None:
-        """x becomes what g holds."""
-        for x, m in zip(self._x, self._m, strict=True):
-            x.copy_(outer.outer_step(x, m, self._last))
-        self._last.zero_()
-
-    def merge(self, *, finished: bool = False) -> Landing:
-        """See CO2. Of a mean on arrival: the parameters are mixed with g, which holds the outer iterate that it led to,
-        and keeps it until the next sending. In finish() no step follows, so nothing is mixed."""
-        landing = self.receive(finished=finished)
-        vars(self.stats).update(send_off(self._seen))  # before the next launch, whose stream's memory they lie in
-        if not self.config.at_boundary:
-            if not finished:
-                self._live.mix(self.config.mix)
-            self.was_left_out(self.guard.left_out)
-        return landing
-
-    def agreed_size(self, size: Tensor) -> Tensor:
-        if self._inner is not None:
-            dist.all_reduce(size, group=self._inner)
-        return size
-
-    def send_buffers(self) -> None:
-        self._live.send_buffers(self._own_buffers)
-
-    def weigh(self) -> None:
-        """That is done in the background: the workers of a node have to find alike."""
-        self._to_weigh = self.local_steps, self.weight
-
-    def was_left_out(self, where: Tensor) -> None:
-        super().was_left_out(where)
-        if not self.config.at_boundary:  # else it has started anew with the boundary
-            self._live.restart(where)
-
-    def check_settings(self) -> None:
-        check_shared(self.config)
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu") if self.offload else super().device
 
     @property
     def everybody(self) -> int:
         return self.flight.world_size * self.inner_size
 
+    @property
+    def tells(self) -> bool:
+        return super().tells and self._inner_rank == 0
+
+    @property
     def turn(self) -> int | None:
         """The workers of a node take turns: their shares differ."""
-        rank = dist.get_rank(self._inner) if self._inner is not None else 0
-        return self.rounds // self.inner_size if self.rounds % self.inner_size == rank else None
+        return self.rounds // self.inner_size if self.rounds % self.inner_size == self._inner_rank else None
+
+    @property
+    def _inner_rank(self) -> int:
+        return dist.get_rank(self._inner) if self._inner is not None else 0
+
+    def send_buffers(self, own: list[list[Tensor]]) -> None:
+        self._live.send_buffers(own)
+
+    def sum_parts(self, numbers: Tensor) -> Iterator[Stage]:
+        """A node's workers hold one model's parts, or gave each other their gradients: they are judged as one."""
+        if self._inner is not None:
+            yield all_reduce([numbers], self._inner)
+
+    def left_out(self, where: Tensor) -> None:
+        super().left_out(where)
+        if not self.config.at_boundary:  # else it has started anew with the boundary
+            self._live.restart(where)
+
+    # -- the boundary ---------------------------------------------------------------------------------------
+
+    def close_round(self, *, finished: bool) -> bool:
+        if not self._checked:
+            self._check_node()
+        landed = self.flight.in_flight
+        last = landed and self.merge(finished=finished).last
+        if self.config.at_boundary:
+            told_late = beside(self._weightless, self._spoilt.device) & ~self._spoilt & landed
+            self._spoilt.copy_(self._live.swap(snapshot=not last))
+            self.left_out(self._spoilt | told_late)
+        else:
+            if finished and (last or not self.local_steps):
+                self._live.mix(1.0)  # what an earlier mean was mixed with is no local step
+            if not last:
+                self._live.snapshot()
+        if last:  # nothing follows
+            self._take_last_step()
+        else:
+            self.begin_round(self.rounds + 1)  # before the background uses its settings
+            self.send(finished=finished)
+        return last
+
+    def _check_node(self) -> None:
+        """Once: each worker of a node sends a part of the parameters for all of them, in the same round."""
+        self._checked = True
+        if self._inner is None:
+            return
+        if not self.pacing.together:
+            raise UserError(
+                "skip_after with an inner group, whose workers must close their rounds together: leave it out"
+            )
+        self._placement.check(self.params, self._inner)
+
+    def _take_last_step(self) -> None:
+        """x, which lags, becomes what g holds."""
+        for x, m in zip(self._x, self._m, strict=True):
+            x.copy_(outer.outer_step(x, m, self._last))
+        self._last.zero_()
+
+    def merge(self, *, finished: bool = False) -> Landing:
+        """Of a mean on arrival: the parameters are mixed with g, which holds the outer iterate that it led to, and
+        keeps it until the next sending. In finish() no step follows, so nothing is mixed."""
+        landing = self.land(finished=finished)
+        vars(self.stats).update(send_off(self._seen))  # before the next launch, whose stream's memory they lie in
+        if not self.config.at_boundary:
+            if not finished:
+                self._live.mix(self.config.mix)
+            self.left_out(self._weightless)
+        return landing
 
     # -- in the background ----------------------------------------------------------------------------------
 
@@ -241,8 +254,10 @@ class ShardedCO2(Scheduled):
     def stages(self) -> Iterator[Stage]:
         """From the snapshots in g to x_{t+2,0} in g."""
         yield from self._live.differences(rounded=not self.config.at_boundary)
-        yield from self._agreement.repair(self.state.shared())
-        yield from self._weigh()
+        for rider in self.riders:
+            yield from rider.stages()
+        # a worker in finish() has no weight, either, where workers count by their steps
+        self._weightless.copy_((self.scalars["weight"] == 0) & (self.scalars["steps"] > 0))
         yield from self._reduce([b.rest for b in self.buckets])
         squares = self._pseudo_gradient()
         sums = torch.stack([squares, self._m_squares])
@@ -257,15 +272,6 @@ class ShardedCO2(Scheduled):
                 yield gather_parts(bucket.flat[: bucket.padded], self._inner)
         elif self._inner is not None:
             yield from self._placement.level([b.flat for b in self.buckets], self._inner)
-
-    def _weigh(self) -> Iterator[Stage]:
-        """A node is left out as one, for its workers hold one model's parts, or gave each other their gradients."""
-        square = size_of(self.buckets).square().view(1)
-        if self._inner is not None:
-            yield all_reduce([square], self._inner)
-        steps, weight = self._to_weigh
-        self.guard.judge(square[0].sqrt(), steps)
-        self.guard.weigh(self.buckets, weight)
 
     def _reduce(self, rests: list[Tensor]) -> Iterator[Stage]:
         """Sums of the shares over the workers, and of BatchNorm's statistics and the scalars over everybody; a stage's
@@ -358,7 +364,7 @@ class ShardedCO2(Scheduled):
         return super().own_state() | {
             "last": on_host(self._last),
             "m_squares": on_host(self._m_squares),
-            "verdict": on_host(self.guard.verdict),  # found in the background, of use when that is received
+            "weightless": on_host(self._weightless),  # found in the background, of use when that lands
             "spoilt": on_host(self._spoilt),
         }
 
@@ -367,10 +373,10 @@ class ShardedCO2(Scheduled):
         super().load_own_state(state)  # g, too, in the flats
         self._last.copy_(state["last"])
         self._m_squares.copy_(state["m_squares"])
-        self.guard.verdict.copy_(state["verdict"])
+        self._weightless.copy_(state["weightless"])
         self._spoilt.copy_(state["spoilt"])
         if self.config.at_boundary and not state["in_flight"]:  # merged in mid-round by the run that saved it
-            self._catch_up()
+            self._take_last_step()
 
     def close(self) -> None:
         """Leaves the process groups. Only after finish()."""
@@ -378,17 +384,3 @@ class ShardedCO2(Scheduled):
         if self._inner is not None:
             leave_group(self._inner, self.flight.timeout, hidden=True)
             self._inner = None
-
-
-def _groups(
-    mesh: DeviceMesh | None, group: dist.ProcessGroup | None, inner_group: dist.ProcessGroup | None, c: CO2Config
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Those across nodes and inside one, None where there is none."""
-    if mesh is not None:
-        check_mesh(mesh)
-        group, inner_group = mesh.get_group(0), mesh.get_group(1)
-    if inner_group is not None and group is None:
-        raise UserError("inner_group without group: give also the ranks across nodes, or both at once with mesh")
-    if inner_group is not None:
-        check_node(c)
-    return group, inner_group
