@@ -25,7 +25,7 @@ from ..checks import tensors_of
 from ..errors import UserError
 from ..flat import Bucket, beside, copy, make_buckets, on_host, unique
 from ..flight import Flight
-from ..groups import Stage, all_reduce, gather_parts, leave_group, new_group, sum_parts
+from ..groups import Stage, all_reduce, gather_parts, sum_parts
 from ..pacing import Pacing
 from ..rounds import Landing, Rounds
 from ..stats import send_off
@@ -75,7 +75,11 @@ class ShardedCO2(Rounds):
         if not params:
             raise UserError("no parameter is given: nothing to train; each stage of a pipeline needs one")
         plugged["buffers"] = unique(tensors_of(plugged.get("buffers", ()), "buffers"))
-        self._meet_node(params, plugged["buffers"], inner_group, timeout)
+        device, backend = (torch.device("cpu"), "gloo") if offload else (params[0].device, None)
+        of_group: dict[str, Any] = {"timeout": timeout, "device": device, "backend": backend}
+        self._node = Placement(params, plugged["buffers"], inner_group, shards, **of_group)
+        self._node.agree((self.name, self.signature()))
+        self.member = "rank" if inner_group is None else "the node of rank"  # whose workers are left out together
         if offload:
             plugged["flight"] = functools.partial(plugged.get("flight", Flight), backend="gloo")
         if "pacing" not in plugged:
@@ -83,27 +87,8 @@ class ShardedCO2(Rounds):
         super().__init__(params, **plugged)
         self.reducer.scale = 1 / self.everybody  # of what is summed over both groups
         self.starts_roughly = not self.config.at_boundary
-        self.flight.timed_groups += [self._inner] if self._inner is not None else []
+        self.flight.timed_groups += [self._node.group] if self._node.group is not None else []
         self._make_state()
-
-    def _meet_node(
-        self,
-        params: Sequence[Tensor],
-        buffers: Sequence[Tensor],
-        inner_group: dist.ProcessGroup | None,
-        timeout: float,
-    ) -> None:
-        """The inner group, whose ranks must have the same settings, and what each of them holds."""
-        backend = "gloo" if self.offload else None
-        device = torch.device("cpu") if self.offload else params[0].device
-        there = inner_group is not None
-        self._inner = new_group(inner_group, timeout, device, backend, hidden=True) if there else None
-        self._placement = Placement(params, buffers, self._inner, self.shards)
-        self.inner_size, self.of_shards = self._placement.size, self._placement.of_shards
-        self._checked = self._inner is None  # whether its ranks are known to have come to equal parameters
-        if self._inner is not None:
-            self._placement.agree((self.name, self.signature()), self._inner, device)
-            self.member = "the node of rank"  # they are left out together
 
     @torch.no_grad()
     def start_from_params(self) -> None:
@@ -131,10 +116,9 @@ class ShardedCO2(Rounds):
         # the optimiser's state would spoil the next round, too. 0-d, beside the parameters
         self._spoilt = torch.zeros((), dtype=torch.bool, device=self.params[0].device)
         self._seen: dict[str, Tensor] = {}
-        self._numel = sum(b.numel for b in self.buckets)
-        if self._inner is not None and self.of_shards:
-            self._numel = self._placement.count(self.params, self._inner)
-            self._placement.locate(self.params, self.buckets, self._shares())
+        self._checked = False  # whether a node's workers are known to have come to equal parameters
+        self._numel = self._node.count(self.params)
+        self._node.locate(self.params, self.buckets, self._shares())
         self.start_from_params()
 
     # -- what Rounds asks -----------------------------------------------------------------------------------
@@ -143,14 +127,13 @@ class ShardedCO2(Rounds):
         """DTensors are welcome: see Placement."""
 
     def make_buckets(self) -> list[Bucket]:
-        parts = (1 if self.of_shards else self.inner_size) * (self.flight.world_size if self.shard else 1)
+        parts = self._node.parts * (self.flight.world_size if self.shard else 1)
         return make_buckets(self.params, self.buffers, self.scalars.numel, parts, self.offload)
 
     def resync(self) -> None:
         """See Rounds."""
         self.flight.discard()  # of which a part runs over the same group
-        if self._inner is not None:
-            self._placement.agree(("resync",), self._inner, self.flight.device)
+        self._node.agree(("resync",))
         super().resync()
 
     def begin_round(self, number: int) -> None:
@@ -169,28 +152,23 @@ class ShardedCO2(Rounds):
 
     @property
     def everybody(self) -> int:
-        return self.flight.world_size * self.inner_size
+        return self.flight.world_size * self._node.size
 
     @property
     def tells(self) -> bool:
-        return super().tells and self._inner_rank == 0
+        return super().tells and self._node.rank == 0
 
     @property
     def turn(self) -> int | None:
         """The workers of a node take turns: their shares differ."""
-        return self.rounds // self.inner_size if self.rounds % self.inner_size == self._inner_rank else None
-
-    @property
-    def _inner_rank(self) -> int:
-        return dist.get_rank(self._inner) if self._inner is not None else 0
+        return self.rounds // self._node.size if self.rounds % self._node.size == self._node.rank else None
 
     def send_buffers(self, own: list[list[Tensor]]) -> None:
         self._live.send_buffers(own)
 
     def sum_parts(self, numbers: Tensor) -> Iterator[Stage]:
         """A node's workers hold one model's parts, or gave each other their gradients: they are judged as one."""
-        if self._inner is not None:
-            yield all_reduce([numbers], self._inner)
+        return self._node.sum([numbers])
 
     def left_out(self, where: Tensor) -> None:
         super().left_out(where)
@@ -223,13 +201,11 @@ class ShardedCO2(Rounds):
     def _check_node(self) -> None:
         """Once: each worker of a node sends a part of the parameters for all of them, in the same round."""
         self._checked = True
-        if self._inner is None:
-            return
-        if not self.pacing.together:
+        if self._node.group is not None and not self.pacing.together:
             raise UserError(
                 "skip_after with an inner group, whose workers must close their rounds together: leave it out"
             )
-        self._placement.check(self.params, self._inner)
+        self._node.check(self.params)
 
     def _take_last_step(self) -> None:
         """x, which lags, becomes what g holds."""
@@ -261,17 +237,15 @@ class ShardedCO2(Rounds):
         yield from self._reduce([b.rest for b in self.buckets])
         squares = self._pseudo_gradient()
         sums = torch.stack([squares, self._m_squares])
-        for group in self._holders():
-            yield all_reduce([sums], group)
+        yield from self._node.sum([sums])
+        across = self.flight.group if self.shard else None  # over whose workers shares are cut further
+        if across is not None:
+            yield all_reduce([sums], across)
         self._update_share(sums[0].sqrt(), sums[1].sqrt())
-        if self.shard and self.flight.group is not None:
+        if across is not None:
             for share in self._node_shares():
-                yield gather_parts(share, self.flight.group)
-        if self._inner is not None and not self.of_shards:
-            for bucket in self.buckets:
-                yield gather_parts(bucket.flat[: bucket.padded], self._inner)
-        elif self._inner is not None:
-            yield from self._placement.level([b.flat for b in self.buckets], self._inner)
+                yield gather_parts(share, across)
+        yield from self._node.gather(self.buckets)
 
     def _reduce(self, rests: list[Tensor]) -> Iterator[Stage]:
         """Sums of the shares over the workers, and of BatchNorm's statistics and the scalars over everybody; a stage's
@@ -282,27 +256,19 @@ class ShardedCO2(Rounds):
             if self.shard:
                 for share in shares:
                     yield from sum_parts(share, group)
-        if self._inner is not None and self.shards:
-            scalars = self.buckets[0].scalars
-            sums = scalars.double()  # the first bucket's dtype may be another elsewhere
-            yield all_reduce([sums], self._inner)
-            scalars.copy_(sums)
-            for bucket in self.buckets:
-                bucket.values.mul_(self.inner_size)  # reducer.scale is of sums over both groups
-        elif self._inner is not None:
-            yield all_reduce(rests, self._inner)
-
-    def _holders(self) -> list[dist.ProcessGroup]:
-        """The groups over whose workers the shares are spread."""
-        spread = [self._inner, self.flight.group if self.shard else None]
-        return [group for group in spread if group is not None]
+        if not self.shards:
+            yield from self._node.sum(rests)
+            return
+        scalars = self.buckets[0].scalars
+        sums = scalars.double()  # the first bucket's dtype may be another elsewhere
+        yield from self._node.sum([sums])
+        scalars.copy_(sums)
+        for bucket in self.buckets:
+            bucket.values.mul_(self._node.size)  # reducer.scale is of sums over both groups
 
     def _node_shares(self) -> list[Tensor]:
         """The share of each payload that this worker sends across nodes."""
-        flats = [b.flat[: b.padded] for b in self.buckets]
-        if self._inner is None or self.of_shards:
-            return flats
-        return [f.view(self.inner_size, -1)[dist.get_rank(self._inner)] for f in flats]
+        return [self._node.part(b.flat[: b.padded]) for b in self.buckets]
 
     def _shares(self) -> list[Tensor]:
         """This worker's share of each payload."""
@@ -325,7 +291,7 @@ class ShardedCO2(Rounds):
         dtype holds it. Where means are merged on arrival, x_{t+1,0} is what the difference is to be taken from.
         """
         squares, weight = torch.zeros_like(self._last), self.scalars["weight"]
-        scale = torch.where(weight > 0, self.inner_size / weight, 0.0)  # the weight is summed over both groups
+        scale = torch.where(weight > 0, self._node.size / weight, 0.0)  # the weight is summed over both groups
         for dtype, g, x, m in self._segments():
             following = outer.outer_step(x, m, self._last)
             g.mul_(scale.to(g))
@@ -333,7 +299,7 @@ class ShardedCO2(Rounds):
                 g.add_((weight > 0).to(g) * (x.to(dtype).to(x.dtype) - following))
             x.copy_(following)
             squares += outer.norm([g]).double().square()
-        return squares - self._placement.surplus(self._shares())
+        return squares - self._node.surplus(self._shares())
 
     def _update_share(self, delta_norm: Tensor, m_norm: Tensor) -> None:
         """Steps 4 to 7 on the share; an empty round, the last of finish(), moves nothing."""
@@ -352,7 +318,7 @@ class ShardedCO2(Rounds):
             seen.append(numbers)
         total = outer.all_seen(seen)
         self._last.copy_(alpha)  # in place: they are read and written in another stream
-        self._m_squares.copy_(torch.where(moved, total[0] - self._placement.surplus(self._m), self._m_squares))
+        self._m_squares.copy_(torch.where(moved, total[0] - self._node.surplus(self._m), self._m_squares))
         share = max(1, sum(len(m) for m in self._m))  # what follows is of this worker's share
         self._seen = {"pseudo_gradient_norm": delta_norm, "momentum_norm": m_norm, "clipped_share": total[3] / share}
         if c.gap != "none":
@@ -381,6 +347,4 @@ class ShardedCO2(Rounds):
     def close(self) -> None:
         """Leaves the process groups. Only after finish()."""
         super().close()
-        if self._inner is not None:
-            leave_group(self._inner, self.flight.timeout, hidden=True)
-            self._inner = None
+        self._node.close()
