@@ -27,7 +27,8 @@ from .robust.agreement import Agreement
 from .robust.guard import Guard, Guarded
 from .robust.masters import Masters
 from .robust.watch import Watch
-from .sharded.checks import check_mesh
+from .sharded import sharded
+from .sharded.checks import check_mesh, check_shared, groups_of
 from .wires.auto import AutoWire
 from .wires.config import WireConfig, Wired
 
@@ -104,6 +105,41 @@ class CO2(OnArrival):
         c.wire.check(params, options.get("group"))
         settings = functools.partial(scheduled, c, schedule) if schedule else lambda number: c
         super().__init__(params, settings, **plugs(c, lambda number: settings(number).tau, options))
+
+
+class ShardedCO2(sharded.ShardedCO2):
+    """CO2 whose outer state is shared out over the workers of a node, over all workers, or lies on the host.
+
+        mesh = node_mesh("cuda", 8)  # of core.groups: nodes of eight consecutive ranks
+        co2 = ShardedCO2(model.parameters(), CO2Config(tau=48), mesh=mesh, buffers=model.buffers())
+        model = DistributedDataParallel(model, process_group=mesh.get_group("shard"))
+
+    mesh: [replicate, shard], as groups.node_mesh makes it; or its two dimensions as groups: inner_group, a node's
+    ranks, and group, of Options, the ranks with the same share across nodes; that alone, or neither: all workers are
+    equal. shards, shard, offload: see core/sharded/sharded.py. The other arguments: see CO2.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        config: CO2Config | None = None,
+        *,
+        mesh: DeviceMesh | None = None,
+        inner_group: dist.ProcessGroup | None = None,
+        shards: bool = False,
+        shard: bool = False,
+        offload: bool = False,
+        schedule: Schedule | None = None,
+        **options: Unpack[Options],
+    ):
+        c = config or CO2Config()
+        settings = functools.partial(scheduled, c, schedule) if schedule else lambda number: c
+        check_shared(settings(0), c.wire.format)
+        options["group"], inner_group = groups_of(c, mesh, options.get("group"), inner_group)
+        how: dict[str, Any] = {"shards": shards, "shard": shard, "offload": offload}
+        how |= {"timeout": options["timeout"]} if "timeout" in options else {}
+        plugged = plugs(c, lambda number: settings(number).tau, options)
+        super().__init__(params, settings, inner_group=inner_group, **how, **plugged)
 
 
 def plugs(

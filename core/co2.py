@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from . import outer
-from .config import SCHEDULED, OuterConfig
+from .config import OuterConfig
 from .flat import on_host
 from .pacing import Pacing
 from .passes import make_boundary
@@ -149,8 +149,7 @@ class CO2(Rounds):
         return asdict(self.config)
 
     def settings(self) -> Any:
-        values = {name: getattr(self.config, name) for name in SCHEDULED} | {"tau": self.tau}
-        return {name: value if value is None else float(value) for name, value in values.items()}  # 1 prints as 1.0
+        return self.config.changing(self.tau)
 
     def own_state(self) -> dict[str, Any]:
         return super().own_state() | {"last_lr": self._last_lr, "m_norm": on_host(self._m_norm)}

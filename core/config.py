@@ -52,6 +52,11 @@ class OuterConfig:
         require(self, 0 <= self.outer_momentum < 1, "outer_momentum", "give a number in [0, 1)")
         require(self, self.clip is None or self.clip > 0, "clip", "give a number above 0, or None for no clipping")
 
+    def changing(self, tau: int) -> dict[str, float | None]:
+        """What may change from round to round, to be compared among the workers. tau: the round's."""
+        values = {name: getattr(self, name) for name in SCHEDULED} | {"tau": tau}
+        return {name: value if value is None else float(value) for name, value in values.items()}  # 1 prints as 1.0
+
     def check_stable(self) -> None:
         """Refuses a delayed outer step without a penalty that may diverge, and says why."""
         if self.gap == "none" and not self.allow_unstable and not outer.settles(self.outer_lr, self.outer_momentum):

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from core.errors import UserError
+from core.flat import all_finite
 from core.groups import leave_group, new_group, of_all
-from core.robust.guard import all_finite
 from training import stored
 from training.stored import Rest
 from training.untrusted import parse_json, reason

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ..adaptive.schedules import Schedule
-from ..assembly import CO2, CO2Config, Options
+from ..assembly import CO2, CO2Config, Options, ShardedCO2
 from ..errors import UserError
 from ..flight import Link
 from ..riders import Rider
@@ -26,8 +26,6 @@ from .local_sgd import LocalSGD
 from .overlap_local_sgd import OverlapLocalConfig, OverlapLocalSGD
 from .slowmo import SlowMo, SlowMoConfig
 from .zeroth import Zeroth
-
-ShardedCO2: Any = None
 
 __all__ = [
     "CO2",
@@ -103,12 +101,12 @@ def make_method(
     buffers = list(model.buffers()) if average_buffers else []
     if mesh is not None and not is_sharded(model):  # sharded ones synchronise by themselves
         model = DistributedDataParallel(model, process_group=mesh.get_group(1))
-    if name == "co2" and (mesh is not None or shard or offload):
-        state: dict[str, Any] = {"mesh": mesh, "shard": shard, "offload": offload, "schedule": schedule}
-        return model, ShardedCO2(params, co2, buffers=buffers, group=group, timeout=timeout, link=link, **state)
-    if mesh is not None:
-        group = mesh.get_group(0)
     common = Options(buffers=buffers, group=group, timeout=timeout, link=link, riders=riders)
+    if name == "co2" and (mesh is not None or shard or offload):
+        how: dict[str, Any] = {"mesh": mesh, "shard": shard, "offload": offload, "schedule": schedule}
+        return model, ShardedCO2(params, co2, **how, **common)
+    if mesh is not None:
+        common["group"] = mesh.get_group(0)
     if name == "co2":
         return model, CO2(params, co2, schedule=schedule, **common)
     if name == "delayed":
@@ -157,4 +155,4 @@ def check_settings(
     if name == "delayed":
         delayed.check(co2)
     elif name == "co2":
-        check_shared(co2) if shard or offload else co2.check_stable()
+        check_shared(co2, co2.wire.format) if shard or offload else co2.check_stable()

@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..checks import of_rank, under_rank
 from ..errors import DivergedError, UserError
+from ..flat import all_finite
 from ..flight import Link
 from ..groups import is_sharded, leave_group, new_group, ring_bytes
 from ..robust import peers
-from ..robust.guard import all_finite
 from ..stats import Late, Mark, RoundStats, Seconds, between, mark
 from ..wires.config import WireConfig
 from .gradient_wire import GradientWire

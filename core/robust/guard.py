@@ -9,7 +9,7 @@ Nothing here makes the host wait for a GPU.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,12 +187,6 @@ def size_of(buckets: Sequence[Bucket]) -> Tensor:
     for bucket in buckets:
         size = size + 0 * bucket.values.sum().to(size)
     return size
-
-
-def all_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Whether all numbers are, 0-d, on the first one's device. DTensors: those that lie here."""
-    ends = [torch.stack(torch.aminmax(t)).double() for t in (local_shard(t.detach()) for t in tensors) if t.numel()]
-    return torch.stack([e.to(ends[0].device) for e in ends]).isfinite().all() if ends else torch.tensor(True)
 
 
 def forget(optimizer: torch.optim.Optimizer) -> LeftOut:

@@ -1,15 +1,16 @@
-"""What does not go with shared outer state."""
+"""What goes with shared outer state, and which groups a mesh means."""
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..adaptive.config import AdaptiveConfig
 from ..errors import UserError
 
 
-def check_shared(c: AdaptiveConfig) -> None:
-    """Refuses what may diverge, or needs the whole outer state in one place (ShardedCO2), all in one line."""
+def check_shared(c: AdaptiveConfig, wire: str = "float32") -> None:
+    """Refuses what may diverge, or needs the whole outer state in one place, all in one line. wire: its format."""
     c.check_stable()
     problems = []
     if c.gap == "inner":
@@ -19,6 +20,8 @@ def check_shared(c: AdaptiveConfig) -> None:
             f"merge={c.merge!r} with delay={c.delay!r} needs the outer state whole: shared, it knows merge outer with "
             "delay boundary (the paper), and mix with delay auto, where no mesh is given, or a number of local steps"
         )
+    if wire != "float32":
+        problems.append(f"wire.format={wire!r} needs unshared outer state: set wire.format float32")
     if problems:
         remedy = "or leave out shard, offload, per_node and zero"
         with_mesh = "with a mesh, CO2Config.recommended(..., mesh=mesh) is accepted"
@@ -46,3 +49,20 @@ def check_node(c: AdaptiveConfig) -> None:
             "delay='auto' lets every worker merge by itself, and those of a node must stay equal: give a number of "
             "local steps, at least what the all-reduce takes"
         )
+
+
+def groups_of(
+    c: AdaptiveConfig,
+    mesh: DeviceMesh | None,
+    group: dist.ProcessGroup | None,
+    inner_group: dist.ProcessGroup | None,
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Those across nodes and inside one, None where there is none."""
+    if mesh is not None:
+        check_mesh(mesh)
+        group, inner_group = mesh.get_group(0), mesh.get_group(1)
+    if inner_group is not None:
+        if group is None:
+            raise UserError("inner_group without group: give also the ranks across nodes, or both at once with mesh")
+        check_node(c)
+    return group, inner_group

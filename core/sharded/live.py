@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from .. import outer
-from ..flat import Bucket, copy, copy_where, group_pieces, pinned, views
+from ..flat import Bucket, all_finite, copy, copy_where, group_pieces, pinned, views
 from ..groups import Stage
-from ..robust.guard import all_finite
 
 
 class Live:

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import outer
 from ..errors import UserError
 from ..flat import Bucket, copy, is_dtensor, local_shard, views
-from ..groups import Stage, agree, host_group
+from ..groups import Stage, agree, all_reduce, gather_parts, host_group, leave_group, new_group, send_first
 
 Places = dict[int, list[tuple[int, slice]]]  # how many ranks hold some elements -> [(which flat tensor, where in it)]
 
@@ -21,46 +21,61 @@ Places = dict[int, list[tuple[int, slice]]]  # how many ranks hold some elements
 class Placement:
     """How the ranks of an inner group share a model; what several of them hold counts once in its norms.
 
-    params, buffers: plain tensors and DTensors. group: the inner group; None: this worker alone. shards: plain tensors
-    are this rank's own; else all ranks hold them. UserError where a mean over workers would mix different shards.
+    params, buffers: plain tensors and DTensors. inner: the ranks, of which a group of their own is made; None: this
+    worker alone, for whom nothing here sends anything. shards: plain tensors are this rank's own; else all ranks hold
+    them. timeout, device, backend: see groups.new_group. UserError where a mean over workers would mix different
+    shards.
 
     Methods take `trained`, those of params that require a gradient, in their order, as local tensors.
+    Attributes: group, made of inner; size and rank, in it; of_shards, whether a rank's share is its part of the model.
     """
 
     def __init__(
-        self, params: Sequence[Tensor], buffers: Sequence[Tensor], group: dist.ProcessGroup | None, shards: bool
+        self,
+        params: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        inner: dist.ProcessGroup | None,
+        shards: bool,
+        *,
+        timeout: float,
+        device: torch.device,
+        backend: str | None,
     ):
+        self.group = new_group(inner, timeout, device, backend, hidden=True) if inner is not None else None
+        self._timeout, self._device = timeout, device
         self.of_shards = shards or any(is_dtensor(p) for p in params)
-        if self.of_shards and group is None:
+        if self.of_shards and self.group is None:
             what = "shards=True needs" if shards else "DTensors as parameters need"
             raise UserError(f"{what} mesh=: without it different shards would be averaged")
-        ranks = dist.get_process_group_ranks(group) if group is not None else [0]
+        ranks = dist.get_process_group_ranks(self.group) if self.group is not None else [0]
         copies = {id(t): copies_of(t, ranks, shards) for t in [*params, *buffers]}
         if not shards and any(copies[id(b)] < len(ranks) for b in buffers):
             raise UserError("a DTensor among the buffers is sharded, its mean would mix shards: leave it out of them")
-        self.size = len(ranks)
+        self.size, self.rank = len(ranks), dist.get_rank(self.group) if self.group is not None else 0
         self._shared = [local_shard(t) for t in [*params, *buffers] if copies[id(t)] == self.size]
         self._copies = [copies[id(p)] for p in params if p.requires_grad]
         self._in_shares: Places = {}
         self._in_flats: Places = {}
 
-    def agree(self, settings: tuple[Any, ...], group: dist.ProcessGroup, device: torch.device) -> None:
+    def agree(self, settings: tuple[Any, ...]) -> None:
         """groups.agree over the inner group, with what all its ranks hold."""
-        agree(settings, [], group, device)
+        if self.group is None:
+            return
+        agree(settings, [], self.group, self._device)
         try:
-            agree((), self._shared, group, device)
+            agree((), self._shared, self.group, self._device)
         except UserError as error:
             remedy = "if each holds a part of its own, as a pipeline stage, give shards=True"
             raise UserError(f"{error}; {remedy}") from None
 
-    def check(self, trained: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    def check(self, trained: Sequence[Tensor]) -> None:
         """UserError if parameters that all ranks of the inner group should hold alike have come to differ."""
         shared = [p.detach() for p, n in zip(trained, self._copies, strict=True) if n == self.size and p.numel()]
-        if not shared:
+        if self.group is None or not shared:
             return
         total = outer.norm(shared).double().cpu()
         spread = torch.stack([total, -total])
-        dist.all_reduce(spread, dist.ReduceOp.MAX, group=host_group(group))
+        dist.all_reduce(spread, dist.ReduceOp.MAX, group=host_group(self.group))
         highest, lowest = spread[0].item(), -spread[1].item()
         if highest - lowest > 1e-6 * abs(highest):
             what = "unsharded parameters" if self.of_shards else "parameters"
@@ -70,18 +85,59 @@ class Placement:
                 "mesh, or, to pipeline stages, shards=True"
             )
 
-    def count(self, trained: Sequence[Tensor], group: dist.ProcessGroup) -> int:
+    def count(self, trained: Sequence[Tensor]) -> int:
         """How many elements the whole model trains."""
+        if not self.of_shards:
+            return sum(p.numel() for p in trained)
         held = sum(p.numel() / n for p, n in zip(trained, self._copies, strict=True))
         box = torch.tensor(held, dtype=torch.float64)
-        dist.all_reduce(box, group=host_group(group))
+        dist.all_reduce(box, group=host_group(self.group))
         return round(box.item())
 
     def locate(self, trained: Sequence[Tensor], buckets: Sequence[Bucket], shares: Sequence[Tensor]) -> None:
         """Notes where the elements lie that several ranks hold. shares: views of the buckets' flat tensors."""
-        copies = {id(p): n for p, n in zip(trained, self._copies, strict=True)}
-        self._in_shares = _places(buckets, shares, copies)
-        self._in_flats = _places(buckets, [b.flat for b in buckets], copies)
+        if self.of_shards:  # else shares hold each element once
+            copies = {id(p): n for p, n in zip(trained, self._copies, strict=True)}
+            self._in_shares = _places(buckets, shares, copies)
+            self._in_flats = _places(buckets, [b.flat for b in buckets], copies)
+
+    @property
+    def parts(self) -> int:
+        """Into how many shares a payload is cut."""
+        return 1 if self.of_shards else self.size
+
+    def part(self, payload: Tensor) -> Tensor:
+        """This rank's share of it."""
+        return payload.view(self.parts, -1)[self.rank] if self.parts > 1 else payload
+
+    def sum(self, tensors: Sequence[Tensor]) -> Iterator[Stage]:
+        """Over the ranks, in place."""
+        if self.group is not None:
+            yield all_reduce(tensors, self.group)
+
+    def gather(self, buckets: Sequence[Bucket]) -> Iterator[Stage]:
+        """Every rank gets the others' shares of the payloads; of shards what all ranks hold, as the first one has it.
+
+        The order in which a sum is taken depends on where its terms lie, and shards need not be equally long.
+        """
+        if self.group is None:
+            return
+        if not self.of_shards:
+            for bucket in buckets:
+                yield gather_parts(bucket.flat[: bucket.padded], self.group)
+            return
+        places = self._in_flats.get(self.size, [])
+        for i in sorted({i for i, _ in places}):
+            copies = [buckets[i].flat[place] for j, place in places if j == i]
+            packed = torch.cat(copies)
+            yield send_first([packed], self.group)
+            copy(copies, views(packed, copies))
+
+    def close(self) -> None:
+        """Leaves the inner group."""
+        if self.group is not None:
+            leave_group(self.group, self._timeout, hidden=True)
+            self.group = None
 
     def surplus(self, shares: Sequence[Tensor]) -> Tensor | float:
         """What to take off the sum of the squares in `shares`, laid out as in `locate`, before it is summed over the
@@ -90,20 +146,6 @@ class Placement:
         for n, places in self._in_shares.items():
             total += (1 - 1 / n) * outer.norm([shares[i][place] for i, place in places]).double().square()
         return total
-
-    def level(self, flats: Sequence[Tensor], group: dist.ProcessGroup) -> Iterator[Stage]:
-        """Gives what all ranks of the inner group hold the first one's values. flats: the buckets', whole.
-
-        The order in which a sum is taken depends on where its terms lie, and shards need not be equally long.
-        """
-        places = self._in_flats.get(self.size, [])
-        for i in sorted({i for i, _ in places}):
-            copies = [flats[i][place] for j, place in places if j == i]
-            packed = torch.cat(copies)
-            work = dist.broadcast(packed, group_src=0, group=group, async_op=True)
-            assert work is not None
-            yield [work], packed.numel() * packed.element_size() * (self.size - 1) // self.size
-            copy(copies, views(packed, copies))
 
 
 def _places(buckets: Sequence[Bucket], parts: Sequence[Tensor], copies: dict[int, int]) -> Places:

@@ -10,122 +10,97 @@ waits only for what outlasts the round.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from .. import outer
-from ..averaging import Landing
+from ..adaptive.config import AdaptiveConfig
 from ..checks import tensors_of
-from ..co2 import Scheduled
-from ..config import CO2Config, Schedule, check_mesh, check_node, check_shared, scheduled
 from ..errors import UserError
-from ..flat import beside, copy, on_host, unique
-from ..flight import Link
-from ..groups import Stage, all_reduce, gather_parts, leave_group, new_group, sum_parts
-from ..robust.guard import size_of
+from ..flat import Bucket, beside, copy, make_buckets, on_host, unique
+from ..flight import Flight
+from ..groups import Stage, all_reduce, gather_parts, sum_parts
+from ..pacing import Pacing
+from ..rounds import Landing, Rounds
 from ..stats import send_off
+from .checks import check_shared
 from .live import HostCopies, Live
 from .placement import Placement
 
+Settings = Callable[[int], AdaptiveConfig]
 
-class ShardedCO2(Scheduled):
+
+class ShardedCO2(Rounds):
     """CO2 whose outer state is shared out over the workers of a node, over all workers, or lies on the host.
 
-        mesh = node_mesh("cuda", 8)  # of core.groups: nodes of eight consecutive ranks
-        co2 = ShardedCO2(model.parameters(), CO2Config(tau=48), mesh=mesh, buffers=model.buffers())
-        model = DistributedDataParallel(model, process_group=mesh.get_group("shard"))
-
-    mesh: [replicate, shard], as groups.node_mesh makes it; or its two dimensions as groups. inner_group: ranks that
-    synchronise gradients every step, as a node's do, so that at a boundary their parameters are equal
-    (DistributedDataParallel, ZeRO-1), or hold one model's shards (DTensors: ZeRO-2 and 3, tensor parallelism, where a
-    rank's share is its shard; plain tensors beside them are equal on all ranks, and made so again every round). Each
-    keeps and sends its own share. group: the ranks with the same share, across nodes; alone, or with neither, all
-    workers are equal.
+    config: of a round, or a function of its number, from 0. inner_group: ranks that synchronise gradients every step,
+    as a node's do, so that at a boundary their parameters are equal (DistributedDataParallel, ZeRO-1), or hold one
+    model's shards (DTensors: ZeRO-2 and 3, tensor parallelism, where a rank's share is its shard; plain tensors beside
+    them are equal on all ranks, and made so again every round). Each keeps and sends its own share to the ranks with
+    the same share, across nodes, which are the flight's group. None: all workers are equal.
     shards: plain tensors are this rank's own part of the model, a pipeline's stage, and unlike those of the others in
-    the inner group. Then buffers are averaged over `group` only, else over both groups.
-    shard: shares are cut further over the workers of `group`. offload: the outer state and its all-reduce lie in the
-    host's (pinned) memory, no copy of the parameters on a GPU. The other arguments: see CO2.
+    the inner group. Then buffers are averaged over the flight's group only, else over both groups.
+    shard: shares are cut further over the workers of the flight's group. offload: the outer state and its all-reduce
+    lie in the host's (pinned) memory, no copy of the parameters on a GPU. timeout: of the inner group, in seconds.
+    plugged: see Rounds. core.ShardedCO2 is the same with all that runs on real clusters need.
     """
 
+    name = "ShardedCO2"
     differences = True
+    sends_later = True
 
     def __init__(
         self,
         params: Iterable[Tensor],
-        config: CO2Config | None = None,
+        config: AdaptiveConfig | Settings | None = None,
         *,
-        mesh: DeviceMesh | None = None,
         inner_group: dist.ProcessGroup | None = None,
-        group: dist.ProcessGroup | None = None,
         shards: bool = False,
         shard: bool = False,
         offload: bool = False,
-        buffers: Iterable[Tensor] = (),
-        model_params: Iterable[Tensor] = (),
         timeout: float = 600.0,
-        link: Link | None = None,
-        schedule: Schedule | None = None,
+        **plugged: Any,
     ):
-        self.config = c = scheduled(config or CO2Config(), schedule, 0)
-        self.schedule = schedule
+        given = config or AdaptiveConfig()
+        self._settings: Settings = given if callable(given) else lambda number: given
         self.shards, self.shard, self.offload = shards, shard, offload
-        self.check_settings()
-        params, buffers = unique(tensors_of(params, "parameters")), unique(tensors_of(buffers, "buffers"))
+        self.begin_round(0)
+        params = unique(tensors_of(params, "parameters"))
         if not params:
             raise UserError("no parameter is given: nothing to train; each stage of a pipeline needs one")
-        group, inner_group = _groups(mesh, group, inner_group, c)
-        backend = "gloo" if offload else None
-        device = torch.device("cpu") if offload else params[0].device
-        inner = inner_group is not None
-        self._inner = new_group(inner_group, timeout, device, backend, hidden=True) if inner else None
-        self._placement = Placement(params, buffers, self._inner, shards)
-        self.inner_size, self.of_shards = self._placement.size, self._placement.of_shards
-        if self._inner is not None:
-            self._placement.agree(("ShardedCO2", self.signature()), self._inner, device)
-            self.member = "the node of rank"  # they are left out together
-        workers = dist.get_world_size(group) if dist.is_initialized() else 1
-        super().__init__(
-            params,
-            c.tau,
-            tau_max=c.tau_max,
-            tau_margin=c.tau_margin,
-            sync_steps=c.sync_steps,
-            by_speed=c.steps == "by_speed",
-            waits=c.delay != "auto",
-            buffers=buffers,
-            model_params=model_params,
-            group=group,
-            timeout=timeout,
-            link=link,
-            parts=(1 if self.of_shards else self.inner_size) * (workers if shard else 1),
-            on_host=offload,
-            backend=backend,
-        )
+        plugged["buffers"] = unique(tensors_of(plugged.get("buffers", ()), "buffers"))
+        device, backend = (torch.device("cpu"), "gloo") if offload else (params[0].device, None)
+        of_group: dict[str, Any] = {"timeout": timeout, "device": device, "backend": backend}
+        self._node = Placement(params, plugged["buffers"], inner_group, shards, **of_group)
+        self._node.agree((self.name, self.signature()))
+        self.member = "rank" if inner_group is None else "the node of rank"  # whose workers are left out together
+        if offload:
+            plugged["flight"] = functools.partial(plugged.get("flight", Flight), backend="gloo")
+        if "pacing" not in plugged:
+            plugged["pacing"] = Pacing(lambda number: self._settings(number).tau)  # pyright: ignore
+        super().__init__(params, **plugged)
         self.reducer.scale = 1 / self.everybody  # of what is summed over both groups
-        self.starts_roughly = not c.at_boundary
-        self.guard.factor = c.outlier
-        self.guard.tells &= self._inner is None or dist.get_rank(self._inner) == 0
-        self.flight.timed_groups += [self._inner] if self._inner is not None else []
+        self.starts_roughly = not self.config.at_boundary
+        self.flight.timed_groups += [self._node.group] if self._node.group is not None else []
         self._make_state()
 
     @torch.no_grad()
-    def _start_from_params(self) -> None:
+    def start_from_params(self) -> None:
         """g, in the payloads, and the shares of x begin as the parameters."""
         self._live.settle()
-        super()._start_from_params()
+        super().start_from_params()
         for bucket in self.buckets:
             bucket.flatten(bucket.payload)
         copy(self._x, self._shares())
         for number in (self._last, self._m_squares, self._spoilt):
             number.zero_()
 
-    @torch.no_grad()
     def _make_state(self) -> None:
         """x and m as shares, and what the background notes."""
         self._live = HostCopies(self.buckets, self.params[0].device) if self.offload else Live(self.buckets)
@@ -135,105 +110,119 @@ class ShardedCO2(Scheduled):
         # x lags: g holds x - _last m; also |x_{t,0} - x_{t-1,0}| = _last |m|. 0-d, on the device, as the next two
         self._last = torch.zeros((), dtype=torch.float64, device=self.flight.device)
         self._m_squares = torch.zeros_like(self._last)
+        # whether what was sent last has no weight, as a rider found in the background: known when it lands
+        self._weightless = torch.zeros((), dtype=torch.bool, device=self.flight.device)
         # of what was sent last, whether it was not finite: known at the boundary, before the background judges it, for
-        # the optimiser's state would spoil the next round, too. A jump, and a node's other workers, are known when it
-        # lands. 0-d, beside the parameters
+        # the optimiser's state would spoil the next round, too. 0-d, beside the parameters
         self._spoilt = torch.zeros((), dtype=torch.bool, device=self.params[0].device)
         self._seen: dict[str, Tensor] = {}
-        self._checked = self._inner is None
-        self._numel = sum(b.numel for b in self.buckets)
-        if self._inner is not None and self.of_shards:
-            self._numel = self._placement.count(self.params, self._inner)
-            self._placement.locate(self.params, self.buckets, self._shares())
-        self._start_from_params()
+        self._checked = False  # whether a node's workers are known to have come to equal parameters
+        self._numel = self._node.count(self.params)
+        self._node.locate(self.params, self.buckets, self._shares())
+        self.start_from_params()
 
-    def _is_late(self) -> bool:
-        if self._inner is not None and self.skip_after is not None:
-            raise UserError(
-                "skip_after with an inner group, whose workers must close their rounds together: leave it out"
-            )
-        return super()._is_late()
+    # -- what Rounds asks -----------------------------------------------------------------------------------
+
+    def check_tensors(self, params: Sequence[Tensor]) -> None:
+        """DTensors are welcome: see Placement."""
+
+    def make_buckets(self) -> list[Bucket]:
+        parts = self._node.parts * (self.flight.world_size if self.shard else 1)
+        return make_buckets(self.params, self.buffers, self.scalars.numel, parts, self.offload)
 
     def resync(self) -> None:
-        """See LocalMethod."""
+        """See Rounds."""
         self.flight.discard()  # of which a part runs over the same group
-        if self._inner is not None:
-            self._placement.agree(("resync",), self._inner, self.flight.device)
+        self._node.agree(("resync",))
         super().resync()
+
+    def begin_round(self, number: int) -> None:
+        self.config = self._settings(number)
+        check_shared(self.config)
 
     def signature(self) -> Any:
         return asdict(self.config), self.shards, self.shard, self.offload
 
+    def settings(self) -> Any:
+        return self.config.changing(self.tau)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu") if self.offload else super().device
+
+    @property
+    def everybody(self) -> int:
+        return self.flight.world_size * self._node.size
+
+    @property
+    def tells(self) -> bool:
+        return super().tells and self._node.rank == 0
+
+    @property
+    def turn(self) -> int | None:
+        """The workers of a node take turns: their shares differ."""
+        return self.rounds // self._node.size if self.rounds % self._node.size == self._node.rank else None
+
+    def send_buffers(self, own: list[list[Tensor]]) -> None:
+        self._live.send_buffers(own)
+
+    def sum_parts(self, numbers: Tensor) -> Iterator[Stage]:
+        """A node's workers hold one model's parts, or gave each other their gradients: they are judged as one."""
+        return self._node.sum([numbers])
+
+    def left_out(self, where: Tensor) -> None:
+        super().left_out(where)
+        if not self.config.at_boundary:  # else it has started anew with the boundary
+            self._live.restart(where)
+
     # -- the boundary ---------------------------------------------------------------------------------------
 
     def close_round(self, *, finished: bool) -> bool:
-        if self._inner is not None and not self._checked:  # once: each sends a part of the parameters for all of them
-            self._placement.check(self.params, self._inner)
-            self._checked = True
-        landed, last = self.flight.in_flight, False
-        if landed:
-            last = self.merge(finished=finished).last
+        if not self._checked:
+            self._check_node()
+        landed = self.flight.in_flight
+        last = landed and self.merge(finished=finished).last
         if self.config.at_boundary:
-            told_late = beside(self.guard.left_out, self._spoilt.device) & ~self._spoilt & landed
+            told_late = beside(self._weightless, self._spoilt.device) & ~self._spoilt & landed
             self._spoilt.copy_(self._live.swap(snapshot=not last))
-            self.was_left_out(self._spoilt | told_late)
+            self.left_out(self._spoilt | told_late)
         else:
             if finished and (last or not self.local_steps):
                 self._live.mix(1.0)  # what an earlier mean was mixed with is no local step
             if not last:
                 self._live.snapshot()
-        if last:  # nothing follows: what lagged catches up
-            self._catch_up()
+        if last:  # nothing follows
+            self._take_last_step()
         else:
             self.begin_round(self.rounds + 1)  # before the background uses its settings
             self.send(finished=finished)
         return last
 
-    def _catch_up(self) -> None:
-        """x becomes what g holds."""
+    def _check_node(self) -> None:
+        """Once: each worker of a node sends a part of the parameters for all of them, in the same round."""
+        self._checked = True
+        if self._node.group is not None and not self.pacing.together:
+            raise UserError(
+                "skip_after with an inner group, whose workers must close their rounds together: leave it out"
+            )
+        self._node.check(self.params)
+
+    def _take_last_step(self) -> None:
+        """x, which lags, becomes what g holds."""
         for x, m in zip(self._x, self._m, strict=True):
             x.copy_(outer.outer_step(x, m, self._last))
         self._last.zero_()
 
     def merge(self, *, finished: bool = False) -> Landing:
-        """See CO2. Of a mean on arrival: the parameters are mixed with g, which holds the outer iterate that it led to,
-        and keeps it until the next sending. In finish() no step follows, so nothing is mixed."""
-        landing = self.receive(finished=finished)
+        """Of a mean on arrival: the parameters are mixed with g, which holds the outer iterate that it led to, and
+        keeps it until the next sending. In finish() no step follows, so nothing is mixed."""
+        landing = self.land(finished=finished)
         vars(self.stats).update(send_off(self._seen))  # before the next launch, whose stream's memory they lie in
         if not self.config.at_boundary:
             if not finished:
                 self._live.mix(self.config.mix)
-            self.was_left_out(self.guard.left_out)
+            self.left_out(self._weightless)
         return landing
-
-    def agreed_size(self, size: Tensor) -> Tensor:
-        if self._inner is not None:
-            dist.all_reduce(size, group=self._inner)
-        return size
-
-    def send_buffers(self) -> None:
-        self._live.send_buffers(self._own_buffers)
-
-    def weigh(self) -> None:
-        """That is done in the background: the workers of a node have to find alike."""
-        self._to_weigh = self.local_steps, self.weight
-
-    def was_left_out(self, where: Tensor) -> None:
-        super().was_left_out(where)
-        if not self.config.at_boundary:  # else it has started anew with the boundary
-            self._live.restart(where)
-
-    def check_settings(self) -> None:
-        check_shared(self.config)
-
-    @property
-    def everybody(self) -> int:
-        return self.flight.world_size * self.inner_size
-
-    def turn(self) -> int | None:
-        """The workers of a node take turns: their shares differ."""
-        rank = dist.get_rank(self._inner) if self._inner is not None else 0
-        return self.rounds // self.inner_size if self.rounds % self.inner_size == rank else None
 
     # -- in the background ----------------------------------------------------------------------------------
 
@@ -241,31 +230,22 @@ class ShardedCO2(Scheduled):
     def stages(self) -> Iterator[Stage]:
         """From the snapshots in g to x_{t+2,0} in g."""
         yield from self._live.differences(rounded=not self.config.at_boundary)
-        yield from self._agreement.repair(self.state.shared())
-        yield from self._weigh()
+        for rider in self.riders:
+            yield from rider.stages()
+        # a worker in finish() has no weight, either, where workers count by their steps
+        self._weightless.copy_((self.scalars["weight"] == 0) & (self.scalars["steps"] > 0))
         yield from self._reduce([b.rest for b in self.buckets])
         squares = self._pseudo_gradient()
         sums = torch.stack([squares, self._m_squares])
-        for group in self._holders():
-            yield all_reduce([sums], group)
+        yield from self._node.sum([sums])
+        across = self.flight.group if self.shard else None  # over whose workers shares are cut further
+        if across is not None:
+            yield all_reduce([sums], across)
         self._update_share(sums[0].sqrt(), sums[1].sqrt())
-        if self.shard and self.flight.group is not None:
+        if across is not None:
             for share in self._node_shares():
-                yield gather_parts(share, self.flight.group)
-        if self._inner is not None and not self.of_shards:
-            for bucket in self.buckets:
-                yield gather_parts(bucket.flat[: bucket.padded], self._inner)
-        elif self._inner is not None:
-            yield from self._placement.level([b.flat for b in self.buckets], self._inner)
-
-    def _weigh(self) -> Iterator[Stage]:
-        """A node is left out as one, for its workers hold one model's parts, or gave each other their gradients."""
-        square = size_of(self.buckets).square().view(1)
-        if self._inner is not None:
-            yield all_reduce([square], self._inner)
-        steps, weight = self._to_weigh
-        self.guard.judge(square[0].sqrt(), steps)
-        self.guard.weigh(self.buckets, weight)
+                yield gather_parts(share, across)
+        yield from self._node.gather(self.buckets)
 
     def _reduce(self, rests: list[Tensor]) -> Iterator[Stage]:
         """Sums of the shares over the workers, and of BatchNorm's statistics and the scalars over everybody; a stage's
@@ -276,27 +256,19 @@ class ShardedCO2(Scheduled):
             if self.shard:
                 for share in shares:
                     yield from sum_parts(share, group)
-        if self._inner is not None and self.shards:
-            scalars = self.buckets[0].scalars
-            sums = scalars.double()  # the first bucket's dtype may be another elsewhere
-            yield all_reduce([sums], self._inner)
-            scalars.copy_(sums)
-            for bucket in self.buckets:
-                bucket.values.mul_(self.inner_size)  # reducer.scale is of sums over both groups
-        elif self._inner is not None:
-            yield all_reduce(rests, self._inner)
-
-    def _holders(self) -> list[dist.ProcessGroup]:
-        """The groups over whose workers the shares are spread."""
-        spread = [self._inner, self.flight.group if self.shard else None]
-        return [group for group in spread if group is not None]
+        if not self.shards:
+            yield from self._node.sum(rests)
+            return
+        scalars = self.buckets[0].scalars
+        sums = scalars.double()  # the first bucket's dtype may be another elsewhere
+        yield from self._node.sum([sums])
+        scalars.copy_(sums)
+        for bucket in self.buckets:
+            bucket.values.mul_(self._node.size)  # reducer.scale is of sums over both groups
 
     def _node_shares(self) -> list[Tensor]:
         """The share of each payload that this worker sends across nodes."""
-        flats = [b.flat[: b.padded] for b in self.buckets]
-        if self._inner is None or self.of_shards:
-            return flats
-        return [f.view(self.inner_size, -1)[dist.get_rank(self._inner)] for f in flats]
+        return [self._node.part(b.flat[: b.padded]) for b in self.buckets]
 
     def _shares(self) -> list[Tensor]:
         """This worker's share of each payload."""
@@ -319,7 +291,7 @@ class ShardedCO2(Scheduled):
         dtype holds it. Where means are merged on arrival, x_{t+1,0} is what the difference is to be taken from.
         """
         squares, weight = torch.zeros_like(self._last), self.scalars["weight"]
-        scale = torch.where(weight > 0, self.inner_size / weight, 0.0)  # the weight is summed over both groups
+        scale = torch.where(weight > 0, self._node.size / weight, 0.0)  # the weight is summed over both groups
         for dtype, g, x, m in self._segments():
             following = outer.outer_step(x, m, self._last)
             g.mul_(scale.to(g))
@@ -327,7 +299,7 @@ class ShardedCO2(Scheduled):
                 g.add_((weight > 0).to(g) * (x.to(dtype).to(x.dtype) - following))
             x.copy_(following)
             squares += outer.norm([g]).double().square()
-        return squares - self._placement.surplus(self._shares())
+        return squares - self._node.surplus(self._shares())
 
     def _update_share(self, delta_norm: Tensor, m_norm: Tensor) -> None:
         """Steps 4 to 7 on the share; an empty round, the last of finish(), moves nothing."""
@@ -346,7 +318,7 @@ class ShardedCO2(Scheduled):
             seen.append(numbers)
         total = outer.all_seen(seen)
         self._last.copy_(alpha)  # in place: they are read and written in another stream
-        self._m_squares.copy_(torch.where(moved, total[0] - self._placement.surplus(self._m), self._m_squares))
+        self._m_squares.copy_(torch.where(moved, total[0] - self._node.surplus(self._m), self._m_squares))
         share = max(1, sum(len(m) for m in self._m))  # what follows is of this worker's share
         self._seen = {"pseudo_gradient_norm": delta_norm, "momentum_norm": m_norm, "clipped_share": total[3] / share}
         if c.gap != "none":
@@ -358,7 +330,7 @@ class ShardedCO2(Scheduled):
         return super().own_state() | {
             "last": on_host(self._last),
             "m_squares": on_host(self._m_squares),
-            "verdict": on_host(self.guard.verdict),  # found in the background, of use when that is received
+            "weightless": on_host(self._weightless),  # found in the background, of use when that lands
             "spoilt": on_host(self._spoilt),
         }
 
@@ -367,28 +339,12 @@ class ShardedCO2(Scheduled):
         super().load_own_state(state)  # g, too, in the flats
         self._last.copy_(state["last"])
         self._m_squares.copy_(state["m_squares"])
-        self.guard.verdict.copy_(state["verdict"])
+        self._weightless.copy_(state["weightless"])
         self._spoilt.copy_(state["spoilt"])
         if self.config.at_boundary and not state["in_flight"]:  # merged in mid-round by the run that saved it
-            self._catch_up()
+            self._take_last_step()
 
     def close(self) -> None:
         """Leaves the process groups. Only after finish()."""
         super().close()
-        if self._inner is not None:
-            leave_group(self._inner, self.flight.timeout, hidden=True)
-            self._inner = None
-
-
-def _groups(
-    mesh: DeviceMesh | None, group: dist.ProcessGroup | None, inner_group: dist.ProcessGroup | None, c: CO2Config
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Those across nodes and inside one, None where there is none."""
-    if mesh is not None:
-        check_mesh(mesh)
-        group, inner_group = mesh.get_group(0), mesh.get_group(1)
-    if inner_group is not None and group is None:
-        raise UserError("inner_group without group: give also the ranks across nodes, or both at once with mesh")
-    if inner_group is not None:
-        check_node(c)
-    return group, inner_group
+        self._node.close()

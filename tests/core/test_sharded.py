@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from core import CO2, CO2Config, UserError, make_method
+from core import CO2, CO2Config, ShardedCO2, UserError, make_method
 from core.groups import gather_parts, local_world_size, node_mesh, sum_parts
 from core.reference import Reference
-from core.sharded.sharded import ShardedCO2
 from core.testing import run_distributed
 from core.wires.config import WireConfig
 from tests import problems

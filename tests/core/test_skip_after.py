@@ -42,7 +42,7 @@ def over_a_bad_link(rank: int, world_size: int, merge: dict) -> tuple[list[int],
     steps, iterates = [], []
     for step in range(60):
         problems.sgd_step(params, rank, step)
-        method.skip_after = 0.01 if 9 <= step < 45 else None
+        method.pacing.skip_after = 0.01 if 9 <= step < 45 else None
         if method.step():
             steps.append(method.stats.local_steps)
             iterates.append(problems.flat(method.state["outer_iterate"]).tolist())
@@ -72,7 +72,7 @@ def test_a_mean_that_does_not_come_is_not_waited_for(merge: dict):
 def of_a_node(rank: int, world_size: int) -> str:
     params = problems.odd_parameters()
     method = ShardedCO2(params, CO2Config(tau=1), mesh=node_mesh("cpu", world_size))
-    method.skip_after = 1.0
+    method.pacing.skip_after = 1.0
     with pytest.raises(UserError) as error:
         method.step()
     return str(error.value)
