@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from bench.chaos.crew import Crew
-from core import testing
-from core.co2 import CO2Config
-from core.elastic.joining import ElasticCO2
+from core import CO2Config, testing
+from core.assembly import elastic_co2
+from core.elastic.flight import ElasticFlight
 from core.elastic.members import Members, Over
 from tests import problems
 from tests.problems import flat, sgd_step
@@ -47,11 +47,11 @@ def train(
     """
     worker = Worker(settings)
     where, when = deaths.get(worker.name, ("", 0))
-    hook(worker.method, where, when)
+    hook(worker.flight, where, when)
     if worker.name == comes:
         Path(folder, "came").touch()
     try:
-        worker.joined = worker.method.join()
+        worker.joined = worker.joining.join()
     except Over:
         return
     while worker.step < steps:
@@ -62,8 +62,8 @@ def train(
     worker.method.finish()
     Path(folder, f"{worker.name}.tmp").write_text(json.dumps(worker.end()))
     Path(folder, f"{worker.name}.tmp").rename(Path(folder, f"{worker.name}.json"))
-    worker.method.flight.sum_of_all(torch.zeros(1))
-    worker.method.members.end()
+    worker.flight.sum_of_all(torch.zeros(1))
+    worker.flight.members.end()
     worker.method.close()
 
 
@@ -76,14 +76,15 @@ class Worker:
         self.params = problems.odd_parameters()
         taus = settings.pop("taus", [])  # of the first rounds
         schedule = (lambda number: {"tau": taus[min(number, len(taus) - 1)]}) if taus else None
-        self.method = method = ElasticCO2(
+        self.method, self.joining = method, joining = elastic_co2(
             self.params, CO2Config(**settings), members=members(), timeout=TIMEOUT, schedule=schedule
         )
-        method.give = lambda: {"method": method.state_dict(), "step": self.step}
-        method.take = self._restore
-        method.flight.tell = lambda: {"step": self.step}
-        method.flight.on_change = lambda reports: self.sizes.append([self.step, method.members.names])
-        self._receive, method.receive = method.receive, self._received  # pyright: ignore[reportAttributeAccessIssue]
+        joining.give = lambda: {"method": method.state_dict(), "step": self.step}
+        joining.take = self._restore
+        self.flight = flight = joining.flight
+        flight.tell = lambda: {"step": self.step}
+        flight.on_change = lambda reports: self.sizes.append([self.step, flight.members.names])
+        self._land, method.land = method.land, self._landed  # pyright: ignore[reportAttributeAccessIssue]
         self.sizes: list[Any] = []
         self.counted: dict[int, int] = {}  # round -> workers; so on
         self.left_out: dict[int, int] = {}
@@ -113,28 +114,27 @@ class Worker:
         self.method.load_state_dict(state["method"])
         self.step = state["step"]
 
-    def _received(self, *, finished: bool) -> Any:
-        landing = self._receive(finished=finished)
-        self.counted[self.method.rounds] = self.method.flight.world_size
+    def _landed(self, *, finished: bool) -> Any:
+        landing = self._land(finished=finished)
+        self.counted[self.method.rounds] = self.flight.world_size
         self.left_out[self.method.rounds] = self.method.stats.left_out
         return landing
 
 
-def hook(method: ElasticCO2, where: str, when: int) -> None:
+def hook(flight: ElasticFlight, where: str, when: int) -> None:
     """Dies in a phase of reduction number `when`."""
-    background = method.flight
-    inner = method.stages
+    inner = flight.in_phases
 
-    def stages() -> Any:
-        steps = inner()
+    def in_phases(stages: Any) -> Any:
+        steps = inner(stages)
         for phase in ("sent", "summed"):  # the sum, and the agreement on it: each begins as the next stage is made
-            if background.launched == when and where == phase:
+            if flight.launched == when and where == phase:
                 die()
             yield next(steps)
         yield from steps
 
     if where in ("sent", "summed"):
-        method.stages = stages  # pyright: ignore[reportAttributeAccessIssue]
+        flight.in_phases = in_phases  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def run(tmp_path: Path, workers: int, settings: dict[str, Any], deaths: dict[str, Any], restarts: int = 0, **more: Any):
