@@ -86,7 +86,7 @@ class Joining(Rider):
         m.pacing.begin(m.rounds)  # a round of its own begins, while the giver's was closing
 
     def pack(self) -> None:
-        if self.flight.counts:
+        if self.flight.counts:  # a newcomer takes part with those that it has come to
             if self.members.left():
                 self.flight.mend()
             if self._joining and not self.method.scalars["finished"] and self.may_join():
@@ -111,7 +111,7 @@ class Joining(Rider):
                 self._serve(reports)
 
     def _serve(self, reports: list[Report | None]) -> None:
-        """Sends what newcomers need to all that have no state yet; of those that have just begun, to all others."""
+        """Sends what newcomers need to all other workers that have reported no state."""
         newcomers = reports.count(None) - (reports[self.flight.rank] is None)
         if newcomers:
             self.members.serve(self.give(), newcomers)
