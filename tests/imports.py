@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -12,6 +13,7 @@ PACKAGES = ("core", "training", *TASKS, "bench", "results")
 ASSEMBLY = ("core/__init__.py", "core/assembly.py")
 
 
+@cache
 def files() -> list[Path]:
     """The project's modules, as paths below its root."""
     return sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
@@ -38,6 +40,7 @@ def file_of(name: str) -> Path | None:
     return None
 
 
+@cache
 def needed(file: Path) -> set[Path]:
     """The project's other files that a file imports."""
     return {other for name in imports(file) if (other := file_of(name))} - {file}
