@@ -32,7 +32,6 @@ class Settings:
     allow_unstable: bool = False
     update: Any = "fast"
     wire: Any = "float32"
-    rounding: Any = "nearest"
     error_feedback: bool = True
     merge: Any = "outer"
     mix: float = 0.5
@@ -45,7 +44,7 @@ class Settings:
 
     @property
     def co2(self) -> CO2Config:
-        wire = WireConfig(self.wire, self.rounding, self.error_feedback)
+        wire = WireConfig(self.wire, self.error_feedback)
         outer = self.tau, self.tau_max, self.outer_lr, self.outer_momentum, self.gap, self.clip
         merge = self.merge, self.mix, self.delay, self.sync_steps
         return CO2Config(*outer, *merge, self.allow_unstable, wire, self.update)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..flat import takes_triton
+from ..flat import triton_kernels
 from ..outer import Boundary, Rule, all_seen, update
 from .chunked import ChunkedBoundary
 
@@ -32,10 +32,8 @@ def make_boundary(
     flats = params, d, x, m, sent
     if kind == "compiled":
         return CompiledBoundary(*flats)
-    if kind == "fast" and takes_triton(d.device):
-        from .triton_kernel import TritonBoundary  # imports triton
-
-        return TritonBoundary(*flats)
+    if kind == "fast" and (kernels := triton_kernels(d.device)):
+        return kernels.TritonBoundary(*flats)
     return ChunkedBoundary(*flats) if kind == "fast" and not d.is_cuda else Boundary(*flats)
 
 

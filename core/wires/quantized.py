@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..flat import Scalars, takes_triton
+from ..flat import Scalars, triton_kernels
 from ..groups import Stage, all_gather
 from . import formats as wires
-from .formats import BLOCK, BLOCK_BYTES, Rounding, Wire
+from .formats import BLOCK, BLOCK_BYTES, Wire
 
 SEGMENT = 1 << 18  # elements that are encoded at once: the temporaries stay in a CPU's cache
 GPU_SEGMENT = 1 << 24  # few kernels, and temporaries of some 64 MiB
@@ -49,10 +49,6 @@ class Encoded(Protocol):
 class Codec(Protocol):
     """Payloads <-> their encoded bytes, uint8 [workers, bytes], row j the chunk of worker j; rows may lie apart."""
 
-    def seed(self, number: int) -> None:
-        """Of what is drawn from now on."""
-        ...
-
     def encode(self, payload: Tensor, rows: Tensor, wire: Wire, error: Tensor | None, moved: Tensor) -> None:
         """payload [numel], zeros beyond it -> rows: Q(d + e), e <- d + e - Q(d + e); without movement Q(d),
         e <- e + d - Q(d). error: [workers x chunk]. moved: 0-d bool on the device."""
@@ -73,25 +69,17 @@ class Codec(Protocol):
         ...
 
 
-def make_codec(device: torch.device, rounding: Rounding) -> Codec:
-    """Triton's kernels where they run; rounding at random needs torch's draws."""
-    if rounding == "nearest" and takes_triton(device):
-        from .triton_codec import TritonCodec  # imports triton
-
-        return TritonCodec()
-    return SegmentCodec(device, rounding)
+def make_codec(device: torch.device) -> Codec:
+    """Triton's kernels where they run."""
+    kernels = triton_kernels(device)
+    return SegmentCodec(device) if kernels is None else kernels.TritonCodec()
 
 
 class SegmentCodec:
     """core/wires/formats.py's functions, a segment at a time."""
 
-    def __init__(self, device: torch.device, rounding: Rounding):
-        self._generator = torch.Generator(device) if rounding == "stochastic" else None
+    def __init__(self, device: torch.device):
         self._segment = GPU_SEGMENT if device.type == "cuda" else SEGMENT
-
-    def seed(self, number: int) -> None:
-        if self._generator is not None:
-            self._generator.manual_seed(number)
 
     def encode(self, payload: Tensor, rows: Tensor, wire: Wire, error: Tensor | None, moved: Tensor) -> None:
         chunk = _chunk(rows, wire)
@@ -136,7 +124,7 @@ class SegmentCodec:
             send = values[where]
             kept = None if error is None else error[where].add_(send)
             rounded = send if kept is None else torch.where(moved, kept, send)
-            part.copy_(wires.encode(rounded, wire, self._generator, lost=kept).view(part.shape))
+            part.copy_(wires.encode(rounded, wire, lost=kept).view(part.shape))
 
     def _decoded(self, rows: Tensor, wire: Wire, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
         """rows [workers, bytes], a chunk each -> the first element's place, and values [some rows, elements]."""
@@ -188,7 +176,6 @@ class Quantized:
         rank: int,
         world_size: int,
         wire: Wire | Sequence[Wire],
-        rounding: Rounding = "nearest",
         error_feedback: bool = True,
         memory: tuple[list[Tensor], list[Tensor]] | None = None,
     ):
@@ -206,17 +193,15 @@ class Quantized:
             own, means = memory or nothing_held_back(buckets, world_size).values()
             self._errors, self._mean_errors = [*own], [*means]
             self.state = dict(zip(HELD_BACK, (own, means), strict=True))
-        self._codec = make_codec(self.device, rounding)
+        self._codec = make_codec(self.device)
 
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
         yield [], 0  # the encoding, too, is done in the background
-        self._codec.seed(seed(number, self.rank, self.world_size, 0))
         sent = self._outgoing()
         received = sent
         if group is not None:
             received = torch.empty_like(sent)
             yield [_all_to_all(received, sent, group)], (self.world_size - 1) * sent.shape[1]
-        self._codec.seed(seed(number, self.rank, self.world_size, 1))
         mean = self._average(received)
         means = mean[None]
         if group is not None:
@@ -296,8 +281,3 @@ def _all_to_all(to: Tensor, source: Tensor, group: dist.ProcessGroup) -> dist.Wo
     work = dist.all_to_all_single(to, source, group=group, async_op=True)
     assert work is not None
     return work
-
-
-def seed(number: int, rank: int, world_size: int, stage: int) -> int:
-    """Of stochastic rounding: another for every reduction, worker and stage."""
-    return (number * world_size + rank) * 2 + stage

@@ -10,7 +10,7 @@ import core
 ROOT = Path(core.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 OUTSIDE = {"integrations/mmengine.py": {"mmengine"}}  # imported when used, as these are
-OUTSIDE |= {f"{name}.py": {"triton"} for name in ("wires/triton_codec", "passes/triton_kernel", "passes/triton_where")}
+OUTSIDE |= {f"triton/{name}.py": {"triton"} for name in ("boundary", "codec", "shared", "where")}
 
 
 def imports_of(path: Path) -> list[tuple[int, str]]:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from core.lgreco.choices import code, sent_bytes
 from core.lgreco.config import LGrecoConfig
-from core.lgreco.reference import Reference
 from core.testing import run_distributed
 from core.wires.config import WireConfig
+from tests.core.lgreco_reference import Reference
 from tests.core.test_wire_bytes import loopback_bytes
 from tests.problems import Mean
 from training.sampling import generator
@@ -29,8 +29,8 @@ SETTINGS = [
     ("int4", LGrecoConfig("any", every=2, time_share=1.0, first=2)),
     ("top0.01", LGrecoConfig(every=2, time_share=1.0, first=1, error="squared")),
     ("rank4", LGrecoConfig(every=2, time_share=1.0, first=2)),
-    ("rank4", LGrecoConfig("any", "lgreco_accordion", every=3, time_share=1.0, first=1)),
-    ("top0.05", LGrecoConfig(rule="accordion", every=2, time_share=1.0, first=1)),
+    ("rank4", LGrecoConfig("any", every=3, time_share=1.0, first=1)),
+    ("top0.05", LGrecoConfig(rule="bench.rules.Accordion", every=2, time_share=1.0, first=1)),
     ("rank2", LGrecoConfig(rule="uniform", every=2, time_share=1.0, first=2)),
 ]
 
@@ -50,8 +50,8 @@ def reducers(rank: int, world_size: int) -> list[list[Tensor]]:
     return [of_rounds(rank, *setting) for setting in SETTINGS]
 
 
-def built(like: str, config: LGrecoConfig, dtype: torch.dtype = torch.float64, **more: Any) -> Mean:
-    wire = WireConfig("lgreco", like=like, lgreco=config, **more)
+def built(like: str, config: LGrecoConfig, dtype: torch.dtype = torch.float64) -> Mean:
+    wire = WireConfig("lgreco", like=like, lgreco=config)
     tensors = [torch.zeros(s, dtype=dtype) for s in SHAPES]
     return Mean(tensors, {"steps": 1, "weight": 1}, wire.reducer, buffers=[torch.zeros(5, dtype=dtype)])
 
@@ -107,23 +107,18 @@ def test_equals_all_workers_in_one_process(world_size: int):
 
 
 def int4_twice(rank: int, world_size: int) -> list[tuple[Tensor, Tensor, int, int]]:
-    """By rounding and dtype: what int4 lands after three rounds, and what lgreco does that sends int4 everywhere."""
+    """By dtype: what int4 lands after three rounds, and what lgreco does that sends int4 everywhere."""
     seen = []
-    for rounding in ("nearest", "stochastic"):
-        for dtype in (torch.float32, torch.float64, torch.bfloat16):
-            ours = built("int4", LGrecoConfig(rule="uniform"), dtype, rounding=rounding)
-            tensors = [torch.zeros(s, dtype=dtype) for s in SHAPES]
-            plain = Mean(
-                tensors,
-                {"steps": 1, "weight": 1},
-                WireConfig("int4", rounding).reducer,
-                buffers=[torch.zeros(5, dtype=dtype)],
-            )
-            for round in range(3):
-                landed = [once(mean, rank, round) for mean in (ours, plain)]
-            landed += [ours.buckets[0].rest, plain.buckets[0].rest]
-            seen.append((*landed, ours.flight.bytes_sent, plain.flight.bytes_sent))
-            ours.close(), plain.close()
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        ours = built("int4", LGrecoConfig(rule="uniform"), dtype)
+        tensors = [torch.zeros(s, dtype=dtype) for s in SHAPES]
+        buffers = [torch.zeros(5, dtype=dtype)]
+        plain = Mean(tensors, {"steps": 1, "weight": 1}, WireConfig("int4").reducer, buffers=buffers)
+        for round in range(3):
+            landed = [once(mean, rank, round) for mean in (ours, plain)]
+        landed += [ours.buckets[0].rest, plain.buckets[0].rest]
+        seen.append((*landed, ours.flight.bytes_sent, plain.flight.bytes_sent))
+        ours.close(), plain.close()
     return seen
 
 
@@ -147,7 +142,7 @@ def bytes_of(rank: int, world_size: int) -> list[tuple[str, float, float, list[s
         ("int4", LGrecoConfig(first=1)),
         ("top0.01", LGrecoConfig(first=1)),
         ("rank4", LGrecoConfig("any", first=1)),
-        ("top0.01", LGrecoConfig(rule="legacy")),
+        ("top0.01", LGrecoConfig(rule="bench.rules.Legacy")),
     ):
         mean = Mean(
             [torch.zeros(s) for s in LARGE],

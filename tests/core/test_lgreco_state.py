@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from core import CO2, CO2Config, UserError
-from core.lgreco.allocate import total
 from core.lgreco.choices import Choice, code, offered, parse
 from core.lgreco.config import LGrecoConfig
+from core.lgreco.decide import total
 from core.lgreco.layout import in_bucket
-from core.lgreco.sparse import SAMPLE, largest
+from core.lgreco.senders import SAMPLE, largest
 from core.testing import run_distributed
 from core.wires.config import WireConfig
 from tests.core.test_lgreco import SETTINGS, SHAPES, built, once, written
@@ -162,10 +162,7 @@ def over_every_switch(rank: int, world_size: int) -> list[tuple[str, torch.Tenso
 
 def held(mean: Mean) -> torch.Tensor:
     """What error feedback holds back, all of it the worker's own, in the payload's order."""
-    layout = mean.reducer._layouts[0]
-    return torch.cat(
-        [mean.reducer._errors[0][layout.starts[i] :][: z.numel] for i, z in enumerate(mean.reducer.layers)]
-    )
+    return torch.cat([*mean.reducer._layouts[0].held.values()])
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

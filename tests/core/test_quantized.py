@@ -17,19 +17,13 @@ from core import CollectiveError, UserError
 from core.testing import run_distributed
 from core.wires.config import WireConfig
 from core.wires.formats import BLOCK, decode, encode, nbytes
-from core.wires.quantized import seed
 from tests import problems
 from tests.core.test_resume import Net, everything, go
 from tests.problems import Mean, Settings, flat
 from training.sampling import generator
 
 NARROW: tuple[Any, ...] = ("bfloat16", "float16", "int8", "int4", "int3")  # the other ints are packed as these
-WAYS = [
-    (wire, rounding, feedback)
-    for wire in NARROW
-    for rounding in ("nearest", "stochastic")
-    for feedback in (True, False)
-]
+WAYS = [(wire, feedback) for wire in NARROW for feedback in (True, False)]
 ROUNDS = 3
 # numel of the encoded tensors, then of the exact ones, by dtype: several blocks, part of one, none
 LAYOUT = {
@@ -54,10 +48,10 @@ def means(rank: int, world_size: int, segment: int) -> list[list[Tensor]]:
     return [of_rounds(rank, world_size, *way) for way in WAYS]
 
 
-def of_rounds(rank: int, world_size: int, wire: Any, rounding: Any, feedback: bool) -> list[Tensor]:
+def of_rounds(rank: int, world_size: int, wire: Any, feedback: bool) -> list[Tensor]:
     """What the buffers hold after each round, bucket by bucket, and the state."""
     lossy, exact = templates()
-    reducer = WireConfig(wire, rounding, feedback).reducer
+    reducer = WireConfig(wire, feedback).reducer
     mean = Mean(lossy, {"rank": 1, "steps": 1, "weight": 1}, reducer, buffers=exact)
     seen = []
     for round in range(ROUNDS):
@@ -79,41 +73,27 @@ def of_rounds(rank: int, world_size: int, wire: Any, rounding: Any, feedback: bo
     return [*seen, *(flat for flats in sender.state.values() for flat in flats)]
 
 
-def simulate(world_size: int, wire: str, rounding: str, feedback: bool) -> list[Tensor]:
+def simulate(world_size: int, wire: str, feedback: bool) -> list[Tensor]:
     """of_rounds for all workers at once: without processes, chunks of bytes or segments. States are not returned."""
     n, seen = world_size, []
     kinds = list(LAYOUT.items())
     wide = [torch.float64 if d == torch.float64 else torch.float32 for d, _ in kinds]
-    chunks = [-(-sum(sizes) // (n * BLOCK)) * BLOCK for _, (sizes, _) in kinds]
-    errors = [[torch.zeros(n * c, dtype=w) for c, w in zip(chunks, wide, strict=True)] for _ in range(n)]
-    mean_errors = [[torch.zeros(c, dtype=w) for c, w in zip(chunks, wide, strict=True)] for _ in range(n)]
+    padded = [-(-sum(sizes) // (n * BLOCK)) * n * BLOCK for _, (sizes, _) in kinds]
+    errors = [[torch.zeros(size, dtype=w) for size, w in zip(padded, wide, strict=True)] for _ in range(n + 1)]
 
-    def send(x: Tensor, error: Tensor, draws: Any) -> Tensor:
+    def send(x: Tensor, error: Tensor) -> Tensor:
         total = x + error if feedback else x
-        decoded = decode(encode(total, wire, draws), wire, x.dtype)
+        decoded = decode(encode(total, wire), wire, x.dtype)
         error.copy_(total - decoded)
         return decoded
 
     for round in range(ROUNDS):
-        stochastic = rounding == "stochastic"
-        draws = [
-            [torch.Generator().manual_seed(seed(round + 1, r, n, s)) if stochastic else None for s in (0, 1)]
-            for r in range(n)
-        ]
         for i, (_, (sizes, rests)) in enumerate(kinds):
-            size, rest, c = sum(sizes), sum(rests), chunks[i]
+            size, rest = sum(sizes), sum(rests)
             rows = [written(r, round, i, size + rest, wide[i]) for r in range(n)]
-            got = [
-                [
-                    send(x, e, draws[r][0])
-                    for x, e in zip(pad(rows[r][:size], (0, n * c - size)).split(c), errors[r][i].split(c), strict=True)
-                ]
-                if c
-                else [rows[r][:0]] * n
-                for r in range(n)
-            ]
-            parts = [send(sum(got[r][j] for r in range(n)) / n, mean_errors[j][i], draws[j][1]) for j in range(n)]
-            seen.append(torch.cat([torch.cat(parts)[:size], sum(row[size:] for row in rows) / n]))
+            got = [send(pad(rows[r][:size], (0, padded[i] - size)), errors[r][i]) for r in range(n)]
+            mean = send(sum(got) / n, errors[n][i])
+            seen.append(torch.cat([mean[:size], sum(row[size:] for row in rows) / n]))
         seen.append(torch.tensor([sum(0.1 * r for r in range(n)) / n, 1.0, 1.0], dtype=wide[0]))
     return seen
 
@@ -127,7 +107,7 @@ def test_equals_a_simulation_bit_for_bit(world_size: int, segment: int):
         for rank in range(world_size):
             for number, (a, b) in enumerate(zip(results[rank][i], expected)):  # noqa: B905  the state follows
                 assert torch.equal(a, b), f"{way}, rank {rank}, tensor {number}"
-        assert len(results[0][i]) == len(expected) + (8 if way[2] else 0), "no feedback, no memory for it"
+        assert len(results[0][i]) == len(expected) + (8 if way[1] else 0), "no feedback, no memory for it"
 
 
 def test_one_worker_alone_sees_the_same_as_one_in_a_group():
@@ -140,7 +120,7 @@ def test_one_worker_alone_sees_the_same_as_one_in_a_group():
 # -- CO2 --------------------------------------------------------------------------------------------------------
 
 BASE = Settings(tau=2, outer_momentum=0.4, outer_lr=0.5, clip=0.1)
-CONFIGS = [BASE, *(replace(BASE, wire=w, rounding=r, error_feedback=f) for w, r, f in WAYS)]
+CONFIGS = [BASE, *(replace(BASE, wire=w, error_feedback=f) for w, f in WAYS)]
 WITHIN = {"float32": 0.0, "bfloat16": 3e-3, "float16": 4e-4, "int8": 1e-2, "int4": 0.15, "int3": 0.4}
 
 
@@ -240,10 +220,9 @@ def test_error_feedback_keeps_the_drift_bounded(delay: Any):
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_nothing_is_lost_not_even_where_empty_means_are_thrown_away(delay: Any, rounding: Any):
+def test_nothing_is_lost_not_even_where_empty_means_are_thrown_away(delay: Any):
     """What arrived and what is held back are the sum of all moves: finish() sends means that nobody uses."""
-    results = run_distributed(constant_moves, 3, replace(PLAIN, delay=delay, rounding=rounding), True)
+    results = run_distributed(constant_moves, 3, replace(PLAIN, delay=delay), True)
     own = sum(r[2][0][:20] for r in results) / 3
     of_means = results[0][2][1][:20]  # all 20 elements are in worker 0's chunk
     assert own.abs().max() > 1e-3 and of_means.abs().max() > 1e-3, "both hold something back"
@@ -347,11 +326,7 @@ def test_a_dead_worker_is_named_and_nothing_is_computed_from_ruins():
 
 
 def interrupted(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
-    return [
-        interrupt(rank, replace(BASE, tau=3, wire=w, rounding=r))
-        for w in ("int4", "float16")
-        for r in ("nearest", "stochastic")
-    ]
+    return [interrupt(rank, replace(BASE, tau=3, wire=wire)) for wire in ("int4", "float16")]
 
 
 def interrupt(rank: int, config: Settings) -> tuple[Tensor, Tensor]:
