@@ -87,6 +87,14 @@ class Mean:
         for bucket in self.buckets:
             bucket.flat.mul_(self.reducer.scale)
 
+    def reduce(self, steps: float = 1.0) -> Tensor:
+        """One reduction, of a worker that counts and has taken so many steps; what lands in the first payload."""
+        self.scalars.set("steps", steps)
+        self.scalars.set("weight", 1.0)
+        self.launch()
+        self.wait()
+        return self.buckets[0].payload
+
 
 def odd_parameters() -> list[nn.Parameter]:
     """Shapes that tile no bucket: 0-d, empty, odd, channels_last, transposed, and the first one twice; float64."""

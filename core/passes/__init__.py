@@ -1,4 +1,4 @@
-"""Parts that do what a plain one does, faster or in less memory; each is tested to be equal to it."""
+"""Passes over memory that compute core/outer.py's `update` faster; each is tested to be equal to it."""
 
 from __future__ import annotations
 

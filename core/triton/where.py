@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .shared import TYPES
 
-CHUNK = 1 << 16  # elements of a program, of which a clear flag leaves the launch alone
+CHUNK = 1 << 16  # elements of a program: where the flag is clear, a launch is all that it costs
 BLOCK = 1024  # elements that a program takes at a time
 
 Row = tuple[int, int, int]  # address, address of the source, elements

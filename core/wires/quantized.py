@@ -1,10 +1,10 @@
-"""The mean of CO2's pseudo-gradient in a narrow wire format, with error feedback (CO2Config.wire).
+"""The mean over the workers in a narrow wire format, with error feedback (CO2Config.wire, ddp_wire).
 
 Two stages instead of an all-reduce, as in DoubleSqueeze (Tang et al., ICML 2019), every worker the server of one part:
 
 1. each worker encodes its differences, cut into n equal chunks, and sends chunk j to worker j (all-to-all);
-2. worker j decodes what it got, averages it in float32 (float64 for float64 parameters), encodes the mean, and sends it
-   to all (all-gather). Every worker decodes the same bytes, its own chunk's too: results are bit-identical.
+2. worker j decodes the chunks that it got, averages them in float32 (float64 for float64 parameters), encodes the mean,
+   and sends it to all (all-gather). Every worker decodes the same bytes, its own chunk's too: equal bit for bit.
 
 Each worker sends 2 (n - 1) / n of the encoded bytes, as a ring all-reduce does of plain ones. Both encodings leave an
 error; error feedback adds it to what the same worker encodes next (Seide et al., 2014; Karimireddy et al., ICML 2019).
@@ -32,7 +32,7 @@ HELD_BACK = ("error_feedback", "mean_error_feedback")  # names of a checkpoint's
 
 
 class Encoded(Protocol):
-    """What this reducer reads and writes of a bucket: its payload, which is rounded, and what travels as it is."""
+    """The parts of a bucket that this reducer reads and writes: its payload, which is rounded, and the exact rest."""
 
     @property
     def flat(self) -> Tensor: ...
@@ -113,7 +113,8 @@ class SegmentCodec:
         return total.div_(total.new_full((), len(rows)))
 
     def _few(self, chunk: int) -> int:
-        """So many workers' chunks are encoded or decoded at once: a small part's kernels cost more than its bytes."""
+        """The number of workers' chunks that are encoded or decoded at once: a small chunk's kernels cost more than its
+        bytes."""
         return max(1, self._segment // max(1, chunk))
 
     def _encode(self, values: Tensor, payload: Tensor, wire: Wire, error: Tensor | None, moved: Tensor) -> None:
@@ -157,16 +158,16 @@ def nothing_held_back(
 
 
 class Quantized:
-    """The reducer of a narrow format: one payload of bytes a stage. What lands are means, so `scale` is 1.
+    """The reducer of a narrow format: one payload of bytes a stage. Means land, so `scale` is 1.
 
     Only the parameters' part of a bucket is rounded; the rest travels as it is. Where nobody has moved (the
-    scalars "steps" and "weight") the mean is thrown away by its owner; what error feedback holds back must not be lost
-    with it: it waits, as does that of a worker that is left out.
+    scalars "steps" and "weight") the mean is thrown away by its owner; the errors that are held back must not be lost
+    with it: they wait, as do the errors of a worker that is left out.
 
     One worker alone encodes and decodes as well, so that it trains as one of many. Error feedback keeps a copy of the
-    parameters more, and 1 / n for the second stage: `state`.
-    wire: of all buckets, or one for each. memory: for both errors, a tensor a bucket, [workers x chunk] and [chunk];
-    None for its own.
+    parameters, and 1 / n of a copy for the second stage: `state`.
+    wire: of all buckets, or one for each. memory: for both stages' errors, a tensor a bucket, [workers x chunk] and
+    [chunk]; None: it makes its own.
     """
 
     def __init__(
@@ -210,8 +211,8 @@ class Quantized:
         self._unpack(means)
 
     def release(self) -> None:
-        """Adds what error feedback holds back to the payloads, of which another reducer takes the sum over the workers;
-        for what was held back of the mean, each worker has a chunk."""
+        """Adds the errors that are held back to the payloads, whose sum over the workers another reducer takes; each
+        worker holds the second stage's errors of one chunk."""
         held = zip(self.buckets, self._errors, self._mean_errors, self.chunks, strict=True)
         for bucket, own, mean, chunk in held:
             if own is None or mean is None:

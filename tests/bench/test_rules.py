@@ -26,9 +26,7 @@ def reduced(mean: Mean, scale: torch.Tensor) -> list[str]:
     for flat in (flat for name in ("error_feedback", "mean_error_feedback") for flat in mean.reducer.state[name]):
         flat.zero_()
     bucket.payload.copy_(draw * scale.repeat_interleave(sizes))
-    mean.scalars.set("steps", 1.0)
-    mean.scalars.set("weight", 1.0)
-    mean.launch(), mean.wait()
+    mean.reduce()
     return [str(c) for c in mean.reducer.chosen]
 
 

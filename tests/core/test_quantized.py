@@ -59,10 +59,7 @@ def of_rounds(rank: int, world_size: int, wire: Any, feedback: bool) -> list[Ten
             numel = len(bucket.flat) - len(bucket.scalars)
             bucket.flat[:numel] = written(rank, round, i, numel, bucket.flat.dtype)
         mean.scalars.set("rank", 0.1 * rank)
-        mean.scalars.set("steps", 1.0)
-        mean.scalars.set("weight", 1.0)
-        mean.launch()
-        mean.wait()
+        mean.reduce()
         seen += [b.flat[: len(b.flat) - len(b.scalars)].clone() for b in mean.buckets]
         seen.append(mean.buckets[0].scalars.clone())
     sender = mean.reducer

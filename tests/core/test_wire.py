@@ -168,10 +168,7 @@ def test_cuda_gives_the_same_bytes_and_the_same_mean(wire: Any):
         mean = Mean([p], {"steps": 1, "weight": 1}, WireConfig(wire).reducer, buffers=[buffer])
         for _ in range(3):
             mean.buckets[0].flat[:705] = x[:705].to(device)
-            mean.scalars.set("steps", 2.0)
-            mean.scalars.set("weight", 1.0)
-            mean.launch()
-            mean.wait()
+            mean.reduce(2.0)
         seen.append([mean.buckets[0].flat.cpu(), *(f.cpu() for fs in mean.reducer.state.values() for f in fs)])
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
 
