@@ -159,7 +159,7 @@ def finals(rank: int, world_size: int) -> list[list[Tensor]]:
     return [problems.train_co2(problems.odd_parameters(), rank, 11, c) for c in configs]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_workers_agree_bit_for_bit_and_stay_near_float32(world_size: int):
     """With and without delay; every setting gives parameters of its own."""
     results = run_distributed(finals, world_size)
@@ -179,7 +179,13 @@ def move(rank: int) -> Tensor:
     return torch.tensor([rank + 1.0] + [0.031 + 0.0117 * rank**1.7] * 19, dtype=torch.float64)
 
 
-def constant_moves(rank: int, world_size: int, config: Settings, rests: bool) -> tuple[Tensor, float, list[Tensor]]:
+def constant_moves(rank: int, world_size: int, rests: bool, feedbacks: tuple[bool, ...]) -> list[Any]:
+    """With each delay and with and without error feedback; see moved_constantly."""
+    configs = [replace(PLAIN, delay=delay, error_feedback=feedback) for delay in (0, 1) for feedback in feedbacks]
+    return [moved_constantly(rank, world_size, config, rests) for config in configs]
+
+
+def moved_constantly(rank: int, world_size: int, config: Settings, rests: bool) -> tuple[Tensor, float, list[Tensor]]:
     """50 rounds of `move`: parameters, their largest distance from the exact mean, state.
 
     rests: finish() now and then, which sends means of nothing.
@@ -205,30 +211,31 @@ PLAIN = Settings(
 )
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-def test_error_feedback_keeps_the_drift_bounded(delay: Any):
+def test_error_feedback_keeps_the_drift_bounded():
     """By half a step at each encoding, a step being a seventh of the largest. Else the mean, 0.03685, never arrives."""
-    drift = {
-        feedback: run_distributed(constant_moves, 2, replace(PLAIN, delay=delay, error_feedback=feedback), False)[0][1]
-        for feedback in (True, False)
-    }
-    assert drift[True] <= 2 * (1.5 / 7 / 2) * 1.1  # the feedback makes the largest a little larger
-    assert drift[False] == pytest.approx((50 - delay) * 0.03685, rel=1e-6)
+    drifts = [drift for _, drift, _ in run_distributed(constant_moves, 2, False, (True, False))[0]]
+    for delay, (bounded, unbounded) in enumerate((drifts[:2], drifts[2:])):
+        assert bounded <= 2 * (1.5 / 7 / 2) * 1.1  # the feedback makes the largest a little larger
+        assert unbounded == pytest.approx((50 - delay) * 0.03685, rel=1e-6)
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-def test_nothing_is_lost_not_even_where_empty_means_are_thrown_away(delay: Any):
+def test_nothing_is_lost_not_even_where_empty_means_are_thrown_away():
     """What arrived and what is held back are the sum of all moves: finish() sends means that nobody uses."""
-    results = run_distributed(constant_moves, 3, replace(PLAIN, delay=delay), True)
-    own = sum(r[2][0][:20] for r in results) / 3
-    of_means = results[0][2][1][:20]  # all 20 elements are in worker 0's chunk
-    assert own.abs().max() > 1e-3 and of_means.abs().max() > 1e-3, "both hold something back"
-    total = 50 * sum(move(r) for r in range(3)) / 3
-    torch.testing.assert_close(own + of_means - results[0][0], total, rtol=0, atol=1e-11)
-    assert all(torch.equal(r[0], results[0][0]) for r in results)
+    for results in zip(*run_distributed(constant_moves, 3, True, (True,)), strict=True):
+        own = sum(r[2][0][:20] for r in results) / 3
+        of_means = results[0][2][1][:20]  # all 20 elements are in worker 0's chunk
+        assert own.abs().max() > 1e-3 and of_means.abs().max() > 1e-3, "both hold something back"
+        total = 50 * sum(move(r) for r in range(3)) / 3
+        torch.testing.assert_close(own + of_means - results[0][0], total, rtol=0, atol=1e-11)
+        assert all(torch.equal(r[0], results[0][0]) for r in results)
 
 
-def uneven(rank: int, world_size: int, config: Settings) -> tuple[Tensor, int, Tensor]:
+def uneven(rank: int, world_size: int) -> dict[str, tuple[Tensor, int, Tensor]]:
+    return {wire: ended(rank, replace(BASE, wire=wire)) for wire in ("float32", *NARROW)}
+
+
+def ended(rank: int, config: Settings) -> tuple[Tensor, int, Tensor]:
+    """Parameters after a second finish(), the rounds, and parameters after the first."""
     params = problems.odd_parameters()
     co2 = config.build(params)
     for step in range(5 + 4 * rank):
@@ -240,14 +247,14 @@ def uneven(rank: int, world_size: int, config: Settings) -> tuple[Tensor, int, T
     return flat(params), co2.rounds, once
 
 
-@pytest.mark.parametrize("wire", NARROW)
-def test_workers_that_stop_at_different_steps_end_with_equal_parameters(wire: Any):
-    results = run_distributed(uneven, 3, replace(BASE, wire=wire))
-    plain = run_distributed(uneven, 3, BASE)[0]
-    for parameters, rounds, once in results:
-        assert torch.equal(parameters, results[0][0]) and rounds == plain[1]
-        assert torch.equal(parameters, once), "finishing again moves nothing"
-        assert (parameters - plain[0]).abs().max() < 2 * WITHIN[wire]
+def test_workers_that_stop_at_different_steps_end_with_equal_parameters():
+    results = run_distributed(uneven, 3)
+    plain = results[0]["float32"]
+    for wire in NARROW:
+        for parameters, rounds, once in (result[wire] for result in results):
+            assert torch.equal(parameters, results[0][wire][0]) and rounds == plain[1], wire
+            assert torch.equal(parameters, once), "finishing again moves nothing"
+            assert (parameters - plain[0]).abs().max() < 2 * WITHIN[wire], wire
 
 
 def first_buffers(rank: int, world_size: int) -> list[Tensor]:
