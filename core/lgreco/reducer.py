@@ -120,11 +120,12 @@ class LGreco:
         numbers."""
         began = mark(self._asked.device)
         rows = []
-        wanted = {i: values + layout.held[i] for layout in self._layouts for i, values in layout.values.items()}
         for i, layer in enumerate(self.layers):
-            row = curve(wanted[i], layer, self.decider.choices, self.decider.offered[i].tolist(), i)
+            layout = self._layouts[layer.bucket]
+            wanted = layout.values[i] + layout.held[i]
+            row = curve(wanted, layer, self.decider.choices, self.decider.offered[i].tolist(), i)
             row = torch.where(row.isinf(), 0.0, row)  # not offered: their sum would hide another worker's NaN
-            rows.append(torch.cat([row, norm(wanted[i])[None]]))
+            rows.append(torch.cat([row, norm(wanted)[None]]))
         asked = torch.stack([*rows, torch.zeros_like(rows[0])])
         self._took = between(began, mark(asked.device))
         self.clock.spend(self._took)
