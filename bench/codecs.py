@@ -24,8 +24,7 @@ from bench.boundary import timed as by_the_clock
 from bench.options import require_one_or_more
 from bench.report import Spread
 from core import UserError
-from core.lgreco.lowrank import product
-from core.lgreco.sparse import largest
+from core.lgreco.senders import largest, product
 from core.wires import formats as wire
 from core.wires import quantized
 from training.script import launch

@@ -24,10 +24,9 @@ from bench.options import require_each_once, require_one_or_more
 from core import LGrecoConfig, UserError
 from core.flat import Scalars, make_buckets
 from core.lgreco import LGreco
-from core.lgreco.allocate import total
 from core.lgreco.choices import RAW, Choice, sent_bytes
 from core.lgreco.curves import curve
-from core.lgreco.decide import Decider
+from core.lgreco.decide import Decider, total
 from core.lgreco.layout import in_bucket
 from training.allocations import picture
 from training.script import launch

@@ -60,7 +60,8 @@ def co2(like: str, *more: str) -> tuple[str, ...]:
     return ("--recommended", "--co2.tau", "auto", "--co2.tau_max", "24", *wire, *more)
 
 
-UNIFORM, ACCORDION, LEGACY = (("--ddp_wire.lgreco.rule", rule) for rule in ("uniform", "accordion", "legacy"))
+RULES = ("uniform", "bench.rules.Accordion", "bench.rules.Legacy")
+UNIFORM, ACCORDION, LEGACY = (("--ddp_wire.lgreco.rule", rule) for rule in RULES)
 ANY = ("--ddp_wire.lgreco.family", "any")
 METHODS: dict[str, tuple[str, ...]] = {
     "ddp": ("--method", "ddp"),

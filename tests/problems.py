@@ -32,7 +32,6 @@ class Settings:
     allow_unstable: bool = False
     update: Any = "fast"
     wire: Any = "float32"
-    rounding: Any = "nearest"
     error_feedback: bool = True
     merge: Any = "outer"
     mix: float = 0.5
@@ -45,8 +44,19 @@ class Settings:
 
     @property
     def co2(self) -> CO2Config:
-        wire = WireConfig(self.wire, self.rounding, self.error_feedback)
-        names = ("tau", "outer_lr", "outer_momentum", "gap", "clip", "tau_max", "allow_unstable", "merge", "mix", "delay")
+        wire = WireConfig(self.wire, self.error_feedback)
+        names = (
+            "tau",
+            "outer_lr",
+            "outer_momentum",
+            "gap",
+            "clip",
+            "tau_max",
+            "allow_unstable",
+            "merge",
+            "mix",
+            "delay",
+        )
         return CO2Config(**{name: getattr(self, name) for name in names}, wire=wire)
 
     @property
@@ -86,6 +96,14 @@ class Mean:
         self.flight.wait()
         for bucket in self.buckets:
             bucket.flat.mul_(self.reducer.scale)
+
+    def reduce(self, steps: float = 1.0) -> Tensor:
+        """One reduction, of a worker that counts and has taken so many steps; what lands in the first payload."""
+        self.scalars.set("steps", steps)
+        self.scalars.set("weight", 1.0)
+        self.launch()
+        self.wait()
+        return self.buckets[0].payload
 
 
 def odd_parameters() -> list[nn.Parameter]:

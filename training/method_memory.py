@@ -26,8 +26,7 @@ from core import outer
 from core.averaging import Averaging
 from core.flat import Bucket
 from core.flight import Flight, Reducer
-from core.lgreco import curves, sparse
-from core.lgreco.config import FIXED
+from core.lgreco import curves, senders
 from core.lgreco.reducer import LGreco
 from core.methods import gradient_wire, make_method
 from core.wires import quantized
@@ -113,7 +112,7 @@ def count(recipe: Recipe, model: nn.Module, workers: int, on_gpu: bool) -> Held:
         live.peak = always
         for works in reducer.stages(object(), 1):  # noqa: B007  # pyright: ignore[reportArgumentType]
             pass
-        if isinstance(reducer, LGreco) and reducer.config.rule not in FIXED:
+        if isinstance(reducer, LGreco) and not reducer.decider.fixed:
             _decides(reducer)
         staging = live.peak - always
         del works
@@ -162,7 +161,7 @@ class _Work:
 
 
 def _largest(magnitudes: Tensor, k: int) -> Tensor:
-    """See core.lgreco.sparse: as on a GPU."""
+    """See core.lgreco.senders: as on a GPU."""
     return magnitudes.topk(k, sorted=False).indices
 
 
@@ -183,7 +182,7 @@ def _on_paper(workers: int, on_gpu: bool) -> Iterator[None]:
             (LGreco, "due", lambda *_: False),  # what a decision needs: see count
             (quantized, "SEGMENT", quantized.GPU_SEGMENT if on_gpu else quantized.SEGMENT),
             (curves, "ROWS", curves.GPU_ROWS if on_gpu else curves.ROWS),
-            *((module, "largest", _largest) for module in (sparse, curves)),
+            *((module, "largest", _largest) for module in (senders, curves)),
             (dist, "get_world_size", lambda *_: workers),
             *((dist, name, _Work) for name in COLLECTIVES if hasattr(dist, name)),
         ):

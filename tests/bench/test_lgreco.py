@@ -81,7 +81,7 @@ def test_the_train_script_understands_every_command(method: str, monkeypatch: py
     wire = recipe.co2.wire if recipe.method == "co2" else recipe.ddp_wire
     assert ("lgreco" in method) <= (wire.format == "lgreco" and wire.lgreco.rule == "lgreco")
     named = method.split("_")[0]
-    assert named not in ("accordion", "legacy") or wire.lgreco.rule == named
+    assert named not in ("accordion", "legacy") or wire.lgreco.rule == f"bench.rules.{named.capitalize()}"
 
 
 def test_each_method_gets_its_own_best_learning_rate():

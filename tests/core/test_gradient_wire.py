@@ -268,7 +268,6 @@ CO2S = {
     "inner": {"gap": "inner"},
     "auto": {"tau": "auto", "tau_max": 4},
     "by speed": {"steps": "by_speed", "tau": 3},
-    "sync": {"sync_steps": 3},
     "late": {"merge": "keep", "gap": "none"},
     "delayed": {},
 }

@@ -8,7 +8,7 @@ from tests.imports import ROOT, files, imports
 
 FILES = [file for file in files() if file.parts[0] == "core"]
 OUTSIDE = {"integrations/mmengine.py": {"mmengine"}}  # imported when used, as these are
-OUTSIDE |= {f"{name}.py": {"triton"} for name in ("wires/triton_codec", "passes/triton_kernel", "passes/triton_where")}
+OUTSIDE |= {f"triton/{name}.py": {"triton"} for name in ("boundary", "codec", "shared", "where")}
 
 
 def test_only_torch_is_imported_from_outside():

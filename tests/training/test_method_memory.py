@@ -18,7 +18,7 @@ from core.config import CO2Config
 from core.flight import Flight
 from core.groups import node_mesh
 from core.lgreco import curves, decide
-from core.lgreco.allocate import allocate
+from core.lgreco.decide import allocate
 from core.methods import DelayedConfig, LocalMethod, SlowMoConfig, Zeroth, ZerothConfig, make_method
 from core.methods.gradient_wire import GradientWire
 from core.testing import run_distributed

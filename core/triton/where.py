@@ -1,8 +1,6 @@
 """On CUDA: zeros, or copies, where a flag on the device holds. Each program of the kernel reads the flag first: where
 it does not hold, no other memory is touched, and nothing waits."""
 
-# triton is no dependency of ours, and its kernels are Python in form only
-
 from __future__ import annotations
 
 import functools
@@ -13,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK = 1 << 16  # elements of a program, of which a clear flag leaves the launch alone
-BLOCK = 1024  # of which it takes so many at a time
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-TYPES = {dtype: getattr(tl, str(dtype).removeprefix("torch.")) for dtype in FLOATS}
+from .shared import TYPES
+
+CHUNK = 1 << 16  # elements of a program: where the flag is clear, a launch is all that it costs
+BLOCK = 1024  # elements that a program takes at a time
 
 Row = tuple[int, int, int]  # address, address of the source, elements
 

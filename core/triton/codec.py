@@ -1,4 +1,4 @@
-"""The wire formats on CUDA, rounding to nearest: one kernel for what a bucket sends, one for the mean of what its chunk
+"""The wire formats on CUDA: one kernel for what a bucket sends, one for the mean of what its chunk
 gets, one for what lands, however large the bucket; see core/wires/quantized.py, whose plain codec does the same.
 
 Bytes a float32 element of int4 with error feedback: encoding 12.5 (value and error read, error and bytes written),
@@ -6,8 +6,7 @@ landing 4.5; the mean of n workers, a share 1 / n of the elements each, n / 2 + 
 
 The arithmetic is that of core/wires/formats.py, operation by operation: products and sums are not fused, quotients are
 rounded to nearest. Bytes, means and errors are those of the plain codec bit for bit, but for the sign of a zero, and
-for the bits of a block that is not finite, which decodes to numbers that are not finite either way. So it is in
-Triton's interpreter, and in the instructions compiled for sm_80 and sm_90. On a device: not run.
+for the bits of a block that is not finite, which decodes to numbers that are not finite either way.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..passes.triton_kernel import TYPES, divided, rounded
-from .formats import BITS, BLOCK, BLOCK_BYTES
+from ..wires.formats import BITS, BLOCK, BLOCK_BYTES
+from .shared import TYPES, divided, rounded
 
 BLOCKS = 8  # blocks of a program
 ELEMENTS = 1024  # of a program that takes the mean of what travels as it is
@@ -239,9 +238,6 @@ def mean_kernel(rows_ptr, workers, out_ptr, numel, D: tl.constexpr, ELEMENTS: tl
 
 class TritonCodec:
     """See core/wires/quantized.py: Codec."""
-
-    def seed(self, number: int) -> None:
-        """Nothing is drawn."""
 
     def encode(self, payload: Tensor, rows: Tensor, wire: str, error: Tensor | None, moved: Tensor) -> None:
         blocks = _blocks(rows, wire)

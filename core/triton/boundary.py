@@ -9,8 +9,7 @@ the difference (p and x read, d written); with keep 48: 32 (`sent` is read too) 
 d, which the gaps need, reads 4 more in each case.
 
 The arithmetic is core/outer.py's, operation by operation: products and sums are not fused, quotients are rounded to
-nearest. Parameters, d, x and m are those of the plain pass bit for bit; what was seen is summed in another order. So it
-is in Triton's interpreter, and in the instructions compiled for sm_80 and sm_90. On a device: not run.
+nearest. Parameters, d, x and m are those of the plain pass bit for bit; what was seen is summed in another order.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..outer import EPS, Boundary, Rule
+from .shared import TYPES, divided, rounded
 
 BLOCK = 2048  # elements of a program
 LAUNCH: dict[str, Any] = {"BLOCK": BLOCK, "num_warps": 8, "enable_fp_fusion": False}
 NO_GAP, ONE_GAP, ELEMENT_GAPS = range(3)
-TYPES = {torch.float64: tl.float64, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
@@ -49,28 +48,6 @@ def place(table, P: tl.constexpr, STRIDED: tl.constexpr, BLOCK: tl.constexpr):
     else:
         p_ptr += lane
     return p_ptr, tl.load(row + 1) + lane, mask
-
-
-@triton.jit
-def rounded(x, P: tl.constexpr):
-    """x as P holds it, ties to even, in its own type. bfloat16 by its bits: Triton's interpreter would cut them off."""
-    if tl.bfloat16 == P:
-        bits = x.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
-    if tl.float16 == P:
-        x = x.to(P).to(x.dtype)
-    return x
-
-
-@triton.jit
-def divided(a, b):
-    """a / b to nearest; of float32 Triton's own / may be off in the last bit."""
-    if a.dtype == tl.float32:
-        quotient = tl.div_rn(a, b)
-    else:
-        quotient = a / b
-    return quotient
 
 
 @triton.jit

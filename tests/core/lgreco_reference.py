@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..wires.formats import BLOCK, decode, encode
-from ..wires.quantized import chunk_of
-from .choices import Choice, Layer
-from .config import FIXED, LGrecoConfig
-from .curves import curve
-from .decide import Decider
-from .lowrank import fill, orthonormal
+from core.lgreco.choices import Choice, Layer
+from core.lgreco.config import LGrecoConfig
+from core.lgreco.curves import curve
+from core.lgreco.decide import make_decider
+from core.lgreco.senders import fill, orthonormal
+from core.wires.formats import BLOCK, decode, encode
+from core.wires.quantized import chunk_of
 
 
 class Reference:
@@ -29,7 +29,7 @@ class Reference:
     ):
         self.workers, self.config = workers, config
         self.layers = [_layer(shape, dtype) for shape in shapes]
-        self.decider = Decider(self.layers, like, config, workers)
+        self.decider = make_decider(self.layers, like, config, workers)
         self.chosen: Sequence[Choice] = self.decider.start
         self.errors = [torch.zeros(workers, z.numel, dtype=dtype) for z in self.layers]
         self.mean_errors = [torch.zeros(z.numel, dtype=dtype) for z in self.layers]
@@ -41,7 +41,7 @@ class Reference:
         assert self.config.every is not None and self.config.first is not None
         self.number += 1
         sends = [d + e for d, e in zip(differences, self.errors, strict=True)]
-        due = self.config.rule not in FIXED and (self.number - self.config.first) % self.config.every == 0
+        due = not self.decider.fixed and (self.number - self.config.first) % self.config.every == 0
         found = None
         if due and self.number >= self.config.first:
             curves = torch.stack([self._curve(i, send) for i, send in enumerate(sends)])
