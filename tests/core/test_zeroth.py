@@ -14,8 +14,8 @@ from core.testing import run_distributed
 from core.zeroth import ZerothConfig, ZerothOrder
 from core.zeroth.noise import CHUNK, Noise, mix
 from core.zeroth.order import digest
-from core.zeroth.reference import mezo, train
 from tests.zeroth_net import CPU, SAMPLES, Net, batch, losses_of, rate, share, step_of
+from tests.zeroth_reference import mezo, train
 
 
 def expected(config: ZerothConfig, groups: int, steps: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:

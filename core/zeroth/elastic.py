@@ -22,12 +22,12 @@ from ..elastic.members import Came, Members, Report, Workers
 from ..errors import CollectiveError, UserError
 from ..flight import Link
 from ..groups import set_timeout
-from ..zeroth import ScalarLog, ZerothConfig
-from ..zeroth.exchange import Place
-from ..zeroth.forward import Loss, evaluating
-from ..zeroth.order import digest
-from ..zeroth.replay import Update
-from .zeroth import Zeroth
+from .config import ZerothConfig
+from .exchange import Place
+from .forward import Loss, evaluating
+from .method import Zeroth
+from .order import digest
+from .replay import ScalarLog, Update
 
 LOOK_EVERY = 0.2  # seconds between two looks of the first worker whether newcomers wait
 REPORTED = 3  # last steps, whose scalars are reported: survivors are one step apart at most

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..stats import RoundStats
-from ..zeroth import ZerothConfig, ZerothOrder
-from ..zeroth.forward import Loss
+from .config import ZerothConfig
+from .forward import Loss
+from .order import ZerothOrder
 
 
 class Zeroth:
