@@ -38,7 +38,7 @@ from core.errors import UserError
 from core.testing import run_distributed
 from core.zeroth import ZerothConfig, ZerothOrder
 from core.zeroth.blocks import BlockStream
-from core.zeroth.order import digest
+from core.zeroth.weights import digest
 from language.model import build_model
 from training.script import launch
 

@@ -26,8 +26,8 @@ from .config import ZerothConfig
 from .exchange import Place
 from .forward import Loss, evaluating
 from .method import Zeroth
-from .order import digest
 from .replay import ScalarLog, Update
+from .weights import digest
 
 LOOK_EVERY = 0.2  # seconds between two looks of the first worker whether newcomers wait
 REPORTED = 3  # last steps, whose scalars are reported: survivors are one step apart at most
@@ -53,7 +53,7 @@ class ElasticZeroth(Zeroth, Workers):
         link: Link | None = None,
     ):
         check_elastic(config)
-        Zeroth.__init__(self, model, config, lr=lr, timeout=timeout, link=link, alone=True)
+        Zeroth.__init__(self, model, config, lr=lr, timeout=timeout, link=link)
         Workers.__init__(self, members)
         self._timeout = timeout
         self._initial = digest([*model.parameters(), *model.buffers()])

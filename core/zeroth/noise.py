@@ -51,3 +51,8 @@ class Noise:
         if self.device == out:
             return into.normal_(generator=self._generator)
         return into.copy_(torch.randn(numel, generator=self._generator, dtype=torch.float32, device=self.device))
+
+
+def kind_of(device: torch.device) -> str:
+    """Devices of one kind draw the same numbers."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

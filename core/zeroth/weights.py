@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -127,3 +128,11 @@ class Swallowed:
 
 def is_16_bit(t: Tensor) -> bool:
     return t.dtype in (torch.float16, torch.bfloat16)
+
+
+def digest(tensors: Sequence[Tensor]) -> str:
+    """SHA-256 of the tensors' bytes in order."""
+    found = hashlib.sha256()
+    for t in tensors:
+        found.update(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()

@@ -19,7 +19,7 @@ from core.elastic.members import Members, Over
 from core.methods import ElasticZeroth, ZerothConfig
 from core.zeroth import ScalarLog, ZerothOrder
 from core.zeroth.exchange import Exchange
-from core.zeroth.order import digest
+from core.zeroth.weights import digest
 from tests.core.test_elastic import members
 from tests.zeroth_net import Net, losses_of, rate, share
 

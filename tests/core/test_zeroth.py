@@ -13,7 +13,7 @@ from core import DivergedError
 from core.testing import run_distributed
 from core.zeroth import ZerothConfig, ZerothOrder
 from core.zeroth.noise import CHUNK, Noise, mix
-from core.zeroth.order import digest
+from core.zeroth.weights import digest
 from tests.zeroth_net import CPU, SAMPLES, Net, batch, losses_of, rate, share, step_of
 from tests.zeroth_reference import mezo, train
 

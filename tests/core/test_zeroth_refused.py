@@ -13,7 +13,7 @@ from core import CollectiveError, UserError
 from core.testing import run_distributed
 from core.zeroth import ZerothConfig, ZerothOrder
 from core.zeroth.exchange import Exchange, Place
-from core.zeroth.order import digest
+from core.zeroth.weights import digest
 from tests.zeroth_net import SAMPLES, Net, batch, losses_of
 
 # -- what is refused, and what is changed while it measures ---------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import Tensor
 from core import UserError
 from core.testing import run_distributed
 from core.zeroth import ScalarLog, ZerothConfig, ZerothOrder, order
-from core.zeroth.order import digest
+from core.zeroth.weights import digest
 from tests.zeroth_net import SAMPLES, Net, batch, losses_of, step_of
 
 # -- resuming and replaying -----------------------------------------------------------------------------------------
