@@ -21,7 +21,8 @@ MOSTLY = 0.5  # of the elements: where rounding swallows more, a warning says so
 
 
 class Weights:
-    """names, params: what is trained, tied weights once. An index into them is the tensor's number in Noise.
+    """names, params: what is trained, tied weights once. An index into them is the tensor's number in Noise; numbers
+    has it by the parameter's id.
 
     tells: whether this worker warns of what rounding to 16 bits swallows.
     """
@@ -30,6 +31,7 @@ class Weights:
         chosen = trainable or (lambda name, p: p.requires_grad)
         named = [(name, p) for name, p in model.named_parameters() if chosen(name, p)]
         self.names, self.params = [name for name, _ in named], [p for _, p in named]
+        self.numbers = {id(p): number for number, p in enumerate(self.params)}
         self.config = config
         self._check()
         device = self.params[0].device if config.rng == "device" else torch.device("cpu")

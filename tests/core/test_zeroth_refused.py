@@ -1,6 +1,7 @@
 """What zeroth-order training refuses, tells, and changes while it measures."""
 
 import math
+import os
 import warnings
 from collections.abc import Callable
 from unittest import mock
@@ -114,36 +115,46 @@ def test_where_workers_cannot_be_shared_out():
         Place.make(0, 2, ZerothConfig()).combine([[1.0, 0.0, 2.0], [0.0, 1.0, 3.0]])
 
 
-def differing(rank: int, world_size: int, what: str) -> str:
-    config = ZerothConfig(seed=rank if what == "seed" else 0)
-    chosen = (lambda name, p: "bias" not in name) if what == "filter" and rank else None
-    kind = "a GPU" if what == "device" and rank else "cpu"
-    try:
-        with mock.patch("core.zeroth.order.kind_of", lambda device: kind):
-            ZerothOrder(Net(), config, lr=0.1, trainable=chosen, timeout=60)
-    except UserError as error:
-        return str(error)
-    return ""
+DIFFERENCES = {
+    "seed": "seed=0",
+    "filter": "5 tensors, against 3",
+    "device": "z drawn on cpu (with rng='host' all draw alike), against z drawn on a GPU",
+}
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("seed", "seed=0"),
-        ("filter", "5 tensors, against 3"),
-        ("device", "z drawn on cpu (with rng='host' all draw alike), against z drawn on a GPU"),
-    ],
-)
-def test_workers_that_differ_are_refused(what, message):
-    for text in run_distributed(differing, 2, what):
-        assert text.startswith("workers differ: rank 0 has") and message in text and text.endswith("of rank 1")
+def differing(rank: int, world_size: int) -> list[str]:
+    """What is said where the workers differ in each of DIFFERENCES."""
+    said = []
+    for what in DIFFERENCES:
+        config = ZerothConfig(seed=rank if what == "seed" else 0)
+        chosen = (lambda name, p: "bias" not in name) if what == "filter" and rank else None
+        kind = "a GPU" if what == "device" and rank else "cpu"
+        with mock.patch("core.zeroth.order.kind_of", lambda device, kind=kind: kind):
+            with pytest.raises(UserError) as told:
+                ZerothOrder(Net(), config, lr=0.1, trainable=chosen, timeout=60)
+            said.append(str(told.value))
+    return said
+
+
+def test_workers_that_differ_are_refused():
+    for said in run_distributed(differing, 2):
+        for message, text in zip(DIFFERENCES.values(), said, strict=True):
+            assert text.startswith("workers differ: rank 0 has") and message in text and text.endswith("of rank 1")
+
+
+def test_nobody_trains_alone_where_others_were_started(monkeypatch: pytest.MonkeyPatch):
+    """But a list may be replayed."""
+    zo, other = ZerothOrder(Net(), lr=0.1), ZerothOrder(Net(), lr=0.1)
+    zo.step(lambda m: 1.0, 1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    other.replay(zo.log)
+    with pytest.raises(UserError, match="WORLD_SIZE=2, but torch.distributed is not initialised"):
+        zo.step(lambda m: 1.0, 1)
 
 
 def one_leaves(rank: int, world_size: int) -> str:
     zo = ZerothOrder(Net(), lr=0.1, timeout=3)
     if rank == 1:
-        import os
-
         os._exit(0)
     try:
         zo.step(lambda m: 1.0, 1)
