@@ -158,7 +158,7 @@ class BlockStream:
         block.show(views)
 
     def _take(self, i: int) -> None:
-        """Block i takes the place of the one before it, updated; the next one's upload begins."""
+        """Block i takes the place of the one before it, and is updated."""
         at = self.window.at
         if i != (at + 1) % len(self.blocks) or self._came not in (0, len(self._signs)):
             raise UserError(
@@ -167,7 +167,6 @@ class BlockStream:
         self.window.move_on()
         self._came, self._updated = 0, bool(self.blocks[i].behind)
         self._update(self.blocks[i], self.window.slot)
-        self.window.begin_next()
 
     def _update(self, block: Block, slot: torch.Tensor) -> None:
         """Applies to a copy of the block what was put off."""

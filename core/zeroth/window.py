@@ -96,11 +96,15 @@ class Window:
 
     @property
     def slot(self) -> Tensor:
+        """Bytes [nbytes of the block]."""
         return self._slots[self._slot][: self._blocks[self.at].nbytes]
 
     def move_on(self) -> None:
-        """The next block is here, uploaded; after the last comes the first one."""
-        number = (self.at + 1) % len(self._blocks)
+        """The next block is here, uploaded, and the upload of the one after it begins; after the last comes the first.
+
+        A lone block is not uploaded anew before it is offloaded.
+        """
+        number, count = (self.at + 1) % len(self._blocks), len(self._blocks)
         if self._ahead is None:
             self._begin(number)
         assert self._ahead is not None and self._ahead.number == number
@@ -108,11 +112,8 @@ class Window:
         wait(self._ahead.copy, self._device)
         self.waited += time.perf_counter() - began
         self._ahead, self._slot, self.at = None, 1 - self._slot, number
-
-    def begin_next(self) -> None:
-        """Begins to upload the block after this one; a lone one, which would be uploaded anew, is not offloaded yet."""
-        if len(self._blocks) > 1:
-            self._begin((self.at + 1) % len(self._blocks))
+        if count > 1:
+            self._begin((number + 1) % count)
 
     def begin_first(self) -> None:
         """Begins to upload the first block, unless it is on its way, and nobody has changed it since."""
