@@ -82,7 +82,7 @@ class BlockStream:
         for module in model.modules():
             if id(module) not in inside and module._parameters:
                 module.register_forward_pre_hook(lambda m, _: self._perturb_rest(m))
-                module.register_forward_hook(lambda *_: self._rest.restore(), always_call=True)  # failed or not
+                module.register_forward_hook(lambda m, *_: self._rest.restore(m), always_call=True)
 
     @property
     def device_bytes(self) -> int:
@@ -197,17 +197,22 @@ class BlockStream:
 
 
 class Rest:
-    """What belongs to no block: it stays on the device, and is perturbed a module at a time, in memory of the window.
+    """What belongs to no block: it stays on the device, and is perturbed a module at a time, in the window's scratch.
 
     Attributes: behind, the updates that are not applied to it yet; beyond, bytes of the largest module's perturbed copy
-    that the window had no room for.
+    that the scratch had no room for.
     """
 
     def __init__(self, weights: Weights, window: Window, params: Sequence[nn.Parameter]):
         self._weights, self._window, self._params = weights, window, params
         self.behind: list[Update] = []
         self.beyond = 0
-        self._local = threading.local()  # kept, in this thread's pass: the parameters that are perturbed, as they were
+        self._local = threading.local()
+
+    @property
+    def _perturbed(self) -> dict[int, list[tuple[nn.Parameter, torch.Tensor]]]:
+        """In this thread's pass, by the id of each module that computes: its parameters, and what they were."""
+        return self._local.__dict__.setdefault("perturbed", {})
 
     def catch_up(self) -> None:
         """Applies what was put off."""
@@ -217,26 +222,29 @@ class Rest:
         self.behind.clear()
 
     def perturb(self, module: nn.Module, step: int, direction: int, sign: int) -> None:
-        """Before the module computes: its own parameters, at W + sign eps z."""
-        numbers = self._weights.numbers
-        trained = [p for p in unique(list(module.parameters(recurse=False))) if id(p) in numbers]
-        self._local.kept = [(p, p.data) for p in trained]
-        spare = self._window.spare()
-        at = more = 0
-        for p in trained:
+        """Before the module computes: its own parameters are W + sign eps z, but for those that already are so in a
+        module around it."""
+        around = {id(p): p for kept in self._perturbed.values() for p, _ in kept}
+        numbers, kept = self._weights.numbers, self._perturbed.setdefault(id(module), [])
+        spare = self._window.scratch  # passes take turns between blocks, so that none computes now
+        at, more = sum(aligned(p.nbytes) for p in around.values()), 0
+        for p in module._parameters.values():
+            if p is None or id(p) not in numbers or id(p) in around:
+                continue
             size = aligned(p.nbytes)
             fits = at + size <= spare.nbytes
             out = spare[at : at + p.nbytes].view(p.dtype).view(p.shape) if fits else torch.empty_like(p.data)
             at, more = (at + size, more) if fits else (at, more + size)
             self._weights.perturb(numbers[id(p)], p.data, out, step, direction, sign)
+            kept.append((p, p.data))
+            around[id(p)] = p
             p.data = out
         self.beyond = max(self.beyond, more)
 
-    def restore(self) -> None:
+    def restore(self, module: nn.Module) -> None:
         """After the module has computed."""
-        for p, data in getattr(self._local, "kept", ()):
+        for p, data in self._perturbed.pop(id(module), ()):
             p.data = data
-        self._local.kept = []
 
 
 def _refuse(model: nn.Module, blocks: Sequence[nn.Module], inside: set[int]) -> None:

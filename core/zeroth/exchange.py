@@ -96,9 +96,9 @@ class Place:
         return plus, minus
 
 
-def own_group(group: dist.ProcessGroup | None, timeout: float) -> dist.ProcessGroup | None:
-    """The workers of `group` (None: all) in a gloo group of their own, whose members can tell who of them is gone."""
-    made = new_group(group, timeout, torch.device("cpu"), backend="gloo")
+def own_group(timeout: float) -> dist.ProcessGroup | None:
+    """All workers in a gloo group for scalars alone, whose members can tell who of them is gone."""
+    made = new_group(None, timeout, torch.device("cpu"), backend="gloo")
     peers.meet(made)
     return made
 

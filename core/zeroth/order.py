@@ -39,7 +39,7 @@ from .exchange import NUMBERS, Exchange, Place, own_group
 from .forward import Forward, Loss, ScratchCopy, evaluating, refuse_batch_norm
 from .noise import kind_of
 from .replay import ScalarLog, Update
-from .weights import Chosen, Weights, digest
+from .weights import Weights, digest
 
 PATIENCE = 10  # steps in a row that may be dropped
 
@@ -77,9 +77,8 @@ class ZerothOrder:
     """Trains a model by its losses alone; see the module's text.
 
     model: the same on all workers; where its tensors differ at the start, rank 0's are taken. Convert it (dtype,
-    device) before. It is evaluated in eval mode: dropout would make the two losses of a step incomparable. lr: the
-    learning rate, which a schedule may set before each step. trainable: says by name and parameter what is trained
-    (LoRA, a head alone); None: what requires a gradient. group: the workers (None: all). timeout: seconds until a
+    device) before. What requires a gradient is trained. It is evaluated in eval mode: dropout would make the two losses
+    of a step incomparable. lr: the learning rate, which a schedule may set before each step. timeout: seconds until a
     missing worker is an error. link: an emulated slow one. make_forward: another way than ScratchCopy to hold the
     weights, such as blocks.BlockStream.
 
@@ -96,8 +95,6 @@ class ZerothOrder:
         config: ZerothConfig | None = None,
         *,
         lr: float,
-        group: dist.ProcessGroup | None = None,
-        trainable: Chosen | None = None,
         timeout: float = 600.0,
         link: Link | None = None,
         make_forward: Callable[[nn.Module, Weights], Forward] = ScratchCopy,
@@ -105,10 +102,10 @@ class ZerothOrder:
         self.model, self.config, self.lr = model, config or ZerothConfig(), lr
         refuse_batch_norm(model)
         self._timeout, self._link = timeout, link
-        rank, workers = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+        rank, workers = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.place = Place.make(rank, workers, self.config)
-        self.group = own_group(group, timeout) if workers > 1 else None
-        self.weights = Weights(model, self.config, trainable, tells=rank == 0)
+        self.group = own_group(timeout) if workers > 1 else None
+        self.weights = Weights(model, self.config, tells=rank == 0)
         self._forward = make_forward(model, self.weights)  # says where z is drawn, so before the workers compare
         if self.group is not None:
             self._meet(self.group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from .config import ZerothConfig
 from .noise import CHUNK, Noise
 from .replay import Update
 
-Chosen = Callable[[str, nn.Parameter], bool]
 MOSTLY = 0.5  # of the elements: where rounding swallows more, a warning says so
 
 
@@ -27,9 +26,8 @@ class Weights:
     tells: whether this worker warns of what rounding to 16 bits swallows.
     """
 
-    def __init__(self, model: nn.Module, config: ZerothConfig, trainable: Chosen | None, *, tells: bool = True):
-        chosen = trainable or (lambda name, p: p.requires_grad)
-        named = [(name, p) for name, p in model.named_parameters() if chosen(name, p)]
+    def __init__(self, model: nn.Module, config: ZerothConfig, *, tells: bool = True):
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.names, self.params = [name for name, _ in named], [p for _, p in named]
         self.numbers = {id(p): number for number, p in enumerate(self.params)}
         self.config = config
@@ -40,10 +38,10 @@ class Weights:
 
     def _check(self) -> None:
         if not any(p.numel() for p in self.params):
-            raise UserError("nothing to train: no parameter requires a gradient, or none passes `trainable`")
+            raise UserError("nothing to train: no parameter requires a gradient")
         for name, p in zip(self.names, self.params, strict=True):
             if not p.is_floating_point():
-                raise UserError(f"{name} is of dtype {p.dtype}: only floating point can be perturbed; leave it out")
+                raise UserError(f"{name} is of dtype {p.dtype}: only floating point can be perturbed; freeze it")
             if is_dtensor(p):
                 raise UserError(
                     f"{name} is a DTensor: zeroth-order training holds whole tensors; do not shard the model"

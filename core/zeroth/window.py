@@ -73,8 +73,8 @@ class Window:
     a perturbed copy of the first.
 
     hold, share: see BlockStream. Attributes: at, the number of the block that computes, -1 before the first; slot, its
-    bytes; scratch, room for the copy; shares, whether uploads are shared now; nbytes, of all; upload, offload, the
-    Lanes; waited, seconds (on a CPU) that the computation waited for uploads.
+    bytes; scratch, room for the copy, free while no block computes; nbytes, of all; shares, whether uploads are shared
+    now; upload, offload, the Lanes; waited, seconds (on a CPU) that the computation waited for uploads.
     """
 
     def __init__(
@@ -85,10 +85,8 @@ class Window:
         self.waited = 0.0
         self.shares = True
         size = max(block.nbytes for block in blocks)
-        self._arena = torch.empty(3 * size, dtype=torch.uint8, device=device)
-        self.nbytes = self._arena.nbytes
-        # a slot and what is beside it are free together, before the first block and after the last
-        self._slots, self.scratch = (self._arena[:size], self._arena[2 * size :]), self._arena[size : 2 * size]
+        *self._slots, self.scratch = torch.empty(3, size, dtype=torch.uint8, device=device)
+        self.nbytes = 3 * size
         self.at = -1
         self._slot = 1  # which of the two it is in; the next block comes into the other
         self._ahead: _Ahead | None = None
@@ -138,13 +136,6 @@ class Window:
     def keep(self) -> None:
         """Begins to offload the block that computes."""
         self._offloaded = self.offload.copy(self._blocks[self.at].host, self.slot)
-
-    def spare(self) -> Tensor:
-        """Memory that is free while no block computes: none between two blocks."""
-        wait(self._offloaded, self._device)  # the last block may still be there
-        size = len(self.scratch)
-        between = 0 <= self.at < len(self._blocks) - 1
-        return self._arena[:0] if between else self._arena[self._slot * size :][: 2 * size]
 
     def close(self) -> None:
         """After the last block, or a pass that failed: all are on the host, and no other than the first is uploaded."""

@@ -20,6 +20,14 @@ from tests.zeroth_net import SAMPLES, Net, batch, losses_of
 # -- what is refused, and what is changed while it measures ---------------------------------------------------------
 
 
+def frozen_but(part: str) -> Net:
+    """Parameters that have it in their names are trained."""
+    model = Net()
+    for name, p in model.named_parameters():
+        p.requires_grad_(part in name)
+    return model
+
+
 def test_dropout_is_off_while_a_step_measures_and_on_again_after_it():
     model = Net().train()
     model.norm.eval()
@@ -39,10 +47,10 @@ def test_weights_are_as_they_were_after_a_loss_that_fails():
     assert digest(list(model.parameters())) == before and [p.data_ptr() for p in model.parameters()] == at
 
 
-def test_a_filter_leaves_the_rest_alone():
-    model = Net()
+def test_what_requires_no_gradient_is_left_alone():
+    model = frozen_but("back.")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    zo = ZerothOrder(model, lr=0.1, trainable=lambda name, p: name.startswith("back."))
+    zo = ZerothOrder(model, lr=0.1)
     zo.step(lambda m: losses_of(m, batch(0)).mean(), SAMPLES)
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert changed == {"back.weight", "back.bias"}
@@ -60,7 +68,6 @@ def test_a_filter_leaves_the_rest_alone():
         (lambda: ZerothConfig(seed=-1), "seed=-1"),
         (lambda: ZerothOrder(Net(), ZerothConfig(pairs=True), lr=0.1), "pairs=True with 1 worker: a pair is two"),
         (lambda: ZerothOrder(Net().requires_grad_(False), lr=0.1), "nothing to train"),
-        (lambda: ZerothOrder(Net(), lr=0.1, trainable=lambda name, p: False), "nothing to train"),
         (lambda: ZerothOrder(nn.BatchNorm1d(3), lr=0.1), "BatchNorm whose statistics have seen no data"),
         (
             lambda: ZerothOrder(nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False)), lr=0.1),
@@ -117,7 +124,7 @@ def test_where_workers_cannot_be_shared_out():
 
 DIFFERENCES = {
     "seed": "seed=0",
-    "filter": "5 tensors, against 3",
+    "frozen": "5 tensors, against 3",
     "device": "z drawn on cpu (with rng='host' all draw alike), against z drawn on a GPU",
 }
 
@@ -127,11 +134,11 @@ def differing(rank: int, world_size: int) -> list[str]:
     said = []
     for what in DIFFERENCES:
         config = ZerothConfig(seed=rank if what == "seed" else 0)
-        chosen = (lambda name, p: "bias" not in name) if what == "filter" and rank else None
+        model = frozen_but("weight") if what == "frozen" and rank else Net()
         kind = "a GPU" if what == "device" and rank else "cpu"
         with mock.patch("core.zeroth.order.kind_of", lambda device, kind=kind: kind):
             with pytest.raises(UserError) as told:
-                ZerothOrder(Net(), config, lr=0.1, trainable=chosen, timeout=60)
+                ZerothOrder(model, config, lr=0.1, timeout=60)
             said.append(str(told.value))
     return said
 
