@@ -103,7 +103,7 @@ class BlockStream:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Applies what was put off."""
+        """Applies the updates that were put off."""
         self.window.forget_ahead()
         self._rest.catch_up()
         for block in self.blocks:
@@ -115,7 +115,7 @@ class BlockStream:
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[None]:
-        """Inside, the model may be called, at W with all that was put off: its blocks pass through, unshared."""
+        """Inside, the model may be called, at W with every update: its blocks pass through, and no upload is shared."""
         self.flush()
         self._signs, self.window.shares = (0,), False
         try:
@@ -169,7 +169,7 @@ class BlockStream:
         self._update(self.blocks[i], self.window.slot)
 
     def _update(self, block: Block, slot: torch.Tensor) -> None:
-        """Applies to a copy of the block what was put off."""
+        """Applies the updates that were put off to a copy of the block: bytes [nbytes]."""
         for number, w in zip(block.numbers, block.views(slot), strict=True):
             if number is not None:
                 for update in block.behind:
@@ -197,7 +197,8 @@ class BlockStream:
 
 
 class Rest:
-    """What belongs to no block: it stays on the device, and is perturbed a module at a time, in the window's scratch.
+    """The parameters that belong to no block: they stay on the device, and those of one module at a time are perturbed,
+    in the window's scratch.
 
     Attributes: behind, the updates that are not applied to it yet; beyond, bytes of the largest module's perturbed copy
     that the scratch had no room for.
@@ -215,7 +216,7 @@ class Rest:
         return self._local.__dict__.setdefault("perturbed", {})
 
     def catch_up(self) -> None:
-        """Applies what was put off."""
+        """Applies the updates that were put off."""
         for p in self._params:
             for update in self.behind:
                 self._weights.update(self._weights.numbers[id(p)], p.data, update)

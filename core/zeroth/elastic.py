@@ -144,7 +144,7 @@ class ElasticZeroth(Zeroth, Workers):
         order.place = Place.make(members.rank, members.size, order.config)
         order.group = members.group if members.size > 1 else None
         if members.rank > 0:
-            order.weights.hush()
+            order.weights.leave_warning()
         known = [r for r in reports if r is not None]
         self.adopt_sums(known)
         if reports[members.rank] is not None:

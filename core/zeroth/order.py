@@ -46,7 +46,7 @@ PATIENCE = 10  # steps in a row that may be dropped
 
 @dataclass(frozen=True)
 class StepResult:
-    """What is known after a step: of this one, or with delay=1 of the one before.
+    """The outcome of a step: of the one just measured, or with delay=1 of the one before.
 
     step: -1 where nothing is known yet. loss: the mean over samples, both sides and directions. g: the projected
     gradient of each direction. dropped: a loss was not finite on some worker; nobody changed a weight.
@@ -105,7 +105,7 @@ class ZerothOrder:
         rank, workers = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.place = Place.make(rank, workers, self.config)
         self.group = own_group(timeout) if workers > 1 else None
-        self.weights = Weights(model, self.config, tells=rank == 0)
+        self.weights = Weights(model, self.config, warns=rank == 0)
         self._forward = make_forward(model, self.weights)  # says where z is drawn, so before the workers compare
         if self.group is not None:
             self._meet(self.group)
@@ -162,7 +162,8 @@ class ZerothOrder:
         return StepResult(-1, math.nan, (), False) if waits else self._apply(*self._land())
 
     def _measure(self, loss: Loss, count: float, step: int, direction: int) -> list[float]:
-        """What is sent of one direction."""
+        """This worker's numbers of one direction: the samples' losses, summed, at each side (0 where another worker
+        measures it), and how many samples."""
         sides = [0.0, 0.0]
         if not count and self._forward.share is not None:
             raise UserError("count=0: a worker that shares uploads measures at every step; give each some samples")
@@ -191,7 +192,7 @@ class ZerothOrder:
     def _apply(self, update: Update, loss: float) -> StepResult:
         self._forward.apply(update)
         self.log.append(update)
-        self.weights.tell()
+        self.weights.warn()
         self._dropped = self._dropped + 1 if update.dropped else 0
         if self._dropped == 1 and self.place.rank == 0:
             warnings.warn(f"step {update.step} is dropped: a loss is not finite on some worker", stacklevel=3)
@@ -204,7 +205,7 @@ class ZerothOrder:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Applies what was put off until a block is next uploaded; call it before an evaluation or a checkpoint.
+        """Applies updates that were put off until a block is next uploaded; for an evaluation or a checkpoint.
 
         It changes no later step. With delay=1 the weights stay a step behind; `finish` ends that.
         """
@@ -217,7 +218,7 @@ class ZerothOrder:
 
     @torch.no_grad()
     def finish(self) -> StepResult | None:
-        """At the end: applies all that is known or on its way. What is returned is the last step's, with delay=1."""
+        """At the end: applies every update that is known or on its way. Returns the last step's result, with delay=1."""
         result = self._apply(*self._land()) if self._unapplied else None
         self.flush()
         return result

@@ -53,7 +53,7 @@ class ScalarLog:
         self.g.extend(update.g)
 
     def updates(self, first: int = 0) -> list[Update]:
-        """Those of the steps from `first` on."""
+        """The updates of the steps from `first` on."""
         found, rates = [], dict(self.lrs)
         lr = next((rate for step, rate in reversed(self.lrs) if step <= first), 0.0)
         for step in range(first, len(self)):
@@ -84,7 +84,7 @@ class ScalarLog:
 
     @classmethod
     def load(cls, path: str | Path) -> ScalarLog:
-        """UserError where the file is none of `save`, or is cut short."""
+        """Reads a file of `save`; UserError where it is another one, or is cut short."""
         line, _, numbers = Path(path).read_bytes().partition(b"\n")
         try:
             header = json.loads(line)

@@ -23,10 +23,10 @@ class Weights:
     """names, params: what is trained, tied weights once. An index into them is the tensor's number in Noise; numbers
     has it by the parameter's id.
 
-    tells: whether this worker warns of what rounding to 16 bits swallows.
+    warns: whether this worker says where rounding to 16 bits swallows a perturbation or an update.
     """
 
-    def __init__(self, model: nn.Module, config: ZerothConfig, *, tells: bool = True):
+    def __init__(self, model: nn.Module, config: ZerothConfig, *, warns: bool = True):
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.names, self.params = [name for name, _ in named], [p for _, p in named]
         self.numbers = {id(p): number for number, p in enumerate(self.params)}
@@ -34,7 +34,7 @@ class Weights:
         self._check()
         device = self.params[0].device if config.rng == "device" else torch.device("cpu")
         self.noise = Noise(config.seed, device)
-        self._counts = {"perturbation": Swallowed("eps", config.eps), "update": Swallowed("lr", None)} if tells else {}
+        self._counts = {"perturbation": Swallowed("eps", config.eps), "update": Swallowed("lr", None)} if warns else {}
 
     def _check(self) -> None:
         if not any(p.numel() for p in self.params):
@@ -92,16 +92,16 @@ class Weights:
         if what in self._counts:
             self._counts[what].add(before, after)
 
-    def hush(self) -> None:
-        """Another worker warns."""
+    def leave_warning(self) -> None:
+        """Another worker warns from here on."""
         self._counts.clear()
 
-    def tell(self) -> None:
+    def warn(self) -> None:
         """After a step: warns once where most of the first perturbation, or of the first update, was swallowed."""
         for what, count in list(self._counts.items()):
             if count.elements:
                 del self._counts[what]
-                count.tell(what)
+                count.warn(what)
 
 
 class Swallowed:
@@ -116,7 +116,7 @@ class Swallowed:
         self.elements += before.numel()
         self._unchanged = self._unchanged + (before == after).sum()
 
-    def tell(self, what: str) -> None:
+    def warn(self, what: str) -> None:
         share = float(self._unchanged) / self.elements
         if share > MOSTLY:
             warnings.warn(
