@@ -218,7 +218,7 @@ class ZerothOrder:
 
     @torch.no_grad()
     def finish(self) -> StepResult | None:
-        """At the end: applies every update that is known or on its way. Returns the last step's result, with delay=1."""
+        """At the end: applies every update that is known or on its way; with delay=1 returns the last step's result."""
         result = self._apply(*self._land()) if self._unapplied else None
         self.flush()
         return result
