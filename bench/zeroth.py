@@ -38,7 +38,7 @@ from core.errors import UserError
 from core.testing import run_distributed
 from core.zeroth import ZerothConfig, ZerothOrder
 from core.zeroth.blocks import BlockStream
-from core.zeroth.order import digest
+from core.zeroth.weights import digest
 from language.model import build_model
 from training.script import launch
 
@@ -218,9 +218,9 @@ def measure_memory(o: ZerothBench, result: dict[str, Any]) -> Iterator[dict[str,
         steps = 5
         for step in range(steps + 1):
             if step == 1:
-                waited, uploaded = stream.waited, stream.upload.seconds
+                waited, uploaded = stream.window.waited, stream.window.upload.seconds
             zo.step(lambda m: nn.functional.cross_entropy(m(ids)[0], ids[0]), 1)
-        waited, uploaded = stream.waited - waited, stream.upload.seconds - uploaded
+        waited, uploaded = stream.window.waited - waited, stream.window.upload.seconds - uploaded
         yield {
             "compute_ms": compute_ms,
             "upload_ms": 20.0,
@@ -244,9 +244,9 @@ def uploaded(rank: int, workers: int, steps: int) -> tuple[float, str]:
     ids = torch.arange(32)[None]
     for step in range(steps + 1):
         if step == 1:
-            before = stream.upload.bytes
+            before = stream.window.upload.bytes
         zo.step(lambda m: nn.functional.cross_entropy(m(ids)[0], ids[0]), 1)
-    sent = stream.upload.bytes - before
+    sent = stream.window.upload.bytes - before
     zo.finish()
     zo.close()
     return sent / steps, digest(list(model.parameters()))

@@ -115,11 +115,11 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 def streamed(model: nn.Module) -> float:
     """Bytes of what core.zeroth.blocks.BlockStream holds: three blocks, what belongs to none, and where the largest
-    module of that has more than two blocks, the rest of its perturbed copy."""
+    module of that has more than a block, its perturbed copy."""
     blocks = [size_of(block.parameters()) for block in blocks_of(model)]
     block = max(blocks, default=0)
     alone = max((size_of(m.parameters(recurse=False)) for m in model.modules()), default=0)
-    return size_of(model.parameters()) - sum(blocks) + 3 * block + max(0, alone - 2 * block)
+    return size_of(model.parameters()) - sum(blocks) + 3 * block + (alone if alone > block else 0)
 
 
 def measure(recipe: Recipe, model: nn.Module, backward: Backward, world_size: int) -> float:

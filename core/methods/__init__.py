@@ -19,13 +19,14 @@ from ..rounds import Rounds
 from ..sharded.checks import check_mesh, check_shared
 from ..wires.config import LGrecoConfig, WireConfig
 from ..zeroth import ZerothConfig
+from ..zeroth import elastic as elastic_zeroth
+from ..zeroth.elastic import ElasticZeroth
+from ..zeroth.method import Zeroth
 from .ddp import DDP, is_sharded
 from .delayed import DelayedCO2, DelayedConfig
-from .elastic_zeroth import ElasticZeroth
 from .local_sgd import LocalSGD
 from .overlap_local_sgd import OverlapLocalConfig, OverlapLocalSGD
 from .slowmo import SlowMo, SlowMoConfig
-from .zeroth import Zeroth
 
 __all__ = [
     "CO2",
@@ -49,6 +50,7 @@ __all__ = [
     "Zeroth",
     "ZerothConfig",
     "check_settings",
+    "elastic_zeroth",
     "make_method",
 ]
 

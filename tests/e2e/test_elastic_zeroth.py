@@ -14,7 +14,7 @@ from core import testing
 from core.methods import ElasticZeroth
 from core.zeroth import ScalarLog, ZerothOrder
 from core.zeroth.forward import Loss
-from core.zeroth.order import digest
+from core.zeroth.weights import digest
 from language import zo_replay
 from language.corpora import open_corpus
 from language.finetune import tune

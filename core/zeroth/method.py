@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..stats import RoundStats
-from ..zeroth import ZerothConfig, ZerothOrder
-from ..zeroth.forward import Loss
+from .config import ZerothConfig
+from .forward import Loss
+from .order import ZerothOrder
 
 
 class Zeroth:
@@ -61,7 +62,7 @@ class Zeroth:
         self._asked[1] = 1.0
 
     def finish(self) -> None:
-        """Applies all that is on its way."""
+        """Applies all updates that are on their way."""
         self.order.finish()
 
     def snapshot(self, then: Callable[[dict[str, Any]], None]) -> None:

@@ -22,12 +22,12 @@ from ..elastic.members import Came, Members, Report, Workers
 from ..errors import CollectiveError, UserError
 from ..flight import Link
 from ..groups import set_timeout
-from ..zeroth import ScalarLog, ZerothConfig
-from ..zeroth.exchange import Place
-from ..zeroth.forward import Loss, evaluating
-from ..zeroth.order import digest
-from ..zeroth.replay import Update
-from .zeroth import Zeroth
+from .config import ZerothConfig
+from .exchange import Place
+from .forward import Loss, evaluating
+from .method import Zeroth
+from .replay import ScalarLog, Update
+from .weights import digest
 
 LOOK_EVERY = 0.2  # seconds between two looks of the first worker whether newcomers wait
 REPORTED = 3  # last steps, whose scalars are reported: survivors are one step apart at most
@@ -53,7 +53,7 @@ class ElasticZeroth(Zeroth, Workers):
         link: Link | None = None,
     ):
         check_elastic(config)
-        Zeroth.__init__(self, model, config, lr=lr, timeout=timeout, link=link, alone=True)
+        Zeroth.__init__(self, model, config, lr=lr, timeout=timeout, link=link)
         Workers.__init__(self, members)
         self._timeout = timeout
         self._initial = digest([*model.parameters(), *model.buffers()])
@@ -144,7 +144,7 @@ class ElasticZeroth(Zeroth, Workers):
         order.place = Place.make(members.rank, members.size, order.config)
         order.group = members.group if members.size > 1 else None
         if members.rank > 0:
-            order.weights.hush()
+            order.weights.leave_warning()
         known = [r for r in reports if r is not None]
         self.adopt_sums(known)
         if reports[members.rank] is not None:
