@@ -21,7 +21,7 @@ from core.errors import UserError
 from core.groups import host_group
 from training import config, lock
 from training import summary as summaries
-from training.counters import Stopwatch
+from training.progress import Stopwatch
 from training.recipe import Recipe
 from training.untrusted import parse_json
 

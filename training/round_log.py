@@ -79,6 +79,13 @@ class RoundLog:
         elif self._trace and not self._trace.began:
             self._folder.note(step, "trace", f"no trace, which begins when {self._trace.first} rounds have closed")
 
+    def state_dict(self) -> dict[str, float]:
+        return self.overlap.state_dict() | {"lgreco_seconds": self.allocations.seconds}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.overlap.load_state_dict(state)
+        self.allocations.seconds = float(state.get("lgreco_seconds", 0.0))
+
     def _read(self) -> None:
         """Adds the oldest unread round up, and logs it; where every step is a round, only each log_every-th."""
         step, stats = self._unread.pop(0)

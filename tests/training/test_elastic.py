@@ -8,7 +8,6 @@ import socket
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,10 +21,12 @@ from core.co2 import CO2Config
 from core.elastic.joining import ElasticCO2
 from core.elastic.members import Members
 from tests.ports import listening_at
-from training import coordinator, elastic
+from training import checkpoint, coordinator, elastic
 from training.coordinator import Agent, Coordinator
 from training.elastic import Deal, repeated
+from training.folder import RunFolder
 from training.optim import OptimConfig, make_schedule
+from training.progress import Progress, Trained
 from training.recipe import Recipe
 from training.run import Run
 from training.sampling import generator, worker_batches
@@ -93,46 +94,45 @@ def test_no_sample_is_dealt_twice_and_few_are_missed(changes: dict[int, int]):
 # -- checkpoints ----------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture):
-    assert elastic.load(tmp_path) is None
-    for step in (3, 6, 9):
-        path = tmp_path / "x.pt"
-        torch.save({"step": step}, path)
-        elastic.save(tmp_path, step, memoryview(path.read_bytes()))
-    kept = sorted(tmp_path.glob("*.elastic"))
-    assert [p.name[:13] for p in kept] == ["step000000006", "step000000009"]
-    assert elastic.load(tmp_path) == {"step": 9}
-    kept[1].write_bytes(kept[1].read_bytes()[:-1] + b"?")
-    assert elastic.load(tmp_path) == {"step": 6}
-    assert "step000000009" in capsys.readouterr().err
-    kept[0].write_bytes(b"")
-    with pytest.raises(UserError, match="no checkpoint can be loaded"):
-        elastic.load(tmp_path)
+def first_worker(folder: Path, device: torch.device | None = None) -> elastic.Elastic:
+    """One that trains nothing."""
+    progress = Progress(Recipe(batch_size=1), device or torch.device("cpu"))
+    return elastic.Elastic(progress, RunFolder(folder, 0, progress.clock), None)  # type: ignore[arg-type]
 
 
-def test_a_model_that_is_not_finite_is_not_saved(tmp_path: Path, capsys: pytest.CaptureFixture):
-    model = nn.Linear(1, 1)
-    place: Any = SimpleNamespace(
-        rank=0, world_size=1, recipe=Recipe(batch_size=1), folder=SimpleNamespace(checkpoints=tmp_path)
-    )
-    worker = elastic.Elastic(place)
-    worker._parts, worker.state = {"model": model}, lambda: {"step": worker.drawn}
-    for worker.drawn, bias in enumerate((1.0, float("nan"), float("inf"))):
+def test_the_first_worker_alone_saves_what_all_others_get(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """In the format of any run; nothing of a model that is not finite."""
+    worker, model = first_worker(tmp_path), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    schedule = make_schedule(optimizer, 9, OptimConfig())
+    worker.members = Members(dist.HashStore(), "0.0")
+    worker.method = ElasticCO2(model.parameters(), CO2Config(tau=3), members=worker.members)
+    worker._trained = Trained(model, optimizer, schedule, worker.method, "co2")
+    for worker.drawn, bias in enumerate((1.0, 2.0, float("nan"), float("inf"))):
         nn.init.constant_(model.bias, bias)
         worker.save()
-        assert worker.saved() == (worker.drawn == 0)
-    assert elastic.load(tmp_path) == {"step": 0}
-    assert capsys.readouterr().err.count("the model is not finite: no checkpoint is written") == 2
+        assert worker.saved() == (worker.drawn < 2)
+    assert capsys.readouterr().err.count("not finite: no checkpoint is written") == 2
+    found = checkpoint.load(worker.folder.checkpoints, rank=0)
+    assert found is not None and found[1] == 1
+    worker.restore(found[0])
+    assert worker.drawn == 1 and model.bias.item() == 2.0
 
 
-def test_its_gpu_is_the_current_one(monkeypatch: pytest.MonkeyPatch):
+def test_a_checkpoint_of_an_older_version_is_refused_in_one_line(tmp_path: Path):
+    (tmp_path / "step000000006.0123456789abcdef.elastic").write_bytes(b"")
+    with pytest.raises(UserError, match="step000000006.* is of an older version") as caught:
+        checkpoint.load(tmp_path, rank=0)
+    assert "\n" not in str(caught.value)
+
+
+def test_its_gpu_is_the_current_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As in a run whose workers stay: pinned memory, and what names no device, would go by way of the first one."""
     taken: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.delenv("CO2_WORKER", raising=False)
-    run: Any = SimpleNamespace(recipe=Recipe(batch_size=1), world_size=1, device=torch.device("cuda:1"))
     with pytest.raises(UserError, match="training.launch"):
-        elastic.Elastic(run).meet()
+        first_worker(tmp_path, torch.device("cuda:1")).meet()
     assert taken == [torch.device("cuda:1")]
 
 
@@ -144,7 +144,6 @@ def test_its_gpu_is_the_current_one(monkeypatch: pytest.MonkeyPatch):
         ({"zero": 2}, "zero=2"),
         ({"shard": True}, "shard=True"),
         ({"co2": CO2Config(tau="auto")}, "tau='auto'"),
-        ({"co2": CO2Config(sync_steps=2)}, "sync_steps=2"),
         ({"co2": CO2Config(steps="by_speed")}, "steps='by_speed'"),
         ({"co2": CO2Config(wire=WireConfig("int8"))}, "wire.format='int8'"),
         ({"skip_after": 1.0}, "skip_after"),
@@ -244,15 +243,13 @@ def toy(folder: str, where: str, who: str, resume: bool, pace: float) -> None:
         if where == here and os.environ["CO2_WORKER"] == who and run.step > 12:
             os.kill(os.getpid(), signal.SIGTERM if here == "signal" else signal.SIGKILL)
 
-    write = elastic.save
+    write = checkpoint._publish
 
-    def half(target: Path, step: int, data: memoryview) -> None:
-        if where == "checkpoint" and target.exists():
-            (target / f"step{step:09d}.0.elastic.tmp").write_bytes(b"half")
-            dies("checkpoint")
-        write(target, step, data)
+    def half(*paths: Any) -> None:
+        dies("checkpoint")
+        write(*paths)
 
-    elastic.save = half
+    checkpoint._publish = half
 
     def batches(recipe: Toy, rank: int, world_size: int, start: int, total: int) -> Any:
         place = {"seed": 0, "rank": rank, "world_size": world_size, "start": start, "total": total}
@@ -321,7 +318,7 @@ def test_a_run_goes_on_without_a_worker(tmp_path: Path, where: str, who: str):
     ended = train(tmp_path, where, who)
     notes = [line["workers"] for line in ended["lines"] if "workers" in line]
     assert notes == [f"2 workers: {who} lost"]
-    assert not list(tmp_path.glob("checkpoints/*.tmp"))
+    assert not list(tmp_path.glob("checkpoints/*.tmp*"))
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from torch.distributed import checkpoint as dcp
 
 from core import CO2, CO2Config, UserError, WireConfig
 from core.testing import run_distributed
-from training import named
+from training import progress
 from training.optim import OptimConfig, make_optimizer, make_schedule
 from training.recipe import Recipe
 from training.run import Run
@@ -177,7 +177,7 @@ def test_a_methods_state_by_name_and_back(wire: WireConfig):
                 p.sub_(torch.randn(p.shape, generator=generator(p.numel())))
             co2.step()
     state = co2.state_dict()
-    by_name = named.of_method(co2, model, state)
+    by_name = progress.of_method(co2, model, state)
     ((rank, own),) = by_name.items()
     assert rank == "rank0" and [*own["flats"][0]] == [
         "0.weight",
@@ -189,7 +189,7 @@ def test_a_methods_state_by_name_and_back(wire: WireConfig):
         "",
     ]
     assert torch.equal(own["state"]["outer_iterate"][0]["2.bias"], co2.state["outer_iterate"][0][-2:])
-    back = named.flat_of_method(co2, by_name)
+    back = progress.flat_of_method(co2, by_name)
     CO2(network().parameters(), CO2Config(tau=1, wire=wire), buffers=model.buffers()).load_state_dict(back)
     for name, flats in (state[rank]["state"] | {"flats": state[rank]["flats"]}).items():
         theirs = (back[rank]["state"] | {"flats": back[rank]["flats"]})[name]
