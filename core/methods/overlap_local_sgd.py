@@ -10,13 +10,14 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import UserError
 from ..flat import copy, copy_where, rescale, views
 from ..flight import Link
 from ..outer import carried
 from ..rounds import LocalMethod
+from .registry import Entry, Given
 
 
 @dataclass(frozen=True)
@@ -125,3 +126,11 @@ class OverlapLocalSGD(LocalMethod):
             rescale(bucket.payload, self.scale)
             v.mul_(carried(self.config.anchor_momentum, self.growth)).add_(bucket.payload - z)
             z.add_(v)
+
+
+def _make(given: Given) -> tuple[nn.Module, OverlapLocalSGD]:
+    c = given.co2
+    return given.model, OverlapLocalSGD(given.params, c.tau, given.own, tau_max=c.tau_max, **given.options)
+
+
+ENTRY = Entry("overlap_local", _make, settings=OverlapLocalConfig, key="overlap_local", hides=True)

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import UserError
 from ..stats import RoundStats
 from ..zeroth import ZerothConfig, ZerothOrder
 from ..zeroth.forward import Loss
+from .registry import Entry, Given
 
 
 class Zeroth:
@@ -81,3 +83,19 @@ class Zeroth:
     def close(self) -> None:
         """Leaves the group; every worker must call it."""
         self.order.close()
+
+
+def _make(given: Given) -> tuple[nn.Module, Zeroth]:
+    raise UserError("method 'zo' takes the place of an optimiser: make a core.zeroth.ZerothOrder, and call its step")
+
+
+ENTRY = Entry(
+    "zo",
+    _make,
+    settings=ZerothConfig,
+    key="zeroth",
+    help="Of method zo.",
+    takes=frozenset({"offload", "elastic"}),
+    local=False,
+    beside_optimizer=False,
+)
