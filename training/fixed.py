@@ -86,9 +86,6 @@ class Fixed:
             r.method,
             model,
             co2=r.co2,
-            delayed=r.delayed,
-            slowmo=r.slowmo,
-            overlap_local=r.overlap_local,
             schedule=schedule,
             lr=lambda: optimizer.param_groups[0]["lr"],
             average_buffers=r.average_buffers,
@@ -97,7 +94,7 @@ class Fixed:
             offload=r.offload,
             timeout=r.timeout,
             link=self.run.link,
-            ddp_wire=r.ddp_wire,
+            **r.own_settings,
         )
         if isinstance(method, LocalMethod):
             method.skip_after = r.skip_after

@@ -145,10 +145,8 @@ def _made(recipe: Recipe, model: nn.Module) -> tuple[Reducer, list[Bucket], Any]
         recipe.method,
         model,
         co2=replace(recipe.co2, wire=WireConfig()) if recipe.elastic else recipe.co2,  # which takes float32
-        delayed=recipe.delayed,
-        slowmo=recipe.slowmo,
-        overlap_local=recipe.overlap_local,
         average_buffers=recipe.average_buffers,
+        **recipe.own_settings,
     )
     assert isinstance(method, Averaging)
     return method.reducer, method.buckets, method

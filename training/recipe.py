@@ -9,23 +9,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import tyro
 
-from core import CO2Config, UserError, WireConfig
+from core import CO2Config, UserError
 from core.adaptive import schedules
 from core.config import scheduled
 from core.elastic.joining import check_elastic
-from core.methods import (
-    DelayedConfig,
-    MethodName,
-    OverlapLocalConfig,
-    SlowMoConfig,
-    ZerothConfig,
-    check_settings,
-    elastic_zeroth,
-)
+from core.methods import REGISTRY, check_settings, elastic_zeroth, entry_of
 from core.zeroth.exchange import Place
 from training.optim import OptimConfig
 from training.script import launch
@@ -33,6 +25,17 @@ from training.workers import rank, world_size
 
 SHARES = {"shard", "offload", "per_node", "zero"}  # options with which not all recommended settings go
 LARGEST = 10**9  # number of a recipe
+MethodName = Literal[tuple(entry.name for entry in REGISTRY)]
+# each method's own settings, under its key
+OfMethods = dataclasses.make_dataclass(
+    "OfMethods",
+    [
+        (e.key, Annotated[e.settings, tyro.conf.arg(help=e.help)], field(default_factory=e.settings))
+        for e in REGISTRY
+        if e.settings is not None
+    ],
+    frozen=True,
+)
 
 
 def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -44,7 +47,7 @@ def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(OfMethods):
     """The settings that every recipe has; a task's own recipe adds its model and data.
 
     The command line shows each field's docstring as its help text.
@@ -66,14 +69,6 @@ class Recipe:
     """Of method co2, what changes from round to round: warm_up_momentum:ROUNDS, from 0 to co2.outer_momentum;
     ramp_tau:FIRST, doubled up to co2.tau; or quadratic:SCALE:LEAST, tau = (SCALE / learning rate)^2, at least LEAST, at
     most co2.tau_max."""
-    delayed: DelayedConfig = field(default_factory=DelayedConfig)
-    """Of method delayed: co2 with another way to live with the delay."""
-    ddp_wire: WireConfig = field(default_factory=WireConfig)
-    """Of method ddp: how gradients cross the network."""
-    slowmo: SlowMoConfig = field(default_factory=SlowMoConfig)
-    overlap_local: OverlapLocalConfig = field(default_factory=OverlapLocalConfig)
-    zeroth: ZerothConfig = field(default_factory=ZerothConfig)
-    """Of method zo."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     batch_size: int = 64
     """Samples per optimiser step over all workers together (global)."""
@@ -171,12 +166,10 @@ class Recipe:
                 raise UserError(f"{name}={value}: give {LARGEST} or less")
         if self.link_mbit is not None and not self.link_mbit > 0:
             raise UserError(f"link_mbit={self.link_mbit}: give a rate above 0, or None for the real link")
-        check_settings(
-            self.method, self.co2, self.delayed, shard=self.shard, offload=self.offload, ddp_wire=self.ddp_wire
-        )
-        if self.schedule and self.method != "co2":
-            raise UserError(f"schedule is CO2's own, method {self.method!r} does not have it: leave it out")
-        scheduled(self.co2, schedules.from_text(self.schedule, self.co2, lambda step: self.optim.lr), 0)
+        schedule = schedules.from_text(self.schedule, self.co2, lambda step: self.optim.lr)
+        state = {"shard": self.shard, "offload": self.offload}
+        check_settings(self.method, self.co2, schedule=schedule, **state, **self.own_settings)
+        scheduled(self.co2, schedule, 0)
         if self.method == "zo":
             self._check_zeroth_order()
         if self.elastic:
@@ -189,7 +182,7 @@ class Recipe:
         if not 0 < self.skip_after <= LARGEST:  # pyright: ignore[reportOptionalOperand]
             raise UserError(f"skip_after={self.skip_after}: give seconds, above 0 and up to {LARGEST}")
         for ok, what, remedy in (
-            (self.method in ("co2", "delayed", "overlap_local"), f"method={self.method!r}", "waits for every mean"),
+            (entry_of(self.method).hides, f"method={self.method!r}", "waits for every mean"),
             (not self.elastic, "elastic", "drops a worker that is silent for --timeout seconds"),
             (self.co2.tau != "auto", "co2.tau='auto'", "needs a number of local steps"),
             (self.co2.steps == "even", "co2.steps='by_speed'", "gives workers' rounds unlike lengths"),
@@ -223,7 +216,7 @@ class Recipe:
 
     def _check_elastic(self) -> None:
         """Refuses what does not go with workers that come and go."""
-        if self.method not in ("co2", "zo"):
+        if "elastic" not in entry_of(self.method).takes:
             raise UserError(f"elastic does not go with method={self.method!r}: give --method co2 or zo, or no elastic")
         for name, needed in (("per_node", 1), ("zero", 0), ("shard", False), ("offload", False)):
             if (value := getattr(self, name)) != needed:
@@ -245,6 +238,12 @@ class Recipe:
     def data_workers(self, workers: int) -> int:
         """Among how many of so many workers a batch is dealt out: with method zo two may take the same part."""
         return Place.make(0, workers, self.zeroth).data_workers if self.method == "zo" else workers
+
+    @property
+    def own_settings(self) -> dict[str, Any]:
+        """The method's own, under its key, as make_method takes them."""
+        key = entry_of(self.method).key
+        return {key: getattr(self, key)} if key else {}
 
     @property
     def folder(self) -> Path:
@@ -310,12 +309,8 @@ def refuse_unused(recipe: Recipe, default: Recipe) -> None:
 
     Every local method has co2.tau; what a recipe itself sets for methods that may be chosen is no mistake.
     """
-    for part, methods in (
-        ("slowmo", ("slowmo",)),
-        ("overlap_local", ("overlap_local",)),
-        ("zeroth", ("zo",)),
-        ("co2", ("co2", "delayed")),
-    ):
+    owners = [(entry.key, [entry.name]) for entry in REGISTRY if entry.key]
+    for part, methods in [*owners, ("co2", [entry.name for entry in REGISTRY if entry.reads_co2])]:
         usual = vars(getattr(default, part)) | ({"tau": ..., "tau_max": ...} if part == "co2" else {})
         given = {k: v for k, v in vars(getattr(recipe, part)).items() if usual[k] is not ... and v != usual[k]}
         if given and recipe.method not in methods:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from core.adaptive.schedules import from_text
 from core.errors import DivergedError
-from core.methods import Method, Zeroth
+from core.methods import Method, Zeroth, entry_of
 from core.robust import peers
 from core.robust.guard import forget
 from core.rounds import LocalMethod
@@ -162,7 +162,7 @@ class Run(Progress):
         if r.recommended:
             told = ", ".join(f"{key} {getattr(co2, key)}" for key in ("merge", "delay", "gap", "outer_momentum"))
             tqdm.write(f"co2 with the recommended settings ({told}); --no_recommended: the paper's", file=sys.stderr)
-        if r.method not in ("ddp", "zo") and isinstance(co2.tau, int) and total < co2.tau:
+        if entry_of(r.method).local and isinstance(co2.tau, int) and total < co2.tau:
             remedy = "give a smaller --co2.tau or more --epochs"
             tqdm.write(f"warning: {total} steps are less than a round of tau={co2.tau}: {remedy}", file=sys.stderr)
         if note := momentum_note(r, self.world_size):
