@@ -1,5 +1,5 @@
 """A run whose workers come and go: what Run does otherwise then. The workers: core/elastic/joining.py; who starts
-and lists them: training/coordinator.py.
+and lists them: training/launch.py.
 
 The run's length is its number of steps, whatever the number of workers; each worker's batch stays that of the number it
 was started with. Samples are dealt from one shuffle an epoch, as always. When the number of workers changes, the rest
@@ -39,7 +39,7 @@ from training.progress import Due, Progress, Trained
 from training.recipe import Recipe
 from training.round_log import RoundLog
 from training.sampling import per_worker, steps_per_epoch
-from training.start import difference
+from training.workers import difference
 
 T = TypeVar("T")
 

@@ -29,8 +29,7 @@ from training.optim import lent_rate
 from training.progress import Due, Progress, Trained
 from training.round_log import RoundLog
 from training.sampling import mix
-from training.start import join
-from training.workers import largest_of_workers, make_mesh, random_state, set_random_state
+from training.workers import join, largest_of_workers, make_mesh, random_state, set_random_state
 
 T = TypeVar("T")
 

@@ -29,7 +29,7 @@ from training.optim import lr_factor
 from training.progress import Due, Every, Progress, Timer, Trained
 from training.recipe import Recipe, momentum_note
 from training.round_log import RoundLog
-from training.stop import StopSignal
+from training.script import StopSignal
 from training.workers import check_compiler, has_bfloat16, pick_device, tune, world_size
 
 T = TypeVar("T")

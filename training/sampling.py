@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from core.errors import UserError
 from core.zeroth.noise import mix
-from training.stop import SIGNALS
+from training.script import SIGNALS
 
 
 def per_worker(batch_size: int, world_size: int) -> int:

@@ -17,7 +17,7 @@ from core.testing import run_distributed
 from training.fixed import Fixed
 from training.progress import Due, Progress, Trained
 from training.recipe import Recipe
-from training.start import join
+from training.workers import join
 
 STARTS = ("all_reduce", "broadcast", "all_gather", "all_to_all_single", "reduce_scatter_tensor", "barrier")
 

@@ -21,10 +21,11 @@ from core.co2 import CO2Config
 from core.elastic.joining import ElasticCO2
 from core.elastic.members import Members
 from tests.ports import listening_at
-from training import checkpoint, coordinator, elastic
-from training.coordinator import Agent, Coordinator
+from training import checkpoint, elastic
+from training import launch as launcher
 from training.elastic import Deal, repeated
 from training.folder import RunFolder
+from training.launch import Agent, Coordinator
 from training.optim import OptimConfig, make_schedule
 from training.progress import Progress, Trained
 from training.recipe import Recipe
@@ -48,7 +49,7 @@ def test_an_address_that_is_not_this_machines_own_is_listened_to_everywhere(monk
     def refuse(*_: Any) -> Any:
         raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
 
-    monkeypatch.setattr(coordinator.socket, "create_server", refuse)
+    monkeypatch.setattr(launcher.socket, "create_server", refuse)
     assert listening_at(Agent(nobody, 1)._served.port) & {"::", "0.0.0.0"}
 
 

@@ -26,13 +26,13 @@ from core.config import CO2Config
 from core.methods import DelayedConfig
 from core.rounds import LocalMethod
 from core.testing import run_distributed
+from training.folder import table
 from training.optim import OptimConfig, make_schedule
 from training.recipe import Recipe
 from training.round_log import RoundLog
 from training.run import Run
 from training.sampling import generator
-from training.stop import SIGNALS, StopSignal
-from training.summary import table
+from training.script import SIGNALS, StopSignal
 
 
 @dataclass(frozen=True)

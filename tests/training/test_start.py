@@ -14,7 +14,7 @@ import torch.distributed as dist
 from bench.cluster import hold_port
 from core import UserError
 from core.testing import run_distributed
-from training.start import _not_met, join
+from training.workers import _not_met, join
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
