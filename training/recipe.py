@@ -251,6 +251,7 @@ class Recipe(OfMethods):
 
 
 R = TypeVar("R", bound=Recipe)
+T = TypeVar("T")
 
 
 def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str = "train") -> R:
@@ -260,11 +261,7 @@ def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str
         listing = "\n".join(f"  {name}" for name in recipes)
         print(f"usage: {prog} RECIPE [overrides]\n\nrecipes:\n{listing}\n\n{prog} RECIPE --help lists its options")
         sys.exit(0)
-    if name not in recipes:
-        near = difflib.get_close_matches(name, recipes, n=3)
-        remedy = f"did you mean {', '.join(near)}?" if near else f"`python -m {prog} --help` lists them"
-        raise UserError(f"recipe {name!r} does not exist; {remedy}")
-    default = dataclasses.replace(recipes[name], name=name)
+    default = dataclasses.replace(find("recipe", name, recipes, f"`python -m {prog} --help` lists them"), name=name)
     default = starting_point(default, overrides)
     recipe = tyro.cli(
         type(default),
@@ -279,6 +276,14 @@ def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str
         raise UserError("out='' is the folder that you are in: name one of the run's own, such as runs/mine")
     refuse_unused(recipe, default)
     return recipe
+
+
+def find(kind: str, name: str, known: Mapping[str, T], lists: str) -> T:
+    """UserError where there is none of that name. kind: what it is called; lists: what names those that are known."""
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3)
+        raise UserError(f"{kind} {name!r} does not exist; " + (f"did you mean {', '.join(near)}?" if near else lists))
+    return known[name]
 
 
 def answer_help(recipes: Mapping[str, Recipe], prog: str) -> None:

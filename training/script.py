@@ -33,6 +33,9 @@ def launch(main: Callable[[], None]) -> None:
     threading.excepthook = functools.partial(_of_a_thread, threading.excepthook)
     try:
         main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # what reads the output, such as `| head`, has seen enough; Python would flush once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (UserError, DivergedError) as error:
         _fail(str(error))
     except CollectiveError as error:  # each worker says what it has seen
