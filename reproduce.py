@@ -6,9 +6,7 @@
     python reproduce.py [TABLE] --status [--local]                 what ran, what is left, GPU hours
     python reproduce.py [TABLE] --collect runs/                    Markdown, from the run folders alone
 
---rows resnet50 --methods co2,ddp --seeds 0 choose among a table's rows; what stands behind a lone -- goes to the train
-script, such as -- --epochs 10. What is finished is left alone. The tables are in results/paper.py. A cell of the paper
-that is unknown to us is empty; a row without runs: "not run".
+What is finished is left alone. A cell of the paper that is unknown to us is empty; a row without runs: "not run".
 """
 
 from __future__ import annotations
@@ -93,11 +91,9 @@ def main() -> None:
         raise UserError(f"workers={command.workers}, array={command.array}: {remedy}")
     if command.table == "list" and not command.collect and not command.status:
         return print("\n".join(listing()))
-    tables = (
-        TABLES
-        if command.table in ("all", "list")
-        else {command.table: find("table", command.table, TABLES, "`python reproduce.py list` names them")}
-    )
+    tables, name = TABLES, command.table
+    if name not in ("all", "list"):
+        tables = {name: find("table", name, TABLES, "`python reproduce.py list` names them")}
     tables = choose(tables, command, extra)
     if command.collect:
         return print("\n".join(collect(tables, command.collect)))
@@ -127,9 +123,6 @@ def listing() -> Iterator[str]:
         known = sum(row.paper is not None for row in table.rows)
         jobs = sum(len(row.seeds) for row in table.rows)
         yield f"{name:15} {table.title}: {len(table.rows)} rows, {jobs} runs; the paper's value known for {known}"
-
-
-# -- what is chosen -----------------------------------------------------------------------------------------------
 
 
 def passed_on(arguments: Sequence[str]) -> dict[str, Any]:
@@ -163,10 +156,8 @@ def split(names: str) -> list[str]:
 def choose(tables: Mapping[str, Table], command: Command, extra: Mapping[str, Any]) -> dict[str, Table]:
     """The tables with the rows, methods and seeds that are asked for, and with a tau that is passed on."""
     rows = [row for table in tables.values() for row in table.rows]
-    known = {
-        "rows": {plain(name) for row in rows for name in (row.label, row.recipe)},
-        "methods": {plain(name) for name in METHODS},
-    }
+    labels = {plain(name) for row in rows for name in (row.label, row.recipe)}
+    known = {"rows": labels, "methods": {plain(name) for name in METHODS}}
     asked = {name: split(getattr(command, name)) for name in known}
     for option, names in asked.items():
         if unknown := [name for name in names if name not in known[option]]:
@@ -176,9 +167,7 @@ def choose(tables: Mapping[str, Table], command: Command, extra: Mapping[str, An
         raise UserError(f"--seeds {command.seeds}: give numbers up to {LARGEST}, such as 0,1")
     seeds = tuple(int(seed) for seed in split(command.seeds))
     if not (tau := str(extra.get("co2.tau", 1))).isdecimal() or int(tau) < 1:
-        raise UserError(
-            f"--co2.tau {extra['co2.tau']} behind --: give a number, 1 or more; the train scripts alone take auto"
-        )
+        raise UserError(f"--co2.tau {tau} behind --: give a number, 1 or more; the train scripts alone take auto")
 
     def keeps(row: Row) -> bool:
         named, method = {plain(row.label), plain(row.recipe)}, plain(row.method)
@@ -218,7 +207,7 @@ def jobs_of(table: Table, command: Command, extra: Mapping[str, Any]) -> list[Jo
 def check_options(jobs: Iterable[Job]) -> None:
     """Refuses what the jobs' train scripts would refuse, by letting their parser read it."""
     for job in jobs:
-        module, said, reason = f"{job.row.task}.train", io.StringIO(), ""
+        module, said = f"{job.row.task}.train", io.StringIO()
         try:
             with contextlib.redirect_stderr(said):
                 parse(importlib.import_module(f"{job.row.task}.recipes").RECIPES, train_options(job, module), module)
@@ -231,8 +220,9 @@ def check_options(jobs: Iterable[Job]) -> None:
             text = re.sub("\x1b\\[[0-9;]*m", "", said.getvalue())
             text = re.sub("[│╭╮╰╯]|[-─]{5,}", "\n", text).strip().partition("\n")[2]
             reason = " ".join(text.partition("For full helptext")[0].split())
-        if reason:
-            raise UserError(f"behind --: {module}, for row {job.row.label!r}, method {job.row.method}: {reason}")
+        else:
+            continue
+        raise UserError(f"behind --: {module}, for row {job.row.label!r}, method {job.row.method}: {reason}")
 
 
 def train_options(job: Job, module: str) -> list[str]:
@@ -283,14 +273,9 @@ def submission(
     overrides = {key: value for key, value in row.overrides.items() if key != "batch_size"} | given
     batch_size = row.overrides.get("batch_size") or fitting_batch(recipe, nodes * GPUS)
     name = run_name(recipe, row, overrides, seed, nodes)
-    variables = {
-        "RECIPE": row.recipe,
-        "METHOD": row.method,
-        "TAU": str(row.tau or recipe.co2.tau),
-        "BATCH_SIZE": str(overrides.pop("batch_size", batch_size)),
-        "SEED": str(seed),
-        "OUT": f"runs/{cluster}/{name}",
-    }
+    variables = {"RECIPE": row.recipe, "METHOD": row.method, "TAU": str(row.tau or recipe.co2.tau)}
+    variables["BATCH_SIZE"] = str(overrides.pop("batch_size", batch_size))
+    variables |= {"SEED": str(seed), "OUT": f"runs/{cluster}/{name}"}
     # never two jobs in one folder: a singleton waits for the one of its name
     sbatch = ["sbatch", f"--nodes={nodes}", f"--job-name={name}", "--dependency=singleton"]
     return variables, [*sbatch, f"slurm/{row.script}_{cluster}.sh", *options(overrides)]
