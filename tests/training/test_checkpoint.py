@@ -236,8 +236,9 @@ def attempts(rank: int, world_size: int, folder: str) -> tuple[int, str]:
     return found[0]["step"], found[0]["by"]
 
 
-def test_a_checkpoint_is_of_one_attempt_wherever_a_worker_is_killed(tmp_path: Path):
-    for attempt in ("a", "b", "c"):
+@pytest.mark.parametrize("places", ["a", pytest.param("abc", marks=pytest.mark.slow)])
+def test_a_checkpoint_is_of_one_attempt_wherever_a_worker_is_killed(places: str, tmp_path: Path):
+    for attempt in places:
         run_distributed(killed, 2, str(tmp_path), attempt, expect_death=(0, 1))
     assert run_distributed(attempts, 2, str(tmp_path)) == [(1, "a")] * 2
     run_distributed(killed, 2, str(tmp_path), "d", expect_death=(0, 1))

@@ -175,7 +175,7 @@ def counts(names: tuple[str, ...]) -> dict[str, Any]:
     return run_distributed(on_worker, 2, list(names), timeout=300)[0]
 
 
-FAST = ("paper", "recommended", "lgreco int4", "slowmo", "shard")
+FAST = ("paper", "recommended", "shard")
 REST = tuple(name for name in SETTINGS if name not in FAST)
 
 
