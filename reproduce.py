@@ -336,9 +336,10 @@ def run_local(jobs: Sequence[Job], dry_run: bool) -> None:
         if dry_run:
             continue
         process = subprocess.Popen(job.command, cwd=ROOT, env={"OMP_NUM_THREADS": "1"} | os.environ)
-        with contextlib.suppress(KeyboardInterrupt):  # torchrun has got it, too, and its workers are saving
+        try:
             process.wait()
-        process.wait()
+        except KeyboardInterrupt:  # torchrun has got it, too, and its workers are saving
+            process.wait()
         if not isinstance(read_run(ROOT / job.folder), Finished):
             remedy = "the same command goes on from its last checkpoint"
             raise UserError(f"{job.folder} is not finished, see above; {remedy}")
