@@ -78,7 +78,7 @@ class Every:
 
 
 class Timer:
-    """Says when `minutes` have passed, by this worker's clock; 0 for never."""
+    """Says when `minutes` have passed since it said so last, by this worker's clock; 0 for never."""
 
     clock = staticmethod(time.monotonic)  # seconds
 
@@ -90,7 +90,10 @@ class Timer:
         self._since = self.clock()
 
     def due(self) -> bool:
-        return self.minutes > 0 and self.clock() - self._since >= 60 * self.minutes
+        due = self.minutes > 0 and self.clock() - self._since >= 60 * self.minutes
+        if due:
+            self.restart()
+        return due
 
 
 class Averages:

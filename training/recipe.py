@@ -138,34 +138,25 @@ class Recipe(OfMethods):
     """Of a dry run: warn where a GPU of so many GB (GiB, as makers count) is too small."""
 
     def __post_init__(self) -> None:
-        least_of = {
-            "epochs": 1,
-            "batch_size": 1,
-            "seed": 0,
-            "eval_every": 1,
-            "log_every": 1,
-            "checkpoint_every": 0,
-            "per_node": 0,
-            "accumulate": 1,
-        }
-        for name, least in least_of.items():
+        least_of = dict.fromkeys(("epochs", "batch_size", "eval_every", "log_every", "accumulate"), 1)
+        for name, least in (least_of | dict.fromkeys(("seed", "checkpoint_every", "per_node"), 0)).items():
             if getattr(self, name) < least:
                 raise UserError(f"{name}={getattr(self, name)}: give {least} or more")
         numbers = {k: v for k, v in flat(dataclasses.asdict(self)).items() if isinstance(v, int | float)}
         for name, value in numbers.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise UserError(f"{name}={value}: give a finite number")
-        if self.save_minutes < 0:
-            raise UserError(f"save_minutes={self.save_minutes}: give minutes, or 0 for none by time")
-        if self.gpu_gb is not None and not self.gpu_gb > 0:
-            raise UserError(f"gpu_gb={self.gpu_gb}: give the GB of a GPU, above 0")
-        if not 0 < self.timeout <= LARGEST:
-            raise UserError(f"timeout={self.timeout}: give seconds, above 0 and up to {LARGEST}")
+        for ok, name, remedy in (
+            (self.save_minutes >= 0, "save_minutes", "minutes, or 0 for none by time"),
+            (self.gpu_gb is None or self.gpu_gb > 0, "gpu_gb", "the GB of a GPU, above 0"),
+            (0 < self.timeout <= LARGEST, "timeout", f"seconds, above 0 and up to {LARGEST}"),
+            (self.link_mbit is None or self.link_mbit > 0, "link_mbit", "a rate above 0, or None for the real link"),
+        ):
+            if not ok:
+                raise UserError(f"{name}={getattr(self, name)}: give {remedy}")
         for name, value in numbers.items():
             if abs(value) > LARGEST:
                 raise UserError(f"{name}={value}: give {LARGEST} or less")
-        if self.link_mbit is not None and not self.link_mbit > 0:
-            raise UserError(f"link_mbit={self.link_mbit}: give a rate above 0, or None for the real link")
         schedule = schedules.from_text(self.schedule, self.co2, lambda step: self.optim.lr)
         state = {"shard": self.shard, "offload": self.offload}
         check_settings(self.method, self.co2, schedule=schedule, **state, **self.own_settings)

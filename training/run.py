@@ -41,9 +41,10 @@ class Run(Progress):
     Before the loop: shard, shard_optimizer, make_method, begin. After every step: after_step, which says whether an
     evaluation, a checkpoint (save) or the stop (stop) is due. After the loop: end.
 
-    Attributes, beside Progress's: folder; rounds, their log.
+    Attributes, beside Progress's: folder; rounds, their log; mesh, see Fixed.
     """
 
+    mesh: DeviceMesh | None
     _trained: Trained
 
     def __init__(self, recipe: Recipe):
@@ -65,6 +66,7 @@ class Run(Progress):
         torch.manual_seed(self.recipe.seed * 1_000_003 + rank)
         self._stop.listen()
         self._workers.meet()
+        self.mesh = self._workers.mesh
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -77,11 +79,6 @@ class Run(Progress):
         if error is not None and (explained := peers.explain(error)):
             raise explained from None
 
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """[nodes, workers of a node] where those of a node synchronise every step, else None."""
-        return self._workers.mesh
-
     # -- before the loop ------------------------------------------------------------------------------------
 
     def shard(self, model: nn.Module) -> nn.Module:
@@ -90,12 +87,11 @@ class Run(Progress):
         check_batch_norm(self.recipe, model, self.world_size)
         streamed = self.recipe.method == "zo" and self.recipe.offload
         model = model if streamed else model.to(self.device)
-        mesh = self.mesh
-        if mesh is None:
+        if self.mesh is None:
             return model
         compute = torch.bfloat16 if self._mixed() else torch.float32
         ddp = self.recipe.method == "ddp"
-        return _zero().shard_model(model, mesh, self.recipe.zero, everywhere=ddp, compute=compute)
+        return _zero().shard_model(model, self.mesh, self.recipe.zero, everywhere=ddp, compute=compute)
 
     def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimiser, its state shared out inside the node with ZeRO-1."""
@@ -209,11 +205,14 @@ class Run(Progress):
         if self.step // self.recipe.log_every > before // self.recipe.log_every:
             self._log_means()
         apart = isinstance(self._trained.method, LocalMethod) and self._trained.method.apart
-        open_end = (closed or self._skipped()) and self.step < self.total and not apart
+        running = self.step < self.total
+        stops = running and self._agreed("stop", bool(self._stop.number)) and (closed or dist.is_initialized())
+        open_end = running and not apart and (closed or self._skipped())
+        minutes_over = open_end and self.rank == 0 and self._minutes.due()  # of which all hear a round later
         due = Due(
             evaluation=open_end and self.evaluation.due(self.step),
-            checkpoint=open_end and (self._saving.due(self.step) | self._due_by_time()),
-            stop=self.step < self.total and self._stops(closed) and not apart,
+            checkpoint=open_end and (self._saving.due(self.step) | self._agreed("save", minutes_over)),
+            stop=stops and not apart,
         )
         return self._workers.come_together(due, ended=self.step == self.total)
 
@@ -231,22 +230,11 @@ class Run(Progress):
             self._trained.schedule.step()
         return self._to_skip
 
-    def _stops(self, closed: bool) -> bool:
-        """Whether the run ends here, by a signal to any worker: all of them stop at the same step."""
-        if self._stop.number and not dist.is_initialized():
-            return closed
-        if self._stop.number:
-            self._trained.ask("stop")
-        return "stop" in self._trained.agreed
-
-    def _due_by_time(self) -> bool:
-        """Where a round has closed: rank 0's clock decides, of which all hear a round later."""
-        due = self.rank == 0 and self._minutes.due()
-        if due and dist.is_initialized():
-            self._trained.ask("save")
-        if due:
-            self._minutes.restart()
-        return "save" in self._trained.agreed or (due and not dist.is_initialized())
+    def _agreed(self, name: str, mine: bool) -> bool:
+        """Whether a worker asks for it, and all have heard so, at the same step; one that is alone need not wait."""
+        if mine and dist.is_initialized():
+            self._trained.ask(name)
+        return name in self._trained.agreed or (mine and not dist.is_initialized())
 
     def _log_means(self) -> None:
         """Logs the means since the last time, the learning rate and the share of communication hidden so far; on a GPU
@@ -275,21 +263,19 @@ class Run(Progress):
         """For evaluations: of the model that all workers have in common, where the method has one; stops the clock, but
         not for what that waits for; gathers a sharded model's parameters, and lets blocks that stay on the host pass
         through the device."""
-        gathering = contextlib.nullcontext()
-        if isinstance(self._trained.method, Zeroth):
-            gathering = self._trained.method.order.inference()
+        method, gathering = self._trained.method, contextlib.nullcontext()
+        if isinstance(method, Zeroth):
+            gathering = method.order.inference()
         elif self.mesh is not None:
             gathering = _zero().gathered(self._trained.model, self.recipe.zero)
-        method = self._trained.method
         common = method.shared_model() if isinstance(method, LocalMethod) else contextlib.nullcontext(True)
         with common as self._shared, self.clock.paused(), gathering:
             yield
 
     def sum(self, *values: float | Tensor) -> list[float]:
         """Sums over all workers, in float64; every worker must call it."""
-        return self.sum_tensor(
-            torch.tensor([float(v) for v in values], dtype=torch.float64, device=self.device)
-        ).tolist()
+        mine = torch.tensor([float(v) for v in values], dtype=torch.float64, device=self.device)
+        return self.sum_tensor(mine).tolist()
 
     def sum_tensor(self, values: Tensor) -> Tensor:
         """The sum over all workers; every worker must call it."""
