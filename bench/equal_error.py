@@ -28,7 +28,7 @@ from core.lgreco.choices import RAW, Choice, sent_bytes
 from core.lgreco.curves import curve
 from core.lgreco.decide import Decider, total
 from core.lgreco.layout import in_bucket
-from training.allocations import picture
+from training.round_log import picture
 from training.script import launch
 
 NAME = "lgreco"

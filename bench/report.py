@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import UserError
-from training.provenance import commit, version
+from training.config import commit, version
 from training.untrusted import parse_json
 
 FORMAT = 1  # of the JSON

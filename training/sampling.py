@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from core.errors import UserError
-from training.stop import SIGNALS
+from training.script import SIGNALS
 
 _MASK = (1 << 64) - 1
 

@@ -107,7 +107,7 @@ def tidy(scope: Scope) -> str:
 
 def of_machine(scope: Scope) -> dict[str, Any]:
     """The device and the versions."""
-    from training.provenance import version
+    from training.config import version
 
     name = "cpu"
     if scope.cuda and torch.cuda.is_available():

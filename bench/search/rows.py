@@ -16,7 +16,7 @@ from bench.report import FORMAT
 from bench.search.engine import Plan, Result
 from bench.search.methods import KINDS, Settings
 from core.errors import UserError
-from training.provenance import commit, version
+from training.config import commit, version
 from training.untrusted import parse_json
 
 TASKS_VERSION = 1  # raise it when a task or the engine changes, so that rows of before are not taken for today's

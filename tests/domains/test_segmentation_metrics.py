@@ -39,7 +39,7 @@ def _maps(n: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_agrees_with_torchmetrics() -> None:
-    import torchmetrics  # needs torchvision, which training.compat has prepared by now
+    import torchmetrics  # needs torchvision, which training.prepared has prepared by now
 
     prediction, label = _maps()
     metric = SegmentationMetric(CLASSES[:3])

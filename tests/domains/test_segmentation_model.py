@@ -56,7 +56,7 @@ def test_state_dicts_have_the_shapes_of_mmsegs_own_configs() -> None:
 
 
 def test_vit_backbone_is_timms() -> None:
-    import timm  # needs torchvision, which training.compat has prepared by now
+    import timm  # needs torchvision, which training.prepared has prepared by now
 
     with torch.device("meta"):
         model = build_model(upernet("vit_base", 150, (512, 512)))
@@ -237,7 +237,7 @@ def test_every_ade20k_recipe_starts_from_the_weights_of_mmsegs_config() -> None:
 
 
 def test_timms_vit_is_brought_to_mmsegs_names(tmp_path: Path) -> None:
-    from timm.models import VisionTransformer  # needs torchvision, which training.compat has prepared by now
+    from timm.models import VisionTransformer  # needs torchvision, which training.prepared has prepared by now
 
     theirs = VisionTransformer(48, 8, embed_dim=96, depth=4, num_heads=3)
     torch.save(theirs.state_dict(), tmp_path / "vit.pth")

@@ -119,7 +119,7 @@ if ending == "crash":
 """
 
 
-@pytest.mark.parametrize("ending", ["open", "crash", "broken"])
+@pytest.mark.parametrize("ending", ["broken", *(pytest.param(e, marks=pytest.mark.slow) for e in ("open", "crash"))])
 def test_no_loading_process_holds_up_the_end_of_its_worker(ending: str) -> None:
     command = [sys.executable, "-c", f"ending = {ending!r}\n{LEFT_OPEN}"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
