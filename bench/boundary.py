@@ -58,7 +58,8 @@ class Bench:
     def check(self) -> None:
         """A UserError names the first option that cannot be."""
         if not self.sizes or not all(1 <= size <= MOST_PARAMETERS for size in self.sizes):
-            raise UserError(f"sizes={self.sizes}: give one or more numbers of parameters, each 1 to {MOST_PARAMETERS:g}")
+            numbers = f"numbers of parameters, each 1 to {MOST_PARAMETERS:g}"
+            raise UserError(f"sizes={self.sizes}: give one or more {numbers}")
         require_one_or_more(self, "repeats")
         if self.threads < 0:
             raise UserError(f"threads={self.threads}: give a number of threads, or 0 for torch's choice")

@@ -35,12 +35,12 @@ Row = dict[str, Any]
 # -- options ----------------------------------------------------------------------------------------------------
 
 
-def read_options(kind: type[Options], module: str, **texts: str) -> Options:
-    """The options of `python -m MODULE`, once their check() has found nothing; texts: see tyro.cli.
+def read_options(kind: type[Options], module: str, **how: Any) -> Options:
+    """The options of `python -m MODULE`, once their check() has found nothing; how: see tyro.cli.
 
     check() is not called by the dataclass itself, for tyro would dress its UserError up.
     """
-    options = tyro.cli(kind, prog=f"python -m {module}", use_underscores=True, **texts)
+    options = tyro.cli(kind, prog=f"python -m {module}", use_underscores=True, **how)
     options.check()  # pyright: ignore[reportAttributeAccessIssue]
     return options
 

@@ -16,11 +16,25 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.cluster.namespaces import die_with
+from bench.cluster.namespaces import die_with, require_namespaces
 from core.errors import UserError
 
 if TYPE_CHECKING:
     from bench.cluster.nodes import Cluster
+
+
+def prepare_to_fork(*, namespaces: bool = False) -> None:
+    """Before any work of a process whose ranks are forked: threads do not survive that, imports need not be repeated.
+
+    namespaces: whether the ranks sit on a Cluster; see require_namespaces.
+    """
+    if namespaces:
+        require_namespaces()
+    import torch
+    import torch._dynamo  # the first optimiser imports it
+
+    torch.set_num_threads(1)
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def run_ranks(
