@@ -13,23 +13,17 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import tyro
-
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo's warnings about host names; torch reads it when imported
-
 from bench import plots, report
-from bench.cluster import Cluster, require_namespaces, run_ranks
+from bench.cluster import Cluster, prepare_to_fork, run_ranks
 from bench.measure import SETTLED, Job, Setting, round_seconds, rounds_to_measure, wire_seconds, work
-from bench.options import require_each_once, require_no_crowd, require_positive
+from bench.report import read_options, require_each_once, require_no_crowd, require_positive
 from bench.standin import BYTES, LAYERS, PARAMS, digits
 from training.script import launch
 
@@ -147,7 +141,7 @@ def run(o: Scaling, folder: Path) -> None:
         cluster = stack.enter_context(Cluster(most, o.rates[0])) if most > 1 and not o.throttle else None
         for n, rate in o.groups():
             if cluster and rate:
-                shape(cluster, rate, result["verified_mbit"])
+                cluster.shape(rate, result["verified_mbit"])
             job = Job(o.settings(), n, rate, data, o.repeats, o.seconds, o.step_ms / 1e3, o.batch, o.seed, o.throttle)
             job.report = progress.report
             limit = 60 + 4 * predict(o, n, rate)
@@ -156,13 +150,6 @@ def run(o: Scaling, folder: Path) -> None:
             result["model"]["ddp_bucket_bytes"] = per_rank[0]["ddp_buckets"] or result["model"]["ddp_bucket_bytes"]
             report.save(folder, plots.NAME, result)
             progress.group_done(n, rate)
-
-
-def shape(cluster: Cluster, rate: float, verified: dict[str, float]) -> None:
-    """Sets the links' rate, and measures it the first time."""
-    cluster.set_rate(rate)
-    if f"{rate:g}" not in verified:
-        verified[f"{rate:g}"] = cluster.verify()
 
 
 def header(o: Scaling) -> dict[str, Any]:
@@ -179,20 +166,13 @@ def header(o: Scaling) -> dict[str, Any]:
 
 
 def main() -> None:
-    o = tyro.cli(Scaling, prog="python -m bench.scaling", use_underscores=True)
-    o.check()
+    o = read_options(Scaling, "bench.scaling")
     if o.quick:
         o = replace(o, workers=(1, 2, 4), rates=(200.0,), methods=QUICK, repeats=1, seconds=0.5)
-    if not o.throttle and max(o.workers) > 1:
-        require_namespaces()
+    prepare_to_fork(namespaces=not o.throttle and max(o.workers) > 1)
     folder = report.new_folder(plots.NAME, o.out)
-    try:
+    with report.stoppable(f"complete groups are in {folder / plots.NAME}.json"):
         run(o, folder)
-    except KeyboardInterrupt:
-        path = folder / f"{plots.NAME}.json"
-        kept = f"complete groups are in {path}" if path.exists() else "nothing is kept"
-        print(f"stopped; {kept}", file=sys.stderr)
-        sys.exit(130)
     print("\n" + plots.write(folder))
 
 

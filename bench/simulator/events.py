@@ -42,7 +42,7 @@ class Work:
     distribution: Literal["lognormal", "normal"] = "lognormal"
     """Of the local steps; normal is truncated at 0."""
     paced: bool = False
-    """Steps end at absolute deadlines (bench/pace.py): a round of them spreads no more than one step."""
+    """Steps end at absolute deadlines (bench/standin.py): a round of them spreads no more than one step."""
     straggler_probability: float = 0.0
     """Chance per round and node that all of the node's workers are slow; ddp: per step."""
     straggler_factor: float = 2.0
