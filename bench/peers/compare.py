@@ -24,7 +24,7 @@ from bench.cluster import Cluster, prepare_to_fork, run_ranks
 from bench.peers.adapters import PEERS
 from bench.peers.loop import DILOCO, EVERY_STEP, FREE, LATE, RECOMMENDED, REFERENCE, Job, Split, worker
 from bench.peers.table import markdown, seconds_to, summarise
-from bench.report import read_options, require_no_crowd, require_one_or_more, require_positive
+from bench.report import read_options, require_known, require_no_crowd, require_one_or_more, require_positive
 from bench.standin import LR, build_model
 from bench.trainings import TUNING_SEED, network
 from core import UserError
@@ -79,9 +79,7 @@ class Bench:
         require_no_crowd(self)
         if self.step_ms < 0:
             raise UserError(f"step_ms={self.step_ms}: give 0 or more")
-        for name in self.methods:
-            if name not in (*ALL, FREE):
-                raise UserError(f"method {name!r}: choose among {', '.join((*ALL, FREE))}")
+        require_known(self, "methods", (*ALL, FREE))
 
 
 def main() -> None:

@@ -10,15 +10,11 @@ import torch
 from torch import Tensor
 
 from bench.search import command, methods, pictures, texts
-from bench.search.command import Search, at_most, plans, search
-from bench.search.engine import Plan, Result, Stack, run, train
-from bench.search.inner import Inner, clip_rows
-from bench.search.methods import ACCO, DPU, parse
-from bench.search.rows import Rows
-from bench.search.table import markdown
-from bench.search.task import Task, places, stacked_draw
-from bench.search.tasks import TASKS, load
-from bench.search.wire import mean_over
+from bench.search.command import Search, at_most, parse, plans, search
+from bench.search.engine import TASKS, Plan, Result, Stack, load, run, train
+from bench.search.methods import ACCO, DPU, mean_over
+from bench.search.rows import Rows, markdown
+from bench.search.task import Inner, Task, clip_rows, places, stacked_draw
 from core.errors import UserError
 from tests.problems import small_net
 from tests.scripts import Mistakes, run_script
@@ -375,7 +371,7 @@ def test_how_many_bits_a_parameter_takes_a_step(asked: str, bits: float):
         ("--methods co2:beta=x", "beta='x'; give a number, 0 or more"),
         ("--methods co2:delay=1.5", "delay='1.5'; give a whole number, 0 or more"),
         ("--methods co2:fragments=9 --tau 6", "fragments=9: between 1 and tau=6"),
-        ("--methods co2:fragments=2,gap=inner", "fragments: they have neither sync_steps nor gap inner"),
+        ("--methods co2:fragments=2,gap=inner", "fragments: they have no gap inner"),
         ("--methods ddp:wire=int1", "wire='int1'; choose among float32, bfloat16"),
         ("--methods co2:nesterov=1", "nesterov='1'; choose true or false"),
         ("--methods co2:delay=9 --tau 6", "delay=9: between 0 and tau=6"),

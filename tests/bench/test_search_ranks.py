@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from bench.search.command import parse
 from bench.search.engine import Plan, train
-from bench.search.inner import Inner, cosine
-from bench.search.methods import parse
-from bench.search.task import Batch, Shards, Task
+from bench.search.task import Batch, Inner, Shards, Task, cosine
 from core import CO2, CO2Config, WireConfig, make_method
 from core.methods import DelayedConfig, OverlapLocalConfig, SlowMoConfig
 from core.testing import run_distributed
