@@ -41,7 +41,7 @@ print("rank", rank, "of", os.environ["WORLD_SIZE"], "ends", sys.argv[3:])
 """
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_throttled_ranks_end_with_their_owner(tmp_path, sent):
     with worker(tmp_path, "sleep", "--throttle") as process:
         process.send_signal(sent)

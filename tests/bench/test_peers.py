@@ -2,7 +2,6 @@
 
 import math
 import mmap
-import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from bench.peers.table import cell, limit, loss_at, markdown, seconds_to, summar
 from bench.standin import LR, MLP_LAYERS, Pacer, build_model
 from core import UserError
 from tests.bench.test_scaling import Clock
+from tests.scripts import Mistakes
 from vision import data
 
 ROOT = Path(__file__).parents[2]
@@ -318,9 +318,8 @@ def test_bad_options_are_refused(monkeypatch, options, says):
     assert "\n" not in str(refusal.value)
 
 
-def test_a_refusal_is_one_line():
-    done = subprocess.run([sys.executable, "-m", "bench.peers", "--tau", "0"], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: tau=0: give 1 or more\n")
+def test_a_refusal_is_one_line(mistake: Mistakes):
+    assert mistake("bench.peers", "--tau", "0") == "error: tau=0: give 1 or more\n"
 
 
 def test_a_diverged_repeat_is_told_and_enters_no_median():

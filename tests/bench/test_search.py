@@ -187,7 +187,7 @@ def plan(task: Task, method: str, **values: Any) -> Plan:
     ],
 )
 def test_every_method_ends_with_equal_workers_and_learns(tiny: Task, name: str):
-    stack, method = train(tiny, replace(plan(tiny, name, steps=100), lr=0.02))
+    stack, method = train(tiny, replace(plan(tiny, name, steps=40), lr=0.05))
     method.finish()
     assert (method.x - method.x[0]).abs().max() < 1e-6
     start, end = (stack.held_out_loss(x, tiny.held_out["test"]) for x in (stack.start(0), method.x[0]))
@@ -256,7 +256,10 @@ def no_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pictures, "cifar_data", lambda: ((images, labels), held))
 
 
-@pytest.mark.parametrize("name", TASKS)
+FAR = {"segmentation": pytest.mark.slow}  # mmseg alone takes seconds to import
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=FAR.get(name, ())) for name in TASKS])
 def test_every_task_runs_stacked(no_data: None, name: str):
     """Workers have gradients of their own, as each would have alone; no buffer would have to change in training."""
     found = TASKS[name]()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from bench.simulator.predict import Simulate, build, main, predict, prediction
 from core.errors import UserError
 from core.methods import METHODS
 from tests.bench.test_calibrate import scaling_data
+from tests.scripts import Mistakes, run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 DGX = PRESETS["dgx-a100-tcp"].cluster
@@ -217,20 +217,14 @@ def test_the_paper_s_fitted_cells_come_out_and_the_others_are_called_predictions
 # -- the command line -----------------------------------------------------------------------------------------
 
 
-def run(*args: str | Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "bench.simulator", *map(str, args)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-
-
-def test_command_line_prints_tables_labels_assumptions_and_writes_json(tmp_path):
+def test_command_line_prints_tables_labels_assumptions_and_writes_json(tmp_path, capsys):
     out, scaling = tmp_path / "out.json", tmp_path / "scaling.json"
     scaling.write_text(json.dumps(scaling_data(workers=(2, 4), rates=(200.0,))))
-    done = run(
-        "--preset", "rtx3090", "--calibrate", scaling, "--paper", "--step_ms", "100", "--rounds", "5", "--json", out
-    )
-    assert done.returncode == 0, done.stderr
+    arguments = ["--preset", "rtx3090", "--calibrate", str(scaling), "--step_ms", "100", "--rounds", "5", "--paper"]
+    run_script("bench.simulator", *arguments, "--json", str(out))
+    shown = capsys.readouterr().out
     for text in ("preset rtx3090: nodes 10", "assumed: inter_gbps 10", "given: step_ms 100", "calibrated: efficiency"):
-        assert text in done.stdout, text
+        assert text in shown, text
     results = json.loads(out.read_text())
     assert set(results) == {"calibration", "paper", "prediction"}
     assert [line["method"] for line in results["prediction"]["methods"]] == ["ddp", *METHODS_AT_TAU]
@@ -281,11 +275,10 @@ def test_every_option_changes_the_prediction():
     assert prediction(slow, None)["methods"] != prediction(slower, None)["methods"]
 
 
-def test_a_mistake_is_one_line_without_a_traceback():
-    done = run("--preset", "dgx")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: preset 'dgx' does not exist") and done.stderr.count("\n") == 1
-    assert "choose one of dgx-a100-roce, dgx-a100-tcp, rtx3090, internet-1000, internet-10000" in done.stderr
+def test_a_mistake_is_one_line_without_a_traceback(mistake: Mistakes):
+    said = mistake("bench.simulator", "--preset", "dgx")
+    assert said.startswith("error: preset 'dgx' does not exist") and said.count("\n") == 1
+    assert "choose one of dgx-a100-roce, dgx-a100-tcp, rtx3090, internet-1000, internet-10000" in said
 
 
 @pytest.mark.parametrize(

