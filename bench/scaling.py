@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -89,32 +88,15 @@ def predict(o: Scaling, workers: int, rate: float | None) -> float:
     return total
 
 
-class Progress:
-    """One line a measurement on stdout, with the time left: what was predicted, corrected by what it took so far."""
-
-    def __init__(self, o: Scaling):
-        self._o = o
-        self._total = sum(predict(o, *group) for group in o.groups())
-        self._before = 0.0  # predicted seconds of the groups that are done
-        self._started = time.monotonic()
-        count = len(o.groups()) * len(o.methods) * o.repeats
-        print(f"{count} measurements, about {math.ceil(self._total / 60)} min", flush=True)
-
-    def group_done(self, workers: int, rate: float | None) -> None:
-        self._before += predict(self._o, workers, rate)
-
-    def report(self, setting: Setting, cells: list[dict[str, Any]]) -> None:
-        """Runs in rank 0 of a group: cells are the group's, so far."""
-        row, o = cells[-1], self._o
-        share = len(cells) / (len(o.methods) * o.repeats)
-        done = self._before + share * predict(o, row["workers"], row["rate_mbit"])
-        left = int((time.monotonic() - self._started) * (self._total / done - 1))
-        link = f"{row['rate_mbit']:g} Mbit/s" if row["rate_mbit"] else "no link"
-        print(
-            f"{left // 60:3d}:{left % 60:02d} left | {row['workers']:2d} workers, {link}, {setting}: "
-            f"{row['samples_per_second']:.0f} samples/s, {row['exposed_share']:.1%} exposed",
-            flush=True,
-        )
+def tell(setting: Setting, cells: list[dict[str, Any]]) -> None:
+    """A line a measurement, by rank 0 of a group; cells are the group's, so far."""
+    row = cells[-1]
+    link = f"{row['rate_mbit']:g} Mbit/s" if row["rate_mbit"] else "no link"
+    print(
+        f"{row['workers']:2d} workers, {link}, {setting}: {row['samples_per_second']:.0f} samples/s, "
+        f"{row['exposed_share']:.1%} exposed",
+        flush=True,
+    )
 
 
 def combine(per_rank: Sequence[dict[str, Any]], step_ms: float) -> list[dict[str, Any]]:
@@ -135,21 +117,21 @@ def combine(per_rank: Sequence[dict[str, Any]], step_ms: float) -> list[dict[str
 
 def run(o: Scaling, folder: Path) -> None:
     """Measures every group; scaling.json is written after each, so that an interrupted run keeps what it has."""
-    result, data, progress = header(o), digits(), Progress(o)
-    most = max(o.workers)
+    result, data = header(o), digits()
+    most, seconds = max(o.workers), {group: predict(o, *group) for group in o.groups()}
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(Cluster(most, o.rates[0])) if most > 1 and not o.throttle else None
         for n, rate in o.groups():
             if cluster and rate:
                 cluster.shape(rate, result["verified_mbit"])
             job = Job(o.settings(), n, rate, data, o.repeats, o.seconds, o.step_ms / 1e3, o.batch, o.seed, o.throttle)
-            job.report = progress.report
-            limit = 60 + 4 * predict(o, n, rate)
+            job.report = tell
+            print(f"about {math.ceil(sum(seconds.values()) / 60)} min left", flush=True)
+            limit = 60 + 4 * seconds.pop((n, rate))
             per_rank = run_ranks(work, cluster if rate else None, 1, n, job, timeout=limit)
             result["rows"] += combine(per_rank, o.step_ms)
             result["model"]["ddp_bucket_bytes"] = per_rank[0]["ddp_buckets"] or result["model"]["ddp_bucket_bytes"]
             report.save(folder, plots.NAME, result)
-            progress.group_done(n, rate)
 
 
 def header(o: Scaling) -> dict[str, Any]:

@@ -9,15 +9,11 @@ target, or when it has trained for --limit_seconds. Writes time_to_loss.json and
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import itertools
-import multiprocessing
 import random
 import shlex
-import signal
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -30,7 +26,6 @@ from bench.report import read_options, require_company, require_each_once, requi
 from bench.trainings import Metrics
 from training.script import launch
 
-POLL = 0.3  # seconds between two looks at a run's metrics
 LOG_EVERY = 5  # steps; ddp's waiting is logged at these, a local method's at every round
 Planned = tuple[int, float, str, str]  # seed, rate, task, method of a run
 START = 4.0  # seconds that a run takes beside its training: guessed, for the estimate only
@@ -110,35 +105,6 @@ class TimeToLoss:
 # -- one run ----------------------------------------------------------------------------------------------------
 
 
-class Done(Exception):
-    """The run in progress need not go on."""
-
-
-@contextlib.contextmanager
-def every(seconds: float, look: Callable[[], bool]) -> Iterator[None]:
-    """Calls look() while the body runs, and leaves the body once it returns True.
-
-    By an alarm signal: a thread would be in the way of forking, and children inherit no timer.
-    """
-
-    def alarm(*_: Any) -> None:
-        if look():
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            raise Done
-
-    before = signal.signal(signal.SIGALRM, alarm)
-    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
-    try:
-        with contextlib.suppress(Done):
-            yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        for process in multiprocessing.active_children():  # none, unless Done came while run_ranks was cleaning up
-            process.kill()
-            process.join()
-
-
 def train(o: TimeToLoss, cluster: Cluster | None, module: ModuleType, run: Planned, folder: Path) -> Outcome:
     """One run until its outcome is known."""
     seed, rate, task, method = run
@@ -147,8 +113,9 @@ def train(o: TimeToLoss, cluster: Cluster | None, module: ModuleType, run: Plann
     argv = o.command(rate, task, method, seed, folder)
     patience = 2 * o.limit_seconds + 120  # wall-clock, with start and evaluations
     try:
-        with every(POLL, lambda: follow(metrics.read(), *goal) is not None):
-            run_ranks(trainings.run_script, cluster, 1, o.workers, module, argv, folder / "log.txt", timeout=patience)
+        known = lambda: follow(metrics.read(), *goal) is not None  # noqa: E731
+        job = module, argv, folder / "log.txt"
+        run_ranks(trainings.run_script, cluster, 1, o.workers, *job, timeout=patience, until=known)
         ended, reason = "not reached", ""
     except TimeoutError:
         ended, reason = "out of time", ""

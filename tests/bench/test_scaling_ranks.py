@@ -31,7 +31,7 @@ def measure(folder: Path, *options: str) -> dict[str, Any]:
     env = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "0:00 left" in done.stdout and "| method | 1 worker | 2 workers |" in done.stdout
+    assert "min left" in done.stdout and "| method | 1 worker | 2 workers |" in done.stdout
     return json.loads((folder / "scaling.json").read_text())
 
 

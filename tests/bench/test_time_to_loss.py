@@ -4,7 +4,6 @@ import contextlib
 import json
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ import pytest
 
 from bench import loss_table, time_to_loss, trainings
 from bench.loss_table import METHODS, OF_CO2, Outcome, cells, follow, markdown, speed_up, unpaid
-from bench.time_to_loss import TimeToLoss, every
+from bench.time_to_loss import TimeToLoss
 from bench.trainings import Metrics
 from core.errors import UserError
 from language.recipes import RECIPES
@@ -126,16 +125,6 @@ def test_half_a_line_is_left_for_later(tmp_path: Path):
     with open(path, "a") as file:
         file.write('ep": 2}\n{"step": 3}\n')
     assert metrics.read() == metrics.read() == [{"step": 1}, {"step": 2}, {"step": 3}]
-
-
-def test_a_look_ends_the_body_and_what_it_started():
-    started = time.monotonic()
-    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
-    with every(0.05, lambda: time.monotonic() > started + 0.2):
-        child.start()
-        time.sleep(30)
-    assert time.monotonic() - started < 10 and child.exitcode == -signal.SIGKILL
-    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
 # -- a run of a made-up script ------------------------------------------------------------------------------------
