@@ -36,7 +36,7 @@ from bench.report import (
     require_one_or_more,
     require_positive,
 )
-from bench.search.engine import TASKS, Plan, load, run
+from bench.search.engine import TASKS, Plan, load_task, run
 from bench.search.methods import KINDS, Settings
 from bench.search.rows import Rows, markdown
 from bench.search.task import Shards
@@ -183,7 +183,7 @@ def _value(text: str, key: str, usual: Any, given: str) -> Any:
 
 def plans(o: Search, task: str, workers: int, asked: str) -> list[Plan]:
     """A method's configurations on the first tuning seed."""
-    t = load(task)
+    t = load_task(task)
     rest = workers, o.batch or t.batch, o.steps, o.tau, o.shards, o.tuning_seeds[0], "tuning"
     return [Plan(task, settings, t.inner.lr * factor, *rest) for settings, factor in o.candidates(asked)]
 
@@ -231,7 +231,7 @@ def search(o: Search, rows: Rows) -> None:
                 f"stopped after {count} runs: budget_minutes={o.budget_minutes:g}; the same command goes on from here"
             )
             return
-        result = run(load(plan.task), plan, o.compile, o.device)
+        result = run(load_task(plan.task), plan, o.compile, o.device)
         rows.add_run(plan, result)
         longest, count = max(longest, result.seconds), count + 1
         loss = "diverged" if result.loss is None else f"{result.loss:.4f}"

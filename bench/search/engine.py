@@ -33,7 +33,7 @@ TASKS: dict[str, Callable[[], Task]] = {
 
 
 @functools.cache
-def load(name: str) -> Task:
+def load_task(name: str) -> Task:
     return TASKS[name]()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from bench import report
 from bench.report import FORMAT, mean_sd
-from bench.search.engine import Plan, Result, load
+from bench.search.engine import Plan, Result, load_task
 from bench.search.methods import KINDS, Settings
 from core.errors import UserError
 from training.provenance import commit, version
@@ -238,6 +238,6 @@ def notes(group: Group, choices: list[dict[str, Any]], losses: dict[str, list[di
 
 def about(task: str) -> str:
     try:
-        return load(task).about
+        return load_task(task).about
     except (UserError, KeyError):  # its data are not here
         return task

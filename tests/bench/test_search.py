@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bench.search import command, methods, pictures, texts
 from bench.search.command import Search, at_most, parse, plans, search
-from bench.search.engine import TASKS, Plan, Result, Stack, load, run, train
+from bench.search.engine import TASKS, Plan, Result, Stack, load_task, run, train
 from bench.search.methods import ACCO, DPU, mean_over
 from bench.search.rows import Rows, markdown
 from bench.search.task import Inner, Task, clip_rows, places, stacked_draw
@@ -31,7 +31,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Task:
     cross_entropy = torch.nn.functional.cross_entropy
     build = lambda: small_net(torch.float32)  # noqa: E731
     task = Task("digits", "three classes", build, cross_entropy, draw, held, Inner("sgd", 0.1), batch=4)
-    monkeypatch.setattr(command, "load", lambda name: task)
+    monkeypatch.setattr(command, "load_task", lambda name: task)
     return task
 
 
@@ -213,7 +213,7 @@ def test_a_run_that_diverges_has_no_loss(tiny: Task):
 
 
 def test_digits_have_three_parts_and_sorted_shards():
-    task = load("digits")
+    task = load_task("digits")
     _, labels = task.draw(0, 0, 4, 16, "sorted")
     assert labels.shape == (4, 16)
     assert all(labels[i].max() <= labels[i + 1].min() for i in range(3))
