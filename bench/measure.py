@@ -12,12 +12,10 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-import torch._dynamo  # noqa: F401 (the first optimiser imports it: once here rather than in every forked worker)
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.pace import Pacer
-from bench.standin import BYTES, LAYERS, LEARNING_RATE, StandIn, Trainer
+from bench.standin import BYTES, LAYERS, LEARNING_RATE, Pacer, StandIn, Trainer
 from core.config import CO2Config
 from core.errors import UserError
 from core.groups import ring_bytes

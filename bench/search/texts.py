@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.search.inner import Inner
-from bench.search.task import Batch, Shards, Split, Task, places
+from bench.search.task import Batch, Inner, Shards, Split, Task, places
 from core.errors import UserError
 from training.data import data_root
 

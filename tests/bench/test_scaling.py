@@ -12,9 +12,8 @@ import torch
 
 from bench import measure, plots, scaling, standin
 from bench.measure import Setting, round_seconds, rounds_to_measure, wire_seconds
-from bench.pace import PATIENCE, Pacer
 from bench.report import Spread
-from bench.standin import LAYERS, PARAMS, StandIn
+from bench.standin import LAYERS, PARAMS, PATIENCE, Pacer, StandIn
 from core.errors import UserError
 from training.script import launch
 

@@ -1,4 +1,4 @@
-"""Samples/s and final loss with each way of compressing, over slow links: python -m bench.lgreco [--rates 50 200]
+"""Samples/s and final loss with each way of compressing, over slow links: python -m bench.slow_links [--rates 50 200]
 
 Each run is gpt2_pydoc_small's own train script to its end, on four workers, a node each. First, without a slow link,
 every method is trained with each learning rate of --lrs and a seed of its own; what ends with the least loss is the
@@ -12,12 +12,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
-import json
 import os
 import random
 import shutil
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,26 +24,25 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo's warnings about host names; torch reads it when imported
-
-import torch
-import torch._dynamo  # noqa: F401 (the first optimiser imports it: once here rather than in every forked worker)
-import tyro
 from torch.nn.parallel import DistributedDataParallel
 
-from bench import report
-from bench.cluster import Cluster, require_namespaces, run_ranks
-from bench.options import require_each_once, require_no_crowd, require_one_or_more, require_positive
-from bench.report import mean_sd
-from bench.scaling import shape
-from bench.time_to_loss import worker
+from bench import report, trainings
+from bench.cluster import Cluster, prepare_to_fork, sent_bytes
+from bench.report import (
+    mean_sd,
+    read_options,
+    require_company,
+    require_each_once,
+    require_known,
+    require_one_or_more,
+    require_positive,
+)
+from bench.trainings import AUTO, FAST, TUNING_SEED
 from core import UserError
 from training.script import launch
 
-NAME = "slow_links"
+MODULE, NAME = "bench.slow_links", "slow_links"
 RECIPE, LOSS, BATCH, LR = "gpt2_pydoc_small", "val_loss", 32, 4e-3
-FAST = 10_000.0  # Mbit/s, where learning rates are chosen
-TUNING_SEED = 100
 POWERSGD = "torch_powersgd"
 DDP = ("--ddp_wire.lgreco.first", "10", "--ddp_wire.lgreco.every", "40")
 CO2 = ("--co2.wire.lgreco.first", "3", "--co2.wire.lgreco.every", "10")
@@ -57,7 +54,7 @@ def ddp(like: str, *more: str) -> tuple[str, ...]:
 
 def co2(like: str, *more: str) -> tuple[str, ...]:
     wire = ("--co2.wire.format", "lgreco", "--co2.wire.like", like, *CO2) if like else ()
-    return ("--recommended", "--co2.tau", "auto", "--co2.tau_max", "24", *wire, *more)
+    return (*AUTO, *wire, *more)
 
 
 RULES = ("uniform", "bench.rules.Accordion", "bench.rules.Legacy")
@@ -105,12 +102,8 @@ class SlowLinks:
         require_each_once(self, "methods", "rates", "seeds", "lrs")
         require_positive(self, "rates", "lrs")
         require_one_or_more(self, "epochs", "epoch_steps")
-        for name in self.methods:
-            if name not in METHODS:
-                raise UserError(f"methods: {name!r} does not exist; choose among {', '.join(METHODS)}")
-        require_no_crowd(self)
-        if self.workers < 2:
-            raise UserError(f"workers={self.workers}: a lone worker has no link; give 2 or more")
+        require_known(self, "methods", METHODS)
+        require_company(self)
         if self.throttle and POWERSGD in self.methods:
             raise UserError(f"throttle with {POWERSGD}: its hook is not held back; leave one of them out")
 
@@ -119,25 +112,19 @@ class SlowLinks:
         values = {"seed": seed, "out": out, "device": "cpu", "checkpoint_every": 0, "timeout": 300, "optim.lr": lr * LR}
         values |= {"epochs": self.epochs, "epoch_steps": self.epoch_steps, "eval_every": self.epochs}
         values |= {"link_mbit": rate} if self.throttle else {}
-        return [RECIPE, *METHODS[method], *(text for k, v in values.items() for text in (f"--{k}", str(v)))]
+        return [RECIPE, *METHODS[method], *trainings.flags(values)]
 
 
 # -- one run ----------------------------------------------------------------------------------------------------
 
 
-def train(module: ModuleType, argv: list[str], log: Path, method: str) -> int:
+def train(module: ModuleType, argv: list[str], method: str, log: Path) -> int:
     """One rank: the train script; bytes that its node has sent meanwhile."""
-    before = sent_bytes()
+    interface = os.environ["GLOO_SOCKET_IFNAME"]
+    before = sent_bytes(interface)
     with torch_powersgd() if method == POWERSGD else contextlib.nullcontext():
-        worker(module, argv, log)
-    return sent_bytes() - before
-
-
-def sent_bytes() -> int:
-    """By the network device that gloo uses, as the kernel counts."""
-    lines = Path("/proc/net/dev").read_text().splitlines()
-    device = os.environ["GLOO_SOCKET_IFNAME"]
-    return next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith(f"{device}:"))
+        trainings.run_script(module, argv, log)
+    return sent_bytes(interface) - before
 
 
 @contextlib.contextmanager
@@ -168,26 +155,18 @@ def measure(o: SlowLinks, cluster: Cluster | None, module: ModuleType, run: tupl
     """One run to its end: what it measured."""
     method, rate, seed, lr = run
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was stopped
-    folder.mkdir(parents=True)
-    argv = o.command(method, rate, seed, lr, folder)
-    steps = o.epochs * o.epoch_steps
+    argv, steps = o.command(method, rate, seed, lr, folder), o.epochs * o.epoch_steps
     row: dict[str, Any] = {"method": method, "rate_mbit": rate, "seed": seed, "lr": lr}
-    try:
-        sent = run_ranks(
-            train, cluster, 1, o.workers, module, argv, folder / "log.txt", method, timeout=120 + 30 * steps
-        )
-    except (RuntimeError, TimeoutError) as error:
-        return row | {"failed": str(error).strip().splitlines()[-1]}
-    summary = json.loads((folder / "summary.json").read_text())
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    taus = [r["round/tau"] for r in rows if "round/tau" in r]
-    deciding = sum(r.get("lgreco/seconds", 0.0) for r in rows)
+    found = trainings.train(train, cluster, o.workers, folder, module, argv, method, timeout=120 + 30 * steps)
+    if "failed" in found:
+        return row | found
+    summary, rows = found["summary"], found["rows"]
     return row | {
         "loss": summary[LOSS],
         "samples_per_second": summary["steps_per_second"] * BATCH,
-        "bytes_a_step": statistics.fmean(sent) / steps if cluster else summary["bytes_sent"] / steps,
-        "tau": taus[-1] if taus else 1,
-        "deciding_share": deciding / summary["seconds"],
+        "bytes_a_step": statistics.fmean(found["ranks"]) / steps if cluster else summary["bytes_sent"] / steps,
+        "tau": next((r["round/tau"] for r in reversed(rows) if "round/tau" in r), 1),
+        "deciding_share": sum(r.get("lgreco/seconds", 0.0) for r in rows) / summary["seconds"],
     }
 
 
@@ -196,10 +175,10 @@ def measure(o: SlowLinks, cluster: Cluster | None, module: ModuleType, run: tupl
 
 def begun(o: SlowLinks, folder: Path) -> dict[str, Any]:
     """What the folder holds of the same measurement, or one that begins."""
-    fresh = report.header("bench.lgreco", o) | {"verified_mbit": {}, "lrs": {}, "tuning": [], "rows": []}
+    fresh = report.header(MODULE, o) | {"verified_mbit": {}, "lrs": {}, "tuning": [], "rows": []}
     if not (folder / f"{NAME}.json").exists():
         return fresh
-    found = report.load(folder / f"{NAME}.json", "bench.lgreco", "tuning" if len(o.lrs) > 1 else "rows")
+    found = report.load(folder / f"{NAME}.json", MODULE, "tuning" if len(o.lrs) > 1 else "rows")
     differ = [k for k, v in fresh["options"].items() if k != "out" and v != found["options"].get(k)]
     if differ:
         raise UserError(f"{folder} holds a measurement with other {', '.join(differ)}: choose another --out")
@@ -209,24 +188,29 @@ def begun(o: SlowLinks, folder: Path) -> dict[str, Any]:
 
 def run_all(o: SlowLinks, folder: Path) -> dict[str, Any]:
     """Tunes, then measures, but for what the folder holds; both files are written after each run."""
-    result, plain = begun(o, folder), o.lrs[0]
+    result = begun(o, folder)
     module = importlib.import_module("language.train")
-    with contextlib.ExitStack() as stack:
-        cluster = None if o.throttle else stack.enter_context(Cluster(o.workers, FAST))
-        tuning = [(m, FAST, TUNING_SEED, lr) for m in o.methods for lr in o.lrs] if len(o.lrs) > 1 else []
-        for run in left(tuning, result["tuning"]):
-            result["tuning"].append(step(o, cluster, module, run, folder, result))
+
+    def take(runs: Sequence[tuple[Any, ...]], rows: list[dict[str, Any]]) -> None:
+        for run in runs:
+            number = len(result["tuning"]) + len(result["rows"])
+            began = time.monotonic()
+            row = measure(o, cluster, module, run, folder / "runs" / f"{number:03d}-{run[0]}")
+            rows.append(row | {"wall_seconds": time.monotonic() - began})
+            print(number, rows[-1], flush=True)
             report.save(folder, NAME, result, text(result))
-        result["lrs"] = {m: best_lr(result["tuning"], m, plain) for m in o.methods}
+
+    with trainings.network(o.throttle, o.workers, FAST) as cluster:
+        tuning = [(m, FAST, TUNING_SEED, lr) for m in o.methods for lr in o.lrs] if len(o.lrs) > 1 else []
+        take(left(tuning, result["tuning"]), result["tuning"])
+        result["lrs"] = {m: trainings.best_lr(result["tuning"], m) or o.lrs[0] for m in o.methods}
         for seed, rate in itertools.product(o.seeds, o.rates):
             order = list(o.methods)
             random.Random(f"{seed} {rate}").shuffle(order)
             runs = left([(m, rate, seed, result["lrs"][m]) for m in order], result["rows"])
             if cluster and runs:
-                shape(cluster, rate, result["verified_mbit"])
-            for run in runs:
-                result["rows"].append(step(o, cluster, module, run, folder, result))
-                report.save(folder, NAME, result, text(result))
+                cluster.shape(rate, result["verified_mbit"])
+            take(runs, result["rows"])
     return result
 
 
@@ -234,20 +218,6 @@ def left(runs: Sequence[tuple[Any, ...]], rows: Sequence[dict[str, Any]]) -> lis
     """The runs (method, rate, seed, learning rate) that no row is of."""
     done = {(r["method"], r["rate_mbit"], r["seed"], r["lr"]) for r in rows}
     return [run for run in runs if run not in done]
-
-
-def step(o: SlowLinks, cluster: Any, module: ModuleType, run: tuple, folder: Path, result: dict) -> dict[str, Any]:
-    began = time.monotonic()
-    number = len(result["tuning"]) + len(result["rows"])
-    row = measure(o, cluster, module, run, folder / "runs" / f"{number:03d}-{run[0]}")
-    print(f"{number} {row} {time.monotonic() - began:.0f} s", flush=True)
-    return row | {"wall_seconds": time.monotonic() - began}
-
-
-def best_lr(tuning: Sequence[dict[str, Any]], method: str, otherwise: float) -> float:
-    """Of the runs with a finite loss that with the least."""
-    losses = {r["lr"]: r["loss"] for r in tuning if r["method"] == method and "loss" in r and r["loss"] is not None}
-    return min(losses, key=lambda lr: losses[lr]) if losses else otherwise
 
 
 TITLES = ("method", "lr", "samples/s", "x ddp", "final loss", "MB sent a step and worker", "tau", "deciding")
@@ -297,18 +267,11 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
 
 
 def main() -> None:
-    o = tyro.cli(SlowLinks, prog="python -m bench.lgreco", use_underscores=True)
-    o.check()
-    if not o.throttle:
-        require_namespaces()
-    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    torch.set_num_threads(1)  # before any work: the ranks are forked, and threads do not survive that
+    o = read_options(SlowLinks, MODULE)
+    prepare_to_fork(namespaces=not o.throttle)
     folder = o.out if o.out and (o.out / f"{NAME}.json").exists() else report.new_folder(NAME, o.out)
-    try:
+    with report.stoppable(f"to go on, give the same options and --out {folder}"):
         print("\n" + text(run_all(o, folder)))
-    except KeyboardInterrupt:
-        print(f"stopped; to go on, give the same options and --out {folder}", file=sys.stderr)
-        sys.exit(130)
 
 
 if __name__ == "__main__":
