@@ -139,7 +139,7 @@ def save_picture(run: Run, recipe: PointCloudRecipe, model: nn.Module, test_set:
     model: in evaluation mode.
     """
     index = [i * len(test_set) // 6 for i in range(6)]
-    points = torch.stack([test_set[i, 0] for i in index])
+    points = torch.stack([test_set[0, 0, i] for i in index])
     out = model(points.to(run.device))
     rows = {"input": points}
     if recipe.model == "mae":
