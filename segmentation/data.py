@@ -213,7 +213,6 @@ CROP: dict[DataName, tuple[int, int]] = {"ade20k": (512, 512), "camvid": (144, 1
 # held-out splits whose labels are public; the first is evaluated during training, all at the end
 EVAL_SPLITS: dict[DataName, tuple[Split, ...]] = {"ade20k": ("val",), "camvid": ("val", "test"), "digits": ("val",)}
 EVAL_BATCH: dict[DataName, int] = {"ade20k": 1, "camvid": 8, "digits": 8}  # ADE20K's images differ in size
-_PACK = [{"type": "PackSegInputs"}]
 
 
 def _augmentation(name: DataName) -> list[dict[str, Any]]:
@@ -230,26 +229,19 @@ def _augmentation(name: DataName) -> list[dict[str, Any]]:
     ]
 
 
-def dataset_config(name: DataName, split: Split, root: Path | None = None) -> dict[str, Any]:
-    """The mmseg config of the data set: augmented crops of CROP[name] for "train", whole images otherwise.
-
-    root: overrides CO2_DATA.
-    """
-    root = root or data_root()
+def build_dataset(name: DataName, split: Split) -> BaseSegDataset:
+    """The data set, from CO2_DATA unless embedded: augmented crops of CROP[name] for "train", whole images otherwise.
+    UserError when it is missing or broken."""
     train = split == "train"
-    common = {"split": split, "test_mode": not train}
-    if name == "digits":
-        return common | {"type": "DigitsOnPhotos", "pipeline": (_augmentation(name) if train else []) + _PACK}
-    if name == "camvid":
-        pipeline = (_augmentation(name) if train else []) + _PACK
-        return common | {"type": "CamVid", "root": str(root), "pipeline": pipeline}
-    load_mask = {"type": "LoadMask", "num_classes": NUM_CLASSES[name]}
-    resize = {"type": "Resize", "scale": (2048, 512), "keep_ratio": True}  # for testing; the mask keeps its size
-    middle = [load_mask, *_augmentation(name)] if train else [resize, load_mask]
-    pipeline = [{"type": "LoadImage"}, *middle, *_PACK]
-    return common | {"type": "ADE20K", "root": str(root / "ade" / "ADEChallengeData2016"), "pipeline": pipeline}
-
-
-def build_dataset(name: DataName, split: Split, root: Path | None = None) -> BaseSegDataset:
-    """The data set of dataset_config. UserError when it is missing or broken."""
-    return DATASETS.build(dataset_config(name, split, root))
+    pipeline = _augmentation(name) if train else []
+    if name == "ade20k":
+        load_mask = {"type": "LoadMask", "num_classes": NUM_CLASSES[name]}
+        resize = {"type": "Resize", "scale": (2048, 512), "keep_ratio": True}  # for testing; the mask keeps its size
+        pipeline = [{"type": "LoadImage"}, *([load_mask, *pipeline] if train else [resize, load_mask])]
+    kind = {
+        "digits": {"type": "DigitsOnPhotos"},
+        "camvid": {"type": "CamVid", "root": str(data_root())},
+        "ade20k": {"type": "ADE20K", "root": str(data_root() / "ade" / "ADEChallengeData2016")},
+    }[name]
+    pipeline = [*pipeline, {"type": "PackSegInputs"}]
+    return DATASETS.build(kind | {"split": split, "test_mode": not train, "pipeline": pipeline})

@@ -18,10 +18,10 @@ from core import UserError
 from training.data import Key, cached, damaged, data_root, eval_keys, missing, train_keys
 from training.sampling import generator
 from training.untrusted import read_arrays
-from training.workers import to_device, upload
+from training.workers import upload
 from vision.imagenet import ImageNet, imagenet
 from vision.recipes import VisionRecipe
-from vision.transforms import CPU, crop_and_flip, normalise
+from vision.transforms import CPU, crop_and_flip, on_device
 
 LARGEST_JPEG = 1 << 20  # bytes; CIFAR-10's have two thousand
 ARRAYS = "arrays.npz"  # in the cache
@@ -40,17 +40,6 @@ class Images:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def normalise(self, images: Tensor) -> Tensor:
-        """uint8 [b, c, h, w] -> float32, zero mean and unit variance over the training set."""
-        return normalise(images, self.mean, self.std)
-
-    def on_device(
-        self, images: Tensor, labels: Tensor, recipe: VisionRecipe, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """uint8 images to the device, and normalised there."""
-        images = to_device(upload(images, device), device, recipe.channels_last)
-        return self.normalise(images), upload(labels, device)
-
     def train_batches(
         self, recipe: VisionRecipe, rank: int, world_size: int, start: int, total: int, device: torch.device = CPU
     ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -62,18 +51,24 @@ class Images:
             images, labels = self._pick(keys)
             if recipe.augment:
                 images = crop_and_flip(images, generator(*batch))
-            yield self.on_device(images, labels, recipe, device)
+            yield self._on_device(images, labels, recipe, device)
 
     def test_batches(
         self, recipe: VisionRecipe, rank: int, world_size: int, device: torch.device = CPU, batch_size: int = 256
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """This worker's share of the set, in batches on the device, without augmentation."""
         for keys in eval_keys(len(self), batch_size, rank, world_size):
-            yield self.on_device(*self._pick(keys), recipe, device)
+            yield self._on_device(*self._pick(keys), recipe, device)
 
     def _pick(self, keys: list[Key]) -> tuple[Tensor, Tensor]:
         index = torch.tensor([i for *_, i in keys])
         return self.images[index], self.labels[index]
+
+    def _on_device(
+        self, images: Tensor, labels: Tensor, recipe: VisionRecipe, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        images, labels = upload(images, device), upload(labels, device)
+        return on_device(images, labels, device, recipe.channels_last, self.mean, self.std)
 
 
 @dataclass(frozen=True)

@@ -26,14 +26,14 @@ from torch.utils.data import Dataset
 from core import UserError
 from training.data import Key, data_root, eval_keys, missing, train_keys
 from training.sampling import load_batches, mix, seeded
-from training.workers import to_device
 from vision.index import IndexedFolder
 from vision.model import image_size
 from vision.recipes import VisionRecipe
 from vision.shards import Shards
-from vision.transforms import CPU, normalise
+from vision.transforms import CPU, on_device
 
 Samples = IndexedFolder | Shards
+STATISTICS = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 
 def imagenet() -> tuple[ImageNet, ImageNet]:
@@ -78,7 +78,7 @@ class ImageNet:
         augmented = Augmented(self.samples, train_transform(recipe))
         batches = load_batches(augmented, (keys for _, keys in ahead), recipe.loader_workers)
         for (batch, _), (images, labels) in zip(plan, batches, strict=True):
-            images, labels = on_device(images, labels, recipe, device)
+            images, labels = on_device(images, labels, device, recipe.channels_last, *STATISTICS)
             with seeded(mix(*batch), device):
                 images = erasing(images)
                 if mixup:
@@ -93,7 +93,7 @@ class ImageNet:
         size = image_size(recipe.model)
         transform = create_transform(size, crop_pct=0.875, interpolation="bicubic", use_prefetcher=True)
         for images, labels in load_batches(Augmented(self.samples, transform), keys, recipe.loader_workers):
-            yield on_device(images, labels, recipe, device)
+            yield on_device(images, labels, device, recipe.channels_last, *STATISTICS)
 
     def _mixup(self, recipe: VisionRecipe) -> Mixup | None:
         if not recipe.mixup and not recipe.cutmix:
@@ -115,12 +115,6 @@ class Augmented(Dataset[tuple[Tensor, int]]):
             raise UserError(f"{self.samples.name(index)}: not a readable image; fetch it again or remove it") from None
         with seeded(mix(*key)):
             return self.transform(image), label
-
-
-def on_device(images: Tensor, labels: Tensor, recipe: VisionRecipe, device: torch.device) -> tuple[Tensor, Tensor]:
-    """uint8 images to the device, and normalised there."""
-    images = to_device(images, device, recipe.channels_last)
-    return normalise(images, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD), labels.to(device, non_blocking=True)
 
 
 def train_transform(recipe: VisionRecipe) -> Any:
