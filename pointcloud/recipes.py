@@ -5,7 +5,6 @@ The paper's settings for its point-cloud task are unknown; every value here is o
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
@@ -32,8 +31,6 @@ class PointCloudRecipe(Recipe):
     """How many points of each cloud are used; every epoch takes a new random subset."""
     augment: bool = False
     """Random scaling and translation."""
-    loss: Literal["chamfer", "emd"] = "chamfer"
-    """emd solves an exact assignment on the CPU for every cloud, which is feasible for a few hundred points."""
     emd_points: int = 256
     """How many points of each cloud an evaluation's EMD compares at most, for speed."""
     loader_workers: int = 0
@@ -44,10 +41,6 @@ class PointCloudRecipe(Recipe):
         self.check(points=(1, 10**6), emd_points=(1, 10**6), loader_workers=(0, 1000))
         if self.recompute and self.model != "mae":
             raise UserError(f"recompute with model={self.model}: only mae has blocks to recompute; leave it out")
-        side = math.isqrt(self.points)
-        folds = self.model == "autoencoder" and self.autoencoder.decoder == "folding"
-        if self.loss == "emd" and folds and side * side != self.points:
-            raise UserError(f"loss=emd needs as many points as the folded grid: give points={side * side}")
 
 
 def shapenet_folding() -> PointCloudRecipe:

@@ -21,7 +21,7 @@ from training.untrusted import read_arrays
 from training.workers import upload
 from vision.imagenet import ImageNet, imagenet
 from vision.recipes import VisionRecipe
-from vision.transforms import CPU, crop_and_flip, on_device
+from vision.transforms import CPU, crop_and_flip, normalise, on_device
 
 LARGEST_JPEG = 1 << 20  # bytes; CIFAR-10's have two thousand
 ARRAYS = "arrays.npz"  # in the cache
@@ -39,6 +39,10 @@ class Images:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """uint8 [b, c, h, w] -> float32, zero mean and unit variance over the training set."""
+        return normalise(images, self.mean, self.std)
 
     def train_batches(
         self, recipe: VisionRecipe, rank: int, world_size: int, start: int, total: int, device: torch.device = CPU

@@ -15,7 +15,6 @@ from core import UserError
 from tests.hostile import DAMAGES
 from training.data import data_root
 from vision import data
-from vision.transforms import normalise
 
 
 def test_digits_are_split_without_overlap():
@@ -23,7 +22,7 @@ def test_digits_are_split_without_overlap():
     assert (len(train), len(test)) == (1437, 360)
     assert train.images.shape[1:] == (1, 8, 8) and train.images.dtype == torch.uint8 and train.images.max() == 255
     assert set(test.labels.tolist()) == set(range(10))
-    pixels = normalise(train.images, train.mean, train.std)
+    pixels = train.normalise(train.images)
     assert abs(pixels.mean()) < 1e-3 and abs(pixels.std() - 1) < 1e-3
 
 
