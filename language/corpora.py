@@ -121,10 +121,16 @@ def _text(folder: Path, split: str) -> Path:
     return found[0]
 
 
-def _open_gutenberg(vocab_size: int) -> Corpus:
+def gutenberg_file() -> Path:
+    """The books; UserError where they are missing."""
     file = data_root() / "gutenberg_en.txt.xz"
     if not file.is_file():
         raise missing("Gutenberg books", file.parent, f"{file.name}, books separated by form feed lines", STAND_IN)
+    return file
+
+
+def _open_gutenberg(vocab_size: int) -> Corpus:
+    file = gutenberg_file()
 
     def build(target: Path) -> None:
         train, held = split_documents((file,), GUTENBERG_HELD_OUT, seed=0)

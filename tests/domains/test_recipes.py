@@ -82,6 +82,6 @@ def test_a_dry_run_estimates_the_memory(
     ],
 )
 def test_values_out_of_range_are_refused(task: str, name: str, value: Any):
-    recipe = next(recipe for (of, _), recipe in RECIPES.items() if of == task)
+    recipe = RECIPES[task, dict(SMALL)[task]]
     with pytest.raises(UserError, match=f"{name}={value}: give a number from"):
         replace(recipe, **{name: value})
