@@ -12,16 +12,9 @@ from training.optim import OptimConfig
 from training.recipe import Recipe
 
 ModelName = Literal[
-    "gpt2_tiny",
-    "gpt2_small",
-    "gpt2_medium",
-    "gpt2_large",
-    "roberta_tiny",
-    "roberta_base",
-    "roberta_large",
-    "transnormer_tiny",
-    "transnormer_7b",
-]
+    "gpt2_tiny", "gpt2_small", "gpt2_medium", "gpt2_large",
+    "roberta_tiny", "roberta_base", "roberta_large", "transnormer_tiny", "transnormer_7b",
+]  # fmt: skip
 CorpusName = Literal["pydoc", "gutenberg", "openwebtext", "wikibooks", "wikitext103"]
 LinearAttention = Literal["torch", "fla"]
 GPT2_VOCABULARY = 50257  # nanoGPT's prepare.py; its end-of-text token is the last one
