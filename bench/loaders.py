@@ -184,9 +184,9 @@ def clouds(folder: Path) -> list[Way]:
     return [way("a file each (before)", files), way("packed, mapped", pack.Packed(folder, "shapenet", "train"))]
 
 
-def keys(batches: int) -> Iterator[list[tuple[int, int]]]:
-    """(number of a file, seed) of each item of each batch."""
-    return ([(i % FILES, i) for i in range(at, at + BATCH)] for at in range(0, batches * BATCH, BATCH))
+def keys(batches: int) -> Iterator[list[tuple[int, int, int]]]:
+    """(seed, epoch, number of a file) of each item of each batch."""
+    return ([(0, i, i % FILES) for i in range(at, at + BATCH)] for at in range(0, batches * BATCH, BATCH))
 
 
 def mixing() -> list[Way]:

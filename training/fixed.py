@@ -20,7 +20,7 @@ from core.co2 import Schedule
 from core.errors import UserError
 from core.groups import host_group
 from core.methods import Method, Zeroth, make_method
-from core.rounds import LocalMethod
+from core.rounds import Rounds
 from core.zeroth.blocks import BlockStream
 from training import checkpoint, stored
 from training.config import settings
@@ -95,8 +95,8 @@ class Fixed:
             link=self.run.link,
             **r.own_settings,
         )
-        if isinstance(method, LocalMethod):
-            method.skip_after = r.skip_after
+        if isinstance(method, Rounds):
+            method.pacing.skip_after = r.skip_after
         return wrapped, method
 
     def _stream(self, blocks: Sequence[nn.Module]) -> Callable[..., BlockStream]:
@@ -129,7 +129,7 @@ class Fixed:
         run, method = self.run, self._trained.method
         if run.recipe.skip_after is None or not (ended or any(vars(due).values())):
             return due
-        assert isinstance(method, LocalMethod)
+        assert isinstance(method, Rounds)
         mine = [run.step, method.rounds, *vars(due).values()]
         step, rounds, *flags = largest_of_workers(mine)
         due = Due(*map(bool, flags))

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from core.checks import of_rank, under_rank
 from core.flat import Bucket, views
 from core.methods import Method
-from core.rounds import LocalMethod
+from core.rounds import Rounds
 from training.recipe import Recipe
 from training.throttle import ThrottledLink, make_link
 from training.workers import rank, world_size
@@ -236,7 +236,7 @@ def as_shard(value: Any, like: Any) -> Any:
 def of_method(method: Method, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """The method's state_dict with {name: tensor} for each flat tensor; what lies behind the parameters is under "".
     What its reducer keeps has an order of its own, and stays as it is."""
-    if not isinstance(method, LocalMethod):
+    if not isinstance(method, Rounds):
         return state
     ((rank, own),) = state.items()
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -248,7 +248,7 @@ def of_method(method: Method, model: nn.Module, state: dict[str, Any]) -> dict[s
 
 def flat_of_method(method: Method, state: dict[str, Any]) -> dict[str, Any]:
     """What of_method was given, from what it returned."""
-    if not isinstance(method, LocalMethod):
+    if not isinstance(method, Rounds):
         return state
     own = of_rank(state)
     kept = {key: _flat(flats) for key, flats in own["state"].items()}

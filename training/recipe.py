@@ -15,7 +15,7 @@ import tyro
 
 from core import CO2Config, UserError
 from core.adaptive import schedules
-from core.config import scheduled
+from core.adaptive.schedules import scheduled
 from core.elastic.joining import check_elastic
 from core.methods import REGISTRY, check_settings, elastic_zeroth, entry_of
 from core.zeroth.exchange import Place

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from core.lgreco import Allocation, LGreco
 from core.methods import Method
-from core.rounds import LocalMethod
+from core.rounds import Rounds
 from core.stats import Overlap, RoundStats, send_off
 from training.folder import RunFolder
 from training.recipe import Recipe
@@ -46,7 +46,7 @@ class RoundLog:
         self._synchronous = method.tau == 1
         self._unread.append((step, method.stats))
         self.read(leave=int(self._on_gpu))
-        if isinstance(method, LocalMethod) and (decision := method.tau_decision):
+        if isinstance(method, Rounds) and (decision := method.pacing.decision):
             sent = f"{method.stats.bytes_sent / 1e6:.3g} MB a round, {decision.exposed_share:.0%} of the time exposed"
             new = f"tau {decision.old} -> {decision.new}, wire {decision.wire}"
             self._folder.note(step, "tau", f"{new}: {decision.reason}; {sent}")
@@ -141,7 +141,7 @@ class AllocationLog:
 
 def reducer_of(method: Method) -> LGreco | None:
     """The method's reducer, where it is L-GreCo's."""
-    if isinstance(method, LocalMethod):
+    if isinstance(method, Rounds):
         found = method.reducer
     else:
         found = method.wire.reducer if method.wire is not None else None

@@ -19,8 +19,8 @@ from core.adaptive.schedules import from_text
 from core.errors import DivergedError
 from core.methods import Method, Zeroth, entry_of
 from core.robust import peers
-from core.robust.guard import forget
-from core.rounds import LocalMethod
+from core.robust.guard import Guard, forget
+from core.rounds import Rounds
 from training.checks import check_batch_norm, check_start
 from training.elastic import Elastic
 from training.fixed import Fixed
@@ -138,8 +138,8 @@ class Run(Progress):
         self.total = total
         self._trained = Trained(model, optimizer, schedule, method, self.recipe.method)
         self.rounds.allocations.model = model
-        if isinstance(method, LocalMethod):
-            method.on_left_out = forget(optimizer)
+        if isinstance(method, Rounds):
+            method.rider(Guard).on_left_out = forget(optimizer)
         seconds = self._workers.begin(self._trained, samples, epoch)
         if self.rank == 0:
             self._tell_settings(total)
@@ -204,7 +204,7 @@ class Run(Progress):
             self.rounds.close_round(self.step, self._trained.method)
         if self.step // self.recipe.log_every > before // self.recipe.log_every:
             self._log_means()
-        apart = isinstance(self._trained.method, LocalMethod) and self._trained.method.apart
+        apart = isinstance(self._trained.method, Rounds) and self._trained.method.pacing.apart
         running = self.step < self.total
         stops = running and self._agreed("stop", bool(self._stop.number)) and (closed or dist.is_initialized())
         open_end = running and not apart and (closed or self._skipped())
@@ -220,11 +220,11 @@ class Run(Progress):
         """Whether this step would have closed a round, but for a mean that did not come: evaluations and checkpoints
         are due at the same steps on all workers, though some close their rounds later."""
         m = self._trained.method
-        return self.recipe.skip_after is not None and isinstance(m, LocalMethod) and m.local_steps % m.tau == 0
+        return self.recipe.skip_after is not None and isinstance(m, Rounds) and m.local_steps % m.tau == 0
 
     def _skip_steps(self) -> int:
         """How many steps this worker leaves out here, being slower than others; the learning rate keeps step."""
-        skipped = self._trained.method.skipped if isinstance(self._trained.method, LocalMethod) else 0
+        skipped = self._trained.method.pacing.skipped if isinstance(self._trained.method, Rounds) else 0
         self._to_skip = min(skipped, self.total - self.step - 1)
         for _ in range(self._to_skip):
             self._trained.schedule.step()
@@ -268,7 +268,7 @@ class Run(Progress):
             gathering = method.order.inference()
         elif self.mesh is not None:
             gathering = _zero().gathered(self._trained.model, self.recipe.zero)
-        common = method.shared_model() if isinstance(method, LocalMethod) else contextlib.nullcontext(True)
+        common = method.shared_model() if isinstance(method, Rounds) else contextlib.nullcontext(True)
         with common as self._shared, self.clock.paused(), gathering:
             yield
 

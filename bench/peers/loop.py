@@ -26,7 +26,7 @@ from bench.peers.late import ACCO, DPU
 from bench.standin import LR, MLP_LAYERS, Pacer, build_model, make_optimizer
 from core import CO2Config, UserError, make_method
 from core.methods import METHODS, DelayedConfig
-from core.rounds import LocalMethod
+from core.rounds import Rounds
 from training.sampling import worker_batches
 from training.throttle import ThrottledLink
 from vision.data import Images
@@ -139,7 +139,7 @@ def make_trainer(job: Job, model: nn.Sequential) -> Trainer:
 
     def finish() -> None:
         method.finish()
-        if isinstance(method, LocalMethod):  # finish() may close several rounds: every one has sent the same
+        if isinstance(method, Rounds):  # finish() may close several rounds: every one has sent the same
             total[0] = method.rounds * method.flight.bytes_sent
 
     return Trainer(

@@ -14,7 +14,7 @@ from bench.peers.loop import BATCH, EVERY, EVERY_STEP, FREE, RECOMMENDED, REFERE
 from bench.report import Spread
 from bench.standin import LR, MOMENTUM, build_model
 from bench.trainings import TUNING_SEED
-from core.config import CO2Config
+from core import CO2Config
 from core.methods import OverlapLocalConfig, SlowMoConfig
 
 Options = dict[str, Any]

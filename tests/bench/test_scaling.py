@@ -121,7 +121,7 @@ class Method:
 def test_waiting_is_told_from_computing(monkeypatch: pytest.MonkeyPatch):
     clock, cpu = Clock(), iter(range(100))
     monkeypatch.setattr(standin, "time", SimpleNamespace(perf_counter=clock, thread_time=lambda: next(cpu) / 4))
-    monkeypatch.setattr(standin, "LocalMethod", Method)
+    monkeypatch.setattr(standin, "Rounds", Method)
     p = Pacer(1.2, LAYERS, clock, clock.sleep)
     trainer = standin.Trainer(StandIn(p, width=64), Method(clock), p, standin.digits(64), batch=2, seed=0)  # pyright: ignore
     trainer.restart()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from core import CO2Config
 from core.co2 import CO2
-from core.config import CO2Config
 from core.testing import run_distributed
 from tests.calls import Calls, calls_of
 from tests.problems import sgd_step, small_net

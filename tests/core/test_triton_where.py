@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import CO2, CO2Config, flat
 from core.robust import guard
+from core.robust.guard import Guard
 from tests.core.test_triton import built, compile_apart
 
 SIZE = 3000
@@ -63,7 +64,7 @@ def trained(bad: int | None) -> tuple[Tensor, int]:
     params = [nn.Parameter(torch.linspace(-1, 1, SIZE))]
     optimizer = torch.optim.Adam(params, 0.01)
     co2 = CO2(params, KEEP)
-    co2.on_left_out = guard.forget(optimizer)
+    co2.rider(Guard).on_left_out = guard.forget(optimizer)
     with Touched() as touched:
         for step in range(18):
             params[0].grad = params[0].detach().clone()

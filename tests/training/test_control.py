@@ -55,7 +55,7 @@ def skipping(rank: int, world_size: int, folder: str) -> tuple[list[str], list[l
     join(torch.device("cpu"), 60.0, {"tau": 2})
     params = [nn.Parameter(torch.ones(8))]
     co2 = CO2(params, CO2Config(tau=2))
-    co2.skip_after = 5.0
+    co2.pacing.skip_after = 5.0
     run = Progress(Recipe(skip_after=5.0), torch.device("cpu"))
     nobody: Any = None  # no folder, no model
     fixed = Fixed(run, nobody, nobody)

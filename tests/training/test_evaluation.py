@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from core.config import CO2Config
+from core import CO2Config
 from core.methods import DelayedConfig
 from core.testing import run_distributed
 from tests.training.test_run import Toy

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from core.config import CO2Config
+from core import CO2Config
 from language.train import RECIPES, fake_step, make_model
 from results.paper import TABLES
 from training import memory

@@ -13,13 +13,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from core import outer, passes
-from core.config import CO2Config
+from core import CO2Config, outer, passes
 from core.flight import Flight
 from core.groups import node_mesh
 from core.lgreco import curves, decide
 from core.lgreco.decide import allocate
-from core.methods import DelayedConfig, LocalMethod, SlowMoConfig, Zeroth, ZerothConfig, make_method
+from core.methods import DelayedConfig, Rounds, SlowMoConfig, Zeroth, ZerothConfig, make_method
 from core.methods.gradient_wire import GradientWire
 from core.testing import run_distributed
 from core.wires import quantized
@@ -137,7 +136,7 @@ def trains(name: str, world_size: int) -> tuple[Held, float]:
             one_round(method, model)
             counted.round_ended()
     always = counted.always
-    if isinstance(method, LocalMethod):
+    if isinstance(method, Rounds):
         method.finish()
     return Held(always, counted.staging), counted.most
 

@@ -19,10 +19,9 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import core.stats
 import training.run
-from core import UserError
+from core import CO2Config, UserError
 from core.adaptive.pace import Pace
-from core.config import CO2Config
-from core.rounds import LocalMethod
+from core.rounds import Rounds
 from core.testing import run_distributed
 from training.folder import table
 from training.optim import OptimConfig, make_schedule
@@ -116,7 +115,7 @@ class StandIn:
 
     def __init__(self, patch: pytest.MonkeyPatch):
         self.step, self.within, self.reads, self.waits = 0, False, 0, 0
-        stand_in, after_step, method_step = self, Run.after_step, LocalMethod.step
+        stand_in, after_step, method_step = self, Run.after_step, Rounds.step
 
         class Event:
             def __init__(self) -> None:
@@ -138,7 +137,7 @@ class StandIn:
             stand_in.within = False
             return due
 
-        def steps(method: LocalMethod, **how: Any) -> bool:
+        def steps(method: Rounds, **how: Any) -> bool:
             stand_in.step += 1
             return method_step(method, **how)
 
@@ -147,7 +146,7 @@ class StandIn:
             return t.tolist()
 
         patch.setattr(Run, "after_step", logs)
-        patch.setattr(LocalMethod, "step", steps)
+        patch.setattr(Rounds, "step", steps)
         patch.setattr(torch.Tensor, "item", read)
         patch.setattr(torch.Tensor, "__float__", read)
         patch.setattr(torch.cuda, "Event", Event)
@@ -243,8 +242,8 @@ def test_evaluations_and_checkpoints_are_due_where_rounds_close_but_not_at_the_e
 
 def test_nothing_is_due_while_workers_close_rounds_at_unlike_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Until step 12 here: what was due before is due where the first round closes after that; a stop, too."""
-    monkeypatch.setattr(LocalMethod, "apart", property(lambda method: method.rounds < 4))
-    monkeypatch.setattr(LocalMethod, "stop_agreed", True)
+    monkeypatch.setattr(Rounds, "apart", property(lambda method: method.rounds < 4))
+    monkeypatch.setattr(Rounds, "stop_agreed", True)
     recipe = Toy(name="toy", out=tmp_path, device="cpu", eval_every=1, checkpoint_every=2)
     evaluations, checkpoints, stops = due_steps(recipe, epoch=4, total=15)
     assert (evaluations, checkpoints, stops[0]) == ([12], [12], 12)
@@ -314,7 +313,7 @@ def test_a_slower_worker_leaves_out_batches_and_keeps_step(tmp_path: Path):
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         schedule = make_schedule(optimizer, 14, recipe.optim)
         _, method = run.make_method(model, optimizer)
-        assert isinstance(method, LocalMethod)
+        assert isinstance(method, Rounds)
         method.pace = Pace(0, 2)
         method.pace.hear([0.2, 0.1])
         method.pace.follow()

@@ -181,7 +181,7 @@ def skipping(rank: int, world_size: int, folder: str, resume: bool) -> dict[str,
             method.flight.link = Held(run) if rank == 1 and not resume else None
             for step in range(start, STEPS):
                 # nobody skips before the third is sent, and worker 0 waits for it
-                method.skip_after = 0.01 if (rank or step > 13) and step > 9 and not resume else None
+                method.pacing.skip_after = 0.01 if (rank or step > 13) and step > 9 and not resume else None
                 wrapped(torch.randn(5, 4, generator=generator(step, rank))).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -240,7 +240,7 @@ def one_ahead(rank: int, world_size: int, folder: str, resume: bool, cases: list
             wrapped, method = run.make_method(model, optimizer, sizes["total"])
             start = run.begin(model, optimizer, schedule, method, **sizes)
             for step in range(start, sizes["total"]):
-                method.skip_after = skip_after if step > asked else None
+                method.pacing.skip_after = skip_after if step > asked else None
                 wrapped(torch.randn(5, 4, generator=generator(step, rank))).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""CO2Hook in real mmengine runners on two processes, as in somebody else's mmseg project."""
+"""What needs two workers: CO2Hook in real mmengine runners, as in somebody else's mmseg project; SyncBN in a node."""
 
 import os
 from pathlib import Path
@@ -15,6 +15,7 @@ from core import CO2Config, UserError
 from core.integrations.mmengine import CO2Hook
 from core.testing import run_distributed
 from segmentation.model import upernet
+from tests.domains.sync_bn_on_cpu import be_in_a_node, one_pass
 
 # mmengine's default wrapper asks for a GPU
 DDP_ON_CPU = {"type": "MMDistributedDataParallel", "device_ids": None, "broadcast_buffers": False}
@@ -42,7 +43,7 @@ def flat(model: nn.Module) -> Tensor:
 
 def runner(name: str, folder: str, probe: Probe, hook: dict[str, Any], **changes: Any) -> Runner:
     """UPerNet on the embedded digits without random transforms or dropout, so that runs can be compared."""
-    model = upernet("resnet_mini", 11, (96, 96))
+    model = upernet("resnet_mini", 11, (48, 48))
     for part in ("decode_head", "auxiliary_head"):
         model[part] |= {"dropout_ratio": 0.0}
     dataset = {"type": "DigitsOnPhotos", "split": "val", "pipeline": [{"type": "PackSegInputs"}], "indices": 24}
@@ -65,6 +66,10 @@ def runner(name: str, folder: str, probe: Probe, hook: dict[str, Any], **changes
     return Runner(**(config | changes))
 
 
+# passes of segmentation's own loop
+PASSES = ({"sync_bn": "node"}, {"sync_bn": "all", "method": "ddp"})
+
+
 def scenarios(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """All that needs two processes; each result is what the tests below look at."""
     os.environ["LOCAL_RANK"] = str(rank)
@@ -81,6 +86,9 @@ def scenarios(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         loop = {"type": "IterBasedTrainLoop", "max_iters": 3}
         model = runner(method, folder, probe, {"method": method, "tau": 2, method: extra}, train_cfg=loop).train()
         results[method] = {"seen": probe.seen, "end": flat(model), "config": probe.built.config}
+    kernels = be_in_a_node(rank, world_size)
+    results["sync_bn"] = [one_pass(rank, {"out": Path(folder, str(i))} | settings) for i, settings in enumerate(PASSES)]
+    del kernels
     return results
 
 
@@ -151,3 +159,10 @@ def test_mistakes_get_one_line() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.SyncBatchNorm(4))
     with pytest.raises(UserError, match="1 is SyncBN.*norm_cfg"):
         CO2Hook().before_run(SimpleNamespace(model=model))  # type: ignore[arg-type]
+
+
+def test_a_nodes_workers_share_statistics(two: list[dict[str, Any]]) -> None:
+    """Those, and gradients, of all images that are shared; over the gradients' own group where it is the same."""
+    for result in two:
+        assert [(f["members"], f["same group"]) for f in result["sync_bn"]] == [([0, 1], False), ([0, 1], True)]
+        assert all(f["layers"] > 20 and f["error"] < 1e-3 for f in result["sync_bn"])
