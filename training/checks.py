@@ -39,7 +39,7 @@ def check_start(recipe: Recipe, workers: int | None) -> int:
     if node := recipe.per_node or (local_world_size() if workers else 0):
         check_nodes(node, recipe.zero, workers or node)
     if recipe.method == "co2" and node > 1:  # which shares its outer state out inside the node
-        check_shared(recipe.co2)
+        check_shared(recipe.co2, recipe.co2.wire.format)
         check_node(recipe.co2)
     if recipe.method == "ddp":
         check_wire(recipe.ddp_wire, sharded=recipe.zero >= 2)

@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from core.assembly import elastic_co2
 from core.co2 import Schedule
-from core.elastic.joining import ElasticCO2
+from core.elastic.joining import Joining
 from core.elastic.members import Members, Over, Report, Workers, WorkersChanged
 from core.errors import UserError
 from core.methods import ElasticZeroth, Method
@@ -70,7 +71,8 @@ class Elastic:
     """One worker's part. Attributes: deal; drawn, how many steps' batches this worker has taken or skipped; method;
     workers, the part of it that knows of others."""
 
-    method: ElasticCO2 | ElasticZeroth
+    method: Rounds | ElasticZeroth
+    joining: Joining | ElasticZeroth
     workers: Workers
     mesh = None  # no workers that synchronise every step
     _trained: Trained
@@ -114,17 +116,20 @@ class Elastic:
         """The model, and the method, still alone."""
         r = self.run.recipe
         options: dict[str, Any] = {"members": self.members, "timeout": r.timeout, "link": self.run.link}
+        options["riders"] = [self.run.requests, self.run.snapshots]
         if r.method == "zo":
-            self.workers = self.method = ElasticZeroth(model, r.zeroth, lr=lent_rate(optimizer), **options)
+            self.method = ElasticZeroth(model, r.zeroth, lr=lent_rate(optimizer), **options)
+            self.workers = self.joining = self.method
         else:
             buffers = list(model.buffers()) if r.average_buffers else []
-            self.method = ElasticCO2(model.parameters(), r.co2, buffers=buffers, schedule=schedule, **options)
-            self.workers = self.method.flight
+            options |= {"buffers": buffers, "schedule": schedule}
+            self.method, self.joining = elastic_co2(model.parameters(), r.co2, **options)
+            self.workers = self.joining.flight
         self.workers.tell = self._tell
         self.workers.on_change = self._on_change
-        self.method.give = self.state
-        self.method.take = self.restore
-        self.method.may_join = lambda: not self.run.evaluates(self.drawn)
+        self.joining.give = self.state
+        self.joining.take = self.restore
+        self.joining.may_join = lambda: not self.run.evaluates(self.drawn)
         return model, self.method
 
     def begin(self, trained: Trained, samples: int, epoch: int) -> float:
@@ -141,7 +146,7 @@ class Elastic:
         if isinstance(self.method, ElasticZeroth) and (self.run.recipe.resume or self.members.restarted):
             self._replay_saved(self.method)
         try:
-            self.method.join(self._found)
+            self.joining.join(self._found)
         except Over:
             print(f"worker {self.members.name}: the run has ended before it could join", file=sys.stderr)
             sys.exit(0)

@@ -80,7 +80,8 @@ class Fixed:
             options: dict[str, Any] = {"lr": lent_rate(optimizer)}
             if r.offload:
                 options["make_forward"] = self._stream(blocks)
-            return model, Zeroth(model, r.zeroth, timeout=r.timeout, link=self.run.link, **options)
+            options |= {"timeout": r.timeout, "link": self.run.link, "riders": [self.run.requests]}
+            return model, Zeroth(model, r.zeroth, **options)
         wrapped, method = make_method(
             r.method,
             model,
@@ -93,6 +94,7 @@ class Fixed:
             offload=r.offload,
             timeout=r.timeout,
             link=self.run.link,
+            riders=[self.run.requests, self.run.snapshots],
             **r.own_settings,
         )
         if isinstance(method, Rounds):

@@ -20,6 +20,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from core.checks import of_rank, under_rank
 from core.flat import Bucket, views
 from core.methods import Method
+from core.robust.requests import Requests
+from core.robust.snapshot import Snapshot
 from core.rounds import Rounds
 from training.recipe import Recipe
 from training.throttle import ThrottledLink, make_link
@@ -41,6 +43,7 @@ class Progress:
         self.means = Averages()
         self.evaluation = Every(0)
         self.link: ThrottledLink | None = make_link(recipe.link_mbit, device)
+        self.requests, self.snapshots = Requests("stop", "save"), Snapshot()
 
     def evaluates(self, step: int) -> bool:
         """Whether an evaluation is due at a boundary after so many steps."""
@@ -160,6 +163,8 @@ class Trained:
     schedule: LRScheduler
     method: Method
     name: str  # the method's
+    requests: Requests
+    snapshots: Snapshot
 
     def state_dict(self) -> dict[str, Any]:
         """Without the method's part, which may come later: see state_of_method."""
@@ -181,23 +186,17 @@ class Trained:
         self.schedule.load_state_dict(state["schedule"])
         self.method.load_state_dict(flat_of_method(self.method, state["method"]["state"]))
 
-    def ask(self, name: str) -> None:
-        """Any worker may ask all to "stop" or to "save"."""
-        {"stop": self.method.ask_to_stop, "save": self.method.ask_to_save}[name]()
-
-    @property
-    def agreed(self) -> set[str]:
-        """What a worker has asked for, and all have heard of at the same step."""
-        heard = {"stop": self.method.stop_agreed, "save": self.method.save_agreed}
-        return {name for name, was in heard.items() if was}
-
     def snapshot(self, then: Callable[[dict[str, Any]], None]) -> None:
         """Calls `then` with the method's state, once what is in flight has landed."""
-        self.method.snapshot(then)
+        if isinstance(self.method, Rounds):
+            self.snapshots.ask(then)
+        else:
+            then(self.method.state_dict())
 
     def hand_over(self) -> None:
         """Lets a snapshot that still waits have what there is."""
-        self.method.hand_over()
+        if isinstance(self.method, Rounds):
+            self.snapshots.hand_over()
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:

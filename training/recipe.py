@@ -17,7 +17,8 @@ from core import CO2Config, UserError
 from core.adaptive import schedules
 from core.adaptive.schedules import scheduled
 from core.elastic.joining import check_elastic
-from core.methods import REGISTRY, check_settings, elastic_zeroth, entry_of
+from core.methods import REGISTRY, check_settings, entry_of
+from core.zeroth.elastic import check_elastic as check_elastic_zeroth
 from core.zeroth.exchange import Place
 from training.optim import OptimConfig
 from training.script import launch
@@ -213,7 +214,7 @@ class Recipe(OfMethods):
             if (value := getattr(self, name)) != needed:
                 raise UserError(f"elastic does not go with {name}={value!r}: give {name}={needed!r}, or no elastic")
         if self.method == "zo":
-            elastic_zeroth.check_elastic(self.zeroth)
+            check_elastic_zeroth(self.zeroth)
         else:
             check_elastic(self.co2)
 

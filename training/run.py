@@ -136,7 +136,7 @@ class Run(Progress):
         runs deal out anew. The rest is what a checkpoint holds.
         """
         self.total = total
-        self._trained = Trained(model, optimizer, schedule, method, self.recipe.method)
+        self._trained = Trained(model, optimizer, schedule, method, self.recipe.method, self.requests, self.snapshots)
         self.rounds.allocations.model = model
         if isinstance(method, Rounds):
             method.rider(Guard).on_left_out = forget(optimizer)
@@ -233,8 +233,8 @@ class Run(Progress):
     def _agreed(self, name: str, mine: bool) -> bool:
         """Whether a worker asks for it, and all have heard so, at the same step; one that is alone need not wait."""
         if mine and dist.is_initialized():
-            self._trained.ask(name)
-        return name in self._trained.agreed or (mine and not dist.is_initialized())
+            self.requests.ask(name)
+        return name in self.requests.granted or (mine and not dist.is_initialized())
 
     def _log_means(self) -> None:
         """Logs the means since the last time, the learning rate and the share of communication hidden so far; on a GPU

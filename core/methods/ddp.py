@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ..errors import DivergedError, UserError
 from ..flat import all_finite
 from ..flight import Link
 from ..groups import is_sharded, leave_group, new_group, ring_bytes
+from ..riders import Rider
 from ..robust import peers
 from ..stats import Late, Mark, RoundStats, Seconds, between, mark
 from ..wires.config import WireConfig
@@ -32,7 +33,7 @@ class DDP:
     model: to be called in place of the wrapped one. BatchNorm statistics stay local until finish() averages them, for
     DDP's own broadcast would block every forward pass. A model of DTensors synchronises itself over all workers where
     it was sharded so (training.zero.shard_model with everywhere=True); its communication is not measured: nan.
-    wire: how gradients cross the network; see GradientWire.
+    wire: how gradients cross the network; see GradientWire. riders: Requests, if any, are heard of every ASK_EVERY steps.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class DDP:
         timeout: float = 600.0,
         link: Link | None = None,
         wire: WireConfig | None = None,
+        riders: Sequence[Rider] = (),
     ):
         self.tau = 1
         self.rounds = 0
@@ -56,10 +58,9 @@ class DDP:
         self._buffers = [b for b in model.buffers() if b.is_floating_point()] if average_buffers else []
         self._link = link
         self._reset()
-        self.stop_agreed = self.save_agreed = False
-        self._asked_to_stop = self._asked_to_save = False
-        # how many workers want to stop, have diverged, want to save
-        self._news = torch.zeros(3, device=next(model.parameters()).device)
+        self._requests = next((rider for rider in riders if isinstance(rider, Requests)), Requests())
+        # how many workers ask for each, and have diverged
+        self._news = torch.zeros(len(self._requests.shared) + 1, device=next(model.parameters()).device)
         self._exchange: dist.Work | None = None
         self._late = Late()
         if self.group is not None:
@@ -106,10 +107,10 @@ class DDP:
         the first one's launch, without the gaps between them.
         """
         self.rounds += 1
-        self.save_agreed = False
         if self.rounds % ASK_EVERY == 0:
             self._hear()
             self._tell()
+        self._requests.end()
         self.stats = RoundStats(self.rounds, local_steps=1, bytes_sent=self._bytes)
         if self._spans:
             self.stats.exposed_seconds = between(*self._spans[-1])
@@ -123,21 +124,11 @@ class DDP:
         self._reset()
         return True
 
-    def ask_to_stop(self) -> None:
-        """See LocalMethod: `stop_agreed` becomes True on all workers after the same step."""
-        self._asked_to_stop = True
-
-    def ask_to_save(self) -> None:
-        """See LocalMethod: `save_agreed` is True on all workers after the same step."""
-        self._asked_to_save = True
-
     def _tell(self) -> None:
-        """Sends whether this worker wants to stop, whether its parameters have ceased to be finite, and whether it
-        wants a checkpoint."""
-        self._news[0].fill_(float(self._asked_to_stop))
-        self._news[1].copy_(~all_finite(self.model.parameters()))
-        self._news[2].fill_(float(self._asked_to_save))
-        self._asked_to_save = False
+        """Sends what this worker asks for, and whether its parameters have ceased to be finite."""
+        for place, asked in zip(self._news, [*self._requests.take(), 0.0], strict=True):
+            place.fill_(asked)
+        self._news[-1].copy_(~all_finite(self.model.parameters()))
         if self.group is not None:
             self._exchange = dist.all_reduce(self._news, group=self.group, async_op=True)
 
@@ -147,10 +138,10 @@ class DDP:
         if self._exchange is not None:
             self._exchange.wait()
             self._exchange = None
-        numbers = self._news.tolist() if at_once else self._late.exchange(self._news) or [0.0, 0.0, 0.0]
-        self.stop_agreed |= numbers[0] > 0
-        self.save_agreed = numbers[2] > 0
-        if numbers[1] > 0:
+        numbers = self._news.tolist() if at_once else self._late.exchange(self._news) or [0.0] * len(self._news)
+        *asked, diverged = numbers
+        self._requests.heard(asked)
+        if diverged > 0:
             raise DivergedError(
                 f"the parameters are not finite after {self.rounds} steps or a few less: lower the learning rate, clip "
                 "gradients, or look at the data"
@@ -165,19 +156,12 @@ class DDP:
             dist.all_reduce(b, group=self.group)
             b.div_(self.world_size)
 
-    def snapshot(self, then: Callable[[dict[str, Any]], None]) -> None:
-        """See LocalMethod; here at once."""
-        then(self.state_dict())
-
-    def hand_over(self) -> None:
-        """See LocalMethod; nothing ever waits here."""
-
     def state_dict(self) -> dict[str, Any]:
-        """See LocalMethod."""
+        """See Rounds."""
         return under_rank({"rounds": self.rounds} | ({"wire": self.wire.state_dict()} if self.wire else {}))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See LocalMethod."""
+        """See Rounds."""
         state = of_rank(state)
         self.rounds = state["rounds"]
         if self._exchange is not None:

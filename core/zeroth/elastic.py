@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ..elastic.members import Came, Members, Report, Workers
 from ..errors import CollectiveError, UserError
 from ..flight import Link
 from ..groups import set_timeout
+from ..riders import Rider
 from .config import ZerothConfig
 from .exchange import Place
 from .forward import Loss, evaluating
@@ -51,13 +52,13 @@ class ElasticZeroth(Zeroth, Workers):
         members: Members,
         timeout: float = 600.0,
         link: Link | None = None,
+        riders: Sequence[Rider] = (),
     ):
         check_elastic(config)
-        Zeroth.__init__(self, model, config, lr=lr, timeout=timeout, link=link)
+        Zeroth.__init__(self, model, config, lr=lr, timeout=timeout, link=link, riders=riders)
         Workers.__init__(self, members)
         self._timeout = timeout
         self._initial = digest([*model.parameters(), *model.buffers()])
-        self._asked.append(0.0)  # to let newcomers join
         self._joining = False  # whether all have heard that they may
         self._looked_at = 0.0
         self._begun = 0  # steps, the one under way among them
@@ -97,22 +98,21 @@ class ElasticZeroth(Zeroth, Workers):
         if self.order.steps > self.rounds:  # it was given up while this worker was behind
             with torch.no_grad(), evaluating(self.order.model):
                 return torch.tensor(float(loss(self.order.model)), dtype=torch.float64)
-        wish, self._begun = self._asked[1], self.rounds + 1
-        self._asked[2] = float(self._newcomers_wait())
+        wishes, self._begun = set(self._requests.asked), self.rounds + 1
         try:
             found = super().measure(loss, count)
-            self._joining |= self.order.heard[2] > 0
+            self._joining |= self.order.heard[-1] > 0
             return found
         except CollectiveError:
             pass
-        self._asked[1] = wish  # out here, where no traceback keeps the group
+        self._requests.asked = wishes  # out here, where no traceback keeps the group
         self.mend()
         return torch.tensor(self.order.own_loss, dtype=torch.float64)
 
     def step(self, *, last: bool = False) -> bool:
         """See Zeroth; lets newcomers join."""
         super().step(last=last)
-        if self._joining and not self.stop_agreed and self.may_join():
+        if self._joining and "stop" not in self._requests.granted and self.may_join():
             reports = self.mend("planned")
             first = next(rank for rank, r in enumerate(reports) if r is not None)
             if self.members.rank == first:
@@ -133,7 +133,7 @@ class ElasticZeroth(Zeroth, Workers):
     def _report(self) -> Report:
         log = self.order.log
         last = [tuple(update) for update in log.updates(max(0, len(log) - REPORTED))]
-        mine = {"begun": max(self._begun, len(log)), "last": last, "stop": self.stop_agreed}
+        mine = {"begun": max(self._begun, len(log)), "last": last, "stop": "stop" in self._requests.granted}
         return mine | self.of_sums() | self.tell()
 
     def _adopt(self, reports: list[Report | None]) -> None:
@@ -159,12 +159,15 @@ class ElasticZeroth(Zeroth, Workers):
             rate = order.log.lrs[-1][1] if order.log.lrs else 0.0
             order.adopt([ended.get(step, Update(step, rate, (math.nan,)))])
         order.adopt([])  # forgets what has failed
-        self.stop_agreed |= any(r["stop"] for r in known)
-        self.save_agreed = self._joining = False
+        self._requests.granted = {"stop"} if any(r["stop"] for r in known) else set()
+        self._joining = False
 
     def _serve(self, newcomers: int) -> None:
         if newcomers:
             self.members.serve(self.give(), newcomers)
+
+    def more_news(self) -> list[float]:
+        return [float(self._newcomers_wait())]
 
     def _newcomers_wait(self) -> bool:
         """Asked of the launcher now and then, by the first worker alone."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..riders import Rider
+from ..robust.requests import Requests
 from ..stats import RoundStats
 from .config import ZerothConfig
 from .forward import Loss
@@ -15,7 +17,8 @@ from .order import ZerothOrder
 
 
 class Zeroth:
-    """ZerothOrder, each of whose steps is a round. lr: gives the learning rate. The rest: see ZerothOrder.
+    """ZerothOrder, each of whose steps is a round. lr: gives the learning rate. riders: Requests, if any, are heard of
+    at every step. The rest: see ZerothOrder.
 
         loss = method.measure(lambda model: mean_loss(model, batch), count=len(batch))
         method.step()
@@ -25,25 +28,35 @@ class Zeroth:
 
     wire = None  # of gradients: there are none
 
-    def __init__(self, model: nn.Module, config: ZerothConfig, *, lr: Callable[[], float], **options: Any):
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ZerothConfig,
+        *,
+        lr: Callable[[], float],
+        riders: Sequence[Rider] = (),
+        **options: Any,
+    ):
         self.tau = 1
         self.rounds = 0
         self.stats = RoundStats()
         self.order = ZerothOrder(model, config, lr=lr(), **options)
-        self.stop_agreed = self.save_agreed = False
         self._lr = lr
-        self._asked = [0.0, 0.0]  # to stop, to save
+        self._requests = next((rider for rider in riders if isinstance(rider, Requests)), Requests())
 
     def measure(self, loss: Loss, count: float) -> Tensor:
         """One step of all workers; this worker's own loss, float64 0-d, of its data and its side. See ZerothOrder."""
         order = self.order
-        order.lr, order.news = self._lr(), list(self._asked)
-        self._asked[1] = 0.0
+        order.lr, order.news = self._lr(), [*self._requests.take(), *self.more_news()]
         order.step(loss, count)
-        heard = order.heard or [0.0] * len(self._asked)  # with delay=1 nothing is heard at the first step
-        self.stop_agreed |= heard[0] > 0
-        self.save_agreed = heard[1] > 0
+        heard = order.heard or [0.0] * len(order.news)  # with delay=1 nothing is heard at the first step
+        self._requests.heard(heard[: len(self._requests.shared)])
+        self._requests.end()
         return torch.tensor(order.own_loss, dtype=torch.float64)
+
+    def more_news(self) -> list[float]:
+        """Numbers of this worker that are summed beside its requests."""
+        return []
 
     def step(self, *, last: bool = False) -> bool:  # noqa: ARG002
         """Call after every `measure`; always True. last: of no use here."""
@@ -53,24 +66,9 @@ class Zeroth:
         self.stats.exposed_seconds, self.stats.allreduce_seconds = order.exposed_seconds, order.exchange_seconds
         return True
 
-    def ask_to_stop(self) -> None:
-        """See LocalMethod: `stop_agreed` becomes True on all workers after the same step."""
-        self._asked[0] = 1.0
-
-    def ask_to_save(self) -> None:
-        """See LocalMethod: `save_agreed` is True on all workers after the same step."""
-        self._asked[1] = 1.0
-
     def finish(self) -> None:
         """Applies all updates that are on their way."""
         self.order.finish()
-
-    def snapshot(self, then: Callable[[dict[str, Any]], None]) -> None:
-        """See LocalMethod; here at once."""
-        then(self.state_dict())
-
-    def hand_over(self) -> None:
-        """See LocalMethod; nothing ever waits here."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"rounds": self.rounds, "order": self.order.state_dict()}
