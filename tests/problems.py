@@ -46,8 +46,9 @@ class Settings:
     @property
     def co2(self) -> CO2Config:
         wire = WireConfig(self.wire, self.rounding, self.error_feedback)
-        names = ("tau", "outer_lr", "outer_momentum", "gap", "clip", "tau_max", "allow_unstable", "merge", "mix", "delay")
-        return CO2Config(**{name: getattr(self, name) for name in names}, wire=wire)
+        outer = self.tau, self.tau_max, self.outer_lr, self.outer_momentum, self.gap, self.clip
+        merge = self.merge, self.mix, self.delay, self.sync_steps
+        return CO2Config(*outer, *merge, self.allow_unstable, wire, self.update)
 
     @property
     def delayed(self) -> DelayedConfig:
