@@ -6,15 +6,12 @@
     python reproduce.py [TABLE] --status [--local]                 what ran, what is left, GPU hours
     python reproduce.py [TABLE] --collect runs/                    Markdown, from the run folders alone
 
---rows resnet50 --methods co2,ddp --seeds 0 choose among a table's rows; what stands behind a lone -- goes to the train
-script, such as -- --epochs 10. What is finished is left alone. The tables are in results/paper.py. A cell of the paper
-that is unknown to us is empty; a row without runs: "not run".
+What is finished is left alone. A cell of the paper that is unknown to us is empty; a row without runs: "not run".
 """
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import io
 import os
@@ -36,7 +33,7 @@ from core.methods import METHODS
 from results.collect import collect, status
 from results.paper import GPUS, TABLES, Row, Table
 from results.runs import Finished, load_recipe, read_run, stand_in_overrides
-from training.recipe import LARGEST, Recipe, parse
+from training.recipe import LARGEST, Recipe, find, parse
 from training.script import launch
 
 ROOT = Path(__file__).resolve().parent
@@ -90,12 +87,13 @@ def main() -> None:
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     command, extra = tyro.cli(Command, args=sys.argv[1:at]), passed_on(sys.argv[at + 1 :])
     if command.workers < 1 or command.array < 0:
-        raise UserError(
-            f"workers={command.workers}, array={command.array}: give 1 or more workers, an array of 0 or more"
-        )
+        remedy = "give 1 or more workers, an array of 0 or more"
+        raise UserError(f"workers={command.workers}, array={command.array}: {remedy}")
     if command.table == "list" and not command.collect and not command.status:
         return print("\n".join(listing()))
-    tables = TABLES if command.table in ("all", "list") else {command.table: find_table(command.table)}
+    tables, name = TABLES, command.table
+    if name not in ("all", "list"):
+        tables = {name: find("table", name, TABLES, "`python reproduce.py list` names them")}
     tables = choose(tables, command, extra)
     if command.collect:
         return print("\n".join(collect(tables, command.collect)))
@@ -113,7 +111,8 @@ def main() -> None:
         elif command.array:
             submit_arrays(name, unfinished(listed), command)
         else:
-            submit(unfinished(listed), command.dry_run)
+            for job in unfinished(listed):
+                run_sbatch(job.env, job.command, command.dry_run)
     if command.local and not command.dry_run:
         print("\n".join(collect(tables, ROOT / "runs/local")))
 
@@ -124,17 +123,6 @@ def listing() -> Iterator[str]:
         known = sum(row.paper is not None for row in table.rows)
         jobs = sum(len(row.seeds) for row in table.rows)
         yield f"{name:15} {table.title}: {len(table.rows)} rows, {jobs} runs; the paper's value known for {known}"
-
-
-# -- what is chosen -----------------------------------------------------------------------------------------------
-
-
-def find_table(name: str) -> Table:
-    if name not in TABLES:
-        near = difflib.get_close_matches(name, TABLES, n=3)
-        remedy = f"did you mean {', '.join(near)}?" if near else "`python reproduce.py list` names them"
-        raise UserError(f"table {name!r} does not exist; {remedy}")
-    return TABLES[name]
 
 
 def passed_on(arguments: Sequence[str]) -> dict[str, Any]:
@@ -149,31 +137,27 @@ def passed_on(arguments: Sequence[str]) -> dict[str, Any]:
         else:
             key, before = list(found.items())[-1]
             found[key] = argument if before is True else f"{before} {argument}"
-    for key, ours in {
-        "method": "--methods",
-        "seed": "--seeds",
-        "out": "",
-        "resume": "",
-        "extend": "",
-        "dry_run": "--dry-run",
-    }.items():
-        if key in found:
-            raise UserError(f"--{key} behind --: reproduce.py chooses it itself" + (f", see {ours}" if ours else ""))
+    ours = {"method": ", see --methods", "seed": ", see --seeds", "dry_run": ", see --dry-run"}
+    for key in found.keys() & {*ours, "out", "resume", "extend"}:
+        raise UserError(f"--{key} behind --: reproduce.py chooses it itself{ours.get(key, '')}")
     return found
 
 
-def split(text: str) -> list[str]:
-    """Names that are separated by commas, in small letters and digits alone: "ResNet-50" and "resnet50" are one."""
-    return [plain for part in text.split(",") if (plain := "".join(c for c in part.lower() if c.isalnum()))]
+def plain(name: str) -> str:
+    """In small letters and digits alone: "ResNet-50" and "resnet50" are one."""
+    return "".join(c for c in name.lower() if c.isalnum())
+
+
+def split(names: str) -> list[str]:
+    """Names that are separated by commas."""
+    return [plain(name) for name in names.split(",") if plain(name)]
 
 
 def choose(tables: Mapping[str, Table], command: Command, extra: Mapping[str, Any]) -> dict[str, Table]:
     """The tables with the rows, methods and seeds that are asked for, and with a tau that is passed on."""
     rows = [row for table in tables.values() for row in table.rows]
-    known = {
-        "rows": {"".join(split(name)): name for row in rows for name in (row.label, row.recipe)},
-        "methods": {"".join(split(name)): name for name in METHODS},
-    }
+    labels = {plain(name) for row in rows for name in (row.label, row.recipe)}
+    known = {"rows": labels, "methods": {plain(name) for name in METHODS}}
     asked = {name: split(getattr(command, name)) for name in known}
     for option, names in asked.items():
         if unknown := [name for name in names if name not in known[option]]:
@@ -183,21 +167,17 @@ def choose(tables: Mapping[str, Table], command: Command, extra: Mapping[str, An
         raise UserError(f"--seeds {command.seeds}: give numbers up to {LARGEST}, such as 0,1")
     seeds = tuple(int(seed) for seed in split(command.seeds))
     if not (tau := str(extra.get("co2.tau", 1))).isdecimal() or int(tau) < 1:
-        raise UserError(
-            f"--co2.tau {extra['co2.tau']} behind --: give a number, 1 or more; the train scripts alone take auto"
-        )
+        raise UserError(f"--co2.tau {tau} behind --: give a number, 1 or more; the train scripts alone take auto")
 
     def keeps(row: Row) -> bool:
-        named = {"".join(split(row.label)), "".join(split(row.recipe))}
-        method = "".join(split(row.method))
-        return (not asked["rows"] or bool(named & set(asked["rows"]))) and method in (asked["methods"] or [method])
+        named, method = {plain(row.label), plain(row.recipe)}, plain(row.method)
+        return (not asked["rows"] or bool(named & {*asked["rows"]})) and method in (asked["methods"] or [method])
 
-    def changed(row: Row) -> Row:
-        tau = int(extra["co2.tau"]) if "co2.tau" in extra else row.tau
-        return replace(row, seeds=seeds or row.seeds, tau=tau)
-
-    kept = {n: replace(t, rows=tuple(changed(row) for row in t.rows if keeps(row))) for n, t in tables.items()}
-    if not (kept := {name: table for name, table in kept.items() if table.rows}):
+    kept, taus = dict[str, Table](), {"tau": int(tau)} if "co2.tau" in extra else {}
+    for name, table in tables.items():
+        if chosen := tuple(replace(row, seeds=seeds or row.seeds, **taus) for row in table.rows if keeps(row)):
+            kept[name] = replace(table, rows=chosen)
+    if not kept:
         raise UserError(f"{command.table} has no row with --rows {command.rows!r} and --methods {command.methods!r}")
     return kept
 
@@ -227,7 +207,7 @@ def jobs_of(table: Table, command: Command, extra: Mapping[str, Any]) -> list[Jo
 def check_options(jobs: Iterable[Job]) -> None:
     """Refuses what the jobs' train scripts would refuse, by letting their parser read it."""
     for job in jobs:
-        module, said, reason = f"{job.row.task}.train", io.StringIO(), ""
+        module, said = f"{job.row.task}.train", io.StringIO()
         try:
             with contextlib.redirect_stderr(said):
                 parse(importlib.import_module(f"{job.row.task}.recipes").RECIPES, train_options(job, module), module)
@@ -237,11 +217,12 @@ def check_options(jobs: Iterable[Job]) -> None:
             if not stop.code:  # --help
                 raise
             # tyro's box, without its colours, frame, title and last line
-            plain = re.sub("\x1b\\[[0-9;]*m", "", said.getvalue())
-            _, _, text = re.sub("[│╭╮╰╯]|[-─]{5,}", "\n", plain).strip().partition("\n")
+            text = re.sub("\x1b\\[[0-9;]*m", "", said.getvalue())
+            text = re.sub("[│╭╮╰╯]|[-─]{5,}", "\n", text).strip().partition("\n")[2]
             reason = " ".join(text.partition("For full helptext")[0].split())
-        if reason:
-            raise UserError(f"behind --: {module}, for row {job.row.label!r}, method {job.row.method}: {reason}")
+        else:
+            continue
+        raise UserError(f"behind --: {module}, for row {job.row.label!r}, method {job.row.method}: {reason}")
 
 
 def train_options(job: Job, module: str) -> list[str]:
@@ -276,8 +257,8 @@ def fitting_batch(recipe: Any, gpus: int) -> int:
 
 def batch_note(row: Row, cluster: Cluster, extra: Mapping[str, Any]) -> str:
     """A line where a row's jobs take another batch than its recipe's because of the GPUs, or nothing."""
-    own, gpus = load_recipe(row.task, row.recipe).batch_size, (row.nodes or NODES[cluster]) * GPUS
-    taken = int(submission(row, cluster, row.seeds[0], extra)[0]["BATCH_SIZE"])
+    recipe, gpus = load_recipe(row.task, row.recipe), (row.nodes or NODES[cluster]) * GPUS
+    taken, own = fitting_batch(recipe, gpus), recipe.batch_size
     if "batch_size" in {**row.overrides, **extra} or taken == own:
         return ""
     return f"# {row.label}, {row.method}: batch {taken}, for the recipe's {own} does not divide by {gpus} GPUs"
@@ -292,14 +273,9 @@ def submission(
     overrides = {key: value for key, value in row.overrides.items() if key != "batch_size"} | given
     batch_size = row.overrides.get("batch_size") or fitting_batch(recipe, nodes * GPUS)
     name = run_name(recipe, row, overrides, seed, nodes)
-    variables = {
-        "RECIPE": row.recipe,
-        "METHOD": row.method,
-        "TAU": str(row.tau or recipe.co2.tau),
-        "BATCH_SIZE": str(overrides.pop("batch_size", batch_size)),
-        "SEED": str(seed),
-        "OUT": f"runs/{cluster}/{name}",
-    }
+    variables = {"RECIPE": row.recipe, "METHOD": row.method, "TAU": str(row.tau or recipe.co2.tau)}
+    variables["BATCH_SIZE"] = str(overrides.pop("batch_size", batch_size))
+    variables |= {"SEED": str(seed), "OUT": f"runs/{cluster}/{name}"}
     # never two jobs in one folder: a singleton waits for the one of its name
     sbatch = ["sbatch", f"--nodes={nodes}", f"--job-name={name}", "--dependency=singleton"]
     return variables, [*sbatch, f"slurm/{row.script}_{cluster}.sh", *options(overrides)]
@@ -312,16 +288,8 @@ def stand_in(row: Row, workers: int, seed: int, extra: Mapping[str, Any] | None 
     folder = Path("runs/local", f"{row.task}-{run_name(load_recipe(row.task, row.local), row, overrides, seed)}")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
     tau = {"co2.tau": row.tau} if row.tau else {}
-    recipe = [
-        "-m",
-        f"{row.task}.train",
-        row.local,
-        "--no_recommended",
-        "--method",
-        row.method,
-        *options(tau | overrides),
-    ]
-    return folder, [*torchrun, *recipe, "--seed", str(seed), "--out", str(folder), "--resume"]
+    given = options({"no_recommended": True, "method": row.method} | tau | overrides | {"seed": seed, "out": folder})
+    return folder, [*torchrun, "-m", f"{row.task}.train", row.local, *given, "--resume"]
 
 
 def unfinished(jobs: Sequence[Job]) -> Iterator[Job]:
@@ -331,12 +299,6 @@ def unfinished(jobs: Sequence[Job]) -> Iterator[Job]:
             print(f"# finished: {job.folder}", flush=True)
         else:
             yield job
-
-
-def submit(jobs: Iterator[Job], dry_run: bool) -> None:
-    """Prints each job's line and, unless dry_run, submits it."""
-    for job in jobs:
-        run_sbatch(job.env, job.command, dry_run)
 
 
 def submit_arrays(name: str, jobs: Iterator[Job], command: Command) -> None:
@@ -359,6 +321,7 @@ def submit_arrays(name: str, jobs: Iterator[Job], command: Command) -> None:
 
 
 def run_sbatch(env: Mapping[str, str], command: Sequence[str], dry_run: bool) -> None:
+    """Prints a job's line and, unless dry_run, submits it."""
     if not dry_run and not shutil.which("sbatch"):
         raise UserError("no sbatch here: --dry-run prints the lines for a Slurm cluster, --local runs the stand-ins")
     print(*(f"{key}={shlex.quote(value)}" for key, value in env.items()), shlex.join(command), flush=True)
@@ -378,19 +341,9 @@ def run_local(jobs: Sequence[Job], dry_run: bool) -> None:
         except KeyboardInterrupt:  # torchrun has got it, too, and its workers are saving
             process.wait()
         if not isinstance(read_run(ROOT / job.folder), Finished):
-            raise UserError(
-                f"{job.folder} is not finished, see above; the same command goes on from its last checkpoint"
-            )
-
-
-def quietly(main: Any) -> None:
-    """Ends without a traceback when what reads the output, such as `| head`, has seen enough."""
-    try:
-        main()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would flush once more
+            remedy = "the same command goes on from its last checkpoint"
+            raise UserError(f"{job.folder} is not finished, see above; {remedy}")
 
 
 if __name__ == "__main__":
-    launch(lambda: quietly(main))
+    launch(main)

@@ -11,6 +11,7 @@ measured in between with as many threads. Every case is a process of its own.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import statistics
 import time
@@ -22,14 +23,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import tyro
 from torch import Tensor
 
-from bench import report, resident
-from bench.options import MOST_PARAMETERS, require_one_or_more
-from bench.report import Spread
+from bench import memory, report
+from bench.report import MOST_PARAMETERS, Spread, read_options, require_device, require_one_or_more
 from core import CO2, CO2Config, UserError, outer
-from core.passes import Pass, make_boundary
+from core.passes import make_boundary
 from training.script import launch
 
 MATRIX = 2048  # the model is matrices [2048, 2048] and vectors [2048], as in a transformer of that width
@@ -56,20 +55,19 @@ class Bench:
     out: Path | None = None
     """Where boundary.json and boundary.md go; runs/boundary-DATE by default."""
 
-
-def check(bench: Bench) -> None:
-    if not bench.sizes or not all(1 <= size <= MOST_PARAMETERS for size in bench.sizes):
-        raise UserError(f"sizes={bench.sizes}: give one or more numbers of parameters, each 1 to {MOST_PARAMETERS:g}")
-    require_one_or_more(bench, "repeats")
-    if bench.threads < 0:
-        raise UserError(f"threads={bench.threads}: give a number of threads, or 0 for torch's choice")
-    if bench.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device=cuda: this torch finds no CUDA device; use cpu")
+    def check(self) -> None:
+        """A UserError names the first option that cannot be."""
+        if not self.sizes or not all(1 <= size <= MOST_PARAMETERS for size in self.sizes):
+            numbers = f"numbers of parameters, each 1 to {MOST_PARAMETERS:g}"
+            raise UserError(f"sizes={self.sizes}: give one or more {numbers}")
+        require_one_or_more(self, "repeats")
+        if self.threads < 0:
+            raise UserError(f"threads={self.threads}: give a number of threads, or 0 for torch's choice")
+        require_device(self)
 
 
 def main() -> None:
-    bench = tyro.cli(Bench, prog="python -m bench.boundary", use_underscores=True)
-    check(bench)
+    bench = read_options(Bench, "bench.boundary")
     out = report.new_folder("boundary", bench.out)
     rows: list[dict[str, Any]] = []
     for size in map(int, bench.sizes):
@@ -80,26 +78,19 @@ def main() -> None:
     machine = torch.cuda.get_device_name() if cuda else f"{bench.threads or torch.get_num_threads()} threads"
     result = report.header("bench.boundary", bench) | {"machine": machine, "rows": rows}
     text = f"{bench.device}, {machine}, torch {torch.__version__}; {report.source(result)}\n\n{table(rows)}\n"
-    report.save(out, "boundary", result, text)
-    print(f"\n{text}\nwritten to {out}/boundary.md and boundary.json")
+    report.conclude(out, "boundary", result, text)
 
 
 def in_process(bench: Bench, way: Way, size: int) -> dict[str, Any]:
     """The case in a fresh process, so that no earlier one's memory is counted; why not, where it does not fit."""
     need = 4 * size * (1 + COPIES) + 8 * COPY + (1 << 30)  # 1 GiB for torch itself
-    if need > (free := free_bytes(bench.device)):
+    if need > (free := memory.free_bytes(bench.device)):
         return {"not_run": f"needs about {need / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"}
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(measure, bench, way, size).result()
         except BrokenProcessPool:
             return {"not_run": "the process was killed, most likely for its memory"}
-
-
-def free_bytes(device: str) -> int:
-    if device == "cuda":
-        return torch.cuda.mem_get_info()[0]
-    return resident.free_bytes()
 
 
 def measure(bench: Bench, way: Way, size: int) -> dict[str, Any]:
@@ -109,7 +100,7 @@ def measure(bench: Bench, way: Way, size: int) -> dict[str, Any]:
     # two allocations: halves of one, a power of two apart, copy a fifth slower and would flatter the share
     source, target = (torch.randn(COPY, device=bench.device) for _ in range(2))
     params = model(size, bench.device)
-    before = memory(bench.device, reset=True)
+    before = memory.reset_peak(bench.device)
     boundary_once = WAYS[way](params)
     seconds: list[float] = []
     copies: list[float] = []
@@ -121,7 +112,7 @@ def measure(bench: Bench, way: Way, size: int) -> dict[str, Any]:
         if i > 1:
             copies.append(copied)
             seconds.append(took)
-    peak = memory(bench.device)
+    peak = memory.peak_bytes(bench.device)
     return {
         "threads": torch.get_num_threads(),
         "seconds": seconds,
@@ -147,17 +138,6 @@ def timed(fn: Callable[[], Any], device: str) -> float:
     return time.perf_counter() - began
 
 
-def memory(device: str, *, reset: bool = False) -> int:
-    """Peak bytes since the last reset: the allocator's on CUDA, else the process's resident memory."""
-    if device == "cuda":
-        if reset:
-            torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.max_memory_allocated()
-    if reset:
-        resident.reset_peak()
-    return resident.peak_bytes()
-
-
 def model(size: int, device: str) -> list[torch.nn.Parameter]:
     """`size` float32 parameters: [2048, 2048], [2048], [2048, 2048], ... and what is left as one vector."""
     values = torch.randn(MATRIX * MATRIX).mul_(0.02).to(device)
@@ -175,19 +155,35 @@ def co2_way(params: list[torch.nn.Parameter]) -> Callable[[], Any]:
     return CO2(params, CO2Config(tau=1, outer_lr=ALPHA, outer_momentum=BETA, clip=PHI)).step
 
 
-def pass_way(kind: Pass) -> Callable[[list[torch.nn.Parameter]], Callable[[], Any]]:
-    def way(params: list[torch.nn.Parameter]) -> Callable[[], Any]:
-        d, x, m = state(params)
-        one = make_boundary(kind, params, d, x, m)
-        one.run(outer.NOTHING_LANDED)
+class CompiledBoundary(outer.Boundary):
+    """core/outer.py's `update`, compiled by torch: what the hand-written passes are compared with."""
 
-        def once() -> None:
-            c = outer.norm([d]) / len(d) ** 0.5
-            one.run(outer.Rule(BETA, ALPHA, ALPHA, PHI, 1.0, c=c))
+    def update(self, rule: outer.Rule) -> Tensor:
+        return outer.all_seen([compiled()(s, rule) for s in self.segments])
 
-        return once
 
-    return way
+@functools.cache  # once for all buckets
+def compiled() -> Any:
+    return torch.compile(outer.update, dynamic=False)  # of unknown sizes some strided parameters do not compile
+
+
+PASSES: dict[Way, Callable[..., outer.Boundary]] = {
+    "fast": functools.partial(make_boundary, "fast"),
+    "plain": outer.Boundary,
+    "compiled": CompiledBoundary,
+}
+
+
+def pass_way(kind: Way, params: list[torch.nn.Parameter]) -> Callable[[], Any]:
+    d, x, m = state(params)
+    one = PASSES[kind](params, d, x, m)
+    one.run(outer.NOTHING_LANDED)
+
+    def once() -> None:
+        c = outer.norm([d]) / len(d) ** 0.5
+        one.run(outer.Rule(BETA, ALPHA, ALPHA, PHI, 1.0, c=c))
+
+    return once
 
 
 @torch.no_grad()
@@ -199,9 +195,7 @@ def state(params: list[torch.nn.Parameter]) -> tuple[Tensor, Tensor, Tensor]:
 
 WAYS: dict[Way, Callable[[list[torch.nn.Parameter]], Callable[[], Any]]] = {
     "co2": co2_way,
-    "fast": pass_way("fast"),
-    "plain": pass_way("plain"),
-    "compiled": pass_way("compiled"),
+    **{kind: functools.partial(pass_way, kind) for kind in PASSES},
 }
 
 

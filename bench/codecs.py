@@ -16,16 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import tyro
 from torch import Tensor
 
 from bench import report
 from bench.boundary import timed as by_the_clock
-from bench.options import require_one_or_more
-from bench.report import Spread
-from core import UserError
-from core.lgreco.lowrank import product
-from core.lgreco.sparse import largest
+from bench.report import Spread, read_options, require_device, require_one_or_more
+from core.lgreco.senders import largest, product
 from core.wires import formats as wire
 from core.wires import quantized
 from training.script import launch
@@ -51,8 +47,7 @@ class Codecs:
     def check(self) -> None:
         """A UserError names the first option that cannot be."""
         require_one_or_more(self, "threads", "repeats")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise UserError("device=cuda: this torch finds no CUDA device; use cpu")
+        require_device(self)
 
 
 Way = tuple[str, Callable[[], Any], Callable[[], Any] | None]
@@ -129,15 +124,13 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    o = tyro.cli(Codecs, prog="python -m bench.codecs", use_underscores=True)
-    o.check()
+    o = read_options(Codecs, "bench.codecs")
     folder = report.new_folder(NAME, o.out)
     rows = measure(o)
     result = report.header("bench.codecs", o) | {"rows": rows}
     text = f"{o.device}, {o.threads} threads, torch {torch.__version__}; {report.source(result)}\n\n"
     text += report.table(TITLES, map(cells, rows)) + "\n\nCUDA: not run.\n" * (o.device == "cpu")
-    report.save(folder, NAME, result, text)
-    print(f"{text}\nwritten to {folder}/{NAME}.md and {NAME}.json")
+    report.conclude(folder, NAME, result, text)
 
 
 if __name__ == "__main__":

@@ -16,20 +16,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import tyro
 from torch import Tensor, nn
 
 from bench import report
-from bench.options import require_each_once, require_one_or_more
-from core import LGrecoConfig, UserError
+from bench.report import read_options, require_each_once, require_known, require_one_or_more
+from core import LGrecoConfig
 from core.flat import Scalars, make_buckets
 from core.lgreco import LGreco
-from core.lgreco.allocate import total
 from core.lgreco.choices import RAW, Choice, sent_bytes
 from core.lgreco.curves import curve
-from core.lgreco.decide import Decider
+from core.lgreco.decide import Decider, total
 from core.lgreco.layout import in_bucket
-from training.allocations import picture
+from training.round_log import picture
 from training.script import launch
 
 NAME = "lgreco"
@@ -65,9 +63,7 @@ class EqualError:
         """A UserError names the first option that cannot be."""
         require_each_once(self, "models", "likes", "workers")
         require_one_or_more(self, "steps", "summed")
-        for name in self.models:
-            if name not in LOSSES:
-                raise UserError(f"models: {name!r} does not exist; choose among {', '.join(LOSSES)}")
+        require_known(self, "models", LOSSES)
 
 
 # -- gradients --------------------------------------------------------------------------------------------------
@@ -156,35 +152,39 @@ class Sender:
         return [float(view.double().norm()) for view in views]
 
 
-def compare(o: EqualError, model: str, tensors: list[Tensor], like: str, way: str, workers: int) -> dict[str, Any]:
+class Choosing:
+    """L-GreCo's choice for tensors like the given ones. took: seconds of the curves, and of the programme."""
+
+    def __init__(self, tensors: list[Tensor], like: str, way: str, workers: int):
+        self.sender = Sender(tensors, like, WAYS[way])
+        self.decider = Decider(self.sender.reducer.layers, like, WAYS[way], workers)
+        layers = self.decider.layers
+        pieces = in_bucket(self.sender.sent, layers, range(len(layers)))
+        began = time.perf_counter()
+        rows = zip(pieces, layers, self.decider.offered.tolist(), strict=True)
+        curves = torch.stack([curve(g, z, self.decider.choices, ok, i) for i, (g, z, ok) in enumerate(rows)])
+        taken = time.perf_counter()
+        self.found = self.decider.decide(curves, torch.zeros(len(pieces)), self.decider.uniform, 0)
+        self.took = taken - began, time.perf_counter() - taken
+
+
+def compare(model: str, tensors: list[Tensor], like: str, way: str, workers: int) -> dict[str, Any]:
     """Bytes and measured errors of the uniform setting and of L-GreCo's."""
-    config = WAYS[way]
-    sender = Sender(tensors, like, config)
-    decider = Decider(sender.reducer.layers, like, config, workers)
-    pieces = in_bucket(sender.sent, decider.layers, range(len(decider.layers)))
-    began = time.perf_counter()
-    rows = zip(pieces, decider.layers, decider.offered.tolist(), strict=True)
-    curves = torch.stack([curve(g, z, decider.choices, ok, i) for i, (g, z, ok) in enumerate(rows)])
-    taken = time.perf_counter()
-    found = decider.decide(curves, torch.zeros(len(pieces)), decider.uniform, 0)
-    programme = time.perf_counter() - taken
-    row = {"model": model, "like": like, "way": way, "workers": workers, "layers": len(pieces)}
+    chosen = Choosing(tensors, like, way, workers)
+    decider, choices = chosen.decider, list(chosen.found.choices)
+    row = {"model": model, "like": like, "way": way, "workers": workers, "layers": len(decider.layers)}
     plain = sum(sent_bytes(z, RAW, workers) for z in decider.layers)
-    for name, choices in (("uniform", decider.uniform), ("lgreco", list(found.choices))):
-        errors = sender.errors(choices)
-        sent = total(decider.sizes, [decider.choices.index(c) for c in choices])
+    for name, each in (("uniform", decider.uniform), ("lgreco", choices)):
+        errors = chosen.sender.errors(each)
+        sent = total(decider.sizes, [decider.choices.index(c) for c in each])
         row |= {
             f"{name}_bytes": sent,
             f"{name}_ratio": plain / sent,
             f"{name}_error_sum": sum(errors),
             f"{name}_error": sum(e * e for e in errors) ** 0.5,
         }
-    return row | {
-        "gain": row["uniform_bytes"] / row["lgreco_bytes"],
-        "choices": [str(c) for c in found.choices],
-        "curve_seconds": taken - began,
-        "programme_seconds": programme,
-    }
+    row |= {"gain": row["uniform_bytes"] / row["lgreco_bytes"], "choices": [str(c) for c in choices]}
+    return row | dict(zip(("curve_seconds", "programme_seconds"), chosen.took, strict=True))
 
 
 TITLES = (
@@ -221,8 +221,7 @@ def text(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    o = tyro.cli(EqualError, prog="python -m bench.equal_error", use_underscores=True)
-    o.check()
+    o = read_options(EqualError, "bench.equal_error")
     folder = report.new_folder(NAME, o.out)
     rows: list[dict[str, Any]] = []
     for model in o.models:
@@ -231,22 +230,16 @@ def main() -> None:
         for like in o.likes:
             for way in (w for w in WAYS if "ranks" not in w or like.startswith("rank")):
                 for workers in o.workers:
-                    rows.append(compare(o, model, tensors, like, way, workers))
+                    rows.append(compare(model, tensors, like, way, workers))
                     print(report.row(*cells(rows[-1])), flush=True)
         show(folder, model, tensors, names)
     result = report.header("bench.equal_error", o) | {"rows": rows}
-    report.save(folder, NAME, result, text(result))
-    print(f"\nwritten to {folder}/{NAME}.md and {NAME}.json")
+    report.conclude(folder, NAME, result, text(result))
 
 
 def show(folder: Path, model: str, tensors: list[Tensor], names: list[str]) -> None:
     """A picture of the bits by layer, of any family within the error of rank 4."""
-    sender = Sender(tensors, "rank4", WAYS["any"])
-    decider = Decider(sender.reducer.layers, "rank4", WAYS["any"], 4)
-    pieces = in_bucket(sender.sent, decider.layers, range(len(decider.layers)))
-    rows = zip(pieces, decider.layers, decider.offered.tolist(), strict=True)
-    curves = torch.stack([curve(g, z, decider.choices, ok, i) for i, (g, z, ok) in enumerate(rows)])
-    found = decider.decide(curves, torch.zeros(len(pieces)), decider.uniform, 0)
+    found = Choosing(tensors, "rank4", "any", 4).found
     picture(found, names).savefig(folder / f"{NAME}_{model}.png", dpi=100)
 
 

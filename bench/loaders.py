@@ -24,12 +24,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import tyro
 from PIL import Image
 
 from bench import report
-from bench.options import require_one_or_more
-from bench.report import Spread
+from bench.report import Spread, read_options, require_one_or_more
 from training.sampling import load_batches
 from training.script import launch
 
@@ -46,6 +44,9 @@ class Bench:
     out: Path | None = None
     """Where loaders.json and loaders.md go; runs/loaders-DATE by default."""
 
+    def check(self) -> None:
+        require_one_or_more(self, "repeats")
+
 
 @dataclass(frozen=True)
 class Way:
@@ -60,8 +61,7 @@ class Way:
 
 
 def main() -> None:
-    bench = tyro.cli(Bench, prog="python -m bench.loaders", use_underscores=True)
-    require_one_or_more(bench, "repeats")
+    bench = read_options(Bench, "bench.loaders")
     torch.set_num_threads(1)
     out = report.new_folder("loaders", bench.out)
     with tempfile.TemporaryDirectory() as folder:
@@ -71,8 +71,7 @@ def main() -> None:
     header = report.header("bench.loaders", bench, ("torch", "torchvision", "timm", "numpy"))
     result = header | {"rows": rows, "load_average": os.getloadavg()}
     text = f"{table(rows)}\n\n{NOTE.format(repeats=bench.repeats)} {report.source(result)}.\n"
-    report.save(out, "loaders", result, text)
-    print(f"{text}\nwritten to {out}/loaders.md and loaders.json")
+    report.conclude(out, "loaders", result, text)
 
 
 def measure(ways: list[Way], bench: Bench) -> list[dict[str, Any]]:
@@ -185,9 +184,9 @@ def clouds(folder: Path) -> list[Way]:
     return [way("a file each (before)", files), way("packed, mapped", pack.Packed(folder, "shapenet", "train"))]
 
 
-def keys(batches: int) -> Iterator[list[tuple[int, int]]]:
-    """(number of a file, seed) of each item of each batch."""
-    return ([(i % FILES, i) for i in range(at, at + BATCH)] for at in range(0, batches * BATCH, BATCH))
+def keys(batches: int) -> Iterator[list[tuple[int, int, int]]]:
+    """(seed, epoch, number of a file) of each item of each batch."""
+    return ([(0, i, i % FILES) for i in range(at, at + BATCH)] for at in range(0, batches * BATCH, BATCH))
 
 
 def mixing() -> list[Way]:

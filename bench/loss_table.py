@@ -6,17 +6,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import tyro
+from typing import Any, Literal
 
 from bench import report
 from bench.report import mean_sd
+from bench.trainings import AUTO
 from training.script import launch
 
 NAME = "time_to_loss"
-Folder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER", help="Holds time_to_loss.json.")]
-AUTO = ("--recommended", "--co2.tau", "auto", "--co2.tau_max", "24")
 LGRECO = ("--co2.wire.format", "lgreco", "--co2.wire.lgreco.every", "10", "--co2.wire.like")
 OF_CO2 = {  # name -> the options of a co2 whose settings are not the recipe's
     "co2_recommended": ("--recommended",),
@@ -221,18 +218,20 @@ def notes(result: dict[str, Any]) -> list[str]:
 # -- files ------------------------------------------------------------------------------------------------------
 
 
-def write(folder: Path, result: dict[str, Any]) -> str:
-    """Writes time_to_loss.json and time_to_loss.md; returns the table."""
-    text = markdown(result)
-    report.save(folder, NAME, result, text)
+def write(folder: Path, result: dict[str, Any]) -> None:
+    """Writes time_to_loss.json and time_to_loss.md."""
+    report.save(folder, NAME, result, markdown(result))
+
+
+def rewrite(folder: Path) -> str:
+    """Makes time_to_loss.md of time_to_loss.json; returns it."""
+    text = markdown(report.load(folder / f"{NAME}.json", "bench.time_to_loss", "runs"))
+    (folder / f"{NAME}.md").write_text(text)
     return text
 
 
 def main() -> None:
-    folder = tyro.cli(Folder, prog="python -m bench.loss_table", description=__doc__)
-    text = markdown(report.load(folder / f"{NAME}.json", "bench.time_to_loss", "runs"))
-    (folder / f"{NAME}.md").write_text(text)
-    print(text)
+    report.remake("bench.loss_table", __doc__, f"{NAME}.json", rewrite)
 
 
 if __name__ == "__main__":

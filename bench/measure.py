@@ -12,17 +12,15 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-import torch._dynamo  # noqa: F401 (the first optimiser imports it: once here rather than in every forked worker)
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.pace import Pacer
-from bench.standin import BYTES, LAYERS, LEARNING_RATE, StandIn, Trainer
-from core.config import CO2Config
+from bench.standin import BYTES, LAYERS, LEARNING_RATE, Pacer, StandIn, Trainer
+from core import CO2Config
 from core.errors import UserError
 from core.groups import ring_bytes
 from core.methods import METHODS, make_method
-from core.rounds import LocalMethod
+from core.rounds import Rounds
 from training.throttle import ThrottledLink
 
 RECOMMENDED = "co2_recommended"  # co2 with the settings of CO2Config.recommended
@@ -123,7 +121,7 @@ def measure_all(job: Job) -> dict[str, Any]:
                 job.report(setting, cells)
     buckets = next((ddp_buckets(t.model) for s, t in trainers.items() if s.method == "ddp"), None)
     for trainer in trainers.values():
-        if isinstance(trainer.method, LocalMethod) and trainer.method.flight.in_flight:
+        if isinstance(trainer.method, Rounds) and trainer.method.flight.in_flight:
             trainer.method.flight.wait()  # finish() would take two more all-reduces; the models are thrown away
         trainer.method.close()
     return {"cells": cells, "ddp_buckets": buckets}
@@ -157,7 +155,7 @@ def measure(job: Job, setting: Setting, trainer: Trainer, repeat: int) -> dict[s
     start, cpu, tau = time.perf_counter(), time.process_time(), method.tau
     rounds = [run_round(trainer) for _ in range(planned)]
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    if isinstance(method, LocalMethod):
+    if isinstance(method, Rounds):
         method.flight.settle()
     steps = [each for r in rounds for each in r.compute]
     exposed = sum(r.wait for r in rounds)

@@ -18,14 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import tyro
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bench import report
-from bench.cluster import run_ranks
-from bench.options import MOST_PARAMETERS
-from bench.resident import resident_bytes
+from bench.cluster import prepare_to_fork, run_ranks
+from bench.report import MOST_PARAMETERS, read_options
 from core import CO2, CO2Config, ShardedCO2, UserError
 from core.groups import node_mesh
 from training import zero
@@ -55,17 +53,17 @@ class Bench:
     out: Path | None = None
     """Where memory.json and memory.md go; runs/memory-DATE by default."""
 
+    def check(self) -> None:
+        if not 4 * WIDTH**2 <= self.parameters <= MOST_PARAMETERS:
+            least, most = 4 * WIDTH**2, f"{MOST_PARAMETERS:g}"
+            raise UserError(
+                f"parameters={self.parameters:g}: give {least} to {most}; with fewer the process outweighs the model"
+            )
+
 
 def main() -> None:
-    bench = tyro.cli(Bench, prog="python -m bench.memory", use_underscores=True)
-    if not 4 * WIDTH**2 <= bench.parameters <= MOST_PARAMETERS:
-        raise UserError(
-            f"parameters={bench.parameters:g}: give {4 * WIDTH**2} to {MOST_PARAMETERS:g}; with fewer the process "
-            "outweighs the model"
-        )
-    import torch._dynamo  # noqa: F401  the optimiser's first step would import it in every worker
-
-    torch.set_num_threads(1)
+    bench = read_options(Bench, "bench.memory")
+    prepare_to_fork()
     out = report.new_folder("memory", bench.out)
     rows = []
     for name, mode in MODES.items():
@@ -73,8 +71,7 @@ def main() -> None:
         print(report.row(*cells(rows[-1])), flush=True)
     result = report.header("bench.memory", bench) | {"rows": rows}
     text = f"{table(rows, bench.parameters)} {report.source(result)}.\n"
-    report.save(out, "memory", result, text)
-    print(f"\n{text}\nwritten to {out}/memory.md and memory.json")
+    report.conclude(out, "memory", result, text)
 
 
 def measure(parameters: int, mode: tuple[int, Any, bool, bool]) -> dict[str, float]:
@@ -138,6 +135,42 @@ def resident() -> int:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what is freed goes back to the system
     return resident_bytes()
+
+
+# -- as the kernel counts -----------------------------------------------------------------------------------------
+
+
+def free_bytes(device: str = "cpu") -> int:
+    """What the device, or this machine, can still give away."""
+    return torch.cuda.mem_get_info()[0] if device == "cuda" else _field("/proc/meminfo", "MemAvailable")
+
+
+def resident_bytes() -> int:
+    """What this process holds now."""
+    return _field("/proc/self/status", "VmRSS")
+
+
+def reset_peak(device: str = "cpu") -> int:
+    """Forgets the peak so far; returns what is held now."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.max_memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident_bytes()
+
+
+def peak_bytes(device: str = "cpu") -> int:
+    """The peak since reset_peak: of torch's allocator on CUDA, else of this process's resident memory."""
+    return torch.cuda.max_memory_allocated() if device == "cuda" else _field("/proc/self/status", "VmHWM")
+
+
+def _field(path: str, name: str) -> int:
+    """What stands behind `name:` in a file of /proc, in kB there."""
+    rows = (row.split() for row in Path(path).read_text().splitlines())
+    return 1024 * int(next(row[1] for row in rows if row and row[0] == f"{name}:"))
+
+
+# -- the table --------------------------------------------------------------------------------------------------
 
 
 def cells(row: dict[str, Any]) -> list[str]:

@@ -7,10 +7,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import matplotlib
-import tyro
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -22,7 +21,6 @@ from bench.report import Spread
 from training.script import launch
 
 NAME = "scaling"
-Folder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER", help="Holds scaling.json.")]
 COLOURS = {"ddp": "C7", "local": "C2", "overlap_local": "C4", "slowmo": "C1", "co2": "C0", "co2_recommended": "C3"}
 # (size of the marker, width of the line): wide ones lie under the thin lines of methods that take as long
 SIZES = {"local": (10, 5), "overlap_local": (10, 5), "slowmo": (6, 1.5), "co2": (4, 1.2), "ddp": (5, 1.3)}
@@ -211,22 +209,10 @@ def _panels(count: int, title: str, result: dict[str, Any]) -> tuple[Figure, lis
 def _line(axes: Axes, cell: Cell, x: Sequence[Any], points: Sequence[Spread], scale: float = 1) -> None:
     """Medians, with bars from the least to the greatest."""
     size, width = SIZES[cell.method]
-    below = [scale * (p.median - p.least) for p in points]
-    above = [scale * (p.greatest - p.median) for p in points]
-    axes.errorbar(
-        x,
-        [scale * p.median for p in points],
-        yerr=[below, above],
-        color=COLOURS[cell.method],
-        alpha=0.5 if width > 2 else 1.0,
-        linestyle="--" if cell.tau_setting == "auto" else "-",
-        lw=width,
-        elinewidth=1,
-        marker=MARKERS.get(cell.tau_setting, "."),
-        ms=size,
-        capsize=2,
-        label=cell.label,
-    )
+    bars = [[scale * (p.median - p.least) for p in points], [scale * (p.greatest - p.median) for p in points]]
+    style = {"color": COLOURS[cell.method], "lw": width, "ms": size, "alpha": 0.5 if width > 2 else 1.0}
+    style |= {"linestyle": "--" if cell.tau_setting == "auto" else "-", "marker": MARKERS.get(cell.tau_setting, ".")}
+    axes.errorbar(x, [scale * p.median for p in points], bars, elinewidth=1, capsize=2, label=cell.label, **style)
 
 
 def _legend(figure: Figure, axes: Axes) -> None:
@@ -251,8 +237,7 @@ def write(folder: Path) -> str:
 
 
 def main() -> None:
-    folder = tyro.cli(Folder, prog="python -m bench.plots", description=__doc__)
-    print(write(folder))
+    report.remake("bench.plots", __doc__, f"{NAME}.json", write)
 
 
 if __name__ == "__main__":

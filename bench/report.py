@@ -1,24 +1,100 @@
-"""The report of a measurement: NAME.json with its figures and where they come from, NAME.md with its tables."""
+"""What the commands of bench have in common: their options, and the report of a measurement.
+
+A report is NAME.json, the figures and where they come from, and NAME.md, the tables.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import platform
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+import tyro
 
 from core.errors import UserError
-from training.provenance import commit, version
+from training.config import commit, version
 from training.untrusted import parse_json
 
 FORMAT = 1  # of the JSON
+MOST_WORKERS = 1024
+MOST_PARAMETERS = 1e12
+Options = TypeVar("Options")
+Row = dict[str, Any]
+
+
+# -- options ----------------------------------------------------------------------------------------------------
+
+
+def read_options(kind: type[Options], module: str, **how: Any) -> Options:
+    """The options of `python -m MODULE`, once their check() has found nothing; how: see tyro.cli.
+
+    check() is not called by the dataclass itself, for tyro would dress its UserError up.
+    """
+    options = tyro.cli(kind, prog=f"python -m {module}", use_underscores=True, **how)
+    options.check()  # pyright: ignore[reportAttributeAccessIssue]
+    return options
+
+
+def require_each_once(options: Any, *names: str) -> None:
+    """Tuples with a value or more, none of them twice."""
+    for name in names:
+        values = getattr(options, name)
+        if not values or len(set(values)) < len(values):
+            raise UserError(f"{name}={' '.join(map(str, values))}: give one or more, each once")
+
+
+def require_known(options: Any, name: str, known: Collection[str]) -> None:
+    """A tuple of names that exist."""
+    for value in getattr(options, name):
+        if value not in known:
+            raise UserError(f"{name}: {value!r} does not exist; choose among {', '.join(known)}")
+
+
+def require_positive(options: Any, *names: str) -> None:
+    """Finite numbers above 0, alone or in a tuple."""
+    for name in names:
+        values = getattr(options, name)
+        for value in values if isinstance(values, tuple) else (values,):
+            if not 0 < value < math.inf:
+                raise UserError(f"{name}={value}: give a number above 0")
+
+
+def require_one_or_more(options: Any, *names: str) -> None:
+    for name in names:
+        if getattr(options, name) < 1:
+            raise UserError(f"{name}={getattr(options, name)}: give 1 or more")
+
+
+def require_no_crowd(options: Any) -> None:
+    """No more workers, alone or in a tuple, than there may be processes for."""
+    most = max(options.workers) if isinstance(options.workers, tuple) else options.workers
+    if most > MOST_WORKERS:
+        raise UserError(f"workers={most}: give up to {MOST_WORKERS}, for each is a process on this machine")
+
+
+def require_device(options: Any) -> None:
+    """A device that is there."""
+    import torch
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda: this torch finds no CUDA device; use cpu")
+
+
+def require_company(options: Any) -> None:
+    """Two workers or more, and no crowd."""
+    require_no_crowd(options)
+    if options.workers < 2:
+        raise UserError(f"workers={options.workers}: a lone worker has no link; give 2 or more")
 
 
 # -- tables -----------------------------------------------------------------------------------------------------
@@ -97,6 +173,16 @@ def source(result: dict[str, Any]) -> str:
 # -- files ------------------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def stoppable(kept: str) -> Iterator[None]:
+    """Ctrl-C in the block ends the command. kept: where what was measured stands."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"stopped; {kept}", file=sys.stderr)
+        sys.exit(130)
+
+
 def new_folder(name: str, out: Path | None) -> Path:
     """Makes the folder for a measurement, runs/NAME-DATE unless `out` is given; refuses one that holds such already."""
     folder = out or Path("runs") / time.strftime(f"{name}-%Y%m%d-%H%M%S")
@@ -115,6 +201,12 @@ def save(folder: Path, name: str, result: dict[str, Any], text: str | None = Non
         (folder / f"{name}.md").write_text(text)
 
 
+def conclude(folder: Path, name: str, result: dict[str, Any], text: str) -> None:
+    """Saves a measurement that is complete, and shows it."""
+    save(folder, name, result, text)
+    print(f"\n{text}\nwritten to {folder}/{name}.md and {name}.json")
+
+
 def load(path: Path, module: str, rows: str = "rows") -> dict[str, Any]:
     """A file that `python -m MODULE` has written, with at least one of its `rows`; else a UserError."""
     remedy = f"measure with python -m {module} --out {path.parent}"
@@ -131,3 +223,10 @@ def load(path: Path, module: str, rows: str = "rows") -> dict[str, Any]:
     if not isinstance(result.get(rows), list) or not result[rows]:
         raise UserError(f"{path}: has no {rows}; {remedy}")
     return result
+
+
+def remake(module: str, about: str | None, holds: str, write: Callable[[Path], str]) -> None:
+    """The command `python -m MODULE FOLDER`, which makes the texts of a folder's figures anew; write returns one."""
+    positional = tyro.conf.arg(metavar="FOLDER", help=f"Holds {holds}.")
+    folder = Annotated[tyro.conf.Positional[Path], positional]
+    print(write(tyro.cli(folder, prog=f"python -m {module}", description=about)))

@@ -13,23 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import statistics
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import tyro
-
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo's warnings about host names; torch reads it when imported
-
 from bench import plots, report
-from bench.cluster import Cluster, require_namespaces, run_ranks
+from bench.cluster import Cluster, prepare_to_fork, run_ranks
 from bench.measure import SETTLED, Job, Setting, round_seconds, rounds_to_measure, wire_seconds, work
-from bench.options import require_each_once, require_no_crowd, require_positive
+from bench.report import read_options, require_each_once, require_no_crowd, require_positive
 from bench.standin import BYTES, LAYERS, PARAMS, digits
 from training.script import launch
 
@@ -95,32 +88,15 @@ def predict(o: Scaling, workers: int, rate: float | None) -> float:
     return total
 
 
-class Progress:
-    """One line a measurement on stdout, with the time left: what was predicted, corrected by what it took so far."""
-
-    def __init__(self, o: Scaling):
-        self._o = o
-        self._total = sum(predict(o, *group) for group in o.groups())
-        self._before = 0.0  # predicted seconds of the groups that are done
-        self._started = time.monotonic()
-        count = len(o.groups()) * len(o.methods) * o.repeats
-        print(f"{count} measurements, about {math.ceil(self._total / 60)} min", flush=True)
-
-    def group_done(self, workers: int, rate: float | None) -> None:
-        self._before += predict(self._o, workers, rate)
-
-    def report(self, setting: Setting, cells: list[dict[str, Any]]) -> None:
-        """Runs in rank 0 of a group: cells are the group's, so far."""
-        row, o = cells[-1], self._o
-        share = len(cells) / (len(o.methods) * o.repeats)
-        done = self._before + share * predict(o, row["workers"], row["rate_mbit"])
-        left = int((time.monotonic() - self._started) * (self._total / done - 1))
-        link = f"{row['rate_mbit']:g} Mbit/s" if row["rate_mbit"] else "no link"
-        print(
-            f"{left // 60:3d}:{left % 60:02d} left | {row['workers']:2d} workers, {link}, {setting}: "
-            f"{row['samples_per_second']:.0f} samples/s, {row['exposed_share']:.1%} exposed",
-            flush=True,
-        )
+def tell(setting: Setting, cells: list[dict[str, Any]]) -> None:
+    """A line a measurement, by rank 0 of a group; cells are the group's, so far."""
+    row = cells[-1]
+    link = f"{row['rate_mbit']:g} Mbit/s" if row["rate_mbit"] else "no link"
+    print(
+        f"{row['workers']:2d} workers, {link}, {setting}: {row['samples_per_second']:.0f} samples/s, "
+        f"{row['exposed_share']:.1%} exposed",
+        flush=True,
+    )
 
 
 def combine(per_rank: Sequence[dict[str, Any]], step_ms: float) -> list[dict[str, Any]]:
@@ -141,28 +117,21 @@ def combine(per_rank: Sequence[dict[str, Any]], step_ms: float) -> list[dict[str
 
 def run(o: Scaling, folder: Path) -> None:
     """Measures every group; scaling.json is written after each, so that an interrupted run keeps what it has."""
-    result, data, progress = header(o), digits(), Progress(o)
-    most = max(o.workers)
+    result, data = header(o), digits()
+    most, seconds = max(o.workers), {group: predict(o, *group) for group in o.groups()}
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(Cluster(most, o.rates[0])) if most > 1 and not o.throttle else None
         for n, rate in o.groups():
             if cluster and rate:
-                shape(cluster, rate, result["verified_mbit"])
+                cluster.shape(rate, result["verified_mbit"])
             job = Job(o.settings(), n, rate, data, o.repeats, o.seconds, o.step_ms / 1e3, o.batch, o.seed, o.throttle)
-            job.report = progress.report
-            limit = 60 + 4 * predict(o, n, rate)
+            job.report = tell
+            print(f"about {math.ceil(sum(seconds.values()) / 60)} min left", flush=True)
+            limit = 60 + 4 * seconds.pop((n, rate))
             per_rank = run_ranks(work, cluster if rate else None, 1, n, job, timeout=limit)
             result["rows"] += combine(per_rank, o.step_ms)
             result["model"]["ddp_bucket_bytes"] = per_rank[0]["ddp_buckets"] or result["model"]["ddp_bucket_bytes"]
             report.save(folder, plots.NAME, result)
-            progress.group_done(n, rate)
-
-
-def shape(cluster: Cluster, rate: float, verified: dict[str, float]) -> None:
-    """Sets the links' rate, and measures it the first time."""
-    cluster.set_rate(rate)
-    if f"{rate:g}" not in verified:
-        verified[f"{rate:g}"] = cluster.verify()
 
 
 def header(o: Scaling) -> dict[str, Any]:
@@ -179,20 +148,13 @@ def header(o: Scaling) -> dict[str, Any]:
 
 
 def main() -> None:
-    o = tyro.cli(Scaling, prog="python -m bench.scaling", use_underscores=True)
-    o.check()
+    o = read_options(Scaling, "bench.scaling")
     if o.quick:
         o = replace(o, workers=(1, 2, 4), rates=(200.0,), methods=QUICK, repeats=1, seconds=0.5)
-    if not o.throttle and max(o.workers) > 1:
-        require_namespaces()
+    prepare_to_fork(namespaces=not o.throttle and max(o.workers) > 1)
     folder = report.new_folder(plots.NAME, o.out)
-    try:
+    with report.stoppable(f"complete groups are in {folder / plots.NAME}.json"):
         run(o, folder)
-    except KeyboardInterrupt:
-        path = folder / f"{plots.NAME}.json"
-        kept = f"complete groups are in {path}" if path.exists() else "nothing is kept"
-        print(f"stopped; {kept}", file=sys.stderr)
-        sys.exit(130)
     print("\n" + plots.write(folder))
 
 

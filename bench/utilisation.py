@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 
 from bench import plots, report
 from bench.measure import RECOMMENDED
-from bench.plots import Cell, Folder
+from bench.plots import Cell
 from bench.simulator import calibrate
 from core.errors import UserError
 from core.methods import METHODS
@@ -94,11 +93,15 @@ def markdown(result: dict[str, Any]) -> str:
     return f"{report.table(titles, lines)}\n\n{report.bullets(notes)}\n"
 
 
-def main() -> None:
-    folder: Path = tyro.cli(Folder, prog="python -m bench.utilisation", description=__doc__)
+def write(folder: Path) -> str:
+    """Makes utilisation.md of scaling.json; returns it."""
     text = markdown(report.load(folder / f"{plots.NAME}.json", "bench.scaling"))
     (folder / "utilisation.md").write_text(text)
-    print(text)
+    return text
+
+
+def main() -> None:
+    report.remake("bench.utilisation", __doc__, "scaling.json", write)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ node's network device. memory: bytes of blocks on the device, and uploads hidden
 ZO2's README computed. sharing: what each of a node's workers uploads. quality: the tiny GPT-2, trained on Python's
 documentation, goes on with WikiText-2's test text (four fifths of it; the rest is held out): MeZO alone, method zo, ddp
 with AdamW, and co2 (bench/zeroth_quality.py). tuning: chooses each one's learning rate, on another seed. Writes
-zeroth.json and zeroth.md (bench/zeroth_table.py).
+zeroth.json and zeroth.md.
 """
 
 from __future__ import annotations
@@ -14,31 +14,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo's warnings about host names; torch reads it when imported
-
 import torch
-import torch._dynamo  # noqa: F401 (the first optimiser imports it: once here rather than in every forked worker)
 import torch.distributed as dist
-import tyro
 from torch import Tensor, nn
 
-from bench import report, zeroth_table
-from bench.cluster import Cluster, require_namespaces, run_ranks
-from bench.lgreco import sent_bytes
-from bench.options import require_each_once, require_one_or_more, require_positive
-from bench.zeroth_quality import FAST, measure_quality, measure_tuning
-from core.errors import UserError
-from core.testing import run_distributed
+from bench import report
+from bench.cluster import Cluster, prepare_to_fork, run_ranks, sent_bytes
+from bench.report import read_options, require_each_once, require_positive
+from bench.trainings import FAST
+from bench.zeroth_memory import measure_memory, measure_sharing, memory_text, opt_table, opt_text, sharing_text
+from bench.zeroth_quality import Quality, measure_quality, measure_tuning, quality_text, tuning_text
 from core.zeroth import ZerothConfig, ZerothOrder
-from core.zeroth.blocks import BlockStream
-from core.zeroth.order import digest
 from language.model import build_model
 from training.script import launch
 
@@ -47,7 +39,7 @@ Part = Literal["speed", "traffic", "memory", "sharing", "tuning", "quality"]
 
 
 @dataclass(frozen=True)
-class ZerothBench:
+class ZerothBench(Quality):
     """What to measure."""
 
     parts: tuple[Part, ...] = get_args(Part)
@@ -59,35 +51,14 @@ class ZerothBench:
     """Of the whole batch on one device."""
     seconds: float = 10.0
     """Of each measurement of speed."""
-    rates: tuple[float, ...] = (50.0, 1000.0)
-    """Mbit/s in quality."""
-    seeds: tuple[int, ...] = (0, 1, 2)
-    epoch_steps: int = 10
-    """Steps between two evaluations in quality."""
-    epochs: int = 30
-    """Evaluations of methods without gradients; the others get a fifth as many steps."""
-    base_epochs: int = 3
-    """Of the run on Python's documentation whose model goes on."""
-    lr: float = 1e-4
-    """Of methods without gradients in quality, where tuning is not among the parts."""
-    adam_lr: float = 1e-3
-    """Of ddp and co2, likewise."""
-    lrs: tuple[float, ...] = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
-    """Those that tuning tries for methods without gradients."""
-    adam_lrs: tuple[float, ...] = (3e-4, 1e-3, 3e-3, 1e-2)
-    """Those that it tries for ddp and co2."""
-    tuning_seed: int = 100
-    """The seed of tuning, which is none of `seeds`."""
     out: Path | None = None
     """Where to write; runs/zeroth-DATE by default."""
 
     def check(self) -> None:
         """A UserError names the first option that cannot be."""
-        require_each_once(self, "parts", "forward_ms", "rates", "seeds", "lrs", "adam_lrs")
-        require_positive(self, "rate", "delay_ms", "forward_ms", "seconds", "rates", "lr", "adam_lr", "lrs", "adam_lrs")
-        require_one_or_more(self, "epoch_steps", "epochs", "base_epochs")
-        if self.tuning_seed in self.seeds:
-            raise UserError(f"tuning_seed={self.tuning_seed} is one of seeds: give another, for figures are of others")
+        require_each_once(self, "parts", "forward_ms")
+        require_positive(self, "rate", "delay_ms", "forward_ms", "seconds")
+        super().check()
 
 
 # -- speed ------------------------------------------------------------------------------------------------------
@@ -95,11 +66,16 @@ class ZerothBench:
 MESHES = {"one process": (1, False), "1 x 2 (a pair)": (2, True), "2 x 1 (data)": (2, False), "2 x 2": (4, True)}
 
 
-def paced(pairs: bool, forward_seconds: float, delay: Literal[0, 1], steps: int) -> dict[str, float]:
-    """One rank: steps whose forward passes end at their deadlines. forward_seconds: of the whole batch."""
+def on_rank(model: nn.Module, config: ZerothConfig, timeout: float = 120.0) -> ZerothOrder:
+    """This rank's, in a group of all."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    zo = ZerothOrder(nn.Linear(256, 256), ZerothConfig(pairs=pairs, delay=delay), lr=1e-6, timeout=120)
+    return ZerothOrder(model, config, lr=1e-6, timeout=timeout)
+
+
+def paced(pairs: bool, forward_seconds: float, delay: Literal[0, 1], steps: int) -> dict[str, float]:
+    """One rank: steps whose forward passes end at their deadlines. forward_seconds: of the whole batch."""
+    zo = on_rank(nn.Linear(256, 256), ZerothConfig(pairs=pairs, delay=delay))
     x = torch.ones(4, 256)
     deadline = time.perf_counter()
 
@@ -126,10 +102,7 @@ def paced(pairs: bool, forward_seconds: float, delay: Literal[0, 1], steps: int)
 
 def unpaced(pairs: bool, steps: int) -> dict[str, float]:
     """One rank: a tiny GPT-2, 32 samples of 64 tokens, as fast as it goes."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    model = build_model("gpt2_tiny", vocab_size=1024, context=64, dropout=0.0)
-    zo = ZerothOrder(model, ZerothConfig(pairs=pairs), lr=1e-6, timeout=120)
+    zo = on_rank(build_model("gpt2_tiny", vocab_size=1024, context=64, dropout=0.0), ZerothConfig(pairs=pairs))
     ids = torch.randint(1024, (32, 64), generator=torch.Generator().manual_seed(0))
 
     def loss(model: nn.Module) -> Tensor:
@@ -165,16 +138,14 @@ def measure_speed(o: ZerothBench, result: dict[str, Any]) -> Iterator[dict[str, 
 
 def counted(width: int, steps: int) -> float:
     """One rank: bytes a step that its node has sent. A model of width^2 parameters."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    zo = ZerothOrder(nn.Linear(width, width, bias=False), lr=1e-6, timeout=300)
+    zo = on_rank(nn.Linear(width, width, bias=False), ZerothConfig(), timeout=300.0)
     zo.step(lambda m: m.weight[0].sum(), 1)
     dist.barrier()
     time.sleep(0.5)
-    before = sent_bytes()
+    before = sent_bytes(os.environ["GLOO_SOCKET_IFNAME"])
     for _ in range(steps):
         zo.step(lambda m: m.weight[0].sum(), 1)
-    sent = sent_bytes() - before
+    sent = sent_bytes(os.environ["GLOO_SOCKET_IFNAME"]) - before
     dist.barrier()
     return sent / steps
 
@@ -186,93 +157,17 @@ def measure_traffic(o: ZerothBench, result: dict[str, Any]) -> Iterator[dict[str
             yield {"parameters": width**2, "workers": 4, "bytes_a_step": max(sent)}
 
 
-# -- memory -----------------------------------------------------------------------------------------------------
-
-
-class Stack(nn.Module):
-    """Blocks whose computation takes a set time."""
-
-    def __init__(self, blocks: int, width: int, seconds: float):
-        super().__init__()
-        self.embed = nn.Embedding(64, width)
-        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(blocks))
-        self.head = nn.Linear(width, 64, bias=False)
-        for block in self.blocks:
-            block.register_forward_hook(lambda *_: time.sleep(seconds))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
-
-
-def measure_memory(o: ZerothBench, result: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A block's upload takes 20 ms; it computes twice as long, as long, and half as long, on both sides together."""
-    ids = torch.arange(32)[None]
-    for compute_ms in (40.0, 20.0, 10.0):
-        model = Stack(12, 512, compute_ms / 2e3)
-        make = functools.partial(BlockStream, blocks=list(model.blocks), hold=lambda nbytes: time.sleep(0.02))
-        zo = ZerothOrder(model, lr=1e-6, make_forward=make)
-        stream: Any = zo._forward
-        steps = 5
-        for step in range(steps + 1):
-            if step == 1:
-                waited, uploaded = stream.waited, stream.upload.seconds
-            zo.step(lambda m: nn.functional.cross_entropy(m(ids)[0], ids[0]), 1)
-        waited, uploaded = stream.waited - waited, stream.upload.seconds - uploaded
-        yield {
-            "compute_ms": compute_ms,
-            "upload_ms": 20.0,
-            "blocks_on_device": stream.device_bytes / max(b.nbytes for b in stream.blocks),
-            "of_blocks": len(model.blocks),
-            "hidden": 1 - waited / uploaded,
-        }
-
-
-# -- sharing ----------------------------------------------------------------------------------------------------
-
-
-def uploaded(rank: int, workers: int, steps: int) -> tuple[float, str]:
-    """One rank: bytes of blocks that it uploads a step, and the weights at the end. The workers make a node."""
-    group = dist.new_group(list(range(workers))) if workers > 1 else None
-    torch.manual_seed(0)
-    model = Stack(6, 256, 0.0)
-    make = functools.partial(BlockStream, blocks=list(model.blocks), share=group)
-    zo = ZerothOrder(model, ZerothConfig(pairs=False), lr=1e-6, timeout=120, make_forward=make)
-    stream: Any = zo._forward
-    ids = torch.arange(32)[None]
-    for step in range(steps + 1):
-        if step == 1:
-            before = stream.upload.bytes
-        zo.step(lambda m: nn.functional.cross_entropy(m(ids)[0], ids[0]), 1)
-    sent = stream.upload.bytes - before
-    zo.finish()
-    zo.close()
-    return sent / steps, digest(list(model.parameters()))
-
-
-def measure_sharing(o: ZerothBench, result: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """All workers take the same samples, so that the weights must be the same for any number of them."""
-    for workers in (1, 2, 4):
-        found = run_distributed(uploaded, workers, 5, timeout=300)
-        weights = {name for _, name in found}
-        yield {"workers": workers, "bytes_a_step": max(sent for sent, _ in found), "weights": sorted(weights)}
-
-
 # -- all of it --------------------------------------------------------------------------------------------------
 
 
 def run_all(o: ZerothBench, folder: Path) -> dict[str, Any]:
-    result = report.header("bench.zeroth", o, ("torch", "transformers")) | {
-        "verified_mbit": {},
-        "opt": list(zeroth_table.opt_table()),
-    }
+    result = report.header("bench.zeroth", o, ("torch", "transformers"))
+    result |= {"verified_mbit": {}, "opt": list(opt_table())}
     of: dict[Part, Callable] = {
         "speed": measure_speed,
         "traffic": measure_traffic,
-        "memory": measure_memory,
-        "sharing": measure_sharing,
+        "memory": lambda *_: measure_memory(),
+        "sharing": lambda *_: measure_sharing(),
         "tuning": functools.partial(measure_tuning, folder=folder),
         "quality": functools.partial(measure_quality, folder=folder),
     }
@@ -281,23 +176,59 @@ def run_all(o: ZerothBench, folder: Path) -> dict[str, Any]:
         for row in of[part](o, result):
             result[part].append(row)
             print(part, {k: v for k, v in row.items() if k != "losses"}, flush=True)
-            report.save(folder, NAME, result, zeroth_table.text(result))
+            report.save(folder, NAME, result, text(result))
     return result
 
 
+# -- the tables -------------------------------------------------------------------------------------------------
+
+
+def text(result: dict[str, Any]) -> str:
+    o = result["options"]
+    titles: dict[str, tuple[str, Callable[[Any], str]]] = {
+        "speed": (f"Speed at {o['rate']:g} Mbit/s and {o['delay_ms']:g} ms", speed_text),
+        "traffic": ("Traffic", traffic_text),
+        "memory": ("Blocks, over an emulated bus", memory_text),
+        "sharing": ("Uploads shared by the workers of a node", sharing_text),
+        "opt": ("Device memory of OPT, computed, beside ZO2's README", opt_text),
+        "tuning": ("Learning rates", functools.partial(tuning_text, seed=o.get("tuning_seed"))),
+        "quality": ("Quality", quality_text),
+    }
+    lines = [f"Zeroth-order training. {report.source(result)}", ""]
+    for part, (title, written) in titles.items():
+        lines += [f"## {title}", "", written(result[part]), ""] if result.get(part) else []
+    return "\n".join(lines)
+
+
+def speed_text(rows: Sequence[dict[str, Any]]) -> str:
+    alone = {row["forward_ms"]: row["steps_per_second"] for row in rows if row["mesh"] == "one process"}
+    cells = [
+        [
+            f"{row['forward_ms']:g} ms" if row["forward_ms"] else "a tiny GPT-2, unpaced",
+            row["mesh"],
+            row["delay"],
+            f"{row['steps_per_second']:.2f}",
+            f"{row['steps_per_second'] / alone[row['forward_ms']]:.2f}",
+            f"{row['exposed_ms']:.1f}" if "exposed_ms" in row else "",
+        ]
+        for row in rows
+    ]
+    titles = ("forward, whole batch", "mesh", "delay", "steps/s", "x one process", "waited, ms a step")
+    note = "One process takes both forward passes of the whole batch, as ZO2 does. Ideal: 2, and 4 for 2 x 2."
+    return f"{report.table(titles, cells)}\n\n{note}"
+
+
+def traffic_text(rows: Sequence[dict[str, Any]]) -> str:
+    cells = [[f"{row['parameters']:,}", row["workers"], f"{row['bytes_a_step']:.0f}"] for row in rows]
+    return report.table(("parameters", "workers", "bytes a step and worker"), cells)
+
+
 def main() -> None:
-    o = tyro.cli(ZerothBench, prog="python -m bench.zeroth", use_underscores=True)
-    o.check()
-    if set(o.parts) - {"memory", "sharing"}:
-        require_namespaces()
-    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    torch.set_num_threads(1)  # before any work: the ranks are forked, and threads do not survive that
+    o = read_options(ZerothBench, "bench.zeroth")
+    prepare_to_fork(namespaces=bool(set(o.parts) - {"memory", "sharing"}))
     folder = report.new_folder(NAME, o.out)
-    try:
-        print("\n" + zeroth_table.text(run_all(o, folder)))
-    except KeyboardInterrupt:
-        print(f"stopped; what was measured is in {folder / NAME}.json", file=sys.stderr)
-        sys.exit(130)
+    with report.stoppable(f"what was measured is in {folder / NAME}.json"):
+        print("\n" + text(run_all(o, folder)))
 
 
 if __name__ == "__main__":

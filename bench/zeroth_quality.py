@@ -2,36 +2,62 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-from collections.abc import Iterator
-from dataclasses import replace
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-
-from bench.cluster import Cluster, run_ranks
-from bench.scaling import shape
+from bench import report, trainings
+from bench.cluster import Cluster
+from bench.report import mean_sd, require_each_once, require_one_or_more, require_positive
+from bench.trainings import FAST, TUNING_SEED, best_lr
+from core.errors import UserError
 from language.corpora import open_corpus, open_wikitext2
 from language.recipes import LanguageRecipe, gpt2_pydoc_small, gpt2_zo_small
 from language.train import make_objective, train
 from training.run import Run
 
-if TYPE_CHECKING:
-    from bench.zeroth import ZerothBench
-
-FAST = 10_000.0  # Mbit/s: no slow link
 TUNED_AS = {"MeZO, one process": "zo"}  # the same steps
 
 
-def fine_tune(recipe: LanguageRecipe, log: Path, wikitext: bool) -> None:
+@dataclass(frozen=True)
+class Quality:
+    """What is tuned and trained."""
+
+    rates: tuple[float, ...] = (50.0, 1000.0)
+    """Mbit/s in quality."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    epoch_steps: int = 10
+    """Steps between two evaluations in quality."""
+    epochs: int = 30
+    """Evaluations of methods without gradients; the others get a fifth as many steps."""
+    base_epochs: int = 3
+    """Of the run on Python's documentation whose model goes on."""
+    lr: float = 1e-4
+    """Of methods without gradients in quality, where tuning is not among the parts."""
+    adam_lr: float = 1e-3
+    """Of ddp and co2, likewise."""
+    lrs: tuple[float, ...] = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
+    """Those that tuning tries for methods without gradients."""
+    adam_lrs: tuple[float, ...] = (3e-4, 1e-3, 3e-3, 1e-2)
+    """Those that it tries for ddp and co2."""
+    tuning_seed: int = TUNING_SEED
+    """The seed of tuning, which is none of `seeds`."""
+
+    def check(self) -> None:
+        """A UserError names the first option that cannot be."""
+        require_each_once(self, "rates", "seeds", "lrs", "adam_lrs")
+        require_positive(self, "rates", "lr", "adam_lr", "lrs", "adam_lrs")
+        require_one_or_more(self, "epoch_steps", "epochs", "base_epochs")
+        if self.tuning_seed in self.seeds:
+            raise UserError(f"tuning_seed={self.tuning_seed} is one of seeds: give another, for figures are of others")
+
+
+def fine_tune(recipe: LanguageRecipe, wikitext: bool, log: Path) -> None:
     """One rank: the train script's own loop."""
-    torch.set_num_threads(1)
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+    trainings.write_to(log)
     corpus = open_corpus(recipe.corpus, recipe.vocab_size)
     if wikitext:
         tokens = open_wikitext2(corpus)
@@ -41,7 +67,7 @@ def fine_tune(recipe: LanguageRecipe, log: Path, wikitext: bool) -> None:
         train(run, recipe, corpus, make_objective(recipe, corpus), {"val": corpus.val[: recipe.eval_tokens]})
 
 
-def recipes(o: ZerothBench, base: Path) -> dict[str, tuple[int, LanguageRecipe]]:
+def recipes(o: Quality, base: Path) -> dict[str, tuple[int, LanguageRecipe]]:
     """Name -> workers, recipe."""
     common: dict[str, Any] = {"device": "cpu", "checkpoint_every": 0, "init_from": base, "timeout": 300.0}
     common |= {"epoch_steps": o.epoch_steps, "eval_every": 1, "eval_tokens": 1 << 14, "log_every": 5}
@@ -60,14 +86,15 @@ def recipes(o: ZerothBench, base: Path) -> dict[str, tuple[int, LanguageRecipe]]
     }
 
 
-def base_run(folder: Path, o: ZerothBench) -> Path:
+def base_run(folder: Path, o: Quality) -> Path:
     """The run on Python's documentation whose model goes on; made where it is not there yet."""
     base = folder / "runs" / "base"
     if not base.exists():
-        base.mkdir(parents=True)
         r = replace(gpt2_pydoc_small(), out=base, device="cpu", method="ddp", recommended=False, epochs=o.base_epochs)
         with Cluster(2, FAST) as cluster:
-            run_ranks(fine_tune, cluster, 1, 2, r, base / "log.txt", False, timeout=1200)
+            found = trainings.train(fine_tune, cluster, 2, base, r, False, timeout=1200)
+        if "failed" in found:
+            raise RuntimeError(f"{base}: {found['failed']}")
     return base
 
 
@@ -75,18 +102,15 @@ def measured(
     cluster: Cluster, folder: Path, name: str, workers: int, recipe: LanguageRecipe, seed: int, lr: float
 ) -> dict[str, Any]:
     """A run, which is written to the folder: its losses over time and at the end, or why it failed."""
-    folder.mkdir(parents=True)
     recipe = replace(recipe, out=folder, seed=seed, zeroth=replace(recipe.zeroth, seed=seed))
     recipe = replace(recipe, optim=replace(recipe.optim, lr=lr))
     row = {"method": name, "seed": seed, "lr": lr}
-    try:
-        run_ranks(fine_tune, cluster, 1, workers, recipe, folder / "log.txt", True, timeout=900)
-    except (RuntimeError, TimeoutError) as error:
-        return row | {"failed": str(error).strip().splitlines()[-1]}
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    summary = json.loads((folder / "summary.json").read_text())
+    found = trainings.train(fine_tune, cluster, workers, folder, recipe, True, timeout=900)
+    if "failed" in found:
+        return row | found
+    summary = found["summary"]
     return row | {
-        "losses": [(line["seconds"], line["val_loss"]) for line in lines if "val_loss" in line],
+        "losses": [(line["seconds"], line["val_loss"]) for line in found["rows"] if "val_loss" in line],
         "final": summary["val_loss"],
         "steps": summary["steps"],
         "steps_per_second": summary["steps_per_second"],
@@ -98,7 +122,7 @@ def slug(*parts: object) -> str:
     return "-".join(str(part).replace(", ", "-").replace(" ", "-") for part in parts)
 
 
-def measure_tuning(o: ZerothBench, result: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
+def measure_tuning(o: Quality, result: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     """Every learning rate of the grids, on a seed and a link of its own, which no figure of `quality` has."""
     base = base_run(folder, o)
     with Cluster(4, FAST) as cluster:
@@ -108,27 +132,82 @@ def measure_tuning(o: ZerothBench, result: dict[str, Any], folder: Path) -> Iter
                 yield measured(cluster, out, name, workers, recipe, o.tuning_seed, lr)
 
 
-def best_lr(tuning: list[dict[str, Any]], name: str) -> float | None:
-    """Of the run that ended with the least loss; None where none ended."""
-    own = [row for row in tuning if row["method"] == TUNED_AS.get(name, name)]
-    ended = [(row["final"], row["lr"]) for row in own if math.isfinite(row.get("final", math.nan))]
-    return min(ended)[1] if ended else None
+def tuned_lr(tuning: list[dict[str, Any]], name: str) -> float | None:
+    return best_lr(tuning, TUNED_AS.get(name, name), "final")
 
 
-def measure_quality(o: ZerothBench, result: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
+def measure_quality(o: Quality, result: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     base = base_run(folder, o)
     with Cluster(4, FAST) as cluster:
         for seed in o.seeds:
             for rate in o.rates:
-                shape(cluster, rate, result["verified_mbit"])
+                cluster.shape(rate, result["verified_mbit"])
                 for name, (workers, recipe) in recipes(o, base).items():
                     if workers == 1 and rate != o.rates[0]:
                         continue  # it has no link
                     usual = o.lr if recipe.method == "zo" else o.adam_lr
-                    lr = best_lr(result["tuning"], name) if "tuning" in result else usual
+                    lr = tuned_lr(result["tuning"], name) if "tuning" in result else usual
                     row = {"rate_mbit": rate if workers > 1 else None}
                     if lr is None:
                         yield row | {"method": name, "seed": seed, "failed": "no learning rate of the grid trains it"}
                         continue
                     out = folder / "runs" / slug(name, f"{rate:g}mbit", f"seed{seed}")
                     yield row | measured(cluster, out, name, workers, recipe, seed, lr)
+
+
+# -- the tables -------------------------------------------------------------------------------------------------
+
+
+def tuning_text(rows: Sequence[dict[str, Any]], seed: int) -> str:
+    """Each method's final loss at each learning rate, the least in bold, and a word where that is the grid's end."""
+    lrs = sorted({row["lr"] for row in rows})
+    cells = []
+    for name in dict.fromkeys(row["method"] for row in rows):
+        found = {row["lr"]: row.get("final", math.nan) for row in rows if row["method"] == name}
+        best = min((lr for lr in found if math.isfinite(found[lr])), key=lambda lr: found[lr], default=None)
+        shown = {lr: f"{loss:.4f}" if math.isfinite(loss) else "failed" for lr, loss in found.items()}
+        if best is not None:
+            shown[best] = f"**{shown[best]}**"
+        ends = best in (min(found), max(found)) and len(found) > 1
+        cells.append([name, *(shown.get(lr, "") for lr in lrs), "at the grid's end" if ends else ""])
+    return report.table(("final loss at", *(f"{lr:g}" for lr in lrs), ""), cells) + (
+        f"\n\nSeed {seed}, over links that do not slow. MeZO takes zo's, whose steps it takes."
+    )
+
+
+def quality_text(rows: Sequence[dict[str, Any]]) -> str:
+    """The loss that the worst of MeZO's seeds ends with is what the others are timed to."""
+    ended = [row for row in rows if "final" in row]
+    mezo = [row["final"] for row in ended if row["rate_mbit"] is None]
+    target = max(mezo) if mezo else None
+    cells = []
+    for key in dict.fromkeys((row["method"], row["rate_mbit"]) for row in rows):
+        group = [row for row in ended if (row["method"], row["rate_mbit"]) == key]
+        failed = [row["failed"] for row in rows if "failed" in row and (row["method"], row["rate_mbit"]) == key]
+        if not group:
+            cells.append([key[0], f"failed: {failed[0]}"])
+            continue
+        times = [seconds_to(row["losses"], target) for row in group] if target is not None else []
+        reached = [t for t in times if t is not None]
+        cells.append(
+            [
+                key[0],
+                f"{key[1]:g}" if key[1] else "none",
+                f"{group[0]['lr']:g}",
+                group[0]["steps"],
+                mean_sd([row["final"] for row in group], ".4f"),
+                mean_sd([row["steps_per_second"] for row in group], ".2f"),
+                f"{statistics.fmean(row['bytes_a_step'] for row in group):,.0f}",
+                (mean_sd(reached, ".1f") if reached else "not reached") + f" ({len(reached)} of {len(times)})",
+            ]
+        )
+    titles = ("method", "Mbit/s", "lr", "steps", "final loss", "steps/s", "bytes sent a step", "seconds to the target")
+    told = "not known yet" if target is None else f"{target:.4f}"
+    return report.table(titles, cells) + (
+        f"\n\nThe target is {told}, where the worst of MeZO's seeds ended. Held-out nats per token. "
+        "Four workers share this machine's cores, each on a node of its own."
+    )
+
+
+def seconds_to(losses: Sequence[Sequence[float]], target: float) -> float | None:
+    return next((seconds for seconds, loss in losses if loss <= target), None)

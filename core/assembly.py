@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict, Unpack
 
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from .adaptive.pacing import Adaptive
 from .adaptive.schedules import Schedule, scheduled
 from .adaptive.tau import TauTuner, Tuned
 from .checks import tensors_of
+from .elastic.flight import ElasticFlight
+from .elastic.joining import Joining, check_elastic
+from .elastic.members import Members
 from .flight import Flight, Link
 from .riders import Rider
 from .robust import peers
@@ -142,13 +145,48 @@ class ShardedCO2(sharded.ShardedCO2):
         super().__init__(params, settings, inner_group=inner_group, **how, **plugged)
 
 
+def elastic_co2(
+    params: Iterable[Tensor],
+    config: CO2Config | None = None,
+    *,
+    members: Members,
+    buffers: Iterable[Tensor] = (),
+    timeout: float = 600.0,
+    link: Link | None = None,
+    schedule: Schedule | None = None,
+    riders: Sequence[Rider] = (),
+) -> tuple[OnArrival, Joining]:
+    """CO2 whose workers come and go (core/elastic/joining.py), and the rider that lets them in.
+
+    The arguments: see CO2, but for tau auto, steps by speed and narrow wires; of wire auto it takes float32. One copy
+    of the parameters more. members: see Members. Make it on every worker before any process group exists, then call the
+    rider's `join` on all.
+    """
+    given = config or CO2Config()
+    check_elastic(given)
+    c = replace(given, wire=WireConfig())
+    settings = functools.partial(scheduled, c, schedule)
+    options = Options(buffers=buffers, timeout=timeout, link=link, riders=riders)
+    flight = functools.partial(ElasticFlight, members=members)
+    plugged = plugs(c, lambda number: settings(number).tau, options, times=False, flight=flight)
+    joining = Joining(members, at_once=c.delay == 0)
+    plugged["riders"].insert(0, joining)
+    return OnArrival(params, settings, **plugged), joining
+
+
 def plugs(
-    c: CO2Config, tau: Callable[[int], Any], options: Options, *, hidden: bool = True, times: bool = True
+    c: CO2Config,
+    tau: Callable[[int], Any],
+    options: Options,
+    *,
+    hidden: bool = True,
+    times: bool = True,
+    flight: Callable[..., Flight] = Flight,
 ) -> dict[str, Any]:
     """What a method with these settings is plugged together of, as Rounds' arguments.
 
     tau: number of a round -> its local steps. hidden: whether local steps run while a reduction is in flight. times:
-    whether the workers may tell each other theirs, for which each has a place.
+    whether the workers may tell each other theirs, for which each has a place. flight: the class.
     """
     group, wire = options.get("group"), c.wire.format
     rank, workers = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
@@ -161,7 +199,7 @@ def plugs(
     plugged: dict[str, Any] = {
         "pacing": Adaptive(tau, c.delay, tuned=tuned, by_speed=by_speed),
         "buffers": options.get("buffers", ()),
-        "flight": functools.partial(Flight, hidden=hidden and c.delay != 0, roll=peers, **carries),
+        "flight": functools.partial(flight, hidden=hidden and c.delay != 0, roll=peers, **carries),
         "riders": [rider for rider in riders if rider is not None],
     }
     if wire == "auto":

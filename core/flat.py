@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import importlib.util
 import mmap
 import sys
@@ -224,14 +225,15 @@ def read_blocks(t: Tensor) -> bool:
     return t.is_cuda
 
 
-def takes_triton(device: torch.device) -> bool:
-    """Whether Triton's kernels run there: any CUDA build of torch for Linux brings it."""
-    return device.type == "cuda" and _triton_is_here()
+def triton_kernels(device: torch.device) -> Any:
+    """core/triton, where its kernels run on this device, else None: Triton comes with any CUDA build of torch for
+    Linux. By name, for that room imports this file."""
+    return importlib.import_module(".triton", __package__) if takes_triton(device) else None
 
 
 @functools.cache
-def _triton_is_here() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def takes_triton(device: torch.device) -> bool:
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def copy_where(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
@@ -262,11 +264,8 @@ def wipe(flats: Sequence[Tensor], where: Tensor) -> None:
 def _left_by_kernel(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor] | None = None) -> Sequence[int]:
     """Has Triton's kernel, where there is one, set what it can, which touches memory only where `where` holds; the
     places of the others."""
-    if not takes_triton(where.device):
-        return range(len(to))
-    from .passes.triton_where import queue  # imports triton
-
-    return queue(where, to, source)
+    kernels = triton_kernels(where.device)
+    return range(len(to)) if kernels is None else kernels.queue(where, to, source)
 
 
 def unique(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -34,6 +34,7 @@ class Method(Protocol):
     flight: Flight
     clock: RoundClock
     local_steps: int
+    riders: list[Rider]
 
     @property
     def trained(self) -> Sequence[Tensor]: ...
@@ -75,6 +76,7 @@ class Rider:
     name = ""
     shared: Mapping[str, int] = {}
     of_each: Mapping[str, int] = {}
+    steps_change_it = False  # whether local steps change its state
     method: Method
 
     def attach(self, method: Method) -> None:

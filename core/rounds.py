@@ -100,9 +100,10 @@ class Rounds(ABC):
         self.buffers = [local_shard(b) for b in others if b.is_floating_point()]
         self._alike = [local_shard(t) for t in (*given, *others)]
         check_inputs(given, self.params, self.buffers)
-        check_group()
         self.pacing, self.riders, self.local_steps = pacing, list(riders), 0
         self.flight = flight(self.device)
+        if self.flight.places == 1:
+            check_group()
         of_each = {name: n * self.flight.places for r in riders for name, n in r.of_each.items()}
         self.scalars = Scalars(OWN | {name: n for r in riders for name, n in r.shared.items()} | of_each)
         self.buckets = self.make_buckets()
@@ -420,6 +421,7 @@ class Rounds(ABC):
             "reducer": self.reducer.kind,
             "held_back": {name: on_host(flats) for name, flats in self.reducer.state.items()},
             "workers": self.flight.world_size,
+            "places": self.flight.places,
             "local_steps": self.local_steps,
             "rounds": self.rounds,
             "taus": [self.sent_tau, self._moved_tau],
@@ -430,7 +432,8 @@ class Rounds(ABC):
         """Restores what own_state returned."""
         flats, workers = [b.flat for b in self.buckets], self.flight.world_size
         check_run(state, self.name, workers, equal=bool(self.replicas) or not self.state)
-        others, landed = state["workers"] != workers, state["flats"]
+        others = (state["workers"], state["places"]) != (workers, self.flight.places)
+        landed = state["flats"]
         self.reducer.become(state["reducer"])
         here, saved = dict(self.state), dict(state.get("state", {}))  # DCP's tools drop an empty one
         if others:  # what was held back is lost; of a sum or a mean its weight says over how much it is

@@ -2,18 +2,11 @@
 
 `openwebtext`, `wikibooks` and `wikitext103` are the paper's; they are read from `CO2_DATA/<name>`, where the
 user has put token files. `gutenberg` (books, from CO2_DATA) and `pydoc` (Python's own documentation, which
-every Python brings) are the small stand-ins; they are tokenised once into `$CO2_CACHE` (default
-~/.cache/co2).
+every Python brings) are the small stand-ins; they are tokenised once, into the cache.
 """
 
-import fcntl
 import hashlib
 import json
-import os
-import shutil
-import tempfile
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -32,7 +25,7 @@ from language.prepare import (
     write_corpus,
 )
 from language.recipes import CorpusName
-from training.data import data_root, missing
+from training.data import cached, data_root, missing
 
 STAND_IN = "gpt2_pydoc_small"
 GUTENBERG_HELD_OUT = 4  # books; with seed 0 about 3 % of the text
@@ -71,7 +64,7 @@ def _check_once(tokens: np.ndarray, vocab_size: int, file: Path) -> None:
     """Checks every token of a file that somebody else wrote, such as nanoGPT; not again until the file changes."""
     seen = file.stat()
     key = _key(f"{file.resolve()} {seen.st_size} {seen.st_mtime_ns} {vocab_size}".encode())
-    cached_folder(f"checked-{key}", lambda _: check_tokens(tokens, vocab_size, file))
+    cached(f"checked-{key}", lambda _: check_tokens(tokens, vocab_size, file))
 
 
 def open_wikitext2(corpus: Corpus) -> np.ndarray:
@@ -84,14 +77,14 @@ def open_wikitext2(corpus: Corpus) -> np.ndarray:
         raise UserError(f"{corpus.folder} has no tokenizer.json to encode WikiText-2 with: add it, or --no_wikitext2")
     file = data_root() / "wt2.test.txt"
     if not file.is_file():
-        raise UserError(f"no WikiText-2: {file} is missing (the test text, plain); add it, or --no_wikitext2")
+        raise missing("WikiText-2", file.parent, f"{file.name}, the plain test text (or --no_wikitext2)", STAND_IN)
     key = _key(file.read_bytes(), tokenizer.to_str().encode())
 
     def build(target: Path) -> None:
         encode_documents(tokenizer, Documents((file,)), target / "test.bin")
 
-    cached = cached_folder(f"wikitext2-{key}", build)
-    return open_tokens(cached / "test.bin", token_dtype(tokenizer), tokenizer.get_vocab_size())
+    folder = cached(f"wikitext2-{key}", build)
+    return open_tokens(folder / "test.bin", token_dtype(tokenizer), tokenizer.get_vocab_size())
 
 
 def open_text(folder: Path, tokenizer: Tokenizer, end: int) -> Corpus:
@@ -105,9 +98,9 @@ def open_text(folder: Path, tokenizer: Tokenizer, end: int) -> Corpus:
             encode_documents(tokenizer, Documents(found), target / f"{split}.bin", end)
 
     contents = [_content(file) for found in files.values() for file in found]
-    cached = cached_folder(f"text-{_key(*contents, tokenizer.to_str().encode(), str(end).encode())}", build)
+    made = cached(f"text-{_key(*contents, tokenizer.to_str().encode(), str(end).encode())}", build)
     size, dtype = tokenizer.get_vocab_size(), token_dtype(tokenizer)
-    train, val = (open_tokens(cached / f"{split}.bin", dtype, size) for split in files)
+    train, val = (open_tokens(made / f"{split}.bin", dtype, size) for split in files)
     by_bytes = '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str())["decoder"])
     sizes = bytes_per_token(tokenizer) if by_bytes else None
     return Corpus(folder, train, val, size, end, None, None, None, tokenizer, sizes)
@@ -128,17 +121,23 @@ def _text(folder: Path, split: str) -> Path:
     return found[0]
 
 
-def _open_gutenberg(vocab_size: int) -> Corpus:
+def gutenberg_file() -> Path:
+    """The books; UserError where they are missing."""
     file = data_root() / "gutenberg_en.txt.xz"
     if not file.is_file():
         raise missing("Gutenberg books", file.parent, f"{file.name}, books separated by form feed lines", STAND_IN)
+    return file
+
+
+def _open_gutenberg(vocab_size: int) -> Corpus:
+    file = gutenberg_file()
 
     def build(target: Path) -> None:
         train, held = split_documents((file,), GUTENBERG_HELD_OUT, seed=0)
         write_corpus(train, held, target, vocab_size, [file.name])
 
     key = _key(file.read_bytes())
-    return load_corpus(cached_folder(f"gutenberg-{vocab_size}-{key}", build))
+    return load_corpus(cached(f"gutenberg-{vocab_size}-{key}", build))
 
 
 def _open_pydoc(vocab_size: int) -> Corpus:
@@ -147,7 +146,7 @@ def _open_pydoc(vocab_size: int) -> Corpus:
         write_corpus(train, held, target, vocab_size, ["pydoc_data.topics"])
 
     key = _key("\0".join(topics.values()).encode())
-    return load_corpus(cached_folder(f"pydoc-{vocab_size}-{key}", build))
+    return load_corpus(cached(f"pydoc-{vocab_size}-{key}", build))
 
 
 def pydoc_documents() -> tuple[list[str], list[str]]:
@@ -170,41 +169,3 @@ def _key(*contents: bytes) -> str:
     for content in contents:
         digest.update(hashlib.sha256(content).digest())
     return digest.hexdigest()[:12]
-
-
-def cached_folder(name: str, build: Callable[[Path], None]) -> Path:
-    """The folder `name` in the cache, made by `build(empty folder)` when it is not there yet.
-
-    Safe when several ranks, also of several hosts on a shared file system, start at once: a lock lets one of
-    a host build while the others wait, and the folder appears by one atomic rename, so it is never half full.
-    """
-    parent = Path(os.environ.get("CO2_CACHE") or "~/.cache/co2").expanduser() / "language"
-    folder = parent / name
-    if folder.is_dir():
-        return folder
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        lock = open(parent / f".{name}.lock", "w")  # noqa: SIM115, closed below
-    except OSError as error:
-        raise UserError(
-            f"cannot write to the cache {parent} ({error.strerror}): set CO2_CACHE to another folder"
-        ) from error
-    with lock:
-        with suppress(OSError):  # a file system without locks: all build, the first rename wins
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.is_dir():
-            _build_and_rename(folder, build)
-    return folder
-
-
-def _build_and_rename(folder: Path, build: Callable[[Path], None]) -> None:
-    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        build(scratch)
-        scratch.chmod(0o755)  # mkdtemp's folders are private
-        scratch.rename(folder)
-    except OSError:
-        if not folder.is_dir():  # otherwise another host was first
-            raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)

@@ -5,7 +5,8 @@ other, each ended by the end-of-text token. `language.prepare` writes such folde
 and `tokenizer.json`; nanoGPT's OpenWebText files (uint16, GPT-2 tokens, no meta.json) are read too.
 
 Which tokens a worker sees is a pure function of (seed, epoch, rank, world size), and how a window is masked
-one of (seed, epoch, window), so neither the number of workers nor a resumed run changes what is trained on.
+one of its key, (seed, epoch, where it begins): neither the number of workers nor a resumed run changes what is trained
+on. transformers' DataCollatorForLanguageModeling draws masks from one generator for all batches, in their order.
 """
 
 from collections.abc import Iterator
@@ -20,9 +21,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from core.errors import UserError
-from language.finetune_recipes import FinetuneRecipe
-from language.recipes import GPT2_VOCABULARY, LanguageRecipe, Sampling
-from training.sampling import eval_share, generator, load_batches, per_worker, worker_batches
+from language.recipes import GPT2_VOCABULARY, TextRecipe
+from training.data import Key, train_keys
+from training.sampling import eval_share, generator, load_batches
 from training.untrusted import parse_json
 
 IGNORE = -100  # torch's cross_entropy skips targets of this value
@@ -240,64 +241,30 @@ def count_windows(n_tokens: int, objective: Objective) -> int:
     return max(0, n_tokens - objective.read) // objective.stride  # one fewer than fit, so that the cut can move
 
 
-def window_starts(
-    n_tokens: int,
-    objective: Objective,
-    batch_size: int,
-    *,
-    sampling: Sampling,
-    seed: int,
-    rank: int,
-    world_size: int,
-    start: int,
-    total: int,
-) -> Iterator[tuple[int, Tensor]]:
-    """Where this worker's windows of steps `start` to `total` begin: (epoch, int64 [batch_size / world_size]).
+def window_keys(
+    n_tokens: int, objective: Objective, recipe: TextRecipe, rank: int, world_size: int, start: int, total: int
+) -> Iterator[list[Key]]:
+    """This worker's batches of the steps from `start` to `total`, (seed, epoch, where the window begins) each.
 
-    `tiled` cuts the text into neighbouring windows, from an origin that moves with the epoch, and shuffles them:
-    a token is seen at most once an epoch. `random` takes windows anywhere (nanoGPT's way). The global batches are
-    the same for every number of workers. batch_size is global.
+    The text is cut into neighbouring windows, from an origin that moves with the epoch, and these are shuffled: a token
+    is seen at most once an epoch.
     """
-    share = per_worker(batch_size, world_size)
     samples = count_windows(n_tokens, objective)
-    batches = worker_batches(samples, batch_size, seed=seed, rank=rank, world_size=world_size, start=start, total=total)
-    for epoch, number, tiles in batches:
-        if sampling == "tiled":
-            origin = torch.randint(objective.stride, (), generator=generator(seed, epoch, 0))
-            yield epoch, origin + objective.stride * tiles
-        else:
-            rng = generator(seed, epoch, 1, number)
-            anywhere = torch.randint(n_tokens - objective.read + 1, (world_size, share), generator=rng)
-            yield epoch, anywhere[rank]
+    for (seed, epoch, *_), keys in train_keys(recipe, samples, rank, world_size, start, total):
+        origin = torch.randint(objective.stride, (), generator=generator(seed, epoch, 0)).item()
+        yield [(seed, epoch, origin + objective.stride * i) for *_, i in keys]
 
 
 def train_batches(
-    tokens: np.ndarray,
-    objective: Objective,
-    recipe: LanguageRecipe | FinetuneRecipe,
-    rank: int,
-    world_size: int,
-    start: int,
-    total: int,
+    tokens: np.ndarray, objective: Objective, recipe: TextRecipe, rank: int, world_size: int, start: int, total: int
 ) -> Iterator[Batch]:
-    """This worker's (inputs, targets) of each step, int64 [batch_size / world_size, context]; see `window_starts`."""
-    all_starts = window_starts(
-        len(tokens),
-        objective,
-        recipe.batch_size,
-        sampling=recipe.sampling,
-        seed=recipe.seed,
-        rank=rank,
-        world_size=world_size,
-        start=start,
-        total=total,
-    )
-    keyed = ([(recipe.seed, epoch, at) for at in starts.tolist()] for epoch, starts in all_starts)
-    return load_batches(Windows(tokens, objective), keyed, recipe.loader_workers, collate=_as_it_is)
+    """This worker's (inputs, targets) of each step, int64 [batch_size / world_size, context]; see window_keys."""
+    keys = window_keys(len(tokens), objective, recipe, rank, world_size, start, total)
+    return load_batches(Windows(tokens, objective), keys, recipe.loader_workers, collate=_as_it_is)
 
 
 class Windows(Dataset[Any]):
-    """Batches of windows by their keys, the last number of which says where the window begins, in a list."""
+    """Batches of windows by their keys."""
 
     def __init__(self, tokens: np.ndarray, objective: Objective):
         self.tokens, self.objective = tokens, objective

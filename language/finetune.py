@@ -15,8 +15,7 @@ from training.script import launch
 if __name__ == "__main__":
     answer_help(RECIPES, prog="language.finetune")  # before the imports below, which take seconds
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -26,13 +25,10 @@ from core.methods import Zeroth
 from language import pretrained, zo_replay
 from language import train as language_train
 from language.corpora import open_text
-from language.data import Batch, CausalObjective, Corpus, count_windows, train_batches
-from language.model import make_optimizer
+from language.data import CausalObjective
 from language.prompts import PromptTask
-from language.train import backward, measure
-from training.optim import clip_gradients, make_schedule
+from language.train import TextTask, learn
 from training.run import Run
-from training.sampling import steps_per_epoch
 
 if TYPE_CHECKING:
     from training.memory import Step
@@ -52,29 +48,15 @@ def tune(recipe: FinetuneRecipe) -> None:
     tokenizer = pretrained.open_tokenizer(recipe.model, model)
     task = open_task(recipe, tokenizer, pretrained.positions(model, recipe.context))
     with Run(recipe) as run:
-        train(run, recipe, model, task)
-
-
-@dataclass(frozen=True)
-class TextTask:
-    """What is learned of plain text: to predict each next token."""
-
-    tokenizer: Any
-    corpus: Corpus
-    objective: CausalObjective
-
-    @property
-    def samples(self) -> int:
-        return count_windows(len(self.corpus.train), self.objective)
-
-    def batches(self, recipe: FinetuneRecipe, rank: int, world_size: int, start: int, total: int) -> Iterator[Batch]:
-        """This worker's windows of the steps from `start` to `total`."""
-        return train_batches(self.corpus.train, self.objective, recipe, rank, world_size, start, total)
-
-    def evaluate(self, run: Run, recipe: FinetuneRecipe, model: nn.Module, most: int | None) -> dict[str, float]:
-        """Of the first `most` held-out windows; see language.train."""
-        val = self.corpus.val[: most and most * self.objective.stride + 1]
-        return language_train.evaluate(run, recipe, model, self.corpus, self.objective, {"val": val})
+        model = run.shard(model)
+        writes = run.rank == 0 or recipe.elastic  # at the end
+        before = zo_replay.tuned_digest(model) if recipe.method == "zo" and writes else ""
+        method = learn(run, recipe, model, task)
+        if method is None or not run.folder.writes:
+            return
+        pretrained.write_model(model, tokenizer, recipe.folder / "model")
+        if isinstance(method, Zeroth):
+            zo_replay.write(recipe.folder / "replay", recipe, method.order, before, run.device)
 
 
 def open_task(recipe: FinetuneRecipe, tokenizer: Any, context: int) -> PromptTask | TextTask:
@@ -87,46 +69,9 @@ def open_task(recipe: FinetuneRecipe, tokenizer: Any, context: int) -> PromptTas
     if tokenizer.eos_token_id is None or not tokenizer.is_fast:
         raise UserError(f"{recipe.model}: task text needs a tokenizer.json and an eos_token, to end documents with")
     corpus = open_text(recipe.data, tokenizer.backend_tokenizer, tokenizer.eos_token_id)
-    return TextTask(tokenizer, corpus, CausalObjective(context))
-
-
-def train(run: Run, recipe: FinetuneRecipe, model: nn.Module, task: PromptTask | TextTask) -> None:
-    """The loop: optimiser steps, method.step(), and at round boundaries evaluations and checkpoints; in eval mode, so
-    without dropout, throughout."""
-    model = run.shard(model)
-    writes = run.rank == 0 or recipe.elastic  # at the end
-    before = zo_replay.tuned_digest(model) if recipe.method == "zo" and writes else ""
-    optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
-    epoch = recipe.epoch_steps or steps_per_epoch(task.samples, recipe.batch_size)
-    total = epoch * recipe.epochs
-    schedule = make_schedule(optimizer, total, recipe.optim)
-    wrapped, method = run.make_method(model, optimizer, total, pretrained.blocks_of(model))
-    run.begin(model, optimizer, schedule, method, epoch=epoch, total=total, samples=task.samples)
-
-    wrapped.eval()
-    for batch in run.batches(task.batches):
-        if isinstance(method, Zeroth):  # two forward passes stand for the gradient and its step
-            loss = measure(run, recipe, method, batch)
-        else:
-            loss = backward(run, recipe, wrapped, batch)
-            clip_gradients(model, recipe.optim)
-            optimizer.step()
-            optimizer.zero_grad()
-        schedule.step()
-        due = run.after_step(method.step(last=run.at_last_step), train_loss=loss)
-        if due.evaluation:
-            task.evaluate(run, recipe, model, recipe.eval_samples)
-        if due.checkpoint:
-            run.save()
-        if due.stop:
-            return run.stop()
-
-    method.finish()
-    run.end(task.evaluate(run, recipe, model, None))
-    if run.folder.writes:
-        pretrained.write_model(model, task.tokenizer, recipe.folder / "model")
-        if isinstance(method, Zeroth):
-            zo_replay.write(recipe.folder / "replay", recipe, method.order, before, run.device)
+    objective = CausalObjective(context)
+    some = corpus.val[: recipe.eval_samples and recipe.eval_samples * objective.stride + 1]
+    return TextTask(corpus, objective, some, {"val": corpus.val})
 
 
 def fake_step(step: Step, recipe: FinetuneRecipe, model: nn.Module, samples: int) -> None:

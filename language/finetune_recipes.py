@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 from core.errors import UserError
-from language.recipes import Sampling
+from language.recipes import TextRecipe
 from training.optim import OptimConfig
-from training.recipe import Recipe
 
 Task = Literal["prompts", "text"]
 
@@ -27,10 +26,9 @@ class LoraConfig:
 
 
 @dataclass(frozen=True)
-class FinetuneRecipe(Recipe):
+class FinetuneRecipe(TextRecipe):
     """A causal language model in Hugging Face's format, and what it is tuned on. Dropout is off."""
 
-    zeroth_order: ClassVar[bool] = True
     model: Path | None = None
     """The model's folder: config.json, *.safetensors and the tokenizer's files."""
     data: Path | None = None
@@ -47,21 +45,12 @@ class FinetuneRecipe(Recipe):
     lora: LoraConfig = field(default_factory=LoraConfig)
     weights: Literal["float32", "bfloat16", "float16"] = "float32"
     """The type that parameters are kept in; the 16-bit ones for method zo alone, which needs no gradients."""
-    sampling: Sampling = "tiled"
-    """Of task text. tiled: each token at most once a pass over the text; random: windows anywhere."""
-    epoch_steps: int | None = None
-    """Optimiser steps that count as an epoch; None for one pass over the data."""
     eval_samples: int | None = None
     """Held-out prompts, or windows of text, to evaluate on while training, None for all, as at the end."""
-    loader_workers: int = 0
-    """Processes per worker that read batches ahead; 0 for none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, least in dict(context=4, epoch_steps=1, eval_samples=1).items():
-            if (value := getattr(self, name)) is not None and value < least:
-                raise UserError(f"{name}={value}: give {least} or more")
-        self.check(loader_workers=(0, 1000))
+        self.check_least(context=4, eval_samples=1)
         if self.lora.rank < 0 or not self.lora.alpha > 0:
             raise UserError(
                 f"lora rank={self.lora.rank}, alpha={self.lora.alpha}: give a rank of 0 or more, alpha above 0"

@@ -19,6 +19,9 @@ def continue_text(
 ) -> Tensor:
     """Sample from a causal model: int64 [batch, time] -> [batch, time + new_tokens].
 
+    Not by transformers' generate(), which TransNormer does not have: it draws from the generator that dropout uses, and
+    ends at the model's last position.
+
     Args:
         context: the model reads at most the last `context` tokens.
         top_k: sample among the k most likely tokens; 1 is greedy.

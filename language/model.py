@@ -106,10 +106,9 @@ def _roberta(name: str, vocab_size: int, context: int, dropout: float, pad: int)
 
 
 def blocks_of(model: nn.Module) -> nn.ModuleList:
-    """The transformer's blocks."""
-    if isinstance(model, GPT2LMHeadModel):
-        return model.transformer.h
-    return model.roberta.encoder.layer if isinstance(model, RobertaForMaskedLM) else model.layers
+    """The model's largest list of modules: its transformer blocks. Empty where it has none."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    return max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()), default=nn.ModuleList())
 
 
 def is_causal(name: ModelName) -> bool:
@@ -121,7 +120,8 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Two parameter groups for an optimiser: weight decay on matrices that multiply, none on anything else.
 
     Biases, norms, positions and embeddings are not decayed, nor is an output layer that shares the
-    embedding's weight. Every parameter that needs a gradient is in exactly one group.
+    embedding's weight; by timm's rule and that of transformers' Trainer, which go by shapes and by names, embeddings
+    are. Every parameter that needs a gradient is in exactly one group.
     """
     modules = list(model.modules())
     embedded = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}
@@ -134,16 +134,6 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """training.optim.make_optimizer with `decay_groups` where the recipe does not say what is decayed.
-
-    That one would decay embeddings, which are matrices too.
-    """
+    """training.optim.make_optimizer with `decay_groups` where the recipe does not say what is decayed."""
     groups = decay_groups(model, config.weight_decay) if config.undecayed is None else None
     return optim.make_optimizer(model, config, groups)
-
-
-def count_parameters(name: ModelName, vocab_size: int, context: int) -> int:
-    """Parameters of a model, shared ones once, without allocating it."""
-    with torch.device("meta"):
-        model = build_model(name, vocab_size=vocab_size, context=context, dropout=0.0, pad=1)
-    return sum(p.numel() for p in model.parameters())

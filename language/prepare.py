@@ -14,8 +14,6 @@ wrote with save_to_disk. Nothing is fetched. Documents are held out whole, so th
 import json
 import lzma
 import random
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +24,7 @@ import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from core.errors import UserError
+from training.data import build_whole
 from training.script import launch
 from training.untrusted import parse_json
 
@@ -295,14 +294,8 @@ def prepare(
         raise UserError(f"{out} exists already: remove it, or give another --out")
     train, held = (Documents(files), Documents(text_files(val))) if val else split_documents(files, hold_out, seed)
     out.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
-        meta = write_corpus(train, held, scratch, own or vocab_size, [file.name for file in files])
-        scratch.chmod(0o755)  # mkdtemp's folders are private
-        scratch.rename(out)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return meta
+    names = [file.name for file in files]
+    return build_whole(out, lambda folder: write_corpus(train, held, folder, own or vocab_size, names))[1]
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from core.errors import UserError
 from language.finetune_recipes import FinetuneRecipe, LoraConfig
+from language.model import blocks_of
 from training.backward import recompute
 from training.sampling import mix, seeded
 from training.untrusted import parse_json
@@ -167,12 +168,6 @@ def positions(model: nn.Module, context: int | None) -> int:
     if context is not None and has is not None and context > has:
         raise UserError(f"context={context}: the model has {has} positions; give so many or fewer")
     return context or has or 2048
-
-
-def blocks_of(model: nn.Module) -> nn.ModuleList:
-    """The model's largest list of modules: its transformer blocks. Empty where it has none."""
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    return max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()), default=nn.ModuleList())
 
 
 def write_model(model: nn.Module, tokenizer: Any, target: Path) -> None:

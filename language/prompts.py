@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from core.errors import UserError
 from language.data import IGNORE, Batch
 from language.finetune_recipes import FinetuneRecipe
-from training.sampling import eval_share, load_batches, worker_batches
+from training.data import train_keys
+from training.elastic import repeated
+from training.sampling import eval_share, load_batches
 from training.untrusted import parse_json
 
 if TYPE_CHECKING:
@@ -176,14 +178,15 @@ class PromptTask:
     def batches(self, recipe: FinetuneRecipe, rank: int, world_size: int, start: int, total: int) -> Iterator[Batch]:
         """This worker's batches of prompts with their right answers, of the steps from `start` to `total`."""
         samples: Any = [prompt.sample() for prompt in self.train]
-        of = dict(seed=recipe.seed, rank=rank, world_size=world_size, start=start, total=total)
-        keys = (chosen.tolist() for _, _, chosen in worker_batches(self.samples, recipe.batch_size, **of))
+        keys = ([i for *_, i in keys] for _, keys in train_keys(recipe, self.samples, rank, world_size, start, total))
         return load_batches(samples, keys, recipe.loader_workers, collate=collate)
 
-    def evaluate(self, run: Run, recipe: FinetuneRecipe, model: nn.Module, most: int | None) -> dict[str, float]:
-        """The share of the first `most` held-out prompts whose right answer is the likeliest per token, and the loss,
-        each worker on its share; shows some prompts in TensorBoard."""
-        val = self.val[:most]
+    @repeated
+    def evaluate(self, run: Run, model: nn.Module, *, at_end: bool) -> dict[str, float]:
+        """The share of the held-out prompts whose right answer is the likeliest per token, and the loss, each worker on
+        its share; but at the end of the recipe's first eval_samples alone. Shows some prompts in TensorBoard."""
+        recipe: Any = run.recipe
+        val = self.val[: None if at_end else recipe.eval_samples]
         mine = [val[i] for i in eval_share(len(val), rank=run.rank, world_size=run.world_size)]
         right = nats = tokens = 0.0
         with run.paused(), run.autocast():

@@ -6,33 +6,46 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from core.config import CO2Config
+from core import CO2Config
 from core.errors import UserError
 from training.optim import OptimConfig
 from training.recipe import Recipe
 
 ModelName = Literal[
-    "gpt2_tiny",
-    "gpt2_small",
-    "gpt2_medium",
-    "gpt2_large",
-    "roberta_tiny",
-    "roberta_base",
-    "roberta_large",
-    "transnormer_tiny",
-    "transnormer_7b",
-]
+    "gpt2_tiny", "gpt2_small", "gpt2_medium", "gpt2_large",
+    "roberta_tiny", "roberta_base", "roberta_large", "transnormer_tiny", "transnormer_7b",
+]  # fmt: skip
 CorpusName = Literal["pydoc", "gutenberg", "openwebtext", "wikibooks", "wikitext103"]
-Sampling = Literal["tiled", "random"]
 LinearAttention = Literal["torch", "fla"]
 GPT2_VOCABULARY = 50257  # nanoGPT's prepare.py; its end-of-text token is the last one
 
 
 @dataclass(frozen=True)
-class LanguageRecipe(Recipe):
-    """A language model and its text."""
+class TextRecipe(Recipe):
+    """What training from scratch and fine-tuning have in common."""
 
     zeroth_order: ClassVar[bool] = True
+    epoch_steps: int | None = None
+    """Optimiser steps that count as an epoch; None for one pass over the data."""
+    loader_workers: int = 0
+    """Processes per worker that read and mask batches ahead; 0 for none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check(loader_workers=(0, 1000))
+        self.check_least(epoch_steps=1)
+
+    def check_least(self, **least: int) -> None:
+        """Refuses a field below its least value, where it is not None."""
+        for name, value in least.items():
+            if (found := getattr(self, name)) is not None and found < value:
+                raise UserError(f"{name}={found}: give {value} or more")
+
+
+@dataclass(frozen=True)
+class LanguageRecipe(TextRecipe):
+    """A language model and its text."""
+
     model: ModelName = "gpt2_tiny"
     corpus: CorpusName = "pydoc"
     """pydoc comes with Python; the others are read from the folder CO2_DATA."""
@@ -43,30 +56,21 @@ class LanguageRecipe(Recipe):
     context: int = 128
     """Tokens per sample."""
     dropout: float = 0.0
-    sampling: Sampling = "tiled"
-    """tiled: each token at most once a pass over the text; random: windows anywhere."""
-    epoch_steps: int | None = None
-    """Optimiser steps that count as an epoch; None for one pass over the text."""
     eval_tokens: int | None = None
     """Held-out tokens to evaluate on while training, None for all; at the end it is always all."""
     wikitext2: bool = False
     """Evaluate on WikiText-2's test text, too, at the end."""
     linear_attention: LinearAttention = "torch"
     """How TransNormer's attention is computed on GPUs: by torch, or by flash-linear-attention's Triton kernels."""
-    loader_workers: int = 0
-    """Processes per worker that read and mask batches ahead; 0 for none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        least = dict(context=4, epoch_steps=1, eval_tokens=self.context + 1)
-        for name, value in least.items():
-            if getattr(self, name) is not None and getattr(self, name) < value:
-                raise UserError(f"{name}={getattr(self, name)}: give {value} or more")
+        self.check_least(context=4, eval_tokens=self.context + 1)
         if self.linear_attention != "torch" and not self.model.startswith("transnormer"):
             raise UserError(
                 f"linear_attention={self.linear_attention} is TransNormer's, not {self.model}'s: leave it out"
             )
-        self.check(dropout=(0, 0.99), vocab_size=(1, 10**6), context=(4, 10**6), loader_workers=(0, 1000))
+        self.check(dropout=(0, 0.99), vocab_size=(1, 10**6), context=(4, 10**6))
 
 
 # -- the paper's rows -------------------------------------------------------------------------------------------------
@@ -285,23 +289,9 @@ def gpt2_zo_small() -> LanguageRecipe:
     )
 
 
-RECIPES = {
-    f.__name__: f()
-    for f in (
-        gpt2_small_owt,
-        gpt2_medium_owt,
-        gpt2_large_owt,
-        gpt2_medium_zo_owt,
-        gpt2_small_wikitext103,
-        transnormer_7b_owt,
-        roberta_base_wikibooks,
-        roberta_large_wikibooks,
-        roberta_base_wikitext103,
-        roberta_large_wikitext103,
-        gpt2_pydoc_small,
-        transnormer_pydoc_small,
-        roberta_pydoc_small,
-        gpt2_gutenberg_small,
-        gpt2_zo_small,
-    )
-}
+_ALL = (
+    gpt2_small_owt, gpt2_medium_owt, gpt2_large_owt, gpt2_medium_zo_owt, gpt2_small_wikitext103, transnormer_7b_owt,
+    roberta_base_wikibooks, roberta_large_wikibooks, roberta_base_wikitext103, roberta_large_wikitext103,
+    gpt2_pydoc_small, transnormer_pydoc_small, roberta_pydoc_small, gpt2_gutenberg_small, gpt2_zo_small,
+)  # fmt: skip
+RECIPES = {f.__name__: f() for f in _ALL}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from language.recipes import RECIPES, LanguageRecipe
+from language.recipes import RECIPES, LanguageRecipe, TextRecipe
 from training.checks import dry_run
 from training.recipe import answer_help, parse
 from training.script import launch
@@ -10,7 +10,8 @@ from training.script import launch
 if __name__ == "__main__":
     answer_help(RECIPES, prog="language.train")  # before the imports below, which take seconds
 
-import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from unittest import mock
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from core.errors import UserError
-from core.methods import Zeroth
+from core.methods import Method, Zeroth
 from language import generate
 from language.corpora import open_corpus, open_wikitext2
 from language.data import (
@@ -47,6 +48,7 @@ from training.sampling import generator, steps_per_epoch
 from training.workers import pick_device, upload
 
 if TYPE_CHECKING:
+    from language.prompts import PromptTask
     from training.memory import Step
 
 PROMPT_TOKENS, NEW_TOKENS, TOP_K = 16, 48, 20  # of the text that a causal model writes for TensorBoard
@@ -105,18 +107,48 @@ def make_objective(recipe: LanguageRecipe, corpus: Corpus) -> Objective:
 
 
 def train(run: Run, recipe: LanguageRecipe, corpus: Corpus, objective: Objective, final_texts: Texts) -> None:
-    """The loop: optimiser steps, method.step(), and at round boundaries evaluations and checkpoints."""
+    """A run from random weights, or those of `init_from`. final_texts: to evaluate on at the end."""
     model = run.shard(initial(recipe, corpus.pad))
+    learn(run, recipe, model, TextTask(corpus, objective, corpus.val[: recipe.eval_tokens], final_texts))
+
+
+@dataclass(frozen=True)
+class TextTask:
+    """What is learned of a corpus, by an objective; some: held-out tokens to evaluate on while training; texts: those
+    to evaluate on at the end."""
+
+    corpus: Corpus
+    objective: Objective
+    some: np.ndarray
+    texts: Texts
+
+    @property
+    def samples(self) -> int:
+        return count_windows(len(self.corpus.train), self.objective)
+
+    def batches(self, recipe: TextRecipe, rank: int, world_size: int, start: int, total: int) -> Iterator[Batch]:
+        """This worker's windows of the steps from `start` to `total`."""
+        return train_batches(self.corpus.train, self.objective, recipe, rank, world_size, start, total)
+
+    def evaluate(self, run: Run, model: nn.Module, *, at_end: bool) -> dict[str, float]:
+        return evaluate(run, model, self.corpus, self.objective, self.texts if at_end else {"val": self.some})
+
+
+def learn(run: Run, recipe: TextRecipe, model: nn.Module, task: TextTask | PromptTask) -> Method | None:
+    """The loop: optimiser steps, method.step(), and at round boundaries evaluations and checkpoints.
+
+    model: what run.shard gave; it stays in its mode, for fine-tuning has no dropout. Returns the method where the run
+    has ended, None where a signal stopped it.
+    """
     optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
-    samples = count_windows(len(corpus.train), objective)
-    epoch = recipe.epoch_steps or steps_per_epoch(samples, recipe.batch_size)
+    epoch = recipe.epoch_steps or steps_per_epoch(task.samples, recipe.batch_size)
     total = epoch * recipe.epochs
     schedule = make_schedule(optimizer, total, recipe.optim)
     wrapped, method = run.make_method(model, optimizer, total, blocks_of(model))
-    run.begin(model, optimizer, schedule, method, epoch=epoch, total=total, samples=samples)
+    run.begin(model, optimizer, schedule, method, epoch=epoch, total=total, samples=task.samples)
 
-    model.train()
-    for batch in run.batches(functools.partial(train_batches, corpus.train, objective)):
+    wrapped.train(model.training)
+    for batch in run.batches(task.batches):
         if isinstance(method, Zeroth):  # two forward passes stand for the gradient and its step
             loss = measure(run, recipe, method, batch)
         else:
@@ -127,20 +159,21 @@ def train(run: Run, recipe: LanguageRecipe, corpus: Corpus, objective: Objective
         schedule.step()
         due = run.after_step(method.step(last=run.at_last_step), train_loss=loss)
         if due.evaluation:
-            evaluate(run, recipe, model, corpus, objective, {"val": corpus.val[: recipe.eval_tokens]})
+            task.evaluate(run, model, at_end=False)
         if due.checkpoint:
             run.save()
         if due.stop:
             return run.stop()
 
     method.finish()
-    run.end(evaluate(run, recipe, model, corpus, objective, final_texts))
+    run.end(task.evaluate(run, model, at_end=True))
+    return method
 
 
 Part = tuple[Tensor, Tensor, Tensor | None]  # inputs, targets, and where something is predicted (None: everywhere)
 
 
-def backward(run: Run | Step, recipe: LanguageRecipe, wrapped: nn.Module, batch: Batch) -> Tensor:
+def backward(run: Run | Step, recipe: TextRecipe, wrapped: nn.Module, batch: Batch) -> Tensor:
     """Adds the gradient of this worker's mean loss over the batch, in micro-batches; returns the loss."""
     parts, predicted = micro_batches(run, recipe, batch)
 
@@ -150,7 +183,7 @@ def backward(run: Run | Step, recipe: LanguageRecipe, wrapped: nn.Module, batch:
     return backward_in_parts(wrapped, parts, part_of)["train_loss"]
 
 
-def measure(run: Run | Step, recipe: LanguageRecipe, method: Zeroth, batch: Batch) -> Tensor:
+def measure(run: Run | Step, recipe: TextRecipe, method: Zeroth, batch: Batch) -> Tensor:
     """A step of method zo; returns this worker's mean loss over the batch."""
     parts, predicted = micro_batches(run, recipe, batch)
 
@@ -160,7 +193,7 @@ def measure(run: Run | Step, recipe: LanguageRecipe, method: Zeroth, batch: Batc
     return method.measure(mean_loss, count=int(predicted))
 
 
-def micro_batches(run: Run | Step, recipe: LanguageRecipe, batch: Batch) -> tuple[list[Part], Tensor]:
+def micro_batches(run: Run | Step, recipe: TextRecipe, batch: Batch) -> tuple[list[Part], Tensor]:
     """The batch in parts on the device, and how many tokens are predicted over all of it, 0-d."""
     inputs, targets = (part.to(run.device, non_blocking=True) for part in batch)
     predicted = (targets != IGNORE).sum().clamp(min=1)  # over the whole batch, so that micro-batches change nothing
@@ -185,7 +218,7 @@ def predicted_places(targets: Tensor) -> Tensor:
     return (targets.flatten() != IGNORE).nonzero()[:, 0]
 
 
-def fake_step(step: Step, recipe: LanguageRecipe, model: nn.Module, samples: int) -> None:
+def fake_step(step: Step, recipe: TextRecipe, model: nn.Module, samples: int) -> None:
     """A step on zeros, for training.memory; fake tensors do not tell how many tokens are predicted."""
     zeros = torch.zeros(samples, recipe.context, dtype=torch.int64)
     with mock.patch(f"{__name__}.predicted_places", lambda t: torch.arange(int(PREDICTED * t.numel()))):
@@ -198,15 +231,9 @@ def fake_step(step: Step, recipe: LanguageRecipe, model: nn.Module, samples: int
 
 
 @repeated
-def evaluate(
-    run: Run,
-    recipe: LanguageRecipe,
-    model: nn.Module,
-    corpus: Corpus,
-    objective: Objective,
-    texts: Texts,
-) -> dict[str, float]:
+def evaluate(run: Run, model: nn.Module, corpus: Corpus, objective: Objective, texts: Texts) -> dict[str, float]:
     """Perplexity and bits per byte of each text, each worker on its share; shows sample text in TensorBoard."""
+    recipe = run.recipe
     results: dict[str, float] = {}
     with run.paused(), run.autocast():
         for name, tokens in texts.items():

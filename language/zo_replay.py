@@ -19,7 +19,8 @@ from torch import nn
 
 from core.errors import UserError
 from core.zeroth import ScalarLog, ZerothConfig, ZerothOrder
-from core.zeroth.order import digest, kind_of
+from core.zeroth.noise import kind_of
+from core.zeroth.weights import digest
 from language import pretrained
 from language.finetune_recipes import RECIPES, FinetuneRecipe, LoraConfig
 from training.script import launch

@@ -1,7 +1,7 @@
 """Training items of fixed size, made of whole clouds: `pointcloud.sources` says where these come from.
 
-What an item holds is a pure function of (seed, epoch, index): neither the rank nor the number of loader workers changes
-it.
+What an item holds follows from its key, (seed, epoch, index), alone: neither the rank nor the number of loader workers
+changes it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from core import UserError
 from pointcloud.pack import Packed, packed_path
 from pointcloud.recipes import PointCloudRecipe
 from pointcloud.sources import SPLITS, Source, unpacked
-from training.data import data_root
-from training.sampling import eval_share, load_batches, worker_batches
+from training.data import Key, data_root, eval_keys, train_keys
+from training.sampling import load_batches
 
 
 def load(recipe: PointCloudRecipe) -> tuple[PointClouds, PointClouds]:
     """(training set, test set) of the recipe, from the folder CO2_DATA unless embedded."""
     train, test = (load_source(recipe.dataset, split) for split in SPLITS)
-    return PointClouds(train, recipe.points, recipe.seed, recipe.augment), PointClouds(test, recipe.points)
+    return PointClouds(train, recipe.points, recipe.augment), PointClouds(test, recipe.points)
 
 
 def load_source(name: str, split: str) -> Source:
@@ -34,9 +34,9 @@ def load_source(name: str, split: str) -> Source:
 
 
 class PointClouds(Dataset[Tensor]):
-    """Clouds of a fixed number of points, centred and scaled into the unit sphere, by (index, epoch).
+    """Clouds of a fixed number of points, centred and scaled into the unit sphere, by their keys.
 
-    Each epoch takes another random subset of every cloud's points; evaluation uses epoch 0. `augment` stretches each
+    Each epoch takes another random subset of every cloud's points. `augment` stretches each
     axis by a factor in [2/3, 3/2] and moves it by up to 0.2, the augmentation of Point-MAE's pre-training; the result
     may leave the unit sphere.
 
@@ -44,17 +44,17 @@ class PointClouds(Dataset[Tensor]):
         UserError: on access, for a cloud with too few points, not finite, or of the wrong shape; names the file.
     """
 
-    def __init__(self, source: Source, points: int, seed: int = 0, augment: bool = False):
-        self.source, self.points, self.seed, self.augment = source, points, seed, augment
+    def __init__(self, source: Source, points: int, augment: bool = False):
+        self.source, self.points, self.augment = source, points, augment
 
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitem__(self, key: tuple[int, int]) -> Tensor:
+    def __getitem__(self, key: Key) -> Tensor:
         """float32 [points, 3], in random order."""
-        index, epoch = key
+        index = key[-1]
         cloud = _checked(self.source.load(index), self.points, self.source.name(index))
-        rng = np.random.default_rng((self.seed, epoch, index))
+        rng = np.random.default_rng(key)
         x = normalise(cloud)[rng.choice(len(cloud), self.points, replace=False)]
         if self.augment:
             x = x * rng.uniform(2 / 3, 3 / 2, 3) + rng.uniform(-0.2, 0.2, 3)
@@ -64,19 +64,14 @@ class PointClouds(Dataset[Tensor]):
         self, recipe: PointCloudRecipe, rank: int, world_size: int, start: int, total: int
     ) -> Iterator[Tensor]:
         """This worker's batches from step `start` to `total`: float32 [batch_size / world_size, points, 3]."""
-        plan = worker_batches(
-            len(self), recipe.batch_size, seed=self.seed, rank=rank, world_size=world_size, start=start, total=total
-        )
-        keyed = ([(i, epoch) for i in index.tolist()] for epoch, _, index in plan)
-        return load_batches(self, keyed, recipe.loader_workers)
+        keys = (keys for _, keys in train_keys(recipe, len(self), rank, world_size, start, total))
+        return load_batches(self, keys, recipe.loader_workers)
 
     def test_batches(
         self, recipe: PointCloudRecipe, rank: int, world_size: int, batch_size: int = 32
     ) -> Iterator[Tensor]:
         """This worker's share of the set, in batches."""
-        share = eval_share(len(self), rank=rank, world_size=world_size)
-        keyed = ([(i, 0) for i in share[at : at + batch_size]] for at in range(0, len(share), batch_size))
-        return load_batches(self, keyed, recipe.loader_workers)
+        return load_batches(self, eval_keys(len(self), batch_size, rank, world_size), recipe.loader_workers)
 
 
 def normalise(cloud: np.ndarray) -> np.ndarray:

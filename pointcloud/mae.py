@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from core import UserError
 from pointcloud.geometry import patches
 from pointcloud.model import Reconstruction
-from training.compat import prepare_torchvision
 
 
 @dataclass(frozen=True)
@@ -70,9 +69,10 @@ class Transformer(nn.Module):
     """Pre-norm blocks (timm's) that add the positional embedding before every block, and a final norm."""
 
     def __init__(self, dim: int, depth: int, heads: int, drop_path: float):
-        prepare_torchvision()
-        # here, because it takes seconds, and --help needs the settings above alone
+        # here, because they take seconds, and --help needs the settings above alone
         from timm.models.vision_transformer import Block
+
+        import training.prepared  # noqa: F401
 
         super().__init__()
         rates = torch.linspace(0, drop_path, depth, device="cpu").tolist()

@@ -6,7 +6,7 @@ Writes to the folder CO2_DATA, beside the release's own folder, for the splits t
     DATASET_SPLIT.npz   ends int64 [clouds], labels and names [clouds]; written last, so that half a file is not used
 
 From then on the train script reads these, and the workers of a node share one copy in memory. Pack again when the data
-changes: nothing compares the two.
+changes: nothing compares the two. They are not in the cache, for a home folder seldom has room for 9 GB.
 """
 
 from __future__ import annotations

@@ -5,12 +5,10 @@ The paper's settings for its point-cloud task are unknown; every value here is o
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
-from core import UserError
-from core.config import CO2Config
+from core import CO2Config, UserError
 from pointcloud.mae import MaskedAutoencoderConfig
 from pointcloud.model import AutoencoderConfig
 from training.optim import OptimConfig
@@ -32,8 +30,6 @@ class PointCloudRecipe(Recipe):
     """How many points of each cloud are used; every epoch takes a new random subset."""
     augment: bool = False
     """Random scaling and translation."""
-    loss: Literal["chamfer", "emd"] = "chamfer"
-    """emd solves an exact assignment on the CPU for every cloud, which is feasible for a few hundred points."""
     emd_points: int = 256
     """How many points of each cloud an evaluation's EMD compares at most, for speed."""
     loader_workers: int = 0
@@ -44,10 +40,6 @@ class PointCloudRecipe(Recipe):
         self.check(points=(1, 10**6), emd_points=(1, 10**6), loader_workers=(0, 1000))
         if self.recompute and self.model != "mae":
             raise UserError(f"recompute with model={self.model}: only mae has blocks to recompute; leave it out")
-        side = math.isqrt(self.points)
-        folds = self.model == "autoencoder" and self.autoencoder.decoder == "folding"
-        if self.loss == "emd" and folds and side * side != self.points:
-            raise UserError(f"loss=emd needs as many points as the folded grid: give points={side * side}")
 
 
 def shapenet_folding() -> PointCloudRecipe:
@@ -130,13 +122,8 @@ def modelnet10_mae_small() -> PointCloudRecipe:
     return replace(modelnet10_small(), model="mae", mae=mae, epochs=15)
 
 
-_RECIPES = (
-    shapenet_folding,
-    shapenet_mlp,
-    shapenet_mae,
-    shapenet55_mae,
-    surfaces_small,
-    modelnet10_small,
-    modelnet10_mae_small,
-)
-RECIPES = {f.__name__: f() for f in _RECIPES}
+_ALL = (
+    shapenet_folding, shapenet_mlp, shapenet_mae, shapenet55_mae,
+    surfaces_small, modelnet10_small, modelnet10_mae_small,
+)  # fmt: skip
+RECIPES = {f.__name__: f() for f in _ALL}

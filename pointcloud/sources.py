@@ -34,10 +34,29 @@ class Source(Protocol):
         ...
 
 
-class ShapeNetPC15k:
+class Files:
+    """Clouds in a file each, float [n, 3]."""
+
+    files: list[Path]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def load(self, index: int) -> np.ndarray:
+        path = self.files[index]
+        try:
+            return np.load(path, allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise UserError(f"{path} cannot be read ({error}): copy it again or remove it") from error
+
+    def name(self, index: int) -> str:
+        return str(self.files[index])
+
+
+class ShapeNetPC15k(Files):
     """ShapeNetCore v2 as released with PointFlow (arXiv 1906.12320): 15,000 points a shape.
 
-    Reads `ShapeNetCore.v2.PC15k/<synset>/<split>/<model>.npy`, float [n, 3], for every synset that is there.
+    Reads `ShapeNetCore.v2.PC15k/<synset>/<split>/<model>.npy` for every synset that is there.
     """
 
     def __init__(self, root: Path, split: str):
@@ -46,24 +65,15 @@ class ShapeNetPC15k:
         if not self.files:
             raise missing("data set shapenet", root, f"{folder.name}/<synset>/{split}/<model>.npy", STAND_IN)
 
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def load(self, index: int) -> np.ndarray:
-        return _load_npy(self.files[index])
-
     def label(self, index: int) -> str:
         return self.files[index].parent.parent.name
 
-    def name(self, index: int) -> str:
-        return str(self.files[index])
 
-
-class ShapeNet55:
+class ShapeNet55(Files):
     """ShapeNet-55 as used by Point-BERT and Point-MAE (arXiv 2203.06604): 8,192 points a shape.
 
-    Reads `ShapeNet55-34/ShapeNet-55/<split>.txt`, a list of file names `<synset>-<model>.npy`, and the files, float
-    [n, 3], in `ShapeNet55-34/shapenet_pc/`.
+    Reads `ShapeNet55-34/ShapeNet-55/<split>.txt`, a list of file names `<synset>-<model>.npy`, and the files in
+    `ShapeNet55-34/shapenet_pc/`.
     """
 
     def __init__(self, root: Path, split: str):
@@ -76,17 +86,8 @@ class ShapeNet55:
         if not self.files:
             raise UserError(f"{listing} is empty: it should name one file of {folder / 'shapenet_pc'} a line")
 
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def load(self, index: int) -> np.ndarray:
-        return _load_npy(self.files[index])
-
     def label(self, index: int) -> str:
         return self.files[index].name.split("-")[0]
-
-    def name(self, index: int) -> str:
-        return str(self.files[index])
 
 
 class ModelNet10:
@@ -160,10 +161,3 @@ def unpacked(name: str, split: str) -> Source:
         UserError: the data is not there; says where it was looked for, and what runs without it.
     """
     return SOURCES[name](data_root(), split)
-
-
-def _load_npy(path: Path) -> np.ndarray:
-    try:
-        return np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"{path} cannot be read ({error}): copy it again or remove it") from error

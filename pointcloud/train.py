@@ -31,8 +31,6 @@ from training.sampling import generator, steps_per_epoch
 if TYPE_CHECKING:
     from training.memory import Step
 
-LOSSES = {"chamfer": chamfer_distance, "emd": earth_mover_distance}
-
 
 def main() -> None:
     recipe = parse(RECIPES, prog="pointcloud.train")
@@ -87,7 +85,7 @@ def backward(run: Run | Step, recipe: PointCloudRecipe, wrapped: nn.Module, poin
     def part_of(part: Tensor) -> Scalars:
         with run.autocast():
             out = wrapped(part)
-        return {"train_loss": LOSSES[recipe.loss](out.prediction, out.target).mean() * (len(part) / len(points))}
+        return {"train_loss": chamfer_distance(out.prediction, out.target).mean() * (len(part) / len(points))}
 
     return backward_in_parts(wrapped, points.chunk(recipe.accumulate), part_of)
 
@@ -115,7 +113,7 @@ def evaluate(run: Run, recipe: PointCloudRecipe, model: nn.Module, test_set: Poi
             chamfer += chamfer_distance(out.cloud, points).sum().item()
             size = min(recipe.emd_points, out.cloud.shape[1], points.shape[1])
             emd += earth_mover_distance(subset(out.cloud, size), subset(points, size)).sum().item()
-            loss += LOSSES[recipe.loss](out.prediction, out.target).mean().item() * len(points)
+            loss += chamfer_distance(out.prediction, out.target).mean().item() * len(points)
             count += len(points)
         if run.rank == 0:
             save_picture(run, recipe, model, test_set)
@@ -139,7 +137,7 @@ def save_picture(run: Run, recipe: PointCloudRecipe, model: nn.Module, test_set:
     model: in evaluation mode.
     """
     index = [i * len(test_set) // 6 for i in range(6)]
-    points = torch.stack([test_set[i, 0] for i in index])
+    points = torch.stack([test_set[0, 0, i] for i in index])
     out = model(points.to(run.device))
     rows = {"input": points}
     if recipe.model == "mae":

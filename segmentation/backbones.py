@@ -21,7 +21,7 @@ from mmengine.runner import CheckpointLoader
 from torch import Tensor
 
 from core import UserError
-from segmentation.data import data_root
+from training.data import data_root
 from training.untrusted import reason
 
 SCHEME = "backbone:"  # in front of a checkpoint's name, it has mmengine load it by load_backbone

@@ -9,7 +9,6 @@ from __future__ import annotations
 import segmentation.registries  # noqa: F401
 
 # isort: split
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,8 +27,6 @@ from training.untrusted import read_arrays
 
 Split = Literal["train", "val", "test"]
 Bytes = NDArray[np.uint8]
-Pipeline = Sequence[dict[str, Any]]  # configs of mmseg's transforms
-Indices = int | Sequence[int] | None  # the samples to keep: that many first ones, or these
 IGNORE = 255
 
 CAMVID_CLASSES = (
@@ -116,16 +113,14 @@ def check_labels(mask: NDArray[Any], num_classes: int, where: str | Path, shift:
 class ArraySegDataset(BaseSegDataset):
     """Images held in memory, for pipelines that begin after loading.
 
-    images: uint8 [n, h, w, 3] RGB. masks: uint8 [n, h, w], 255 for pixels to ignore. pipeline, test_mode, indices: as
-    in all of mmengine's data sets.
+    images: uint8 [n, h, w, 3] RGB. masks: uint8 [n, h, w], 255 for pixels to ignore. options: mmengine's for all data
+    sets, such as pipeline, test_mode and indices.
     """
 
-    def __init__(
-        self, images: Bytes, masks: Bytes, pipeline: Pipeline = (), test_mode: bool = False, indices: Indices = None
-    ):
+    def __init__(self, images: Bytes, masks: Bytes, **options: Any):
         self.images, self.masks = images, masks
         # serialize_data packs the list of images, which here is only their numbers
-        super().__init__(pipeline=list(pipeline), test_mode=test_mode, indices=indices, serialize_data=False)
+        super().__init__(**options, serialize_data=False)
 
     def load_data_list(self) -> list[dict[str, Any]]:
         return [{"place": i, "reduce_zero_label": False} for i in range(len(self.images))]
@@ -151,9 +146,7 @@ class CamVid(ArraySegDataset):
 
     METAINFO = {"classes": CAMVID_CLASSES, "palette": CAMVID_PALETTE}
 
-    def __init__(
-        self, root: str | Path, split: Split, pipeline: Pipeline = (), test_mode: bool = False, indices: Indices = None
-    ):
+    def __init__(self, root: str | Path, split: Split, **options: Any):
         path = Path(root, "camvid_240x180.npz")
         if not path.exists():
             raise missing("CamVid", path.parent, f"{path.name} with x_train, y_train, x_val, ...", "digits_small")
@@ -167,7 +160,7 @@ class CamVid(ArraySegDataset):
         masks = np.where(masks == CAMVID_VOID, IGNORE, masks)
         for i, mask in enumerate(masks):
             check_labels(mask, len(CAMVID_CLASSES), f"{path}, y_{split}[{i}]")
-        super().__init__(images, masks, pipeline, test_mode, indices)
+        super().__init__(images, masks, **options)
 
 
 @DATASETS.register_module()
@@ -176,9 +169,9 @@ class DigitsOnPhotos(ArraySegDataset):
 
     METAINFO = {"classes": synthetic.CLASSES}  # mmseg makes a palette
 
-    def __init__(self, split: Split, pipeline: Pipeline = (), test_mode: bool = False, indices: Indices = None):
+    def __init__(self, split: Split, **options: Any):
         images, masks = synthetic.digits_on_photos(split, n=1024 if split == "train" else 128)
-        super().__init__(images, masks, pipeline, test_mode, indices)
+        super().__init__(images, masks, **options)
 
 
 @DATASETS.register_module()
@@ -188,9 +181,7 @@ class ADE20K(ADE20KDataset):
     root: ADEChallengeData2016 as published: images/{training,validation}/*.jpg, annotations/*/*.png (label 0 ignored).
     """
 
-    def __init__(
-        self, root: str | Path, split: Split, pipeline: Pipeline = (), test_mode: bool = False, indices: Indices = None
-    ):
+    def __init__(self, root: str | Path, split: Split, **options: Any):
         if split == "test":
             raise UserError("ADE20K's 3,352 test images come without masks: evaluate on the split val")
         part = {"train": "training", "val": "validation"}[split]
@@ -199,9 +190,7 @@ class ADE20K(ADE20KDataset):
                 expected = f"images/{part}/*.jpg and annotations/{part}/*.png"
                 raise missing("ADE20K", Path(root), expected, "digits_small", holds="ade/ADEChallengeData2016")
         prefix = {"img_path": f"images/{part}", "seg_map_path": f"annotations/{part}"}
-        super().__init__(
-            data_root=str(root), data_prefix=prefix, pipeline=list(pipeline), test_mode=test_mode, indices=indices
-        )
+        super().__init__(data_root=str(root), data_prefix=prefix, **options)
         if not len(self):
             raise UserError(f"no *.jpg in {Path(root, 'images', part)}: unpack ADE20K there again")
 
@@ -213,7 +202,6 @@ CROP: dict[DataName, tuple[int, int]] = {"ade20k": (512, 512), "camvid": (144, 1
 # held-out splits whose labels are public; the first is evaluated during training, all at the end
 EVAL_SPLITS: dict[DataName, tuple[Split, ...]] = {"ade20k": ("val",), "camvid": ("val", "test"), "digits": ("val",)}
 EVAL_BATCH: dict[DataName, int] = {"ade20k": 1, "camvid": 8, "digits": 8}  # ADE20K's images differ in size
-_PACK = [{"type": "PackSegInputs"}]
 
 
 def _augmentation(name: DataName) -> list[dict[str, Any]]:
@@ -230,26 +218,19 @@ def _augmentation(name: DataName) -> list[dict[str, Any]]:
     ]
 
 
-def dataset_config(name: DataName, split: Split, root: Path | None = None) -> dict[str, Any]:
-    """The mmseg config of the data set: augmented crops of CROP[name] for "train", whole images otherwise.
-
-    root: overrides CO2_DATA.
-    """
-    root = root or data_root()
+def build_dataset(name: DataName, split: Split) -> BaseSegDataset:
+    """The data set, from CO2_DATA unless embedded: augmented crops of CROP[name] for "train", whole images otherwise.
+    UserError when it is missing or broken."""
     train = split == "train"
-    common = {"split": split, "test_mode": not train}
-    if name == "digits":
-        return common | {"type": "DigitsOnPhotos", "pipeline": (_augmentation(name) if train else []) + _PACK}
-    if name == "camvid":
-        pipeline = (_augmentation(name) if train else []) + _PACK
-        return common | {"type": "CamVid", "root": str(root), "pipeline": pipeline}
-    load_mask = {"type": "LoadMask", "num_classes": NUM_CLASSES[name]}
-    resize = {"type": "Resize", "scale": (2048, 512), "keep_ratio": True}  # for testing; the mask keeps its size
-    middle = [load_mask, *_augmentation(name)] if train else [resize, load_mask]
-    pipeline = [{"type": "LoadImage"}, *middle, *_PACK]
-    return common | {"type": "ADE20K", "root": str(root / "ade" / "ADEChallengeData2016"), "pipeline": pipeline}
-
-
-def build_dataset(name: DataName, split: Split, root: Path | None = None) -> BaseSegDataset:
-    """The data set of dataset_config. UserError when it is missing or broken."""
-    return DATASETS.build(dataset_config(name, split, root))
+    pipeline = _augmentation(name) if train else []
+    if name == "ade20k":
+        load_mask = {"type": "LoadMask", "num_classes": NUM_CLASSES[name]}
+        resize = {"type": "Resize", "scale": (2048, 512), "keep_ratio": True}  # for testing; the mask keeps its size
+        pipeline = [{"type": "LoadImage"}, *([load_mask, *pipeline] if train else [resize, load_mask])]
+    kind = {
+        "digits": {"type": "DigitsOnPhotos"},
+        "camvid": {"type": "CamVid", "root": str(data_root())},
+        "ade20k": {"type": "ADE20K", "root": str(data_root() / "ade" / "ADEChallengeData2016")},
+    }[name]
+    pipeline = [*pipeline, {"type": "PackSegInputs"}]
+    return DATASETS.build(kind | {"split": split, "test_mode": not train, "pipeline": pipeline})

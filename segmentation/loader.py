@@ -17,7 +17,8 @@ from mmseg.datasets import BaseSegDataset
 from torch.utils.data import Dataset
 
 from segmentation.recipes import SegmentationRecipe
-from training.sampling import eval_share, load_batches, worker_batches
+from training.data import Key, eval_keys, train_keys
+from training.sampling import load_batches
 
 cv2.setNumThreads(0)  # loader processes are the parallelism: each would start a thread for every core
 
@@ -44,20 +45,19 @@ def unpack(batch: Batch, device: torch.device) -> Batch:
 
 
 class SeededAugmentation(Dataset[dict[str, Any]]):
-    """Items by (epoch, index), whose random transforms are a pure function of (seed, epoch, index).
+    """Items by their keys, from which the random transforms' numbers follow.
 
     mmcv's transforms draw from numpy's global generator, which is left as it was found.
     """
 
-    def __init__(self, dataset: BaseSegDataset, seed: int):
-        self.dataset, self.seed = dataset, seed
+    def __init__(self, dataset: BaseSegDataset):
+        self.dataset = dataset
 
-    def __getitem__(self, place: tuple[int, int]) -> dict[str, Any]:
-        epoch, index = place
+    def __getitem__(self, key: Key) -> dict[str, Any]:
         state = np.random.get_state()
-        np.random.seed([self.seed, epoch, index])
+        np.random.seed(key)
         try:
-            return self.dataset[index]
+            return self.dataset[key[-1]]
         finally:
             np.random.set_state(state)
 
@@ -72,19 +72,8 @@ def train_batches(
     device: torch.device = CPU,
 ) -> Iterator[Batch]:
     """This worker's batches from step `start` to `total`, functions of (seed, step, rank, world_size) alone."""
-    batches = worker_batches(
-        len(dataset),
-        recipe.batch_size,
-        seed=recipe.seed,
-        rank=rank,
-        world_size=world_size,
-        start=start,
-        total=total,
-    )
-    places = ([(epoch, i) for i in indices.tolist()] for epoch, _, indices in batches)
-    augmented = SeededAugmentation(dataset, recipe.seed)
-    for batch in load_batches(augmented, places, recipe.loader_workers, collate=pack):
-        yield unpack(batch, device)
+    keys = (keys for _, keys in train_keys(recipe, len(dataset), rank, world_size, start, total))
+    yield from _loaded(dataset, keys, recipe, device)
 
 
 def eval_batches(
@@ -96,7 +85,11 @@ def eval_batches(
     device: torch.device = CPU,
 ) -> Iterator[Batch]:
     """This worker's share of the data set, every image once, in batches of at most batch_size."""
-    share = list(eval_share(len(dataset), rank=rank, world_size=world_size))
-    batches = (share[i : i + batch_size] for i in range(0, len(share), batch_size))
-    for batch in load_batches(dataset, batches, recipe.loader_workers, collate=pack):
+    yield from _loaded(dataset, eval_keys(len(dataset), batch_size, rank, world_size), recipe, device)
+
+
+def _loaded(
+    dataset: BaseSegDataset, keys: Iterator[list[Key]], recipe: SegmentationRecipe, device: torch.device
+) -> Iterator[Batch]:
+    for batch in load_batches(SeededAugmentation(dataset), keys, recipe.loader_workers, collate=pack):
         yield unpack(batch, device)

@@ -1,4 +1,4 @@
-"""UPerNet (Xiao et al., ECCV 2018) as mmengine configs made in Python and built through mmseg's registries."""
+"""UPerNet (Xiao et al., ECCV 2018): mmseg's base configs with our sizes, built through its registries."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import logging
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+import mmseg
 import torch
+from mmengine.config import Config as ConfigFile
 from mmengine.config import ConfigDict
 from mmengine.logging import MMLogger
 from mmseg.registry import MODELS
@@ -26,100 +28,53 @@ from segmentation.recipes import BackboneName
 Config = dict[str, Any]
 Norm = Literal["BN", "SyncBN"]
 
-# ImageNet statistics of 8-bit RGB, as in every mmseg config
-MEAN, STD = [123.675, 116.28, 103.53], [58.395, 57.12, 57.375]
+# mmseg's base models, which its wheel brings; by path, for a reference `mmseg::` would have mmengine install packages
+BASES = Path(mmseg.__path__[0], ".mim", "configs", "_base_", "models")
 
 
 @dataclass(frozen=True)
 class Backbone:
     """An mmseg backbone and what UPerNet must know of it."""
 
-    config: Config
-    channels: tuple[int, int, int, int]
+    base: str
+    """mmseg's file."""
+    changes: Config
+    """Of the backbone in it."""
+    channels: tuple[int, ...]
     """Of the four feature maps, finest first."""
-    head_channels: int = 512
-    aux_channels: int = 256
-    aux_level: int = 2
-    """The feature map that the auxiliary FCN head reads."""
-    neck: Config | None = None
 
 
-def _resnet(depth: int, norm: Norm, width: int = 64, **sizes: int) -> Backbone:
+def _resnet(depth: int, width: int = 64) -> Backbone:
     """ResNet-V1c (a stem of three 3x3 convolutions). width: channels of the first stage."""
+    changes = {"depth": depth, "base_channels": width, "stem_channels": width}
     expansion = 4 if depth >= 50 else 1
-    config = {
-        "type": "ResNetV1c",
-        "depth": depth,
-        "base_channels": width,
-        "stem_channels": width,
-        "norm_cfg": {"type": norm},
-        "norm_eval": False,
-        "contract_dilation": True,
-        "dilations": (1, 1, 1, 1),
-        "strides": (1, 2, 2, 2),
-    }
-    return Backbone(config, tuple(width * expansion * 2**i for i in range(4)), **sizes)
+    return Backbone("upernet_r50", changes, tuple(width * expansion * 2**i for i in range(4)))
 
 
-def _swin(
-    dim: int, depths: tuple[int, ...], heads: tuple[int, ...], window: int = 7, drop_path: float = 0.3, **sizes: int
-) -> Backbone:
-    config = {
-        "type": "SwinTransformer",
-        "embed_dims": dim,
-        "depths": depths,
-        "num_heads": heads,
-        "window_size": window,
-        "drop_path_rate": drop_path,
-        "norm_cfg": {"type": "LN"},
-    }
-    return Backbone(config, tuple(dim * 2**i for i in range(4)), **sizes)
+def _swin(dim: int, depths: tuple[int, ...], heads: tuple[int, ...], **more: Any) -> Backbone:
+    changes = {"embed_dims": dim, "depths": depths, "num_heads": heads, **more}
+    return Backbone("upernet_swin", changes, tuple(dim * 2**i for i in range(4)))
 
 
-def _vit(dim: int, depth: int, heads: int, patch: int, crop: tuple[int, int], **sizes: int) -> Backbone:
+def _vit(dim: int, depth: int, heads: int, patch: int) -> Backbone:
     """A plain ViT whose features after each quarter of its depth a MultiLevelNeck brings to four resolutions."""
-    config = {
-        "type": "VisionTransformer",
-        "img_size": crop,
-        "patch_size": patch,
-        "embed_dims": dim,
-        "num_layers": depth,
-        "num_heads": heads,
-        "out_indices": tuple(depth * (i + 1) // 4 - 1 for i in range(4)),
-        "norm_cfg": {"type": "LN", "eps": 1e-6},
-        "interpolate_mode": "bicubic",
-    }
-    scales = [patch / stride for stride in (4, 8, 16, 32)]  # to the strides of a convolutional backbone
-    neck = {"type": "MultiLevelNeck", "in_channels": [dim] * 4, "out_channels": dim, "scales": scales}
-    return Backbone(config, (dim,) * 4, aux_level=3, neck=neck, **sizes)
+    changes = {"patch_size": patch, "embed_dims": dim, "num_layers": depth, "num_heads": heads}
+    changes |= {"out_indices": tuple(depth * (i + 1) // 4 - 1 for i in range(4))}
+    return Backbone("upernet_vit-b16_ln_mln", changes, (dim,) * 4)
 
 
-def backbone(name: BackboneName, crop: tuple[int, int], norm: Norm = "BN") -> Backbone:
-    """The backbone of that name. The three `mini` ones are ours, for small images on a CPU; the others are mmseg's.
-
-    crop: (height, width) of training images, for ViT's position embeddings. UserError for an unknown name.
-    """
-    mini = {"head_channels": 32, "aux_channels": 32}
-    match name:
-        case "resnet50":
-            return _resnet(50, norm)
-        case "resnet101":
-            return _resnet(101, norm)
-        case "swin_tiny":
-            return _swin(96, (2, 2, 6, 2), (3, 6, 12, 24))
-        case "swin_small":
-            return _swin(96, (2, 2, 18, 2), (3, 6, 12, 24))
-        case "swin_base":
-            return _swin(128, (2, 2, 18, 2), (4, 8, 16, 32))
-        case "vit_base":
-            return _vit(768, 12, 12, 16, crop)
-        case "resnet_mini":
-            return _resnet(18, norm, width=16, **mini)
-        case "swin_mini":
-            return _swin(32, (2, 2, 2, 2), (1, 2, 4, 8), window=4, drop_path=0.0, **mini)
-        case "vit_mini":
-            return _vit(96, 4, 3, 8, crop, **mini)
-    raise UserError(f"backbone {name!r}: choose one of {', '.join(get_args(BackboneName))}")
+# The three `mini` ones are ours, for small images on a CPU; the others are mmseg's.
+BACKBONES: dict[BackboneName, Backbone] = {
+    "resnet50": _resnet(50),
+    "resnet101": _resnet(101),
+    "swin_tiny": _swin(96, (2, 2, 6, 2), (3, 6, 12, 24)),
+    "swin_small": _swin(96, (2, 2, 18, 2), (3, 6, 12, 24)),
+    "swin_base": _swin(128, (2, 2, 18, 2), (4, 8, 16, 32)),
+    "vit_base": _vit(768, 12, 12, patch=16),
+    "resnet_mini": _resnet(18, width=16),
+    "swin_mini": _swin(32, (2, 2, 2, 2), (1, 2, 4, 8), window_size=4, drop_path_rate=0.0),
+    "vit_mini": _vit(96, 4, 3, patch=8),
+}
 
 
 def upernet(
@@ -130,54 +85,34 @@ def upernet(
     norm: Norm = "BN",
     pretrained: Path | None = None,
 ) -> Config:
-    """The config of UPerNet with an FCN auxiliary head (loss weight 0.4), as mmseg's base models have it.
+    """The config of UPerNet with an FCN auxiliary head (loss weight 0.4): mmseg's base model with the backbone's sizes.
 
     crop: (height, width) of training images. norm: SyncBN shares batch statistics in every forward pass, with whom
     segmentation.sync_bn says. pretrained: the backbone's weights, see segmentation.backbones.
     """
-    b = backbone(name, crop, norm)
-    common = {
-        "num_classes": num_classes,
-        "norm_cfg": {"type": norm},
-        "align_corners": False,
-        "dropout_ratio": 0.1,
-        "ignore_index": IGNORE,
-    }
-    start = {"init_cfg": {"type": "Pretrained", "checkpoint": f"{SCHEME}{pretrained}"}} if pretrained else {}
-    return {
-        "type": "EncoderDecoder",
-        "data_preprocessor": {
-            "type": "SegDataPreProcessor",
-            "mean": MEAN,
-            "std": STD,
-            "bgr_to_rgb": True,
-            "pad_val": 0,
-            "seg_pad_val": IGNORE,
-            "size": crop,
-        },
-        "backbone": b.config | start,
-        "neck": b.neck,
-        "decode_head": common
-        | {
-            "type": "UPerHead",
-            "in_channels": list(b.channels),
-            "in_index": [0, 1, 2, 3],
-            "channels": b.head_channels,
-            "loss_decode": {"type": "CrossEntropyLoss", "loss_weight": 1.0},
-        },
-        "auxiliary_head": common
-        | {
-            "type": "FCNHead",
-            "in_channels": b.channels[b.aux_level],
-            "in_index": b.aux_level,
-            "channels": b.aux_channels,
-            "num_convs": 1,
-            "concat_input": False,
-            "loss_decode": {"type": "CrossEntropyLoss", "loss_weight": 0.4},
-        },
-        "train_cfg": {},
-        "test_cfg": {"mode": "whole"},
-    }
+    if name not in BACKBONES:
+        raise UserError(f"backbone {name!r}: choose one of {', '.join(BACKBONES)}")
+    b = BACKBONES[name]
+    config: Config = ConfigFile.fromfile(BASES / f"{b.base}.py").model.to_dict() | {"pretrained": None}
+    backbone, heads = config["backbone"], (config["decode_head"], config["auxiliary_head"])
+    backbone |= b.changes
+    if pretrained:
+        backbone["init_cfg"] = {"type": "Pretrained", "checkpoint": f"{SCHEME}{pretrained}"}
+    config["data_preprocessor"]["size"] = crop
+    if neck := config.get("neck"):  # to the strides of a convolutional backbone
+        backbone["img_size"] = crop  # for its position embeddings
+        neck |= {"in_channels": list(b.channels), "out_channels": b.channels[0]}
+        neck["scales"] = [backbone["patch_size"] / stride for stride in (4, 8, 16, 32)]
+    for part in (backbone, *heads):
+        if part["norm_cfg"]["type"] == "SyncBN":
+            part["norm_cfg"] = {"type": norm}
+    for head in heads:
+        every = isinstance(head["in_index"], list)
+        head["in_channels"] = list(b.channels) if every else b.channels[head["in_index"]]
+        head |= {"num_classes": num_classes, "ignore_index": IGNORE}
+        if name.endswith("mini"):
+            head["channels"] = 32
+    return config
 
 
 class _LinspaceOnCpu(TorchFunctionMode):

@@ -172,17 +172,8 @@ def camvid_small() -> SegmentationRecipe:
     )
 
 
-RECIPES = {
-    f.__name__: f()
-    for f in (
-        ade20k_resnet50,
-        ade20k_resnet101,
-        ade20k_swin_tiny,
-        ade20k_swin_base,
-        ade20k_vit_base,
-        digits_small,
-        digits_swin,
-        digits_vit,
-        camvid_small,
-    )
-}
+_ALL = (
+    ade20k_resnet50, ade20k_resnet101, ade20k_swin_tiny, ade20k_swin_base, ade20k_vit_base,
+    digits_small, digits_swin, digits_vit, camvid_small,
+)  # fmt: skip
+RECIPES = {f.__name__: f() for f in _ALL}

@@ -1,7 +1,7 @@
 """Imported for its effect, before mmseg: fills its registries.
 
 No config of this project refers to another by `mmseg::`, which would make mmengine pip-install packages into the
-running Python: configs are dictionaries made in Python.
+running Python.
 """
 
 import training.prepared  # noqa: F401

@@ -581,8 +581,6 @@ COMMANDS = [
     ("bench.simulator", "tau", (*SHARED, "inf")),
     ("bench.simulator", "quantile", ("-1", "nan", "2", "ü")),
     ("bench.simulator", "rounds", (*SHARED, "inf")),
-    ("bench.simulator", "straggler_probability", ("-1", "nan", "2", "ü")),
-    ("bench.simulator", "mtbf_hours", ("-1", "nan", "0", "ü")),
     ("bench.simulator", "efficiency", ("-1", "nan", "0", "2", "ü")),
     ("bench.simulator", "latency_ms", ("-1", "nan", "inf", "ü")),
     ("bench.simulator", "preset", ("nope",)),

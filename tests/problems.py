@@ -32,7 +32,6 @@ class Settings:
     allow_unstable: bool = False
     update: Any = "fast"
     wire: Any = "float32"
-    rounding: Any = "nearest"
     error_feedback: bool = True
     merge: Any = "outer"
     mix: float = 0.5
@@ -45,10 +44,20 @@ class Settings:
 
     @property
     def co2(self) -> CO2Config:
-        wire = WireConfig(self.wire, self.rounding, self.error_feedback)
-        outer = self.tau, self.tau_max, self.outer_lr, self.outer_momentum, self.gap, self.clip
-        merge = self.merge, self.mix, self.delay, self.sync_steps
-        return CO2Config(*outer, *merge, self.allow_unstable, wire, self.update)
+        wire = WireConfig(self.wire, self.error_feedback)
+        names = (
+            "tau",
+            "outer_lr",
+            "outer_momentum",
+            "gap",
+            "clip",
+            "tau_max",
+            "allow_unstable",
+            "merge",
+            "mix",
+            "delay",
+        )
+        return CO2Config(**{name: getattr(self, name) for name in names}, wire=wire)
 
     @property
     def delayed(self) -> DelayedConfig:
@@ -87,6 +96,14 @@ class Mean:
         self.flight.wait()
         for bucket in self.buckets:
             bucket.flat.mul_(self.reducer.scale)
+
+    def reduce(self, steps: float = 1.0) -> Tensor:
+        """One reduction, of a worker that counts and has taken so many steps; what lands in the first payload."""
+        self.scalars.set("steps", steps)
+        self.scalars.set("weight", 1.0)
+        self.launch()
+        self.wait()
+        return self.buckets[0].payload
 
 
 def odd_parameters() -> list[nn.Parameter]:

@@ -35,29 +35,38 @@ class Saver:
     """Writes checkpoints in a thread, one after the other, over a process group of its own.
 
     attempt: the same on all workers, and another one each time that the run is started. timeout: seconds until a
-    missing worker is an error. Every worker must make one.
+    missing worker is an error. Every one of world_size workers must make one; 1: this worker writes alone.
     """
 
     def __init__(self, folder: Path, rank: int, world_size: int, attempt: str, timeout: float = 600.0):
         self.folder, self.rank, self.world_size, self.attempt, self.timeout = folder, rank, world_size, attempt, timeout
         stored.library()  # now, and not beside the local steps
-        self._group = new_group(None, timeout, torch.device("cpu"), "gloo")
+        self._group = new_group(None, timeout, torch.device("cpu"), "gloo") if world_size > 1 else None
         self._thread: threading.Thread | None = None
         self._finite = True
         self._begun = 0.0
         self._failure = ""
         self._error: Exception | None = None
 
-    def start(self, step: int, state: Any, tensors: dict[str, Tensor], begun: float | None = None) -> None:
+    def start(
+        self,
+        step: int,
+        state: Any,
+        tensors: dict[str, Tensor],
+        begun: float | None = None,
+        weights: list[Tensor] | None = None,
+    ) -> None:
         """Begins to write, under folder/step*/, what stored.take_out has left and found; removes old checkpoints when
         that is done. Where state["model"] of any worker is not finite nothing is written, and no good one given up.
         Every worker must call it, at its own time. Waits for the one before, if that is not written.
 
         begun: when (time.monotonic) the round closed whose state it is, from which the manifest's seconds are counted.
+        weights: to be looked at in place of state["model"].
         """
         self.wait()
         self._begun = time.monotonic() if begun is None else begun
-        self._thread = threading.Thread(target=self._run, args=(step, state, tensors), daemon=True)
+        looked_at = _floats(state.get("model", {}), tensors) if weights is None else weights
+        self._thread = threading.Thread(target=self._run, args=(step, state, tensors, looked_at), daemon=True)
         self._thread.start()
 
     def wait(self) -> bool:
@@ -88,9 +97,9 @@ class Saver:
         if self._thread is not None:
             self._thread.join(PATIENCE)
 
-    def _run(self, step: int, state: Any, tensors: dict[str, Tensor]) -> None:
+    def _run(self, step: int, state: Any, tensors: dict[str, Tensor], weights: list[Tensor]) -> None:
         try:
-            finite = self._gather(bool(all_finite(_floats(state.get("model", {}), tensors))))
+            finite = self._gather(bool(all_finite(weights)))
             self._finite = all(finite)
             if not self._finite:
                 what = f"the model of rank {finite.index(False)} is not finite: no checkpoint is written"
@@ -127,19 +136,28 @@ class Saver:
         return of_all(mine, self._group) if self._group is not None else [mine]
 
 
-def load(folder: Path, *, rank: int, world_size: int) -> tuple[Any, int] | None:
+def load(folder: Path, *, rank: int, alone: bool = False) -> tuple[Any, int] | None:
     """This worker's state in the newest checkpoint that all workers can load, in the host's memory, and how many
     workers wrote it; None when there is none, with a warning from rank 0 when unfinished ones lie there. Every worker
-    must call it.
+    must call it, unless it is `alone`.
 
     Of another number of workers a worker gets the state of the one with its rank modulo their number. Rank 0 says
     which checkpoints were refused, and why: on a network file system another worker may not see the newest one yet.
     UserError when there are some and none can be loaded.
     """
+    if old := sorted(folder.glob("step*.elastic")):
+        raise UserError(
+            f"{old[-1]} is of an older version, with a format of its own for elastic runs: resume with the version "
+            "that wrote it, or start afresh with another --out"
+        )
     refused: list[str] = []
-    for name in of_all(_finished(folder))[0]:
+
+    def gather(mine: Any) -> list[Any]:
+        return [mine] if alone else of_all(mine)
+
+    for name in gather(_finished(folder))[0]:
         state, workers, problem = _read(folder / name, rank)
-        problems = [f"rank {number}: {problem}" for number, problem in enumerate(of_all(problem)) if problem]
+        problems = [f"rank {number}: {problem}" for number, problem in enumerate(gather(problem)) if problem]
         if not problems:
             _say(rank, [f"warning: {line}; going on from {name}" for line in refused])
             return state, workers
@@ -159,7 +177,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     checkpoints = folder / "checkpoints"
     if not _finished(checkpoints):
         raise UserError(f"{folder} holds no checkpoint of a run: give the --out of one that has ended, or saved")
-    found = load(checkpoints, rank=0, world_size=1)
+    found = load(checkpoints, rank=0)
     assert found is not None
     theirs, mine = found[0]["model"], model.state_dict()
     unlike = [name for name in sorted(theirs.keys() | mine.keys()) if _shape(theirs, name) != _shape(mine, name)]

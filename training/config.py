@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from training.provenance import commit, version
 from training.recipe import Recipe, flat
 from training.untrusted import parse_json
 
@@ -92,3 +93,21 @@ def resumed(file: Path, config: dict[str, Any], kind: type[Recipe]) -> tuple[dic
         return {}, f"{file.parent} holds another run ({what}): resume with its settings, or choose another --out"
     line = {key: config[key] for key in ("command", "commit", "world_size")} | {"changed": changed}
     return old | {"recipe": config["recipe"], "history": [*history, line]}, ""
+
+
+def version(package: str) -> str:
+    """The installed version; empty for a package that is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def commit() -> str:
+    """The commit of this checkout, with a mark when it has changes; empty outside a checkout."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        head = subprocess.run([*git, "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=10)
+        return head.stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

@@ -1,11 +1,25 @@
-"""Where data sets lie, for all tasks."""
+"""What all tasks share of their data: where it lies, what is made of it once, and the key of each sample in a batch."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypeVar
 
 from core.errors import UserError
+from training.sampling import eval_share, worker_batches
+from training.untrusted import reason
+
+T = TypeVar("T")
+Key = tuple[int, int, int]  # (seed, epoch, index): a sample's random numbers follow from it alone
+
+
+# -- where data lies, and what is made of it once ---------------------------------------------------------------------
 
 
 def data_root() -> Path:
@@ -21,3 +35,74 @@ def missing(what: str, folder: Path, expected: str, stand_in: str, holds: str = 
         f"no {what} in {folder}{unset}: expected {expected}; set CO2_DATA to the folder that holds {holds}, or train "
         f"{stand_in}, which needs no data"
     )
+
+
+def cached(name: str, build: Callable[[Path], Any]) -> Path:
+    """The folder `name` of the cache, made by `build(empty folder)` when it is not there yet.
+
+    The cache is the folder that CO2_CACHE names, ~/.cache/co2 where it is not set. Safe when several workers, also of
+    several hosts on a shared file system, start at once: a lock lets one build while the others wait, and the folder
+    appears by one atomic rename, so it is never half full.
+    """
+    cache = Path(os.environ.get("CO2_CACHE") or "~/.cache/co2").expanduser()
+    folder = cache / name
+    if folder.is_dir():
+        return folder
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        lock = open(cache / f".{name}.lock", "w")  # noqa: SIM115, closed below
+    except OSError as error:
+        raise _unwritable(cache, error) from None
+    with lock:
+        with suppress(OSError):  # a file system without locks: all build, the first rename wins
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            return folder if folder.is_dir() else build_whole(folder, build)[0]
+        except OSError as error:
+            if error.filename and not Path(os.fsdecode(error.filename)).is_relative_to(cache):
+                raise  # of what is read
+            if not folder.is_dir():  # otherwise another host was first
+                raise _unwritable(cache, error) from None
+    return folder
+
+
+def build_whole(folder: Path, build: Callable[[Path], T]) -> tuple[Path, T]:
+    """The folder, made by `build(an empty one beside it)`, and what that returned; it appears only when complete."""
+    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        made = build(scratch)
+        scratch.chmod(0o755)  # mkdtemp's folders are private
+        return scratch.rename(folder), made
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _unwritable(cache: Path, error: OSError) -> UserError:
+    return UserError(f"the cache {cache} cannot be written ({reason(error)}): set CO2_CACHE to another folder")
+
+
+def damaged(what: str, file: Path, why: object) -> UserError:
+    """The one line of a file in the cache that does not hold what was written."""
+    return UserError(f"{file}: the cache of {what} is damaged ({why}): remove {file.parent}, it is made again")
+
+
+# -- which samples a batch holds --------------------------------------------------------------------------------------
+
+
+def train_keys(
+    recipe: Any, samples: int, rank: int, world_size: int, start: int, total: int, repeats: int = 1
+) -> Iterator[tuple[tuple[int, ...], list[Key]]]:
+    """This worker's batches from step `start` to `total` of a run over so many samples: (the batch's key, those of its
+    samples). The batch's is (seed, epoch, number in the epoch, rank). recipe: its seed, and its global batch_size.
+
+    repeats: see training.sampling.epoch_batches; a copy's index is the sample's plus a multiple of `samples`.
+    """
+    of = dict(seed=recipe.seed, rank=rank, world_size=world_size, start=start, total=total, repeats=repeats)
+    for epoch, number, indices in worker_batches(samples, recipe.batch_size, **of):
+        yield (recipe.seed, epoch, number, rank), [(recipe.seed, epoch, i) for i in indices.tolist()]
+
+
+def eval_keys(samples: int, batch_size: int, rank: int, world_size: int) -> Iterator[list[Key]]:
+    """The keys of this worker's share of a held-out set, (0, 0, index), in batches of at most batch_size."""
+    share = eval_share(samples, rank=rank, world_size=world_size)
+    return ([(0, 0, i) for i in share[at : at + batch_size]] for at in range(0, len(share), batch_size))

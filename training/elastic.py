@@ -1,5 +1,5 @@
 """A run whose workers come and go: what Run does otherwise then. The workers: core/elastic/joining.py; who starts
-and lists them: training/coordinator.py.
+and lists them: training/launch.py.
 
 The run's length is its number of steps, whatever the number of workers; each worker's batch stays that of the number it
 was started with. Samples are dealt from one shuffle an epoch, as always. When the number of workers changes, the rest
@@ -11,41 +11,37 @@ less than one global batch a change.
 from __future__ import annotations
 
 import functools
-import hashlib
-import io
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from core.co2 import Schedule
 from core.elastic.joining import ElasticCO2
 from core.elastic.members import Members, Over, Report, Workers, WorkersChanged
 from core.errors import UserError
 from core.methods import ElasticZeroth, Method
-from core.robust.guard import all_finite
+from training import checkpoint, stored
 from training.config import settings
-from training.counters import Due
+from training.folder import RunFolder
 from training.optim import lent_rate
+from training.progress import Due, Progress, Trained
+from training.recipe import Recipe
+from training.round_log import RoundLog
 from training.sampling import per_worker, steps_per_epoch
-from training.start import difference
-
-if TYPE_CHECKING:
-    from training.recipe import Recipe
-    from training.run import Run
+from training.workers import difference
 
 T = TypeVar("T")
-KEEP = 2  # checkpoints
 
 
 @dataclass(frozen=True)
@@ -77,12 +73,12 @@ class Elastic:
     method: ElasticCO2 | ElasticZeroth
     workers: Workers
     mesh = None  # no workers that synchronise every step
+    _trained: Trained
 
-    def __init__(self, run: Run):
-        self.run = run
+    def __init__(self, run: Progress, folder: RunFolder, rounds: RoundLog):  # noqa: ARG002
+        self.run, self.folder = run, folder
         self.share = per_worker(run.recipe.batch_size, run.world_size)
         self.drawn = self.samples = 0
-        self._finite = True  # the model that was saved last
         self.deal = Deal(0, 0, 0, run.world_size)
         self._nominal = run.world_size
         self._names: list[str] = []
@@ -131,17 +127,9 @@ class Elastic:
         self.method.may_join = lambda: not self.run.evaluates(self.drawn)
         return model, self.method
 
-    def begin(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        schedule: LRScheduler,
-        method: Method,
-        samples: int,
-        epoch: int,
-    ) -> float:
+    def begin(self, trained: Trained, samples: int, epoch: int) -> float:
         """Comes among the workers, with their state; returns the seconds of training that led to it."""
-        self._parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+        self._trained = trained
         tau, every = self.method.tau, epoch * self.run.recipe.eval_every
         if every <= tau:
             smaller = " or a smaller --co2.tau" if tau > 1 else ""
@@ -205,54 +193,52 @@ class Elastic:
 
     def state(self) -> dict[str, Any]:
         """What a newcomer needs, and a checkpoint holds: of method zo no weights, which follow from the scalars."""
-        replayed = {"model"} if isinstance(self.method, ElasticZeroth) else set()
-        parts = {name: part.state_dict() for name, part in self._parts.items() if name not in replayed}
-        return parts | {
-            "method": self.method.state_dict(),
-            "step": self.drawn,
-            "deal": asdict(self.deal),
-            "seconds": self.run.clock.seconds,
-        }
+        state = self._trained.state_dict() | self._trained.state_of_method(self.method.state_dict())
+        if isinstance(self.method, ElasticZeroth):
+            del state["model"]
+        return state | {"step": self.drawn, "deal": asdict(self.deal), "totals": {"seconds": self.run.clock.seconds}}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on from `state`. The optimiser's is that of the worker that gave it; random numbers are this one's."""
-        for name in self._parts.keys() & state.keys():
-            self._parts[name].load_state_dict(state[name])
-        self.method.load_state_dict(state["method"])
+        self._trained.load_state_dict(state)
         self.deal, self.drawn = Deal(**state["deal"]), state["step"]
-        self.run.step, self._seconds = self.drawn, state["seconds"]
+        self.run.step, self._seconds = self.drawn, state["totals"]["seconds"]
+
+    @functools.cached_property
+    def _saver(self) -> checkpoint.Saver:
+        """The first worker's, which writes alone."""
+        return checkpoint.Saver(self.folder.checkpoints, 0, 1, self.members.name, self.run.recipe.timeout)
 
     def save(self) -> None:
         """Writes a checkpoint, on the first worker alone, unless its model is not finite; UserError where it cannot."""
         if self.run.rank > 0:
             return
-        state = self._parts["model"].state_dict().values()
-        self._finite = bool(all_finite(t for t in state if t.is_floating_point()))
-        if not self._finite:
-            what = "the model is not finite: no checkpoint is written, the last one stays"
-            print(f"warning: step {self.drawn}: {what}", file=sys.stderr, flush=True)
-        else:
-            data = io.BytesIO()
-            torch.save(self.state(), data)
-            save(self.run.folder.checkpoints, self.drawn, data.getbuffer())
+        tensors: dict[str, Tensor] = {}
+        state = stored.take_out(self.state(), tensors, copy=False)
+        weights = [t for t in self._trained.model.state_dict().values() if t.is_floating_point()]
+        self._saver.start(self.drawn, state, tensors, weights=weights)
+        self._saver.wait()
 
     def saved(self) -> bool:
         """False: the last checkpoint was not written, for the model is not finite."""
-        return self._finite
+        return self._saver.wait()
 
     def _found(self) -> None:
         """The first worker's start: afresh, or from the newest checkpoint, also where all workers were lost."""
         run, number = self.run, self.members.generation
-        state = load(run.folder.checkpoints) if run.recipe.resume or number > 1 else None
-        if state is not None:
-            self.restore(state)
+        goes_on = run.recipe.resume or number > 1
+        if goes_on and (found := checkpoint.load(self.folder.checkpoints, rank=0, alone=True)):
+            self.restore(found[0])
             self.deal = self.deal.again(number, self.drawn, self.members.size, self.samples, self.share)
-        run.folder.begin(run.step, run.total)
+        self.folder.begin(run.step, run.total)
 
     def _replay_saved(self, method: ElasticZeroth) -> None:
         """What the newest checkpoint knows of the run, before the others are met: they wait for the rest alone."""
-        if state := load(self.run.folder.checkpoints):
-            method.load_state_dict(state["method"])
+        found = None
+        with suppress(UserError):  # the first worker says what is wrong with it
+            found = checkpoint.load(self.folder.checkpoints, rank=0, alone=True)
+        if found is not None:
+            method.load_state_dict(found[0]["method"]["state"])
 
     # -- changes ----------------------------------------------------------------------------------------------
 
@@ -269,16 +255,16 @@ class Elastic:
             latest = max((Deal(**r["deal"]) for r in known), key=lambda deal: deal.number)
             step = min(r["step"] for r in known)
             self.deal = latest.again(members.generation, step, members.size, self.samples, self.share)
-        if members.rank == 0 and not run.folder.writes:
-            run.folder.lead(run.recipe, self._nominal, run.device, goes_on=members.generation > 1)
+        if members.rank == 0 and not self.folder.writes:
+            self.folder.lead(run.recipe, self._nominal, run.device, goes_on=members.generation > 1)
             if self._trains:
-                run.folder.begin(run.step, run.total)  # drawn may be one more: that step is yet to be logged
+                self.folder.begin(run.step, run.total)  # drawn may be one more: that step is yet to be logged
         if self._trains:
             lost, came = (
                 [n for n in a if n not in b] for a, b in ((self._names, members.names), (members.names, self._names))
             )
             changes = [f"{', '.join(names)} {what}" for names, what in ((lost, "lost"), (came, "came")) if names]
-            run.folder.note(self.drawn, "workers", f"{members.size} workers: {'; '.join(changes) or 'the same ones'}")
+            self.folder.note(self.drawn, "workers", f"{members.size} workers: {'; '.join(changes) or 'the same ones'}")
         self._names = list(members.names)
 
 
@@ -296,42 +282,7 @@ def repeated(evaluate: Callable[..., T]) -> Callable[..., T]:
     return whole
 
 
-def save(folder: Path, step: int, data: memoryview) -> None:
-    """Writes a checkpoint, whose name holds its checksum, and removes old ones."""
-    target = folder / f"step{step:09d}.{hashlib.sha256(data).hexdigest()[:16]}.elastic"
-    fresh = target.with_name(f"{target.name}.tmp")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(fresh, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, target)
-    except OSError as error:
-        raise UserError(
-            f"{target} cannot be written ({error.strerror}): make room or name another --out; --resume goes on from "
-            "the last checkpoint"
-        ) from None
-    for path in [*folder.glob("*.elastic.tmp"), *sorted(folder.glob("step*.elastic"))[:-KEEP]]:
-        path.unlink(missing_ok=True)
-
-
-def load(folder: Path) -> dict[str, Any] | None:
-    """The newest undamaged checkpoint; None where there is none at all. UserError where all are damaged."""
-    paths = sorted(folder.glob("step*.elastic"), reverse=True)
-    for path in paths:
-        data = path.read_bytes()
-        if hashlib.sha256(data).hexdigest().startswith(path.name.split(".")[1]):
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        print(f"warning: {path} is refused, its checksum differs", file=sys.stderr, flush=True)
-    if paths:
-        raise UserError(f"{folder}: no checkpoint can be loaded; start afresh with another --out")
-    return None
-
-
 def _address(host: str, port: int) -> str:
     """Of this machine, where the launcher's machine sees it."""
-    import socket
-
     with socket.create_connection((host, port)) as connection:
         return connection.getsockname()[0]

@@ -8,31 +8,28 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
 from core.co2 import Schedule
 from core.errors import UserError
 from core.groups import host_group
 from core.methods import Method, Zeroth, make_method
-from core.rounds import LocalMethod
+from core.rounds import Rounds
 from core.zeroth.blocks import BlockStream
-from training import checkpoint, named, stored
+from training import checkpoint, stored
 from training.config import settings
-from training.counters import Due
+from training.folder import RunFolder
 from training.optim import lent_rate
+from training.progress import Due, Progress, Trained
+from training.round_log import RoundLog
 from training.sampling import mix
-from training.start import join
-from training.workers import largest_of_workers, make_mesh, random_state, set_random_state
-
-if TYPE_CHECKING:
-    from training.run import Run
+from training.workers import join, largest_of_workers, make_mesh, random_state, set_random_state
 
 T = TypeVar("T")
 
@@ -40,10 +37,11 @@ T = TypeVar("T")
 class Fixed:
     """One worker's part. Attributes: mesh, [nodes, workers of a node] where those synchronise every step, else None."""
 
-    def __init__(self, run: Run):
-        self.run = run
+    _trained: Trained
+
+    def __init__(self, run: Progress, folder: RunFolder, rounds: RoundLog):
+        self.run, self.folder, self.rounds = run, folder, rounds
         self.mesh: DeviceMesh | None = None
-        self._model: nn.Module | None = None
         self._saver: checkpoint.Saver | None = None
         self._node: DeviceMesh | None = None  # whose workers share uploads, with method zo
         self._made_group = False
@@ -53,10 +51,11 @@ class Fixed:
         """Joins the other workers, opens the run folder, and groups the workers of a node."""
         run, r = self.run, self.run.recipe
         self._made_group = join(run.device, r.timeout, settings(r))
-        run.folder.open(r, run.world_size, run.device)
+        self.folder.open(r, run.world_size, run.device)
         mesh = make_mesh(run.device, r.per_node, r.zero, r.timeout)
         self.mesh, self._node = (None, mesh) if r.method == "zo" else (mesh, None)
-        self._saver = checkpoint.Saver(run.folder.checkpoints, run.rank, run.world_size, run.folder.attempt, r.timeout)
+        made = checkpoint.Saver(self.folder.checkpoints, run.rank, run.world_size, self.folder.attempt, r.timeout)
+        self._saver = made
 
     def leave(self, failed: bool) -> None:
         """Waits for the checkpoint that is being written, unless the run failed, and leaves the others."""
@@ -86,9 +85,6 @@ class Fixed:
             r.method,
             model,
             co2=r.co2,
-            delayed=r.delayed,
-            slowmo=r.slowmo,
-            overlap_local=r.overlap_local,
             schedule=schedule,
             lr=lambda: optimizer.param_groups[0]["lr"],
             average_buffers=r.average_buffers,
@@ -97,10 +93,10 @@ class Fixed:
             offload=r.offload,
             timeout=r.timeout,
             link=self.run.link,
-            ddp_wire=r.ddp_wire,
+            **r.own_settings,
         )
-        if isinstance(method, LocalMethod):
-            method.skip_after = r.skip_after
+        if isinstance(method, Rounds):
+            method.pacing.skip_after = r.skip_after
         return wrapped, method
 
     def _stream(self, blocks: Sequence[nn.Module]) -> Callable[..., BlockStream]:
@@ -109,27 +105,18 @@ class Fixed:
         share = self._node.get_group("shard") if self._node is not None else None
         return functools.partial(BlockStream, blocks=blocks, device=self.run.device, share=share)
 
-    def begin(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        schedule: LRScheduler,
-        method: Method,
-        samples: int,
-        epoch: int,
-    ) -> float:
+    def begin(self, trained: Trained, samples: int, epoch: int) -> float:  # noqa: ARG002
         """Resumes where the recipe says so; returns the seconds of training that led to it."""
-        self._model, self._optimizer, self._schedule, self._method = model, optimizer, schedule, method
-        self._hand_over = method.hand_over
+        self._trained, self._hand_over = trained, trained.hand_over
         seconds = self._resume() if self.run.recipe.resume else 0.0
-        self.run.folder.begin(self.run.step, self.run.total)
+        self.folder.begin(self.run.step, self.run.total)
         return seconds
 
     def batches(self, make: Callable[[Any, int, int, int, int], Iterator[T]], start: int, total: int) -> Iterator[T]:
         """The batches of steps `start` to `total`; with method zo two workers may take the same."""
         place = self.run.rank, self.run.world_size
-        if isinstance(self._method, Zeroth):
-            place = self._method.order.data_rank, self._method.order.data_workers
+        if isinstance(method := self._trained.method, Zeroth):
+            place = method.order.data_rank, method.order.data_workers
         return make(self.run.recipe, *place, start, total)
 
     def come_together(self, due: Due, *, ended: bool) -> Due:
@@ -139,17 +126,17 @@ class Fixed:
         nobody would hear that another one stops. For a checkpoint those behind wait for the means that they miss; where
         one stops they leave out steps, too, and all go on from that of the one ahead.
         """
-        run, method = self.run, self._method
+        run, method = self.run, self._trained.method
         if run.recipe.skip_after is None or not (ended or any(vars(due).values())):
             return due
-        assert isinstance(method, LocalMethod)
+        assert isinstance(method, Rounds)
         mine = [run.step, method.rounds, *vars(due).values()]
         step, rounds, *flags = largest_of_workers(mine)
         due = Due(*map(bool, flags))
         if due.checkpoint or due.stop:
             method.catch_up(rounds)
         for _ in range(step - run.step):
-            self._schedule.step()
+            self._trained.schedule.step()
         run.step = step
         return due
 
@@ -167,70 +154,52 @@ class Fixed:
     def conclude(self, act: Callable[[], None]) -> None:
         """Every worker's `act`, and the end."""
         act()
-        self._method.close()
+        self._trained.method.close()
 
     # -- checkpoints ----------------------------------------------------------------------------------------
 
     def save(self) -> None:
         """Begins a checkpoint: copies what it holds, but for what an all-reduce in flight has yet to bring."""
-        assert self._model is not None and self._saver is not None, "call begin() before the loop"
-        run = self.run
+        assert self._saver is not None
+        run, trained = self.run, self._trained
         with run.clock.paused():
             self._saver.wait()
-            run.rounds.read()
-            if isinstance(self._method, Zeroth):
-                self._method.order.flush()
-            live = {
-                "model": self._model.state_dict(),
-                "optimizer": named.of_optimizer(self._optimizer, self._model),
-                "schedule": self._schedule.state_dict(),
-                "means": run.means.state_dict(),
-                "rng": random_state(run.device),
-            }
+            self.rounds.read()
+            if isinstance(trained.method, Zeroth):
+                trained.method.order.flush()
+            live = trained.state_dict() | {"means": run.means.state_dict(), "rng": random_state(run.device)}
             tensors: dict[str, Tensor] = {}
-            state = stored.take_out(live, tensors) | {
-                "step": run.step,
-                "node": self._per_node,
-                "totals": run.rounds.overlap.state_dict()
-                | {"seconds": run.clock.seconds, "lgreco_seconds": run.rounds.allocations.seconds},
-            }
-            self._method.snapshot(functools.partial(self._write, run.step, time.monotonic(), state, tensors))
+            totals = self.rounds.state_dict() | {"seconds": run.clock.seconds}
+            state = stored.take_out(live, tensors) | {"step": run.step, "node": self._per_node, "totals": totals}
+            trained.snapshot(functools.partial(self._write, time.monotonic(), state, tensors))
 
     def saved(self) -> bool:
         """Waits until the last checkpoint is written; False: it is not, for the model is not finite."""
         assert self._saver is not None
         return self._saver.wait()
 
-    def _write(
-        self, step: int, begun: float, state: dict[str, Any], tensors: dict[str, Tensor], method: dict[str, Any]
-    ) -> None:
+    def _write(self, begun: float, state: dict[str, Any], tensors: dict[str, Tensor], method: dict[str, Any]) -> None:
         """Once the method's part is known, too: at the next boundary where an all-reduce was in flight."""
-        assert self._model is not None and self._saver is not None
-        by_name = named.of_method(self._method, self._model, method)
-        of_method = {"method": {"name": self.run.recipe.method, "state": by_name}}
-        self._saver.start(step, state | stored.take_out(of_method, tensors, copy=False), tensors, begun)
+        assert self._saver is not None
+        of_method = stored.take_out(self._trained.state_of_method(method), tensors, copy=False)
+        self._saver.start(state["step"], state | of_method, tensors, begun)
 
     def _resume(self) -> float:
         """Restores the newest checkpoint, if there is one; returns the seconds of training that led to it."""
-        run, name = self.run, self.run.recipe.method
-        found = checkpoint.load(run.folder.checkpoints, rank=run.rank, world_size=run.world_size)
+        run, folder = self.run, self.folder
+        found = checkpoint.load(folder.checkpoints, rank=run.rank)
         if found is None:
             return 0.0
         state, workers = found
-        if state["method"]["name"] != name:
-            raise UserError(f"{run.folder.path} was trained with {state['method']['name']}, not {name}")
+        if (was := state["method"]["name"]) != run.recipe.method:
+            raise UserError(f"{folder.path} was trained with {was}, not {run.recipe.method}")
         if state["node"] != self._per_node:
             raise UserError(
-                f"{run.folder.path} was trained with {state['node']} workers a node, here there are {self._per_node}: "
+                f"{folder.path} was trained with {state['node']} workers a node, here there are {self._per_node}: "
                 f"resume with --per_node {state['node']}"
             )
-        assert self._model is not None
-        named.load_model(self._model, state["model"])
-        named.load_optimizer(self._optimizer, self._model, state["optimizer"])
-        self._schedule.load_state_dict(state["schedule"])
-        self._method.load_state_dict(named.flat_of_method(self._method, state["method"]["state"]))
-        run.rounds.overlap.load_state_dict(state["totals"])
-        run.rounds.allocations.seconds = float(state["totals"].get("lgreco_seconds", 0.0))
+        self._trained.load_state_dict(state)
+        self.rounds.load_state_dict(state["totals"])
         run.means.load_state_dict(state["means"])
         run.step = int(state["step"])
         if workers == run.world_size:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import json
 import math
 import os
 import secrets
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,14 +22,25 @@ from tqdm import tqdm
 
 from core.errors import UserError
 from core.groups import host_group
-from training import config, lock
-from training import summary as summaries
-from training.counters import Stopwatch
-from training.recipe import Recipe
+from training import config
+from training.progress import Stopwatch
+from training.recipe import Recipe, flat
 from training.untrusted import parse_json
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+# how a result's name ends -> (factor, unit) of what is shown
+UNITS = {
+    "steps_per_second": (1, "steps/s"),
+    "seconds": (1, "s"),
+    "share": (100, "%"),
+    "top1": (100, "%"),
+    "top5": (100, "%"),
+    "mIoU": (1, "%"),
+    "bytes_sent": (1e-6, "MB"),
+    "link_mbit": (1, "Mbit/s"),
+}
 
 
 class RunFolder:
@@ -78,7 +92,7 @@ class RunFolder:
         """Locks the folder, and writes config.json for a fresh run; why it cannot be taken, or nothing."""
         made_of = config.describe(recipe, world_size, device)
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock, holder = lock.take(self.path / ".lock")
+        self._lock, holder = _lock(self.path / ".lock")
         if holder and not force:
             return (
                 f"{self.path} is in use by {holder}: wait for its end, choose another --out or, where that machine is "
@@ -154,9 +168,9 @@ class RunFolder:
             return
         known = {name: value if math.isfinite(value) else None for name, value in summary.items()}
         _replace(self.path / "summary.json", _json(known))
-        settings = summaries.hparams(dataclasses.asdict(recipe))
+        settings = _hparams(dataclasses.asdict(recipe))
         self.writer.add_hparams(settings, {f"summary/{k}": v for k, v in summary.items()}, run_name=".")
-        print(f"{recipe.name} {recipe.method}: {self.path}\n{summaries.table(summary)}", flush=True)
+        print(f"{recipe.name} {recipe.method}: {self.path}\n{table(summary)}", flush=True)
         if unknown := [name for name, value in known.items() if value is None]:
             print(f"warning: no finite number, null in summary.json: {', '.join(unknown)}", file=sys.stderr, flush=True)
 
@@ -186,3 +200,35 @@ def _replace(file: Path, text: str) -> None:
     fresh = file.with_name(f"{file.name}.tmp")
     fresh.write_text(text)
     os.replace(fresh, file)
+
+
+def _lock(path: Path) -> tuple[IO[str] | None, str]:
+    """Against two runs that write to one folder: the open file that holds the lock until it is closed, or its process
+    is gone; or who holds the lock; neither where the file system has no locks."""
+    file = open(path, "a+")  # noqa: SIM115
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, no process inherits it that loads data
+    except OSError as error:
+        file.seek(0)
+        holder = file.read() if error.errno in (errno.EACCES, errno.EAGAIN) else ""
+        file.close()
+        return None, holder
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    return file, ""
+
+
+def table(summary: Mapping[str, float]) -> str:
+    """A line for each result: its name, its value, its unit; summary.json keeps the values as they are."""
+    lines = []
+    for name, value in summary.items():
+        factor, unit = next((shown for ending, shown in UNITS.items() if name.endswith(ending)), (1, ""))
+        number = f"{value * factor:,.0f}" if isinstance(value, int) and factor == 1 else f"{value * factor:,.4g}"
+        lines.append(f"  {name.replace('_', ' '):24}{number:>12} {unit}".rstrip())
+    return "\n".join(lines)
+
+
+def _hparams(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings as TensorBoard takes them: numbers, truth values and texts."""
+    return {key: v if isinstance(v, (bool, int, float, str)) else str(v) for key, v in flat(recipe).items()}

@@ -82,7 +82,9 @@ def make_optimizer(
 
 
 def decay_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
-    """The trainable parameters in two groups, with and without weight decay, by config.undecayed."""
+    """The trainable parameters in two groups, with and without weight decay, by config.undecayed.
+
+    None is the rule of timm's param_groups_weight_decay, which has no other, and which not every task imports."""
     spared = getattr(model, "no_weight_decay", set)()
 
     def decays(name: str, p: Tensor) -> bool:
@@ -110,7 +112,10 @@ def lent_rate(optimizer: torch.optim.Optimizer) -> Callable[[], float]:
 
 
 def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
-    """The learning rate of 0-based `step` as a share of the peak."""
+    """The learning rate of 0-based `step` as a share of the peak.
+
+    Of any step, as a schedule of tau and a stretched run ask for it: torch's and mmengine's schedulers multiply rates
+    from step to step. timm's begin a warm-up with a step at rate 0."""
     warmup = config.warmup_steps
     if step < warmup:
         return (step + 1) / (warmup + 1)

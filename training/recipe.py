@@ -9,23 +9,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import tyro
 
-from core import CO2Config, UserError, WireConfig
+from core import CO2Config, UserError
 from core.adaptive import schedules
-from core.config import scheduled
+from core.adaptive.schedules import scheduled
 from core.elastic.joining import check_elastic
-from core.methods import (
-    DelayedConfig,
-    MethodName,
-    OverlapLocalConfig,
-    SlowMoConfig,
-    ZerothConfig,
-    check_settings,
-    elastic_zeroth,
-)
+from core.methods import REGISTRY, check_settings, elastic_zeroth, entry_of
 from core.zeroth.exchange import Place
 from training.optim import OptimConfig
 from training.script import launch
@@ -33,6 +25,17 @@ from training.workers import rank, world_size
 
 SHARES = {"shard", "offload", "per_node", "zero"}  # options with which not all recommended settings go
 LARGEST = 10**9  # number of a recipe
+MethodName = Literal[tuple(entry.name for entry in REGISTRY)]
+# each method's own settings, under its key
+OfMethods = dataclasses.make_dataclass(
+    "OfMethods",
+    [
+        (e.key, Annotated[e.settings, tyro.conf.arg(help=e.help)], field(default_factory=e.settings))
+        for e in REGISTRY
+        if e.settings is not None
+    ],
+    frozen=True,
+)
 
 
 def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -44,7 +47,7 @@ def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(OfMethods):
     """The settings that every recipe has; a task's own recipe adds its model and data.
 
     The command line shows each field's docstring as its help text.
@@ -66,14 +69,6 @@ class Recipe:
     """Of method co2, what changes from round to round: warm_up_momentum:ROUNDS, from 0 to co2.outer_momentum;
     ramp_tau:FIRST, doubled up to co2.tau; or quadratic:SCALE:LEAST, tau = (SCALE / learning rate)^2, at least LEAST, at
     most co2.tau_max."""
-    delayed: DelayedConfig = field(default_factory=DelayedConfig)
-    """Of method delayed: co2 with another way to live with the delay."""
-    ddp_wire: WireConfig = field(default_factory=WireConfig)
-    """Of method ddp: how gradients cross the network."""
-    slowmo: SlowMoConfig = field(default_factory=SlowMoConfig)
-    overlap_local: OverlapLocalConfig = field(default_factory=OverlapLocalConfig)
-    zeroth: ZerothConfig = field(default_factory=ZerothConfig)
-    """Of method zo."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     batch_size: int = 64
     """Samples per optimiser step over all workers together (global)."""
@@ -143,40 +138,29 @@ class Recipe:
     """Of a dry run: warn where a GPU of so many GB (GiB, as makers count) is too small."""
 
     def __post_init__(self) -> None:
-        least_of = {
-            "epochs": 1,
-            "batch_size": 1,
-            "seed": 0,
-            "eval_every": 1,
-            "log_every": 1,
-            "checkpoint_every": 0,
-            "per_node": 0,
-            "accumulate": 1,
-        }
-        for name, least in least_of.items():
+        least_of = dict.fromkeys(("epochs", "batch_size", "eval_every", "log_every", "accumulate"), 1)
+        for name, least in (least_of | dict.fromkeys(("seed", "checkpoint_every", "per_node"), 0)).items():
             if getattr(self, name) < least:
                 raise UserError(f"{name}={getattr(self, name)}: give {least} or more")
         numbers = {k: v for k, v in flat(dataclasses.asdict(self)).items() if isinstance(v, int | float)}
         for name, value in numbers.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise UserError(f"{name}={value}: give a finite number")
-        if self.save_minutes < 0:
-            raise UserError(f"save_minutes={self.save_minutes}: give minutes, or 0 for none by time")
-        if self.gpu_gb is not None and not self.gpu_gb > 0:
-            raise UserError(f"gpu_gb={self.gpu_gb}: give the GB of a GPU, above 0")
-        if not 0 < self.timeout <= LARGEST:
-            raise UserError(f"timeout={self.timeout}: give seconds, above 0 and up to {LARGEST}")
+        for ok, name, remedy in (
+            (self.save_minutes >= 0, "save_minutes", "minutes, or 0 for none by time"),
+            (self.gpu_gb is None or self.gpu_gb > 0, "gpu_gb", "the GB of a GPU, above 0"),
+            (0 < self.timeout <= LARGEST, "timeout", f"seconds, above 0 and up to {LARGEST}"),
+            (self.link_mbit is None or self.link_mbit > 0, "link_mbit", "a rate above 0, or None for the real link"),
+        ):
+            if not ok:
+                raise UserError(f"{name}={getattr(self, name)}: give {remedy}")
         for name, value in numbers.items():
             if abs(value) > LARGEST:
                 raise UserError(f"{name}={value}: give {LARGEST} or less")
-        if self.link_mbit is not None and not self.link_mbit > 0:
-            raise UserError(f"link_mbit={self.link_mbit}: give a rate above 0, or None for the real link")
-        check_settings(
-            self.method, self.co2, self.delayed, shard=self.shard, offload=self.offload, ddp_wire=self.ddp_wire
-        )
-        if self.schedule and self.method != "co2":
-            raise UserError(f"schedule is CO2's own, method {self.method!r} does not have it: leave it out")
-        scheduled(self.co2, schedules.from_text(self.schedule, self.co2, lambda step: self.optim.lr), 0)
+        schedule = schedules.from_text(self.schedule, self.co2, lambda step: self.optim.lr)
+        state = {"shard": self.shard, "offload": self.offload}
+        check_settings(self.method, self.co2, schedule=schedule, **state, **self.own_settings)
+        scheduled(self.co2, schedule, 0)
         if self.method == "zo":
             self._check_zeroth_order()
         if self.elastic:
@@ -189,7 +173,7 @@ class Recipe:
         if not 0 < self.skip_after <= LARGEST:  # pyright: ignore[reportOptionalOperand]
             raise UserError(f"skip_after={self.skip_after}: give seconds, above 0 and up to {LARGEST}")
         for ok, what, remedy in (
-            (self.method in ("co2", "delayed", "overlap_local"), f"method={self.method!r}", "waits for every mean"),
+            (entry_of(self.method).hides, f"method={self.method!r}", "waits for every mean"),
             (not self.elastic, "elastic", "drops a worker that is silent for --timeout seconds"),
             (self.co2.tau != "auto", "co2.tau='auto'", "needs a number of local steps"),
             (self.co2.steps == "even", "co2.steps='by_speed'", "gives workers' rounds unlike lengths"),
@@ -223,7 +207,7 @@ class Recipe:
 
     def _check_elastic(self) -> None:
         """Refuses what does not go with workers that come and go."""
-        if self.method not in ("co2", "zo"):
+        if "elastic" not in entry_of(self.method).takes:
             raise UserError(f"elastic does not go with method={self.method!r}: give --method co2 or zo, or no elastic")
         for name, needed in (("per_node", 1), ("zero", 0), ("shard", False), ("offload", False)):
             if (value := getattr(self, name)) != needed:
@@ -247,11 +231,18 @@ class Recipe:
         return Place.make(0, workers, self.zeroth).data_workers if self.method == "zo" else workers
 
     @property
+    def own_settings(self) -> dict[str, Any]:
+        """The method's own, under its key, as make_method takes them."""
+        key = entry_of(self.method).key
+        return {key: getattr(self, key)} if key else {}
+
+    @property
     def folder(self) -> Path:
         return self.out or Path("runs") / f"{self.name}-{self.method}-seed{self.seed}"
 
 
 R = TypeVar("R", bound=Recipe)
+T = TypeVar("T")
 
 
 def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str = "train") -> R:
@@ -261,11 +252,7 @@ def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str
         listing = "\n".join(f"  {name}" for name in recipes)
         print(f"usage: {prog} RECIPE [overrides]\n\nrecipes:\n{listing}\n\n{prog} RECIPE --help lists its options")
         sys.exit(0)
-    if name not in recipes:
-        near = difflib.get_close_matches(name, recipes, n=3)
-        remedy = f"did you mean {', '.join(near)}?" if near else f"`python -m {prog} --help` lists them"
-        raise UserError(f"recipe {name!r} does not exist; {remedy}")
-    default = dataclasses.replace(recipes[name], name=name)
+    default = dataclasses.replace(find("recipe", name, recipes, f"`python -m {prog} --help` lists them"), name=name)
     default = starting_point(default, overrides)
     recipe = tyro.cli(
         type(default),
@@ -280,6 +267,14 @@ def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str
         raise UserError("out='' is the folder that you are in: name one of the run's own, such as runs/mine")
     refuse_unused(recipe, default)
     return recipe
+
+
+def find(kind: str, name: str, known: Mapping[str, T], lists: str) -> T:
+    """UserError where there is none of that name. kind: what it is called; lists: what names those that are known."""
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3)
+        raise UserError(f"{kind} {name!r} does not exist; " + (f"did you mean {', '.join(near)}?" if near else lists))
+    return known[name]
 
 
 def answer_help(recipes: Mapping[str, Recipe], prog: str) -> None:
@@ -310,12 +305,8 @@ def refuse_unused(recipe: Recipe, default: Recipe) -> None:
 
     Every local method has co2.tau; what a recipe itself sets for methods that may be chosen is no mistake.
     """
-    for part, methods in (
-        ("slowmo", ("slowmo",)),
-        ("overlap_local", ("overlap_local",)),
-        ("zeroth", ("zo",)),
-        ("co2", ("co2", "delayed")),
-    ):
+    owners = [(entry.key, [entry.name]) for entry in REGISTRY if entry.key]
+    for part, methods in [*owners, ("co2", [entry.name for entry in REGISTRY if entry.reads_co2])]:
         usual = vars(getattr(default, part)) | ({"tau": ..., "tau_max": ...} if part == "co2" else {})
         given = {k: v for k, v in vars(getattr(recipe, part)).items() if usual[k] is not ... and v != usual[k]}
         if given and recipe.method not in methods:

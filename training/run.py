@@ -17,52 +17,46 @@ from tqdm import tqdm
 
 from core.adaptive.schedules import from_text
 from core.errors import DivergedError
-from core.methods import Method, Zeroth
+from core.methods import Method, Zeroth, entry_of
 from core.robust import peers
-from core.robust.guard import forget
-from core.rounds import LocalMethod
+from core.robust.guard import Guard, forget
+from core.rounds import Rounds
 from training.checks import check_batch_norm, check_start
-from training.counters import Averages, Due, Every, Stopwatch, Timer
 from training.elastic import Elastic
 from training.fixed import Fixed
 from training.folder import RunFolder
 from training.optim import lr_factor
+from training.progress import Due, Every, Progress, Timer, Trained
 from training.recipe import Recipe, momentum_note
 from training.round_log import RoundLog
-from training.stop import StopSignal
-from training.throttle import make_link
-from training.workers import check_compiler, has_bfloat16, pick_device, rank, tune, world_size
+from training.script import StopSignal
+from training.workers import check_compiler, has_bfloat16, pick_device, tune, world_size
 
 T = TypeVar("T")
 
 
-class Run:
+class Run(Progress):
     """One training run of this worker: use it as a context manager around the loop.
 
     Before the loop: shard, shard_optimizer, make_method, begin. After every step: after_step, which says whether an
     evaluation, a checkpoint (save) or the stop (stop) is due. After the loop: end.
 
-    Attributes: rank, world_size, device, folder, step (how many have been taken), total (how many there are), clock;
-    means of what is logged; rounds, their log.
+    Attributes, beside Progress's: folder; rounds, their log; mesh, see Fixed.
     """
 
+    mesh: DeviceMesh | None
+    _trained: Trained
+
     def __init__(self, recipe: Recipe):
-        self.recipe = recipe
-        self.rank, self.world_size = rank(), world_size()
-        check_start(recipe, self.world_size)
-        self.device = pick_device(recipe.device)
+        check_start(recipe, world_size())
+        super().__init__(recipe, pick_device(recipe.device))
         tune(self.device, tf32=recipe.tf32, cudnn_benchmark=recipe.cudnn_benchmark)
-        self.step = 0
-        self.clock = Stopwatch()
-        self._workers: Fixed | Elastic = Elastic(self) if recipe.elastic else Fixed(self)
         self.folder = RunFolder(recipe.folder, -1 if recipe.elastic else self.rank, self.clock)
-        self.link = make_link(recipe.link_mbit, self.device)
-        self.means = Averages()
-        self._minutes = Timer(recipe.save_minutes)
         self.rounds = RoundLog(recipe, self.folder, self.device)
+        self._workers = (Elastic if recipe.elastic else Fixed)(self, self.folder, self.rounds)
+        self._minutes = Timer(recipe.save_minutes)
         self._stop = StopSignal()
         self._to_skip = 0  # batches
-        self._model: nn.Module | None = None
         self._shared = True  # whether what was evaluated last is one model on all workers
         self._bar: tqdm[Any] | None = None
 
@@ -72,6 +66,7 @@ class Run:
         torch.manual_seed(self.recipe.seed * 1_000_003 + rank)
         self._stop.listen()
         self._workers.meet()
+        self.mesh = self._workers.mesh
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -84,11 +79,6 @@ class Run:
         if error is not None and (explained := peers.explain(error)):
             raise explained from None
 
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """[nodes, workers of a node] where those of a node synchronise every step, else None."""
-        return self._workers.mesh
-
     # -- before the loop ------------------------------------------------------------------------------------
 
     def shard(self, model: nn.Module) -> nn.Module:
@@ -96,13 +86,12 @@ class Run:
         yet where its blocks are to stay there."""
         check_batch_norm(self.recipe, model, self.world_size)
         streamed = self.recipe.method == "zo" and self.recipe.offload
-        self._model = model if streamed else model.to(self.device)
-        mesh = self.mesh
-        if mesh is None:
-            return self._model
+        model = model if streamed else model.to(self.device)
+        if self.mesh is None:
+            return model
         compute = torch.bfloat16 if self._mixed() else torch.float32
         ddp = self.recipe.method == "ddp"
-        return _zero().shard_model(self._model, mesh, self.recipe.zero, everywhere=ddp, compute=compute)
+        return _zero().shard_model(model, self.mesh, self.recipe.zero, everywhere=ddp, compute=compute)
 
     def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimiser, its state shared out inside the node with ZeRO-1."""
@@ -146,14 +135,15 @@ class Run:
         epoch, total: the optimiser steps of an epoch and of the whole run. samples: of the training set, which elastic
         runs deal out anew. The rest is what a checkpoint holds.
         """
-        self._model, self._schedule, self._method, self.total = model, schedule, method, total
+        self.total = total
+        self._trained = Trained(model, optimizer, schedule, method, self.recipe.method)
         self.rounds.allocations.model = model
-        if isinstance(method, LocalMethod):
-            method.on_left_out = forget(optimizer)
-        seconds = self._workers.begin(model, optimizer, schedule, method, samples, epoch)
+        if isinstance(method, Rounds):
+            method.rider(Guard).on_left_out = forget(optimizer)
+        seconds = self._workers.begin(self._trained, samples, epoch)
         if self.rank == 0:
             self._tell_settings(total)
-        self._evaluation = Every(epoch * self.recipe.eval_every, self.step)
+        self.evaluation = Every(epoch * self.recipe.eval_every, self.step)
         self._saving = Every(epoch * self.recipe.checkpoint_every, self.step)
         self._minutes.restart()
         interval = 0.5 if sys.stderr.isatty() else 20.0
@@ -168,7 +158,7 @@ class Run:
         if r.recommended:
             told = ", ".join(f"{key} {getattr(co2, key)}" for key in ("merge", "delay", "gap", "outer_momentum"))
             tqdm.write(f"co2 with the recommended settings ({told}); --no_recommended: the paper's", file=sys.stderr)
-        if r.method not in ("ddp", "zo") and isinstance(co2.tau, int) and total < co2.tau:
+        if entry_of(r.method).local and isinstance(co2.tau, int) and total < co2.tau:
             remedy = "give a smaller --co2.tau or more --epochs"
             tqdm.write(f"warning: {total} steps are less than a round of tau={co2.tau}: {remedy}", file=sys.stderr)
         if note := momentum_note(r, self.world_size):
@@ -185,10 +175,6 @@ class Run:
                 self._to_skip -= 1
             else:
                 yield batch
-
-    def evaluates(self, step: int) -> bool:
-        """Whether an evaluation is due at a boundary after so many steps."""
-        return step < self.total and self._evaluation.would_be(step)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Autocast to the recipe's precision where the device has it."""
@@ -215,54 +201,46 @@ class Run:
         self._bar.update(self.step - before)
         self.means.add(scalars)
         if closed:
-            self.rounds.close_round(self.step, self._method)
+            self.rounds.close_round(self.step, self._trained.method)
         if self.step // self.recipe.log_every > before // self.recipe.log_every:
             self._log_means()
-        apart = isinstance(self._method, LocalMethod) and self._method.apart
-        open_end = (closed or self._skipped()) and self.step < self.total and not apart
+        apart = isinstance(self._trained.method, Rounds) and self._trained.method.pacing.apart
+        running = self.step < self.total
+        stops = running and self._agreed("stop", bool(self._stop.number)) and (closed or dist.is_initialized())
+        open_end = running and not apart and (closed or self._skipped())
+        minutes_over = open_end and self.rank == 0 and self._minutes.due()  # of which all hear a round later
         due = Due(
-            evaluation=open_end and self._evaluation.due(self.step),
-            checkpoint=open_end and (self._saving.due(self.step) | self._due_by_time()),
-            stop=self.step < self.total and self._stops(closed) and not apart,
+            evaluation=open_end and self.evaluation.due(self.step),
+            checkpoint=open_end and (self._saving.due(self.step) | self._agreed("save", minutes_over)),
+            stop=stops and not apart,
         )
         return self._workers.come_together(due, ended=self.step == self.total)
 
     def _skipped(self) -> bool:
         """Whether this step would have closed a round, but for a mean that did not come: evaluations and checkpoints
         are due at the same steps on all workers, though some close their rounds later."""
-        m = self._method
-        return self.recipe.skip_after is not None and isinstance(m, LocalMethod) and m.local_steps % m.tau == 0
+        m = self._trained.method
+        return self.recipe.skip_after is not None and isinstance(m, Rounds) and m.local_steps % m.tau == 0
 
     def _skip_steps(self) -> int:
         """How many steps this worker leaves out here, being slower than others; the learning rate keeps step."""
-        skipped = self._method.skipped if isinstance(self._method, LocalMethod) else 0
+        skipped = self._trained.method.pacing.skipped if isinstance(self._trained.method, Rounds) else 0
         self._to_skip = min(skipped, self.total - self.step - 1)
         for _ in range(self._to_skip):
-            self._schedule.step()
+            self._trained.schedule.step()
         return self._to_skip
 
-    def _stops(self, closed: bool) -> bool:
-        """Whether the run ends here, by a signal to any worker: all of them stop at the same step."""
-        if self._stop.number and not dist.is_initialized():
-            return closed
-        if self._stop.number:
-            self._method.ask_to_stop()
-        return self._method.stop_agreed
-
-    def _due_by_time(self) -> bool:
-        """Where a round has closed: rank 0's clock decides, of which all hear a round later."""
-        due = self.rank == 0 and self._minutes.due()
-        if due and dist.is_initialized():
-            self._method.ask_to_save()
-        if due:
-            self._minutes.restart()
-        return self._method.save_agreed or (due and not dist.is_initialized())
+    def _agreed(self, name: str, mine: bool) -> bool:
+        """Whether a worker asks for it, and all have heard so, at the same step; one that is alone need not wait."""
+        if mine and dist.is_initialized():
+            self._trained.ask(name)
+        return name in self._trained.agreed or (mine and not dist.is_initialized())
 
     def _log_means(self) -> None:
         """Logs the means since the last time, the learning rate and the share of communication hidden so far; on a GPU
         those of the time before, which it has passed."""
         overlap, bar = self.rounds.overlap, self._bar
-        scalars = {"lr": self._schedule.get_last_lr()[0], **self.means.pop()}
+        scalars = {"lr": self._trained.schedule.get_last_lr()[0], **self.means.pop()}
         logged = self.rounds.log(self.step, scalars | {"hidden_share": overlap.hidden_share})
         if logged is not None and bar is not None and not bar.disable:
             shown = {name: f"{logged[name]:.4g}" for name in scalars}
@@ -285,21 +263,19 @@ class Run:
         """For evaluations: of the model that all workers have in common, where the method has one; stops the clock, but
         not for what that waits for; gathers a sharded model's parameters, and lets blocks that stay on the host pass
         through the device."""
-        gathering = contextlib.nullcontext()
-        if isinstance(self._method, Zeroth):
-            gathering = self._method.order.inference()
-        elif self.mesh is not None and self._model is not None:
-            gathering = _zero().gathered(self._model, self.recipe.zero)
-        method = self._method
-        common = method.shared_model() if isinstance(method, LocalMethod) else contextlib.nullcontext(True)
+        method, gathering = self._trained.method, contextlib.nullcontext()
+        if isinstance(method, Zeroth):
+            gathering = method.order.inference()
+        elif self.mesh is not None:
+            gathering = _zero().gathered(self._trained.model, self.recipe.zero)
+        common = method.shared_model() if isinstance(method, Rounds) else contextlib.nullcontext(True)
         with common as self._shared, self.clock.paused(), gathering:
             yield
 
     def sum(self, *values: float | Tensor) -> list[float]:
         """Sums over all workers, in float64; every worker must call it."""
-        return self.sum_tensor(
-            torch.tensor([float(v) for v in values], dtype=torch.float64, device=self.device)
-        ).tolist()
+        mine = torch.tensor([float(v) for v in values], dtype=torch.float64, device=self.device)
+        return self.sum_tensor(mine).tolist()
 
     def sum_tensor(self, values: Tensor) -> Tensor:
         """The sum over all workers; every worker must call it."""
@@ -324,7 +300,7 @@ class Run:
         """
         self.save()
         number = self._workers.stopped_by(self._stop.number)
-        self._method.finish()  # of this the checkpoint knows nothing: the workers part in peace
+        self._trained.method.finish()  # of this the checkpoint knows nothing: the workers part in peace
         self._workers.saved()
         self._part(lambda: self._summarise({"stopped_by_signal": number}))
 

@@ -1,4 +1,5 @@
-"""How a script ends: a user's mistake, or a disk that takes no more, is one line for all workers, and no traceback."""
+"""How a script ends: a user's mistake, or a disk that takes no more, is one line for all workers, and no traceback; a
+signal to any worker ends the run of all, which then save and can be resumed."""
 
 from __future__ import annotations
 
@@ -7,19 +8,20 @@ import functools
 import hashlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from core import UserError
 from core.errors import CollectiveError, DivergedError
-from training.start import refuse
-from training.stop import StopSignal
-from training.workers import world_size
+from training.workers import refuse, world_size
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # to stop
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE)
 OF_A_PATH = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EPERM, errno.EEXIST)
 
@@ -31,6 +33,9 @@ def launch(main: Callable[[], None]) -> None:
     threading.excepthook = functools.partial(_of_a_thread, threading.excepthook)
     try:
         main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # what reads the output, such as `| head`, has seen enough; Python would flush once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (UserError, DivergedError) as error:
         _fail(str(error))
     except CollectiveError as error:  # each worker says what it has seen
@@ -92,3 +97,39 @@ def _first_to_say(text: str) -> bool:
     except (KeyError, OSError) as error:
         return not isinstance(error, FileExistsError)
     return True
+
+
+class StopSignal:
+    """Whether a signal has asked to end the run.
+
+    Attributes: interrupted, of the class, whether Ctrl-C has ended this process's run; number, of the signal that this
+    worker got, 0 for none. The workers agree on where they stop in a collective that their method makes anyway.
+    """
+
+    interrupted = False
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._asked_at = 0.0
+        self._before: dict[int, Any] = {}
+
+    def listen(self) -> None:
+        """Handles the signals from now on."""
+        StopSignal.interrupted = False
+        self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+
+    def ignore(self) -> None:
+        """Leaves the signals to those who handled them before, for what the process does after the run. Not where one
+        has come: the terminal and torchrun each send one, and the second must not spoil the exit status."""
+        if not self.number:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        """The first signal ends the run at one of the next boundaries; another one, over 2 s later, at once."""
+        now = time.monotonic()
+        if self.number and now - self._asked_at > 2:  # torchrun and the terminal both send one
+            raise KeyboardInterrupt
+        if not self.number:
+            self.number, self._asked_at = number, now
+            StopSignal.interrupted = number == signal.SIGINT

@@ -33,22 +33,14 @@ Rest = tuple[str, str]  # name and digest of a worker's tensor of bytes
 STORED = "stored as"  # marks what stands in a tensor's place: its path first, then [name, digest, strides]
 # what .metadata is made of; dtypes besides
 RECORDS = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "Path"),
-    ("pathlib", "PosixPath"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-} | {
-    ("torch.distributed.checkpoint.metadata", name)
-    for name in (
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    )
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"Path", "PosixPath"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        *("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
 }
 
 
@@ -192,7 +184,9 @@ class _Unpickler(pickle.Unpickler):
     load those as any pickle."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in RECORDS or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        if name in RECORDS.get(module, ()) or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f".metadata holds {module}.{name}, which belongs in no checkpoint")
 

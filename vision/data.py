@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import lzma
-import os
 import tarfile
 import zlib
 from collections.abc import Iterator
@@ -17,15 +15,16 @@ import torch
 from torch import Tensor
 
 from core import UserError
-from training.data import data_root, missing
-from training.sampling import eval_share, generator, worker_batches
+from training.data import Key, cached, damaged, data_root, eval_keys, missing, train_keys
+from training.sampling import generator
 from training.untrusted import read_arrays
-from training.workers import to_device, upload
+from training.workers import upload
 from vision.imagenet import ImageNet, imagenet
 from vision.recipes import VisionRecipe
-from vision.transforms import CPU, crop_and_flip, normalise
+from vision.transforms import CPU, crop_and_flip, normalise, on_device
 
 LARGEST_JPEG = 1 << 20  # bytes; CIFAR-10's have two thousand
+ARRAYS = "arrays.npz"  # in the cache
 
 
 @dataclass(frozen=True)
@@ -45,13 +44,6 @@ class Images:
         """uint8 [b, c, h, w] -> float32, zero mean and unit variance over the training set."""
         return normalise(images, self.mean, self.std)
 
-    def on_device(
-        self, images: Tensor, labels: Tensor, recipe: VisionRecipe, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """uint8 images to the device, and normalised there."""
-        images = to_device(upload(images, device), device, recipe.channels_last)
-        return self.normalise(images), upload(labels, device)
-
     def train_batches(
         self, recipe: VisionRecipe, rank: int, world_size: int, start: int, total: int, device: torch.device = CPU
     ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -59,21 +51,28 @@ class Images:
 
         Samples and augmentation depend on (seed, epoch, rank, world_size) and the batch's number in its epoch alone.
         """
-        for epoch, number, index in worker_batches(
-            len(self), recipe.batch_size, seed=recipe.seed, rank=rank, world_size=world_size, start=start, total=total
-        ):
-            images = self.images[index]
+        for batch, keys in train_keys(recipe, len(self), rank, world_size, start, total):
+            images, labels = self._pick(keys)
             if recipe.augment:
-                images = crop_and_flip(images, generator(recipe.seed, epoch, number, rank))
-            yield self.on_device(images, self.labels[index], recipe, device)
+                images = crop_and_flip(images, generator(*batch))
+            yield self._on_device(images, labels, recipe, device)
 
     def test_batches(
         self, recipe: VisionRecipe, rank: int, world_size: int, device: torch.device = CPU, batch_size: int = 256
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """This worker's share of the set, in batches on the device, without augmentation."""
-        index = torch.tensor(eval_share(len(self), rank=rank, world_size=world_size))
-        for part in index.split(batch_size):
-            yield self.on_device(self.images[part], self.labels[part], recipe, device)
+        for keys in eval_keys(len(self), batch_size, rank, world_size):
+            yield self._on_device(*self._pick(keys), recipe, device)
+
+    def _pick(self, keys: list[Key]) -> tuple[Tensor, Tensor]:
+        index = torch.tensor([i for *_, i in keys])
+        return self.images[index], self.labels[index]
+
+    def _on_device(
+        self, images: Tensor, labels: Tensor, recipe: VisionRecipe, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        images, labels = upload(images, device), upload(labels, device)
+        return on_device(images, labels, device, recipe.channels_last, self.mean, self.std)
 
 
 @dataclass(frozen=True)
@@ -111,18 +110,15 @@ def cifar10() -> tuple[Images, Images]:
     archive = data_root() / "cifar10_jpeg.tar.xz"
     if not archive.is_file():
         raise missing("CIFAR-10", archive.parent, f"{archive.name} (JPEGs in split/class/file)", "digits_small")
-    cache = Path(os.environ.get("CO2_CACHE") or Path.home() / ".cache" / "co2")
-    path = cache / f"cifar10-{archive.stat().st_size}.npz"
-    if not path.exists():
-        _decode(archive, path)
-    classes, *arrays = _cached(path)
+    folder = cached(f"cifar10-{archive.stat().st_size}", lambda target: np.savez(target / ARRAYS, **_decode(archive)))
+    classes, *arrays = _decoded(folder / ARRAYS)
     # the channel statistics in common use for CIFAR-10
     shared = dict(classes=tuple(classes.tolist()), mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
     train_x, train_y, test_x, test_y = map(torch.from_numpy, arrays)
     return Images(train_x, train_y, **shared), Images(test_x, test_y, **shared)
 
 
-def _cached(path: Path) -> list[np.ndarray]:
+def _decoded(path: Path) -> list[np.ndarray]:
     """classes, train_x, train_y, test_x and test_y of the cache."""
     try:
         classes, *arrays = read_arrays(path, "classes", "train_x", "train_y", "test_x", "test_y")
@@ -132,12 +128,12 @@ def _cached(path: Path) -> list[np.ndarray]:
             if not len(y) or y.min() < 0 or y.max() >= len(classes):
                 raise ValueError("labels of no class")
     except ValueError as error:
-        raise UserError(f"{path}: the cache of CIFAR-10 is damaged ({error}): remove it, it is made again") from None
+        raise damaged("CIFAR-10", path, error) from None
     return [classes, *arrays]
 
 
-def _decode(archive: Path, path: Path) -> None:
-    """Decodes all JPEGs of the archive into one .npz; renamed into place, so that ranks may race."""
+def _decode(archive: Path) -> dict[str, np.ndarray]:
+    """All JPEGs of the archive: classes, and for each split uint8 [n, 3, 32, 32] and int64 [n]."""
     items = {split: sorted(found) for split, found in _jpegs(archive).items()}
     for split, found in items.items():
         if not found:
@@ -150,22 +146,7 @@ def _decode(archive: Path, path: Path) -> None:
         images = [_pixels(archive, name, content) for name, _, content in found]
         arrays[f"{split}_x"] = np.stack([pixels.transpose(2, 0, 1) for pixels in images])
         arrays[f"{split}_y"] = np.array([classes.index(label) for _, label, _ in found], dtype=np.int64)
-    _write_cache(path, arrays)
-
-
-def _write_cache(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    partial = path.with_name(f"{path.stem}.{os.getpid()}.npz")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        np.savez(partial, **arrays)
-        partial.rename(path)
-    except OSError as error:
-        raise UserError(
-            f"{path.parent} cannot be written ({error.strerror}): set CO2_CACHE to another folder"
-        ) from None
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
+    return arrays
 
 
 def _jpegs(archive: Path) -> dict[str, list[tuple[str, str, bytes]]]:

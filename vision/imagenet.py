@@ -3,6 +3,8 @@
 Loading processes decode, crop and recolour; images cross to the device as uint8, a quarter of float32's bytes, and are
 normalised, erased and mixed there. timm's create_loader does so, too, but draws samples and random numbers by the state
 of each process, and skips images that it cannot read; here both follow from (seed, epoch, index) alone, and it stops.
+Repeated augmentation is training.sampling's: timm's RepeatAugSampler deals in the same way, but knows no seed, and
+gives all copies of an image one index, by which they would be augmented alike.
 """
 
 from __future__ import annotations
@@ -22,16 +24,16 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from core import UserError
-from training.data import data_root, missing
-from training.sampling import eval_share, load_batches, mix, seeded, worker_batches
-from training.workers import to_device
+from training.data import Key, data_root, eval_keys, missing, train_keys
+from training.sampling import load_batches, mix, seeded
 from vision.index import IndexedFolder
 from vision.model import image_size
 from vision.recipes import VisionRecipe
 from vision.shards import Shards
-from vision.transforms import CPU, normalise
+from vision.transforms import CPU, on_device
 
 Samples = IndexedFolder | Shards
+STATISTICS = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 
 def imagenet() -> tuple[ImageNet, ImageNet]:
@@ -70,16 +72,14 @@ class ImageNet:
         An image's crop and colours are seeded by (seed, epoch, index, number of the copy) alone: loader workers do not
         change them. What is erased, and how a batch is mixed, by (seed, epoch, number of the batch, rank).
         """
-        n, seed = len(self), recipe.seed
         recipe.check_share(world_size)
-        of = dict(seed=seed, rank=rank, world_size=world_size, start=start, total=total, repeats=recipe.repeats)
-        plan, ahead = itertools.tee(worker_batches(n, recipe.batch_size, **of))
-        keyed = ([(i % n, mix(seed, epoch, i)) for i in index.tolist()] for epoch, _, index in ahead)
+        plan, ahead = itertools.tee(train_keys(recipe, len(self), rank, world_size, start, total, recipe.repeats))
         mixup, erasing = self._mixup(recipe), erasing_of(recipe, device)
-        batches = load_batches(Augmented(self.samples, train_transform(recipe)), keyed, recipe.loader_workers)
-        for (epoch, number, _), (images, labels) in zip(plan, batches, strict=True):
-            images, labels = on_device(images, labels, recipe, device)
-            with seeded(mix(seed, epoch, number, rank), device):
+        augmented = Augmented(self.samples, train_transform(recipe))
+        batches = load_batches(augmented, (keys for _, keys in ahead), recipe.loader_workers)
+        for (batch, _), (images, labels) in zip(plan, batches, strict=True):
+            images, labels = on_device(images, labels, device, recipe.channels_last, *STATISTICS)
+            with seeded(mix(*batch), device):
                 images = erasing(images)
                 if mixup:
                     images, labels = mixup(images, labels)
@@ -89,12 +89,11 @@ class ImageNet:
         self, recipe: VisionRecipe, rank: int, world_size: int, device: torch.device = CPU, batch_size: int = 128
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """This worker's share of the set, centre crops, on the device."""
-        share = eval_share(len(self), rank=rank, world_size=world_size)
-        keyed = ([(i, 0) for i in share[at : at + batch_size]] for at in range(0, len(share), batch_size))
+        keys = eval_keys(len(self), batch_size, rank, world_size)
         size = image_size(recipe.model)
         transform = create_transform(size, crop_pct=0.875, interpolation="bicubic", use_prefetcher=True)
-        for images, labels in load_batches(Augmented(self.samples, transform), keyed, recipe.loader_workers):
-            yield on_device(images, labels, recipe, device)
+        for images, labels in load_batches(Augmented(self.samples, transform), keys, recipe.loader_workers):
+            yield on_device(images, labels, device, recipe.channels_last, *STATISTICS)
 
     def _mixup(self, recipe: VisionRecipe) -> Mixup | None:
         if not recipe.mixup and not recipe.cutmix:
@@ -103,25 +102,19 @@ class ImageNet:
 
 
 class Augmented(Dataset[tuple[Tensor, int]]):
-    """Images, uint8 [3, s, s], by (index, seed): the transform's random numbers come from the seed."""
+    """Images, uint8 [3, s, s], and classes by their keys, from which the transform's random numbers follow."""
 
     def __init__(self, samples: Samples, transform: Any):
         self.samples, self.transform = samples, transform
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
-        index, seed = key
+    def __getitem__(self, key: Key) -> tuple[Tensor, int]:
+        index = key[-1] % len(self.samples)  # that of a copy is larger
         try:
             image, label = self.samples.read(index)
         except Exception:  # Pillow's formats raise nearly any
             raise UserError(f"{self.samples.name(index)}: not a readable image; fetch it again or remove it") from None
-        with seeded(seed):
+        with seeded(mix(*key)):
             return self.transform(image), label
-
-
-def on_device(images: Tensor, labels: Tensor, recipe: VisionRecipe, device: torch.device) -> tuple[Tensor, Tensor]:
-    """uint8 images to the device, and normalised there."""
-    images = to_device(images, device, recipe.channels_last)
-    return normalise(images, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD), labels.to(device, non_blocking=True)
 
 
 def train_transform(recipe: VisionRecipe) -> Any:

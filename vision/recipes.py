@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from core.config import CO2Config
+from core import CO2Config
 from core.errors import UserError
 from training.optim import OptimConfig
 from training.recipe import Recipe
@@ -160,13 +160,7 @@ def imagenet_regnet() -> VisionRecipe:
 
 
 _ALL = (
-    digits_small,
-    digits_vit,
-    cifar10_small,
-    cifar10_vit,
-    imagenet_resnet50,
-    imagenet_vit_base,
-    imagenet_swin_tiny,
-    imagenet_regnet,
-)
+    digits_small, digits_vit, cifar10_small, cifar10_vit,
+    imagenet_resnet50, imagenet_vit_base, imagenet_swin_tiny, imagenet_regnet,
+)  # fmt: skip
 RECIPES = {f.__name__: f() for f in _ALL}

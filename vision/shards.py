@@ -15,7 +15,7 @@ from pathlib import Path
 from PIL import Image
 
 from core import UserError
-from vision.index import damaged, index_path, listed_once
+from vision.index import listed_once
 
 PICTURES = (".jpg", ".jpeg", ".png")
 
@@ -28,11 +28,8 @@ class Shards:
 
     def __init__(self, folder: Path):
         shards = sorted(folder.glob("*.tar"))
-        index = index_path(folder, names := [shard.name for shard in shards])
-        lines = listed_once(index, lambda: members(shards))
-        found = [place for line in lines if (place := _place(line, folder, names))]
-        if not found or len(found) < len(lines):
-            raise damaged(index)
+        names = [shard.name for shard in shards]
+        found = listed_once(folder, names, lambda: members(shards), lambda line: _place(line, folder, names))
         numbers = sorted({label for *_, label in found})
         self.classes = tuple(map(str, numbers))
         place = {number: i for i, number in enumerate(numbers)}

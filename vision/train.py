@@ -122,6 +122,7 @@ def evaluate(run: Run, recipe: VisionRecipe, model: nn.Module, test_set: Dataset
                 logits = model(images).float()
             if run.rank == 0 and not count:
                 show(run, images, logits, test_set.classes)
+            # counts add up exactly over workers; timm.utils.accuracy gives percents of a batch, in float32
             best = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
             top1 += best[:, 0].sum().item()
             top5 += best.any(dim=1).sum().item()

@@ -7,7 +7,22 @@ import functools
 import torch
 from torch import Tensor
 
+from training.workers import to_device
+
 CPU = torch.device("cpu")
+
+
+def on_device(
+    images: Tensor,
+    labels: Tensor,
+    device: torch.device,
+    channels_last: bool,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+) -> tuple[Tensor, Tensor]:
+    """uint8 images to the device, and normalised there; the labels with them."""
+    images = normalise(to_device(images, device, channels_last), mean, std)
+    return images, labels.to(device, non_blocking=True)
 
 
 def normalise(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:

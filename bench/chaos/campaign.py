@@ -27,6 +27,7 @@ from typing import Any
 
 import tyro
 
+from bench import report
 from bench.chaos.crew import Crew, group
 from bench.chaos.worker import PHASES, work
 from bench.cluster.namespaces import require_namespaces
@@ -265,16 +266,7 @@ has no link for 3 or 10 seconds (on the emulated cluster, {RATE_MBIT:g} Mbit/s),
   goes on while it does not: there a run depends on the times, too, and no two are equal.
 """
 HEAD = (
-    "harm",
-    "settings",
-    "runs",
-    "ended",
-    "by itself",
-    "hung",
-    "what else",
-    "steps lost",
-    "pause, s",
-    "agrees",
+    *("harm", "settings", "runs", "ended", "by itself", "hung", "what else", "steps lost", "pause, s", "agrees"),
     "equal",
 )
 
@@ -287,21 +279,19 @@ def table(rows: list[Row]) -> str:
         which = "elastic" if row["config"] in ELASTIC else "ddp" if row["config"] == "ddp" else "co2"
         groups.setdefault((kind(row), which), []).append(row)
         each.setdefault((kind(row), row["config"]), []).append(row)
-    head = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
-    short, long = ([line(*key, some, rows) for key, some in found.items()] for found in (groups, each))
-    return "\n".join([ABOUT, *head, *short, "", "## By settings", "", *head, *long, ""])
+    short, long = (report.table(HEAD, [cells(*key, some, rows) for key, some in of.items()]) for of in (groups, each))
+    return f"{ABOUT}\n{short}\n\n## By settings\n\n{long}\n"
 
 
-def line(harm: str, settings: str, some: list[Row], rows: list[Row]) -> str:
-    """Of the table: what became of some of the rows."""
+def cells(harm: str, settings: str, some: list[Row], rows: list[Row]) -> tuple[object, ...]:
+    """A line of the table: what became of some of the rows."""
     ended = [r for r in some if r["status"] == 0 and r["steps"] == steps(r["config"])]
     itself, hung = sum(r["attempts"] == 1 for r in ended), sum(r["hung"] for r in some)
     lost, pause = (max(r[key] for r in some) for key in ("steps_lost", "pause_seconds"))
     told = [agreement(r, [o for o in rows if o["harm"] == "none" and o["config"] == r["config"]]) for r in ended]
     agreed, equal = ([said[i] for said in told if said[i] is not None] for i in (0, 1))
-    cells = (harm, settings, len(some), len(ended), itself, hung, besides(some), lost, f"{pause:.1f}")
     counts = (f"{sum(said)} of {len(said)}" if said else "not run" for said in (agreed, equal))
-    return f"| {' | '.join(map(str, (*cells, *counts)))} |"
+    return harm, settings, len(some), len(ended), itself, hung, besides(some), lost, f"{pause:.1f}", *counts
 
 
 def besides(some: list[Row]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bench.cluster import hold_port
-from training.coordinator import Agent
+from training.launch import Agent
 
 if TYPE_CHECKING:
     from bench.cluster.nodes import Cluster

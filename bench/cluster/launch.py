@@ -25,11 +25,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import tyro
-
 from bench.cluster.namespaces import die_with, require_namespaces
 from bench.cluster.nodes import Cluster
-from bench.options import require_one_or_more
+from bench.report import read_options, require_one_or_more
 from core.errors import UserError
 
 PORT = 29500  # of the rendezvous on node 0, whose namespace is empty
@@ -83,12 +81,10 @@ def quantity(name: str, text: str, units: Sequence[str], example: str) -> float:
 
 def main() -> None:
     own, command = split(sys.argv[1:])
-    asked = tyro.cli(Launch, args=own, prog="python -m bench.cluster", description=__doc__, use_underscores=True)
-    asked.check()
+    asked = read_options(Launch, "bench.cluster", args=own, description=__doc__)
     if not command:
         raise UserError("no command: end with `-- COMMAND`, where COMMAND is what follows torchrun")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     sys.exit(throttled(asked, command) if asked.throttle else emulated(asked, command))
 
 

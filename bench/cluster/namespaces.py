@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from core.errors import UserError
@@ -78,6 +79,15 @@ def inside(namespace: int, fn: Callable[[], T]) -> T:
         return fn()
 
     return _in_thread(run)
+
+
+def sent_bytes(interface: str) -> int:
+    """What the calling process's node has sent through the interface so far, as the kernel counts."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counters = line.strip().partition(":")
+        if name == interface:
+            return int(counters.split()[8])
+    raise OSError(f"no interface {interface} in this node")
 
 
 def die_with(parent: int, signum: int = signal.SIGKILL) -> None:

@@ -77,6 +77,12 @@ class Cluster:
             self._configure("tc", node, [self._tbf(self.interface)])
         self._configure("tc", -1, [self._tbf(f"p{node}") for node in range(self.nodes)])
 
+    def shape(self, rate_mbit: float, verified: dict[str, float]) -> None:
+        """set_rate, and the first time what verify() measures, which `verified` keeps by the rate."""
+        self.set_rate(rate_mbit)
+        if f"{rate_mbit:g}" not in verified:
+            verified[f"{rate_mbit:g}"] = self.verify()
+
     def enter(self, node: int) -> None:
         """Moves the calling process, a forked child with a single thread, into the node."""
         enter(self._namespaces[node])

@@ -16,22 +16,45 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.cluster.namespaces import die_with
+from bench.cluster.namespaces import die_with, require_namespaces
 from core.errors import UserError
 
 if TYPE_CHECKING:
     from bench.cluster.nodes import Cluster
 
+POLL = 0.2  # seconds between two looks at the ranks
+
+
+def prepare_to_fork(*, namespaces: bool = False) -> None:
+    """Before any work of a process whose ranks are forked: threads do not survive that, imports need not be repeated.
+
+    namespaces: whether the ranks sit on a Cluster; see require_namespaces.
+    """
+    if namespaces:
+        require_namespaces()
+    import torch
+    import torch._dynamo  # the first optimiser imports it
+
+    torch.set_num_threads(1)
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
 
 def run_ranks(
-    fn: Callable[..., Any], cluster: Cluster | None, ranks_per_node: int, nodes: int, *args: Any, timeout: float
+    fn: Callable[..., Any],
+    cluster: Cluster | None,
+    ranks_per_node: int,
+    nodes: int,
+    *args: Any,
+    timeout: float,
+    until: Callable[[], bool] = lambda: False,
 ) -> list[Any]:
     """Runs fn(*args) on `nodes` * `ranks_per_node` forked processes; returns their results in rank order.
 
     Each rank sits in its node (cluster None: all on loopback) and finds RANK, WORLD_SIZE, MASTER_ADDR and so on in its
     environment; fn calls init_process_group itself. The caller has imported torch and started no threads. The
     first error of any rank is raised here, a UserError as it is, any other as RuntimeError with its traceback;
-    TimeoutError after `timeout` seconds. Either way all ranks are killed.
+    TimeoutError after `timeout` seconds. Once until(), which is asked again and again, is true, what the ranks would
+    still do is not needed, and nothing is returned. Either way all ranks are killed.
     """
     if cluster is not None and nodes > cluster.nodes:
         raise UserError(f"nodes={nodes}: the cluster has {cluster.nodes}")
@@ -44,12 +67,14 @@ def run_ranks(
         try:
             for worker in workers:
                 worker.start()
-            late = _wait(workers, time.monotonic() + timeout)
+            late = _wait(workers, time.monotonic() + timeout, until)
         finally:
             for worker in workers:
                 if worker.pid is not None:
                     worker.kill()
                     worker.join()
+        if late is None:
+            return []
         _raise_first_error(Path(folder))
         if late:
             raise TimeoutError(f"rank {', '.join(map(str, late))} still running after {timeout:g} s")
@@ -109,13 +134,18 @@ def _write(path: Path, data: bytes) -> None:
     path.with_suffix(".tmp").rename(path)
 
 
-def _wait(workers: list[Any], deadline: float) -> list[int]:
-    """Waits for all; returns the ranks that still run at the deadline, or a while after one has failed."""
+def _wait(workers: list[Any], deadline: float, until: Callable[[], bool]) -> list[int] | None:
+    """Waits for all; returns the ranks that still run at the deadline, or a while after one has failed.
+
+    None: until() has ended the waiting.
+    """
     failed = False
     while running := [w for w in workers if w.exitcode is None]:
         if time.monotonic() > deadline:
             break
-        wait([w.sentinel for w in running], timeout=0.1)
+        if until():
+            return None
+        wait([w.sentinel for w in running], timeout=POLL)
         if not failed and any(w.exitcode for w in workers):
             failed, deadline = True, min(deadline, time.monotonic() + 2.0)  # the others may say why
     return [] if failed else [rank for rank, w in enumerate(workers) if w.exitcode is None]

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import tyro
 
-import bench.gpu.every  # noqa: F401  all checks
 from bench import report
 from bench.gpu.checks import CHECKS, PARTS, Check, Part, Scope, line
-from bench.gpu.worker import Worker
+from bench.gpu.worker import Worker, import_checks
 from core.errors import UserError
+
+import_checks()
 
 NAME = "gpu"
 LEAST = 15.0  # seconds that must be left for another check, or as many as its other cases took
@@ -66,8 +66,7 @@ class Options:
 
 def main() -> None:
     began = time.monotonic()
-    o = tyro.cli(Options, prog="python -m bench.gpu", use_underscores=True)
-    o.check()
+    o = report.read_options(Options, "bench.gpu")
     o.out.mkdir(parents=True, exist_ok=True)
     if o.device == "cuda" and not torch.cuda.is_available():
         result = without_device(o)

@@ -23,7 +23,6 @@ from bench.gpu.problem import RECOMMENDED, lgreco
 from core import CO2, CO2Config, LocalSGD, WireConfig, outer
 from core.flat import Scalars, make_buckets
 from core.outer import Merge, Rule
-from core.passes import make_boundary
 
 PARAMETERS = 350_000_000
 REPEATS = 7
@@ -58,7 +57,7 @@ def a_boundarys_bytes_a_parameter(scope: Scope, case: str) -> dict[str, Any]:
     params = boundary.model(scope(PARAMETERS, 50_000), scope.device)
     d, x, m = boundary.state(params)
     sent = x.clone() if merge == "keep" else None
-    one = make_boundary(cast(Any, kind), params, d, x, m, sent)
+    one = boundary.PASSES[cast(boundary.Way, kind)](params, d, x, m, sent)
 
     def once() -> None:
         if merge == "keep":

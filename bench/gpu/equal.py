@@ -14,11 +14,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from bench.boundary import PASSES
 from bench.gpu.checks import NotRun, Scope, check, one_rank
 from bench.gpu.problem import METHODS, SETTINGS, STEPS, co2, distance, lgreco, move, near, problem, train
 from core import CO2, CO2Config, WireConfig
 from core.outer import NOTHING_LANDED, Boundary, Merge, Rule
-from core.passes import make_boundary
 from core.reference import Reference
 from core.wires import formats as wire
 
@@ -41,7 +41,7 @@ class Pass:
 
         self.d, self.x, self.m = draw(), draw(), draw()
         self.sent = draw() if merge == "keep" else None
-        self.boundary: Boundary = make_boundary(kind, self.params, self.d, self.x, self.m, self.sent)
+        self.boundary: Boundary = PASSES[kind](self.params, self.d, self.x, self.m, self.sent)
 
     def held(self) -> list[Tensor]:
         flats = [f for f in (self.d, self.x, self.m, self.sent) if f is not None]

@@ -198,7 +198,7 @@ def begun(rank: int, workers: int, device: str) -> str:
     seen, real = [], dist.all_reduce
     p = [nn.Parameter(torch.ones(8, device=device))]
     method = CO2(p, CO2Config(tau=2))
-    method.skip_after = 5.0
+    method.pacing.skip_after = 5.0
     letters = {id(method.flight.group): "C", id(dist.group.WORLD): "D"} | {id(host_group()): ""}
 
     def spy(tensor: Tensor, *a: Any, group: Any = None, **k: Any) -> Any:

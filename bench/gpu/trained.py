@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from bench.gpu.checks import Scope, check, one_rank, sync
 from bench.gpu.problem import RECOMMENDED, near
 from core import CO2, CO2Config, ShardedCO2
-from core.robust.guard import forget
+from core.robust.guard import Guard, forget
 
 CONFIGS = {"paper": CO2Config(tau=4), "recommended": RECOMMENDED}
 
@@ -40,7 +40,7 @@ def autocast_and_grad_scaler(scope: Scope, case: str) -> str:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=scope.cuda)
     with one_rank(scope):
         method = CO2(model.parameters(), CONFIGS[case], buffers=model.buffers())
-        method.on_left_out = forget(optimizer)
+        method.rider(Guard).on_left_out = forget(optimizer)
         scaler = torch.amp.GradScaler(scope.device, init_scale=2.0**10)
         closed, scales = [], []
         for step, (x, y) in enumerate(batches(scope)):

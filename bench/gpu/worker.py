@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -12,6 +13,12 @@ import torch.distributed as dist
 
 from bench.gpu.checks import CHECKS, Check, Scope, line, one_line, outcome
 from core.errors import UserError
+
+
+def import_checks() -> None:
+    """All of them, in the order of the report."""
+    for name in ("equal", "many", "hidden", "memory", "trained", "costs", "loops", "searched"):
+        import_module(f"bench.gpu.{name}")
 
 
 class Worker:
@@ -75,9 +82,7 @@ class Worker:
 def serve(pipe: Any, scope: Scope) -> None:
     """The process: a name comes, and its line goes, and whether the process is of no use any more."""
     os.setsid()  # with what it starts, a group that can be killed
-    import bench.gpu.every  # noqa: F401  all checks
-
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    import_checks()
     if not scope.cuda:
         torch.set_num_threads(1)
     while True:
@@ -107,7 +112,7 @@ def tidy(scope: Scope) -> str:
 
 def of_machine(scope: Scope) -> dict[str, Any]:
     """The device and the versions."""
-    from training.provenance import version
+    from training.config import version
 
     name = "cpu"
     if scope.cuda and torch.cuda.is_available():

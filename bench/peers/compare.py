@@ -10,26 +10,23 @@ Same model, data, data order, initial values, inner optimiser, period and link f
 
 from __future__ import annotations
 
-import contextlib
-import os
+import itertools
+import math
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import tyro
-
 from bench import report
-from bench.cluster import Cluster, require_namespaces, run_ranks
-from bench.options import require_no_crowd, require_one_or_more, require_positive
+from bench.cluster import Cluster, prepare_to_fork, run_ranks
 from bench.peers.adapters import PEERS
-from bench.peers.loop import BATCH, DILOCO, EVERY_STEP, FREE, LATE, RECOMMENDED, REFERENCE, Job, Split, worker
-from bench.peers.model import LR, build_model
-from bench.peers.table import LIMIT, markdown
-from bench.peers.tuning import SEED, Choice, choices, limit, seconds_to, tune
+from bench.peers.loop import DILOCO, EVERY_STEP, FREE, LATE, RECOMMENDED, REFERENCE, Job, Split, worker
+from bench.peers.table import markdown, seconds_to, summarise
+from bench.report import read_options, require_known, require_no_crowd, require_one_or_more, require_positive
+from bench.standin import LR, build_model
+from bench.trainings import TUNING_SEED, network
 from core import UserError
 from core.groups import ring_bytes
 from vision import data
@@ -82,18 +79,12 @@ class Bench:
         require_no_crowd(self)
         if self.step_ms < 0:
             raise UserError(f"step_ms={self.step_ms}: give 0 or more")
-        for name in self.methods:
-            if name not in (*ALL, FREE):
-                raise UserError(f"method {name!r}: choose among {', '.join((*ALL, FREE))}")
+        require_known(self, "methods", (*ALL, FREE))
 
 
 def main() -> None:
-    bench = tyro.cli(Bench, prog="python -m bench.peers", use_underscores=True)
-    bench.check()
-    if not bench.throttle:
-        require_namespaces()
-    torch.set_num_threads(1)  # before any work: the ranks are forked, and threads do not survive that
-    os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    bench = read_options(Bench, "bench.peers")
+    prepare_to_fork(namespaces=not bench.throttle)
     link = describe_link(bench)
     print(f"link: {link}\n", flush=True)
     out = report.new_folder("peers", bench.out)
@@ -101,10 +92,8 @@ def main() -> None:
     runs, tried = run_all(bench, out / "logs")
     packages = list(dict.fromkeys(peer.package for peer in PEERS.values()))
     result = report.header("bench.peers", bench, packages)
-    result |= {"link": link, "rows": summarise(bench, runs), "runs": runs, "tuning": tried}
-    text = markdown(bench, result)
-    report.save(out, "peers", result, text)
-    print(f"\n{text}\n{out / 'peers.md'}\n{out / 'peers.json'}")
+    result |= {"link": link, "rows": summarise(result["options"], runs), "runs": runs, "tuning": tried}
+    report.conclude(out, "peers", result, markdown(result))
 
 
 def describe_link(bench: Bench) -> str:
@@ -116,6 +105,52 @@ def describe_link(bench: Bench) -> str:
     with Cluster(bench.workers, bench.rate) as cluster:
         measured = cluster.verify()
     return f"{bench.rate:g} Mbit/s between network namespaces of one machine (measured {measured:.1f})"
+
+
+# -- tuning ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Choice:
+    """lr: of the inner optimiser. tau: local steps a round."""
+
+    lr: float
+    tau: int
+
+
+def choices(method: str, factors: Sequence[float], taus: Sequence[int]) -> list[Choice]:
+    """What is tried: each learning rate with each period. ddp, dpu and acco have no period, co2_auto chooses
+    its own."""
+    taus = taus[:1] if method in (*EVERY_STEP, FREE) else taus
+    return [Choice(LR * factor, tau) for factor, tau in itertools.product(factors, taus)]
+
+
+def tune(
+    method: str,
+    options: Sequence[Choice],
+    run: Callable[[str, Choice], dict[str, Any]],
+    target: float,
+) -> tuple[Choice, list[dict[str, Any]]]:
+    """The choice that comes first to the target, or where none does, ends with the least loss; and a line each."""
+    if len(options) == 1:
+        return options[0], []
+    tried = []
+    for choice in options:
+        result = run(method, choice)
+        tried.append({"method": method, "lr": choice.lr, "tau": choice.tau, **score(result, target)})
+        said = tried[-1].get("reason") or f"{tried[-1]['seconds']:.1f} s to the target, loss {tried[-1]['loss']:.3f}"
+        print(f"tuning {method:18} lr {choice.lr:g}, tau {choice.tau}: {said}", flush=True)
+    best = min(range(len(tried)), key=lambda i: (tried[i]["seconds"], tried[i]["loss"]))
+    return options[best], tried
+
+
+def score(result: dict[str, Any], target: float) -> dict[str, Any]:
+    """seconds until the target, loss at the end; infinite where there is none."""
+    if "reason" in result:
+        return {"seconds": math.inf, "loss": math.inf, "reason": result["reason"]}
+    last = result["losses"][-1]
+    seconds = seconds_to(result["times"], result["losses"], target)
+    return {"seconds": math.inf if seconds is None else seconds, "loss": last if math.isfinite(last) else math.inf}
 
 
 # -- running --------------------------------------------------------------------------------------------------
@@ -131,7 +166,7 @@ def run_all(bench: Bench, logs: Path) -> tuple[list[dict[str, Any]], list[dict[s
     for method in bench.methods:
         options = choices(method, bench.tune_lr, bench.tune_tau or (bench.tau,))
         options = options[:1] if method in broken else options
-        once = lambda name, choice: run_row(bench, name, SEED, sets, logs, choice, "tuning")  # noqa: E731
+        once = lambda name, choice: run_row(bench, name, TUNING_SEED, sets, logs, choice, "tuning")  # noqa: E731
         chosen[method], lines = tune(method, options, once, bench.target)
         tried += lines
     for repeat in range(bench.repeats):
@@ -165,8 +200,7 @@ def run_row(
     held_out: Split = "test",
 ) -> dict[str, Any]:
     """One run of one row in fresh processes on a fresh cluster, which takes all that a peer started with it."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        cluster = None if bench.throttle else stack.enter_context(Cluster(bench.workers, bench.rate))
+    with tempfile.TemporaryDirectory() as folder, network(bench.throttle, bench.workers, bench.rate) as cluster:
         job = Job(
             method=method,
             steps=steps_of(bench, method),
@@ -214,62 +248,3 @@ def attempt(job: Job, cluster: Cluster | None, sets: tuple[data.Images, data.Ima
         "sent": None if None in sent else statistics.mean(sent),
         "memory": statistics.mean(rank["memory"] for rank in ranks),
     }
-
-
-# -- results --------------------------------------------------------------------------------------------------
-
-
-def summarise(bench: Bench, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row a method: each measure as a list over the repeats, or the reason why it has none."""
-    budget = bench.seconds or time_budget(runs)
-    reference = {run["repeat"]: run["seconds"] for run in runs if run["method"] == REFERENCE and "seconds" in run}
-    rows = []
-    for method in (REFERENCE, *bench.methods):
-        mine = [run for run in runs if run["method"] == method]
-        done = [run for run in mine if "reason" not in run]
-        row: dict[str, Any] = {"method": method, "budget": budget} | {k: mine[0].get(k) for k in ("lr", "tau")}
-        if len(done) < len(mine):
-            row["reason"] = next(run["reason"] for run in mine if "reason" in run)
-        else:
-            row |= measures(bench, done, reference, budget)
-        rows.append(row)
-    return [*rows, *limit_row(bench, runs)]
-
-
-def limit_row(bench: Bench, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """ddp's seconds to the target, were communication free; nothing where ddp was not measured."""
-    done = {(run["method"], run["repeat"]): run for run in runs if "reason" not in run}
-    seeds = [repeat for method, repeat in done if method == "ddp" and (REFERENCE, repeat) in done]
-    seconds = [limit(done["ddp", seed], done[REFERENCE, seed], bench.target) for seed in seeds]
-    return [{"method": LIMIT, "seconds_to_target": seconds}] if seconds else []
-
-
-def time_budget(runs: Sequence[dict[str, Any]]) -> float:
-    """Seconds of the fastest run that communicated; 0 when none did."""
-    return min((run["seconds"] for run in runs if run["method"] != REFERENCE and "seconds" in run), default=0.0)
-
-
-def measures(
-    bench: Bench, runs: Sequence[dict[str, Any]], reference: dict[int, float], budget: float
-) -> dict[str, list[float | None]]:
-    """What the columns show, a value a repeat."""
-    own = BATCH * runs[0]["steps"][-1]  # samples of one worker
-    whole = runs[0]["steps"][-1] / bench.steps  # below 1: see steps_of
-    return {
-        "samples_per_second": [own * bench.workers / run["seconds"] for run in runs],
-        "exposed": [
-            max(0.0, 1 - whole * reference[run["repeat"]] / run["seconds"]) if run["repeat"] in reference else None
-            for run in runs
-        ],
-        "loss_at_samples": [run["losses"][-1] if whole == 1 else None for run in runs],
-        "loss_at_seconds": [loss_at(run["times"], run["losses"], budget) for run in runs],
-        "seconds_to_target": [seconds_to(run["times"], run["losses"], bench.target) for run in runs],
-        "bytes_per_sample": [None if run["sent"] is None else run["sent"] / own for run in runs],
-        "memory_mib": [run["memory"] / 2**20 for run in runs],
-        "rounds": [run["rounds"] for run in runs],
-    }
-
-
-def loss_at(times: Sequence[float], losses: Sequence[float], budget: float) -> float:
-    """The last loss that was known when the budget had passed; the first is that of the untrained model."""
-    return [loss for seconds, loss in zip(times, losses, strict=True) if seconds <= budget or seconds == 0][-1]

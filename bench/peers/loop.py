@@ -19,14 +19,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.pace import Pacer
+from bench.cluster import sent_bytes
+from bench.memory import peak_bytes, reset_peak
 from bench.peers.adapters import PEERS, Task, Trainer
 from bench.peers.late import ACCO, DPU
-from bench.peers.model import LR, build_model, make_optimizer, make_pacer
-from bench.resident import peak_bytes, reset_peak
+from bench.standin import LR, MLP_LAYERS, Pacer, build_model, make_optimizer
 from core import CO2Config, UserError, make_method
 from core.methods import METHODS, DelayedConfig
-from core.rounds import LocalMethod
+from core.rounds import Rounds
 from training.sampling import worker_batches
 from training.throttle import ThrottledLink
 from vision.data import Images
@@ -87,15 +87,15 @@ def run(job: Job, train: Images, test: Images) -> dict[str, Any]:
     if job.method in PEERS:
         __import__(PEERS[job.method].module)  # its code is not the method's memory
     torch.manual_seed(job.seed)
-    pacer = make_pacer(job.step_ms / 1e3 / LATE.get(job.method, (None, 1))[1])
+    pacer = Pacer(job.step_ms / 1e3 / LATE.get(job.method, (None, 1))[1], MLP_LAYERS)
     model = build_model(job.width, pacer)
     warm_up(job.width)
     base = reset_peak()
     trainer = make_trainer(job, model)
     dist.barrier()
-    sent = network_bytes(job.interface)
+    before = sent_bytes(job.interface) if job.interface else 0
     seconds, times = train_loop(job, trainer, model, pacer, batches(job, train, rank))
-    sent = network_bytes(job.interface) - sent if job.interface else trainer.sent()
+    sent = sent_bytes(job.interface) - before if job.interface else trainer.sent()
     result = {"seconds": seconds, "times": times, "sent": sent, "rounds": trainer.rounds()}
     result["memory"] = peak_bytes() - base
     dist.barrier()  # all snapshots are written
@@ -119,8 +119,8 @@ def make_trainer(job: Job, model: nn.Sequential) -> Trainer:
     if job.method in LATE:
         kind, parts = LATE[job.method]
         late = kind(optimizer, job.steps, timeout=job.timeout, link=link)
-        close, rounds, sent_bytes = late.flight.close, lambda: late.rounds, lambda: late.sent
-        return Trainer(model, late, close=close, rounds=rounds, sent=sent_bytes, parts=parts)
+        rounds, sent = lambda: late.rounds, lambda: late.sent
+        return Trainer(model, late, close=late.flight.close, rounds=rounds, sent=sent, parts=parts)
     config, delayed = CO2Config(tau=job.tau), None
     if job.method == DILOCO:
         config, delayed = diloco(job.tau)
@@ -131,19 +131,19 @@ def make_trainer(job: Job, model: nn.Sequential) -> Trainer:
     assert method_name in METHODS
     settings = {"co2": config, "delayed": delayed, "lr": lambda: job.lr, "timeout": job.timeout, "link": link}
     wrapped, method = make_method(method_name, model, **settings)
-    sent, steps = [0], itertools.count(1)
+    total, steps = [0], itertools.count(1)
 
     def after_step() -> None:
         if method.step(last=next(steps) == job.steps):
-            sent[0] += method.stats.bytes_sent
+            total[0] += method.stats.bytes_sent
 
     def finish() -> None:
         method.finish()
-        if isinstance(method, LocalMethod):  # finish() may close several rounds: every one has sent the same
-            sent[0] = method.rounds * method.flight.bytes_sent
+        if isinstance(method, Rounds):  # finish() may close several rounds: every one has sent the same
+            total[0] = method.rounds * method.flight.bytes_sent
 
     return Trainer(
-        wrapped, optimizer, after_step, finish, method.close, lambda: int(method.rounds), lambda: round(sent[0])
+        wrapped, optimizer, after_step, finish, method.close, lambda: int(method.rounds), lambda: round(total[0])
     )
 
 
@@ -227,14 +227,3 @@ def warm_up(width: int) -> None:
     optimizer = make_optimizer(model.parameters())
     model(torch.zeros(BATCH, 64)).sum().backward()
     optimizer.step()
-
-
-def network_bytes(interface: str | None) -> int:
-    """Bytes that this node has sent through the interface so far; 0 without one."""
-    if interface is None:
-        return 0
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, _, counters = line.strip().partition(":")
-        if name == interface:
-            return int(counters.split()[8])
-    raise OSError(f"no interface {interface} in this node")

@@ -1,4 +1,4 @@
-"""The table of bench.peers."""
+"""The tables of bench.peers, from its runs and its options as they stand in the JSON."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench import report
 from bench.peers.adapters import PEERS
 from bench.peers.loop import BATCH, EVERY, EVERY_STEP, FREE, RECOMMENDED, REFERENCE, diloco
-from bench.peers.model import LR, MOMENTUM, build_model
-from bench.peers.tuning import SEED
 from bench.report import Spread
-from core.config import CO2Config
+from bench.standin import LR, MOMENTUM, build_model
+from bench.trainings import TUNING_SEED
+from core import CO2Config
 from core.methods import OverlapLocalConfig, SlowMoConfig
 
-if TYPE_CHECKING:
-    from bench.peers.compare import Bench
-
+Options = dict[str, Any]
 CO2_SETTINGS = ("outer_lr", "outer_momentum", "gap", "clip", "merge", "mix", "delay")
 LIMIT = "limit"  # ddp, were communication free
 MAX_REASON = 160  # characters of an error in the table
@@ -37,6 +35,79 @@ COLUMNS = {
 
 
 LOWEST = ("exposed", "loss_at_samples", "loss_at_seconds", "seconds_to_target")  # the best of these is in bold
+
+# -- what is made of the runs -------------------------------------------------------------------------------------
+
+
+def summarise(o: Options, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row a method: each measure as a list over the repeats, or the reason why it has none."""
+    budget = o["seconds"] or time_budget(runs)
+    reference = {run["repeat"]: run["seconds"] for run in runs if run["method"] == REFERENCE and "seconds" in run}
+    rows = []
+    for method in (REFERENCE, *o["methods"]):
+        mine = [run for run in runs if run["method"] == method]
+        done = [run for run in mine if "reason" not in run]
+        row: dict[str, Any] = {"method": method, "budget": budget} | {k: mine[0].get(k) for k in ("lr", "tau")}
+        if len(done) < len(mine):
+            row["reason"] = next(run["reason"] for run in mine if "reason" in run)
+        else:
+            row |= measures(o, done, reference, budget)
+        rows.append(row)
+    return [*rows, *limit_row(o, runs)]
+
+
+def limit_row(o: Options, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """ddp's seconds to the target, were communication free; nothing where ddp was not measured."""
+    done = {(run["method"], run["repeat"]): run for run in runs if "reason" not in run}
+    seeds = [repeat for method, repeat in done if method == "ddp" and (REFERENCE, repeat) in done]
+    seconds = [limit(done["ddp", seed], done[REFERENCE, seed], o["target"]) for seed in seeds]
+    return [{"method": LIMIT, "seconds_to_target": seconds}] if seconds else []
+
+
+def time_budget(runs: Sequence[dict[str, Any]]) -> float:
+    """Seconds of the fastest run that communicated; 0 when none did."""
+    return min((run["seconds"] for run in runs if run["method"] != REFERENCE and "seconds" in run), default=0.0)
+
+
+def measures(
+    o: Options, runs: Sequence[dict[str, Any]], reference: dict[int, float], budget: float
+) -> dict[str, list[float | None]]:
+    """What the columns show, a value a repeat."""
+    own = BATCH * runs[0]["steps"][-1]  # samples of one worker
+    whole = runs[0]["steps"][-1] / o["steps"]  # below 1: see steps_of
+    return {
+        "samples_per_second": [own * o["workers"] / run["seconds"] for run in runs],
+        "exposed": [
+            max(0.0, 1 - whole * reference[run["repeat"]] / run["seconds"]) if run["repeat"] in reference else None
+            for run in runs
+        ],
+        "loss_at_samples": [run["losses"][-1] if whole == 1 else None for run in runs],
+        "loss_at_seconds": [loss_at(run["times"], run["losses"], budget) for run in runs],
+        "seconds_to_target": [seconds_to(run["times"], run["losses"], o["target"]) for run in runs],
+        "bytes_per_sample": [None if run["sent"] is None else run["sent"] / own for run in runs],
+        "memory_mib": [run["memory"] / 2**20 for run in runs],
+        "rounds": [run["rounds"] for run in runs],
+    }
+
+
+def loss_at(times: Sequence[float], losses: Sequence[float], budget: float) -> float:
+    """The last loss that was known when the budget had passed; the first is that of the untrained model."""
+    return [loss for seconds, loss in zip(times, losses, strict=True) if seconds <= budget or seconds == 0][-1]
+
+
+def seconds_to(times: Sequence[float], losses: Sequence[float], target: float) -> float | None:
+    """Of the first snapshot whose loss is at or below the target; None: there is none."""
+    return next((seconds for seconds, loss in zip(times, losses, strict=True) if loss <= target), None)
+
+
+def limit(ddp: dict[str, Any], reference: dict[str, Any], target: float) -> float | None:
+    """Seconds to the target of ddp whose communication takes no time: its losses, when the run without communication
+    had done as many steps, by its first snapshot from there on. None: ddp, or that run, did not come so far."""
+    reached = next((step for step, loss in zip(ddp["steps"], ddp["losses"], strict=True) if loss <= target), math.inf)
+    return next((t for step, t in zip(reference["steps"], reference["times"], strict=True) if step >= reached), None)
+
+
+# -- the table --------------------------------------------------------------------------------------------------
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -92,38 +163,39 @@ def cell(values: Sequence[float | None], spec: str, name: str = "") -> str:
     return Spread.of(known).show(spec)
 
 
-def markdown(bench: Bench, result: dict[str, Any]) -> str:
+def markdown(result: dict[str, Any]) -> str:
     """The table with all that a reader needs to judge it."""
-    rows, versions = result["rows"], result["versions"]
-    millions = sum(p.numel() for p in build_model(bench.width).parameters()) / 1e6
-    sent = "the method's own count, without protocol headers" if bench.throttle else "counter of each node's interface"
+    rows, versions, o = result["rows"], result["versions"], result["options"]
+    tau, workers, steps = o["tau"], o["workers"], o["steps"]
+    millions = sum(p.numel() for p in build_model(o["width"]).parameters()) / 1e6
+    sent = "the method's own count, without protocol headers" if o["throttle"] else "counter of each node's interface"
     notes = [
-        f"Link: {result['link']}. {bench.workers} workers, each on its own node; {bench.steps} steps, tau {bench.tau}.",
+        f"Link: {result['link']}. {workers} workers, each on its own node; {steps} steps, tau {tau}.",
         f"Task: scikit-learn's digits, a perceptron of {millions:.2f} M parameters, SGD lr {LR:g} momentum "
         f"{MOMENTUM:g}, {BATCH} samples per worker and step. Forward and backward are stretched to "
-        f"{bench.step_ms:g} ms, layer by layer, a stand-in for computing on hardware of one's own.",
-        f"Median (least to greatest) of {bench.repeats} runs, a seed each; a repeat whose loss is not finite has "
+        f"{o['step_ms']:g} ms, layer by layer, a stand-in for computing on hardware of one's own.",
+        f"Median (least to greatest) of {o['repeats']} runs, a seed each; a repeat whose loss is not finite has "
         f"diverged. `{REFERENCE}`: the same steps without any communication.",
         f"Exposed share: 1 - (seconds of `{REFERENCE}`) / (seconds of the row), for all rows alike; it holds whatever "
         "slows a row down, not waiting alone.",
         f"Loss: cross-entropy of the mean of all workers' models on every second held-out sample, taken every {EVERY} "
         "steps and at the period's end with the clock stopped, evaluated afterwards; equal seconds: the last before "
-        f"{rows[0]['budget']:.2f} s; seconds to the target: of the first that is {bench.target:g} or less.",
+        f"{rows[0]['budget']:.2f} s; seconds to the target: of the first that is {o['target']:g} or less.",
         f"`{LIMIT}`: when the run without communication has done as many steps as ddp needs to the target: ddp, were "
-        f"communication free. {', '.join(EVERY_STEP)} take as many steps as fit in {bench.most_seconds:g} s.",
-        *tuning(bench),
+        f"communication free. {', '.join(EVERY_STEP)} take as many steps as fit in {o['most_seconds']:g} s.",
+        *tuning(o),
         f"Bytes sent: by one worker, per sample that it trained on ({sent}).",
         "Memory: peak resident memory above what was resident once model and package were loaded; of the worker's own "
         "process (hivemind has two or three more).",
         "Rounds: synchronisations, those that end the training included (torchft_streaming: of a fragment). They are "
         "inside the clock too: with few steps they weigh more than in a real training.",
-        f"Ours: co2 {chosen(CO2Config(tau=bench.tau), *CO2_SETTINGS)}; {RECOMMENDED} "
-        f"{chosen(CO2Config.recommended(bench.workers, bench.steps), *CO2_SETTINGS)}, {FREE} so with tau auto; "
-        f"slowmo {chosen(SlowMoConfig())}; diloco {chosen(diloco(bench.tau)[0], 'outer_lr', 'outer_momentum')}, "
+        f"Ours: co2 {chosen(CO2Config(tau=tau), *CO2_SETTINGS)}; {RECOMMENDED} "
+        f"{chosen(CO2Config.recommended(workers, o['steps']), *CO2_SETTINGS)}, {FREE} so with tau auto; "
+        f"slowmo {chosen(SlowMoConfig())}; diloco {chosen(diloco(tau)[0], 'outer_lr', 'outer_momentum')}, "
         "Nesterov's, blocking; dpu: ddp whose mean gradients are applied one step late; acco (arXiv 2406.02613): an "
         "estimate from one half of each batch, a step from both, without its warm-up; "
         f"overlap_local {chosen(OverlapLocalConfig())}.",
-        *(f"{name}: {PEERS[name].note}." for name in bench.methods if name in PEERS),
+        *(f"{name}: {PEERS[name].note}." for name in o["methods"] if name in PEERS),
         "Versions: " + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
     ]
     return f"{table(rows)}\n\n{report.bullets([*notes, f'{report.source(result)}.'])}\n"
@@ -135,13 +207,13 @@ def chosen(config: Any, *names: str) -> str:
     return ", ".join(f"{name} {values[name]}" for name in names or values)
 
 
-def tuning(bench: Bench) -> list[str]:
+def tuning(o: Options) -> list[str]:
     """How the rows were tuned."""
-    if len(bench.tune_lr) * max(1, len(bench.tune_tau)) == 1:
+    if len(o["tune_lr"]) * max(1, len(o["tune_tau"])) == 1:
         return []
-    taus = f" and tau in {', '.join(map(str, bench.tune_tau))}" if bench.tune_tau else ""
-    rates = ", ".join(f"{LR * factor:g}" for factor in bench.tune_lr)
+    taus = f" and tau in {', '.join(map(str, o['tune_tau']))}" if o["tune_tau"] else ""
+    rates = ", ".join(f"{LR * factor:g}" for factor in o["tune_lr"])
     return [
         f"Every row was tuned alike: lr in {rates}{taus} ({', '.join(EVERY_STEP)} and {FREE}: lr alone), the first to "
-        f"the target, on seed {SEED} and on the other half of the held-out samples, which no figure is of."
+        f"the target, on seed {TUNING_SEED} and on the other half of the held-out samples, which no figure is of."
     ]

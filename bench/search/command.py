@@ -3,6 +3,9 @@
 python -m bench.search [--tasks bytes digits] [--methods local co2 co2:merge=keep,delay=3] [--workers 4] [--tau 24]
 python -m bench.search --report
 
+A method is NAME or NAME:OPTION=VALUE,...; two or more values, VALUE|VALUE, are tried in the tuning. With co2 these are
+the options of core.reference.Reference, whatever is combined: co2:merge=mix,kappa=0.5,delay=3,gap=none,beta=0.
+
 A method's configurations are its options' values times learning rates, as many of these as --configurations allows.
 Each is trained on the tuning seeds and evaluated on the tuning split; the best is trained on the other seeds and
 evaluated on the test split. Initial weights and batches depend on the seed alone: they are the same for all methods.
@@ -12,26 +15,33 @@ are in the .md beside it.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-import tyro
 
-from bench.options import require_each_once, require_no_crowd, require_one_or_more, require_positive
-from bench.search.engine import Plan, run
-from bench.search.methods import Settings, parse
-from bench.search.rows import Rows
-from bench.search.table import markdown
+from bench import report
+from bench.report import (
+    read_options,
+    require_device,
+    require_each_once,
+    require_known,
+    require_no_crowd,
+    require_one_or_more,
+    require_positive,
+)
+from bench.search.engine import TASKS, Plan, load_task, run
+from bench.search.methods import KINDS, Settings
+from bench.search.rows import Rows, markdown
 from bench.search.task import Shards
-from bench.search.tasks import TASKS, load
 from core.errors import UserError
+from core.wires.formats import WIRES
 
 FACTORS = (1.0, 2.0, 0.5, 1.414, 0.707, 4.0, 0.25, 2.828, 0.354, 8.0, 0.125)
 METHODS = (
@@ -80,14 +90,11 @@ class Search:
     def check(self) -> None:
         """A UserError names the first option that cannot be."""
         require_each_once(self, "tasks", "methods", "workers", "seeds", "tuning_seeds")
-        for task in self.tasks:
-            if task not in TASKS:
-                raise UserError(f"tasks: {task!r} does not exist; choose among {', '.join(TASKS)}")
+        require_known(self, "tasks", TASKS)
         require_positive(self, "workers", "lr_factors")
         require_no_crowd(self)
         require_one_or_more(self, "steps", "tau", "configurations")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise UserError("device=cuda: this torch finds no CUDA device; use cpu")
+        require_device(self)
         if not self.budget_minutes > 0:
             raise UserError(f"budget_minutes={self.budget_minutes}: give a number above 0")
         if self.batch is not None and self.batch < 1:
@@ -121,12 +128,62 @@ class Search:
         return [(settings, factor) for factor in factors for settings in all_settings]
 
 
+# -- methods as they are written --------------------------------------------------------------------------------
+
+WORDS = {
+    "gap": ("elementwise", "norm", "inner", "none"),
+    "merge": ("outer", "mix", "keep"),
+    "wire": WIRES,
+}
+
+
+def parse(text: str) -> list[Settings]:
+    """All settings that a method of the command line stands for, the usual ones first; a UserError says what is wrong.
+
+    What it leaves open of `Kind.tried` is tried.
+    """
+    name, _, rest = text.partition(":")
+    if name not in KINDS:
+        raise UserError(f"method {name!r} does not exist; choose among {', '.join(KINDS)}")
+    kind = KINDS[name]
+    values = {key: (value,) for key, value in kind.options.items()} | kind.tried
+    for part in filter(None, rest.split(",")):
+        key, _, given = part.partition("=")
+        settable = kind.options if kind.settable is None else kind.settable
+        if key not in settable:
+            raise UserError(f"method {text!r}: {name} has no option {key!r}; it has: {', '.join(settable) or 'none'}")
+        values[key] = tuple(_value(text, key, kind.options[key], one) for one in given.split("|"))
+    return [Settings(name, tuple(zip(values, chosen, strict=True))) for chosen in itertools.product(*values.values())]
+
+
+def _value(text: str, key: str, usual: Any, given: str) -> Any:
+    """The value of an option, of the type that its usual value has."""
+    if key in WORDS:
+        if given not in WORDS[key]:
+            raise UserError(f"method {text!r}: {key}={given!r}; choose among {', '.join(WORDS[key])}")
+        return given
+    if isinstance(usual, bool):
+        if given not in ("true", "false"):
+            raise UserError(f"method {text!r}: {key}={given!r}; choose true or false")
+        return given == "true"
+    if (key, given) in (("phi", "none"), ("delay", "round")):
+        return given
+    whole = isinstance(usual, int) or key == "delay"
+    try:
+        number = int(given) if whole else float(given)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise UserError(f"method {text!r}: {key}={given!r}; give a {'whole ' if whole else ''}number, 0 or more")
+    return number
+
+
 # -- what is to be run ------------------------------------------------------------------------------------------
 
 
 def plans(o: Search, task: str, workers: int, asked: str) -> list[Plan]:
     """A method's configurations on the first tuning seed."""
-    t = load(task)
+    t = load_task(task)
     rest = workers, o.batch or t.batch, o.steps, o.tau, o.shards, o.tuning_seeds[0], "tuning"
     return [Plan(task, settings, t.inner.lr * factor, *rest) for settings, factor in o.candidates(asked)]
 
@@ -174,7 +231,7 @@ def search(o: Search, rows: Rows) -> None:
                 f"stopped after {count} runs: budget_minutes={o.budget_minutes:g}; the same command goes on from here"
             )
             return
-        result = run(load(plan.task), plan, o.compile, o.device)
+        result = run(load_task(plan.task), plan, o.compile, o.device)
         rows.add_run(plan, result)
         longest, count = max(longest, result.seconds), count + 1
         loss = "diverged" if result.loss is None else f"{result.loss:.4f}"
@@ -184,20 +241,16 @@ def search(o: Search, rows: Rows) -> None:
 
 
 def main() -> None:
-    o = tyro.cli(Search, prog="python -m bench.search", use_underscores=True)
-    o.check()
+    o = read_options(Search, "bench.search")
     torch.set_num_threads(1)  # many small operations: more threads cost more than they bring
     if o.device == "cuda":
         torch.set_float32_matmul_precision("high")
     rows = Rows(o.rows)
     if o.report and not rows.choices:
         raise UserError(f"rows={o.rows}: no rows to report; run the search first")
-    try:
+    with report.stoppable(f"the runs that ended are in {o.rows}"):
         if not o.report:
             search(o, rows)
-    except KeyboardInterrupt:
-        print(f"stopped; the runs that ended are in {o.rows}", file=sys.stderr)
-        sys.exit(130)
     text = markdown(rows)
     o.rows.with_suffix(".md").write_text(text)
     print("\n" + text)

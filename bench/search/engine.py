@@ -1,20 +1,40 @@
-"""One run: all workers in this process, their parameters the rows of one tensor."""
+"""The tasks by name, and one run: all workers in this process, their parameters the rows of one tensor."""
 
 from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from bench.search.inner import cosine
+from bench.search import pictures, texts
 from bench.search.methods import Method, Settings
-from bench.search.task import Batch, Shards, Split, Task
+from bench.search.task import Batch, Shards, Split, Task, cosine
 from core.reference import vmap_gradient
 
 CHUNK = 256  # held-out samples evaluated at a time
+TASKS: dict[str, Callable[[], Task]] = {
+    "digits": pictures.digits,
+    "cifar": pictures.cifar,
+    "cifar_vit": pictures.cifar_vit,
+    "segmentation": pictures.segmentation,
+    "surfaces": pictures.surfaces,
+    "bytes": lambda: texts.bytes_("bytes", 48, "0.07"),
+    "bytes_narrow": lambda: texts.bytes_("bytes_narrow", 24, "0.02"),
+    "bytes_wide": lambda: texts.bytes_("bytes_wide", 96, "0.25"),
+    "gpt2": texts.gpt2,
+    "gpt2_small": texts.gpt2_small,
+    "transnormer": texts.transnormer,
+    "roberta": texts.roberta,
+}
+
+
+@functools.cache
+def load_task(name: str) -> Task:
+    return TASKS[name]()
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,65 @@
-"""How the workers of a run are kept together, and how a method is written on the command line.
-
-A method is NAME or NAME:OPTION=VALUE,...; two or more values, VALUE|VALUE, are tried in the tuning. With co2 these are
-the options of core.reference.Reference, whatever is combined: co2:merge=mix,kappa=0.5,delay=3,gap=none,beta=0.
-"""
+"""How the workers of a run are kept together: what crosses the network, the rules, and their names."""
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from bench.search.inner import InnerState
-from bench.search.wire import bits, mean_over
+from bench.search.task import InnerState
 from core.errors import UserError
-from core.reference import Reference
-from core.wires.formats import WIRES
+from core.reference import Reference, mean
+from core.wires.formats import BLOCK, BLOCK_BYTES, decode, encode
 
 Gradient = Callable[[Tensor, Any], Tensor]
+
+# -- what crosses the network -----------------------------------------------------------------------------------
+
+
+class NarrowMean:
+    """The mean of what the workers send in a narrow format, as core/wires/quantized.py makes it, in one process.
+
+    Two encodings with error feedback, rounded to nearest: of what each worker sends, and of the mean of that.
+    Worker j averages the j-th of as many chunks, whole blocks each; together the chunks are one vector here.
+    """
+
+    def __init__(self, wire: str):
+        self.wire = wire
+        self.errors: Tensor | None = None  # [workers, n], n filled up to equal chunks
+        self.mean_error: Tensor | None = None  # [n]
+
+    def __call__(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """[workers, n] -> [n]. weights: [workers], 1, or 0 for a worker that is left out, whose error waits."""
+        workers, n = rows.shape
+        rows = pad(rows, (0, -n % (workers * BLOCK)))
+        before = torch.zeros_like(rows) if self.errors is None else self.errors
+        arrived, kept = self.send(rows, before)
+        self.errors = torch.where(weights[:, None] == 0, before, kept)
+        average, self.mean_error = self.send(mean(arrived, weights), self.mean_error)
+        return average[:n]
+
+    def send(self, values: Tensor, error: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What arrives of `values` and the error kept back, and what is kept back now; each shaped as values."""
+        values = values if error is None else values + error
+        arrived = decode(encode(values.reshape(-1), self.wire), self.wire, values.dtype).view_as(values)
+        return arrived, values - arrived
+
+
+def mean_over(wire: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """What a wire format makes of [workers, n] with weights, [workers]: their mean, [n]."""
+    return mean if wire == "float32" else NarrowMean(wire)
+
+
+def bits(wire: str) -> float:
+    """That a number takes, its share of the block's scale included."""
+    return 32.0 if wire == "float32" else 8 * BLOCK_BYTES[wire] / BLOCK
+
+
+# -- the rules --------------------------------------------------------------------------------------------------
 
 
 class Method:
@@ -164,8 +202,8 @@ class Outer(Method):
         self.delay = tau if options["delay"] is None else options["delay"]
         if not 1 <= count <= tau:
             raise ValueError(f"fragments={count}: between 1 and tau={tau}")
-        if count > 1 and (options["sync_steps"] or options["gap"] == "inner"):
-            raise ValueError("fragments: they have neither sync_steps nor gap inner")
+        if count > 1 and options["gap"] == "inner":
+            raise ValueError("fragments: they have no gap inner")
         self.parts = [Reference(part, tau, **options, reduce=mean_over(wire)) for part in x.tensor_split(count, dim=1)]
         for i, part in enumerate(self.parts):
             part.steps = tau - (i + 1) * tau // count
@@ -213,18 +251,11 @@ class Kind:
 
 
 CO2: dict[str, Any] = {
-    **{"alpha": 1.0, "beta": 0.5, "gap": "elementwise", "phi": 1.0, "clip_by": "element", "delay": "round"},
-    **{"merge": "outer", "kappa": 0.5, "policy": "penalty", "taylor": 0.5, "nesterov": False, "sync_steps": 0},
+    **{"alpha": 1.0, "beta": 0.5, "gap": "elementwise", "phi": 1.0, "delay": "round"},
+    **{"merge": "outer", "kappa": 0.5, "nesterov": False},
     **{"wire": "float32", "fragments": 1, "first_every": 0, "second_every": 0},
 }
 BLOCKING = CO2 | {"delay": 0, "gap": "none", "phi": "none"}
-WORDS = {
-    "gap": ("elementwise", "norm", "inner", "none"),
-    "clip_by": ("element", "norm"),
-    "merge": ("outer", "mix", "keep"),
-    "policy": ("penalty", "eager", "taylor"),
-    "wire": WIRES,
-}
 KINDS = {
     "ddp": Kind(DDP, {"wire": "float32"}, {}),
     "dpu": Kind(DPU, {"wire": "float32"}, {}),
@@ -291,44 +322,3 @@ class Settings:
             if value != usual[key]
         )
         return f"{self.name}:{changed}" if changed else self.name
-
-
-def parse(text: str) -> list[Settings]:
-    """All settings that a method of the command line stands for, the usual ones first; a UserError says what is wrong.
-
-    What it leaves open of `Kind.tried` is tried.
-    """
-    name, _, rest = text.partition(":")
-    if name not in KINDS:
-        raise UserError(f"method {name!r} does not exist; choose among {', '.join(KINDS)}")
-    kind = KINDS[name]
-    values = {key: (value,) for key, value in kind.options.items()} | kind.tried
-    for part in filter(None, rest.split(",")):
-        key, _, given = part.partition("=")
-        settable = kind.options if kind.settable is None else kind.settable
-        if key not in settable:
-            raise UserError(f"method {text!r}: {name} has no option {key!r}; it has: {', '.join(settable) or 'none'}")
-        values[key] = tuple(_value(text, key, kind.options[key], one) for one in given.split("|"))
-    return [Settings(name, tuple(zip(values, chosen, strict=True))) for chosen in itertools.product(*values.values())]
-
-
-def _value(text: str, key: str, usual: Any, given: str) -> Any:
-    """The value of an option, of the type that its usual value has."""
-    if key in WORDS:
-        if given not in WORDS[key]:
-            raise UserError(f"method {text!r}: {key}={given!r}; choose among {', '.join(WORDS[key])}")
-        return given
-    if isinstance(usual, bool):
-        if given not in ("true", "false"):
-            raise UserError(f"method {text!r}: {key}={given!r}; choose true or false")
-        return given == "true"
-    if (key, given) in (("phi", "none"), ("delay", "round")):
-        return given
-    whole = isinstance(usual, int) or key == "delay"
-    try:
-        number = int(given) if whole else float(given)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise UserError(f"method {text!r}: {key}={given!r}; give a {'whole ' if whole else ''}number, 0 or more")
-    return number

@@ -1,4 +1,4 @@
-"""The search's pictures: digits, CIFAR-10 for a ResNet and a ViT, and segmentation of digits."""
+"""The search's pictures and clouds: digits, CIFAR-10 for a ResNet and a ViT, segmentation of digits, surfaces."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.search.inner import Inner
-from bench.search.task import Batch, Split, Task, stacked_draw, without_batch_norm
+from bench.search.task import Batch, Inner, Split, Task, stacked_draw, without_batch_norm
 from training.sampling import generator
 
 # -- digits -----------------------------------------------------------------------------------------------------
@@ -20,7 +20,7 @@ from training.sampling import generator
 def digits() -> Task:
     from sklearn.datasets import load_digits
 
-    from bench.peers.model import build_model
+    from bench.standin import build_model
 
     data = load_digits()
     images = torch.from_numpy(data.images).float()[:, None] / 16
@@ -169,3 +169,44 @@ def segmentation() -> Task:
         Inner("adamw", 4e-3, clip=1.0),
         batch=4,
     )
+
+
+# -- clouds: the autoencoder of pointcloud on its analytic surfaces -------------------------------------------------
+
+POINTS = 128
+
+
+def surfaces() -> Task:
+    from pointcloud.losses import chamfer_distance
+    from pointcloud.model import Autoencoder, AutoencoderConfig, Reconstruction
+
+    def build() -> nn.Module:
+        return without_batch_norm(Autoencoder(POINTS, AutoencoderConfig("mlp", (16, 32), 32, mlp_widths=(64, 128))))
+
+    def loss(output: Reconstruction, clouds: Tensor) -> Tensor:
+        return chamfer_distance(output.prediction, clouds).mean()
+
+    clouds, kinds = sample(0, 1024)
+    tuning, test = (sample(stream, 256)[0] for stream in (1, 2))
+    return Task(
+        "surfaces",
+        f"analytic surfaces of random proportions, {POINTS} points each (1,024 for training, 256 for tuning, 256 for "
+        "the test), pointcloud's autoencoder with GroupNorm and 0.06 M parameters, AdamW (weight decay 0.01), cosine "
+        "schedule, 4 clouds per worker and step; the loss is the squared Chamfer distance in the unit sphere",
+        build,
+        loss,
+        stacked_draw(clouds, clouds, kinds),
+        {"tuning": (tuning, tuning), "test": (test, test)},
+        Inner("adamw", 4e-3),
+        batch=4,
+    )
+
+
+def sample(stream: int, n: int) -> Batch:
+    """Clouds float32 [n, POINTS, 3] in the unit sphere, and the numbers of their kinds, int64 [n]."""
+    from pointcloud.data import normalise
+    from pointcloud.surfaces import KINDS, random_surface
+
+    drawn = [random_surface(np.random.default_rng((stream, i)), POINTS) for i in range(n)]
+    clouds = np.stack([normalise(points) for _, points in drawn]).astype(np.float32)
+    return torch.from_numpy(clouds), torch.tensor([list(KINDS).index(kind) for kind, _ in drawn])

@@ -12,10 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.search.inner import Inner
-from bench.search.task import Batch, Shards, Split, Task, places
-from core.errors import UserError
-from training.data import data_root
+from bench.search.task import Batch, Inner, Shards, Split, Task, places
 
 CONTEXT = 48
 WINDOWS = 1024  # held out
@@ -75,14 +72,10 @@ def windows(text: Tensor, starts: Tensor, context: int = CONTEXT) -> Batch:
 @functools.cache
 def documents() -> tuple[list[str], dict[Split, list[str]]]:
     """The books to train on and the held-out ones, four for tuning and four for the test."""
+    from language.corpora import gutenberg_file
     from language.prepare import read_documents
 
-    file = data_root() / "gutenberg_en.txt.xz"
-    if not file.is_file():
-        raise UserError(
-            f"a task on the Gutenberg books needs {file.name} in CO2_DATA: set it, or choose --tasks digits"
-        )
-    found = list(read_documents(file))
+    found = list(read_documents(gutenberg_file()))
     held = random.Random(0).sample(range(len(found)), 8)
     rest = [document for i, document in enumerate(found) if i not in held]
     return rest, {"tuning": [found[i] for i in held[:4]], "test": [found[i] for i in held[4:]]}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Literal
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from core.errors import UserError
 from core.methods import METHODS
 
 HIDDEN = ("co2", "overlap_local")  # their all-reduce runs under the next round
-COMPUTE, ALLREDUCE, STRAGGLERS = range(3)  # random streams: a knob of one leaves the others' draws alone
+COMPUTE, ALLREDUCE = range(2)  # random streams: a knob of one leaves the others' draws alone
 
 
 @dataclass(frozen=True)
@@ -39,31 +38,20 @@ class Work:
     """Share of a step that is the backward pass."""
     overlap: float = 0.0
     """ddp: share of the backward pass that communication can run under."""
-    distribution: Literal["lognormal", "normal"] = "lognormal"
-    """Of the local steps; normal is truncated at 0."""
     paced: bool = False
-    """Steps end at absolute deadlines (bench/pace.py): a round of them spreads no more than one step."""
-    straggler_probability: float = 0.0
-    """Chance per round and node that all of the node's workers are slow; ddp: per step."""
-    straggler_factor: float = 2.0
-    """How many times a straggler's steps take."""
-    workers_per_node: int = 1
+    """Steps end at absolute deadlines (bench/standin.py): a round of them spreads no more than one step."""
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, remedy: str) -> None:
             if not ok:
                 raise UserError(f"{name}={getattr(self, name):g}: {remedy}")
 
-        whole = self.workers_per_node >= 1 and self.workers >= 1 and self.workers % self.workers_per_node == 0
-        require(whole, "workers", f"give a positive multiple of workers_per_node={self.workers_per_node}")
+        require(self.workers >= 1, "workers", "give 1 or more")
         require(0 < self.step < math.inf, "step", "give a finite number of seconds above 0")
         for name in ("spread", "allreduce", "allreduce_spread", "boundary"):
             require(0 <= getattr(self, name) < math.inf, name, "give 0 or a finite number above it")
-        for name in ("backward_share", "overlap", "straggler_probability"):
+        for name in ("backward_share", "overlap"):
             require(0 <= getattr(self, name) <= 1, name, "give a share between 0 and 1")
-        require(1 <= self.straggler_factor < math.inf, "straggler_factor", "give 1 or more")
-        if self.distribution == "normal":  # beyond this, truncation would move the mean
-            require(self.spread <= self.step / 3, "spread", f"a normal step of {self.step:g} s needs a third or less")
 
 
 @dataclass(frozen=True)
@@ -136,14 +124,14 @@ def simulate(method: str, work: Work, tau: int, rounds: int, *, seed: int = 0, w
     if tau < 1 or rounds <= warmup:
         raise UserError(f"tau={tau}, rounds={rounds}: give 1 local step or more, and more than {warmup} rounds")
     tau = 1 if method == "ddp" else tau
-    streams = [np.random.default_rng([seed, kind]) for kind in (COMPUTE, ALLREDUCE, STRAGGLERS)]
+    streams = [np.random.default_rng([seed, kind]) for kind in (COMPUTE, ALLREDUCE)]
     state = _Workers(work)
     close = state.ddp if method == "ddp" else state.hidden if method in HIDDEN else state.blocking
     before = (0.0, 0.0, 0.0)
     for index in range(rounds):
         if index == warmup:
             before = (float(state.clock.mean()), state.waited, state.seen)
-        compute = _draw(streams[COMPUTE], work, tau) * _slow_down(streams[STRAGGLERS], work)
+        compute = _draw(streams[COMPUTE], work, tau)
         allreduce = _lognormal(streams[ALLREDUCE], work.allreduce, work.allreduce * work.allreduce_spread, 1)
         close(compute, float(allreduce[0]))
     counted = rounds - warmup
@@ -154,12 +142,9 @@ def simulate(method: str, work: Work, tau: int, rounds: int, *, seed: int = 0, w
 def _draw(rng: np.random.Generator, work: Work, tau: int) -> np.ndarray:
     """Seconds of tau local steps, (workers,). Drawn as one number of the sum's mean and standard deviation.
 
-    For lognormal steps that is the Fenton-Wilkinson approximation (Fenton 1960); for normal ones it is exact.
+    It is lognormal, which is the Fenton-Wilkinson approximation of a sum of lognormal steps (Fenton 1960).
     """
-    mean, deviation = tau * work.step, _deviation(work, tau)
-    if work.distribution == "lognormal":
-        return _lognormal(rng, mean, deviation, work.workers)
-    return np.maximum(rng.normal(mean, deviation, work.workers), 0.0)
+    return _lognormal(rng, tau * work.step, _deviation(work, tau), work.workers)
 
 
 def _deviation(work: Work, tau: int) -> float:
@@ -175,39 +160,14 @@ def _lognormal(rng: np.random.Generator, mean: float, deviation: float, size: in
     return rng.lognormal(math.log(mean) - variance / 2, math.sqrt(variance), size)
 
 
-def _slow_down(rng: np.random.Generator, work: Work) -> np.ndarray | float:
-    """1, or the straggler's factor, for each worker; a node's workers are slow together."""
-    if work.straggler_probability == 0.0:
-        return 1.0
-    slow = rng.random(work.workers // work.workers_per_node) < work.straggler_probability
-    return np.repeat(np.where(slow, work.straggler_factor, 1.0), work.workers_per_node)
-
-
 def expected_skew(work: Work, tau: int) -> float:
     """Mean seconds from a worker's arrival at a barrier to the last one's, after tau steps; Blom's approximation."""
     n = work.workers
     return NormalDist().inv_cdf((n - 0.375) / (n + 0.25)) * _deviation(work, tau)
 
 
-def useful_share(mtbf: float | None, restart: float, checkpoint: float, round_seconds: float) -> float:
-    """Share of the time that a run which can fail spends on work that it keeps.
-
-    mtbf: mean seconds between failures of the whole cluster (a node's, divided by the nodes); None for never. A
-    failure of any node sends all of them back to the last checkpoint: what was done since is done again, after
-    `restart` seconds. Checkpoints are taken at the first round boundary after `checkpoint` seconds, at no cost.
-    In closed form, for failures are too rare to be met in tens of rounds: work of length c without a failure takes
-    (mtbf + restart) (exp(c/mtbf) - 1) on average (Daly, Future Generation Computer Systems 2006).
-    """
-    if mtbf is None:
-        return 1.0
-    length = math.ceil(checkpoint / round_seconds) * round_seconds if checkpoint > round_seconds else round_seconds
-    if length / mtbf > 700:  # exp would overflow
-        return 0.0
-    return length / ((mtbf + restart) * math.expm1(length / mtbf))
-
-
 def recommend_tau(work: Work, *, quantile: float, margin: float, seed: int = 0) -> int:
-    """Smallest tau such that tau mean steps last 1 + margin times the all-reduce's quantile (no stragglers).
+    """Smallest tau such that tau mean steps last 1 + margin times the all-reduce's quantile.
 
     Waiting for slow workers is left out: no tau hides it, for it grows along with the round.
     """

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from bench.options import require_one_or_more
+from bench.report import require_one_or_more
 from core.errors import UserError
 
 Algorithm = Literal["ring", "tree", "hierarchical"]

@@ -13,12 +13,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
-
-from bench.report import table
+from bench.report import read_options, table
 from bench.simulator import calibrate, paper
 from bench.simulator.calibrate import Calibration
-from bench.simulator.events import Outcome, Work, recommend_tau, simulate, useful_share
+from bench.simulator.events import Outcome, Work, recommend_tau, simulate
 from bench.simulator.network import Algorithm, Cluster, allreduce_seconds, fastest, preset
 from core.errors import UserError
 
@@ -70,7 +68,6 @@ class Simulate:
     """Mean local step without communication."""
     step_spread: float | None = None
     """Standard deviation of a step as a share of its mean."""
-    distribution: Literal["lognormal", "normal"] = "lognormal"
     batch: int = 8
     """Samples per worker and step."""
     boundary_ms: float | None = None
@@ -81,14 +78,6 @@ class Simulate:
     """Share of the backward pass that ddp's communication can run under."""
     allreduce_spread: float | None = None
     """Standard deviation of an all-reduce's time as a share of its mean."""
-    straggler_probability: float = 0.0
-    """Chance per round (ddp: step) and node to be slow."""
-    straggler_factor: float = 2.0
-    mtbf_hours: float | None = None
-    """Mean time between failures of one node; None for no failures."""
-    restart_minutes: float = 10.0
-    checkpoint_minutes: float = 30.0
-    """Time between checkpoints: a failure sends everyone back to the last."""
     tau: int | None = None
     """Local steps per round; None picks the smallest that hides the all-reduce."""
     quantile: float = 0.95
@@ -109,6 +98,18 @@ class Simulate:
     json: Path | None = None
     """Write everything that is printed here, too."""
 
+    def check(self) -> None:
+        """A UserError names the first option that cannot be."""
+        for name in ("params", "bytes_per_param", "step_ms", "batch", "words"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise UserError(f"{name}={getattr(self, name):g}: give a finite number above 0")
+        if self.rounds <= WARMUP:
+            raise UserError(f"rounds={self.rounds}: give {WARMUP + 1} or more; the first {WARMUP} are not counted")
+        if self.tau is not None and self.tau < 1:
+            raise UserError(f"tau={self.tau}: give 1 or more local steps, or leave it out to have it picked")
+        if self.fit_workers and not self.calibrate:
+            raise UserError("fit_workers: give --calibrate FILE with it")
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -120,8 +121,7 @@ class Setting:
 
 
 def main() -> None:
-    options = tyro.cli(Simulate, prog="python -m bench.simulator", use_underscores=True)
-    _check(options)
+    options = read_options(Simulate, "bench.simulator")
     results: dict[str, Any] = {}
     calibration = None
     if options.calibrate:
@@ -137,20 +137,6 @@ def main() -> None:
             options.json.write_text(json.dumps(results, indent=2) + "\n")
         except OSError as error:
             raise UserError(f"{options.json}: {error.strerror}; give --json a file that can be written") from None
-
-
-def _check(options: Simulate) -> None:
-    for name in ("params", "bytes_per_param", "step_ms", "batch", "words", "restart_minutes", "checkpoint_minutes"):
-        if not 0 < getattr(options, name) < float("inf"):
-            raise UserError(f"{name}={getattr(options, name):g}: give a finite number above 0")
-    if options.mtbf_hours is not None and not options.mtbf_hours > 0:
-        raise UserError(f"mtbf_hours={options.mtbf_hours:g}: give a number above 0, or leave it out for no failures")
-    if options.rounds <= WARMUP:
-        raise UserError(f"rounds={options.rounds}: give {WARMUP + 1} or more; the first {WARMUP} are not counted")
-    if options.tau is not None and options.tau < 1:
-        raise UserError(f"tau={options.tau}: give 1 or more local steps, or leave it out to have it picked")
-    if options.fit_workers and not options.calibrate:
-        raise UserError("fit_workers: give --calibrate FILE with it")
 
 
 def settings(options: Simulate, calibration: Calibration | None) -> tuple[Cluster, list[Setting]]:
@@ -201,10 +187,6 @@ def build(options: Simulate, calibration: Calibration | None = None) -> tuple[Cl
         boundary=v["boundary_ms"] / 1e3,
         backward_share=v["backward_share"],
         overlap=v["ddp_overlap"],
-        distribution=options.distribution,
-        straggler_probability=options.straggler_probability,
-        straggler_factor=options.straggler_factor,
-        workers_per_node=cluster.workers_per_node,
     )
     return cluster, algorithm, work, found
 
@@ -219,24 +201,18 @@ class Line:
     share_of_ideal: float
     """Of workers x batch / step."""
     exposed_share: float
-    useful_share: float
-    """1 without failures."""
     allreduce_seconds: float
 
 
 def predict(options: Simulate, cluster: Cluster, work: Work, method: str, tau: int) -> Line:
-    """Simulates one method; failures then take their share of the time."""
+    """Simulates one method."""
     if method == "ddp":
         tau, work = 1, replace(work, boundary=0.0)
     rounds = max(DDP_STEPS, options.rounds) if method == "ddp" else options.rounds
     outcome: Outcome = simulate(method, work, tau, rounds, seed=options.seed, warmup=WARMUP)
-    mtbf = options.mtbf_hours * 3600 / cluster.nodes if options.mtbf_hours else None
-    useful = useful_share(
-        mtbf, options.restart_minutes * 60, options.checkpoint_minutes * 60, outcome.step_seconds * tau
-    )
-    speed = work.workers * options.batch / outcome.step_seconds * useful
+    speed = work.workers * options.batch / outcome.step_seconds
     ideal = work.workers * options.batch / work.step
-    return Line(method, tau, speed, speed / ideal, outcome.exposed_share, useful, outcome.allreduce_seconds)
+    return Line(method, tau, speed, speed / ideal, outcome.exposed_share, outcome.allreduce_seconds)
 
 
 def prediction(options: Simulate, calibration: Calibration | None) -> dict[str, Any]:
@@ -260,10 +236,8 @@ def prediction(options: Simulate, calibration: Calibration | None) -> dict[str, 
     )
     print(lines_markdown(methods))
     print(f"\nOver tau:\n\n{lines_markdown(taus)}\n")
-    print(
-        "Of ideal: of workers x batch / step. Exposed: waiting for the link or for slower workers, of the time without"
-    )
-    print(f"failures. Useful time: what failures leave.\n\n(simulated in {seconds:.1f} s)", flush=True)
+    print("Of ideal: of workers x batch / step. Exposed: waiting for the link or for slower workers, of the time.")
+    print(f"\n(simulated in {seconds:.1f} s)", flush=True)
     return {
         "cluster": asdict(cluster),
         "algorithm": algorithm,
@@ -289,10 +263,10 @@ def settings_markdown(options: Simulate, found: list[Setting]) -> str:
 
 def lines_markdown(lines: list[Line]) -> str:
     def cells(x: Line) -> tuple[object, ...]:
-        shares = (f"{share:.1%}" for share in (x.share_of_ideal, x.exposed_share, x.useful_share))
+        shares = (f"{share:.1%}" for share in (x.share_of_ideal, x.exposed_share))
         return x.method, x.tau, f"{x.samples_per_second:,.1f}", *shares
 
-    return table(["method", "tau", "samples/s", "of ideal", "exposed", "useful time"], map(cells, lines))
+    return table(["method", "tau", "samples/s", "of ideal", "exposed"], map(cells, lines))
 
 
 def papers_table(options: Simulate) -> dict[str, Any]:

@@ -17,6 +17,7 @@ class FirstStep(Rider):
     does not shrink it. The method must keep where rounds start."""
 
     name, shared = "first_step", {"first_step": 1}
+    steps_change_it = True
 
     def attach(self, method: Method) -> None:
         super().attach(method)

@@ -1,4 +1,4 @@
-"""The ways in which a layer may be sent, what each costs, and which of them stand together to be chosen from."""
+"""The ways in which a layer may be sent, the bytes of each, and the set that a layer may choose from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from ..wires.formats import BITS, BLOCK, BLOCK_BYTES
 
 Kind = Literal["raw", "int", "top", "rank"]
 INT_BITS = sorted(BITS.values())
-SMALL = 10_000  # elements, LEGACY's threshold as released
 POINTS = 9  # densities, geometric, from a tenth of the given one to ten times it
 RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # where a layer may change its family
 REMEDY = (
@@ -29,11 +28,11 @@ class Choice:
     """Bits, the share of the elements (density), or the rank."""
 
     def __str__(self) -> str:
-        return {"raw": "as it is"}.get(self.kind, f"{self.kind}{self.value:g}")
+        return "as it is" if self.kind == "raw" else f"{self.kind}{self.value:g}"
 
     @property
     def wire(self) -> str:
-        """Of kind int: the name in core/wires/formats.py."""
+        """The name in core/wires/formats.py of a choice of kind int."""
         return f"int{int(self.value)}"
 
 
@@ -64,7 +63,7 @@ class Layer:
 
 
 def message_bytes(layer: Layer, choice: Choice) -> float:
-    """Bytes of the layer in one message; of a block that it shares with others its own part."""
+    """Bytes of the layer in one message; a block that it shares with other layers counts in part."""
     if choice.kind == "int":
         return layer.numel * BLOCK_BYTES[choice.wire] / BLOCK
     if choice.kind == "top":
@@ -98,8 +97,8 @@ def parse(text: str) -> Choice:
 
 
 def uniform(layer: Layer, like: Choice) -> Choice:
-    """What the layer gets where all get the same: as it is where `like` would not save half (low rank, as released) or
-    nothing (top-k)."""
+    """The layer's choice where all layers get the same: as it is where `like` would not save half of the bytes (low
+    rank, as released), or none (top-k)."""
     if like.kind == "rank":
         return like if layer.offers(like) and 2 * message_bytes(layer, like) < message_bytes(layer, RAW) else RAW
     return like if layer.offers(like) else RAW
@@ -108,8 +107,8 @@ def uniform(layer: Layer, like: Choice) -> Choice:
 def offered(
     like: Choice, family: Literal["same", "any"], lowest: float, highest: float, most: float = math.inf
 ) -> list[Choice]:
-    """What is chosen from, without repetitions. lowest, highest: the range of ranks, in units of the given one; most:
-    the highest that any layer has."""
+    """The choices, without repetitions. lowest, highest: the range of ranks, in units of the given one; most: the
+    highest rank of any layer."""
     tops = geometric(like.value if like.kind == "top" else 0.01)
     ints = [Choice("int", bits) for bits in INT_BITS]
     r = like.value if like.kind == "rank" else 0.0
@@ -127,28 +126,10 @@ def geometric(density: float) -> list[Choice]:
     return [Choice("top", value) for value in values if value < 0.5]
 
 
-def less_and_more(like: Choice) -> tuple[Choice, Choice]:
-    """Accordion's two settings: half of `like`, and twice."""
-    if like.kind == "int":
-        below = [b for b in INT_BITS if b <= max(2, like.value / 2)]
-        return Choice("int", below[-1]), Choice("int", min(8, 2 * like.value) if 2 * like.value in INT_BITS else 8)
-    if like.kind == "rank":
-        return Choice("rank", max(1, like.value // 2)), Choice("rank", 2 * like.value)
-    return Choice("top", like.value / 2), Choice("top", min(0.49, 2 * like.value))
-
-
-def for_small_layers(like: Choice) -> Choice:
-    """What LEGACY's rule of layer sizes gives a layer of fewer than SMALL elements (ICLR 2026; as released, where small
-    layers send ten times the density of the others; the other families, and its phases of training, are not there). Of
-    them the most that Accordion would give."""
-    if like.kind == "top":
-        return Choice("top", min(0.49, 10 * like.value))
-    return less_and_more(like)[1]
-
-
 def may_take(layer: Layer, choices: Sequence[Choice], like: Choice, family: str, world_size: int) -> list[bool]:
-    """Which of the choices the layer may take: with one family, a layer that is sent as it is stays so. Of all families
-    none that costs as much as int8, whose error is nearly nothing: their curves would be most of the work."""
+    """Whether the layer may take each of the choices. With one family, a layer that is sent as it is stays so. Of all
+    families no choice that costs as much as int8, whose error is nearly nothing: the curves would be most of the work.
+    """
     own = uniform(layer, like)
     if family == "same":
         return [c == RAW for c in choices] if own == RAW else [layer.offers(c) and c != RAW for c in choices]

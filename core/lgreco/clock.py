@@ -1,4 +1,4 @@
-"""When L-GreCo decides: every so many reductions, or less often where that would take too much of the time."""
+"""When L-GreCo decides: every `every`-th reduction, or less often where deciding would take too much of the time."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 from ..stats import Mark, Seconds, between, ready
 
-IN_HAND = 0.8  # of what deciding may take: a plan does not know yet how long the programme of its own decision takes
+IN_HAND = 0.8  # of the share: a plan does not know yet how long the programme of its own decision takes
 
 
 class Clock:
-    """What a worker has spent on deciding, of how long; and when it is time again, which all workers plan alike.
+    """The time that a worker has spent on deciding; and the next decision's reduction, which all workers plan alike.
 
-    every, first: reductions between two decisions at least, and before the first. time_share: of the time since the
-    first reduction, what deciding may take; 1: as much as it does. numbers: float64 [5] on the CPU, for a checkpoint:
+    every, first: reductions between two decisions at least, and before the first. time_share: the share of the time
+    since the first reduction that deciding may take; 1: no limit. numbers: float64 [5] on the CPU, for a checkpoint:
     the reduction that decides next, 0 for the first; decisions so far; seconds that they took here; reductions since
     the first one, and their seconds. On a GPU times lie between events, and count once it has passed them.
     """
@@ -41,13 +41,14 @@ class Clock:
         self._read()
 
     def spend(self, seconds: Seconds) -> None:
-        """Adds to what deciding has taken."""
+        """Adds to the time of deciding."""
         self._costs.append(seconds)
         self._read()
 
     def tell(self, to: Tensor) -> None:
-        """Writes into to [3] what `plan` takes: with its mean over the workers all of them plan alike. What a GPU has
-        not passed yet counts as the decisions before; of the first there is none, so the host waits for that one."""
+        """Writes `plan`'s numbers into to [3]: with their means over the workers all of them plan alike. A decision
+        that a GPU has not passed yet counts as the decisions before it; the first has none, so the host waits for it.
+        """
         decisions = self.numbers.tolist()[1]
         if self._costs and not decisions:
             float(self._costs[-1])
@@ -58,7 +59,7 @@ class Clock:
             place.fill_(value)
 
     def _read(self) -> None:
-        """Adds up what has passed: on a CPU, all."""
+        """Adds up the times that have passed: on a CPU, all."""
         while self._laps and ready(self._laps[0]):
             self._reductions += 1
             self._elapsed += float(self._laps.pop(0))
@@ -66,8 +67,8 @@ class Clock:
             self._spent += float(self._costs.pop(0))
 
     def plan(self, number: int, spent: float, reductions: float, elapsed: float) -> str:
-        """After the `number`-th reduction, which decides: when the next one does, and why so late, if it is. The rest:
-        the workers' means."""
+        """After the `number`-th reduction, which decides: plans the next decision, and says why it is late, if it is.
+        The other numbers are the workers' means."""
         self._decisions += 1
         after = self.every
         if self.time_share < 1 and elapsed > 0:

@@ -1,4 +1,4 @@
-"""What L-GreCo chooses from, how it decides, and how often."""
+"""The settings of L-GreCo: its choices, how it decides, and how often."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Literal
 
 from ..errors import UserError
 
-RULES = ("lgreco", "accordion", "lgreco_accordion", "legacy", "uniform")
-FIXED = ("legacy", "uniform")  # decide once, before anything is sent
-KNOWN = {"family": ("same", "any"), "rule": RULES, "error": ("norm", "squared")}
+KNOWN = {"family": ("same", "any"), "error": ("norm", "squared")}
+RULES = ("lgreco", "uniform")
 
 
 @dataclass(frozen=True)
@@ -18,32 +17,32 @@ class LGrecoConfig:
 
     family: Literal["same", "any"] = "same"
     """Choose among other bits, densities or ranks of the uniform setting's family, or among all of them."""
-    rule: Literal["lgreco", "accordion", "lgreco_accordion", "legacy", "uniform"] = "lgreco"
-    """lgreco: the fewest bytes within the error of the uniform setting; accordion: half or twice that setting, by how
-    much a layer's norm has changed; lgreco_accordion: lgreco within the error of Accordion's choices; legacy: more than
-    that setting for layers of few elements, by LEGACY's rule of sizes, for good; uniform: every layer the same, for
-    good."""
+    rule: str = "lgreco"
+    """lgreco: the fewest bytes within the error of the uniform setting; uniform: every layer the same, for good; or a
+    Decider of one's own by its name, such as bench.rules.Accordion."""
     error: Literal["norm", "squared"] = "norm"
-    """What of a layer's error adds up: its norm (as released), or its square, as in the whole model's error."""
+    """The measure of a layer's error that adds up: its norm (as released), or its square, as in the whole model's."""
     share: float = 1.0
     """The budget, as a share of the uniform setting's error: alpha."""
     lowest_rank: float = 0.5
-    """Of a rank: the least that is tried, in units of the uniform one: gamma."""
+    """The lowest rank that is tried, in units of the uniform one: gamma."""
     highest_rank: float = 2.0
-    """Of a rank: the greatest that is tried, in units of the uniform one: beta."""
+    """The highest rank that is tried, in units of the uniform one: beta."""
     every: int | None = None
     """Reductions between two decisions, at least; None for 20 rounds of CO2, 100 steps of ddp."""
     first: int | None = None
     """The reduction after which it decides first; None for 3 rounds of CO2, 100 steps of ddp."""
     time_share: float = 0.01
-    """Of the time since the first reduction: what deciding may take. The next decision waits until it keeps that, as
-    measured by all workers, so that two runs may decide at different times; 1 for every `every`-th reduction. On a GPU
-    the device's time counts, between events of its stream."""
+    """The share of the time since the first reduction that deciding may take. The next decision waits until the share
+    is kept, as measured by all workers, so that two runs may decide at different times; 1 for every `every`-th
+    reduction. On a GPU the device's time counts, between events of its stream."""
 
     def __post_init__(self) -> None:
         for name, known in KNOWN.items():
             if getattr(self, name) not in known:
                 raise UserError(f"wire.lgreco.{name}={getattr(self, name)!r}: choose one of {', '.join(known)}")
+        if self.rule not in RULES and "." not in self.rule:
+            raise UserError(f"wire.lgreco.rule={self.rule!r}: choose one of {', '.join(RULES)}, or name module.Class")
         if not 0 < self.share < float("inf"):
             raise UserError(f"wire.lgreco.share={self.share!r}: give a finite number above 0")
         if not 0 < self.lowest_rank <= 1:

@@ -1,4 +1,4 @@
-"""What each choice would lose of a layer: its error curve. Nothing here makes the host wait for a GPU."""
+"""The error of each choice for a layer: its error curve. Nothing here makes the host wait for a GPU."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch.nn.functional import pad
 
 from ..wires.formats import BLOCK, LEVELS
 from .choices import Choice, Layer
-from .lowrank import product
-from .sparse import largest
+from .senders import largest, product
 
 NOISE = 1e-12  # of a sum: below that it is the rounding of the sum
 ROWS, GPU_ROWS = 128, 1 << 13  # blocks at once: the temporaries of all formats stay in a CPU's cache

@@ -1,13 +1,14 @@
-"""Where each layer's elements lie while an allocation holds: those that travel in one format side by side."""
+"""Where each layer's elements lie while an allocation holds: the layers of one format side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from ..flat import Bucket
+from ..flat import Bucket, copy
 from ..wires.formats import BLOCK, INTS, Wire
 from ..wires.quantized import chunk_of
 from .choices import Choice, Layer
@@ -15,8 +16,8 @@ from .choices import Choice, Layer
 
 @dataclass(frozen=True)
 class Part:
-    """What core/wires/quantized.py takes for a bucket: the layers of one format, and with the first what travels as it
-    is."""
+    """In place of a bucket in core/wires/quantized.py: the layers of one format; the first part has the values that
+    travel as they are."""
 
     flat: Tensor
     payload: Tensor
@@ -28,42 +29,95 @@ class Part:
         return len(self.payload)
 
 
-def slack(world_size: int) -> int:
-    """Elements beyond its own that a bucket's layout may need: each int format is padded to whole blocks a worker."""
-    return len(INTS) * world_size * BLOCK
+class Memory:
+    """A bucket's tensors that outlive an allocation: staging, where the layers are gathered; errors and means, what
+    error feedback holds back of the worker's own and of the means that it encodes."""
+
+    def __init__(self, bucket: Bucket, world_size: int):
+        slack = len(INTS) * world_size * BLOCK  # each int format is padded to whole blocks a worker
+        self.staging = bucket.flat.new_zeros(bucket.numel + slack + len(bucket.values))
+        self.errors = bucket.flat.new_zeros(bucket.numel + slack)
+        self.means = bucket.flat.new_zeros(-(-bucket.numel // world_size) + len(INTS) * BLOCK)
 
 
 class Layout:
-    """For one bucket and one allocation: a flat order of its layers, first those of each int format, each padded to
-    whole blocks a worker; then top-k's and low rank's; last those that travel as they are.
+    """For one bucket, the `number`-th, and one allocation: a flat order of its layers, first those of each int format,
+    each padded to whole blocks a worker; then top-k's and low rank's; last those that travel as they are, and behind
+    them the buffers.
 
-    starts: layer -> its first element. ints: format -> (start, elements, padded elements). raw: (start, elements).
+    values, held: layer -> its elements in staging and in errors, 1-d, in the bucket's own order. raw: (start, elements)
+    in staging of the layers that travel as they are. of_kind: kind -> layers.
     """
 
-    def __init__(self, number: int, layers: Sequence[Layer], allocation: Sequence[Choice], world_size: int):
+    def __init__(
+        self,
+        number: int,
+        bucket: Bucket,
+        memory: Memory,
+        layers: Sequence[Layer],
+        allocation: Sequence[Choice],
+        world_size: int,
+    ):
+        self.bucket, self.memory, self.world_size = bucket, memory, world_size
         mine = [i for i, layer in enumerate(layers) if layer.bucket == number]
         self.of_kind = {k: [i for i in mine if allocation[i].kind == k] for k in ("int", "top", "rank", "raw")}
-        self.starts: dict[int, int] = {}
-        self.ints: dict[Wire, tuple[int, int, int]] = {}
+        starts: dict[int, int] = {}
+        self._ints: list[tuple[Wire, int, int, int]] = []  # format, start, elements, elements of a worker's chunk
         end = 0
         for wire in INTS:
             begin = end
             for i in (i for i in self.of_kind["int"] if allocation[i].wire == wire):
-                self.starts[i], end = end, end + layers[i].numel
-            padded = world_size * chunk_of(end - begin, world_size)
-            if padded:
-                self.ints[wire] = begin, end - begin, padded
-            end = begin + padded
+                starts[i], end = end, end + layers[i].numel
+            chunk = chunk_of(end - begin, world_size)
+            if chunk:
+                self._ints.append((wire, begin, end - begin, chunk))
+            end = begin + world_size * chunk
         for kind in ("top", "rank", "raw"):
             begin = end
             for i in self.of_kind[kind]:
-                self.starts[i], end = end, end + layers[i].numel
+                starts[i], end = end, end + layers[i].numel
         self.raw = begin, end - begin
-        self.order = mine
+        self.values, self.held = (
+            {i: flat[starts[i] : starts[i] + layers[i].numel] for i in mine} for flat in (memory.staging, memory.errors)
+        )
+        self._payload = in_bucket(bucket.payload, layers, mine)
+        self._buffers = memory.staging[end : end + len(bucket.values)]
 
-    def views(self, flat: Tensor, layers: Sequence[Layer]) -> list[Tensor]:
-        """The layers' elements in a flat tensor of this order, 1-d, in the bucket's own order."""
-        return [flat[self.starts[i] : self.starts[i] + layers[i].numel] for i in self.order]
+    def gather(self) -> None:
+        """From the bucket's payload to staging, buffers too."""
+        copy([*self.values.values()], self._payload)
+        self._buffers.copy_(self.bucket.values)
+
+    def land(self) -> None:
+        """And back."""
+        copy(self._payload, [*self.values.values()])
+        self.bucket.values.copy_(self._buffers)
+
+    def release_raw(self, moved: Tensor) -> None:
+        """Layers that travel as they are take along what an earlier format of theirs has left, where a worker moved."""
+        start, n = self.raw
+        held = self.memory.errors[start : start + n]
+        self.memory.staging[start : start + n].add_(torch.where(moved, held, 0.0))
+        held.copy_(torch.where(moved, 0.0, held))
+
+    def parts(self) -> Iterator[tuple[Part, Wire, Tensor, Tensor]]:
+        """For each int format, at least one: its part, and the memory of error feedback's two stages."""
+        start, count = self.raw
+        staging, values = self.memory.staging, self.memory.staging[start : start + count + len(self._buffers)]
+        place = 0
+        for wire, begin, size, chunk in self._ints or [(INTS[0], 0, 0, 0)]:
+            own = self.memory.errors[begin : begin + self.world_size * chunk]
+            part = Part(staging, staging[begin : begin + size], values, self.bucket.scalars)
+            yield part, wire, own, self.memory.means[place : place + chunk]
+            values, place = values[:0], place + chunk
+
+    def owe(self, rank: int) -> None:
+        """What this worker holds back of the means that it encoded it owes to all, so n times of it joins what it holds
+        back of its own: nothing is lost, and nothing is sent."""
+        for _, _, own, means in self.parts():
+            chunk = len(means)
+            own[rank * chunk : (rank + 1) * chunk].add_(means, alpha=self.world_size)
+        self.memory.means.zero_()
 
 
 def layers_of(buckets: Sequence[Bucket]) -> list[Layer]:

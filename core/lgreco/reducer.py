@@ -4,7 +4,7 @@
         G = d + e, what the worker wants to send; e[l, c] = ||G_l - C_c(G_l)|| for each layer and choice
         the errors' mean over the workers, which travels with this reduction, as do the seconds that it takes
     when it has landed (where NCCL moves the tensors, at the next reduction's begin), on every worker alike:
-        the fewest bytes whose summed errors stay within the uniform setting's (core/lgreco/allocate.py)
+        the fewest bytes whose summed errors stay within the uniform setting's (core/lgreco/decide.py)
         the next reduction sends in the new ways; what error feedback holds goes along
 
 After the abstract and the released code of L-GreCo, which allocates ranks alone, from the first worker's errors.
@@ -25,52 +25,38 @@ from ..flat import Bucket, Scalars, copy
 from ..flight import moved_by_nccl
 from ..groups import Stage, all_reduce
 from ..stats import Mark, Seconds, between, mark, ready
-from ..wires.formats import BLOCK, INTS, Rounding
 from ..wires.quantized import Quantized
 from .choices import Choice, code
 from .clock import Clock
-from .config import FIXED, LGrecoConfig
+from .config import LGrecoConfig
 from .curves import curve, norm
-from .decide import Allocation, Decider
-from .layout import Layout, Part, in_bucket, layers_of, slack
-from .lowrank import Factored, LowRank, fill
-from .sparse import Sparse, TopK
+from .decide import Allocation, make_decider
+from .layout import Layout, Memory, layers_of
+from .senders import Factored, LowRank, Sparse, TopK, fill, moved
 
 NOT_FINITE, NOBODY = -1.0, -2.0  # in place of a layer's curve
+EVERY, FIRST = 20, 3  # reductions, where the settings leave them open
 
 
 class LGreco:
-    """See the module. like: the uniform setting; every, first: in place of what config leaves open.
+    """See the module. like: the uniform setting.
 
     state: "error_feedback" and "mean_error_feedback", in an order that follows the allocation; "allocation", by which
-    a resumed run goes on with it; low rank's "q", how many of its columns are in use, the layers' norms at the last
-    decision, and the clock; "asked", the curves that no decision has been made of yet. All zeros is the start: every
-    layer as `like` says, or as LEGACY's rule does. Where NCCL moves the tensors the host waits, at the launch after a
-    reduction that asked, until that has landed.
+    a resumed run goes on with it: the choices' codes, the columns of "q", low rank's, that are in use, the clock, and
+    what the rule remembers; "asked", the curves that no decision has been made of yet. All zeros is the start. Where
+    NCCL moves the tensors the host waits, at the launch after a reduction that asked, until that has landed.
     """
 
     kind = "lgreco"
 
     def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        scalars: Scalars,
-        rank: int,
-        world_size: int,
-        like: str,
-        config: LGrecoConfig,
-        rounding: Rounding = "nearest",
-        *,
-        every: int = 20,
-        first: int = 3,
+        self, buckets: Sequence[Bucket], scalars: Scalars, rank: int, world_size: int, like: str, config: LGrecoConfig
     ):
         self.buckets, self.scalars, self.config = buckets, scalars, config
-        self.rounding: Rounding = rounding
         self.rank, self.world_size, self.scale = rank, world_size, 1.0
-        every, first = (b if a is None else a for a, b in ((config.every, every), (config.first, first)))
-        self.clock = Clock(every, first, config.time_share)
+        self.clock = Clock(config.every or EVERY, config.first or FIRST, config.time_share)
         self.layers = layers_of(buckets)
-        self.decider = Decider(self.layers, like, config, world_size)
+        self.decider = make_decider(self.layers, like, config, world_size)
         self.chosen: Sequence[Choice] = self.decider.start
         self.allocation: Allocation | None = None  # the last decision
         self._codes = {code(c): c for c in self.decider.choices}
@@ -78,28 +64,21 @@ class LGreco:
         self._lay_out()
 
     def _make_state(self) -> None:
-        n, decider, many = self.world_size, self.decider, len(self.layers)
-        flats = [b.flat for b in self.buckets]
-        self._staging = [b.flat.new_zeros(b.numel + slack(n) + len(b.values)) for b in self.buckets]
-        self._errors = [b.flat.new_zeros(b.numel + slack(n)) for b in self.buckets]
-        self._mean_errors = [b.flat.new_zeros(-(-b.numel // n) + len(INTS) * BLOCK) for b in self.buckets]
-        ranks = [
-            max(
-                (int(c.value) for c, ok in zip(decider.choices, row, strict=True) if ok and c.kind == "rank"), default=0
-            )
-            for row in decider.offered.tolist()
-        ]
-        self._q = [flats[z.bucket].new_zeros(z.columns * r) for z, r in zip(self.layers, ranks, strict=True)]
-        self._codes_now, self._filled = torch.zeros(many, dtype=torch.float64), torch.zeros(many, dtype=torch.float64)
+        flats, decider, many = [b.flat for b in self.buckets], self.decider, len(self.layers)
+        self._memory = [Memory(b, self.world_size) for b in self.buckets]
+        ranks = torch.tensor([c.value if c.kind == "rank" else 0 for c in decider.choices])
+        highest = (decider.offered * ranks).amax(1).int().tolist()
+        self._q = [flats[z.bucket].new_zeros(z.columns * r) for z, r in zip(self.layers, highest, strict=True)]
+        self._codes_now, self._filled = (torch.zeros(many, dtype=torch.float64) for _ in range(2))
         self._asked_by = torch.zeros(2, dtype=torch.float64)  # the reduction that asked, 0: all is decided; and seconds
         self._asked = flats[0].new_zeros((many + 1) * (len(decider.choices) + 1), dtype=torch.float64)
         # the reduction that asked, and its copy on the way to the host
         self._coming: tuple[int, Tensor, Mark] = (0, self._asked, 0.0)
         self._took: Seconds = 0.0  # to ask, last
         self.state = {
-            "error_feedback": self._errors,
-            "mean_error_feedback": self._mean_errors,
-            "allocation": [self._codes_now, self._filled, decider.before, self.clock.numbers],
+            "error_feedback": [m.errors for m in self._memory],
+            "mean_error_feedback": [m.means for m in self._memory],
+            "allocation": [self._codes_now, self._filled, self.clock.numbers, *decider.memory],
             "q": self._q,
             "asked": [self._asked, self._asked_by],
         }
@@ -109,9 +88,7 @@ class LGreco:
 
     def due(self, number: int) -> bool:
         """Whether the curves are taken in this reduction."""
-        return self.config.rule not in FIXED and self.clock.due(number)
-
-    # -- one reduction --------------------------------------------------------------------------------------
+        return not self.decider.fixed and self.clock.due(number)
 
     @torch.no_grad()
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
@@ -120,15 +97,18 @@ class LGreco:
         self._follow()
         if self._decide():
             self._follow()
-        for bucket, layout, staging in zip(self.buckets, self._layouts, self._staging, strict=True):
-            copy(layout.views(staging, self.layers), in_bucket(bucket.payload, self.layers, layout.order))
+        for layout in self._layouts:
+            layout.gather()
         asked = self._ask(number) if self.due(number) else None
-        self._take_raw()
+        own = moved(self.scalars)
+        for layout in self._layouts:
+            layout.release_raw(own)
         parts = [self._ints.stages(group, number), *(part.stages(group) for part in self._others)]
         if asked is not None and group is not None:
             parts.append(iter([all_reduce([asked], group)]))
         yield from together(parts)
-        self._land()
+        for layout in self._layouts:
+            layout.land()
         if asked is not None:
             self._hear(asked, number)
             if self._at_once(group):
@@ -138,38 +118,16 @@ class LGreco:
         """Whether what has been asked can be read at the end of its own stages: over NCCL these are only queued."""
         return group is None or not moved_by_nccl(group, self._asked.device)
 
-    def _take_raw(self) -> None:
-        """What travels as it is, buffers and layers: these with what an earlier format of theirs has left."""
-        moved = self.scalars["steps"] * self.scalars["weight"] != 0
-        for bucket, layout, staging, errors in self._each():
-            start, n = layout.raw
-            held = errors[start : start + n]
-            staging[start : start + n].add_(torch.where(moved, held, 0.0))
-            held.copy_(torch.where(moved, 0.0, held))
-            staging[start + n : start + n + len(bucket.values)].copy_(bucket.values)
-
-    def _land(self) -> None:
-        for bucket, layout, staging, _ in self._each():
-            copy(in_bucket(bucket.payload, self.layers, layout.order), layout.views(staging, self.layers))
-            start = sum(layout.raw)
-            bucket.values.copy_(staging[start : start + len(bucket.values)])
-
-    def _each(self) -> Iterator[tuple[Bucket, Layout, Tensor, Tensor]]:
-        return zip(self.buckets, self._layouts, self._staging, self._errors, strict=True)
-
     # -- the allocation -------------------------------------------------------------------------------------
 
     def _ask(self, number: int) -> Tensor:
-        """float64 [layers + 1, choices + 1]: this worker's errors, and the norm of each layer; last what the clock has
-        to know."""
+        """float64 [layers + 1, choices + 1]: this worker's errors, and the norm of each layer; last the clock's
+        numbers."""
         began = mark(self._asked.device)
         rows = []
-        found = {}
-        for _, layout, staging, errors in self._each():
-            pairs = zip(layout.views(staging, self.layers), layout.views(errors, self.layers), strict=True)
-            found |= dict(zip(layout.order, pairs, strict=True))
         for i, layer in enumerate(self.layers):
-            wanted = found[i][0] + found[i][1]
+            layout = self._layouts[layer.bucket]
+            wanted = layout.values[i] + layout.held[i]
             row = curve(wanted, layer, self.decider.choices, self.decider.offered[i].tolist(), i)
             row = torch.where(row.isinf(), 0.0, row)  # not offered: their sum would hide another worker's NaN
             rows.append(torch.cat([row, norm(wanted)[None]]))
@@ -186,9 +144,9 @@ class LGreco:
         """The sums of what the workers asked with have landed: keeps their means for `_decide`, NOT_FINITE for such a
         layer, and NOBODY for all where nobody has moved."""
         mean = asked / self.world_size
-        moved = self.scalars["steps"] * self.scalars["weight"] != 0
         layers = torch.where(mean[:-1].isfinite().all(1, keepdim=True), mean[:-1], NOT_FINITE)
-        self._asked.view_as(mean).copy_(torch.cat([torch.where(moved, layers, NOBODY), mean[-1:]]))
+        anyone = moved(self.scalars)
+        self._asked.view_as(mean).copy_(torch.cat([torch.where(anyone, layers, NOBODY), mean[-1:]]))
         self._coming = number, self._asked.to("cpu", non_blocking=True), mark(asked.device)
 
     def _heard(self, number: int) -> Tensor:
@@ -222,23 +180,16 @@ class LGreco:
         return True
 
     def _switch(self, choices: Sequence[Choice]) -> None:
-        """To another allocation, from the next reduction on. What this worker holds back of the means that it encoded
-        it owes to all, so n times of it joins what it holds back of its own: nothing is lost, and nothing is sent."""
-        for (_, layout, _, errors), means in zip(self._each(), self._mean_errors, strict=True):
-            place = 0
-            for start, _, padded in layout.ints.values():
-                chunk = padded // self.world_size
-                own = start + self.rank * chunk
-                errors[own : own + chunk].add_(means[place : place + chunk], alpha=self.world_size)
-                place += chunk
-            means.zero_()
+        """To another allocation, from the next reduction on; what is held back moves along."""
         before = self._layouts
+        for layout in before:
+            layout.owe(self.rank)
         self.chosen = choices
         self._lay_out()
-        for old, new, errors in zip(before, self._layouts, self._errors, strict=True):
-            kept = [view.clone() for view in old.views(errors, self.layers)]
-            errors.zero_()
-            copy(new.views(errors, self.layers), kept)
+        for old, new in zip(before, self._layouts, strict=True):
+            kept = [held.clone() for held in old.held.values()]
+            new.memory.errors.zero_()
+            copy([*new.held.values()], kept)
         self._codes_now.copy_(torch.tensor([code(c) for c in choices], dtype=torch.float64))
 
     def _follow(self) -> None:
@@ -263,44 +214,31 @@ class LGreco:
             )
         return self._codes[number]
 
+    # -- what sends -----------------------------------------------------------------------------------------
+
     def _q_of(self, layer: int, rank: int) -> Tensor:
         return self._q[layer].view(self.layers[layer].columns, -1)[:, :rank]
 
-    # -- what sends -----------------------------------------------------------------------------------------
-
     def _lay_out(self) -> None:
-        """Builds the parts of the present allocation over views of the staging tensors and of the state."""
-        self._layouts = [Layout(i, self.layers, self.chosen, self.world_size) for i in range(len(self.buckets))]
-        self._ints = self._quantized()
+        """Builds the senders of the present allocation over views of the memory."""
+        n = self.world_size
+        self._layouts = [
+            Layout(i, bucket, memory, self.layers, self.chosen, n)
+            for i, (bucket, memory) in enumerate(zip(self.buckets, self._memory, strict=True))
+        ]
+        parts, wires, own, means = map(list, zip(*(p for each in self._layouts for p in each.parts()), strict=True))
+        self._ints = Quantized(parts, self.scalars, self.rank, n, wires, memory=(own, means))
         self._others: list[TopK | LowRank] = []
-        for _, layout, staging, errors in self._each():
-            values, held = (
-                dict(zip(layout.order, layout.views(f, self.layers), strict=True)) for f in (staging, errors)
-            )
-            top, rank = layout.of_kind["top"], layout.of_kind["rank"]
-            if top:
-                sparse = [Sparse(values[i], held[i], self.layers[i].kept(self.chosen[i].value)) for i in top]
-                self._others.append(TopK(sparse, self.scalars, self.world_size))
-            if rank:
-                matrices = [[flat[i].view(self.layers[i].rows, -1) for i in rank] for flat in (values, held)]
-                qs = [self._q_of(i, int(self.chosen[i].value)) for i in rank]
-                factored = [Factored(*three) for three in zip(*matrices, qs, strict=True)]
-                self._others.append(LowRank(factored, self.scalars, self.world_size))
-
-    def _quantized(self) -> Quantized:
-        """The layers of each int format in each bucket. A bucket's first part carries what travels as it is."""
-        parts, wires, own, means = [], [], [], []
-        for (bucket, layout, staging, errors), mean_errors in zip(self._each(), self._mean_errors, strict=True):
-            raw = sum(layout.raw)
-            values, place = staging[layout.raw[0] : raw + len(bucket.values)], 0
-            for wire, (start, n, padded) in (layout.ints or {INTS[0]: (0, 0, 0)}).items():
-                parts.append(Part(staging, staging[start : start + n], values, bucket.scalars))
-                wires.append(wire)
-                own.append(errors[start : start + padded])
-                means.append(mean_errors[place : place + padded // self.world_size])
-                values, place = values[:0], place + padded // self.world_size
-        workers = self.rank, self.world_size
-        return Quantized(parts, self.scalars, *workers, wires, self.rounding, memory=(own, means))
+        for layout in self._layouts:
+            values, held, chosen = layout.values, layout.held, self.chosen
+            if top := layout.of_kind["top"]:
+                sparse = [Sparse(values[i], held[i], self.layers[i].kept(chosen[i].value)) for i in top]
+                self._others.append(TopK(sparse, self.scalars, n))
+            if ranks := layout.of_kind["rank"]:
+                rows = {i: (self.layers[i].rows, -1) for i in ranks}
+                qs = {i: self._q_of(i, int(chosen[i].value)) for i in ranks}
+                factored = [Factored(values[i].view(rows[i]), held[i].view(rows[i]), qs[i]) for i in ranks]
+                self._others.append(LowRank(factored, self.scalars, n))
 
 
 def together(parts: Sequence[Iterator[Stage]]) -> Iterator[Stage]:

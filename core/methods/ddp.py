@@ -21,6 +21,7 @@ from ..robust import peers
 from ..stats import Late, Mark, RoundStats, Seconds, between, mark
 from ..wires.config import WireConfig
 from .gradient_wire import GradientWire
+from .registry import Entry, Given
 
 ASK_EVERY = 8  # steps between two exchanges of whether to stop
 
@@ -217,3 +218,28 @@ def _union(spans: list[tuple[Mark, Mark]]) -> Seconds:
         total += end - max(start, until)
         until = end
     return total
+
+
+def _make(given: Given) -> tuple[nn.Module, DDP]:
+    ddp = DDP(given.model, average_buffers=given.average_buffers, wire=given.own, **_without_buffers(given))
+    return ddp.model, ddp
+
+
+def _check(given: Given) -> None:
+    if given.own.format == "auto":
+        raise UserError("ddp_wire.format='auto' is chosen together with tau, which ddp does not have: give a format")
+
+
+def _without_buffers(given: Given) -> dict[str, Any]:
+    return {name: value for name, value in given.options.items() if name != "buffers"}
+
+
+ENTRY = Entry(
+    "ddp",
+    _make,
+    settings=WireConfig,
+    key="ddp_wire",
+    help="Of method ddp: how gradients cross the network.",
+    check=_check,
+    local=False,
+)

@@ -20,6 +20,7 @@ from ..config import LARGE
 from ..errors import UserError
 from ..groups import all_reduce
 from ..robust.guard import Guard
+from .registry import Entry
 
 Policy = Literal["penalty", "eager", "taylor"]
 POLICIES: tuple[Policy, ...] = ("penalty", "eager", "taylor")
@@ -315,3 +316,15 @@ class _DelayedBoundary(outer.Boundary):
         for s in self.segments:
             yield s, slice(start, start + len(s.d))
             start += len(s.d)
+
+
+ENTRY = Entry(
+    "delayed",
+    lambda given: (given.model, DelayedCO2(given.params, given.co2, given.own, **given.options)),
+    settings=DelayedConfig,
+    key="delayed",
+    help="Of method delayed: co2 with another way to live with the delay.",
+    check=lambda given: given.own.check(given.co2),
+    reads_co2=True,
+    hides=True,
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,14 @@ from ..robust import peers
 from ..wires.config import WireConfig
 
 DECIDE_EVERY = 100  # steps, of lgreco; as released
+
+
+def _by_steps(wire: WireConfig) -> WireConfig:
+    """With L-GreCo's period in steps of ddp, where it is left open."""
+    if wire.format != "lgreco":
+        return wire
+    every, first = (n or DECIDE_EVERY for n in (wire.lgreco.every, wire.lgreco.first))
+    return replace(wire, lgreco=replace(wire.lgreco, every=every, first=first))
 
 
 class GradientWire:
@@ -37,8 +46,7 @@ class GradientWire:
         self.flight = Flight(device, group=group, timeout=timeout, link=link, hidden=False, roll=peers)
         self.flight.agree(("ddp", wire), params)
         workers = self.flight.rank, self.flight.world_size
-        period = {"every": DECIDE_EVERY, "first": DECIDE_EVERY} if wire.format == "lgreco" else {}
-        self.reducer = wire.reducer(self.buckets, self._scalars, *workers, **period)
+        self.reducer = _by_steps(wire).reducer(self.buckets, self._scalars, *workers)
         pairs = [(p, view) for b in self.buckets for p, view in zip(b.params, b.payload_views, strict=True)]
         self._views = {id(p): view for p, view in pairs}
         self._waiting: list[tuple[Any, Tensor, list[Tensor], list[Tensor]]] = []

@@ -9,8 +9,10 @@ from typing import Unpack
 from torch import Tensor
 
 from ..assembly import CO2Config, Options, plugs
+from ..errors import UserError
 from ..flat import copy, rescale
 from ..rounds import Rounds
+from .registry import Entry, Given
 
 
 class Blocking(Rounds):
@@ -44,3 +46,17 @@ class LocalSGD(Blocking):
     def apply(self) -> None:
         for bucket in self.buckets:
             copy(bucket.params, bucket.payload_views)
+
+
+def tau_of(given: Given) -> int:
+    """UserError for auto, which chooses the fewest local steps that hide the communication."""
+    if given.co2.tau == "auto":
+        raise UserError("tau='auto' with a method that hides no communication: give a number of local steps")
+    return given.co2.tau
+
+
+ENTRY = Entry(
+    "local",
+    lambda given: (given.model, LocalSGD(given.params, tau_of(given), **given.options)),
+    check=tau_of,
+)

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Literal, Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..assembly import CO2Config, Options, plugs
 from ..errors import UserError
 from ..flat import copy, copy_where, rescale, views
 from ..outer import carried
 from ..rounds import Rounds
+from .registry import Entry, Given
 
 
 @dataclass(frozen=True)
@@ -112,3 +113,11 @@ class OverlapLocalSGD(Rounds):
             rescale(bucket.payload, self.scale)
             v.mul_(carried(self.config.anchor_momentum, self.growth)).add_(bucket.payload - z)
             z.add_(v)
+
+
+def _make(given: Given) -> tuple[nn.Module, OverlapLocalSGD]:
+    c = given.co2
+    return given.model, OverlapLocalSGD(given.params, c.tau, given.own, tau_max=c.tau_max, **given.options)
+
+
+ENTRY = Entry("overlap_local", _make, settings=OverlapLocalConfig, key="overlap_local", hides=True)

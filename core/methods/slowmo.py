@@ -13,7 +13,8 @@ from ..config import LARGE
 from ..errors import UserError
 from ..flat import copy, views
 from ..outer import carried
-from .local_sgd import Blocking
+from .local_sgd import Blocking, tau_of
+from .registry import Entry
 
 
 @dataclass(frozen=True)
@@ -64,3 +65,12 @@ class SlowMo(Blocking):
             u.mul_(carried(self.config.outer_momentum, self.growth)).add_(x - bucket.payload, alpha=1 / gamma)
             x.sub_(u, alpha=self.config.outer_lr * gamma)
             copy(bucket.params, views(x, bucket.params))
+
+
+ENTRY = Entry(
+    "slowmo",
+    lambda given: (given.model, SlowMo(given.params, tau_of(given), given.own, lr=given.lr, **given.options)),
+    settings=SlowMoConfig,
+    key="slowmo",
+    check=tau_of,
+)

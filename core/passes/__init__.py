@@ -1,4 +1,4 @@
-"""Steps 3 to 7 in one pass over memory, where a plain one (core/outer.py) takes several; tested to be equal to it."""
+"""Steps 3 to 7 in one pass over memory, where core/outer.py's `update` takes several; each is tested to be equal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..flat import takes_triton
+from ..flat import triton_kernels
 from ..outer import Boundary
 from .chunked import ChunkedBoundary
 
@@ -14,8 +14,6 @@ from .chunked import ChunkedBoundary
 def make_boundary(params: Sequence[Tensor], d: Tensor, x: Tensor, m: Tensor, sent: Tensor | None = None) -> Boundary:
     """Triton's kernel on CUDA where Triton is installed (any CUDA build for Linux brings it), the in-place pass on a
     CPU; elsewhere the plain one."""
-    if takes_triton(d.device):
-        from .triton_kernel import TritonBoundary  # imports triton
-
-        return TritonBoundary(params, d, x, m, sent)
+    if kernels := triton_kernels(d.device):
+        return kernels.TritonBoundary(params, d, x, m, sent)
     return (Boundary if d.is_cuda else ChunkedBoundary)(params, d, x, m, sent)

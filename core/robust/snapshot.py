@@ -13,7 +13,8 @@ class Snapshot(Rider):
     """Gives the state of a boundary when what is in flight there has landed."""
 
     def __init__(self) -> None:
-        self._wanted: tuple[Callable[[dict[str, Any]], None], int] | None = None
+        self._wanted: Callable[[dict[str, Any]], None] | None = None
+        self._of_now: dict[str, Any] = {}  # what the local steps of the next round change
 
     def ask(self, then: Callable[[dict[str, Any]], None]) -> None:
         """Calls `then` with what state_dict would return at this boundary, without waiting: when what is in flight is
@@ -23,15 +24,18 @@ class Snapshot(Rider):
         Where one was asked for before, that is given first, for which this waits.
         """
         self.hand_over()
-        self._wanted = then, self.method.local_steps
+        m, self._wanted = self.method, then
+        riders = {rider.name: rider.state_dict() for rider in m.riders if rider.steps_change_it}
+        self._of_now = {"local_steps": m.local_steps, "riders": riders}
         if not self.method.flight.in_flight:
             self.hand_over()
 
     def hand_over(self) -> None:
         """Waits for what is in flight and gives the snapshot that was asked for, where one was."""
         if self._wanted is not None:
-            (then, local_steps), self._wanted = self._wanted, None
-            then(under_rank(self.method.own_state() | {"local_steps": local_steps}))
+            then, self._wanted = self._wanted, None
+            state, now = self.method.own_state(), self._of_now
+            then(under_rank(state | now | {"riders": state["riders"] | now["riders"]}))
 
     def landed(self) -> None:
         self.hand_over()

@@ -1,1 +1,1 @@
-"""What crosses the network in fewer bits than float32."""
+"""Wire formats: fewer bits than float32 on the network, and the reducer that sends them."""

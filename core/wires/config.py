@@ -1,4 +1,4 @@
-"""How what is averaged crosses the network: the settings, and the reducer that they name."""
+"""How the mean over the workers crosses the network: the settings, and the reducer that they name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..groups import backend_for
 from ..lgreco.choices import parse
 from ..lgreco.config import LGrecoConfig
 from ..lgreco.reducer import LGreco
-from .formats import BLOCK, BLOCK_BYTES, ROUNDINGS, Rounding, Wire
+from .formats import BLOCK, BLOCK_BYTES, Wire
 from .quantized import Quantized
 
 Format = Wire | Literal["lgreco", "auto"]
@@ -32,21 +32,16 @@ class WireConfig:
     """float32 (float64 for float64 parameters, a plain all-reduce); rounded to bfloat16, float16, int8, int6, int5,
     int4, int3 or int2; lgreco, every layer in a way of its own, chosen anew while training goes on; or auto:
     int4, or float32 where means are as fresh over it, as measured while training."""
-    rounding: Rounding = "nearest"
-    """Of the narrow formats: nearest, or stochastic, whose mean over many rounds is exact."""
     error_feedback: bool = True
-    """With a narrow format: what rounding left out goes along in the next round, for a copy of the parameters."""
+    """With a narrow format: the rounding errors are added to the next round's message, for a copy of the parameters."""
     like: str = ""
     """Of lgreco: the uniform setting that it stays as close to the exact mean as: intB with B bits, topD, the largest
     D of each layer's elements, or rankR, such as int4, top0.01, rank4."""
     lgreco: LGrecoConfig = field(default_factory=LGrecoConfig)
 
     def __post_init__(self) -> None:
-        for name, value, known in (("format", self.format, FORMATS), ("rounding", self.rounding, ROUNDINGS)):
-            if value not in known:
-                raise UserError(f"wire.{name}={value!r}: choose one of {', '.join(known)}")
-        if self.format == "float32" and self.rounding != "nearest":
-            raise UserError(f"wire.rounding={self.rounding!r}: float32 rounds nothing; set wire.format to a narrow one")
+        if self.format not in FORMATS:
+            raise UserError(f"wire.format={self.format!r}: choose one of {', '.join(FORMATS)}")
         if self.format == "lgreco":
             parse(self.like)
             if not self.error_feedback:
@@ -56,20 +51,20 @@ class WireConfig:
             raise UserError(f"{given} is of wire.format lgreco, not {self.format}: leave it out, or set that")
 
     def check(self, params: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-        """Refuses what was never run, rather than to send something else than asked for."""
+        """Refuses tensors and backends with which a narrow format was never run."""
         if self.format == "float32":
             return
-        what, remedy = f"wire.format={self.format!r}", "use wire.format float32"
+        asked, remedy = f"wire.format={self.format!r}", "use wire.format float32"
         devices = sorted({str(t.device) for t in params})
         if len(devices) > 1:
             raise UserError(
-                f"{what} with parameters on {', '.join(devices)}: they have to lie on one device, or {remedy}"
+                f"{asked} with parameters on {', '.join(devices)}: they have to lie on one device, or {remedy}"
             )
         if not params or not dist.is_initialized():
             return
         kind, backend = params[0].device.type, backend_for(group, params[0].device)
         if backend not in ("gloo", "nccl"):
-            raise UserError(f"{what} over {backend} backend for {kind} tensors: only gloo and nccl do, or {remedy}")
+            raise UserError(f"{asked} over {backend} backend for {kind} tensors: only gloo and nccl do, or {remedy}")
 
     @property
     def choices(self) -> dict[str, float]:
@@ -79,15 +74,13 @@ class WireConfig:
         known = ("int4", "float32") if self.format == "auto" else (self.format,)
         return {wire: BLOCK_BYTES.get(wire, 4 * BLOCK) / BLOCK for wire in known}
 
-    def reducer(
-        self, buckets: Sequence[Bucket], scalars: Scalars, rank: int, world_size: int, **period: int
-    ) -> Reducer:
-        """What sends the buckets in this format, unless that is float32. period: of lgreco, see LGreco."""
+    def reducer(self, buckets: Sequence[Bucket], scalars: Scalars, rank: int, world_size: int) -> Reducer:
+        """The sender of the buckets in this format, which is not float32."""
         workers = rank, world_size
         if self.format == "lgreco":
-            return LGreco(buckets, scalars, *workers, self.like, self.lgreco, self.rounding, **period)
+            return LGreco(buckets, scalars, *workers, self.like, self.lgreco)
         assert self.format not in ("float32", "auto")
-        return Quantized(buckets, scalars, *workers, self.format, self.rounding, self.error_feedback)
+        return Quantized(buckets, scalars, *workers, self.format, self.error_feedback)
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,6 @@ from torch import Tensor
 
 Wire = Literal["float32", "bfloat16", "float16", "int8", "int6", "int5", "int4", "int3", "int2"]
 WIRES: tuple[Wire, ...] = get_args(Wire)
-Rounding = Literal["nearest", "stochastic"]
-ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 
 BLOCK = 256  # elements
 INTS: tuple[Wire, ...] = ("int8", "int6", "int5", "int4", "int3", "int2")
@@ -41,38 +39,36 @@ def nbytes(wire: str, numel: int) -> int:
     return numel // BLOCK * BLOCK_BYTES[wire]
 
 
-def encode(x: Tensor, wire: str, generator: torch.Generator | None = None, *, lost: Tensor | None = None) -> Tensor:
-    """x [n], float32 or float64, n a multiple of BLOCK -> uint8 [nbytes(wire, n)].
+def encode(x: Tensor, wire: str, *, lost: Tensor | None = None) -> Tensor:
+    """x [n], float32 or float64, n a multiple of BLOCK -> uint8 [nbytes(wire, n)], rounded to nearest, ties to even.
 
-    generator, on x's device: round up or down at random, so that the expectation of decode(encode(x)) is x. None: round
-    to nearest, ties to even. lost: [n], of which what the bytes decode to is subtracted.
+    lost: [n]; the values that the bytes decode to are subtracted from it.
     """
     if wire.startswith("int"):
-        return _encode_int(x.reshape(-1, BLOCK), wire, generator, lost)
-    payload = _encode_float(x, wire, generator)
+        return _encode_int(x.reshape(-1, BLOCK), wire, lost)
+    payload = _encode_float(x, wire)
     if lost is not None:
         lost.sub_(decode(payload, wire, lost.dtype))
     return payload
 
 
-def _encode_int(blocks: Tensor, wire: str, generator: torch.Generator | None, lost: Tensor | None) -> Tensor:
+def _encode_int(blocks: Tensor, wire: str, lost: Tensor | None) -> Tensor:
     scale = _scales(blocks, wire)[:, None]
     q = blocks / scale.masked_fill(scale == 0, 1.0)  # a block of zeros
-    q = _near_integer(q, generator).clamp_(-LEVELS[wire], LEVELS[wire])
+    q.round_().clamp_(-LEVELS[wire], LEVELS[wire])
     if lost is not None:
         lost.view(q.shape).sub_(q.to(lost.dtype) * scale)
     body = q.to(torch.int8).view(torch.uint8) if wire == "int8" else _pack(q, BITS[wire])
     return torch.cat([scale.view(torch.uint8), body], dim=1).view(-1)
 
 
-def _encode_float(x: Tensor, wire: str, generator: torch.Generator | None) -> Tensor:
+def _encode_float(x: Tensor, wire: str) -> Tensor:
     if wire == "bfloat16":
-        y = x.float()
-        return _near_float(y, 8, generator).to(torch.bfloat16).view(torch.uint8)
+        return x.float().to(torch.bfloat16).view(torch.uint8)
     blocks = x.reshape(-1, BLOCK)
     scale = _scales(blocks, wire)
     y = blocks / scale.masked_fill(scale == 0, 1.0)[:, None]  # a block of zeros
-    body = _near_float(y, 11, generator).to(torch.float16).view(torch.uint8)
+    body = y.to(torch.float16).view(torch.uint8)
     return torch.cat([scale[:, None].view(torch.uint8), body], dim=1).view(-1)
 
 
@@ -95,34 +91,9 @@ def _scales(blocks: Tensor, wire: str) -> Tensor:
     top = torch.maximum(blocks.amax(1), -blocks.amin(1)).float()  # on a CPU a tenth of vector_norm's time
     if wire != "float16":
         return top / top.new_full((), LEVELS[wire])  # by a number CUDA would take its reciprocal, which rounds
-    power = _power_of_two(torch.frexp(top).exponent.clamp(min=-111) - 15)  # the largest lands in [2^14, 2^15)
+    exponent = torch.frexp(top).exponent.clamp(min=-111) - 15  # the largest lands in [2^14, 2^15)
+    power = ((exponent + 127) << 23).view(torch.float32)  # 2^exponent by its bits: pow() is not exact on every device
     return torch.where(torch.isfinite(top), power, top)
-
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent for int32 exponents from -126 to 127, exact on every device, which pow() is not."""
-    return ((exponent + 127) << 23).view(torch.float32)
-
-
-def _near_integer(y: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Rounds y (in place)."""
-    if generator is None:
-        return y.round_()
-    draw = torch.rand(y.shape, generator=generator, dtype=y.dtype, device=y.device)
-    low = y.floor()
-    return low.add_(draw < y - low)  # up with probability y - low
-
-
-def _near_float(y: Tensor, digits: int, generator: torch.Generator | None) -> Tensor:
-    """Stochastic rounding to `digits` significant binary digits; unchanged without a generator, for the cast rounds.
-
-    The grid gets no finer below 2^-14 for float16, as float16 itself, and below 2^-118 for bfloat16.
-    """
-    if generator is None:
-        return y
-    lowest = -13 if digits == 11 else -117  # y = f 2^e, 1/2 <= f < 1
-    grid = _power_of_two(torch.frexp(y).exponent.clamp(lowest, 127) - digits)
-    return _near_integer(y / grid, generator).mul_(grid)
 
 
 def _pack(q: Tensor, bits: int) -> Tensor:
@@ -159,7 +130,7 @@ def _in_each_byte(mask: int) -> int:
 
 
 def _fields(bits: int) -> list[tuple[int, int]]:
-    """(lowest bit, width) of each field into which so many bits are cut."""
+    """(lowest bit, width) of each field into which the bits of an element are cut."""
     fields, low = [], 0
     for width in (4, 2, 1):
         if bits - low >= width:

@@ -1,10 +1,10 @@
-"""The mean of CO2's pseudo-gradient in a narrow wire format, with error feedback (CO2Config.wire).
+"""The mean over the workers in a narrow wire format, with error feedback (CO2Config.wire, ddp_wire).
 
 Two stages instead of an all-reduce, as in DoubleSqueeze (Tang et al., ICML 2019), every worker the server of one part:
 
 1. each worker encodes its differences, cut into n equal chunks, and sends chunk j to worker j (all-to-all);
-2. worker j decodes what it got, averages it in float32 (float64 for float64 parameters), encodes the mean, and sends it
-   to all (all-gather). Every worker decodes the same bytes, its own chunk's too: results are bit-identical.
+2. worker j decodes the chunks that it got, averages them in float32 (float64 for float64 parameters), encodes the mean,
+   and sends it to all (all-gather). Every worker decodes the same bytes, its own chunk's too: equal bit for bit.
 
 Each worker sends 2 (n - 1) / n of the encoded bytes, as a ring all-reduce does of plain ones. Both encodings leave an
 error; error feedback adds it to what the same worker encodes next (Seide et al., 2014; Karimireddy et al., ICML 2019).
@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..flat import Scalars, takes_triton
+from ..flat import Scalars, triton_kernels
 from ..groups import Stage, all_gather
 from . import formats as wires
-from .formats import BLOCK, BLOCK_BYTES, Rounding, Wire
+from .formats import BLOCK, BLOCK_BYTES, Wire
 
 SEGMENT = 1 << 18  # elements that are encoded at once: the temporaries stay in a CPU's cache
 GPU_SEGMENT = 1 << 24  # few kernels, and temporaries of some 64 MiB
@@ -32,7 +32,7 @@ HELD_BACK = ("error_feedback", "mean_error_feedback")  # names of a checkpoint's
 
 
 class Encoded(Protocol):
-    """What this reducer reads and writes of a bucket: its payload, which is rounded, and what travels as it is."""
+    """The parts of a bucket that this reducer reads and writes: its payload, which is rounded, and the exact rest."""
 
     @property
     def flat(self) -> Tensor: ...
@@ -48,10 +48,6 @@ class Encoded(Protocol):
 
 class Codec(Protocol):
     """Payloads <-> their encoded bytes, uint8 [workers, bytes], row j the chunk of worker j; rows may lie apart."""
-
-    def seed(self, number: int) -> None:
-        """Of what is drawn from now on."""
-        ...
 
     def encode(self, payload: Tensor, rows: Tensor, wire: Wire, error: Tensor | None, moved: Tensor) -> None:
         """payload [numel], zeros beyond it -> rows: Q(d + e), e <- d + e - Q(d + e); without movement Q(d),
@@ -73,25 +69,17 @@ class Codec(Protocol):
         ...
 
 
-def make_codec(device: torch.device, rounding: Rounding) -> Codec:
-    """Triton's kernels where they run; rounding at random needs torch's draws."""
-    if rounding == "nearest" and takes_triton(device):
-        from .triton_codec import TritonCodec  # imports triton
-
-        return TritonCodec()
-    return SegmentCodec(device, rounding)
+def make_codec(device: torch.device) -> Codec:
+    """Triton's kernels where they run."""
+    kernels = triton_kernels(device)
+    return SegmentCodec(device) if kernels is None else kernels.TritonCodec()
 
 
 class SegmentCodec:
     """core/wires/formats.py's functions, a segment at a time."""
 
-    def __init__(self, device: torch.device, rounding: Rounding):
-        self._generator = torch.Generator(device) if rounding == "stochastic" else None
+    def __init__(self, device: torch.device):
         self._segment = GPU_SEGMENT if device.type == "cuda" else SEGMENT
-
-    def seed(self, number: int) -> None:
-        if self._generator is not None:
-            self._generator.manual_seed(number)
 
     def encode(self, payload: Tensor, rows: Tensor, wire: Wire, error: Tensor | None, moved: Tensor) -> None:
         chunk = _chunk(rows, wire)
@@ -125,7 +113,8 @@ class SegmentCodec:
         return total.div_(total.new_full((), len(rows)))
 
     def _few(self, chunk: int) -> int:
-        """So many workers' chunks are encoded or decoded at once: a small part's kernels cost more than its bytes."""
+        """The number of workers' chunks that are encoded or decoded at once: a small chunk's kernels cost more than its
+        bytes."""
         return max(1, self._segment // max(1, chunk))
 
     def _encode(self, values: Tensor, payload: Tensor, wire: Wire, error: Tensor | None, moved: Tensor) -> None:
@@ -136,7 +125,7 @@ class SegmentCodec:
             send = values[where]
             kept = None if error is None else error[where].add_(send)
             rounded = send if kept is None else torch.where(moved, kept, send)
-            part.copy_(wires.encode(rounded, wire, self._generator, lost=kept).view(part.shape))
+            part.copy_(wires.encode(rounded, wire, lost=kept).view(part.shape))
 
     def _decoded(self, rows: Tensor, wire: Wire, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
         """rows [workers, bytes], a chunk each -> the first element's place, and values [some rows, elements]."""
@@ -169,16 +158,16 @@ def nothing_held_back(
 
 
 class Quantized:
-    """The reducer of a narrow format: one payload of bytes a stage. What lands are means, so `scale` is 1.
+    """The reducer of a narrow format: one payload of bytes a stage. Means land, so `scale` is 1.
 
     Only the parameters' part of a bucket is rounded; the rest travels as it is. Where nobody has moved (the
-    scalars "steps" and "weight") the mean is thrown away by its owner; what error feedback holds back must not be lost
-    with it: it waits, as does that of a worker that is left out.
+    scalars "steps" and "weight") the mean is thrown away by its owner; the errors that are held back must not be lost
+    with it: they wait, as do the errors of a worker that is left out.
 
     One worker alone encodes and decodes as well, so that it trains as one of many. Error feedback keeps a copy of the
-    parameters more, and 1 / n for the second stage: `state`.
-    wire: of all buckets, or one for each. memory: for both errors, a tensor a bucket, [workers x chunk] and [chunk];
-    None for its own.
+    parameters, and 1 / n of a copy for the second stage: `state`.
+    wire: of all buckets, or one for each. memory: for both stages' errors, a tensor a bucket, [workers x chunk] and
+    [chunk]; None: it makes its own.
     """
 
     def __init__(
@@ -188,7 +177,6 @@ class Quantized:
         rank: int,
         world_size: int,
         wire: Wire | Sequence[Wire],
-        rounding: Rounding = "nearest",
         error_feedback: bool = True,
         memory: tuple[list[Tensor], list[Tensor]] | None = None,
     ):
@@ -207,20 +195,18 @@ class Quantized:
             own, means = memory or nothing_held_back(buckets, world_size).values()
             self._errors, self._mean_errors = [*own], [*means]
             self.state = dict(zip(HELD_BACK, (own, means), strict=True))
-        self._codec = make_codec(self.device, rounding)
+        self._codec = make_codec(self.device)
 
     def become(self, kind: str) -> None:
         """See Reducer."""
 
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
         yield [], 0  # the encoding, too, is done in the background
-        self._codec.seed(seed(number, self.rank, self.world_size, 0))
         sent = self._outgoing()
         received = sent
         if group is not None:
             received = torch.empty_like(sent)
             yield [_all_to_all(received, sent, group)], (self.world_size - 1) * sent.shape[1]
-        self._codec.seed(seed(number, self.rank, self.world_size, 1))
         mean = self._average(received)
         means = mean[None]
         if group is not None:
@@ -229,8 +215,8 @@ class Quantized:
         self._unpack(means)
 
     def release(self) -> None:
-        """Adds what error feedback holds back to the payloads, of which another reducer takes the sum over the workers;
-        for what was held back of the mean, each worker has a chunk."""
+        """Adds the errors that are held back to the payloads, whose sum over the workers another reducer takes; each
+        worker holds the second stage's errors of one chunk."""
         held = zip(self.buckets, self._errors, self._mean_errors, self.chunks, strict=True)
         for bucket, own, mean, chunk in held:
             if own is None or mean is None:
@@ -300,8 +286,3 @@ def _all_to_all(to: Tensor, source: Tensor, group: dist.ProcessGroup) -> dist.Wo
     work = dist.all_to_all_single(to, source, group=group, async_op=True)
     assert work is not None
     return work
-
-
-def seed(number: int, rank: int, world_size: int, stage: int) -> int:
-    """Of stochastic rounding: another for every reduction, worker and stage."""
-    return (number * world_size + rank) * 2 + stage

@@ -6,14 +6,14 @@ under the last one, the head and the exchange of scalars, and takes this step's 
 So a block is moved once a step each way: its update is applied when it next comes by (ZO2's idea), and where one
 process measures both W + eps z and W - eps z, two passes go through the model side by side, block by block.
 
-On the device are, beside what belongs to no block (embedding, head): two blocks as they are and one perturbed.
+On the device are, beside what belongs to no block (embedding, head), three blocks: see Window.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,10 +24,12 @@ from torch import nn
 from ..errors import UserError
 from ..flat import unique
 from .forward import weights_uncached
-from .lanes import Block, Hold, Lane, OtherFailed, Turns, aligned, stream_of, wait
+from .lanes import Hold
 from .noise import Noise
 from .replay import Update
+from .turns import Passes
 from .weights import Weights
+from .window import Block, Window, aligned
 
 
 class BlockStream:
@@ -41,8 +43,7 @@ class BlockStream:
     and they send each other theirs; all must then make equally many passes. Losses and updates are ScratchCopy's, bit
     for bit.
 
-    Attributes: upload, offload, the Lanes; waited, seconds (on a CPU) that the computation waited for uploads;
-    device_bytes, what is held on the device beyond the weights that belong to no block.
+    Attributes: window, the blocks on the device.
     """
 
     def __init__(
@@ -63,180 +64,112 @@ class BlockStream:
         parts = dist.get_world_size(share) if share is not None else 1
         self.blocks = [Block(block, weights, pin=self.device.type == "cuda", parts=parts) for block in blocks]
         in_blocks = {id(t) for block in self.blocks for t in block.tensors}
-        others = [t for t in unique([*model.parameters(), *model.buffers()]) if id(t) not in in_blocks]
-        for t in others:
-            t.data = t.data.to(self.device)
+        for t in [*model.parameters(), *model.buffers()]:
+            if id(t) not in in_blocks:
+                t.data = t.data.to(self.device)
         if weights.config.rng == "device":
             weights.noise = Noise(weights.config.seed, self.device)
-        self._numbers = {id(p): i for i, p in enumerate(weights.params)}
-        self._resident = [i for i, p in enumerate(weights.params) if id(p) not in in_blocks]
-        self._behind: list[Update] = []  # of what belongs to no block
-        size = self._size = max(block.nbytes for block in self.blocks)
-        self._arena = torch.empty(3 * size, dtype=torch.uint8, device=self.device)
-        # a slot and what is beside it are free together, before the first block and after the last
-        self._slots, self._scratch = (self._arena[:size], self._arena[2 * size :]), self._arena[size : 2 * size]
-        self.device_bytes = self._arena.nbytes
-        self.upload, self.offload = Lane(self.device, hold), Lane(self.device, hold)
-        self.waited = 0.0
-        self._local = threading.local()  # sign and number of the pass that runs in a thread
-        self._at, self._passes = -1, 0  # the block on the device, and how many passes have come to it
-        self._slot = 1  # that it is in; the next one comes into the other
-        self._ahead: tuple[int, Any, list[int]] | None = None  # a block that is uploaded, its copy and versions
-        self._offloaded: Any = None  # the newest copy to the host
-        self._shares = share is not None
+        self.window = Window(self.blocks, self.device, hold, share)
+        self._passes = Passes(self.device)
+        self._rest = Rest(weights, self.window, [p for p in weights.params if id(p) not in in_blocks])
+        self._signs: tuple[int, ...] = ()  # of eps z, in each pass
+        self._now = 0, 0  # step and direction
+        self._came = 0  # how many of the passes have come to the block that computes
+        self._updated = False  # whether it was updated when it came by
         for i, block in enumerate(blocks):
             block.register_forward_pre_hook(lambda *_, i=i: self._enter(i))
             block.register_forward_hook(lambda *_, i=i: self._leave(i))
         for module in model.modules():
             if id(module) not in inside and module._parameters:
-                module.register_forward_pre_hook(lambda m, _: self._perturb(m))
-                module.register_forward_hook(lambda m, *_: self._restore(m))
+                module.register_forward_pre_hook(lambda m, _: self._perturb_rest(m))
+                module.register_forward_hook(lambda m, *_: self._rest.restore(m), always_call=True)
+
+    @property
+    def device_bytes(self) -> int:
+        """What has been held on the device beyond the weights that belong to no block."""
+        return self.window.nbytes + self._rest.beyond
 
     @property
     def pending(self) -> list[Update]:
         """Updates that were put off."""
-        return list(self._behind)
+        return list(self._rest.behind)
 
     @torch.no_grad()
     def apply(self, update: Update) -> None:
         """When a block next comes by, or at `flush`."""
         if not update.dropped:
-            for behind in (self._behind, *(block.behind for block in self.blocks)):
-                behind.append(update)
+            for part in (self._rest, *self.blocks):
+                part.behind.append(update)
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Applies what was put off."""
-        self._forget_ahead()
-        self._catch_up()
+        """Applies the updates that were put off."""
+        self.window.forget_ahead()
+        self._rest.catch_up()
         for block in self.blocks:
             if block.behind:
-                slot = self._slots[0][: block.nbytes]
+                slot = self.window.scratch[: block.nbytes]
                 slot.copy_(block.host)
                 self._update(block, slot)
                 block.host.copy_(slot)
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[None]:
-        """Inside, the model may be called, at W with all that was put off: its blocks pass through, unshared."""
+        """Inside, the model may be called, at W with every update: its blocks pass through, and no upload is shared."""
         self.flush()
-        self._signs, self._shares = (0,), False
-        self._local.sign, self._local.number = 0, 0
+        self._signs, self.window.shares = (0,), False
         try:
-            with torch.no_grad(), weights_uncached():
+            with torch.no_grad(), weights_uncached(), self._passes.under_way(0):
                 yield
         finally:
-            self._local.sign = None
             self._end()
-            self._forget_ahead()
-            self._shares = self.share is not None
+            self.window.forget_ahead()
+            self.window.shares = True
 
     def losses(self, loss: Callable[[nn.Module], Any], step: int, direction: int, signs: tuple[int, ...]) -> list[Any]:
         """loss(model) at W + sign eps z for each sign, of which there are one or two; 0 stands for W itself."""
         self._now, self._signs = (step, direction), signs
-        self._catch_up()
-        if self._ahead is not None and self._ahead[2] != self.blocks[0].versions():
-            self._forget_ahead()  # other weights were loaded
-        if self._ahead is None:
-            self._begin_upload(0)
-        self._turns = Turns()
-        found: list[Any] = [None] * len(signs)
-        errors: list[BaseException] = []
-        kind, stream = self.device.type, stream_of(self.device)
-        autocast = {"enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
-
-        def run(number: int) -> None:
-            failed = True
-            try:
-                # a thread has a state of its own, its GPU and stream among it; and a cache that they share would mix
-                # up the passes' weights
-                passing = torch.autocast(kind, **autocast, cache_enabled=False)
-                with torch.no_grad(), passing, torch.cuda.stream(stream):
-                    self._local.sign, self._local.number = signs[number], number
-                    if number:
-                        self._turns.begin(number)
-                    found[number] = loss(self._model)
-                failed = False
-            except OtherFailed:
-                pass
-            except BaseException as error:
-                errors.append(error)
-            finally:
-                self._local.sign = None
-                self._turns.leave(number, failed=failed)
-
-        beside = [threading.Thread(target=run, args=(number,)) for number in range(1, len(signs))]
-        self._turns._left |= set() if beside else {1}
-        for thread in beside:
-            thread.start()
-        run(0)
-        for thread in beside:
-            thread.join()
-        self._end()
-        if errors:
-            raise errors[0]
-        return found
-
-    # -- blocks ---------------------------------------------------------------------------------------------
+        self._rest.catch_up()
+        self.window.begin_first()
+        try:
+            return self._passes.run(functools.partial(loss, self._model), len(signs))
+        finally:
+            self._end()
 
     def _enter(self, i: int) -> None:
         """Before block i computes: it is on the device, updated, and perturbed for this pass."""
-        sign = getattr(self._local, "sign", None)
-        if sign is None:  # the model is called by somebody else
+        if self._passes.number is None:
             return
-        if i == 0 and len(self._signs) > 1:  # so that both passes are through the embedding
-            self._turns.pass_on(self._local.number)
-        block = self.blocks[i]
-        if self._at != i or self._passes == len(self._signs):
+        if i == 0:
+            self._passes.pass_on()  # so that both are through the embedding
+        block, sign = self.blocks[i], self._signs[self._passes.number]
+        if self.window.at != i or self._came == len(self._signs):
             self._take(i)
-        self._passes += 1
-        slot = self._slots[self._slot]
-        views = block.views(slot)
+        self._came += 1
+        views = block.views(self.window.slot)
         if sign:
-            moved = block.views(self._scratch)
+            moved = block.views(self.window.scratch)
             for number, w, out in zip(block.numbers, views, moved, strict=True):
                 if number is not None:
                     self._weights.perturb(number, w, out, *self._now, sign)
             views = [w if n is None else out for n, w, out in zip(block.numbers, views, moved, strict=True)]
-        if self._passes == len(self._signs) and self._updated:
-            self._offloaded = self.offload.copy(block.host, slot[: block.nbytes])
+        if self._came == len(self._signs) and self._updated:
+            self.window.keep()
         block.show(views)
 
     def _take(self, i: int) -> None:
-        """Block i, uploaded and updated, into its slot; the next one's upload begins."""
-        count = len(self.blocks)
-        if i != (self._at + 1) % count or self._passes not in (0, len(self._signs)):
+        """Block i takes the place of the one before it, and is updated."""
+        at = self.window.at
+        if i != (at + 1) % len(self.blocks) or self._came not in (0, len(self._signs)):
             raise UserError(
-                f"block {i} is called after block {self._at}: give `blocks` in the order in which the model calls them"
+                f"block {i} is called after block {at}: give `blocks` in the order in which the model calls them"
             )
-        if self._ahead is None:
-            self._begin_upload(i)
-        assert self._ahead is not None and self._ahead[0] == i
-        began = time.perf_counter()
-        wait(self._ahead[1], self.device)
-        self.waited += time.perf_counter() - began
-        self._ahead, self._slot = None, 1 - self._slot
-        block = self.blocks[i]
-        self._updated = bool(block.behind)
-        if self._updated:
-            self._update(block, self._slots[self._slot][: block.nbytes])
-        self._at, self._passes = i, 0
-        if count > 1:  # else it is not offloaded yet
-            self._begin_upload((i + 1) % count)
-
-    def _begin_upload(self, i: int) -> None:
-        """Into the slot that is free once the last block there is offloaded, as are all that were before it."""
-        block = self.blocks[i]
-        slot = self._slots[1 - self._slot][: block.nbytes]
-        copy = self.upload.copy(slot, block.host, self._offloaded, self.share if self._shares else None)
-        self._ahead = i, copy, block.versions()
-
-    def _forget_ahead(self) -> None:
-        if self._ahead is not None:
-            wait(self._ahead[1], self.device)
-        self._ahead = None
+        self.window.move_on()
+        self._came, self._updated = 0, bool(self.blocks[i].behind)
+        self._update(self.blocks[i], self.window.slot)
 
     def _update(self, block: Block, slot: torch.Tensor) -> None:
+        """Applies the updates that were put off to a copy of the block: bytes [nbytes]."""
         for number, w in zip(block.numbers, block.views(slot), strict=True):
             if number is not None:
                 for update in block.behind:
@@ -245,57 +178,74 @@ class BlockStream:
 
     def _leave(self, i: int) -> None:
         """After block i has computed for this pass."""
-        if getattr(self._local, "sign", None) is None:
-            return
-        block = self.blocks[i]
-        block.show(block.views(block.host))
-        if len(self._signs) > 1:
-            self._turns.pass_on(self._local.number)
+        if self._passes.number is not None:
+            self.blocks[i].show(self.blocks[i].views(self.blocks[i].host))
+            self._passes.pass_on()
 
     def _end(self) -> None:
         """After all passes: everything is in its place on the host, and the first block on its way to the device."""
-        wait(self._offloaded, self.device, host=True)
-        self._offloaded = None
-        if self._ahead is not None and self._ahead[0] != 0:  # a pass has failed
-            self._forget_ahead()
-        self._at, self._passes = -1, 0
+        self.window.close()
+        self._came = 0
         for block in self.blocks:
             block.show(block.views(block.host))
 
-    # -- what belongs to no block ---------------------------------------------------------------------------
+    def _perturb_rest(self, module: nn.Module) -> None:
+        """Before a module that belongs to no block computes."""
+        number = self._passes.number
+        if number is not None and self._signs[number]:
+            self._rest.perturb(module, *self._now, self._signs[number])
 
-    def _catch_up(self) -> None:
-        for i in self._resident:
-            for update in self._behind:
-                self._weights.update(i, self._weights.params[i].data, update)
-        self._behind.clear()
 
-    def _perturb(self, module: nn.Module) -> None:
-        """Before it computes, one of its parameters after the other into spare memory."""
-        sign = getattr(self._local, "sign", None)
-        if not sign:
-            return
-        wait(self._offloaded, self.device)  # the last block may still be in the spare memory
-        trained = [
-            (p, self._numbers[id(p)]) for p in unique(list(module.parameters(recurse=False))) if id(p) in self._numbers
-        ]
-        self._local.kept = [(p, p.data) for p, _ in trained]
-        between = 0 <= self._at < len(self.blocks) - 1  # two blocks: there is none to spare
-        spare = self._arena[:0] if between else self._arena[self._slot * self._size :][: 2 * self._size]
-        at = more = 0
-        for p, number in trained:
+class Rest:
+    """The parameters that belong to no block: they stay on the device, and those of one module at a time are perturbed,
+    in the window's scratch.
+
+    Attributes: behind, the updates that are not applied to it yet; beyond, bytes of the largest module's perturbed copy
+    that the scratch had no room for.
+    """
+
+    def __init__(self, weights: Weights, window: Window, params: Sequence[nn.Parameter]):
+        self._weights, self._window, self._params = weights, window, params
+        self.behind: list[Update] = []
+        self.beyond = 0
+        self._local = threading.local()
+
+    @property
+    def _perturbed(self) -> dict[int, list[tuple[nn.Parameter, torch.Tensor]]]:
+        """In this thread's pass, by the id of each module that computes: its parameters, and what they were."""
+        return self._local.__dict__.setdefault("perturbed", {})
+
+    def catch_up(self) -> None:
+        """Applies the updates that were put off."""
+        for p in self._params:
+            for update in self.behind:
+                self._weights.update(self._weights.numbers[id(p)], p.data, update)
+        self.behind.clear()
+
+    def perturb(self, module: nn.Module, step: int, direction: int, sign: int) -> None:
+        """Before the module computes: its own parameters are W + sign eps z, but for those that already are so in a
+        module around it."""
+        around = {id(p): p for kept in self._perturbed.values() for p, _ in kept}
+        numbers, kept = self._weights.numbers, self._perturbed.setdefault(id(module), [])
+        spare = self._window.scratch  # passes take turns between blocks, so that none computes now
+        at, more = sum(aligned(p.nbytes) for p in around.values()), 0
+        for p in module._parameters.values():
+            if p is None or id(p) not in numbers or id(p) in around:
+                continue
             size = aligned(p.nbytes)
             fits = at + size <= spare.nbytes
             out = spare[at : at + p.nbytes].view(p.dtype).view(p.shape) if fits else torch.empty_like(p.data)
             at, more = (at + size, more) if fits else (at, more + size)
-            self._weights.perturb(number, p.data, out, *self._now, sign)
+            self._weights.perturb(numbers[id(p)], p.data, out, step, direction, sign)
+            kept.append((p, p.data))
+            around[id(p)] = p
             p.data = out
-        self.device_bytes = max(self.device_bytes, self._arena.nbytes + more)
+        self.beyond = max(self.beyond, more)
 
-    def _restore(self, module: nn.Module) -> None:  # noqa: ARG002
-        for p, data in getattr(self._local, "kept", ()):
+    def restore(self, module: nn.Module) -> None:
+        """After the module has computed."""
+        for p, data in self._perturbed.pop(id(module), ()):
             p.data = data
-        self._local.kept = []
 
 
 def _refuse(model: nn.Module, blocks: Sequence[nn.Module], inside: set[int]) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ..errors import CollectiveError, UserError
 from ..flight import Link
+from ..groups import new_group
 from ..robust import peers
 from .config import ZerothConfig
 
@@ -93,6 +94,13 @@ class Place:
             for side in (0, 1)
         )
         return plus, minus
+
+
+def own_group(timeout: float) -> dist.ProcessGroup | None:
+    """All workers in a gloo group for scalars alone, whose members can tell who of them is gone."""
+    made = new_group(None, timeout, torch.device("cpu"), backend="gloo")
+    peers.meet(made)
+    return made
 
 
 class Exchange:

@@ -1,64 +1,20 @@
-"""What BlockStream is made of: a block's tensors in one piece, copies beside the computation, and two passes' turns."""
+"""Copies between the host and the device beside the computation, of which the workers of a node may share each."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import CollectiveError
-from ..flat import pinned, unique
 from ..groups import gather_parts
-from .replay import Update
-from .weights import Weights
 
-ALIGNED = 64  # bytes, where a tensor begins in a block
 Hold = Callable[[int], None]
-
-
-def aligned(nbytes: int, to: int = ALIGNED) -> int:
-    """As many bytes or a little more, a multiple of `to`."""
-    return -(-nbytes // to) * to
-
-
-class Block:
-    """A module whose tensors lie one after the other in one piece of the host's memory, of which each of `parts`
-    workers may upload an equal part."""
-
-    def __init__(self, module: nn.Module, weights: Weights, *, pin: bool, parts: int):
-        numbers = {id(p): i for i, p in enumerate(weights.params)}
-        self.tensors = unique([*module.parameters(), *module.buffers()])
-        self.numbers = [numbers.get(id(t)) for t in self.tensors]  # in weights; None: not trained
-        self._places, self.nbytes = [], 0
-        for t in self.tensors:
-            self._places.append(self.nbytes)
-            self.nbytes += aligned(t.nbytes)
-        self.nbytes = aligned(self.nbytes, ALIGNED * parts)
-        self.host = pinned(self.nbytes, torch.uint8) if pin else torch.empty(self.nbytes, dtype=torch.uint8)
-        for t, view in zip(self.tensors, self.views(self.host), strict=True):
-            view.copy_(t.data)
-            t.data = view
-        self.behind: list[Update] = []  # not applied yet
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """The block's tensors in a flat one of bytes."""
-        places = zip(self.tensors, self._places, strict=True)
-        return [flat[at : at + t.nbytes].view(t.dtype).view(t.shape) for t, at in places]
-
-    def show(self, views: Sequence[Tensor]) -> None:
-        """From here on the module computes with these."""
-        for t, view in zip(self.tensors, views, strict=True):
-            t.data = view
-
-    def versions(self) -> list[int]:
-        """They change where somebody writes into the parameters, as load_state_dict does."""
-        return [t._version for t in self.tensors]
 
 
 class Lane:
@@ -129,11 +85,6 @@ def gather(flat: Tensor, share: dist.ProcessGroup) -> None:
         ) from None
 
 
-def stream_of(device: torch.device) -> torch.cuda.Stream | None:
-    """The caller's on a GPU; None on a CPU."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-
 def wait(copy: Any, device: torch.device, *, host: bool = False) -> None:
     """Until a copy is through: the host on a CPU, or where it asks for that; else the GPU's current stream."""
     if isinstance(copy, Future):
@@ -142,42 +93,3 @@ def wait(copy: Any, device: torch.device, *, host: bool = False) -> None:
         copy.synchronize()
     elif copy is not None:
         torch.cuda.current_stream(device).wait_event(copy)
-
-
-class Turns:
-    """Two passes through a model take turns: only one of them runs at a time."""
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._turn = 0
-        self._left: set[int] = set()
-        self._failed = False
-
-    def begin(self, me: int) -> None:
-        """Waits for this pass's first turn."""
-        with self._condition:
-            self._await(me)
-
-    def pass_on(self, me: int) -> None:
-        """The other's turn, and then again this one's."""
-        with self._condition:
-            if 1 - me not in self._left:
-                self._turn = 1 - me
-                self._condition.notify_all()
-                self._await(me)
-
-    def leave(self, me: int, *, failed: bool) -> None:
-        with self._condition:
-            self._left.add(me)
-            self._failed |= failed
-            self._turn = 1 - me
-            self._condition.notify_all()
-
-    def _await(self, me: int) -> None:
-        self._condition.wait_for(lambda: self._turn == me or self._failed)
-        if self._failed:
-            raise OtherFailed
-
-
-class OtherFailed(Exception):
-    """The pass beside this one has failed, and says why."""

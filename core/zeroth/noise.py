@@ -9,8 +9,8 @@ CHUNK = 1 << 20  # elements, drawn from one generator: a slice that begins at a 
 _MASK = (1 << 64) - 1
 
 
-def mix(*key: int) -> int:
-    """A 63-bit number that depends on all numbers of `key`, such as (seed, step, tensor, chunk)."""
+def seed_of(*key: int) -> int:
+    """A generator's: 63 bits that depend on all numbers of `key`, such as (seed, step, direction, tensor, chunk)."""
     seed = 0
     for number in key:  # splitmix64, so that neighbouring keys give unrelated numbers
         seed = (seed + number + 0x9E3779B97F4A7C15) & _MASK
@@ -47,7 +47,12 @@ class Noise:
         fresh memory, which takes the longer the larger it is.
         """
         into = torch.empty(numel, dtype=torch.float32, device=out) if into is None else into
-        self._generator.manual_seed(mix(self.seed, step, direction, tensor, number))
+        self._generator.manual_seed(seed_of(self.seed, step, direction, tensor, number))
         if self.device == out:
             return into.normal_(generator=self._generator)
         return into.copy_(torch.randn(numel, generator=self._generator, dtype=torch.float32, device=self.device))
+
+
+def kind_of(device: torch.device) -> str:
+    """Devices of one kind draw the same numbers."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import sys
+import struct
 from array import array
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -53,7 +53,7 @@ class ScalarLog:
         self.g.extend(update.g)
 
     def updates(self, first: int = 0) -> list[Update]:
-        """Those of the steps from `first` on."""
+        """The updates of the steps from `first` on."""
         found, rates = [], dict(self.lrs)
         lr = next((rate for step, rate in reversed(self.lrs) if step <= first), 0.0)
         for step in range(first, len(self)):
@@ -61,11 +61,17 @@ class ScalarLog:
             found.append(Update(step, lr, tuple(self.g[step * self.directions : (step + 1) * self.directions])))
         return found
 
-    def begins_with(self, other: ScalarLog) -> bool:
-        """Whether its first steps are all of the other's, bit for bit."""
-        mine = ((u.lr, array("d", u.g).tobytes()) for u in self.updates())
-        theirs = ((u.lr, array("d", u.g).tobytes()) for u in other.updates())
-        return len(other) <= len(self) and all(a == b for a, b in zip(mine, theirs, strict=False))
+    def beyond(self, known: ScalarLog) -> list[Update]:
+        """The steps that follow those of `known`. UserError where its settings differ, or its steps are no first steps
+        of this log, bit for bit."""
+        for name in ("seed", "directions", "weight_decay"):
+            if (ours := getattr(self, name)) != (here := getattr(known, name)):
+                raise UserError(f"the scalars are of {name}={ours!r}, here it is {here!r}: replay with their settings")
+        first = self.g[: len(known.g)].tobytes() == known.g.tobytes()  # the bytes, for NaN is unequal to itself
+        rates = zip(self.updates(), known.updates(), strict=False)
+        if not first or any(mine.lr != theirs.lr for mine, theirs in rates):
+            raise UserError("the scalars are of another run than this one: replay from its initial weights")
+        return self.updates(len(known))
 
     def dropped_at_its_end(self) -> int:
         """How many of its last steps, one after the other, were dropped."""
@@ -74,23 +80,22 @@ class ScalarLog:
     def save(self, path: str | Path) -> None:
         """Writes a line of JSON, and the numbers in little-endian float64."""
         header = {"format": _FORMAT, "steps": len(self), **self._header()}
-        Path(path).write_bytes(json.dumps(header).encode() + b"\n" + _little_endian(self.g).tobytes())
+        Path(path).write_bytes(json.dumps(header).encode() + b"\n" + struct.pack(f"<{len(self.g)}d", *self.g))
 
     @classmethod
     def load(cls, path: str | Path) -> ScalarLog:
-        """UserError where the file is none of `save`, or is cut short."""
+        """Reads a file of `save`; UserError where it is another one, or is cut short."""
         line, _, numbers = Path(path).read_bytes().partition(b"\n")
         try:
             header = json.loads(line)
             known = header.pop("format") == _FORMAT
-            steps = header.pop("steps")
+            expected = header.pop("steps") * header["directions"]
             log = cls(**header | {"lrs": [(int(step), float(rate)) for step, rate in header["lrs"]]})
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-            known, steps, log = False, 0, cls(0)
-        if not known or len(numbers) != 8 * steps * log.directions:
+            known, expected, log = False, 0, cls(0)
+        if not known or len(numbers) != 8 * expected:
             raise UserError(f"{path} is no whole list of a zeroth-order run's scalars: give a file of save_scalars")
-        log.g = array("d", numbers)
-        log.g = _little_endian(log.g)
+        log.g.extend(struct.unpack(f"<{len(numbers) // 8}d", numbers))
         return log
 
     def state_dict(self) -> dict[str, Any]:
@@ -104,12 +109,3 @@ class ScalarLog:
     def _header(self) -> dict[str, Any]:
         names = ("seed", "directions", "weight_decay", "lrs")
         return {name: getattr(self, name) for name in names}
-
-
-def _little_endian(numbers: array[float]) -> array[float]:
-    """From or to this machine's order."""
-    if sys.byteorder == "little":
-        return numbers
-    swapped = array("d", numbers)
-    swapped.byteswap()
-    return swapped

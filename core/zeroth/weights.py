@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,32 +16,32 @@ from .config import ZerothConfig
 from .noise import CHUNK, Noise
 from .replay import Update
 
-Chosen = Callable[[str, nn.Parameter], bool]
 MOSTLY = 0.5  # of the elements: where rounding swallows more, a warning says so
 
 
 class Weights:
-    """names, params: what is trained, tied weights once. An index into them is the tensor's number in Noise.
+    """names, params: what is trained, tied weights once. An index into them is the tensor's number in Noise; numbers
+    has it by the parameter's id.
 
-    tells: whether this worker warns of what rounding to 16 bits swallows.
+    warns: whether this worker says where rounding to 16 bits swallows a perturbation or an update.
     """
 
-    def __init__(self, model: nn.Module, config: ZerothConfig, trainable: Chosen | None, *, tells: bool = True):
-        chosen = trainable or (lambda name, p: p.requires_grad)
-        named = [(name, p) for name, p in model.named_parameters() if chosen(name, p)]
+    def __init__(self, model: nn.Module, config: ZerothConfig, *, warns: bool = True):
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.names, self.params = [name for name, _ in named], [p for _, p in named]
+        self.numbers = {id(p): number for number, p in enumerate(self.params)}
         self.config = config
         self._check()
         device = self.params[0].device if config.rng == "device" else torch.device("cpu")
         self.noise = Noise(config.seed, device)
-        self._counts = {"perturbation": Swallowed("eps", config.eps), "update": Swallowed("lr", None)} if tells else {}
+        self._counts = {"perturbation": Swallowed("eps", config.eps), "update": Swallowed("lr", None)} if warns else {}
 
     def _check(self) -> None:
         if not any(p.numel() for p in self.params):
-            raise UserError("nothing to train: no parameter requires a gradient, or none passes `trainable`")
+            raise UserError("nothing to train: no parameter requires a gradient")
         for name, p in zip(self.names, self.params, strict=True):
             if not p.is_floating_point():
-                raise UserError(f"{name} is of dtype {p.dtype}: only floating point can be perturbed; leave it out")
+                raise UserError(f"{name} is of dtype {p.dtype}: only floating point can be perturbed; freeze it")
             if is_dtensor(p):
                 raise UserError(
                     f"{name} is a DTensor: zeroth-order training holds whole tensors; do not shard the model"
@@ -91,16 +92,16 @@ class Weights:
         if what in self._counts:
             self._counts[what].add(before, after)
 
-    def hush(self) -> None:
-        """Another worker warns."""
+    def leave_warning(self) -> None:
+        """Another worker warns from here on."""
         self._counts.clear()
 
-    def tell(self) -> None:
+    def warn(self) -> None:
         """After a step: warns once where most of the first perturbation, or of the first update, was swallowed."""
         for what, count in list(self._counts.items()):
             if count.elements:
                 del self._counts[what]
-                count.tell(what)
+                count.warn(what)
 
 
 class Swallowed:
@@ -115,7 +116,7 @@ class Swallowed:
         self.elements += before.numel()
         self._unchanged = self._unchanged + (before == after).sum()
 
-    def tell(self, what: str) -> None:
+    def warn(self, what: str) -> None:
         share = float(self._unchanged) / self.elements
         if share > MOSTLY:
             warnings.warn(
@@ -127,3 +128,11 @@ class Swallowed:
 
 def is_16_bit(t: Tensor) -> bool:
     return t.dtype in (torch.float16, torch.bfloat16)
+
+
+def digest(tensors: Sequence[Tensor]) -> str:
+    """SHA-256 of the tensors' bytes in order."""
+    found = hashlib.sha256()
+    for t in tensors:
+        found.update(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()

@@ -64,7 +64,23 @@ def test_the_plain_way_is_made_of_the_specification(monkeypatch):
     assert called
 
 
-@pytest.mark.parametrize("ways", [("co2", "plain"), pytest.param(("co2", "fast", "plain"), marks=pytest.mark.slow)])
+def test_the_compiled_pass_is_the_specification_compiled(monkeypatch):
+    """Bit for bit where the compiler is left out, which takes half a minute; what it is given is outer.update."""
+    monkeypatch.setattr(torch, "compile", lambda f, dynamic: f)
+    boundary.compiled.cache_clear()
+    assert boundary.compiled() is outer.update
+    held = []
+    for kind in ("plain", "compiled"):
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(40, 3)), torch.nn.Parameter(torch.randn(7))]
+        d, x, m = torch.randn(127), *boundary.state(params)[1:]
+        boundary.PASSES[kind](params, d, x, m).run(outer.Rule(0.5, 1.0, 1.0, 1.0, 1.0, c=outer.norm([d])))
+        held.append([*params, d, x, m])
+    boundary.compiled.cache_clear()
+    assert all(map(torch.equal, *held))
+
+
+@pytest.mark.parametrize("ways", [("plain",), pytest.param(("co2", "fast", "plain"), marks=pytest.mark.slow)])
 def test_a_small_run(tmp_path, ways):
     options = ["--sizes", "1e5", "--ways", *ways, "--repeats", "2", "--threads", "1", "--out", str(tmp_path)]
     run_script("bench.boundary", *options)

@@ -1,7 +1,6 @@
 """The emulated cluster's command line, what it refuses, and how its switch reads a frame."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 from bench.cluster import launch, namespaces, require_namespaces
 from bench.cluster.switch import VNET_HEADER, targets
 from core.errors import UserError
+from tests.scripts import Mistakes
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,11 +50,9 @@ def test_a_mistake_is_refused(monkeypatch, options, says):
     assert "\n" not in str(refusal.value)
 
 
-def test_a_refusal_is_one_line():
-    argv = [sys.executable, "-m", "bench.cluster", "--rate", "fast", "--", "x"]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: rate='fast'") and done.stderr.count("\n") == 1
+def test_a_refusal_is_one_line(mistake: Mistakes):
+    said = mistake("bench.cluster", "--rate", "fast", "--", "x")
+    assert said.startswith("error: rate='fast'") and said.count("\n") == 1
 
 
 def test_missing_iproute2_is_named(monkeypatch, tmp_path):

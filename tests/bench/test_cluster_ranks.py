@@ -41,7 +41,7 @@ print("rank", rank, "of", os.environ["WORLD_SIZE"], "ends", sys.argv[3:])
 """
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_throttled_ranks_end_with_their_owner(tmp_path, sent):
     with worker(tmp_path, "sleep", "--throttle") as process:
         process.send_signal(sent)
@@ -66,9 +66,9 @@ def test_a_held_port_is_given_to_nobody_but_the_server_that_names_it():
 
 
 def test_ranks_without_a_cluster(tmp_path):
-    """Results in rank order, a UserError as it is, another error with its traceback, and the time limit."""
+    """Results in rank order, a UserError as it is, another error with its traceback, the limit, and an early end."""
     code = """
-        import os, time, torch, torch.distributed as dist
+        import multiprocessing, os, time, torch, torch.distributed as dist
         from bench.cluster import run_ranks
         from core.errors import UserError
 
@@ -97,6 +97,10 @@ def test_ranks_without_a_cluster(tmp_path):
             run_ranks(time.sleep, None, 1, 2, 60, timeout=0.5)
         except TimeoutError as raised:
             assert "rank 0, 1 still running" in str(raised)
+        began = time.monotonic()
+        asked = iter([False, True])
+        assert run_ranks(time.sleep, None, 1, 2, 60, timeout=50, until=lambda: next(asked)) == []
+        assert time.monotonic() - began < 40 and not multiprocessing.active_children()
         print("all well")
     """
     assert script(tmp_path, code) == "all well\n"

@@ -64,13 +64,22 @@ def called(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
 SLOW = ("four ranks", "newcomer", "train script", "gpt2", "benchs own", "codecs rate")  # processes, or minutes
 
 
-def lines(folder: Path, part: str, *, slow: bool, tiny: bool = True) -> list[dict[str, Any]]:
-    """Of what a host can run."""
+def lines(folder: Path, part: str, *, slow: bool, tiny: bool = True, whole: bool = True) -> list[dict[str, Any]]:
+    """Of what a host can run; without `whole` the first case of each check."""
     left_out = (OF_ITS_OWN, *(f"train script: {script}, {way}" for script in SCRIPTS for way in ("local", "co2")))
     of_part = [one for one in CHECKS.values() if one.part == part and not one.cuda and one.name not in left_out]
-    return [outcome(one, Scope("cpu", folder, tiny)) for one in of_part if slow == any(w in one.name for w in SLOW)]
+    of_part = [one for one in of_part if slow == any(w in one.name for w in SLOW)]
+    first = {one.name.partition(":")[0]: one for one in reversed(of_part)}
+    return [outcome(one, Scope("cpu", folder, tiny)) for one in of_part if whole or one in first.values()]
 
 
+@pytest.mark.parametrize(("part", "checks"), [("correctness", 14), ("costs", 4)])
+def test_every_check_of_a_host_passes_on_it_in_a_case(part: str, checks: int, tmp_path: Path):
+    found = lines(tmp_path, part, slow=False, whole=False)
+    assert len(found) >= checks and {row["state"] for row in found} == {"ok"}, found
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("part", "compiled"), [("correctness", 0), ("costs", 1)])
 def test_every_check_of_a_host_passes_on_it(part: str, compiled: int, tmp_path: Path):
     found = lines(tmp_path, part, slow=False)
@@ -201,6 +210,7 @@ def test_what_the_end_cuts_off_is_left_for_the_next_call(tmp_path: Path, inline:
     assert status == 1 and rows[CHEAP[0]]["state"] == "failed", "its own limit is no matter of the call"
 
 
+@pytest.mark.slow
 def test_the_command_by_itself(tmp_path: Path):
     """In a process of its own, with wheels that its Python lacks."""
     (tmp_path / "wheels").mkdir()

@@ -1,11 +1,17 @@
 """The peers that torch brings, on real processes, against sums by hand; the rows whose gradients come late, against
-the search's; and the bench's own loop and command."""
+the search's; and the bench's own loop and command.
 
+One start of two workers serves all tests but the command's: starting takes longer than all that they do.
+"""
+
+import functools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +22,9 @@ from torch import Tensor, nn
 from bench.peers import loop
 from bench.peers.adapters import PEERS, Task
 from bench.peers.loop import BATCH, Job
-from bench.peers.model import LR, MOMENTUM, build_model
 from bench.search import methods
-from bench.search.inner import Inner
+from bench.search.task import Inner
+from bench.standin import LR, MOMENTUM, build_model
 from core.reference import vmap_gradient
 from core.testing import run_distributed
 from tests import problems
@@ -61,7 +67,7 @@ def test_post_local_sgd_averages_every_tau_steps():
         workers = [w - 0.1 * gradient(rank, step) for rank, w in enumerate(workers)]
         if step % TAU == 0:
             workers = [(workers[0] + workers[1]) / 2] * 2
-    for (weight, rounds), expected in zip(run_distributed(post_local, 2), workers, strict=True):
+    for (weight, rounds), expected in zip(on_ranks()["post_local"], workers, strict=True):
         torch.testing.assert_close(weight, expected)
         assert rounds == 3
 
@@ -83,7 +89,7 @@ def test_powersgd_is_exact_for_gradients_of_its_rank(terms: int):
     expected = linear()[0].weight.detach().clone()
     for step in range(STEPS):
         expected -= 0.1 * (gradient(0, step, terms) + gradient(1, step, terms)) / 2
-    first, second = run_distributed(power, 2, terms)
+    first, second = on_ranks()[f"power {terms}"]
     torch.testing.assert_close(first, second)
     error = (first - expected).abs().max().item()
     assert error < 1e-5 if terms == 1 else error > 1e-3
@@ -134,7 +140,7 @@ def late_in_one_process() -> list[Tensor]:
 def test_late_gradients_equal_the_search():
     """The mean is sent as often as it is used: after 6 of 7 steps, and of ACCO after 13 of 14 halves."""
     n = sum(p.numel() for p in problems.small_net().parameters())
-    for ends in run_distributed(late, 2):
+    for ends in on_ranks()["late"]:
         for (end, rounds, sent), expected, wanted in zip(ends, late_in_one_process(), (6, 6, 13, 13), strict=True):
             torch.testing.assert_close(end, expected, rtol=1e-9, atol=1e-9)
             assert (rounds, sent) == (wanted, wanted * 8 * n)  # 2 (n - 1) / n = 1; float64
@@ -179,9 +185,9 @@ def two_workers_by_hand(average_every: int) -> list[float]:
 
 
 @pytest.mark.parametrize(("method", "rounds"), [("none", 0), ("local", 3)])
-def test_the_loop_against_two_workers_by_hand(method: str, rounds: int, tmp_path: Path):
+def test_the_loop_against_two_workers_by_hand(method: str, rounds: int):
     """finish() adds a third round to the two of five steps with tau 2, and every round sends the model once."""
-    first, second = run_distributed(trained, 2, method, tmp_path)
+    first, second = on_ranks()[method]
     assert first["losses"] == pytest.approx(two_workers_by_hand(2 if method == "local" else 0), rel=1e-4)
     assert list(first["times"]) == list(second["times"]) == [0, 2, 4, 5]
     assert first["rounds"] == rounds and "losses" not in second
@@ -191,8 +197,8 @@ def test_the_loop_against_two_workers_by_hand(method: str, rounds: int, tmp_path
 
 
 @pytest.mark.parametrize(("method", "rounds"), [("dpu", 4), ("acco", 9), ("diloco", 3)])
-def test_the_loop_drives_the_rows_without_a_package(method: str, rounds: int, tmp_path: Path):
-    first, second = run_distributed(trained, 2, method, tmp_path)
+def test_the_loop_drives_the_rows_without_a_package(method: str, rounds: int):
+    first, second = on_ranks()[method]
     assert first["rounds"] == second["rounds"] == rounds
     assert first["losses"][-1] < first["losses"][0]
     parameters = sum(p.numel() for p in build_model(16).parameters())
@@ -211,11 +217,29 @@ def failing(rank: int, _: int, folder: Path) -> str:
     return "no error"
 
 
-def test_an_error_is_one_line_and_its_traceback_is_in_the_log(tmp_path: Path):
+def test_an_error_is_one_line_and_its_traceback_is_in_the_log():
     """No MASTER_ADDR is set, so the rendezvous fails."""
-    for rank, text in enumerate(run_distributed(failing, 2, tmp_path)):
-        assert text.startswith("UserError|ValueError: Error initializing torch.distributed") and "\n" not in text
-        assert "Traceback" in (tmp_path / f"ddp-3-rank{rank}.log").read_text()
+    for said, log in on_ranks()["failing"]:
+        assert said.startswith("UserError|ValueError: Error initializing torch.distributed") and "\n" not in said
+        assert "Traceback" in log
+
+
+def everything(rank: int, _: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {"post_local": post_local(rank, 2), "late": late(rank, 2)}
+    found |= {f"power {terms}": power(rank, 2, terms) for terms in (1, 3)}
+    for method in ("none", "local", "dpu", "acco", "diloco"):
+        (folder / method).mkdir(exist_ok=True)
+        found[method] = trained(rank, 2, method, folder / method)
+    said = failing(rank, 2, folder)  # the last: it gives the process group up
+    return found | {"failing": (said, (folder / f"ddp-3-rank{rank}.log").read_text())}
+
+
+@functools.cache
+def on_ranks() -> dict[str, tuple[Any, Any]]:
+    """What each worker found, by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        first, second = run_distributed(everything, 2, Path(folder))
+    return {name: (first[name], second[name]) for name in first}
 
 
 # -- the command ------------------------------------------------------------------------------------------------
@@ -231,6 +255,7 @@ def bench(folder: Path, *options: str) -> tuple[str, dict]:
     return done.stdout, json.loads((folder / "peers.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_command_with_a_throttled_link(tmp_path: Path):
     """co2 sends the model after steps 2, 4 and 6, the last; torch's peers are refused."""
     out, result = bench(tmp_path, "--throttle", "--rate", "1", "--methods", "co2", "torch_powersgd")

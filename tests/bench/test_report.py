@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from bench import loss_table, plots, report
-from bench.options import require_each_once, require_one_or_more, require_positive
-from bench.peers.table import table
-from bench.report import Spread, mean_sd
+from bench import loss_table, plots, report, slow_links, utilisation, zeroth
+from bench.peers import table
+from bench.report import Spread, mean_sd, require_each_once, require_known, require_one_or_more, require_positive
+from bench.search.rows import Rows, markdown
 from core.errors import UserError
 from results import paper
 
@@ -77,12 +77,27 @@ def test_a_folder_without_measurements_is_refused(text: str | None, said: str, t
 
 
 def test_the_published_tables_are_those_of_the_published_figures():
-    result = report.load(RESULTS / "scaling.json", "bench.scaling")
-    assert (RESULTS / "scaling.md").read_text() == plots.markdown(result)
-    losses = report.load(RESULTS / "time_to_loss.json", "bench.time_to_loss", "runs")
-    assert (RESULTS / "time_to_loss.md").read_text() == loss_table.markdown(losses)
-    peers = json.loads((RESULTS / "peers.json").read_text())
-    assert (RESULTS / "peers.md").read_text().startswith(table(peers["rows"]))
+    written = {
+        "scaling": plots.markdown,
+        "utilisation/scaling": utilisation.markdown,
+        "utilisation/settled/scaling": utilisation.markdown,
+        "time_to_loss": loss_table.markdown,
+        **dict.fromkeys(("slow_links", "slow_links_10"), slow_links.text),
+        **dict.fromkeys(("zeroth", "zeroth_quality", "zeroth_sharing"), zeroth.text),
+        **dict.fromkeys(("peers", *(f"peers_{rate}" for rate in (10, 20, 40, 200, 1000))), table.markdown),
+    }
+    for name, made in written.items():
+        table_of = RESULTS / f"{name.replace('scaling', 'utilisation') if '/' in name else name}.md"
+        assert table_of.read_text() == made(json.loads((RESULTS / f"{name}.json").read_text())), name
+
+
+def test_the_published_search_is_read_and_its_rows_stand_in_its_tables(monkeypatch: pytest.MonkeyPatch):
+    """Rows of before an option went, or came, count."""
+    monkeypatch.setattr("bench.search.rows.about", lambda task: task)  # what stands there needs the task's data
+    rows = Rows(RESULTS / "search.jsonl")
+    assert (len(rows.runs), len(rows.choices)) == (603, 175)
+    told = [line for line in markdown(rows).splitlines() if line.startswith("|")]
+    assert told == [line for line in (RESULTS / "search.md").read_text().splitlines() if line.startswith("|")]
 
 
 def test_the_papers_numbers_stand_in_one_section_of_the_results():
@@ -102,11 +117,13 @@ def test_the_papers_numbers_stand_in_one_section_of_the_results():
         (require_each_once, {"rates": ()}, "rates=: give one or more, each once"),
         (require_positive, {"rates": (1.0, 0.0)}, "rates=0.0: give a number above 0"),
         (require_positive, {"rates": float("nan")}, "rates=nan: give a number above 0"),
+        (require_known, {"rates": ("x", 2)}, "rates: 'x' does not exist; choose among a, b"),
         (require_one_or_more, {"rates": 0}, "rates=0: give 1 or more"),
     ],
 )
 def test_an_option_that_cannot_be_is_named(check, values, said: str):
+    more = [("a", "b")] if check is require_known else []
     with pytest.raises(UserError) as error:
-        check(Options(**values), "rates")
+        check(Options(**values), "rates", *more)
     assert str(error.value) == said
-    check(Options(), "workers" if check is require_one_or_more else "rates")
+    check(Options(rates=("b",)) if more else Options(), "workers" if check is require_one_or_more else "rates", *more)

@@ -12,9 +12,8 @@ import torch
 
 from bench import measure, plots, scaling, standin
 from bench.measure import Setting, round_seconds, rounds_to_measure, wire_seconds
-from bench.pace import PATIENCE, Pacer
 from bench.report import Spread
-from bench.standin import LAYERS, PARAMS, StandIn
+from bench.standin import LAYERS, PARAMS, PATIENCE, Pacer, StandIn
 from core.errors import UserError
 from training.script import launch
 
@@ -122,7 +121,7 @@ class Method:
 def test_waiting_is_told_from_computing(monkeypatch: pytest.MonkeyPatch):
     clock, cpu = Clock(), iter(range(100))
     monkeypatch.setattr(standin, "time", SimpleNamespace(perf_counter=clock, thread_time=lambda: next(cpu) / 4))
-    monkeypatch.setattr(standin, "LocalMethod", Method)
+    monkeypatch.setattr(standin, "Rounds", Method)
     p = Pacer(1.2, LAYERS, clock, clock.sleep)
     trainer = standin.Trainer(StandIn(p, width=64), Method(clock), p, standin.digits(64), batch=2, seed=0)  # pyright: ignore
     trainer.restart()

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from bench.measure import Job, Setting, measure_all
+from bench.scaling import combine
 from bench.simulator import calibrate
-from bench.standin import BYTES, PARAMS
+from bench.standin import BYTES, PARAMS, digits
 from core.groups import ring_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +31,7 @@ def measure(folder: Path, *options: str) -> dict[str, Any]:
     env = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "0:00 left" in done.stdout and "| method | 1 worker | 2 workers |" in done.stdout
+    assert "min left" in done.stdout and "| method | 1 worker | 2 workers |" in done.stdout
     return json.loads((folder / "scaling.json").read_text())
 
 
@@ -58,6 +60,18 @@ def check(result: dict[str, Any]) -> None:
         assert two["co2", repeat]["samples_per_second"] > two["ddp", repeat]["samples_per_second"]
 
 
+def test_a_lone_worker_has_every_figure():
+    """In this process; what two or more wait for each other is measured by the tests below."""
+    job = Job([Setting.parse(text) for text in METHODS], 1, None, digits(), seconds=0.05, step_seconds=0.004)
+    rows = combine([measure_all(job)], step_ms=4.0)
+    assert sorted(row["method"] for row in rows) == ["co2", "ddp", "slowmo"]
+    for row in rows:
+        assert set(row) == ROW and row["rounds"] >= 2 and row["steps"] == row["rounds"] * row["tau"]
+        assert (row["rate_mbit"], row["bytes_sent_per_worker"], row["workers"]) == (None, 0, 1)
+        assert row["seconds"] > 0.6 * row["steps"] * 0.004 and 0 <= row["exposed_share"] < 1
+
+
+@pytest.mark.slow
 def test_a_small_run_writes_everything(tmp_path: Path):
     result = measure(tmp_path, "--throttle", "--workers", "1", "2", "--methods", *METHODS)
     check(result)

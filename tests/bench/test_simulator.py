@@ -1,8 +1,7 @@
-"""The model of rounds: hand-computed runs, failures, the choice of tau, the paper's cells, the command line."""
+"""The model of rounds: hand-computed runs, the choice of tau, the paper's cells, the command line."""
 
 import dataclasses
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,12 +9,13 @@ import numpy as np
 import pytest
 
 from bench.simulator import paper
-from bench.simulator.events import Work, expected_skew, recommend_tau, simulate, useful_share
+from bench.simulator.events import Work, expected_skew, recommend_tau, simulate
 from bench.simulator.network import ALGORITHMS, PRESETS
 from bench.simulator.predict import Simulate, build, main, predict, prediction
 from core.errors import UserError
 from core.methods import METHODS
 from tests.bench.test_calibrate import scaling_data
+from tests.scripts import Mistakes, run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 DGX = PRESETS["dgx-a100-tcp"].cluster
@@ -59,26 +59,14 @@ def test_ddp_hides_its_share_of_the_backward_pass():
     assert (fast.seconds, fast.exposed_seconds) == pytest.approx((10, 0))
 
 
-def test_a_straggling_node_holds_up_the_others_but_not_itself():
-    work = Work(2, step=1.0, straggler_probability=0.5, straggler_factor=3.0)
-    outcome = simulate("local", work, tau=1, rounds=4000, seed=1)
-    # max of two: 1 s when none is slow (1/4), else 3 s; a worker's own mean is 2 s
-    assert outcome.step_seconds == pytest.approx(0.25 * 1 + 0.75 * 3, rel=0.03)
-    assert outcome.exposed_seconds / outcome.steps == pytest.approx(0.5, rel=0.1)
-    together = simulate("local", dataclasses.replace(work, workers_per_node=2), tau=1, rounds=4000, seed=1)
-    assert together.step_seconds == pytest.approx(2.0, rel=0.03)  # slow together: nobody waits
-    assert together.exposed_seconds == 0.0
-
-
 def test_a_round_of_slack_lets_co2_wait_less_for_uneven_steps_than_local():
     work = Work(64, step=1.0, spread=0.2)
     waits = {m: simulate(m, work, tau=4, rounds=200, warmup=2).exposed_share for m in ("local", "co2")}
     assert 0 < waits["co2"] < 0.5 * waits["local"]
 
 
-@pytest.mark.parametrize("distribution", ["lognormal", "normal"])
-def test_steps_have_the_given_mean_and_deviation_and_the_barrier_takes_the_largest(distribution):
-    work = Work(2, step=2.0, spread=0.2, distribution=distribution)
+def test_steps_have_the_given_mean_and_deviation_and_the_barrier_takes_the_largest():
+    work = Work(2, step=2.0, spread=0.2)
     alone = simulate("local", dataclasses.replace(work, workers=1), tau=1, rounds=4000)
     assert alone.step_seconds == pytest.approx(2.0, rel=0.01)
     pair = simulate("local", work, tau=9, rounds=4000)
@@ -95,20 +83,18 @@ KNOBS = dict(
     allreduce=5.0,
     allreduce_spread=0.5,
     boundary=0.9,
-    distribution="normal",
     paced=True,
-    straggler_probability=0.5,
     workers=16,
 )
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_knob_changes_the_result(method):
-    work = Work(8, 1.0, 0.1, 4.0, 0.1, 0.5, straggler_probability=0.1, overlap=0.3, workers_per_node=4)
+    work = Work(8, 1.0, 0.1, 4.0, 0.1, 0.5, overlap=0.3)
     base = simulate(method, work, tau=4, rounds=20)
-    knobs = KNOBS | dict(straggler_factor=4.0, workers_per_node=2)
+    knobs = dict(KNOBS)
     if method == "ddp":
-        knobs = knobs | dict(backward_share=0.5, overlap=0.9)
+        knobs |= dict(backward_share=0.5, overlap=0.9)
         del knobs["paced"]  # one step a round: the same
     for name, value in knobs.items():
         assert simulate(method, dataclasses.replace(work, **{name: value}), tau=4, rounds=20) != base, name
@@ -132,38 +118,14 @@ def test_throughput_falls_with_the_allreduce_and_rises_with_tau():
 
 @pytest.mark.parametrize(
     "change",
-    [dict(workers=3, workers_per_node=2), dict(step=0.0), dict(spread=-1.0), dict(overlap=1.5)]
-    + [dict(straggler_factor=0.5), dict(distribution="normal", spread=0.5)],
+    [dict(workers=0), dict(step=0.0), dict(spread=-1.0), dict(overlap=1.5)],
 )
 def test_impossible_work_is_refused(change):
     with pytest.raises(UserError):
         dataclasses.replace(TWO, **change)
 
 
-# -- failures and tau -----------------------------------------------------------------------------------------
-
-
-def test_failures_agree_with_a_simulation_of_them():
-    mtbf, restart, checkpoint = 100.0, 5.0, 40.0
-    rng, total, done = np.random.default_rng(0), 0.0, 0
-    while done < 5000:  # one checkpoint's work after the other, begun again after each failure
-        until = rng.exponential(mtbf)
-        total += checkpoint if until > checkpoint else until + restart
-        done += until > checkpoint
-    assert useful_share(mtbf, restart, checkpoint, 10.0) == pytest.approx(done * checkpoint / total, rel=0.02)
-    assert useful_share(mtbf, restart, 35.0, 10.0) == useful_share(mtbf, restart, checkpoint, 10.0)  # whole rounds
-    assert useful_share(None, restart, checkpoint, 10.0) == 1.0
-    assert useful_share(1.0, restart, 1e6, 10.0) == 0.0
-
-
-def test_failures_cost_throughput_by_each_of_their_knobs():
-    options = Simulate(preset="dgx-a100-tcp", mtbf_hours=100.0, rounds=10)
-    cluster, _, work, _ = build(options)
-    base = predict(options, cluster, work, "co2", 4)
-    for change in (dict(mtbf_hours=10.0), dict(restart_minutes=60.0), dict(checkpoint_minutes=120.0)):
-        worse = predict(dataclasses.replace(options, **change), cluster, work, "co2", 4)
-        assert worse.useful_share < base.useful_share < 1, change
-        assert worse.samples_per_second < base.samples_per_second
+# -- tau -----------------------------------------------------------------------------------------
 
 
 def test_tau_is_the_smallest_that_covers_the_allreduce_with_margin():
@@ -217,20 +179,14 @@ def test_the_paper_s_fitted_cells_come_out_and_the_others_are_called_predictions
 # -- the command line -----------------------------------------------------------------------------------------
 
 
-def run(*args: str | Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "bench.simulator", *map(str, args)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-
-
-def test_command_line_prints_tables_labels_assumptions_and_writes_json(tmp_path):
+def test_command_line_prints_tables_labels_assumptions_and_writes_json(tmp_path, capsys):
     out, scaling = tmp_path / "out.json", tmp_path / "scaling.json"
     scaling.write_text(json.dumps(scaling_data(workers=(2, 4), rates=(200.0,))))
-    done = run(
-        "--preset", "rtx3090", "--calibrate", scaling, "--paper", "--step_ms", "100", "--rounds", "5", "--json", out
-    )
-    assert done.returncode == 0, done.stderr
+    arguments = ["--preset", "rtx3090", "--calibrate", str(scaling), "--step_ms", "100", "--rounds", "5", "--paper"]
+    run_script("bench.simulator", *arguments, "--json", str(out))
+    shown = capsys.readouterr().out
     for text in ("preset rtx3090: nodes 10", "assumed: inter_gbps 10", "given: step_ms 100", "calibrated: efficiency"):
-        assert text in done.stdout, text
+        assert text in shown, text
     results = json.loads(out.read_text())
     assert set(results) == {"calibration", "paper", "prediction"}
     assert [line["method"] for line in results["prediction"]["methods"]] == ["ddp", *METHODS_AT_TAU]
@@ -255,14 +211,11 @@ OPTIONS = dict(
     bytes_per_param=2.0,
     step_ms=400.0,
     step_spread=0.2,
-    distribution="normal",
     batch=4,
     boundary_ms=100.0,
     backward_share=0.5,
     ddp_overlap=0.1,
     allreduce_spread=0.3,
-    straggler_probability=0.5,
-    mtbf_hours=10.0,
     tau=7,
     quantile=0.5,
     margin=1.0,
@@ -276,16 +229,12 @@ def test_every_option_changes_the_prediction():
     for name, value in OPTIONS.items():
         changed = prediction(dataclasses.replace(BASE, **{name: value}), None)
         assert changed["methods"] != base["methods"], name
-    slow = dataclasses.replace(BASE, straggler_probability=0.1)
-    slower = dataclasses.replace(slow, straggler_factor=5.0)
-    assert prediction(slow, None)["methods"] != prediction(slower, None)["methods"]
 
 
-def test_a_mistake_is_one_line_without_a_traceback():
-    done = run("--preset", "dgx")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: preset 'dgx' does not exist") and done.stderr.count("\n") == 1
-    assert "choose one of dgx-a100-roce, dgx-a100-tcp, rtx3090, internet-1000, internet-10000" in done.stderr
+def test_a_mistake_is_one_line_without_a_traceback(mistake: Mistakes):
+    said = mistake("bench.simulator", "--preset", "dgx")
+    assert said.startswith("error: preset 'dgx' does not exist") and said.count("\n") == 1
+    assert "choose one of dgx-a100-roce, dgx-a100-tcp, rtx3090, internet-1000, internet-10000" in said
 
 
 @pytest.mark.parametrize(
@@ -298,7 +247,6 @@ def test_a_mistake_is_one_line_without_a_traceback():
         (("--tau", "0"), "tau=0: give 1 or more"),
         (("--rounds", "2"), "rounds=2: give 3 or more"),
         (("--step_ms", "nan"), "step_ms=nan"),
-        (("--mtbf_hours", "0"), "mtbf_hours=0"),
         (("--quantile", "1"), "quantile=1"),
         (("--paper", "--params", "1e15"), "the 16-GPU cell cannot be matched"),
     ],

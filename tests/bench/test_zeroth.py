@@ -4,20 +4,22 @@ from dataclasses import replace
 
 import pytest
 
-from bench import report, zeroth_table
+from bench import report, zeroth
 from bench.cluster import Cluster, run_ranks
-from bench.zeroth import Stack, ZerothBench, counted, measure_memory, measure_sharing
-from bench.zeroth_quality import FAST, best_lr, recipes
+from bench.trainings import FAST
+from bench.zeroth import ZerothBench, counted
+from bench.zeroth_memory import Stack, measure_memory, measure_sharing, opt_table, opt_text
+from bench.zeroth_quality import quality_text, recipes, tuned_lr, tuning_text
 from core import UserError
 
 
 def test_opts_table_is_embedding_head_and_three_blocks_with_one_constant():
-    rows = list(zeroth_table.opt_table())
+    rows = list(opt_table())
     assert rows[-1]["weights_gb"] == pytest.approx(13.39, abs=0.01)  # 2 (102,594 h + 3 (12 h^2 + 13 h)), h = 12,288
     assert rows[0]["with_rest_gb"] == pytest.approx(rows[0]["published_gb"])
     for row in rows[1:]:
         assert abs(row["with_rest_gb"] / row["published_gb"] - 1) < 0.15, row
-    assert "| OPT-175B | 18.04 | 13.39 |" in zeroth_table.opt_text(rows)
+    assert "| OPT-175B | 18.04 | 13.39 |" in opt_text(rows)
 
 
 def row(method: str, rate: float | None, seed: int, losses: list[tuple[float, float]]) -> dict:
@@ -34,7 +36,7 @@ def test_methods_are_timed_to_where_the_worst_of_mezos_seeds_ended():
         row("ddp, AdamW", 50.0, 0, [(9, 4.6)]),
         {"method": "co2", "rate_mbit": 50.0, "seed": 0, "failed": "gone"},
     ]
-    text = zeroth_table.quality_text(rows)
+    text = quality_text(rows)
     assert "The target is 4.5000" in text
     assert "| zo | 50 | 0.001 | 10 | 4.4000 ± 0.0000 | 2.00 ± 0.00 | 120 | 1.5 ± 0.7 (2 of 2) |" in text
     assert "| ddp, AdamW | 50 | 0.001 | 10 | 4.6000 | 2.00 | 120 | not reached (0 of 1) |" in text
@@ -58,8 +60,8 @@ def test_the_learning_rate_is_that_of_the_run_that_ended_lowest():
         tried("ddp, AdamW", 1e-3, failed="gone"),
     ]
     names = ("zo", "MeZO, one process", "co2", "ddp, AdamW")
-    assert [best_lr(rows, name) for name in names] == [1e-3, 1e-3, 1e-2, None]
-    text = zeroth_table.tuning_text(rows, 100)
+    assert [tuned_lr(rows, name) for name in names] == [1e-3, 1e-3, 1e-2, None]
+    text = tuning_text(rows, 100)
     assert "| final loss at | 0.0001 | 0.001 | 0.01 | 0.1 |  |" in text
     assert "| zo | 5.0000 | **4.0000** | failed | failed |  |" in text
     assert "| co2 |  | 4.5000 | **4.2500** |  | at the grid's end |" in text
@@ -76,14 +78,15 @@ def test_every_method_starts_from_the_same_weights_and_sees_as_large_batches(tmp
 
 @pytest.mark.slow
 def test_workers_of_a_node_upload_equal_parts():
-    rows = list(measure_sharing(ZerothBench(), {}))
+    rows = list(measure_sharing())
     assert [rows[0]["bytes_a_step"] / row["bytes_a_step"] for row in rows] == [1, 2, 4]
-    text = zeroth_table.text({"options": {}, "opt": [], "sharing": rows} | report.header("bench.zeroth", ZerothBench()))
+    text = zeroth.text({"options": {}, "opt": [], "sharing": rows} | report.header("bench.zeroth", ZerothBench()))
     assert "| 4 | 394,752 |" in text and "The weights are the same, bit for bit." in text
 
 
+@pytest.mark.slow  # of time, which a busy machine has not
 def test_uploads_hide_and_three_blocks_lie_on_the_device():
-    first = next(iter(measure_memory(ZerothBench(), {})))
+    first = next(iter(measure_memory()))
     assert first["blocks_on_device"] == 3 and first["hidden"] > 0.7
     assert len(Stack(3, 8, 0.0).blocks) == 3
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from core import UserError
-from core.lgreco.allocate import BINS, accordion, allocate, total
+from core.lgreco.decide import BINS, allocate, total
 
 NAN, INF = float("nan"), float("inf")
 SIZES = [[1.0, 2.0], [1.0, 2.0]]
@@ -117,19 +116,17 @@ def test_totals_depend_on_no_order():
 
 
 @pytest.mark.parametrize(
-    ("errors", "sizes", "share", "message"),
+    ("errors", "sizes", "share"),
     [
-        ([[1.0, NAN], [1.0, 2.0]], SIZES, 1.0, r"errors\[0, 1\] is nan: "),
-        ([[1.0, 2.0], [-1.0, 2.0]], SIZES, 1.0, r"errors\[1, 0\] is -1.0: "),
-        ([[1.0, 2.0], [1.0, INF]], SIZES, 1.0, r"errors\[1, 1\] is inf: .*reference"),
-        ([[1.0, 2.0], [3.0, 4.0]], [[1.0, 2.0], [INF, 2.0]], 1.0, r"sizes\[1, 0\] is inf: "),
-        ([[1.0, 2.0], [3.0, 4.0]], [[NAN, 2.0], [1.0, 2.0]], 1.0, r"sizes\[0, 0\] is nan: "),
-        ([[1.0, 2.0], [3.0, 4.0]], SIZES, NAN, "share=nan: "),
-        ([[1.0, 2.0], [3.0, 4.0]], SIZES, INF, "share=inf: "),
+        ([[1.0, NAN], [1.0, 2.0]], SIZES, 1.0),
+        ([[1.0, 2.0], [-1.0, 2.0]], SIZES, 1.0),
+        ([[1.0, 2.0], [1.0, INF]], SIZES, 1.0),
+        ([[1.0, 2.0], [3.0, 4.0]], [[1.0, 2.0], [INF, 2.0]], 1.0),
+        ([[1.0, 2.0], [3.0, 4.0]], SIZES, NAN),
     ],
 )
-def test_what_no_error_or_size_can_be_is_refused(errors: list, sizes: list, share: float, message: str):
-    with pytest.raises(UserError, match=message):
+def test_numbers_that_no_error_or_size_can_be_are_refused(errors: list, sizes: list, share: float):
+    with pytest.raises(AssertionError):
         allocate(torch.tensor(errors), torch.tensor(sizes), [1, 1], share=share)
 
 
@@ -153,12 +150,6 @@ def test_quick_enough():
     found = allocate(errors, sizes, uniform)
     assert time.perf_counter() - began < 3
     assert total(sizes, found) < total(sizes, uniform)
-
-
-def test_accordion():
-    before, now = torch.tensor([1.0, 1.0, 1.0, 0.0, 2.0]), torch.tensor([1.4, 1.6, 0.3, 1.0, 2.0])
-    assert accordion(before, now).tolist() == [True, False, False, False, True]
-    assert accordion(before, now, eta=0.8).tolist() == [True, True, True, False, True]
 
 
 def test_the_same_table_gives_the_same_choices():

@@ -149,5 +149,5 @@ def test_without_sent(module: str, name: str):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["Boundary", "TritonBoundary"])
 def test_every_call_on_the_device(name: str, dtype: torch.dtype):
-    modules = {"Boundary": "core.outer", "TritonBoundary": "core.passes.triton_kernel"}
+    modules = {"Boundary": "core.outer", "TritonBoundary": "core.triton.boundary"}
     check_calls(modules[name], name, dtype, "cuda")

@@ -196,7 +196,6 @@ VARIANTS = {
     "nesterov": {"nesterov": True},
     "nesterov without delay": {"gap": "none", "delay": 0, "nesterov": True},
     "wire": {"wire": "int8"},
-    "rounding": {"wire": "int8", "rounding": "stochastic"},
     "error_feedback": {"wire": "int8", "error_feedback": False},
 }
 

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from bench.chaos.crew import Crew
-from core import testing
-from core.co2 import CO2Config
-from core.elastic.joining import ElasticCO2
+from core import CO2, CO2Config, testing
+from core.assembly import elastic_co2
+from core.elastic.flight import ElasticFlight
 from core.elastic.members import Members, Over
 from tests import problems
 from tests.problems import flat, sgd_step
@@ -47,11 +48,11 @@ def train(
     """
     worker = Worker(settings)
     where, when = deaths.get(worker.name, ("", 0))
-    hook(worker.method, where, when)
+    hook(worker.flight, where, when)
     if worker.name == comes:
         Path(folder, "came").touch()
     try:
-        worker.joined = worker.method.join()
+        worker.joined = worker.joining.join(lambda: worker.begin(Path(folder, "start.pt")))
     except Over:
         return
     while worker.step < steps:
@@ -59,12 +60,27 @@ def train(
         while comes and worker.step == WAITS_AT and not Path(folder, "came").exists():
             time.sleep(0.05)
         worker.take_step(where, when)
+        if where == "saved" and worker.method.local_steps == 0 and worker.method.rounds == when:
+            torch.save(worker.state(), Path(folder, "saved.pt"))
     worker.method.finish()
     Path(folder, f"{worker.name}.tmp").write_text(json.dumps(worker.end()))
     Path(folder, f"{worker.name}.tmp").rename(Path(folder, f"{worker.name}.json"))
-    worker.method.flight.sum_of_all(torch.zeros(1))
-    worker.method.members.end()
+    worker.flight.sum_of_all(torch.zeros(1))
+    worker.flight.members.end()
     worker.method.close()
+
+
+def state_of(method: CO2, params: list[nn.Parameter], step: int) -> dict[str, Any]:
+    return {"method": method.state_dict(), "params": [p.detach().clone() for p in params], "step": step}
+
+
+@torch.no_grad()
+def restore(state: dict[str, Any], method: CO2, params: list[nn.Parameter]) -> int:
+    """Goes on from what state_of has returned; the step."""
+    method.load_state_dict(state["method"])
+    for p, value in zip(params, state["params"], strict=True):
+        p.copy_(value)
+    return state["step"]
 
 
 class Worker:
@@ -76,14 +92,14 @@ class Worker:
         self.params = problems.odd_parameters()
         taus = settings.pop("taus", [])  # of the first rounds
         schedule = (lambda number: {"tau": taus[min(number, len(taus) - 1)]}) if taus else None
-        self.method = method = ElasticCO2(
+        self.method, self.joining = method, joining = elastic_co2(
             self.params, CO2Config(**settings), members=members(), timeout=TIMEOUT, schedule=schedule
         )
-        method.give = lambda: {"method": method.state_dict(), "step": self.step}
-        method.take = self._restore
-        method.flight.tell = lambda: {"step": self.step}
-        method.flight.on_change = lambda reports: self.sizes.append([self.step, method.members.names])
-        self._receive, method.receive = method.receive, self._received  # pyright: ignore[reportAttributeAccessIssue]
+        joining.give, joining.take = self.state, self.restore
+        self.flight = flight = joining.flight
+        flight.tell = lambda: {"step": self.step}
+        flight.on_change = lambda reports: self.sizes.append([self.step, flight.members.names])
+        self._land, method.land = method.land, self._landed  # pyright: ignore[reportAttributeAccessIssue]
         self.sizes: list[Any] = []
         self.counted: dict[int, int] = {}  # round -> workers; so on
         self.left_out: dict[int, int] = {}
@@ -109,32 +125,38 @@ class Worker:
         kept = ("name", "joined", "trace", "closed", "sizes", "counted", "left_out")
         return {"x": flat(self.params).tolist()} | {key: getattr(self, key) for key in kept}
 
-    def _restore(self, state: dict[str, Any]) -> None:
-        self.method.load_state_dict(state["method"])
-        self.step = state["step"]
+    def begin(self, saved: Path) -> None:
+        """The first worker's start: from a checkpoint, where there is one."""
+        if saved.exists():
+            self.restore(torch.load(saved))
 
-    def _received(self, *, finished: bool) -> Any:
-        landing = self._receive(finished=finished)
-        self.counted[self.method.rounds] = self.method.flight.world_size
+    def state(self) -> dict[str, Any]:
+        return state_of(self.method, self.params, self.step)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.step = restore(state, self.method, self.params)
+
+    def _landed(self, *, finished: bool) -> Any:
+        landing = self._land(finished=finished)
+        self.counted[self.method.rounds] = self.flight.world_size
         self.left_out[self.method.rounds] = self.method.stats.left_out
         return landing
 
 
-def hook(method: ElasticCO2, where: str, when: int) -> None:
+def hook(flight: ElasticFlight, where: str, when: int) -> None:
     """Dies in a phase of reduction number `when`."""
-    background = method.flight
-    inner = method.stages
+    inner = flight.in_phases
 
-    def stages() -> Any:
-        steps = inner()
+    def in_phases(stages: Any) -> Any:
+        steps = inner(stages)
         for phase in ("sent", "summed"):  # the sum, and the agreement on it: each begins as the next stage is made
-            if background.launched == when and where == phase:
+            if flight.launched == when and where == phase:
                 die()
             yield next(steps)
         yield from steps
 
     if where in ("sent", "summed"):
-        method.stages = stages  # pyright: ignore[reportAttributeAccessIssue]
+        flight.in_phases = in_phases  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def run(tmp_path: Path, workers: int, settings: dict[str, Any], deaths: dict[str, Any], restarts: int = 0, **more: Any):
@@ -193,6 +215,43 @@ def test_one_that_comes_back_joins(tmp_path: Path, settings: dict[str, Any]):
     assert status == 0 and set(ends) == {"0.1", "1.0", "2.0"}
     assert ends["0.1"]["joined"] and len(ends["1.0"]["sizes"][-1][1]) == 3
     check_equal(ends)
+
+
+def train_plainly(
+    rank: int, world_size: int, settings: dict[str, Any], saved: Path, saves_at: int = 0
+) -> tuple[list[float], Any]:
+    """One of workers that neither come nor go, from a checkpoint where there is one: its parameters at the end, and its
+    state after round `saves_at`."""
+    params, state = problems.odd_parameters(), None
+    method = CO2(params, CO2Config(**settings))
+    begins = restore(torch.load(saved), method, params) if saved.exists() else 0
+    for step in range(begins, STEPS):
+        sgd_step(params, rank, step)
+        if method.step() and method.rounds == saves_at:
+            state = state_of(method, params, step + 1)
+    method.finish()
+    method.close()
+    return flat(params).tolist(), state
+
+
+@pytest.mark.parametrize("started", [2, 3])
+def test_an_elastic_checkpoint_goes_on_plainly(tmp_path: Path, started: int):
+    """Two workers' with a mean in flight, also where a third one was lost before: bit for bit."""
+    _, ends = run(tmp_path, started, PAPER, {"0.0": ("saved", 3), "2.0": ("local", 1)})
+    check_equal(ends)
+    ours = testing.run_distributed(train_plainly, 2, PAPER, tmp_path / "saved.pt")
+    assert [x for x, _ in ours] == [ends["0.0"]["x"]] * 2
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_plain_checkpoint_goes_on_elastic(tmp_path: Path, workers: int):
+    """As the plain method does, bit for bit, that goes on with as many workers."""
+    start = tmp_path / "start.pt"
+    _, state = testing.run_distributed(train_plainly, 2, PAPER, start, 3)[0]
+    torch.save(state, start)
+    expected = testing.run_distributed(train_plainly, workers, PAPER, start)
+    _, ends = run(tmp_path, workers, PAPER, {})
+    assert len(ends) == workers and all(end["x"] == expected[0][0] for end in ends.values())
 
 
 SIMPLE = {"tau": 3, "outer_lr": 0.5, "outer_momentum": 0.2, "gap": "none", "clip": None}
@@ -268,7 +327,7 @@ def test_a_storm(tmp_path: Path, seed: int, settings: dict[str, Any]):
                 storm["kills"] += 1
             storm["next"] = now + rng.uniform(0.5, 5)
 
-    args = (str(tmp_path), settings, {}, 0.04, 1200)
+    args = (str(tmp_path), settings, {}, "", 0.04, 1200)  # each in 48 s, were it left alone
     crew = Crew(testing._context(), train, args, 4, restarts=99, late=400, watch=strike)
     assert crew.run() == 0 and not crew.timed_out
     ends = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}

@@ -268,7 +268,6 @@ CO2S = {
     "inner": {"gap": "inner"},
     "auto": {"tau": "auto", "tau_max": 4},
     "by speed": {"steps": "by_speed", "tau": 3},
-    "sync": {"sync_steps": 3},
     "late": {"merge": "keep", "gap": "none"},
     "delayed": {},
 }
@@ -282,7 +281,7 @@ def co2_trained(rank: int, world_size: int) -> list[tuple[str, Tensor, list[str]
             config = CO2Config(**({"tau": 2, "outer_lr": 0.7} | settings), wire=wire)
             model = net()
             _, co2 = make_method("delayed" if name == "delayed" else "co2", model, co2=config, timeout=30.0)
-            co2.skip_after = 1e-3 if name == "late" else None
+            co2.pacing.skip_after = 1e-3 if name == "late" else None
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for number in range(24 + rank):  # they end at different steps
                 step(model, optimizer, rank, number)

@@ -369,7 +369,7 @@ def test_the_optimiser_forgets_once_after_a_jump(build: Any, round: int):
     """Shared state knows of it when it has landed."""
     p, told = nn.Parameter(torch.zeros(5, dtype=torch.float64)), []
     co2 = build([p], CO2Config(tau=2))
-    co2.on_left_out = lambda _: told.append(co2.rounds)
+    co2.rider(Guard).on_left_out = lambda _: told.append(co2.rounds)
     with pytest.warns(UserWarning, match="out of proportion"):
         for step in range(20):
             with torch.no_grad():
@@ -393,7 +393,7 @@ def with_adam(rank: int, world_size: int) -> dict[str, Any]:
         params = odd_parameters()
         _, method = make_method("co2", nn.ParameterList(params), co2=CO2Config(tau=3), **options)
         optimizer = torch.optim.Adam(params[:-1], 0.01)  # the last is the first one once more
-        method.on_left_out, trace = forget(optimizer), []
+        method.rider(Guard).on_left_out, trace = forget(optimizer), []
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             for step in range(STEPS):
@@ -425,7 +425,7 @@ def resumed(rank: int, world_size: int) -> list[dict[str, Any]]:
         first, second = (make_method("co2", nn.ParameterList(p), co2=s.co2, shard=True)[1] for p in models)
         told: list[list[int]] = [[], []]
         for method, steps in zip((first, second), told, strict=True):
-            method.on_left_out = lambda _, method=method, steps=steps: steps.append(method.rounds)
+            method.rider(Guard).on_left_out = lambda _, method=method, steps=steps: steps.append(method.rounds)
         for step in range(9):
             sgd_step(models[0], rank, step)
             if rank == BAD and step == SPOILT_AT:

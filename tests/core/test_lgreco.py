@@ -15,9 +15,9 @@ from torch import Tensor
 
 from core.lgreco.choices import code, sent_bytes
 from core.lgreco.config import LGrecoConfig
-from core.lgreco.reference import Reference
 from core.testing import run_distributed
 from core.wires.config import WireConfig
+from tests.core.lgreco_reference import Reference
 from tests.core.test_wire_bytes import loopback_bytes
 from tests.problems import Mean
 from training.sampling import generator
@@ -29,8 +29,8 @@ SETTINGS = [
     ("int4", LGrecoConfig("any", every=2, time_share=1.0, first=2)),
     ("top0.01", LGrecoConfig(every=2, time_share=1.0, first=1, error="squared")),
     ("rank4", LGrecoConfig(every=2, time_share=1.0, first=2)),
-    ("rank4", LGrecoConfig("any", "lgreco_accordion", every=3, time_share=1.0, first=1)),
-    ("top0.05", LGrecoConfig(rule="accordion", every=2, time_share=1.0, first=1)),
+    ("rank4", LGrecoConfig("any", every=3, time_share=1.0, first=1)),
+    ("top0.05", LGrecoConfig(rule="bench.rules.Accordion", every=2, time_share=1.0, first=1)),
     ("rank2", LGrecoConfig(rule="uniform", every=2, time_share=1.0, first=2)),
 ]
 
@@ -50,10 +50,18 @@ def reducers(rank: int, world_size: int) -> list[list[Tensor]]:
     return [of_rounds(rank, *setting) for setting in SETTINGS]
 
 
-def built(like: str, config: LGrecoConfig, dtype: torch.dtype = torch.float64, **more: Any) -> Mean:
-    wire = WireConfig("lgreco", like=like, lgreco=config, **more)
-    tensors = [torch.zeros(s, dtype=dtype) for s in SHAPES]
-    return Mean(tensors, {"steps": 1, "weight": 1}, wire.reducer, buffers=[torch.zeros(5, dtype=dtype)])
+def mean_of(wire: WireConfig, shapes: Any, dtype: torch.dtype = torch.float32, buffers: int = 0) -> Mean:
+    """The mean of tensors of these shapes, beside a buffer of so many elements."""
+    tensors, more = [torch.zeros(s, dtype=dtype) for s in shapes], [torch.zeros(buffers, dtype=dtype)]
+    return Mean(tensors, {"steps": 1, "weight": 1}, wire.reducer, buffers=more if buffers else [])
+
+
+def lgreco(like: str, *settings: Any, **more: Any) -> WireConfig:
+    return WireConfig("lgreco", like=like, lgreco=LGrecoConfig(*settings, **more))
+
+
+def built(like: str, config: LGrecoConfig, dtype: torch.dtype = torch.float64) -> Mean:
+    return mean_of(WireConfig("lgreco", like=like, lgreco=config), SHAPES, dtype, buffers=5)
 
 
 def once(mean: Mean, rank: int, round: int, steps: float = 1.0) -> Tensor:
@@ -61,11 +69,7 @@ def once(mean: Mean, rank: int, round: int, steps: float = 1.0) -> Tensor:
     bucket = mean.buckets[0]
     bucket.payload.copy_(torch.cat([written(rank, round, i, bucket.flat.dtype) for i in range(len(SHAPES))]))
     bucket.values.fill_(rank + 0.5)
-    mean.scalars.set("steps", steps)
-    mean.scalars.set("weight", 1.0)
-    mean.launch()
-    mean.wait()
-    return bucket.payload.clone()
+    return mean.reduce(steps).clone()
 
 
 def of_rounds(rank: int, like: str, config: LGrecoConfig) -> list[Any]:
@@ -107,23 +111,16 @@ def test_equals_all_workers_in_one_process(world_size: int):
 
 
 def int4_twice(rank: int, world_size: int) -> list[tuple[Tensor, Tensor, int, int]]:
-    """By rounding and dtype: what int4 lands after three rounds, and what lgreco does that sends int4 everywhere."""
+    """By dtype: what int4 lands after three rounds, and what lgreco does that sends int4 everywhere."""
     seen = []
-    for rounding in ("nearest", "stochastic"):
-        for dtype in (torch.float32, torch.float64, torch.bfloat16):
-            ours = built("int4", LGrecoConfig(rule="uniform"), dtype, rounding=rounding)
-            tensors = [torch.zeros(s, dtype=dtype) for s in SHAPES]
-            plain = Mean(
-                tensors,
-                {"steps": 1, "weight": 1},
-                WireConfig("int4", rounding).reducer,
-                buffers=[torch.zeros(5, dtype=dtype)],
-            )
-            for round in range(3):
-                landed = [once(mean, rank, round) for mean in (ours, plain)]
-            landed += [ours.buckets[0].rest, plain.buckets[0].rest]
-            seen.append((*landed, ours.flight.bytes_sent, plain.flight.bytes_sent))
-            ours.close(), plain.close()
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        ours = built("int4", LGrecoConfig(rule="uniform"), dtype)
+        plain = mean_of(WireConfig("int4"), SHAPES, dtype, buffers=5)
+        for round in range(3):
+            landed = [once(mean, rank, round) for mean in (ours, plain)]
+        landed += [ours.buckets[0].rest, plain.buckets[0].rest]
+        seen.append((*landed, ours.flight.bytes_sent, plain.flight.bytes_sent))
+        ours.close(), plain.close()
     return seen
 
 
@@ -147,20 +144,13 @@ def bytes_of(rank: int, world_size: int) -> list[tuple[str, float, float, list[s
         ("int4", LGrecoConfig(first=1)),
         ("top0.01", LGrecoConfig(first=1)),
         ("rank4", LGrecoConfig("any", first=1)),
-        ("top0.01", LGrecoConfig(rule="legacy")),
+        ("top0.01", LGrecoConfig(rule="bench.rules.Legacy")),
     ):
-        mean = Mean(
-            [torch.zeros(s) for s in LARGE],
-            {"steps": 1, "weight": 1},
-            WireConfig("lgreco", like=like, lgreco=config).reducer,
-        )
+        mean = mean_of(WireConfig("lgreco", like=like, lgreco=config), LARGE)
         for round in range(2):
             draw = torch.randn(mean.buckets[0].numel, generator=generator(rank, round))
             mean.buckets[0].payload.copy_(draw * torch.linspace(0.01, 3, len(draw)) ** 3)
-            mean.scalars.set("steps", 1.0)
-            mean.scalars.set("weight", 1.0)
-            mean.launch()
-            mean.wait()
+            mean.reduce()
         allocated = sum(
             sent_bytes(z, c, world_size) for z, c in zip(mean.reducer.layers, mean.reducer.chosen, strict=True)
         )
@@ -186,11 +176,8 @@ print(run_distributed(counted_by_the_kernel, 3, timeout=200))
 def counted_by_the_kernel(rank: int, world_size: int) -> dict[str, tuple[float, int]]:
     """By the uniform setting: the bytes allocated to this worker, and what the kernel sent over lo, of all workers."""
     counted = {}
-    for like, family in (("int4", "same"), ("top0.01", "same"), ("rank32", "same")):
-        wire = WireConfig("lgreco", like=like, lgreco=LGrecoConfig(family, first=1))
-        mean = Mean(
-            [torch.zeros(s) for s in [(2000, 1500), (1000, 700), (20000,)]], {"steps": 1, "weight": 1}, wire.reducer
-        )
+    for like in ("int4", "top0.01", "rank32"):
+        mean = mean_of(lgreco(like, first=1), [(2000, 1500), (1000, 700), (20000,)])
         draw = torch.randn(mean.buckets[0].numel, generator=generator(rank))
         for _ in range(2):  # connections are made, and the choices
             before = counted_once(mean, draw * torch.linspace(0.01, 3, len(draw)) ** 3)
@@ -207,10 +194,7 @@ def counted_once(mean: Mean, values: Tensor) -> tuple[float, int]:
     before = loopback_bytes()
     dist.barrier()  # nobody starts before all have read
     mean.buckets[0].payload.copy_(values)
-    mean.scalars.set("steps", 1.0)
-    mean.scalars.set("weight", 1.0)
-    mean.launch()
-    mean.wait()
+    mean.reduce()
     dist.barrier()
     return allocated, loopback_bytes() - before
 
@@ -232,17 +216,10 @@ def unlike_workers(rank: int, world_size: int) -> list[list[str]]:
     """Worker 1's first layer is hard, worker 0's is easy."""
     seen = []
     for hard in (0.0, 30.0):
-        mean = Mean(
-            [torch.zeros(64, 64), torch.zeros(64, 64)],
-            {"steps": 1, "weight": 1},
-            WireConfig("lgreco", like="int4", lgreco=LGrecoConfig(first=1)).reducer,
-        )
+        mean = mean_of(lgreco("int4", first=1), [(64, 64), (64, 64)])
         mean.buckets[0].payload.copy_(torch.randn(8192, generator=generator(0)))
         mean.buckets[0].payload[:4096] *= 1 + hard * rank
-        mean.scalars.set("steps", 1.0)
-        mean.scalars.set("weight", 1.0)
-        mean.launch()
-        mean.wait()
+        mean.reduce()
         seen.append([str(c) for c in mean.reducer.chosen])
         mean.close()
     return seen
@@ -261,18 +238,13 @@ def unlike_processors(rank: int, world_size: int) -> list[Tensor]:
     if rank == 1:
         qr = torch.linalg.qr
         torch.linalg.qr = lambda x: tuple(t.to(x.dtype) for t in qr(x.double()))
-    wire = WireConfig("lgreco", like="rank4", lgreco=LGrecoConfig(rule="uniform"))
-    mean, landed = Mean([torch.zeros(100, 60)], {"steps": 1, "weight": 1}, wire.reducer), []
+    mean, landed = mean_of(lgreco("rank4", rule="uniform"), [(100, 60)]), []
     for round in range(4):
         draw = generator(round)
         low = torch.randn(100, 2, generator=draw) @ torch.randn(2, 60, generator=draw)
         own = torch.randn(100, 60, generator=draw) * (1 - 2 * rank)
         mean.buckets[0].payload.copy_((low + own).view(-1))
-        mean.scalars.set("steps", 1.0)
-        mean.scalars.set("weight", 1.0)
-        mean.launch()
-        mean.wait()
-        landed.append(mean.buckets[0].payload.clone())
+        landed.append(mean.reduce().clone())
     mean.close()
     return landed
 

@@ -13,7 +13,6 @@ from core.lgreco.config import LGrecoConfig
 from core.lgreco.curves import ITERATIONS, curve
 from core.wires.config import WireConfig
 from tests.core.test_lgreco import built
-from tests.problems import Mean
 from training.sampling import generator
 
 
@@ -110,21 +109,6 @@ def test_choices_of_each_family():
     assert str(uniform(small, parse("rank4"))) == "as it is", "a vector has no rank"
 
 
-@pytest.mark.parametrize(("like", "small"), [("int4", "int8"), ("top0.01", "top0.1"), ("rank4", "rank8")])
-def test_legacys_rule_of_sizes(like: str, small: str):
-    """Fewer than 10,000 elements: as released, ten times the density. A vector is sent as it is where ranks are."""
-    mean = Mean(
-        [torch.zeros(s) for s in [(99, 101), (100, 100), (5000,)]],
-        {"steps": 1, "weight": 1},
-        WireConfig("lgreco", like=like, lgreco=LGrecoConfig(rule="legacy", first=1, every=1, time_share=1.0)).reducer,
-    )
-    vector = "as it is" if like == "rank4" else small
-    for _ in range(2):
-        assert [str(c) for c in mean.reducer.chosen] == [small, like, vector], "and nothing is ever chosen anew"
-        mean.launch(), mean.wait()
-    assert mean.reducer.allocation is None
-
-
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 
@@ -167,6 +151,12 @@ def test_bad_lgreco_settings(settings: dict[str, Any]):
     (name, value) = next(iter(settings.items()))
     with pytest.raises(UserError, match=f"wire.lgreco.{name}={value!r}: "):
         LGrecoConfig(**settings)
+
+
+@pytest.mark.parametrize("rule", ["nowhere.Rule", "core.lgreco.Missing"])
+def test_a_rule_that_cannot_be_imported_is_refused(rule: str):
+    with pytest.raises(UserError, match=f"wire.lgreco.rule='{rule}': .*; name a class that can be imported"):
+        built("int4", LGrecoConfig(rule=rule))
 
 
 def test_what_saves_nothing_anywhere_is_refused():

@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from core import CO2, CO2Config, UserError
-from core.lgreco.allocate import total
 from core.lgreco.choices import Choice, code, offered, parse
 from core.lgreco.config import LGrecoConfig
+from core.lgreco.decide import total
 from core.lgreco.layout import in_bucket
-from core.lgreco.sparse import SAMPLE, largest
+from core.lgreco.senders import SAMPLE, largest
 from core.testing import run_distributed
-from core.wires.config import WireConfig
-from tests.core.test_lgreco import SETTINGS, SHAPES, built, once, written
+from tests.core.test_lgreco import SETTINGS, SHAPES, built, lgreco, mean_of, once, written
 from tests.problems import Mean
 from training.sampling import generator
 
@@ -27,10 +26,7 @@ def train(mean: Mean, rounds: range, scale: Any = 1.0) -> None:
         bucket.payload.copy_(torch.cat([written(0, round, i, bucket.flat.dtype) for i in range(len(SHAPES))]))
         for i, view in enumerate(in_bucket(bucket.payload, mean.reducer.layers, range(len(SHAPES)))):
             view.mul_(scale if isinstance(scale, float) else scale(i, round))
-        mean.scalars.set("steps", 1.0)
-        mean.scalars.set("weight", 1.0)
-        mean.launch()
-        mean.wait()
+        mean.reduce()
 
 
 @pytest.mark.parametrize("like", ["int4", "top0.01", "rank4"])
@@ -59,15 +55,12 @@ def test_a_layer_of_zeros_gets_the_least_bytes():
 def test_low_rank_goes_on_after_a_first_round_of_nothing_or_nan(bad: float):
     """Also of a matrix whose first rows nobody uses, as an embedding's: there the unit vectors that orth makes of zeros
     find nothing, ever."""
-    wire = WireConfig("lgreco", like="rank2", lgreco=LGrecoConfig(rule="uniform"))
-    mean = Mean([torch.zeros(100, 20)], {"steps": 1, "weight": 1}, wire.reducer)
+    mean = mean_of(lgreco("rank2", rule="uniform"), [(100, 20)])
     matrix = torch.zeros(100, 20)
     matrix[4:] = torch.randn(96, 1, generator=generator(1)) @ torch.randn(1, 20, generator=generator(2))
     for sent in (torch.full_like(matrix, bad), matrix):
         mean.buckets[0].payload.copy_(sent.view(-1))
-        mean.scalars.set("steps", 1.0)
-        mean.scalars.set("weight", 1.0)
-        mean.launch(), mean.wait()
+        mean.reduce()
         for flat in (flat for flats in mean.reducer.state.values() for flat in flats):
             flat.nan_to_num_(0.0, 0.0, 0.0)  # as ddp's hook does
     torch.testing.assert_close(mean.buckets[0].payload.view(100, 20), matrix, rtol=1e-5, atol=1e-5)
@@ -75,15 +68,9 @@ def test_low_rank_goes_on_after_a_first_round_of_nothing_or_nan(bad: float):
 
 def test_one_layer():
     for like in ("int4", "top0.01", "rank4"):
-        mean = Mean(
-            [torch.zeros(40, 50)],
-            {"steps": 1, "weight": 1},
-            WireConfig("lgreco", like=like, lgreco=LGrecoConfig(first=1)).reducer,
-        )
+        mean = mean_of(lgreco(like, first=1), [(40, 50)])
         mean.buckets[0].payload.copy_(torch.randn(2000, generator=generator(1)))
-        mean.scalars.set("steps", 1.0)
-        mean.scalars.set("weight", 1.0)
-        mean.launch(), mean.wait()
+        mean.reduce()
         found = mean.reducer.allocation
         assert sum(found.bytes) <= found.uniform_bytes
 
@@ -121,9 +108,7 @@ def test_nothing_is_lost_over_switches_nor_where_nobody_moved(setting: Any):
     for round in range(8):
         if round % 3 == 2:
             mean.buckets[0].payload.zero_()
-            mean.scalars.set("steps", 0.0)
-            mean.scalars.set("weight", 1.0)
-            mean.launch(), mean.wait()
+            mean.reduce(0.0)
             continue
         train(mean, range(round, round + 1))
         got = got + mean.buckets[0].payload
@@ -140,8 +125,7 @@ def over_every_switch(rank: int, world_size: int) -> list[tuple[str, torch.Tenso
     """Three layers that change from each way of sending to each other: what landed, what is held back, and the sum of
     all differences. The third goes the other way round, and where ranks rise Q is warm in its first columns alone."""
     shapes, seen = [(60, 80), (80, 60), (90, 70)], []
-    wire = WireConfig("lgreco", like="top0.01", lgreco=LGrecoConfig("any", rule="uniform"))
-    mean = Mean([torch.zeros(s, dtype=torch.float64) for s in shapes], {"steps": 1, "weight": 1}, wire.reducer)
+    mean = mean_of(lgreco("top0.01", "any", "uniform"), shapes, torch.float64)
     for first, second in itertools.product(WAYS, WAYS):
         for flat in (flat for flats in mean.reducer.state.values() for flat in flats):
             flat.zero_()
@@ -150,9 +134,7 @@ def over_every_switch(rank: int, world_size: int) -> list[tuple[str, torch.Tenso
             mean.reducer._switch(choices)
             bucket.payload.copy_(torch.randn(bucket.numel, generator=generator(rank, round), dtype=torch.float64))
             sums = sums + bucket.payload
-            mean.scalars.set("steps", 1.0)
-            mean.scalars.set("weight", 1.0)
-            mean.launch(), mean.wait()
+            mean.reduce()
             landed = landed + bucket.payload
         mean.reducer._switch([Choice("raw")] * 3)
         seen.append((f"{first} to {second}", landed, held(mean), sums))
@@ -162,10 +144,7 @@ def over_every_switch(rank: int, world_size: int) -> list[tuple[str, torch.Tenso
 
 def held(mean: Mean) -> torch.Tensor:
     """What error feedback holds back, all of it the worker's own, in the payload's order."""
-    layout = mean.reducer._layouts[0]
-    return torch.cat(
-        [mean.reducer._errors[0][layout.starts[i] :][: z.numel] for i, z in enumerate(mean.reducer.layers)]
-    )
+    return torch.cat([*mean.reducer._layouts[0].held.values()])
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -216,8 +195,7 @@ def test_another_settings_allocation_is_refused():
 
 def test_another_settings_checkpoint_is_refused_in_one_line():
     def co2(like: str) -> CO2:
-        wire = WireConfig("lgreco", like=like, lgreco=LGrecoConfig(first=1))
-        return CO2([torch.nn.Parameter(torch.ones(40, 30))], CO2Config(tau=1, wire=wire))
+        return CO2([torch.nn.Parameter(torch.ones(40, 30))], CO2Config(tau=1, wire=lgreco(like, first=1)))
 
     first = co2("rank2")
     first.step(), first.step()
@@ -230,7 +208,7 @@ def test_another_settings_checkpoint_is_refused_in_one_line():
 def test_dtypes_together_send_what_each_alone_does(like: str):
     """A model with 16-bit and float32 parameters, and buffers in a dtype of which there is no parameter."""
     kinds = {torch.bfloat16: [(24, 40), (300,)], torch.float32: [(60, 20)]}
-    wire = WireConfig("lgreco", like=like, lgreco=LGrecoConfig(rule="uniform")).reducer
+    wire = lgreco(like, rule="uniform").reducer
     buffers = [torch.zeros(5, dtype=torch.float64)]
 
     def landed(dtypes: list[torch.dtype]) -> list[torch.Tensor]:
@@ -240,9 +218,7 @@ def test_dtypes_together_send_what_each_alone_does(like: str):
             for bucket in mean.buckets:
                 bucket.payload.copy_(torch.randn(bucket.numel, generator=generator(bucket.numel, round)))
                 bucket.values.fill_(round + 0.5)
-            mean.scalars.set("steps", 1.0)
-            mean.scalars.set("weight", 1.0)
-            mean.launch(), mean.wait()
+            mean.reduce()
         assert (mean.buckets[-1].values == 2.5).all()
         return [b.payload.clone() for b in mean.buckets if b.numel]
 

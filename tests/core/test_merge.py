@@ -190,7 +190,7 @@ def asked_at_every_step(rank: int, world_size: int) -> dict[str, list[tuple[bool
     for name, build in methods.items():
         params = problems.odd_parameters()
         method, rows = build(params), []
-        method.skip_after = 0.0 if name == "skipping" else None
+        method.pacing.skip_after = 0.0 if name == "skipping" else None
         for step in range(STEPS):
             sgd_step(params, rank, step)
             method.step()
@@ -260,7 +260,7 @@ def evaluated_too_soon(rank: int, world_size: int) -> list[bool]:
     with co2.shared_model() as equal:
         told.append(equal)
         dist.barrier()
-    told.append(co2.rounds == 2 - rank and co2.apart)
+    told.append(co2.rounds == 2 - rank and co2.pacing.apart)
     co2.finish()
     with co2.shared_model() as equal:
         return [*told, equal]

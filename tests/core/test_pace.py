@@ -81,7 +81,7 @@ def two_speeds(rank: int, world_size: int, s: Settings, shard: bool) -> dict[str
         time.sleep(max(0.0, due - time.perf_counter()))
         step += 1
         if method.step():
-            step += method.skipped
+            step += method.pacing.skipped
             seen["steps"].append(method.stats.local_steps)
             seen["trace"].append(flat(params))
     method.finish()

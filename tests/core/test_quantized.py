@@ -17,19 +17,13 @@ from core import CollectiveError, UserError
 from core.testing import run_distributed
 from core.wires.config import WireConfig
 from core.wires.formats import BLOCK, decode, encode, nbytes
-from core.wires.quantized import seed
 from tests import problems
 from tests.core.test_resume import Net, everything, go
 from tests.problems import Mean, Settings, flat
 from training.sampling import generator
 
 NARROW: tuple[Any, ...] = ("bfloat16", "float16", "int8", "int4", "int3")  # the other ints are packed as these
-WAYS = [
-    (wire, rounding, feedback)
-    for wire in NARROW
-    for rounding in ("nearest", "stochastic")
-    for feedback in (True, False)
-]
+WAYS = [(wire, feedback) for wire in NARROW for feedback in (True, False)]
 ROUNDS = 3
 # numel of the encoded tensors, then of the exact ones, by dtype: several blocks, part of one, none
 LAYOUT = {
@@ -54,10 +48,10 @@ def means(rank: int, world_size: int, segment: int) -> list[list[Tensor]]:
     return [of_rounds(rank, world_size, *way) for way in WAYS]
 
 
-def of_rounds(rank: int, world_size: int, wire: Any, rounding: Any, feedback: bool) -> list[Tensor]:
+def of_rounds(rank: int, world_size: int, wire: Any, feedback: bool) -> list[Tensor]:
     """What the buffers hold after each round, bucket by bucket, and the state."""
     lossy, exact = templates()
-    reducer = WireConfig(wire, rounding, feedback).reducer
+    reducer = WireConfig(wire, feedback).reducer
     mean = Mean(lossy, {"rank": 1, "steps": 1, "weight": 1}, reducer, buffers=exact)
     seen = []
     for round in range(ROUNDS):
@@ -65,10 +59,7 @@ def of_rounds(rank: int, world_size: int, wire: Any, rounding: Any, feedback: bo
             numel = len(bucket.flat) - len(bucket.scalars)
             bucket.flat[:numel] = written(rank, round, i, numel, bucket.flat.dtype)
         mean.scalars.set("rank", 0.1 * rank)
-        mean.scalars.set("steps", 1.0)
-        mean.scalars.set("weight", 1.0)
-        mean.launch()
-        mean.wait()
+        mean.reduce()
         seen += [b.flat[: len(b.flat) - len(b.scalars)].clone() for b in mean.buckets]
         seen.append(mean.buckets[0].scalars.clone())
     sender = mean.reducer
@@ -79,41 +70,27 @@ def of_rounds(rank: int, world_size: int, wire: Any, rounding: Any, feedback: bo
     return [*seen, *(flat for flats in sender.state.values() for flat in flats)]
 
 
-def simulate(world_size: int, wire: str, rounding: str, feedback: bool) -> list[Tensor]:
+def simulate(world_size: int, wire: str, feedback: bool) -> list[Tensor]:
     """of_rounds for all workers at once: without processes, chunks of bytes or segments. States are not returned."""
     n, seen = world_size, []
     kinds = list(LAYOUT.items())
     wide = [torch.float64 if d == torch.float64 else torch.float32 for d, _ in kinds]
-    chunks = [-(-sum(sizes) // (n * BLOCK)) * BLOCK for _, (sizes, _) in kinds]
-    errors = [[torch.zeros(n * c, dtype=w) for c, w in zip(chunks, wide, strict=True)] for _ in range(n)]
-    mean_errors = [[torch.zeros(c, dtype=w) for c, w in zip(chunks, wide, strict=True)] for _ in range(n)]
+    padded = [-(-sum(sizes) // (n * BLOCK)) * n * BLOCK for _, (sizes, _) in kinds]
+    errors = [[torch.zeros(size, dtype=w) for size, w in zip(padded, wide, strict=True)] for _ in range(n + 1)]
 
-    def send(x: Tensor, error: Tensor, draws: Any) -> Tensor:
+    def send(x: Tensor, error: Tensor) -> Tensor:
         total = x + error if feedback else x
-        decoded = decode(encode(total, wire, draws), wire, x.dtype)
+        decoded = decode(encode(total, wire), wire, x.dtype)
         error.copy_(total - decoded)
         return decoded
 
     for round in range(ROUNDS):
-        stochastic = rounding == "stochastic"
-        draws = [
-            [torch.Generator().manual_seed(seed(round + 1, r, n, s)) if stochastic else None for s in (0, 1)]
-            for r in range(n)
-        ]
         for i, (_, (sizes, rests)) in enumerate(kinds):
-            size, rest, c = sum(sizes), sum(rests), chunks[i]
+            size, rest = sum(sizes), sum(rests)
             rows = [written(r, round, i, size + rest, wide[i]) for r in range(n)]
-            got = [
-                [
-                    send(x, e, draws[r][0])
-                    for x, e in zip(pad(rows[r][:size], (0, n * c - size)).split(c), errors[r][i].split(c), strict=True)
-                ]
-                if c
-                else [rows[r][:0]] * n
-                for r in range(n)
-            ]
-            parts = [send(sum(got[r][j] for r in range(n)) / n, mean_errors[j][i], draws[j][1]) for j in range(n)]
-            seen.append(torch.cat([torch.cat(parts)[:size], sum(row[size:] for row in rows) / n]))
+            got = [send(pad(rows[r][:size], (0, padded[i] - size)), errors[r][i]) for r in range(n)]
+            mean = send(sum(got) / n, errors[n][i])
+            seen.append(torch.cat([mean[:size], sum(row[size:] for row in rows) / n]))
         seen.append(torch.tensor([sum(0.1 * r for r in range(n)) / n, 1.0, 1.0], dtype=wide[0]))
     return seen
 
@@ -127,7 +104,7 @@ def test_equals_a_simulation_bit_for_bit(world_size: int, segment: int):
         for rank in range(world_size):
             for number, (a, b) in enumerate(zip(results[rank][i], expected)):  # noqa: B905  the state follows
                 assert torch.equal(a, b), f"{way}, rank {rank}, tensor {number}"
-        assert len(results[0][i]) == len(expected) + (8 if way[2] else 0), "no feedback, no memory for it"
+        assert len(results[0][i]) == len(expected) + (8 if way[1] else 0), "no feedback, no memory for it"
 
 
 def test_one_worker_alone_sees_the_same_as_one_in_a_group():
@@ -140,7 +117,8 @@ def test_one_worker_alone_sees_the_same_as_one_in_a_group():
 # -- CO2 --------------------------------------------------------------------------------------------------------
 
 BASE = Settings(tau=2, outer_momentum=0.4, outer_lr=0.5, clip=0.1)
-CONFIGS = [BASE, *(replace(BASE, wire=w, rounding=r, error_feedback=f) for w, r, f in WAYS)]
+CONFIGS = [BASE, *(replace(BASE, wire=w, error_feedback=f) for w, f in WAYS)]
+AT_ONCE = [replace(c, gap="none", delay=0) for c in CONFIGS if c.wire in ("float32", "float16", "int4")]
 WITHIN = {"float32": 0.0, "bfloat16": 3e-3, "float16": 4e-4, "int8": 1e-2, "int4": 0.15, "int3": 0.4}
 
 
@@ -178,23 +156,22 @@ def test_another_wire_sends_what_error_feedback_holds_back():
 
 
 def finals(rank: int, world_size: int) -> list[list[Tensor]]:
-    configs = [*CONFIGS, *(replace(c, gap="none", delay=0) for c in CONFIGS)]
-    return [problems.train_co2(problems.odd_parameters(), rank, 11, c) for c in configs]
+    return [problems.train_co2(problems.odd_parameters(), rank, 11, c) for c in (*CONFIGS, *AT_ONCE)]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_workers_agree_bit_for_bit_and_stay_near_float32(world_size: int):
     """With and without delay; every setting gives parameters of its own."""
     results = run_distributed(finals, world_size)
-    for half in (slice(0, len(CONFIGS)), slice(len(CONFIGS), None)):
-        runs = [r[half] for r in results]
-        for i, config in enumerate(CONFIGS):
+    for configs, begin in ((CONFIGS, 0), (AT_ONCE, len(CONFIGS))):
+        runs = [r[begin : begin + len(configs)] for r in results]
+        for i, config in enumerate(configs):
             for run in runs:
                 assert all(torch.equal(a, b) for a, b in zip(run[i], runs[0][i], strict=True)), config
             error = max((a - b).abs().max().item() for a, b in zip(runs[0][i], runs[0][0], strict=True))
             assert error <= WITHIN[config.wire], config
             for j in range(i):
-                assert (runs[0][i][-1] - runs[0][j][-1]).abs().max() > 1e-6, f"{config} and {CONFIGS[j]} do the same"
+                assert (runs[0][i][-1] - runs[0][j][-1]).abs().max() > 1e-6, f"{config} and {configs[j]} do the same"
 
 
 def move(rank: int) -> Tensor:
@@ -202,8 +179,17 @@ def move(rank: int) -> Tensor:
     return torch.tensor([rank + 1.0] + [0.031 + 0.0117 * rank**1.7] * 19, dtype=torch.float64)
 
 
-def constant_moves(rank: int, world_size: int, config: Settings, rests: bool) -> tuple[Tensor, float, list[Tensor]]:
-    """50 rounds of `move`: parameters, their largest distance from the exact mean, state.
+MOVES = 30
+
+
+def constant_moves(rank: int, world_size: int, rests: bool, feedbacks: tuple[bool, ...]) -> list[Any]:
+    """With each delay and with and without error feedback; see moved_constantly."""
+    configs = [replace(PLAIN, delay=delay, error_feedback=feedback) for delay in (0, 1) for feedback in feedbacks]
+    return [moved_constantly(rank, world_size, config, rests) for config in configs]
+
+
+def moved_constantly(rank: int, world_size: int, config: Settings, rests: bool) -> tuple[Tensor, float, list[Tensor]]:
+    """MOVES rounds of `move`: parameters, their largest distance from the exact mean, state.
 
     rests: finish() now and then, which sends means of nothing.
     """
@@ -211,7 +197,7 @@ def constant_moves(rank: int, world_size: int, config: Settings, rests: bool) ->
     exact = sum(move(r) for r in range(world_size)) / world_size
     co2 = config.build([p])
     worst = 0.0
-    for round in range(50):
+    for round in range(MOVES):
         with torch.no_grad():
             p.sub_(move(rank))
         co2.step()
@@ -228,31 +214,31 @@ PLAIN = Settings(
 )
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-def test_error_feedback_keeps_the_drift_bounded(delay: Any):
+def test_error_feedback_keeps_the_drift_bounded():
     """By half a step at each encoding, a step being a seventh of the largest. Else the mean, 0.03685, never arrives."""
-    drift = {
-        feedback: run_distributed(constant_moves, 2, replace(PLAIN, delay=delay, error_feedback=feedback), False)[0][1]
-        for feedback in (True, False)
-    }
-    assert drift[True] <= 2 * (1.5 / 7 / 2) * 1.1  # the feedback makes the largest a little larger
-    assert drift[False] == pytest.approx((50 - delay) * 0.03685, rel=1e-6)
+    drifts = [drift for _, drift, _ in run_distributed(constant_moves, 2, False, (True, False))[0]]
+    for delay, (bounded, unbounded) in enumerate((drifts[:2], drifts[2:])):
+        assert bounded <= 2 * (1.5 / 7 / 2) * 1.1  # the feedback makes the largest a little larger
+        assert unbounded == pytest.approx((MOVES - delay) * 0.03685, rel=1e-6)
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_nothing_is_lost_not_even_where_empty_means_are_thrown_away(delay: Any, rounding: Any):
+def test_nothing_is_lost_not_even_where_empty_means_are_thrown_away():
     """What arrived and what is held back are the sum of all moves: finish() sends means that nobody uses."""
-    results = run_distributed(constant_moves, 3, replace(PLAIN, delay=delay, rounding=rounding), True)
-    own = sum(r[2][0][:20] for r in results) / 3
-    of_means = results[0][2][1][:20]  # all 20 elements are in worker 0's chunk
-    assert own.abs().max() > 1e-3 and of_means.abs().max() > 1e-3, "both hold something back"
-    total = 50 * sum(move(r) for r in range(3)) / 3
-    torch.testing.assert_close(own + of_means - results[0][0], total, rtol=0, atol=1e-11)
-    assert all(torch.equal(r[0], results[0][0]) for r in results)
+    for results in zip(*run_distributed(constant_moves, 3, True, (True,)), strict=True):
+        own = sum(r[2][0][:20] for r in results) / 3
+        of_means = results[0][2][1][:20]  # all 20 elements are in worker 0's chunk
+        assert own.abs().max() > 1e-3 and of_means.abs().max() > 1e-3, "both hold something back"
+        total = MOVES * sum(move(r) for r in range(3)) / 3
+        torch.testing.assert_close(own + of_means - results[0][0], total, rtol=0, atol=1e-11)
+        assert all(torch.equal(r[0], results[0][0]) for r in results)
 
 
-def uneven(rank: int, world_size: int, config: Settings) -> tuple[Tensor, int, Tensor]:
+def uneven(rank: int, world_size: int) -> dict[str, tuple[Tensor, int, Tensor]]:
+    return {wire: ended(rank, replace(BASE, wire=wire)) for wire in ("float32", *NARROW)}
+
+
+def ended(rank: int, config: Settings) -> tuple[Tensor, int, Tensor]:
+    """Parameters after a second finish(), the rounds, and parameters after the first."""
     params = problems.odd_parameters()
     co2 = config.build(params)
     for step in range(5 + 4 * rank):
@@ -264,14 +250,14 @@ def uneven(rank: int, world_size: int, config: Settings) -> tuple[Tensor, int, T
     return flat(params), co2.rounds, once
 
 
-@pytest.mark.parametrize("wire", NARROW)
-def test_workers_that_stop_at_different_steps_end_with_equal_parameters(wire: Any):
-    results = run_distributed(uneven, 3, replace(BASE, wire=wire))
-    plain = run_distributed(uneven, 3, BASE)[0]
-    for parameters, rounds, once in results:
-        assert torch.equal(parameters, results[0][0]) and rounds == plain[1]
-        assert torch.equal(parameters, once), "finishing again moves nothing"
-        assert (parameters - plain[0]).abs().max() < 2 * WITHIN[wire]
+def test_workers_that_stop_at_different_steps_end_with_equal_parameters():
+    results = run_distributed(uneven, 3)
+    plain = results[0]["float32"]
+    for wire in NARROW:
+        for parameters, rounds, once in (result[wire] for result in results):
+            assert torch.equal(parameters, results[0][wire][0]) and rounds == plain[1], wire
+            assert torch.equal(parameters, once), "finishing again moves nothing"
+            assert (parameters - plain[0]).abs().max() < 2 * WITHIN[wire], wire
 
 
 def first_buffers(rank: int, world_size: int) -> list[Tensor]:
@@ -347,11 +333,7 @@ def test_a_dead_worker_is_named_and_nothing_is_computed_from_ruins():
 
 
 def interrupted(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
-    return [
-        interrupt(rank, replace(BASE, tau=3, wire=w, rounding=r))
-        for w in ("int4", "float16")
-        for r in ("nearest", "stochastic")
-    ]
+    return [interrupt(rank, replace(BASE, tau=3, wire=wire)) for wire in ("int4", "float16")]
 
 
 def interrupt(rank: int, config: Settings) -> tuple[Tensor, Tensor]:

@@ -191,7 +191,7 @@ def saved_after_finish(rank: int, world_size: int) -> tuple[bool, Tensor, Tensor
     with torch.no_grad():
         copy(other, params)
     for trained, method in ((params, co2), (other, resumed)):
-        assert method.apart
+        assert method.pacing.apart
         sgd_step(trained, rank, 6)
         method.step()
         method.finish()
@@ -225,10 +225,10 @@ def merging_on_arrival(rank: int, world_size: int, shard: bool) -> dict[str, Any
         sgd_step(params, rank, step)
         time.sleep(0.003 + 0.004 * rank)
         if co2.step():
-            closed.append((step, co2.apart))
-            refused.append(saving_is_refused(co2) if not stopped else co2.apart)
-            told += [co2.tau_decision] if co2.tau_decision else []
-            if rank == 0 and not co2.apart:
+            closed.append((step, co2.pacing.apart))
+            refused.append(saving_is_refused(co2) if not stopped else co2.pacing.apart)
+            told += [co2.pacing.decision] if co2.pacing.decision else []
+            if rank == 0 and not co2.pacing.apart:
                 co2.ask_to_stop()
         stopped = stopped or ([step, len(closed)] if co2.stop_agreed else [])
         step += 1

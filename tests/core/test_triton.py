@@ -35,7 +35,7 @@ def on(device: str, rule: Rule) -> Rule:
 @devices
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_boundary_is_the_formulas(dtype: torch.dtype, device: str):
-    from core.passes.triton_kernel import TritonBoundary
+    from core.triton.boundary import TritonBoundary
 
     for rule in RULES.values():
         check(TritonBoundary, dtype, rule, device)
@@ -45,7 +45,7 @@ def test_the_boundary_is_the_formulas(dtype: torch.dtype, device: str):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_boundary_is_plain_bit_for_bit(dtype: torch.dtype, device: str):
     """But for what was seen, whose sums are taken in another order."""
-    from core.passes.triton_kernel import TritonBoundary
+    from core.triton.boundary import TritonBoundary
 
     landed = [on(device, rule) for rule in RULES.values()]
     merged = [replace(landed[0], merge=m, sends=s, share=0.3) for m in MERGES for s in (True, False)]
@@ -65,7 +65,7 @@ def test_the_boundary_is_plain_bit_for_bit(dtype: torch.dtype, device: str):
 
 @devices
 def test_any_strides_and_several_blocks(device: str):
-    from core.passes.triton_kernel import TritonBoundary
+    from core.triton.boundary import TritonBoundary
 
     for shape in ((2, 3, 4, 5, 6), (9000,), (65, 3, 7, 7)):  # more strides than a row of the table holds
         p = torch.randn(shape, device=device).permute(*reversed(range(len(shape))))
@@ -121,7 +121,7 @@ class Launches(TorchDispatchMode):
 
 @pytest.mark.triton
 def test_a_boundary_queues_as_few_kernels_however_many_the_parameters(monkeypatch: pytest.MonkeyPatch):
-    from core.passes.triton_kernel import TritonBoundary
+    from core.triton.boundary import TritonBoundary
 
     counts = []
     for many in (1, 100):
@@ -160,7 +160,7 @@ def built(kernel: Any, pointers: dict[str, str], fixed: dict[str, Any], warps: i
 
 
 def compile_the_boundary() -> None:
-    from core.passes.triton_kernel import BLOCK, TYPES, boundary_kernel, copy_kernel
+    from core.triton.boundary import BLOCK, TYPES, boundary_kernel, copy_kernel
 
     for dtype, wide in zip(DTYPES, ("fp64", "fp32", "fp32", "fp32"), strict=True):
         common = {"P": TYPES[dtype], "BLOCK": BLOCK}

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import CO2, CO2Config, flat
 from core.robust import guard
+from core.robust.guard import Guard
 from tests.core.test_triton import built, compile_apart
 
 SIZE = 3000
@@ -24,7 +25,7 @@ def tensors(dtype: torch.dtype) -> list[Tensor]:
 
 @pytest.mark.triton
 def test_the_kernel_sets_all_where_the_flag_holds_and_nothing_else():
-    from core.passes.triton_where import queue, where_kernel
+    from core.triton.where import queue, where_kernel
 
     yes, no = torch.tensor(True), torch.tensor(False)
     for dtype in (torch.float64, torch.float32, torch.float16):
@@ -63,7 +64,7 @@ def trained(bad: int | None) -> tuple[Tensor, int]:
     params = [nn.Parameter(torch.linspace(-1, 1, SIZE))]
     optimizer = torch.optim.Adam(params, 0.01)
     co2 = CO2(params, KEEP)
-    co2.on_left_out = guard.forget(optimizer)
+    co2.rider(Guard).on_left_out = guard.forget(optimizer)
     with Touched() as touched:
         for step in range(18):
             params[0].grad = params[0].detach().clone()
@@ -89,7 +90,7 @@ def test_a_round_passes_over_what_a_left_out_worker_loses_only_where_one_is():
 
 
 def compile_the_wiping() -> None:
-    from core.passes.triton_where import BLOCK, TYPES, where_kernel
+    from core.triton.where import BLOCK, TYPES, where_kernel
 
     for copies in (False, True):
         fixed = {"TO": TYPES[torch.bfloat16], "SOURCE": TYPES[torch.float32], "COPIES": copies, "BLOCK": BLOCK}
@@ -104,7 +105,7 @@ def test_the_kernel_compiles_for_both_clusters():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_kernel_on_the_device():
-    from core.passes.triton_where import queue
+    from core.triton.where import queue
 
     held = [t.cuda() for t in tensors(torch.float32)]
     flag = torch.tensor(False, device="cuda")

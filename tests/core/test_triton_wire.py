@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import core.passes
+from core import flat
 from core.flat import Scalars, make_buckets
 from core.wires import quantized
 from core.wires.config import WireConfig
@@ -93,9 +93,9 @@ def rounds(wire: Any, dtype: torch.dtype, feedback: bool, device: str) -> list[T
 def test_bytes_means_and_errors_are_the_plain_codecs(
     wire: Any, dtype: torch.dtype, feedback: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(quantized, "takes_triton", lambda device: False)
+    monkeypatch.setattr(flat, "takes_triton", lambda device: False)
     plain = rounds(wire, dtype, feedback, device)
-    monkeypatch.setattr(quantized, "takes_triton", lambda device: True)
+    monkeypatch.setattr(flat, "takes_triton", lambda device: True)
     for number, (a, b) in enumerate(zip(plain, rounds(wire, dtype, feedback, device), strict=True)):
         differ = (a != b).nonzero().tolist()
         if a.dtype == torch.uint8:  # a scale of -0.0
@@ -130,8 +130,7 @@ def test_co2_trains_as_with_the_plain_passes(way: dict[str, Any], monkeypatch: p
     monkeypatch.setattr(GridExecutor, "__call__", one_by_one)
     results = []
     for update in ("plain", "fast"):
-        for module in (core.passes, quantized):
-            monkeypatch.setattr(module, "takes_triton", lambda device, here=update == "fast": here)
+        monkeypatch.setattr(flat, "takes_triton", lambda device, here=update == "fast": here)
         settings = Settings(tau=2, outer_momentum=0.4, outer_lr=0.5, clip=0.1, update=update, **way)
         results.append(train_co2(odd_parameters(), 0, 7, settings))
     for plain, ours in zip(*results, strict=True):
@@ -161,7 +160,7 @@ def test_a_reduction_queues_as_few_kernels_however_large_the_model_and_many_the_
     """A segment is 256 elements here, so that 2^20 are 4096 segments: 6 x 10^10 parameters on a GPU."""
     monkeypatch.setattr(quantized, "SEGMENT", 256)
     plain = reduction_launches(wire, 1 << 14, 8, monkeypatch)
-    monkeypatch.setattr(quantized, "takes_triton", lambda device: True)
+    monkeypatch.setattr(flat, "takes_triton", lambda device: True)
     counts = {
         (n, workers): reduction_launches(wire, n, workers, monkeypatch)
         for n in (1 << 14, 1 << 20)
@@ -183,8 +182,8 @@ def compile_the_wire_formats() -> None:
 
 
 def compile_the_wire_format(wire: Any, dtype: torch.dtype, feedback: bool, constants: dict[str, int]) -> None:
-    from core.passes.triton_kernel import TYPES
-    from core.wires import triton_codec as codec
+    from core.triton import codec
+    from core.triton.boundary import TYPES
 
     wide = "*fp64" if dtype == torch.float64 else "*fp32"
     rows = {"rows_ptr": "*u8", "stride": "i64", "blocks": "i64"}

@@ -20,7 +20,7 @@ from training.sampling import generator
 from training.throttle import ThrottledLink
 
 BLOCKS = {"bfloat16": 512, "float16": 516, "int8": 260, "int6": 196, "int5": 164, "int4": 132, "int3": 100, "int2": 68}
-NUMEL = 1 << 20  # so large that headers and padding hardly count
+LARGE = 1 << 20  # elements, of which headers and padding are next to nothing
 
 
 class CountingLink(ThrottledLink):
@@ -33,15 +33,15 @@ class CountingLink(ThrottledLink):
         return super().reserve(nbytes)
 
 
-def bytes_of_a_round(rank: int, world_size: int) -> dict[str, tuple[int, float, int]]:
+def bytes_of_a_round(rank: int, world_size: int, numel: int = LARGE) -> dict[str, tuple[int, float, int]]:
     """By wire format: bytes_sent, what the emulated link saw, and what the kernel sent over lo, of all workers."""
     counted = {}
     for wire in WIRES:
         link = CountingLink()
-        p = nn.Parameter(torch.zeros(NUMEL))
+        p = nn.Parameter(torch.zeros(numel))
         co2 = replace(PLAIN, wire=wire).build([p], link=link)
         with torch.no_grad():
-            p.add_(torch.randn(NUMEL, generator=generator(rank)))
+            p.add_(torch.randn(numel, generator=generator(rank)))
         co2.step()  # connections are made
         link.reserved.clear()
         dist.barrier()
@@ -64,10 +64,11 @@ def loopback_bytes() -> int:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bytes_sent_by_hand(world_size: int):
     """Blocks of 256 cost 512, 516, 260, ... 68 bytes; twice (n - 1) / n of them; and 9 + n scalars a peer."""
-    blocks = -(-NUMEL // (256 * world_size))  # a worker
+    numel = 10_000
+    blocks = -(-numel // (256 * world_size))  # a worker
     others = world_size - 1
-    for counted in run_distributed(bytes_of_a_round, world_size):
-        assert counted["float32"][0] == ring_bytes(4 * (NUMEL + 9 + world_size), world_size)
+    for counted in run_distributed(bytes_of_a_round, world_size, numel):
+        assert counted["float32"][0] == ring_bytes(4 * (numel + 9 + world_size), world_size)
         for wire, size in BLOCKS.items():
             assert counted[wire][0] == counted[wire][1] == others * (2 * blocks * size + (9 + world_size) * 4)
 

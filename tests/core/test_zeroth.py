@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from core import DivergedError
 from core.testing import run_distributed
 from core.zeroth import ZerothConfig, ZerothOrder
-from core.zeroth.noise import CHUNK, Noise, mix
-from core.zeroth.order import digest
-from core.zeroth.reference import mezo, train
+from core.zeroth.noise import CHUNK, Noise, seed_of
+from core.zeroth.weights import digest
 from tests.zeroth_net import CPU, SAMPLES, Net, batch, losses_of, rate, share, step_of
+from tests.zeroth_reference import mezo, train
 
 
 def expected(config: ZerothConfig, groups: int, steps: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -57,7 +57,7 @@ def on_mesh(rank: int, world_size: int, configs: list[ZerothConfig]) -> list[tup
     return found
 
 
-STEPS = 50, 8  # of the first, and of the others
+STEPS = 30, 8  # of the first, and of the others
 CONFIGS = [
     ZerothConfig(weight_decay=0.1, seed=3),
     ZerothConfig(pairs=False, weight_decay=0.1),
@@ -67,10 +67,10 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4, 6])
+@pytest.mark.parametrize("workers", [1, 2, 4, pytest.param(6, marks=pytest.mark.slow)])
 def test_every_mesh_gives_what_one_process_would(workers):
     """[D, 1] and [D, 2] for D of 1 to 6, to 1e-12, and with the same bits on all workers after every step."""
-    configs = [c for c in CONFIGS if c.directions != 6 or workers == 6]
+    configs = [c for c in CONFIGS if c.directions != 6 or workers >= 4]
     results = [on_mesh(0, 1, configs)] if workers == 1 else run_distributed(on_mesh, workers, configs, timeout=240)
     for number, config in enumerate(configs):
         pairs, steps = workers % 2 == 0 if config.pairs is None else config.pairs, STEPS[min(number, 1)]
@@ -104,7 +104,7 @@ def test_mezo_in_place_with_the_same_directions():
 
 
 def test_the_estimates_are_unbiased():
-    """The mean of g z over 20,000 directions is the gradient of a quadratic, within 3 standard deviations of a mean of
+    """The mean of g z over 4,000 directions is the gradient of a quadratic, within 3 standard deviations of a mean of
     so many; the central difference is exact there."""
     model = nn.Linear(8, 1, bias=False).double()
     target = torch.linspace(-1, 1, 8, dtype=torch.float64)
@@ -112,9 +112,9 @@ def test_the_estimates_are_unbiased():
     gradient = curvature * (model.weight.detach()[0] - target)
     config = ZerothConfig(directions=100, eps=1e-2)
     zo = ZerothOrder(model, config, lr=0.0)
-    for _ in range(200):
+    for _ in range(40):
         zo.step(lambda m: (curvature * (m.weight[0] - target) ** 2).sum() / 2, count=1)
-    z = torch.stack([zo.weights.noise.chunk(t, j, 0, 0, 8, CPU) for t in range(200) for j in range(100)]).double()
+    z = torch.stack([zo.weights.noise.chunk(t, j, 0, 0, 8, CPU) for t in range(40) for j in range(100)]).double()
     estimates = torch.tensor(zo.log.g)[:, None] * z
     deviation = estimates.std(0) / len(z) ** 0.5
     assert ((estimates.mean(0) - gradient).abs() < 3 * deviation).all()
@@ -132,7 +132,8 @@ def test_noise_is_free_of_order_and_can_be_sliced():
     correlation = torch.corrcoef(drawn) - torch.eye(len(drawn))
     assert correlation.abs().max() < 0.15
     assert abs(float(pieces[0].mean())) < 0.005 and abs(float(pieces[0].var()) - 1) < 0.01
-    assert len({mix(0, i) for i in range(1000)} | {mix(i, 0) for i in range(1, 1000)}) == 1999
+    assert seed_of(0, 1, 2) == 8427206145701047172, "logs that were saved are replayed with it"
+    assert len({seed_of(0, i) for i in range(1000)} | {seed_of(i, 0) for i in range(1, 1000)}) == 1999
 
 
 def test_a_tensor_of_several_chunks_is_perturbed_and_updated_as_a_whole():
@@ -229,8 +230,12 @@ def test_a_dropped_step_is_told_once_in_a_row():
 # -- traffic --------------------------------------------------------------------------------------------------------
 
 
-def collectives_of_a_step(rank: int, world_size: int, width: int) -> tuple[list[str], int, int]:
-    model = nn.Linear(width, 10)
+def collectives_of_a_step(rank: int, world_size: int) -> list[tuple[list[str], int]]:
+    """By the width of a model, what three steps call, and how many bytes the last one sends."""
+    return [calls_of(nn.Linear(width, 10)) for width in (10, 10_000)]
+
+
+def calls_of(model: nn.Module) -> tuple[list[str], int]:
     zo = ZerothOrder(model, lr=0.01, timeout=60)
     called, send = [], dist.all_to_all_single
 
@@ -244,11 +249,9 @@ def collectives_of_a_step(rank: int, world_size: int, width: int) -> tuple[list[
         for _ in range(3):
             zo.step(lambda m: m.weight.sum(), count=2)
     zo.close()
-    return called, zo.bytes_sent, sum(p.numel() for p in model.parameters())
+    return called, zo.bytes_sent
 
 
 def test_a_step_sends_three_numbers_to_each_worker_in_one_collective():
-    for width in (10, 10_000):
-        for called, sent, _ in run_distributed(collectives_of_a_step, 4, width):
-            assert called == ["torch.float64 (4, 3)"] * 3
-            assert sent == 3 * 24 <= 4096
+    for found in run_distributed(collectives_of_a_step, 4):
+        assert found == [(["torch.float64 (4, 3)"] * 3, 3 * 24)] * 2

@@ -1,6 +1,7 @@
 """What zeroth-order training refuses, tells, and changes while it measures."""
 
 import math
+import os
 import warnings
 from collections.abc import Callable
 from unittest import mock
@@ -13,10 +14,18 @@ from core import CollectiveError, UserError
 from core.testing import run_distributed
 from core.zeroth import ZerothConfig, ZerothOrder
 from core.zeroth.exchange import Exchange, Place
-from core.zeroth.order import digest
+from core.zeroth.weights import digest
 from tests.zeroth_net import SAMPLES, Net, batch, losses_of
 
 # -- what is refused, and what is changed while it measures ---------------------------------------------------------
+
+
+def frozen_but(part: str) -> Net:
+    """Parameters that have it in their names are trained."""
+    model = Net()
+    for name, p in model.named_parameters():
+        p.requires_grad_(part in name)
+    return model
 
 
 def test_dropout_is_off_while_a_step_measures_and_on_again_after_it():
@@ -38,10 +47,10 @@ def test_weights_are_as_they_were_after_a_loss_that_fails():
     assert digest(list(model.parameters())) == before and [p.data_ptr() for p in model.parameters()] == at
 
 
-def test_a_filter_leaves_the_rest_alone():
-    model = Net()
+def test_what_requires_no_gradient_is_left_alone():
+    model = frozen_but("back.")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    zo = ZerothOrder(model, lr=0.1, trainable=lambda name, p: name.startswith("back."))
+    zo = ZerothOrder(model, lr=0.1)
     zo.step(lambda m: losses_of(m, batch(0)).mean(), SAMPLES)
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert changed == {"back.weight", "back.bias"}
@@ -59,7 +68,6 @@ def test_a_filter_leaves_the_rest_alone():
         (lambda: ZerothConfig(seed=-1), "seed=-1"),
         (lambda: ZerothOrder(Net(), ZerothConfig(pairs=True), lr=0.1), "pairs=True with 1 worker: a pair is two"),
         (lambda: ZerothOrder(Net().requires_grad_(False), lr=0.1), "nothing to train"),
-        (lambda: ZerothOrder(Net(), lr=0.1, trainable=lambda name, p: False), "nothing to train"),
         (lambda: ZerothOrder(nn.BatchNorm1d(3), lr=0.1), "BatchNorm whose statistics have seen no data"),
         (
             lambda: ZerothOrder(nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False)), lr=0.1),
@@ -114,36 +122,46 @@ def test_where_workers_cannot_be_shared_out():
         Place.make(0, 2, ZerothConfig()).combine([[1.0, 0.0, 2.0], [0.0, 1.0, 3.0]])
 
 
-def differing(rank: int, world_size: int, what: str) -> str:
-    config = ZerothConfig(seed=rank if what == "seed" else 0)
-    chosen = (lambda name, p: "bias" not in name) if what == "filter" and rank else None
-    kind = "a GPU" if what == "device" and rank else "cpu"
-    try:
-        with mock.patch("core.zeroth.order.kind_of", lambda device: kind):
-            ZerothOrder(Net(), config, lr=0.1, trainable=chosen, timeout=60)
-    except UserError as error:
-        return str(error)
-    return ""
+DIFFERENCES = {
+    "seed": "seed=0",
+    "frozen": "5 tensors, against 3",
+    "device": "z drawn on cpu (with rng='host' all draw alike), against z drawn on a GPU",
+}
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("seed", "seed=0"),
-        ("filter", "5 tensors, against 3"),
-        ("device", "z drawn on cpu (with rng='host' all draw alike), against z drawn on a GPU"),
-    ],
-)
-def test_workers_that_differ_are_refused(what, message):
-    for text in run_distributed(differing, 2, what):
-        assert text.startswith("workers differ: rank 0 has") and message in text and text.endswith("of rank 1")
+def differing(rank: int, world_size: int) -> list[str]:
+    """What is said where the workers differ in each of DIFFERENCES."""
+    said = []
+    for what in DIFFERENCES:
+        config = ZerothConfig(seed=rank if what == "seed" else 0)
+        model = frozen_but("weight") if what == "frozen" and rank else Net()
+        kind = "a GPU" if what == "device" and rank else "cpu"
+        with mock.patch("core.zeroth.order.kind_of", lambda device, kind=kind: kind):
+            with pytest.raises(UserError) as told:
+                ZerothOrder(model, config, lr=0.1, timeout=60)
+            said.append(str(told.value))
+    return said
+
+
+def test_workers_that_differ_are_refused():
+    for said in run_distributed(differing, 2):
+        for message, text in zip(DIFFERENCES.values(), said, strict=True):
+            assert text.startswith("workers differ: rank 0 has") and message in text and text.endswith("of rank 1")
+
+
+def test_nobody_trains_alone_where_others_were_started(monkeypatch: pytest.MonkeyPatch):
+    """But a list may be replayed."""
+    zo, other = ZerothOrder(Net(), lr=0.1), ZerothOrder(Net(), lr=0.1)
+    zo.step(lambda m: 1.0, 1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    other.replay(zo.log)
+    with pytest.raises(UserError, match="WORLD_SIZE=2, but torch.distributed is not initialised"):
+        zo.step(lambda m: 1.0, 1)
 
 
 def one_leaves(rank: int, world_size: int) -> str:
     zo = ZerothOrder(Net(), lr=0.1, timeout=3)
     if rank == 1:
-        import os
-
         os._exit(0)
     try:
         zo.step(lambda m: 1.0, 1)

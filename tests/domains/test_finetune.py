@@ -19,6 +19,7 @@ from core.errors import UserError
 from language import pretrained
 from language.data import IGNORE
 from language.finetune_recipes import RECIPES, FinetuneRecipe, LoraConfig
+from language.model import blocks_of
 from language.prompts import Prompt, PromptTask, answer_scores, answers_of, collate, encode, read_lines
 from tests.tiny_models import CONFIGS, POSITIONS, make_model, make_prompts, tiny_tokenizer
 
@@ -140,7 +141,7 @@ def test_a_folder_is_opened_and_written_as_it_was(models: dict[str, Path], kind:
     model = pretrained.open_model(recipe_of(models[kind]))
     tokenizer = pretrained.open_tokenizer(models[kind], model)
     assert not model.training and pretrained.positions(model, None) == POSITIONS
-    assert len(pretrained.blocks_of(model)) == 2
+    assert len(blocks_of(model)) == 2
     for _ in range(2):  # the second time in place of the first
         pretrained.write_model(model, tokenizer, tmp_path / "out")
     first, again = (load_file(folder / "model.safetensors") for folder in (models[kind], tmp_path / "out"))

@@ -2,7 +2,6 @@
 
 import json
 import lzma
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -15,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from core.errors import UserError
 from language.data import MaskedObjective, bytes_per_token, load_corpus
 from language.prepare import Documents, prepare, read_documents, split_documents, text_files, token_dtype
+from tests.scripts import run_script
 
 BOOKS = [f"Book {i}.\nIt says that {i} and {i + 1} are 日本 — numbers.\n" * 4 for i in range(6)]
 
@@ -188,14 +188,12 @@ def test_bad_values_name_themselves(library, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["library"], "no half-made folder is left behind"
 
 
-def test_the_command_prints_counts_and_fails_without_a_traceback(library, tmp_path):
-    command = [sys.executable, "-m", "language.prepare", str(library), "--out", str(tmp_path / "out")]
-    done = subprocess.run([*command, "--vocab-size", "300", "--hold-out", "2"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "train: 4 documents" in done.stdout
-    again = subprocess.run([*command, "--vocab-size", "300"], capture_output=True, text=True)
-    assert again.returncode == 2
-    assert again.stderr.startswith("error: ") and "Traceback" not in again.stderr
+def test_the_command_prints_counts_and_fails_without_a_traceback(library, tmp_path, mistake, capsys):
+    command = ["language.prepare", str(library), "--out", str(tmp_path / "out"), "--vocab-size", "300"]
+    run_script(*command, "--hold-out", "2")
+    assert "train: 4 documents" in capsys.readouterr().out
+    said = mistake(*command)
+    assert said.startswith("error: ") and said.count("\n") == 1
 
 
 def robertas(folder: Path) -> Path:

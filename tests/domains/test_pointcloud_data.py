@@ -1,6 +1,5 @@
 """Point-cloud sources and items: layouts, determinism, and errors that name the file."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,8 @@ from core import UserError
 from pointcloud import pack
 from pointcloud.data import PointClouds, load_source, normalise
 from pointcloud.recipes import RECIPES
-from pointcloud.sources import SOURCES, Surfaces
+from pointcloud.sources import Surfaces
+from training.data import data_root
 
 SYNSETS = ("02691156", "03001627")
 
@@ -102,13 +102,12 @@ def test_a_cloud_that_cannot_be_packed_is_named(shapenet: Path):
 
 
 def test_modelnet10():
-    root = os.environ.get("CO2_DATA")
-    if not root or not (Path(root) / "modelnet10_1024_fp16.npz").exists():
-        pytest.skip("CO2_DATA names no folder with modelnet10_1024_fp16.npz")
+    if not (data_root() / "modelnet10_1024_fp16.npz").exists():
+        pytest.skip(f"{data_root()} has no modelnet10_1024_fp16.npz")
     train, test = (load_source("modelnet10", split) for split in ("train", "test"))
     assert (len(train), len(test)) == (3991, 908)
     assert len({test.label(i) for i in range(908)}) == 10
-    item = PointClouds(test, 1024)[907, 0]
+    item = PointClouds(test, 1024)[0, 0, 907]
     assert item.shape == (1024, 3) and item.dtype == torch.float32
 
 
@@ -124,19 +123,18 @@ def test_items_are_centred_subsets_in_the_unit_sphere(shapenet: Path):
     source = load_source("shapenet", "train")
     whole = torch.from_numpy(normalise(source.load(0).astype(np.float64)).astype(np.float32))
     assert whole.mean(dim=0).abs().max() < 1e-6 and whole.norm(dim=1).max() == pytest.approx(1)
-    item = PointClouds(source, 40)[0, 0]
+    item = PointClouds(source, 40)[0, 0, 0]
     where = (item[:, None] == whole[None]).all(dim=2)
     assert where.any(dim=1).all() and where.any(dim=0).sum() == 40  # 40 different points of the cloud
 
 
 def test_items_depend_on_seed_epoch_and_index_only(shapenet: Path):
     source = load_source("shapenet", "train")
-    a = PointClouds(source, 16, seed=0)
-    b = PointClouds(load_source("shapenet", "train"), 16, seed=0)
-    b[3, 0], b[2, 1]  # what else is read, and when, does not matter
-    assert torch.equal(a[2, 1], b[2, 1])
-    assert not torch.equal(a[2, 1], a[2, 2])
-    assert not torch.equal(a[2, 1], PointClouds(source, 16, seed=1)[2, 1])
+    a, b = PointClouds(source, 16), PointClouds(load_source("shapenet", "train"), 16)
+    b[0, 0, 3], b[0, 1, 2]  # what else is read, and when, does not matter
+    assert torch.equal(a[0, 1, 2], b[0, 1, 2])
+    assert not torch.equal(a[0, 1, 2], a[0, 2, 2])
+    assert not torch.equal(a[0, 1, 2], a[1, 1, 2])
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -149,9 +147,9 @@ def test_workers_together_see_every_sample_once(world_size: int, shapenet: Path)
         batches = clouds.train_batches(recipe, rank, world_size, start=3, total=6)  # the last step of epoch 1, epoch 2
         trained.append(torch.cat(list(batches)))
         tested += [row for batch in clouds.test_batches(recipe, rank, world_size, 2) for row in batch.tolist()]
-    assert sorted(tested) == sorted(clouds[i, 0].tolist() for i in range(13))
+    assert sorted(tested) == sorted(clouds[0, 0, i].tolist() for i in range(13))
     steps = torch.cat([part.view(3, 6 // world_size, 4, 3) for part in trained], dim=1)
-    everything = [[clouds[i, epoch].tolist() for i in range(13)] for epoch in range(3)]
+    everything = [[clouds[0, epoch, i].tolist() for i in range(13)] for epoch in range(3)]
     assert all(row in everything[1] for row in steps[0].tolist())
     second = [everything[2].index(row) for step in steps[1:].tolist() for row in step]
     assert len(set(second)) == 12
@@ -174,25 +172,12 @@ def test_loader_processes_change_nothing_and_pass_errors_on_as_one_line():
 
 def test_augmentation_stretches_and_moves_within_its_range(shapenet: Path):
     source = load_source("shapenet", "train")
-    plain, augmented = PointClouds(source, 64)[0, 0], PointClouds(source, 64, augment=True)[0, 0]
+    plain, augmented = (PointClouds(source, 64, augment)[0, 0, 0] for augment in (False, True))
     scale = (augmented.amax(dim=0) - augmented.amin(dim=0)) / (plain.amax(dim=0) - plain.amin(dim=0))
     shift = augmented.mean(dim=0)
     assert (scale > 2 / 3 - 1e-5).all() and (scale < 3 / 2 + 1e-5).all() and scale.std() > 0.01
     assert (shift.abs() <= 0.2).all() and (shift != 0).all()
     torch.testing.assert_close(augmented, plain * scale + shift)
-
-
-@pytest.mark.parametrize("name", [name for name in SOURCES if name != "surfaces"])
-def test_missing_data_names_folder_layout_and_stand_in(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("CO2_DATA", str(tmp_path))
-    with pytest.raises(UserError) as error:
-        load_source(name, "train")
-    message = str(error.value)
-    assert f"no data set {name} in {tmp_path}: expected " in message and "train" in message.split("expected ")[1]
-    assert "surfaces_small" in message and "\n" not in message
-    monkeypatch.delenv("CO2_DATA")
-    with pytest.raises(UserError, match="set CO2_DATA.*surfaces_small"):
-        load_source(name, "train")
 
 
 def with_value(value: float) -> np.ndarray:
@@ -222,13 +207,13 @@ def test_bad_clouds_name_their_file(content: np.ndarray | bytes, problem: str, s
     else:
         np.save(path, content)
     with pytest.raises(UserError, match=f"model1.npy.*{problem}"):
-        PointClouds(load_source("shapenet", "train"), 32)[1, 0]
+        PointClouds(load_source("shapenet", "train"), 32)[0, 0, 1]
 
 
 def test_a_file_listed_but_absent_is_named(shapenet55: Path):
     (shapenet55 / "ShapeNet55-34" / "shapenet_pc" / f"{SYNSETS[0]}-model0.npy").unlink()
     with pytest.raises(UserError, match="model0.npy cannot be read"):
-        PointClouds(load_source("shapenet55", "train"), 32)[0, 0]
+        PointClouds(load_source("shapenet55", "train"), 32)[0, 0, 0]
     (shapenet55 / "ShapeNet55-34" / "ShapeNet-55" / "test.txt").write_text("\n")
     with pytest.raises(UserError, match="test.txt is empty"):
         load_source("shapenet55", "test")
@@ -246,4 +231,4 @@ def test_corrupt_modelnet10_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     broken = np.stack([random_cloud(0), with_value(np.nan)])
     np.savez(path, x_train=broken, y_train=np.zeros(2, dtype=int), cls=np.array(["chair"]))
     with pytest.raises(UserError, match=r"modelnet10_1024_fp16.npz, x_train\[1\]: 1 of 64"):
-        PointClouds(load_source("modelnet10", "train"), 64)[1, 0]
+        PointClouds(load_source("modelnet10", "train"), 64)[0, 0, 1]

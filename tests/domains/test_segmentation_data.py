@@ -1,6 +1,5 @@
 """The segmentation data sets: what an item is, that it is reproducible, and what a broken file says."""
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +9,15 @@ from PIL import Image
 
 from core import UserError
 from segmentation import data, synthetic
+from training.data import data_root
 
-CAMVID = Path(os.environ.get("CO2_DATA") or "absent", "camvid_240x180.npz")
+CAMVID = data_root() / "camvid_240x180.npz"
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CO2_DATA", str(tmp_path))
+    return tmp_path
 
 
 def write_ade20k(root: Path, n: int = 3) -> Path:
@@ -31,9 +37,9 @@ def write_ade20k(root: Path, n: int = 3) -> Path:
     return folder
 
 
-def test_ade20k_reduces_the_zero_label_and_crops(tmp_path: Path) -> None:
-    write_ade20k(tmp_path)
-    train, val = (data.build_dataset("ade20k", split, tmp_path) for split in ("train", "val"))
+def test_ade20k_reduces_the_zero_label_and_crops(root: Path) -> None:
+    write_ade20k(root)
+    train, val = (data.build_dataset("ade20k", split) for split in ("train", "val"))
     assert len(train) == len(val) == 3
     assert len(train.metainfo["classes"]) == 150
     item = train[0]
@@ -42,48 +48,43 @@ def test_ade20k_reduces_the_zero_label_and_crops(tmp_path: Path) -> None:
     label = val[0]["data_samples"].gt_sem_seg.data
     assert label.shape == (1, 64, 80)  # the mask keeps its size, the image is resized to a height of 512
     assert val[0]["inputs"].shape == (3, 512, 640)
+    with pytest.raises(UserError, match="test images come without masks"):
+        data.build_dataset("ade20k", "test")
     assert (label[0, :10] == 255).all() and (label[0, 10:20] == 149).all() and (label[0, 20:] == 0).all()
 
 
-def test_ade20k_missing_folder_names_place_layout_and_stand_in(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"{tmp_path}/ade/ADE.*annotations/training/\*\.png.*digits_small"):
-        data.build_dataset("ade20k", "train", tmp_path)
-    with pytest.raises(UserError, match="test images come without masks"):
-        data.build_dataset("ade20k", "test", tmp_path)
-
-
 @pytest.mark.parametrize("label", [151, 254])
-def test_label_out_of_range_names_the_file(tmp_path: Path, label: int) -> None:
-    folder = write_ade20k(tmp_path)
+def test_label_out_of_range_names_the_file(root: Path, label: int) -> None:
+    folder = write_ade20k(root)
     path = folder / "annotations/training/1.png"
     Image.fromarray(np.full((64, 80), label, np.uint8)).save(path)
     with pytest.raises(UserError, match=rf"{path}: label {label} is out of range: expected 1 to 150"):
-        data.build_dataset("ade20k", "train", tmp_path)[1]
+        data.build_dataset("ade20k", "train")[1]
 
 
-def test_sixteen_bit_mask_does_not_wrap_around(tmp_path: Path) -> None:
-    folder = write_ade20k(tmp_path)
+def test_sixteen_bit_mask_does_not_wrap_around(root: Path) -> None:
+    folder = write_ade20k(root)
     Image.fromarray(np.full((64, 80), 256 + 7, np.uint16)).save(folder / "annotations/training/0.png")
     with pytest.raises(UserError, match="label 263 is out of range"):
-        data.build_dataset("ade20k", "train", tmp_path)[0]
+        data.build_dataset("ade20k", "train")[0]
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "text"])
-def test_corrupt_image_names_the_file(tmp_path: Path, damage: str) -> None:
-    path = write_ade20k(tmp_path) / "images/training/2.jpg"
+def test_corrupt_image_names_the_file(root: Path, damage: str) -> None:
+    path = write_ade20k(root) / "images/training/2.jpg"
     whole = path.read_bytes()
     path.write_bytes({"truncated": whole[: len(whole) // 2], "empty": b"", "text": b"no image"}[damage])
     with pytest.raises(UserError, match=rf"{path}: not a readable image.*repair or remove") as error:
-        data.build_dataset("ade20k", "train", tmp_path)[2]
+        data.build_dataset("ade20k", "train")[2]
     assert "\n" not in str(error.value)
 
 
-def test_missing_and_mismatched_masks_name_the_file(tmp_path: Path) -> None:
-    folder = write_ade20k(tmp_path)
+def test_missing_and_mismatched_masks_name_the_file(root: Path) -> None:
+    folder = write_ade20k(root)
     (folder / "annotations/training/0.png").unlink()
     Image.fromarray(np.ones((64, 79), np.uint8)).save(folder / "annotations/training/1.png")
     Image.fromarray(np.ones((64, 80, 3), np.uint8)).save(folder / "annotations/training/2.png")
-    train = data.build_dataset("ade20k", "train", tmp_path)
+    train = data.build_dataset("ade20k", "train")
     with pytest.raises(UserError, match=r"0\.png: no such file"):
         train[0]
     with pytest.raises(UserError, match=r"1\.png: a mask of shape \(64, 79\) for an image of \(64, 80\)"):
@@ -94,7 +95,7 @@ def test_missing_and_mismatched_masks_name_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not CAMVID.exists(), reason="CO2_DATA has no camvid_240x180.npz")
 def test_camvid_maps_void_to_ignored() -> None:
-    val = data.build_dataset("camvid", "val", CAMVID.parent)
+    val = data.build_dataset("camvid", "val")
     assert len(val) == 101
     with np.load(CAMVID) as file:
         images, masks = file["x_val"], file["y_val"]
@@ -103,22 +104,20 @@ def test_camvid_maps_void_to_ignored() -> None:
     label = item["data_samples"].gt_sem_seg.data[0].numpy()
     assert np.array_equal(label == 255, masks[5] == 11)
     assert np.array_equal(label[label != 255], masks[5][masks[5] != 11])
-    crop = data.build_dataset("camvid", "train", CAMVID.parent)[0]
+    crop = data.build_dataset("camvid", "train")[0]
     assert crop["inputs"].shape == (3, *data.CROP["camvid"])
 
 
-def test_camvid_errors(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"no CamVid in {tmp_path}.*CO2_DATA.*digits_small"):
-        data.build_dataset("camvid", "train", tmp_path)
-    path = tmp_path / "camvid_240x180.npz"
+def test_camvid_errors(root: Path) -> None:
+    path = root / "camvid_240x180.npz"
     path.write_bytes(b"PK not really")
     with pytest.raises(UserError, match=rf"{path}: not readable"):
-        data.build_dataset("camvid", "train", tmp_path)
+        data.build_dataset("camvid", "train")
     masks = np.zeros((2, 180, 240), np.uint8)
     masks[1, 0, 0] = 12
     np.savez(path, x_train=np.zeros((2, 180, 240, 3), np.uint8), y_train=masks)
     with pytest.raises(UserError, match=r"y_train\[1\]: label 12 is out of range: expected 0 to 10"):
-        data.build_dataset("camvid", "train", tmp_path)
+        data.build_dataset("camvid", "train")
 
 
 def test_digits_masks_are_exact() -> None:

@@ -17,7 +17,6 @@ from segmentation.pictures import side_by_side
 from segmentation.recipes import RECIPES, digits_small
 from segmentation.train import make_model
 from tests.domains.test_segmentation_data import write_ade20k
-from training.checks import dry_run
 from training.optim import make_optimizer
 
 
@@ -55,13 +54,14 @@ def test_labels_cross_as_bytes_and_arrive_as_mmseg_has_them(digits: data.ArraySe
 
 
 def test_augmentation_depends_on_seed_epoch_and_index_alone(digits: data.ArraySegDataset) -> None:
-    first = SeededAugmentation(digits, 3)[0, 7]["inputs"]
+    augmented = SeededAugmentation(digits)
+    first = augmented[3, 0, 7]["inputs"]
     np.random.seed(11)
     before = np.random.get_state()[1].copy()  # type: ignore[index]
-    assert torch.equal(SeededAugmentation(digits, 3)[0, 7]["inputs"], first)
+    assert torch.equal(augmented[3, 0, 7]["inputs"], first)
     assert np.array_equal(np.random.get_state()[1], before)  # type: ignore[index]
-    assert not torch.equal(SeededAugmentation(digits, 3)[1, 7]["inputs"], first)
-    assert not torch.equal(SeededAugmentation(digits, 4)[0, 7]["inputs"], first)
+    assert not torch.equal(augmented[3, 1, 7]["inputs"], first)
+    assert not torch.equal(augmented[4, 0, 7]["inputs"], first)
 
 
 def test_evaluation_sees_every_image_once() -> None:
@@ -74,12 +74,15 @@ def test_evaluation_sees_every_image_once() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_broken_file_is_one_line_from_any_process(tmp_path: Path, workers: int) -> None:
+def test_a_broken_file_is_one_line_from_any_process(
+    tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CO2_DATA", str(tmp_path))
     path = write_ade20k(tmp_path) / "images/training/1.jpg"
     path.write_bytes(b"no image")
     recipe = replace(digits_small(), batch_size=3, loader_workers=workers)
     with pytest.raises(UserError) as error:
-        list(train_batches(data.build_dataset("ade20k", "train", tmp_path), recipe, 0, 1, 0, 1))
+        list(train_batches(data.build_dataset("ade20k", "train"), recipe, 0, 1, 0, 1))
     assert str(error.value).startswith(f"{path}: not a readable image") and "\n" not in str(error.value)
 
 
@@ -93,14 +96,6 @@ def test_pictures_show_colours_and_black_where_ignored() -> None:
     assert picture[:, 0, 0].tolist() == [0, 0, 200]
     assert picture[:, 0, 3:6].T.tolist() == [[10, 20, 30], [40, 50, 60], [0, 0, 0]]
     assert picture[:, 0, 6:9].T.tolist() == [[40, 50, 60], [40, 50, 60], [0, 0, 0]]
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_runs_dry(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    dry_run(RECIPES[name], lambda: make_model(RECIPES[name]))
-    text = capsys.readouterr().out
-    assert f'"backbone": "{RECIPES[name].backbone}"' in text
-    assert float(text.splitlines()[-1].split()[0]) > 0.5
 
 
 def test_ade20k_recipes_cover_the_three_backbones_and_fit_128_workers() -> None:

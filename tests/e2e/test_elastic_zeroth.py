@@ -14,7 +14,7 @@ from core import testing
 from core.methods import ElasticZeroth
 from core.zeroth import ScalarLog, ZerothOrder
 from core.zeroth.forward import Loss
-from core.zeroth.order import digest
+from core.zeroth.weights import digest
 from language import zo_replay
 from language.corpora import open_corpus
 from language.finetune import tune
@@ -25,7 +25,7 @@ from tests.e2e.test_finetune import weights
 from tests.e2e.test_language import rows, tiny
 from tests.e2e.test_zeroth import OPTIM, ZO
 from tests.tiny_models import make_model, make_prompts
-from training import elastic
+from training import checkpoint
 from training.run import Run
 
 DIES_AT, WAITS_AT = 8, 14  # steps
@@ -88,16 +88,16 @@ def test_a_worker_is_lost_another_replays_the_run_and_it_is_resumed(tmp_path: Pa
     assert all(line["train_loss"] > 0 for line in lines if "train_loss" in line)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 60
 
-    state = elastic.load(tmp_path / "run" / "checkpoints")
-    assert state is not None and "model" not in state
-    log = ScalarLog.from_state(state["method"]["log"])
+    found = checkpoint.load(tmp_path / "run" / "checkpoints", rank=0)
+    assert found is not None and "model" not in found[0]
+    log = ScalarLog.from_state(found[0]["method"]["state"]["log"])
     recipe = recipe_of(tmp_path)
     torch.manual_seed(recipe.seed * 1_000_003)
     corpus = open_corpus(recipe.corpus, recipe.vocab_size)
     model = initial(recipe, corpus.pad)
     ZerothOrder(model, recipe.zeroth, lr=0.0).replay(log)
     assert {digest(list(model.parameters()))} == set(weights.values()), "the checkpoint is the list of scalars"
-    assert max(path.stat().st_size for path in (tmp_path / "run").glob("checkpoints/*")) < 20_000
+    assert max(path.stat().st_size for path in (tmp_path / "run").glob("checkpoints/*/*")) < 20_000
 
     resumed = go(tmp_path, 0, epochs=4, resume=True, extend=True)
     assert len(set(resumed.values()) - set(weights.values())) == 1, "three workers hold the same new weights"

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from setuptools import find_packages
 
-from training import compat
+from training import prepared
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -154,7 +154,7 @@ def test_help_comes_before_what_takes_seconds_to_import(command: list[str]):
 def test_torchvision_imports_in_a_fresh_process():
     """Models and transforms work after it, also when it is called twice."""
     program = (
-        "from training.compat import prepare_torchvision; prepare_torchvision(); prepare_torchvision()\n"
+        "from training.prepared import prepare_torchvision; prepare_torchvision(); prepare_torchvision()\n"
         "import torch, torchvision; from torchvision.transforms import v2\n"
         "assert v2.Resize(8)(torch.zeros(3, 16, 16)).shape == (3, 8, 8)\n"
         "assert torchvision.models.resnet18().eval()(torch.zeros(1, 3, 32, 32)).shape == (1, 1000)\n"
@@ -169,8 +169,8 @@ def test_prepare_torchvision_leaves_a_gpu_build_alone(monkeypatch: pytest.Monkey
         raise AssertionError(f"imported {name}")
 
     monkeypatch.setattr(torch.version, accelerator, "12.8")
-    monkeypatch.setattr(compat.importlib, "import_module", refuse)
-    compat.prepare_torchvision()
+    monkeypatch.setattr(prepared.importlib, "import_module", refuse)
+    prepared.prepare_torchvision()
 
 
 def test_prepare_torchvision_passes_on_an_unknown_error(monkeypatch: pytest.MonkeyPatch):
@@ -179,6 +179,6 @@ def test_prepare_torchvision_passes_on_an_unknown_error(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(compat.importlib, "import_module", fail)
+    monkeypatch.setattr(prepared.importlib, "import_module", fail)
     with pytest.raises(RuntimeError, match="something else"):
-        compat.prepare_torchvision()
+        prepared.prepare_torchvision()

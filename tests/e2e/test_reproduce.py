@@ -306,7 +306,7 @@ def test_jobs_are_submitted_with_their_environment(tmp_path: Path, monkeypatch: 
 
 
 def test_a_reader_that_has_seen_enough_ends_it_without_a_traceback():
-    text = "import sys, reproduce; reproduce.quietly(lambda: [print('x' * 100) for _ in range(20000)])"
+    text = "from training.script import launch; launch(lambda: [print('x' * 100) for _ in range(20000)])"
     with subprocess.Popen(
         [sys.executable, "-c", text], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from core.config import CO2Config
+from core import CO2Config
 from core.methods import METHODS
 from core.testing import run_distributed
 from segmentation.data import build_dataset

@@ -23,7 +23,7 @@ from core.methods import METHODS
 from core.stats import RoundStats
 from core.testing import run_distributed
 from tests.scripts import run_on_worker
-from training.counters import Due
+from training.progress import Due
 from training.run import Run
 from vision import data
 from vision.demo import table

@@ -75,7 +75,9 @@ def finite_checkpoints(folder: Path) -> bool:
     return bool(states) and all(bool(p.isfinite().all()) for state, *_ in states for p in state["model"].values())
 
 
-@pytest.mark.parametrize("method", ["co2", "local", "overlap_local"])
+@pytest.mark.parametrize(
+    "method", ["co2", *(pytest.param(m, marks=pytest.mark.slow) for m in ("local", "overlap_local"))]
+)
 def test_a_worker_that_is_spoilt_once_goes_on_with_the_others(method: str, tmp_path: Path):
     """NaN in a gradient: Adam's moments are NaN too, and would spoil every round from there on."""
     for found in run_distributed(not_finite, 2, str(tmp_path), method, [13], timeout=120):
@@ -131,7 +133,11 @@ def dies(rank: int, world_size: int, folder: str, path: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("path", PATHS)
+FAST = ("save", "shards")
+SLOW = [pytest.param(path, marks=pytest.mark.slow) for path in PATHS if path not in FAST]
+
+
+@pytest.mark.parametrize("path", [*FAST, *SLOW])
 def test_every_survivor_names_the_dead(path: str, tmp_path: Path):
     world_size, who = 4, PATHS[path][1]
     said = run_distributed(dies, world_size, str(tmp_path), path, timeout=120, expect_death=(who,))

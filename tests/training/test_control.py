@@ -4,7 +4,6 @@ order, also where skip_after leads them into unlike rounds. torch demands one or
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,9 +14,10 @@ from torch import nn
 from core import CO2, CO2Config
 from core.groups import host_group, of_all
 from core.testing import run_distributed
-from training.counters import Due
 from training.fixed import Fixed
-from training.start import join
+from training.progress import Due, Progress, Trained
+from training.recipe import Recipe
+from training.workers import join
 
 STARTS = ("all_reduce", "broadcast", "all_gather", "all_to_all_single", "reduce_scatter_tensor", "barrier")
 
@@ -55,10 +55,11 @@ def skipping(rank: int, world_size: int, folder: str) -> tuple[list[str], list[l
     join(torch.device("cpu"), 60.0, {"tau": 2})
     params = [nn.Parameter(torch.ones(8))]
     co2 = CO2(params, CO2Config(tau=2))
-    co2.skip_after = 5.0
-    run: Any = SimpleNamespace(recipe=SimpleNamespace(skip_after=5.0), device=torch.device("cpu"), step=0)
-    fixed = Fixed(run)
-    fixed._method = co2
+    co2.pacing.skip_after = 5.0
+    run = Progress(Recipe(skip_after=5.0), torch.device("cpu"))
+    nobody: Any = None  # no folder, no model
+    fixed = Fixed(run, nobody, nobody)
+    fixed._trained = Trained(nobody, nobody, nobody, co2, "co2")
     lands_within, sums = co2.flight.lands_within, []
     for run.step in range(1, 9):
         with torch.no_grad():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from training.counters import Averages, Every, Stopwatch
+from training.progress import Averages, Every, Stopwatch
 
 
 def test_every_fires_once_per_period_even_when_asked_late():

@@ -1,14 +1,11 @@
-"""Elastic runs: how samples are dealt, checkpoints of the first worker alone, who is listed, and a whole run."""
+"""Elastic runs: how samples are dealt, checkpoints of the first worker alone, and whole runs."""
 
-import errno
 import json
 import os
 import signal
-import socket
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,44 +18,15 @@ from core import UserError, WireConfig, testing
 from core.co2 import CO2Config
 from core.elastic.joining import ElasticCO2
 from core.elastic.members import Members
-from tests.ports import listening_at
-from training import coordinator, elastic
-from training.coordinator import Agent, Coordinator
+from training import checkpoint, elastic
 from training.elastic import Deal, repeated
+from training.folder import RunFolder
 from training.optim import OptimConfig, make_schedule
+from training.progress import Progress, Trained
 from training.recipe import Recipe
 from training.run import Run
 from training.sampling import generator, worker_batches
 from training.script import launch
-
-# -- the launcher's store -----------------------------------------------------------------------------------
-
-
-def nobody(environment: dict[str, str]) -> Any:
-    raise AssertionError("no worker is started")
-
-
-def test_the_launchers_store_listens_at_its_address_alone():
-    agent = Agent(nobody, 1)
-    assert listening_at(agent._served.port) == {"127.0.0.1"}
-
-
-def test_an_address_that_is_not_this_machines_own_is_listened_to_everywhere(monkeypatch: pytest.MonkeyPatch):
-    def refuse(*_: Any) -> Any:
-        raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
-
-    monkeypatch.setattr(coordinator.socket, "create_server", refuse)
-    assert listening_at(Agent(nobody, 1)._served.port) & {"::", "0.0.0.0"}
-
-
-def test_other_nodes_reach_a_store_whose_name_means_loopback_on_the_first_one():
-    assert listening_at(Agent(nobody, 1, nodes=2, host="127.0.1.1")._served.port) & {"::", "0.0.0.0"}
-
-
-def test_a_port_that_is_taken_is_told():
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="a free --master-port"):
-        Agent(nobody, 1, port=taken.getsockname()[1])
-
 
 # -- data ---------------------------------------------------------------------------------------------------
 
@@ -93,46 +61,45 @@ def test_no_sample_is_dealt_twice_and_few_are_missed(changes: dict[int, int]):
 # -- checkpoints ----------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture):
-    assert elastic.load(tmp_path) is None
-    for step in (3, 6, 9):
-        path = tmp_path / "x.pt"
-        torch.save({"step": step}, path)
-        elastic.save(tmp_path, step, memoryview(path.read_bytes()))
-    kept = sorted(tmp_path.glob("*.elastic"))
-    assert [p.name[:13] for p in kept] == ["step000000006", "step000000009"]
-    assert elastic.load(tmp_path) == {"step": 9}
-    kept[1].write_bytes(kept[1].read_bytes()[:-1] + b"?")
-    assert elastic.load(tmp_path) == {"step": 6}
-    assert "step000000009" in capsys.readouterr().err
-    kept[0].write_bytes(b"")
-    with pytest.raises(UserError, match="no checkpoint can be loaded"):
-        elastic.load(tmp_path)
+def first_worker(folder: Path, device: torch.device | None = None) -> elastic.Elastic:
+    """One that trains nothing."""
+    progress = Progress(Recipe(batch_size=1), device or torch.device("cpu"))
+    return elastic.Elastic(progress, RunFolder(folder, 0, progress.clock), None)  # type: ignore[arg-type]
 
 
-def test_a_model_that_is_not_finite_is_not_saved(tmp_path: Path, capsys: pytest.CaptureFixture):
-    model = nn.Linear(1, 1)
-    place: Any = SimpleNamespace(
-        rank=0, world_size=1, recipe=Recipe(batch_size=1), folder=SimpleNamespace(checkpoints=tmp_path)
-    )
-    worker = elastic.Elastic(place)
-    worker._parts, worker.state = {"model": model}, lambda: {"step": worker.drawn}
-    for worker.drawn, bias in enumerate((1.0, float("nan"), float("inf"))):
+def test_the_first_worker_alone_saves_what_all_others_get(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """In the format of any run; nothing of a model that is not finite."""
+    worker, model = first_worker(tmp_path), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    schedule = make_schedule(optimizer, 9, OptimConfig())
+    worker.members = Members(dist.HashStore(), "0.0")
+    worker.method = ElasticCO2(model.parameters(), CO2Config(tau=3), members=worker.members)
+    worker._trained = Trained(model, optimizer, schedule, worker.method, "co2")
+    for worker.drawn, bias in enumerate((1.0, 2.0, float("nan"), float("inf"))):
         nn.init.constant_(model.bias, bias)
         worker.save()
-        assert worker.saved() == (worker.drawn == 0)
-    assert elastic.load(tmp_path) == {"step": 0}
-    assert capsys.readouterr().err.count("the model is not finite: no checkpoint is written") == 2
+        assert worker.saved() == (worker.drawn < 2)
+    assert capsys.readouterr().err.count("not finite: no checkpoint is written") == 2
+    found = checkpoint.load(worker.folder.checkpoints, rank=0)
+    assert found is not None and found[1] == 1
+    worker.restore(found[0])
+    assert worker.drawn == 1 and model.bias.item() == 2.0
 
 
-def test_its_gpu_is_the_current_one(monkeypatch: pytest.MonkeyPatch):
+def test_a_checkpoint_of_an_older_version_is_refused_in_one_line(tmp_path: Path):
+    (tmp_path / "step000000006.0123456789abcdef.elastic").write_bytes(b"")
+    with pytest.raises(UserError, match="step000000006.* is of an older version") as caught:
+        checkpoint.load(tmp_path, rank=0)
+    assert "\n" not in str(caught.value)
+
+
+def test_its_gpu_is_the_current_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As in a run whose workers stay: pinned memory, and what names no device, would go by way of the first one."""
     taken: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.delenv("CO2_WORKER", raising=False)
-    run: Any = SimpleNamespace(recipe=Recipe(batch_size=1), world_size=1, device=torch.device("cuda:1"))
     with pytest.raises(UserError, match="training.launch"):
-        elastic.Elastic(run).meet()
+        first_worker(tmp_path, torch.device("cuda:1")).meet()
     assert taken == [torch.device("cuda:1")]
 
 
@@ -144,7 +111,6 @@ def test_its_gpu_is_the_current_one(monkeypatch: pytest.MonkeyPatch):
         ({"zero": 2}, "zero=2"),
         ({"shard": True}, "shard=True"),
         ({"co2": CO2Config(tau="auto")}, "tau='auto'"),
-        ({"co2": CO2Config(sync_steps=2)}, "sync_steps=2"),
         ({"co2": CO2Config(steps="by_speed")}, "steps='by_speed'"),
         ({"co2": CO2Config(wire=WireConfig("int8"))}, "wire.format='int8'"),
         ({"skip_after": 1.0}, "skip_after"),
@@ -163,59 +129,6 @@ def test_the_recommended_settings_go_with_it():
     assert Recipe(elastic=True, co2=co2).co2 == co2
     method = ElasticCO2([nn.Parameter(torch.zeros(2))], co2, members=Members(dist.HashStore(), "0.0"))
     assert method.config == replace(co2, wire=WireConfig()) and method.tuner is None
-
-
-# -- the coordinator ------------------------------------------------------------------------------------------
-
-
-class Table:
-    """A coordinator over a store of this process, and what workers would write there."""
-
-    def __init__(self) -> None:
-        self.store = dist.HashStore()
-        self.coordinator, self.beat = Coordinator(self.store, 1), 0
-        self.store.set("patience", "1000")
-
-    def look(self, alive: list[str], **keys: str) -> tuple[int, list[str]]:
-        """keys: 'came_1_0.0'="failed" is the key came/1/0.0."""
-        self.beat += 1
-        self.store.set("node/0", json.dumps({"beat": self.beat, "alive": alive}))
-        for key, value in keys.items():
-            self.store.set(key.replace("_", "/"), value)
-        self.coordinator.look()
-        return self.coordinator.generation, self.coordinator.members
-
-    def listed(self, number: int) -> dict[str, Any]:
-        return json.loads(self.store.get(f"generation/{number}"))
-
-
-def test_who_belongs_to_a_generation():
-    table, three = Table(), ["1.0", "0.0", "10.0"]
-    ready = {f"ready_{name}": "" for name in three}
-    assert table.look(three, **dict(list(ready.items())[:2])) == (0, [])  # all that were started are waited for
-    assert table.look(three, **ready) == (1, ["0.0", "1.0", "10.0"])
-    assert not table.store.check(["broken/1"])
-    table.look(["0.0", "10.0", "1.1"], **{"ready_1.1": ""})  # 1.0 has died, and was started again
-    assert table.store.check(["broken/1"]) and table.store.check(["waiting/1"])
-    alive = ["0.0", "10.0", "1.1"]
-    assert table.look(alive, **{"came_1_0.0": "failed"})[0] == 1
-    assert table.look(alive, **{"came_1_10.0": "failed"}) == (2, ["0.0", "10.0"])  # nobody joins in a failure
-    assert not table.listed(2)["planned"]
-    table.look(alive, **{"came_2_0.0": "planned"})
-    assert table.look(alive, **{"came_2_10.0": "planned"}) == (3, ["0.0", "10.0", "1.1"])
-    assert table.listed(3)["planned"]
-    # a newcomer whose fetch has failed waits for the next time
-    table.look(alive, **{"came_3_1.1": "empty", "ready_1.1": ""})
-    assert table.look(alive, **{"came_3_0.0": "failed", "came_3_10.0": "failed"}) == (4, ["0.0", "10.0"])
-    assert table.look(["1.1"]) == (5, ["1.1"])  # all that had state are lost: it founds anew
-
-
-def test_a_silent_worker_is_left_out_after_the_patience():
-    table = Table()
-    table.store.set("patience", "0")
-    table.look(["0.0", "1.0"], **{"ready_0.0": "", "ready_1.0": ""})
-    table.look(["0.0", "1.0"], **{"came_1_1.0": "failed"})
-    assert table.look(["0.0", "1.0"]) == (2, ["1.0"])
 
 
 # -- whole runs -----------------------------------------------------------------------------------------------
@@ -244,15 +157,13 @@ def toy(folder: str, where: str, who: str, resume: bool, pace: float) -> None:
         if where == here and os.environ["CO2_WORKER"] == who and run.step > 12:
             os.kill(os.getpid(), signal.SIGTERM if here == "signal" else signal.SIGKILL)
 
-    write = elastic.save
+    write = checkpoint._publish
 
-    def half(target: Path, step: int, data: memoryview) -> None:
-        if where == "checkpoint" and target.exists():
-            (target / f"step{step:09d}.0.elastic.tmp").write_bytes(b"half")
-            dies("checkpoint")
-        write(target, step, data)
+    def half(*paths: Any) -> None:
+        dies("checkpoint")
+        write(*paths)
 
-    elastic.save = half
+    checkpoint._publish = half
 
     def batches(recipe: Toy, rank: int, world_size: int, start: int, total: int) -> Any:
         place = {"seed": 0, "rank": rank, "world_size": world_size, "start": start, "total": total}
@@ -321,7 +232,7 @@ def test_a_run_goes_on_without_a_worker(tmp_path: Path, where: str, who: str):
     ended = train(tmp_path, where, who)
     notes = [line["workers"] for line in ended["lines"] if "workers" in line]
     assert notes == [f"2 workers: {who} lost"]
-    assert not list(tmp_path.glob("checkpoints/*.tmp"))
+    assert not list(tmp_path.glob("checkpoints/*.tmp*"))
 
 
 @pytest.mark.slow

@@ -13,9 +13,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from core import UserError
 from training.config import stretches
-from training.counters import Stopwatch
 from training.folder import RunFolder
 from training.optim import OptimConfig
+from training.progress import Stopwatch
 from training.recipe import Recipe
 
 

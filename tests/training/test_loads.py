@@ -48,7 +48,7 @@ LOADERS = {
 HARMLESS = ("json.", "tomllib.", "tl.", "triton.language.", "numpy.fromfile")
 OWN = {  # functions of the project that are called load, or popen, and lead to calls in the list
     "checkpoint.load", "data.load", "report.load", "source.load", "self.source.load", "ScalarLog.load", "cluster.popen",
-    "_Unpickler().load", "image.load", "tasks.load", "way.loads",
+    "_Unpickler().load", "image.load", "way.loads",
 }  # fmt: skip
 EVALUATE = {"eval", "exec", "compile", "__import__"}
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from core.config import CO2Config
+from core import CO2Config
 from language.train import RECIPES, fake_step, make_model
 from results.paper import TABLES
-from training import memory, method_memory
+from training import memory
 from training.checks import dry_run
 from training.recipe import Recipe
 
@@ -83,7 +83,7 @@ def test_shared_out_co2_holds_what_was_measured(changes: dict[str, Any], expecte
         model = torch.nn.Linear(1024, 1024, bias=False)
     node = changes.get("per_node", 1)
     whole = 4 * 1024**2 / (node if changes.get("zero", 0) >= 2 else 1)
-    assert method_memory.held(Recipe(**changes), model, node, 4).always / whole == pytest.approx(expected, abs=1e-4)
+    assert memory.held(Recipe(**changes), model, node, 4).always / whole == pytest.approx(expected, abs=1e-4)
 
 
 def test_the_recommended_settings_hold_more_than_the_papers(monkeypatch: pytest.MonkeyPatch):

@@ -13,22 +13,21 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from core import outer
-from core.config import CO2Config
+from core import CO2Config, outer, passes
 from core.flight import Flight
 from core.groups import node_mesh
 from core.lgreco import curves, decide
-from core.lgreco.allocate import allocate
-from core.methods import DelayedConfig, LocalMethod, SlowMoConfig, Zeroth, ZerothConfig, make_method
+from core.lgreco.decide import allocate
+from core.methods import DelayedConfig, Rounds, SlowMoConfig, Zeroth, ZerothConfig, make_method
 from core.methods.gradient_wire import GradientWire
 from core.testing import run_distributed
 from core.wires import quantized
 from core.wires.config import LGrecoConfig, WireConfig
-from training import method_memory
-from training.method_memory import Held, Live
+from training import memory
+from training.memory import Held, Live
 from training.recipe import Recipe
 
-CO2 = CO2Config(tau=2, update="plain")  # the CPU's own pass has scratch memory, which a GPU's has not
+CO2 = CO2Config(tau=2)
 SEGMENT = 1 << 13
 TWICE = {"first": 1, "every": 1, "time_share": 1.0}
 
@@ -37,7 +36,7 @@ def wired(format: Any, like: str = "int4", **lgreco: Any) -> CO2Config:
     return replace(CO2, wire=WireConfig(format, like=like, lgreco=LGrecoConfig(**lgreco)))
 
 
-RECOMMENDED = replace(CO2Config.recommended(2), tau=2, update="plain")
+RECOMMENDED = replace(CO2Config.recommended(2), tau=2)
 SETTINGS: dict[str, dict[str, Any]] = {
     "paper": {"co2": CO2},
     "recommended": {"co2": RECOMMENDED},
@@ -108,8 +107,9 @@ class Counted:
 
 @contextlib.contextmanager
 def small_segments() -> Iterator[None]:
-    """Encodes and updates little at once, as beside a large model."""
-    places = (outer, "SEGMENT", SEGMENT), (quantized, "SEGMENT", SEGMENT), (curves, "ROWS", SEGMENT // 256)
+    """Encodes and updates little at once, as beside a large model; without the scratch memory of the CPU's own pass."""
+    places = [(outer, "SEGMENT", SEGMENT), (quantized, "SEGMENT", SEGMENT), (curves, "ROWS", SEGMENT // 256)]
+    places.append((passes, "ChunkedBoundary", outer.Boundary))
     with contextlib.ExitStack() as patches:
         for place in places:
             patches.enter_context(mock.patch.object(*place))
@@ -136,7 +136,7 @@ def trains(name: str, world_size: int) -> tuple[Held, float]:
             one_round(method, model)
             counted.round_ended()
     always = counted.always
-    if isinstance(method, LocalMethod):
+    if isinstance(method, Rounds):
         method.finish()
     return Held(always, counted.staging), counted.most
 
@@ -146,7 +146,7 @@ def make(recipe: Recipe, model: nn.Module, mesh: Any) -> Any:
         return Zeroth(model[:-1], ZerothConfig(), lr=lambda: 0.1)
     if recipe.method == "ddp":
         return GradientWire(model, recipe.ddp_wire, group=None, timeout=60.0, link=None)
-    settings = {k: getattr(recipe, k) for k in ("co2", "delayed", "slowmo", "overlap_local", "shard")}
+    settings = {"co2": recipe.co2, "shard": recipe.shard, **recipe.own_settings}
     with mock.patch("core.methods.DistributedDataParallel"):
         return make_method(recipe.method, model, mesh=mesh, **settings)[1]
 
@@ -174,7 +174,7 @@ def counts(names: tuple[str, ...]) -> dict[str, Any]:
     return run_distributed(on_worker, 2, list(names), timeout=300)[0]
 
 
-FAST = ("paper", "recommended", "lgreco int4", "slowmo", "shard")
+FAST = ("paper", "recommended", "shard")
 REST = tuple(name for name in SETTINGS if name not in FAST)
 
 
@@ -184,7 +184,7 @@ def test_it_is_what_a_method_that_trains_holds(name: str):
     with torch.device("meta"):
         model = net()
     with small_segments():
-        found = method_memory.held(recipe, model, recipe.per_node, 2, on_gpu=False)
+        found = memory.held(recipe, model, recipe.per_node, 2, on_gpu=False)
     counted, most = counts(FAST if name in FAST else REST)[name]
     flat = 4.0 * sum(p.numel() for p in model.parameters())
     told = [round(v / flat, 3) for v in (*vars(found).values(), *vars(counted).values(), most)]

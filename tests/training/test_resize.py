@@ -17,7 +17,7 @@ from torch.distributed import checkpoint as dcp
 
 from core import CO2, CO2Config, UserError, WireConfig
 from core.testing import run_distributed
-from training import named
+from training import progress
 from training.optim import OptimConfig, make_optimizer, make_schedule
 from training.recipe import Recipe
 from training.run import Run
@@ -97,12 +97,19 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(torch.allclose(x, y, rtol=1e-6, atol=1e-7) for x, y in zip(a, b, strict=True))
 
 
-def test_fewer_and_more_workers_go_on_from_the_same_outer_iterate(tmp_path: Path):
+@pytest.fixture(scope="module")
+def of_three(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """The folder of a run of three workers that was saved, and what they saw."""
+    folder = tmp_path_factory.mktemp("three") / "run"
+    return folder, by_worker(folder, 3, resume=False)
+
+
+def test_fewer_and_more_workers_go_on_from_the_same_outer_iterate(of_three: tuple[Path, list[Any]], tmp_path: Path):
     """What they start from at step 12 is what the three that saved at step 9 had sent until then."""
-    whole = by_worker(tmp_path / "run", 3, resume=False)
+    saved, whole = of_three
     for n, said in ((2, "optimiser's states of rank 2 and above are dropped"), (4, "rank 3 and above copy")):
         copied = tmp_path / str(n)
-        shutil.copytree(tmp_path / "run", copied)
+        shutil.copytree(saved, copied)
         resumed = by_worker(copied, n, resume=True)
         for rank, (seen, held, told) in enumerate(resumed):
             assert (rank > 0) ^ (f"warning: 3 workers wrote the checkpoint, {n} go on: " in told and said in told)
@@ -113,8 +120,8 @@ def test_fewer_and_more_workers_go_on_from_the_same_outer_iterate(tmp_path: Path
         assert history[-1]["world_size"] == n and history[-1]["step"] == SAVED
 
 
-def test_a_manifest_that_names_fewer_workers_than_wrote_it_is_refused(tmp_path: Path):
-    by_worker(tmp_path / "run", 3, resume=False)
+def test_a_manifest_that_names_fewer_workers_than_wrote_it_is_refused(of_three: tuple[Path, list[Any]], tmp_path: Path):
+    shutil.copytree(of_three[0], tmp_path / "run")
     for file in (tmp_path / "run").glob("checkpoints/*/manifest.json"):
         manifest = json.loads(file.read_text())
         file.write_text(json.dumps(manifest | {"workers": 1, "rests": manifest["rests"][:1]}))
@@ -134,14 +141,14 @@ def nbytes(folder: Path) -> float:
     return sum(path.stat().st_size for path in newest.glob("*.distcp"))
 
 
-def test_bytes_of_a_checkpoint(tmp_path: Path):
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_bytes_of_a_checkpoint(n: int, tmp_path: Path):
     """Adam's 8 bytes a parameter and worker; and once 12: the outer iterate, which the parameters are, the momentum,
     and what is in flight. The rest, as random states of 5 kB and 1.5 kB around a tensor, is the same for both."""
     numel = {width: width * width + width for width in (100, 400)}
-    for n in (1, 2):
-        run_distributed(wide, n, str(tmp_path / str(n)), list(numel), timeout=120)
-        small, large = (nbytes(tmp_path / str(n) / str(width)) for width in numel)
-        assert (large - small) / (numel[400] - numel[100]) == pytest.approx(8 * n + 12, abs=0.01), n
+    run_distributed(wide, n, str(tmp_path), list(numel), timeout=120)
+    small, large = (nbytes(tmp_path / str(width)) for width in numel)
+    assert (large - small) / (numel[400] - numel[100]) == pytest.approx(8 * n + 12, abs=0.01), n
 
 
 def wide(rank: int, world_size: int, folder: str, widths: list[int]) -> None:
@@ -177,7 +184,7 @@ def test_a_methods_state_by_name_and_back(wire: WireConfig):
                 p.sub_(torch.randn(p.shape, generator=generator(p.numel())))
             co2.step()
     state = co2.state_dict()
-    by_name = named.of_method(co2, model, state)
+    by_name = progress.of_method(co2, model, state)
     ((rank, own),) = by_name.items()
     assert rank == "rank0" and [*own["flats"][0]] == [
         "0.weight",
@@ -189,7 +196,7 @@ def test_a_methods_state_by_name_and_back(wire: WireConfig):
         "",
     ]
     assert torch.equal(own["state"]["outer_iterate"][0]["2.bias"], co2.state["outer_iterate"][0][-2:])
-    back = named.flat_of_method(co2, by_name)
+    back = progress.flat_of_method(co2, by_name)
     CO2(network().parameters(), CO2Config(tau=1, wire=wire), buffers=model.buffers()).load_state_dict(back)
     for name, flats in (state[rank]["state"] | {"flats": state[rank]["flats"]}).items():
         theirs = (back[rank]["state"] | {"flats": back[rank]["flats"]})[name]

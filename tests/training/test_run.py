@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch import nn
@@ -20,19 +19,17 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import core.stats
 import training.run
-from core import UserError
+from core import CO2Config, UserError
 from core.adaptive.pace import Pace
-from core.config import CO2Config
-from core.methods import DelayedConfig
-from core.rounds import LocalMethod
+from core.rounds import Rounds
 from core.testing import run_distributed
+from training.folder import table
 from training.optim import OptimConfig, make_schedule
 from training.recipe import Recipe
 from training.round_log import RoundLog
 from training.run import Run
 from training.sampling import generator
-from training.stop import SIGNALS, StopSignal
-from training.summary import table
+from training.script import SIGNALS
 
 
 @dataclass(frozen=True)
@@ -118,7 +115,7 @@ class StandIn:
 
     def __init__(self, patch: pytest.MonkeyPatch):
         self.step, self.within, self.reads, self.waits = 0, False, 0, 0
-        stand_in, after_step, method_step = self, Run.after_step, LocalMethod.step
+        stand_in, after_step, method_step = self, Run.after_step, Rounds.step
 
         class Event:
             def __init__(self) -> None:
@@ -140,7 +137,7 @@ class StandIn:
             stand_in.within = False
             return due
 
-        def steps(method: LocalMethod, **how: Any) -> bool:
+        def steps(method: Rounds, **how: Any) -> bool:
             stand_in.step += 1
             return method_step(method, **how)
 
@@ -149,7 +146,7 @@ class StandIn:
             return t.tolist()
 
         patch.setattr(Run, "after_step", logs)
-        patch.setattr(LocalMethod, "step", steps)
+        patch.setattr(Rounds, "step", steps)
         patch.setattr(torch.Tensor, "item", read)
         patch.setattr(torch.Tensor, "__float__", read)
         patch.setattr(torch.cuda, "Event", Event)
@@ -245,38 +242,11 @@ def test_evaluations_and_checkpoints_are_due_where_rounds_close_but_not_at_the_e
 
 def test_nothing_is_due_while_workers_close_rounds_at_unlike_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Until step 12 here: what was due before is due where the first round closes after that; a stop, too."""
-    monkeypatch.setattr(LocalMethod, "apart", property(lambda method: method.rounds < 4))
-    monkeypatch.setattr(LocalMethod, "stop_agreed", True)
+    monkeypatch.setattr(Rounds, "apart", property(lambda method: method.rounds < 4))
+    monkeypatch.setattr(Rounds, "stop_agreed", True)
     recipe = Toy(name="toy", out=tmp_path, device="cpu", eval_every=1, checkpoint_every=2)
     evaluations, checkpoints, stops = due_steps(recipe, epoch=4, total=15)
     assert (evaluations, checkpoints, stops[0]) == ([12], [12], 12)
-
-
-def test_a_second_signal_ends_the_run_at_once(monkeypatch: pytest.MonkeyPatch):
-    now = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    stop, before = StopSignal(), [signal.getsignal(number) for number in SIGNALS]
-    stop.listen()
-    assert not stop.number
-    for now[0] in (10.0, 11.5):  # torchrun and the terminal both send one
-        signal.raise_signal(signal.SIGUSR1)
-    assert stop.number == signal.SIGUSR1
-    now[0] = 12.5
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
-    stop.ignore()
-    assert signal.getsignal(signal.SIGTERM) == stop._on_signal, "of a run that is stopped nothing else is"
-    for number, handler in zip(SIGNALS, before, strict=True):
-        signal.signal(number, handler)
-
-
-def test_signals_are_their_own_again_after_a_run():
-    before = [signal.getsignal(number) for number in SIGNALS]
-    stop = StopSignal()
-    stop.listen()
-    assert signal.getsignal(signal.SIGTERM) not in before
-    stop.ignore()
-    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 def stopped_by_one(rank: int, world_size: int, folder: str) -> dict[str, Any]:
@@ -319,69 +289,6 @@ def test_a_signal_to_one_worker_stops_all_at_the_same_step(tmp_path: Path):
         assert summary["stopped_by_signal"] == signal.SIGUSR1 and summary["steps"] == step
 
 
-SETTINGS = {
-    "ddp": {"method": "ddp"},
-    "co2": {},
-    "slowmo": {"method": "slowmo"},
-    "overlap_local": {"method": "overlap_local"},
-    "keep": {"co2": CO2Config(tau=3, gap="none", merge="keep", delay=1)},
-    "recommended": {"co2": replace(CO2Config.recommended(2), tau=3)},
-    "mix": {"co2": CO2Config(tau=3, merge="mix")},
-    "eager": {
-        "method": "delayed",
-        "delayed": DelayedConfig(policy="eager"),
-        "co2": CO2Config(tau=3, gap="none", outer_lr=0.5, outer_momentum=0.0),
-    },
-}
-
-
-def evaluated(rank: int, world_size: int, folder: str) -> dict[str, list[bool]]:
-    """Whether this worker's model was rank 0's, at each evaluation of a run with those settings."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    alike: dict[str, list[bool]] = {}
-
-    def evaluate(run: Run, model: nn.Module) -> None:
-        with run.paused():
-            weight = model.weight.detach().clone()
-            dist.broadcast(first := weight.clone(), 0)
-            alike[name].append(bool(run.sum(float(not torch.equal(weight, first)))[0] == 0))
-        run.log_evaluation({"score": 1.0})
-
-    for name, settings in SETTINGS.items():
-        recipe = Toy(name="toy", batch_size=2, out=Path(folder, name), device="cpu", **settings)
-        alike[name] = []
-        with Run(recipe) as run:
-            model = nn.Linear(2, 2)
-            optimizer = torch.optim.SGD(model.parameters(), 0.01)
-            called, method = run.make_method(model, optimizer)
-            schedule = make_schedule(optimizer, 12, recipe.optim)
-            run.begin(model, optimizer, schedule, method, epoch=3, total=12)
-            for step in range(12):
-                called(torch.randn(1, 2, generator=generator(step, rank))).square().sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                schedule.step()
-                if run.after_step(method.step(), loss=torch.tensor(0.0)).evaluation:
-                    evaluate(run, model)
-            method.finish()
-            evaluate(run, model)
-            run.end({})
-    return alike
-
-
-def test_an_evaluation_says_of_which_model_it_is(tmp_path: Path):
-    """It says `own` just where the workers' models do differ."""
-    alike, _ = run_distributed(evaluated, 2, str(tmp_path))
-    for name, same in alike.items():
-        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        said = [row["of_model"] for row in rows if "score" in row]
-        assert said == ["shared" if each else "own" for each in same] and said[-1] == "shared", name
-        differ = name in ("keep", "mix", "eager")
-        assert (len(said) > 2) and (set(said[:-1]) == {"own" if differ else "shared"}), name
-        events = EventAccumulator(str(tmp_path / name)).Reload()
-        assert ("own/score" in events.Tags()["scalars"]) == differ and len(events.Scalars("score")) >= 1
-
-
 def test_batch_norm_needs_more_than_one_sample_a_worker(tmp_path: Path):
     recipe = Toy(name="toy", out=tmp_path, device="cpu")
     with Run(recipe) as run, pytest.raises(UserError, match="batch_size=1 .* over 1 workers: BatchNorm needs two"):
@@ -406,7 +313,7 @@ def test_a_slower_worker_leaves_out_batches_and_keeps_step(tmp_path: Path):
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         schedule = make_schedule(optimizer, 14, recipe.optim)
         _, method = run.make_method(model, optimizer)
-        assert isinstance(method, LocalMethod)
+        assert isinstance(method, Rounds)
         method.pace = Pace(0, 2)
         method.pace.hear([0.2, 0.1])
         method.pace.follow()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from core import UserError
-from training.sampling import epoch_batches, eval_share, generator, load_batches, per_worker, steps_per_epoch
+from training.sampling import epoch_batches, eval_share, generator, load_batches, mix, per_worker, steps_per_epoch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,6 +20,11 @@ def shares(world_size: int, epoch: int = 0, seed: int = 0) -> torch.Tensor:
     """[steps, batch] of all workers side by side."""
     parts = [epoch_batches(103, 12, seed=seed, epoch=epoch, rank=r, world_size=world_size) for r in range(world_size)]
     return torch.cat(parts, dim=1)
+
+
+def test_a_key_gives_always_the_same_number_and_its_neighbours_give_others():
+    assert mix(0, 1, 2) == 8427206145701047172, "runs that are resumed go on with the same data"
+    assert len({mix(0, i) for i in range(1000)} | {mix(i, 0) for i in range(1, 1000)}) == 1999
 
 
 def test_every_sample_is_seen_at_most_once_an_epoch():
@@ -114,7 +119,7 @@ if ending == "crash":
 """
 
 
-@pytest.mark.parametrize("ending", ["open", "crash", "broken"])
+@pytest.mark.parametrize("ending", ["broken", *(pytest.param(e, marks=pytest.mark.slow) for e in ("open", "crash"))])
 def test_no_loading_process_holds_up_the_end_of_its_worker(ending: str) -> None:
     command = [sys.executable, "-c", f"ending = {ending!r}\n{LEFT_OPEN}"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -1,10 +1,18 @@
 """How a train script ends: one line, once, and nothing left behind."""
 
+import errno
 import os
 import resource
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+
+import pytest
+
+from training import script as scripts
+from training.script import SIGNALS, StopSignal, launch
 
 SCRIPT = """
 import sys, time
@@ -39,6 +47,7 @@ def environment(folder: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(Path.cwd()), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.slow
 def test_workers_of_one_mistake_say_it_once_and_leave_nothing(tmp_path: Path):
     env = environment(tmp_path)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -53,6 +62,7 @@ def small_files() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_under_tensorboard_is_one_line(tmp_path: Path):
     command = [sys.executable, script(tmp_path), "full_disk", tmp_path / "run"]
     done = subprocess.run(
@@ -61,3 +71,54 @@ def test_a_disk_that_is_full_under_tensorboard_is_one_line(tmp_path: Path):
     assert done.returncode == 2, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "error" in line.lower() or "Traceback" in line]
     assert line.startswith("error: ") and "File too large; make room or choose another --out" in line
+
+
+def test_a_disk_that_takes_no_more_is_one_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+
+    def main() -> None:
+        raise OSError(errno.EFBIG, "File too large", "run/events")
+
+    with pytest.raises(SystemExit) as ended:
+        launch(main)
+    said = capfd.readouterr().err
+    assert ended.value.code == 2 and said == "error: run/events: File too large; make room or choose another --out\n"
+
+
+def test_workers_of_one_launcher_say_a_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    for rank in (0, 1):
+        (tmp_path / str(rank)).mkdir()
+    said = []
+    for rank, text in ((0, "a"), (1, "a"), (1, "b")):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
+        said.append(scripts._first_to_say(text))
+    assert said == [True, False, True]
+
+
+def test_a_second_signal_ends_the_run_at_once(monkeypatch: pytest.MonkeyPatch):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    stop, before = StopSignal(), [signal.getsignal(number) for number in SIGNALS]
+    stop.listen()
+    assert not stop.number
+    for now[0] in (10.0, 11.5):  # torchrun and the terminal both send one
+        signal.raise_signal(signal.SIGUSR1)
+    assert stop.number == signal.SIGUSR1
+    now[0] = 12.5
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    stop.ignore()
+    assert signal.getsignal(signal.SIGTERM) == stop._on_signal, "of a run that is stopped nothing else is"
+    for number, handler in zip(SIGNALS, before, strict=True):
+        signal.signal(number, handler)
+
+
+def test_signals_are_their_own_again_after_a_run():
+    before = [signal.getsignal(number) for number in SIGNALS]
+    stop = StopSignal()
+    stop.listen()
+    assert signal.getsignal(signal.SIGTERM) not in before
+    stop.ignore()
+    assert [signal.getsignal(number) for number in SIGNALS] == before

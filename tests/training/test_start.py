@@ -2,9 +2,9 @@
 
 import os
 import re
-import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,27 +12,21 @@ import torch
 import torch.distributed as dist
 
 from bench.cluster import hold_port
-from core import UserError
+from core import UserError, testing
 from core.testing import run_distributed
-from training.start import _not_met, join
-
-ROOT = Path(__file__).parents[2]
-SCRIPT = """
-import time
-from dataclasses import dataclass
-from pathlib import Path
-import torch
-from core import UserError
 from training.recipe import Recipe, parse
-from training.script import launch
 from training.run import Run
+from training.script import launch
+from training.workers import _not_met, join
+
 
 @dataclass(frozen=True)
 class Toy(Recipe):
     fails: bool = False
     late: float = 0.0
 
-def main():
+
+def main() -> None:
     recipe = parse({"toy": Toy(device="cpu", batch_size=2, out=Path("run"))}, prog="toy")
     time.sleep(recipe.late)
     if recipe.fails:
@@ -40,32 +34,38 @@ def main():
     with Run(recipe):
         print("started", flush=True)
 
-launch(main)
-"""
+
+def worker(folder: str, place: dict[str, str], options: list[str], said: Path) -> None:
+    """A process as a launcher other than torchrun would start it."""
+    os.environ |= place
+    os.chdir(folder)
+    with open(said, "w") as file:
+        for standard in (1, 2):
+            os.dup2(file.fileno(), standard)
+    sys.argv = ["toy", "toy", *options]
+    launch(main)
 
 
-def start(
-    folder: Path, *options: list[str], timeout: float = 60, listens: bool = False
-) -> tuple[list[int], list[str], float]:
-    """One process a list of options, without torchrun: how each ended, what it said, and after how many seconds.
+def start(folder: Path, *options: list[str], listens: bool = False) -> tuple[list[int], list[str], float]:
+    """One process a list of options: how each ended, what it said, and after how many seconds.
 
     listens: another program has their port.
     """
     held = hold_port()
     if listens:
         held.listen()
-    began, processes, port = time.monotonic(), [], held.getsockname()[1]
+    began, port, processes = time.monotonic(), held.getsockname()[1], []
+    said = [folder / f"said{rank}" for rank in range(len(options))]
     for rank, mine in enumerate(options):
         place = {"RANK": rank, "WORLD_SIZE": len(options), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        env = os.environ | {k: str(v) for k, v in place.items()} | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", SCRIPT, "toy", *mine]
-        pipe = subprocess.PIPE
-        processes.append(
-            subprocess.Popen(command, cwd=folder, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
-        )
+        args = str(folder), {name: str(value) for name, value in place.items()}, mine, said[rank]
+        processes.append(testing._context().Process(target=worker, args=args))
+    for process in processes:
+        process.start()
     with held:
-        said = [process.communicate(timeout=timeout)[0] for process in processes]
-    return [process.returncode for process in processes], said, time.monotonic() - began
+        for process in processes:
+            process.join(60)
+    return [process.exitcode for process in processes], [file.read_text() for file in said], time.monotonic() - began
 
 
 def test_workers_with_other_settings_end_at_once_and_say_which(tmp_path: Path):

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch.profiler import record_function
 
-from training.trace import Trace
+from training.round_log import Trace
 
 
 def test_the_trace_covers_the_rounds_asked_for(tmp_path: Path):

@@ -1,5 +1,6 @@
 """ZeRO inside nodes of two, CO2 across two nodes: each stage equals the unsharded run, and the reference."""
 
+import functools
 import time
 from itertools import product
 from pathlib import Path
@@ -22,32 +23,58 @@ from training.zero import gathered, shard_model, shard_optimizer
 TAU, ROUNDS, LR = 3, 20, 0.2
 CONFIG = CO2Config(tau=TAU, outer_momentum=0.4, outer_lr=0.9, clip=0.3)
 INNERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+CORNERS = [(0, False), (1, True), (2, False), (3, True)]
+EVERY_CASE = list(product((0, 1, 2, 3), (False, True)))
+FEW = 6  # rounds
+
+
+@functools.cache  # of each process
+def mesh() -> Any:
+    return node_mesh("cpu", 2)
+
+
+def on_four(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """What the tests below look at, by one start of the processes."""
+    return {
+        "corners": train_all(rank, world_size, "sgd", CORNERS, FEW),
+        "adamw": train_all(rank, world_size, "adamw", [(stage, False) for stage in range(4)], FEW),
+        "held": [held_in(rank, stage) for stage in (0, 1, 2)],
+        "resumed": [resumed(rank, stage, folder) for stage in (1, 2, 3)],
+        "rates": [scheduled(rank, stage) for stage in (0, 1)],
+        "evaluations": [evaluation(rank, stage) for stage in (2, 3)],
+        "baselines": [of_other_methods(rank, stage) for stage in (0, 3)],
+        "ddp": [synchronous(rank, stage) for stage in (0, 2, 3)],
+        "16 bits": [gathered_in_16_bits(rank, stage) for stage in (2, 3)],
+        "no mesh": without_a_mesh(),
+    }
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """By worker, two nodes of two."""
+    return run_distributed(on_four, 4, str(tmp_path_factory.mktemp("zero")), timeout=400)
 
 
 def whole(model: nn.Module) -> Tensor:
     return flat([p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()])
 
 
-def build(stage: Any, inner: str, mesh: Any) -> tuple[nn.Module, nn.Module, Any, torch.optim.Optimizer]:
-    model = shard_model(problems.small_net(), mesh, stage)
+def build(stage: Any, inner: str, shard: bool = False) -> tuple[nn.Module, nn.Module, Any, torch.optim.Optimizer]:
+    model = shard_model(problems.small_net(), mesh(), stage)
     lr = LR if inner == "sgd" else 0.01
-    optimizer = shard_optimizer(INNERS[inner](model.parameters(), lr=lr), mesh, stage)
-    return model, *make_method("co2", model, co2=CONFIG, mesh=mesh), optimizer
+    optimizer = shard_optimizer(INNERS[inner](model.parameters(), lr=lr), mesh(), stage)
+    return model, *make_method("co2", model, co2=CONFIG, mesh=mesh(), shard=shard), optimizer
 
 
-def train_all(rank: int, world_size: int, inner: str, cases: list[tuple[int, bool]]) -> list[list[Tensor]]:
+def train_all(rank: int, world_size: int, inner: str, cases: list[tuple[int, bool]], rounds: int) -> list[list[Tensor]]:
     """cases: a stage, and whether the outer state is shared out over all."""
-    return [train(rank, stage, inner, shard) for stage, shard in cases]
+    return [train(rank, stage, inner, shard, rounds) for stage, shard in cases]
 
 
-def train(rank: int, stage: Any, inner: str, shard: bool) -> list[Tensor]:
-    mesh = node_mesh("cpu", 2)
-    model = shard_model(problems.small_net(), mesh, stage)
-    lr = LR if inner == "sgd" else 0.01
-    optimizer = shard_optimizer(INNERS[inner](model.parameters(), lr=lr), mesh, stage)
-    wrapped, method = make_method("co2", model, co2=CONFIG, mesh=mesh, shard=shard)
+def train(rank: int, stage: Any, inner: str, shard: bool, rounds: int) -> list[Tensor]:
+    model, wrapped, method, optimizer = build(stage, inner, shard)
     trace = []
-    for step in range(TAU * ROUNDS):
+    for step in range(TAU * rounds):
         loss(wrapped, batch(rank, step)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -58,7 +85,7 @@ def train(rank: int, stage: Any, inner: str, shard: bool) -> list[Tensor]:
     return [*trace, whole(model)]
 
 
-def reference() -> list[Tensor]:
+def reference(rounds: int) -> list[Tensor]:
     """Two nodes, each with the mean gradient of its two workers."""
     net = problems.small_net()
     template = {name: p.detach() for name, p in net.named_parameters()}
@@ -72,46 +99,43 @@ def reference() -> list[Tensor]:
         data = [torch.stack(parts) for parts in zip(*(batch(w, step) for w in range(4)), strict=True)]
         return of_all(rows.repeat_interleave(2, 0), tuple(data)).view(2, 2, -1).mean(1)
 
-    ref.run(gradient, LR, TAU * ROUNDS)
-    rounds = ref.outer[1:]
+    ref.run(gradient, LR, TAU * rounds)
+    closed = ref.outer[1:]
     ref.finish()
-    return [*rounds, ref.x[0].clone()]
+    return [*closed, ref.x[0].clone()]
 
 
-CORNERS = [(0, False), (1, True), (2, False), (3, True)]
-EVERY_CASE = list(product((0, 1, 2, 3), (False, True)))
-
-
-@pytest.mark.parametrize(
-    "cases", [pytest.param(CORNERS, id="corners"), pytest.param(EVERY_CASE, id="whole", marks=pytest.mark.slow)]
-)
-def test_each_stage_equals_the_reference_for_twenty_rounds(cases: list[tuple[int, bool]]):
-    """With the outer state shared out inside the node, and over all."""
-    expected = reference()
-    for traces in run_distributed(train_all, 4, "sgd", cases, timeout=240):
+def check_reference(results: list[list[list[Tensor]]], cases: list[tuple[int, bool]], rounds: int) -> None:
+    expected = reference(rounds)
+    for traces in results:
         for (stage, shard), trace in zip(cases, traces, strict=True):
-            assert len(trace) == len(expected) == ROUNDS + 1
+            assert len(trace) == len(expected) == rounds + 1
             for ours, theirs in zip(trace, expected, strict=True):
                 torch.testing.assert_close(
                     ours, theirs, rtol=1e-6, atol=1e-6, msg=lambda m, s=stage, a=shard: f"stage {s}, shard={a}: {m}"
                 )
 
 
-def test_each_stage_equals_the_unsharded_run_with_an_optimiser_that_keeps_state():
-    results = run_distributed(train_all, 4, "adamw", [(stage, False) for stage in range(4)], timeout=150)
-    for traces in results[1:]:
-        for trace in traces[1:]:
-            for ours, theirs in zip(trace, results[0][0], strict=True):
+def test_each_stage_equals_the_reference(found: list[dict[str, Any]]):
+    """With the outer state shared out inside the node, and over all."""
+    check_reference([of["corners"] for of in found], CORNERS, FEW)
+
+
+@pytest.mark.slow
+def test_each_stage_equals_the_reference_for_twenty_rounds():
+    check_reference(run_distributed(train_all, 4, "sgd", EVERY_CASE, ROUNDS, timeout=240), EVERY_CASE, ROUNDS)
+
+
+def test_each_stage_equals_the_unsharded_run_with_an_optimiser_that_keeps_state(found: list[dict[str, Any]]):
+    for of in found[1:]:
+        for trace in of["adamw"][1:]:
+            for ours, theirs in zip(trace, found[0]["adamw"][0], strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
-
-
-def held(rank: int, world_size: int, stages: list[int]) -> list[dict[str, int]]:
-    return [held_in(rank, stage) for stage in stages]
 
 
 def held_in(rank: int, stage: Any) -> dict[str, int]:
     """Elements that this worker holds after some steps."""
-    model, wrapped, method, optimizer = build(stage, "adamw", node_mesh("cpu", 2))
+    model, wrapped, method, optimizer = build(stage, "adamw")
     for step in range(4):
         loss(wrapped, batch(rank, step)).backward()
         optimizer.step()
@@ -131,12 +155,11 @@ def held_in(rank: int, stage: Any) -> dict[str, int]:
     }
 
 
-def test_what_each_stage_shards():
+def test_what_each_stage_shards(found: list[dict[str, Any]]):
     """With FSDP2 the parameters at rest are shards in stage 2 too; it keeps them gathered from forward to backward."""
     n = sum(p.numel() for p in problems.small_net().parameters())
     halved = [{"outer"}, {"outer", "optimiser"}, {"outer", "optimiser", "gradients", "parameters"}]
-    first, second, *_ = run_distributed(held, 4, [0, 1, 2], timeout=240)
-    for stage, (one, other) in enumerate(zip(first, second, strict=True)):
+    for stage, (one, other) in enumerate(zip(found[0]["held"], found[1]["held"], strict=True)):
         for name in one:
             total = one[name] + other[name]
             if name in halved[stage]:
@@ -146,9 +169,9 @@ def test_what_each_stage_shards():
 
 
 def resumed(rank: int, stage: Any, path: str) -> tuple[Tensor, Tensor]:
-    mesh, ends = node_mesh("cpu", 2), []
+    ends = []
     for stop in (7, None):
-        model, wrapped, method, optimizer = build(stage, "adamw", mesh)
+        model, wrapped, method, optimizer = build(stage, "adamw")
         for step in range(18):
             loss(wrapped, batch(rank, step)).backward()
             optimizer.step()
@@ -159,7 +182,7 @@ def resumed(rank: int, stage: Any, path: str) -> tuple[Tensor, Tensor]:
                 torch.save(states, f"{path}/{rank}")
                 method.flight.wait()
                 method.close()
-                model, wrapped, method, optimizer = build(stage, "adamw", mesh)
+                model, wrapped, method, optimizer = build(stage, "adamw")
                 states = torch.load(f"{path}/{rank}", weights_only=True)
                 for part, state in zip((model, optimizer, method), states, strict=True):
                     part.load_state_dict(state)
@@ -169,37 +192,30 @@ def resumed(rank: int, stage: Any, path: str) -> tuple[Tensor, Tensor]:
     return ends[0], ends[1]
 
 
-def resumed_all(rank: int, world_size: int, path: str) -> list[tuple[Tensor, Tensor]]:
-    return [resumed(rank, stage, path) for stage in (1, 2, 3)]
-
-
-def test_every_worker_resumes_from_its_own_file(tmp_path):
-    for stages in run_distributed(resumed_all, 4, str(tmp_path), timeout=120):
-        for again, straight in stages:
+def test_every_worker_resumes_from_its_own_file(found: list[dict[str, Any]]):
+    for of in found:
+        for again, straight in of["resumed"]:
             assert torch.equal(again, straight)
 
 
-def scheduled(rank: int, world_size: int) -> list[tuple[float, list[float]]]:
-    """By stage: the learning rate after two steps of a warm-up, and those of a checkpoint taken there."""
-    rates = []
-    for stage in (0, 1):
-        model, wrapped, method, optimizer = build(stage, "adamw", node_mesh("cpu", 2))
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 10)
-        for step in range(2):
-            loss(wrapped, batch(rank, step)).backward()
-            optimizer.step()
-            schedule.step()
-            method.step()
-        saved = optimizer.state_dict()
-        model, wrapped, method, optimizer = build(stage, "adamw", node_mesh("cpu", 2))
-        optimizer.load_state_dict(saved)
-        rates.append((schedule.get_last_lr()[0], [g["lr"] for g in optimizer.param_groups]))
-    return rates
+def scheduled(rank: int, stage: Any) -> tuple[float, list[float]]:
+    """The learning rate after two steps of a warm-up, and those of a checkpoint taken there."""
+    _, wrapped, method, optimizer = build(stage, "adamw")
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 10)
+    for step in range(2):
+        loss(wrapped, batch(rank, step)).backward()
+        optimizer.step()
+        schedule.step()
+        method.step()
+    saved = optimizer.state_dict()
+    _, _, _, again = build(stage, "adamw")
+    again.load_state_dict(saved)
+    return schedule.get_last_lr()[0], [g["lr"] for g in again.param_groups]
 
 
-def test_a_checkpoint_holds_the_learning_rate_that_the_schedule_has_reached():
-    for rates in run_distributed(scheduled, 2):
-        for reached, resumed in rates:
+def test_a_checkpoint_holds_the_learning_rate_that_the_schedule_has_reached(found: list[dict[str, Any]]):
+    for of in found:
+        for reached, resumed in of["rates"]:
             assert resumed == [reached]
 
 
@@ -221,12 +237,8 @@ def test_a_nodes_workers_wait_no_longer_than_the_timeout(tmp_path: Path):
     assert 1 < seconds < 20
 
 
-def evaluations(rank: int, world_size: int) -> list[Tensor]:
-    return [evaluation(rank, stage) for stage in (2, 3)]
-
-
 def evaluation(rank: int, stage: Any) -> Tensor:
-    model, wrapped, method, optimizer = build(stage, "sgd", node_mesh("cpu", 2))
+    model, wrapped, method, optimizer = build(stage, "sgd")
     with gathered(model, stage):
         for step in range(rank):  # uneven: a forward that communicated would hang
             model(batch(rank, step)[0])
@@ -237,38 +249,34 @@ def evaluation(rank: int, stage: Any) -> Tensor:
     return whole(model)
 
 
-def test_evaluations_may_be_uneven():
-    results = run_distributed(evaluations, 4, timeout=240)
-    for ends in results:
-        assert all(torch.equal(end, first) for end, first in zip(ends, results[0], strict=True))
+def test_evaluations_may_be_uneven(found: list[dict[str, Any]]):
+    for of in found:
+        assert all(
+            torch.equal(end, first) for end, first in zip(of["evaluations"], found[0]["evaluations"], strict=True)
+        )
 
 
-def other_methods(rank: int, world_size: int) -> list[list[Tensor]]:
-    """Ends by stage, 0 and 3."""
-    return [of_other_methods(rank, stage) for stage in (0, 3)]
+def end_of(rank: int, name: str, model: nn.Module) -> tuple[Tensor, Any]:
+    """The parameters after eight steps, and the method."""
+    wrapped, method = make_method(name, model, co2=CONFIG, mesh=mesh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for step in range(8):
+        loss(wrapped, batch(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        method.step()
+    method.finish()
+    return whole(model), method
 
 
 def of_other_methods(rank: int, stage: Any) -> list[Tensor]:
-    ends = []
-    for name in ("local", "slowmo", "overlap_local"):
-        mesh = node_mesh("cpu", 2)
-        model = shard_model(problems.small_net(), mesh, stage)
-        wrapped, method = make_method(name, model, co2=CONFIG, mesh=mesh)
-        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        for step in range(8):
-            loss(wrapped, batch(rank, step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            method.step()
-        method.finish()
-        ends.append(whole(model))
-    return ends
+    names = ("local", "slowmo", "overlap_local")
+    return [end_of(rank, name, shard_model(problems.small_net(), mesh(), stage))[0] for name in names]
 
 
-def test_the_baselines_run_across_nodes_too():
-    results = run_distributed(other_methods, 4, timeout=100)
-    for plain, sharded in results:
-        for a, b, first in zip(plain, sharded, results[0][0], strict=True):
+def test_the_baselines_run_across_nodes_too(found: list[dict[str, Any]]):
+    for of in found:
+        for a, b, first in zip(*of["baselines"], found[0]["baselines"][0], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
             torch.testing.assert_close(a, first, rtol=1e-9, atol=1e-9)
 
@@ -278,59 +286,42 @@ def test_a_stage_without_workers_to_shard_over_is_refused():
         make_mesh(torch.device("cpu"), 1, 2)
 
 
-def synchronous(rank: int, world_size: int) -> list[tuple[Tensor, float]]:
-    """The end and the exposed seconds by stage, 0, 2 and 3."""
-    return [synchronous_of(rank, stage) for stage in (0, 2, 3)]
+def synchronous(rank: int, stage: Any) -> tuple[Tensor, float]:
+    """The end, and the exposed seconds."""
+    end, method = end_of(rank, "ddp", shard_model(problems.small_net(), mesh(), stage, everywhere=True))
+    return end, float(method.stats.exposed_seconds)
 
 
-def synchronous_of(rank: int, stage: Any) -> tuple[Tensor, float]:
-    mesh = node_mesh("cpu", 2)
-    model = shard_model(problems.small_net(), mesh, stage, everywhere=True)
-    wrapped, method = make_method("ddp", model, mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    for step in range(8):
-        loss(wrapped, batch(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        method.step()
-    method.finish()
-    return whole(model), float(method.stats.exposed_seconds)
-
-
-def test_ddp_with_shards_synchronises_all_nodes():
-    results = run_distributed(synchronous, 4, timeout=240)
-    plain, measured = results[0][0]
-    for _, *others in results:
-        for end, exposed in others:
+def test_ddp_with_shards_synchronises_all_nodes(found: list[dict[str, Any]]):
+    plain, measured = found[0]["ddp"][0]
+    for of in found:
+        for end, exposed in of["ddp"][1:]:
             torch.testing.assert_close(end, plain, rtol=1e-9, atol=1e-9)
             assert measured >= 0 and exposed != exposed  # nan: not measured
 
 
-def without_a_mesh(rank: int, world_size: int) -> None:
-    make_method("co2", shard_model(problems.small_net(), node_mesh("cpu", 2), 3))
+def without_a_mesh() -> str:
+    with pytest.raises(UserError) as caught:
+        make_method("co2", shard_model(problems.small_net(), mesh(), 3))
+    return str(caught.value)
 
 
-def test_shards_without_a_mesh_are_refused():
-    with pytest.raises(RuntimeError, match="DTensors as parameters need ShardedCO2"):
-        run_distributed(without_a_mesh, 2)
+def test_shards_without_a_mesh_are_refused(found: list[dict[str, Any]]):
+    assert "DTensors as parameters need ShardedCO2" in found[0]["no mesh"]
 
 
-def gathered_in_16_bits(rank: int, world_size: int) -> list[tuple[str, str, bool]]:
-    """For stages 2 and 3: what a layer computes with, what its shard is kept in, and whether its gradient is, too."""
-    found = []
-    for stage in (2, 3):
-        net = problems.small_net(torch.float32)
-        model = shard_model(net, node_mesh("cpu", 2), stage, compute=torch.bfloat16)
-        seen: list[torch.dtype] = []
-        model[0].register_forward_hook(lambda layer, *_, seen=seen: seen.append(layer.weight.dtype))
-        with torch.autocast("cpu", torch.bfloat16):
-            out = model(batch(rank, 0, dtype=torch.float32)[0])
-        out.float().sum().backward()
-        weight = model[0].weight
-        found.append((str(seen[0]), str(weight.dtype), weight.grad is not None and weight.grad.dtype == weight.dtype))
-    return found
+def gathered_in_16_bits(rank: int, stage: Any) -> tuple[str, str, bool]:
+    """What a layer computes with, what its shard is kept in, and whether its gradient is, too."""
+    model: Any = shard_model(problems.small_net(torch.float32), mesh(), stage, compute=torch.bfloat16)
+    seen: list[torch.dtype] = []
+    model[0].register_forward_hook(lambda layer, *_: seen.append(layer.weight.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(batch(rank, 0, dtype=torch.float32)[0])
+    out.float().sum().backward()
+    weight = model[0].weight
+    return str(seen[0]), str(weight.dtype), weight.grad is not None and weight.grad.dtype == weight.dtype
 
 
-def test_parameters_are_gathered_in_16_bits_and_kept_in_32():
-    for found in run_distributed(gathered_in_16_bits, 2):
-        assert found == [("torch.bfloat16", "torch.float32", True)] * 2
+def test_parameters_are_gathered_in_16_bits_and_kept_in_32(found: list[dict[str, Any]]):
+    for of in found:
+        assert of["16 bits"] == [("torch.bfloat16", "torch.float32", True)] * 2

@@ -1,0 +1,179 @@
+"""What carries a reduction among workers that come and go: to its owner no reduction fails.
+
+A reduction has two phases. Its sum is followed by an all-reduce of one number: a worker that has received the number
+knows that all hold the sum, and only then is the sum merged. After a failure the survivors tell how far each is. If one
+of them has merged the round, or all hold its sum, it counts, with what the dead worker sent; else each sends again,
+from a copy, what it had sent, and the mean is over those left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import CollectiveError
+from ..flat import copy
+from ..flight import Flight
+from ..groups import Stage, all_reduce
+from ..rounds import Rounds
+from .members import AGREED, SENT, SUMMED, Came, Members, Report, Workers, agreed
+
+MOST = 1024  # workers: checksums are so narrow that the sums over as many are exact
+LOOK_EVERY = 0.2  # seconds between two looks whether another worker has left
+
+
+class ElasticFlight(Flight, Workers):
+    """Flight whose group may change under what is in flight. RANK and WORLD_SIZE, from the environment, are this
+    worker's place among as many workers as there may be: who takes the place of a lost one has the same.
+
+    members: see Members. options: of Flight.
+    Attributes: owner, the method whose reductions these are, set by Joining; world_size, how many workers count in the
+    reduction in flight; phase, of that reduction; counts, whether what this worker sends counts; asks, whether this
+    worker asks to let newcomers in, and asked, whether any has with what landed last.
+    """
+
+    owner: Rounds
+
+    def __init__(self, device: torch.device, *, members: Members, **options: Any):
+        assert not dist.is_initialized(), "the workers' groups are made and left here"
+        Flight.__init__(self, device, **options)
+        Workers.__init__(self, members)
+        self.place, self.places = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.most = MOST
+        self.phase = AGREED
+        self.counts = True
+        self.asks = self.asked = False
+        self._spared: tuple[int, int] = 0, 0  # of which reduction how many workers do not count
+        self._kept: list[Tensor] = []  # what was sent, as it was
+        self._looked_at = 0.0
+
+    # -- what the owner of a Flight calls ------------------------------------------------------------------------
+
+    def launch(self, stages: Iterator[Stage]) -> None:
+        """See Flight; keeps a copy of what is sent."""
+        flats = self._flats
+        for flat in flats if not self.counts else []:
+            flat.zero_()
+        self._kept = self._kept or [torch.empty_like(flat) for flat in flats]
+        copy(self._kept, flats)
+        try:
+            super().launch(self.in_phases(stages))
+        except CollectiveError:
+            self.mend()
+
+    def in_phases(self, stages: Iterator[Stage]) -> Iterator[Stage]:
+        """The stages of the sum, beside the first of them who asks to let newcomers in; then the agreement."""
+        assert self.group is not None
+        self.phase = SENT
+        asks, token = torch.tensor([float(self.asks)]), torch.zeros(1)  # in the host's memory, where nothing waits
+        beside, few = all_reduce([asks], self.group)
+        for works, sent in stages:
+            yield [*works, *beside], sent + few
+            beside, few = [], 0
+        self.asked = asks.item() > 0
+        self.phase = SUMMED
+        yield all_reduce([token], self.group)
+        self.phase = AGREED
+
+    def done(self) -> bool:
+        """See Flight; looks, too, whether another worker has left."""
+        try:
+            through = super().done()
+        except CollectiveError:
+            through = False
+            self.mend()
+        if time.monotonic() - self._looked_at > LOOK_EVERY:
+            self._looked_at = time.monotonic()
+            if self.members.left():
+                self.mend()
+                through = False
+        return through
+
+    def settle(self) -> bool:
+        """See Flight."""
+        while True:
+            try:
+                return super().settle()
+            except CollectiveError:
+                self.mend()
+
+    def close(self) -> None:
+        """See Flight."""
+        self.let_go()
+
+    # -- another generation -----------------------------------------------------------------------------------
+
+    def mend(self, came: Came = "failed") -> list[Report | None]:
+        """Goes on to the next generation with those that are left, and settles what becomes of what is in flight."""
+        while True:
+            self._drop()
+            reports = self.members.meet(self._report(), came)
+            self.adopt(reports)
+            if not self.in_flight:
+                return reports
+            if agreed(reports, "launched", self.launched):
+                self.phase = AGREED
+                return reports
+            try:
+                self._send_again()
+                return reports
+            except CollectiveError:
+                continue
+
+    def adopt(self, reports: list[Report | None]) -> None:
+        """Takes the members' group for what is launched from now on."""
+        assert self.members.group is not None
+        self.group, self.rank = self.members.group, self.members.rank
+        self.timed_groups = [self.group]
+        known = [r for r in reports if r is not None]
+        latest = max((r["launched"] for r in known), default=self.launched)
+        self.adopt_sums(known)
+        newcomers = len(reports) - len(known) if known else 0
+        spared = sum(r["launched"] == latest and not r["counts"] for r in known)
+        self._spared = (latest + 1, newcomers) if newcomers else (latest, spared)
+        for rider in self.owner.riders:
+            rider.others_came()
+        self.on_change(reports)
+
+    def count(self, number: int) -> None:
+        """Of the reduction of that number, from 1, which is sent in this generation: how many workers count in it."""
+        self.world_size = self.members.size - (self._spared[1] if number == self._spared[0] else 0)
+        self.owner.reducer.scale = 1 / self.world_size
+
+    @property
+    def _flats(self) -> list[Tensor]:
+        return [bucket.flat for bucket in self.owner.buckets]
+
+    def _drop(self) -> None:
+        """Lets go of the group. What is in flight there lands, or fails once another has let go."""
+        if self._thread is not None:
+            with contextlib.suppress(CollectiveError):
+                self._end()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Leaves the group, so that those who wait for this worker there see it broken."""
+        self.group, self.timed_groups = None, []
+        self.members.leave()
+
+    def _report(self) -> Report:
+        phase = self.phase if self.in_flight else AGREED
+        mine = {"launched": self.launched, "launched_phase": phase, "counts": self.counts}
+        return mine | self.of_sums() | self.tell()
+
+    def _send_again(self) -> None:
+        copy(self._flats, self._kept)
+        self.count(self.launched)
+        self._begin(self.in_phases(self.owner.stages()))
+
+    def _failure(self, reason: str) -> CollectiveError:
+        """See Flight; lets go of the group at once, or its other workers would wait for the timeout."""
+        self.let_go()
+        return CollectiveError(reason)

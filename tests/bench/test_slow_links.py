@@ -1,0 +1,169 @@
+"""bench.equal_error, bench.codecs and bench.slow_links on small things."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import codecs, equal_error, slow_links
+from bench.codecs import Codecs
+from bench.equal_error import WAYS, EqualError, compare
+from bench.slow_links import METHODS, SlowLinks, text
+from bench.trainings import TUNING_SEED, best_lr
+from core import UserError
+from core.lgreco.choices import parse as choice
+from language.recipes import RECIPES
+from tests.scripts import Mistakes
+from training.recipe import parse
+
+ROOT = Path(slow_links.__file__).parents[1]
+
+
+def unlike() -> list[torch.Tensor]:
+    """Nearly of rank 1, of many ranks, sparse, and a vector."""
+    draw = torch.Generator().manual_seed(0)
+    low = torch.randn(60, 1, generator=draw) @ torch.randn(1, 80, generator=draw)
+    sparse = torch.randn(70, 50, generator=draw) ** 5
+    return [100 * low, 0.1 * torch.randn(64, 64, generator=draw), sparse, torch.randn(200, generator=draw)]
+
+
+@pytest.mark.parametrize("like", equal_error.LIKES)
+def test_never_more_bytes_for_about_the_error(like: str):
+    """Of the ints the second rounding, of low rank the fewer power iterations are not in the curve."""
+    for way in WAYS:
+        row = compare("none", unlike(), like, way, 4)
+        assert row["lgreco_bytes"] <= row["uniform_bytes"] and row["gain"] >= 1
+        which = "error" if "squared" in way else "error_sum"
+        assert row[f"lgreco_{which}"] <= 1.3 * row[f"uniform_{which}"], row
+        assert len(equal_error.cells(row)) == len(equal_error.TITLES) and len(row["choices"]) == 4
+
+
+def test_measured_errors_are_the_reducers():
+    """rank 1 of a matrix of rank 1 loses nothing; int2 of a vector of its levels neither."""
+    sender = equal_error.Sender([unlike()[0], torch.tensor([1.0, 0.0, -1.0])], "rank4", WAYS["any"])
+    errors = sender.errors([choice("rank1"), choice("int2")])
+    assert errors[0] < 1e-3 * float(unlike()[0].norm()) and errors[1] == 0.0
+    assert sender.errors([choice("top0.01"), choice("int2")])[0] > 1.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [({"models": ("bert",)}, "models: 'bert'"), ({"steps": 0}, "steps=0"), ({"likes": ()}, "likes=")],
+)
+def test_bad_options_of_equal_error(settings: dict[str, Any], text: str):
+    with pytest.raises(UserError, match=text):
+        EqualError(**settings).check()
+
+
+def test_codecs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(codecs, "SIDE", 64)
+    monkeypatch.setattr(codecs, "NUMEL", 64 * 64)
+    rows = codecs.measure(Codecs(repeats=2, compiled=False, threads=torch.get_num_threads()))
+    assert {"int2", "int8", "bfloat16", "top0.01", "rank32"} <= {row["way"] for row in rows}
+    for row in rows:
+        assert all(len(row[what]) == 2 and min(row[what]) > 0 for what in ("encode", "decode", "copy"))
+        assert len(codecs.cells(row)) == len(codecs.TITLES)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_train_script_understands_every_command(method: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    o = SlowLinks()
+    recipe = parse(RECIPES, o.command(method, 50.0, 7, 0.5, Path("somewhere")))
+    assert recipe.name == slow_links.RECIPE and recipe.seed == 7 and recipe.optim.lr == 0.5 * slow_links.LR
+    assert recipe.batch_size == slow_links.BATCH and RECIPES[slow_links.RECIPE].optim.lr == slow_links.LR
+    wire = recipe.co2.wire if recipe.method == "co2" else recipe.ddp_wire
+    assert ("lgreco" in method) <= (wire.format == "lgreco" and wire.lgreco.rule == "lgreco")
+    named = method.split("_")[0]
+    assert named not in ("accordion", "legacy") or wire.lgreco.rule == f"bench.rules.{named.capitalize()}"
+
+
+def test_each_method_gets_its_own_best_learning_rate():
+    rows = [
+        {"method": "ddp", "lr": 0.5, "loss": 3.0},
+        {"method": "ddp", "lr": 1.0, "loss": 2.5},
+        {"method": "ddp", "lr": 2.0, "loss": None},
+        {"method": "co2", "lr": 2.0, "failed": "x"},
+    ]
+    assert best_lr(rows, "ddp") == 1.0 and best_lr(rows, "co2") is None
+
+
+def test_the_table():
+    row = {"rate_mbit": 50.0, "lr": 1.0, "tau": 1, "deciding_share": 0.01, "bytes_a_step": 2e6}
+    rows = [row | {"method": "ddp", "seed": s, "samples_per_second": 10.0 + s, "loss": 3.0} for s in range(2)]
+    rows += [row | {"method": "lgreco_rank4", "seed": 0, "samples_per_second": 31.5, "loss": None}]
+    rows += [{"rate_mbit": 50.0, "method": "ddp_int4", "failed": "no answer"}]
+    result = {"options": {"workers": 4, "rates": [50.0]}, "rows": rows, "commit": "c", "date": "d"}
+    shown = text(result)
+    assert "| ddp | 1 | 10.5 ± 0.7 | 1.00 | 3.000 ± 0.000 | 2.000 | 1 | 1.00% |" in shown
+    assert "| lgreco_rank4 | 1 | 31.5 | 3.00 | not finite | 2.000 | 1 | 1.00% |" in shown
+    assert "| ddp_int4 | failed: no answer |" in shown
+
+
+def test_what_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Killed while it tunes, and while it measures: every run is made once, and tuned alike."""
+    made: list[tuple[Any, ...]] = []
+
+    def measure(o: SlowLinks, cluster: Any, module: Any, run: tuple[Any, ...], folder: Path) -> dict[str, Any]:
+        if len(made) in stops:
+            stops.remove(len(made))
+            raise KeyboardInterrupt
+        made.append(run)
+        method, rate, seed, lr = run
+        row = {"method": method, "rate_mbit": rate, "seed": seed, "lr": lr, "loss": abs(lr - 1.0) + 1}
+        return row | {"samples_per_second": 3.0, "bytes_a_step": 1e6, "tau": 1, "deciding_share": 0.0}
+
+    monkeypatch.setattr(slow_links, "measure", measure)
+    stops = [3, 9]
+    o = SlowLinks(methods=("ddp", "lgreco_int4"), rates=(50.0, 200.0), throttle=True, out=tmp_path)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            slow_links.run_all(o, tmp_path)
+    result = slow_links.run_all(o, tmp_path)
+    tuning, rows = made[:6], made[6:]
+    assert {run[2] for run in tuning} == {TUNING_SEED} and not {run[2] for run in rows} & {TUNING_SEED}
+    assert len(set(made)) == len(made) == 2 * 3 + 2 * 2 * 3 and {run[3] for run in rows} == {1.0}
+    assert len(result["rows"]) == 12 and len(result["resumed"]) == 2
+    assert "gone on with at commit" in (tmp_path / "slow_links.md").read_text()
+    with pytest.raises(UserError, match="holds a measurement with other workers, epochs: choose another --out"):
+        slow_links.run_all(replace(o, workers=3, epochs=1), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"methods": ("ddp", "zip")}, "methods: 'zip'"),
+        ({"workers": 1}, "workers=1"),
+        ({"rates": (0.0,)}, "rates=0.0"),
+        ({"throttle": True}, "throttle with torch_powersgd"),
+    ],
+)
+def test_bad_options(settings: dict[str, Any], text: str):
+    with pytest.raises(UserError, match=text):
+        replace(SlowLinks(), **settings).check()
+
+
+def test_a_mistake_is_one_line(mistake: Mistakes):
+    assert "models: 'x'" in mistake("bench.equal_error", "--models", "x")
+    assert "repeats=0" in mistake("bench.codecs", "--repeats", "0")
+    assert "methods: 'x'" in mistake("bench.slow_links", "--methods", "x")
+
+
+@pytest.mark.slow
+def test_a_real_run_over_a_throttled_link(tmp_path: Path):
+    options = (
+        "--throttle --workers 2 --rates 500 --seeds 0 --lrs 1 --epochs 1 --epoch_steps 12 --methods ddp lgreco_int4"
+    )
+    command = [sys.executable, "-m", "bench.slow_links", *options.split(), "--out", str(tmp_path / "out")]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=400)
+    result = json.loads((tmp_path / "out" / "slow_links.json").read_text())
+    by = {row["method"]: row for row in result["rows"]}
+    assert by["lgreco_int4"]["bytes_a_step"] < 0.5 * by["ddp"]["bytes_a_step"]
+    assert abs(by["lgreco_int4"]["loss"] - by["ddp"]["loss"]) < 1

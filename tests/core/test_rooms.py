@@ -1,0 +1,184 @@
+"""Who may import whom, and that the root of core knows no room: the rules of the house, read from the source.
+
+The root is core/*.py and core/passes/, without the assembly, which is the one place where the rooms are put together.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.imports import ASSEMBLY, PACKAGES, ROOT, TASKS, file_of, files, imports, needed, room_of
+
+ABOVE_ROOMS = ("core.methods", "core.integrations")
+ROOMS = {room_of(file) for file in files() if room_of(file).startswith("core.")} - set(ABOVE_ROOMS)
+CORE = {"core", "assembly", *ROOMS, *ABOVE_ROOMS}
+
+ARROWS: dict[str, set[str]] = {
+    "core": set(),
+    "core.adaptive": {"core"},
+    "core.elastic": {"core", "core.robust"},
+    "core.lgreco": {"core", "core.wires"},
+    "core.robust": {"core"},
+    "core.sharded": {"core"},
+    "core.wires": {"core"},
+    "core.zeroth": {"core", "core.elastic"},
+    "core.methods": CORE - {"core.integrations"},
+    "core.integrations": CORE,
+    "assembly": CORE - {"core.integrations"},
+    "training": CORE,
+    **{task: {*CORE, "training"} for task in TASKS},
+    "bench": {*CORE, "training", *TASKS, "results"},
+    "results": {*CORE, "training", "bench"},
+}
+"""Room or package -> those that its files may import."""
+
+
+def test_every_room_and_package_has_a_row():
+    assert {room_of(file) for file in files()} - ARROWS.keys() == set()
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} | {
+        path.parent.name for path in ROOT.glob("*/train.py")
+    }
+    assert packages - {"tests"} <= set(PACKAGES)
+
+
+@pytest.mark.parametrize("room", ARROWS)
+def test_imports_run_along_the_arrows(room: str):
+    others = {file: needed(file) for file in files() if room_of(file) == room}
+    wrong = [
+        f"{file} imports {other}"
+        for file, wanted in others.items()
+        for other in sorted(wanted)
+        if room_of(other) not in ARROWS[room] | {room}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_imports_make_no_circle():
+    """In the whole project. What is imported inside a function, or for a type checker alone, counts: a reader follows
+    it, too."""
+    wanted = {file: needed(file) for file in files()}
+    circles = {file: others for file in wanted if file in (others := reached(wanted, file))}
+    wrong = [f"{file} needs {', '.join(map(str, sorted(wanted[file] & circles.keys())))}" for file in circles]
+    assert not wrong, "\n".join(wrong)
+
+
+def reached(wanted: dict[Path, set[Path]], start: Path) -> set[Path]:
+    """What a file needs, and what these need, and so on."""
+    found: set[Path] = set()
+    ahead = [start]
+    while ahead:
+        new = wanted[ahead.pop()] - found
+        found |= new
+        ahead += new
+    return found
+
+
+def test_a_circle_is_found():
+    a, b, c, d = map(Path, "abcd")
+    wanted = {a: {b}, b: {c}, c: {b}, d: set[Path]()}
+    assert [file for file in wanted if file in reached(wanted, file)] == [b, c]
+
+
+def test_what_the_imports_mean():
+    """A function of a package's file, a module of a package, and what the assembly hands on are told apart."""
+    named = {
+        "core.flat.copy": "core/flat.py",
+        "core.outer": "core/outer.py",
+        "core.CO2Config": "core/__init__.py",
+        "core.wires.formats.Wire": "core/wires/formats.py",
+        "torch.nn": None,
+    }
+    assert {name: path and str(path) for name in named if (path := file_of(name)) or True} == named
+    rooms = {"core/passes/chunked.py": "core", "core/__init__.py": "assembly", "core/wires/formats.py": "core.wires"}
+    assert {file: room_of(Path(file)) for file in rooms} == rooms
+    assert "core.flat.copy" in imports(Path("core/outer.py")), "relative imports are made absolute"
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+OF_ROOMS = {
+    "adaptive": "tuner pace speed auto arrival skip skipped apart",
+    "robust": "guard outlier agreement agreed checksum checksums watch drifted request requests",
+    "wires": "wire wires quantized int8 int6 int5 int4 int3 int2 feedback",
+    "lgreco": "lgreco greco accordion",
+    "sharded": "sharded offload offloaded",
+    "elastic": "elastic member members joining newcomer newcomers",
+    "zeroth": "zeroth zo zo2 lanes",
+    "methods": "ddp slowmo delayed",
+    "integrations": "mmengine",
+}
+"""Room -> words of its features. Docstrings may use them, to say what is plugged in where; code may not."""
+OF_PYTHON = {"TypeGuard"}
+
+
+def words(text: str) -> list[str]:
+    """The words of a name or a sentence, in lower case: TauTuner is tau and tuner; int8 is one word."""
+    parts = re.findall(r"[A-Z]+(?![a-z])[0-9]*|[A-Z]?[a-z]+[0-9]*|[A-Z]+[0-9]+", text)
+    return [part.lower() for part in parts]
+
+
+def spoken(source: str) -> Iterator[tuple[int, str]]:
+    """(line, text) of every name and string in a file's code, but for docstrings: strings that stand by themselves."""
+    tree = ast.parse(source)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield line, node.value
+        for field in ("name", "id", "attr", "arg", "asname", "module"):
+            if isinstance(value := getattr(node, field, None), str):
+                yield line, value
+        if isinstance(node, ast.Global | ast.Nonlocal):
+            yield from ((line, name) for name in node.names)
+
+
+def told_in(source: str) -> list[str]:
+    """A line for each word of a room's feature."""
+    known = {word: room for room, of_room in OF_ROOMS.items() for word in of_room.split()}
+    found = {
+        (line, word, known[word])
+        for line, text in spoken(source)
+        for word in words(text)
+        if word in known and text not in OF_PYTHON
+    }
+    return [f"{line}: {word} (of {room})" for line, word, room in sorted(found)]
+
+
+def test_the_root_names_no_feature_of_a_room():
+    root = [file for file in files() if room_of(file) == "core"]
+    assert Path("core/rounds.py") in root and not {Path(name) for name in ASSEMBLY} & set(root)
+    found = [f"{file}:{line}" for file in root for line in told_in((ROOT / file).read_text())]
+    assert not found, f"{len(found)} times:\n" + "\n".join(found)
+
+
+def test_the_words_of_a_name():
+    for text, parts in {
+        "TauTuner": ["tau", "tuner"],
+        "by_speed": ["by", "speed"],
+        "DistZO2": ["dist", "zo2"],
+        "LGreco": ["l", "greco"],
+        "int8's": ["int8", "s"],
+        "ShardedCO2": ["sharded", "co2"],
+        "pacing": ["pacing"],
+        "DDP": ["ddp"],
+    }.items():
+        assert words(text) == parts
+
+
+@pytest.mark.parametrize(
+    ("source", "word"),
+    [
+        ("self.guard = 1", "guard"),
+        ("def f(*, tuner): pass", "tuner"),
+        ("from .elastic import x", "elastic"),
+        ("raise UserError(f'{x} needs ShardedCO2')", "sharded"),
+        ("f(by_speed=True)", "speed"),
+        ("class AutoWire: ...", "wire"),
+    ],
+)
+def test_a_feature_is_found_wherever_code_names_it(source: str, word: str):
+    assert any(line.startswith(f"1: {word} ") for line in told_in(source))
+    assert not told_in(f'"""{word}: a room plugs it in."""\npacing = dispatch = 1')

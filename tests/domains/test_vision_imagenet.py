@@ -1,0 +1,252 @@
+"""ImageNet from class folders and tar shards: batches, their index in the cache, and what is broken."""
+
+import io
+import shutil
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from timm.data.distributed_sampler import RepeatAugSampler
+
+from core import UserError
+from training.sampling import epoch_batches, mix
+from vision import data, index
+from vision.imagenet import CPU, STATISTICS, Augmented, erasing_of, on_device, train_transform
+from vision.model import image_size
+from vision.recipes import VisionRecipe, imagenet_vit_base
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Four small images in ImageNet's layout."""
+    monkeypatch.setenv("CO2_DATA", str(tmp_path))
+    monkeypatch.setenv("CO2_CACHE", str(tmp_path / "cache"))
+    rng = np.random.default_rng(0)
+    for name in ("train/a/0", "train/a/1", "train/b/0", "train/b/1", "val/a/0", "val/b/0"):
+        path = tmp_path / "imagenet" / f"{name}.JPEG"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 255, (40, 60, 3), dtype=np.uint8)).save(path, "JPEG")
+    return tmp_path / "imagenet"
+
+
+def imagenet_batches(**changes: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    recipe = VisionRecipe(dataset="imagenet", batch_size=2, loader_workers=0, color_jitter=0.4)
+    train, _ = data.load("imagenet")
+    return list(train.train_batches(replace(recipe, **changes), 0, 1, 0, 4))
+
+
+def test_imagenet_batches_do_not_depend_on_loader_workers(folders: Path):
+    before = torch.get_rng_state()
+    one = imagenet_batches()
+    assert torch.equal(before, torch.get_rng_state()), "the model's own random state is left alone"
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(one, imagenet_batches(loader_workers=2), strict=True))
+    assert one[0][0].shape == (2, 3, 224, 224) and sorted(torch.cat([one[0][1], one[1][1]]).tolist()) == [0, 0, 1, 1]
+    assert not torch.equal(one[0][0], imagenet_batches(seed=1)[0][0])
+    assert not torch.equal(one[0][0], imagenet_batches(color_jitter=0.0)[0][0])
+
+
+def test_imagenet_mixup_gives_shares_of_classes(folders: Path):
+    images, shares = imagenet_batches(mixup=0.8, label_smoothing=0.1)[0]
+    assert shares.shape == (2, 2) and torch.allclose(shares.sum(1), torch.ones(2))
+    assert torch.equal(images, imagenet_batches(mixup=0.8, label_smoothing=0.1)[0][0])
+
+
+def test_imagenet_repeats_images_with_another_augmentation(folders: Path):
+    recipe = VisionRecipe(dataset="imagenet", batch_size=4, loader_workers=0, repeats=2)
+    train, _ = data.load("imagenet")
+    ((images, labels),) = train.train_batches(recipe, 0, 1, 0, 1)
+    assert torch.equal(labels[0::2], labels[1::2]) and not torch.equal(images[0], images[1])
+
+
+@pytest.mark.parametrize(("repeats", "workers", "samples"), [(3, 4, 24), (2, 1, 10), (3, 2, 17)])
+def test_repeats_are_dealt_as_timm_deals_them(repeats: int, workers: int, samples: int):
+    """From the same order; timm's sampler gives every copy of a sample the same index."""
+    for rank in range(workers):
+        theirs = RepeatAugSampler(range(samples), workers, rank, num_repeats=repeats)
+        theirs.set_epoch(mix(5, 2))
+        of = dict(seed=5, epoch=2, rank=rank, world_size=workers, repeats=repeats)
+        ours = epoch_batches(samples, workers, **of).flatten()
+        assert (ours % samples).tolist() == list(theirs)[: len(ours)]
+        assert len(set(ours.tolist())) == len(ours), "each copy has a number of its own"
+
+
+def test_an_odd_share_is_refused_where_mixup_pairs_images(folders: Path):
+    with pytest.raises(UserError, match=r"^batch_size=4080 .* 80 workers: 51 images a worker.*give 4000 or 4160$"):
+        replace(imagenet_vit_base(), batch_size=4080).check_share(80)
+    with pytest.raises(UserError, match="give 2$"):
+        imagenet_batches(batch_size=1, mixup=0.8)
+    replace(imagenet_vit_base(), batch_size=4080, mixup=0.0, cutmix=0.0).check_share(80)
+
+
+def test_erasing_is_by_pixels():
+    erasing = erasing_of(imagenet_vit_base(), CPU)
+    assert (erasing.probability, erasing.per_pixel) == (0.25, True)
+
+
+def test_images_cross_as_bytes_and_are_normalised_behind(folders: Path):
+    """What timm's own transform gives without a prefetcher, from the same random numbers; a batch is mixed after it."""
+    from timm.data import create_transform
+
+    recipe = VisionRecipe(dataset="imagenet", batch_size=2, loader_workers=0, color_jitter=0.4)
+    train, _ = data.load("imagenet")
+    at_once = create_transform(224, is_training=True, color_jitter=0.4, interpolation="bicubic")
+    item, label = Augmented(train.samples, train_transform(recipe))[0, 5, 1]
+    assert (item.dtype, item.shape, label) == (torch.uint8, (3, 224, 224), 0)
+    whole, _ = Augmented(train.samples, at_once)[0, 5, 1]
+    behind, _ = on_device(item[None], torch.tensor([label]), CPU, False, *STATISTICS)
+    assert torch.equal(behind[0], whole)
+
+
+def test_erasing_follows_the_seed_and_spares_the_models_random_numbers(folders: Path):
+    before = torch.get_rng_state()
+    plain, erased = imagenet_batches(), imagenet_batches(random_erasing=1.0)
+    assert torch.equal(before, torch.get_rng_state())
+    changed = [float((a != b).float().mean()) for (a, _), (b, _) in zip(plain, erased, strict=True)]
+    assert all(0.01 < share < 0.5 for share in changed), "a part of each image"
+    again = imagenet_batches(random_erasing=1.0, loader_workers=1)
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(erased, again, strict=True))
+    assert not torch.equal(erased[0][0], imagenet_batches(random_erasing=1.0, seed=1)[0][0])
+
+
+def write_shard(path: Path, members: dict[str, bytes]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+
+
+@pytest.fixture
+def shards(folders: Path) -> Path:
+    """The images of `folders`, in tar files as WebDataset has them, the labels not in order."""
+    root = folders.parent / "shards" / "imagenet"
+    for split, names in (("train", ("a/0", "a/1", "b/0", "b/1")), ("val", ("a/0", "b/0"))):
+        for number, name in enumerate(names):
+            label = b"7" if name.startswith("a") else b"900"
+            picture = (folders / split / f"{name}.JPEG").read_bytes()
+            key = name.replace("/", "_")
+            members = {f"{key}.cls": label, f"{key}.jpg": picture, f"{key}.json": b"{}"}
+            write_shard(root / split / f"shard-{number // 3}-{number % 3}.tar", members)
+    return root
+
+
+def test_shards_give_what_class_folders_give(folders: Path, shards: Path, monkeypatch: pytest.MonkeyPatch):
+    """In the same order and with the same augmentation, for both list the same images in the same order here."""
+    wanted = imagenet_batches(loader_workers=2)
+    monkeypatch.setenv("CO2_DATA", str(shards.parent))
+    train, val = data.load("imagenet")
+    assert (train.classes, len(train), len(val)) == (("7", "900"), 4, 2)
+    for (images, labels), (theirs, classes) in zip(imagenet_batches(loader_workers=2), wanted, strict=True):
+        assert torch.equal(images, theirs) and torch.equal(labels, classes)
+
+
+@pytest.mark.parametrize(
+    ("members", "words"),
+    [
+        ({"x.jpg": b"", "y.cls": b"1"}, "x has no x.cls beside it"),
+        ({"x.jpg": b"", "x.cls": b"cat"}, "not a shard of images and classes .*'cat'"),
+        ({"x.txt": b""}, "no image in it"),
+    ],
+)
+def test_shards_that_are_none_are_named(
+    shards: Path, monkeypatch: pytest.MonkeyPatch, members: dict[str, bytes], words: str
+):
+    monkeypatch.setenv("CO2_DATA", str(shards.parent))
+    write_shard(shards / "train" / "other.tar", members)
+    with pytest.raises(UserError, match=rf"^\S*train/other.tar: {words}"):
+        data.load("imagenet")
+    (shards / "train" / "other.tar").write_bytes(b"no tar at all")
+    with pytest.raises(UserError, match=r"^\S*train/other.tar: not a shard"):
+        data.load("imagenet")
+
+
+@pytest.mark.parametrize("name", ["x.cls", "x.jpg", "other.txt"])
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE])
+def test_a_link_in_a_shard_is_named(shards: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: bytes):
+    monkeypatch.setenv("CO2_DATA", str(shards.parent))
+    path = shards / "train" / "linked.tar"
+    write_shard(path, {"x.jpg": b"", "x.cls": b"7"} | {name: b""})
+    with tarfile.open(path, "w") as tar:
+        for member, content in {"x.jpg": b"", "x.cls": b"7"}.items():
+            info = tarfile.TarInfo(member)
+            info.size = len(content)
+            if member != name:
+                tar.addfile(info, io.BytesIO(content))
+        info = tarfile.TarInfo(name)
+        info.type, info.linkname = kind, "/etc/passwd"
+        tar.addfile(info)
+    if name == "other.txt":  # nobody's
+        assert len(data.load("imagenet")[0]) == 5
+    else:
+        with pytest.raises(UserError, match=f"^{path}: .*{name} is a link, .*fetch it again"):
+            data.load("imagenet")
+
+
+@pytest.mark.parametrize(
+    "content", ["", "x", "a\tb\tc\td\n", "other.tar\t0\t10\t1\n", "../x.tar\t0\t1\t1\n", b"\xff\n"]
+)
+def test_a_damaged_index_is_named(shards: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str | bytes):
+    monkeypatch.setenv("CO2_DATA", str(shards.parent))
+    monkeypatch.setenv("CO2_CACHE", str(tmp_path / "cache"))
+    data.load("imagenet")
+    for path in (tmp_path / "cache").glob("index-*/files.txt"):
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(
+        UserError, match=rf"^{tmp_path}/cache/index-\S*: .*remove {tmp_path}/cache/index-\S*, it is made again$"
+    ):
+        data.load("imagenet")
+
+
+def test_a_broken_image_in_a_shard_is_named(shards: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CO2_DATA", str(shards.parent))
+    write_shard(shards / "train" / "bad.tar", {"x.jpg": b"no image", "x.cls": b"7"})
+    with pytest.raises(UserError, match=r"^\S*train/bad.tar, the image at byte 512: not a readable image"):
+        imagenet_batches(batch_size=5)
+
+
+def test_an_image_that_cannot_be_read_is_named(folders: Path):
+    (folders / "train" / "a" / "1.JPEG").write_bytes(b"no image")
+    for workers in (0, 1):
+        with pytest.raises(UserError, match=r"^\S*train/a/1.JPEG: not a readable image; .*$"):
+            imagenet_batches(loader_workers=workers)
+
+
+def test_files_are_listed_once_and_again_when_they_change(folders: Path, monkeypatch: pytest.MonkeyPatch):
+    plain = [index.ImageFolder(str(folders / split)).samples for split in ("train", "val")]
+    listed: list[str] = []
+    really = index.ImageFolder.make_dataset
+    monkeypatch.setattr(index.ImageFolder, "make_dataset", lambda *a: listed.append(a[0]) or really(*a))
+    assert [part.samples.samples for part in data.load("imagenet")] == plain and len(listed) == 2
+    assert [part.samples.samples for part in data.load("imagenet")] == plain and len(listed) == 2
+    (folders / "train" / "b" / "1.JPEG").rename(folders / "train" / "b" / "2.JPEG")
+    train, _ = data.load("imagenet")
+    assert len(listed) == 3 and train.samples.samples[-1] == (str(folders / "train" / "b" / "2.JPEG"), 1)
+
+
+def test_classes_that_differ_are_named(folders: Path):
+    shutil.copytree(folders / "train" / "a", folders / "train" / "c")
+    (folders / "val" / "b").rename(folders / "val" / "d")
+    with pytest.raises(UserError) as error:
+        data.load("imagenet")
+    assert str(error.value).endswith("differ in b (only in train), c (only in train), d (only in val)")
+
+
+def test_images_are_as_large_as_the_model_wants_them(folders: Path):
+    train, val = data.load("imagenet")
+    recipe = VisionRecipe(dataset="imagenet", model="vit_base_patch16_384", loader_workers=0)
+    assert next(val.test_batches(recipe, 0, 1))[0].shape == (2, 3, 384, 384)
+    assert Augmented(train.samples, train_transform(recipe))[0, 0, 0][0].shape == (3, 384, 384)
+    assert [image_size(name) for name in ("resnet50", "swin_tiny_patch4_window7_224", "resnet_small")] == [224] * 3
+
+
+def test_imagenet_test_batches_cover_the_set(folders: Path):
+    _, val = data.load("imagenet")
+    recipe = VisionRecipe(dataset="imagenet", loader_workers=0)
+    labels = [y for rank in range(2) for _, y in val.test_batches(recipe, rank, 2)]
+    assert sorted(torch.cat(labels).tolist()) == [0, 1]

@@ -1,0 +1,99 @@
+"""A new method takes one file and one line: this file has all of it, and `REGISTRY.append(ENTRY)` is the line."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from core import CO2Config, UserError, make_method
+from core.methods import REGISTRY, Entry
+from core.methods.local_sgd import Blocking, tau_of
+from core.testing import run_distributed
+
+
+@dataclass(frozen=True)
+class PartwayConfig:
+    share: float = 0.5
+    """Of the way to the mean that a worker goes."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise UserError(f"partway.share={self.share}: give a number in (0, 1]")
+
+
+class Partway(Blocking):
+    """Every tau local steps each worker goes a part of the way to the workers' mean."""
+
+    def __init__(self, params: Any, tau: int, config: PartwayConfig, **options: Any):
+        super().__init__(params, tau, **options)
+        self.config = config
+
+    def apply(self) -> None:
+        for bucket in self.buckets:
+            for p, mean in zip(bucket.params, bucket.payload_views, strict=True):
+                p.lerp_(mean, self.config.share)
+
+
+ENTRY = Entry(
+    "partway",
+    lambda given: (given.model, Partway(given.params, tau_of(given), given.own, **given.options)),
+    settings=PartwayConfig,
+    key="partway",
+    help="Of method partway.",
+    check=tau_of,
+)
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "tau='auto' with a method that hides no": {"co2": CO2Config("auto")},
+    "merge='mix' is CO2's own": {"co2": CO2Config(merge="mix", delay="auto")},
+    "shard=True is CO2's own": {"shard": True},
+    "elastic does not go with method='partway'": {"elastic": True},
+    "method='partway', which waits for every mean": {"skip_after": 1.0},
+}
+
+
+def trained(rank: int, world_size: int) -> tuple[float, list[str]]:
+    """This worker's weight after four steps with options from the command line; what other settings are told."""
+    REGISTRY.append(ENTRY)  # the one line, which would stand in core/methods/__init__.py
+    from training.recipe import Recipe, parse
+
+    recipes = {"toy": Recipe()}
+    options = ["--method", "partway", "--partway.share", "0.25", "--co2.tau", "2", "--optim.lr", "1"]
+    recipe = parse(recipes, ["toy", *options])
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    wrapped, method = make_method(recipe.method, model, co2=recipe.co2, **recipe.own_settings)
+    optimizer = torch.optim.SGD(model.parameters(), recipe.optim.lr)
+    for _ in range(4):
+        (-(rank + 1) * wrapped(torch.ones(1))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        method.step()
+    weight = model.weight.item()
+    method.finish()
+    method.close()
+    told = []
+    for changes in REFUSED.values():
+        with pytest.raises(UserError) as error:
+            replace(recipe, **changes)
+        told.append(str(error.value))
+    with pytest.raises(UserError, match="partway.share=0.25 is method partway's own, method 'co2' does not have it"):
+        parse(recipes, ["toy", "--partway.share", "0.25"])
+    with pytest.raises(UserError, match="partway.share=0.25 is method partway's own"):
+        make_method("co2", model, co2=recipe.co2, partway=recipe.partway)
+    return weight, told
+
+
+def test_a_new_method_is_one_file_and_one_line():
+    (one, told), (two, _) = run_distributed(trained, 2)
+    # x0 = 2, x1 = 4 go a quarter of the way to 3; then x0 = 4.25, x1 = 7.75 to 6
+    assert (one, two) == (pytest.approx(4.6875), pytest.approx(7.3125))
+    for expected, message in zip(REFUSED, told, strict=True):
+        assert expected in message and "\n" not in message
+
+
+def test_a_keyword_of_no_method_is_no_setting():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'slowmoo'"):
+        make_method("slowmo", nn.Linear(1, 1), co2=CO2Config(tau=2), slowmoo=None)

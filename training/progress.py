@@ -1,0 +1,283 @@
+"""Where a run stands: this worker's place in it, what its loop counts with, and the state of what it trains.
+
+That state goes by the names of the model's parameters: torch numbers those of an optimiser, and a method has theirs one
+after the other in flat tensors (core.flat.Bucket).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from core.checks import of_rank, under_rank
+from core.flat import Bucket, views
+from core.methods import Method
+from core.rounds import Rounds
+from training.recipe import Recipe
+from training.throttle import ThrottledLink, make_link
+from training.workers import rank, world_size
+
+
+class Progress:
+    """What Run shares with the part of it that knows of other workers (training/fixed.py, training/elastic.py).
+
+    Attributes: recipe; device; rank, world_size; step, how many have been taken; total, how many there are; clock;
+    means of what is logged; evaluation, when one is due; link, an emulated slow one.
+    """
+
+    def __init__(self, recipe: Recipe, device: torch.device):
+        self.recipe, self.device = recipe, device
+        self.rank, self.world_size = rank(), world_size()
+        self.step = self.total = 0
+        self.clock = Stopwatch()
+        self.means = Averages()
+        self.evaluation = Every(0)
+        self.link: ThrottledLink | None = make_link(recipe.link_mbit, device)
+
+    def evaluates(self, step: int) -> bool:
+        """Whether an evaluation is due at a boundary after so many steps."""
+        return step < self.total and self.evaluation.would_be(step)
+
+
+@dataclass(frozen=True)
+class Due:
+    """What a loop has to do after a step."""
+
+    evaluation: bool
+    checkpoint: bool
+    stop: bool
+
+
+class Every:
+    """Says when something that happens every `period` steps is due, though it is asked at some steps only.
+
+    period: 0 for never. start: the step that the run begins or resumes at.
+    """
+
+    def __init__(self, period: int, start: int = 0):
+        self.period = period
+        self._last = start
+
+    def due(self, step: int) -> bool:
+        """Whether a multiple of the period has been passed since the last step at which this was True."""
+        due = self.would_be(step)
+        self._last = step if due else self._last
+        return due
+
+    def would_be(self, step: int) -> bool:
+        """`due`, which does not count as asked."""
+        return self.period > 0 and step // self.period > self._last // self.period
+
+
+class Timer:
+    """Says when `minutes` have passed since it said so last, by this worker's clock; 0 for never."""
+
+    clock = staticmethod(time.monotonic)  # seconds
+
+    def __init__(self, minutes: float):
+        self.minutes = minutes
+        self.restart()
+
+    def restart(self) -> None:
+        self._since = self.clock()
+
+    def due(self) -> bool:
+        due = self.minutes > 0 and self.clock() - self._since >= 60 * self.minutes
+        if due:
+            self.restart()
+        return due
+
+
+class Averages:
+    """Running means of scalars, kept on their device until they are read."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._count = 0
+
+    def add(self, scalars: dict[str, Tensor]) -> None:
+        """Adds one step's values, 0-d each, always the same names."""
+        for name, value in scalars.items():
+            self._sums[name] = self._sums.get(name, 0) + value.detach().float()
+        self._count += 1
+
+    def pop(self) -> dict[str, Tensor]:
+        """The means since the last pop."""
+        means = {name: total / self._count for name, total in self._sums.items()}
+        self._sums, self._count = {}, 0
+        return means
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sums": dict(self._sums), "count": self._count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._sums, self._count = dict(state["sums"]), state["count"]
+
+
+class Stopwatch:
+    """Measures the seconds of training, without evaluations and checkpoints."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._since: float | None = None  # the start of the stretch that runs
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds + (time.perf_counter() - self._since if self._since is not None else 0.0)
+
+    def start(self, seconds: float = 0.0) -> None:
+        """Goes on from `seconds`, those of the run that is resumed."""
+        self._seconds, self._since = seconds, time.perf_counter()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Does not count the time of the block."""
+        self._seconds, self._since = self.seconds, None
+        try:
+            yield
+        finally:
+            self._since = time.perf_counter()
+
+
+# -- what is trained --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The model, and what trains it: the parts of a checkpoint. What goes along with the method's reductions, requests
+    and snapshots, is asked here and nowhere else."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: LRScheduler
+    method: Method
+    name: str  # the method's
+
+    def state_dict(self) -> dict[str, Any]:
+        """Without the method's part, which may come later: see state_of_method."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": of_optimizer(self.optimizer, self.model),
+            "schedule": self.schedule.state_dict(),
+        }
+
+    def state_of_method(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The method's part. state: its state_dict."""
+        return {"method": {"name": self.name, "state": of_method(self.method, self.model, state)}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores both; not the model where the state has none, for it follows from the method's."""
+        if "model" in state:
+            load_model(self.model, state["model"])
+        load_optimizer(self.optimizer, self.model, state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.method.load_state_dict(flat_of_method(self.method, state["method"]["state"]))
+
+    def ask(self, name: str) -> None:
+        """Any worker may ask all to "stop" or to "save"."""
+        {"stop": self.method.ask_to_stop, "save": self.method.ask_to_save}[name]()
+
+    @property
+    def agreed(self) -> set[str]:
+        """What a worker has asked for, and all have heard of at the same step."""
+        heard = {"stop": self.method.stop_agreed, "save": self.method.save_agreed}
+        return {name for name, was in heard.items() if was}
+
+    def snapshot(self, then: Callable[[dict[str, Any]], None]) -> None:
+        """Calls `then` with the method's state, once what is in flight has landed."""
+        self.method.snapshot(then)
+
+    def hand_over(self) -> None:
+        """Lets a snapshot that still waits have what there is."""
+        self.method.hand_over()
+
+
+def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+    """The optimiser's state_dict with a name in place of each number."""
+    state = optimizer.state_dict()
+    names = _numbered(optimizer, model)
+    return state | {"state": {names[number]: values for number, values in state["state"].items()}}
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str, Any]) -> None:
+    """Restores what of_optimizer returned, whose tensors are this worker's shards where a parameter is one."""
+    params = dict(model.named_parameters())
+    numbers = {name: number for number, name in enumerate(_numbered(optimizer, model))}
+    values = {
+        numbers[name]: {key: as_shard(value, params.get(name)) for key, value in of_one.items()}
+        for name, of_one in state["state"].items()
+    }
+    optimizer.load_state_dict(state | {"state": values})
+
+
+def load_model(model: nn.Module, state: dict[str, Any]) -> None:
+    """Restores model.state_dict(), whose tensors are this worker's shards where the model's are."""
+    here = model.state_dict()
+    model.load_state_dict({name: as_shard(value, here.get(name)) for name, value in state.items()})
+
+
+def as_shard(value: Any, like: Any) -> Any:
+    """A tensor that is this worker's shard of something sharded as `like`, as a DTensor; anything else as it is."""
+    if not (isinstance(like, DTensor) and isinstance(value, Tensor) and value.shape == like.to_local().shape):
+        return value
+    shard = value.to(like.to_local())
+    place = {"run_check": False, "shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(shard, like.device_mesh, like.placements, **place)
+
+
+def of_method(method: Method, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """The method's state_dict with {name: tensor} for each flat tensor; what lies behind the parameters is under "".
+    What its reducer keeps has an order of its own, and stays as it is."""
+    if not isinstance(method, Rounds):
+        return state
+    ((rank, own),) = state.items()
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    names = {id(p): name for p, name in zip(method.params, trained, strict=True)}
+    flats = own["state"]
+    kept = flats | {key: _by_name(flats[key], method.buckets, names) for key in method.state}
+    return {rank: own | {"state": kept, "flats": _by_name(own["flats"], method.buckets, names)}}
+
+
+def flat_of_method(method: Method, state: dict[str, Any]) -> dict[str, Any]:
+    """What of_method was given, from what it returned."""
+    if not isinstance(method, Rounds):
+        return state
+    own = of_rank(state)
+    kept = {key: _flat(flats) for key, flats in own["state"].items()}
+    return under_rank(own | {"state": kept, "flats": _flat(own["flats"])})
+
+
+def _numbered(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
+    """The names of its parameters in the order of its state_dict; with ZeRO-1 of those whose state is kept here."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    own = getattr(optimizer, "optim", optimizer)
+    return [names[id(p)] for group in own.param_groups for p in group["params"]]
+
+
+def _by_name(flats: Sequence[Tensor], buckets: Sequence[Bucket], names: dict[int, str]) -> list[dict[str, Tensor]]:
+    """Shares that are cut across parameters stay whole."""
+    found = []
+    for flat, bucket in zip(flats, buckets, strict=True):
+        whole = len(flat) >= bucket.numel
+        params = bucket.params if whole else []
+        pieces = zip(params, views(flat, params), strict=True)
+        rest = flat[bucket.numel :] if whole else flat
+        found.append({names[id(p)]: piece for p, piece in pieces} | ({"": rest} if len(rest) else {}))
+    return found
+
+
+def _flat(found: list[Any]) -> list[Tensor]:
+    """found: {name: tensor} each, or a reducer's tensors."""
+    return [t if isinstance(t, Tensor) else _joined(list(t.values())) for t in found]
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    return torch.cat([t.reshape(-1) for t in pieces]) if pieces else torch.empty(0)
