@@ -327,7 +327,8 @@ def test_a_storm(tmp_path: Path, seed: int, settings: dict[str, Any]):
                 storm["kills"] += 1
             storm["next"] = now + rng.uniform(0.5, 5)
 
-    args = (str(tmp_path), settings, {}, "", 0.04, 1200)  # each in 48 s, were it left alone
+    comes, pace, steps = "", 0.04, 1200
+    args = (str(tmp_path), settings, {}, comes, pace, steps)
     crew = Crew(testing._context(), train, args, 4, restarts=99, late=400, watch=strike)
     assert crew.run() == 0 and not crew.timed_out
     ends = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}

@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core import CO2, CO2Config, UserError, WireConfig
+from core import CO2, CO2Config, ShardedCO2, UserError, WireConfig
 from core.adaptive.schedules import QuadraticTau, from_text, ramp_tau, warm_up_momentum
 from core.methods import OverlapLocalSGD, SlowMo, SlowMoConfig
 from core.outer import carried
 from core.reference import Reference
-from core.sharded.sharded import ShardedCO2
 from core.testing import run_distributed
 from tests import problems
 from tests.problems import LR, Settings, assert_traces_equal, flat, gradient, sgd_step

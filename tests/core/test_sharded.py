@@ -383,4 +383,4 @@ def test_recommended_settings_for_a_mesh_keep_the_momentum_that_goes_with_so_man
     mesh: Any = SimpleNamespace(ndim=2)
     config = CO2Config.recommended(32, 400, mesh=mesh)
     assert (config.tau, config.tau_max, config.outer_momentum) == ("auto", 20, 0.2)
-    assert config == CO2Config("auto", 20, outer_momentum=0.2)
+    assert config == CO2Config("auto", tau_max=20, outer_momentum=0.2)
