@@ -181,7 +181,7 @@ def plugs(
     *,
     hidden: bool = True,
     times: bool = True,
-    flight: Callable[..., Flight] = Flight,
+    flight: Callable[..., Flight] | None = None,
 ) -> dict[str, Any]:
     """What a method with these settings is plugged together of, as Rounds' arguments.
 
@@ -199,7 +199,7 @@ def plugs(
     plugged: dict[str, Any] = {
         "pacing": Adaptive(tau, c.delay, tuned=tuned, by_speed=by_speed),
         "buffers": options.get("buffers", ()),
-        "flight": functools.partial(flight, hidden=hidden and c.delay != 0, roll=peers, **carries),
+        "flight": functools.partial(flight or Flight, hidden=hidden and c.delay != 0, roll=peers, **carries),
         "riders": [rider for rider in riders if rider is not None],
     }
     if wire == "auto":

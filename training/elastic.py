@@ -26,12 +26,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from core.adaptive.schedules import Schedule
 from core.assembly import elastic_co2
-from core.co2 import Schedule
 from core.elastic.joining import Joining
 from core.elastic.members import Members, Over, Report, Workers, WorkersChanged
 from core.errors import UserError
 from core.methods import ElasticZeroth, Method
+from core.rounds import Rounds
 from training import checkpoint, stored
 from training.config import settings
 from training.folder import RunFolder

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
 
-from core.co2 import Schedule
+from core.adaptive.schedules import Schedule
 from core.errors import UserError
 from core.groups import host_group
 from core.methods import Method, Zeroth, make_method
@@ -26,7 +26,7 @@ from training import checkpoint, stored
 from training.config import settings
 from training.folder import RunFolder
 from training.optim import lent_rate
-from training.progress import Due, Progress, Trained
+from training.progress import Due, Progress, Trained, pacing_of
 from training.round_log import RoundLog
 from training.sampling import mix
 from training.workers import join, largest_of_workers, make_mesh, random_state, set_random_state
@@ -97,8 +97,8 @@ class Fixed:
             riders=[self.run.requests, self.run.snapshots],
             **r.own_settings,
         )
-        if isinstance(method, Rounds):
-            method.pacing.skip_after = r.skip_after
+        if pacing := pacing_of(method):
+            pacing.skip_after = r.skip_after
         return wrapped, method
 
     def _stream(self, blocks: Sequence[nn.Module]) -> Callable[..., BlockStream]:

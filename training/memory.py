@@ -27,18 +27,16 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from core.averaging import Averaging
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from core import averaging, outer
+from core import assembly, outer, rounds
 from core.flat import Bucket
 from core.flight import Flight, Reducer
 from core.groups import local_world_size
-from core.lgreco import curves, sparse
-from core.lgreco.config import FIXED
+from core.lgreco import curves, senders
 from core.lgreco.reducer import LGreco
 from core.methods import gradient_wire, make_method
 from core.wires import quantized
@@ -280,7 +278,7 @@ def count(recipe: Recipe, model: nn.Module, workers: int, on_gpu: bool) -> Held:
         always = live.peak = live.now
         for works in reducer.stages(object(), 1):  # noqa: B007  # pyright: ignore[reportArgumentType]
             pass
-        if isinstance(reducer, LGreco) and reducer.config.rule not in FIXED:
+        if isinstance(reducer, LGreco) and not reducer.decider.fixed:
             _decides(reducer)
         staging = live.peak - always
         del works
@@ -315,7 +313,7 @@ def _made(recipe: Recipe, model: nn.Module) -> tuple[Reducer, list[Bucket], Any]
         average_buffers=recipe.average_buffers,
         **recipe.own_settings,
     )
-    assert isinstance(method, Averaging)
+    assert isinstance(method, rounds.Rounds)
     return method.reducer, method.buckets, method
 
 
@@ -325,7 +323,7 @@ def _on_paper(workers: int, on_gpu: bool) -> Iterator[None]:
 
     def background(device: torch.device, **_: Any) -> Flight:
         made = Flight(device)
-        made.world_size = workers
+        made.world_size = made.places = workers
         return made
 
     def work(*tensors: Any, **_: Any) -> Any:  # holds them as gloo's do until the next one
@@ -333,14 +331,13 @@ def _on_paper(workers: int, on_gpu: bool) -> Iterator[None]:
 
     with contextlib.ExitStack() as patches:
         for owner, name, stand_in in (
-            (Averaging, "make_flight", lambda _, device, **options: background(device, **options)),
-            (averaging, "check_inputs", lambda *_: None),  # without memory all parameters seem to share it
-            (Averaging, "slot", lambda *_: (0, workers)),
+            (assembly, "Flight", background),
+            (rounds, "check_inputs", lambda *_: None),  # without memory all parameters seem to share it
             (gradient_wire, "Flight", background),
             (LGreco, "due", lambda *_: False),  # what a decision needs: see count
             (quantized, "SEGMENT", quantized.GPU_SEGMENT if on_gpu else quantized.SEGMENT),
             (curves, "ROWS", curves.GPU_ROWS if on_gpu else curves.ROWS),
-            *((module, "largest", lambda t, k: t.topk(k, sorted=False).indices) for module in (sparse, curves)),
+            *((module, "largest", lambda t, k: t.topk(k, sorted=False).indices) for module in (senders, curves)),
             (dist, "get_world_size", lambda *_: workers),
             *((dist, name, work) for name in COLLECTIVES if hasattr(dist, name)),
         ):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from core.adaptive.pacing import Adaptive
 from core.checks import of_rank, under_rank
 from core.flat import Bucket, views
 from core.methods import Method
@@ -197,6 +198,12 @@ class Trained:
         """Lets a snapshot that still waits have what there is."""
         if isinstance(self.method, Rounds):
             self.snapshots.hand_over()
+
+
+def pacing_of(method: Method) -> Adaptive | None:
+    """What tells of a method's rounds of unlike lengths; None where all are alike."""
+    pacing = method.pacing if isinstance(method, Rounds) else None
+    return pacing if isinstance(pacing, Adaptive) else None
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:

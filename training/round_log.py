@@ -16,6 +16,7 @@ from core.methods import Method
 from core.rounds import Rounds
 from core.stats import Overlap, RoundStats, send_off
 from training.folder import RunFolder
+from training.progress import pacing_of
 from training.recipe import Recipe
 from training.workers import rank
 
@@ -46,7 +47,7 @@ class RoundLog:
         self._synchronous = method.tau == 1
         self._unread.append((step, method.stats))
         self.read(leave=int(self._on_gpu))
-        if isinstance(method, Rounds) and (decision := method.pacing.decision):
+        if (pacing := pacing_of(method)) and (decision := pacing.decision):
             sent = f"{method.stats.bytes_sent / 1e6:.3g} MB a round, {decision.exposed_share:.0%} of the time exposed"
             new = f"tau {decision.old} -> {decision.new}, wire {decision.wire}"
             self._folder.note(step, "tau", f"{new}: {decision.reason}; {sent}")

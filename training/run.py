@@ -26,7 +26,7 @@ from training.elastic import Elastic
 from training.fixed import Fixed
 from training.folder import RunFolder
 from training.optim import lr_factor
-from training.progress import Due, Every, Progress, Timer, Trained
+from training.progress import Due, Every, Progress, Timer, Trained, pacing_of
 from training.recipe import Recipe, momentum_note
 from training.round_log import RoundLog
 from training.script import StopSignal
@@ -204,7 +204,8 @@ class Run(Progress):
             self.rounds.close_round(self.step, self._trained.method)
         if self.step // self.recipe.log_every > before // self.recipe.log_every:
             self._log_means()
-        apart = isinstance(self._trained.method, Rounds) and self._trained.method.pacing.apart
+        pacing = pacing_of(self._trained.method)
+        apart = pacing is not None and pacing.apart
         running = self.step < self.total
         stops = running and self._agreed("stop", bool(self._stop.number)) and (closed or dist.is_initialized())
         open_end = running and not apart and (closed or self._skipped())
@@ -224,8 +225,8 @@ class Run(Progress):
 
     def _skip_steps(self) -> int:
         """How many steps this worker leaves out here, being slower than others; the learning rate keeps step."""
-        skipped = self._trained.method.pacing.skipped if isinstance(self._trained.method, Rounds) else 0
-        self._to_skip = min(skipped, self.total - self.step - 1)
+        pacing = pacing_of(self._trained.method)
+        self._to_skip = min(pacing.skipped if pacing else 0, self.total - self.step - 1)
         for _ in range(self._to_skip):
             self._trained.schedule.step()
         return self._to_skip

@@ -19,6 +19,7 @@ from ..flight import Link
 from ..groups import is_sharded, leave_group, new_group, ring_bytes
 from ..riders import Rider
 from ..robust import peers
+from ..robust.requests import Requests
 from ..stats import Late, Mark, RoundStats, Seconds, between, mark
 from ..wires.config import WireConfig
 from .gradient_wire import GradientWire
@@ -33,7 +34,8 @@ class DDP:
     model: to be called in place of the wrapped one. BatchNorm statistics stay local until finish() averages them, for
     DDP's own broadcast would block every forward pass. A model of DTensors synchronises itself over all workers where
     it was sharded so (training.zero.shard_model with everywhere=True); its communication is not measured: nan.
-    wire: how gradients cross the network; see GradientWire. riders: Requests, if any, are heard of every ASK_EVERY steps.
+    wire: how gradients cross the network; see GradientWire. riders: Requests, if any, are heard of
+    every ASK_EVERY steps.
     """
 
     def __init__(
