@@ -104,7 +104,7 @@ def unlike_clocks(rank: int, world_size: int) -> tuple[list[int], list[str]]:
     decided, told = [], []
     for round in range(12):
         if rank:
-            mean.reducer.clock.spend(0.02)
+            mean.reducer.clock.spend(1.0)
         time.sleep(0.01)
         once(mean, rank, round)
         found = mean.reducer.allocation

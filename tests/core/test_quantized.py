@@ -179,7 +179,7 @@ def move(rank: int) -> Tensor:
     return torch.tensor([rank + 1.0] + [0.031 + 0.0117 * rank**1.7] * 19, dtype=torch.float64)
 
 
-MOVES = 30
+MOVES = 28
 
 
 def constant_moves(rank: int, world_size: int, rests: bool, feedbacks: tuple[bool, ...]) -> list[Any]:
