@@ -26,7 +26,7 @@ from .delayed import DelayedCO2, DelayedConfig
 from .elastic_zeroth import ElasticZeroth
 from .local_sgd import LocalSGD
 from .overlap_local_sgd import OverlapLocalConfig, OverlapLocalSGD
-from .registry import Entry, Given
+from .registry import Entry, Given, Settings
 from .slowmo import SlowMo, SlowMoConfig
 from .zeroth import Zeroth
 
@@ -46,6 +46,7 @@ __all__ = [
     "Method",
     "OverlapLocalConfig",
     "OverlapLocalSGD",
+    "Settings",
     "ShardedCO2",
     "SlowMo",
     "SlowMoConfig",
@@ -67,7 +68,7 @@ REGISTRY: list[Entry] = [
     slowmo.ENTRY,
     zeroth.ENTRY,
 ]
-METHODS = tuple(entry.name for entry in REGISTRY if entry.beside_optimizer)
+METHODS = tuple(entry.name for entry in REGISTRY if entry.kind != "optimizer")
 Method = LocalMethod | DDP | Zeroth
 
 
@@ -97,7 +98,6 @@ def make_method(
     """
     entry, co2 = entry_of(name), co2 or CO2Config()
     own = check_settings(name, co2, shard=shard, offload=offload, schedule=schedule, **settings)
-    params = list(model.parameters())
     options = {"group": group, "timeout": timeout, "link": link}
     options["buffers"] = list(model.buffers()) if average_buffers else []
     if mesh is not None and entry.local:
@@ -106,8 +106,7 @@ def make_method(
             model = DistributedDataParallel(model, process_group=mesh.get_group(1))
         if "shard" not in entry.takes:
             options["group"] = mesh.get_group(0)
-    asked = {"shard": shard, "offload": offload, "schedule": schedule, "lr": lr, "mesh": mesh}
-    return entry.make(Given(co2, own, model, params, options, average_buffers=average_buffers, **asked))
+    return entry.make(Given(co2, own, model, options, {"shard": shard, "offload": offload}, schedule, lr, mesh))
 
 
 def check_settings(
@@ -123,7 +122,7 @@ def check_settings(
     returns the method's own. settings: see make_method."""
     entry = entry_of(name)
     own = registry.own_settings(REGISTRY, entry, settings)
-    registry.check(entry, Given(co2, own, shard=shard, offload=offload, schedule=schedule))
+    registry.check(entry, Given(co2, own, outer_state={"shard": shard, "offload": offload}, schedule=schedule))
     return own
 
 

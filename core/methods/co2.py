@@ -13,22 +13,21 @@ from .registry import Entry, Given
 
 
 def make(given: Given) -> tuple[nn.Module, CO2 | ShardedCO2]:
-    g = given
-    more: dict[str, Any] = {"schedule": g.schedule, **g.options}
-    if g.mesh is None and not g.shard and not g.offload:
-        return g.model, CO2(g.params, g.co2, **more)
-    return g.model, ShardedCO2(g.params, g.co2, mesh=g.mesh, shard=g.shard, offload=g.offload, **more)
+    more: dict[str, Any] = {"schedule": given.schedule, **given.options}
+    if given.mesh is None and not any(given.outer_state.values()):
+        return given.model, CO2(given.params, given.co2, **more)
+    return given.model, ShardedCO2(given.params, given.co2, mesh=given.mesh, **given.outer_state, **more)
 
 
 def check(given: Given) -> None:
-    check_shared(given.co2) if given.shard or given.offload else check_stable(given.co2)
+    check_shared(given.co2) if any(given.outer_state.values()) else check_stable(given.co2)
 
 
 ENTRY = Entry(
     "co2",
     make,
+    "hidden",
     check=check,
     reads_co2=True,
     takes=frozenset({"shard", "offload", "schedule", "elastic"}),
-    hides=True,
 )

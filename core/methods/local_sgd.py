@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
+from torch import nn
+
 from ..errors import UserError
 from ..flat import copy, rescale
 from ..rounds import LocalMethod
@@ -48,8 +50,8 @@ def tau_of(given: Given) -> int:
     return given.co2.tau
 
 
-ENTRY = Entry(
-    "local",
-    lambda given: (given.model, LocalSGD(given.params, tau_of(given), **given.options)),
-    check=tau_of,
-)
+def _make(given: Given) -> tuple[nn.Module, LocalSGD]:
+    return given.model, LocalSGD(given.params, tau_of(given), **given.options)
+
+
+ENTRY = Entry("local", _make, "blocking", check=tau_of)

@@ -14,7 +14,7 @@ from ..flat import copy, views
 from ..flight import Link
 from ..outer import carried
 from .local_sgd import Blocking, tau_of
-from .registry import Entry
+from .registry import Entry, Settings
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class SlowMo(Blocking):
 ENTRY = Entry(
     "slowmo",
     lambda given: (given.model, SlowMo(given.params, tau_of(given), given.own, lr=given.lr, **given.options)),
-    settings=SlowMoConfig,
-    key="slowmo",
+    "blocking",
+    Settings("slowmo", SlowMoConfig),
     check=tau_of,
 )

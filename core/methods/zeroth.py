@@ -12,7 +12,7 @@ from ..errors import UserError
 from ..stats import RoundStats
 from ..zeroth import ZerothConfig, ZerothOrder
 from ..zeroth.forward import Loss
-from .registry import Entry, Given
+from .registry import Entry, Given, Settings
 
 
 class Zeroth:
@@ -92,10 +92,7 @@ def _make(given: Given) -> tuple[nn.Module, Zeroth]:
 ENTRY = Entry(
     "zo",
     _make,
-    settings=ZerothConfig,
-    key="zeroth",
-    help="Of method zo.",
+    "optimizer",
+    Settings("zeroth", ZerothConfig, "Of method zo."),
     takes=frozenset({"offload", "elastic"}),
-    local=False,
-    beside_optimizer=False,
 )
