@@ -1,4 +1,5 @@
-"""The methods that CO2 is compared with, behind the same calls, and the one function that picks a method by name."""
+"""The methods that CO2 is compared with, behind the same calls, and the one function that picks a method by name. A new
+one takes a file, which ends with its Entry, and a line in REGISTRY."""
 
 from __future__ import annotations
 
