@@ -133,11 +133,10 @@ def dies(rank: int, world_size: int, folder: str, path: str) -> str:
     return ""
 
 
-FAST = ("save", "shards")
-SLOW = [pytest.param(path, marks=pytest.mark.slow) for path in PATHS if path not in FAST]
+SLOW = [pytest.param(path, marks=pytest.mark.slow) for path in PATHS if path != "save"]
 
 
-@pytest.mark.parametrize("path", [*FAST, *SLOW])
+@pytest.mark.parametrize("path", ["save", *SLOW])
 def test_every_survivor_names_the_dead(path: str, tmp_path: Path):
     world_size, who = 4, PATHS[path][1]
     said = run_distributed(dies, world_size, str(tmp_path), path, timeout=120, expect_death=(who,))
