@@ -207,7 +207,7 @@ def _union(spans: list[tuple[Mark, Mark]]) -> Seconds:
 
 
 def _make(given: Given) -> tuple[nn.Module, DDP]:
-    options = dict(given.options)
+    options: dict[str, Any] = {**given.options}
     ddp = DDP(given.model, average_buffers=bool(options.pop("buffers")), wire=given.own, **options)
     return ddp.model, ddp
 
