@@ -72,7 +72,7 @@ class Rounds(Saved, ABC):
     """
 
     name = ""
-    member = "rank"  # what a worker is called
+    title = "rank"  # what a worker is called
     differences = False  # whether payloads are differences: zero where nothing has moved
     starts_roughly = False  # whether workers begin a round near where `starts` says, not there
     sends_later = False  # whether payloads are complete only in the background, before the riders' stages

@@ -14,7 +14,7 @@ from ..adaptive.schedules import Schedule
 from ..assembly import CO2, CO2Config, Options, ShardedCO2
 from ..errors import UserError
 from ..flight import Link
-from ..groups import is_sharded
+from ..groups import has_dtensors
 from ..riders import Rider
 from ..rounds import Rounds
 from ..sharded.checks import check_mesh
@@ -104,7 +104,7 @@ def make_method(
     options["buffers"] = list(model.buffers()) if average_buffers else []
     if mesh is not None and entry.local:
         check_mesh(mesh)
-        if not is_sharded(model):  # sharded ones synchronise by themselves
+        if not has_dtensors(model):  # sharded ones synchronise by themselves
             model = DistributedDataParallel(model, process_group=mesh.get_group(1))
         if "shard" not in entry.takes:
             options["group"] = mesh.get_group(0)
