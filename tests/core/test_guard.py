@@ -13,8 +13,8 @@ from core.errors import DivergedError
 from core.flight import Flight
 from core.groups import node_mesh
 from core.reference import Reference
-from core.robust.guard import LEFT_OUT_AGAIN, WARM_UP, Guard, forget
 from core.riders import Heard
+from core.robust.guard import LEFT_OUT_AGAIN, WARM_UP, Guard, forget
 from core.testing import run_distributed
 from tests.problems import LR, Settings, flat, gradient, odd_parameters, sgd_step
 
