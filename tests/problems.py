@@ -30,13 +30,11 @@ class Settings:
     clip: float | None = 1.0
     tau_max: int = 192
     allow_unstable: bool = False
-    update: Any = "fast"
     wire: Any = "float32"
     error_feedback: bool = True
     merge: Any = "outer"
     mix: float = 0.5
     delay: Any = "boundary"
-    sync_steps: int = 0
     policy: Any = "penalty"
     taylor: float = 0.5
     nesterov: bool = False
@@ -45,18 +43,8 @@ class Settings:
     @property
     def co2(self) -> CO2Config:
         wire = WireConfig(self.wire, self.error_feedback)
-        names = (
-            "tau",
-            "outer_lr",
-            "outer_momentum",
-            "gap",
-            "clip",
-            "tau_max",
-            "allow_unstable",
-            "merge",
-            "mix",
-            "delay",
-        )
+        names = ("tau", "outer_lr", "outer_momentum", "gap", "clip")
+        names += ("tau_max", "allow_unstable", "merge", "mix", "delay")
         return CO2Config(**{name: getattr(self, name) for name in names}, wire=wire)
 
     @property
@@ -162,7 +150,7 @@ def train_reference(settings: Settings, world_size: int, steps: int, x: Tensor, 
     c = settings
     late = {"delay": None if c.delay == "boundary" else c.delay, "merge": c.merge, "kappa": c.mix, "policy": c.policy}
     outer = c.tau, c.outer_lr, c.outer_momentum, c.gap, c.clip, c.clip_by
-    more = {"taylor": c.taylor, "nesterov": c.nesterov, "sync_steps": c.sync_steps}
+    more = {"taylor": c.taylor, "nesterov": c.nesterov}
     ref = Reference(x.expand(world_size, -1).clone(), *outer, **late, **more)
     workers = torch.arange(world_size, dtype=torch.float64)[:, None]
     ref.run(lambda rows, step: gradient(rows, workers, step), LR, steps)
