@@ -34,9 +34,10 @@ from .flat import (
     rescale,
     unique,
 )
-from .flight import AllReduce, Flight, Reducer
+from .flight import Flight
 from .groups import Stage
 from .pacing import Act, Pacing
+from .reducer import Reducer, all_reduce
 from .riders import Heard, Rider
 from .saved import Saved
 from .stats import Late, RoundClock, RoundStats
@@ -52,11 +53,6 @@ class Landing(NamedTuple):
     """Every worker sent it from finish(): no round follows."""
     empty: bool
     """Besides, nobody had taken a step: it must move nothing."""
-
-
-def all_reduce(buckets: Sequence[Bucket], scalars: Scalars, flight: Flight) -> Reducer:
-    """Each bucket's flat tensor is summed in its own precision."""
-    return AllReduce([b.flat for b in buckets], flight.world_size)
 
 
 class Rounds(Saved, ABC):

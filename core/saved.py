@@ -8,8 +8,9 @@ import torch
 
 from .checks import check_run, check_saved, of_rank, under_rank
 from .flat import Bucket, Scalars, State, copy, on_host, resized
-from .flight import Flight, Reducer
+from .flight import Flight
 from .pacing import Pacing
+from .reducer import Reducer
 from .riders import Rider
 from .stats import Late
 
