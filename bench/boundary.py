@@ -168,7 +168,7 @@ def compiled() -> Any:
 
 
 PASSES: dict[Way, Callable[..., outer.Boundary]] = {
-    "fast": functools.partial(make_boundary, "fast"),
+    "fast": make_boundary,
     "plain": outer.Boundary,
     "compiled": CompiledBoundary,
 }

@@ -169,11 +169,15 @@ class Flight:
 
     def done(self) -> bool:
         """Whether all is through; where NCCL moves the tensors, whether all is queued. Never blocks."""
-        self.check_alive()
-        with self._counted():
-            if self._thread is not None and not self._thread.is_alive():
-                self._end()
-            return self._thread is None
+        if self._failed:
+            raise CollectiveError(self._failed)
+        if self._thread is None:
+            return True
+        began = time.perf_counter()
+        if not self._thread.is_alive():
+            self._end()
+        self._host_seconds += time.perf_counter() - began
+        return self._thread is None
 
     def landed(self) -> bool:
         """Whether wait() would not wait, nor make the current stream wait. Never blocks."""

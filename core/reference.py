@@ -1,15 +1,14 @@
 """The executable specification: Algorithm 1 of CO2 (arXiv 2401.16265) with all workers in one process.
 
-Every tensor has a leading dimension of `workers`; the mean over workers is a mean over that dimension, and what is on
-its way is a list. Written as plainly as the algorithm is stated, and sharing no code with outer.py or co2.py, so that
-the two can be held against each other.
+Every tensor of all workers has a leading dimension of `workers`; the mean over workers is a mean over that dimension,
+and what is on its way waits in a variable. Written as plainly as the algorithm is stated, and sharing no code with
+outer.py or co2.py, so that the two can be held against each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,59 +16,12 @@ from torch import Tensor
 EPS = 1e-12
 
 
-def mean(values: Tensor, weights: Tensor) -> Tensor:
-    """Of values [workers, ...], weighted [workers]; 0 without any weight."""
-    total = weights.sum()
-    return torch.einsum("w,w...->...", weights, values) / torch.where(total == 0, 1.0, total)
-
-
-@dataclass
-class Sent:
-    """What the workers sent at one boundary, until its mean is merged."""
-
-    number: int  # t: the round that it ended
-    tau: int  # its local steps
-    own: Tensor  # d^i: [workers, n]
-    mean: Tensor  # Delta: [n]
-    start: Tensor  # x_{t,0} as it was at the sending: [1, n], or [workers, n] if eager
-
-
 @dataclass
 class Reference:
     """All workers of CO2. x: [workers, n], row i the parameters of worker i, which the caller steps in place.
 
-    The caller takes local steps on `x` (any inner optimiser) and calls `local_step` after each; `finish` drains. tau,
-    alpha, beta, gap, phi: as in CO2Config; clip_by, policy, taylor, nesterov: as in DelayedConfig. History of what
-    happened is kept in plain lists. Every tau local steps each worker sends, and d local steps later it merges:
-
-    delay: d. None (or tau) is the paper's whole round: at a boundary each worker sends first, and then merges what was
-      sent one round ago. 0 is blocking: sent, received and merged at one boundary. 0 < d < tau: the mean is merged on
-      arrival, d steps after the sending, where the worker did not restart but went on from where it was.
-    merge: what worker i continues from once the mean has landed and the outer step x_{t+1} = x_t - alpha m_t is taken.
-      outer: x_{t+1} (the paper).
-      mix: kappa x_{t+1} + (1 - kappa) x^i, x^i being its parameters now (Streaming DiLoCo, arXiv 2501.18512).
-      keep: x_{t+1} plus its own progress since it sent what has landed (LOSCAR-SGD, arXiv 2605.20866; hivemind's delta
-        rule; CoCoD-SGD).
-    What is sent, d^i: with outer and mix x_t - x^i, from the outer iterate as it is before what lands at the same
-      moment is applied; with keep minus its own progress since its last sending, the sum of its local steps, so that
-      nothing is counted twice.
-    weights: of the workers in the next means, [workers]: a mean is sum(w^i d^i) / sum(w^i), and 0 where nobody has a
-      weight. A worker whose difference is not finite, or has weight 0, is left out: its d^i is 0, its weight too, and
-      once the boundary is through it continues from the outer iterate.
-    reduce: what the network makes of d^i and the weights, [workers, n] and [workers] -> [n]: their mean, or what a
-      narrow wire leaves of it.
-    tau may be changed between two boundaries. Where Delta is of tau' local steps, and what landed before of tau, step 5
-      is m_t = min(1, beta tau' / tau) m_{t-1} + Delta / Lambda (outer.carried says why).
-    sync_steps: after each of the first so many local steps the workers' parameters are averaged at once. For SGD, with
-      momentum too, that equals averaging gradients; for Adam it does not quite. The outer iterate starts at the last
-      of these means, and the first round after it.
-
-    finish() leaves all workers with equal parameters. With d = tau or 0, local steps since the last boundary are sent
-    as at a boundary, then all that is on its way is merged in order. With 0 < d < tau what is on its way lands first,
-    without mixing, and the local steps since the last sending are sent and merged behind it. So with outer and d < tau
-    the steps taken while a mean was on its way are given up, at the end as in every round. With keep every local step
-    is in exactly one mean. With mix the share of x^i that an earlier restart kept goes along with the steps after it,
-    as at every boundary; without such steps it is dropped, being no progress.
+    The caller takes local steps on `x` (any inner optimiser) and calls `local_step` after each; `finish` applies what
+    is pending. tau, alpha, beta, gap, phi: as tau, outer_lr, outer_momentum, gap and clip of OuterConfig.
     """
 
     x: Tensor
@@ -78,155 +30,69 @@ class Reference:
     beta: float = 0.5
     gap: str = "elementwise"
     phi: float | None = 1.0
-    clip_by: str = "element"
-    delay: int | None = None
-    merge: str = "outer"
-    kappa: float = 0.5
-    policy: str = "penalty"
-    taylor: float = 0.5
-    nesterov: bool = False
-    sync_steps: int = 0
-    weights: Tensor | None = None  # None: all 1
-    reduce: Callable[[Tensor, Tensor], Tensor] = mean
-    steps: int = 0  # local steps since the last boundary
-    taken: int = 0  # all local steps
-    outer: list[Tensor] = field(default_factory=list)  # x_{0,0}, x_{1,0}, ...: [n] each; if eager, those of worker 0
-    restarts: list[Tensor] = field(default_factory=list)  # x after each boundary: [workers, n]
-    deltas: list[Tensor] = field(default_factory=list)  # the mean of what was sent, of each round: [n]
-    first_steps: list[Tensor] = field(default_factory=list)  # mean_i ||first local step|| of each round
-    gaps: list[Tensor] = field(default_factory=list)
-    in_flight: list[Sent] = field(default_factory=list)
+    steps: int = field(default=0, init=False)
+    """Local steps since the last boundary."""
+    outer: list[Tensor] = field(default_factory=list, init=False)
+    """x_{0,0}, x_{1,0}, ...: [n] each."""
+    restarts: list[Tensor] = field(default_factory=list, init=False)
+    """x after each boundary: [workers, n]."""
+    deltas: list[Tensor] = field(default_factory=list, init=False)
+    """What was averaged at each boundary: [n]."""
 
     def __post_init__(self) -> None:
-        if self.merge not in ("outer", "mix", "keep"):
-            raise ValueError(f"unknown merge {self.merge!r}")
-        if self.delay is not None and not 0 <= self.delay <= self.tau:
-            raise ValueError(f"delay={self.delay}: between 0 and tau={self.tau}")
-        if self.policy == "eager" and (self.merge != "outer" or not self.whole_round):
-            raise ValueError("eager: its own part is that of a round; merge outer, a whole round late")
-        self.begin()
-
-    def begin(self) -> None:
-        """Round 0 starts from where the workers are."""
-        rows = len(self.x) if self.policy == "eager" else 1  # 1: all workers have the same
-        self.z = self.x[:rows].clone()  # x_{t,0}
-        self.m, self.m_tau = torch.zeros_like(self.z), self.tau
-        self.base = self.x.clone()  # x less the own local steps since the last sending
-        self.outer = [self.z[0]]
-        self.left_out = torch.zeros_like(self.x[:, 0], dtype=torch.bool)  # at the last sending
-        self.first_step = torch.zeros_like(self.x[:, 0])
-        if self.policy == "eager":  # no difference was sent before the first
-            self.in_flight = [Sent(-1, self.tau, torch.zeros_like(self.x), torch.zeros_like(self.x[0]), self.z)]
-
-    @property
-    def whole_round(self) -> bool:
-        return self.delay is None or self.delay == self.tau
+        self.z = self.x[0].clone()  # x_{t,0}: [n]
+        self.m = torch.zeros_like(self.z)
+        self.in_flight: Tensor | None = None
+        self.outer = [self.z]
 
     def local_step(self) -> bool:
         """Counts one local step of all workers; on the tau-th, closes the round and returns True."""
-        self.taken += 1
-        if self.taken <= self.sync_steps:
-            self.x.copy_(self.x.mean(dim=0))
-            self.begin()
-            return False
-        if self.steps == 0:
-            self.first_step = (self.x - self.base).norm(dim=1)
         self.steps += 1
-        if self.in_flight and self.steps == self.delay and not self.whole_round:
-            self.land()
         if self.steps < self.tau:
             return False
-        self.send()  # step 3
-        if self.delay == 0 or (self.whole_round and len(self.in_flight) == 2):
-            self.land()  # steps 2 and 4 to 7
-        elif self.whole_round:  # nothing has landed in round 0: x_{1,0} = x_{0,0}
-            self.outer.append(self.z[0])
-            self.restart()
-        left_out = self.left_out[:, None]
-        self.x.copy_(torch.where(left_out, self.z, self.x))
-        self.base.copy_(torch.where(left_out, self.x, self.base))
-        self.restarts.append(self.x.clone())
+        self.boundary()
         return True
 
-    def send(self) -> None:
-        """Step 3: what is averaged now is merged at its delay."""
-        own = (self.base if self.merge == "keep" else self.z) - self.x
-        weights = torch.ones_like(own[:, 0]) if self.weights is None else self.weights.to(own)
-        self.left_out = ~own.isfinite().all(dim=1) | (weights == 0)
-        weights = torch.where(self.left_out, 0.0, weights)
-        own = torch.where(self.left_out[:, None], 0.0, own)
-        self.deltas.append(self.reduce(own, weights))
-        self.first_steps.append(mean(torch.where(self.left_out, 0.0, self.first_step), weights))
-        self.in_flight.append(Sent(len(self.first_steps) - 1, self.tau, own, self.deltas[-1], self.z))
-        self.base, self.steps = self.x.clone(), 0
+    def boundary(self) -> None:
+        """Steps 2 to 7."""
+        arrived = self.in_flight  # 2
+        self.in_flight = (self.z - self.x).mean(dim=0)  # 3
+        self.deltas.append(self.in_flight)
+        if arrived is None:  # nothing was launched before round 0: x_{1,0} = x_{0,0}
+            self.outer.append(self.z)
+        else:
+            self.outer_step(arrived)
+        self.x.copy_(self.z.expand_as(self.x))
+        self.restarts.append(self.x.clone())
+        self.steps = 0
 
-    def land(self, *, finishing: bool = False) -> None:
-        """Step 2: the oldest mean lands; the outer step and the merge."""
-        sent = self.in_flight.pop(0)
-        delta = sent.mean[None]
-        if self.policy == "taylor":
-            delta = delta + self.taylor * delta**2 * (self.z - sent.start)
-        if self.policy == "eager":
-            newest = self.in_flight[0].own if self.in_flight else torch.zeros_like(self.x)
-            delta = delta + (newest - sent.own) / len(self.x)
-        self.outer_step(delta, sent)
-        self.restart(finishing=finishing)
+    def outer_step(self, delta: Tensor) -> None:
+        """Steps 4 to 7. delta: the mean that was launched one round ago, [n]."""
+        self.m = self.beta * self.m + delta / self.staleness(delta)  # 4 and 5
+        if self.phi is not None:  # 6
+            self.m = torch.where(self.m.abs() > self.phi, self.phi * self.m.sign(), self.m)
+        self.z = self.z - self.alpha * self.m  # 7
+        self.outer.append(self.z)
 
-    def restart(self, *, finishing: bool = False) -> None:
-        """The merge: where the workers continue, the outer step being taken."""
-        since = self.x - self.base  # own local steps since the last sending, and since what has landed was sent:
-        progress = since - sum((later.own for later in self.in_flight), torch.zeros_like(self.x))
-        if self.merge == "outer":
-            self.x.copy_(self.z.expand_as(self.x))
-        elif self.merge == "keep":
-            self.x.copy_(self.z + progress)
-        elif not finishing:
-            self.x.copy_(self.kappa * self.z + (1 - self.kappa) * self.x)
-        self.base = self.x - since
-
-    def outer_step(self, delta: Tensor, sent: Sent) -> None:
-        """Steps 4 to 7. delta: the pseudo-gradient that the policy makes of the mean, [1, n] or [workers, n]."""
-        gap = self.staleness(sent)  # step 4
-        self.gaps.append(torch.as_tensor(gap))
-        new = delta / gap
-        self.m = min(1.0, self.beta * sent.tau / self.m_tau) * self.m + new  # step 5
-        self.m_tau = sent.tau
-        if self.phi is not None:  # step 6
-            if self.clip_by == "element":
-                self.m = torch.where(self.m.abs() > self.phi, self.phi * self.m.sign(), self.m)
-            else:
-                norms = self.m.norm(dim=1, keepdim=True)
-                self.m = torch.where(norms > self.phi, self.m * (self.phi / norms), self.m)
-        step = self.beta * self.m + new if self.nesterov else self.m
-        self.z = self.z - self.alpha * step  # step 7
-        self.outer.append(self.z[0])
-
-    def staleness(self, sent: Sent) -> Tensor | float:
+    def staleness(self, delta: Tensor) -> Tensor | float:
         """Lambda_t, from x_{t,0} - x_{t-1,0}, the last outer movement."""
+        moved = self.outer[-1] - self.outer[-2] if len(self.outer) > 1 else torch.zeros_like(delta)
+        if self.gap == "elementwise":
+            return 1 + moved.abs() / (delta.pow(2).mean().sqrt() + EPS)
+        if self.gap == "norm":
+            return 1 + moved.norm() / (delta.norm() + EPS)
         if self.gap == "none":
             return 1.0
-        moved = self.outer[-1] - self.outer[-2] if len(self.outer) > 1 else torch.zeros_like(self.outer[-1])
-        if self.gap == "elementwise":
-            return 1 + moved.abs() / (sent.mean.pow(2).mean().sqrt() + EPS)
-        if self.gap == "norm":
-            return 1 + moved.norm() / (sent.mean.norm() + EPS)
-        if self.gap == "inner":
-            return 1 + moved.norm() / (sent.tau * torch.stack(self.first_steps[: sent.number + 1]).max() + EPS)
         raise ValueError(f"unknown gap {self.gap!r}")
 
     def finish(self) -> None:
-        """Applies what is pending, as the class's docstring says; all workers end with equal parameters."""
-        landing = bool(self.in_flight) and not self.whole_round
-        if landing:
-            self.land(finishing=True)
-        if self.steps and not (landing and self.merge == "outer"):
-            self.send()
-        while self.in_flight:
-            self.land(finishing=True)
-        if self.policy == "eager":
-            self.z, self.m = (v.mean(dim=0, keepdim=True).expand_as(v) for v in (self.z, self.m))
+        """Averages the local steps since the last boundary, and merges what is in flight; all rows of x are equal."""
+        if self.steps:
+            self.boundary()
+        if self.in_flight is not None:
+            self.outer_step(self.in_flight)
+            self.in_flight = None
         self.x.copy_(self.z.expand_as(self.x))
-        self.base, self.steps = self.x.clone(), 0
 
     def run(self, gradient: Callable[[Tensor, int], Tensor], lr: float, total: int) -> list[Tensor]:
         """`total` steps of plain SGD, gradient(x [workers, n], step) -> [workers, n]; returns the outer iterates."""
@@ -234,20 +100,3 @@ class Reference:
             self.x.sub_(lr * gradient(self.x, step))
             self.local_step()
         return self.outer
-
-
-def vmap_gradient(
-    loss: Callable[..., Tensor], template: dict[str, Tensor]
-) -> Callable[[Tensor, tuple[Any, ...]], Tensor]:
-    """The gradient of a functional model for all workers at once.
-
-    loss(params, *batch) -> 0-d for one worker. template: name -> tensor, the shapes that a row of x unflattens to.
-    Returns f(x [workers, n], batch of tensors [workers, ...]) -> [workers, n].
-    """
-
-    def of_flat(row: Tensor, batch: tuple[Any, ...]) -> Tensor:
-        pieces = row.split([p.numel() for p in template.values()])
-        params = {k: v.view(p.shape) for (k, p), v in zip(template.items(), pieces, strict=True)}
-        return loss(params, *batch)
-
-    return torch.vmap(torch.func.grad(of_flat))

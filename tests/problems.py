@@ -13,8 +13,8 @@ from core import CO2, CO2Config, make_method
 from core.flat import Scalars, make_buckets
 from core.flight import AllReduce, Flight
 from core.methods.delayed import DelayedCO2, DelayedConfig
-from core.reference import Reference
 from core.wires.config import WireConfig
+from tests.reference import DelayedReference
 
 LR = 0.1
 
@@ -148,10 +148,10 @@ def train_with(method: Any, params: list[nn.Parameter], rank: int, steps: int) -
 def train_reference(settings: Settings, world_size: int, steps: int, x: Tensor, worker: int = 0) -> list[Tensor]:
     """What `train_co2` must return on a worker; all start from x [n]. Without own parts all get the same."""
     c = settings
-    late = {"delay": None if c.delay == "boundary" else c.delay, "merge": c.merge, "kappa": c.mix, "policy": c.policy}
-    outer = c.tau, c.outer_lr, c.outer_momentum, c.gap, c.clip, c.clip_by
-    more = {"taylor": c.taylor, "nesterov": c.nesterov}
-    ref = Reference(x.expand(world_size, -1).clone(), *outer, **late, **more)
+    late = {"delay": None if c.delay == "boundary" else c.delay, "merge": c.merge, "kappa": c.mix}
+    delayed = {"policy": c.policy, "taylor": c.taylor, "nesterov": c.nesterov, "clip_by": c.clip_by}
+    outer = c.tau, c.outer_lr, c.outer_momentum, c.gap, c.clip
+    ref = DelayedReference(x.expand(world_size, -1).clone(), *outer, **late, **delayed)
     workers = torch.arange(world_size, dtype=torch.float64)[:, None]
     ref.run(lambda rows, step: gradient(rows, workers, step), LR, steps)
     rounds = [rows[worker] for rows in ref.restarts]

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from bench.boundary import PASSES
 from bench.gpu.checks import NotRun, Scope, check, one_rank
 from bench.gpu.problem import METHODS, SETTINGS, STEPS, co2, distance, lgreco, move, near, problem, train
+from bench.reference import LateReference
 from core import CO2, CO2Config, WireConfig
 from core.outer import NOTHING_LANDED, Boundary, Merge, Rule
-from core.reference import Reference
 from core.wires import formats as wire
 
 ROOT = Path(__file__).parents[2]
@@ -154,7 +154,7 @@ def reference(c: CO2Config, steps: int) -> list[Tensor]:
     x = torch.cat([p.detach().reshape(-1) for p in params])[None]
     delay = None if c.delay == "boundary" else cast(int, c.delay)
     settings = {"alpha": c.outer_lr, "beta": c.outer_momentum, "gap": c.gap, "phi": c.clip}
-    found = Reference(x, cast(int, c.tau), **settings, delay=delay, merge=c.merge, kappa=c.mix)
+    found = LateReference(x, cast(int, c.tau), **settings, delay=delay, merge=c.merge, kappa=c.mix)
     views = [piece.view(p.shape) for piece, p in zip(x[0].split([p.numel() for p in params]), params, strict=True)]
     for step in range(steps):
         move(views, step)

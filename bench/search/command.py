@@ -4,7 +4,7 @@ python -m bench.search [--tasks bytes digits] [--methods local co2 co2:merge=kee
 python -m bench.search --report
 
 A method is NAME or NAME:OPTION=VALUE,...; two or more values, VALUE|VALUE, are tried in the tuning. With co2 these are
-the options of core.reference.Reference, whatever is combined: co2:merge=mix,kappa=0.5,delay=3,gap=none,beta=0.
+the options of bench.reference.LateReference, whatever is combined: co2:merge=mix,kappa=0.5,delay=3,gap=none,beta=0.
 
 A method's configurations are its options' values times learning rates, as many of these as --configurations allows.
 Each is trained on the tuning seeds and evaluated on the tuning split; the best is trained on the other seeds and

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from bench.reference import vmap_gradient
 from bench.search import pictures, texts
 from bench.search.methods import Method, Settings
 from bench.search.task import Batch, Shards, Split, Task, cosine
-from core.reference import vmap_gradient
 
 CHUNK = 256  # held-out samples evaluated at a time
 TASKS: dict[str, Callable[[], Task]] = {

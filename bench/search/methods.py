@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from bench.reference import LateReference, mean
 from bench.search.task import InnerState
 from core.errors import UserError
-from core.reference import Reference, mean
 from core.wires.formats import BLOCK, BLOCK_BYTES, decode, encode
 
 Gradient = Callable[[Tensor, Any], Tensor]
@@ -184,7 +184,7 @@ class OverlapLocal(Method):
 
 
 class Outer(Method):
-    """core.reference.Reference, whose history, which nobody reads here, is dropped; and three options around it.
+    """bench.reference.LateReference, whose history, which nobody reads here, is dropped; and three options around it.
 
     wire: the format in which differences cross the network, with error feedback.
     fragments: the parameters in so many equal parts, each averaged every tau steps, tau / fragments after the one
@@ -204,7 +204,8 @@ class Outer(Method):
             raise ValueError(f"fragments={count}: between 1 and tau={tau}")
         if count > 1 and options["gap"] == "inner":
             raise ValueError("fragments: they have no gap inner")
-        self.parts = [Reference(part, tau, **options, reduce=mean_over(wire)) for part in x.tensor_split(count, dim=1)]
+        pieces = x.tensor_split(count, dim=1)
+        self.parts = [LateReference(part, tau, **options, reduce=mean_over(wire)) for part in pieces]
         for i, part in enumerate(self.parts):
             part.steps = tau - (i + 1) * tau // count
         self.rounds = 0
@@ -227,7 +228,7 @@ class Outer(Method):
         for r in self.parts:
             closed = r.local_step()
             if closed:
-                for history in (r.restarts, r.deltas, r.gaps):
+                for history in (r.restarts, r.deltas):
                     history.clear()
                 del r.outer[:-2]
         self.closed = closed  # the last part's round is the whole's
@@ -291,7 +292,7 @@ class Settings:
             values["delay"] = None if values["delay"] == "round" else values["delay"]
         try:
             return kind.method(x, tau, **values)
-        except ValueError as error:  # Reference's; a developer's there, a user's here
+        except ValueError as error:  # LateReference's; a developer's there, a user's here
             raise UserError(f"method {self}: {error}") from None
 
     def hidden_steps(self, tau: int) -> float:

@@ -9,6 +9,7 @@ import torch
 from bench import boundary
 from core import outer
 from core.errors import UserError
+from tests.core.test_boundary import RULES, check
 from tests.scripts import run_script
 
 ROW = {
@@ -78,6 +79,13 @@ def test_the_compiled_pass_is_the_specification_compiled(monkeypatch):
         held.append([*params, d, x, m])
     boundary.compiled.cache_clear()
     assert all(map(torch.equal, *held))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_compiled_is_the_formulas(dtype):
+    for name in ("elementwise", "norm", "unclipped"):
+        check(boundary.CompiledBoundary, dtype, RULES[name])
 
 
 @pytest.mark.parametrize("ways", [("plain",), pytest.param(("co2", "fast", "plain"), marks=pytest.mark.slow)])

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from bench.peers import loop
 from bench.peers.adapters import PEERS, Task
 from bench.peers.loop import BATCH, Job
+from bench.reference import vmap_gradient
 from bench.search import methods
 from bench.search.task import Inner
 from bench.standin import LR, MOMENTUM, build_model
-from core.reference import vmap_gradient
 from core.testing import run_distributed
 from tests import problems
 from tests.problems import flat

@@ -7,7 +7,7 @@ from torch import Tensor
 from core import flat as flats
 from core import outer
 from core.outer import NOTHING_LANDED, Boundary, Rule
-from core.passes import CompiledBoundary, make_boundary
+from core.passes import make_boundary
 from core.passes.chunked import ChunkedBoundary
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -124,17 +124,12 @@ def test_chunked_is_plain_bit_for_bit_where_the_order_of_operations_is_the_same(
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_compiled_is_plain(dtype):
-    for name in ("elementwise", "norm", "unclipped"):
-        check(CompiledBoundary, dtype, RULES[name])
-
-
-def test_which_pass_runs_where():
+def test_which_pass_runs_where(monkeypatch):
     flats = torch.zeros(3, 2).unbind()
-    kinds = {kind: type(make_boundary(kind, [torch.zeros(2)], *flats)) for kind in ("fast", "plain", "compiled")}
-    assert kinds == {"fast": ChunkedBoundary, "plain": Boundary, "compiled": CompiledBoundary}
+    assert type(make_boundary([torch.zeros(2)], *flats)) is ChunkedBoundary
+    on_gpu = [t.to("meta") for t in flats]
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    assert type(make_boundary([torch.zeros(2, device="meta")], *on_gpu)) is Boundary
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from bench.reference import vmap_gradient
 from core import CO2, CO2Config, ShardedCO2, make_method
 from core.flat import local_shard
 from core.groups import node_mesh
-from core.reference import Reference, vmap_gradient
+from core.reference import Reference
 from core.testing import run_distributed
 from tests.problems import LR, assert_traces_equal, batch, flat, loss, sgd_step
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bench.reference import LateReference
 from core import CO2Config, UserError, make_method
 from core.adaptive.pace import WINDOW, Pace
 from core.adaptive.tau import TauTuner
-from core.reference import Reference
 from core.stats import RoundStats
 from core.testing import run_distributed
 from tests.problems import LR, Settings, flat, gradient, odd_parameters, sgd_step
@@ -91,7 +91,7 @@ def two_speeds(rank: int, world_size: int, s: Settings, shard: bool) -> dict[str
 def replay(s: Settings, steps: list[list[int]]) -> tuple[list[Tensor], Tensor]:
     """The reference, with so many steps [workers][rounds] of each worker."""
     delay = None if s.delay == "boundary" else s.delay
-    ref = Reference(
+    ref = LateReference(
         flat(odd_parameters()).expand(2, -1).clone(), s.tau, s.outer_lr, s.outer_momentum, s.gap, s.clip, delay=delay,
         merge=s.merge, kappa=s.mix,
     )  # fmt: skip

@@ -11,10 +11,10 @@ from core import CO2, CO2Config, ShardedCO2, UserError, WireConfig
 from core.adaptive.schedules import QuadraticTau, from_text, ramp_tau, warm_up_momentum
 from core.methods import OverlapLocalSGD, SlowMo, SlowMoConfig
 from core.outer import carried
-from core.reference import Reference
 from core.testing import run_distributed
 from tests import problems
 from tests.problems import LR, Settings, assert_traces_equal, flat, gradient, sgd_step
+from tests.reference import DelayedReference
 
 
 def test_momentum_warms_up_in_equal_steps():
@@ -118,7 +118,7 @@ def test_momentum_grows_with_tau():
 def test_a_leap_of_tau_does_not_overshoot():
     """Each local step takes a twentieth of the error; tau leaps from 4 to 96, which solve it. Four steps' momentum,
     24 / 2 times as long, would lead about twice as far behind the minimum as the error was."""
-    ref = Reference(torch.ones(1, 1, dtype=torch.float64), 4, gap="none", phi=None, delay=0)
+    ref = DelayedReference(torch.ones(1, 1, dtype=torch.float64), 4, gap="none", phi=None, delay=0)
     for number in range(6):
         ref.tau = 4 if number < 2 else 96
         ref.run(lambda x, _: x, 0.05, ref.tau)
@@ -202,8 +202,8 @@ def changing(rank: int, world_size: int, configs: list[Settings], how: dict[str,
 def changing_reference(c: Settings, world_size: int, rank: int) -> list[Tensor]:
     late = {"delay": None if c.delay == "boundary" else c.delay, "merge": c.merge, "kappa": c.mix, "policy": c.policy}
     x = flat(problems.odd_parameters()).expand(world_size, -1).clone()
-    ref = Reference(
-        x, RAMPS[0], c.outer_lr, c.outer_momentum, c.gap, c.clip, c.clip_by, nesterov=c.nesterov, **late
+    ref = DelayedReference(
+        x, RAMPS[0], c.outer_lr, c.outer_momentum, c.gap, c.clip, clip_by=c.clip_by, nesterov=c.nesterov, **late
     )  # fmt: skip
     workers, number, trace = torch.arange(world_size, dtype=torch.float64)[:, None], 0, []
     for step in range(26):

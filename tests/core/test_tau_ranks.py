@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import core.adaptive.tau
+from bench.reference import LateReference
 from core import CO2, CO2Config, ShardedCO2, UserError, WireConfig, make_method
 from core.checks import of_rank, under_rank
 from core.flat import copy
-from core.reference import Reference
 from core.stats import RoundStats
 from core.testing import run_distributed
 from tests import problems
@@ -68,7 +68,7 @@ def test_all_workers_decide_alike_and_train_as_the_reference_does_with_those_tau
 
 def replay(taus: list[int], x: Tensor, steps: int) -> Tensor:
     c = AUTO
-    ref = Reference(x.expand(3, -1).clone(), taus[0], c.outer_lr, c.outer_momentum, c.gap, c.clip)
+    ref = LateReference(x.expand(3, -1).clone(), taus[0], c.outer_lr, c.outer_momentum, c.gap, c.clip)
     workers = torch.arange(3, dtype=torch.float64)[:, None]
     rest = iter(taus[1:])
     for step in range(steps):

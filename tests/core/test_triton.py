@@ -78,7 +78,7 @@ def test_any_strides_and_several_blocks(device: str):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_fast_is_the_kernel_on_the_device_and_reads_nothing_from_it():
     params, d, x, m = make(torch.float32, SHAPES, "cuda")
-    tested = make_boundary("fast", params, d, x, m, torch.zeros_like(x))
+    tested = make_boundary(params, d, x, m, torch.zeros_like(x))
     assert type(tested).__name__ == "TritonBoundary"
     rule = Rule(BETA, 0.9, 0.9, 0.6, 0.5, c=torch.ones((), device="cuda"))
     calls = [partial(tested.run, replace(rule, merge=m)) for m in MERGES]

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from bench.reference import vmap_gradient
 from core import CO2Config, UserError, make_method
 from core.groups import node_mesh
-from core.reference import Reference, vmap_gradient
+from core.reference import Reference
 from core.testing import run_distributed
 from tests import problems
 from tests.problems import batch, flat, loss

@@ -1,0 +1,191 @@
+"""The executable specification of what core's rooms add to the paper's algorithm (core/reference.py): when a mean is
+merged, into what, and of whom it is. All workers are in one process, as there; no code is shared with the rooms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.reference import EPS, Reference
+
+Mean = Callable[[Tensor, Tensor], Tensor]
+
+
+def mean(values: Tensor, weights: Tensor) -> Tensor:
+    """Of values [workers, ...], weighted [workers]; 0 without any weight."""
+    total = weights.sum()
+    return torch.einsum("w,w...->...", weights, values) / torch.where(total == 0, 1.0, total)
+
+
+@dataclass
+class Sent:
+    """What the workers sent at one boundary, until its mean is merged."""
+
+    number: int  # t: the round that it ended
+    tau: int  # its local steps
+    own: Tensor  # d^i: [workers, n]
+    mean: Tensor  # Delta: [n]
+    start: Tensor  # x_{t,0} as it was at the sending: [n]
+
+
+@dataclass
+class LateReference(Reference):
+    """Every tau local steps each worker sends, and d local steps later it merges:
+
+    delay: d. None (or tau) is the paper's whole round: at a boundary each worker sends first, and then merges what was
+      sent one round ago. 0 is blocking: sent, received and merged at one boundary. 0 < d < tau: the mean is merged on
+      arrival, d steps after the sending, where the worker did not restart but went on from where it was.
+    merge: what worker i continues from once the mean has landed and the outer step x_{t+1} = x_t - alpha m_t is taken.
+      outer: x_{t+1} (the paper).
+      mix: kappa x_{t+1} + (1 - kappa) x^i, x^i being its parameters now (Streaming DiLoCo, arXiv 2501.18512).
+      keep: x_{t+1} plus its own progress since it sent what has landed (LOSCAR-SGD, arXiv 2605.20866; hivemind's delta
+        rule; CoCoD-SGD).
+    What is sent, d^i: with outer and mix x_t - x^i, from the outer iterate as it is before what lands at the same
+      moment is applied; with keep minus its own progress since its last sending, the sum of its local steps, so that
+      nothing is counted twice.
+    nesterov: the outer step takes beta m_t + Delta_t / Lambda_t in place of m_t.
+    gap: also inner, whose scale is tau times the largest mean length of a round's first local step.
+    weights: of the workers in the next means, [workers]: a mean is sum(w^i d^i) / sum(w^i), and 0 where nobody has a
+      weight. A worker whose difference is not finite, or has weight 0, is left out: its d^i is 0, its weight too, and
+      once the boundary is through it continues from the outer iterate.
+    reduce: what the network makes of d^i and the weights, [workers, n] and [workers] -> [n]: their mean, or what a
+      narrow wire leaves of it.
+    tau may be changed between two boundaries. Where Delta is of tau' local steps, and what landed before of tau, step 5
+      is m_t = min(1, beta tau' / tau) m_{t-1} + Delta / Lambda (outer.carried says why).
+
+    finish() leaves all workers with equal parameters. With d = tau or 0, local steps since the last boundary are sent
+    as at a boundary, then all that is on its way is merged in order. With 0 < d < tau what is on its way lands first,
+    without mixing, and the local steps since the last sending are sent and merged behind it. So with outer and d < tau
+    the steps taken while a mean was on its way are given up, at the end as in every round. With keep every local step
+    is in exactly one mean. With mix the share of x^i that an earlier restart kept goes along with the steps after it,
+    as at every boundary; without such steps it is dropped, being no progress.
+    """
+
+    delay: int | None = None
+    merge: str = "outer"
+    kappa: float = 0.5
+    nesterov: bool = False
+    weights: Tensor | None = None  # None: all 1
+    reduce: Mean = mean
+    in_flight: list[Sent] = field(default_factory=list, init=False)  # pyright: ignore
+    first_steps: list[Tensor] = field(default_factory=list, init=False)
+    """mean_i ||first local step|| of each round."""
+
+    def __post_init__(self) -> None:
+        if self.merge not in ("outer", "mix", "keep"):
+            raise ValueError(f"unknown merge {self.merge!r}")
+        if self.delay is not None and not 0 <= self.delay <= self.tau:
+            raise ValueError(f"delay={self.delay}: between 0 and tau={self.tau}")
+        super().__post_init__()
+        self.in_flight, self.m_tau = [], self.tau
+        self.base = self.x.clone()  # x less the own local steps since the last sending
+        self.left_out = torch.zeros_like(self.x[:, 0], dtype=torch.bool)  # at the last sending
+        self.first_step = torch.zeros_like(self.x[:, 0])
+
+    @property
+    def whole_round(self) -> bool:
+        return self.delay is None or self.delay == self.tau
+
+    def local_step(self) -> bool:
+        if self.steps == 0:
+            self.first_step = (self.x - self.base).norm(dim=1)
+        if self.in_flight and self.steps + 1 == self.delay and not self.whole_round:
+            self.land()
+        return super().local_step()
+
+    def boundary(self) -> None:
+        self.send()  # step 3
+        if self.delay == 0 or (self.whole_round and len(self.in_flight) == 2):
+            self.land()  # steps 2 and 4 to 7
+        elif self.whole_round:  # nothing has landed in round 0: x_{1,0} = x_{0,0}
+            self.outer.append(self.z)
+            self.restart()
+        left_out = self.left_out[:, None]
+        self.x.copy_(torch.where(left_out, self.z, self.x))
+        self.base.copy_(torch.where(left_out, self.x, self.base))
+        self.restarts.append(self.x.clone())
+
+    def send(self) -> None:
+        """Step 3: what is averaged now is merged at its delay."""
+        own = (self.base if self.merge == "keep" else self.z) - self.x
+        weights = torch.ones_like(own[:, 0]) if self.weights is None else self.weights.to(own)
+        self.left_out = ~own.isfinite().all(dim=1) | (weights == 0)
+        weights = torch.where(self.left_out, 0.0, weights)
+        own = torch.where(self.left_out[:, None], 0.0, own)
+        self.deltas.append(self.reduce(own, weights))
+        self.first_steps.append(mean(torch.where(self.left_out, 0.0, self.first_step), weights))
+        self.in_flight.append(Sent(len(self.first_steps) - 1, self.tau, own, self.deltas[-1], self.z))
+        self.base, self.steps = self.x.clone(), 0
+
+    def land(self, *, finishing: bool = False) -> None:
+        """Step 2: the oldest mean lands; the outer step and the merge."""
+        self.landed = self.in_flight.pop(0)
+        self.outer_step(self.pseudo_gradient())
+        self.restart(finishing=finishing)
+
+    def pseudo_gradient(self) -> Tensor:
+        """Of what has landed."""
+        return self.landed.mean
+
+    def restart(self, *, finishing: bool = False) -> None:
+        """The merge: where the workers continue, the outer step being taken."""
+        since = self.x - self.base  # own local steps since the last sending, and since what has landed was sent:
+        progress = since - sum((later.own for later in self.in_flight), torch.zeros_like(self.x))
+        if self.merge == "outer":
+            self.x.copy_(self.z.expand_as(self.x))
+        elif self.merge == "keep":
+            self.x.copy_(self.z + progress)
+        elif not finishing:
+            self.x.copy_(self.kappa * self.z + (1 - self.kappa) * self.x)
+        self.base = self.x - since
+
+    def outer_step(self, delta: Tensor) -> None:
+        new = delta / self.staleness(self.landed.mean)
+        self.m = self.clipped(min(1.0, self.beta * self.landed.tau / self.m_tau) * self.m + new)
+        self.m_tau = self.landed.tau
+        self.z = self.z - self.alpha * (self.beta * self.m + new if self.nesterov else self.m)
+        self.outer.append(self.z)
+
+    def clipped(self, m: Tensor) -> Tensor:
+        """Step 6."""
+        return m if self.phi is None else torch.where(m.abs() > self.phi, self.phi * m.sign(), m)
+
+    def staleness(self, delta: Tensor) -> Tensor | float:
+        if self.gap != "inner":
+            return super().staleness(delta)
+        moved = self.outer[-1] - self.outer[-2] if len(self.outer) > 1 else torch.zeros_like(delta)
+        longest = torch.stack(self.first_steps[: self.landed.number + 1]).max()
+        return 1 + moved.norm() / (self.landed.tau * longest + EPS)
+
+    def finish(self) -> None:
+        """Applies what is pending, as the class's docstring says; all workers end with equal parameters."""
+        landing = bool(self.in_flight) and not self.whole_round
+        if landing:
+            self.land(finishing=True)
+        if self.steps and not (landing and self.merge == "outer"):
+            self.send()
+        while self.in_flight:
+            self.land(finishing=True)
+        self.x.copy_(self.z.expand_as(self.x))
+        self.base, self.steps = self.x.clone(), 0
+
+
+def vmap_gradient(
+    loss: Callable[..., Tensor], template: dict[str, Tensor]
+) -> Callable[[Tensor, tuple[Any, ...]], Tensor]:
+    """The gradient of a functional model for all workers at once.
+
+    loss(params, *batch) -> 0-d for one worker. template: name -> tensor, the shapes that a row of x unflattens to.
+    Returns f(x [workers, n], batch of tensors [workers, ...]) -> [workers, n].
+    """
+
+    def of_flat(row: Tensor, batch: tuple[Any, ...]) -> Tensor:
+        pieces = row.split([p.numel() for p in template.values()])
+        params = {k: v.view(p.shape) for (k, p), v in zip(template.items(), pieces, strict=True)}
+        return loss(params, *batch)
+
+    return torch.vmap(torch.func.grad(of_flat))
