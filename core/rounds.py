@@ -396,6 +396,7 @@ class Rounds(ABC):
         (BatchNorm's buffers, too) and optimiser. Of all objects with the same settings it has the same keys and shapes,
         so that torch.distributed.checkpoint can load into that of a new one.
         """
+        self.pacing.check_saving(self)  # first: own_state waits for what is in flight
         return under_rank(self.own_state())
 
     @torch.no_grad()
