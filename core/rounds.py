@@ -235,6 +235,9 @@ class Rounds(Saved, ABC):
         for rider in self.riders:
             rider.left_out(where)
 
+    def check_saving(self) -> None:
+        self.pacing.check_saving(self)
+
     def begin_round(self, number: int) -> None:  # noqa: B027
         """For settings that change from round to round. number: of the round, from 0."""
 

@@ -39,6 +39,9 @@ class Saved:
         """See Rounds."""
         raise NotImplementedError
 
+    def check_saving(self) -> None:
+        """UserError where this state would be of no use."""
+
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs besides parameters and optimiser; waits for the all-reduce in flight, so every
         worker must come to it, or go on stepping.
@@ -48,6 +51,7 @@ class Saved:
         (BatchNorm's buffers, too) and optimiser. Of all objects with the same settings it has the same keys and shapes,
         so that torch.distributed.checkpoint can load into that of a new one.
         """
+        self.check_saving()  # first: own_state waits for what is in flight
         return under_rank(self.own_state())
 
     @torch.no_grad()
