@@ -7,26 +7,16 @@ from typing import Any
 import torch
 
 from .checks import check_run, check_saved, of_rank, under_rank
-from .flat import Bucket, Scalars, State, copy, on_host, resized
-from .flight import Flight
+from .flat import copy, on_host, resized
+from .held import Held
 from .pacing import Pacing
-from .reducer import Reducer
-from .riders import Rider
 from .stats import Late
 
 
-class Saved:
-    """The part of Rounds that is saved: see there for the attributes."""
+class Saved(Held):
+    """What a checkpoint holds of Rounds: see there for the attributes."""
 
-    name: str
-    flight: Flight
-    reducer: Reducer
     pacing: Pacing
-    riders: list[Rider]
-    buckets: list[Bucket]
-    scalars: Scalars
-    state: State
-    replicas: list[torch.Tensor]
     local_steps: int
     sent_tau: int
     growth: float
