@@ -204,7 +204,9 @@ def plugs(
     }
     if wire == "auto":
         only = [*c.wire.choices][-1]  # one worker alone takes the last
-        plugged["reducer"] = functools.partial(AutoWire, c.wire, lambda: tuned.tuner.wire if tuned else only)
+        plugged["reducer"] = functools.partial(
+            AutoWire, lambda: tuned.tuner.wire if tuned else only, c.wire.error_feedback
+        )
     elif wire != "float32":
         plugged["reducer"] = lambda buckets, scalars, flight: c.wire.reducer(
             buckets, scalars, flight.rank, flight.world_size

@@ -25,11 +25,6 @@ def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
     return tensors
 
 
-def check_tau(tau: Any) -> None:
-    if not isinstance(tau, int) or tau < 1:
-        raise UserError(f"tau={tau!r}: give a whole number of local steps, 1 or more, or auto")
-
-
 def refuse_dtensors(params: Sequence[Tensor]) -> None:
     if any(is_dtensor(p) for p in params):
         raise UserError("DTensors as parameters need ShardedCO2 with mesh=: their norms are of the whole model")
@@ -78,13 +73,11 @@ def refuse_shared_storage(params: Sequence[Tensor]) -> None:
             )
 
 
-def check_frozen(frozen: Sequence[Tensor]) -> None:
-    """frozen: the parameters that required no gradient when the method was made."""
-    if any(p.requires_grad for p in frozen):
-        raise UserError(
-            "a parameter that was frozen when this object was built now requires a gradient and would never "
-            "be averaged: build it again after changing requires_grad"
-        )
+def refuse_thawed() -> None:
+    raise UserError(
+        "a parameter that was frozen when this object was built now requires a gradient and would never be averaged: "
+        "build it again after changing requires_grad"
+    )
 
 
 def under_rank(state: dict[str, Any]) -> dict[str, Any]:

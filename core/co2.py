@@ -64,7 +64,8 @@ class CO2(Rounds):
     ):
         given = config or OuterConfig()
         self._settings: Settings = given if callable(given) else lambda number: given
-        self.begin_round(0)
+        self.config = self._settings(0)
+        self.check_settings()
         super().__init__(params, pacing=pacing or Pacing(lambda number: self._settings(number).tau), **plugged)
         self._x = self.replicas = self.starts = self.state.new("outer_iterate", of_params=True)
         self._m = self.state.new("outer_momentum")
@@ -98,7 +99,7 @@ class CO2(Rounds):
         """The numbers of steps 4 to 7 for what has landed: those that need the whole model."""
         c, scale = self.config, self.scale
         delta_norm = scale * outer.norm([b.payload for b in self.buckets])
-        self.stats.pseudo_gradient_norm = delta_norm
+        self.clock.stats.pseudo_gradient_norm = delta_norm
         rms = delta_norm / self._numel**0.5 if c.gap == "elementwise" else None
         beta = outer.carried(c.outer_momentum, self.growth)
         return outer.Rule(beta, c.outer_lr, self._last_lr, c.clip, scale, rms, self.one_gap(delta_norm))
@@ -127,14 +128,15 @@ class CO2(Rounds):
 
     def note(self, seen: Tensor) -> None:
         """Statistics of the round from [4] sums over the model (outer.new_momentum)."""
-        self._m_norm = seen[0].sqrt()
-        self.stats.momentum_norm = self._m_norm
-        self.stats.gap_mean, self.stats.gap_max = seen[1] / self._numel, seen[2]
-        self.stats.clipped_share = seen[3] / self._numel
+        stats = self.clock.stats
+        stats.momentum_norm = self._m_norm = seen[0].sqrt()
+        stats.gap_mean, stats.gap_max, stats.clipped_share = seen[1] / self._numel, seen[2], seen[3] / self._numel
 
     def begin_round(self, number: int) -> None:
-        self.config = self._settings(number)
-        self.check_settings()
+        settings = self._settings(number)
+        if settings is not self.config:
+            self.config = settings
+            self.check_settings()
 
     def check_settings(self) -> None:
         """Refuses what of the settings does not go together."""

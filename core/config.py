@@ -66,7 +66,7 @@ class OuterConfig:
         """Why a delayed outer step without a penalty may diverge with these settings."""
         return (
             f"outer_momentum={self.outer_momentum} + outer_lr={self.outer_lr} = "
-            f"{self.outer_lr + self.outer_momentum:g} with gap='none' is unstable: a step delayed by one round settles "
+            f"{self.outer_lr + self.outer_momentum:g} with gap='none' is unstable: a step taken one round late settles "
             "only while beta + alpha rho / Lambda < 1, where rho nears 1 in directions that tau local steps solve; "
             f"{remedy}, or lower the two to {limit} (allow_unstable=True runs it regardless)"
         )

@@ -103,11 +103,6 @@ class Scalars:
         place = self[name]
         place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
 
-    def set_checksum(self, name: str, c: int | Tensor) -> None:
-        """c and c^2, of core/robust/agreement.py."""
-        for place, value in zip(self[name], (c, c * c), strict=True):
-            place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
-
 
 class State(dict[str, list[Tensor]]):
     """What a method keeps from round to round: name -> a flat tensor a bucket."""

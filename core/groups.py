@@ -108,7 +108,7 @@ def new_group(
         pg_options=options,
         use_local_synchronization=not everyone,  # only the members need to call
     )
-    assert isinstance(made, dist.ProcessGroup), "only members of the group may use it"
+    assert isinstance(made, dist.ProcessGroup), "only its ranks may use the group"
     return made
 
 
@@ -212,7 +212,7 @@ def _first_difference(a: Any, b: Any) -> str:
     return f"{a}, against {b}"
 
 
-def is_sharded(model: nn.Module) -> bool:
+def has_dtensors(model: nn.Module) -> bool:
     """Whether its parameters are DTensors."""
     return any(is_dtensor(p) for p in model.parameters())
 

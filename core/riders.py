@@ -24,7 +24,7 @@ class Method(Protocol):
     differences: bool
     sends_later: bool
     starts_roughly: bool
-    member: str
+    title: str
     params: list[Tensor]
     buckets: list[Bucket]
     scalars: Scalars

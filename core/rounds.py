@@ -16,15 +16,11 @@ import torch
 from torch import Tensor
 
 from .checks import (
-    check_frozen,
     check_group,
     check_inputs,
-    check_run,
-    check_saved,
-    of_rank,
     refuse_dtensors,
+    refuse_thawed,
     tensors_of,
-    under_rank,
 )
 from .errors import UserError
 from .flat import (
@@ -35,15 +31,15 @@ from .flat import (
     copy_where,
     local_shard,
     make_buckets,
-    on_host,
     rescale,
-    resized,
     unique,
 )
-from .flight import AllReduce, Flight, Reducer
+from .flight import Flight
 from .groups import Stage
 from .pacing import Act, Pacing
+from .reducer import Reducer, all_reduce
 from .riders import Heard, Rider
+from .saved import Saved
 from .stats import Late, RoundClock, RoundStats
 
 OneRider = TypeVar("OneRider", bound=Rider)
@@ -59,12 +55,7 @@ class Landing(NamedTuple):
     """Besides, nobody had taken a step: it must move nothing."""
 
 
-def all_reduce(buckets: Sequence[Bucket], scalars: Scalars, flight: Flight) -> Reducer:
-    """Each bucket's flat tensor is summed in its own precision."""
-    return AllReduce([b.flat for b in buckets], flight.world_size)
-
-
-class Rounds(ABC):
+class Rounds(Saved, ABC):
     """params: trained together, all beginning as on the first worker; frozen ones are broadcast once. buffers: those of
     floating point are averaged along, as BatchNorm's statistics; others are broadcast once. Convert a model (dtype,
     device, memory format) before: what puts new tensors in their place is not seen. flight: makes what carries the
@@ -77,7 +68,7 @@ class Rounds(ABC):
     """
 
     name = ""
-    member = "rank"  # what a worker is called
+    title = "rank"  # what a worker is called
     differences = False  # whether payloads are differences: zero where nothing has moved
     starts_roughly = False  # whether workers begin a round near where `starts` says, not there
     sends_later = False  # whether payloads are complete only in the background, before the riders' stages
@@ -160,10 +151,13 @@ class Rounds(ABC):
             raise UserError("step() after step(last=True): call finish() between them")
         self.local_steps += 1
         if self.local_steps == 1:
-            self._first_step()
+            self.clock.steps_begin()
+            for rider in self.riders:
+                rider.began()
         act = self.pacing.act(self, last=last)
         if act is Act.CLOSE:
-            check_frozen(self._frozen)
+            if any(p.requires_grad for p in self._frozen):
+                refuse_thawed()
             ended = self._boundary(finished=last)
             self._ended = ended if last else None
             return True
@@ -241,6 +235,9 @@ class Rounds(ABC):
         for rider in self.riders:
             rider.left_out(where)
 
+    def check_saving(self) -> None:
+        self.pacing.check_saving(self)
+
     def begin_round(self, number: int) -> None:  # noqa: B027
         """For settings that change from round to round. number: of the round, from 0."""
 
@@ -306,8 +303,8 @@ class Rounds(ABC):
 
         The payloads hold what landed; `scale` turns it into means, in a pass that their owner makes anyway.
         """
-        self.flight.wait(self._landed)
-        stats, flight, s = self.stats, self.flight, self.scalars
+        self.flight.wait(self._landed if self.riders else None)
+        stats, flight, s = self.clock.stats, self.flight, self.scalars
         stats.round, stats.bytes_sent = flight.launched, flight.bytes_sent
         stats.exposed_seconds, stats.allreduce_seconds = flight.exposed, flight.seconds
         weight = s["weight"].double()  # a sum or a mean, as all that has landed
@@ -315,7 +312,8 @@ class Rounds(ABC):
         for bucket in self.buckets:
             rescale(bucket.values, self.scale)
         s.place.mul_(self.reducer.scale)
-        self._hear()
+        if self.riders:
+            self._hear()
         last = finished and s["finished"].item() > 1 - 1e-6  # one over the workers may be rounded
         empty = last and s["steps"].item() == 0.0
         for bucket in self.buckets if not empty else []:  # an empty round carries older values
@@ -330,7 +328,7 @@ class Rounds(ABC):
     def _hear(self) -> None:
         """On a GPU what landed a round ago: the host waits for nothing."""
         of = Heard(self.rounds - 1, self.everybody, self.flight.world_size)
-        numbers = self._late.exchange(self.scalars.place * self.everybody, of) if self.riders else None
+        numbers = self._late.exchange(self.scalars.place * self.everybody, of)
         if numbers is not None:
             sums = self.scalars.named(numbers)
             for rider in self.riders:
@@ -338,25 +336,20 @@ class Rounds(ABC):
 
     # -- of its own --------------------------------------------------------------------------------------------
 
-    def _first_step(self) -> None:
-        self.clock.steps_begin()
-        for rider in self.riders:
-            rider.began()
-
     @torch.inference_mode(False)  # whose tensors, kept here, could not be written to later
     @torch.no_grad()
     def _boundary(self, *, finished: bool) -> bool:
         """`close_round`, measured, with what every method does around it."""
         self.flight.check_alive()  # before a method takes partial sums for what it keeps there
-        with self.clock.boundary(self.tau, self.local_steps):
+        tau = self._closing_tau = self.pacing.tau
+        with self.clock.boundary(tau, self.local_steps):
             for own, bucket in zip(self._own_buffers, self.buckets, strict=True):
                 copy(own, bucket.buffers)  # whatever lands in the meantime
-            self._closing_tau = self.tau
             ended = self.close_round(finished=finished)
             for rider in self.riders:
                 rider.end()
-            self.begin_round(self.rounds)
-            self.pacing.begin(self.rounds)
+            self.begin_round(self.flight.launched)
+            self.pacing.begin(self.flight.launched)
             self._moved(at_boundary=True)
         return ended
 
@@ -384,76 +377,3 @@ class Rounds(ABC):
         for rider in self.riders:
             rider.restart()
         self._moved(at_boundary=True)
-
-    # -- checkpoints -------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs besides parameters and optimiser; waits for the all-reduce in flight, so every
-        worker must come to it, or go on stepping.
-
-        Take it at a round boundary and the run goes on from there bit for bit. Tensors are copies in the host's memory,
-        and all is under one key, "rank" and this worker's number: each worker saves its own, with its model
-        (BatchNorm's buffers, too) and optimiser. Of all objects with the same settings it has the same keys and shapes,
-        so that torch.distributed.checkpoint can load into that of a new one.
-        """
-        self.pacing.check_saving(self)  # first: own_state waits for what is in flight
-        return under_rank(self.own_state())
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what state_dict returned, on every worker; parameters and optimiser are the caller's.
-
-        state: may hold several workers' parts. A worker whose own is missing, as where fewer wrote it, takes that of
-        its rank modulo their number. Load the model after this object was made, not before: making it broadcasts rank
-        0's parameters and buffers. Another number of workers may go on with what any of those that wrote it held, but
-        for outer state that is unlike on all workers (UserError); what a narrow wire format held back is lost then.
-        """
-        self.load_own_state(of_rank(state))
-
-    def own_state(self) -> dict[str, Any]:
-        """This worker's part of state_dict; a subclass adds what it keeps."""
-        self.flight.check_alive()
-        self.flight.settle()
-        return {
-            "method": self.name,
-            "state": {name: on_host(flats) for name, flats in self.state.items()},
-            "flats": on_host([b.flat for b in self.buckets]),
-            "in_flight": self.flight.in_flight,
-            "reducer": self.reducer.kind,
-            "held_back": {name: on_host(flats) for name, flats in self.reducer.state.items()},
-            "workers": self.flight.world_size,
-            "places": self.flight.places,
-            "local_steps": self.local_steps,
-            "rounds": self.rounds,
-            "taus": [self.sent_tau, self._moved_tau],
-            "riders": {rider.name: rider.state_dict() for rider in self.riders if rider.name},
-        }
-
-    def load_own_state(self, state: dict[str, Any]) -> None:
-        """Restores what own_state returned."""
-        flats, workers = [b.flat for b in self.buckets], self.flight.world_size
-        check_run(state, self.name, workers, equal=bool(self.replicas) or not self.state)
-        others = (state["workers"], state["places"]) != (workers, self.flight.places)
-        landed = state["flats"]
-        self.reducer.become(state["reducer"])
-        here, saved = dict(self.state), dict(state.get("state", {}))  # DCP's tools drop an empty one
-        if others:  # what was held back is lost; of a sum or a mean its weight says over how much it is
-            landed = resized(landed, flats)
-        else:
-            here |= self.reducer.state
-            saved |= state.get("held_back", {})
-        here, saved = here | {"all-reduce": flats}, saved | {"all-reduce": landed}
-        check_saved(saved, here)
-        self.flight.restore(state["rounds"], state["in_flight"])
-        for name, held in here.items():
-            copy(held, saved[name])
-        self.scalars["finished"].zero_()  # another run may train on
-        self._late = Late()
-        self.local_steps, self._ended = state["local_steps"], None
-        self.sent_tau, self._moved_tau = state["taus"]
-        self.growth = self.sent_tau / self._moved_tau
-        for rider in self.riders:
-            rider.load_state_dict(state.get("riders", {}).get(rider.name), of_others=others)
-        self.begin_round(self.rounds)
-        self.pacing.begin(self.rounds, self.local_steps)
-        self._closing_tau = self.tau  # of a newcomer, who sends before a round of its own has closed

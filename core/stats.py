@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -213,47 +213,3 @@ class RoundClock:
         self.stats = self._early = RoundStats(merged_after=local_steps)
         yield
         self._early.merge_seconds = self._away = between(began, mark(self._device))
-
-
-@dataclass
-class Overlap:
-    """The communication of a whole run, added up round by round. Seconds, bytes."""
-
-    rounds: int = 0
-    exposed_seconds: float = 0.0
-    allreduce_seconds: float = 0.0
-    bytes_sent: float = 0.0
-
-    def add(self, stats: dict[str, float]) -> None:
-        """A closed round's RoundStats.as_dict()."""
-        self.rounds += 1
-        self.exposed_seconds += stats["exposed_seconds"]
-        self.allreduce_seconds += stats["allreduce_seconds"]
-        self.bytes_sent += stats["bytes_sent"]
-
-    @property
-    def hidden_seconds(self) -> float:
-        """The all-reduces' own time that no loop waited for."""
-        return max(0.0, self.allreduce_seconds - self.exposed_seconds)
-
-    @property
-    def hidden_share(self) -> float:
-        """hidden_seconds as a share of the all-reduces' own time; 1 when there was none."""
-        return self.hidden_seconds / self.allreduce_seconds if self.allreduce_seconds else 1.0
-
-    @property
-    def link_mbit(self) -> float:
-        """The rate at which this worker sent while an all-reduce was under way, Mbit/s."""
-        return self.bytes_sent * 8e-6 / self.allreduce_seconds if self.allreduce_seconds else 0.0
-
-    def summary(self) -> dict[str, float]:
-        """For the end of a run."""
-        names = ("rounds", "exposed_seconds", "hidden_seconds", "allreduce_seconds", "hidden_share", "bytes_sent")
-        return {name: getattr(self, name) for name in (*names, "link_mbit")}
-
-    def state_dict(self) -> dict[str, float]:
-        return asdict(self)
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        for f in fields(self):
-            setattr(self, f.name, state[f.name])

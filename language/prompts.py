@@ -184,7 +184,7 @@ class PromptTask:
     @repeated
     def evaluate(self, run: Run, model: nn.Module, *, at_end: bool) -> dict[str, float]:
         """The share of the held-out prompts whose right answer is the likeliest per token, and the loss, each worker on
-        its share; but at the end of the recipe's first eval_samples alone. Shows some prompts in TensorBoard."""
+        its part; while training, of the recipe's first eval_samples. Shows some prompts in TensorBoard."""
         recipe: Any = run.recipe
         val = self.val[: None if at_end else recipe.eval_samples]
         mine = [val[i] for i in eval_share(len(val), rank=run.rank, world_size=run.world_size)]

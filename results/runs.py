@@ -130,6 +130,16 @@ def _check_types(run: Finished) -> None:
         raise TypeError(f"{wrong[0]}={values.get(wrong[0], run.results.get(wrong[0]))!r}"[:100])
 
 
+GONE = {
+    "co2.sync_steps": 0,
+    "co2.update": "fast",
+    **{f"{wire}.rounding": "nearest" for wire in ("co2.wire", "ddp_wire")},
+    "sampling": "tiled",
+    "loss": "chamfer",
+}
+"""Settings of earlier versions, and the values with which a run trained as one trains without them."""
+
+
 def differences(run: Finished, row: Row, metric: Metric, local: bool) -> list[str]:
     """Where the run departs from the row or, if `local`, from its stand-in; empty when it counts."""
     name, overrides = (row.local, stand_in_overrides(row)) if local else (row.recipe, row.overrides)
@@ -142,6 +152,7 @@ def differences(run: Finished, row: Row, metric: Metric, local: bool) -> list[st
     free = FREE | {"batch_size", "co2.tau"} | {key for key in wanted if key.split(".")[0] in idle}
     free -= overrides.keys() | ({"co2.tau"} if row.tau else set())
     given = with_defaults(run.settings, type(recipe))
+    given = {key: value for key, value in given.items() if key in wanted or key not in GONE or value != GONE[key]}
     for of in (wanted, given):
         if weights := of.get("pretrained"):
             of["pretrained"] = Path(weights).name  # which holds the hash that a run checks, wherever the file lies

@@ -10,7 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TASKS = ("language", "pointcloud", "segmentation", "vision")
 PACKAGES = ("core", "training", *TASKS, "bench", "results")
-ASSEMBLY = ("core/__init__.py", "core/assembly.py")
+# the last one picks a reducer of wires or of lgreco by its name
+ASSEMBLY = ("core/__init__.py", "core/assembly.py", "core/wires/config.py")
 
 
 @cache
@@ -48,6 +49,8 @@ def needed(file: Path) -> set[Path]:
 
 def room_of(file: Path) -> str:
     """core for its root; assembly; core.wires or such; else the package."""
+    if file.as_posix() in ASSEMBLY:
+        return "assembly"
     if file.parts[0] != "core" or len(file.parts) > 2 and file.parts[1] != "passes":
         return ".".join(file.parts[: 2 if file.parts[0] == "core" else 1])
-    return "assembly" if file.as_posix() in ASSEMBLY else "core"
+    return "core"

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from core import CO2, CO2Config, make_method
 from core.flat import Scalars, make_buckets
-from core.flight import AllReduce, Flight
+from core.flight import Flight
 from core.methods.delayed import DelayedCO2, DelayedConfig
+from core.reducer import AllReduce
 from core.wires.config import WireConfig
 from tests.reference import DelayedReference
 
@@ -43,18 +44,8 @@ class Settings:
     @property
     def co2(self) -> CO2Config:
         wire = WireConfig(self.wire, self.error_feedback)
-        names = (
-            "tau",
-            "outer_lr",
-            "outer_momentum",
-            "gap",
-            "clip",
-            "tau_max",
-            "allow_unstable",
-            "merge",
-            "mix",
-            "delay",
-        )
+        names = ("tau", "outer_lr", "outer_momentum", "gap", "clip")
+        names += ("tau_max", "allow_unstable", "merge", "mix", "delay")
         return CO2Config(**{name: getattr(self, name) for name in names}, wire=wire)
 
     @property

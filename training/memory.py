@@ -34,11 +34,12 @@ from torch.utils._pytree import tree_leaves
 
 from core import assembly, outer, rounds
 from core.flat import Bucket
-from core.flight import Flight, Reducer
+from core.flight import Flight
 from core.groups import local_world_size
 from core.lgreco import curves, senders
 from core.lgreco.reducer import LGreco
 from core.methods import gradient_wire, make_method
+from core.reducer import Reducer
 from core.wires import quantized
 from core.wires.config import WireConfig
 from training.recipe import Recipe

@@ -31,9 +31,9 @@ MethodName = Literal[tuple(entry.name for entry in REGISTRY)]
 OfMethods = dataclasses.make_dataclass(
     "OfMethods",
     [
-        (e.key, Annotated[e.settings, tyro.conf.arg(help=e.help)], field(default_factory=e.settings))
-        for e in REGISTRY
-        if e.settings is not None
+        (own.key, Annotated[own.config, tyro.conf.arg(help=own.help)], field(default_factory=own.config))
+        for own in (entry.settings for entry in REGISTRY)
+        if own is not None
     ],
     frozen=True,
 )
@@ -174,7 +174,7 @@ class Recipe(OfMethods):
         if not 0 < self.skip_after <= LARGEST:  # pyright: ignore[reportOptionalOperand]
             raise UserError(f"skip_after={self.skip_after}: give seconds, above 0 and up to {LARGEST}")
         for ok, what, remedy in (
-            (entry_of(self.method).hides, f"method={self.method!r}", "waits for every mean"),
+            (entry_of(self.method).kind == "hidden", f"method={self.method!r}", "waits for every mean"),
             (not self.elastic, "elastic", "drops a worker that is silent for --timeout seconds"),
             (self.co2.tau != "auto", "co2.tau='auto'", "needs a number of local steps"),
             (self.co2.steps == "even", "co2.steps='by_speed'", "gives workers' rounds unlike lengths"),
@@ -234,8 +234,8 @@ class Recipe(OfMethods):
     @property
     def own_settings(self) -> dict[str, Any]:
         """The method's own, under its key, as make_method takes them."""
-        key = entry_of(self.method).key
-        return {key: getattr(self, key)} if key else {}
+        own = entry_of(self.method).settings
+        return {own.key: getattr(self, own.key)} if own else {}
 
     @property
     def folder(self) -> Path:
@@ -306,7 +306,7 @@ def refuse_unused(recipe: Recipe, default: Recipe) -> None:
 
     Every local method has co2.tau; what a recipe itself sets for methods that may be chosen is no mistake.
     """
-    owners = [(entry.key, [entry.name]) for entry in REGISTRY if entry.key]
+    owners = [(entry.settings.key, [entry.name]) for entry in REGISTRY if entry.settings]
     for part, methods in [*owners, ("co2", [entry.name for entry in REGISTRY if entry.reads_co2])]:
         usual = vars(getattr(default, part)) | ({"tau": ..., "tau_max": ...} if part == "co2" else {})
         given = {k: v for k, v in vars(getattr(recipe, part)).items() if usual[k] is not ... and v != usual[k]}

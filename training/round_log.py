@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from core.lgreco import Allocation, LGreco
 from core.methods import Method
 from core.rounds import Rounds
-from core.stats import Overlap, RoundStats, send_off
+from core.stats import RoundStats, send_off
 from training.folder import RunFolder
 from training.progress import pacing_of
 from training.recipe import Recipe
@@ -22,6 +23,50 @@ from training.workers import rank
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+@dataclass
+class Overlap:
+    """The communication of a whole run, added up round by round. Seconds, bytes."""
+
+    rounds: int = 0
+    exposed_seconds: float = 0.0
+    allreduce_seconds: float = 0.0
+    bytes_sent: float = 0.0
+
+    def add(self, stats: dict[str, float]) -> None:
+        """A closed round's RoundStats.as_dict()."""
+        self.rounds += 1
+        self.exposed_seconds += stats["exposed_seconds"]
+        self.allreduce_seconds += stats["allreduce_seconds"]
+        self.bytes_sent += stats["bytes_sent"]
+
+    @property
+    def hidden_seconds(self) -> float:
+        """The all-reduces' own time that no loop waited for."""
+        return max(0.0, self.allreduce_seconds - self.exposed_seconds)
+
+    @property
+    def hidden_share(self) -> float:
+        """hidden_seconds as a share of the all-reduces' own time; 1 when there was none."""
+        return self.hidden_seconds / self.allreduce_seconds if self.allreduce_seconds else 1.0
+
+    @property
+    def link_mbit(self) -> float:
+        """The rate at which this worker sent while an all-reduce was under way, Mbit/s."""
+        return self.bytes_sent * 8e-6 / self.allreduce_seconds if self.allreduce_seconds else 0.0
+
+    def summary(self) -> dict[str, float]:
+        """For the end of a run."""
+        names = ("rounds", "exposed_seconds", "hidden_seconds", "allreduce_seconds", "hidden_share", "bytes_sent")
+        return {name: getattr(self, name) for name in (*names, "link_mbit")}
+
+    def state_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        for f in fields(self):
+            setattr(self, f.name, state[f.name])
 
 
 class RoundLog:

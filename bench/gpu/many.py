@@ -18,7 +18,7 @@ from bench.chaos.crew import Crew
 from bench.gpu.checks import NotRun, Scope, check
 from bench.gpu.problem import METHODS, RECOMMENDED, SETTINGS, co2, distance, move, problem, train
 from core import CO2, CO2Config, ShardedCO2, testing
-from core.elastic.joining import ElasticCO2
+from core.assembly import elastic_co2
 from core.elastic.members import Members
 from core.groups import node_mesh
 from core.testing import run_distributed
@@ -94,18 +94,19 @@ def comes(folder: str, device: str, settings: dict[str, Any]) -> None:
     name, rank = os.environ["CO2_WORKER"], int(os.environ["RANK"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
     p, at = problem(device), {"step": 0}
-    method = ElasticCO2(p.params, CO2Config(**settings), members=Members(store, name, timeout=30.0), timeout=30.0)
-    method.give = lambda: {"method": method.state_dict(), "step": at["step"]}
+    members = Members(store, name, timeout=30.0)
+    method, joining = elastic_co2(p.params, CO2Config(**settings), members=members, timeout=30.0)
+    joining.give = lambda: {"method": method.state_dict(), "step": at["step"]}
 
     def take(state: dict[str, Any]) -> None:
         method.load_state_dict(state["method"])
         at["step"] = state["step"]
 
-    method.take = take
-    method.flight.tell = lambda: {"step": at["step"]}
+    joining.take = take
+    joining.flight.tell = lambda: {"step": at["step"]}
     if name == "2.1":
         Path(folder, "came").touch()
-    joined = method.join()
+    joined = joining.join()
     began = [t.detach().cpu().double().tolist() for t in p.params] if joined else None
     outer = [t.tolist() for t in method.state["outer_iterate"]] if joined else None
     while at["step"] < STEPS:
@@ -122,8 +123,8 @@ def comes(folder: str, device: str, settings: dict[str, Any]) -> None:
     found = {"joined": joined, "began": flat(began), "outer": flat(outer), "end": flat(end)}
     Path(folder, f"{rank}.tmp").write_text(json.dumps(found))
     Path(folder, f"{rank}.tmp").rename(Path(folder, f"{rank}.json"))
-    method.flight.sum_of_all(torch.zeros(1))
-    method.members.end()
+    joining.flight.sum_of_all(torch.zeros(1))
+    members.end()
     method.close()
 
 

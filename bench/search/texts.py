@@ -58,8 +58,10 @@ class ByteGPT(nn.Module):
         return self.norm(h) @ self.embedding.weight.T
 
 
-def byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Nats per byte. logits: [batch, time, 256]; targets: int64 [batch, time]."""
+def output_loss(output: Any, targets: Tensor) -> Tensor:
+    """Nats per byte or token, int64 [batch, time]; those below 0 are not predicted. output: logits, [batch, time,
+    vocabulary], which the models of language/model.py wrap."""
+    logits = output if isinstance(output, Tensor) else output.logits
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
@@ -112,34 +114,50 @@ def spread(text: Tensor, context: int = CONTEXT, count: int = WINDOWS) -> Batch:
     return windows(text, torch.linspace(0, len(text) - context - 1, count).long(), context)
 
 
-def causal_task(name: str, build: Callable[[], nn.Module], loss: Callable[[Any, Tensor], Tensor], model: str) -> Task:
-    training, held = books()
-
-    def draw(seed: int, step: int, workers: int, batch: int, shards: Shards) -> Batch:
-        return windows(training, places(len(training) - CONTEXT, seed, step, workers, batch, shards))
-
+def books_task(
+    name: str,
+    model: str,
+    build: Callable[[], nn.Module],
+    draw: Callable[[int, int, int, int, Shards], Batch],
+    held_out: dict[Split, Batch],
+    *,
+    lr: float,
+    what: str = "bytes",
+    window: str = f"{CONTEXT} bytes",
+    predicted: str = "byte",
+) -> Task:
+    """A task on the Gutenberg books. model, what, window, predicted: in words."""
     return Task(
         name,
-        f"the Gutenberg books as bytes (four whole books for tuning, four for the test), {model}, AdamW (weight decay "
-        f"0.01), cosine schedule, gradients of a worker clipped to norm 1, 8 windows of {CONTEXT} bytes per worker and "
-        "step; the loss is in nats per byte",
+        f"the Gutenberg books as {what} (four whole books for tuning, four for the test), {model}, AdamW (weight decay "
+        f"0.01), cosine schedule, gradients of a worker clipped to norm 1, 8 windows of {window} per worker and step; "
+        f"the loss is in nats per {predicted}",
         build,
-        loss,
+        output_loss,
         draw,
-        {"tuning": spread(held["tuning"]), "test": spread(held["test"])},
-        Inner("adamw", 8e-3, clip=1.0),
+        held_out,
+        Inner("adamw", lr, clip=1.0),
         batch=8,
     )
 
 
+def windows_draw(text: Tensor, context: int = CONTEXT) -> Callable[[int, int, int, int, Shards], Batch]:
+    """`draw` of windows anywhere in a text."""
+
+    def draw(seed: int, step: int, workers: int, batch: int, shards: Shards) -> Batch:
+        return windows(text, places(len(text) - context, seed, step, workers, batch, shards), context)
+
+    return draw
+
+
+def causal_task(name: str, build: Callable[[], nn.Module], model: str) -> Task:
+    training, held = books()
+    held_out: dict[Split, Batch] = {split: spread(text) for split, text in held.items()}
+    return books_task(name, model, build, windows_draw(training), held_out, lr=8e-3)
+
+
 def bytes_(name: str, width: int, parameters: str) -> Task:
-    about = f"a GPT of 2 layers, {width} wide, {parameters} M parameters"
-    return causal_task(name, lambda: ByteGPT(width), byte_loss, about)
-
-
-def output_loss(output: Any, targets: Tensor) -> Tensor:
-    """byte_loss of the models of language/model.py, which wrap their logits; targets below 0 are not predicted."""
-    return byte_loss(output.logits, targets)
+    return causal_task(name, lambda: ByteGPT(width), f"a GPT of 2 layers, {width} wide, {parameters} M parameters")
 
 
 def gpt2() -> Task:
@@ -154,7 +172,7 @@ def gpt2() -> Task:
             )
         )
 
-    return causal_task("gpt2", build, output_loss, "transformers' GPT-2 of 2 layers, 48 wide, 0.07 M parameters")
+    return causal_task("gpt2", build, "transformers' GPT-2 of 2 layers, 48 wide, 0.07 M parameters")
 
 
 def gpt2_small() -> Task:
@@ -166,22 +184,17 @@ def gpt2_small() -> Task:
         none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
         return GPT2LMHeadModel(GPT2Config(**GPT2_SMALL, **none, attn_implementation="eager"))
 
-    def draw(seed: int, step: int, workers: int, batch: int, shards: Shards) -> Batch:
-        starts = places(len(training) - GPT2_CONTEXT, seed, step, workers, batch, shards)
-        return windows(training, starts, GPT2_CONTEXT)
-
-    return Task(
+    held_out: dict[Split, Batch] = {split: spread(text, GPT2_CONTEXT, GPT2_WINDOWS) for split, text in held.items()}
+    return books_task(
         "gpt2_small",
-        "the Gutenberg books as 50,257 tokens of a byte-level BPE (four whole books for tuning, four for the test), "
-        "transformers' GPT-2 Small, 124 M parameters, without dropout, AdamW (weight decay 0.01), cosine schedule, "
-        f"gradients of a worker clipped to norm 1, 8 windows of {GPT2_CONTEXT} tokens per worker and step; "
-        "the loss is in nats per token",
+        "transformers' GPT-2 Small, 124 M parameters, without dropout",
         build,
-        output_loss,
-        draw,
-        {split: spread(text, GPT2_CONTEXT, GPT2_WINDOWS) for split, text in held.items()},
-        Inner("adamw", 3e-4, clip=1.0),
-        batch=8,
+        windows_draw(training, GPT2_CONTEXT),
+        held_out,
+        lr=3e-4,
+        what="50,257 tokens of a byte-level BPE",
+        window=f"{GPT2_CONTEXT} tokens",
+        predicted="token",
     )
 
 
@@ -192,7 +205,7 @@ def transnormer() -> Task:
         return TransNormer(TransNormerConfig(256, layers=2, width=48, heads=4, glu_width=96, chunk=CONTEXT))
 
     about = "language's TransNormer of 2 layers, 48 wide, 0.08 M parameters"
-    return causal_task("transnormer", build, output_loss, about)
+    return causal_task("transnormer", build, about)
 
 
 PAD, MASK, END, FIRST_BYTE = 0, 1, 2, 3
@@ -227,16 +240,6 @@ def roberta() -> Task:
         return masked(windows(training, at)[0], seed, step)
 
     held_out: dict[Split, Batch] = {split: masked(spread(text)[0], i) for i, (split, text) in enumerate(held.items())}
-    return Task(
-        "roberta",
-        "the Gutenberg books as bytes (four whole books for tuning, four for the test), of which 15 % are predicted as "
-        "in RoBERTa, transformers' RoBERTa of 2 layers, 48 wide, 0.07 M parameters, AdamW (weight decay 0.01), cosine "
-        f"schedule, gradients of a worker clipped to norm 1, 8 windows of {CONTEXT} bytes per worker and step; the "
-        "loss is in nats per predicted byte",
-        build,
-        output_loss,
-        draw,
-        held_out,
-        Inner("adamw", 4e-3, clip=1.0),
-        batch=8,
-    )
+    model = "transformers' RoBERTa of 2 layers, 48 wide, 0.07 M parameters"
+    asked = f"of which 15 % are predicted as in RoBERTa, {model}"
+    return books_task("roberta", asked, build, draw, held_out, lr=4e-3, predicted="predicted byte")

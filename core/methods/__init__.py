@@ -14,7 +14,7 @@ from ..adaptive.schedules import Schedule
 from ..assembly import CO2, CO2Config, Options, ShardedCO2
 from ..errors import UserError
 from ..flight import Link
-from ..groups import is_sharded
+from ..groups import has_dtensors
 from ..riders import Rider
 from ..rounds import Rounds
 from ..sharded.checks import check_mesh
@@ -28,15 +28,13 @@ from .ddp import DDP
 from .delayed import DelayedCO2, DelayedConfig
 from .local_sgd import LocalSGD
 from .overlap_local_sgd import OverlapLocalConfig, OverlapLocalSGD
-from .registry import Entry, Given
+from .registry import Entry, Given, Settings
 from .slowmo import SlowMo, SlowMoConfig
 
 __all__ = [
     "CO2",
-    "DDP",
-    "METHODS",
-    "REGISTRY",
     "CO2Config",
+    "DDP",
     "DelayedCO2",
     "DelayedConfig",
     "ElasticZeroth",
@@ -44,9 +42,12 @@ __all__ = [
     "Given",
     "LGrecoConfig",
     "LocalSGD",
+    "METHODS",
     "Method",
     "OverlapLocalConfig",
     "OverlapLocalSGD",
+    "REGISTRY",
+    "Settings",
     "ShardedCO2",
     "SlowMo",
     "SlowMoConfig",
@@ -68,7 +69,7 @@ REGISTRY: list[Entry] = [
     slowmo.ENTRY,
     zeroth.ENTRY,
 ]
-METHODS = tuple(entry.name for entry in REGISTRY if entry.beside_optimizer)
+METHODS = tuple(entry.name for entry in REGISTRY if entry.kind != "optimizer")
 Method = Rounds | DDP | Zeroth
 
 
@@ -94,23 +95,20 @@ def make_method(
     name: one of METHODS. The period of every local method is co2.tau, so that comparisons share it. schedule: of co2,
     see CO2. lr: returns the current inner learning rate, for SlowMo. mesh: [nodes, workers of a node]: these
     synchronise gradients every step, and the method runs across nodes; ddp synchronises all every step anyway. shard,
-    offload: see ShardedCO2. group, timeout, link, riders: see
-    core.assembly.Options. settings: of the method, by its key: delayed,
-    slowmo, overlap_local, or ddp_wire, how ddp's gradients cross the network.
+    offload: see ShardedCO2. group, timeout, link, riders: see assembly.Options. settings: of the method, by
+    its key: delayed, slowmo, overlap_local, or ddp_wire, how ddp's gradients cross the network.
     """
     entry, co2 = entry_of(name), co2 or CO2Config()
     own = check_settings(name, co2, shard=shard, offload=offload, schedule=schedule, **settings)
-    params = list(model.parameters())
     options = Options(group=group, timeout=timeout, link=link, riders=riders)
     options["buffers"] = list(model.buffers()) if average_buffers else []
     if mesh is not None and entry.local:
         check_mesh(mesh)
-        if not is_sharded(model):  # sharded ones synchronise by themselves
+        if not has_dtensors(model):  # sharded ones synchronise by themselves
             model = DistributedDataParallel(model, process_group=mesh.get_group(1))
         if "shard" not in entry.takes:
             options["group"] = mesh.get_group(0)
-    asked = {"shard": shard, "offload": offload, "schedule": schedule, "lr": lr, "mesh": mesh}
-    return entry.make(Given(co2, own, model, params, options, average_buffers=average_buffers, **asked))
+    return entry.make(Given(co2, own, model, options, {"shard": shard, "offload": offload}, schedule, lr, mesh))
 
 
 def check_settings(
@@ -126,7 +124,7 @@ def check_settings(
     returns the method's own. settings: see make_method."""
     entry = entry_of(name)
     own = registry.own_settings(REGISTRY, entry, settings)
-    registry.check(entry, Given(co2, own, shard=shard, offload=offload, schedule=schedule))
+    registry.check(entry, Given(co2, own, outer_state={"shard": shard, "offload": offload}, schedule=schedule))
     return own
 
 

@@ -12,22 +12,24 @@ from .registry import Entry, Given
 
 
 def make(given: Given) -> tuple[nn.Module, CO2 | ShardedCO2]:
-    g = given
-    more: dict[str, Any] = {"schedule": g.schedule, **g.options}
-    if g.mesh is None and not g.shard and not g.offload:
-        return g.model, CO2(g.params, g.co2, **more)
-    return g.model, ShardedCO2(g.params, g.co2, mesh=g.mesh, shard=g.shard, offload=g.offload, **more)
+    more: dict[str, Any] = {"schedule": given.schedule, **given.options}
+    if given.mesh is None and not any(given.outer_state.values()):
+        return given.model, CO2(given.params, given.co2, **more)
+    return given.model, ShardedCO2(given.params, given.co2, mesh=given.mesh, **given.outer_state, **more)
 
 
 def check(given: Given) -> None:
-    check_shared(given.co2, given.co2.wire.format) if given.shard or given.offload else given.co2.check_stable()
+    if any(given.outer_state.values()):
+        check_shared(given.co2, given.co2.wire.format)
+    else:
+        given.co2.check_stable()
 
 
 ENTRY = Entry(
     "co2",
     make,
+    "hidden",
     check=check,
     reads_co2=True,
     takes=frozenset({"shard", "offload", "schedule", "elastic"}),
-    hides=True,
 )

@@ -16,14 +16,14 @@ from ..checks import of_rank, under_rank
 from ..errors import DivergedError, UserError
 from ..flat import all_finite
 from ..flight import Link
-from ..groups import is_sharded, leave_group, new_group, ring_bytes
+from ..groups import has_dtensors, leave_group, new_group, ring_bytes
 from ..riders import Rider
 from ..robust import peers
 from ..robust.requests import Requests
 from ..stats import Late, Mark, RoundStats, Seconds, between, mark
 from ..wires.config import WireConfig
 from .gradient_wire import GradientWire
-from .registry import Entry, Given
+from .registry import Entry, Given, Settings
 
 ASK_EVERY = 8  # steps between two exchanges of whether to stop
 
@@ -67,7 +67,7 @@ class DDP:
         self._late = Late()
         if self.group is not None:
             self.world_size = dist.get_world_size(self.group)
-        self._sharded = is_sharded(model)
+        self._sharded = has_dtensors(model)
         self.wire: GradientWire | None = None
         if wire is not None and wire.format != "float32":
             check_wire(wire, sharded=self._sharded)
@@ -207,7 +207,8 @@ def _union(spans: list[tuple[Mark, Mark]]) -> Seconds:
 
 
 def _make(given: Given) -> tuple[nn.Module, DDP]:
-    ddp = DDP(given.model, average_buffers=given.average_buffers, wire=given.own, **_without_buffers(given))
+    options: dict[str, Any] = {**given.options}
+    ddp = DDP(given.model, average_buffers=bool(options.pop("buffers")), wire=given.own, **options)
     return ddp.model, ddp
 
 
@@ -216,16 +217,10 @@ def _check(given: Given) -> None:
         raise UserError("ddp_wire.format='auto' is chosen together with tau, which ddp does not have: give a format")
 
 
-def _without_buffers(given: Given) -> dict[str, Any]:
-    return {name: value for name, value in given.options.items() if name != "buffers"}
-
-
 ENTRY = Entry(
     "ddp",
     _make,
-    settings=WireConfig,
-    key="ddp_wire",
-    help="Of method ddp: how gradients cross the network.",
+    "synchronous",
+    Settings("ddp_wire", WireConfig, "Of method ddp: how gradients cross the network."),
     check=_check,
-    local=False,
 )

@@ -20,7 +20,7 @@ from ..config import LARGE
 from ..errors import UserError
 from ..groups import all_reduce
 from ..robust.guard import Guard
-from .registry import Entry
+from .registry import Entry, Settings
 
 Policy = Literal["penalty", "eager", "taylor"]
 POLICIES: tuple[Policy, ...] = ("penalty", "eager", "taylor")
@@ -321,10 +321,8 @@ class _DelayedBoundary(outer.Boundary):
 ENTRY = Entry(
     "delayed",
     lambda given: (given.model, DelayedCO2(given.params, given.co2, given.own, **given.options)),
-    settings=DelayedConfig,
-    key="delayed",
-    help="Of method delayed: co2 with another way to live with the delay.",
+    "hidden",
+    Settings("delayed", DelayedConfig, "Of method delayed: co2 with another way to live with the delay."),
     check=lambda given: given.own.check(given.co2),
     reads_co2=True,
-    hides=True,
 )

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Unpack
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..assembly import CO2Config, Options, plugs
 from ..errors import UserError
@@ -55,8 +55,8 @@ def tau_of(given: Given) -> int:
     return given.co2.tau
 
 
-ENTRY = Entry(
-    "local",
-    lambda given: (given.model, LocalSGD(given.params, tau_of(given), **given.options)),
-    check=tau_of,
-)
+def _make(given: Given) -> tuple[nn.Module, LocalSGD]:
+    return given.model, LocalSGD(given.params, tau_of(given), **given.options)
+
+
+ENTRY = Entry("local", _make, "blocking", check=tau_of)

@@ -16,7 +16,7 @@ from ..errors import UserError
 from ..flat import copy, copy_where, rescale, views
 from ..outer import carried
 from ..rounds import Rounds
-from .registry import Entry, Given
+from .registry import Entry, Given, Settings
 
 
 @dataclass(frozen=True)
@@ -120,4 +120,4 @@ def _make(given: Given) -> tuple[nn.Module, OverlapLocalSGD]:
     return given.model, OverlapLocalSGD(given.params, c.tau, given.own, tau_max=c.tau_max, **given.options)
 
 
-ENTRY = Entry("overlap_local", _make, settings=OverlapLocalConfig, key="overlap_local", hides=True)
+ENTRY = Entry("overlap_local", _make, "hidden", Settings("overlap_local", OverlapLocalConfig))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,44 +17,55 @@ from ..errors import UserError
 
 @dataclass(frozen=True)
 class Given:
-    """What make_method was given. own: the method's own settings, of Entry.settings. model: to be called in the loop;
-    params, its parameters. options: what all methods take."""
+    """What make_method was given. own: the method's own settings. model: to be called in the loop. options: what all
+    methods take. outer_state: whether to shard and whether to offload it."""
 
     co2: CO2Config
     own: Any = None
     model: nn.Module = field(default_factory=nn.Module)
-    params: Iterable[Tensor] = ()
     options: Options = field(default_factory=Options)
-    average_buffers: bool = True
-    shard: bool = False
-    offload: bool = False
+    outer_state: Mapping[str, bool] = field(default_factory=dict)
     schedule: Schedule | None = None
     lr: Callable[[], float] | None = None
     mesh: DeviceMesh | None = None
+
+    @property
+    def params(self) -> list[Tensor]:
+        return list(self.model.parameters())
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A method's own. config: their dataclass. key: of make_method's keywords, and before the names of train scripts'
+    options, --KEY.NAME. help: of these."""
+
+    key: str
+    config: type
+    help: str = ""
 
 
 @dataclass(frozen=True)
 class Entry:
     """A method.
 
-    make: the model to call in the loop, and the method. settings: the dataclass of its own settings, which make_method
-    takes as keyword `key`, and train scripts as --KEY.NAME; help: of them. check: refuses settings that do not go
-    together. reads_co2: whether it reads all of CO2Config, or tau and tau_max alone. takes: which of shard, offload,
-    schedule and elastic. local: whether it takes local steps between rounds. hides: whether its reductions run under
-    them. beside_optimizer: False where it takes the optimiser's place.
+    make: the model to call in the loop, and the method. kind: hidden, reductions run under local steps; blocking, local
+    steps wait for them; synchronous, every step is a round; or optimizer, a method in an optimiser's place. settings:
+    its own, if it has any. check: refuses settings that do not go together. reads_co2: whether it reads all of
+    CO2Config, or tau and tau_max alone. takes: which of shard, offload, schedule and elastic.
     """
 
     name: str
     make: Callable[[Given], tuple[nn.Module, Any]]
-    settings: type | None = None
-    key: str = ""
-    help: str = ""
+    kind: Literal["hidden", "blocking", "synchronous", "optimizer"]
+    settings: Settings | None = None
     check: Callable[[Given], object] = lambda given: None
     reads_co2: bool = False
     takes: frozenset[str] = frozenset()
-    local: bool = True
-    hides: bool = False
-    beside_optimizer: bool = True
+
+    @property
+    def local(self) -> bool:
+        """Whether it takes local steps."""
+        return self.kind in ("hidden", "blocking")
 
 
 def find(entries: Iterable[Entry], name: str) -> Entry:
@@ -65,28 +76,30 @@ def find(entries: Iterable[Entry], name: str) -> Entry:
     return known[name]
 
 
-def own_settings(entries: Iterable[Entry], entry: Entry, settings: Mapping[str, Any]) -> Any:
-    """Of `settings`, by key, the method's own, or its defaults. Refuses those of another method, rather than to leave
-    them unused."""
-    owners = {other.key: other for other in entries if other.settings is not None}
-    for key, value in settings.items():
+def own_settings(entries: Iterable[Entry], entry: Entry, given: Mapping[str, Any]) -> Any:
+    """The method's own, of those given by key, or its defaults. Refuses another method's, rather than to leave them
+    unused."""
+    owners = {other.settings.key: (other.name, other.settings.config) for other in entries if other.settings}
+    for key, value in given.items():
         if key not in owners:
             raise TypeError(f"make_method() got an unexpected keyword argument {key!r}")
-        owner, usual = owners[key], owners[key].settings
-        if owner is entry or value is None or usual is None or value == usual():
+        owner, config = owners[key]
+        if owner == entry.name or value is None or value == (usual := config()):
             continue
-        name, own = next((k, v) for k, v in vars(value).items() if v != getattr(usual(), k))
+        name, own = next((k, v) for k, v in vars(value).items() if v != getattr(usual, k))
         raise UserError(
-            f"{key}.{name}={own!r} is method {owner.name}'s own, method {entry.name!r} does not have it: leave it out"
+            f"{key}.{name}={own!r} is method {owner}'s own, method {entry.name!r} does not have it: leave it out"
         )
-    given = settings.get(entry.key)
-    return entry.settings() if given is None and entry.settings is not None else given
+    if entry.settings is None:
+        return None
+    own = given.get(entry.settings.key)
+    return entry.settings.config() if own is None else own
 
 
 def check(entry: Entry, given: Given) -> None:
     """Refuses settings that the method does not have, or that do not go together."""
-    for key in ("shard", "offload"):
-        if (value := getattr(given, key)) and key not in entry.takes:
+    for key, value in given.outer_state.items():
+        if value and key not in entry.takes:
             raise UserError(f"{key}={value!r} is CO2's own, method {entry.name!r} does not have it: leave it out")
     if given.schedule is not None and "schedule" not in entry.takes:
         raise UserError(f"schedule is CO2's own, method {entry.name!r} does not have it: leave it out")

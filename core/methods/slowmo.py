@@ -14,7 +14,7 @@ from ..errors import UserError
 from ..flat import copy, views
 from ..outer import carried
 from .local_sgd import Blocking, tau_of
-from .registry import Entry
+from .registry import Entry, Settings
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class SlowMo(Blocking):
 ENTRY = Entry(
     "slowmo",
     lambda given: (given.model, SlowMo(given.params, tau_of(given), given.own, lr=given.lr, **given.options)),
-    settings=SlowMoConfig,
-    key="slowmo",
+    "blocking",
+    Settings("slowmo", SlowMoConfig),
     check=tau_of,
 )

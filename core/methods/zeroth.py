@@ -7,7 +7,7 @@ from torch import nn
 from ..errors import UserError
 from ..zeroth import ZerothConfig
 from ..zeroth.method import Zeroth
-from .registry import Entry, Given
+from .registry import Entry, Given, Settings
 
 
 def _make(given: Given) -> tuple[nn.Module, Zeroth]:
@@ -17,10 +17,7 @@ def _make(given: Given) -> tuple[nn.Module, Zeroth]:
 ENTRY = Entry(
     "zo",
     _make,
-    settings=ZerothConfig,
-    key="zeroth",
-    help="Of method zo.",
+    "optimizer",
+    Settings("zeroth", ZerothConfig, "Of method zo."),
     takes=frozenset({"offload", "elastic"}),
-    local=False,
-    beside_optimizer=False,
 )

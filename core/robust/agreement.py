@@ -75,9 +75,14 @@ class Agreement(Rider):
 
     def pack(self) -> None:
         m, most = self.method, self._most
-        m.scalars.set_checksum("settings", checksum_of(m.settings(), most))
+        self._tell("settings", checksum_of(m.settings(), most))
         compared = m.replicas and m.turn is not None
-        m.scalars.set_checksum("replicas", checksum(m.replicas, m.turn or 0, most) if compared else 0)
+        self._tell("replicas", checksum(m.replicas, m.turn or 0, most) if compared else 0)
+
+    def _tell(self, name: str, c: int | Tensor) -> None:
+        """c and c^2."""
+        for place, value in zip(self.method.scalars[name], (c, c * c), strict=True):
+            place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
 
     def stages(self) -> Iterator[Stage]:
         """The first worker's state for all, where replicas were found to differ."""

@@ -73,7 +73,7 @@ class Guard(Rider):
         super().attach(method)
         flight = method.flight
         ranks = range(flight.places) if flight.group is None else dist.get_process_group_ranks(flight.group)
-        self.names = [f"{method.member} {rank}" for rank in ranks]
+        self.names = [f"{method.title} {rank}" for rank in ranks]
         self.state = torch.zeros(3, dtype=torch.float64, device=flight.device)
         self.verdict = torch.zeros((), dtype=torch.float64, device=flight.device)
         self._judged = False  # what is sent next

@@ -79,7 +79,7 @@ class ShardedCO2(Rounds):
         of_group: dict[str, Any] = {"timeout": timeout, "device": device, "backend": backend}
         self._node = Placement(params, plugged["buffers"], inner_group, shards, **of_group)
         self._node.agree((self.name, self.signature()))
-        self.member = "rank" if inner_group is None else "the node of rank"  # whose workers are left out together
+        self.title = "rank" if inner_group is None else "the node of rank"  # whose workers are left out together
         if offload:
             plugged["flight"] = functools.partial(plugged.get("flight", Flight), backend="gloo")
         if "pacing" not in plugged:

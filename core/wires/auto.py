@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import cast
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ..flat import Bucket, Scalars
-from ..flight import AllReduce, Flight, Reducer
+from ..flight import Flight
 from ..groups import Stage
-from .config import WireConfig
+from ..reducer import AllReduce, Reducer
 from .formats import Wire
 from .quantized import Quantized, nothing_held_back
 
@@ -22,13 +21,13 @@ class AutoWire:
 
     def __init__(
         self,
-        config: WireConfig,
         chosen: Callable[[], str],
+        error_feedback: bool,
         buckets: Sequence[Bucket],
         scalars: Scalars,
         flight: Flight,
     ):
-        self.config, self._chosen = config, chosen
+        self._chosen, self._feeds_back = chosen, error_feedback
         self._buckets, self._scalars, self._flight = buckets, scalars, flight
         self.kind, self._now = "", cast(Reducer, None)
         self.become(chosen())
@@ -40,7 +39,7 @@ class AutoWire:
     @property
     def state(self) -> dict[str, list[Tensor]]:
         """The same keys and shapes over any wire."""
-        if self._now.state or not self.config.error_feedback:
+        if self._now.state or not self._feeds_back:
             return self._now.state
         return nothing_held_back(self._buckets, self._flight.world_size, "cpu")
 
@@ -56,8 +55,7 @@ class AutoWire:
             self._now = AllReduce([b.flat for b in self._buckets], self._flight.world_size)
         else:
             workers = self._flight.rank, self._flight.world_size
-            narrow = replace(self.config, format=cast(Wire, kind))
-            self._now = narrow.reducer(self._buckets, self._scalars, *workers)
+            self._now = Quantized(self._buckets, self._scalars, *workers, cast(Wire, kind), self._feeds_back)
 
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
         self.become(self._chosen())

@@ -38,7 +38,7 @@ def test_cpu_time_is_counted_where_it_is_spent_and_waiting_is_not(workers: int):
 def test_keys_cover_the_files():
     batches = list(keys(3))
     assert [len(batch) for batch in batches] == [BATCH] * 3
-    assert {i for batch in batches for i, _ in batch} == set(range(FILES))
+    assert {i for batch in batches for *_, i in batch} == set(range(FILES))
 
 
 def test_folders_and_shards_hold_the_same_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -16,7 +16,7 @@ from bench import codecs, equal_error, slow_links
 from bench.codecs import Codecs
 from bench.equal_error import WAYS, EqualError, compare
 from bench.slow_links import METHODS, SlowLinks, text
-from bench.trainings import TUNING_SEED, best_lr
+from bench.trainings import TUNING_SEED
 from core import UserError
 from core.lgreco.choices import parse as choice
 from language.recipes import RECIPES
@@ -83,16 +83,6 @@ def test_the_train_script_understands_every_command(method: str, monkeypatch: py
     assert ("lgreco" in method) <= (wire.format == "lgreco" and wire.lgreco.rule == "lgreco")
     named = method.split("_")[0]
     assert named not in ("accordion", "legacy") or wire.lgreco.rule == f"bench.rules.{named.capitalize()}"
-
-
-def test_each_method_gets_its_own_best_learning_rate():
-    rows = [
-        {"method": "ddp", "lr": 0.5, "loss": 3.0},
-        {"method": "ddp", "lr": 1.0, "loss": 2.5},
-        {"method": "ddp", "lr": 2.0, "loss": None},
-        {"method": "co2", "lr": 2.0, "failed": "x"},
-    ]
-    assert best_lr(rows, "ddp") == 1.0 and best_lr(rows, "co2") is None
 
 
 def test_the_table():

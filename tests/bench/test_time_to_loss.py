@@ -1,20 +1,19 @@
 """From metrics to a time to the loss, the table, the options, and one small real run of bench.time_to_loss."""
 
-import contextlib
 import json
 import multiprocessing
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from bench import loss_table, time_to_loss, trainings
+from bench import loss_table, time_to_loss
 from bench.loss_table import METHODS, OF_CO2, Outcome, cells, follow, markdown, speed_up, unpaid
 from bench.time_to_loss import TimeToLoss
 from bench.trainings import Metrics
@@ -116,17 +115,6 @@ def test_nothing_is_charged_without_an_all_reduce_under_way():
     assert unpaid(closed(2, 9.0, wait=3.0, busy=3.0), 4.0) == 0.0  # slowmo: launched and landed at the boundary
 
 
-def test_half_a_line_is_left_for_later(tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
-    metrics = Metrics(tmp_path)
-    assert metrics.read() == []
-    path.write_text('{"step": 1}\n{"st')
-    assert metrics.read() == [{"step": 1}]
-    with open(path, "a") as file:
-        file.write('ep": 2}\n{"step": 3}\n')
-    assert metrics.read() == metrics.read() == [{"step": 1}, {"step": 2}, {"step": 3}]
-
-
 # -- a run of a made-up script ------------------------------------------------------------------------------------
 
 
@@ -171,21 +159,6 @@ def test_a_user_s_mistake_in_a_script_is_told(tmp_path: Path):
 
     with pytest.raises(UserError, match="batch_size=7: no"):
         time_to_loss.train(TimeToLoss(workers=2), None, script([], refuse), (0, 40.0, "vision", "co2"), tmp_path)
-
-
-def test_workers_leave_an_evaluation_together_with_the_clock_stopped(monkeypatch: pytest.MonkeyPatch):
-    order: list[str] = []
-
-    class Run:
-        @contextlib.contextmanager
-        def paused(self) -> Iterator[None]:
-            order.append("stop")
-            yield
-            order.append("go")
-
-    monkeypatch.setattr(trainings.dist, "barrier", lambda: order.append("barrier"))
-    assert trainings.together(lambda run, number: {"loss": number})(Run(), 3.0) == {"loss": 3.0}
-    assert order == ["stop", "barrier", "go"]
 
 
 # -- the table --------------------------------------------------------------------------------------------------

@@ -2,19 +2,20 @@
 
 import time
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from bench.reference import LateReference
+import core.co2
 from core import CO2, CO2Config, ShardedCO2, UserError, make_method
-from core.flat import Scalars
+from core.flight import Flight
 from core.groups import node_mesh
-from core.robust.agreement import PARTS, REPAIR_EVERY, Agreement, agree, bits, checksum, checksum_of
+from core.reference import Reference
+from core.robust.agreement import PARTS, REPAIR_EVERY, Agreement, bits, checksum, checksum_of, equal
 from core.robust.guard import Guard
+from core.robust.requests import Requests
 from core.testing import run_distributed
 from core.wires.config import WireConfig
 from tests.problems import LR, assert_traces_equal, flat, gradient, odd_parameters, sgd_step
@@ -47,7 +48,7 @@ def scheduled_run(rank: int, world_size: int, kind: str) -> list[Tensor]:
 
 
 def scheduled_reference(world_size: int, steps: int) -> list[Tensor]:
-    ref = LateReference(flat(odd_parameters()).expand(world_size, -1).clone(), TAUS[0])
+    ref = Reference(flat(odd_parameters()).expand(world_size, -1).clone(), TAUS[0])
     workers = torch.arange(world_size, dtype=torch.float64)[:, None]
     number, rounds = 0, []
     for step in range(steps):
@@ -75,19 +76,23 @@ def test_a_schedule_changes_settings_from_round_to_round(kind: str):
 def test_what_a_gpu_tells_late_is_of_as_many_workers_as_there_were(monkeypatch: pytest.MonkeyPatch):
     """Elastic workers: three have agreed, and one of them is gone when that is heard."""
     monkeypatch.setattr("core.stats.read_blocks", lambda t: True)
-    scalars = Scalars(Agreement.sizes(3, None, False))
-    scalars.attach(torch.zeros(scalars.numel))
-    background: Any = SimpleNamespace(world_size=3, launched=1, rank=0)
-    guard = Guard(scalars, torch.device("cpu"), 0, ["a", "b", "c"])
-    agreement = Agreement(scalars, background, 3, None, None, guard)
-    scalars.set_checksum("settings", 5)  # means, as of workers who all tell the same
-    scalars.set_checksum("replicas", 7)
-    scalars["left_out"][2] = 1 / 3
-    assert agreement.hear("same")
-    background.world_size = agreement.everybody = 2
-    background.launched = 2
-    with pytest.warns(UserWarning, match="c is left out of the mean of round 0"):
-        assert agreement.hear("same")
+
+    def of_three(device: torch.device) -> Flight:
+        flight = Flight(device)
+        flight.world_size = flight.places = flight.most = 3
+        return flight
+
+    bare = core.co2.CO2([nn.Parameter(torch.ones(3))], flight=of_three, riders=[Guard(), Agreement()])
+    bare.scalars.set_checksum("settings", 5)  # means, as of workers who all tell the same
+    bare.scalars.set_checksum("replicas", 7)
+    bare.scalars["left_out"][2] = 1 / 3
+    bare.flight.launched = 1
+    bare._hear()
+    bare.flight.world_size = 2
+    bare.flight.launched = 2
+    with pytest.warns(UserWarning, match="rank 2 is left out of the mean of round 0"):
+        bare._hear()
+    assert not bare.stats.drifted
 
 
 def refused_schedule(rank: int, world_size: int) -> list[str]:
@@ -202,18 +207,20 @@ def test_a_repair_leaves_alone_what_merge_keep_has_sent():
 
 def narrow(rank: int, world_size: int) -> tuple[float, bool]:
     params = [nn.Parameter(torch.linspace(-1, 1, 1000))]
-    co2, drifted = CO2(params, CO2Config(tau=1, wire=WireConfig("int8"))), 0.0
+    requests, drifted = Requests("stop"), 0.0
+    co2 = CO2(params, CO2Config(tau=1, wire=WireConfig("int8")), riders=[requests])
     for _ in range(4):
         if rank == 1:
-            co2.ask_to_stop()
+            requests.ask("stop")
         with torch.no_grad():
             params[0].sub_(0.01 * torch.sin(params[0] + rank))
         co2.step()
         drifted = max(drifted, co2.stats.drifted)
-    stop = co2.stop_agreed
+    stop = "stop" in requests.granted
     co2.finish()
-    assert not co2.stop_agreed, "answered: training may go on"
+    assert not requests.granted, "answered: training may go on"
     co2.step()
+    assert not requests.granted
     co2.finish()
     return drifted, stop
 
@@ -235,8 +242,8 @@ def test_checksums_are_exact_in_float32_and_differ_where_one_bit_does(workers: i
     c, d = float(one[0]), float(one[0]) + 1
     same = torch.tensor([workers * c, workers * c * c])
     other = torch.tensor([(workers - 1) * c + d, (workers - 1) * c * c + d * d])
-    assert agree(same.tolist(), workers)
-    assert agree(other.tolist(), workers) == (workers == 1)
+    assert equal(same.tolist(), workers)
+    assert equal(other.tolist(), workers) == (workers == 1)
     assert checksum_of({"a": 1.0}, workers) == checksum_of({"a": 1.0}, workers) < 2 ** bits(workers)
 
 
@@ -267,18 +274,22 @@ def test_a_second_drift_is_seen_but_not_repaired_within_a_hundred_rounds():
 
 
 def asked(rank: int, world_size: int, wire: Any) -> list[bool]:
-    co2 = CO2([nn.Parameter(torch.ones(3000))], CO2Config(tau=2, wire=WireConfig(wire)))
+    (co2, requests), (resumed, later) = (asking(wire) for _ in range(2))
     seen = []
     for step in range(10):
         if rank == 1 and step == 3:
-            co2.ask_to_stop()
+            requests.ask("stop")
         co2.step()
-        seen.append(co2.stop_agreed)
-    state = co2.state_dict()
-    resumed = CO2([nn.Parameter(torch.ones(3000))], CO2Config(tau=2, wire=WireConfig(wire)))
-    resumed.load_state_dict(state)
+        seen.append("stop" in requests.granted)
+    resumed.load_state_dict(co2.state_dict())
     resumed.step(), resumed.step()
-    return [*seen, resumed.stop_agreed]
+    return [*seen, "stop" in later.granted]
+
+
+def asking(wire: Any) -> tuple[CO2, Requests]:
+    requests = Requests("stop")
+    config = CO2Config(tau=2, wire=WireConfig(wire))
+    return CO2([nn.Parameter(torch.ones(3000))], config, riders=[requests]), requests
 
 
 @pytest.mark.parametrize("wire", ["float32", "int8"])

@@ -7,37 +7,55 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import core.co2
 from core import CO2, CO2Config, ShardedCO2, make_method
 from core.errors import DivergedError
-from core.flat import Scalars, make_buckets
+from core.flight import Flight
 from core.groups import node_mesh
-from core.robust.guard import PATIENCE, WARM_UP, Guard, forget, size_of
+from core.reference import Reference
+from core.riders import Heard
+from core.robust.guard import LEFT_OUT_AGAIN, WARM_UP, Guard, forget
 from core.testing import run_distributed
 from tests.problems import LR, Settings, flat, gradient, odd_parameters, sgd_step
-from tests.reference import DelayedReference
 
 # -- the rule -------------------------------------------------------------------------------------------------
 
 
-def make_guard(workers: int = 1) -> tuple[Guard, Any]:
-    scalars = Scalars(Guard.sizes(workers))
-    buckets = make_buckets([torch.zeros(2)], [torch.zeros(1)], scalars.numel)
-    scalars.attach(buckets[0].scalars)
-    return Guard(scalars, torch.device("cpu"), 0, [f"rank {i}" for i in range(workers)]), buckets
+def make_guard(workers: int = 1, factor: float | None = 10.0) -> tuple[Guard, core.co2.CO2]:
+    """As one of so many workers, whose buffers are one number."""
+
+    def flight(device: torch.device) -> Flight:
+        alone = Flight(device)
+        alone.world_size = alone.places = workers
+        return alone
+
+    guard = Guard(factor)
+    params, buffers = [nn.Parameter(torch.zeros(2))], [torch.zeros(1)]
+    return guard, core.co2.CO2(params, buffers=buffers, flight=flight, riders=[guard])
 
 
-def verdicts(sizes: list[float], factor: float | None = 10.0, steps: int = 1) -> list[int]:
-    guard, buckets = make_guard()
-    guard.factor = factor
-    found = []
-    for size in sizes:
-        buckets[0].payload.fill_(size / 2**0.5)
-        guard.judge(size_of(buckets), steps)
-        guard.weigh(buckets)
-        assert guard.scalars["weight"].item() == (guard.verdict == 0)
-        assert (buckets[0].payload == 0).all() == (guard.verdict != 0)
-        found.append(int(guard.verdict))
-    return found
+def sends(guard: Guard, bare: core.co2.CO2, size: float, *, buffer: float = 0.0, steps: int = 1) -> int:
+    """The verdict on a difference of that norm."""
+    (bucket,) = bare.buckets
+    bucket.payload.fill_(size / 2**0.5)
+    bucket.values.fill_(buffer)
+    bare.scalars.set("weight", 1.0)
+    bare.local_steps = steps
+    guard.pack()
+    assert bare.scalars["weight"].item() == (guard.verdict == 0)
+    assert bare.scalars["left_out"].item() == guard.verdict
+    assert not guard.is_left_out or not (bucket.payload.any() or bucket.values.any())
+    assert guard.is_left_out or bucket.payload.all()
+    return int(guard.verdict)
+
+
+def verdicts(sizes: list[float], factor: float | None = 10.0) -> list[int]:
+    of = make_guard(factor=factor)
+    return [sends(*of, size) for size in sizes]
+
+
+def hears(guard: Guard, codes: list[float], number: int) -> None:
+    guard.hear({"left_out": codes}, Heard(number, len(codes), len(codes)))
 
 
 USUAL = [1.0] * WARM_UP
@@ -61,37 +79,24 @@ def test_what_is_not_finite_never_counts_and_is_not_remembered():
 
 
 def test_a_buffer_that_is_not_finite_counts_too():
-    guard, buckets = make_guard()
-    buckets[0].values.fill_(NAN)
-    guard.judge(size_of(buckets), 1)
-    guard.weigh(buckets)
-    assert guard.verdict == 1 and not buckets[0].values.any()
+    assert sends(*make_guard(), 1.0, buffer=NAN) == 1
 
 
 def test_the_number_of_local_steps_is_allowed_for():
     """48 times the steps lead at most 48 times as far: no jump; with as many steps it is one."""
-    guard, buckets = make_guard()
-    for _ in range(WARM_UP):
-        buckets[0].payload.fill_(1.0)
-        guard.judge(size_of(buckets), 4)
-        guard.weigh(buckets)
-    buckets[0].payload.fill_(48.0)
-    guard.judge(size_of(buckets), 192)
-    guard.weigh(buckets)
-    assert guard.verdict == 0
-    buckets[0].payload.fill_(48.0)
-    guard.judge(size_of(buckets), 4)
-    guard.weigh(buckets)
-    assert guard.verdict == 2
+    of = make_guard()
+    assert not any(sends(*of, 1.0, steps=4) for _ in range(WARM_UP))
+    assert sends(*of, 48.0, steps=192) == 0
+    assert sends(*of, 48.0, steps=4) == 2
 
 
 def test_the_bad_one_is_named_and_after_some_rounds_it_ends_the_run():
     guard, _ = make_guard(3)
-    for number in range(PATIENCE):
+    for number in range(LEFT_OUT_AGAIN):
         with pytest.warns(UserWarning, match=f"^rank 1 is left out of the mean of round {number}: .*not finite"):
-            guard.hear([0.0, 1.0, 0.0], number)
-    with pytest.raises(DivergedError, match=f"^rank 1 .*as in the {PATIENCE} rounds before; lower") as caught:
-        guard.hear([0.0, 1.0, 0.0], 9)
+            hears(guard, [0.0, 1.0, 0.0], number)
+    with pytest.raises(DivergedError, match=f"^rank 1 .*as in the {LEFT_OUT_AGAIN} rounds before; lower") as caught:
+        hears(guard, [0.0, 1.0, 0.0], 9)
     assert "\n" not in str(caught.value)
 
 
@@ -99,16 +104,16 @@ def test_rounds_in_a_row_alone_count():
     guard, _ = make_guard(2)
     with pytest.warns(UserWarning):
         for number in range(20):
-            guard.hear([2.0 * (number % 2), 0.0], number)
-    guard.hear([0.0, 0.0], 20)
+            hears(guard, [2.0 * (number % 2), 0.0], number)
+    hears(guard, [0.0, 0.0], 20)
 
 
 def test_when_nobody_is_finite_nothing_goes_on():
     guard, _ = make_guard(2)
     with pytest.raises(DivergedError, match="every worker"):
-        guard.hear([1.0, 1.0], 3)
+        hears(guard, [1.0, 1.0], 3)
     with pytest.warns(UserWarning):
-        guard.hear([2.0, 2.0], 3)  # all have jumped, as where a learning rate starts anew
+        hears(guard, [2.0, 2.0], 3)  # all have jumped, as where a learning rate starts anew
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop"])
@@ -157,7 +162,6 @@ WAYS = {
     "keep": Settings(tau=3, merge="keep", delay=1, gap="none"),
     "keep_whole": Settings(tau=3, merge="keep", gap="none"),
     "blocking": Settings(tau=3, delay=0, gap="none"),
-    "plain": Settings(tau=3, update="plain"),
     "nesterov": Settings(tau=3, nesterov=True),
     "eager": Settings(tau=3, policy="eager", gap="none", outer_momentum=0.2, outer_lr=0.7),
     "taylor": Settings(tau=3, policy="taylor", gap="none", outer_momentum=0.2, outer_lr=0.7),
@@ -172,7 +176,7 @@ SHARED = {
 def expected(s: Settings, steps: int) -> list[Tensor]:
     late = {"delay": None if s.delay == "boundary" else s.delay, "merge": s.merge, "kappa": s.mix, "policy": s.policy}
     start = flat(odd_parameters())
-    ref = DelayedReference(
+    ref = Reference(
         start.expand(3, -1).clone(), s.tau, s.outer_lr, s.outer_momentum, s.gap, s.clip, **late,
         taylor=s.taylor, nesterov=s.nesterov,
     )  # fmt: skip
@@ -260,14 +264,13 @@ def test_methods_that_average_parameters(name: str, means: list[float]):
 
 
 def other_ways(rank: int, world_size: int) -> dict[str, Any]:
-    """Overlap-Local-SGD, a narrow wire, synchronous steps with a buffer, and a worker that is never well."""
+    """Overlap-Local-SGD, narrow wires, with a buffer, and a worker that is never well."""
     warnings.simplefilter("ignore")
     found: dict[str, Any] = {}
     for name, options in {
         "overlap_local": {"co2": CO2Config(tau=3)},
         "int8": {"co2": Settings(tau=3, wire="int8").co2},
         "auto": {"co2": CO2Config.recommended(3)},
-        "sync": {"co2": CO2Config(tau=3, sync_steps=9)},
     }.items():
         params = odd_parameters()
         model = nn.ParameterList(params)
@@ -281,8 +284,6 @@ def other_ways(rank: int, world_size: int) -> dict[str, Any]:
                 with torch.no_grad():
                     params[1].fill_(INF)
             method.step()
-            if name == "sync" and step == SPOILT_AT:
-                found["mean in synchronous steps"] = model.get_buffer("mean").tolist()
         method.finish()
         state = [f for flats in (method.state | method.reducer.state).values() for f in flats]
         found[name] = flat(params), [bool(f.isfinite().all()) for f in [*state, model.get_buffer("mean")]]
@@ -298,15 +299,14 @@ def other_ways(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
-def test_other_methods_wires_and_synchronous_steps_and_one_that_is_never_well():
+def test_other_methods_and_wires_and_one_that_is_never_well():
     results = run_distributed(other_ways, 3, timeout=120)
     for rank, found in enumerate(results):
-        for name in ("overlap_local", "int8", "auto", "sync"):
+        for name in ("overlap_local", "int8", "auto"):
             assert torch.equal(found[name][0], results[0][name][0]) and found[name][0].isfinite().all(), name
             assert all(found[name][1]), name
-        assert found["mean in synchronous steps"] == [1.0] * 3  # of ranks 0 and 2
         step, text, finite = found["ended"]
-        assert step == PATIENCE + 1 and text.startswith("rank 2 is left out")
+        assert step == LEFT_OUT_AGAIN + 1 and text.startswith("rank 2 is left out")
         assert text == results[0]["ended"][1] and (finite or rank == 2)
 
 

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from core import CO2, CO2Config, LocalSGD, ShardedCO2, SlowMo, UserError, WireConfig, make_method
+from core.adaptive.pace import BySpeed
 from core.checks import of_rank, under_rank
 from core.methods import DelayedCO2, DelayedConfig
+from core.robust.snapshot import Snapshot
 from core.testing import run_distributed
 from tests import problems
 from tests.problems import flat
@@ -154,11 +156,11 @@ def test_what_is_of_each_worker_is_left_behind_by_another_number():
     state = of_rank(saved_by(writer))
     assert "left_out" in writer.scalars.sizes and "step_seconds" in writer.scalars.sizes
     state["flats"][0][-2:] = 1.0
-    state["pace"] = {"seconds": [[1.0]] * 4, "told": 1.0}
-    reader.load_state_dict(under_rank(state | {"workers": 4}))
+    state["riders"]["pace"] = {"seconds": [[1.0]] * 4, "told": 1.0}
+    reader.load_state_dict(under_rank(state | {"workers": 4, "places": 4}))
     assert reader.scalars["left_out"].item() == reader.scalars["step_seconds"].item() == 0.0
     assert reader.scalars["weight"].item() == 2.0, "the local steps of what is in flight"
-    assert reader.pace is not None and len(reader.pace.state_dict()["seconds"]) == 1
+    assert reader.rider(BySpeed).state_dict() == {"seconds": [[]], "told": 0.0}
     assert reader.step() and reader.stats.left_out == 0
 
 
@@ -185,30 +187,30 @@ def test_a_snapshot_is_the_state_of_its_boundary():
     for gap in ("elementwise", "inner"):
         given: list[dict[str, Any]] = []
         p = params(3)
-        co2 = CO2(p, CO2Config(tau=2, gap=gap))
+        co2 = CO2(p, CO2Config(tau=2, gap=gap), riders=[snapshot := Snapshot()])
         with torch.no_grad():
             for step in range(5):
                 if step == 4:
                     then = co2.state_dict()
-                    co2.snapshot(given.append)
+                    snapshot.ask(given.append)
                 p[0].sub_(1.0 + step)
                 co2.step()
             assert not given
             co2.step()
         assert len(given) == 1 and str(given[0]) == str(then), gap
         co2.finish()
-        co2.snapshot(given.append)
+        snapshot.ask(given.append)
         assert len(given) == 2 and str(given[1]) == str(co2.state_dict())
 
 
 def test_a_second_snapshot_waits_for_the_first():
-    co2 = CO2(params(3), CO2_2)
+    co2 = CO2(params(3), CO2_2, riders=[snapshot := Snapshot()])
     given: list[str] = []
     saved_by(co2)
-    co2.snapshot(lambda _: given.append("first"))
-    co2.snapshot(lambda _: given.append("second"))
+    snapshot.ask(lambda _: given.append("first"))
+    snapshot.ask(lambda _: given.append("second"))
     assert given == ["first"]
-    co2.hand_over()
+    snapshot.hand_over()
     assert given == ["first", "second"]
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import core.stats
-from core.stats import Overlap, RoundClock, RoundStats, between, mark, ready
+from core.stats import RoundClock, RoundStats, between, mark, ready
+from training.round_log import Overlap
 
 
 def test_marks_on_a_cpu_are_the_hosts_clock():

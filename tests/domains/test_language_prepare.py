@@ -188,10 +188,10 @@ def test_bad_values_name_themselves(library, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["library"], "no half-made folder is left behind"
 
 
-def test_the_command_prints_counts_and_fails_without_a_traceback(library, tmp_path, mistake, capsys):
+def test_the_command_prints_counts_and_fails_without_a_traceback(library, tmp_path, mistake):
     command = ["language.prepare", str(library), "--out", str(tmp_path / "out"), "--vocab-size", "300"]
     run_script(*command, "--hold-out", "2")
-    assert "train: 4 documents" in capsys.readouterr().out
+    assert "train: 4 documents" in mistake.capfd.readouterr().out
     said = mistake(*command)
     assert said.startswith("error: ") and said.count("\n") == 1
 

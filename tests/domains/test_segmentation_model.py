@@ -91,7 +91,7 @@ def test_losses_fall_and_predictions_have_the_image_size(name: BackboneName) -> 
     model = build_model(upernet(name, 11, (64, 64)))
     optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
     data, losses = batch(), []
-    for _ in range(8):
+    for _ in range(10):
         parts = model(**model.data_preprocessor(data, True), mode="loss")
         loss, logs = model.parse_losses(parts)
         optimizer.zero_grad()

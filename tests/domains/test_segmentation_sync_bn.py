@@ -64,7 +64,7 @@ def test_a_nodes_workers_share_statistics_and_start_all_collectives_in_one_order
     """One order is what torch asks of processes that use two of NCCL's groups; where a pass's workers synchronise
     gradients, too, both go over one group. Statistics and gradients are those of all the images that are shared."""
     settings = [{"sync_bn": "node"} | of for of, _, _ in PASSES]
-    ranks = run_distributed(work, 4, str(tmp_path), settings, JOBS, timeout=300)
+    ranks = run_distributed(work, 4, str(tmp_path), settings, JOBS, timeout=600)
     for i, (_, members, of_gradients) in enumerate(PASSES):
         found = [of_rank[i] for of_rank, _ in ranks]
         assert [f["members"] for f in found] == members

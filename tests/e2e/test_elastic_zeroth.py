@@ -57,8 +57,7 @@ def worker(folder: str, changes: dict) -> None:
         return joined
 
     def ends(self: Run, results: dict) -> None:
-        assert self._model is not None
-        Path(folder, f"{name}.weights").write_text(digest(list(self._model.parameters())))
+        Path(folder, f"{name}.weights").write_text(digest(list(self._trained.model.parameters())))
         end(self, results)
 
     ElasticZeroth.measure, ElasticZeroth.join, Run.end = measures, joins, ends

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from core.errors import CollectiveError, DivergedError
-from core.robust.guard import PATIENCE
+from core.robust.guard import LEFT_OUT_AGAIN
 from core.testing import run_distributed
 from tests.training.test_run import Toy
 from training import checkpoint
@@ -94,7 +94,7 @@ def test_where_it_goes_on_the_run_ends_and_the_last_good_checkpoint_stays(method
     results = run_distributed(not_finite, 2, str(tmp_path), method, list(range(13, 36)), timeout=120)
     for found in results:
         assert found["error"] == results[0]["error"] and "\n" not in found["error"]
-        last = 12 if method == "ddp" else 3 * (4 + PATIENCE + 1)
+        last = 12 if method == "ddp" else 3 * (4 + LEFT_OUT_AGAIN + 1)
         assert found["checkpoints"][-1] <= f"step{last:09d}"
     said = "rank 1 is left out of the mean of round 7" if method == "co2" else "the parameters are not finite"
     assert said in results[0]["error"]
@@ -133,11 +133,10 @@ def dies(rank: int, world_size: int, folder: str, path: str) -> str:
     return ""
 
 
-FAST = ("save", "shards")
-SLOW = [pytest.param(path, marks=pytest.mark.slow) for path in PATHS if path not in FAST]
+SLOW = [pytest.param(path, marks=pytest.mark.slow) for path in PATHS if path != "save"]
 
 
-@pytest.mark.parametrize("path", [*FAST, *SLOW])
+@pytest.mark.parametrize("path", ["save", *SLOW])
 def test_every_survivor_names_the_dead(path: str, tmp_path: Path):
     world_size, who = 4, PATHS[path][1]
     said = run_distributed(dies, world_size, str(tmp_path), path, timeout=120, expect_death=(who,))

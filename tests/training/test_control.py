@@ -59,7 +59,7 @@ def skipping(rank: int, world_size: int, folder: str) -> tuple[list[str], list[l
     run = Progress(Recipe(skip_after=5.0), torch.device("cpu"))
     nobody: Any = None  # no folder, no model
     fixed = Fixed(run, nobody, nobody)
-    fixed._trained = Trained(nobody, nobody, nobody, co2, "co2")
+    fixed._trained = Trained(nobody, nobody, nobody, co2, "co2", run.requests, run.snapshots)
     lands_within, sums = co2.flight.lands_within, []
     for run.step in range(1, 9):
         with torch.no_grad():

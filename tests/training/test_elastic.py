@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.chaos.crew import Crew
-from core import UserError, WireConfig, testing
-from core.co2 import CO2Config
-from core.elastic.joining import ElasticCO2
+from core import CO2Config, UserError, WireConfig, testing
+from core.adaptive.tau import Tuned
+from core.assembly import elastic_co2
 from core.elastic.members import Members
 from training import checkpoint, elastic
 from training.elastic import Deal, repeated
@@ -73,8 +73,9 @@ def test_the_first_worker_alone_saves_what_all_others_get(tmp_path: Path, capsys
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     schedule = make_schedule(optimizer, 9, OptimConfig())
     worker.members = Members(dist.HashStore(), "0.0")
-    worker.method = ElasticCO2(model.parameters(), CO2Config(tau=3), members=worker.members)
-    worker._trained = Trained(model, optimizer, schedule, worker.method, "co2")
+    worker.method, _ = elastic_co2(model.parameters(), CO2Config(tau=3), members=worker.members)
+    along = worker.run.requests, worker.run.snapshots
+    worker._trained = Trained(model, optimizer, schedule, worker.method, "co2", *along)
     for worker.drawn, bias in enumerate((1.0, 2.0, float("nan"), float("inf"))):
         nn.init.constant_(model.bias, bias)
         worker.save()
@@ -127,8 +128,9 @@ def test_the_recommended_settings_go_with_it():
     co2 = replace(CO2Config.recommended(4), tau=6)
     assert co2.wire.format == "auto"
     assert Recipe(elastic=True, co2=co2).co2 == co2
-    method = ElasticCO2([nn.Parameter(torch.zeros(2))], co2, members=Members(dist.HashStore(), "0.0"))
-    assert method.config == replace(co2, wire=WireConfig()) and method.tuner is None
+    method, joining = elastic_co2([nn.Parameter(torch.zeros(2))], co2, members=Members(dist.HashStore(), "0.0"))
+    assert method.config == replace(co2, wire=WireConfig())
+    assert method.riders[0] is joining and not any(isinstance(rider, Tuned) for rider in method.riders)
 
 
 # -- whole runs -----------------------------------------------------------------------------------------------

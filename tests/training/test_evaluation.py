@@ -35,7 +35,7 @@ SETTINGS = {
 }
 
 
-FAST = ["co2", "recommended", "eager"]
+FAST = ["recommended", "eager"]
 REST = [name for name in SETTINGS if name not in FAST]
 
 

@@ -18,7 +18,6 @@ WEIGHTS, NO_PICKLE = {"weights_only": True}, {"allow_pickle": False}
 # (file, call) -> what the call must say for itself; {} where the file's own code makes it harmless, as is told
 LOADS: dict[tuple[str, str], dict[str, bool]] = {
     ("core/elastic/members.py", "torch.load"): WEIGHTS,
-    ("training/elastic.py", "torch.load"): WEIGHTS,
     ("training/stored.py", "torch.load"): WEIGHTS,
     ("segmentation/backbones.py", "torch.load"): WEIGHTS,
     ("training/untrusted.py", "numpy.load"): NO_PICKLE,

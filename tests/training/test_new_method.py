@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from core import CO2Config, UserError, make_method
-from core.methods import REGISTRY, Entry
+from core.methods import REGISTRY, Entry, Settings
 from core.methods.local_sgd import Blocking, tau_of
 from core.testing import run_distributed
 
@@ -39,9 +39,8 @@ class Partway(Blocking):
 ENTRY = Entry(
     "partway",
     lambda given: (given.model, Partway(given.params, tau_of(given), given.own, **given.options)),
-    settings=PartwayConfig,
-    key="partway",
-    help="Of method partway.",
+    "blocking",
+    Settings("partway", PartwayConfig, "Of method partway."),
     check=tau_of,
 )
 

@@ -20,7 +20,9 @@ from torch.distributed.checkpoint import FileSystemReader
 import core.stats
 import training.run
 from core import CO2Config, UserError
-from core.adaptive.pace import Pace
+from core.adaptive.pace import BySpeed, Pace
+from core.adaptive.pacing import Adaptive
+from core.robust.requests import Requests
 from core.rounds import Rounds
 from core.testing import run_distributed
 from training.folder import table
@@ -242,8 +244,15 @@ def test_evaluations_and_checkpoints_are_due_where_rounds_close_but_not_at_the_e
 
 def test_nothing_is_due_while_workers_close_rounds_at_unlike_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Until step 12 here: what was due before is due where the first round closes after that; a stop, too."""
-    monkeypatch.setattr(Rounds, "apart", property(lambda method: method.rounds < 4))
-    monkeypatch.setattr(Rounds, "stop_agreed", True)
+    begin, rounds = Adaptive.begin, []
+
+    def begins(pacing: Adaptive, number: int, taken: int = 0) -> None:
+        rounds.append(number)
+        begin(pacing, number, taken)
+
+    monkeypatch.setattr(Adaptive, "begin", begins)
+    monkeypatch.setattr(Adaptive, "apart", property(lambda pacing: rounds[-1] < 4))
+    monkeypatch.setattr(Requests, "granted", property(lambda requests: {"stop"}, lambda requests, names: None))
     recipe = Toy(name="toy", out=tmp_path, device="cpu", eval_every=1, checkpoint_every=2)
     evaluations, checkpoints, stops = due_steps(recipe, epoch=4, total=15)
     assert (evaluations, checkpoints, stops[0]) == ([12], [12], 12)
@@ -314,9 +323,11 @@ def test_a_slower_worker_leaves_out_batches_and_keeps_step(tmp_path: Path):
         schedule = make_schedule(optimizer, 14, recipe.optim)
         _, method = run.make_method(model, optimizer)
         assert isinstance(method, Rounds)
-        method.pace = Pace(0, 2)
-        method.pace.hear([0.2, 0.1])
-        method.pace.follow()
+        by_speed = method.rider(BySpeed)
+        by_speed.pace = Pace(0, 2)
+        by_speed.pace.hear([0.2, 0.1])
+        by_speed.end()
+        method.pacing.begin(0)
         run.begin(model, optimizer, schedule, method, epoch=8, total=14)
         for batch in run.batches(lambda recipe, rank, world_size, start, total: iter(range(start, total))):
             optimizer.step()

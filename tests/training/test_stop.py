@@ -120,7 +120,7 @@ def check(folder: Path, cases: list[str]) -> None:
 
 
 def test_a_stop_does_not_change_the_run(tmp_path: Path):
-    check(tmp_path, ["co2", "shard", "ddp"])
+    check(tmp_path, ["co2", "ddp"])
 
 
 @pytest.mark.slow
