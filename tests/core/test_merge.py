@@ -45,14 +45,19 @@ def grid() -> list[Settings]:
     return configs
 
 
+CORNERS = grid()[:3] + grid()[3::5]  # every merge, delay and penalty, with and without momentum
+GRIDS = [pytest.param(CORNERS, id="corners"), pytest.param(grid(), id="whole", marks=pytest.mark.slow)]
+
+
 def train_grid(rank: int, world_size: int, configs: list[Settings]) -> list[list[Tensor]]:
     core.outer.SEGMENT = 16  # so that no piece ends where a tensor does
     return [train_co2(problems.odd_parameters(), rank, STEPS + 3, c) for c in configs]
 
 
+@pytest.mark.parametrize("configs", GRIDS)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_equals_the_reference_round_by_round(world_size: int):
-    x, configs = flat(problems.odd_parameters()), grid()
+def test_equals_the_reference_round_by_round(world_size: int, configs: list[Settings]):
+    x = flat(problems.odd_parameters())
     results = run_distributed(train_grid, world_size, configs, timeout=300)
     for i, config in enumerate(configs):
         for rank in range(world_size):
@@ -64,7 +69,7 @@ def test_equals_the_reference_round_by_round(world_size: int):
 
 def test_one_worker_without_a_process_group():
     x = flat(problems.odd_parameters())
-    for config in grid()[::3]:
+    for config in CORNERS:
         expected = train_reference(config, 1, STEPS, x)
         assert_traces_equal(train_co2(problems.odd_parameters(), 0, STEPS, config), expected)
 
