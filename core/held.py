@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_group, check_inputs, refuse_dtensors, tensors_of
-from .flat import Bucket, Scalars, State, copy, local_shard, make_buckets, unique
+from .flat import Bucket, Scalars, State, local_shard, make_buckets, unique
 from .flight import Flight
 from .groups import Stage
 from .reducer import Reducer
@@ -81,11 +81,6 @@ class Held:
     def begin_alike(self) -> None:
         """All workers take the first one's tensors."""
         self.flight.agree((self.name, self.signature()), self._alike)
-
-    def send_buffers(self, own: list[list[Tensor]]) -> None:
-        """The buffers' values travel, `own` of each bucket."""
-        for bucket, values in zip(self.buckets, own, strict=True):
-            copy(bucket.buffer_views, values)
 
     def check_tensors(self, params: Sequence[Tensor]) -> None:
         """Refuses parameters with which the method cannot do."""

@@ -209,6 +209,11 @@ class Rounds(Saved, ABC):
         self.flight.launch(self.stages())
         self.local_steps = 0
 
+    def send_buffers(self, own: list[list[Tensor]]) -> None:
+        """The buffers' values travel, `own` of each bucket."""
+        for bucket, values in zip(self.buckets, own, strict=True):
+            copy(bucket.buffer_views, values)
+
     def stages(self) -> Iterator[Stage]:
         """What is launched."""
         for rider in self.riders:
