@@ -186,7 +186,7 @@ class Trained:
         {"stop": self.method.ask_to_stop, "save": self.method.ask_to_save}[name]()
 
     @property
-    def agreed(self) -> set[str]:
+    def granted(self) -> set[str]:
         """What a worker has asked for, and all have heard of at the same step."""
         heard = {"stop": self.method.stop_agreed, "save": self.method.save_agreed}
         return {name for name, was in heard.items() if was}
