@@ -172,14 +172,14 @@ def at_two_speeds(rank: int, world_size: int, folder: str) -> dict[str, list[int
         after_step = job.after_step
 
         def noted(closed: bool, **scalars: Tensor) -> Due:
-            found["steps"] += [job._method.stats.local_steps] if closed else []
+            found["steps"] += [job._trained.method.stats.local_steps] if closed else []
             due = after_step(closed, **scalars)
             found["at"] += [job.step] if due.evaluation else []
             return due
 
         job.after_step = noted  # type: ignore[method-assign]
         train(job, recipe, *data.load(recipe.dataset))
-        return found | {"end": [job.step, job._schedule.last_epoch]}
+        return found | {"end": [job.step, job._trained.schedule.last_epoch]}
 
 
 def test_a_slower_worker_takes_fewer_steps_and_both_come_to_the_same_end(tmp_path: Path):
