@@ -10,6 +10,7 @@ from .checks import check_run, check_saved, of_rank, under_rank
 from .flat import copy, on_host, resized
 from .held import Held
 from .pacing import Pacing
+from .reducer import AllReduce
 from .stats import Late
 
 
@@ -84,7 +85,7 @@ class Saved(Held):
         here, saved = dict(self.state), dict(state.get("state", {}))  # DCP's tools drop an empty one
         if others:  # what was held back is lost; of a sum or a mean its weight says over how much it is
             landed = resized(landed, flats)
-        else:
+        elif not state["reducer"] == self.reducer.kind == AllReduce.kind:  # which holds nothing back
             here |= self.reducer.state
             saved |= state.get("held_back", {})
         here, saved = here | {"all-reduce": flats}, saved | {"all-reduce": landed}
