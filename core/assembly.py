@@ -192,7 +192,7 @@ def plugs(
     rank, workers = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
     by_speed = BySpeed(rank, workers) if c.steps == "by_speed" else None
     tuned = tuned_for(c, workers) if times else None
-    masters = [*options.get("model_params", ())]
+    masters = tensors_of(options.get("model_params", ()), "parameters")
     riders = [Guard(c.outlier), by_speed, tuned, FirstStep() if c.gap == "inner" else None, Agreement()]
     riders += [*options.get("riders", ()), Watch(masters), Masters(masters) if masters else None]
     carries = {name: given for name, given in options.items() if name in ("group", "timeout", "link")}
@@ -203,10 +203,8 @@ def plugs(
         "riders": [rider for rider in riders if rider is not None],
     }
     if wire == "auto":
-        only = [*c.wire.choices][-1]  # one worker alone takes the last
-        plugged["reducer"] = functools.partial(
-            AutoWire, lambda: tuned.tuner.wire if tuned else only, c.wire.error_feedback
-        )
+        first = tuned.tuner.wire if tuned else [*c.wire.choices][-1]  # one worker alone takes the last
+        plugged["reducer"] = functools.partial(AutoWire, first, c.wire.error_feedback)
     elif wire != "float32":
         plugged["reducer"] = lambda buckets, scalars, flight: c.wire.reducer(
             buckets, scalars, flight.rank, flight.world_size

@@ -107,6 +107,7 @@ def build(**settings: Any) -> CO2:
         (lambda: CO2([nn.Parameter(torch.zeros(1), requires_grad=False)]), "no parameter", "nothing to train"),
         (lambda: CO2([torch.zeros(1, dtype=torch.complex64, requires_grad=True)]), "complex64", "floating"),
         (lambda: LocalSGD([torch.zeros(1, requires_grad=True)], tau=0), "tau=0", "1 or more"),
+        (lambda: CO2(nn.Linear(1, 1).parameters(), model_params=nn.Linear(1, 1)), "one Linear", "give a list"),  # pyright: ignore
     ],
 )
 def test_other_bad_settings(build: Callable[[], Any], named: str, remedy: str):
