@@ -105,6 +105,10 @@ def _rank() -> int:
 def check_run(state: Mapping[str, Any], method: str, workers: int, *, equal: bool) -> None:
     """Refuses a checkpoint of another method, or of another number of workers unless all of them hold the same outer
     state."""
+    if "places" not in state:
+        raise UserError(
+            "the checkpoint's state is of an older version: resume with the version that wrote it, or start afresh"
+        )
     if state["method"] != method:
         raise UserError(f"the checkpoint is of {state['method']}, not {method}: resume with its method")
     if state["workers"] != workers and not equal:

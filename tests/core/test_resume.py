@@ -121,6 +121,13 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(which: st
         assert all(torch.equal(a, b) for a, b in zip(flats, before[name], strict=True))
 
 
+def test_a_checkpoint_of_an_older_version_is_refused_in_one_line():
+    state = of_rank(saved_by(CO2(params(3), CO2_2)))
+    older = {name: value for name, value in state.items() if name not in ("places", "riders", "reducer")}
+    with pytest.raises(UserError, match="older version.*resume with"):
+        CO2(params(3), CO2_2).load_state_dict(under_rank(older))
+
+
 @pytest.mark.parametrize(("wire", "to"), [("auto", "float32"), ("float32", "auto")])
 def test_a_run_may_go_on_with_its_wire_chosen_or_given_where_nothing_is_held_back(wire: Any, to: Any):
     first, then = (CO2(params(3), CO2Config(tau=2, wire=WireConfig(wire))) for wire in (wire, to))
