@@ -188,6 +188,8 @@ def plugs(
     tau: number of a round -> its local steps. hidden: whether local steps run while a reduction is in flight. times:
     whether the workers may tell each other theirs, for which each has a place. flight: the class.
     """
+    if unknown := sorted(options.keys() - Options.__annotations__.keys()):
+        raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
     group, wire = options.get("group"), c.wire.format
     rank, workers = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
     by_speed = BySpeed(rank, workers) if c.steps == "by_speed" else None

@@ -1,5 +1,6 @@
 """A bad setting gives one line that names the value and the remedy."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields
 from typing import Any
@@ -113,6 +114,13 @@ def build(**settings: Any) -> CO2:
 def test_other_bad_settings(build: Callable[[], Any], named: str, remedy: str):
     text = message(build)
     assert named in text and remedy in text
+
+
+@pytest.mark.parametrize("method", [CO2, ShardedCO2, functools.partial(LocalSGD, tau=4)])
+def test_an_argument_that_no_method_has_is_refused(method: Callable[..., Any]):
+    """As tau beside the config: ignored, the default would be trained with."""
+    with pytest.raises(TypeError, match="unexpected keyword argument 'outer_lr'"):
+        method([nn.Parameter(torch.ones(1))], outer_lr=0.5)
 
 
 def test_frozen_integers_are_none_of_its_business():
