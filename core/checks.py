@@ -127,5 +127,5 @@ def check_saved(saved: Mapping[str, Sequence[Tensor]], here: Mapping[str, Sequen
         if (theirs := [len(f) for f in saved[name]]) != (mine := [len(f) for f in flats]):
             raise UserError(
                 f"the checkpoint's {name} has {theirs} elements, here it has {mine}: resume with the model, the "
-                "buffers to average and the settings of the wire that wrote it"
+                "buffers to average, the riders and the settings of the wire that wrote it"
             )
