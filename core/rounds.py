@@ -155,7 +155,8 @@ class Rounds(Saved, ABC):
             raise UserError("step() after step(last=True): call finish() between them")
         self.local_steps += 1
         if self.local_steps == 1:
-            self.clock.steps_begin()
+            if self.tau > 1:  # else the round's only step is timed, from the last boundary on
+                self.clock.steps_begin()
             for rider in self.riders:
                 rider.began()
         act = self.pacing.act(self, last=last)
