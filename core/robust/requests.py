@@ -20,11 +20,12 @@ class Requests(Rider):
 
     def __init__(self, *names: str):
         self.shared = dict.fromkeys(names, 1)
-        self.finished()
+        self.asked, self._heard, self.granted = set[str](), set[str](), set[str]()
 
     def finished(self) -> None:
-        """No worker has asked."""
-        self.asked, self._heard, self.granted = set[str](), set[str](), set[str]()
+        """A request to stop is answered. Any other that finish() has carried is granted until the next boundary."""
+        for names in (self.asked, self._heard, self.granted):
+            names -= LASTING
 
     def ask(self, name: str) -> None:
         self.asked.add(name)

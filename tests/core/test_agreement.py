@@ -298,6 +298,26 @@ def test_one_worker_that_asks_to_stop_is_heard_by_all_and_not_again_after_a_resu
         assert seen == [False] * 5 + [True] * 5 + [False], "sent after step 4, landed after step 6"
 
 
+def asked_late(rank: int, world_size: int) -> list[set[str]]:
+    """Both are asked for after the last boundary, so that finish() alone carries them."""
+    requests, seen = Requests("stop", "save"), []
+    co2 = CO2([nn.Parameter(torch.ones(3))], CO2Config(tau=2), riders=[requests])
+    for _ in range(5):
+        co2.step()
+    if rank == 1:
+        requests.ask("save"), requests.ask("stop")
+    co2.finish()
+    seen.append(set(requests.granted))
+    for _ in range(4):
+        co2.step()
+    co2.finish()
+    return [*seen, requests.granted]
+
+
+def test_a_request_to_save_that_finish_carries_is_not_lost_and_one_to_stop_is_answered():
+    assert run_distributed(asked_late, 2) == [[{"save"}, set()]] * 2
+
+
 def outlasts(rank: int, world_size: int, late: float) -> str:
     """Rounds of two seconds, a timeout of half a one; then rank 1 stays away for `late` seconds."""
     params = [nn.Parameter(torch.ones(3))]
