@@ -102,9 +102,17 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+ALWAYS = ("method", "flats", "workers", "places", "reducer", "taus")  # in every method's part of a checkpoint
+
+
 def check_run(state: Mapping[str, Any], method: str, workers: int, *, equal: bool) -> None:
-    """Refuses a checkpoint of another method, or of another number of workers unless all of them hold the same outer
-    state."""
+    """Refuses a checkpoint of an older version, of another method, or of another number of workers unless all of them
+    hold the same outer state."""
+    if missing := [key for key in ALWAYS if key not in state]:
+        raise UserError(
+            f"the checkpoint's state has no {missing[0]!r}, as those of older versions: resume with the version that "
+            "wrote it, or start afresh"
+        )
     if state["method"] != method:
         raise UserError(f"the checkpoint is of {state['method']}, not {method}: resume with its method")
     if state["workers"] != workers and not equal:
@@ -123,5 +131,5 @@ def check_saved(saved: Mapping[str, Sequence[Tensor]], here: Mapping[str, Sequen
         if (theirs := [len(f) for f in saved[name]]) != (mine := [len(f) for f in flats]):
             raise UserError(
                 f"the checkpoint's {name} has {theirs} elements, here it has {mine}: resume with the model, the "
-                "buffers to average and the settings of the wire that wrote it"
+                "buffers to average, the riders and the settings of the wire that wrote it"
             )
