@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import CollectiveError, UserError
-from .groups import Pending, Stage, agree, all_reduce, backend_for, host_group, leave_group, new_group, set_timeout
+from .groups import Pending, Stage, agree, backend_for, host_group, leave_group, new_group, set_timeout
 from .stats import Mark, Seconds, between, mark, plus
 
 
@@ -28,43 +28,6 @@ class Link(Protocol):
     def reserve(self, nbytes: float) -> float:
         """Queues `nbytes` on the link and returns the time.perf_counter() at which they have crossed it."""
         ...
-
-
-class Reducer(Protocol):
-    """Turns what the workers wrote into flat tensors into its sum or mean over them, in stages."""
-
-    scale: float
-    """Turns what has landed into means: 1 over the number of workers where sums land."""
-    state: dict[str, list[Tensor]]
-    """What a checkpoint holds of it."""
-    kind: str
-    """Its name in a checkpoint."""
-
-    def become(self, kind: str) -> None:
-        """A checkpoint of that kind is loaded next. Only a reducer that is one of several changes."""
-        ...
-
-    def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
-        """One reduction, the `number`-th; group None: there is one worker. Keeps no reference to the group."""
-        ...
-
-
-class AllReduce:
-    """The plain reducer: one all-reduce of each flat tensor, in its own precision; sums land in it."""
-
-    kind = "float32"
-
-    def __init__(self, flats: Sequence[Tensor], world_size: int):
-        self.flats = flats
-        self.scale = 1 / world_size
-        self.state: dict[str, list[Tensor]] = {}
-
-    def become(self, kind: str) -> None:
-        """See Reducer."""
-
-    def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
-        if group is not None:
-            yield all_reduce(self.flats, group)
 
 
 class Roll(Protocol):

@@ -38,3 +38,6 @@ class Pacing:
     def act(self, method: Method, *, last: bool) -> Act:
         """After a local step. last: no other follows."""
         return Act.CLOSE if method.local_steps >= self.tau else Act.STEP
+
+    def check_saving(self, method: Method) -> None:
+        """UserError where no run could go on from a checkpoint of now."""

@@ -16,33 +16,25 @@ import torch
 from torch import Tensor
 
 from .checks import (
-    check_group,
-    check_inputs,
-    refuse_dtensors,
     refuse_thawed,
-    tensors_of,
 )
 from .errors import UserError
 from .flat import (
     Bucket,
     Scalars,
-    State,
     copy,
     copy_where,
-    local_shard,
-    make_buckets,
     rescale,
-    unique,
 )
-from .flight import AllReduce, Flight, Reducer
+from .flight import Flight
 from .groups import Stage
 from .pacing import Act, Pacing
+from .reducer import Reducer, all_reduce
 from .riders import Heard, Rider
 from .saved import Saved
 from .stats import Late, RoundClock, RoundStats
 
 OneRider = TypeVar("OneRider", bound=Rider)
-OWN = {"finished": 1, "steps": 1, "weight": 1}  # the scalars of every reduction
 
 
 class Landing(NamedTuple):
@@ -54,28 +46,15 @@ class Landing(NamedTuple):
     """Besides, nobody had taken a step: it must move nothing."""
 
 
-def all_reduce(buckets: Sequence[Bucket], scalars: Scalars, flight: Flight) -> Reducer:
-    """Each bucket's flat tensor is summed in its own precision."""
-    return AllReduce([b.flat for b in buckets], flight.world_size)
-
-
 class Rounds(Saved, ABC):
-    """params: trained together, all beginning as on the first worker; frozen ones are broadcast once. buffers: those of
-    floating point are averaged along, as BatchNorm's statistics; others are broadcast once. Convert a model (dtype,
-    device, memory format) before: what puts new tensors in their place is not seen. flight: makes what carries the
-    reductions. reducer, pacing, riders: see the module.
+    """pacing, riders: see the module. The rest: see Held.
 
-    Attributes: buckets, the flat tensors that travel; local_steps, since the last boundary; state, what is kept from
-    round to round, and replicas, what of it is equal on all workers; starts, where rounds begin, a flat tensor a
-    bucket, empty where that is not kept; scale, which makes means of what has landed; sent_tau, of the round whose
-    reduction is in flight, or landed last; growth, sent_tau over that of the round before.
+    Attributes, beside Held's: local_steps, since the last boundary; sent_tau, of the round whose reduction is in
+    flight, or landed last; growth, sent_tau over that of the round before.
     """
 
-    name = ""
-    title = "rank"  # what a worker is called
     differences = False  # whether payloads are differences: zero where nothing has moved
     starts_roughly = False  # whether workers begin a round near where `starts` says, not there
-    sends_later = False  # whether payloads are complete only in the background, before the riders' stages
 
     def __init__(
         self,
@@ -87,38 +66,15 @@ class Rounds(Saved, ABC):
         reducer: Callable[[Sequence[Bucket], Scalars, Flight], Reducer] = all_reduce,
         riders: Sequence[Rider] = (),
     ):
-        given, others = unique(tensors_of(params, "parameters")), unique(tensors_of(buffers, "buffers"))
-        self.check_tensors(given)
-        self._trained = [p for p in given if p.requires_grad]
-        self._frozen = [p for p in given if not p.requires_grad]
-        self.params = [local_shard(p) for p in self._trained]
-        self.buffers = [local_shard(b) for b in others if b.is_floating_point()]
-        self._alike = [local_shard(t) for t in (*given, *others)]
-        check_inputs(given, self.params, self.buffers)
-        self.pacing, self.riders, self.local_steps = pacing, list(riders), 0
-        self.flight = flight(self.device)
-        if self.flight.places == 1:
-            check_group()
-        of_each = {name: n * self.flight.places for r in riders for name, n in r.of_each.items()}
-        self.scalars = Scalars(OWN | {name: n for r in riders for name, n in r.shared.items()} | of_each)
-        self.buckets = self.make_buckets()
-        self.scalars.attach(self.buckets[0].scalars)
-        self.reducer = reducer(self.buckets, self.scalars, self.flight)
-        self.scale: float | Tensor = self.reducer.scale
-        self.state, self.replicas, self.starts = State(self.buckets), list[Tensor](), list[Tensor]()
+        super().__init__(params, buffers, flight, reducer, riders)
+        self.pacing, self.local_steps = pacing, 0
         self._closing_tau = self.sent_tau = self._moved_tau = pacing.tau
         self.growth = 1.0
         self._late, self.clock = Late(), RoundClock(self.flight.device)
         self._ended: bool | None = None  # after step(last=True): whether all workers have ended
-        self._begin_alike()
-        self._own_buffers = [[b.clone() for b in bucket.buffers] for bucket in self.buckets]
+        self.begin_alike()
         for rider in self.riders:
             rider.attach(self)
-
-    @property
-    def trained(self) -> Sequence[Tensor]:
-        """Those of the given parameters that require a gradient, DTensors as they are."""
-        return self._trained
 
     @property
     def stats(self) -> RoundStats:
@@ -129,11 +85,6 @@ class Rounds(Saved, ABC):
     def tau(self) -> int:
         """Local steps of the round that runs."""
         return self.pacing.tau
-
-    @property
-    def rounds(self) -> int:
-        """Rounds closed so far, those of finish() included."""
-        return self.flight.launched
 
     def rider(self, kind: type[OneRider]) -> OneRider:
         """The rider of that class; UserError where there is none."""
@@ -209,7 +160,7 @@ class Rounds(Saved, ABC):
         them back to where the old ones were. What is in flight is thrown away, and momenta are forgotten.
         """
         self.flight.discard()
-        self._begin_alike()
+        self.begin_alike()
         self.local_steps, self._ended = 0, None
         self.start_from_params()
 
@@ -224,7 +175,6 @@ class Rounds(Saved, ABC):
         """Ends the round; True once a reduction has landed that every worker sent with `finished`."""
 
     def signature(self) -> Any:
-        """What must be equal on all workers, compared at construction."""
         return f"tau={self.tau}"
 
     def settings(self) -> Any:
@@ -240,40 +190,11 @@ class Rounds(Saved, ABC):
         for rider in self.riders:
             rider.left_out(where)
 
+    def check_saving(self) -> None:
+        self.pacing.check_saving(self)
+
     def begin_round(self, number: int) -> None:  # noqa: B027
         """For settings that change from round to round. number: of the round, from 0."""
-
-    def check_tensors(self, params: Sequence[Tensor]) -> None:
-        """Refuses parameters with which the method cannot do."""
-        refuse_dtensors(params)
-
-    def make_buckets(self) -> list[Bucket]:
-        return make_buckets(self.params, self.buffers, self.scalars.numel)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the flat tensors lie."""
-        return self.params[0].device
-
-    @property
-    def everybody(self) -> int:
-        """The number of all processes over which scalars are summed."""
-        return self.flight.world_size
-
-    @property
-    def tells(self) -> bool:
-        """Whether this process tells the user what concerns all."""
-        return self.flight.rank == 0
-
-    @property
-    def turn(self) -> int | None:
-        """The number of the comparison of this worker's replicas with others', None where it has no turn in this round.
-        Of workers with the same replicas all or none have a turn."""
-        return self.rounds
-
-    def sum_parts(self, numbers: Tensor) -> Iterator[Stage]:
-        """Numbers, of the part of a payload that this process holds, become their sums over all parts."""
-        yield from ()
 
     # -- a reduction -------------------------------------------------------------------------------------------
 
@@ -365,10 +286,6 @@ class Rounds(Saved, ABC):
     def _moved(self, *, at_boundary: bool) -> None:
         for rider in self.riders:
             rider.moved(at_boundary=at_boundary)
-
-    def _begin_alike(self) -> None:
-        """All workers take the first one's tensors."""
-        self.flight.agree((self.name, self.signature()), self._alike)
 
     def start_from_params(self) -> None:
         """Everything is as it was made, the parameters being the start."""

@@ -7,25 +7,16 @@ from typing import Any
 import torch
 
 from .checks import check_run, check_saved, of_rank, under_rank
-from .flat import Bucket, Scalars, State, copy, on_host, resized
-from .flight import Flight, Reducer
+from .flat import copy, on_host, resized
+from .held import Held
 from .pacing import Pacing
-from .riders import Rider
 from .stats import Late
 
 
-class Saved:
-    """The part of Rounds that is saved: see there for the attributes."""
+class Saved(Held):
+    """What a checkpoint holds of Rounds: see there for the attributes."""
 
-    name: str
-    flight: Flight
-    reducer: Reducer
     pacing: Pacing
-    riders: list[Rider]
-    buckets: list[Bucket]
-    scalars: Scalars
-    state: State
-    replicas: list[torch.Tensor]
     local_steps: int
     sent_tau: int
     growth: float
@@ -38,6 +29,9 @@ class Saved:
         """See Rounds."""
         raise NotImplementedError
 
+    def check_saving(self) -> None:
+        """UserError where this state would be of no use."""
+
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs besides parameters and optimiser; waits for the all-reduce in flight, so every
         worker must come to it, or go on stepping.
@@ -47,6 +41,7 @@ class Saved:
         (BatchNorm's buffers, too) and optimiser. Of all objects with the same settings it has the same keys and shapes,
         so that torch.distributed.checkpoint can load into that of a new one.
         """
+        self.check_saving()  # first: own_state waits for what is in flight
         return under_rank(self.own_state())
 
     @torch.no_grad()

@@ -70,9 +70,10 @@ class Transformer(nn.Module):
 
     def __init__(self, dim: int, depth: int, heads: int, drop_path: float):
         # here, because they take seconds, and --help needs the settings above alone
-        from timm.models.vision_transformer import Block
+        from training.prepared import prepare_torchvision
 
-        import training.prepared  # noqa: F401
+        prepare_torchvision()
+        from timm.models.vision_transformer import Block
 
         super().__init__()
         rates = torch.linspace(0, drop_path, depth, device="cpu").tolist()

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from core import CO2, CO2Config, make_method
 from core.flat import Scalars, make_buckets
-from core.flight import AllReduce, Flight
+from core.flight import Flight
 from core.methods.delayed import DelayedCO2, DelayedConfig
+from core.reducer import AllReduce
 from core.wires.config import WireConfig
 from tests.reference import DelayedReference
 

@@ -32,13 +32,16 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from core import assembly, outer, rounds
+from core import assembly, outer
+from core import held as in_core
 from core.flat import Bucket
-from core.flight import Flight, Reducer
+from core.flight import Flight
 from core.groups import local_world_size
 from core.lgreco import curves, senders
 from core.lgreco.reducer import LGreco
 from core.methods import gradient_wire, make_method
+from core.reducer import Reducer
+from core.rounds import Rounds
 from core.wires import quantized
 from core.wires.config import WireConfig
 from training.recipe import Recipe
@@ -313,7 +316,7 @@ def _made(recipe: Recipe, model: nn.Module) -> tuple[Reducer, list[Bucket], Any]
         average_buffers=recipe.average_buffers,
         **recipe.own_settings,
     )
-    assert isinstance(method, rounds.Rounds)
+    assert isinstance(method, Rounds)
     return method.reducer, method.buckets, method
 
 
@@ -329,10 +332,12 @@ def _on_paper(workers: int, on_gpu: bool) -> Iterator[None]:
     def work(*tensors: Any, **_: Any) -> Any:  # holds them as gloo's do until the next one
         return SimpleNamespace(tensors=tensors)
 
+    there = SimpleNamespace(is_initialized=lambda: True, get_rank=lambda *_: 0, get_world_size=lambda *_: workers)
     with contextlib.ExitStack() as patches:
         for owner, name, stand_in in (
             (assembly, "Flight", background),
-            (rounds, "check_inputs", lambda *_: None),  # without memory all parameters seem to share it
+            (assembly, "dist", there),
+            (in_core, "check_inputs", lambda *_: None),  # without memory all parameters seem to share it
             (gradient_wire, "Flight", background),
             (LGreco, "due", lambda *_: False),  # what a decision needs: see count
             (quantized, "SEGMENT", quantized.GPU_SEGMENT if on_gpu else quantized.SEGMENT),

@@ -207,12 +207,12 @@ class Run(Progress):
         pacing = pacing_of(self._trained.method)
         apart = pacing is not None and pacing.apart
         running = self.step < self.total
-        stops = running and self._agreed("stop", bool(self._stop.number)) and (closed or dist.is_initialized())
+        stops = running and self._granted("stop", bool(self._stop.number)) and (closed or dist.is_initialized())
         open_end = running and not apart and (closed or self._skipped())
         minutes_over = open_end and self.rank == 0 and self._minutes.due()  # of which all hear a round later
         due = Due(
             evaluation=open_end and self.evaluation.due(self.step),
-            checkpoint=open_end and (self._saving.due(self.step) | self._agreed("save", minutes_over)),
+            checkpoint=open_end and (self._saving.due(self.step) | self._granted("save", minutes_over)),
             stop=stops and not apart,
         )
         return self._workers.come_together(due, ended=self.step == self.total)
@@ -231,7 +231,7 @@ class Run(Progress):
             self._trained.schedule.step()
         return self._to_skip
 
-    def _agreed(self, name: str, mine: bool) -> bool:
+    def _granted(self, name: str, mine: bool) -> bool:
         """Whether a worker asks for it, and all have heard so, at the same step; one that is alone need not wait."""
         if mine and dist.is_initialized():
             self.requests.ask(name)

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from core import flat
-from core.flight import AllReduce, Flight, Link
+from core.flight import Flight, Link
+from core.reducer import AllReduce
 
 
 class LateGradients(ABC):

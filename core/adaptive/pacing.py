@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+from ..errors import UserError
 from ..flight import Flight
 from ..pacing import Act, Pacing
 from ..riders import Method
@@ -41,7 +42,7 @@ class Adaptive(Pacing):
 
     @property
     def together(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.skip_after is None
+        return self.skip_after is None and not self.apart
 
     @property
     def apart(self) -> bool:
@@ -78,6 +79,14 @@ class Adaptive(Pacing):
         elif method.flight.in_flight and self._arrives(taken, method.flight) and not self._is_late(method):
             return Act.MERGE
         return Act.STEP
+
+    def check_saving(self, method: Method) -> None:
+        """Refuses while workers are apart, but after finish(): their states are of unlike steps."""
+        if self.apart and method.rounds and (method.local_steps or method.flight.in_flight):
+            raise UserError(
+                f"state_dict() after round {method.rounds - 1}, which workers closed at unlike steps, as they do until "
+                "tau auto has chosen: save at a boundary where pacing.apart is False, or after finish()"
+            )
 
     def _arrives(self, taken: int, flight: Flight) -> bool:
         if self.delay == "auto":

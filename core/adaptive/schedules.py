@@ -56,15 +56,14 @@ class QuadraticTau:
     """The quadratic synchronisation rule (Gu et al., ICLR 2024): tau = max(least, (scale / lr)^2, rounded down).
 
     lr: the inner learning rate of an optimiser step, counted from 0; taken where a round begins. most: never above.
-    begins: the step at which the first round does.
     """
 
-    def __init__(self, lr: Callable[[int], float], scale: float, least: int, most: int = 192, begins: int = 0):
+    def __init__(self, lr: Callable[[int], float], scale: float, least: int, most: int = 192):
         if not (1 <= least <= most and scale > 0):
             raise UserError(f"least={least}, most={most}, scale={scale}: give 1 <= least <= most and a scale above 0")
         self.lr, self.scale, self.least, self.most = lr, scale, least, most
         self._taus: list[int] = []
-        self._begins = begins  # the step at which the first round begins that is not in the list
+        self._begins = 0  # the step at which the first round begins that is not in the list
 
     def __call__(self, number: int) -> dict[str, Any]:
         while len(self._taus) <= number:

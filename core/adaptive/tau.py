@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import UserError
 from ..riders import Heard, Rider
 from ..stats import RoundStats, ready
 
@@ -310,13 +309,6 @@ class Tuned(Rider):
         self.decision, self._decided, self.lead = self._decided, None, self.tuner.lead()
 
     def state_dict(self) -> Any:
-        """UserError while workers are apart, but after finish(): their states are of unlike steps."""
-        m = self.method
-        if self.tuner.apart and m.rounds and (m.local_steps or m.flight.in_flight):
-            raise UserError(
-                f"state_dict() after round {m.rounds - 1}, which workers closed at unlike steps, as they do until "
-                "tau auto has chosen: save at a boundary where pacing.apart is False, or after finish()"
-            )
         return self.tuner.state_dict() | {"lead": self.lead}
 
     def load_state_dict(self, state: Any, *, of_others: bool) -> None:

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..flat import Bucket, Scalars
-from ..flight import AllReduce, Flight, Reducer
+from ..flight import Flight
 from ..groups import Stage
+from ..reducer import AllReduce, Reducer
 from .formats import Wire
 from .quantized import Quantized, nothing_held_back
 

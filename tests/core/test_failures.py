@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from core import CO2Config, CollectiveError, make_method
+from core.robust import peers
 from core.testing import run_distributed
 from tests import problems
 from tests.problems import Mean, flat, sgd_step
@@ -112,7 +113,7 @@ def test_the_others_name_a_stalled_worker(world_size: int, who: int, tmp_path: P
 
 def absent_peer(rank: int, world_size: int, folder: str) -> str:
     """Rank 1 never launches; rank 0's partial sums must not come out of wait()."""
-    mean = Mean([torch.zeros(3)], timeout=2.0)
+    mean = Mean([torch.zeros(3)], timeout=2.0, roll=peers)
     if rank == 1:
         outlast([Path(folder, "seen")])
         return ""

@@ -36,14 +36,17 @@ BLOCKING: list[dict[str, Any]] = [{"delay": 0}, {"delay": 0, "merge": "mix"}, {"
 
 
 def grid() -> list[Settings]:
-    """Every merge and delay with every penalty that goes with it, with and without momentum, clipping and first
-    synchronous steps, in the fast pass and the plain one."""
+    """Every merge and delay with every penalty that goes with it, with and without momentum and clipping."""
     configs = [replace(BASE, gap="none", **blocking) for blocking in BLOCKING]
-    for i, merge in enumerate(MERGES):
-        for j, gap in enumerate(("elementwise", "norm", "none")):
-            late = replace(BASE, gap=gap, allow_unstable=True, update=("fast", "plain")[(i + j) % 2], **merge)
-            configs += [late, replace(late, outer_momentum=0.0, outer_lr=1.0, clip=None, sync_steps=i)]
+    for merge in MERGES:
+        for gap in ("elementwise", "norm", "none"):
+            late = replace(BASE, gap=gap, allow_unstable=True, **merge)
+            configs += [late, replace(late, outer_momentum=0.0, outer_lr=1.0, clip=None)]
     return configs
+
+
+CORNERS = grid()[:3] + grid()[3::5]  # every merge, delay and penalty, with and without momentum
+GRIDS = [pytest.param(CORNERS, id="corners"), pytest.param(grid(), id="whole", marks=pytest.mark.slow)]
 
 
 def train_grid(rank: int, world_size: int, configs: list[Settings]) -> list[list[Tensor]]:
@@ -51,9 +54,10 @@ def train_grid(rank: int, world_size: int, configs: list[Settings]) -> list[list
     return [train_co2(problems.odd_parameters(), rank, STEPS + 3, c) for c in configs]
 
 
+@pytest.mark.parametrize("configs", GRIDS)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_equals_the_reference_round_by_round(world_size: int):
-    x, configs = flat(problems.odd_parameters()), grid()
+def test_equals_the_reference_round_by_round(world_size: int, configs: list[Settings]):
+    x = flat(problems.odd_parameters())
     results = run_distributed(train_grid, world_size, configs, timeout=300)
     for i, config in enumerate(configs):
         for rank in range(world_size):
@@ -65,7 +69,7 @@ def test_equals_the_reference_round_by_round(world_size: int):
 
 def test_one_worker_without_a_process_group():
     x = flat(problems.odd_parameters())
-    for config in grid()[::3]:
+    for config in CORNERS:
         expected = train_reference(config, 1, STEPS, x)
         assert_traces_equal(train_co2(problems.odd_parameters(), 0, STEPS, config), expected)
 
@@ -274,7 +278,7 @@ def test_an_evaluation_does_not_wait_for_a_worker_that_has_yet_to_close_its_roun
 # -- what else meets a merge ------------------------------------------------------------------------------------
 
 SOME = [{"merge": "mix"}, {"merge": "mix", "delay": 1}, {"merge": "keep", "delay": 2}, {"delay": 0, "gap": "none"}]
-SOME += [{"merge": "keep"}, {"merge": "mix", "delay": 1, "wire": "int8"}, {"merge": "mix", "sync_steps": 5}]
+SOME += [{"merge": "keep"}, {"merge": "mix", "delay": 1, "wire": "int8"}]
 
 
 @pytest.mark.parametrize("changes", SOME[:5], ids=str)
@@ -291,7 +295,6 @@ def test_16_bit_parameters(changes: dict[str, Any]):
 
 
 UNEVEN: list[dict[str, Any]] = [*SOME[:6], {"merge": "mix", "delay": "auto"}, {"merge": "keep", "delay": "auto"}]
-UNEVEN += [{"sync_steps": 6}, {"sync_steps": 14, "merge": "mix"}]  # finish() comes among these, and after them
 
 
 def uneven(rank: int, world_size: int) -> list[list[Tensor]]:
@@ -315,7 +318,7 @@ def interrupted(rank: int, world_size: int, folder: str) -> list[tuple[Tensor, T
 
 
 def test_a_resumed_run_is_bit_identical(tmp_path: Path):
-    """Saved in mid-round, before or after the merge, or among the synchronous first steps; with BatchNorm."""
+    """Saved in mid-round, before or after the merge; with BatchNorm."""
     for results in run_distributed(interrupted, 2, str(tmp_path)):
         for changes, (whole, resumed) in zip(SOME, results, strict=True):
             assert torch.equal(whole, resumed), changes
@@ -337,7 +340,7 @@ def test_merges_run_in_the_fast_pass_and_only_keep_holds_another_copy():
 
 def test_the_papers_order_is_the_default():
     config = CO2Config()
-    assert (config.merge, config.delay, config.sync_steps, config.at_boundary) == ("outer", "boundary", 0, True)
+    assert (config.merge, config.delay, config.at_boundary) == ("outer", "boundary", True)
 
 
 @pytest.mark.parametrize(("workers", "beta"), [(1, 0.0), (16, 0.0), (17, 0.2), (64, 0.5), (65, 0.6)])

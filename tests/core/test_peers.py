@@ -49,7 +49,7 @@ def test_a_worker_listens_at_the_address_that_it_tells_and_nowhere_else():
 
 def one_wakes(rank: int, world_size: int) -> str:
     """Rank 1 is stopped, and wakes when rank 0 has named it and has ended."""
-    background = Flight(torch.device("cpu"), timeout=2.0)
+    background = Flight(torch.device("cpu"), timeout=2.0, roll=peers)
     value = torch.ones(3)
     if rank == 1:
         subprocess.Popen(["sh", "-c", f"sleep 14; kill -CONT {os.getpid()}"])

@@ -293,7 +293,8 @@ def test_rounds_that_closed_apart_come_together_once_tau_is_chosen():
 def test_the_recommended_settings_choose_the_wire_and_a_given_tau_holds():
     config = replace(CO2Config.recommended(4), tau=24)
     co2 = CO2([nn.Parameter(torch.zeros(3))], config)
-    assert config.wire == WireConfig("auto") and (co2.tau, co2.tuner) == (24, None), "one worker has nothing to choose"
+    assert config.wire == WireConfig("auto")
+    assert (co2.tau, co2.pacing.tuned) == (24, None), "one worker has nothing to choose"
     with pytest.raises(UserError, match="wire.format='auto' needs unshared outer state"):
         make_method("co2", nn.Linear(2, 2), co2=CO2Config(tau="auto", wire=WireConfig("auto")), shard=True)
 

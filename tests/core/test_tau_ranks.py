@@ -12,8 +12,10 @@ from torch import Tensor, nn
 import core.adaptive.tau
 from bench.reference import LateReference
 from core import CO2, CO2Config, ShardedCO2, UserError, WireConfig, make_method
+from core.adaptive.tau import Tuned
 from core.checks import of_rank, under_rank
 from core.flat import copy
+from core.robust.requests import Requests
 from core.stats import RoundStats
 from core.testing import run_distributed
 from tests import problems
@@ -42,12 +44,11 @@ def auto_training(rank: int, world_size: int) -> dict[str, Any]:
     taus = paced(co2, params, rank, 120)
     taus.append(co2.tau)  # of the round that is not over at the end; finish() may change tau again
     co2.finish()
-    assert co2.tuner is not None
     return {
         "start": start,
         "taus": taus,
         "end": flat(params),
-        "decisions": co2.tuner.decisions,
+        "decisions": co2.rider(Tuned).tuner.decisions,
         "launched": co2.flight.launched,
         "works": co2.rounds,
     }
@@ -92,8 +93,8 @@ class Timed(ThrottledLink):
 def tell_times(co2: CO2, link: Timed, step_seconds: float) -> None:
     """From here on this worker tells times that no load of the machine changes: of its steps the given ones, of what
     landed last the link's."""
-    assert co2.tuner is not None
-    tell = co2.tuner.tell
+    tuner = co2.rider(Tuned).tuner
+    tell = tuner.tell
 
     def told(stats: RoundStats, before: RoundStats, rank: int, places: Tensor) -> None:
         measured = float(stats.allreduce_seconds)
@@ -101,7 +102,7 @@ def tell_times(co2: CO2, link: Timed, step_seconds: float) -> None:
         stats = replace(stats, step_seconds=step_seconds, allreduce_seconds=measured and link.took)
         tell(stats, replace(before, boundary_seconds=0.0, merge_seconds=0.0, exposed_seconds=0.0), rank, places)
 
-    co2.tuner.tell = told
+    tuner.tell = told
 
 
 def changing_link(rank: int, world_size: int) -> tuple[list[tuple[int, int]], int]:
@@ -114,8 +115,7 @@ def changing_link(rank: int, world_size: int) -> tuple[list[tuple[int, int]], in
     paced(co2, params, rank, 90)
     sent = co2.stats.bytes_sent
     co2.finish()
-    assert co2.tuner is not None
-    return [(d.old, d.new) for d in co2.tuner.decisions], sent
+    return [(d.old, d.new) for d in co2.rider(Tuned).tuner.decisions], sent
 
 
 def test_a_link_that_slows_down_makes_rounds_longer():
@@ -154,8 +154,7 @@ def uneven_and_resumed(rank: int, world_size: int) -> list[Any]:
     state = co2.state_dict()
     again = CO2(problems.odd_parameters(), AUTO, link=ThrottledLink(0.1))
     again.load_state_dict(state)
-    assert again.tuner is not None and co2.tuner is not None
-    assert again.tau == co2.tau and again.tuner.state_dict() == co2.tuner.state_dict()
+    assert again.tau == co2.tau and again.rider(Tuned).state_dict() == co2.rider(Tuned).state_dict()
     return [flat(params), co2.tau]
 
 
@@ -171,7 +170,7 @@ def saving_is_refused(co2: CO2 | ShardedCO2) -> bool:
         try:
             co2.state_dict()
         except UserError as error:
-            assert "save at a boundary where apart is False" in str(error) and "\n" not in str(error)
+            assert "save at a boundary where pacing.apart is False" in str(error) and "\n" not in str(error)
             return True
     return False
 
@@ -209,13 +208,16 @@ def merging_on_arrival(rank: int, world_size: int, shard: bool) -> dict[str, Any
     params = problems.odd_parameters()
     config = CO2Config(tau="auto", merge="mix", delay="auto", gap="none", outer_momentum=0.0)
     link = Timed(0.06)  # some 0.1 s an all-reduce
-    co2 = ShardedCO2(params, config, shard=True, link=link) if shard else CO2(params, config, link=link)
+    requests = Requests("stop")
+    options: dict[str, Any] = {"link": link, "riders": [requests]}
+    co2 = ShardedCO2(params, config, shard=True, **options) if shard else CO2(params, config, **options)
+    tuner = co2.rider(Tuned).tuner
     tell_times(co2, link, 0.003 + 0.004 * rank)
     closed, stopped, told, waited, refused = [], [], [], [], [saving_is_refused(co2)]
     wait = co2.flight.wait
 
     def waits(*args: Any) -> None:
-        if not co2.tuner.decisions:
+        if not tuner.decisions:
             waited.append(not co2.flight.landed())
         wait(*args)
 
@@ -229,11 +231,11 @@ def merging_on_arrival(rank: int, world_size: int, shard: bool) -> dict[str, Any
             refused.append(saving_is_refused(co2) if not stopped else co2.pacing.apart)
             told += [co2.pacing.decision] if co2.pacing.decision else []
             if rank == 0 and not co2.pacing.apart:
-                co2.ask_to_stop()
-        stopped = stopped or ([step, len(closed)] if co2.stop_agreed else [])
+                requests.ask("stop")
+        stopped = stopped or ([step, len(closed)] if "stop" in requests.granted else [])
         step += 1
     co2.finish()
-    decisions = co2.tuner.decisions[: len(told)]
+    decisions = tuner.decisions[: len(told)]
     assert refused == [False, *(apart for _, apart in closed)], "saving is refused where workers are apart"
     return {"closed": closed, "stopped": stopped[0], "told": told, "decisions": decisions, "waited": waited}
 
@@ -262,7 +264,7 @@ def unlike_steps(rank: int, world_size: int, shard: bool) -> list[tuple[int, int
     tell_times(co2, link, 0.006 + 0.006 * rank)
     merged = []
     for step in range(90):
-        needed = co2.tuner.needed
+        needed = co2.rider(Tuned).tuner.needed
         time.sleep(0.006 + 0.006 * rank)
         sgd_step(params, rank, step)
         if co2.step():
@@ -306,19 +308,19 @@ def choosing_a_wire(rank: int, world_size: int, mbit: float, feedback: bool = Tr
     same = torch.equal(params[0], resumed_params[0])
     co2.finish(), resumed.finish()
     return {
-        "first": fresh["wire"],
+        "first": fresh["reducer"],
         "same keys": shapes(state) == shapes(fresh),
-        "wire": state["wire"],
+        "wire": state["reducer"],
         "sent": (sent[0], sent[-1]),
-        "held back": "error_feedback" in co2.reducer.state,
-        "decided": [d.wire for d in co2.tuner.decisions],
+        "held back": bool(co2.reducer._now.state),
+        "decided": [d.wire for d in co2.rider(Tuned).tuner.decisions],
         "same": same,
         "end": flat(params),
     }
 
 
 def shapes(state: dict[str, Any]) -> dict[str, list[torch.Size]]:
-    return {name: [t.shape for t in flats] for name, flats in state["state"].items()}
+    return {name: [t.shape for t in flats] for name, flats in (state["state"] | state["held_back"]).items()}
 
 
 @pytest.mark.parametrize(

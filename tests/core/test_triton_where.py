@@ -82,7 +82,7 @@ def test_a_round_passes_over_what_a_left_out_worker_loses_only_where_one_is():
         assert plain.abs().max() < 2, "left out"
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(flat, "read_blocks", lambda t: True)
-            patch.setattr("core.averaging.read_blocks", lambda t: True)
+            patch.setattr("core.robust.guard.read_blocks", lambda t: True)
             patch.setattr(flat, "takes_triton", lambda device: True)
             ours, touched = trained(bad)
         assert torch.equal(ours, plain), bad

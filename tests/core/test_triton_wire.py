@@ -9,6 +9,8 @@ from torch import Tensor
 
 from core import flat
 from core.flat import Scalars, make_buckets
+from core.outer import Boundary
+from core.passes import make_boundary
 from core.wires import quantized
 from core.wires.config import WireConfig
 from core.wires.formats import WIRES
@@ -129,9 +131,10 @@ def test_co2_trains_as_with_the_plain_passes(way: dict[str, Any], monkeypatch: p
 
     monkeypatch.setattr(GridExecutor, "__call__", one_by_one)
     results = []
-    for update in ("plain", "fast"):
-        monkeypatch.setattr(flat, "takes_triton", lambda device, here=update == "fast": here)
-        settings = Settings(tau=2, outer_momentum=0.4, outer_lr=0.5, clip=0.1, update=update, **way)
+    for make, kernels in ((Boundary, False), (make_boundary, True)):
+        monkeypatch.setattr(flat, "takes_triton", lambda device, here=kernels: here)
+        monkeypatch.setattr("core.adaptive.arrival.make_boundary", make)
+        settings = Settings(tau=2, outer_momentum=0.4, outer_lr=0.5, clip=0.1, **way)
         results.append(train_co2(odd_parameters(), 0, 7, settings))
     for plain, ours in zip(*results, strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)

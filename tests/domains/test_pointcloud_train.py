@@ -4,6 +4,7 @@ import json
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,12 +47,12 @@ def test_a_run_resumed_after_a_crash_ends_as_if_uninterrupted(model: str, train,
     whole, _ = train("--model", model, name="whole")
     assert len(losses(whole)) == 6  # 2 epochs of 24 / 8 steps
 
-    def crash(run: Run, closed: bool) -> bool:
+    def crash(run: Run, *_: Any) -> bool:
         assert run.step < 5, "crash"
         return False
 
     with monkeypatch.context() as patch, pytest.raises(AssertionError, match="crash"):
-        patch.setattr(Run, "_stops", crash)
+        patch.setattr(Run, "_granted", crash)
         train("--model", model, name="parts")
     resumed, summary = train("--model", model, "--resume", name="parts")  # from step 4, within the second epoch
     assert summary["steps"] == 6

@@ -252,7 +252,8 @@ def test_nothing_is_due_while_workers_close_rounds_at_unlike_steps(tmp_path: Pat
 
     monkeypatch.setattr(Adaptive, "begin", begins)
     monkeypatch.setattr(Adaptive, "apart", property(lambda pacing: rounds[-1] < 4))
-    monkeypatch.setattr(Requests, "granted", property(lambda requests: {"stop"}, lambda requests, names: None))
+    asked_by_another = property(lambda requests: {"stop"}, lambda requests, names: None)
+    monkeypatch.setattr(Requests, "granted", asked_by_another, raising=False)
     recipe = Toy(name="toy", out=tmp_path, device="cpu", eval_every=1, checkpoint_every=2)
     evaluations, checkpoints, stops = due_steps(recipe, epoch=4, total=15)
     assert (evaluations, checkpoints, stops[0]) == ([12], [12], 12)
@@ -313,7 +314,7 @@ def test_resuming_without_a_complete_checkpoint_says_so(tmp_path: Path, capsys: 
     assert f"warning: no complete checkpoint in {tmp_path}: starting from step 0" in capsys.readouterr().err
 
 
-def test_a_slower_worker_leaves_out_batches_and_keeps_step(tmp_path: Path):
+def test_a_slower_worker_leaves_out_batches_and_keeps_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Half as fast as another, it takes two of each four steps; step, data and learning rate go on with the others'."""
     recipe = Toy(name="toy", out=tmp_path, device="cpu", co2=CO2Config(tau=4, steps="by_speed"), log_every=3)
     seen, evaluated = [], []
@@ -323,10 +324,10 @@ def test_a_slower_worker_leaves_out_batches_and_keeps_step(tmp_path: Path):
         schedule = make_schedule(optimizer, 14, recipe.optim)
         _, method = run.make_method(model, optimizer)
         assert isinstance(method, Rounds)
-        by_speed = method.rider(BySpeed)
-        by_speed.pace = Pace(0, 2)
-        by_speed.pace.hear([0.2, 0.1])
-        by_speed.end()
+        pace = method.rider(BySpeed).pace = Pace(0, 2)
+        pace.hear([0.2, 0.1])
+        pace.follow()
+        monkeypatch.setattr(pace, "hear", lambda seconds: None)
         method.pacing.begin(0)
         run.begin(model, optimizer, schedule, method, epoch=8, total=14)
         for batch in run.batches(lambda recipe, rank, world_size, start, total: iter(range(start, total))):

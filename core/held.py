@@ -1,0 +1,115 @@
+"""What is trained and averaged: a model's tensors, the flat tensors in which they travel, and what is kept of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checks import check_group, check_inputs, refuse_dtensors, tensors_of
+from .flat import Bucket, Scalars, State, local_shard, make_buckets, unique
+from .flight import Flight
+from .groups import Stage
+from .reducer import Reducer
+from .riders import Rider
+
+OWN = {"finished": 1, "steps": 1, "weight": 1}  # the scalars of every reduction
+
+
+class Held:
+    """params: trained together, all beginning as on the first worker; frozen ones are broadcast once. buffers: those of
+    floating point are averaged along, as BatchNorm's statistics; others are broadcast once. Convert a model (dtype,
+    device, memory format) before: what puts new tensors in their place is not seen. flight: makes what carries the
+    reductions. reducer: makes what says how they travel. riders: whose scalars travel along.
+
+    Attributes: params, buffers, DTensors' shards among them; buckets, the flat tensors that travel; state, what is kept
+    from round to round, and replicas, what of it is equal on all workers; starts, where rounds begin, a flat tensor a
+    bucket, empty where that is not kept; scale, which makes means of what has landed.
+
+    A method whose workers hold parts of a model overrides what is said here of a worker that holds all of it.
+    """
+
+    name = ""
+    title = "rank"  # what a worker is called
+    sends_later = False  # whether payloads are complete only in the background, before the riders' stages
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        buffers: Iterable[Tensor],
+        flight: Callable[[torch.device], Flight],
+        reducer: Callable[[Sequence[Bucket], Scalars, Flight], Reducer],
+        riders: Sequence[Rider],
+    ):
+        given, others = unique(tensors_of(params, "parameters")), unique(tensors_of(buffers, "buffers"))
+        self.check_tensors(given)
+        self._trained = [p for p in given if p.requires_grad]
+        self._frozen = [p for p in given if not p.requires_grad]
+        self.params = [local_shard(p) for p in self._trained]
+        self.buffers = [local_shard(b) for b in others if b.is_floating_point()]
+        self._alike = [local_shard(t) for t in (*given, *others)]
+        check_inputs(given, self.params, self.buffers)
+        self.riders = list(riders)
+        self.flight = flight(self.device)
+        if self.flight.places == 1:
+            check_group()
+        of_each = {name: n * self.flight.places for r in riders for name, n in r.of_each.items()}
+        self.scalars = Scalars(OWN | {name: n for r in riders for name, n in r.shared.items()} | of_each)
+        self.buckets = self.make_buckets()
+        self.scalars.attach(self.buckets[0].scalars)
+        self.reducer = reducer(self.buckets, self.scalars, self.flight)
+        self.scale: float | Tensor = self.reducer.scale
+        self.state, self.replicas, self.starts = State(self.buckets), list[Tensor](), list[Tensor]()
+        self._own_buffers = [[b.clone() for b in bucket.buffers] for bucket in self.buckets]
+
+    @property
+    def trained(self) -> Sequence[Tensor]:
+        """Those of the given parameters that require a gradient, DTensors as they are."""
+        return self._trained
+
+    @property
+    def rounds(self) -> int:
+        """Rounds closed so far, those of finish() included."""
+        return self.flight.launched
+
+    def signature(self) -> Any:
+        """What must be equal on all workers, compared at construction."""
+        return None
+
+    def begin_alike(self) -> None:
+        """All workers take the first one's tensors."""
+        self.flight.agree((self.name, self.signature()), self._alike)
+
+    def check_tensors(self, params: Sequence[Tensor]) -> None:
+        """Refuses parameters with which the method cannot do."""
+        refuse_dtensors(params)
+
+    def make_buckets(self) -> list[Bucket]:
+        return make_buckets(self.params, self.buffers, self.scalars.numel)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the flat tensors lie."""
+        return self.params[0].device
+
+    @property
+    def everybody(self) -> int:
+        """The number of all processes over which scalars are summed."""
+        return self.flight.world_size
+
+    @property
+    def tells(self) -> bool:
+        """Whether this process tells the user what concerns all."""
+        return self.flight.rank == 0
+
+    @property
+    def turn(self) -> int | None:
+        """The number of the comparison of this worker's replicas with others', None where it has no turn in this round.
+        Of workers with the same replicas all or none have a turn."""
+        return self.rounds
+
+    def sum_parts(self, numbers: Tensor) -> Iterator[Stage]:
+        """Numbers, of the part of a payload that this process holds, become their sums over all parts."""
+        yield from ()

@@ -1,0 +1,56 @@
+"""How the payload travels: here as in the paper, by one all-reduce of each flat tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from . import groups
+from .flat import Bucket, Scalars
+from .flight import Flight
+from .groups import Stage
+
+
+class Reducer(Protocol):
+    """Turns what the workers wrote into flat tensors into its sum or mean over them, in stages."""
+
+    scale: float
+    """Turns what has landed into means: 1 over the number of workers where sums land."""
+    state: dict[str, list[Tensor]]
+    """What a checkpoint holds of it."""
+    kind: str
+    """Its name in a checkpoint."""
+
+    def become(self, kind: str) -> None:
+        """A checkpoint of that kind is loaded next. Only a reducer that is one of several changes."""
+        ...
+
+    def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
+        """One reduction, the `number`-th; group None: there is one worker. Keeps no reference to the group."""
+        ...
+
+
+class AllReduce:
+    """The plain reducer: one all-reduce of each flat tensor, in its own precision; sums land in it."""
+
+    kind = "float32"
+
+    def __init__(self, flats: Sequence[Tensor], world_size: int):
+        self.flats = flats
+        self.scale = 1 / world_size
+        self.state: dict[str, list[Tensor]] = {}
+
+    def become(self, kind: str) -> None:
+        """See Reducer."""
+
+    def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
+        if group is not None:
+            yield groups.all_reduce(self.flats, group)
+
+
+def all_reduce(buckets: Sequence[Bucket], scalars: Scalars, flight: Flight) -> Reducer:
+    """Each bucket's flat tensor is summed in its own precision."""
+    return AllReduce([b.flat for b in buckets], flight.world_size)
