@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .checks import check_run, check_saved, of_rank, under_rank
 from .flat import copy, on_host, resized
@@ -76,21 +77,18 @@ class Saved(Held):
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         """Restores what own_state returned."""
-        flats, workers = [b.flat for b in self.buckets], self.flight.world_size
+        workers = self.flight.world_size
         check_run(state, self.name, workers, equal=bool(self.replicas) or not self.state)
         others = (state["workers"], state["places"]) != (workers, self.flight.places)
-        landed = state["flats"]
-        self.reducer.become(state["reducer"])
-        here, saved = dict(self.state), dict(state.get("state", {}))  # DCP's tools drop an empty one
+        saved = dict(state.get("state", {}))  # DCP's tools drop an empty one
         if others:  # what was held back is lost; of a sum or a mean its weight says over how much it is
-            landed = resized(landed, flats)
+            saved["all-reduce"] = resized(state["flats"], [b.flat for b in self.buckets])
         else:
-            here |= self.reducer.state
-            saved |= state.get("held_back", {})
-        here, saved = here | {"all-reduce": flats}, saved | {"all-reduce": landed}
-        check_saved(saved, here)
+            saved |= state.get("held_back", {}) | {"all-reduce": state["flats"]}
+        check_saved(saved, self._kept(others))
         self.flight.restore(state["rounds"], state["in_flight"])
-        for name, held in here.items():
+        self.reducer.become(state["reducer"])
+        for name, held in self._kept(others).items():
             copy(held, saved[name])
         self.scalars["finished"].zero_()  # another run may train on
         self._late = Late()
@@ -102,3 +100,8 @@ class Saved(Held):
         self.begin_round(self.flight.launched)
         self.pacing.begin(self.flight.launched, self.local_steps)
         self._closing_tau = self.pacing.tau  # of a newcomer, who sends before a round of its own has closed
+
+    def _kept(self, others: bool) -> dict[str, list[Tensor]]:
+        """What is loaded here, by name; others: from another number of workers."""
+        held_back = {} if others else self.reducer.state
+        return dict(self.state) | held_back | {"all-reduce": [b.flat for b in self.buckets]}

@@ -135,6 +135,15 @@ def test_empty_parts_may_be_missing(build: Any):
     assert str(reader.state_dict()) == str(writer.state_dict())
 
 
+def test_a_checkpoint_that_does_not_fit_leaves_the_wire_alone():
+    config = CO2Config(tau=2, wire=WireConfig("auto"))
+    writer, reader = CO2(params(3), config), CO2(params(4), config)
+    state = of_rank(saved_by(writer)) | {"reducer": "int4"}
+    with pytest.raises(UserError, match="elements, here it has"):
+        reader.load_state_dict(under_rank(state))
+    assert reader.reducer.kind == "float32", "what one worker alone takes"
+
+
 def as_before(own: dict[str, Any]) -> dict[str, Any]:
     """A worker's part of a checkpoint as versions wrote it that knew no riders and no reducers by name."""
     riders, kept = own["riders"], own["state"] | own["held_back"]
