@@ -52,7 +52,7 @@ class CO2(Rounds):
     """
 
     name = "CO2"
-    differences = True
+    differences = needs_whole_norms = True
 
     def __init__(
         self,

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import core.co2
+from bench.reference import LateReference
 from core import CO2, CO2Config, ShardedCO2, UserError, make_method
 from core.flight import Flight
 from core.groups import node_mesh
-from core.reference import Reference
 from core.robust.agreement import PARTS, REPAIR_EVERY, Agreement, bits, checksum, checksum_of, equal
 from core.robust.guard import Guard
 from core.robust.requests import Requests
@@ -48,7 +48,7 @@ def scheduled_run(rank: int, world_size: int, kind: str) -> list[Tensor]:
 
 
 def scheduled_reference(world_size: int, steps: int) -> list[Tensor]:
-    ref = Reference(flat(odd_parameters()).expand(world_size, -1).clone(), TAUS[0])
+    ref = LateReference(flat(odd_parameters()).expand(world_size, -1).clone(), TAUS[0])
     workers = torch.arange(world_size, dtype=torch.float64)[:, None]
     number, rounds = 0, []
     for step in range(steps):
