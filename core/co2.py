@@ -24,7 +24,7 @@ momentum, and the buffer in flight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from . import outer
+from .checks import refuse_dtensors
 from .config import OuterConfig
 from .flat import on_host
 from .pacing import Pacing
@@ -141,6 +142,10 @@ class CO2(Rounds):
     def check_settings(self) -> None:
         """Refuses what of the settings does not go together."""
         self.config.check_stable()
+
+    def check_tensors(self, params: Sequence[Tensor]) -> None:
+        """See Held."""
+        refuse_dtensors(params)
 
     def start_from_params(self) -> None:
         super().start_from_params()

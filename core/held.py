@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_group, check_inputs, refuse_dtensors, tensors_of
+from .checks import check_group, check_inputs, tensors_of
 from .flat import Bucket, Scalars, State, local_shard, make_buckets, unique
 from .flight import Flight
 from .groups import Stage
@@ -83,8 +83,7 @@ class Held:
         self.flight.agree((self.name, self.signature()), self._alike)
 
     def check_tensors(self, params: Sequence[Tensor]) -> None:
-        """Refuses parameters with which the method cannot do."""
-        refuse_dtensors(params)
+        """Refuses parameters with which the method cannot do; averages of shards need nothing of other shards."""
 
     def make_buckets(self) -> list[Bucket]:
         return make_buckets(self.params, self.buffers, self.scalars.numel)
