@@ -188,11 +188,13 @@ def plugs(
     tau: number of a round -> its local steps. hidden: whether local steps run while a reduction is in flight. times:
     whether the workers may tell each other theirs, for which each has a place. flight: the class.
     """
+    if unknown := sorted(options.keys() - Options.__annotations__.keys()):
+        raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
     group, wire = options.get("group"), c.wire.format
     rank, workers = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
     by_speed = BySpeed(rank, workers) if c.steps == "by_speed" else None
     tuned = tuned_for(c, workers) if times else None
-    masters = [*options.get("model_params", ())]
+    masters = tensors_of(options.get("model_params", ()), "parameters")
     riders = [Guard(c.outlier), by_speed, tuned, FirstStep() if c.gap == "inner" else None, Agreement()]
     riders += [*options.get("riders", ()), Watch(masters), Masters(masters) if masters else None]
     carries = {name: given for name, given in options.items() if name in ("group", "timeout", "link")}
@@ -203,10 +205,8 @@ def plugs(
         "riders": [rider for rider in riders if rider is not None],
     }
     if wire == "auto":
-        only = [*c.wire.choices][-1]  # one worker alone takes the last
-        plugged["reducer"] = functools.partial(
-            AutoWire, lambda: tuned.tuner.wire if tuned else only, c.wire.error_feedback
-        )
+        first = tuned.tuner.wire if tuned else [*c.wire.choices][-1]  # one worker alone takes the last
+        plugged["reducer"] = functools.partial(AutoWire, first, c.wire.error_feedback)
     elif wire != "float32":
         plugged["reducer"] = lambda buckets, scalars, flight: c.wire.reducer(
             buckets, scalars, flight.rank, flight.world_size

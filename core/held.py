@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_group, check_inputs, tensors_of
+from .checks import check_group, check_inputs, refuse_dtensors, tensors_of
 from .flat import Bucket, Scalars, State, local_shard, make_buckets, unique
 from .flight import Flight
 from .groups import Stage

@@ -1,5 +1,6 @@
 """A bad setting gives one line that names the value and the remedy."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields
 from typing import Any
@@ -107,11 +108,19 @@ def build(**settings: Any) -> CO2:
         (lambda: CO2([nn.Parameter(torch.zeros(1), requires_grad=False)]), "no parameter", "nothing to train"),
         (lambda: CO2([torch.zeros(1, dtype=torch.complex64, requires_grad=True)]), "complex64", "floating"),
         (lambda: LocalSGD([torch.zeros(1, requires_grad=True)], tau=0), "tau=0", "1 or more"),
+        (lambda: CO2(nn.Linear(1, 1).parameters(), model_params=nn.Linear(1, 1)), "one Linear", "give a list"),  # pyright: ignore
     ],
 )
 def test_other_bad_settings(build: Callable[[], Any], named: str, remedy: str):
     text = message(build)
     assert named in text and remedy in text
+
+
+@pytest.mark.parametrize("method", [CO2, ShardedCO2, functools.partial(LocalSGD, tau=4)])
+def test_an_argument_that_no_method_has_is_refused(method: Callable[..., Any]):
+    """As tau beside the config: ignored, the default would be trained with."""
+    with pytest.raises(TypeError, match="unexpected keyword argument 'outer_lr'"):
+        method([nn.Parameter(torch.ones(1))], outer_lr=0.5)
 
 
 def test_frozen_integers_are_none_of_its_business():
