@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_group, check_inputs, refuse_dtensors, tensors_of
+from .checks import check_group, check_inputs, check_riders, refuse_dtensors, tensors_of
 from .flat import Bucket, Scalars, State, local_shard, make_buckets, unique
 from .flight import Flight
 from .groups import Stage
@@ -54,6 +54,7 @@ class Held:
         self._alike = [local_shard(t) for t in (*given, *others)]
         check_inputs(given, self.params, self.buffers)
         self.riders = list(riders)
+        check_riders(self.riders, Rider)
         self.flight = flight(self.device)
         if self.flight.places == 1:
             check_group()

@@ -81,7 +81,7 @@ class Saved(Held):
         workers = self.flight.world_size
         check_run(state, self.name, workers, equal=bool(self.replicas) or not self.state)
         others = (state["workers"], state["places"]) != (workers, self.flight.places)
-        # of another number of workers what was held back is lost; of a sum or a mean its weight says over how much it is
+        # of others what was held back is lost; of a sum or a mean its weight says over how much it is
         held_back = not others and self._holds_back(state["reducer"])
         saved = dict(state.get("state", {}))  # DCP's tools drop an empty one
         saved |= state.get("held_back", {}) if held_back else {}
