@@ -108,7 +108,7 @@ class Rounds(Saved, ABC):
         if self.local_steps == 1:
             for rider in self.riders:
                 rider.began()
-            if self.tau > 1:  # else the round's only step is timed, from the last boundary on
+            if self.pacing.tau > 1:  # else the round's only step is timed, from the last boundary on
                 self.clock.steps_begin()
         act = self.pacing.act(self, last=last)
         if act is Act.CLOSE:

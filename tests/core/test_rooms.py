@@ -117,7 +117,7 @@ OF_USERS = {  # what users read: the remedy that a refusal names, and a statisti
     "DTensors as parameters need ShardedCO2 with mesh=: their norms are of the whole model",
     " bytes of the host's memory cannot be pinned (CUDA error ",
     "): leave out offload",
-    "buffers to average and the settings of the wire that wrote it",
+    "buffers to average, the riders and the settings of the wire that wrote it",
     "drifted",
 }
 
