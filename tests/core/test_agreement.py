@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import core.co2
+from bench.reference import LateReference
 from core import CO2, CO2Config, ShardedCO2, UserError, make_method
 from core.flight import Flight
 from core.groups import node_mesh
-from core.reference import Reference
 from core.robust.agreement import PARTS, REPAIR_EVERY, Agreement, bits, checksum, checksum_of, equal
 from core.robust.guard import Guard
 from core.robust.requests import Requests
@@ -48,7 +48,7 @@ def scheduled_run(rank: int, world_size: int, kind: str) -> list[Tensor]:
 
 
 def scheduled_reference(world_size: int, steps: int) -> list[Tensor]:
-    ref = Reference(flat(odd_parameters()).expand(world_size, -1).clone(), TAUS[0])
+    ref = LateReference(flat(odd_parameters()).expand(world_size, -1).clone(), TAUS[0])
     workers = torch.arange(world_size, dtype=torch.float64)[:, None]
     number, rounds = 0, []
     for step in range(steps):
@@ -83,8 +83,8 @@ def test_what_a_gpu_tells_late_is_of_as_many_workers_as_there_were(monkeypatch: 
         return flight
 
     bare = core.co2.CO2([nn.Parameter(torch.ones(3))], flight=of_three, riders=[Guard(), Agreement()])
-    bare.scalars.set_checksum("settings", 5)  # means, as of workers who all tell the same
-    bare.scalars.set_checksum("replicas", 7)
+    bare.scalars["settings"].copy_(torch.tensor([5.0, 25.0]))  # means, as of workers who all tell the same
+    bare.scalars["replicas"].copy_(torch.tensor([7.0, 49.0]))
     bare.scalars["left_out"][2] = 1 / 3
     bare.flight.launched = 1
     bare._hear()
