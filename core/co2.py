@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from . import outer
-from .config import OuterConfig
+from .config import OuterConfig, check_known
 from .flat import on_host
 from .pacing import Pacing
 from .passes import make_boundary
@@ -52,7 +52,8 @@ class CO2(Rounds):
     """
 
     name = "CO2"
-    differences = True
+    differences = needs_whole_norms = True
+    reads = OuterConfig  # whose settings it reads
 
     def __init__(
         self,
@@ -63,6 +64,8 @@ class CO2(Rounds):
         **plugged: Any,
     ):
         given = config or OuterConfig()
+        if not callable(given):
+            check_known(given, self.reads)
         self._settings: Settings = given if callable(given) else lambda number: given
         self.config = self._settings(0)
         self.check_settings()

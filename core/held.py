@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_group, check_inputs, refuse_dtensors, tensors_of
+from .checks import check_group, check_inputs, check_riders, refuse_dtensors, tensors_of
 from .flat import Bucket, Scalars, State, local_shard, make_buckets, unique
 from .flight import Flight
 from .groups import Stage
@@ -33,6 +33,7 @@ class Held:
 
     name = ""
     title = "rank"  # what a worker is called
+    needs_whole_norms = False  # whether norms of all parameters are taken, which none has of DTensors
     sends_later = False  # whether payloads are complete only in the background, before the riders' stages
 
     def __init__(
@@ -44,7 +45,8 @@ class Held:
         riders: Sequence[Rider],
     ):
         given, others = unique(tensors_of(params, "parameters")), unique(tensors_of(buffers, "buffers"))
-        self.check_tensors(given)
+        if self.needs_whole_norms:
+            refuse_dtensors(given)
         self._trained = [p for p in given if p.requires_grad]
         self._frozen = [p for p in given if not p.requires_grad]
         self.params = [local_shard(p) for p in self._trained]
@@ -52,6 +54,7 @@ class Held:
         self._alike = [local_shard(t) for t in (*given, *others)]
         check_inputs(given, self.params, self.buffers)
         self.riders = list(riders)
+        check_riders(self.riders, Rider)
         self.flight = flight(self.device)
         if self.flight.places == 1:
             check_group()
@@ -81,10 +84,6 @@ class Held:
     def begin_alike(self) -> None:
         """All workers take the first one's tensors."""
         self.flight.agree((self.name, self.signature()), self._alike)
-
-    def check_tensors(self, params: Sequence[Tensor]) -> None:
-        """Refuses parameters with which the method cannot do."""
-        refuse_dtensors(params)
 
     def make_buckets(self) -> list[Bucket]:
         return make_buckets(self.params, self.buffers, self.scalars.numel)

@@ -15,6 +15,7 @@ from torch import Tensor
 from .flat import Bucket, Scalars, State
 from .flight import Flight
 from .groups import Stage
+from .reducer import Reducer
 from .stats import RoundClock, RoundStats
 
 
@@ -32,6 +33,7 @@ class Method(Protocol):
     replicas: list[Tensor]
     starts: list[Tensor]
     flight: Flight
+    reducer: Reducer
     clock: RoundClock
     local_steps: int
     riders: list[Rider]

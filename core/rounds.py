@@ -106,10 +106,10 @@ class Rounds(Saved, ABC):
             raise UserError("step() after step(last=True): call finish() between them")
         self.local_steps += 1
         if self.local_steps == 1:
-            if self.tau > 1:  # else the round's only step is timed, from the last boundary on
-                self.clock.steps_begin()
             for rider in self.riders:
                 rider.began()
+            if self.tau > 1:  # else the round's only step is timed, from the last boundary on
+                self.clock.steps_begin()
         act = self.pacing.act(self, last=last)
         if act is Act.CLOSE:
             if any(p.requires_grad for p in self._frozen):

@@ -11,6 +11,7 @@ from .checks import check_run, check_saved, of_rank, under_rank
 from .flat import copy, on_host, resized
 from .held import Held
 from .pacing import Pacing
+from .reducer import AllReduce
 from .stats import Late
 
 
@@ -80,15 +81,16 @@ class Saved(Held):
         workers = self.flight.world_size
         check_run(state, self.name, workers, equal=bool(self.replicas) or not self.state)
         others = (state["workers"], state["places"]) != (workers, self.flight.places)
+        # of others what was held back is lost; of a sum or a mean its weight says over how much it is
+        held_back = not others and self._holds_back(state["reducer"])
         saved = dict(state.get("state", {}))  # DCP's tools drop an empty one
-        if others:  # what was held back is lost; of a sum or a mean its weight says over how much it is
-            saved["all-reduce"] = resized(state["flats"], [b.flat for b in self.buckets])
-        else:
-            saved |= state.get("held_back", {}) | {"all-reduce": state["flats"]}
-        check_saved(saved, self._kept(others))
+        saved |= state.get("held_back", {}) if held_back else {}
+        flats = [b.flat for b in self.buckets]
+        saved["all-reduce"] = resized(state["flats"], flats) if others else state["flats"]
+        check_saved(saved, self._kept(held_back))
         self.flight.restore(state["rounds"], state["in_flight"])
         self.reducer.become(state["reducer"])
-        for name, held in self._kept(others).items():
+        for name, held in self._kept(held_back).items():
             copy(held, saved[name])
         self.scalars["finished"].zero_()  # another run may train on
         self._late = Late()
@@ -101,7 +103,12 @@ class Saved(Held):
         self.pacing.begin(self.flight.launched, self.local_steps)
         self._closing_tau = self.pacing.tau  # of a newcomer, who sends before a round of its own has closed
 
-    def _kept(self, others: bool) -> dict[str, list[Tensor]]:
-        """What is loaded here, by name; others: from another number of workers."""
-        held_back = {} if others else self.reducer.state
-        return dict(self.state) | held_back | {"all-reduce": [b.flat for b in self.buckets]}
+    def _holds_back(self, kind: str) -> bool:
+        """Whether a checkpoint of a reducer of this kind has to have what this one holds back."""
+        plain = kind == AllReduce.kind and (self.reducer.kind == AllReduce.kind or self.reducer.changes)
+        return not plain
+
+    def _kept(self, held_back: bool) -> dict[str, list[Tensor]]:
+        """What is loaded here, by name."""
+        kept = dict(self.state) | (self.reducer.state if held_back else {})
+        return kept | {"all-reduce": [b.flat for b in self.buckets]}

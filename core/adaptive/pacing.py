@@ -91,7 +91,7 @@ class Adaptive(Pacing):
     def _arrives(self, taken: int, flight: Flight) -> bool:
         if self.delay == "auto":
             return flight.landed() or (self.tuned is not None and taken == self.tuned.tuner.needed)
-        return taken == self.delay
+        return taken == self.delay != self.tau  # else it is merged at the boundary
 
     def _is_late(self, method: Method) -> bool:
         """Whether what is in flight does not come within `skip_after` seconds, or is not there while tau auto tries."""

@@ -300,6 +300,7 @@ class Tuned(Rider):
     def pack(self) -> None:
         m = self.method
         self.tuner.tell(m.stats, m.clock.before, m.flight.place, m.scalars["times"])
+        m.reducer.become(self.tuner.wire)  # chosen from what has landed, so alike on all workers
 
     def hear(self, sums: Mapping[str, Sequence[float]], of: Heard) -> None:
         times = sums["times"]

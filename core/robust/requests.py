@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..errors import UserError
 from ..riders import Heard, Rider
 
 LASTING = {"stop"}
@@ -28,6 +29,8 @@ class Requests(Rider):
             names -= LASTING
 
     def ask(self, name: str) -> None:
+        if name not in self.shared:
+            raise UserError(f"ask({name!r}): these Requests were made for {', '.join(self.shared)} alone")
         self.asked.add(name)
 
     def pack(self) -> None:

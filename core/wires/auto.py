@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch.distributed as dist
@@ -17,20 +17,23 @@ from .quantized import Quantized, nothing_held_back
 
 
 class AutoWire:
-    """A Reducer that is one of several. chosen: gives the format of what is sent next, alike on all workers."""
+    """A Reducer that is one of several. kind: the format of what is sent first; `become`, which a Tuned calls before
+    a launch, changes it."""
+
+    changes = True
 
     def __init__(
         self,
-        chosen: Callable[[], str],
+        kind: str,
         error_feedback: bool,
         buckets: Sequence[Bucket],
         scalars: Scalars,
         flight: Flight,
     ):
-        self._chosen, self._feeds_back = chosen, error_feedback
+        self._feeds_back = error_feedback
         self._buckets, self._scalars, self._flight = buckets, scalars, flight
         self.kind, self._now = "", cast(Reducer, None)
-        self.become(chosen())
+        self.become(kind)
 
     @property
     def scale(self) -> float:
@@ -45,7 +48,8 @@ class AutoWire:
 
     def become(self, kind: str) -> None:
         """What is sent from now on; nothing may be in flight. Error feedback begins with nothing held back; what the
-        format before has held back goes along with the payload."""
+        format before has held back goes along with the payload. On a GPU not in the background's stream: memory that
+        is let go there would be used again while that stream still reads it."""
         if kind == self.kind:
             return
         if isinstance(self._now, Quantized):
@@ -58,5 +62,4 @@ class AutoWire:
             self._now = Quantized(self._buckets, self._scalars, *workers, cast(Wire, kind), self._feeds_back)
 
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
-        self.become(self._chosen())
         yield from self._now.stages(group, number)

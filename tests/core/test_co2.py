@@ -42,7 +42,7 @@ def train_grid(rank: int, world_size: int, configs: list[Settings], chunk: int) 
 
 
 @pytest.mark.parametrize("configs", GRIDS)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_equals_the_reference_round_by_round(world_size: int, configs: list[Settings]):
     """Odd shapes (see odd_parameters) and slices of 16 elements, so that no boundary falls on a tensor's end."""
     x = flat(problems.odd_parameters())

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import CO2, CO2Config, DivergedError, ShardedCO2, UserError, WireConfig, flat, groups, make_method, stats
 from core import flight as collectives
+from core.adaptive.tau import Tuned
 from core.flight import Flight
 from core.outer import Boundary
 from core.testing import run_distributed
@@ -275,6 +276,26 @@ def test_statistics_of_shared_state_go_off_before_what_follows_is_launched(monke
         problems.sgd_step(params, 0, step)
         co2.step()
     assert left == [] and co2.stats.as_dict()["momentum_norm"] > 0
+
+
+def test_a_wire_is_changed_in_the_computations_own_stream(background: Flight, monkeypatch: pytest.MonkeyPatch):
+    """It lets memory go that was taken there, for that stream to use again at once."""
+    p = nn.Parameter(torch.ones(3))
+    co2 = CO2([p], CO2Config(tau="auto", tau_max=1, wire=WireConfig("auto")))
+    changes: list[tuple[str, int]] = []
+    become = co2.reducer.become
+
+    def noted(kind: str) -> None:
+        side: Any = co2.flight._side
+        changes.append((kind, side.inside))
+        become(kind)
+
+    monkeypatch.setattr(co2.reducer, "become", noted)
+    for wire in ("int4", "float32"):
+        co2.rider(Tuned).tuner.wire = wire
+        co2.step()
+        assert co2.reducer.kind == wire and changes.pop() == (wire, 0)
+    background.close()
 
 
 @pytest.mark.parametrize("how", ["load", "resync"])

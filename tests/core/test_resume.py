@@ -161,6 +161,15 @@ def test_a_checkpoint_of_an_older_version_is_refused_in_one_line(build: Any):
         co2.load_state_dict(old)
 
 
+@pytest.mark.parametrize(("wire", "to"), [("auto", "float32"), ("float32", "auto")])
+def test_a_run_may_go_on_with_its_wire_chosen_or_given_where_nothing_is_held_back(wire: Any, to: Any):
+    first, then = (CO2(params(3), CO2Config(tau=2, wire=WireConfig(wire))) for wire in (wire, to))
+    then.load_state_dict(saved_by(first))
+    for _ in range(2):
+        then.step()
+    then.finish()
+
+
 def of_four(state: dict[str, Any]) -> dict[str, Any]:
     """As four workers with one worker's mean would have written it; two of them had been left out in another round."""
     theirs = torch.tensor([0.0, 1.0, 2.0])

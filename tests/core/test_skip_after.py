@@ -1,12 +1,16 @@
 """skip_after: a mean that does not come, as when a link is down, is not waited for; nothing is lost."""
 
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from core import CO2, CO2Config, ShardedCO2, UserError
+from core.adaptive.pacing import Adaptive
 from core.groups import node_mesh
+from core.pacing import Act
 from core.testing import run_distributed
 from tests import problems
 
@@ -101,3 +105,12 @@ def by_hand(steps: list[list[int]]) -> list[torch.Tensor]:
         delta = sum(differences) / 2
         found.append(x)
     return found
+
+
+def test_a_mean_due_at_the_boundary_is_not_merged_before_it():
+    """A worker of fewer steps, whose round goes on beyond the delay, would lose its own progress."""
+    pacing = Adaptive(lambda number: 8, delay=8)
+    pacing.own, pacing._spans = 3, 3
+    for taken, act in ((7, Act.STEP), (8, Act.STEP), (9, Act.CLOSE)):
+        method: Any = SimpleNamespace(local_steps=taken, flight=SimpleNamespace(in_flight=True))
+        assert pacing.act(method, last=False) is act
