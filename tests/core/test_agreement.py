@@ -83,8 +83,8 @@ def test_what_a_gpu_tells_late_is_of_as_many_workers_as_there_were(monkeypatch: 
         return flight
 
     bare = core.co2.CO2([nn.Parameter(torch.ones(3))], flight=of_three, riders=[Guard(), Agreement()])
-    bare.scalars.set_checksum("settings", 5)  # means, as of workers who all tell the same
-    bare.scalars.set_checksum("replicas", 7)
+    bare.scalars["settings"].copy_(torch.tensor([5.0, 25.0]))  # means, as of workers who all tell the same
+    bare.scalars["replicas"].copy_(torch.tensor([7.0, 49.0]))
     bare.scalars["left_out"][2] = 1 / 3
     bare.flight.launched = 1
     bare._hear()

@@ -174,11 +174,11 @@ SHARED = {
 
 
 def expected(s: Settings, steps: int) -> list[Tensor]:
-    late = {"delay": None if s.delay == "boundary" else s.delay, "merge": s.merge, "kappa": s.mix, "policy": s.policy}
+    late = {"delay": None if s.delay == "boundary" else s.delay, "merge": s.merge, "kappa": s.mix}
     start = flat(odd_parameters())
     ref = DelayedReference(
         start.expand(3, -1).clone(), s.tau, s.outer_lr, s.outer_momentum, s.gap, s.clip, **late,
-        taylor=s.taylor, nesterov=s.nesterov,
+        policy=s.policy, taylor=s.taylor, nesterov=s.nesterov,
     )  # fmt: skip
     workers = torch.arange(3, dtype=torch.float64)[:, None]
     for step in range(steps):
