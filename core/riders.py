@@ -123,7 +123,7 @@ class Rider:
         """Among other workers than before, who know nothing of what was heard."""
 
     def state_dict(self) -> Any:
-        """Tensors in the host's memory and plain values."""
+        """A tensor, a list of tensors, or plain values; a checkpoint copies tensors to the host's memory."""
         return None
 
     @torch.no_grad()

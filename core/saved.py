@@ -73,7 +73,7 @@ class Saved(Held):
             "local_steps": self.local_steps,
             "rounds": self.flight.launched,
             "taus": [self.sent_tau, self._moved_tau],
-            "riders": {rider.name: rider.state_dict() for rider in self.riders if rider.name},
+            "riders": {rider.name: on_host(rider.state_dict()) for rider in self.riders if rider.name},
         }
 
     def load_own_state(self, state: dict[str, Any]) -> None:

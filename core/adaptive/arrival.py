@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import outer
 from ..co2 import CO2
-from ..flat import of_each
+from ..flat import views
 from ..passes import make_boundary
 from ..rounds import Landing
 from .config import AdaptiveConfig
@@ -96,5 +96,6 @@ class OnArrival(CO2):
 
     def _differs(self) -> bool:
         """Whether this worker is not where the outer iterate is."""
-        starts = of_each(self.params, self.buckets, self.starts)
-        return any(not torch.equal(x, p) for x, p in zip(starts, self.params, strict=True))
+        flats = zip(self.buckets, self.starts, strict=True)
+        pairs = (pair for b, flat in flats for pair in zip(b.params, views(flat, b.params), strict=True))
+        return any(not torch.equal(p, x.to(p.dtype)) for p, x in pairs)  # one tensor at a time

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..config import is_number, require
 from ..errors import DivergedError
-from ..flat import Bucket, local_shard, on_host, read_blocks, wipe
+from ..flat import Bucket, local_shard, read_blocks, wipe
 from ..groups import Stage
 from ..outer import norm
 from ..riders import Heard, Method, Rider
@@ -116,7 +116,7 @@ class Guard(Rider):
         self._in_a_row = [0] * len(self.names)
 
     def state_dict(self) -> Any:
-        return on_host(self.state)
+        return self.state
 
     @torch.no_grad()
     def load_state_dict(self, state: Any, *, of_others: bool) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..checks import under_rank
+from ..flat import on_host
 from ..riders import Rider
 
 
@@ -35,7 +36,8 @@ class Snapshot(Rider):
         if self._wanted is not None:
             then, self._wanted = self._wanted, None
             state, now = self.method.own_state(), self._of_now
-            then(under_rank(state | now | {"riders": state["riders"] | now["riders"]}))
+            riders = {name: on_host(held) for name, held in now["riders"].items()}
+            then(under_rank(state | now | {"riders": state["riders"] | riders}))
 
     def landed(self) -> None:
         self.hand_over()

@@ -175,8 +175,13 @@ class ShardedCO2(Rounds):
     # -- the boundary ---------------------------------------------------------------------------------------
 
     def close_round(self, *, finished: bool) -> bool:
-        if not self._checked:
-            self._check_node()
+        if self._node.group is not None and not self.pacing.together:
+            raise UserError(
+                "skip_after with an inner group, whose workers must close their rounds together: leave it out"
+            )
+        if not self._checked:  # once: each worker of a node sends a part of the parameters for all of them
+            self._checked = True
+            self._node.check(self.params)
         landed = self.flight.in_flight
         last = landed and self.merge(finished=finished).last
         if self.config.at_boundary:
@@ -194,15 +199,6 @@ class ShardedCO2(Rounds):
             self.begin_round(self.rounds + 1)  # before the background uses its settings
             self.send(finished=finished)
         return last
-
-    def _check_node(self) -> None:
-        """Once: each worker of a node sends a part of the parameters for all of them, in the same round."""
-        self._checked = True
-        if self._node.group is not None and not self.pacing.together:
-            raise UserError(
-                "skip_after with an inner group, whose workers must close their rounds together: leave it out"
-            )
-        self._node.check(self.params)
 
     def _take_last_step(self) -> None:
         """x, which lags, becomes what g holds."""

@@ -23,6 +23,7 @@ from core import flight as collectives
 from core.adaptive.tau import Tuned
 from core.flight import Flight
 from core.outer import Boundary
+from core.robust.snapshot import Snapshot
 from core.testing import run_distributed
 from tests import problems
 
@@ -229,14 +230,16 @@ def test_a_group_that_cannot_move_the_tensors_is_refused_with_the_remedy():
 
 
 class HostReads(TorchDispatchMode):
-    """Counts what would make the host wait for a GPU: reading a number from it, or copying one that was made here."""
+    """Counts what would make the host wait for a GPU: reading a number from it, or copying one that was made here. more:
+    other calls that would where they are made."""
 
-    def __init__(self) -> None:
+    def __init__(self, *more: Any) -> None:
         super().__init__()
         self.seen: list[str] = []
+        self._waits = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.lift_fresh.default, *more)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.lift_fresh.default):
+        if func in self._waits:
             self.seen.append(str(func))
         return func(*args, **(kwargs or {}))
 
@@ -276,6 +279,18 @@ def test_statistics_of_shared_state_go_off_before_what_follows_is_launched(monke
         problems.sgd_step(params, 0, step)
         co2.step()
     assert left == [] and co2.stats.as_dict()["momentum_norm"] > 0
+
+
+def test_a_snapshot_is_asked_for_without_waiting_for_the_device():
+    """A number that the steps of the next round change, such as gap inner's, is kept on the device."""
+    params = problems.odd_parameters()
+    co2 = CO2(params, CO2Config(tau=2, gap="inner"), riders=[snapshot := Snapshot()])
+    for step in range(4):
+        problems.sgd_step(params, 0, step)
+        co2.step()
+    with HostReads(torch.ops.aten._to_copy.default) as reads:
+        snapshot.ask(lambda state: None)
+    assert reads.seen == []
 
 
 def test_a_wire_is_changed_in_the_computations_own_stream(background: Flight, monkeypatch: pytest.MonkeyPatch):

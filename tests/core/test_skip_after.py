@@ -73,17 +73,20 @@ def test_a_mean_that_does_not_come_is_not_waited_for(merge: dict):
         torch.testing.assert_close(torch.tensor(iterates0[:both]), torch.stack(expected).float())
 
 
-def of_a_node(rank: int, world_size: int) -> str:
+def of_a_node(rank: int, world_size: int, rounds: int) -> str:
     params = problems.odd_parameters()
     method = ShardedCO2(params, CO2Config(tau=1), mesh=node_mesh("cpu", world_size))
+    for _ in range(rounds):
+        method.step()
     method.pacing.skip_after = 1.0
     with pytest.raises(UserError) as error:
         method.step()
     return str(error.value)
 
 
-def test_workers_of_a_node_cannot_skip():
-    for said in run_distributed(of_a_node, 2):
+@pytest.mark.parametrize("rounds", [0, 1], ids=["first", "later"])
+def test_workers_of_a_node_cannot_skip(rounds: int):
+    for said in run_distributed(of_a_node, 2, rounds):
         assert said == "skip_after with an inner group, whose workers must close their rounds together: leave it out"
 
 
