@@ -1,4 +1,4 @@
-"""What of a method a checkpoint holds, and how a run goes on from it."""
+"""What a checkpoint holds of a method, and how a run goes on from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .stats import Late
 
 
 class Saved(Held):
-    """What a checkpoint holds of Rounds: see there for the attributes."""
+    """The half of Rounds that writes and reads checkpoints; Rounds says what the attributes are."""
 
     pacing: Pacing
     local_steps: int
@@ -82,7 +82,7 @@ class Saved(Held):
         landed = state["flats"]
         self.reducer.become(state["reducer"])
         here, saved = dict(self.state), dict(state.get("state", {}))  # DCP's tools drop an empty one
-        if others:  # what was held back is lost; of a sum or a mean its weight says over how much it is
+        if others:  # the error feedback is lost; a sum that has landed brings its weight along
             landed = resized(landed, flats)
         else:
             here |= self.reducer.state
