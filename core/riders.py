@@ -66,8 +66,8 @@ class Heard(NamedTuple):
 
 
 class Rider:
-    """Every hook does nothing unless it is overridden. A reduction calls pack, stages, landed and hear, in this order; a
-    round calls began first, end and moved last. Where reductions are hidden, landed and hear are about the reduction
+    """Every hook does nothing unless it is overridden. A reduction calls pack, stages, landed and hear, in this order;
+    a round calls began first, end and moved last. Where reductions are hidden, landed and hear are about the reduction
     that was launched a round ago, and come before pack.
 
     name: under which a checkpoint keeps its state; "" keeps none. shared, of_each: its scalars, name -> how many
