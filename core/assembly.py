@@ -161,9 +161,9 @@ def elastic_co2(
 ) -> tuple[OnArrival, Joining]:
     """CO2 whose workers come and go (core/elastic/joining.py), and the rider that lets them in.
 
-    The arguments: see CO2, but for tau auto, steps by speed and narrow wires; of wire auto it takes float32. One copy
-    of the parameters more. members: see Members. Make it on every worker before any process group exists, then call the
-    rider's `join` on all.
+    The arguments: see CO2. tau auto, steps by speed and narrow wires are refused; wire auto stands for float32. It
+    takes a copy of the parameters more. members: see Members. Make it on every worker before any process group exists,
+    then call the rider's `join` on all.
     """
     given = checked(config)
     check_elastic(given)
@@ -193,10 +193,11 @@ def plugs(
     times: bool = True,
     flight: Callable[..., Flight] | None = None,
 ) -> dict[str, Any]:
-    """What a method with these settings is plugged together of, as Rounds' arguments.
+    """Rounds' arguments for a method with these settings.
 
     tau: number of a round -> its local steps. hidden: whether local steps run while a reduction is in flight. times:
-    whether the workers may tell each other theirs, for which each has a place. flight: the class.
+    whether the workers may send each other their times, for which each needs a place of its own. flight: what makes
+    the Flight, if not that class.
     """
     if unknown := options.keys() - Options.__annotations__:
         known = ", ".join(Options.__annotations__)
@@ -228,7 +229,8 @@ def plugs(
 
 
 def tuned_for(c: CO2Config, workers: int) -> Tuned | None:
-    """Hears the workers' times, where tau, the wire, or when to wait for a mean is chosen from them."""
+    """The rider that hears the workers' times; None where neither tau, nor the wire, nor the local step at which a
+    worker waits for a mean is chosen from them."""
     wires = c.wire.choices if workers > 1 else dict([*c.wire.choices.items()][-1:])
     given = None if c.tau == "auto" else c.tau
     if given is not None and len(wires) == 1 and (c.delay != "auto" or workers == 1):

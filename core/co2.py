@@ -140,7 +140,7 @@ class CO2(Rounds):
             self.check_settings()
 
     def check_settings(self) -> None:
-        """Refuses what of the settings does not go together."""
+        """UserError for settings that do not go together."""
         self.config.check_stable()
 
     def start_from_params(self) -> None:

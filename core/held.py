@@ -24,15 +24,16 @@ class Held:
     device, memory format) before: what puts new tensors in their place is not seen. flight: makes what carries the
     reductions. reducer: makes what says how they travel. riders: whose scalars travel along.
 
-    Attributes: params, buffers, DTensors' shards among them; buckets, the flat tensors that travel; state, what is kept
-    from round to round, and replicas, what of it is equal on all workers; starts, where rounds begin, a flat tensor a
-    bucket, empty where that is not kept; scale, which makes means of what has landed.
+    Attributes: params, buffers, DTensors' shards among them; buckets, the flat tensors that travel; state, the tensors
+    that are kept from round to round, and replicas, those of them that are equal on all workers; starts, the point at
+    which rounds begin, a flat tensor a bucket, empty where it is not kept; scale, by which sums that have landed become
+    means.
 
-    A method whose workers hold parts of a model overrides what is said here of a worker that holds all of it.
+    Here each worker holds the whole model. A method whose workers hold parts of it overrides the properties below.
     """
 
     name = ""
-    title = "rank"  # what a worker is called
+    title = "rank"  # what messages call a worker, before its number
     needs_whole_norms = False  # whether norms of all parameters are taken, which none has of DTensors
     sends_later = False  # whether payloads are complete only in the background, before the riders' stages
 
@@ -105,10 +106,10 @@ class Held:
 
     @property
     def turn(self) -> int | None:
-        """The number of the comparison of this worker's replicas with others', None where it has no turn in this round.
-        Of workers with the same replicas all or none have a turn."""
+        """Which comparison of replicas this round makes, counted from 0; None where this worker's replicas are not
+        compared in it. Workers that hold the same replicas are compared in the same rounds."""
         return self.rounds
 
     def sum_parts(self, numbers: Tensor) -> Iterator[Stage]:
-        """Numbers, of the part of a payload that this process holds, become their sums over all parts."""
+        """numbers: of the part of a payload that this process holds; they become their sums over all its parts."""
         yield from ()

@@ -1,4 +1,4 @@
-"""What of a method a checkpoint holds, and how a run goes on from it."""
+"""What a checkpoint holds of a method, and how a run goes on from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .stats import Late
 
 
 class Saved(Held):
-    """What a checkpoint holds of Rounds: see there for the attributes."""
+    """The half of Rounds that writes and reads checkpoints; Rounds says what the attributes are."""
 
     pacing: Pacing
     local_steps: int
@@ -81,7 +81,7 @@ class Saved(Held):
         workers = self.flight.world_size
         check_run(state, self.name, workers, equal=bool(self.replicas) or not self.state)
         others = (state["workers"], state["places"]) != (workers, self.flight.places)
-        # of others what was held back is lost; of a sum or a mean its weight says over how much it is
+        # among others the error feedback is lost; a sum that has landed brings its weight along
         held_back = not others and self._holds_back(state["reducer"])
         saved = dict(state.get("state", {}))  # DCP's tools drop an empty one
         saved |= state.get("held_back", {}) if held_back else {}
