@@ -23,6 +23,7 @@ from .checks import tensors_of
 from .elastic.flight import ElasticFlight
 from .elastic.joining import Joining, check_elastic
 from .elastic.members import Members
+from .errors import UserError
 from .flight import Flight, Link
 from .riders import Rider
 from .robust import peers
@@ -87,7 +88,7 @@ class CO2(OnArrival):
     """Hides the all-reduce of a data-parallel training loop behind tau local steps.
 
     params: model.parameters() or any list of tensors, on this worker's device; every worker must pass the same shapes.
-    config: see CO2Config. buffers, model_params, group, timeout, link: see Options. schedule: number of a round, from 0
+    config: see CO2Config. options: see Options. schedule: number of a round, from 0
     -> what of tau, outer_lr, outer_momentum and clip is in that round otherwise than in config; the same on all
     workers, which is checked in every round.
 
@@ -104,7 +105,7 @@ class CO2(OnArrival):
         schedule: Schedule | None = None,
         **options: Unpack[Options],
     ):
-        c, params = config or CO2Config(), tensors_of(params, "parameters")
+        c, params = checked(config), tensors_of(params, "parameters")
         c.wire.check(params, options.get("group"))
         settings = functools.partial(scheduled, c, schedule) if schedule else lambda number: c
         super().__init__(params, settings, **plugs(c, lambda number: settings(number).tau, options))
@@ -114,8 +115,10 @@ class ShardedCO2(sharded.ShardedCO2):
     """CO2 whose outer state is shared out over the workers of a node, over all workers, or lies on the host.
 
         mesh = node_mesh("cuda", 8)  # of core.groups: nodes of eight consecutive ranks
+        loops = DistributedDataParallel(model, process_group=mesh.get_group("shard"))  # to be called in the loop
         co2 = ShardedCO2(model.parameters(), CO2Config(tau=48), mesh=mesh, buffers=model.buffers())
-        model = DistributedDataParallel(model, process_group=mesh.get_group("shard"))
+
+    In that order: DistributedDataParallel writes the parameters when it is made, of which ShardedCO2 would warn.
 
     mesh: [replicate, shard], as groups.node_mesh makes it; or its two dimensions as groups: inner_group, a node's
     ranks, and group, of Options, the ranks with the same share across nodes; that alone, or neither: all workers are
@@ -135,7 +138,7 @@ class ShardedCO2(sharded.ShardedCO2):
         schedule: Schedule | None = None,
         **options: Unpack[Options],
     ):
-        c = config or CO2Config()
+        c = checked(config)
         settings = functools.partial(scheduled, c, schedule) if schedule else lambda number: c
         check_shared(settings(0), c.wire.format)
         options["group"], inner_group = groups_of(c, mesh, options.get("group"), inner_group)
@@ -158,11 +161,11 @@ def elastic_co2(
 ) -> tuple[OnArrival, Joining]:
     """CO2 whose workers come and go (core/elastic/joining.py), and the rider that lets them in.
 
-    The arguments: see CO2, but for tau auto, steps by speed and narrow wires; of wire auto it takes float32. One copy
-    of the parameters more. members: see Members. Make it on every worker before any process group exists, then call the
-    rider's `join` on all.
+    The arguments: see CO2. tau auto, steps by speed and narrow wires are refused; wire auto stands for float32. It
+    takes a copy of the parameters more. members: see Members. Make it on every worker before any process group exists,
+    then call the rider's `join` on all.
     """
-    given = config or CO2Config()
+    given = checked(config)
     check_elastic(given)
     c = replace(given, wire=WireConfig())
     settings = functools.partial(scheduled, c, schedule)
@@ -174,6 +177,13 @@ def elastic_co2(
     return OnArrival(params, settings, **plugged), joining
 
 
+def checked(config: CO2Config | None) -> CO2Config:
+    """The settings, or the defaults; UserError for an object of another class."""
+    if isinstance(config, CO2Config | None):
+        return config or CO2Config()
+    raise UserError(f"config={config!r}: give a CO2Config, such as CO2Config(tau=48)")
+
+
 def plugs(
     c: CO2Config,
     tau: Callable[[int], Any],
@@ -183,20 +193,24 @@ def plugs(
     times: bool = True,
     flight: Callable[..., Flight] | None = None,
 ) -> dict[str, Any]:
-    """What a method with these settings is plugged together of, as Rounds' arguments.
+    """Rounds' arguments for a method with these settings.
 
     tau: number of a round -> its local steps. hidden: whether local steps run while a reduction is in flight. times:
-    whether the workers may tell each other theirs, for which each has a place. flight: the class.
+    whether the workers may send each other their times, for which each needs a place of its own. flight: what makes
+    the Flight, if not that class.
     """
-    if unknown := sorted(options.keys() - Options.__annotations__.keys()):
-        raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
+    if unknown := options.keys() - Options.__annotations__:
+        known = ", ".join(Options.__annotations__)
+        raise TypeError(f"unexpected keyword argument {min(unknown)!r}: the options are {known}")
+    if not isinstance(more := options.get("riders", ()), Sequence):
+        raise UserError(f"riders={more!r}: give a list of them")
     group, wire = options.get("group"), c.wire.format
     rank, workers = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
     by_speed = BySpeed(rank, workers) if c.steps == "by_speed" else None
     tuned = tuned_for(c, workers) if times else None
     masters = tensors_of(options.get("model_params", ()), "parameters")
     riders = [Guard(c.outlier), by_speed, tuned, FirstStep() if c.gap == "inner" else None, Agreement()]
-    riders += [*options.get("riders", ()), Watch(masters), Masters(masters) if masters else None]
+    riders += [*more, Watch(masters), Masters(masters) if masters else None]
     carries = {name: given for name, given in options.items() if name in ("group", "timeout", "link")}
     plugged: dict[str, Any] = {
         "pacing": Adaptive(tau, c.delay, tuned=tuned, by_speed=by_speed),
@@ -215,7 +229,8 @@ def plugs(
 
 
 def tuned_for(c: CO2Config, workers: int) -> Tuned | None:
-    """Hears the workers' times, where tau, the wire, or when to wait for a mean is chosen from them."""
+    """The rider that hears the workers' times; None where neither tau, nor the wire, nor the local step at which a
+    worker waits for a mean is chosen from them."""
     wires = c.wire.choices if workers > 1 else dict([*c.wire.choices.items()][-1:])
     given = None if c.tau == "auto" else c.tau
     if given is not None and len(wires) == 1 and (c.delay != "auto" or workers == 1):

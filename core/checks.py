@@ -17,12 +17,27 @@ from .flat import is_dtensor
 
 def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
     """As a list, however they were given."""
-    if isinstance(given, Tensor | nn.Module):
-        raise UserError(f"{name}: one {type(given).__name__} is given: give a list of tensors, as its {name}() returns")
+    if isinstance(given, Tensor | nn.Module) or not isinstance(given, Iterable):
+        raise UserError(
+            f"{name}: one {type(given).__name__} is given: give a list of tensors, as a model's {name}() returns"
+        )
     tensors = list(given)
     if others := [type(t).__name__ for t in tensors if not isinstance(t, Tensor)]:
         raise UserError(f"{name}: a {others[0]} is among them: give tensors, as model.{name}() returns")
     return tensors
+
+
+def check_riders(riders: Sequence[Any], kind: type) -> None:
+    """Refuses what is no rider, one that goes along with another method, and two whose numbers share a name."""
+    names: set[str] = set()
+    for rider in riders:
+        if not isinstance(rider, kind):
+            raise UserError(f"riders: {rider!r} is among them: give objects of a {kind.__name__}'s classes")
+        if hasattr(rider, "method"):
+            raise UserError(f"riders: this {type(rider).__name__} goes along with another method: make one for each")
+        if twice := names & (own := {*rider.shared, *rider.of_each, *([rider.name] if rider.name else [])}):
+            raise UserError(f"riders: two have the name {min(twice)!r}, of a scalar or of a state: make them differ")
+        names |= own
 
 
 def refuse_dtensors(params: Sequence[Tensor]) -> None:
@@ -102,12 +117,16 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+ALWAYS = ("method", "flats", "workers", "places", "reducer", "taus")  # in every method's part of a checkpoint
+
+
 def check_run(state: Mapping[str, Any], method: str, workers: int, *, equal: bool) -> None:
-    """Refuses a checkpoint of another method, or of another number of workers unless all of them hold the same outer
-    state."""
-    if "places" not in state:
+    """Refuses a checkpoint of an older version, of another method, or of another number of workers unless all of them
+    hold the same outer state."""
+    if missing := [key for key in ALWAYS if key not in state]:
         raise UserError(
-            "the checkpoint's state is of an older version: resume with the version that wrote it, or start afresh"
+            f"the checkpoint's state has no {missing[0]!r}, as those of older versions: resume with the version that "
+            "wrote it, or start afresh"
         )
     if state["method"] != method:
         raise UserError(f"the checkpoint is of {state['method']}, not {method}: resume with its method")

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from . import outer
-from .config import OuterConfig
+from .config import OuterConfig, check_known
 from .flat import on_host
 from .pacing import Pacing
 from .passes import make_boundary
@@ -52,7 +52,8 @@ class CO2(Rounds):
     """
 
     name = "CO2"
-    differences = True
+    differences = needs_whole_norms = True
+    reads = OuterConfig  # whose settings it reads
 
     def __init__(
         self,
@@ -65,6 +66,7 @@ class CO2(Rounds):
         given = config or OuterConfig()
         self._settings: Settings = given if callable(given) else lambda number: given
         self.config = self._settings(0)
+        check_known(self.config, self.reads)
         self.check_settings()
         super().__init__(params, pacing=pacing or Pacing(lambda number: self._settings(number).tau), **plugged)
         self._x = self.replicas = self.starts = self.state.new("outer_iterate", of_params=True)
@@ -98,8 +100,7 @@ class CO2(Rounds):
     def rule(self) -> outer.Rule:
         """The numbers of steps 4 to 7 for what has landed: those that need the whole model."""
         c, scale = self.config, self.scale
-        delta_norm = scale * outer.norm([b.payload for b in self.buckets])
-        self.clock.stats.pseudo_gradient_norm = delta_norm
+        delta_norm = self.clock.stats.pseudo_gradient_norm = scale * outer.norm([b.payload for b in self.buckets])
         rms = delta_norm / self._numel**0.5 if c.gap == "elementwise" else None
         beta = outer.carried(c.outer_momentum, self.growth)
         return outer.Rule(beta, c.outer_lr, self._last_lr, c.clip, scale, rms, self.one_gap(delta_norm))
@@ -139,13 +140,12 @@ class CO2(Rounds):
             self.check_settings()
 
     def check_settings(self) -> None:
-        """Refuses what of the settings does not go together."""
+        """UserError for settings that do not go together."""
         self.config.check_stable()
 
     def start_from_params(self) -> None:
         super().start_from_params()
-        self._last_lr = 0.0
-        self._m_norm = torch.zeros_like(self._m_norm)
+        self._last_lr, self._m_norm = 0.0, torch.zeros_like(self._m_norm)
 
     def signature(self) -> Any:
         return asdict(self.config)

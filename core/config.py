@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, MISSING, dataclass, fields
+from numbers import Real
 from typing import Any, Literal
 
 from . import outer
@@ -13,10 +14,32 @@ SCHEDULED = ("tau", "outer_lr", "outer_momentum", "clip")  # what may change fro
 GAPS = ("elementwise", "norm", "none")
 
 
+def is_number(value: Any) -> bool:
+    """Whether it can be compared with numbers: a text cannot."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_whole(value: Any) -> bool:
+    """Whether it is a whole number above 0, as a number of local steps."""
+    return isinstance(value, int) and is_number(value) and value >= 1
+
+
 def require(settings: Any, ok: bool, name: str, remedy: str) -> None:
     """UserError that names a setting's value and the remedy, unless it is ok."""
     if not ok:
         raise UserError(f"{name}={getattr(settings, name)!r}: {remedy}")
+
+
+def check_known(config: Any, kind: type[OuterConfig]) -> None:
+    """UserError for a config with settings that a method would leave unused which reads those of `kind` alone."""
+    if not isinstance(config, kind):
+        raise UserError(f"config={config!r}: give an object of {kind.__name__}")
+    known = {f.name for f in fields(kind)}
+    kind(**{name: getattr(config, name) for name in known})
+    for f in fields(config):
+        usual = f.default if f.default_factory is MISSING else f.default_factory()
+        unread = f.name not in known and getattr(config, f.name) != usual
+        require(config, not unread, f.name, "this class does not read it: leave it out, or take core.CO2")
 
 
 @dataclass(frozen=True)
@@ -25,6 +48,7 @@ class OuterConfig:
 
     tau: int = 48
     """Local steps per round; the paper searched {1, 3, 6, 12, 24, 48, 96, 192}."""
+    _: KW_ONLY
     outer_lr: float = 1.0
     """alpha: the share of the momentum that the outer step takes."""
     outer_momentum: float = 0.5
@@ -41,16 +65,18 @@ class OuterConfig:
 
     def check(self) -> None:
         """UserError for a value with which nothing can be trained."""
-        whole = isinstance(self.tau, int) and not isinstance(self.tau, bool) and self.tau >= 1
-        require(self, whole, "tau", "give a whole number of local steps, 1 or more")
+        require(self, is_whole(self.tau), "tau", "give a whole number of local steps, 1 or more")
         require(self, self.gap in GAPS, "gap", f"choose one of {', '.join(GAPS)}")
         self.check_outer()
 
     def check_outer(self) -> None:
         """The part of check() that no room extends."""
-        require(self, 0 < self.outer_lr < LARGE, "outer_lr", "give a finite number above 0, as 1.0 is usual")
-        require(self, 0 <= self.outer_momentum < 1, "outer_momentum", "give a number in [0, 1)")
-        require(self, self.clip is None or self.clip > 0, "clip", "give a number above 0, or None for no clipping")
+        alpha, beta, phi = self.outer_lr, self.outer_momentum, self.clip
+        above_0 = "give a finite number above 0, as 1.0 is usual"
+        require(self, is_number(alpha) and 0 < alpha < LARGE, "outer_lr", above_0)
+        require(self, is_number(beta) and 0 <= beta < 1, "outer_momentum", "give a number in [0, 1)")
+        clips = phi is None or (is_number(phi) and phi > 0)
+        require(self, clips, "clip", "give a number above 0, or None for no clipping")
 
     def changing(self, tau: int) -> dict[str, float | None]:
         """What may change from round to round, to be compared among the workers. tau: the round's."""

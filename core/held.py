@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_group, check_inputs, refuse_dtensors, tensors_of
+from .checks import check_group, check_inputs, check_riders, refuse_dtensors, tensors_of
 from .flat import Bucket, Scalars, State, local_shard, make_buckets, unique
 from .flight import Flight
 from .groups import Stage
@@ -24,15 +24,17 @@ class Held:
     device, memory format) before: what puts new tensors in their place is not seen. flight: makes what carries the
     reductions. reducer: makes what says how they travel. riders: whose scalars travel along.
 
-    Attributes: params, buffers, DTensors' shards among them; buckets, the flat tensors that travel; state, what is kept
-    from round to round, and replicas, what of it is equal on all workers; starts, where rounds begin, a flat tensor a
-    bucket, empty where that is not kept; scale, which makes means of what has landed.
+    Attributes: params, buffers, DTensors' shards among them; buckets, the flat tensors that travel; state, the tensors
+    that are kept from round to round, and replicas, those of them that are equal on all workers; starts, the point at
+    which rounds begin, a flat tensor a bucket, empty where it is not kept; scale, by which sums that have landed become
+    means.
 
-    A method whose workers hold parts of a model overrides what is said here of a worker that holds all of it.
+    Here each worker holds the whole model. A method whose workers hold parts of it overrides the properties below.
     """
 
     name = ""
-    title = "rank"  # what a worker is called
+    title = "rank"  # what messages call a worker, before its number
+    needs_whole_norms = False  # whether norms of all parameters are taken, which none has of DTensors
     sends_later = False  # whether payloads are complete only in the background, before the riders' stages
 
     def __init__(
@@ -44,7 +46,8 @@ class Held:
         riders: Sequence[Rider],
     ):
         given, others = unique(tensors_of(params, "parameters")), unique(tensors_of(buffers, "buffers"))
-        self.check_tensors(given)
+        if self.needs_whole_norms:
+            refuse_dtensors(given)
         self._trained = [p for p in given if p.requires_grad]
         self._frozen = [p for p in given if not p.requires_grad]
         self.params = [local_shard(p) for p in self._trained]
@@ -52,6 +55,7 @@ class Held:
         self._alike = [local_shard(t) for t in (*given, *others)]
         check_inputs(given, self.params, self.buffers)
         self.riders = list(riders)
+        check_riders(self.riders, Rider)
         self.flight = flight(self.device)
         if self.flight.places == 1:
             check_group()
@@ -82,10 +86,6 @@ class Held:
         """All workers take the first one's tensors."""
         self.flight.agree((self.name, self.signature()), self._alike)
 
-    def check_tensors(self, params: Sequence[Tensor]) -> None:
-        """Refuses parameters with which the method cannot do."""
-        refuse_dtensors(params)
-
     def make_buckets(self) -> list[Bucket]:
         return make_buckets(self.params, self.buffers, self.scalars.numel)
 
@@ -106,10 +106,10 @@ class Held:
 
     @property
     def turn(self) -> int | None:
-        """The number of the comparison of this worker's replicas with others', None where it has no turn in this round.
-        Of workers with the same replicas all or none have a turn."""
+        """Which comparison of replicas this round makes, counted from 0; None where this worker's replicas are not
+        compared in it. Workers that hold the same replicas are compared in the same rounds."""
         return self.rounds
 
     def sum_parts(self, numbers: Tensor) -> Iterator[Stage]:
-        """Numbers, of the part of a payload that this process holds, become their sums over all parts."""
+        """numbers: of the part of a payload that this process holds; they become their sums over all its parts."""
         yield from ()

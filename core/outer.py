@@ -72,8 +72,8 @@ def momentum(m: Tensor, delta: Tensor, beta: float, gap: Tensor | None = None) -
 
 
 def carried(beta: float, growth: float) -> float:
-    """What of m_{t-1} enters m_t where Delta is of `growth` times as many local steps as the one before: beta growth,
-    at most 1.
+    """The factor of m_{t-1} in m_t where Delta is of `growth` times as many local steps as the Delta before: beta
+    growth, at most 1.
 
     Twice the steps lead about twice as far, so that what m holds of fewer steps counts more, and of more steps less.
     But where tau leaps, a few steps' direction says little of many, and multiplied by hundreds it would overshoot: the
@@ -151,9 +151,9 @@ NOTHING_LANDED = Rule()
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of the model. params: slices of the live parameters, in any shapes; d, x, m: [n], of these parameters the
-    buffer in which a mean has landed, the outer iterate and the momentum; x_views, d_views: x, d in params' shapes;
-    sent: of merge keep the parameters as they were at the sending, in their shapes, else nothing."""
+    """A part of the model. params: slices of the live parameters, in any shapes; d, x, m: [n], the part of
+    the buffer in which a mean has landed, of the outer iterate and of the momentum; x_views, d_views: x, d in params'
+    shapes; sent: with merge keep the parameters as they were at the sending, in their shapes, else empty."""
 
     params: list[Tensor]
     x_views: list[Tensor]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 
+from .config import is_whole
 from .errors import UserError
 from .riders import Method
 
@@ -32,7 +33,7 @@ class Pacing:
     def begin(self, number: int, taken: int = 0) -> None:
         """Round `number` begins, counted from 0; or goes on after so many local steps, from a checkpoint."""
         self.tau = self._tau_of(number)
-        if not isinstance(self.tau, int) or self.tau < 1:
+        if not is_whole(self.tau):
             raise UserError(f"tau={self.tau!r}: give a whole number of local steps, 1 or more")
 
     def act(self, method: Method, *, last: bool) -> Act:

@@ -23,6 +23,8 @@ class Reducer(Protocol):
     """What a checkpoint holds of it."""
     kind: str
     """Its name in a checkpoint."""
+    changes: bool
+    """Whether it is one of several, and `become` makes it another."""
 
     def become(self, kind: str) -> None:
         """A checkpoint of that kind is loaded next. Only a reducer that is one of several changes."""
@@ -36,7 +38,7 @@ class Reducer(Protocol):
 class AllReduce:
     """The plain reducer: one all-reduce of each flat tensor, in its own precision; sums land in it."""
 
-    kind = "float32"
+    kind, changes = "float32", False
 
     def __init__(self, flats: Sequence[Tensor], world_size: int):
         self.flats = flats

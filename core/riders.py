@@ -57,19 +57,20 @@ class Method(Protocol):
 
 
 class Heard(NamedTuple):
-    """Of what sums are."""
+    """What the sums of a reduction were taken over."""
 
     round: int
     """The round that ended with their sending, from 0."""
     everybody: int
-    """Over how many processes they were taken."""
+    """The number of processes."""
     workers: int
-    """How many have sent a payload: with more processes, these hold parts of one."""
+    """The number of payloads: fewer than processes where several processes hold parts of one payload."""
 
 
 class Rider:
-    """Every hook does nothing unless it is overridden. In a round they come in this order: began, pack, stages, landed,
-    hear, end, moved.
+    """Every hook does nothing unless it is overridden. A reduction calls pack, stages, landed and hear, in this order;
+    a round calls began first, end and moved last. Where reductions are hidden, landed and hear are about the reduction
+    that was launched a round ago, and come before pack.
 
     name: under which a checkpoint keeps its state; "" keeps none. shared, of_each: its scalars, name -> how many
     numbers; of those in of_each every worker has a place of its own. method: whose reductions it goes along with.
@@ -117,10 +118,10 @@ class Rider:
         """Everything starts anew from the parameters."""
 
     def left_out(self, where: Tensor) -> None:
-        """Where that holds, 0-d, this worker starts anew from where the others are."""
+        """where: 0-d truth value. Where it is true, this worker starts anew from where the others are."""
 
     def others_came(self) -> None:
-        """Among other workers than before, who know nothing of what was heard."""
+        """The method goes on among other workers, which have not heard what this one has heard."""
 
     def state_dict(self) -> Any:
         """A tensor, a list of tensors, or plain values; a checkpoint copies tensors to the host's memory."""

@@ -15,17 +15,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .checks import (
-    refuse_thawed,
-)
+from .checks import refuse_thawed
 from .errors import UserError
-from .flat import (
-    Bucket,
-    Scalars,
-    copy,
-    copy_where,
-    rescale,
-)
+from .flat import Bucket, Scalars, copy, copy_where, rescale
 from .flight import Flight
 from .groups import Stage
 from .pacing import Act, Pacing
@@ -47,14 +39,15 @@ class Landing(NamedTuple):
 
 
 class Rounds(Saved, ABC):
-    """pacing, riders: see the module. The rest: see Held.
+    """A method that trains in rounds. pacing, riders: see the top of this file. The other arguments: see Held.
 
-    Attributes, beside Held's: local_steps, since the last boundary; sent_tau, of the round whose reduction is in
-    flight, or landed last; growth, sent_tau over that of the round before.
+    Attributes, beside Held's: local_steps, the number taken since the last boundary; sent_tau, the tau of the round
+    whose reduction is in flight, or landed last; growth, sent_tau over the tau of the round whose mean landed before
+    (outer.carried); clock, which takes the times.
     """
 
     differences = False  # whether payloads are differences: zero where nothing has moved
-    starts_roughly = False  # whether workers begin a round near where `starts` says, not there
+    starts_roughly = False  # whether workers begin a round near `starts` only, not exactly there
 
     def __init__(
         self,
@@ -78,7 +71,7 @@ class Rounds(Saved, ABC):
 
     @property
     def stats(self) -> RoundStats:
-        """Of the round that closed last; from a merge in mid-round on, of the one that runs."""
+        """Statistics of the round that closed last; once a mean was merged in mid-round, of the round that runs."""
         return self.clock.stats
 
     @property
@@ -99,8 +92,8 @@ class Rounds(Saved, ABC):
         """Call after every optimiser step, also one that a GradScaler skipped: not from the optimiser's
         register_step_post_hook, which torch does not call then. True when a round closed.
 
-        last: finish() follows. It then waits for one all-reduce, of which else it needs a second where a round has
-        just closed, only to hear that no worker has sent anything since.
+        last: finish() follows, which then waits for one all-reduce. Without it finish() needs a second one where a
+        round has just closed, only to hear that no worker has sent anything since.
         """
         if self._ended is not None:
             raise UserError("step() after step(last=True): call finish() between them")
@@ -108,7 +101,7 @@ class Rounds(Saved, ABC):
         if self.local_steps == 1:
             for rider in self.riders:
                 rider.began()
-            if self.tau > 1:  # else the round's only step is timed
+            if self.pacing.tau > 1:  # else the round's only step is timed, from the last boundary on
                 self.clock.steps_begin()
         act = self.pacing.act(self, last=last)
         if act is Act.CLOSE:
@@ -139,16 +132,19 @@ class Rounds(Saved, ABC):
             rider.finished()
 
     def catch_up(self, rounds: int) -> None:
-        """Closes rounds, waiting for each mean, until there are so many: the most of any worker, where a pacing has led
-        them to one point in unlike rounds and a checkpoint needs them in one. Every worker must call it."""
+        """Closes rounds, waiting for each mean, until `rounds` have closed. Every worker must call it.
+
+        For a checkpoint, which needs all workers in one round, where a pacing such as skip_after lets them come to one
+        step in unlike rounds. rounds: the largest number of any worker.
+        """
         while self.rounds < rounds:
             self._boundary(finished=False)
 
     @contextlib.contextmanager
     def shared_model(self) -> Iterator[bool]:
-        """For an evaluation at a boundary, or after finish(): in it the model is what all workers have in common, where
-        the method can tell without another reduction; whether it is. Every worker must come to it. Else workers
-        evaluate each its own model, whose loss is the greater."""
+        """For an evaluation at a boundary, or after finish(); every worker must enter it. Yields True where all workers
+        hold the same model in it, False where each holds its own, whose loss is the greater. No reduction is launched
+        for it."""
         unlike_starts = self.starts_roughly or not self.pacing.together
         yield not (self.local_steps or (self.flight.in_flight and unlike_starts))
 
@@ -182,11 +178,11 @@ class Rounds(Saved, ABC):
         return self.tau
 
     def merge(self, *, finished: bool = False) -> Landing:
-        """What is in flight, in mid-round, for a Pacing that says Act.MERGE."""
+        """Lands what is in flight in mid-round, where the pacing says Act.MERGE."""
         return self.land(finished=finished)
 
     def left_out(self, where: Tensor) -> None:
-        """Where that holds, 0-d, what this worker sends has weight 0: it starts anew, as the others will."""
+        """where: 0-d truth value. Where it is true, what this worker sends has weight 0, and it starts anew."""
         for rider in self.riders:
             rider.left_out(where)
 

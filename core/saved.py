@@ -1,10 +1,11 @@
-"""What of a method a checkpoint holds, and how a run goes on from it."""
+"""What a checkpoint holds of a method, and how a run goes on from it."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .checks import check_run, check_saved, of_rank, under_rank
 from .flat import copy, on_host, resized
@@ -15,7 +16,7 @@ from .stats import Late
 
 
 class Saved(Held):
-    """What a checkpoint holds of Rounds: see there for the attributes."""
+    """The half of Rounds that writes and reads checkpoints; Rounds says what the attributes are."""
 
     pacing: Pacing
     local_steps: int
@@ -77,21 +78,19 @@ class Saved(Held):
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         """Restores what own_state returned."""
-        flats, workers = [b.flat for b in self.buckets], self.flight.world_size
+        workers = self.flight.world_size
         check_run(state, self.name, workers, equal=bool(self.replicas) or not self.state)
         others = (state["workers"], state["places"]) != (workers, self.flight.places)
-        landed = state["flats"]
-        self.reducer.become(state["reducer"])
-        here, saved = dict(self.state), dict(state.get("state", {}))  # DCP's tools drop an empty one
-        if others:  # what was held back is lost; of a sum or a mean its weight says over how much it is
-            landed = resized(landed, flats)
-        elif not state["reducer"] == self.reducer.kind == AllReduce.kind:  # which holds nothing back
-            here |= self.reducer.state
-            saved |= state.get("held_back", {})
-        here, saved = here | {"all-reduce": flats}, saved | {"all-reduce": landed}
-        check_saved(saved, here)
+        # among others the error feedback is lost; a sum that has landed brings its weight along
+        held_back = not others and self._holds_back(state["reducer"])
+        saved = dict(state.get("state", {}))  # DCP's tools drop an empty one
+        saved |= state.get("held_back", {}) if held_back else {}
+        flats = [b.flat for b in self.buckets]
+        saved["all-reduce"] = resized(state["flats"], flats) if others else state["flats"]
+        check_saved(saved, self._kept(held_back))
         self.flight.restore(state["rounds"], state["in_flight"])
-        for name, held in here.items():
+        self.reducer.become(state["reducer"])
+        for name, held in self._kept(held_back).items():
             copy(held, saved[name])
         self.scalars["finished"].zero_()  # another run may train on
         self._late = Late()
@@ -103,3 +102,13 @@ class Saved(Held):
         self.begin_round(self.flight.launched)
         self.pacing.begin(self.flight.launched, self.local_steps)
         self._closing_tau = self.pacing.tau  # of a newcomer, who sends before a round of its own has closed
+
+    def _holds_back(self, kind: str) -> bool:
+        """Whether a checkpoint of a reducer of this kind has to have what this one holds back."""
+        plain = kind == AllReduce.kind and (self.reducer.kind == AllReduce.kind or self.reducer.changes)
+        return not plain
+
+    def _kept(self, held_back: bool) -> dict[str, list[Tensor]]:
+        """What is loaded here, by name."""
+        kept = dict(self.state) | (self.reducer.state if held_back else {})
+        return kept | {"all-reduce": [b.flat for b in self.buckets]}

@@ -18,7 +18,7 @@ LAYERS: list[list[str]] = [
     ["tasks", "bench"],
     ["training"],
     ["core.integrations", "core.methods", "assembly"],
-    ["adaptive", "sharded", "wires", "lgreco", "triton", "robust", "elastic", "zeroth"],
+    ["adaptive", "sharded", "lgreco", "wires", "triton", "robust", "zeroth", "elastic"],
     ["core"],
     ["torch"],
 ]

@@ -27,6 +27,7 @@ class OnArrival(CO2):
     """
 
     config: AdaptiveConfig
+    reads = AdaptiveConfig
 
     def make_boundaries(self) -> list[outer.Boundary]:
         c, self._finishing = self.config, False

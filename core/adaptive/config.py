@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from ..config import GAPS as PAPERS
-from ..config import OuterConfig, require
+from ..config import OuterConfig, is_number, is_whole, require
 from ..outer import MERGES, Merge
 
 GAPS = (*PAPERS[:2], "inner", *PAPERS[2:])
@@ -20,6 +20,7 @@ class AdaptiveConfig(OuterConfig):
     """Local steps per round; the paper searched {1, 3, 6, 12, 24, 48, 96, 192}. auto: chosen from measured times, the
     fewest that hide the all-reduce, and again when those change. Until they are known, with delay auto, a round goes on
     until its predecessor's mean has come, on every worker by itself; later rounds close at one step on all again."""
+    _: KW_ONLY
     gap: Literal["elementwise", "norm", "inner", "none"] = "elementwise"  # pyright: ignore
     """The staleness gap penalty Lambda: one of elementwise, norm, inner, none."""
     tau_max: int = 192
@@ -39,13 +40,18 @@ class AdaptiveConfig(OuterConfig):
     takes fewer in proportion, so that nobody waits for it, and counts by its steps (core/adaptive/pace.py)."""
 
     def check(self) -> None:
-        whole = isinstance(self.tau, int) and not isinstance(self.tau, bool) and self.tau >= 1
-        require(self, whole or self.tau == "auto", "tau", "give a whole number of local steps, 1 or more, or auto")
-        require(self, self.tau_max >= 1, "tau_max", "give a whole number of local steps, 1 or more")
+        require(
+            self,
+            is_whole(self.tau) or self.tau == "auto",
+            "tau",
+            "give a whole number of local steps, 1 or more, or auto",
+        )
+        require(self, is_whole(self.tau_max), "tau_max", "give a whole number of local steps, 1 or more")
         self.check_outer()
         require(self, self.gap in GAPS, "gap", f"choose one of {', '.join(GAPS)}")
         require(self, self.merge in MERGES, "merge", f"choose one of {', '.join(MERGES)}")
-        require(self, 0 < self.mix <= 1, "mix", "give a number in (0, 1]; 1 continues from the outer iterate alone")
+        shared = is_number(self.mix) and 0 < self.mix <= 1
+        require(self, shared, "mix", "give a number in (0, 1]; 1 continues from the outer iterate alone")
         self._check_delay()
         require(self, self.steps in ("even", "by_speed"), "steps", "choose even or by_speed")
 

@@ -47,7 +47,7 @@ class LGreco:
     NCCL moves the tensors the host waits, at the launch after a reduction that asked, until that has landed.
     """
 
-    kind = "lgreco"
+    kind, changes = "lgreco", False
 
     def __init__(
         self, buckets: Sequence[Bucket], scalars: Scalars, rank: int, world_size: int, like: str, config: LGrecoConfig

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ..adaptive.schedules import Schedule
-from ..assembly import CO2, CO2Config, Options, ShardedCO2
+from ..assembly import CO2, CO2Config, Options, ShardedCO2, checked
 from ..errors import UserError
 from ..flight import Link
 from ..groups import has_dtensors
@@ -98,7 +98,9 @@ def make_method(
     offload: see ShardedCO2. group, timeout, link, riders: see assembly.Options. settings: of the method, by
     its key: delayed, slowmo, overlap_local, or ddp_wire, how ddp's gradients cross the network.
     """
-    entry, co2 = entry_of(name), co2 or CO2Config()
+    entry, co2 = entry_of(name), checked(co2)
+    if not isinstance(model, nn.Module):
+        raise UserError(f"model: a {type(model).__name__} is given: give the module itself")
     own = check_settings(name, co2, shard=shard, offload=offload, schedule=schedule, **settings)
     options = Options(group=group, timeout=timeout, link=link, riders=riders)
     options["buffers"] = list(model.buffers()) if average_buffers else []

@@ -84,6 +84,8 @@ def own_settings(entries: Iterable[Entry], entry: Entry, given: Mapping[str, Any
         if key not in owners:
             raise TypeError(f"make_method() got an unexpected keyword argument {key!r}")
         owner, config = owners[key]
+        if not isinstance(value, config | None):
+            raise UserError(f"{key}={value!r}: give a {config.__name__}")
         if owner == entry.name or value is None or value == (usual := config()):
             continue
         name, own = next((k, v) for k, v in vars(value).items() if v != getattr(usual, k))

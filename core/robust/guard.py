@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import require
+from ..config import is_number, require
 from ..errors import DivergedError
 from ..flat import Bucket, local_shard, read_blocks, wipe
 from ..groups import Stage
@@ -37,14 +37,14 @@ LeftOut = Callable[[Tensor], None]
 class Guarded:
     """The settings of who is left out of a mean."""
 
+    _: KW_ONLY
     outlier: float | None = 10.0
     """A worker is left out of a round's mean, and starts anew, where its difference is more than so many times as large
     as its own usual one (core/robust/guard.py); None: only where it is not finite."""
 
     def check(self) -> None:
-        require(
-            self, self.outlier is None or self.outlier > 1, "outlier", "give a number above 1, or None for no limit"
-        )
+        limits = self.outlier is None or (is_number(self.outlier) and self.outlier > 1)
+        require(self, limits, "outlier", "give a number above 1, or None for no limit")
 
 
 class Guard(Rider):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..errors import UserError
 from ..riders import Heard, Rider
 
 LASTING = {"stop"}
@@ -20,13 +21,16 @@ class Requests(Rider):
 
     def __init__(self, *names: str):
         self.shared = dict.fromkeys(names, 1)
-        self.finished()
-
-    def finished(self) -> None:
-        """No worker has asked."""
         self.asked, self._heard, self.granted = set[str](), set[str](), set[str]()
 
+    def finished(self) -> None:
+        """A request to stop is answered. Any other that finish() has carried is granted until the next boundary."""
+        for names in (self.asked, self._heard, self.granted):
+            names -= LASTING
+
     def ask(self, name: str) -> None:
+        if name not in self.shared:
+            raise UserError(f"ask({name!r}): these Requests were made for {', '.join(self.shared)} alone")
         self.asked.add(name)
 
     def pack(self) -> None:

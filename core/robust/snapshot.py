@@ -18,9 +18,9 @@ class Snapshot(Rider):
         self._of_now: dict[str, Any] = {}  # what the local steps of the next round change
 
     def ask(self, then: Callable[[dict[str, Any]], None]) -> None:
-        """Calls `then` with what state_dict would return at this boundary, without waiting: when what is in flight is
-        received, at the next boundary at the latest; at once where nothing is. Parameters and optimiser are to be
-        copied here.
+        """Calls `then` with what state_dict would return at this boundary, without waiting: when what is in flight has
+        landed, at the next boundary at the latest; at once where nothing is in flight. Copy
+        parameters and optimiser here.
 
         Where one was asked for before, that is given first, for which this waits.
         """

@@ -11,7 +11,7 @@ waits only for what outlasts the round.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -122,9 +122,6 @@ class ShardedCO2(Rounds):
         self.start_from_params()
 
     # -- what Rounds asks -----------------------------------------------------------------------------------
-
-    def check_tensors(self, params: Sequence[Tensor]) -> None:
-        """DTensors are welcome: see Placement."""
 
     def make_buckets(self) -> list[Bucket]:
         parts = self._node.parts * (self.flight.world_size if self.shard else 1)

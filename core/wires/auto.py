@@ -20,6 +20,8 @@ class AutoWire:
     """A Reducer that is one of several. kind: the format of what is sent first; `become`, which a Tuned calls before
     a launch, changes it."""
 
+    changes = True
+
     def __init__(
         self,
         kind: str,

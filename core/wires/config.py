@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal, get_args
 
 import torch.distributed as dist
@@ -87,6 +87,7 @@ class WireConfig:
 class Wired:
     """The settings of how a method's payload crosses the network."""
 
+    _: KW_ONLY
     wire: WireConfig = field(default_factory=WireConfig)
     """How the pseudo-gradient crosses the network. The other methods always send float32."""
 

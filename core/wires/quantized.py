@@ -170,6 +170,8 @@ class Quantized:
     [chunk]; None: it makes its own.
     """
 
+    changes = False
+
     def __init__(
         self,
         buckets: Sequence[Encoded],

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import core.co2
+from bench.reference import LateReference
 from core import CO2, CO2Config, ShardedCO2, UserError, make_method
 from core.flight import Flight
 from core.groups import node_mesh
-from core.reference import Reference
 from core.robust.agreement import PARTS, REPAIR_EVERY, Agreement, bits, checksum, checksum_of, equal
 from core.robust.guard import Guard
 from core.robust.requests import Requests
@@ -48,7 +48,7 @@ def scheduled_run(rank: int, world_size: int, kind: str) -> list[Tensor]:
 
 
 def scheduled_reference(world_size: int, steps: int) -> list[Tensor]:
-    ref = Reference(flat(odd_parameters()).expand(world_size, -1).clone(), TAUS[0])
+    ref = LateReference(flat(odd_parameters()).expand(world_size, -1).clone(), TAUS[0])
     workers = torch.arange(world_size, dtype=torch.float64)[:, None]
     number, rounds = 0, []
     for step in range(steps):
@@ -83,8 +83,8 @@ def test_what_a_gpu_tells_late_is_of_as_many_workers_as_there_were(monkeypatch: 
         return flight
 
     bare = core.co2.CO2([nn.Parameter(torch.ones(3))], flight=of_three, riders=[Guard(), Agreement()])
-    bare.scalars.set_checksum("settings", 5)  # means, as of workers who all tell the same
-    bare.scalars.set_checksum("replicas", 7)
+    bare.scalars["settings"].copy_(torch.tensor([5.0, 25.0]))  # means, as of workers who all tell the same
+    bare.scalars["replicas"].copy_(torch.tensor([7.0, 49.0]))
     bare.scalars["left_out"][2] = 1 / 3
     bare.flight.launched = 1
     bare._hear()
@@ -145,7 +145,17 @@ def drifting(rank: int, world_size: int, kind: str) -> dict[str, Any]:
     return {"first": seen.index(1.0) if 1.0 in seen else None, "last": params[0].detach(), "warned": len(caught)}
 
 
-@pytest.mark.parametrize("kind", ["co2", "int8", "slowmo", "offload", "node", "local"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "co2",
+        "int8",
+        pytest.param("slowmo", marks=pytest.mark.slow),
+        "offload",
+        "node",
+        pytest.param("local", marks=pytest.mark.slow),
+    ],
+)
 def test_replicas_that_drift_apart_are_noticed_and_made_equal_again(kind: str):
     """A mean of differences would keep them apart for ever. Nodes take turns, so it may take twice as long."""
     results = run_distributed(drifting, 4 if kind == "node" else 2, kind)
@@ -296,6 +306,26 @@ def asking(wire: Any) -> tuple[CO2, Requests]:
 def test_one_worker_that_asks_to_stop_is_heard_by_all_and_not_again_after_a_resume(wire: str):
     for seen in run_distributed(asked, 2, wire):
         assert seen == [False] * 5 + [True] * 5 + [False], "sent after step 4, landed after step 6"
+
+
+def asked_late(rank: int, world_size: int) -> list[set[str]]:
+    """Both are asked for after the last boundary, so that finish() alone carries them."""
+    requests, seen = Requests("stop", "save"), []
+    co2 = CO2([nn.Parameter(torch.ones(3))], CO2Config(tau=2), riders=[requests])
+    for _ in range(5):
+        co2.step()
+    if rank == 1:
+        requests.ask("save"), requests.ask("stop")
+    co2.finish()
+    seen.append(set(requests.granted))
+    for _ in range(4):
+        co2.step()
+    co2.finish()
+    return [*seen, requests.granted]
+
+
+def test_a_request_to_save_that_finish_carries_is_not_lost_and_one_to_stop_is_answered():
+    assert run_distributed(asked_late, 2) == [[{"save"}, set()]] * 2
 
 
 def outlasts(rank: int, world_size: int, late: float) -> str:

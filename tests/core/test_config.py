@@ -1,6 +1,5 @@
 """A bad setting gives one line that names the value and the remedy."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields
 from typing import Any
@@ -9,8 +8,22 @@ import pytest
 import torch
 from torch import nn
 
-from core import CO2, CO2Config, LocalSGD, ShardedCO2, UserError, make_method
+import core.co2 as bare
+from core import (
+    CO2,
+    CO2Config,
+    DelayedCO2,
+    LocalSGD,
+    OverlapLocalSGD,
+    ShardedCO2,
+    SlowMo,
+    UserError,
+    WireConfig,
+    make_method,
+)
+from core.config import OuterConfig
 from core.methods import METHODS, DelayedConfig, OverlapLocalConfig, SlowMoConfig
+from core.robust.requests import Requests
 from tests.problems import Settings
 from training.throttle import ThrottledLink
 
@@ -44,6 +57,12 @@ def message(build: Callable[[], Any]) -> str:
         ({"clip": -1.0}, "clip=-1.0", "None for no clipping"),
         ({"clip": float("nan")}, "clip=nan", "None for no clipping"),
         ({"wire": "int8"}, "wire='int8'", "WireConfig('int8')"),
+        ({"outer_lr": "1"}, "outer_lr='1'", "finite"),
+        ({"outer_momentum": None}, "outer_momentum=None", "[0, 1)"),
+        ({"clip": "no"}, "clip='no'", "None for no clipping"),
+        ({"mix": "half"}, "mix='half'", "(0, 1]"),
+        ({"tau_max": 2.5}, "tau_max=2.5", "whole number"),
+        ({"outlier": "far"}, "outlier='far'", "None for no limit"),
     ],
     ids=str,
 )
@@ -116,11 +135,58 @@ def test_other_bad_settings(build: Callable[[], Any], named: str, remedy: str):
     assert named in text and remedy in text
 
 
-@pytest.mark.parametrize("method", [CO2, ShardedCO2, functools.partial(LocalSGD, tau=4)])
-def test_an_argument_that_no_method_has_is_refused(method: Callable[..., Any]):
-    """As tau beside the config: ignored, the default would be trained with."""
-    with pytest.raises(TypeError, match="unexpected keyword argument 'outer_lr'"):
-        method([nn.Parameter(torch.ones(1))], outer_lr=0.5)
+def test_settings_but_tau_are_given_by_name():
+    """Their order has changed: a number in an old place would be another setting's."""
+    assert CO2Config(6).tau == OuterConfig(6).tau == 6
+    for config in (CO2Config, OuterConfig):
+        with pytest.raises(TypeError, match="positional"):
+            config(6, 0.5)  # pyright: ignore[reportCallIssue]
+
+
+def params() -> list[nn.Parameter]:
+    return list(nn.Linear(2, 2).parameters())
+
+
+@pytest.mark.parametrize(
+    ("build", "named"),
+    [
+        (lambda: CO2(params(), 48), "config=48: give a CO2Config"),
+        (lambda: CO2(params(), OuterConfig()), "give a CO2Config"),
+        (lambda: make_method("co2", nn.Linear(2, 2), co2=48), "config=48: give a CO2Config"),
+        (lambda: make_method("slowmo", nn.Linear(2, 2), slowmo={"lr": 1}), "give a SlowMoConfig"),
+        (lambda: make_method("co2", params()), "give the module itself"),
+        (lambda: CO2(params(), buffers=None), "buffers: one NoneType is given"),
+        (lambda: ShardedCO2(params(), mesh=(2, 2)), "mesh=(2, 2): give a DeviceMesh"),
+        (lambda: bare.CO2(params(), 48), "config=48: give an object of OuterConfig"),
+        (lambda: bare.CO2(params(), CO2Config(gap="inner")), "elementwise, norm, none"),
+        (lambda: bare.CO2(params(), CO2Config(merge="mix")), "take core.CO2"),
+        (lambda: bare.CO2(params(), CO2Config(wire=WireConfig("int8"))), "take core.CO2"),
+        (lambda: CO2(params(), riders=Requests("stop")), "give a list"),
+        (lambda: CO2(params(), riders=[Requests]), "is among them"),
+        (lambda: CO2(params(), riders=[Requests("left_out")]), "'left_out'"),
+        (lambda: Requests("stop").ask("pause"), "ask('pause')"),
+    ],
+)
+def test_what_is_of_another_kind_is_refused(build: Callable[[], Any], named: str):
+    assert named in message(build)
+
+
+def test_a_rider_goes_along_with_one_method():
+    requests = Requests("stop")
+    CO2(params(), riders=[requests])
+    assert "make one for each" in message(lambda: CO2(params(), riders=[requests]))
+
+
+@pytest.mark.parametrize("method", [CO2, LocalSGD, SlowMo, DelayedCO2, OverlapLocalSGD, ShardedCO2])
+def test_an_option_that_no_method_has_is_refused(method: Any):
+    settings = {} if method in (CO2, DelayedCO2, ShardedCO2) else {"tau": 4}
+    settings |= {"lr": lambda: 0.1} if method is SlowMo else {}
+    with pytest.raises(TypeError, match="bufers"):
+        method(params(), **settings, bufers=[])
+
+
+def test_the_plain_method_reads_the_papers_settings_of_any_config():
+    assert bare.CO2(params(), CO2Config(tau=6, outer_lr=0.5)).tau == 6
 
 
 def test_frozen_integers_are_none_of_its_business():

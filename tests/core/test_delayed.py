@@ -46,7 +46,7 @@ def train_grid(rank: int, world_size: int, configs: list[Settings]) -> list[list
 
 
 @pytest.mark.parametrize("configs", GRIDS)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_equals_the_reference_round_by_round(world_size: int, configs: list[Settings]):
     x = flat(problems.odd_parameters())
     results = run_distributed(train_grid, world_size, configs, timeout=300)

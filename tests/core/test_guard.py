@@ -12,11 +12,11 @@ from core import CO2, CO2Config, ShardedCO2, make_method
 from core.errors import DivergedError
 from core.flight import Flight
 from core.groups import node_mesh
-from core.reference import Reference
 from core.riders import Heard
 from core.robust.guard import LEFT_OUT_AGAIN, WARM_UP, Guard, forget
 from core.testing import run_distributed
 from tests.problems import LR, Settings, flat, gradient, odd_parameters, sgd_step
+from tests.reference import DelayedReference
 
 # -- the rule -------------------------------------------------------------------------------------------------
 
@@ -174,11 +174,11 @@ SHARED = {
 
 
 def expected(s: Settings, steps: int) -> list[Tensor]:
-    late = {"delay": None if s.delay == "boundary" else s.delay, "merge": s.merge, "kappa": s.mix, "policy": s.policy}
+    late = {"delay": None if s.delay == "boundary" else s.delay, "merge": s.merge, "kappa": s.mix}
     start = flat(odd_parameters())
-    ref = Reference(
+    ref = DelayedReference(
         start.expand(3, -1).clone(), s.tau, s.outer_lr, s.outer_momentum, s.gap, s.clip, **late,
-        taylor=s.taylor, nesterov=s.nesterov,
+        policy=s.policy, taylor=s.taylor, nesterov=s.nesterov,
     )  # fmt: skip
     workers = torch.arange(3, dtype=torch.float64)[:, None]
     for step in range(steps):

@@ -294,7 +294,12 @@ def channels_last(rank: int, world_size: int) -> None:
 TESTED = (evaluations, checkpoints, trainers, groups_and_schedules, construction, tied_weights, compiled, channels_last)
 
 
-@pytest.mark.parametrize("loops", TESTED)
+WHOLE = (trainers, groups_and_schedules, compiled, channels_last)
+
+
+@pytest.mark.parametrize(
+    "loops", [pytest.param(loops, marks=pytest.mark.slow if loops in WHOLE else ()) for loops in TESTED]
+)
 def test_trains_as_in_the_plain_loop(loops: Any):
     run_distributed(loops, 2)
 

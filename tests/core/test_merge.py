@@ -55,7 +55,7 @@ def train_grid(rank: int, world_size: int, configs: list[Settings]) -> list[list
 
 
 @pytest.mark.parametrize("configs", GRIDS)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_equals_the_reference_round_by_round(world_size: int, configs: list[Settings]):
     x = flat(problems.odd_parameters())
     results = run_distributed(train_grid, world_size, configs, timeout=300)
@@ -281,7 +281,10 @@ SOME = [{"merge": "mix"}, {"merge": "mix", "delay": 1}, {"merge": "keep", "delay
 SOME += [{"merge": "keep"}, {"merge": "mix", "delay": 1, "wire": "int8"}]
 
 
-@pytest.mark.parametrize("changes", SOME[:5], ids=str)
+CORNERS = [*SOME[:2], *(pytest.param(changes, marks=pytest.mark.slow) for changes in SOME[2:5])]
+
+
+@pytest.mark.parametrize("changes", CORNERS, ids=str)
 def test_16_bit_parameters(changes: dict[str, Any]):
     """float64, float32 and bfloat16 in one model, as one float64 model up to each dtype's rounding."""
     config = replace(BASE, tau=2 + (changes.get("delay") == 2), gap="none", allow_unstable=True)
@@ -324,7 +327,7 @@ def test_a_resumed_run_is_bit_identical(tmp_path: Path):
             assert torch.equal(whole, resumed), changes
 
 
-@pytest.mark.parametrize("changes", SOME[:5], ids=str)
+@pytest.mark.parametrize("changes", CORNERS, ids=str)
 def test_without_momentum_nothing_is_left_over_after_finish(changes: dict[str, Any]):
     config = replace(BASE, tau=3, outer_momentum=0.0, clip=None, gap="none")
     for through, anew in run_distributed(in_two_parts_of, 2, replace(config, **changes)):

@@ -94,7 +94,7 @@ def reference(config: CO2Config) -> list[Tensor]:
     return [*rounds, ref.x[0].clone()]
 
 
-@pytest.mark.parametrize("replicated", [False, True], ids=["plain", "replicated"])
+@pytest.mark.parametrize("replicated", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "replicated"])
 def test_tensor_parallelism_equals_the_reference(replicated: bool):
     """What both ranks of a node hold counts once in norms and in the number of elements."""
     expected = [reference(config) for config, _ in CASES]
@@ -145,7 +145,9 @@ def pipeline(rank: int, world_size: int, dtype: torch.dtype) -> list[tuple[list[
     return pairs
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-6)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-9), pytest.param(torch.float32, 1e-6, marks=pytest.mark.slow)], ids=str
+)
 def test_stages_of_a_pipeline_equal_the_whole_model(dtype: torch.dtype, tolerance: float):
     """In float32 the scalars travel with a first bucket of another dtype in one stage than in the other."""
     for pairs in run_distributed(pipeline, 4, dtype, timeout=150):

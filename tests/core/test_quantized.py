@@ -95,7 +95,9 @@ def simulate(world_size: int, wire: str, feedback: bool) -> list[Tensor]:
     return seen
 
 
-@pytest.mark.parametrize(("world_size", "segment"), [(2, 1 << 18), (3, 256), (4, 512)])
+@pytest.mark.parametrize(
+    ("world_size", "segment"), [(2, 1 << 18), (3, 256), pytest.param(4, 512, marks=pytest.mark.slow)]
+)
 def test_equals_a_simulation_bit_for_bit(world_size: int, segment: int):
     """Every dtype, several blocks and parts of one, empty and exact tensors, a tail; the segments change nothing."""
     results = run_distributed(means, world_size, segment)

@@ -92,7 +92,7 @@ def late_by_policy(share: float, policy: str, beta: float, workers: int = 1, nes
     ("policy", "workers", "nesterov"),
     [("mix", 1, False), ("taylor", 1, False), ("eager", 2, False), ("eager", 4, False), ("penalty", 1, True)],
 )
-@pytest.mark.parametrize("beta", [0.3, 0.6])
+@pytest.mark.parametrize("beta", [pytest.param(0.3, marks=pytest.mark.slow), 0.6])
 def test_no_policy_escapes_the_limit_but_for_the_workers_own_part(
     policy: str, workers: int, nesterov: bool, beta: float
 ):

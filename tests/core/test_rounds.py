@@ -1,5 +1,6 @@
 """What surrounds the algorithm: construction, buffers, mixed precision, uneven workers, statistics."""
 
+import time
 from itertools import product
 from typing import Any
 
@@ -346,6 +347,16 @@ def test_statistics_with_one_gap_and_a_clip_by_norm():
     assert second["clipped_share"] == 1.0 and second["momentum_norm"] == pytest.approx(2.5)  # 5 before
     assert third["gap_mean"] == third["gap_max"] == pytest.approx(1 + 0.5 * 2.5 / 2.0)
     assert third["clipped_share"] == 0.0 and third["momentum_norm"] == pytest.approx(2.0 / 1.625)
+
+
+@pytest.mark.parametrize("tau", [1, 2, 3])
+def test_the_seconds_of_a_step_are_a_whole_steps(tau: int):
+    """Of all but a round's first, which may follow an evaluation, unless there is no other."""
+    co2 = CO2([nn.Parameter(torch.ones(2))], CO2Config(tau=tau))
+    for _ in range(3 * tau):
+        time.sleep(0.02)
+        if co2.step():
+            assert float(co2.stats.step_seconds) >= 0.02
 
 
 @pytest.mark.parametrize(

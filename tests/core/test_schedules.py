@@ -230,7 +230,11 @@ def changing_reference(c: Settings, world_size: int, rank: int) -> list[Tensor]:
     return [*trace, ref.x[rank]]
 
 
-@pytest.mark.parametrize("how", [{}, {"shard": True}, {"offload": True}], ids=["whole", "shard", "offload"])
+@pytest.mark.parametrize(
+    "how",
+    [{}, pytest.param({"shard": True}, marks=pytest.mark.slow), {"offload": True}],
+    ids=["whole", "shard", "offload"],
+)
 def test_with_a_tau_that_changes_all_equal_the_reference(how: dict[str, Any]):
     configs = [c for c in CHANGING if not how or (c.method == "co2" and c.merge != "keep" and c.delay != 0)]
     configs = [c for c in configs if not how or (c.gap != "inner")]

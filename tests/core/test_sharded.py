@@ -94,7 +94,7 @@ def flat_workers(rank: int, world_size: int, configs: list[CO2Config]) -> list[l
 
 
 @pytest.mark.parametrize("configs", GRIDS)
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_shared_or_offloaded_equals_unshared(world_size: int, configs: list[CO2Config]):
     for result in run_distributed(flat_workers, world_size, configs, timeout=400):
         for unshared, *others in result:
@@ -115,7 +115,7 @@ def arriving(rank: int, world_size: int) -> list[list[list[Tensor]]]:
     return [[run_co2(c, [node, node + 1], mesh=mesh)[0]] for c in ARRIVALS]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_means_merged_on_arrival_equal_unshared_ones(world_size: int):
     """On four workers, nodes of two against an unshared run with a worker a node."""
     results = run_distributed(arriving, world_size, timeout=200)
@@ -179,7 +179,7 @@ def resumed(rank: int, world_size: int, at: int) -> list[tuple[Tensor, Tensor]]:
     return ends
 
 
-@pytest.mark.parametrize("at", [9, 12])
+@pytest.mark.parametrize("at", [pytest.param(9, marks=pytest.mark.slow), 12])
 def test_a_resumed_run_goes_on_bit_for_bit(at: int):
     for ends in run_distributed(resumed, 4, at, timeout=120):
         for again, straight in ends:

@@ -61,7 +61,7 @@ def loopback_bytes() -> int:
     return next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:"))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_bytes_sent_by_hand(world_size: int):
     """Blocks of 256 cost 512, 516, 260, ... 68 bytes; twice (n - 1) / n of them; and 9 + n scalars a peer."""
     numel = 10_000

@@ -67,7 +67,9 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "workers", [1, 2, pytest.param(4, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow)]
+)
 def test_every_mesh_gives_what_one_process_would(workers):
     """[D, 1] and [D, 2] for D of 1 to 6, to 1e-12, and with the same bits on all workers after every step."""
     configs = [c for c in CONFIGS if c.directions != 6 or workers >= 4]

@@ -30,6 +30,8 @@ LOADS: dict[tuple[str, str], dict[str, bool]] = {
     # DCP unpickles .metadata by what its reader returns, which stored._Unpickler reads: it makes listed records alone
     ("training/stored.py", "dcp.load"): {},
     ("training/stored.py", "pickle.Unpickler"): {},
+    # a base config of mmseg's own, which the project names itself
+    ("segmentation/model.py", "mmengine.config.Config.fromfile"): {},
     # modules that the project names itself
     ("bench/chaos/worker.py", "runpy.run_module"): {},
     ("bench/peers/loop.py", "__import__"): {},
