@@ -89,8 +89,8 @@ class CO2(OnArrival):
 
     params: model.parameters() or any list of tensors, on this worker's device; every worker must pass the same shapes.
     config: see CO2Config. options: see Options. schedule: number of a round, from 0
-    -> what of tau, outer_lr, outer_momentum and clip changes from then on; the same on all workers, which is checked in
-    every round.
+    -> what of tau, outer_lr, outer_momentum and clip is in that round otherwise than in config; the same on all
+    workers, which is checked in every round.
 
     With merge outer, after n * tau calls of step() the parameters of every worker equal x_{n,0}, bit for bit. Where
     workers synchronise gradients every step inside nodes, or hold shards of one model, ShardedCO2

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Unpack
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .. import outer
@@ -235,8 +236,9 @@ class DelayedCO2(CO2):
             for bucket, flat in zip(self.buckets, flats, strict=True):
                 bucket.payload.copy_(flat)  # a failure leaves partial sums only there
             if self.flight.group is not None:
-                for work in all_reduce([b.payload for b in self.buckets], self.flight.group)[0]:
-                    work.wait()
+                reason = _sum([b.payload for b in self.buckets], self.flight.group)
+                if reason:  # raised out here, where no traceback keeps the collectives, and so their connections
+                    raise self.flight._failure(reason)
             for bucket, flat in zip(self.buckets, flats, strict=True):
                 flat.copy_(bucket.payload / self.flight.world_size)
         for boundary in self._delayed:
@@ -247,6 +249,16 @@ class DelayedCO2(CO2):
 
     def signature(self) -> Any:
         return asdict(self.config), asdict(self.delayed)
+
+
+def _sum(flats: Sequence[Tensor], group: dist.ProcessGroup) -> str:
+    """Each of flats becomes its sum over the workers, for which this waits; why it failed, "" where it has not."""
+    try:
+        for work in all_reduce(flats, group)[0]:
+            work.wait()
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 class _DelayedBoundary(outer.Boundary):

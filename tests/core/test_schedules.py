@@ -56,6 +56,14 @@ def test_co2_follows_a_schedule_of_tau():
     assert [step for step in range(1, 40) if co2.step()] == [3, 9, 21, 33]
 
 
+def test_a_schedule_says_of_each_round_what_differs_from_the_config():
+    """Of that round alone: a run that goes on from a checkpoint asks only for those to come."""
+    co2 = CO2(
+        [nn.Parameter(torch.ones(2))], CO2Config(tau=2), schedule=lambda number: {"tau": 3} if number == 1 else {}
+    )
+    assert [step for step in range(1, 12) if co2.step()] == [2, 5, 7, 9, 11]
+
+
 def test_the_choice_of_a_wire_knows_the_tau_of_now():
     config = CO2Config(tau=12, gap="none", merge="keep", wire=WireConfig("auto"))
     plugged = plugs(config, ramped := (lambda number: (3, 6, 12)[number]), {})
