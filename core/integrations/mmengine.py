@@ -74,6 +74,8 @@ class CO2Hook(Hook):
         self.method_name, self.average_buffers, self.timeout = method, average_buffers, timeout
         co2 = dict(co2 or {})
         if "wire" in co2:
+            if not isinstance(co2["wire"], Mapping):
+                raise UserError(f"CO2Hook: co2.wire={co2['wire']!r}: give a dict, such as dict(format='int8')")
             wire = dict(co2["wire"])
             lgreco = _config("wire.lgreco", LGrecoConfig, wire.pop("lgreco", None))
             co2["wire"] = _config("wire", WireConfig, wire | {"lgreco": lgreco})

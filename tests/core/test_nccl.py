@@ -230,8 +230,8 @@ def test_a_group_that_cannot_move_the_tensors_is_refused_with_the_remedy():
 
 
 class HostReads(TorchDispatchMode):
-    """Counts what would make the host wait for a GPU: reading a number from it, or copying one made here. more:
-    other calls that would where they are made."""
+    """Counts what would make the host wait for a GPU: reading a number from it, or copying one that was made here.
+    more: other calls that would where they are made."""
 
     def __init__(self, *more: Any) -> None:
         super().__init__()

@@ -154,6 +154,8 @@ def test_mistakes_get_one_line() -> None:
         CO2Hook(method="slowmo", slowmo={"clip": 1.0})
     with pytest.raises(UserError, match="wire has no setting 'bits'"):
         CO2Hook(co2={"wire": {"bits": 8}})
+    with pytest.raises(UserError, match="co2.wire='int8': give a dict"):
+        CO2Hook(co2={"wire": "int8"})
     with pytest.raises(UserError, match="tau=0"):
         CO2Hook(tau=0)
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.SyncBatchNorm(4))
