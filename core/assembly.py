@@ -97,6 +97,8 @@ class CO2(OnArrival):
     (core/sharded/sharded.py) is the class. The paper's algorithm and no more is core.co2.CO2.
     """
 
+    reads = CO2Config
+
     def __init__(
         self,
         params: Iterable[Tensor],
