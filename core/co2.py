@@ -24,7 +24,7 @@ momentum, and the buffer in flight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -32,13 +32,11 @@ import torch
 from torch import Tensor
 
 from . import outer
-from .config import OuterConfig, check_known
+from .config import OuterConfig, Settings, check_known
 from .flat import on_host
 from .pacing import Pacing
 from .passes import make_boundary
 from .rounds import Rounds
-
-Settings = Callable[[int], OuterConfig]
 
 
 class CO2(Rounds):
