@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 
-from .config import is_whole
 from .errors import UserError
 from .riders import Method
 
@@ -33,7 +32,7 @@ class Pacing:
     def begin(self, number: int, taken: int = 0) -> None:
         """Round `number` begins, counted from 0; or goes on after so many local steps, from a checkpoint."""
         self.tau = self._tau_of(number)
-        if not is_whole(self.tau):
+        if not isinstance(self.tau, int) or self.tau < 1:
             raise UserError(f"tau={self.tau!r}: give a whole number of local steps, 1 or more")
 
     def act(self, method: Method, *, last: bool) -> Act:

@@ -157,12 +157,12 @@ def test_a_step_that_one_survivor_knows_counts_and_one_that_it_has_begun_is_give
     take_steps(behind, 3)
     take_steps(ahead, 4)
     ahead._begun = 5  # it measures the fifth step, when the other still waits for the fourth one's scalars
-    ahead.stop_agreed = True
+    ahead._requests.granted.add("stop")
     behind._begun, behind.order.steps = 4, 4
     known = through_json([ahead._report(), behind._report()])
     for method in (ahead, behind):
         method._come_level(known)
-        assert method.order.steps == 5 and math.isnan(method.order.log.g[-1]) and method.stop_agreed
+        assert method.order.steps == 5 and math.isnan(method.order.log.g[-1]) and method._requests.granted == {"stop"}
     assert ahead.order.log.g.tobytes() == behind.order.log.g.tobytes() and not math.isnan(ahead.order.log.g[3])
     weights = [digest(list(method.order.model.parameters())) for method in (ahead, behind)]
     assert weights[0] == weights[1]

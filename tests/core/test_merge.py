@@ -281,10 +281,10 @@ SOME = [{"merge": "mix"}, {"merge": "mix", "delay": 1}, {"merge": "keep", "delay
 SOME += [{"merge": "keep"}, {"merge": "mix", "delay": 1, "wire": "int8"}]
 
 
-CORNERS = [*SOME[:2], *(pytest.param(changes, marks=pytest.mark.slow) for changes in SOME[2:5])]
+FEW = [*SOME[:2], *(pytest.param(changes, marks=pytest.mark.slow) for changes in SOME[2:5])]
 
 
-@pytest.mark.parametrize("changes", CORNERS, ids=str)
+@pytest.mark.parametrize("changes", FEW, ids=str)
 def test_16_bit_parameters(changes: dict[str, Any]):
     """float64, float32 and bfloat16 in one model, as one float64 model up to each dtype's rounding."""
     config = replace(BASE, tau=2 + (changes.get("delay") == 2), gap="none", allow_unstable=True)
@@ -327,7 +327,7 @@ def test_a_resumed_run_is_bit_identical(tmp_path: Path):
             assert torch.equal(whole, resumed), changes
 
 
-@pytest.mark.parametrize("changes", CORNERS, ids=str)
+@pytest.mark.parametrize("changes", FEW, ids=str)
 def test_without_momentum_nothing_is_left_over_after_finish(changes: dict[str, Any]):
     config = replace(BASE, tau=3, outer_momentum=0.0, clip=None, gap="none")
     for through, anew in run_distributed(in_two_parts_of, 2, replace(config, **changes)):
