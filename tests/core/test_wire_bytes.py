@@ -63,8 +63,8 @@ def loopback_bytes() -> int:
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_bytes_sent_by_hand(world_size: int):
-    """Blocks of 256 cost 512, 516, 260, ... 68 bytes; twice (n - 1) / n of them; and 7 + n scalars a peer: finished, steps,
-    weight, two checksums and their squares, and a verdict of each."""
+    """Blocks of 256 cost 512, 516, 260, ... 68 bytes; twice (n - 1) / n of them; and 7 + n scalars a peer: finished,
+    steps, weight, two checksums and their squares, and a verdict of each."""
     numel = 10_000
     blocks = -(-numel // (256 * world_size))  # a worker
     others = world_size - 1
