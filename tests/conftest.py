@@ -10,6 +10,9 @@ FOLDERS = ("e2e", "training", "bench", "core", "domains")  # long files first: n
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: number for number, name in enumerate(FOLDERS)}
     items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
+    from core.testing import PRELOAD  # only where tests run: with -n, not in the process that hands them out
+
+    PRELOAD.append("tests.preload")
 
 
 @pytest.fixture
