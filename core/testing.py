@@ -15,8 +15,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-# What the server that forks the ranks imports, once, with what the first optimiser step would import. Modules of your own
-# may be added before the first call of run_distributed: each rank imports the rest by itself.
+# What the server that forks the ranks imports, once, with what the first optimiser step would import. Modules of your
+# own may be added before the first call of run_distributed: each rank imports the rest by itself.
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "core"]
 _forkserver: Any = None
 
