@@ -20,7 +20,7 @@ from core.wires.config import WireConfig
 from tests import problems
 from tests.problems import LR, assert_traces_equal, flat, gradient
 
-TAU, STEPS = 3, 62  # 20 rounds and an incomplete one
+TAU, STEPS = 3, 32  # 10 rounds and an incomplete one
 CONFIGS = [
     CO2Config(tau=TAU, outer_momentum=beta, outer_lr=alpha, gap=gap, clip=clip, allow_unstable=True)
     for (beta, alpha), gap, clip in product([(0.5, 1.0), (0.3, 0.6)], ["elementwise", "norm", "none"], [None, 0.2])
