@@ -146,17 +146,10 @@ def drifting(rank: int, world_size: int, kind: str) -> dict[str, Any]:
     return {"first": seen.index(1.0) if 1.0 in seen else None, "last": params[0].detach(), "warned": len(caught)}
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "co2",
-        "int8",
-        pytest.param("slowmo", marks=pytest.mark.slow),
-        "offload",
-        "node",
-        pytest.param("local", marks=pytest.mark.slow),
-    ],
-)
+FAR = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("slowmo", "local")]
+
+
+@pytest.mark.parametrize("kind", ["co2", "int8", "offload", "node", *FAR])
 def test_replicas_that_drift_apart_are_noticed_and_made_equal_again(kind: str):
     """A mean of differences would keep them apart for ever. Nodes take turns, so it may take twice as long."""
     results = run_distributed(drifting, 4 if kind == "node" else 2, kind)
