@@ -15,6 +15,9 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+# What the server that forks the ranks imports, once, with what the first optimiser step would import. Modules of your
+# own may be added before the first call of run_distributed: each rank imports the rest by itself.
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "core"]
 _forkserver: Any = None
 
 
@@ -47,11 +50,11 @@ def run_distributed(
 
 
 def _context() -> Any:
-    """A forkserver that has imported torch once, and what the first optimiser step would import."""
+    """A forkserver that has imported what is in PRELOAD."""
     global _forkserver
     if _forkserver is None:
         _forkserver = multiprocessing.get_context("forkserver")
-        _forkserver.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "core"])
+        _forkserver.set_forkserver_preload(PRELOAD)
     return _forkserver
 
 

@@ -10,6 +10,11 @@ FOLDERS = ("e2e", "training", "bench", "core", "domains")  # long files first: n
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: number for number, name in enumerate(FOLDERS)}
     items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
+    from core.testing import PRELOAD  # only where tests run: with -n, not in the process that hands them out
+
+    if {"e2e", "bench"} & {item.path.parent.name for item in items}:
+        PRELOAD.append("vision.train")  # with timm and torchvision, a second's import for each rank
+    PRELOAD.append("tests.preload")
 
 
 @pytest.fixture

@@ -102,7 +102,9 @@ def warn_of_ddp(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> No
     if group is None:
         return
     ours, workers = {id(p) for p in params}, set(dist.get_process_group_ranks(group))
-    for found in [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]:
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, DistributedDataParallel)}  # asked once a type
+    for found in [o for o in objects if type(o) in kinds] if kinds else []:
         known = found in _looked_at or not is_alive(found.process_group)
         if known or not any(id(p) in ours for p in found.parameters()):
             continue  # also one of a run before, whose group is gone

@@ -211,7 +211,7 @@ def test_the_survivors_go_on_and_stay_equal(tmp_path: Path, who: str, where: str
 @pytest.mark.parametrize("settings", [PAPER, PAPER | {"taus": [3, 5] * 20}], ids=["tau", "schedule"])
 def test_one_that_comes_back_joins(tmp_path: Path, settings: dict[str, Any]):
     """Under a schedule the newcomer knows of what tau the round was that it joins, and of what the next one is."""
-    status, ends = run(tmp_path, 3, settings, {"0.0": ("local", 10)}, restarts=1, comes="0.1", pace=0.05, steps=90)
+    status, ends = run(tmp_path, 3, settings, {"0.0": ("local", 10)}, restarts=1, comes="0.1", pace=0.05, steps=60)
     assert status == 0 and set(ends) == {"0.1", "1.0", "2.0"}
     assert ends["0.1"]["joined"] and len(ends["1.0"]["sizes"][-1][1]) == 3
     check_equal(ends)

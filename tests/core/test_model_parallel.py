@@ -19,10 +19,11 @@ from core.reference import Reference
 from core.testing import run_distributed
 from tests.problems import LR, assert_traces_equal, batch, flat, loss, sgd_step
 
-TAU, STEPS = 3, 26  # 8 rounds and an incomplete one
+TAU, STEPS = 3, 17  # 5 rounds and an incomplete one
 CONFIGS = [CO2Config(TAU, outer_momentum=0.4, gap=g, clip=c) for g, c in [("elementwise", None), ("norm", 0.02)]]
 WAYS: list[dict[str, bool]] = [{}, {"shard": True}, {"offload": True}, {"shard": True, "offload": True}]
 CASES = list(product(CONFIGS, WAYS))
+CORNERS = [CASES[i] for i in (0, 5, 2, 7)]  # each way, each setting twice
 
 
 def trace_of(co2: Any, go: Callable[[int], None], read: Callable[[], Tensor], steps: int = STEPS) -> list[Tensor]:
@@ -65,9 +66,9 @@ def gathered(net: nn.Module) -> Tensor:
     return flat([p.full_tensor() if isinstance(p, DTensor) else p for p in net.parameters()])
 
 
-def split_layers(rank: int, world_size: int, replicated: bool) -> list[list[Tensor]]:
+def split_layers(rank: int, world_size: int, replicated: bool, cases: list[Any]) -> list[list[Tensor]]:
     mesh, traces = node_mesh("cpu", 2), []
-    for config, how in CASES:
+    for config, how in cases:
         net = tensor_parallel(mesh, replicated)
         wrapped, co2 = make_method("co2", net, co2=config, mesh=mesh, **how)
         assert wrapped is net
@@ -94,11 +95,18 @@ def reference(config: CO2Config) -> list[Tensor]:
     return [*rounds, ref.x[0].clone()]
 
 
-@pytest.mark.parametrize("replicated", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "replicated"])
-def test_tensor_parallelism_equals_the_reference(replicated: bool):
+@pytest.mark.parametrize(
+    ("replicated", "cases"),
+    [
+        pytest.param(False, CASES, marks=pytest.mark.slow, id="plain"),
+        pytest.param(True, CASES, marks=pytest.mark.slow, id="replicated"),
+        pytest.param(True, CORNERS, id="corners"),
+    ],
+)
+def test_tensor_parallelism_equals_the_reference(replicated: bool, cases: list[Any]):
     """What both ranks of a node hold counts once in norms and in the number of elements."""
-    expected = [reference(config) for config, _ in CASES]
-    for traces in run_distributed(split_layers, 4, replicated, timeout=150):
+    expected = [reference(config) for config, _ in cases]
+    for traces in run_distributed(split_layers, 4, replicated, cases, timeout=150):
         for trace, theirs in zip(traces, expected, strict=True):
             assert_traces_equal(trace, theirs)
 
@@ -122,11 +130,13 @@ def advance(i: int, module: nn.Module, node: int, step: int) -> None:
     sgd_step(module.parameters(), node, step)
 
 
-def pipeline(rank: int, world_size: int, dtype: torch.dtype) -> list[tuple[list[Tensor], list[Tensor]]]:
+def pipeline(
+    rank: int, world_size: int, dtype: torch.dtype, cases: list[Any]
+) -> list[tuple[list[Tensor], list[Tensor]]]:
     """(of the stage, of that part of the whole model) for each case; the second node stops two steps early."""
     mesh, pairs = node_mesh("cpu", 2), []
     node, i = divmod(rank, 2)
-    for config, how in CASES:
+    for config, how in cases:
         traces = []
         for own in ([i], [0, 1]):
             stages = {k: stage(k, dtype) for k in own}
@@ -146,11 +156,16 @@ def pipeline(rank: int, world_size: int, dtype: torch.dtype) -> list[tuple[list[
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-9), pytest.param(torch.float32, 1e-6, marks=pytest.mark.slow)], ids=str
+    ("dtype", "tolerance", "cases"),
+    [
+        pytest.param(torch.float64, 1e-9, CASES, marks=pytest.mark.slow, id="float64"),
+        pytest.param(torch.float32, 1e-6, CASES, marks=pytest.mark.slow, id="float32"),
+        pytest.param(torch.float64, 1e-9, CORNERS, id="corners"),
+    ],
 )
-def test_stages_of_a_pipeline_equal_the_whole_model(dtype: torch.dtype, tolerance: float):
+def test_stages_of_a_pipeline_equal_the_whole_model(dtype: torch.dtype, tolerance: float, cases: list[Any]):
     """In float32 the scalars travel with a first bucket of another dtype in one stage than in the other."""
-    for pairs in run_distributed(pipeline, 4, dtype, timeout=150):
+    for pairs in run_distributed(pipeline, 4, dtype, cases, timeout=150):
         for ours, whole in pairs:
             assert_traces_equal(ours, whole, tolerance)
 

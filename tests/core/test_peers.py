@@ -1,9 +1,10 @@
 """Who is gone is found out by asking: the right ones are named, and nobody where that cannot be known."""
 
 import os
+import re
 import signal
-import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,20 +20,30 @@ from core.testing import run_distributed
 from tests.ports import listening_at
 
 
-def one_is_gone(rank: int, world_size: int, who: int, how: str) -> list[int] | None:
+def until(file: Path) -> None:
+    """Waits for a file that another worker makes."""
+    deadline = time.monotonic() + 40
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def one_is_gone(rank: int, world_size: int, folder: str, who: int, how: str) -> list[int] | None:
     peers.meet()
+    Path(folder, f"{rank}.pid").write_text(str(os.getpid()))
+    dist.barrier()
     if rank == who:
-        if how == "stopped":  # woken again, for the test to end
-            subprocess.Popen(["sh", "-c", f"sleep 12; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         return None
     time.sleep(0.5 + rank / 4)  # the last one looks when the others are through
-    return peers.find()
+    found = peers.find()
+    if how == "stopped" and rank == 2:  # woken again, for the test to end
+        os.kill(int(Path(folder, f"{who}.pid").read_text()), signal.SIGCONT)
+    return found
 
 
 @pytest.mark.parametrize(("who", "how"), [(0, "killed"), (2, "killed"), (1, "stopped")])
-def test_a_process_that_has_ended_or_is_stopped_is_named(who: int, how: str):
-    found = run_distributed(one_is_gone, 3, who, how, expect_death=(who,))
+def test_a_process_that_has_ended_or_is_stopped_is_named(who: int, how: str, tmp_path: Path):
+    found = run_distributed(one_is_gone, 3, str(tmp_path), who, how, expect_death=(who,))
     assert [found[rank] for rank in range(3) if rank != who] == [[who]] * 2
 
 
@@ -47,55 +58,68 @@ def test_a_worker_listens_at_the_address_that_it_tells_and_nowhere_else():
         assert found == {host}
 
 
-def one_wakes(rank: int, world_size: int) -> str:
-    """Rank 1 is stopped, and wakes when rank 0 has named it and has ended."""
+def one_wakes(rank: int, world_size: int, folder: str) -> str:
+    """Rank 1 is stopped, and wakes when rank 0 has named it."""
     background = Flight(torch.device("cpu"), timeout=2.0, roll=peers)
-    value = torch.ones(3)
+    value, pid = torch.ones(3), Path(folder, "pid")
     if rank == 1:
-        subprocess.Popen(["sh", "-c", f"sleep 14; kill -CONT {os.getpid()}"])
+        pid.write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
+    until(pid)
     with pytest.raises(CollectiveError) as failed:
         background.launch(iter([([dist.all_reduce(value, group=background.group, async_op=True)], 0)]))
         background.wait()
+    if rank == 0:
+        os.kill(int(pid.read_text()), signal.SIGCONT)
     return str(failed.value)
 
 
-def test_one_that_wakes_does_not_blame_the_others():
-    first, second = run_distributed(one_wakes, 2, timeout=60)
+def test_one_that_wakes_does_not_blame_the_others(tmp_path: Path):
+    first, second = run_distributed(one_wakes, 2, str(tmp_path), timeout=60)
     assert "no answer from rank 1" in first
-    assert "this worker was stopped for 1" in second and "no answer from rank 0" not in second
+    assert re.search(r"this worker was stopped for \d", second) and "no answer from rank 0" not in second
 
 
-def one_hangs(rank: int, world_size: int, known: bool) -> list[int] | None:
+def one_hangs(rank: int, world_size: int, folder: str, known: bool) -> list[int] | None:
     peers.meet()
     if rank == 1:
-        time.sleep(6)
+        until(Path(folder, "0")), until(Path(folder, "2"))
         return None
-    return peers.find(range(world_size) if known else ())
+    found = peers.find(range(world_size) if known else ())
+    Path(folder, str(rank)).touch()
+    return found
 
 
 @pytest.mark.parametrize(("known", "named"), [(True, [1]), (False, [])])
-def test_one_that_only_hangs_is_named_where_it_is_known_who_takes_part(known: bool, named: list[int]):
-    found = run_distributed(one_hangs, 3, known)
+def test_one_that_only_hangs_is_named_where_it_is_known_who_takes_part(known: bool, named: list[int], tmp_path: Path):
+    found = run_distributed(one_hangs, 3, str(tmp_path), known)
     assert found[0] == found[2] == named
 
 
-def failing_one_after_the_other(rank: int, world_size: int, first: int | None) -> list[int] | None:
+def failing_one_after_the_other(rank: int, world_size: int, folder: str, first: int | None) -> list[int] | None:
     """Rank 1 fails, finds out what it can, and ends; only then rank 0 fails."""
     peers.meet()
+    told, through = Path(folder, "told"), Path(folder, "through")
     if rank == first:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1:
         time.sleep(0.3)
         peers.find()
+        told.touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(4 if rank == 0 else 8)
-    return peers.find() if rank == 0 else None
+    if rank == 2:
+        until(through)
+        return None
+    until(told)
+    time.sleep(0.5)  # it has ended
+    found = peers.find()
+    through.touch()
+    return found
 
 
 @pytest.mark.parametrize(("first", "named"), [(2, [2]), (None, [])])
-def test_one_that_has_told_of_its_failure_is_not_blamed(first: int | None, named: list[int]):
-    found = run_distributed(failing_one_after_the_other, 3, first, expect_death=(1, 2))
+def test_one_that_has_told_of_its_failure_is_not_blamed(first: int | None, named: list[int], tmp_path: Path):
+    found = run_distributed(failing_one_after_the_other, 3, str(tmp_path), first, expect_death=(1, 2))
     assert found[0] == named
 
 
