@@ -29,15 +29,16 @@ def run_on_worker(rank: int, world_size: int, module: str, *arguments: str) -> N
     run_script(module, *arguments)
 
 
-def fork_script(said: Path, module: str, *arguments: str) -> Any:
+def fork_script(said: Path, module: str, *arguments: str, **env: str) -> Any:
     """As `python -m module arguments`, in a process forked from one that has imported torch: it has a pid, is_alive(),
     join() and exitcode. What it says goes to the file `said`."""
-    process = _context().Process(target=_in_file, args=(said, module, *arguments), daemon=True)
+    process = _context().Process(target=_in_file, args=(said, env, module, *arguments), daemon=True)
     process.start()
     return process
 
 
-def _in_file(said: Path, module: str, *arguments: str) -> None:
+def _in_file(said: Path, env: dict[str, str], module: str, *arguments: str) -> None:
+    os.environ |= env
     with said.open("w") as file:
         os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
     run_script(module, *arguments)
