@@ -4,9 +4,12 @@ import os
 import runpy
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from core.testing import _context
 
 
 def run_script(module: str, *arguments: str) -> None:
@@ -23,6 +26,21 @@ def run_script(module: str, *arguments: str) -> None:
 def run_on_worker(rank: int, world_size: int, module: str, *arguments: str) -> None:
     """The same on one of the workers of run_distributed."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    run_script(module, *arguments)
+
+
+def fork_script(said: Path, module: str, *arguments: str, **env: str) -> Any:
+    """As `python -m module arguments`, in a process forked from one that has imported torch: it has a pid, is_alive(),
+    join() and exitcode. What it says goes to the file `said`."""
+    process = _context().Process(target=_in_file, args=(said, env, module, *arguments), daemon=True)
+    process.start()
+    return process
+
+
+def _in_file(said: Path, env: dict[str, str], module: str, *arguments: str) -> None:
+    os.environ |= env
+    with said.open("w") as file:
+        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
     run_script(module, *arguments)
 
 

@@ -31,7 +31,7 @@ def train_in_process(rank: int, world_size: int, folder: str, jobs: dict[str, di
     for name, changes in jobs.items():
         recipe = replace(
             digits_small(),
-            **{"device": "cpu", "batch_size": 16, "epochs": 5, "log_every": 3, "eval_every": 2, "optim": optim}
+            **{"device": "cpu", "batch_size": 16, "epochs": 4, "log_every": 3, "eval_every": 3, "optim": optim}
             | {"co2": CO2Config(tau=3), "out": Path(folder, name.removesuffix(" again"))}
             | changes,
         )
@@ -44,39 +44,51 @@ def train_in_process(rank: int, world_size: int, folder: str, jobs: dict[str, di
     }
 
 
-@pytest.mark.parametrize(
-    "methods", [pytest.param(("ddp", "co2"), id="two"), pytest.param(METHODS, id="all", marks=pytest.mark.slow)]
-)
-def test_each_method_learns_on_two_workers_and_equal_seeds_give_equal_runs(
-    methods: tuple[str, ...], tmp_path: Path
-) -> None:
-    jobs: dict[str, dict] = {method: {"method": method} for method in methods}
-    short = {"method": "co2", "epochs": 2}
-    jobs |= {"a": short, "b": short, "c": short | {"seed": 1}}
-    losses, _ = run_distributed(train_in_process, 2, str(tmp_path), jobs, timeout=600)
+SHORT = {"method": "co2", "epochs": 1}
+JOBS = {"ddp": {"method": "ddp"}, "co2": {"method": "co2"}, "a": SHORT, "b": SHORT, "c": SHORT | {"seed": 1}}
+JOBS |= {"halves": SHORT | {"epochs": 2}, "halves again": {"method": "co2", "resume": True, "extend": True}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("segmentation")
+
+
+@pytest.fixture(scope="module")
+def losses(folder: Path) -> dict[str, list[float]]:
+    """The training losses of all jobs, trained by one pair of workers."""
+    return run_distributed(train_in_process, 2, str(folder), JOBS, timeout=300)[0]
+
+
+def check_learning(folder: Path, losses: dict[str, list[float]], methods: tuple[str, ...]) -> None:
     for method in methods:
         assert losses[method][-1] < 0.9 * losses[method][0], method
-        summary = json.loads((tmp_path / method / "summary.json").read_text())
+        summary = json.loads((folder / method / "summary.json").read_text())
         assert 0 < summary["val_mIoU"] <= summary["val_mAcc"] < summary["val_aAcc"] < 100, method
+
+
+def test_two_methods_learn_on_two_workers_and_equal_seeds_give_equal_runs(folder: Path, losses: dict[str, list[float]]):
+    check_learning(folder, losses, ("ddp", "co2"))
     assert losses["a"] == losses["b"] != losses["c"]
 
 
-def test_a_run_folder_holds_per_class_results_and_pictures_and_resumes(tmp_path: Path) -> None:
-    """One worker, stopped after two of four epochs and resumed, ends as the run that was not interrupted."""
-    jobs = {
-        "whole": {"epochs": 4},
-        "halves": {"epochs": 2},
-        "halves again": {"epochs": 4, "resume": True, "extend": True},
-    }
-    run_distributed(train_in_process, 1, str(tmp_path), jobs, timeout=300)
-    whole, halves = (rows(tmp_path / name) for name in ("whole", "halves"))
+@pytest.mark.slow
+def test_each_method_learns_on_two_workers(tmp_path: Path) -> None:
+    jobs = {method: {"method": method, "epochs": 5} for method in METHODS}
+    check_learning(tmp_path, run_distributed(train_in_process, 2, str(tmp_path), jobs, timeout=600)[0], METHODS)
+
+
+@pytest.mark.usefixtures("losses")
+def test_a_run_folder_holds_per_class_results_and_pictures_and_resumes(folder: Path) -> None:
+    """Stopped after two of its epochs and resumed, it logs the steps of the run that was not interrupted."""
+    whole, halves = (rows(folder / name) for name in ("co2", "halves"))
     assert [r["step"] for r in whole if "train_loss" in r] == [r["step"] for r in halves if "train_loss" in r]
     last = next(r for r in reversed(whole) if "val_mIoU" in r)
     assert "val_IoU/background" in last
-    events = EventAccumulator(str(tmp_path / "whole")).Reload()
+    events = EventAccumulator(str(folder / "co2")).Reload()
     assert "val/image_label_prediction_0" in events.Tags()["images"]
     assert {"train_loss", "lr", "val_mIoU", "val_mAcc", "val_aAcc"} <= set(events.Tags()["scalars"])
-    config = json.loads((tmp_path / "whole" / "config.json").read_text())
+    config = json.loads((folder / "co2" / "config.json").read_text())
     assert config["recipe"]["backbone"] == "resnet_mini"
 
 

@@ -356,17 +356,26 @@ def test_a_stopped_run_is_requeued_if_it_was_preempted_but_not_if_it_was_cancell
 
 def test_a_run_that_does_not_stop_in_time_is_requeued_before_the_limit(tmp_path: Path):
     """The workers ignore the signal, as in a round that is too long."""
-    env = install(tmp_path, torchrun='touch "$FAKES/ready"; exec sleep 20')
+    ignores = 'touch "$FAKES/ready"; until [ -e "$FAKES/enough" ]; do sleep 0.1; done'
+    env = install(tmp_path, torchrun=ignores)
     job = start("slurm/vision_a100.sh", env)
     wait_for(tmp_path / "ready", job)
-    (tmp_path / "end").write_text(str(int(time.time()) + 64))
+    (tmp_path / "end").write_text(str(int(time.time()) + 62))
     assert not (tmp_path / "requeued").exists()
     job.send_signal(signal.SIGUSR1)
     wait_for(tmp_path / "requeued", job)
     assert (tmp_path / "requeued").read_text() == "17\n"
     job.kill()  # as Slurm does then
+    (tmp_path / "enough").touch()
     text, _ = job.communicate(timeout=60)
     assert "job 17 is still running a minute before its limit: back into the queue" in text
+
+
+# of a test, whose naps take no time
+CLOCK = """
+date() { if [ "$1" = -d ]; then command date "$@"; else cat "$FAKES/now"; fi; }
+nap() { echo $(($(cat "$FAKES/now") + $1)) > "$FAKES/now"; }
+""".strip()
 
 
 @pytest.mark.parametrize(("end", "told"), [(70, "stopped"), (None, "left alone")])
@@ -376,24 +385,25 @@ def test_a_run_whose_checkpoints_take_long_is_told_to_stop_earlier(end: int | No
         manifest = tmp_path / "checkpoints" / f"step{step:09d}" / "manifest.json"
         manifest.parent.mkdir(parents=True)
         manifest.write_text(json.dumps({"workers": 2, "seconds": seconds, "rests": []}, indent=1))
-    began = time.time()
+    began = int(time.time())
+    (tmp_path / "now").write_text(str(began))
     if end:
-        (tmp_path / "end").write_text(str(int(began) + end))
-    script = "source slurm/launch.sh; trap 'echo stopped; exit' USR1; stop_in_time & wait; echo left alone"
+        (tmp_path / "end").write_text(str(began + end))
+    script = f"source slurm/launch.sh; {CLOCK}; trap 'echo stopped; exit' USR1; stop_in_time & wait; echo left alone"
     env = install(tmp_path) | {"OUT": str(tmp_path)}
     said = subprocess.run(["bash", "-c", script], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
-    assert said.stdout == f"{told}\n" and (not end or time.time() >= int(began) + end - 63)
+    assert said.stdout == f"{told}\n" and (not end or int((tmp_path / "now").read_text()) == began + end - 63)
 
 
 def test_a_second_signal_does_not_reach_the_workers(tmp_path: Path):
     """It would end them without a checkpoint."""
-    count = 'open(fakes / "signals", "a").write("x"); time.sleep(3)'
+    count = 'open(fakes / "signals", "a").write("x"); time.sleep(1.5)'
     worker = FAKES["worker"].replace("def save(*_):", f"def save(*_):\n    {count}")
     job = start("slurm/vision_a100.sh", install(tmp_path, torchrun=WORK, worker=worker) | {"OUT": str(tmp_path)})
     wait_for(tmp_path / "ready", job)
     for _ in range(2):
         job.send_signal(signal.SIGUSR1)
-        time.sleep(1)
+        wait_for(tmp_path / "signals", job)
     text, _ = job.communicate(timeout=60)
     assert (tmp_path / "signals").read_text() == "x" and (tmp_path / "requeued").read_text() == "17\n", text
 

@@ -9,10 +9,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
@@ -22,7 +25,7 @@ from core.adaptive.tau import TauTuner
 from core.methods import METHODS
 from core.stats import RoundStats
 from core.testing import run_distributed
-from tests.scripts import run_on_worker
+from tests.scripts import fork_script, run_on_worker
 from training.progress import Due
 from training.run import Run
 from vision import data
@@ -33,6 +36,7 @@ from vision.train import train
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 ROOT = Path(__file__).parents[2]
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+STEPS = 22  # of an epoch
 
 
 def start(folder: Path, *options: str) -> subprocess.Popen:
@@ -47,8 +51,9 @@ def rows(folder: Path) -> list[dict]:
 def train_in_process(rank: int, world_size: int, folder: str, jobs: dict[str, dict]) -> dict[str, list[float]]:
     """Runs the train loop for several recipes in one process group; their logged training losses."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    optim = replace(digits_small().optim, warmup_steps=8)
     for name, changes in jobs.items():
-        recipe = replace(digits_small(), device="cpu", log_every=4, out=Path(folder, name), **changes)
+        recipe = replace(digits_small(), device="cpu", log_every=4, out=Path(folder, name), optim=optim, **changes)
         with Run(recipe) as job:
             train(job, recipe, *data.load(recipe.dataset))
     return {name: [r["train_loss"] for r in rows(Path(folder, name)) if "train_loss" in r] for name in jobs}
@@ -64,26 +69,40 @@ def on_worker(rank: int, world_size: int, folder: Path, *options: str) -> str:
     return out.getvalue()
 
 
-tell = TauTuner.tell
-SEEDS = {name: {"epochs": 1, "seed": seed} for name, seed in (("a", 0), ("b", 0), ("c", 1))}
+TWO = ("ddp", "co2")
+SEEDS = {name: {"epochs": 1, "batch_size": 128, "seed": seed} for name, seed in (("a", 0), ("b", 0), ("c", 1))}
 
 
-def train_all(rank: int, world_size: int, folder: str) -> tuple[dict[str, list[float]], list[float], str]:
-    """What most of the tests look at: losses of two methods and three seeds, of ZeRO, and what the script says."""
-    jobs = {method: {"method": method, "epochs": 6} for method in ("ddp", "co2")} | SEEDS
-    losses = train_in_process(rank, world_size, folder, jobs)
-    zero = zero_in_process(rank, world_size, f"{folder}/zero")
-    options = ("--epochs", "9", "--co2.tau", "auto", "--co2.tau_max", "8", "--link_mbit", "200", "--trace")
+def train_all(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """What most of the tests look at, by one start of the processes."""
+    jobs = {method: {"method": method, "epochs": 4, "eval_every": 3} for method in TWO} | SEEDS
+    return {
+        "losses": train_in_process(rank, world_size, folder, jobs),
+        "zero": zero_in_process(rank, world_size, f"{folder}/zero"),
+        "auto": with_auto(rank, world_size, f"{folder}/auto"),
+        "speeds": at_two_speeds(rank, world_size, f"{folder}/speeds"),
+        "stopped": stopped_and_resumed(rank, world_size, f"{folder}/stopped"),
+    }
+
+
+def with_auto(rank: int, world_size: int, folder: str) -> str:
+    """What the script says of a run that chooses tau, over a slow link, and is traced."""
+    options = ("--epochs", "3", "--co2.tau", "auto", "--co2.tau_max", "8", "--link_mbit", "200", "--trace")
     options += ("--co2.wire.format", "float32")  # so that an all-reduce is traced
-    TauTuner.tell = tell_fixed_times  # type: ignore[method-assign]
-    return losses, zero, on_worker(rank, world_size, Path(folder, "auto"), *options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TauTuner, "tell", tell_fixed_times(TauTuner.tell))
+        return on_worker(rank, world_size, Path(folder), *options)
 
 
-def tell_fixed_times(tuner: TauTuner, stats: RoundStats, before: RoundStats, rank: int, places: Tensor) -> None:
+def tell_fixed_times(tell: Callable[..., None]) -> Callable[..., None]:
     """What a worker tells whose steps take 10 ms and all-reduces 26, so that tau is to be 7, whatever its load."""
     fixed = {"step_seconds": 0.01, "boundary_seconds": 0.0, "merge_seconds": 0.0, "exposed_seconds": 0.0}
-    took = 0.026 if stats.allreduce_seconds else 0.0
-    tell(tuner, replace(stats, **fixed, allreduce_seconds=took), replace(before, **fixed), rank, places)
+
+    def told(tuner: TauTuner, stats: RoundStats, before: RoundStats, rank: int, places: Tensor) -> None:
+        took = 0.026 if stats.allreduce_seconds else 0.0
+        tell(tuner, replace(stats, **fixed, allreduce_seconds=took), replace(before, **fixed), rank, places)
+
+    return told
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +111,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(folder: Path) -> tuple[dict[str, list[float]], list[float], str]:
-    return run_distributed(train_all, 2, str(folder), timeout=300)[0]
+def trained(folder: Path) -> list[dict[str, Any]]:
+    """By worker."""
+    return run_distributed(train_all, 2, str(folder), timeout=300)
 
 
 def check_learning(folder: Path, losses: dict[str, list[float]], methods: tuple[str, ...]) -> None:
@@ -106,8 +126,8 @@ def check_learning(folder: Path, losses: dict[str, list[float]], methods: tuple[
         assert 0.8 < summary["test_top1"] <= summary["test_top5"] and summary["bytes_sent"] > 0, method
 
 
-def test_two_methods_learn_on_two_workers(folder: Path, trained: tuple):
-    check_learning(folder, trained[0], ("ddp", "co2"))
+def test_two_methods_learn_on_two_workers(folder: Path, trained: list[dict[str, Any]]):
+    check_learning(folder, trained[0]["losses"], TWO)
 
 
 @pytest.mark.slow
@@ -116,13 +136,13 @@ def test_each_method_learns_on_two_workers(tmp_path: Path):
     check_learning(tmp_path, run_distributed(train_in_process, 2, str(tmp_path), jobs, timeout=240)[0], METHODS)
 
 
-def test_equal_seeds_give_equal_runs_and_others_do_not(trained: tuple):
-    losses = trained[0]
+def test_equal_seeds_give_equal_runs_and_others_do_not(trained: list[dict[str, Any]]):
+    losses = trained[0]["losses"]
     assert losses["a"] == losses["b"] != losses["c"]
 
 
-def test_tau_is_chosen_and_the_trace_shows_the_all_reduce(folder: Path, trained: tuple):
-    folder, text = folder / "auto", trained[2]
+def test_tau_is_chosen_and_the_trace_shows_the_all_reduce(folder: Path, trained: list[dict[str, Any]]):
+    folder, text = folder / "auto", trained[0]["auto"]
     decisions = [row for row in rows(folder) if "tau" in row]
     assert decisions and decisions[0]["tau"].startswith("tau 4 -> ") and decisions[0]["tau"] in text
     taus = [row["round/tau"] for row in rows(folder) if "round/tau" in row]
@@ -140,35 +160,34 @@ def zero_in_process(rank: int, world_size: int, folder: str) -> list[float]:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": "2"}
     ends = []
     train_set, test_set = data.load("digits")
-    train_set = replace(train_set, images=train_set.images[:640], labels=train_set.labels[:640])  # ten steps an epoch
+    train_set = replace(train_set, images=train_set.images[:320], labels=train_set.labels[:320])  # five steps an epoch
     for name, changes in {
         "1": {"zero": 1, "per_node": 2},
         "3": {"zero": 3, "per_node": 0},
         "3 again": {"zero": 3, "per_node": 0, "epochs": 3, "resume": True, "extend": True, "out": Path(folder, "3")},
         "3 ddp": {"zero": 3, "per_node": 0, "method": "ddp"},
     }.items():
-        settings = {"model": "vit_small", "epochs": 2, "device": "cpu", "log_every": 4, "out": Path(folder, name)}
+        settings = {"model": "vit_small", "epochs": 2, "device": "cpu", "log_every": 2, "out": Path(folder, name)}
         with Run(recipe := replace(digits_small(), **settings | changes)) as job:
             train(job, recipe, train_set, test_set)
         ends.append(json.loads(Path(recipe.folder, "summary.json").read_text())["test_loss"] if rank == 0 else 0.0)
     return ends
 
 
-def test_zero_trains_and_resumes(folder: Path, trained: tuple):
-    stage1, stage3, resumed, ddp = trained[1]
+def test_zero_trains_and_resumes(folder: Path, trained: list[dict[str, Any]]):
+    stage1, stage3, resumed, ddp = trained[0]["zero"]
     assert stage3 == pytest.approx(stage1, rel=1e-3)  # one node: CO2 has nobody to average with
     assert resumed != stage3 and max(resumed, ddp) < 4
-    assert sorted(row["step"] for row in rows(folder / "zero/3") if "train_loss" in row) == list(range(4, 31, 4))
+    assert sorted(row["step"] for row in rows(folder / "zero/3") if "train_loss" in row) == list(range(2, 15, 2))
 
 
 def at_two_speeds(rank: int, world_size: int, folder: str) -> dict[str, list[int]]:
     """Two epochs of 22 steps, worker 1 half as fast, as it tells, whatever the machine's load: what each round took."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    Pace.tell = lambda pace, stats, before, places: places.zero_()[rank].fill_(0.01 * (1 + rank))  # type: ignore[method-assign]
     co2 = CO2Config(tau=4, steps="by_speed")
     recipe = replace(digits_small(), device="cpu", epochs=2, eval_every=1, log_every=1, out=Path(folder), co2=co2)
     found: dict[str, list[int]] = {"steps": [], "at": []}
-    with Run(recipe) as job:
+    with pytest.MonkeyPatch.context() as patch, Run(recipe) as job:
+        patch.setattr(Pace, "tell", lambda pace, stats, before, at: at.zero_()[rank].fill_(0.01 * (1 + rank)))
         after_step = job.after_step
 
         def noted(closed: bool, **scalars: Tensor) -> Due:
@@ -182,13 +201,13 @@ def at_two_speeds(rank: int, world_size: int, folder: str) -> dict[str, list[int
         return found | {"end": [job.step, job._trained.schedule.last_epoch]}
 
 
-def test_a_slower_worker_takes_fewer_steps_and_both_come_to_the_same_end(tmp_path: Path):
+def test_a_slower_worker_takes_fewer_steps_and_both_come_to_the_same_end(folder: Path, trained: list[dict[str, Any]]):
     """What worker 1 tells of its first round, the third hears of."""
-    fast, slow = run_distributed(at_two_speeds, 2, str(tmp_path), timeout=240)
+    fast, slow = (of["speeds"] for of in trained)
     assert fast["steps"] == [4] * 11 and slow["steps"] == [4, 4] + [2] * 9
     assert fast["at"] == slow["at"] == [24] and fast["end"] == slow["end"] == [44, 44]
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    losses = [row["train_loss"] for row in rows(tmp_path) if "train_loss" in row]
+    summary = json.loads((folder / "speeds" / "summary.json").read_text())
+    losses = [row["train_loss"] for row in rows(folder / "speeds") if "train_loss" in row]
     assert summary["steps"] == 44 and losses[-1] < losses[0]
 
 
@@ -204,50 +223,76 @@ def interrupt_once_it_trains(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def interrupted(rank: int, world_size: int, folder: str, *options: str) -> None:
+def stopped_and_resumed(rank: int, world_size: int, folder: str) -> tuple[dict, list[str]]:
+    """As Ctrl-C ends the script, without torchrun around the workers; then to its end. What the first has left."""
     threading.Thread(target=interrupt_once_it_trains, args=(Path(folder),), daemon=True).start()
-    on_worker(rank, world_size, Path(folder), *options)
+    on_worker(rank, world_size, Path(folder), "--epochs", "60", "--log_every", "2")
+    dist.barrier()
+    summary, names = left_by(Path(folder))
+    dist.barrier()
+    epochs = str(summary["steps"] // STEPS + 1)
+    on_worker(rank, world_size, Path(folder), "--resume", "--extend", "--epochs", epochs)
+    return summary, names
 
 
-def check_the_stop_and_resume(folder: Path, method: str) -> None:
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["stopped_by_signal"] == signal.SIGINT and 0 < summary["steps"] < 60 * 22
+def left_by(folder: Path) -> tuple[dict, list[str]]:
+    """The summary of a run that was stopped, and the files of its newest checkpoint, by their paths."""
     newest = max((folder / "checkpoints").glob("step*"))
-    assert newest.name == f"step{summary['steps']:09d}"
-    assert sorted(p.name for p in newest.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
-    epochs = summary["steps"] // 22 + 2
-    options = "--resume", "--extend", "--epochs", str(epochs), "--method", method
-    run_distributed(on_worker, 2, folder, *options, timeout=240)
+    names = sorted(f"{newest.name}/{path.name}" for path in newest.iterdir())
+    return json.loads((folder / "summary.json").read_text()), names
+
+
+def check_the_stop(summary: dict, names: list[str]) -> None:
+    assert summary["stopped_by_signal"] == signal.SIGINT and 0 < summary["steps"] < 60 * STEPS
+    parts = ("manifest.json", ".metadata", "__0_0.distcp", "__1_0.distcp")
+    assert names == sorted(f"step{summary['steps']:09d}/{part}" for part in parts)
+
+
+def check_the_end(folder: Path, stopped: int) -> None:
     resumed = json.loads((folder / "summary.json").read_text())
-    assert resumed["steps"] == epochs * 22 and "stopped_by_signal" not in resumed
+    assert resumed["steps"] > stopped and resumed["steps"] % STEPS == 0 and "stopped_by_signal" not in resumed
     steps = [row["step"] for row in rows(folder) if "train_loss" in row]
     assert steps == sorted(set(steps)), "no step is trained twice"
 
 
-# ddp's workers must stop at the same step, co2's may not
-@pytest.mark.parametrize("method", ["ddp", pytest.param("co2", marks=pytest.mark.slow)])
-def test_ctrl_c_saves_and_resume_finishes(method: str, tmp_path: Path):
-    folder = tmp_path / "run"
-    process = start(folder, "--epochs", "60", "--method", method)
+def test_a_signal_to_each_worker_saves_and_resume_finishes(folder: Path, trained: list[dict[str, Any]]):
+    summary, names = trained[0]["stopped"]
+    check_the_stop(summary, names)
+    check_the_end(folder / "stopped", summary["steps"])
+
+
+def interrupt(folder: Path, method: str) -> None:
+    process = start(folder, "--epochs", "60", "--method", method, "--log_every", "2")
     deadline = time.monotonic() + 120
     while not trains(folder):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
-    check_the_stop_and_resume(folder, method)
 
 
-def test_a_signal_to_each_worker_saves_and_resume_finishes(tmp_path: Path):
-    """As ctrl-c sends it, without torchrun around the workers."""
+def test_ctrl_c_under_torchrun_saves(tmp_path: Path):
+    """ddp's workers must stop at the same step, co2's may not. tests/training/test_stop.py resumes both."""
+    interrupt(tmp_path / "run", "ddp")
+    check_the_stop(*left_by(tmp_path / "run"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ddp", "co2"])
+def test_ctrl_c_saves_and_resume_finishes(method: str, tmp_path: Path):
     folder = tmp_path / "run"
-    run_distributed(interrupted, 2, str(folder), "--epochs", "60", "--method", "co2", timeout=240)
-    check_the_stop_and_resume(folder, "co2")
+    interrupt(folder, method)
+    summary, names = left_by(folder)
+    check_the_stop(summary, names)
+    options = "--resume", "--extend", "--epochs", str(summary["steps"] // STEPS + 2), "--method", method
+    run_distributed(on_worker, 2, folder, *options, timeout=240)
+    check_the_end(folder, summary["steps"])
 
 
 MISTAKE = "error: batch_size=63 (global) over 2 workers: choose a positive multiple of 2, such as 64\n"
 
 
+@pytest.mark.slow  # tests/training/test_script.py has a smaller script's
 def test_a_users_mistake_is_one_line_and_in_torchruns_report(tmp_path: Path):
     process = start(tmp_path / "run", "--batch_size", "63")
     text, _ = process.communicate(timeout=120)
@@ -256,6 +301,7 @@ def test_a_users_mistake_is_one_line_and_in_torchruns_report(tmp_path: Path):
     assert "vision/train.py" not in text and "new message format" not in text, "no traceback of ours"
 
 
+@pytest.mark.slow  # as well
 def test_our_launcher_ends_with_the_users_mistake(tmp_path: Path):
     command = [sys.executable, "-m", "training.launch", *TORCHRUN[3:], "-m", "vision.train", "digits_small"]
     options = ["--out", str(tmp_path), "--batch_size", "63"]
@@ -265,16 +311,16 @@ def test_our_launcher_ends_with_the_users_mistake(tmp_path: Path):
 
 
 def test_ctrl_c_in_one_process_saves_and_exits_with_130(tmp_path: Path):
-    command = [sys.executable, "-m", "vision.train", "digits_small", "--epochs", "60", "--out", str(tmp_path)]
-    process = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said = tmp_path / "said"
+    process = fork_script(said, "vision.train", "digits_small", "--device", "cpu", "--out", str(tmp_path / "run"))
     deadline = time.monotonic() + 120
-    while not trains(tmp_path):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    text, _ = process.communicate(timeout=60)
-    assert process.returncode == 130 and "Traceback" not in text, text
-    assert json.loads((tmp_path / "summary.json").read_text())["stopped_by_signal"] == signal.SIGINT
+    while not trains(tmp_path / "run"):
+        assert process.is_alive() and time.monotonic() < deadline, said.read_text()
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    process.join(60)
+    assert process.exitcode == 130 and "Traceback" not in said.read_text(), said.read_text()
+    assert left_by(tmp_path / "run")[0]["stopped_by_signal"] == signal.SIGINT
 
 
 def test_the_demos_table_holds_ratios_against_ddp():

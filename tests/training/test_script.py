@@ -47,14 +47,20 @@ def environment(folder: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(Path.cwd()), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.slow
-def test_workers_of_one_mistake_say_it_once_and_leave_nothing(tmp_path: Path):
-    env = environment(tmp_path)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*torchrun, script(tmp_path), "mistake"], env=env, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode and done.stderr.splitlines().count("error: batch_size=47: give another") == 1
+MISTAKE = "error: batch_size=47: give another"
+
+
+@pytest.mark.parametrize("launcher", ["torch.distributed.run", "training.launch"])
+def test_workers_of_one_mistake_say_it_once_and_leave_nothing(launcher: str, tmp_path: Path):
+    env, two = environment(tmp_path), ["--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", launcher, *two, script(tmp_path), "mistake"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.stderr.splitlines().count(MISTAKE) == 1, done.stderr
+    if launcher == "training.launch":
+        assert done.returncode == 2 and done.stderr.endswith(f"{MISTAKE}\n") and "Traceback" not in done.stderr
+    else:
+        assert done.returncode and f"traceback : {MISTAKE}" in done.stderr, "in torchrun's report, too"
+        assert str(script(tmp_path)) not in done.stderr.split(MISTAKE)[0], "no traceback of ours"
     assert not list((tmp_path / "tmp").glob("co2-*"))
 
 

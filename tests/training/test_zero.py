@@ -26,7 +26,7 @@ CONFIG = CO2Config(tau=TAU, outer_momentum=0.4, outer_lr=0.9, clip=0.3)
 INNERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 CORNERS = [(0, False), (1, True), (2, False), (3, True)]
 EVERY_CASE = list(product((0, 1, 2, 3), (False, True)))
-FEW = 6  # rounds
+FEW = 3  # rounds
 
 
 @functools.cache  # of each process
@@ -171,9 +171,9 @@ def test_what_each_stage_shards(found: list[dict[str, Any]]):
 
 def resumed(rank: int, stage: Any, path: str) -> tuple[Tensor, Tensor]:
     ends = []
-    for stop in (7, None):
+    for stop in (4, None):
         model, wrapped, method, optimizer = build(stage, "adamw")
-        for step in range(18):
+        for step in range(11):  # two rounds after it was resumed
             loss(wrapped, batch(rank, step)).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -222,7 +222,7 @@ def test_a_checkpoint_holds_the_learning_rate_that_the_schedule_has_reached(foun
 
 def stalled(rank: int, world_size: int, folder: str) -> float:
     """Rank 1 keeps away from a collective of its node; the seconds that rank 0 waits for it."""
-    mesh = make_mesh(torch.device("cpu"), 2, 0, timeout=2.0)
+    mesh = make_mesh(torch.device("cpu"), 2, 0, timeout=1.0)
     done, start = Path(folder, "done"), time.monotonic()
     while rank == 1 and not done.exists() and time.monotonic() - start < 40:
         time.sleep(0.1)
@@ -235,7 +235,7 @@ def stalled(rank: int, world_size: int, folder: str) -> float:
 
 def test_a_nodes_workers_wait_no_longer_than_the_timeout(tmp_path: Path):
     seconds = run_distributed(stalled, 2, str(tmp_path), expect_death=(0, 1))[0]
-    assert 1 < seconds < 20
+    assert 0.5 < seconds < 20
 
 
 def evaluation(rank: int, stage: Any) -> Tensor:
