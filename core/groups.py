@@ -155,7 +155,8 @@ def of_all(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """How long collectives that start from now on may take; with NCCL its watchdog ends the process after that."""
+    """How long collectives that start from now on may take; with NCCL its watchdog ends the process after that. Over
+    gloo older torch (2.6, 2.7; mended by pytorch's #158128) keeps the timeout that the group was made with."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 # What the server that forks the ranks imports, once, with what the first optimiser step would import. Modules of your
 # own may be added before the first call of run_distributed: each rank imports the rest by itself.
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "core"]
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", __package__]
 _forkserver: Any = None
 
 

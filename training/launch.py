@@ -279,7 +279,8 @@ def _serve(host: str, port: int, *, alone: bool) -> dist.TCPStore:
     if own.startswith("127.") and not alone:
         listening.close()
         return _store(host, port, is_master=True)
-    return _store(host, port, is_master=True, master_listen_fd=listening.detach())
+    # libuv, the default backend, takes no socket that listens already in torch 2.6 and 2.7
+    return _store(host, port, is_master=True, master_listen_fd=listening.detach(), use_libuv=False)
 
 
 def _store(host: str, port: int, **options: Any) -> dist.TCPStore:
