@@ -23,6 +23,7 @@ ARROWS: dict[str, set[str]] = {
     "core.lgreco": {"core", "core.wires"},
     "core.robust": {"core"},
     "core.sharded": {"core", "core.adaptive"},  # whose settings say when a mean is merged
+    "core.testing": {"core"},
     "core.triton": {"core", "core.wires"},
     "core.wires": {"core"},
     "core.zeroth": {"core", "core.elastic", "core.robust"},  # which has no Rounds to be plugged into

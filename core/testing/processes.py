@@ -1,4 +1,4 @@
-"""Runs a function on several real processes, for tests here and in a user's own project."""
+"""Runs a function on several real processes."""
 
 from __future__ import annotations
 
