@@ -24,7 +24,7 @@ from .elastic.flight import ElasticFlight
 from .elastic.joining import Joining, check_elastic
 from .elastic.members import Members
 from .errors import UserError
-from .flight import Flight, Link
+from .flight import Flight
 from .riders import Rider
 from .robust import peers
 from .robust.agreement import Agreement
@@ -33,6 +33,7 @@ from .robust.masters import Masters
 from .robust.watch import Watch
 from .sharded import sharded
 from .sharded.checks import check_mesh, check_shared, groups_of
+from .testing.link import Link, SlowFlight, flight_over
 from .wires.auto import AutoWire
 from .wires.config import WireConfig, Wired
 
@@ -150,6 +151,10 @@ class ShardedCO2(sharded.ShardedCO2):
         super().__init__(params, settings, inner_group=inner_group, **how, **plugged)
 
 
+class SlowElasticFlight(SlowFlight, ElasticFlight):
+    """ElasticFlight over an emulated link."""
+
+
 def elastic_co2(
     params: Iterable[Tensor],
     config: CO2Config | None = None,
@@ -171,8 +176,9 @@ def elastic_co2(
     check_elastic(given)
     c = replace(given, wire=WireConfig())
     settings = functools.partial(scheduled, c, schedule)
-    options = Options(buffers=buffers, timeout=timeout, link=link, riders=riders)
-    flight = functools.partial(ElasticFlight, members=members)
+    options = Options(buffers=buffers, timeout=timeout, riders=riders)
+    carrier = functools.partial(SlowElasticFlight, link=link) if link else ElasticFlight
+    flight = functools.partial(carrier, members=members)
     plugged = plugs(c, lambda number: settings(number).tau, options, times=False, flight=flight)
     joining = Joining(members, at_once=c.delay == 0)
     plugged["riders"].insert(0, joining)
@@ -213,11 +219,13 @@ def plugs(
     masters = tensors_of(options.get("model_params", ()), "parameters")
     riders = [Guard(c.outlier), by_speed, tuned, FirstStep() if c.gap == "inner" else None, Agreement()]
     riders += [*more, Watch(masters), Masters(masters) if masters else None]
-    carries = {name: given for name, given in options.items() if name in ("group", "timeout", "link")}
+    carries = {name: given for name, given in options.items() if name in ("group", "timeout")}
     plugged: dict[str, Any] = {
         "pacing": Adaptive(tau, c.delay, tuned=tuned, by_speed=by_speed),
         "buffers": options.get("buffers", ()),
-        "flight": functools.partial(flight or Flight, hidden=hidden and c.delay != 0, roll=peers, **carries),
+        "flight": functools.partial(
+            flight or flight_over(options.get("link")), hidden=hidden and c.delay != 0, roll=peers, **carries
+        ),
         "riders": [rider for rider in riders if rider is not None],
     }
     if wire == "auto":

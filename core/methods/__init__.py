@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from ..adaptive.schedules import Schedule
 from ..assembly import CO2, CO2Config, Options, ShardedCO2, checked
 from ..errors import UserError
-from ..flight import Link
 from ..groups import has_dtensors
 from ..riders import Rider
 from ..rounds import Rounds
 from ..sharded.checks import check_mesh
+from ..testing.link import Link
 from ..wires.config import LGrecoConfig, WireConfig
 from ..zeroth import ZerothConfig
 from ..zeroth.elastic import ElasticZeroth

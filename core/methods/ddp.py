@@ -15,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from ..checks import of_rank, under_rank
 from ..errors import DivergedError, UserError
 from ..flat import all_finite
-from ..flight import Link
 from ..groups import has_dtensors, leave_group, new_group, ring_bytes
 from ..riders import Rider
 from ..robust import peers
 from ..robust.requests import Requests
 from ..stats import Late, Mark, RoundStats, Seconds, between, mark
+from ..testing.link import Link
 from ..wires.config import WireConfig
 from .gradient_wire import GradientWire
 from .registry import Entry, Given, Settings

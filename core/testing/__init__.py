@@ -1,4 +1,4 @@
-"""For tests and measurements on one machine, here and in a user's own project: several real processes."""
+"""For tests and measurements on one machine, here and in a user's project: real processes, and slow links."""
 
 from .processes import run_distributed
 

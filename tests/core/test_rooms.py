@@ -26,7 +26,7 @@ ARROWS: dict[str, set[str]] = {
     "core.testing": {"core"},
     "core.triton": {"core", "core.wires"},
     "core.wires": {"core"},
-    "core.zeroth": {"core", "core.elastic", "core.robust"},  # which has no Rounds to be plugged into
+    "core.zeroth": {"core", "core.elastic", "core.robust", "core.testing"},  # it has no Rounds to be plugged into
     "core.methods": CORE - {"core.integrations"},
     "core.integrations": CORE,
     "assembly": CORE - {"core.integrations"},
