@@ -117,13 +117,13 @@ class CO2(OnArrival):
 class ShardedCO2(sharded.ShardedCO2):
     """CO2 whose outer state is shared out over the workers of a node, over all workers, or lies on the host.
 
-        mesh = node_mesh("cuda", 8)  # of core.groups: nodes of eight consecutive ranks
+        mesh = node_mesh("cuda", 8)  # of core.sharded.mesh: nodes of eight consecutive ranks
         loops = DistributedDataParallel(model, process_group=mesh.get_group("shard"))  # to be called in the loop
         co2 = ShardedCO2(model.parameters(), CO2Config(tau=48), mesh=mesh, buffers=model.buffers())
 
     In that order: DistributedDataParallel writes the parameters when it is made, of which ShardedCO2 would warn.
 
-    mesh: [replicate, shard], as groups.node_mesh makes it; or its two dimensions as groups: inner_group, a node's
+    mesh: [replicate, shard], as node_mesh makes it; or its two dimensions as groups: inner_group, a node's
     ranks, and group, of Options, the ranks with the same share across nodes; that alone, or neither: all workers are
     equal. shards, shard, offload: see core/sharded/sharded.py. The other arguments: see CO2.
     """

@@ -36,12 +36,12 @@ from core import assembly, outer
 from core import held as in_core
 from core.flat import Bucket
 from core.flight import Flight
-from core.groups import local_world_size
 from core.lgreco import curves, senders
 from core.lgreco.reducer import LGreco
 from core.methods import gradient_wire, make_method
 from core.reducer import Reducer
 from core.rounds import Rounds
+from core.sharded.mesh import local_world_size
 from core.wires import quantized
 from core.wires.config import WireConfig
 from training.recipe import Recipe

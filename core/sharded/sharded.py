@@ -25,13 +25,13 @@ from ..checks import tensors_of
 from ..errors import UserError
 from ..flat import Bucket, beside, copy, make_buckets, on_host, unique
 from ..flight import Flight
-from ..groups import Stage, all_reduce, gather_parts, sum_parts
+from ..groups import Stage, all_reduce, gather_parts
 from ..pacing import Pacing
 from ..rounds import Landing, Rounds
 from ..stats import send_off
 from .checks import check_shared
 from .live import HostCopies, Live
-from .placement import Placement
+from .placement import Placement, sum_parts
 
 Settings = Callable[[int], AdaptiveConfig]
 

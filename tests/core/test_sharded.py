@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from core import CO2, CO2Config, ShardedCO2, UserError, make_method
-from core.groups import gather_parts, local_world_size, node_mesh, sum_parts
+from core.groups import gather_parts
 from core.reference import Reference
+from core.sharded.mesh import local_world_size, node_mesh
+from core.sharded.placement import sum_parts
 from core.testing import run_distributed
 from core.wires.config import WireConfig
 from tests import problems

@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from core import CO2Config, outer, passes
 from core.flight import Flight
-from core.groups import node_mesh
 from core.lgreco import curves, decide
 from core.lgreco.decide import allocate
 from core.methods import DelayedConfig, Rounds, SlowMoConfig, Zeroth, ZerothConfig, make_method
 from core.methods.gradient_wire import GradientWire
+from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
 from core.wires import quantized
 from core.wires.config import LGrecoConfig, WireConfig
