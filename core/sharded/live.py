@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from .. import outer
-from ..flat import Bucket, all_finite, copy, copy_where, group_pieces, pinned, views
+from ..flat import Bucket, all_finite, copy, copy_where, group_pieces, views
 from ..groups import Stage
+from ..offload.pinned import pinned
 
 
 class Live:
@@ -156,3 +157,8 @@ class HostCopies:
     def wait(self, timeout: Any = None) -> None:
         if self._event is not None:
             self._event.synchronize()
+
+
+def beside(flag: Tensor, device: torch.device) -> Tensor:
+    """A 0-d truth value on `device`; one of the host's goes along with a kernel, for a copy would make it wait."""
+    return flag if flag.device == device else torch.full((), bool(flag), device=device)

@@ -21,12 +21,19 @@ ARROWS: dict[str, set[str]] = {
     "core.adaptive": {"core"},
     "core.elastic": {"core", "core.robust"},
     "core.lgreco": {"core", "core.wires"},
+    "core.offload": {"core"},
     "core.robust": {"core"},
-    "core.sharded": {"core", "core.adaptive"},  # whose settings say when a mean is merged
+    "core.sharded": {"core", "core.adaptive", "core.offload"},  # whose settings say when a mean is merged
     "core.testing": {"core"},
     "core.triton": {"core", "core.wires"},
     "core.wires": {"core"},
-    "core.zeroth": {"core", "core.elastic", "core.robust", "core.testing"},  # it has no Rounds to be plugged into
+    "core.zeroth": {
+        "core",
+        "core.elastic",
+        "core.offload",
+        "core.robust",
+        "core.testing",
+    },  # it has no Rounds to be plugged into
     "core.methods": CORE - {"core.integrations"},
     "core.integrations": CORE,
     "assembly": CORE - {"core.integrations"},
@@ -116,8 +123,6 @@ OF_ROOMS = {
 OF_PYTHON = {"TypeGuard"}
 OF_USERS = {  # what users read: the remedy that a refusal names, and a statistic in published tables
     "DTensors as parameters need ShardedCO2 with mesh=: their norms are of the whole model",
-    " bytes of the host's memory cannot be pinned (CUDA error ",
-    "): leave out offload",
     "buffers to average, the riders and the settings of the wire that wrote it",
     "drifted",
 }
