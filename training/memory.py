@@ -335,10 +335,10 @@ def _on_paper(workers: int, on_gpu: bool) -> Iterator[None]:
     there = SimpleNamespace(is_initialized=lambda: True, get_rank=lambda *_: 0, get_world_size=lambda *_: workers)
     with contextlib.ExitStack() as patches:
         for owner, name, stand_in in (
-            (assembly, "Flight", background),
+            (assembly, "flight_over", lambda _: background),
             (assembly, "dist", there),
             (in_core, "check_inputs", lambda *_: None),  # without memory all parameters seem to share it
-            (gradient_wire, "Flight", background),
+            (gradient_wire, "flight_over", lambda _: background),
             (LGreco, "due", lambda *_: False),  # what a decision needs: see count
             (quantized, "SEGMENT", quantized.GPU_SEGMENT if on_gpu else quantized.SEGMENT),
             (curves, "ROWS", curves.GPU_ROWS if on_gpu else curves.ROWS),
