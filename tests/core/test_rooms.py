@@ -19,13 +19,13 @@ CORE = {"core", "assembly", *ROOMS, *ABOVE_ROOMS}
 ARROWS: dict[str, set[str]] = {
     "core": set(),
     "core.adaptive": {"core"},
-    "core.elastic": {"core", "core.robust"},
+    "core.elastic": {"core", "core.adaptive", "core.robust"},
     "core.lgreco": {"core", "core.wires"},
     "core.offload": {"core"},
     "core.robust": {"core"},
     "core.sharded": {"core", "core.adaptive", "core.offload"},  # whose settings say when a mean is merged
     "core.testing": {"core"},
-    "core.triton": {"core", "core.wires"},
+    "core.triton": {"core", "core.adaptive", "core.wires"},  # whose passes and formats it knows as kernels
     "core.wires": {"core"},
     "core.zeroth": {
         "core",
