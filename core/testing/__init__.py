@@ -1,5 +1,119 @@
-"""For tests and measurements on one machine, here and in a user's project: real processes, and slow links."""
+"""For tests and measurements on one machine, here and in a user's own project: runs a function on several real processes;
+slow links are emulated in link.py."""
 
-from .processes import run_distributed
+from __future__ import annotations
 
-__all__ = ["run_distributed"]
+import contextlib
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+_forkserver: Any = None
+
+
+def run_distributed(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    expect_death: tuple[int, ...] = (),
+) -> list[Any]:
+    """Runs fn(rank, world_size, *args) on `world_size` gloo processes; returns their results in rank order.
+
+    fn must be importable (defined at a module's top level) and return something that pickles. The rendezvous is a
+    file, so parallel tests share no port. When a rank fails, RuntimeError shows the traceback of the first that did:
+    its peers' "connection reset" hides the cause. TimeoutError names the ranks that still run after `timeout`
+    seconds; all are killed. Ranks in `expect_death` may end without a result; theirs is None.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        context = _context()
+        job = (fn, world_size, args, folder, timeout, not expect_death)
+        workers = [context.Process(target=_worker, args=(rank, *job), daemon=True) for rank in range(world_size)]
+        for worker in workers:
+            worker.start()
+        late = _join(workers, time.monotonic() + timeout)
+        _raise_first_error(Path(folder))
+        late = [rank for rank in late if not Path(folder, f"result{rank}").exists()]  # others only waited for them
+        if late:
+            raise TimeoutError(f"rank {', '.join(map(str, late))} still running after {timeout:g} s")
+        return [_result(Path(folder), rank, rank in expect_death) for rank in range(world_size)]
+
+
+def _context() -> Any:
+    """A forkserver that has imported torch once, and what the first optimiser step would import."""
+    global _forkserver
+    if _forkserver is None:
+        _forkserver = multiprocessing.get_context("forkserver")
+        _forkserver.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "core"])
+    return _forkserver
+
+
+def _worker(
+    rank: int, fn: Callable[..., Any], world_size: int, args: Any, folder: str, timeout: float, stay: bool
+) -> None:
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/rendezvous",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout),
+        )
+        result = fn(rank, world_size, *args)
+        _write(Path(folder, f"result{rank}"), pickle.dumps(result))
+        if stay:  # nobody leaves while a peer still needs it
+            with contextlib.suppress(RuntimeError):  # a peer that failed tells its own story
+                dist.barrier()
+            dist.destroy_process_group()
+    except BaseException:
+        text = f"rank {rank}:\n{traceback.format_exc()}"
+        _write(Path(folder, f"error{rank}"), pickle.dumps((time.time(), text)))
+        os._exit(1)
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.with_suffix(".tmp").write_bytes(data)
+    path.with_suffix(".tmp").rename(path)
+
+
+def _join(workers: list[Any], deadline: float) -> list[int]:
+    """Waits for all; returns the ranks that were still running at the deadline and kills them."""
+    while running := [w for w in workers if w.exitcode is None]:
+        if time.monotonic() > deadline:
+            break
+        wait([w.sentinel for w in running], timeout=0.1)
+        if any(w.exitcode for w in workers):  # one has failed: the others get a moment to say why
+            deadline = min(deadline, time.monotonic() + 15.0)
+    late = [rank for rank, w in enumerate(workers) if w.exitcode is None]
+    for worker in workers:
+        worker.kill()
+        worker.join()
+    return late
+
+
+def _raise_first_error(folder: Path) -> None:
+    errors = [pickle.loads(path.read_bytes()) for path in folder.glob("error?*") if path.suffix != ".tmp"]
+    if errors:
+        raise RuntimeError(min(errors)[1])
+
+
+def _result(folder: Path, rank: int, may_be_missing: bool) -> Any:
+    path = folder / f"result{rank}"
+    if path.exists():
+        return pickle.loads(path.read_bytes())
+    if may_be_missing:
+        return None
+    raise RuntimeError(f"rank {rank} died without a result or an error")
