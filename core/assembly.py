@@ -155,6 +155,12 @@ class SlowElasticFlight(SlowFlight, ElasticFlight):
     """ElasticFlight over an emulated link."""
 
 
+class ElasticCO2(OnArrival):
+    """What elastic_co2 makes: it reads the settings of all riders."""
+
+    reads = CO2Config
+
+
 def elastic_co2(
     params: Iterable[Tensor],
     config: CO2Config | None = None,
@@ -182,7 +188,7 @@ def elastic_co2(
     plugged = plugs(c, lambda number: settings(number).tau, options, times=False, flight=flight)
     joining = Joining(members, at_once=c.delay == 0)
     plugged["riders"].insert(0, joining)
-    return OnArrival(params, settings, **plugged), joining
+    return ElasticCO2(params, settings, **plugged), joining
 
 
 def checked(config: CO2Config | None) -> CO2Config:

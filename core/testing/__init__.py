@@ -1,5 +1,7 @@
-"""For tests and measurements on one machine, here and in a user's own project: runs a function on several real processes;
-slow links are emulated in link.py."""
+"""Runs a function on several real processes, for tests and measurements here and in a user's own project.
+
+link.py emulates slow links.
+"""
 
 from __future__ import annotations
 
