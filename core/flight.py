@@ -21,6 +21,8 @@ from .errors import CollectiveError, UserError
 from .groups import Pending, Stage, agree, backend_for, host_group, leave_group, new_group, set_timeout
 from .stats import Mark, Seconds, between, mark, plus
 
+UNKNOWN = "a worker has failed or cannot be reached, it is not known which"
+
 
 class Roll(Protocol):
     """Who is there: asked by name when a collective has failed."""
@@ -32,15 +34,6 @@ class Roll(Protocol):
     def gone(self, in_it: Sequence[int]) -> str:
         """For a message: because of whom a collective has failed. in_it: ranks that take part, where that is known."""
         ...
-
-
-class NoRoll:
-    """Knows nobody."""
-
-    def meet(self, group: dist.ProcessGroup | None) -> None: ...
-
-    def gone(self, in_it: Sequence[int]) -> str:
-        return "a worker has failed or cannot be reached, it is not known which"
 
 
 class Flight:
@@ -71,12 +64,13 @@ class Flight:
         roll: Roll | None = None,
     ):
         self.device, self.timeout, self._hidden = device, timeout, hidden
-        self._roll: Roll = roll or NoRoll()
+        self._roll = roll
         self.group = new_group(group, timeout, device, backend, hidden=hidden)
         self.timed_groups = [self.group] if self.group is not None else []  # those whose timeout follows the rounds
         if self.group is not None:
             host_group(self.group, timeout)
-            self._roll.meet(self.group)
+            if roll:
+                roll.meet(self.group)
         self.world_size = dist.get_world_size(self.group) if self.group is not None else 1
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
         # numbers that each worker has a place of its own for; and how many workers there may ever be
@@ -298,7 +292,7 @@ class Flight:
         group, self.group, self.timed_groups = self.group, None, []
         dist.destroy_process_group(group)
         del group
-        gone = self._roll.gone(ranks if alone else ())  # of a node's workers not all are in both groups
+        gone = self._roll.gone(ranks if alone else ()) if self._roll else UNKNOWN  # a node's are not all in both groups
         self._failed = (
             f"rank {ranks[self.rank]}: the all-reduce of round {number} failed; {gone} "
             f"(timeout {self.timeout:g} s): {reason.partition('. This is')[0].splitlines()[0]}"
