@@ -24,6 +24,7 @@ from core.adaptive.merging import MergingBoundary
 from core.adaptive.tau import Tuned
 from core.flight import Flight
 from core.robust.snapshot import Snapshot
+from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
 from tests import problems
 
@@ -139,7 +140,7 @@ METHODS = {
     "co2, waiting": (lambda model: make_method("co2", model, co2=CO2Config(tau=2, delay=0, gap="none")), [None]),
     "overlap_local": (lambda model: make_method("overlap_local", model), [groups.MAX_CTAS]),
     "co2 across nodes": (
-        lambda model: make_method("co2", model, mesh=groups.node_mesh("cpu", 1)),
+        lambda model: make_method("co2", model, mesh=node_mesh("cpu", 1)),
         [groups.MAX_CTAS, groups.MAX_CTAS],
     ),
 }
