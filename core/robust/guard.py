@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..config import is_number, require
 from ..errors import DivergedError
-from ..flat import Bucket, left_by_kernel, local_shard, read_blocks
+from ..flat import Bucket, local_shard, read_blocks, wipe
 from ..groups import Stage
 from ..outer import norm
 from ..riders import Heard, Method, Rider
@@ -204,12 +204,3 @@ def forget(optimizer: torch.optim.Optimizer) -> LeftOut:
         wipe([v for v in numbers if v.device == left_out.device or not read_blocks(left_out)], left_out)
 
     return reset
-
-
-def wipe(flats: Sequence[Tensor], where: Tensor) -> None:
-    """Makes zeros of all, NaN or not, if `where` holds, a 0-d truth value; a GPU is not waited for."""
-    if read_blocks(where):
-        for i in left_by_kernel(where, flats):
-            flats[i].masked_fill_(where.to(flats[i].device), 0)
-    elif where and flats:
-        torch._foreach_zero_(list(flats))  # pyright: ignore[reportPrivateImportUsage]
