@@ -25,7 +25,7 @@ from bench import report
 from bench.cluster import prepare_to_fork, run_ranks
 from bench.report import MOST_PARAMETERS, read_options
 from core import CO2, CO2Config, ShardedCO2, UserError
-from core.groups import node_mesh
+from core.sharded.mesh import node_mesh
 from training import zero
 from training.script import launch
 

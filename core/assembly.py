@@ -24,7 +24,7 @@ from .elastic.flight import ElasticFlight
 from .elastic.joining import Joining, check_elastic
 from .elastic.members import Members
 from .errors import UserError
-from .flight import Flight, Link
+from .flight import Flight
 from .riders import Rider
 from .robust import peers
 from .robust.agreement import Agreement
@@ -33,6 +33,7 @@ from .robust.masters import Masters
 from .robust.watch import Watch
 from .sharded import sharded
 from .sharded.checks import check_mesh, check_shared, groups_of
+from .testing.link import Link, SlowFlight, flight_over
 from .wires.auto import AutoWire
 from .wires.config import WireConfig, Wired
 
@@ -116,13 +117,13 @@ class CO2(OnArrival):
 class ShardedCO2(sharded.ShardedCO2):
     """CO2 whose outer state is shared out over the workers of a node, over all workers, or lies on the host.
 
-        mesh = node_mesh("cuda", 8)  # of core.groups: nodes of eight consecutive ranks
+        mesh = node_mesh("cuda", 8)  # of core.sharded.mesh: nodes of eight consecutive ranks
         loops = DistributedDataParallel(model, process_group=mesh.get_group("shard"))  # to be called in the loop
         co2 = ShardedCO2(model.parameters(), CO2Config(tau=48), mesh=mesh, buffers=model.buffers())
 
     In that order: DistributedDataParallel writes the parameters when it is made, of which ShardedCO2 would warn.
 
-    mesh: [replicate, shard], as groups.node_mesh makes it; or its two dimensions as groups: inner_group, a node's
+    mesh: [replicate, shard], as node_mesh makes it; or its two dimensions as groups: inner_group, a node's
     ranks, and group, of Options, the ranks with the same share across nodes; that alone, or neither: all workers are
     equal. shards, shard, offload: see core/sharded/sharded.py. The other arguments: see CO2.
     """
@@ -150,6 +151,16 @@ class ShardedCO2(sharded.ShardedCO2):
         super().__init__(params, settings, inner_group=inner_group, **how, **plugged)
 
 
+class SlowElasticFlight(SlowFlight, ElasticFlight):
+    """ElasticFlight over an emulated link."""
+
+
+class ElasticCO2(OnArrival):
+    """What elastic_co2 makes: it reads the settings of all riders."""
+
+    reads = CO2Config
+
+
 def elastic_co2(
     params: Iterable[Tensor],
     config: CO2Config | None = None,
@@ -171,12 +182,13 @@ def elastic_co2(
     check_elastic(given)
     c = replace(given, wire=WireConfig())
     settings = functools.partial(scheduled, c, schedule)
-    options = Options(buffers=buffers, timeout=timeout, link=link, riders=riders)
-    flight = functools.partial(ElasticFlight, members=members)
+    options = Options(buffers=buffers, timeout=timeout, riders=riders)
+    carrier = functools.partial(SlowElasticFlight, link=link) if link else ElasticFlight
+    flight = functools.partial(carrier, members=members)
     plugged = plugs(c, lambda number: settings(number).tau, options, times=False, flight=flight)
     joining = Joining(members, at_once=c.delay == 0)
     plugged["riders"].insert(0, joining)
-    return OnArrival(params, settings, **plugged), joining
+    return ElasticCO2(params, settings, **plugged), joining
 
 
 def checked(config: CO2Config | None) -> CO2Config:
@@ -213,11 +225,13 @@ def plugs(
     masters = tensors_of(options.get("model_params", ()), "parameters")
     riders = [Guard(c.outlier), by_speed, tuned, FirstStep() if c.gap == "inner" else None, Agreement()]
     riders += [*more, Watch(masters), Masters(masters) if masters else None]
-    carries = {name: given for name, given in options.items() if name in ("group", "timeout", "link")}
+    carries = {name: given for name, given in options.items() if name in ("group", "timeout")}
     plugged: dict[str, Any] = {
         "pacing": Adaptive(tau, c.delay, tuned=tuned, by_speed=by_speed),
         "buffers": options.get("buffers", ()),
-        "flight": functools.partial(flight or Flight, hidden=hidden and c.delay != 0, roll=peers, **carries),
+        "flight": functools.partial(
+            flight or flight_over(options.get("link")), hidden=hidden and c.delay != 0, roll=peers, **carries
+        ),
         "riders": [rider for rider in riders if rider is not None],
     }
     if wire == "auto":

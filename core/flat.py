@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib
 import importlib.util
-import mmap
 import sys
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
 
-from .errors import UserError
-
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
+Zeros = Callable[[int, torch.dtype], Tensor]
 
 
 class Bucket:
     """All tensors of one dtype on one device, and the one flat tensor in which they travel.
 
     params, buffers: live tensors of a model, buffers being BatchNorm's statistics or the like. scalars: how many
-    numbers travel along. on_host: the flat tensor lies in the host's memory, pinned where there is a GPU.
+    numbers travel along. zeros: makes the flat tensor from its length and dtype; None: beside the others.
 
     flat is 1-d, in the dtype of the sums: float64 for float64 tensors, else float32, so that 16-bit parameters lose
     nothing on their way. It holds in this order: `payload`, [numel], what the worker sends for its parameters, and
@@ -41,7 +36,7 @@ class Bucket:
         buffers: Sequence[Tensor],
         scalars: int = 0,
         parts: int = 1,
-        on_host: bool = False,
+        zeros: Zeros | None = None,
     ):
         self.params, self.buffers = list(params), list(buffers)
         first = [*params, *buffers][0]
@@ -51,7 +46,7 @@ class Bucket:
         end = self.padded + sum(b.numel() for b in buffers)
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         n = end + scalars
-        self.flat = pinned(n, wide) if on_host else torch.zeros(n, dtype=wide, device=first.device)
+        self.flat = zeros(n, wide) if zeros else torch.zeros(n, dtype=wide, device=first.device)
         self.payload, self.rest = self.flat[: self.numel], self.flat[self.padded :]
         self.payload_views = views(self.payload, self.params)
         self.values, self.scalars = self.flat[self.padded : end], self.flat[end:]
@@ -63,14 +58,14 @@ class Bucket:
 
 
 def make_buckets(
-    params: Sequence[Tensor], buffers: Sequence[Tensor], scalars: int, parts: int = 1, on_host: bool = False
+    params: Sequence[Tensor], buffers: Sequence[Tensor], scalars: int, parts: int = 1, zeros: Zeros | None = None
 ) -> list[Bucket]:
     """A bucket for each dtype and device, in the order in which they occur; the scalars travel with the first."""
     kinds: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
     for place, tensors in enumerate((params, buffers)):
         for t in tensors:
             kinds.setdefault((t.dtype, t.device), ([], []))[place].append(t)
-    return [Bucket(*kind, 0 if i else scalars, parts, on_host) for i, kind in enumerate(kinds.values())]
+    return [Bucket(*kind, 0 if i else scalars, parts, zeros) for i, kind in enumerate(kinds.values())]
 
 
 class Scalars:
@@ -143,40 +138,6 @@ def views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [piece.view(t.shape) for piece, t in zip(flat[: sum(sizes)].split(sizes), like, strict=True)]
 
 
-def of_each(params: Sequence[Tensor], buckets: Sequence[Bucket], flats: Sequence[Tensor]) -> list[Tensor]:
-    """What flats, one a bucket and shaped like its payload, hold for each of params, in its shape and dtype."""
-    found: dict[int, Tensor] = {}
-    for bucket, flat in zip(buckets, flats, strict=True):
-        found |= {id(p): part for p, part in zip(bucket.params, views(flat, bucket.params), strict=True)}
-    return [found[id(p)].to(p.dtype) for p in params]
-
-
-def pinned(numel: int, dtype: torch.dtype) -> Tensor:
-    """Zeros in the host's memory, [numel], pinned where there is a GPU: copies to and from it are queued, and no host
-    waits. Of exactly that size: torch would round it up to a power of two, and keep it.
-
-    UserError where the memory cannot be pinned.
-    """
-    nbytes = numel * dtype.itemsize
-    if not nbytes or not torch.cuda.is_available():
-        return torch.zeros(numel, dtype=dtype)
-    # lives as long as what lies in it; not mmap itself, which lets go of its memory before it tells so
-    memory = (ctypes.c_byte * nbytes).from_buffer(mmap.mmap(-1, nbytes))
-    held = torch.frombuffer(memory, dtype=dtype)
-    cudart: Any = torch.cuda.cudart()
-    if code := int(cudart.cudaHostRegister(held.data_ptr(), nbytes, PORTABLE)):
-        raise UserError(f"{nbytes} bytes of the host's memory cannot be pinned (CUDA error {code}): leave out offload")
-    weakref.finalize(memory, _unpin, held.data_ptr(), torch.cuda.current_device()).atexit = False
-    return held
-
-
-def _unpin(address: int, device: int) -> None:
-    """Once no copy that is queued uses the memory."""
-    torch.cuda.synchronize(device)
-    cudart: Any = torch.cuda.cudart()
-    cudart.cudaHostUnregister(address)
-
-
 def resized(flats: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
     """Each of flats, where it lies, as long as its counterpart: cut, or filled up with zeros."""
     found = [flat.new_zeros(len(other)) for flat, other in zip(flats, like, strict=True)]
@@ -240,11 +201,6 @@ def copy_where(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor]) ->
         return
     pairs = [(to[i], source[i]) for i in _left_by_kernel(where, to, source)]
     copy([t for t, _ in pairs], [torch.where(where.to(t.device), s, t.to(s.dtype)) for t, s in pairs])
-
-
-def beside(flag: Tensor, device: torch.device) -> Tensor:
-    """A 0-d truth value on `device`; one of the host's goes along with a kernel, for a copy would make it wait."""
-    return flag if flag.device == device else torch.full((), bool(flag), device=device)
 
 
 def wipe(flats: Sequence[Tensor], where: Tensor) -> None:

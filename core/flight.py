@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,13 +21,7 @@ from .errors import CollectiveError, UserError
 from .groups import Pending, Stage, agree, backend_for, host_group, leave_group, new_group, set_timeout
 from .stats import Mark, Seconds, between, mark, plus
 
-
-class Link(Protocol):
-    """An emulated slow link, for measurements on one machine."""
-
-    def reserve(self, nbytes: float) -> float:
-        """Queues `nbytes` on the link and returns the time.perf_counter() at which they have crossed it."""
-        ...
+UNKNOWN = "a worker has failed or cannot be reached, it is not known which"
 
 
 class Roll(Protocol):
@@ -40,15 +34,6 @@ class Roll(Protocol):
     def gone(self, in_it: Sequence[int]) -> str:
         """For a message: because of whom a collective has failed. in_it: ranks that take part, where that is known."""
         ...
-
-
-class NoRoll:
-    """Knows nobody."""
-
-    def meet(self, group: dist.ProcessGroup | None) -> None: ...
-
-    def gone(self, in_it: Sequence[int]) -> str:
-        return "a worker has failed or cannot be reached, it is not known which"
 
 
 class Flight:
@@ -74,18 +59,18 @@ class Flight:
         *,
         group: dist.ProcessGroup | None = None,
         timeout: float = 600.0,
-        link: Link | None = None,
         backend: str | None = None,
         hidden: bool = True,
         roll: Roll | None = None,
     ):
-        self.device, self.timeout, self.link, self._hidden = device, timeout, link, hidden
-        self._roll: Roll = roll or NoRoll()
+        self.device, self.timeout, self._hidden = device, timeout, hidden
+        self._roll = roll
         self.group = new_group(group, timeout, device, backend, hidden=hidden)
         self.timed_groups = [self.group] if self.group is not None else []  # those whose timeout follows the rounds
         if self.group is not None:
             host_group(self.group, timeout)
-            self._roll.meet(self.group)
+            if roll:
+                roll.meet(self.group)
         self.world_size = dist.get_world_size(self.group) if self.group is not None else 1
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
         # numbers that each worker has a place of its own for; and how many workers there may ever be
@@ -219,7 +204,7 @@ class Flight:
             if self._by_nccl:
                 began = mark(self.device)
                 while (stage := self._next(stages)) is not None:
-                    for work in self._sent(stage)[0]:
+                    for work in self._sent(stage):
                         work.wait()  # the stream waits; with a timeout the host would, too, as torch documents
                 self._end_mark = mark(self.device)
                 self.seconds = between(began, self._end_mark)
@@ -247,10 +232,8 @@ class Flight:
         try:
             with self._aside():
                 while stage is not None:
-                    works, ready_at = self._sent(stage)
-                    for work in works:
+                    for work in self._sent(stage):
                         self._pass(work)
-                    time.sleep(max(0.0, ready_at - time.perf_counter()))
                     stage = next(stages, None)
             self.seconds = time.perf_counter() - began
         except RuntimeError as error:
@@ -267,11 +250,11 @@ class Flight:
                 break
         work.wait()  # until the group's timeout
 
-    def _sent(self, stage: Stage) -> tuple[Sequence[Pending], float]:
-        """Counts what a stage sends; its collectives, and when the emulated link has carried them."""
+    def _sent(self, stage: Stage) -> Iterable[Pending]:
+        """Counts what a stage sends; its collectives."""
         works, sent = stage
         self.bytes_sent += sent
-        return works, self.link.reserve(sent) if self.link else 0.0
+        return works
 
     def _aside(self) -> contextlib.AbstractContextManager[Any]:
         return self._side.used() if self._side is not None else contextlib.nullcontext()
@@ -309,7 +292,7 @@ class Flight:
         group, self.group, self.timed_groups = self.group, None, []
         dist.destroy_process_group(group)
         del group
-        gone = self._roll.gone(ranks if alone else ())  # of a node's workers not all are in both groups
+        gone = self._roll.gone(ranks if alone else ()) if self._roll else UNKNOWN  # a node's are not all in both groups
         self._failed = (
             f"rank {ranks[self.rank]}: the all-reduce of round {number} failed; {gone} "
             f"(timeout {self.timeout:g} s): {reason.partition('. This is')[0].splitlines()[0]}"

@@ -5,18 +5,15 @@ A collective over a group is a stage: what has been started, and the bytes that 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import Tensor
 
 from .errors import UserError
-from .flat import is_dtensor
 
 
 class Pending(Protocol):
@@ -28,31 +25,6 @@ class Pending(Protocol):
 
 Stage = tuple[Sequence[Pending], int]  # collectives under way, and the bytes that this worker sends for them
 MAX_CTAS = 8  # thread blocks, each on a multiprocessor of its own, that one of NCCL's collectives may hold
-PIECES = 16  # a sum over the workers goes in so many pieces, for the sake of its temporary
-
-
-def local_world_size(env: Mapping[str, str] = os.environ) -> int:
-    """Workers per node, as torchrun or SLURM says; 1 without either."""
-    if "LOCAL_WORLD_SIZE" in env:
-        return int(env["LOCAL_WORLD_SIZE"])
-    per_node = env.get("SLURM_NTASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "1")  # "8" or "8(x16)"
-    return int(per_node.partition("(")[0])
-
-
-def node_mesh(device_type: str, per_node: int | None = None, timeout: float | None = None) -> DeviceMesh:
-    """Mesh [nodes, workers of a node] with the dimensions "replicate" and "shard"; every worker must call it.
-
-    per_node: workers that synchronise every step, consecutive ranks; None: those of a node. timeout: seconds until a
-    missing worker is an error; None for torch's half an hour.
-    """
-    n, world = per_node or local_world_size(), dist.get_world_size()
-    if n < 1 or world % n:
-        raise UserError(f"{n} workers per node do not divide {world} workers: start equally many on each node")
-    mesh = init_device_mesh(device_type, (world // n, n), mesh_dim_names=("replicate", "shard"))
-    if timeout is not None:
-        for group in mesh.get_all_groups():
-            set_timeout(group, timeout)
-    return mesh
 
 
 def ring_bytes(nbytes: int, world_size: int) -> int:
@@ -213,11 +185,6 @@ def _first_difference(a: Any, b: Any) -> str:
     return f"{a}, against {b}"
 
 
-def has_dtensors(model: nn.Module) -> bool:
-    """Whether its parameters are DTensors."""
-    return any(is_dtensor(p) for p in model.parameters())
-
-
 def all_reduce(flats: Sequence[Tensor], group: dist.ProcessGroup) -> Stage:
     """Starts the sum over the workers of each tensor, in place."""
     works = [dist.all_reduce(flat, group=group, async_op=True) for flat in flats if flat.numel()]
@@ -232,27 +199,6 @@ def send_first(flats: Sequence[Tensor], group: dist.ProcessGroup) -> Stage:
     n = dist.get_world_size(group)
     sent = sum(round((n - 1) / n * flat.nbytes) for flat in flats)
     return [work for work in works if work is not None], sent
-
-
-def sum_parts(flat: Tensor, group: dist.ProcessGroup) -> Iterator[Stage]:
-    """Reduce-scatter in place: part `rank` of `flat` becomes its sum over the workers; the rest is left undefined.
-
-    NCCL has it. gloo's own is an all-reduce inside, so there every worker sends each part to its owner, who adds them.
-    """
-    n, rank = dist.get_world_size(group), dist.get_rank(group)
-    parts = flat.view(n, -1)
-    sent = round((n - 1) / n * flat.numel() * flat.element_size())
-    if backend_for(group, flat.device) == "nccl":
-        work = dist.reduce_scatter_tensor(parts[rank], flat, group=group, async_op=True)
-        assert work is not None
-        yield [work], sent
-        return
-    for columns in parts.split(max(1, -(-parts.shape[1] // PIECES)), dim=1):
-        theirs = torch.empty_like(mine := columns.contiguous())
-        work = dist.all_to_all_single(theirs, mine, group=group, async_op=True)
-        assert work is not None
-        yield [work], round((n - 1) / n * mine.numel() * mine.element_size())
-        columns[rank].copy_(theirs.sum(0))
 
 
 def all_gather(to: Tensor, own: Tensor, group: dist.ProcessGroup) -> Stage:

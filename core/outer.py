@@ -11,15 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from .flat import copy, copy_where, group_pieces, views
-
-Merge = Literal["outer", "mix", "keep"]
-MERGES: tuple[Merge, ...] = ("outer", "mix", "keep")
+from .flat import copy, group_pieces, views
 
 EPS = 1e-12  # keeps Lambda finite when a pseudo-gradient is exactly zero
 # Elements updated at a time: on a CPU what belongs to them, some 5 MiB in float32, stays in its cache; on a GPU few
@@ -93,23 +89,6 @@ def outer_step(x: Tensor, m: Tensor, alpha: float | Tensor) -> Tensor:
     return x - alpha * m
 
 
-def mix(x: Tensor, p: Tensor, share: float) -> Tensor:
-    """Merge `mix`: share x_{t+1,0} + (1 - share) x^i, between the outer iterate and the worker's own parameters.
-
-    The next difference is still taken from the outer iterate.
-    Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512).
-    """
-    return share * x + (1 - share) * p
-
-
-def keep(x: Tensor, p: Tensor, sent: Tensor) -> Tensor:
-    """Merge `keep`: x_{t+1,0} and, on top, the worker's own progress since it sent what has landed, p - sent.
-
-    LOSCAR-SGD (arXiv 2605.20866); also hivemind's delta rule, and CoCoD-SGD's.
-    """
-    return x + (p - sent)
-
-
 def settles(alpha: float, beta: float) -> bool:
     """Whether a step delayed by one round, without a penalty, settles however far tau local steps solve a direction.
 
@@ -137,12 +116,6 @@ class Rule:
     """0-d: the RMS of Delta over the whole model."""
     gap: Tensor | None = None
     """0-d: Lambda itself."""
-    merge: Merge = "outer"
-    """What the worker continues from: x_{t+1,0} (the paper), `mix` or `keep`."""
-    share: float = 1.0
-    """Of merge mix: that of the outer iterate."""
-    sends: bool = True
-    """Whether step 3 is taken here, and d holds the worker's difference afterwards; else it was taken before."""
 
 
 # m and x stay what they are, if d is finite: 0 times a NaN is a NaN. What remains is step 3 and the restart.
@@ -153,7 +126,7 @@ NOTHING_LANDED = Rule()
 class Segment:
     """A part of the model. params: slices of the live parameters, in any shapes; d, x, m: [n], the part of
     the buffer in which a mean has landed, of the outer iterate and of the momentum; x_views, d_views: x, d in params'
-    shapes; sent: with merge keep the parameters as they were at the sending, in their shapes, else empty."""
+    shapes."""
 
     params: list[Tensor]
     x_views: list[Tensor]
@@ -161,7 +134,6 @@ class Segment:
     d: Tensor
     x: Tensor
     m: Tensor
-    sent: list[Tensor]
 
 
 def update(s: Segment, rule: Rule) -> Tensor:
@@ -170,25 +142,20 @@ def update(s: Segment, rule: Rule) -> Tensor:
     Step 3 stands first, for the workers are still where tau local steps have led them; it is written last, for d
     holds the mean that steps 4 to 6 use.
     """
-    own_difference = difference(s) if rule.sends else s.d  # 3
-    scale = rule.scale.to(s.d) if isinstance(rule.scale, Tensor) else rule.scale
-    m, seen = new_momentum(s.m, scale * s.d, rule)  # 4, 5, 6
+    own_difference = difference(s)  # 3
+    seen = advance(s, rule)
     s.d.copy_(own_difference)
-    s.m.copy_(m)
-    s.x.copy_(outer_step(s.x, m, rule.alpha))  # 7
-    restart(s, rule)
+    copy(s.params, s.x_views)
     return seen
 
 
-def restart(s: Segment, rule: Rule) -> None:
-    """The merge, in the precision of x."""
-    if rule.merge == "outer":
-        copy(s.params, s.x_views)
-    for i, (p, x) in enumerate(zip(s.params, s.x_views, strict=True)):
-        if rule.merge == "mix":
-            p.copy_(mix(x, p.to(x.dtype), rule.share))
-        elif rule.merge == "keep":
-            p.copy_(keep(x, p.to(x.dtype), s.sent[i]))
+def advance(s: Segment, rule: Rule) -> Tensor:
+    """Steps 4 to 7 on m and x; returns what was seen."""
+    scale = rule.scale.to(s.d) if isinstance(rule.scale, Tensor) else rule.scale
+    m, seen = new_momentum(s.m, scale * s.d, rule)  # 4, 5, 6
+    s.m.copy_(m)
+    s.x.copy_(outer_step(s.x, m, rule.alpha))  # 7
+    return seen
 
 
 def difference(s: Segment) -> Tensor:
@@ -225,11 +192,11 @@ class Boundary:
 
     params: the live parameters, of one dtype and device, in any shapes and strides, at least one element in all.
     d, x, m: flat [sum of their numel], in the parameters' order; float32 where the parameters are 16-bit, else their
-    dtype. A parameter whose storage was replaced (`p.data = ...`) is noticed. sent: as x, where merge keep needs it.
+    dtype. A parameter whose storage was replaced (`p.data = ...`) is noticed.
     """
 
-    def __init__(self, params: Sequence[Tensor], d: Tensor, x: Tensor, m: Tensor, sent: Tensor | None = None):
-        self.params, self.d, self.x, self.m, self.sent = params, d, x, m, sent
+    def __init__(self, params: Sequence[Tensor], d: Tensor, x: Tensor, m: Tensor):
+        self.params, self.d, self.x, self.m = params, d, x, m
         total = sum(p.numel() for p in params)
         assert all(f.shape == (total,) and f.is_contiguous() and f.dtype == d.dtype for f in (d, x, m))
         assert all(p.dtype == params[0].dtype and p.device == d.device for p in params)
@@ -241,26 +208,6 @@ class Boundary:
         """Steps 3 to 7 of the whole bucket; what was seen, [4] float64 on d's device."""
         self.locate()
         return self.update(rule)
-
-    @torch.no_grad()
-    def take(self) -> None:
-        """Step 3 alone: d becomes what this worker sends, the parameters and x stay."""
-        self.locate()
-        for s in self.segments:
-            s.d.copy_(difference(s))
-            copy(s.sent, s.params[: len(s.sent)])
-
-    @torch.no_grad()
-    def restart(self, where: Tensor | None = None) -> None:
-        """The worker continues from the outer iterate, as if it had sent it. where: 0-d truth value, None for always;
-        a GPU is not waited for."""
-        self.locate()
-        for s in self.segments:
-            if where is None:
-                copy(s.params, s.x_views)
-            else:
-                copy_where(where, s.params, s.x_views)
-                copy_where(where, s.sent, s.params[: len(s.sent)])
 
     def locate(self) -> None:
         """Plans anew where a parameter's storage has moved."""
@@ -275,8 +222,7 @@ class Boundary:
         for pieces in group_pieces(self.params, segment_size(self.d)):
             end = start + sum(p.numel() for p in pieces)
             d, x, m = (f[start:end] for f in (self.d, self.x, self.m))
-            sent = [] if self.sent is None else views(self.sent[start:end], pieces)
-            self.segments.append(Segment(pieces, views(x, pieces), views(d, pieces), d, x, m, sent))
+            self.segments.append(Segment(pieces, views(x, pieces), views(d, pieces), d, x, m))
             start = end
 
     def update(self, rule: Rule) -> Tensor:

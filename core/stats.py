@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,34 +20,30 @@ from .flat import read_blocks
 Mark = float | torch.cuda.Event
 
 
-def mark(device: torch.device, stream: torch.cuda.Stream | None = None) -> Mark:
-    """This moment: time.perf_counter() on a CPU, on a GPU an event in `stream` (None: the current one)."""
+def mark(device: torch.device) -> Mark:
+    """This moment: time.perf_counter() on a CPU, on a GPU an event in the current stream."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
-    event.record(stream or torch.cuda.current_stream(device))
+    event.record(torch.cuda.current_stream(device))
     return event
 
 
 @dataclass(frozen=True)
 class Elapsed:
-    """The time between two events of a GPU without what of it is `less`, or one of its equal `parts`; `more` seconds of
-    the host's are added."""
+    """Seconds of a GPU's, which are known when it has passed `end`."""
 
-    start: torch.cuda.Event
     end: torch.cuda.Event
-    parts: int = 1
-    more: float = 0.0
-    less: Elapsed | float = 0.0
+    seconds: Callable[[], float]
 
     def ready(self) -> bool:
         """Whether float() would return at once."""
         return self.end.query()
 
     def __float__(self) -> float:
-        """Seconds; waits until the GPU has passed both."""
+        """Waits for them."""
         self.end.synchronize()
-        return (self.start.elapsed_time(self.end) / 1e3 - float(self.less)) / self.parts + self.more
+        return self.seconds()
 
 
 Seconds = float | Elapsed
@@ -56,14 +52,14 @@ Seconds = float | Elapsed
 def between(start: Mark, end: Mark, parts: int = 1, less: Seconds = 0.0) -> Seconds:
     """The time between two marks of one device without what of it is `less`, or one of its equal `parts`."""
     if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-        return Elapsed(start, end, parts, less=less)
+        return Elapsed(end, lambda: (start.elapsed_time(end) / 1e3 - float(less)) / parts)
     assert not isinstance(start, torch.cuda.Event) and not isinstance(end, torch.cuda.Event), "two devices"
     return (end - start - float(less)) / parts
 
 
 def plus(time: Seconds, more: float) -> Seconds:
     """`more` seconds of the host's added to it."""
-    return replace(time, more=time.more + more) if isinstance(time, Elapsed) else time + more
+    return Elapsed(time.end, lambda: float(time) + more) if isinstance(time, Elapsed) else time + more
 
 
 def ready(*times: Seconds) -> bool:

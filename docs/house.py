@@ -19,11 +19,12 @@ LAYERS: list[list[str]] = [
     ["training"],
     ["core.integrations", "core.methods", "assembly"],
     ["adaptive", "sharded", "lgreco", "wires", "triton", "robust", "zeroth", "elastic"],
+    ["offload", "testing"],
     ["core"],
     ["torch"],
 ]
 WIDTH, GAP, BETWEEN, LINE, LETTER = 1120, 14, 44, 15, 6.1  # pixels
-FILLS = ["#eef2f7", "#eef2f7", "#e3eefb", "#e6f4e6", "#fdf0d5", "#f3f3f3"]
+FILLS = ["#eef2f7", "#eef2f7", "#e3eefb", "#e6f4e6", "#e6f4e6", "#fdf0d5", "#f3f3f3"]
 STYLE = "text{font:11px sans-serif;fill:#222}.n{font-weight:bold;font-size:13px}rect{stroke:#667;rx:5px}"
 STYLE += "line{stroke:#557;marker-end:url(#a)}.against{stroke:#c00}"
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from core import UserError
-from core.groups import local_world_size
 from core.methods import DDP, Method
+from core.sharded.mesh import local_world_size
 from training.workers import make_mesh
 
 if TYPE_CHECKING:

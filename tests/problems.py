@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from core import CO2, CO2Config, make_method
 from core.flat import Scalars, make_buckets
-from core.flight import Flight
 from core.methods.delayed import DelayedCO2, DelayedConfig
 from core.reducer import AllReduce
+from core.testing.link import flight_over
 from core.wires.config import WireConfig
 from tests.reference import DelayedReference
 
@@ -72,7 +72,7 @@ class Mean:
         self.scalars = Scalars(scalars or {})
         self.buckets = make_buckets(tensors, options.pop("buffers", []), self.scalars.numel)
         self.scalars.attach(self.buckets[0].scalars)
-        self.flight = Flight(self.buckets[0].flat.device, **options)
+        self.flight = flight_over(options.pop("link", None))(self.buckets[0].flat.device, **options)
         workers = self.flight.rank, self.flight.world_size
         self.reducer = reducer(self.buckets, self.scalars, *workers) if reducer else None
         self.reducer = self.reducer or AllReduce([b.flat for b in self.buckets], self.flight.world_size)

@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from core.errors import UserError
-from core.groups import local_world_size
 from core.methods.ddp import check_wire
 from core.sharded.checks import check_node, check_shared
+from core.sharded.mesh import local_world_size
 from training.recipe import Recipe, momentum_note
 from training.sampling import per_worker, smallest_part
 from training.throttle import make_link

@@ -36,12 +36,12 @@ from core import assembly, outer
 from core import held as in_core
 from core.flat import Bucket
 from core.flight import Flight
-from core.groups import local_world_size
 from core.lgreco import curves, senders
 from core.lgreco.reducer import LGreco
 from core.methods import gradient_wire, make_method
 from core.reducer import Reducer
 from core.rounds import Rounds
+from core.sharded.mesh import local_world_size
 from core.wires import quantized
 from core.wires.config import WireConfig
 from training.recipe import Recipe
@@ -335,10 +335,10 @@ def _on_paper(workers: int, on_gpu: bool) -> Iterator[None]:
     there = SimpleNamespace(is_initialized=lambda: True, get_rank=lambda *_: 0, get_world_size=lambda *_: workers)
     with contextlib.ExitStack() as patches:
         for owner, name, stand_in in (
-            (assembly, "Flight", background),
+            (assembly, "flight_over", lambda _: background),
             (assembly, "dist", there),
             (in_core, "check_inputs", lambda *_: None),  # without memory all parameters seem to share it
-            (gradient_wire, "Flight", background),
+            (gradient_wire, "flight_over", lambda _: background),
             (LGreco, "due", lambda *_: False),  # what a decision needs: see count
             (quantized, "SEGMENT", quantized.GPU_SEGMENT if on_gpu else quantized.SEGMENT),
             (curves, "ROWS", curves.GPU_ROWS if on_gpu else curves.ROWS),

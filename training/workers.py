@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from core.errors import UserError
-from core.groups import host_group, local_world_size, node_mesh, of_all
+from core.groups import host_group, of_all
 from core.robust import peers
+from core.sharded.mesh import local_world_size, node_mesh
 
 _starts = itertools.count()  # a process may run twice over one store
 _HEARD_WITHIN = 10.0  # seconds that the worker which serves the store waits for the others to read it

@@ -18,11 +18,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench import boundary, codecs
 from bench.gpu.checks import NotRun, Scope, check, one_rank, sync
+from bench.gpu.equal import PASSES
 from bench.gpu.hidden import Slow, asleep
 from bench.gpu.problem import RECOMMENDED, lgreco
 from core import CO2, CO2Config, LocalSGD, WireConfig, outer
+from core.adaptive.merging import Merge, MergeRule, MergingBoundary
 from core.flat import Scalars, make_buckets
-from core.outer import Merge, Rule
 
 PARAMETERS = 350_000_000
 REPEATS = 7
@@ -57,13 +58,13 @@ def a_boundarys_bytes_a_parameter(scope: Scope, case: str) -> dict[str, Any]:
     params = boundary.model(scope(PARAMETERS, 50_000), scope.device)
     d, x, m = boundary.state(params)
     sent = x.clone() if merge == "keep" else None
-    one = boundary.PASSES[cast(boundary.Way, kind)](params, d, x, m, sent)
+    one = boundary.CompiledBoundary(params, d, x, m) if kind == "compiled" else PASSES[kind](params, d, x, m, sent)
 
     def once() -> None:
-        if merge == "keep":
+        if isinstance(one, MergingBoundary) and merge == "keep":
             one.take()
         c = outer.norm([d]) / len(d) ** 0.5
-        one.run(Rule(0.5, 1.0, 1.0, 1.0, 1.0, c=c, merge=cast(Merge, merge), sends=merge != "keep"))
+        one.run(MergeRule(0.5, 1.0, 1.0, 1.0, 1.0, c=c, merge=cast(Merge, merge), sends=merge != "keep"))
 
     seconds, rate = beside_copies(scope, once)
     found = seconds * rate / len(d)

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -14,16 +15,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from bench.boundary import PASSES
 from bench.gpu.checks import NotRun, Scope, check, one_rank
 from bench.gpu.problem import METHODS, SETTINGS, STEPS, co2, distance, lgreco, move, near, problem, train
 from bench.reference import LateReference
 from core import CO2, CO2Config, WireConfig
-from core.outer import NOTHING_LANDED, Boundary, Merge, Rule
+from core.adaptive.merging import Merge, MergeRule, MergingBoundary, make_boundary
+from core.outer import NOTHING_LANDED, Rule
 from core.wires import formats as wire
 
 ROOT = Path(__file__).parents[2]
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+PASSES: dict[str, Callable[..., MergingBoundary]] = {"fast": make_boundary, "plain": MergingBoundary}
 ROUNDING = {torch.float32: 5e-6, torch.float64: 1e-13, torch.bfloat16: 5e-3}
 
 
@@ -41,7 +43,7 @@ class Pass:
 
         self.d, self.x, self.m = draw(), draw(), draw()
         self.sent = draw() if merge == "keep" else None
-        self.boundary: Boundary = PASSES[kind](self.params, self.d, self.x, self.m, self.sent)
+        self.boundary: MergingBoundary = PASSES[kind](self.params, self.d, self.x, self.m, self.sent)
 
     def held(self) -> list[Tensor]:
         flats = [f for f in (self.d, self.x, self.m, self.sent) if f is not None]
@@ -58,7 +60,7 @@ def rules(scope: Scope, merge: Merge, dtype: torch.dtype) -> list[Rule]:
     gaps: list[dict[str, Any]] = [{}, {"gap": 1.5 + number}, {"c": number}]
     how = {"merge": merge, "share": 0.3, "sends": merge != "keep"}
     return [
-        Rule(0.5, 0.7, 0.7, phi, scale, **gap, **how)
+        MergeRule(0.5, 0.7, 0.7, phi, scale, **gap, **how)
         for gap, phi, scale in itertools.product(gaps, (None, 0.01), (0.25, 10 * number))
     ]
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from bench.gpu.checks import Scope, check, one_rank, sync, synchronisations
 from bench.gpu.problem import METHODS, RECOMMENDED, co2, move, near, problem, train
 from core import CO2, CO2Config, DivergedError, LocalSGD, ShardedCO2, WireConfig
-from core.groups import host_group, node_mesh
+from core.groups import host_group
 from core.methods import DDP
+from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
 from training.workers import largest_of_workers
 

@@ -20,7 +20,7 @@ from bench.gpu.problem import METHODS, RECOMMENDED, SETTINGS, co2, distance, mov
 from core import CO2, CO2Config, ShardedCO2, testing
 from core.assembly import elastic_co2
 from core.elastic.members import Members
-from core.groups import node_mesh
+from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
 
 RANKS = 4

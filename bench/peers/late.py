@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from core import flat
-from core.flight import Flight, Link
 from core.reducer import AllReduce
+from core.testing.link import Link, flight_over
 
 
 class LateGradients(ABC):
     """An optimiser whose gradients are the workers' means, which cross the network while the next ones are computed.
 
     inner: the optimiser that takes the steps; its parameters are equal on all workers. steps: of the whole training,
-    whose last gradients would never be used and so are not sent. timeout, link: see Flight.
+    whose last gradients would never be used and so are not sent. timeout: see Flight. link: an emulated slow one.
     Attributes: rounds, means that have landed; sent, bytes that this worker has sent for them.
     """
 
@@ -28,7 +28,7 @@ class LateGradients(ABC):
         self.zero_grad = inner.zero_grad
         self.buckets = flat.make_buckets([p for group in inner.param_groups for p in group["params"]], [], 0)
         self.params = [p for bucket in self.buckets for p in bucket.params]
-        self.flight = Flight(self.buckets[0].flat.device, timeout=timeout, link=link)
+        self.flight = flight_over(link)(self.buckets[0].flat.device, timeout=timeout)
         self.reducer = AllReduce([bucket.flat for bucket in self.buckets], self.flight.world_size)
         self.rounds = self.sent = 0
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from .. import outer
 from ..co2 import CO2
 from ..flat import views
-from ..passes import make_boundary
 from ..rounds import Landing
 from .config import AdaptiveConfig
 from .inner_gap import FirstStep
+from .merging import MergeRule, MergingBoundary, make_boundary
 
 
 class OnArrival(CO2):
@@ -28,8 +28,9 @@ class OnArrival(CO2):
 
     config: AdaptiveConfig
     reads = AdaptiveConfig
+    _boundaries: list[MergingBoundary]  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def make_boundaries(self) -> list[outer.Boundary]:
+    def make_boundaries(self) -> list[MergingBoundary]:  # pyright: ignore[reportIncompatibleMethodOverride]
         c, self._finishing = self.config, False
         self.starts_roughly = c.merge != "outer"
         self._first = next((r for r in self.riders if isinstance(r, FirstStep)), None)
@@ -57,7 +58,7 @@ class OnArrival(CO2):
         self._finishing = finished
         landing = self.land(finished=finished)
         if not landing.empty:
-            self.pass_over(replace(self.rule(), sends=False))
+            self.pass_over(MergeRule(**vars(self.rule()), sends=False))
         if landing.last:  # nothing is stale any more
             self._restart()
             self._last_lr = 0.0
@@ -65,9 +66,9 @@ class OnArrival(CO2):
 
     def continued(self, rule: outer.Rule) -> outer.Rule:
         c, finishing = self.config, self._finishing
-        if rule.sends:  # the paper's order
-            return replace(rule, merge="outer" if finishing else c.merge, share=c.mix)
-        return replace(rule, merge=c.merge, share=0.0 if finishing and c.delay != 0 else c.mix)
+        if isinstance(rule, MergeRule):  # it is merged alone
+            return replace(rule, merge=c.merge, share=0.0 if finishing and c.delay != 0 else c.mix)
+        return MergeRule(**vars(rule), merge="outer" if finishing else c.merge, share=c.mix)
 
     def one_gap(self, delta_norm: Tensor) -> Tensor | None:
         if self.config.gap != "inner" or self._first is None:

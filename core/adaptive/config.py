@@ -7,7 +7,7 @@ from typing import Literal
 
 from ..config import GAPS as PAPERS
 from ..config import OuterConfig, is_number, is_whole, require
-from ..outer import MERGES, Merge
+from .merging import MERGES, Merge
 
 GAPS = (*PAPERS[:2], "inner", *PAPERS[2:])
 

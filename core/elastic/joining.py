@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..co2 import CO2
+from ..adaptive.arrival import OnArrival
 from ..errors import UserError
 from ..riders import Method, Rider
 from .flight import ElasticFlight
@@ -34,7 +34,7 @@ class Joining(Rider):
     workers.
     """
 
-    co2: CO2
+    co2: OnArrival
     flight: ElasticFlight
 
     def __init__(self, members: Members, *, at_once: bool = False):
@@ -44,7 +44,9 @@ class Joining(Rider):
 
     def attach(self, method: Method) -> None:
         super().attach(method)
-        assert isinstance(method, CO2) and isinstance(method.flight, ElasticFlight), "see core.assembly.elastic_co2"
+        assert isinstance(method, OnArrival) and isinstance(method.flight, ElasticFlight), (
+            "see core.assembly.elastic_co2"
+        )
         self.co2, self.flight = method, method.flight
         self.flight.owner = method
         self.give: Callable[[], dict[str, Any]] = method.state_dict

@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from ..adaptive.schedules import Schedule
 from ..assembly import CO2, CO2Config, Options, ShardedCO2, checked
 from ..errors import UserError
-from ..flight import Link
-from ..groups import has_dtensors
+from ..flat import is_dtensor
 from ..riders import Rider
 from ..rounds import Rounds
 from ..sharded.checks import check_mesh
+from ..testing.link import Link
 from ..wires.config import LGrecoConfig, WireConfig
 from ..zeroth import ZerothConfig
 from ..zeroth.elastic import ElasticZeroth
@@ -106,7 +106,7 @@ def make_method(
     options["buffers"] = list(model.buffers()) if average_buffers else []
     if mesh is not None and entry.local:
         check_mesh(mesh)
-        if not has_dtensors(model):  # sharded ones synchronise by themselves
+        if not any(map(is_dtensor, model.parameters())):  # sharded ones synchronise by themselves
             model = DistributedDataParallel(model, process_group=mesh.get_group(1))
         if "shard" not in entry.takes:
             options["group"] = mesh.get_group(0)

@@ -14,13 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..checks import of_rank, under_rank
 from ..errors import DivergedError, UserError
-from ..flat import all_finite
-from ..flight import Link
-from ..groups import has_dtensors, leave_group, new_group, ring_bytes
+from ..flat import all_finite, is_dtensor
+from ..groups import leave_group, new_group, ring_bytes
 from ..riders import Rider
 from ..robust import peers
 from ..robust.requests import Requests
 from ..stats import Late, Mark, RoundStats, Seconds, between, mark
+from ..testing.link import Link
 from ..wires.config import WireConfig
 from .gradient_wire import GradientWire
 from .registry import Entry, Given, Settings
@@ -67,7 +67,7 @@ class DDP:
         self._late = Late()
         if self.group is not None:
             self.world_size = dist.get_world_size(self.group)
-        self._sharded = has_dtensors(model)
+        self._sharded = any(map(is_dtensor, model.parameters()))
         self.wire: GradientWire | None = None
         if wire is not None and wire.format != "float32":
             check_wire(wire, sharded=self._sharded)

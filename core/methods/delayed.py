@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import outer
 from ..adaptive.config import AdaptiveConfig
+from ..adaptive.merging import MergingBoundary
 from ..assembly import CO2, CO2Config, Options
 from ..config import LARGE
 from ..errors import UserError
@@ -261,7 +262,7 @@ def _sum(flats: Sequence[Tensor], group: dist.ProcessGroup) -> str:
     return ""
 
 
-class _DelayedBoundary(outer.Boundary):
+class _DelayedBoundary(MergingBoundary):
     """Steps 3 to 7 in two passes, between which the whole momentum may be clipped. step: with Nesterov, the last outer
     step over -alpha; last_own: with policy eager, d^i_{t-1}. Both flat, as d, x and m."""
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..flat import Scalars, copy, make_buckets, on_host
-from ..flight import Flight, Link
 from ..robust import peers
+from ..testing.link import Link, flight_over
 from ..wires.config import WireConfig
 
 DECIDE_EVERY = 100  # steps, of lgreco; as released
@@ -43,7 +43,7 @@ class GradientWire:
         self.buckets = make_buckets(params, [], self._scalars.numel)
         self._scalars.attach(self.buckets[0].scalars)
         device = self.buckets[0].flat.device
-        self.flight = Flight(device, group=group, timeout=timeout, link=link, hidden=False, roll=peers)
+        self.flight = flight_over(link)(device, group=group, timeout=timeout, hidden=False, roll=peers)
         self.flight.agree(("ddp", wire), params)
         workers = self.flight.rank, self.flight.world_size
         self.reducer = _by_steps(wire).reducer(self.buckets, self._scalars, *workers)

@@ -11,9 +11,9 @@ from ..outer import Boundary
 from .chunked import ChunkedBoundary
 
 
-def make_boundary(params: Sequence[Tensor], d: Tensor, x: Tensor, m: Tensor, sent: Tensor | None = None) -> Boundary:
+def make_boundary(params: Sequence[Tensor], d: Tensor, x: Tensor, m: Tensor) -> Boundary:
     """Triton's kernel on CUDA where Triton is installed (any CUDA build for Linux brings it), the in-place pass on a
     CPU; elsewhere the plain one."""
     if kernels := triton_kernels(d.device):
-        return kernels.TritonBoundary(params, d, x, m, sent)
-    return (Boundary if d.is_cuda else ChunkedBoundary)(params, d, x, m, sent)
+        return kernels.TritonBoundary(params, d, x, m)
+    return (Boundary if d.is_cuda else ChunkedBoundary)(params, d, x, m)

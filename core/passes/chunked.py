@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..flat import copy
-from ..outer import EPS, Boundary, Rule, Segment, restart
+from ..outer import EPS, Boundary, Rule, Segment
 
 
 class ChunkedBoundary(Boundary):
@@ -25,8 +25,8 @@ class ChunkedBoundary(Boundary):
         super().plan()
         longest = max((len(s.d) for s in self.segments), default=0)
         self._scratch = self.d.new_empty(longest)
-        narrow = self.params[0].dtype != self.d.dtype
-        self._rounded = self._scratch.to(self.params[0].dtype) if narrow else None
+        self.narrow = self.params[0].dtype != self.d.dtype
+        self._rounded = self._scratch.to(self.params[0].dtype) if self.narrow else None
 
     def update(self, rule: Rule) -> Tensor:
         slope = 0.0 if rule.c is None else float(rule.last_alpha) / (rule.c.item() + EPS)
@@ -34,32 +34,22 @@ class ChunkedBoundary(Boundary):
         seen = []
         for s in self.segments:
             seen.append(_momentum(s, self._scratch[: len(s.d)], rule, gap, slope))
-            if rule.sends:
-                self._snapshot(s)
+            self.send(s, rule)
             s.x.sub_(s.m, alpha=float(rule.alpha))
-            self._restart(s, rule)
+            self.restart_segment(s, rule)
         squares, gaps, tops, clipped = zip(*seen, strict=True)
         numbers = [sum(squares), sum(gaps), max(tops), sum(clipped)]
         return torch.tensor(numbers, dtype=torch.float64, device=self.d.device)
 
-    @torch.no_grad()
-    def take(self) -> None:
-        """See Boundary."""
-        self.locate()
-        for s in self.segments:
-            self._snapshot(s)
-            copy(s.sent, s.params[: len(s.sent)])
+    def send(self, s: Segment, rule: Rule) -> None:
+        """Step 3 of a segment."""
+        self.take_difference(s)
 
-    def _restart(self, s: Segment, rule: Rule) -> None:
-        if self._rounded is not None or rule.merge == "outer":
-            restart(s, rule)
-        elif rule.merge == "mix":
-            torch._foreach_lerp_(s.params, s.x_views, rule.share)  # pyright: ignore[reportPrivateImportUsage]
-        else:
-            torch._foreach_sub_(s.params, s.sent)  # pyright: ignore[reportPrivateImportUsage]
-            torch._foreach_add_(s.params, s.x_views)  # pyright: ignore[reportPrivateImportUsage]
+    def restart_segment(self, s: Segment, rule: Rule) -> None:
+        """What the worker continues from."""
+        copy(s.params, s.x_views)
 
-    def _snapshot(self, s: Segment) -> None:
+    def take_difference(self, s: Segment) -> None:
         """d <- r(x) - p, with r(x) = x rounded to p's dtype."""
         if self._rounded is None and len(s.params) == 1:
             torch.sub(s.x_views[0], s.params[0], out=s.d_views[0])

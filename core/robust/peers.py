@@ -31,6 +31,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from ..errors import CollectiveError
+from ..flight import UNKNOWN
 from ..groups import of_all
 
 ANSWERS_WITHIN = 2.0  # seconds in which a process answers, and in which the others notice that a group was left
@@ -201,7 +202,7 @@ def who(ranks: Sequence[int]) -> str:
     if _peers is not None and _peers.stopped:
         return f"this worker was stopped for {_peers.stopped:.0f} s, and did not answer the others"
     if not ranks:
-        return "a worker has failed or cannot be reached, it is not known which"
+        return UNKNOWN
     return f"no answer from rank {', '.join(map(str, ranks))}"
 
 

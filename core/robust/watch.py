@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..flat import of_each
+from ..flat import Bucket, views
 from ..groups import is_alive
 from ..outer import norm
 from ..riders import Method, Rider
@@ -68,7 +68,7 @@ class Watch(Rider):
         """Where the round began, a tensor a parameter; None: not known."""
         m = self.method
         if m.starts:
-            return of_each(m.params, m.buckets, m.starts)
+            return _of_each(m.params, m.buckets, m.starts)
         return None if m.state else m.params  # nothing is kept that could pull anywhere
 
     def knows(self, p: Tensor) -> bool:
@@ -178,3 +178,11 @@ def _differ(p: Tensor, start: Tensor, tolerance: float) -> bool:
     if not p.numel():
         return False
     return bool(norm([p.to(start.dtype) - start]) > tolerance * norm([start]))
+
+
+def _of_each(params: Sequence[Tensor], buckets: Sequence[Bucket], flats: Sequence[Tensor]) -> list[Tensor]:
+    """What flats, one a bucket and shaped like its payload, hold for each of params, in its shape and dtype."""
+    found: dict[int, Tensor] = {}
+    for bucket, flat in zip(buckets, flats, strict=True):
+        found |= {id(p): part for p, part in zip(bucket.params, views(flat, bucket.params), strict=True)}
+    return [found[id(p)].to(p.dtype) for p in params]

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from .. import outer
-from ..flat import Bucket, all_finite, copy, copy_where, group_pieces, pinned, views
+from ..adaptive.merging import mix
+from ..flat import Bucket, all_finite, copy, copy_where, group_pieces, views
 from ..groups import Stage
+from ..offload.pinned import pinned
 
 
 class Live:
@@ -41,7 +43,7 @@ class Live:
     def mix(self, share: float) -> None:
         """p <- share g + (1 - share) p."""
         for p, g in self._pieces():
-            copy(p, g if share == 1 else [outer.mix(x, y.to(x.dtype), share) for x, y in zip(g, p, strict=True)])
+            copy(p, g if share == 1 else [mix(x, y.to(x.dtype), share) for x, y in zip(g, p, strict=True)])
 
     def restart(self, where: Tensor) -> None:
         """p <- g where that holds, 0-d."""
@@ -109,7 +111,7 @@ class HostCopies:
                         p.copy_(g, non_blocking=True)
                     else:
                         x = g.to(p.device, non_blocking=True)
-                        p.copy_(outer.mix(x, p.to(x.dtype), share))
+                        p.copy_(mix(x, p.to(x.dtype), share))
 
     def restart(self, where: Tensor) -> None:
         """p <- g where that holds, 0-d, on the host."""
@@ -156,3 +158,8 @@ class HostCopies:
     def wait(self, timeout: Any = None) -> None:
         if self._event is not None:
             self._event.synchronize()
+
+
+def beside(flag: Tensor, device: torch.device) -> Tensor:
+    """A 0-d truth value on `device`; one of the host's goes along with a kernel, for a copy would make it wait."""
+    return flag if flag.device == device else torch.full((), bool(flag), device=device)

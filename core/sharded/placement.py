@@ -13,8 +13,9 @@ from torch import Tensor
 from .. import outer
 from ..errors import UserError
 from ..flat import Bucket, copy, is_dtensor, local_shard, views
-from ..groups import Stage, agree, all_reduce, gather_parts, host_group, leave_group, new_group, send_first
+from ..groups import Stage, agree, all_reduce, backend_for, gather_parts, host_group, leave_group, new_group, send_first
 
+PIECES = 16  # a sum over the workers goes in so many pieces, for the sake of its temporary
 Places = dict[int, list[tuple[int, slice]]]  # how many ranks hold some elements -> [(which flat tensor, where in it)]
 
 
@@ -184,3 +185,24 @@ def copies_of(t: Tensor, ranks: Sequence[int], shards: bool) -> int:
             )
         holders //= len(over)
     return holders
+
+
+def sum_parts(flat: Tensor, group: dist.ProcessGroup) -> Iterator[Stage]:
+    """Reduce-scatter in place: part `rank` of `flat` becomes its sum over the workers; the rest is left undefined.
+
+    NCCL has it. gloo's own is an all-reduce inside, so there every worker sends each part to its owner, who adds them.
+    """
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    parts = flat.view(n, -1)
+    sent = round((n - 1) / n * flat.numel() * flat.element_size())
+    if backend_for(group, flat.device) == "nccl":
+        work = dist.reduce_scatter_tensor(parts[rank], flat, group=group, async_op=True)
+        assert work is not None
+        yield [work], sent
+        return
+    for columns in parts.split(max(1, -(-parts.shape[1] // PIECES)), dim=1):
+        theirs = torch.empty_like(mine := columns.contiguous())
+        work = dist.all_to_all_single(theirs, mine, group=group, async_op=True)
+        assert work is not None
+        yield [work], round((n - 1) / n * mine.numel() * mine.element_size())
+        columns[rank].copy_(theirs.sum(0))

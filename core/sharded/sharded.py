@@ -23,15 +23,16 @@ from .. import outer
 from ..adaptive.config import AdaptiveConfig
 from ..checks import tensors_of
 from ..errors import UserError
-from ..flat import Bucket, beside, copy, make_buckets, on_host, unique
+from ..flat import Bucket, copy, make_buckets, on_host, unique
 from ..flight import Flight
-from ..groups import Stage, all_reduce, gather_parts, sum_parts
+from ..groups import Stage, all_reduce, gather_parts
+from ..offload.pinned import pinned
 from ..pacing import Pacing
 from ..rounds import Landing, Rounds
 from ..stats import send_off
 from .checks import check_shared
-from .live import HostCopies, Live
-from .placement import Placement
+from .live import HostCopies, Live, beside
+from .placement import Placement, sum_parts
 
 Settings = Callable[[int], AdaptiveConfig]
 
@@ -125,7 +126,7 @@ class ShardedCO2(Rounds):
 
     def make_buckets(self) -> list[Bucket]:
         parts = self._node.parts * (self.flight.world_size if self.shard else 1)
-        return make_buckets(self.params, self.buffers, self.scalars.numel, parts, self.offload)
+        return make_buckets(self.params, self.buffers, self.scalars.numel, parts, pinned if self.offload else None)
 
     def resync(self) -> None:
         """See Rounds."""

@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..outer import EPS, Boundary, Rule
+from ..adaptive.merging import MergeRule, MergingBoundary, with_merge
+from ..outer import EPS, Rule
 from .shared import TYPES, divided, rounded
 
 BLOCK = 2048  # elements of a program
@@ -109,7 +110,7 @@ def copy_kernel(
     sent_ptr,
     scalars,
     P: tl.constexpr,
-    TAKES: tl.constexpr,  # Boundary.take; else restart
+    TAKES: tl.constexpr,  # MergingBoundary.take; else restart
     WHERE: tl.constexpr,  # restart, but only where scalars[8] says so
     SENT: tl.constexpr,  # whether `sent` is kept
     STRIDED: tl.constexpr,
@@ -130,7 +131,7 @@ def copy_kernel(
             tl.store(sent_ptr + at, x, mask=mask)
 
 
-class TritonBoundary(Boundary):
+class TritonBoundary(MergingBoundary):
     """The boundary as one kernel over a table of blocks. Scalars lie on the device and change when they change."""
 
     def plan(self) -> None:
@@ -148,6 +149,7 @@ class TritonBoundary(Boundary):
         self._values: list[float | Tensor | None] = [None] * 9
 
     def update(self, rule: Rule) -> Tensor:
+        rule = with_merge(rule)
         self._set_scalars(rule)
         gap, source = NO_GAP, self._scalars  # any tensor where the kernel reads none
         if rule.c is not None:
@@ -167,12 +169,12 @@ class TritonBoundary(Boundary):
 
     @torch.no_grad()
     def take(self) -> None:
-        """See Boundary."""
+        """See MergingBoundary."""
         self._copy(takes=True, where=None)
 
     @torch.no_grad()
     def restart(self, where: Tensor | None = None) -> None:
-        """See Boundary."""
+        """See MergingBoundary."""
         self._copy(takes=False, where=where)
 
     def _copy(self, takes: bool, where: Tensor | None) -> None:
@@ -187,7 +189,7 @@ class TritonBoundary(Boundary):
                     STRIDED=strided, **LAUNCH,
                 )  # fmt: skip
 
-    def _set_scalars(self, rule: Rule) -> None:
+    def _set_scalars(self, rule: MergeRule) -> None:
         mixed = rule.share, 1 - rule.share
         numbers = rule.beta, rule.alpha, rule.last_alpha, rule.phi or 0.0, rule.scale, *mixed, EPS
         self._set(dict(enumerate(numbers)))

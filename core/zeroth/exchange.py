@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CollectiveError, UserError
-from ..flight import Link
 from ..groups import new_group
 from ..robust import peers
+from ..testing.link import Link
 from .config import ZerothConfig
 
 NUMBERS = 3  # of a direction: (sum of the samples' losses at W + eps z, the same at W - eps z, samples)

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 from ..checks import check_group
 from ..errors import DivergedError, UserError
-from ..flight import Link
 from ..groups import broadcast, compare, leave_group, of_all
+from ..testing.link import Link
 from .config import ZerothConfig
 from .exchange import NUMBERS, Exchange, Place, own_group
 from .forward import Forward, Loss, ScratchCopy, evaluating, refuse_batch_norm

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..flat import pinned, unique
+from ..flat import unique
+from ..offload.pinned import pinned
 from .lanes import Hold, Lane, wait
 from .replay import Update
 from .weights import Weights

@@ -15,8 +15,8 @@ import torch
 from bench.gpu import checks, command, worker
 from bench.gpu.checks import CHECKS, Scope, outcome
 from bench.gpu.loops import SCRIPTS, overlap
+from core.adaptive.merging import MergingInPlace
 from core.errors import UserError
-from core.passes.chunked import ChunkedBoundary
 from core.wires import formats as wire
 from tests.scripts import Mistakes, run_script
 
@@ -111,9 +111,9 @@ def unscaled(payload: torch.Tensor, name: str, dtype: torch.dtype = torch.float3
 
 decode = wire.decode
 BROKEN: dict[str, tuple[Any, str, Any, str, str]] = {  # what, by what, which check says so, and what it says
-    "the pass": (ChunkedBoundary, "update", lambda s, r: torch.zeros(4), CHEAP[0], "relative difference"),
-    "take": (ChunkedBoundary, "take", lambda s: None, CHEAP[1], "take: nothing has changed"),
-    "restart": (ChunkedBoundary, "restart", lambda s, where=None: None, CHEAP[1], "restart: nothing has changed"),
+    "the pass": (MergingInPlace, "update", lambda s, r: torch.zeros(4), CHEAP[0], "relative difference"),
+    "take": (MergingInPlace, "take", lambda s: None, CHEAP[1], "take: nothing has changed"),
+    "restart": (MergingInPlace, "restart", lambda s, where=None: None, CHEAP[1], "restart: nothing has changed"),
     "decode": (wire, "decode", unscaled, CHEAP[2], "numbers are off by more than half a level"),
     "an error": (wire, "encode", lambda x, name: x.missing, CHEAP[2], "AttributeError: 'Tensor' object"),
 }

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from core import CO2, CO2Config, ShardedCO2, UserError, WireConfig
-from core.groups import node_mesh
+from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
 from tests import problems
 from tests.problems import flat

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from core import CO2, CO2Config, ShardedCO2, make_method
 from core.errors import DivergedError
-from core.groups import node_mesh
 from core.robust.guard import LEFT_OUT_AGAIN, Guard, forget
+from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
 from tests.problems import LR, Settings, flat, gradient, odd_parameters, sgd_step
 from tests.reference import DelayedReference

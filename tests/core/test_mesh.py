@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from core import CO2Config, ShardedCO2, UserError, make_method
-from core.groups import local_world_size, node_mesh
+from core.sharded.mesh import local_world_size, node_mesh
 from core.testing import run_distributed
 from core.wires.config import WireConfig
 from tests import problems

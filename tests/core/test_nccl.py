@@ -20,10 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import CO2, CO2Config, DivergedError, ShardedCO2, UserError, WireConfig, flat, groups, make_method, stats
 from core import flight as collectives
+from core.adaptive.merging import MergingBoundary
 from core.adaptive.tau import Tuned
 from core.flight import Flight
-from core.outer import Boundary
 from core.robust.snapshot import Snapshot
+from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
 from tests import problems
 
@@ -139,7 +140,7 @@ METHODS = {
     "co2, waiting": (lambda model: make_method("co2", model, co2=CO2Config(tau=2, delay=0, gap="none")), [None]),
     "overlap_local": (lambda model: make_method("overlap_local", model), [groups.MAX_CTAS]),
     "co2 across nodes": (
-        lambda model: make_method("co2", model, mesh=groups.node_mesh("cpu", 1)),
+        lambda model: make_method("co2", model, mesh=node_mesh("cpu", 1)),
         [groups.MAX_CTAS, groups.MAX_CTAS],
     ),
 }
@@ -249,7 +250,7 @@ class HostReads(TorchDispatchMode):
 def test_a_round_reads_nothing_from_the_device(gap: Any, clip: float | None, monkeypatch: pytest.MonkeyPatch):
     """With the plain pass, which runs on a GPU where Triton is not installed; the one for CPUs reads its sums."""
     params = problems.odd_parameters()
-    monkeypatch.setattr("core.adaptive.arrival.make_boundary", Boundary)
+    monkeypatch.setattr("core.adaptive.arrival.make_boundary", MergingBoundary)
     config = CO2Config(tau=2, gap=gap, clip=clip, outer_lr=0.4)
     assert reads_in_rounds(CO2(params, config, buffers=[torch.zeros(3)]), params) == []
 

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from core import outer
+from core.adaptive import merging
 from core.methods import delayed
 
 
@@ -78,8 +79,8 @@ def test_delay_compensation_shrinks_what_has_been_walked_already():
 
 
 def test_mix_lies_between():
-    assert outer.mix(vector(4.0), vector(8.0), 0.25).item() == 7.0
-    assert outer.mix(vector(4.0), vector(8.0), 1.0).item() == 4.0
+    assert merging.mix(vector(4.0), vector(8.0), 0.25).item() == 7.0
+    assert merging.mix(vector(4.0), vector(8.0), 1.0).item() == 4.0
 
 
 def test_nesterov_is_that_of_torch():
@@ -118,7 +119,7 @@ def test_nothing_changes_its_arguments():
         lambda: outer.outer_step(x, x, 0.5),
         lambda: delayed.eager(x, x, x, 0.5),
         lambda: delayed.delay_compensated(x, x, 0.5),
-        lambda: outer.mix(x, x, 0.5),
+        lambda: merging.mix(x, x, 0.5),
         lambda: delayed.nesterov(x, x, 0.5),
     ):
         assert call().data_ptr() != x.data_ptr()

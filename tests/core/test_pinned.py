@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import CO2Config, ShardedCO2, UserError
-from core.flat import beside, pinned
+from core.offload.pinned import pinned
+from core.sharded.live import beside
 
 N = 1500  # float32: 6,000 bytes, of which a power of two is 8,192
 

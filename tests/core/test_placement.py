@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from core import CO2Config, ShardedCO2, UserError
 from core.flat import local_shard
-from core.groups import node_mesh
+from core.sharded.mesh import node_mesh
 from core.sharded.placement import copies_of
 from core.testing import run_distributed
 

@@ -19,13 +19,21 @@ CORE = {"core", "assembly", *ROOMS, *ABOVE_ROOMS}
 ARROWS: dict[str, set[str]] = {
     "core": set(),
     "core.adaptive": {"core"},
-    "core.elastic": {"core", "core.robust"},
+    "core.elastic": {"core", "core.adaptive", "core.robust"},
     "core.lgreco": {"core", "core.wires"},
+    "core.offload": {"core"},
     "core.robust": {"core"},
-    "core.sharded": {"core", "core.adaptive"},  # whose settings say when a mean is merged
-    "core.triton": {"core", "core.wires"},
+    "core.sharded": {"core", "core.adaptive", "core.offload"},  # whose settings say when a mean is merged
+    "core.testing": {"core"},
+    "core.triton": {"core", "core.adaptive", "core.wires"},  # whose passes and formats it knows as kernels
     "core.wires": {"core"},
-    "core.zeroth": {"core", "core.elastic", "core.robust"},  # which has no Rounds to be plugged into
+    "core.zeroth": {
+        "core",
+        "core.elastic",
+        "core.offload",
+        "core.robust",
+        "core.testing",
+    },  # it has no Rounds to be plugged into
     "core.methods": CORE - {"core.integrations"},
     "core.integrations": CORE,
     "assembly": CORE - {"core.integrations"},
@@ -115,8 +123,6 @@ OF_ROOMS = {
 OF_PYTHON = {"TypeGuard"}
 OF_USERS = {  # what users read: the remedy that a refusal names, and a statistic in published tables
     "DTensors as parameters need ShardedCO2 with mesh=: their norms are of the whole model",
-    " bytes of the host's memory cannot be pinned (CUDA error ",
-    "): leave out offload",
     "buffers to average, the riders and the settings of the wire that wrote it",
     "drifted",
 }

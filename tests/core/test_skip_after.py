@@ -9,8 +9,8 @@ import torch
 
 from core import CO2, CO2Config, ShardedCO2, UserError
 from core.adaptive.pacing import Adaptive
-from core.groups import node_mesh
 from core.pacing import Act
+from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
 from tests import problems
 

@@ -119,7 +119,7 @@ def unready() -> Elapsed:
         def query(self) -> bool:
             return False
 
-    return Elapsed(Event(), Event())
+    return Elapsed(Event(), float)
 
 
 def test_a_state_of_other_settings_does_not_override_them():

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import outer
-from core.outer import MERGES, NOTHING_LANDED, Boundary, Rule
-from core.passes import make_boundary
+from core.adaptive.merging import MERGES, MergeRule, MergingBoundary, make_boundary, with_merge
+from core.outer import NOTHING_LANDED, Rule
 from tests.core.test_boundary import BETA, DTYPES, RULES, SHAPES, check, flat, make
 
 ROOT = Path(__file__).parents[2]
@@ -48,11 +48,11 @@ def test_the_boundary_is_plain_bit_for_bit(dtype: torch.dtype, device: str):
     from core.triton.boundary import TritonBoundary
 
     landed = [on(device, rule) for rule in RULES.values()]
-    merged = [replace(landed[0], merge=m, sends=s, share=0.3) for m in MERGES for s in (True, False)]
+    merged = [replace(with_merge(landed[0]), merge=m, sends=s, share=0.3) for m in MERGES for s in (True, False)]
     scaled = replace(landed[0], scale=torch.tensor(1 / 3, device=device))
     for rule in (*landed, *merged, scaled, NOTHING_LANDED):
         results = []
-        for kind in (Boundary, TritonBoundary):
+        for kind in (MergingBoundary, TritonBoundary):
             params, d, x, m = make(dtype, SHAPES, device)
             sent = flat(params).to(x.dtype) + 0.1 * x
             seen = kind(params, d, x, m, sent).run(rule)
@@ -80,7 +80,7 @@ def test_fast_is_the_kernel_on_the_device_and_reads_nothing_from_it():
     params, d, x, m = make(torch.float32, SHAPES, "cuda")
     tested = make_boundary(params, d, x, m, torch.zeros_like(x))
     assert type(tested).__name__ == "TritonBoundary"
-    rule = Rule(BETA, 0.9, 0.9, 0.6, 0.5, c=torch.ones((), device="cuda"))
+    rule = MergeRule(BETA, 0.9, 0.9, 0.6, 0.5, c=torch.ones((), device="cuda"))
     calls = [partial(tested.run, replace(rule, merge=m)) for m in MERGES]
     where = torch.ones((), device="cuda", dtype=torch.bool)
     calls += [tested.take, tested.restart, partial(tested.restart, where)]
@@ -127,7 +127,7 @@ def test_a_boundary_queues_as_few_kernels_however_many_the_parameters(monkeypatc
     for many in (1, 100):
         params, d, x, m = make(torch.bfloat16, SHAPES * many)
         tested = TritonBoundary(params, d, x, m, torch.zeros_like(x))
-        rules = [Rule(0.5, 0.5, 0.5, 1.0, torch.tensor(0.5), torch.tensor(1.0), merge=merge) for merge in MERGES]
+        rules = [MergeRule(0.5, 0.5, 0.5, 1.0, torch.tensor(0.5), torch.tensor(1.0), merge=merge) for merge in MERGES]
         calls = [*(partial(tested.run, rule) for rule in rules), tested.take, tested.restart]
         for call in calls:  # plans, and fills the scalars
             with monkeypatch.context() as patch, Launches(patch):

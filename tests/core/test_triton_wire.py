@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from core import flat
+from core.adaptive.merging import MergingBoundary, make_boundary
 from core.flat import Scalars, make_buckets
-from core.outer import Boundary
-from core.passes import make_boundary
 from core.wires import quantized
 from core.wires.config import WireConfig
 from core.wires.formats import WIRES
@@ -131,7 +130,7 @@ def test_co2_trains_as_with_the_plain_passes(way: dict[str, Any], monkeypatch: p
 
     monkeypatch.setattr(GridExecutor, "__call__", one_by_one)
     results = []
-    for make, kernels in ((Boundary, False), (make_boundary, True)):
+    for make, kernels in ((MergingBoundary, False), (make_boundary, True)):
         monkeypatch.setattr(flat, "takes_triton", lambda device, here=kernels: here)
         monkeypatch.setattr("core.adaptive.arrival.make_boundary", make)
         settings = Settings(tau=2, outer_momentum=0.4, outer_lr=0.5, clip=0.1, **way)

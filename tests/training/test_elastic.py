@@ -140,7 +140,7 @@ def test_the_recommended_settings_go_with_it():
 class Toy(Recipe):
     """Rounds of three steps."""
 
-    co2: CO2Config = CO2Config(tau=3, gap="none", merge="keep", outer_momentum=0.0)
+    co2: CO2Config = CO2Config(tau=3, gap="none", merge="keep", outer_momentum=0.0, outlier=20.0)
     optim: OptimConfig = OptimConfig(schedule="constant")
     batch_size: int = 6
     log_every: int = 1

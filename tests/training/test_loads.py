@@ -36,7 +36,7 @@ LOADS: dict[tuple[str, str], dict[str, bool]] = {
     ("bench/chaos/worker.py", "runpy.run_module"): {},
     ("bench/peers/loop.py", "__import__"): {},
     # results of processes that the same one has started, in a temporary folder of its own
-    ("core/testing.py", "pickle.loads"): {},
+    ("core/testing/__init__.py", "pickle.loads"): {},
     ("bench/cluster/ranks.py", "pickle.loads"): {},
 }
 # Names of calls that may load: their last part. Of these, what begins with one of HARMLESS runs nothing.

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from core import CO2Config, outer, passes
+from core import CO2Config, outer
+from core.adaptive import merging
 from core.flight import Flight
-from core.groups import node_mesh
 from core.lgreco import curves, decide
 from core.lgreco.decide import allocate
 from core.methods import DelayedConfig, Rounds, SlowMoConfig, Zeroth, ZerothConfig, make_method
 from core.methods.gradient_wire import GradientWire
+from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
 from core.wires import quantized
 from core.wires.config import LGrecoConfig, WireConfig
@@ -109,7 +110,7 @@ class Counted:
 def small_segments() -> Iterator[None]:
     """Encodes and updates little at once, as beside a large model; without the scratch memory of the CPU's own pass."""
     places = [(outer, "SEGMENT", SEGMENT), (quantized, "SEGMENT", SEGMENT), (curves, "ROWS", SEGMENT // 256)]
-    places.append((passes, "ChunkedBoundary", outer.Boundary))
+    places.append((merging, "MergingInPlace", merging.MergingBoundary))
     with contextlib.ExitStack() as patches:
         for place in places:
             patches.enter_context(mock.patch.object(*place))

@@ -169,6 +169,7 @@ def skipping(rank: int, world_size: int, folder: str, resume: bool) -> dict[str,
             model = nn.Linear(4, 2)
             optimizer = make_optimizer(model, recipe.optim)
             schedule = make_schedule(optimizer, STEPS, recipe.optim)
+            run.link = Held(run) if rank == 1 and not resume else None  # pyright: ignore[reportAttributeAccessIssue]
             wrapped, method = run.make_method(model, optimizer, STEPS)
             start = run.begin(model, optimizer, schedule, method, epoch=RELEASED, total=STEPS)
             together, asked = run._workers.come_together, []
@@ -178,7 +179,6 @@ def skipping(rank: int, world_size: int, folder: str, resume: bool) -> dict[str,
                 return of(due, **more)
 
             run._workers.come_together = come  # pyright: ignore[reportAttributeAccessIssue]
-            method.flight.link = Held(run) if rank == 1 and not resume else None
             for step in range(start, STEPS):
                 # nobody skips before the third is sent, and worker 0 waits for it
                 method.pacing.skip_after = 0.01 if (rank or step > 13) and step > 9 and not resume else None

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from bench.reference import vmap_gradient
 from core import CO2Config, UserError, make_method
-from core.groups import node_mesh
 from core.reference import Reference
+from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
 from tests import problems
 from tests.problems import batch, flat, loss

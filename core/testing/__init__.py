@@ -1,4 +1,7 @@
-"""Runs a function on several real processes, for tests here and in a user's own project."""
+"""Runs a function on several real processes, for tests and measurements here and in a user's own project.
+
+link.py emulates slow links.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Memory of the host, beside a GPU."""

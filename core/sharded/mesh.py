@@ -1,0 +1,36 @@
+"""Nodes of workers, as a mesh of two dimensions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..errors import UserError
+from ..groups import set_timeout
+
+
+def local_world_size(env: Mapping[str, str] = os.environ) -> int:
+    """Workers per node, as torchrun or SLURM says; 1 without either."""
+    if "LOCAL_WORLD_SIZE" in env:
+        return int(env["LOCAL_WORLD_SIZE"])
+    per_node = env.get("SLURM_NTASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "1")  # "8" or "8(x16)"
+    return int(per_node.partition("(")[0])
+
+
+def node_mesh(device_type: str, per_node: int | None = None, timeout: float | None = None) -> DeviceMesh:
+    """Mesh [nodes, workers of a node] with the dimensions "replicate" and "shard"; every worker must call it.
+
+    per_node: workers that synchronise every step, consecutive ranks; None: those of a node. timeout: seconds until a
+    missing worker is an error; None for torch's half an hour.
+    """
+    n, world = per_node or local_world_size(), dist.get_world_size()
+    if n < 1 or world % n:
+        raise UserError(f"{n} workers per node do not divide {world} workers: start equally many on each node")
+    mesh = init_device_mesh(device_type, (world // n, n), mesh_dim_names=("replicate", "shard"))
+    if timeout is not None:
+        for group in mesh.get_all_groups():
+            set_timeout(group, timeout)
+    return mesh

@@ -1,0 +1,42 @@
+"""An emulated slow link: every stage of a reduction is held back until its bytes would have crossed."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from ..flight import Flight
+from ..groups import Pending, Stage
+
+
+class Link(Protocol):
+    """An emulated slow link, for measurements on one machine."""
+
+    def reserve(self, nbytes: float) -> float:
+        """Queues `nbytes` on the link and returns the time.perf_counter() at which they have crossed it."""
+        ...
+
+
+class SlowFlight(Flight):
+    """Flight over an emulated link; where NCCL moves the tensors, whose waits do not block, it holds nothing back.
+    options: see Flight."""
+
+    def __init__(self, device: torch.device, *, link: Link, **options: Any):
+        super().__init__(device, **options)
+        self.link = link
+
+    def _sent(self, stage: Stage) -> Iterator[Pending]:
+        """Its collectives, which are waited for one after the other; then the link has carried their bytes, too."""
+        works, crossed_at = super()._sent(stage), self.link.reserve(stage[1])
+        yield from works
+        if not self._by_nccl:
+            time.sleep(max(0.0, crossed_at - time.perf_counter()))
+
+
+def flight_over(link: Link | None) -> Callable[..., Flight]:
+    """Makes a Flight, over an emulated link where one is given."""
+    return functools.partial(SlowFlight, link=link) if link else Flight
