@@ -1,5 +1,6 @@
 """CO2 (arXiv 2401.16265): data-parallel training whose communication hides behind computation."""
 
+from .checkpoints.own_loop import load, save
 from .errors import CollectiveError, DivergedError, UserError
 from .methods import (
     CO2,
@@ -41,5 +42,7 @@ __all__ = [
     "WireConfig",
     "ZerothConfig",
     "ZerothOrder",
+    "load",
     "make_method",
+    "save",
 ]
