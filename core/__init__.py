@@ -1,6 +1,5 @@
 """CO2 (arXiv 2401.16265): data-parallel training whose communication hides behind computation."""
 
-from .checkpoints.own_loop import load, save
 from .errors import CollectiveError, DivergedError, UserError
 from .methods import (
     CO2,
@@ -15,7 +14,9 @@ from .methods import (
     SlowMo,
     SlowMoConfig,
     WireConfig,
+    load,
     make_method,
+    save,
 )
 from .stats import RoundStats
 from .zeroth import ScalarLog, ZerothConfig, ZerothOrder
