@@ -103,7 +103,7 @@ def test_a_run_goes_on_bit_for_bit_at_a_boundary_and_in_mid_round(name: str, at:
         assert not torch.equal(found[0][2], found[1][2]), "else one worker's parameters would do for all"
 
 
-@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_it_goes_on_with_one_worker_and_with_four(workers: int, tmp_path: Path):
     for undisturbed, again, _ in run_distributed(resumed, workers, str(tmp_path), "the paper's", 7):
         assert torch.equal(undisturbed, again)
