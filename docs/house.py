@@ -19,7 +19,7 @@ LAYERS: list[list[str]] = [
     ["training"],
     ["core.integrations", "core.methods", "assembly"],
     ["adaptive", "sharded", "lgreco", "wires", "triton", "robust", "zeroth", "elastic"],
-    ["offload", "testing"],
+    ["checkpoints", "offload", "testing"],
     ["core"],
     ["torch"],
 ]

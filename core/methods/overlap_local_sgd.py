@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..assembly import CO2Config, Options, plugs
+from ..config import of_kind
 from ..errors import UserError
 from ..flat import copy, copy_where, rescale, views
 from ..outer import carried
@@ -54,7 +55,7 @@ class OverlapLocalSGD(Rounds):
         tau_max: int = 192,
         **options: Unpack[Options],
     ):
-        self.config = config or OverlapLocalConfig()
+        self.config = of_kind(config, OverlapLocalConfig, "config")
         super().__init__(params, **plugs(CO2Config(tau=tau, tau_max=tau_max), lambda number: tau, options))
         self._z = self.state.new("anchor", of_params=True)
         self._v = self.state.new("anchor_momentum")
@@ -63,12 +64,11 @@ class OverlapLocalSGD(Rounds):
 
     @contextlib.contextmanager
     def shared_model(self) -> Iterator[bool]:
-        """See Rounds: the mean of what was just sent, with which step(last=True) would have ended, takes the
-        model's place."""
-        with super().shared_model() as equal:
-            if equal or self.local_steps or not self.pacing.together:
-                yield equal
-                return
+        """See Loop: the mean of what was just sent, with which step(last=True) would have ended, takes the model's
+        place."""
+        if (equal := self.settle()) or not self.at_boundary:
+            yield equal
+            return
         if not self.flight.landed():
             with self.clock.early_merge(self.tau):  # the waiting; it is merged at the round's end
                 self.flight.lands_within(math.inf)

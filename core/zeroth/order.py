@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from ..checks import check_group
 from ..errors import DivergedError, UserError
 from ..groups import broadcast, compare, leave_group, of_all
+from ..loop import Loop
 from ..testing.link import Link
 from .config import ZerothConfig
 from .exchange import NUMBERS, Exchange, Place, own_group
@@ -73,7 +74,7 @@ class _Known(NamedTuple):
     loss: float
 
 
-class ZerothOrder:
+class ZerothOrder(Loop):
     """Trains a model by its losses alone; see the module's text.
 
     model: the same on all workers; where its tensors differ at the start, rank 0's are taken. Convert it (dtype,

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from training.untrusted import reason
+from ..flat import local_shard
+from .untrusted import reason
 
 Gather = Callable[[Any], list[Any]]  # what each worker gives, by rank
 Rest = tuple[str, str]  # name and digest of a worker's tensor of bytes
@@ -51,9 +51,7 @@ def take_out(state: Any, tensors: dict[str, Tensor], path: str = "", *, copy: bo
     copy: for tensors that the training goes on to change. Of a DTensor this worker's shard is taken. 0-d tensors stay.
     """
     if isinstance(state, Tensor):
-        local = state.detach()
-        local = local.to_local() if isinstance(local, DTensor) else local
-        held = local.to("cpu", copy=copy)
+        held = local_shard(state.detach()).to("cpu", copy=copy)
         if not held.dim():
             return held
         assert path not in tensors, path
@@ -153,7 +151,7 @@ def read(folder: Path, rest: Rest) -> Any:
 def digest(tensor: Tensor) -> str:
     """SHA-256 of a tensor's dtype, shape and elements."""
     found = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())  # hashlib lets other threads run
+    found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)  # hashlib lets other threads run
     return found.hexdigest()
 
 
