@@ -18,8 +18,8 @@ LAYERS: list[list[str]] = [
     ["tasks", "bench"],
     ["training"],
     ["core.integrations", "core.methods", "assembly"],
-    ["adaptive", "sharded", "lgreco", "wires", "triton", "robust", "zeroth", "elastic"],
-    ["checkpoints", "offload", "testing"],
+    ["lgreco", "triton", "sharded", "elastic", "zeroth"],
+    ["checkpoints", "wires", "adaptive", "robust", "testing", "offload"],
     ["core"],
     ["torch"],
 ]
