@@ -58,15 +58,7 @@ def save(
         co2.check_saving()
         if not co2.pacing.together:
             co2.catch_up(max(of_all(co2.rounds)))
-    held = {
-        "step": step,
-        "model": model.state_dict(),
-        "optimizer": of_optimizer(optimizer, model) if optimizer is not None else {},
-        "optimizer_kind": type(optimizer).__name__,
-        "method": co2.state_dict(),
-        "others": {name: other.state_dict() for name, other in (others or {}).items()},
-        "random": random_state(_device(model)),
-    }
+    held = _state(model, optimizer, co2, others or {}) | {"step": step}
     tensors: dict[str, Tensor] = {}
     state = stored.take_out(held, tensors)
     group = host_group()
@@ -98,23 +90,34 @@ def load(
     state, before = found
     here = dict(others or {})
     problems = of_all(_misfit(state, model, optimizer, here))
-    if problem := next((p for p in problems if p), ""):
-        raise UserError(f"{folder}: the checkpoint of step {state.get('step', '?')} {problem}")
+    if any(problems):
+        raise UserError(f"{folder}: the checkpoint of step {state.get('step', '?')} {max(problems)}")
     load_model(model, state["model"])
     if optimizer is not None:
         load_optimizer(optimizer, model, state["optimizer"])
     co2.load_state_dict(state["method"])
     for name, other in here.items():
         other.load_state_dict(state["others"][name])
-    if before == len(problems):
+    if before == (workers := len(problems)):
         set_random_state(state["random"], _device(model))
     elif rank == 0:
-        warnings.warn(
-            f"{before} workers wrote the checkpoint of step {state['step']}, {len(problems)} go on: each takes what "
-            f"the worker of its rank modulo {before} held; torch's random states begin anew",
-            stacklevel=2,
-        )
+        wrote = f"{before} workers wrote the checkpoint of step {state['step']}, {workers} go on"
+        taken = f"each takes what the worker of its rank modulo {before} held; torch's random states begin anew"
+        warnings.warn(f"{wrote}: {taken}", stacklevel=2)
     return state["step"]
+
+
+def _state(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, co2: Stateful, others: Mapping[str, Stateful]
+) -> dict[str, Any]:
+    return {
+        "model": model.state_dict(),
+        "optimizer": of_optimizer(optimizer, model) if optimizer is not None else {},
+        "optimizer_kind": type(optimizer).__name__,
+        "method": co2.state_dict(),
+        "others": {name: other.state_dict() for name, other in others.items()},
+        "random": random_state(_device(model)),
+    }
 
 
 def _device(model: nn.Module) -> torch.device:
