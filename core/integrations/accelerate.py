@@ -32,7 +32,7 @@ from torch import nn
 
 from ..assembly import CO2, CO2Config
 from ..errors import UserError
-from .common import check_accelerator, check_model, load_own, logged, save_own
+from .common import check_accelerator, check_loader, check_model, load_own, logged, save_own
 
 WHO = "CO2Training"
 
@@ -49,8 +49,8 @@ class CO2Training(CO2):
     the block, then write and read each worker's own model, optimiser and outer state in co2/rankN.pt, too: a run goes on
     bit for bit, from a boundary or from mid-round.
 
-    UserError: DeepSpeed, FSDP, Megatron, a parallelism_config, a model in DistributedDataParallel or with
-    SyncBatchNorm, and an optimiser that was not prepared.
+    UserError: DeepSpeed, FSDP, Megatron, a parallelism_config, dispatched batches, a model in DistributedDataParallel
+    or with SyncBatchNorm, and an optimiser that was not prepared.
     """
 
     def __init__(
@@ -63,6 +63,8 @@ class CO2Training(CO2):
     ):
         check_accelerator(WHO, accelerator)
         check_model(WHO, model)
+        for loader in accelerator._dataloaders:
+            check_loader(WHO, loader)
         if not isinstance(optimizer, AcceleratedOptimizer):
             raise UserError(f"{WHO}: the optimizer is a bare {type(optimizer).__name__}: give what prepare() returned")
         self.accelerator, self.optimizer, self.model = accelerator, optimizer, model
@@ -105,7 +107,7 @@ class _Checkpoint:
         objects[:] = [one for one in objects if one is not self]
 
     def _save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
-        save_own(folder, self._co2.accelerator.process_index, **self._parts())
+        save_own(f"{folder}/co2", self._co2.accelerator.process_index, **self._parts())
 
     def _remember(self, models: list[nn.Module], folder: str) -> None:
         self._folder = folder
@@ -116,7 +118,7 @@ class _Checkpoint:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The last that load_state() does: rank 0's model and optimiser have been loaded on all workers."""
-        load_own(WHO, self._folder, self._co2.accelerator.process_index, **self._parts())
+        load_own(WHO, f"{self._folder}/co2", self._co2.accelerator.process_index, **self._parts())
 
     def _parts(self) -> dict[str, Any]:
         co2 = self._co2

@@ -41,6 +41,14 @@ def check_accelerator(who: str, accelerator: Any) -> None:
         raise UserError(f"{who}: a parallelism_config shards the model: leave it out, or take ShardedCO2 in a loop")
 
 
+def check_loader(who: str, loader: Any) -> None:
+    """UserError for a loader of accelerate's whose batches rank 0 reads and sends to all, as for an IterableDataset."""
+    if type(loader).__name__ == "DataLoaderDispatcher":
+        raise UserError(
+            f"{who}: dispatch_batches=True: rank 0 sends out every batch, so all workers wait for it: set it to False"
+        )
+
+
 def check_pace(who: str, config: Any) -> None:
     """UserError for workers that take unlike numbers of steps: a trainer evaluates and saves by its own step number."""
     if getattr(config, "steps", "even") == "by_speed":
@@ -51,6 +59,8 @@ def check_pace(who: str, config: Any) -> None:
 
 def save_own(folder: str | os.PathLike[str], rank: int, **parts: Any) -> None:
     """Writes this worker's own state beside what the trainer writes for all. parts: name -> what has state_dict()."""
+    if "://" in str(folder):
+        raise UserError(f"{folder}: each worker writes a file of its own: save to a folder that all can reach")
     path = _file(folder, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save({name: _state_of(part) for name, part in parts.items()}, path.with_suffix(".tmp"))
@@ -64,7 +74,7 @@ def load_own(who: str, folder: str | os.PathLike[str], rank: int, **parts: Any) 
     """
     count = len(list(_file(folder, 0).parent.glob("rank*.pt")))
     if not count:
-        raise UserError(f"{who}: {folder} was written without CO2: load its weights, and start a new training")
+        raise UserError(f"{who}: {folder} is missing, as where a run without CO2 has saved: load the weights alone")
     path = _file(folder, rank if _file(folder, rank).exists() else rank % count)
     saved = torch.load(path, map_location="cpu", weights_only=True)
     for name, part in parts.items():
@@ -75,7 +85,7 @@ def load_own(who: str, folder: str | os.PathLike[str], rank: int, **parts: Any) 
 
 
 def _file(folder: str | os.PathLike[str], rank: int) -> Path:
-    return Path(folder, "co2", f"rank{rank}.pt")
+    return Path(folder, f"rank{rank}.pt")
 
 
 def _state_of(part: Any) -> dict[str, Any]:

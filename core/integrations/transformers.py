@@ -29,7 +29,7 @@ from transformers.utils import logging
 
 from ..assembly import CO2, CO2Config
 from ..errors import UserError
-from .common import check_accelerator, check_model, check_pace, load_own, logged, save_own
+from .common import check_accelerator, check_loader, check_model, check_pace, load_own, logged, save_own
 
 WHO = "CO2Callback"
 HELD = ("should_log", "should_evaluate", "should_save")  # each makes workers wait for each other
@@ -98,7 +98,7 @@ class CO2Callback(TrainerCallback):
     def _save(self, save: Any, folder: str) -> None:
         save(folder)
         if self.co2 is not None:
-            save_own(folder, self.trainer.args.process_index, co2=self.co2, **self._parts())
+            save_own(f"{folder}/co2", self.trainer.args.process_index, co2=self.co2, **self._parts())
 
     def _load(self, load: Any, folder: str | None) -> None:
         load(folder)
@@ -119,15 +119,11 @@ class CO2Callback(TrainerCallback):
         model: nn.Module = kwargs["model"]
         check_model(WHO, self.trainer.model_wrapped)
         check_model(WHO, model)
-        if type(kwargs["train_dataloader"]).__name__ == "DataLoaderDispatcher":
-            raise UserError(
-                f"{WHO}: rank 0 reads all batches and sends them out, so that all workers wait in every step: set "
-                "accelerator_config={'dispatch_batches': False}"
-            )
+        check_loader(WHO, kwargs["train_dataloader"])  # accelerator_config={"dispatch_batches": False} is the remedy
         self._due, self._ended = set(), False
         self.co2 = CO2(model.parameters(), self.config, buffers=model.buffers(), **self.options)
         if self._resumed:
-            load_own(WHO, self._resumed, args.process_index, **self._parts(), co2=self.co2)
+            load_own(WHO, f"{self._resumed}/co2", args.process_index, **self._parts(), co2=self.co2)
             self._resumed = ""
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
