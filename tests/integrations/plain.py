@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from core import CO2, CO2Config
 from tests.problems import flat
@@ -45,44 +46,48 @@ def everything(model: nn.Module) -> Tensor:
     return flat([*model.parameters(), *model.buffers()])
 
 
-def batches_of(rank: int, workers: int) -> list[Batch]:
-    """A rank's batches of an epoch, where batch after batch goes to worker after worker."""
+def in_turn(rank: int, workers: int, epochs: int = EPOCHS) -> list[list[Batch]]:
+    """A rank's batches of each epoch, where batch after batch goes to worker after worker."""
     x, y = examples()
     every = [(x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, EXAMPLES, BATCH)]
-    return every[rank::workers]
+    return [every[rank::workers]] * epochs
 
 
-def every_nth(rank: int, workers: int) -> list[Batch]:
-    """The same where example after example does, as with torch's DistributedSampler."""
-    x, y = (part[rank::workers] for part in examples())
-    return [(x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, len(x), BATCH)]
+def shuffled(rank: int, workers: int, epochs: int = EPOCHS) -> list[list[Batch]]:
+    """The same as torch's DistributedSampler gives them out."""
+    data = TensorDataset(*examples())
+    sampler = DistributedSampler(data, workers, rank)
+    batches = []
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        batches.append([(x, y) for x, y in DataLoader(data, BATCH, sampler=sampler)])
+    return batches
 
 
 def train(
-    batches: Sequence[Batch],
+    epochs: Sequence[Sequence[Batch]],
     config: CO2Config = PAPER,
     *,
     micro: int = 1,
     clip: float = 0.0,
-    epochs: int = EPOCHS,
     updates: int = 10**9,
     **options: Any,
 ) -> list[Tensor]:
-    """Everything after each update, and after finish(). micro: batches an update, fewer at an epoch's end. clip: the
-    gradients' norm, 0 for no limit. updates: after which training stops."""
+    """Everything after each update, and after finish(). epochs: the batches of each. micro: batches an update, fewer at
+    an epoch's end. clip: the gradients' norm, 0 for no limit. updates: after which training stops."""
     model = Net()
     optimizer = adam(model)
     co2 = CO2(model.parameters(), config, buffers=model.buffers(), **options)
     trace: list[Tensor] = []
-    groups = [batches[i : i + micro] for i in range(0, len(batches), micro)]
-    for group in (groups * epochs)[:updates]:
+    groups = [batches[i : i + micro] for batches in epochs for i in range(0, len(batches), micro)][:updates]
+    for group in groups:
         for x, y in group:
             (nn.functional.cross_entropy(model(x), y) / len(group)).backward()
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
-        co2.step(last=len(trace) + 1 == min(updates, len(groups) * epochs))
+        co2.step(last=len(trace) + 1 == len(groups))
         trace.append(everything(model))
     co2.finish()
     co2.close()

@@ -82,7 +82,7 @@ def loop(
 
 
 def equal_runs(rank: int, workers: int, folder: str) -> Any:
-    batches = plain.batches_of(rank, workers)
+    batches = plain.in_turn(rank, workers)
     saved = {15: f"{folder}/15", 18: f"{folder}/18"}
     whole, boundaries = loop(save=saved if workers == 2 else None, log=folder)
     plain.assert_equal(whole, plain.train(batches))
@@ -130,7 +130,7 @@ def test_recommended_settings_run(ranks: Ranks) -> None:
 
 def test_alone_without_a_process_group() -> None:
     trace, _ = loop()
-    plain.assert_equal(trace, plain.train(plain.batches_of(0, 1)))
+    plain.assert_equal(trace, plain.train(plain.in_turn(0, 1)))
 
 
 def test_mistakes_get_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

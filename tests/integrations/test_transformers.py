@@ -116,7 +116,7 @@ def expected(trace: list[Tensor]) -> list[Tensor]:
 
 def equal_runs(rank: int, workers: int, folder: str) -> list[str]:
     """The paper's settings; accumulation with a remainder; a clipped norm; the kinds of module that the model was in."""
-    batches = plain.batches_of(rank, workers)
+    batches = plain.in_turn(rank, workers)
     own: Any = run(f"{folder}/a")
     plain.assert_equal(ends(own), expected(plain.train(batches)))
     kinds = set(own["wrapped"])
@@ -140,7 +140,7 @@ def held_run(rank: int, workers: int, folder: str) -> Any:
     asked |= dict(report_to="tensorboard")
     os.environ["TENSORBOARD_LOGGING_DIR"] = f"{folder}/tb"
     whole: Any = run(f"{folder}/held", **asked)
-    plain.assert_equal(ends(whole), expected(plain.train(plain.batches_of(rank, workers))))
+    plain.assert_equal(ends(whole), expected(plain.train(plain.in_turn(rank, workers))))
     for step in (5, 25):
         # another start: all must come from the checkpoint
         model = ForTrainer(seed=7 + rank)
@@ -181,7 +181,7 @@ def mid_round(rank: int, workers: int, folder: str) -> None:
 
     whole: Any = run(f"{folder}/mid", watch=ask)
     assert whole["saved"] == [(13, False)]
-    plain.assert_equal(ends(whole), expected(plain.train(plain.batches_of(rank, workers))))
+    plain.assert_equal(ends(whole), expected(plain.train(plain.in_turn(rank, workers))))
     again: Any = run(f"{folder}/again", model=ForTrainer(9), resume=f"{folder}/mid/checkpoint-13")
     plain.assert_equal([*again["trace"], again["end"]], [*whole["trace"][13:], whole["end"]])
 
