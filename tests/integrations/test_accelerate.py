@@ -41,9 +41,11 @@ def loop(
     settle() says that workers are alike, and everything. save: update -> folder. resume: an update, and the folder that
     was written behind it. stepped: called with the number of updates."""
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
     from core.integrations.accelerate import CO2Training
 
+    AcceleratorState._reset_state()  # which allows one precision a process
     tracker = dict(log_with="tensorboard", project_dir=log) if log else {}
     accelerator = Accelerator(gradient_accumulation_steps=micro, mixed_precision=precision, **tracker)
     if log:

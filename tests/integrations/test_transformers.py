@@ -35,6 +35,16 @@ class ForTrainer(Net):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
+class PerToken(ForTrainer):
+    """A language model's way: its loss is divided by the number of labels that Trainer counts."""
+
+    accepts_loss_kwargs = True
+
+    def forward(self, x: Tensor, labels: Tensor, num_items_in_batch: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        logits = Net.forward(self, x)
+        return {"loss": nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch}
+
+
 def run(folder: str, config: CO2Config = PAPER, *, resume: Any = None, watch: Any = None, **changes: Any) -> Any:
     """Trains; a dictionary of what is looked at."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -123,6 +133,15 @@ def equal_runs(rank: int, workers: int, folder: str) -> list[str]:
         config = CO2Config(tau=3, gap="norm")
         own = run(f"{folder}/c", config, bf16=True, max_steps=7)
         plain.assert_equal(own["trace"], plain.train(batches, config, updates=7, dtype=torch.bfloat16))
+        Path(folder, "passed").unlink(missing_ok=True)
+        torch.distributed.barrier()
+        own = run(
+            f"{folder}/d",
+            model=PerToken(),
+            max_steps=7,
+            watch=lambda state, *_: plain.go_apart(folder, rank, state.global_step),
+        )
+        plain.assert_equal(own["trace"], plain.train(batches, updates=7))
     return sorted(kinds)
 
 
