@@ -19,10 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ..errors import UserError
-from ..flat import all_finite
+from ..flat import all_finite, local_shard
 from ..groups import leave_group, new_group, of_all
 from . import stored
 from .stored import Rest
@@ -201,8 +200,7 @@ def unlike(theirs: dict[str, Any], mine: dict[str, Any]) -> str:
 
 def _shape(state: dict[str, Any], name: str) -> list[int] | None:
     held = state.get(name)
-    held = held.to_local() if isinstance(held, DTensor) else held
-    return list(held.shape) if isinstance(held, Tensor) else None
+    return list(local_shard(held).shape) if isinstance(held, Tensor) else None
 
 
 def _publish(fresh: Path, target: Path, manifest: str) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from ..flat import is_dtensor
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
@@ -36,11 +37,11 @@ def load_model(model: nn.Module, state: dict[str, Any]) -> None:
 
 def as_shard(value: Any, like: Any) -> Any:
     """A tensor that is this worker's shard of something sharded as `like`, as a DTensor; anything else as it is."""
-    if not (isinstance(like, DTensor) and isinstance(value, Tensor) and value.shape == like.to_local().shape):
+    if not (is_dtensor(like) and isinstance(value, Tensor) and value.shape == like.to_local().shape):
         return value
     shard = value.to(like.to_local())
     place = {"run_check": False, "shape": like.shape, "stride": like.stride()}
-    return DTensor.from_local(shard, like.device_mesh, like.placements, **place)
+    return type(like).from_local(shard, like.device_mesh, like.placements, **place)
 
 
 def _numbered(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:

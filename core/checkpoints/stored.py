@@ -23,8 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from ..flat import local_shard
 from .untrusted import reason
 
 Gather = Callable[[Any], list[Any]]  # what each worker gives, by rank
@@ -51,9 +51,7 @@ def take_out(state: Any, tensors: dict[str, Tensor], path: str = "", *, copy: bo
     copy: for tensors that the training goes on to change. Of a DTensor this worker's shard is taken. 0-d tensors stay.
     """
     if isinstance(state, Tensor):
-        local = state.detach()
-        local = local.to_local() if isinstance(local, DTensor) else local
-        held = local.to("cpu", copy=copy)
+        held = local_shard(state.detach()).to("cpu", copy=copy)
         if not held.dim():
             return held
         assert path not in tensors, path
