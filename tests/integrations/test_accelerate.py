@@ -23,69 +23,77 @@ def ranks() -> Iterator[Ranks]:
         yield ranks
 
 
-def loop(
-    config: CO2Config = PAPER,
-    *,
-    seed: int = 0,
-    micro: int = 1,
-    clip: float = 0.0,
-    epochs: int = EPOCHS,
-    save: dict[int, str] | None = None,
-    resume: tuple[int, str] = (0, ""),
-    log: str = "",
-    stepped: Any = None,
-    precision: str = "no",
-    **options: Any,
-) -> tuple[list[Tensor], list[tuple[int, bool, Tensor]]]:
-    """Everything after each update, after the last one behind the block; and at each boundary its update, whether
-    settle() says that workers are alike, and everything. save: update -> folder. resume: an update, and the folder that
-    was written behind it. stepped: called with the number of updates."""
+def accelerator_of(log: str, **settings: Any) -> Any:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    from core.integrations.accelerate import CO2Training
-
     AcceleratorState._reset_state()  # which allows one precision a process
-    tracker = dict(log_with="tensorboard", project_dir=log) if log else {}
-    accelerator = Accelerator(gradient_accumulation_steps=micro, mixed_precision=precision, **tracker)
+    accelerator = Accelerator(**settings, **(dict(log_with="tensorboard", project_dir=log) if log else {}))
     if log:
         accelerator.init_trackers("run")
+    return accelerator
+
+
+def loop(config: CO2Config = PAPER, *, seed: int = 0, micro: int = 1, precision: str = "no", **how: Any) -> Any:
+    """Everything after each update, after the last one behind the block; and what `train` returns. how: see there."""
+    from core.integrations.accelerate import CO2Training
+
+    accelerator = accelerator_of(how.get("log", ""), gradient_accumulation_steps=micro, mixed_precision=precision)
     model = Net(seed)
-    optimizer, loader = accelerator.prepare(
-        plain.adam(model), DataLoader(TensorDataset(*plain.examples()), batch_size=BATCH)
-    )
+    data = DataLoader(TensorDataset(*plain.examples()), batch_size=BATCH)
+    optimizer, loader = accelerator.prepare(plain.adam(model), data)
     trace: list[Tensor] = []
-    boundaries = []
-    updates, (begun, folder) = 0, resume
-    with CO2Training(accelerator, model, optimizer, config, **options) as co2:
-        if folder:
-            accelerator.load_state(folder)
-        for _ in range(epochs):
-            for x, y in loader:
-                if (updates := updates + 1) <= begun * micro:
-                    continue
-                with accelerator.accumulate(model):
-                    accelerator.backward(nn.functional.cross_entropy(model(x), y))
-                    if clip and accelerator.sync_gradients:
-                        accelerator.clip_grad_norm_(model.parameters(), clip)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    closed = co2.step(last=updates == epochs * len(loader))
-                if not accelerator.sync_gradients:
-                    assert not closed
-                    continue
-                trace.append(plain.everything(model))
-                if stepped:
-                    stepped(len(trace))
-                if co2.at_boundary:
-                    boundaries.append((updates // micro, co2.settle(), plain.everything(model)))
-                    accelerator.log(co2.metrics(), step=updates)
-                if save and updates in save:
-                    accelerator.save_state(save[updates])
+    with CO2Training(accelerator, model, optimizer, config) as co2:
+        boundaries = train(accelerator, model, optimizer, loader, co2, trace, **how)
     for tracker in accelerator.trackers:  # end_training() would destroy the process group, too
         tracker.finish()
     assert not accelerator._custom_objects
     return [*trace[:-1], plain.everything(model)], boundaries
+
+
+def train(
+    accelerator: Any,
+    model: nn.Module,
+    optimizer: Any,
+    loader: Any,
+    co2: Any,
+    trace: list[Tensor],
+    *,
+    epochs: int = EPOCHS,
+    clip: float = 0.0,
+    save: dict[int, str] | None = None,
+    resume: tuple[int, str] = (0, ""),
+    stepped: Any = None,
+    log: str = "",
+) -> list[tuple[int, bool, Tensor]]:
+    """Of each boundary the batch, whether settle() says that workers are alike, and everything. save: batch -> folder.
+    resume: a batch, and the folder that was written behind it. stepped: called with the number of updates."""
+    boundaries = []
+    if resume[1]:
+        accelerator.load_state(resume[1])
+    every = (batch for _ in range(epochs) for batch in loader)
+    for number, (x, y) in enumerate(every, 1):
+        if number <= resume[0]:
+            continue
+        with accelerator.accumulate(model):
+            accelerator.backward(nn.functional.cross_entropy(model(x), y))
+            if clip and accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            closed = co2.step(last=number == epochs * len(loader))
+        if not accelerator.sync_gradients:
+            assert not closed
+            continue
+        trace.append(plain.everything(model))
+        if stepped:
+            stepped(len(trace))
+        if co2.at_boundary:
+            boundaries.append((number, co2.settle(), plain.everything(model)))
+            accelerator.log(co2.metrics(), step=number)
+        if save and number in save:
+            accelerator.save_state(save[number])
+    return boundaries
 
 
 def equal_runs(rank: int, workers: int, folder: str) -> Any:

@@ -47,28 +47,13 @@ class Resumable(DataLoader):
         self.skipped = state["taken"] % len(self)
 
 
-def run(
-    folder: str,
-    config: CO2Config = PAPER,
-    *,
-    seed: int = 0,
-    resume: str = "",
-    after_batch: Any = None,
-    devices: int = 1,
-    net: type[nn.Module] = Net,
-    callbacks: Any = (),
-    **changes: Any,
-) -> Any:
-    """Trains; a dictionary of what is looked at."""
-    from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.loggers import CSVLogger
-
-    from core.integrations.lightning import CO2Strategy
+def module_of(net: nn.Module) -> Any:
+    from lightning.pytorch import LightningModule
 
     class Module(LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = net() if net is not Net else Net(seed)
+            self.net = net
 
         def training_step(self, batch: Any, index: int) -> Tensor:
             return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -78,6 +63,12 @@ def run(
 
         def configure_optimizers(self) -> Any:
             return plain.adam(self.net)
+
+    return Module()
+
+
+def watcher(strategy: Any, after_batch: Any) -> Any:
+    from lightning.pytorch import Callback
 
     class Watch(Callback):
         def __init__(self) -> None:
@@ -96,31 +87,42 @@ def run(
                 self.losses.append(float(trainer.callback_metrics["val_loss"]))
                 self.validated.append((trainer.global_step, strategy.co2.at_boundary, held))
 
+    return Watch()
+
+
+def run(
+    folder: str,
+    config: CO2Config = PAPER,
+    *,
+    net: Any = None,
+    resume: str = "",
+    after_batch: Any = None,
+    **changes: Any,
+) -> Any:
+    """Trains; a dictionary of what is looked at."""
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.loggers import CSVLogger
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+    from core.integrations.lightning import CO2Strategy
+
     strategy = CO2Strategy(config)
-    watch = Watch()
-    settings: dict[str, Any] = dict(accelerator="cpu", devices=devices, max_epochs=EPOCHS, enable_progress_bar=False)
-    settings |= dict(enable_checkpointing=False, enable_model_summary=False, logger=False, log_every_n_steps=1)
-    if changes.pop("csv", False):
-        settings["logger"] = CSVLogger(folder, "csv", "")
-    trainer = Trainer(strategy=strategy, default_root_dir=folder, callbacks=[watch, *callbacks], **(settings | changes))
-    module, data = Module(), TensorDataset(*plain.examples())
+    watch = watcher(strategy, after_batch)
+    settings: dict[str, Any] = dict(accelerator="cpu", devices=1, max_epochs=EPOCHS, enable_progress_bar=False)
+    settings |= dict(enable_checkpointing=False, enable_model_summary=False, log_every_n_steps=1)
+    settings |= dict(logger=CSVLogger(folder, "csv", "") if changes.pop("csv", False) else False)
+    callbacks = [watch, *changes.pop("callbacks", ())]
+    trainer = Trainer(strategy=strategy, default_root_dir=folder, callbacks=callbacks, **(settings | changes))
+    module, data = module_of(net or Net()), TensorDataset(*plain.examples())
     train, val = Resumable(data, batch_size=BATCH), DataLoader(data, batch_size=16)
     stopped = False
     try:
         trainer.fit(module, train, val if trainer.limit_val_batches else None, ckpt_path=resume or None)
-    except BaseException as error:
-        if type(error).__name__ != "SIGTERMException":
-            raise
+    except SIGTERMException:
         stopped = True
     assert strategy.co2 is None
-    seen = {
-        "trace": watch.trace,
-        "validated": watch.validated,
-        "losses": watch.losses,
-        "end": plain.everything(module),
-        "stopped": stopped,
-    }
-    return seen | {"steps": trainer.global_step, "model": type(strategy.model).__name__}
+    seen = {"trace": watch.trace, "validated": watch.validated, "losses": watch.losses, "end": plain.everything(module)}
+    return seen | {"stopped": stopped, "steps": trainer.global_step, "model": type(strategy.model).__name__}
 
 
 def equal_runs(rank: int, workers: int, folder: str) -> list[str]:
@@ -156,7 +158,9 @@ def held_run(rank: int, workers: int, folder: str) -> Any:
     plain.assert_equal(whole["trace"], plain.train(plain.shuffled(rank, workers)))
     for step, path in ((25, "files/step=25.ckpt"), (13, "mid.ckpt"), (36, "files/last.ckpt")):
         # other weights: all must come from the checkpoint
-        again = run(f"{folder}/{step}", seed=7 + rank, resume=f"{folder}/{path}", devices=workers, limit_val_batches=0)
+        again = run(
+            f"{folder}/{step}", net=Net(7 + rank), resume=f"{folder}/{path}", devices=workers, limit_val_batches=0
+        )
         plain.assert_equal([*again["trace"], again["end"]], [*whole["trace"][step:], whole["end"]])
     return whole["validated"]
 
@@ -225,7 +229,7 @@ def by_epoch(rank: int, workers: int, folder: str) -> Any:
     plain.assert_equal(own["trace"], plain.train(plain.shuffled(rank, workers), finishes=True))
     again = run(
         folder,
-        seed=7 + rank,
+        net=Net(7 + rank),
         resume=f"{folder}/best/step=12.ckpt",
         callbacks=[EarlyStopping("val_loss")],
         devices=workers,
@@ -262,7 +266,7 @@ def requeued(rank: int, workers: int, folder: str) -> list[Tensor]:
     plain.assert_equal(whole["trace"], plain.train(plain.shuffled(rank, workers)))
     assert asked == ([["scontrol", "requeue", "7"]] if rank == 0 else [])
     del os.environ["SLURM_JOB_ID"]
-    again = run(folder, seed=7 + rank, resume=f"{folder}/hpc_ckpt_1.ckpt", limit_val_batches=0, devices=workers)
+    again = run(folder, net=Net(7 + rank), resume=f"{folder}/hpc_ckpt_1.ckpt", limit_val_batches=0, devices=workers)
     plain.assert_equal([*again["trace"], again["end"]], [*whole["trace"][15:], whole["end"]])
     return again["end"]
 
@@ -288,7 +292,7 @@ def mistakes(rank: int, workers: int, folder: str) -> list[str]:
         {"sync_batchnorm": True},
         {"max_time": "00:01:00:00"},
         {"callbacks": [often], "enable_checkpointing": True},
-        {"net": Wrapped},
+        {"net": Wrapped()},
         {"config": CO2Config(tau=3, steps="by_speed")},
     ):
         try:

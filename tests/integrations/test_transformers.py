@@ -45,15 +45,11 @@ class PerToken(ForTrainer):
         return {"loss": nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch}
 
 
-def run(folder: str, config: CO2Config = PAPER, *, resume: Any = None, watch: Any = None, **changes: Any) -> Any:
-    """Trains; a dictionary of what is looked at."""
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    from core.integrations.transformers import CO2Callback
+def watcher(trainer: Any, callback: Any, watch: Any) -> Any:
+    """A callback that is added last: it sees what CO2Callback has left."""
+    from transformers import TrainerCallback
 
     class Watch(TrainerCallback):
-        """Added last: sees what CO2Callback has left."""
-
         def __init__(self) -> None:
             self.trace: list[Tensor] = []
             self.evaluated: list[tuple[int, bool, Tensor]] = []
@@ -75,45 +71,43 @@ def run(folder: str, config: CO2Config = PAPER, *, resume: Any = None, watch: An
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self.saved.append((state.global_step, callback.co2.at_boundary))
 
+    return Watch()
+
+
+def arguments(folder: str, changes: dict[str, Any]) -> Any:
+    from transformers import TrainingArguments
+
+    settings = dict(output_dir=folder, per_device_train_batch_size=BATCH, num_train_epochs=EPOCHS, max_grad_norm=0.0)
+    settings |= dict(train_sampling_strategy="sequential", lr_scheduler_type="constant", use_cpu=True)
+    settings |= dict(report_to="none", save_strategy="no", logging_strategy="no", logging_steps=3, disable_tqdm=True)
+    return TrainingArguments(**(settings | changes))
+
+
+def run(folder: str, config: CO2Config = PAPER, *, resume: Any = None, watch: Any = None, **changes: Any) -> Any:
+    """Trains; a dictionary of what is looked at."""
+    from transformers import Trainer
+
+    from core.integrations.transformers import CO2Callback
+
     x, y = plain.examples()
-    data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
-    settings = dict(
-        output_dir=folder,
-        per_device_train_batch_size=BATCH,
-        num_train_epochs=EPOCHS,
-        train_sampling_strategy="sequential",
-        max_grad_norm=0.0,
-        lr_scheduler_type="constant",
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-        logging_steps=3,
-    )
-    callbacks = changes.pop("callbacks", None)
-    options = changes.pop("options", {})
-    model = changes.pop("model", None) or ForTrainer()
+    data: Any = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
+    callbacks, model = changes.pop("callbacks", None), changes.pop("model", None) or ForTrainer()
     trainer = Trainer(
         model,
-        TrainingArguments(**(settings | changes)),
+        arguments(folder, changes),
         train_dataset=data,
         eval_dataset=data[:12],
         optimizers=(plain.adam(model), None),
         callbacks=callbacks,
     )
-    callback = CO2Callback(trainer, config, **options)
+    callback = CO2Callback(trainer, config)
     trainer.add_callback(callback)
-    seen = Watch()
-    trainer.add_callback(seen)
+    trainer.add_callback(seen := watcher(trainer, callback, watch))
     trainer.train(resume_from_checkpoint=resume)
     assert callback.co2 is None
-    return vars(seen) | {
-        "end": plain.everything(model),
-        "log": trainer.state.log_history,
-        "best": trainer.state.best_model_checkpoint,
-        "steps": trainer.state.global_step,
-    }
+    state = trainer.state
+    looked_at = {"end": plain.everything(model), "log": state.log_history, "best": state.best_model_checkpoint}
+    return vars(seen) | looked_at | {"steps": state.global_step}
 
 
 def equal_runs(rank: int, workers: int, folder: str) -> list[str]:
