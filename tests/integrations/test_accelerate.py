@@ -1,0 +1,172 @@
+"""CO2Training in a loop of the real accelerate, against the plain loop: bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from core import CO2Config, UserError
+from tests.integrations import plain
+from tests.integrations.plain import BATCH, EPOCHS, PAPER, Net
+from tests.integrations.ranks import Ranks
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks("accelerate", "core.integrations.accelerate", "torch.utils.tensorboard") as ranks:
+        yield ranks
+
+
+def accelerator_of(log: str, **settings: Any) -> Any:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state()  # which allows one precision a process
+    accelerator = Accelerator(**settings, **(dict(log_with="tensorboard", project_dir=log) if log else {}))
+    if log:
+        accelerator.init_trackers("run")
+    return accelerator
+
+
+def loop(config: CO2Config = PAPER, *, seed: int = 0, micro: int = 1, precision: str = "no", **how: Any) -> Any:
+    """Everything after each update, after the last one behind the block; and what `train` returns. how: see there."""
+    from core.integrations.accelerate import CO2Training
+
+    accelerator = accelerator_of(how.get("log", ""), gradient_accumulation_steps=micro, mixed_precision=precision)
+    model = Net(seed)
+    data = DataLoader(TensorDataset(*plain.examples()), batch_size=BATCH)
+    optimizer, loader = accelerator.prepare(plain.adam(model), data)
+    trace: list[Tensor] = []
+    with CO2Training(accelerator, model, optimizer, config) as co2:
+        boundaries = train(accelerator, model, optimizer, loader, co2, trace, **how)
+    for tracker in accelerator.trackers:  # end_training() would destroy the process group, too
+        tracker.finish()
+    assert not accelerator._custom_objects
+    return [*trace[:-1], plain.everything(model)], boundaries
+
+
+def train(
+    accelerator: Any,
+    model: nn.Module,
+    optimizer: Any,
+    loader: Any,
+    co2: Any,
+    trace: list[Tensor],
+    *,
+    epochs: int = EPOCHS,
+    clip: float = 0.0,
+    save: dict[int, str] | None = None,
+    resume: tuple[int, str] = (0, ""),
+    stepped: Any = None,
+    log: str = "",
+) -> list[tuple[int, bool, Tensor]]:
+    """Of each boundary the batch, whether settle() says that workers are alike, and everything. save: batch -> folder.
+    resume: a batch, and the folder that was written behind it. stepped: called with the number of updates."""
+    boundaries = []
+    if resume[1]:
+        accelerator.load_state(resume[1])
+    every = (batch for _ in range(epochs) for batch in loader)
+    for number, (x, y) in enumerate(every, 1):
+        if number <= resume[0]:
+            continue
+        with accelerator.accumulate(model):
+            accelerator.backward(nn.functional.cross_entropy(model(x), y))
+            if clip and accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            closed = co2.step(last=number == epochs * len(loader))
+        if not accelerator.sync_gradients:
+            assert not closed
+            continue
+        trace.append(plain.everything(model))
+        if stepped:
+            stepped(len(trace))
+        if co2.at_boundary:
+            boundaries.append((number, co2.settle(), plain.everything(model)))
+            accelerator.log(co2.metrics(), step=number)
+        if save and number in save:
+            accelerator.save_state(save[number])
+    return boundaries
+
+
+def equal_runs(rank: int, workers: int, folder: str) -> Any:
+    batches = plain.in_turn(rank, workers)
+    saved = {15: f"{folder}/15", 18: f"{folder}/18"}
+    whole, boundaries = loop(
+        save=saved if workers == 2 else None, log=folder, stepped=lambda step: plain.go_apart(folder, rank, step)
+    )
+    plain.assert_equal(whole, plain.train(batches))
+    if workers == 2:
+        for step, path in saved.items():  # at a boundary, and in mid-round; from other weights
+            plain.assert_equal(loop(seed=7 + rank, resume=(step, path))[0], whole[step:])
+        config = CO2Config(tau=3, gap="norm")
+        ours, _ = loop(config, micro=3, clip=0.5, precision="bf16")
+        plain.assert_equal(ours, plain.train(batches, config, micro=3, clip=0.5, dtype=torch.bfloat16))
+    return boundaries
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_trains_as_the_plain_loop_and_goes_on_from_checkpoints(ranks: Ranks, workers: int, tmp_path: Path) -> None:
+    every = ranks(equal_runs, workers, str(tmp_path))
+    for boundaries in zip(*every, strict=True):
+        assert all(alike for _, alike, _ in boundaries) and len({step for step, _, _ in boundaries}) == 1
+    assert [step for step, _, _ in every[0]][:3] == [5, 10, 15]
+    assert tags(tmp_path) >= {"co2/round", "co2/exposed_seconds"}
+
+
+def tags(folder: Path) -> set[str]:
+    """Of TensorBoard's scalars."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found: set[str] = set()
+    for file in folder.rglob("events*"):
+        events = EventAccumulator(str(file))
+        events.Reload()
+        found |= set(events.Tags()["scalars"])
+    return found
+
+
+def recommended(rank: int, workers: int) -> Any:
+    trace, boundaries = loop(CO2Config.recommended(workers, 240), epochs=20)
+    return trace[-1], boundaries
+
+
+def test_recommended_settings_run(ranks: Ranks) -> None:
+    (a, first), (b, second) = ranks(recommended, 2)
+    assert torch.equal(a, b)
+    assert len(first) > 2 and [seen[:2] for seen in first] == [seen[:2] for seen in second]
+    assert all(torch.equal(x, y) for (_, alike, x), (_, _, y) in zip(first, second, strict=True) if alike)
+
+
+def test_alone_without_a_process_group() -> None:
+    trace, _ = loop()
+    plain.assert_equal(trace, plain.train(plain.in_turn(0, 1)))
+
+
+def test_mistakes_get_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate import Accelerator
+
+    from core.integrations.accelerate import CO2Training
+
+    accelerator: Any = Accelerator()
+    net = Net()
+    optimizer = accelerator.prepare(plain.adam(net))
+    with pytest.raises(UserError, match="CO2Training: the optimizer is a bare AdamW"):
+        CO2Training(accelerator, net, plain.adam(net))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="CO2Training: 1 is SyncBatchNorm"):
+        CO2Training(accelerator, nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)), optimizer)
+    with pytest.raises(UserError, match="the model is in DataParallel"):
+        CO2Training(accelerator, nn.DataParallel(net), optimizer)
+    for kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
+        from accelerate.utils import DistributedType
+
+        monkeypatch.setattr(type(accelerator), "distributed_type", DistributedType(kind))
+        with pytest.raises(UserError, match=f"distributed_type={kind}: choose plain"):
+            CO2Training(accelerator, net, optimizer)

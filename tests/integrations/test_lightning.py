@@ -1,0 +1,311 @@
+"""CO2Strategy in the real Lightning Trainer, against the plain loop: bit for bit."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from core import CO2Config, UserError
+from tests.integrations import plain
+from tests.integrations.plain import BATCH, EPOCHS, PAPER, Net
+from tests.integrations.ranks import Ranks
+from tests.problems import flat
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks("lightning.pytorch", "core.integrations.lightning") as ranks:
+        yield ranks
+
+
+class Resumable(DataLoader):
+    """Lightning asks its state, for it does not skip batches itself."""
+
+    taken = skipped = 0
+
+    def __iter__(self) -> Any:
+        skipped, self.skipped = self.skipped, 0
+        for number, batch in enumerate(super().__iter__()):
+            if number >= skipped:
+                self.taken = number + 1
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.skipped = state["taken"] % len(self)
+
+
+def module_of(net: nn.Module) -> Any:
+    from lightning.pytorch import LightningModule
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]), sync_dist=True)
+
+        def configure_optimizers(self) -> Any:
+            return plain.adam(self.net)
+
+    return Module()
+
+
+def watcher(strategy: Any, after_batch: Any) -> Any:
+    from lightning.pytorch import Callback
+
+    class Watch(Callback):
+        def __init__(self) -> None:
+            self.trace: list[Tensor] = []
+            self.validated: list[tuple[int, bool, Tensor]] = []
+            self.losses: list[float] = []
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            self.trace.append(plain.everything(module))
+            if after_batch:
+                after_batch(trainer, strategy)
+
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            if not trainer.sanity_checking:
+                held = plain.everything(module) if strategy.co2.rounds > 1 else flat(module.parameters())
+                self.losses.append(float(trainer.callback_metrics["val_loss"]))
+                self.validated.append((trainer.global_step, strategy.co2.at_boundary, held))
+
+    return Watch()
+
+
+def run(
+    folder: str,
+    config: CO2Config = PAPER,
+    *,
+    net: Any = None,
+    resume: str = "",
+    after_batch: Any = None,
+    **changes: Any,
+) -> Any:
+    """Trains; a dictionary of what is looked at."""
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.loggers import CSVLogger
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+    from core.integrations.lightning import CO2Strategy
+
+    strategy = CO2Strategy(config)
+    watch = watcher(strategy, after_batch)
+    settings: dict[str, Any] = dict(accelerator="cpu", devices=1, max_epochs=EPOCHS, enable_progress_bar=False)
+    settings |= dict(enable_checkpointing=False, enable_model_summary=False, log_every_n_steps=1)
+    settings |= dict(logger=CSVLogger(folder, "csv", "") if changes.pop("csv", False) else False)
+    callbacks = [watch, *changes.pop("callbacks", ())]
+    trainer = Trainer(strategy=strategy, default_root_dir=folder, callbacks=callbacks, **(settings | changes))
+    module, data = module_of(net or Net()), TensorDataset(*plain.examples())
+    train, val = Resumable(data, batch_size=BATCH), DataLoader(data, batch_size=16)
+    stopped = False
+    try:
+        trainer.fit(module, train, val if trainer.limit_val_batches else None, ckpt_path=resume or None)
+    except SIGTERMException:
+        stopped = True
+    assert strategy.co2 is None
+    seen = {"trace": watch.trace, "validated": watch.validated, "losses": watch.losses, "end": plain.everything(module)}
+    return seen | {"stopped": stopped, "steps": trainer.global_step, "model": type(strategy.model).__name__}
+
+
+def equal_runs(rank: int, workers: int, folder: str) -> list[str]:
+    """The paper's settings; accumulation with a clipped norm; a last step that is no epoch's end."""
+    batches, quiet = plain.shuffled(rank, workers), {"limit_val_batches": 0, "devices": workers}
+    own = run(folder, after_batch=lambda trainer, _: plain.go_apart(folder, rank, trainer.global_step), **quiet)
+    plain.assert_equal(own["trace"], plain.train(batches))
+    if workers == 2:
+        other = run(folder, accumulate_grad_batches=3, gradient_clip_val=0.5, **quiet)
+        plain.assert_equal(other["trace"][2::3], plain.train(batches, micro=3, clip=0.5))
+        config = CO2Config(tau=3, gap="norm")
+        other = run(folder, config, max_steps=7, **quiet)
+        plain.assert_equal(other["trace"], plain.train(batches, config, updates=7))
+    return [own["model"]]
+
+
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_trains_as_the_plain_loop(ranks: Ranks, workers: int, tmp_path: Path) -> None:
+    assert ranks(equal_runs, workers, str(tmp_path)) == [["Module"]] * workers
+
+
+def held_run(rank: int, workers: int, folder: str) -> Any:
+    """Validations and checkpoints at steps that are no boundary; then runs go on, from a boundary and mid-round."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    def save(trainer: Any, strategy: Any) -> None:
+        if trainer.global_step == 13:
+            trainer.save_checkpoint(f"{folder}/mid.ckpt")
+
+    files = ModelCheckpoint(f"{folder}/files", "{step}", every_n_train_steps=4, save_top_k=-1, save_last="link")
+    asked: dict[str, Any] = dict(val_check_interval=5, devices=workers, enable_checkpointing=True)
+    whole = run(folder, after_batch=save, callbacks=[files], csv=True, **asked)
+    plain.assert_equal(whole["trace"], plain.train(plain.shuffled(rank, workers)))
+    for step, path in ((25, "files/step=25.ckpt"), (13, "mid.ckpt"), (36, "files/last.ckpt")):
+        # other weights: all must come from the checkpoint
+        again = run(
+            f"{folder}/{step}", net=Net(7 + rank), resume=f"{folder}/{path}", devices=workers, limit_val_batches=0
+        )
+        plain.assert_equal([*again["trace"], again["end"]], [*whole["trace"][step:], whole["end"]])
+    return whole["validated"]
+
+
+def test_validations_and_checkpoints_wait_for_a_boundary(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(held_run, 2, str(tmp_path))
+    for a, b in zip(first, second, strict=True):
+        assert a[:2] == b[:2] and a[1] and torch.equal(a[2], b[2]), "workers validated unlike models"
+    assert [step for step, _, _ in first] == [5, 10, 20, 25, 30, 35]  # asked for at 5, 10, 17, 22, 29, 34
+    at = [5, 10, 15, 20, 25, 30, 35, 36]  # asked for at 4, 8, ... 36
+    files = {path.name for path in (tmp_path / "files").iterdir()}
+    assert files == {f"step={step}.ckpt" for step in at} | {f"step={step}.ckpt.co2" for step in at} | {"last.ckpt"}
+    rows = list(csv.DictReader((tmp_path / "csv" / "metrics.csv").open()))
+    rounds = [int(float(row["co2/round"])) for row in rows if row.get("co2/round")]
+    assert rounds[:4] == [0, 1, 2, 3] and len(rounds) >= 7
+    assert all(row["co2/tau"] and row["co2/exposed_seconds"] for row in rows if row.get("co2/round"))
+
+
+def stopping(rank: int, workers: int, folder: str) -> Any:
+    """Training stops early; a signal to one worker stops all; the recommended settings, to the end."""
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+    def terminate(trainer: Any, strategy: Any) -> None:
+        if trainer.global_step == 7 and rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    asked: dict[str, Any] = dict(val_check_interval=2, devices=workers, max_epochs=20)
+    early = run(folder, callbacks=[EarlyStopping("val_loss", patience=2, min_delta=9.0)], **asked)
+    files = ModelCheckpoint(f"{folder}/stopped", "{step}", save_on_exception=True, every_n_train_steps=1000)
+    told = run(
+        folder,
+        after_batch=terminate,
+        callbacks=[files],
+        limit_val_batches=0,
+        devices=workers,
+        enable_checkpointing=True,
+    )
+    best = ModelCheckpoint(f"{folder}/best", "{step}", monitor="val_loss")
+    recommended = run(folder, CO2Config.recommended(workers, 240), callbacks=[best], enable_checkpointing=True, **asked)
+    return early, told, recommended
+
+
+def test_stops_early_and_at_a_signal_and_runs_as_recommended(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(stopping, 2, str(tmp_path))
+    for a, b in zip(first, second, strict=True):
+        assert a["steps"] == b["steps"]
+        assert [seen[:2] for seen in a["validated"]] == [seen[:2] for seen in b["validated"]]
+        assert all(torch.equal(x[2], y[2]) for x, y in zip(a["validated"], b["validated"], strict=True))
+    early, told, recommended = first
+    assert torch.equal(early["end"], second[0]["end"]) and early["steps"] == 12 and not early["stopped"]
+    assert told["stopped"] and second[1]["stopped"] and told["steps"] == 15, "asked for at 7, sent at 10, heard at 15"
+    assert {path.name for path in (tmp_path / "stopped").iterdir()} == {"step=15.ckpt", "step=15.ckpt.co2"}
+    assert recommended["steps"] == 240 and torch.equal(recommended["end"], second[2]["end"])
+    assert len(recommended["validated"]) > 2
+    (best,) = (tmp_path / "best").glob("*.ckpt")  # what was removed has taken its folder along
+    assert [path.name for path in (tmp_path / "best").glob("*.co2")] == [f"{best.name}.co2"]
+
+
+def by_epoch(rank: int, workers: int, folder: str) -> Any:
+    """Validation behind each epoch, which an epoch's end reads: every epoch then ends with finish()."""
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+    best = ModelCheckpoint(f"{folder}/best", "{step}", monitor="val_loss", save_top_k=-1)
+    callbacks = [EarlyStopping("val_loss", patience=9), best]
+    own = run(folder, callbacks=callbacks, devices=workers, enable_checkpointing=True)
+    plain.assert_equal(own["trace"], plain.train(plain.shuffled(rank, workers), finishes=True))
+    again = run(
+        folder,
+        net=Net(7 + rank),
+        resume=f"{folder}/best/step=12.ckpt",
+        callbacks=[EarlyStopping("val_loss")],
+        devices=workers,
+    )
+    plain.assert_equal([*again["trace"], again["end"]], [*own["trace"][12:], own["end"]])
+    assert {float(score) for score in best.best_k_models.values()} == {float(x) for x in own["losses"]}
+    return own["validated"]
+
+
+def test_validates_behind_an_epochs_last_batch(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(by_epoch, 2, str(tmp_path))
+    assert [seen[:2] for seen in first] == [(12, True), (24, True), (36, True)]
+    assert all(torch.equal(a[2], b[2]) for a, b in zip(first, second, strict=True))
+    assert {path.name for path in (tmp_path / "best").glob("*.ckpt")} == {f"step={step}.ckpt" for step in (12, 24, 36)}
+
+
+def test_alone(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(equal_runs, 1, str(tmp_path))
+
+
+def requeued(rank: int, workers: int, folder: str) -> list[Tensor]:
+    """Slurm's signal to one worker: all save at the same boundary, as Lightning's own handler saves."""
+    import lightning.pytorch.trainer.connectors.signal_connector as signals
+
+    asked: list[Any] = []
+    signals.call = lambda command, **_: asked.append(command) or 0
+
+    def tell(trainer: Any, strategy: Any) -> None:
+        os.environ["SLURM_JOB_ID"] = "7"
+        if trainer.global_step == 7 and rank == 1:
+            trainer._signal_connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
+
+    whole = run(folder, after_batch=tell, limit_val_batches=0, devices=workers)
+    plain.assert_equal(whole["trace"], plain.train(plain.shuffled(rank, workers)))
+    assert asked == ([["scontrol", "requeue", "7"]] if rank == 0 else [])
+    del os.environ["SLURM_JOB_ID"]
+    again = run(folder, net=Net(7 + rank), resume=f"{folder}/hpc_ckpt_1.ckpt", limit_val_batches=0, devices=workers)
+    plain.assert_equal([*again["trace"], again["end"]], [*whole["trace"][15:], whole["end"]])
+    return again["end"]
+
+
+def test_saves_at_one_boundary_before_a_requeue(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(requeued, 2, str(tmp_path))
+    assert torch.equal(first, second)
+
+
+def mistakes(rank: int, workers: int, folder: str) -> list[str]:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from core.integrations.lightning import CO2Strategy
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.first = nn.DataParallel(nn.Linear(6, 3)), nn.Linear(1, 1)
+
+    said = []
+    often = ModelCheckpoint(folder, train_time_interval=timedelta(hours=1))
+    for changes in (
+        {"sync_batchnorm": True},
+        {"max_time": "00:01:00:00"},
+        {"callbacks": [often], "enable_checkpointing": True},
+        {"net": Wrapped()},
+        {"config": CO2Config(tau=3, steps="by_speed")},
+    ):
+        try:
+            run(folder, limit_val_batches=0, **changes)
+        except UserError as error:
+            said.append(str(error))
+    assert CO2Strategy().co2 is None
+    return said
+
+
+def test_mistakes_get_one_line(ranks: Ranks, tmp_path: Path) -> None:
+    (said,) = ranks(mistakes, 1, str(tmp_path))
+    told = ("sync_batchnorm=True", "max_time makes", "train_time_interval makes", "in DataParallel", "steps='by_speed'")
+    assert len(said) == len(told), said
+    for line, part in zip(said, told, strict=True):
+        assert line.startswith("CO2Strategy: ") and part in line and "\n" not in line
