@@ -7,7 +7,6 @@ its own, so it never queues behind the model's own collectives.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import CollectiveError, UserError
-from .groups import Pending, Stage, agree, backend_for, host_group, leave_group, new_group, set_timeout
+from .groups import Pending, Stage, agree, drop_groups, host_group, leave_group, moved_by_nccl, new_group, set_timeout
 from .stats import Mark, Seconds, between, mark, plus
+
+LEFT = "this worker has left the others after an exception: make a new object to train on"
 
 
 class Link(Protocol):
@@ -101,7 +102,7 @@ class Flight:
         self._thread: threading.Thread | None = None
         self._hurry = threading.Event()  # the calling thread waits for that one
         self._error: Exception | None = None  # of the thread
-        self._failed = ""
+        self._failed, self._left = "", False
         self._launched_at, self._longest = time.perf_counter(), 0.0  # the longest time between two launches
         self._host_seconds = 0.0  # that the calling thread has spent here since the last launch
 
@@ -198,6 +199,18 @@ class Flight:
             leave_group(self.group, self.timeout, hidden=self._hidden)
             self.group = None
 
+    def leave(self) -> None:
+        """Leaves the groups without waiting, what is in flight being lost: an exception has ended the training. Who
+        waits for this worker then sees the groups broken; over gloo once the collective under way is through."""
+        groups, self.group, self.timed_groups = self.timed_groups, None, []
+        if not groups:
+            return
+        self._failed, self.in_flight, self._left = self._failed or LEFT, False, True
+        for group in groups if self._by_nccl else []:
+            group.abort()  # else its kernels wait for the others'
+        thread, self._thread = self._thread, None
+        drop_groups(groups, thread)
+
     def _check_open(self) -> None:
         self.check_alive()
         if self.group is None and self.world_size > 1:
@@ -246,7 +259,7 @@ class Flight:
         """The thread: waits for each stage, and starts the next."""
         try:
             with self._aside():
-                while stage is not None:
+                while stage is not None and not self._left:
                     works, ready_at = self._sent(stage)
                     for work in works:
                         self._pass(work)
@@ -306,7 +319,7 @@ class Flight:
         number, self.in_flight = self.launched - 1, False  # of the round, from 0
         assert self.group is not None
         ranks, alone = dist.get_process_group_ranks(self.group), len(self.timed_groups) == 1
-        group, self.group, self.timed_groups = self.group, None, []
+        group, self.group, self.timed_groups = self.group, None, self.timed_groups[1:]
         dist.destroy_process_group(group)
         del group
         gone = self._roll.gone(ranks if alone else ())  # of a node's workers not all are in both groups
@@ -335,16 +348,3 @@ class SideStream:
     def join(self) -> None:
         """The computation waits for all that is queued here; the host does not."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-
-def moved_by_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether NCCL moves the group's tensors: then a wait orders streams. gloo moves a GPU's tensors through the host,
-    in threads of its own, and a wait for it blocks. UserError where the environment makes NCCL's waits block, too."""
-    if device.type != "cuda" or backend_for(group, device) != "nccl":
-        return False
-    if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("", "0"):
-        raise UserError(
-            f"TORCH_NCCL_BLOCKING_WAIT={os.environ['TORCH_NCCL_BLOCKING_WAIT']}: the host would wait for every "
-            "all-reduce, and nothing would be hidden; unset it"
-        )
-    return True

@@ -5,7 +5,9 @@ A collective over a group is a stage: what has been started, and the bytes that 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -69,6 +71,19 @@ def backend_for(group: dist.ProcessGroup | None, device: torch.device) -> str:
     kind of device, as after init_process_group() without a backend."""
     backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     return backends.get(device.type, "no")
+
+
+def moved_by_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether NCCL moves the group's tensors: then a wait orders streams. gloo moves a GPU's tensors through the host,
+    in threads of its own, and a wait for it blocks. UserError where the environment makes NCCL's waits block, too."""
+    if device.type != "cuda" or backend_for(group, device) != "nccl":
+        return False
+    if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("", "0"):
+        raise UserError(
+            f"TORCH_NCCL_BLOCKING_WAIT={os.environ['TORCH_NCCL_BLOCKING_WAIT']}: the host would wait for every "
+            "all-reduce, and nothing would be hidden; unset it"
+        )
+    return True
 
 
 def new_group(
@@ -169,6 +184,17 @@ def leave_group(group: dist.ProcessGroup, timeout: float, *, hidden: bool = Fals
         _spare.setdefault((tuple(ranks), timeout, dist.get_backend(group), hidden), []).append(group)
     else:
         dist.destroy_process_group(group)
+
+
+def drop_groups(groups: list[dist.ProcessGroup], after: threading.Thread | None) -> None:
+    """Destroys them, so that who waits for this worker in one sees it broken, once a thread that uses them has ended;
+    nobody waits for that here. Empties the list: connections close when nothing refers to them."""
+    if after is not None:
+        threading.Thread(target=lambda: (after.join(), drop_groups(groups, None)), daemon=True).start()
+        return
+    while groups:
+        with contextlib.suppress(ValueError):  # the caller has destroyed all meanwhile
+            dist.destroy_process_group(groups.pop())
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:

@@ -7,7 +7,6 @@ goes along (Riders).
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -20,6 +19,7 @@ from .errors import UserError
 from .flat import Bucket, Scalars, copy, copy_where, rescale
 from .flight import Flight
 from .groups import Stage
+from .loop import Loop
 from .pacing import Act, Pacing
 from .reducer import Reducer, all_reduce
 from .riders import Heard, Rider
@@ -38,8 +38,9 @@ class Landing(NamedTuple):
     """Besides, nobody had taken a step: it must move nothing."""
 
 
-class Rounds(Saved, ABC):
-    """A method that trains in rounds. pacing, riders: see the top of this file. The other arguments: see Held.
+class Rounds(Saved, Loop, ABC):
+    """A method that trains in rounds. pacing, riders: see the top of this file. The other arguments: see Held; what a
+    loop calls besides step and finish: see Loop.
 
     Attributes, beside Held's: local_steps, the number taken since the last boundary; sent_tau, the tau of the round
     whose reduction is in flight, or landed last; growth, sent_tau over the tau of the round whose mean landed before
@@ -140,13 +141,12 @@ class Rounds(Saved, ABC):
         while self.rounds < rounds:
             self._boundary(finished=False)
 
-    @contextlib.contextmanager
-    def shared_model(self) -> Iterator[bool]:
-        """For an evaluation at a boundary, or after finish(); every worker must enter it. Yields True where all workers
-        hold the same model in it, False where each holds its own, whose loss is the greater. No reduction is launched
-        for it."""
-        unlike_starts = self.starts_roughly or not self.pacing.together
-        yield not (self.local_steps or (self.flight.in_flight and unlike_starts))
+    @property
+    def at_boundary(self) -> bool:
+        return not self.local_steps and (self.pacing.together or not self.flight.in_flight)
+
+    def settle(self) -> bool:
+        return self.at_boundary and not (self.flight.in_flight and self.starts_roughly)
 
     @torch.no_grad()
     def resync(self) -> None:
@@ -163,6 +163,9 @@ class Rounds(Saved, ABC):
     def close(self) -> None:
         """Leaves the process group. Only after finish()."""
         self.flight.close()
+
+    def leave(self) -> None:
+        self.flight.leave()
 
     # -- what a method says ------------------------------------------------------------------------------------
 

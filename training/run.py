@@ -269,8 +269,7 @@ class Run(Progress):
             gathering = method.order.inference()
         elif self.mesh is not None:
             gathering = _zero().gathered(self._trained.model, self.recipe.zero)
-        common = method.shared_model() if isinstance(method, Rounds) else contextlib.nullcontext(True)
-        with common as self._shared, self.clock.paused(), gathering:
+        with method.shared_model() as self._shared, self.clock.paused(), gathering:
             yield
 
     def sum(self, *values: float | Tensor) -> list[float]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -22,8 +20,8 @@ class OnArrival(CO2):
     """The arguments: see CO2; config: an AdaptiveConfig, whose merge and delay say from what a worker continues, and
     when. With gap inner a FirstStep is among the riders.
 
-    Where means are merged on arrival shared_model waits for the one that was just sent, and merges it; the time counts
-    as exposed.
+    Where means are merged on arrival settle() waits for the one that was just sent, and merges it; the time counts as
+    exposed.
     """
 
     config: AdaptiveConfig
@@ -83,16 +81,14 @@ class OnArrival(CO2):
         for boundary in self._boundaries:
             boundary.restart()
 
-    @contextlib.contextmanager
-    def shared_model(self) -> Iterator[bool]:
-        """See Rounds: with merge keep no worker has progress of its own when it has merged what it just sent."""
+    def settle(self) -> bool:
+        """See Loop: with merge keep no worker has progress of its own when it has merged what it just sent."""
         c = self.config
-        at_one_boundary = not self.local_steps and self.pacing.together
-        if c.delay == "auto" and c.merge == "keep" and at_one_boundary and self.flight.in_flight:
+        if c.delay == "auto" and c.merge == "keep" and self.at_boundary and self.flight.in_flight:
             self._merge_early()
             self._moved(at_boundary=True)
-        with super().shared_model() as equal:  # with merge mix and delay 0 workers differ though nothing is in flight
-            yield equal and not (c.merge == "mix" and self._differs())
+        # with merge mix and delay 0 workers differ though nothing is in flight
+        return super().settle() and not (c.merge == "mix" and self._differs())
 
     def _differs(self) -> bool:
         """Whether this worker is not where the outer iterate is."""

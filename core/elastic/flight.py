@@ -108,6 +108,8 @@ class ElasticFlight(Flight, Workers):
         """See Flight."""
         self.let_go()
 
+    leave = close
+
     # -- another generation -----------------------------------------------------------------------------------
 
     def mend(self, came: Came = "failed") -> list[Report | None]:

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..flat import Bucket, Scalars, copy
-from ..flight import moved_by_nccl
-from ..groups import Stage, all_reduce
+from ..groups import Stage, all_reduce, moved_by_nccl
 from ..stats import Mark, Seconds, between, mark, ready
 from ..wires.quantized import Quantized
 from .choices import Choice, code

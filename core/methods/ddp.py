@@ -17,6 +17,7 @@ from ..errors import DivergedError, UserError
 from ..flat import all_finite
 from ..flight import Link
 from ..groups import has_dtensors, leave_group, new_group, ring_bytes
+from ..loop import Loop
 from ..riders import Rider
 from ..robust import peers
 from ..robust.requests import Requests
@@ -28,7 +29,7 @@ from .registry import Entry, Given, Settings
 ASK_EVERY = 8  # steps between two exchanges of whether to stop
 
 
-class DDP:
+class DDP(Loop):
     """torch's DistributedDataParallel itself, behind the calls of the local methods: every step is a round.
 
     model: to be called in place of the wrapped one. BatchNorm statistics stay local until finish() averages them, for

@@ -63,12 +63,11 @@ class OverlapLocalSGD(Rounds):
 
     @contextlib.contextmanager
     def shared_model(self) -> Iterator[bool]:
-        """See Rounds: the mean of what was just sent, with which step(last=True) would have ended, takes the
-        model's place."""
-        with super().shared_model() as equal:
-            if equal or self.local_steps or not self.pacing.together:
-                yield equal
-                return
+        """See Loop: the mean of what was just sent, with which step(last=True) would have ended, takes the model's
+        place."""
+        if (equal := self.settle()) or not self.at_boundary:
+            yield equal
+            return
         if not self.flight.landed():
             with self.clock.early_merge(self.tau):  # the waiting; it is merged at the round's end
                 self.flight.lands_within(math.inf)

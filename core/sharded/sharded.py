@@ -341,3 +341,7 @@ class ShardedCO2(Rounds):
         """Leaves the process groups. Only after finish()."""
         super().close()
         self._node.close()
+
+    def leave(self) -> None:
+        super().leave()  # the node's group, too
+        self._node.group = None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..loop import Loop
 from ..riders import Rider
 from ..robust.requests import Requests
 from ..stats import RoundStats
@@ -16,7 +17,7 @@ from .forward import Loss
 from .order import ZerothOrder
 
 
-class Zeroth:
+class Zeroth(Loop):
     """ZerothOrder, each of whose steps is a round. lr: gives the learning rate. riders: Requests, if any, are heard of
     at every step. The rest: see ZerothOrder.
 

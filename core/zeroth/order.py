@@ -34,6 +34,7 @@ from ..checks import check_group
 from ..errors import DivergedError, UserError
 from ..flight import Link
 from ..groups import broadcast, compare, leave_group, of_all
+from ..loop import Loop
 from .config import ZerothConfig
 from .exchange import NUMBERS, Exchange, Place, own_group
 from .forward import Forward, Loss, ScratchCopy, evaluating, refuse_batch_norm
@@ -73,7 +74,7 @@ class _Known(NamedTuple):
     loss: float
 
 
-class ZerothOrder:
+class ZerothOrder(Loop):
     """Trains a model by its losses alone; see the module's text.
 
     model: the same on all workers; where its tensors differ at the start, rank 0's are taken. Convert it (dtype,

@@ -1,0 +1,102 @@
+"""What the integrations share: what they refuse, each worker's own part of a checkpoint, and what they log."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ..errors import UserError
+from ..stats import RoundStats
+
+WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule, DataParallel)
+
+
+def check_model(who: str, model: nn.Module) -> None:
+    """UserError for a model whose passes communicate, for then every step would wait for all workers. who: the class
+    that the user has called."""
+    for name, module in model.named_modules():
+        if isinstance(module, WRAPPERS):
+            raise UserError(
+                f"{who}: the model is in {type(module).__name__}, which averages in every step: give the bare model"
+            )
+        if isinstance(module, nn.SyncBatchNorm):
+            raise UserError(
+                f"{who}: {name or 'the model'} is SyncBatchNorm, which waits for all workers in every forward pass: "
+                "take BatchNorm, whose statistics are averaged with the parameters"
+            )
+
+
+def check_accelerator(who: str, accelerator: Any) -> None:
+    """UserError for an accelerate.Accelerator that shards the model, or hands it to another engine."""
+    kind = str(accelerator.distributed_type.value)
+    if kind != "NO" and not kind.startswith("MULTI_"):  # as accelerate's own LocalSGD allows
+        raise UserError(f"{who}: distributed_type={kind}: choose plain multi-GPU or multi-CPU in accelerate's config")
+    if getattr(accelerator, "parallelism_config", None) is not None:
+        raise UserError(f"{who}: a parallelism_config shards the model: leave it out, or take ShardedCO2 in a loop")
+
+
+def check_loader(who: str, loader: Any) -> None:
+    """UserError for a loader of accelerate's whose batches rank 0 reads and sends to all, as for an IterableDataset."""
+    if type(loader).__name__ == "DataLoaderDispatcher":
+        raise UserError(
+            f"{who}: dispatch_batches=True: rank 0 sends out every batch, so all workers wait for it: set it to False"
+        )
+
+
+def check_pace(who: str, config: Any) -> None:
+    """UserError for workers that take unlike numbers of steps: a trainer evaluates and saves by its own step number."""
+    if getattr(config, "steps", "even") == "by_speed":
+        raise UserError(
+            f"{who}: steps='by_speed': the trainer counts the same steps on all workers: leave it out, or write the loop"
+        )
+
+
+def save_own(folder: str | os.PathLike[str], rank: int, **parts: Any) -> None:
+    """Writes this worker's own state beside what the trainer writes for all. parts: name -> what has state_dict()."""
+    if "://" in str(folder):
+        raise UserError(f"{folder}: each worker writes a file of its own: save to a folder that all can reach")
+    path = _file(folder, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({name: _state_of(part) for name, part in parts.items()}, path.with_suffix(".tmp"))
+    path.with_suffix(".tmp").rename(path)
+
+
+def load_own(who: str, folder: str | os.PathLike[str], rank: int, **parts: Any) -> None:
+    """Loads what save_own wrote. Where fewer workers wrote it, this one takes the part of its rank modulo their number.
+
+    UserError where no worker has written one, as in a run without CO2.
+    """
+    count = len(list(_file(folder, 0).parent.glob("rank*.pt")))
+    if not count:
+        raise UserError(f"{who}: {folder} is missing, as where a run without CO2 has saved: load the weights alone")
+    path = _file(folder, rank if _file(folder, rank).exists() else rank % count)
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    for name, part in parts.items():
+        if isinstance(part, nn.Module):
+            part.load_state_dict(saved[name], strict=False)  # without what is frozen
+        else:
+            part.load_state_dict(saved[name])
+
+
+def _file(folder: str | os.PathLike[str], rank: int) -> Path:
+    return Path(folder, f"rank{rank}.pt")
+
+
+def _state_of(part: Any) -> dict[str, Any]:
+    """Of a model only what training changes: frozen parameters are the same on all workers."""
+    state = part.state_dict()
+    if not isinstance(part, nn.Module):
+        return state
+    frozen = {name for name, p in part.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    return {name: value for name, value in state.items() if name not in frozen}
+
+
+def logged(stats: RoundStats) -> dict[str, float]:
+    """The statistics of a round, as loggers take them."""
+    return {f"co2/{name}": value for name, value in stats.as_dict().items()}

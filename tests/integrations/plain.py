@@ -1,0 +1,102 @@
+"""The plain loop with which the libraries' trainers are compared, and the problem that all train."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from core import CO2, CO2Config
+from tests.problems import flat
+
+EXAMPLES, BATCH, EPOCHS, TAU = 48, 2, 3, 5  # with two workers an epoch has 12 batches: no whole number of rounds
+PAPER = CO2Config(tau=TAU, outer_momentum=0.4)
+Batch = tuple[Tensor, Tensor]
+
+
+class Net(nn.Module):
+    """6 inputs, 3 classes; with BatchNorm, so that forward passes leave traces, and a layer that is frozen."""
+
+    def __init__(self, seed: int = 0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(6, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.rest = nn.Sequential(nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest(self.frozen(self.first(x)))
+
+
+def examples() -> Batch:
+    """Inputs float32 [EXAMPLES, 6], labels [EXAMPLES]."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(EXAMPLES, 6, generator=generator), torch.randint(3, (EXAMPLES,), generator=generator)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.05, weight_decay=0.1)
+
+
+def everything(model: nn.Module) -> Tensor:
+    """All parameters and buffers, float64 [n]."""
+    return flat([*model.parameters(), *model.buffers()])
+
+
+def in_turn(rank: int, workers: int, epochs: int = EPOCHS) -> list[list[Batch]]:
+    """A rank's batches of each epoch, where batch after batch goes to worker after worker."""
+    x, y = examples()
+    every = [(x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, EXAMPLES, BATCH)]
+    return [every[rank::workers]] * epochs
+
+
+def shuffled(rank: int, workers: int, epochs: int = EPOCHS) -> list[list[Batch]]:
+    """The same as torch's DistributedSampler gives them out."""
+    data = TensorDataset(*examples())
+    sampler = DistributedSampler(data, workers, rank)
+    batches = []
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        batches.append([(x, y) for x, y in DataLoader(data, BATCH, sampler=sampler)])
+    return batches
+
+
+def train(
+    epochs: Sequence[Sequence[Batch]],
+    config: CO2Config = PAPER,
+    *,
+    micro: int = 1,
+    clip: float = 0.0,
+    updates: int = 10**9,
+    **options: Any,
+) -> list[Tensor]:
+    """Everything after each update, and after finish(). epochs: the batches of each. micro: batches an update, fewer at
+    an epoch's end. clip: the gradients' norm, 0 for no limit. updates: after which training stops."""
+    model = Net()
+    optimizer = adam(model)
+    co2 = CO2(model.parameters(), config, buffers=model.buffers(), **options)
+    trace: list[Tensor] = []
+    groups = [batches[i : i + micro] for batches in epochs for i in range(0, len(batches), micro)][:updates]
+    for group in groups:
+        for x, y in group:
+            (nn.functional.cross_entropy(model(x), y) / len(group)).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        co2.step(last=len(trace) + 1 == len(groups))
+        trace.append(everything(model))
+    co2.finish()
+    co2.close()
+    return [*trace, everything(model)]
+
+
+def assert_equal(ours: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Bit for bit, and what is compared does train."""
+    assert len(ours) == len(expected), (len(ours), len(expected))
+    for step, (a, b) in enumerate(zip(ours, expected, strict=True)):
+        assert torch.equal(a, b), f"step {step}: {(a - b).abs().max()} apart"
+    assert len(ours) == 1 or not torch.equal(ours[0], ours[-1])

@@ -1,0 +1,155 @@
+"""CO2Training in a loop of the real accelerate, against the plain loop: bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from core import CO2Config, UserError
+from tests.integrations import plain
+from tests.integrations.plain import BATCH, EPOCHS, PAPER, Net
+from tests.integrations.ranks import Ranks
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks("accelerate", "core.integrations.accelerate", "torch.utils.tensorboard") as ranks:
+        yield ranks
+
+
+def loop(
+    config: CO2Config = PAPER,
+    *,
+    seed: int = 0,
+    micro: int = 1,
+    clip: float = 0.0,
+    epochs: int = EPOCHS,
+    save: dict[int, str] | None = None,
+    resume: tuple[int, str] = (0, ""),
+    log: str = "",
+    **options: Any,
+) -> tuple[list[Tensor], list[tuple[int, bool, Tensor]]]:
+    """Everything after each update and at the end; and at each boundary its update, whether settle() says that workers
+    are alike, and everything. save: update -> folder. resume: the update behind which the folder was written."""
+    from accelerate import Accelerator
+
+    from core.integrations.accelerate import CO2Training
+
+    tracker = dict(log_with="tensorboard", project_dir=log) if log else {}
+    accelerator = Accelerator(gradient_accumulation_steps=micro, **tracker)
+    if log:
+        accelerator.init_trackers("run")
+    model = Net(seed)
+    optimizer, loader = accelerator.prepare(
+        plain.adam(model), DataLoader(TensorDataset(*plain.examples()), batch_size=BATCH)
+    )
+    trace: list[Tensor] = []
+    boundaries = []
+    updates, (begun, folder) = 0, resume
+    with CO2Training(accelerator, model, optimizer, config, **options) as co2:
+        if folder:
+            accelerator.load_state(folder)
+        for _ in range(epochs):
+            for x, y in loader:
+                if (updates := updates + 1) <= begun * micro:
+                    continue
+                with accelerator.accumulate(model):
+                    accelerator.backward(nn.functional.cross_entropy(model(x), y))
+                    if clip and accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), clip)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    closed = co2.step(last=updates == epochs * len(loader))
+                if not accelerator.sync_gradients:
+                    assert not closed
+                    continue
+                trace.append(plain.everything(model))
+                if co2.at_boundary:
+                    boundaries.append((updates // micro, co2.settle(), plain.everything(model)))
+                    accelerator.log(co2.metrics(), step=updates)
+                if save and updates in save:
+                    accelerator.save_state(save[updates])
+    for tracker in accelerator.trackers:  # end_training() would destroy the process group, too
+        tracker.finish()
+    assert not accelerator._custom_objects
+    return [*trace, plain.everything(model)], boundaries
+
+
+def equal_runs(rank: int, workers: int, folder: str) -> Any:
+    batches = plain.in_turn(rank, workers)
+    saved = {15: f"{folder}/15", 18: f"{folder}/18"}
+    whole, boundaries = loop(save=saved if workers == 2 else None, log=folder)
+    plain.assert_equal(whole, plain.train(batches))
+    if workers == 2:
+        for step, path in saved.items():  # at a boundary, and in mid-round; from other weights
+            plain.assert_equal(loop(seed=7 + rank, resume=(step, path))[0], whole[step:])
+        config = CO2Config(tau=3, gap="norm")
+        ours, _ = loop(config, micro=3, clip=0.5)
+        plain.assert_equal(ours, plain.train(batches, config, micro=3, clip=0.5))
+    return boundaries
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_trains_as_the_plain_loop_and_goes_on_from_checkpoints(ranks: Ranks, workers: int, tmp_path: Path) -> None:
+    every = ranks(equal_runs, workers, str(tmp_path))
+    for boundaries in zip(*every, strict=True):
+        assert all(alike for _, alike, _ in boundaries) and len({step for step, _, _ in boundaries}) == 1
+    assert [step for step, _, _ in every[0]][:3] == [5, 10, 15]
+    assert tags(tmp_path) >= {"co2/round", "co2/exposed_seconds"}
+
+
+def tags(folder: Path) -> set[str]:
+    """Of TensorBoard's scalars."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found: set[str] = set()
+    for file in folder.rglob("events*"):
+        events = EventAccumulator(str(file))
+        events.Reload()
+        found |= set(events.Tags()["scalars"])
+    return found
+
+
+def recommended(rank: int, workers: int) -> Any:
+    trace, boundaries = loop(CO2Config.recommended(workers, 240), epochs=20)
+    return trace[-1], boundaries
+
+
+def test_recommended_settings_run(ranks: Ranks) -> None:
+    (a, first), (b, second) = ranks(recommended, 2)
+    assert torch.equal(a, b)
+    assert len(first) > 2 and [seen[:2] for seen in first] == [seen[:2] for seen in second]
+    assert all(torch.equal(x, y) for (_, alike, x), (_, _, y) in zip(first, second, strict=True) if alike)
+
+
+def test_alone_without_a_process_group() -> None:
+    trace, _ = loop()
+    plain.assert_equal(trace, plain.train(plain.in_turn(0, 1)))
+
+
+def test_mistakes_get_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate import Accelerator
+
+    from core.integrations.accelerate import CO2Training
+
+    accelerator: Any = Accelerator()
+    net = Net()
+    optimizer = accelerator.prepare(plain.adam(net))
+    with pytest.raises(UserError, match="CO2Training: the optimizer is a bare AdamW"):
+        CO2Training(accelerator, net, plain.adam(net))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="CO2Training: 1 is SyncBatchNorm"):
+        CO2Training(accelerator, nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)), optimizer)
+    with pytest.raises(UserError, match="the model is in DataParallel"):
+        CO2Training(accelerator, nn.DataParallel(net), optimizer)
+    for kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
+        from accelerate.utils import DistributedType
+
+        monkeypatch.setattr(type(accelerator), "distributed_type", DistributedType(kind))
+        with pytest.raises(UserError, match=f"distributed_type={kind}: choose plain"):
+            CO2Training(accelerator, net, optimizer)

@@ -1,0 +1,254 @@
+"""CO2Strategy in the real Lightning Trainer, against the plain loop: bit for bit."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from core import CO2Config, UserError
+from tests.integrations import plain
+from tests.integrations.plain import BATCH, EPOCHS, PAPER, Net
+from tests.integrations.ranks import Ranks
+from tests.problems import flat
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks("lightning.pytorch", "core.integrations.lightning") as ranks:
+        yield ranks
+
+
+class Resumable(DataLoader):
+    """Lightning asks its state, for it does not skip batches itself."""
+
+    taken = skipped = 0
+
+    def __iter__(self) -> Any:
+        skipped, self.skipped = self.skipped, 0
+        for number, batch in enumerate(super().__iter__()):
+            if number >= skipped:
+                self.taken = number + 1
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.skipped = state["taken"] % len(self)
+
+
+def run(
+    folder: str,
+    config: CO2Config = PAPER,
+    *,
+    seed: int = 0,
+    resume: str = "",
+    after_batch: Any = None,
+    devices: int = 1,
+    net: type[nn.Module] = Net,
+    callbacks: Any = (),
+    **changes: Any,
+) -> Any:
+    """Trains; a dictionary of what is looked at."""
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.loggers import CSVLogger
+
+    from core.integrations.lightning import CO2Strategy
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net() if net is not Net else Net(seed)
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]), sync_dist=True)
+
+        def configure_optimizers(self) -> Any:
+            return plain.adam(self.net)
+
+    class Watch(Callback):
+        def __init__(self) -> None:
+            self.trace: list[Tensor] = []
+            self.validated: list[tuple[int, bool, Tensor]] = []
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            self.trace.append(plain.everything(module))
+            if after_batch:
+                after_batch(trainer, strategy)
+
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            if not trainer.sanity_checking:
+                held = plain.everything(module) if strategy.co2.rounds > 1 else flat(module.parameters())
+                self.validated.append((trainer.global_step, strategy.co2.at_boundary, held))
+
+    strategy = CO2Strategy(config)
+    watch = Watch()
+    settings: dict[str, Any] = dict(accelerator="cpu", devices=devices, max_epochs=EPOCHS, enable_progress_bar=False)
+    settings |= dict(enable_checkpointing=False, enable_model_summary=False, logger=False, log_every_n_steps=1)
+    if changes.pop("csv", False):
+        settings["logger"] = CSVLogger(folder, "csv", "")
+    trainer = Trainer(
+        strategy=strategy, default_root_dir=folder, callbacks=[watch, *callbacks], **(settings | changes)
+    )
+    module, data = Module(), TensorDataset(*plain.examples())
+    train, val = Resumable(data, batch_size=BATCH), DataLoader(data, batch_size=16)
+    stopped = False
+    try:
+        trainer.fit(module, train, val if trainer.limit_val_batches else None, ckpt_path=resume or None)
+    except BaseException as error:
+        if type(error).__name__ != "SIGTERMException":
+            raise
+        stopped = True
+    assert strategy.co2 is None
+    seen = {"trace": watch.trace, "validated": watch.validated, "end": plain.everything(module), "stopped": stopped}
+    return seen | {"steps": trainer.global_step, "model": type(strategy.model).__name__}
+
+
+def ends(result: dict[str, Any]) -> list[Tensor]:
+    """As plain.train returns it. The last batch's hooks are already behind finish()."""
+    return [*result["trace"][:-1], result["end"]]
+
+
+def expected(trace: list[Tensor]) -> list[Tensor]:
+    """Of plain.train's trace what `ends` has."""
+    return [*trace[:-2], trace[-1]]
+
+
+def equal_runs(rank: int, workers: int, folder: str) -> list[str]:
+    """The paper's settings; accumulation with a clipped norm; a last step that is no epoch's end."""
+    batches, quiet = plain.shuffled(rank, workers), {"limit_val_batches": 0, "devices": workers}
+    own = run(folder, **quiet)
+    plain.assert_equal(ends(own), expected(plain.train(batches)))
+    if workers == 2:
+        other = run(folder, accumulate_grad_batches=3, gradient_clip_val=0.5, **quiet)
+        updates = [*other["trace"][2::3][:-1], other["end"]]
+        plain.assert_equal(updates, expected(plain.train(batches, micro=3, clip=0.5)))
+        config = CO2Config(tau=3, gap="norm")
+        other = run(folder, config, max_steps=7, **quiet)
+        plain.assert_equal(ends(other), expected(plain.train(batches, config, updates=7)))
+    return [own["model"]]
+
+
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_trains_as_the_plain_loop(ranks: Ranks, workers: int, tmp_path: Path) -> None:
+    assert ranks(equal_runs, workers, str(tmp_path)) == [["Module"]] * workers
+
+
+def held_run(rank: int, workers: int, folder: str) -> Any:
+    """Validations and checkpoints at steps that are no boundary; then runs go on, from a boundary and mid-round."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    def save(trainer: Any, strategy: Any) -> None:
+        if trainer.global_step == 13:
+            trainer.save_checkpoint(f"{folder}/mid.ckpt")
+
+    files = ModelCheckpoint(f"{folder}/files", "{step}", every_n_train_steps=4, save_top_k=-1, save_last="link")
+    asked: dict[str, Any] = dict(val_check_interval=4, devices=workers, enable_checkpointing=True)
+    whole = run(folder, after_batch=save, callbacks=[files], csv=True, **asked)
+    plain.assert_equal(ends(whole), expected(plain.train(plain.shuffled(rank, workers))))
+    for step, path in ((25, "files/step=25.ckpt"), (13, "mid.ckpt"), (36, "files/last.ckpt")):
+        # other weights: all must come from the checkpoint
+        again = run(f"{folder}/{step}", seed=7 + rank, resume=f"{folder}/{path}", devices=workers, limit_val_batches=0)
+        plain.assert_equal([*again["trace"], again["end"]], [*whole["trace"][step:], whole["end"]])
+    return whole["validated"]
+
+
+def test_validations_and_checkpoints_wait_for_a_boundary(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(held_run, 2, str(tmp_path))
+    at = [5, 10, 15, 20, 25, 30, 35, 36]  # asked for at 4, 8, ... 36
+    for a, b in zip(first, second, strict=True):
+        assert a[:2] == b[:2] and a[1] and torch.equal(a[2], b[2]), "workers validated unlike models"
+    assert [step for step, _, _ in first] == at
+    files = {path.name for path in (tmp_path / "files").iterdir()}
+    assert files == {f"step={step}.ckpt" for step in at} | {f"step={step}.ckpt.co2" for step in at} | {"last.ckpt"}
+    rows = list(csv.DictReader((tmp_path / "csv" / "metrics.csv").open()))
+    rounds = [int(float(row["co2/round"])) for row in rows if row.get("co2/round")]
+    assert rounds[:4] == [0, 1, 2, 3] and len(rounds) >= 7
+    assert all(row["co2/tau"] and row["co2/exposed_seconds"] for row in rows if row.get("co2/round"))
+
+
+def stopping(rank: int, workers: int, folder: str) -> Any:
+    """Training stops early; a signal to one worker stops all; the recommended settings, to the end."""
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+    def terminate(trainer: Any, strategy: Any) -> None:
+        if trainer.global_step == 7 and rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    asked: dict[str, Any] = dict(val_check_interval=2, devices=workers, max_epochs=20)
+    early = run(folder, callbacks=[EarlyStopping("val_loss", patience=2, min_delta=9.0)], **asked)
+    files = ModelCheckpoint(f"{folder}/stopped", "{step}", save_on_exception=True, every_n_train_steps=1000)
+    told = run(folder, after_batch=terminate, callbacks=[files], limit_val_batches=0, devices=workers, enable_checkpointing=True)
+    best = ModelCheckpoint(f"{folder}/best", "{step}", monitor="val_loss")
+    recommended = run(
+        folder, CO2Config.recommended(workers, 240), callbacks=[best], enable_checkpointing=True, **asked
+    )
+    return early, told, recommended
+
+
+def test_stops_early_and_at_a_signal_and_runs_as_recommended(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(stopping, 2, str(tmp_path))
+    for a, b in zip(first, second, strict=True):
+        assert a["steps"] == b["steps"]
+        assert [seen[:2] for seen in a["validated"]] == [seen[:2] for seen in b["validated"]]
+        assert all(torch.equal(x[2], y[2]) for x, y in zip(a["validated"], b["validated"], strict=True))
+    early, told, recommended = first
+    assert torch.equal(early["end"], second[0]["end"]) and early["steps"] == 15 and not early["stopped"]
+    assert told["stopped"] and second[1]["stopped"] and told["steps"] == 15, "asked for at 7, sent at 10, heard at 15"
+    assert {path.name for path in (tmp_path / "stopped").iterdir()} == {"step=15.ckpt", "step=15.ckpt.co2"}
+    assert recommended["steps"] == 240 and torch.equal(recommended["end"], second[2]["end"])
+    assert len(recommended["validated"]) > 2
+    (best,) = (tmp_path / "best").glob("*.ckpt")  # what was removed has taken its folder along
+    assert [path.name for path in (tmp_path / "best").glob("*.co2")] == [f"{best.name}.co2"]
+
+
+def test_alone(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(equal_runs, 1, str(tmp_path))
+
+
+def mistakes(rank: int, workers: int, folder: str) -> list[str]:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from core.integrations.lightning import CO2Strategy
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.first = nn.DataParallel(nn.Linear(6, 3)), nn.Linear(1, 1)
+
+    said = []
+    often = ModelCheckpoint(folder, train_time_interval=timedelta(hours=1))
+    for changes in (
+        {"sync_batchnorm": True},
+        {"max_time": "00:01:00:00"},
+        {"callbacks": [often], "enable_checkpointing": True},
+        {"net": Wrapped},
+        {"config": CO2Config(tau=3, steps="by_speed")},
+    ):
+        try:
+            run(folder, limit_val_batches=0, **changes)
+        except UserError as error:
+            said.append(str(error))
+    assert CO2Strategy().co2 is None
+    return said
+
+
+def test_mistakes_get_one_line(ranks: Ranks, tmp_path: Path) -> None:
+    (said,) = ranks(mistakes, 1, str(tmp_path))
+    told = ("sync_batchnorm=True", "max_time makes", "train_time_interval makes", "in DataParallel", "steps='by_speed'")
+    assert len(said) == len(told), said
+    for line, part in zip(said, told, strict=True):
+        assert line.startswith("CO2Strategy: ") and part in line and "\n" not in line

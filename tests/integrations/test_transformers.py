@@ -1,0 +1,215 @@
+"""CO2Callback in the real Trainer, against the plain loop: bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from core import CO2Config, UserError
+from tests.integrations import plain
+from tests.integrations.plain import BATCH, EPOCHS, PAPER, TAU, Net
+from tests.integrations.ranks import Ranks
+from tests.problems import flat
+
+MODULES = ("transformers.trainer", "core.integrations.transformers", "tensorboard", "torch.utils.tensorboard")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(*MODULES) as ranks:
+        yield ranks
+
+
+class ForTrainer(Net):
+    """As Trainer calls it."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        logits = super().forward(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def run(folder: str, config: CO2Config = PAPER, *, resume: Any = None, watch: Any = None, **changes: Any) -> Any:
+    """Trains; a dictionary of what is looked at."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from core.integrations.transformers import CO2Callback
+
+    class Watch(TrainerCallback):
+        """Added last: sees what CO2Callback has left."""
+
+        def __init__(self) -> None:
+            self.trace: list[Tensor] = []
+            self.evaluated: list[tuple[int, bool, Tensor]] = []
+            self.saved: list[tuple[int, bool]] = []
+            self.wrapped: list[str] = []
+
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            self.trace.append(plain.everything(model))
+            self.wrapped.append(type(trainer.model_wrapped).__name__)
+            if watch:
+                watch(state, control, callback)
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            held = plain.everything(model) if callback.co2.rounds > 1 else flat(model.parameters())  # buffers are not yet
+            self.evaluated.append((state.global_step, callback.co2.at_boundary, held))
+
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.saved.append((state.global_step, callback.co2.at_boundary))
+
+    x, y = plain.examples()
+    data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
+    settings = dict(
+        output_dir=folder,
+        per_device_train_batch_size=BATCH,
+        num_train_epochs=EPOCHS,
+        train_sampling_strategy="sequential",
+        max_grad_norm=0.0,
+        lr_scheduler_type="constant",
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        logging_steps=3,
+    )
+    callbacks = changes.pop("callbacks", None)
+    options = changes.pop("options", {})
+    model = changes.pop("model", None) or ForTrainer()
+    trainer = Trainer(
+        model,
+        TrainingArguments(**(settings | changes)),
+        train_dataset=data,
+        eval_dataset=data[:12],
+        optimizers=(plain.adam(model), None),
+        callbacks=callbacks,
+    )
+    callback = CO2Callback(trainer, config, **options)
+    trainer.add_callback(callback)
+    seen = Watch()
+    trainer.add_callback(seen)
+    trainer.train(resume_from_checkpoint=resume)
+    assert callback.co2 is None
+    return vars(seen) | {
+        "end": plain.everything(model),
+        "log": trainer.state.log_history,
+        "best": trainer.state.best_model_checkpoint,
+        "steps": trainer.state.global_step,
+    }
+
+
+def ends(result: dict[str, Any]) -> list[Tensor]:
+    """As plain.train returns it. Trainer's last event of a step is already behind finish()."""
+    return [*result["trace"][:-1], result["end"]]
+
+
+def expected(trace: list[Tensor]) -> list[Tensor]:
+    """Of plain.train's trace what `ends` has."""
+    return [*trace[:-2], trace[-1]]
+
+
+def equal_runs(rank: int, workers: int, folder: str) -> list[str]:
+    """The paper's settings; accumulation with a remainder; a clipped norm; the kinds of module that the model was in."""
+    batches = plain.in_turn(rank, workers)
+    own: Any = run(f"{folder}/a")
+    plain.assert_equal(ends(own), expected(plain.train(batches)))
+    kinds = set(own["wrapped"])
+    if workers == 2:
+        own = run(f"{folder}/b", gradient_accumulation_steps=5, max_grad_norm=0.5)
+        plain.assert_equal(ends(own), expected(plain.train(batches, micro=5, clip=0.5)))
+        own = run(f"{folder}/c", max_steps=7, config=CO2Config(tau=3, gap="norm"))
+        plain.assert_equal(ends(own), expected(plain.train(batches, CO2Config(tau=3, gap="norm"), updates=7)))
+    return sorted(kinds)
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_trains_as_the_plain_loop(ranks: Ranks, workers: int, tmp_path: Path) -> None:
+    for kinds in ranks(equal_runs, workers, str(tmp_path)):
+        assert kinds == ["ForTrainer"]
+
+
+def held_run(rank: int, workers: int, folder: str) -> Any:
+    """Logs, evaluations and checkpoints at steps that are no boundary; then each checkpoint is gone on from."""
+    asked = dict(eval_strategy="steps", eval_steps=4, save_strategy="steps", save_steps=4, logging_strategy="steps")
+    asked |= dict(report_to="tensorboard")
+    os.environ["TENSORBOARD_LOGGING_DIR"] = f"{folder}/tb"
+    whole: Any = run(f"{folder}/held", **asked)
+    plain.assert_equal(ends(whole), expected(plain.train(plain.in_turn(rank, workers))))
+    for step in (5, 25):
+        # another start: all must come from the checkpoint
+        model = ForTrainer(seed=7 + rank)
+        again: Any = run(f"{folder}/again", model=model, resume=f"{folder}/held/checkpoint-{step}", **asked)
+        plain.assert_equal([*again["trace"], again["end"]], [*whole["trace"][step:], whole["end"]])
+    return {name: whole[name] for name in ("evaluated", "saved", "log")}
+
+
+def test_logs_evaluations_and_checkpoints_wait_for_a_boundary(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(held_run, 2, str(tmp_path))
+    at = [5, 10, 15, 20, 25, 30, 35, 36]  # asked for at 4, 8, ... 36
+    for result in (first, second):
+        assert [(step, True) for step in at] == result["saved"]
+        assert [(step, True) for step in at] == [seen[:2] for seen in result["evaluated"]]
+    for (_, _, a), (_, _, b) in zip(first["evaluated"], second["evaluated"], strict=True):
+        assert torch.equal(a, b), "workers evaluated unlike models"
+    logs = [entry for entry in first["log"] if "loss" in entry]
+    assert [entry["step"] for entry in logs] == at
+    assert [entry["co2/round"] for entry in logs[1:4]] == [1.0, 2.0, 3.0]
+    assert all(f"co2/{name}" in logs[0] for name in ("tau", "exposed_seconds", "momentum_norm"))
+    assert tags(tmp_path / "tb") >= {"train/co2/round", "train/loss", "train/co2/exposed_seconds"}
+
+
+def tags(folder: Path) -> set[str]:
+    """Of TensorBoard's scalars."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return set(events.Tags()["scalars"])
+
+
+def mid_round(rank: int, workers: int, folder: str) -> None:
+    """A checkpoint that a callback behind ours asks for in mid-round is gone on from, bit for bit."""
+
+    def ask(state: Any, control: Any, callback: Any) -> None:
+        control.should_save = state.global_step == 13
+
+    whole: Any = run(f"{folder}/mid", watch=ask)
+    assert whole["saved"] == [(13, False)]
+    plain.assert_equal(ends(whole), expected(plain.train(plain.in_turn(rank, workers))))
+    again: Any = run(f"{folder}/again", model=ForTrainer(9), resume=f"{folder}/mid/checkpoint-13")
+    plain.assert_equal([*again["trace"], again["end"]], [*whole["trace"][13:], whole["end"]])
+
+
+def best_and_early(rank: int, workers: int, folder: str) -> Any:
+    """Training stops early, and the best model is loaded behind finish(); the recommended settings, to the end."""
+    from transformers import EarlyStoppingCallback
+
+    asked: Any = dict(eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2)
+    asked |= dict(load_best_model_at_end=True, metric_for_best_model="loss", learning_rate=1.0)
+    asked |= dict(callbacks=[EarlyStoppingCallback(early_stopping_patience=2)], num_train_epochs=20)
+    stopped: Any = run(f"{folder}/best", **asked)
+    best = next(model for step, _, model in stopped["evaluated"] if stopped["best"].endswith(f"-{step}"))
+    assert torch.equal(best, stopped["end"]), "the best model is not what is left"
+    recommended: Any = run(f"{folder}/recommended", CO2Config.recommended(workers, 400), num_train_epochs=20, **{
+        name: asked[name] for name in ("eval_strategy", "eval_steps", "save_strategy", "save_steps")
+    })
+    keys = ("evaluated", "end", "steps", "saved")
+    return {"stopped": {k: stopped[k] for k in keys}, "recommended": {k: recommended[k] for k in keys}}
+
+
+def test_saves_in_mid_round_stops_early_and_loads_the_best(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(mid_round, 2, str(tmp_path))
+    a, b = ranks(best_and_early, 2, str(tmp_path))
+    assert a["stopped"]["steps"] < 240 and a["stopped"]["steps"] == b["stopped"]["steps"]
+    for kind in ("stopped", "recommended"):
+        assert torch.equal(a[kind]["end"], b[kind]["end"])
+        assert len(a[kind]["evaluated"]) > 2 and all(at_boundary for _, at_boundary, _ in a[kind]["evaluated"])
+        for (step, _, x), (other, _, y) in zip(a[kind]["evaluated"], b[kind]["evaluated"], strict=True):
+            assert step == other and torch.equal(x, y), f"{kind}: unlike models evaluated at {step}"
+    assert a["recommended"]["steps"] == 240
