@@ -100,9 +100,7 @@ def run(
     settings |= dict(enable_checkpointing=False, enable_model_summary=False, logger=False, log_every_n_steps=1)
     if changes.pop("csv", False):
         settings["logger"] = CSVLogger(folder, "csv", "")
-    trainer = Trainer(
-        strategy=strategy, default_root_dir=folder, callbacks=[watch, *callbacks], **(settings | changes)
-    )
+    trainer = Trainer(strategy=strategy, default_root_dir=folder, callbacks=[watch, *callbacks], **(settings | changes))
     module, data = Module(), TensorDataset(*plain.examples())
     train, val = Resumable(data, batch_size=BATCH), DataLoader(data, batch_size=16)
     stopped = False
@@ -191,11 +189,16 @@ def stopping(rank: int, workers: int, folder: str) -> Any:
     asked: dict[str, Any] = dict(val_check_interval=2, devices=workers, max_epochs=20)
     early = run(folder, callbacks=[EarlyStopping("val_loss", patience=2, min_delta=9.0)], **asked)
     files = ModelCheckpoint(f"{folder}/stopped", "{step}", save_on_exception=True, every_n_train_steps=1000)
-    told = run(folder, after_batch=terminate, callbacks=[files], limit_val_batches=0, devices=workers, enable_checkpointing=True)
-    best = ModelCheckpoint(f"{folder}/best", "{step}", monitor="val_loss")
-    recommended = run(
-        folder, CO2Config.recommended(workers, 240), callbacks=[best], enable_checkpointing=True, **asked
+    told = run(
+        folder,
+        after_batch=terminate,
+        callbacks=[files],
+        limit_val_batches=0,
+        devices=workers,
+        enable_checkpointing=True,
     )
+    best = ModelCheckpoint(f"{folder}/best", "{step}", monitor="val_loss")
+    recommended = run(folder, CO2Config.recommended(workers, 240), callbacks=[best], enable_checkpointing=True, **asked)
     return early, told, recommended
 
 

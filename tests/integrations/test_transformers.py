@@ -57,7 +57,9 @@ def run(folder: str, config: CO2Config = PAPER, *, resume: Any = None, watch: An
                 watch(state, control, callback)
 
         def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-            held = plain.everything(model) if callback.co2.rounds > 1 else flat(model.parameters())  # buffers are not yet
+            held = (
+                plain.everything(model) if callback.co2.rounds > 1 else flat(model.parameters())
+            )  # buffers are not yet
             self.evaluated.append((state.global_step, callback.co2.at_boundary, held))
 
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -196,9 +198,12 @@ def best_and_early(rank: int, workers: int, folder: str) -> Any:
     stopped: Any = run(f"{folder}/best", **asked)
     best = next(model for step, _, model in stopped["evaluated"] if stopped["best"].endswith(f"-{step}"))
     assert torch.equal(best, stopped["end"]), "the best model is not what is left"
-    recommended: Any = run(f"{folder}/recommended", CO2Config.recommended(workers, 400), num_train_epochs=20, **{
-        name: asked[name] for name in ("eval_strategy", "eval_steps", "save_strategy", "save_steps")
-    })
+    recommended: Any = run(
+        f"{folder}/recommended",
+        CO2Config.recommended(workers, 400),
+        num_train_epochs=20,
+        **{name: asked[name] for name in ("eval_strategy", "eval_steps", "save_strategy", "save_steps")},
+    )
     keys = ("evaluated", "end", "steps", "saved")
     return {"stopped": {k: stopped[k] for k in keys}, "recommended": {k: recommended[k] for k in keys}}
 
