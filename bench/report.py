@@ -21,9 +21,9 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
+from core.checkpoints.untrusted import parse_json
 from core.errors import UserError
 from training.config import commit, version
-from training.untrusted import parse_json
 
 FORMAT = 1  # of the JSON
 MOST_WORKERS = 1024

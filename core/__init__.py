@@ -14,7 +14,9 @@ from .methods import (
     SlowMo,
     SlowMoConfig,
     WireConfig,
+    load,
     make_method,
+    save,
 )
 from .stats import RoundStats
 from .zeroth import ScalarLog, ZerothConfig, ZerothOrder
@@ -41,5 +43,7 @@ __all__ = [
     "WireConfig",
     "ZerothConfig",
     "ZerothOrder",
+    "load",
     "make_method",
+    "save",
 ]

@@ -18,7 +18,7 @@ LAYERS: list[list[str]] = [
     ["tasks", "bench"],
     ["training"],
     ["core.integrations", "core.methods", "assembly"],
-    ["adaptive", "sharded", "lgreco", "wires", "triton", "robust", "zeroth", "elastic"],
+    ["adaptive", "sharded", "lgreco", "wires", "triton", "robust", "zeroth", "elastic", "checkpoints"],
     ["core"],
     ["torch"],
 ]

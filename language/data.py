@@ -20,11 +20,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from core.checkpoints.untrusted import parse_json
 from core.errors import UserError
 from language.recipes import GPT2_VOCABULARY, TextRecipe
 from training.data import Key, train_keys
 from training.sampling import eval_share, generator, load_batches
-from training.untrusted import parse_json
 
 IGNORE = -100  # torch's cross_entropy skips targets of this value
 PREDICTED = 0.15  # share of the tokens that a masked language model predicts

@@ -23,10 +23,10 @@ import numpy as np
 import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from core.checkpoints.untrusted import parse_json
 from core.errors import UserError
 from training.data import build_whole
 from training.script import launch
-from training.untrusted import parse_json
 
 DOCUMENT_END = "\x0c\n"  # a line with nothing but a form feed
 JSON_LINES = (".jsonl", ".jsonl.xz")

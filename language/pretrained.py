@@ -21,12 +21,12 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from core.checkpoints.untrusted import parse_json
 from core.errors import UserError
 from language.finetune_recipes import FinetuneRecipe, LoraConfig
 from language.model import blocks_of
 from training.backward import recompute
 from training.sampling import mix, seeded
-from training.untrusted import parse_json
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 # buffers that files of older versions hold: causal masks, rotary frequencies, positions

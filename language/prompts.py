@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from core.checkpoints.untrusted import parse_json
 from core.errors import UserError
 from language.data import IGNORE, Batch
 from language.finetune_recipes import FinetuneRecipe
 from training.data import train_keys
 from training.elastic import repeated
 from training.sampling import eval_share, load_batches
-from training.untrusted import parse_json
 
 if TYPE_CHECKING:
     from training.run import Run

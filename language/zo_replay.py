@@ -17,6 +17,7 @@ import torch
 import tyro
 from torch import nn
 
+from core.checkpoints.untrusted import parse_json
 from core.errors import UserError
 from core.zeroth import ScalarLog, ZerothConfig, ZerothOrder
 from core.zeroth.noise import kind_of
@@ -24,7 +25,6 @@ from core.zeroth.weights import digest
 from language import pretrained
 from language.finetune_recipes import RECIPES, FinetuneRecipe, LoraConfig
 from training.script import launch
-from training.untrusted import parse_json
 
 KEPT = ("weights", "trainable", "seed", "zeroth", "lora")  # of a recipe: what the tuned weights depend on
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from core.checkpoints.untrusted import parse_json
 from results.paper import GPUS, Metric, Row
 from training.config import settings, stretches, with_defaults
 from training.recipe import Recipe, flat
-from training.untrusted import parse_json
 
 
 def load_recipe(task: str, name: str) -> Recipe:

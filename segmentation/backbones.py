@@ -21,8 +21,8 @@ from mmengine.runner import CheckpointLoader
 from torch import Tensor
 
 from core import UserError
+from core.checkpoints.untrusted import reason
 from training.data import data_root
-from training.untrusted import reason
 
 SCHEME = "backbone:"  # in front of a checkpoint's name, it has mmengine load it by load_backbone
 # Where mmseg's configs take them from (mmseg's Swin, mmcv's ResNet-V1c) and timm's ViT, which mmseg would convert.

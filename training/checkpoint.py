@@ -1,172 +1,13 @@
-"""A run's checkpoints: written in the background, and only a whole and undamaged one is ever loaded.
-
-A checkpoint is written into a folder of its own, step*.tmp-ATTEMPT, which rank 0 renames once all have written
-theirs and it has added a manifest. So one without .tmp holds what one attempt wrote at one step. What lies in it:
-training/stored.py.
-"""
+"""Beginning with what another run has trained."""
 
 from __future__ import annotations
 
-import json
-import re
-import shutil
-import sys
-import threading
-import time
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from core.checkpoints.checkpoint import finished, load, unlike
 from core.errors import UserError
-from core.flat import all_finite
-from core.groups import leave_group, new_group, of_all
-from training import stored
-from training.stored import Rest
-from training.untrusted import parse_json, reason
-
-KEEP = 2  # checkpoints kept; the older one serves where the newer is damaged
-MANIFEST = "manifest.json"
-PATIENCE = 5.0  # seconds that a run which fails gives the checkpoint that it writes
-
-
-class Saver:
-    """Writes checkpoints in a thread, one after the other, over a process group of its own.
-
-    attempt: the same on all workers, and another one each time that the run is started. timeout: seconds until a
-    missing worker is an error. Every one of world_size workers must make one; 1: this worker writes alone.
-    """
-
-    def __init__(self, folder: Path, rank: int, world_size: int, attempt: str, timeout: float = 600.0):
-        self.folder, self.rank, self.world_size, self.attempt, self.timeout = folder, rank, world_size, attempt, timeout
-        stored.library()  # now, and not beside the local steps
-        self._group = new_group(None, timeout, torch.device("cpu"), "gloo") if world_size > 1 else None
-        self._thread: threading.Thread | None = None
-        self._finite = True
-        self._begun = 0.0
-        self._failure = ""
-        self._error: Exception | None = None
-
-    def start(
-        self,
-        step: int,
-        state: Any,
-        tensors: dict[str, Tensor],
-        begun: float | None = None,
-        weights: list[Tensor] | None = None,
-    ) -> None:
-        """Begins to write, under folder/step*/, what stored.take_out has left and found; removes old checkpoints when
-        that is done. Where state["model"] of any worker is not finite nothing is written, and no good one given up.
-        Every worker must call it, at its own time. Waits for the one before, if that is not written.
-
-        begun: when (time.monotonic) the round closed whose state it is, from which the manifest's seconds are counted.
-        weights: to be looked at in place of state["model"].
-        """
-        self.wait()
-        self._begun = time.monotonic() if begun is None else begun
-        looked_at = _floats(state.get("model", {}), tensors) if weights is None else weights
-        self._thread = threading.Thread(target=self._run, args=(step, state, tensors, looked_at), daemon=True)
-        self._thread.start()
-
-    def wait(self) -> bool:
-        """Until what was begun is written; every worker must call it. False where a worker's model was not finite.
-
-        UserError on all of them where one could not write; also the error of a worker that is gone.
-        """
-        if self._thread is None:
-            return self._finite
-        self._thread.join()
-        self._thread = None
-        failure, error, self._failure, self._error = self._failure, self._error, "", None
-        if error is not None:
-            raise error
-        if failure:
-            raise UserError(f"{failure}: make room or name another --out; --resume goes on from the last checkpoint")
-        return self._finite
-
-    def close(self) -> None:
-        """Waits, and leaves the group."""
-        self.wait()
-        if self._group is not None:
-            leave_group(self._group, self.timeout)
-            self._group = None
-
-    def abandon(self) -> None:
-        """After a failure: what is being written gets a moment, and is left alone then."""
-        if self._thread is not None:
-            self._thread.join(PATIENCE)
-
-    def _run(self, step: int, state: Any, tensors: dict[str, Tensor], weights: list[Tensor]) -> None:
-        try:
-            finite = self._gather(bool(all_finite(weights)))
-            self._finite = all(finite)
-            if not self._finite:
-                what = f"the model of rank {finite.index(False)} is not finite: no checkpoint is written"
-                return _say(self.rank, [f"warning: step {step}: {what}, the last one stays"])
-            self._failure = self._write(step, state, tensors)
-            if self._failure:
-                _say(self.rank, [f"warning: {self._failure}: the run stops where the next checkpoint is due"])
-        except Exception as error:
-            self._error = error
-
-    def _write(self, step: int, state: Any, tensors: dict[str, Tensor]) -> str:
-        """Why the checkpoint could not be written, the same on all workers."""
-        target = self.folder / f"step{step:09d}"
-        fresh = self.folder / f"{target.name}.tmp-{self.attempt}"
-        rest, failure = ("", ""), ""
-        try:
-            rest = stored.write(fresh, state, tensors, self.rank, self._gather, self._group)
-        except OSError as error:
-            failure = f"{target} cannot be written ({reason(error)})"
-        written = self._gather((rest, failure))
-        failures = [failure for _, failure in written if failure]
-        if self.rank == 0 and not failures:
-            seconds = round(time.monotonic() - self._begun, 1)  # slurm/launch.sh reads it
-            manifest = {"workers": self.world_size, "seconds": seconds, "rests": [rest for rest, _ in written]}
-            try:
-                _publish(fresh, target, json.dumps(manifest, indent=1))
-            except OSError as error:
-                failures = [f"{target} cannot be written ({reason(error)})"]
-        if self.rank == 0:
-            _tidy(self.folder, step)  # while the others wait: they may write the next one soon
-        return "".join(self._gather(failures)[0][:1])
-
-    def _gather(self, mine: Any) -> list[Any]:
-        return of_all(mine, self._group) if self._group is not None else [mine]
-
-
-def load(folder: Path, *, rank: int, alone: bool = False) -> tuple[Any, int] | None:
-    """This worker's state in the newest checkpoint that all workers can load, in the host's memory, and how many
-    workers wrote it; None when there is none, with a warning from rank 0 when unfinished ones lie there. Every worker
-    must call it, unless it is `alone`.
-
-    Of another number of workers a worker gets the state of the one with its rank modulo their number. Rank 0 says
-    which checkpoints were refused, and why: on a network file system another worker may not see the newest one yet.
-    UserError when there are some and none can be loaded.
-    """
-    if old := sorted(folder.glob("step*.elastic")):
-        raise UserError(
-            f"{old[-1]} is of an older version, with a format of its own for elastic runs: resume with the version "
-            "that wrote it, or start afresh with another --out"
-        )
-    refused: list[str] = []
-
-    def gather(mine: Any) -> list[Any]:
-        return [mine] if alone else of_all(mine)
-
-    for name in gather(_finished(folder))[0]:
-        state, workers, problem = _read(folder / name, rank)
-        problems = [f"rank {number}: {problem}" for number, problem in enumerate(gather(problem)) if problem]
-        if not problems:
-            _say(rank, [f"warning: {line}; going on from {name}" for line in refused])
-            return state, workers
-        refused.append(f"{folder / name} is refused ({problems[0]})")
-    if refused:
-        raise UserError(f"{'; '.join(refused)}: no other checkpoint is left; start afresh with another --out")
-    if rank == 0 and folder.exists():
-        _say(rank, [f"warning: no complete checkpoint in {folder.parent}: starting from step 0"])
-    return None
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
@@ -175,68 +16,11 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     UserError where there is none, or it is of another model.
     """
     checkpoints = folder / "checkpoints"
-    if not _finished(checkpoints):
+    if not finished(checkpoints):
         raise UserError(f"{folder} holds no checkpoint of a run: give the --out of one that has ended, or saved")
     found = load(checkpoints, rank=0)
     assert found is not None
     theirs, mine = found[0]["model"], model.state_dict()
-    unlike = [name for name in sorted(theirs.keys() | mine.keys()) if _shape(theirs, name) != _shape(mine, name)]
-    if unlike:
-        was, here = _shape(theirs, unlike[0]), _shape(mine, unlike[0])
-        raise UserError(
-            f"{folder} is of another model: {unlike[0]} is {was} there, {here} here; give its --model and sizes"
-        )
+    if differs := unlike(theirs, mine):
+        raise UserError(f"{folder} is of another model: {differs}; give its --model and sizes")
     model.load_state_dict(theirs)
-
-
-def _shape(state: dict[str, Any], name: str) -> list[int] | None:
-    return list(state[name].shape) if name in state else None
-
-
-def _publish(fresh: Path, target: Path, manifest: str) -> None:
-    """Completes a folder that all have written to, and gives it its name, from another of that step if need be."""
-    (fresh / MANIFEST).write_text(manifest)
-    if target.exists():
-        target.rename(fresh.with_name(f"{fresh.name}-old"))
-    fresh.rename(target)
-
-
-def _tidy(folder: Path, step: int) -> None:
-    """Removes what is left of other attempts, steps that an earlier attempt has reached and this one has not, and all
-    but the newest checkpoints."""
-    kept = [name for name in _finished(folder) if int(name.removeprefix("step")) <= step][:KEEP]
-    for path in folder.glob("step*"):
-        if path.name not in kept and re.fullmatch(r"step\d{9}(\.tmp-.*)?", path.name):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _floats(state: dict[str, Any], tensors: dict[str, Tensor]) -> list[Tensor]:
-    """The floating point numbers of a model's state, as stored.take_out has left and found it."""
-    whole = stored.put_back(state, tensors.__getitem__).values()
-    return [t for t in whole if isinstance(t, Tensor) and t.is_floating_point()]
-
-
-def _finished(folder: Path) -> list[str]:
-    """The names of the complete checkpoints, from the newest."""
-    paths = [path for path in folder.glob("step*") if re.fullmatch(r"step\d{9}", path.name) and path.is_dir()]
-    return sorted((path.name for path in paths), reverse=True)
-
-
-def _read(target: Path, rank: int) -> tuple[Any, int, str]:
-    """The state that this worker takes, how many workers wrote it, and what is wrong with it."""
-    try:
-        manifest = parse_json((target / MANIFEST).read_text())
-        rests: list[Rest] = [(str(name), str(digest)) for name, digest in manifest["rests"]]
-        workers = int(manifest["workers"])
-        if workers != len(rests) or sorted(name for name, _ in rests) != stored.rests(target):
-            return None, 0, f"{MANIFEST} is damaged, it names other workers than those that wrote the checkpoint"
-        return stored.read(target, rests[rank % workers]), workers, ""
-    except FileNotFoundError as error:
-        return None, 0, f"{Path(error.filename).name} is missing"
-    except Exception as error:  # whatever it is: a worker that raised here would leave the others waiting
-        return None, 0, f"it cannot be read, {reason(error)}"
-
-
-def _say(rank: int, lines: list[str]) -> None:
-    for line in lines if rank == 0 else []:
-        print(line, file=sys.stderr, flush=True)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from core.checkpoints.untrusted import parse_json
 from training.recipe import Recipe, flat
-from training.untrusted import parse_json
 
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "transformers", "onedl-mmsegmentation")
 

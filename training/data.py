@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from core.checkpoints.untrusted import reason
 from core.errors import UserError
 from training.sampling import eval_share, worker_batches
-from training.untrusted import reason
 
 T = TypeVar("T")
 Key = tuple[int, int, int]  # (seed, epoch, index): a sample's random numbers follow from it alone

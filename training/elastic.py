@@ -28,12 +28,12 @@ from torch import Tensor, nn
 
 from core.adaptive.schedules import Schedule
 from core.assembly import elastic_co2
+from core.checkpoints import checkpoint, stored
 from core.elastic.joining import Joining
 from core.elastic.members import Members, Over, Report, Workers, WorkersChanged
 from core.errors import UserError
 from core.methods import ElasticZeroth, Method
 from core.rounds import Rounds
-from training import checkpoint, stored
 from training.config import settings
 from training.folder import RunFolder
 from training.optim import lent_rate

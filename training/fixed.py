@@ -17,19 +17,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
 
 from core.adaptive.schedules import Schedule
+from core.checkpoints import checkpoint, stored
+from core.checkpoints.named import random_state, set_random_state
 from core.errors import UserError
 from core.groups import host_group
 from core.methods import Method, Zeroth, make_method
 from core.rounds import Rounds
 from core.zeroth.blocks import BlockStream
-from training import checkpoint, stored
 from training.config import settings
 from training.folder import RunFolder
 from training.optim import lent_rate
 from training.progress import Due, Progress, Trained, pacing_of
 from training.round_log import RoundLog
 from training.sampling import mix
-from training.workers import join, largest_of_workers, make_mesh, random_state, set_random_state
+from training.workers import join, largest_of_workers, make_mesh
 
 T = TypeVar("T")
 

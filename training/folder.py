@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from core.checkpoints.untrusted import parse_json
 from core.errors import UserError
 from core.groups import host_group
 from training import config
 from training.progress import Stopwatch
 from training.recipe import Recipe, flat
-from training.untrusted import parse_json
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

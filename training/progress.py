@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from core.adaptive.pacing import Adaptive
+from core.checkpoints.named import load_model, load_optimizer, of_optimizer
 from core.checks import of_rank, under_rank
 from core.flat import Bucket, views
 from core.methods import Method
@@ -206,39 +206,6 @@ def pacing_of(method: Method) -> Adaptive | None:
     return pacing if isinstance(pacing, Adaptive) else None
 
 
-def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    """The optimiser's state_dict with a name in place of each number."""
-    state = optimizer.state_dict()
-    names = _numbered(optimizer, model)
-    return state | {"state": {names[number]: values for number, values in state["state"].items()}}
-
-
-def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str, Any]) -> None:
-    """Restores what of_optimizer returned, whose tensors are this worker's shards where a parameter is one."""
-    params = dict(model.named_parameters())
-    numbers = {name: number for number, name in enumerate(_numbered(optimizer, model))}
-    values = {
-        numbers[name]: {key: as_shard(value, params.get(name)) for key, value in of_one.items()}
-        for name, of_one in state["state"].items()
-    }
-    optimizer.load_state_dict(state | {"state": values})
-
-
-def load_model(model: nn.Module, state: dict[str, Any]) -> None:
-    """Restores model.state_dict(), whose tensors are this worker's shards where the model's are."""
-    here = model.state_dict()
-    model.load_state_dict({name: as_shard(value, here.get(name)) for name, value in state.items()})
-
-
-def as_shard(value: Any, like: Any) -> Any:
-    """A tensor that is this worker's shard of something sharded as `like`, as a DTensor; anything else as it is."""
-    if not (isinstance(like, DTensor) and isinstance(value, Tensor) and value.shape == like.to_local().shape):
-        return value
-    shard = value.to(like.to_local())
-    place = {"run_check": False, "shape": like.shape, "stride": like.stride()}
-    return DTensor.from_local(shard, like.device_mesh, like.placements, **place)
-
-
 def of_method(method: Method, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """The method's state_dict with {name: tensor} for each flat tensor; what lies behind the parameters is under "".
     What its reducer keeps has an order of its own, and stays as it is."""
@@ -259,13 +226,6 @@ def flat_of_method(method: Method, state: dict[str, Any]) -> dict[str, Any]:
     own = of_rank(state)
     kept = {key: _flat(flats) for key, flats in own["state"].items()}
     return under_rank(own | {"state": kept, "flats": _flat(own["flats"])})
-
-
-def _numbered(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
-    """The names of its parameters in the order of its state_dict; with ZeRO-1 of those whose state is kept here."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    own = getattr(optimizer, "optim", optimizer)
-    return [names[id(p)] for group in own.param_groups for p in group["params"]]
 
 
 def _by_name(flats: Sequence[Tensor], buckets: Sequence[Bucket], names: dict[int, str]) -> list[dict[str, Tensor]]:

@@ -115,20 +115,6 @@ def largest_of_workers(numbers: Sequence[int]) -> list[int]:
     return largest.tolist()
 
 
-def random_state(device: torch.device) -> dict[str, Tensor]:
-    """The state of torch's global generators: the host's, and the GPU's where the model is on one."""
-    return {"cpu": torch.get_rng_state()} | (
-        {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
-    )
-
-
-def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
-    """Continues from random_state's."""
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)
-
-
 # -- the start ----------------------------------------------------------------------------------------------------
 
 

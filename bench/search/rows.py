@@ -17,9 +17,9 @@ from bench import report
 from bench.report import FORMAT, mean_sd
 from bench.search.engine import Plan, Result, load_task
 from bench.search.methods import KINDS, Settings
+from core.checkpoints.untrusted import parse_json
 from core.errors import UserError
 from training.config import commit, version
-from training.untrusted import parse_json
 
 GONE = {"sync_steps": 0, "clip_by": "element", "policy": "penalty", "taylor": 0.5}  # options that nobody changed
 TASKS_VERSION = 1  # raise it when a task or the engine changes, so that rows of before are not taken for today's

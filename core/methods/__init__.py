@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..adaptive.schedules import Schedule
 from ..assembly import CO2, CO2Config, Options, ShardedCO2, checked
+from ..checkpoints.own_loop import load, save
 from ..errors import UserError
 from ..flight import Link
 from ..groups import has_dtensors
@@ -57,7 +58,9 @@ __all__ = [
     "ZerothConfig",
     "check_settings",
     "entry_of",
+    "load",
     "make_method",
+    "save",
 ]
 
 REGISTRY: list[Entry] = [

@@ -19,6 +19,7 @@ CORE = {"core", "assembly", *ROOMS, *ABOVE_ROOMS}
 ARROWS: dict[str, set[str]] = {
     "core": set(),
     "core.adaptive": {"core"},
+    "core.checkpoints": {"core"},
     "core.elastic": {"core", "core.robust"},
     "core.lgreco": {"core", "core.wires"},
     "core.robust": {"core"},
@@ -106,6 +107,7 @@ OF_ROOMS = {
     "wires": "wire wires quantized int8 int6 int5 int4 int3 int2 feedback",
     "lgreco": "lgreco greco accordion",
     "sharded": "sharded offload offloaded",
+    "checkpoints": "checkpoints saver stored misfit",
     "elastic": "elastic member members joining newcomer newcomers",
     "zeroth": "zeroth zo zo2 lanes",
     "methods": "ddp slowmo delayed",

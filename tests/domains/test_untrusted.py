@@ -15,13 +15,14 @@ import training.prepared  # noqa: F401, transformers imports torchvision when it
 from bench import report
 from bench.search.rows import Rows
 from core import UserError
+from core.checkpoints import checkpoint
 from core.zeroth import ScalarLog
 from language import pretrained, zo_replay
 from language.data import load_corpus
 from language.prepare import read_documents
 from language.prompts import read_lines
 from results import runs
-from training import checkpoint, config, folder
+from training import config, folder
 from training.recipe import Recipe
 
 DEEP = 900  # Python's own parser still reads it; what walks over it then may not

@@ -11,6 +11,7 @@ import torch
 
 from bench.chaos.crew import Crew
 from core import testing
+from core.checkpoints import checkpoint
 from core.methods import ElasticZeroth
 from core.zeroth import ScalarLog, ZerothOrder
 from core.zeroth.forward import Loss
@@ -25,7 +26,6 @@ from tests.e2e.test_finetune import weights
 from tests.e2e.test_language import rows, tiny
 from tests.e2e.test_zeroth import OPTIM, ZO
 from tests.tiny_models import make_model, make_prompts
-from training import checkpoint
 from training.run import Run
 
 DIES_AT, WAITS_AT = 8, 14  # steps

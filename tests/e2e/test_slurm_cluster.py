@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from core.checkpoints import checkpoint
 from tests.slurm_cluster import Cluster, cluster, missing, wait_until
-from training import checkpoint
 
 pytestmark = pytest.mark.slurm
 

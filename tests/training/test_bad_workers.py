@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from core.checkpoints import checkpoint
 from core.errors import CollectiveError, DivergedError
 from core.robust.guard import LEFT_OUT_AGAIN
 from core.testing import run_distributed
 from tests.training.test_run import Toy
-from training import checkpoint
 from training.optim import make_schedule
 from training.run import Run
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from core import UserError
+from core.checkpoints import checkpoint, stored
 from core.testing import run_distributed
-from training import checkpoint, stored
 
 
 def save(folder: Path, *steps: int, rank: int = 0, world_size: int = 1, attempt: str = "a", **state: Any) -> None:
@@ -158,7 +158,7 @@ def test_a_damaged_one_is_refused_by_name_for_the_one_before(damage: str, tmp_pa
     print(said)
     assert reason in said and said.endswith("; going on from step000000001\n")
     spoil(tmp_path / "step000000001" / name)
-    with pytest.raises(UserError, match="no other checkpoint is left; start afresh with another --out"):
+    with pytest.raises(UserError, match="no other checkpoint is left; start afresh with another folder"):
         load(tmp_path)
     assert not list(tmp_path.rglob("ran"))
 
@@ -258,5 +258,5 @@ def on_a_full_disk(rank: int, world_size: int, folder: str) -> str:
 def test_a_full_disk_is_one_line_on_all_workers_and_leaves_the_checkpoint_before(tmp_path: Path):
     zero, one = run_distributed(on_a_full_disk, 2, str(tmp_path))
     assert zero == one and "\n" not in one
-    assert "step000000002 cannot be written (rank 1: File too large): make room or name another --out" in one
+    assert "step000000002 cannot be written (rank 1: File too large): make room or choose another folder" in one
     assert [p.name for p in tmp_path.iterdir()] == ["step000000001"]

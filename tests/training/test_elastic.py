@@ -17,8 +17,9 @@ from bench.chaos.crew import Crew
 from core import CO2Config, UserError, WireConfig, testing
 from core.adaptive.tau import Tuned
 from core.assembly import elastic_co2
+from core.checkpoints import checkpoint
 from core.elastic.members import Members
-from training import checkpoint, elastic
+from training import elastic
 from training.elastic import Deal, repeated
 from training.folder import RunFolder
 from training.optim import OptimConfig, make_schedule

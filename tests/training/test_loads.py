@@ -18,7 +18,7 @@ WEIGHTS, NO_PICKLE = {"weights_only": True}, {"allow_pickle": False}
 # (file, call) -> what the call must say for itself; {} where the file's own code makes it harmless, as is told
 LOADS: dict[tuple[str, str], dict[str, bool]] = {
     ("core/elastic/members.py", "torch.load"): WEIGHTS,
-    ("training/stored.py", "torch.load"): WEIGHTS,
+    ("core/checkpoints/stored.py", "torch.load"): WEIGHTS,
     ("segmentation/backbones.py", "torch.load"): WEIGHTS,
     ("training/untrusted.py", "numpy.load"): NO_PICKLE,
     ("pointcloud/pack.py", "numpy.load"): NO_PICKLE,
@@ -28,8 +28,8 @@ LOADS: dict[tuple[str, str], dict[str, bool]] = {
     ("language/pretrained.py", "transformers.AutoModelForCausalLM.from_pretrained"): {"use_safetensors": True},
     ("language/pretrained.py", "transformers.AutoTokenizer.from_pretrained"): {},
     # DCP unpickles .metadata by what its reader returns, which stored._Unpickler reads: it makes listed records alone
-    ("training/stored.py", "dcp.load"): {},
-    ("training/stored.py", "pickle.Unpickler"): {},
+    ("core/checkpoints/stored.py", "dcp.load"): {},
+    ("core/checkpoints/stored.py", "pickle.Unpickler"): {},
     # a base config of mmseg's own, which the project names itself
     ("segmentation/model.py", "mmengine.config.Config.fromfile"): {},
     # modules that the project names itself

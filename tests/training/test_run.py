@@ -311,7 +311,7 @@ def test_resuming_without_a_complete_checkpoint_says_so(tmp_path: Path, capsys: 
     whole = next(tmp_path.glob("checkpoints/step*"))
     whole.rename(f"{whole}.tmp-0")  # killed before it was whole
     train(tmp_path, 3, resume=True)
-    assert f"warning: no complete checkpoint in {tmp_path}: starting from step 0" in capsys.readouterr().err
+    assert f"warning: no complete checkpoint in {tmp_path}/checkpoints: starting from step 0" in capsys.readouterr().err
 
 
 def test_a_slower_worker_leaves_out_batches_and_keeps_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from training.untrusted import reason
+from .untrusted import reason
 
 Gather = Callable[[Any], list[Any]]  # what each worker gives, by rank
 Rest = tuple[str, str]  # name and digest of a worker's tensor of bytes
@@ -153,7 +153,7 @@ def read(folder: Path, rest: Rest) -> Any:
 def digest(tensor: Tensor) -> str:
     """SHA-256 of a tensor's dtype, shape and elements."""
     found = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())  # hashlib lets other threads run
+    found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)  # hashlib lets other threads run
     return found.hexdigest()
 
 

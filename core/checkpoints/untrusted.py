@@ -1,0 +1,42 @@
+"""What is read from files that nobody should trust."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+LEVELS = 64  # of lists and objects in each other; our own files have five
+
+
+def parse_json(text: str | bytes) -> Any:
+    """As json.loads. ValueError where the text is none, is nested deeper than programs walk, or holds half a surrogate,
+    which no file or screen takes, or a whole number that no float can be."""
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"more than {LEVELS} levels") from None
+    try:
+        _check(found, LEVELS)
+    except OverflowError as error:
+        raise ValueError(str(error)) from None
+    return found
+
+
+def _check(value: Any, levels: int) -> None:
+    if isinstance(value, str):
+        value.encode()
+    elif isinstance(value, int):
+        float(value)
+    elif isinstance(value, list | dict):
+        if not levels:
+            raise ValueError(f"more than {LEVELS} levels")
+        for inner in [*value, *value.values()] if isinstance(value, dict) else value:
+            _check(inner, levels - 1)
+
+
+def reason(error: BaseException) -> str:
+    """One line; of an error of the operating system, what that says."""
+    cause = error if isinstance(error, OSError) else error.__context__
+    if isinstance(cause, OSError):
+        return cause.strerror or str(cause)
+    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")

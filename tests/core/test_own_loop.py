@@ -1,0 +1,294 @@
+"""save() and load(): a loop of one's own is killed and goes on, bit for bit."""
+
+import os
+import shutil
+import signal
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from core import CO2, CO2Config, OverlapLocalSGD, ShardedCO2, UserError, WireConfig, ZerothOrder, load, save
+from core.checkpoints import checkpoint
+from core.testing import run_distributed
+from tests import problems
+from tests.problems import flat
+
+TAU, STEPS = 3, 10
+PAPERS = CO2Config(tau=TAU, outer_momentum=0.5)
+KEEP = replace(CO2Config.recommended(2), tau=TAU, delay=2, wire=WireConfig("int4"))  # what no time decides
+METHODS: dict[str, Callable[..., Any]] = {
+    "the paper's": lambda params, model: CO2(params, PAPERS, buffers=model.buffers()),
+    "as recommended": lambda params, model: CO2(params, KEEP, buffers=model.buffers()),
+    "shared by all": lambda params, model: ShardedCO2(params, PAPERS, shard=True, buffers=model.buffers()),
+    "overlap": lambda params, model: OverlapLocalSGD(params, TAU),
+}
+
+
+def net(seed: int) -> nn.Module:
+    """With BatchNorm's buffers and dropout, which draws from torch's generator."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
+
+
+class Loop:
+    """What a script of one's own makes before its first step; go() trains from `step` on."""
+
+    def __init__(self, rank: int, name: str = "the paper's", seed: int = 0):
+        self.rank, self.model, self.step = rank, net(seed), 0
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 0.05)
+        self.co2 = METHODS[name](self.model.parameters(), self.model)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        torch.manual_seed(100 * seed + rank)
+
+    def state(self) -> tuple[Any, ...]:
+        return self.model, self.optimizer, self.co2
+
+    def save(self, folder: str, **more: Any) -> bool:
+        return save(folder, *self.state(), step=self.step, others={"schedule": self.schedule}, **more)
+
+    def load(self, folder: str) -> int | None:
+        found = load(folder, *self.state(), others={"schedule": self.schedule})
+        self.step = found or 0
+        return found
+
+    def go(self, until: int) -> None:
+        while self.step < until:
+            self.step += 1
+            self.optimizer.zero_grad()
+            data = problems.batch(self.rank, self.step, dtype=torch.float32)
+            problems.loss(self.model, data).backward()
+            self.optimizer.step()
+            self.schedule.step()
+            self.co2.step()
+
+    def end(self) -> Any:
+        self.co2.finish()
+        self.co2.close()
+        return flat([*self.model.parameters(), *self.model.buffers()])
+
+
+def resumed(rank: int, world_size: int, folder: str, name: str, at: int) -> list[Any]:
+    """A run that saves and goes on, and one of new objects that goes on from there."""
+    first = Loop(rank, name)
+    first.go(at)
+    assert first.save(folder)
+    differ = flat(first.model.parameters())
+    first.go(STEPS)
+    ends = [first.end()]
+    second = Loop(rank, name, seed=1)
+    assert second.load(folder) == at
+    second.go(STEPS)
+    return [*ends, second.end(), differ]
+
+
+FEW = [("the paper's", 6), ("as recommended", 6), *((name, 7) for name in METHODS)]
+FEW += [pytest.param(name, 6, marks=pytest.mark.slow) for name in ("shared by all", "overlap")]
+
+
+@pytest.mark.parametrize(("name", "at"), FEW)
+def test_a_run_goes_on_bit_for_bit_at_a_boundary_and_in_mid_round(name: str, at: int, tmp_path: Path):
+    found = run_distributed(resumed, 2, str(tmp_path), name, at)
+    for undisturbed, again, _ in found:
+        assert torch.equal(undisturbed, again)
+    if at == 7 or name == "as recommended":
+        assert not torch.equal(found[0][2], found[1][2]), "else one worker's parameters would do for all"
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_it_goes_on_with_one_worker_and_with_four(workers: int, tmp_path: Path):
+    for undisturbed, again, _ in run_distributed(resumed, workers, str(tmp_path), "the paper's", 7):
+        assert torch.equal(undisturbed, again)
+
+
+def test_without_a_process_group(tmp_path: Path):
+    undisturbed, again, _ = resumed(0, 1, str(tmp_path), "the paper's", 7)
+    assert torch.equal(undisturbed, again)
+    assert Loop(0).load(str(tmp_path / "nothing")) is None
+
+
+def killed(rank: int, world_size: int, folder: str, place: str) -> None:
+    loop = Loop(rank)
+    loop.go(4)
+    loop.save(folder)
+    loop.go(7)
+    module, name, who = PLACES[place]
+    if rank == who:
+        setattr(module, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(RuntimeError):  # the other's connection breaks
+        loop.save(folder)
+
+
+PLACES: dict[str, tuple[Any, str, int]] = {
+    "a file is written": (torch, "save", 1),
+    "all are written": (checkpoint, "_publish", 0),
+    "the new one has its name": (checkpoint, "_tidy", 0),
+}
+
+
+def goes_on(rank: int, world_size: int, folder: str) -> tuple[int | None, Any, Any]:
+    loop, whole = Loop(rank), Loop(rank)
+    whole.go(STEPS)
+    end = whole.end()
+    step = loop.load(folder)
+    loop.go(STEPS)
+    return step, loop.end(), end
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_worker_that_is_killed_while_it_saves_leaves_the_last_good_one(place: str, tmp_path: Path):
+    run_distributed(killed, 2, str(tmp_path), place, expect_death=(0, 1))
+    for step, again, undisturbed in run_distributed(goes_on, 2, str(tmp_path)):
+        assert step == (7 if "name" in place else 4) and torch.equal(again, undisturbed)
+
+
+def kept(rank: int, world_size: int, folder: str) -> list[list[str]]:
+    loop, seen = Loop(rank), []
+    for until, keep in ((1, 2), (2, 2), (3, 2), (4, 1)):
+        loop.go(until)
+        loop.save(folder, keep=keep)
+        seen.append(sorted(p.name[-2:] for p in Path(folder).iterdir()))
+        dist.barrier()
+    loop.end()
+    return seen
+
+
+def test_so_many_are_kept(tmp_path: Path):
+    for seen in run_distributed(kept, 2, str(tmp_path)):
+        assert seen == [["01"], ["01", "02"], ["02", "03"], ["04"]]
+
+
+def as_before(rank: int, world_size: int, folder: str, name: str) -> str:
+    loop = Loop(rank, name)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            loop.load(folder)
+        except UserError as error:
+            return str(error)
+    told = [str(w.message) for w in caught if "workers wrote" in str(w.message)]
+    loop.go(STEPS)
+    loop.end()
+    return "".join(told)
+
+
+def saved_once(rank: int, world_size: int, folder: str, name: str) -> None:
+    loop = Loop(rank, name)
+    loop.go(4)
+    loop.save(folder)
+    loop.end()
+
+
+def test_another_number_of_workers_goes_on_with_one_line_or_is_refused_in_one(tmp_path: Path):
+    for name, told in {
+        "the paper's": "2 workers wrote the checkpoint of step 4, 1 go on: each takes what the worker of its rank mod",
+        "shared by all": "the checkpoint is of 2 workers, here there are 1, and each held a part",
+    }.items():
+        folder = str(tmp_path / name[:3])
+        run_distributed(saved_once, 2, folder, name)
+        (line,) = run_distributed(as_before, 1, folder, name)
+        assert line.startswith(told) and "\n" not in line, line
+
+
+def test_what_does_not_fit_is_one_line(tmp_path: Path):
+    saved_once(0, 1, str(tmp_path), "the paper's")
+    kinds: dict[str, tuple[Callable[[Loop], Any], str]] = {
+        "model": (lambda n: setattr(n, "model", problems.small_net()), "is of another model: 0.bias is [8] there, [5]"),
+        "optimizer": (
+            lambda n: setattr(n, "optimizer", torch.optim.SGD(n.model.parameters())),
+            "AdamW, here it is SGD",
+        ),
+        "groups": (
+            lambda n: setattr(n, "optimizer", torch.optim.AdamW([n.model[0].weight])),
+            "has an optimiser of [6] parameters, by group, here it has [1]",
+        ),
+        "others": (lambda n: setattr(n, "load", lambda f: load(f, *n.state())), "has the others ['schedule'], here th"),
+        "method": (
+            lambda n: setattr(n, "co2", OverlapLocalSGD(n.model.parameters(), TAU)),
+            "the checkpoint is of CO2, not OverlapLocalSGD",
+        ),
+    }
+    for what, (change, told) in kinds.items():
+        loop = Loop(0)
+        change(loop)
+        with pytest.raises(UserError) as caught:
+            loop.load(str(tmp_path))
+        assert told in str(caught.value) and "\n" not in str(caught.value), (what, str(caught.value))
+
+
+@pytest.mark.parametrize("wrong", [{"step": -1}, {"step": "4"}, {"step": 10**9}, {"step": 4, "keep": 0}])
+def test_steps_and_numbers_that_are_none(wrong: dict[str, Any], tmp_path: Path):
+    name = [*wrong][-1]
+    with pytest.raises(UserError, match=f"{name}={wrong[name]!r}: give the number of"):
+        save(tmp_path, *Loop(0).state(), **wrong)
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written .*: make room or choose another folder"):
+        Loop(0).save(str(tmp_path / "file" / "folder"))
+
+
+def sharded(rank: int, world_size: int, folder: str) -> list[Any]:
+    """FSDP2 in a node, over a mesh of torchtitan's names; AdamW's moments are shards, too."""
+    ends = []
+    for resumes in (False, True):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+        model = problems.small_net(torch.float32, seed=int(resumes))
+        fully_shard(model, mesh=mesh["dp_shard"])
+        optimizer = torch.optim.AdamW(model.parameters(), 0.05)
+        co2 = ShardedCO2(model.parameters(), PAPERS, mesh=mesh)
+        first = load(folder, model, optimizer, co2) if resumes else 0
+        assert first == 4 * resumes
+        for step in range(first, STEPS):
+            optimizer.zero_grad()
+            problems.loss(model, problems.batch(rank, step, dtype=torch.float32)).backward()
+            optimizer.step()
+            co2.step()
+            if step == 3:
+                save(folder, model, optimizer, co2, step=4)
+        co2.finish()
+        ends.append(torch.cat([p.full_tensor().flatten() for p in model.parameters()]))
+        co2.close()
+    return ends
+
+
+def test_shards_go_on_bit_for_bit(tmp_path: Path):
+    ends = run_distributed(sharded, 4, str(tmp_path))
+    assert all(torch.equal(end, ends[0][0]) for pair in ends for end in pair)
+
+
+def test_training_without_gradients_has_no_optimiser(tmp_path: Path):
+    ends = []
+    for resumes in (False, True):
+        model = problems.small_net(seed=int(resumes))
+        zo = ZerothOrder(model, lr=0.1)
+        first = load(tmp_path, model, None, zo) if resumes else 0
+        for step in range(first or 0, STEPS):
+            zo.step(lambda m, step=step: problems.loss(m, problems.batch(0, step)), 4)
+            if step == 3:
+                save(tmp_path, model, None, zo, step=4)
+        zo.finish()
+        ends.append(flat(model.parameters()))
+    assert first == 4 and torch.equal(*ends)
+
+
+def test_a_damaged_one_is_refused_for_the_one_before(tmp_path: Path, capfd: Any):
+    loop = Loop(0)
+    for until in (3, 6):
+        loop.go(until)
+        loop.save(str(tmp_path))
+    shutil.rmtree(tmp_path / "step000000006" / ".metadata", ignore_errors=True)
+    (tmp_path / "step000000006" / ".metadata").unlink()
+    assert Loop(0).load(str(tmp_path)) == 3
+    assert (
+        "step000000006 is refused (rank 0: .metadata is missing); going on from step000000003" in capfd.readouterr().err
+    )
