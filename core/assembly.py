@@ -47,7 +47,7 @@ class CO2Config(Wired, Guarded, AdaptiveConfig):
 
     @classmethod
     def recommended(cls, workers: int, steps: int | None = None, *, mesh: DeviceMesh | None = None) -> CO2Config:
-        """What our measurements support in place of the paper's settings (results/RESULTS.md, "Hidden, and the loss").
+        """What our measurements support in place of the paper's settings (results/loss.md).
 
         A mean is merged when it lands, the own progress since the sending is kept, for a copy of the parameters, and
         there is no penalty, for little is stale then. merge="mix" saves the copy and comes close. A mean crosses the

@@ -1,1 +1,1 @@
-"""What the paper reports, as data (paper.py), and what was measured here (RESULTS.md and the files that it names)."""
+"""What the paper reports, as data (paper.py), and what was measured here (index.md and the pages that it names)."""

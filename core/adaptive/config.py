@@ -79,7 +79,7 @@ class AdaptiveConfig(OuterConfig):
     def tau_margin(self) -> float:
         """Of tau auto: by how much the local steps should outlast the all-reduce. Where means are merged on arrival so
         much that they come in the first two fifths of a round: fresh means are worth more than frequent ones, to there
-        (results/RESULTS.md, "Hidden, and the loss").
+        (results/loss.md).
         """
         return 0.25 if self.at_boundary else 1.5
 

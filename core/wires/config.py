@@ -69,8 +69,8 @@ class WireConfig:
     @property
     def choices(self) -> dict[str, float]:
         """The formats to choose from, the narrowest first -> bytes an element; of lgreco, unknown before it chooses,
-        float32's. auto knows int4 alone beside float32: with error feedback it cost no loss (results/RESULTS.md,
-        "Hidden, and the loss"), and a trial takes rounds."""
+        float32's. auto knows int4 alone beside float32: with error feedback it cost no loss (results/loss.md), and a
+        trial takes rounds."""
         known = ("int4", "float32") if self.format == "auto" else (self.format,)
         return {wire: BLOCK_BYTES.get(wire, 4 * BLOCK) / BLOCK for wire in known}
 

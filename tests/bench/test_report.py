@@ -100,14 +100,29 @@ def test_the_published_search_is_read_and_its_rows_stand_in_its_tables(monkeypat
     assert told == [line for line in (RESULTS / "search.md").read_text().splitlines() if line.startswith("|")]
 
 
-def test_the_papers_numbers_stand_in_one_section_of_the_results():
-    ours, papers = (RESULTS / "RESULTS.md").read_text().split("\n## The paper\n")
+PAGES = re.findall(r"\]\((\w+\.md)\)", (RESULTS / "index.md").read_text())
+
+
+def test_the_papers_numbers_stand_on_one_page_of_the_results():
+    papers = (RESULTS / "paper.md").read_text()
+    ours = "".join((RESULTS / page).read_text() for page in {"index.md", *PAGES} - {"paper.md", "chaos.md", "gpu.md"})
     assert "Reported by the paper (not by us)" in papers and "not run" in papers
     reported = [f"{mean:.2f}" + (f" ± {sd:.2f}" if sd else "") for mean, sd in paper.REPORTED.values()]
     reported += [f"{words:,}" for words in paper.WORDS_PER_SECOND.values()]
     for number in reported:
         assert number in papers and number not in ours
     assert all(f"{number:.2f}" in papers for number in (*paper.GAP_PERPLEXITY.values(), *paper.SCALING_RATIO.values()))
+
+
+def test_every_link_of_the_results_leads_somewhere_and_no_sentence_is_a_heap_of_figures():
+    """At most two figures a sentence in prose; captions (lists) and tables hold the others."""
+    for page in {"index.md", *PAGES} - {"chaos.md", "gpu.md"}:
+        text = (RESULTS / page).read_text()
+        assert all((RESULTS / link).exists() for link in re.findall(r"\]\(([^)#:]+)\)", text)), page
+        prose = re.sub(r"`[^`]*`|\([^()]*\)|\[[^]]*\]", "", re.sub(r"(?m)^(\||- |  |#|!).*$", "", text))
+        for sentence in re.split(r"(?<=[.:;])\s+(?=[A-Z`*])", prose):
+            figures = re.findall(r"(?<![\w.-])\d[\d.,]*(?: to \d[\d.]*)?(?: ± [\d.]+)?", sentence)
+            assert len(figures) <= 2, (page, sentence)
 
 
 @pytest.mark.parametrize(

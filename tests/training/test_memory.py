@@ -67,7 +67,7 @@ def test_gpt2_large_would_not_fit_without_its_settings():
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
-    [  # of results/RESULTS.md, measured by bench.memory on two nodes of two
+    [  # of results/cost.md, measured by bench.memory on two nodes of two
         ({}, 3.0),
         ({"shard": True}, 1.5),
         ({"per_node": 2}, 2.0),
