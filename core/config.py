@@ -40,7 +40,7 @@ def check_known(config: Any, kind: type[OuterConfig]) -> None:
     for f in fields(config):
         usual = f.default if f.default_factory is MISSING else f.default_factory()
         unread = f.name not in known and getattr(config, f.name) != usual
-        require(config, not unread, f.name, "this class does not read it: leave it out, or take core.CO2")
+        require(config, not unread, f.name, f"this class does not read it: leave it out, or take {__package__}.CO2")
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def _context() -> Any:
     global _forkserver
     if _forkserver is None:
         _forkserver = multiprocessing.get_context("forkserver")
-        _forkserver.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "core"])
+        _forkserver.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", __package__])
     return _forkserver
 
 

@@ -1,6 +1,6 @@
 """CO2 for any mmengine project: one line in a config.
 
-    custom_imports = dict(imports=["core.integrations.mmengine"])
+    custom_imports = dict(imports=["co2_training.integrations.mmengine"])
     custom_hooks = [dict(type="CO2Hook", tau=48, co2=dict(outer_lr=1.0, outer_momentum=0.5))]
 
 The workers then average their parameters in the background every tau optimiser steps instead of their gradients at
@@ -44,7 +44,7 @@ class CO2Hook(Hook):
     """Trains with CO2, or another local method, in place of DistributedDataParallel.
 
     method: co2, delayed, local, overlap_local or slowmo. tau: optimiser steps per round. co2, delayed, slowmo,
-    overlap_local: fields of core.CO2Config (wire: of WireConfig), core.methods.DelayedConfig, SlowMoConfig and
+    overlap_local: fields of CO2Config (wire: of WireConfig), DelayedConfig, SlowMoConfig and
     OverlapLocalConfig, as dicts. average_buffers: BatchNorm statistics are averaged with the parameters. timeout:
     seconds until a missing worker is an error.
 

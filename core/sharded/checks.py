@@ -31,7 +31,7 @@ def check_shared(c: AdaptiveConfig, wire: str = "float32") -> None:
 def check_mesh(mesh: DeviceMesh) -> None:
     """Refuses a mesh of other than two dimensions."""
     if not hasattr(mesh, "ndim"):
-        raise UserError(f"mesh={mesh!r}: give a DeviceMesh, as torch's init_device_mesh or core.groups.node_mesh does")
+        raise UserError(f"mesh={mesh!r}: give a DeviceMesh, as torch's init_device_mesh or groups.node_mesh does")
     if mesh.ndim == 2:
         return
     names, usual = mesh.mesh_dim_names or (), ("dp_replicate", "dp_shard")

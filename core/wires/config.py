@@ -92,4 +92,4 @@ class Wired:
     """How the pseudo-gradient crosses the network. The other methods always send float32."""
 
     def check(self) -> None:
-        require(self, isinstance(self.wire, WireConfig), "wire", "give a WireConfig, such as core.WireConfig('int8')")
+        require(self, isinstance(self.wire, WireConfig), "wire", "give a WireConfig, such as WireConfig('int8')")

@@ -14,7 +14,6 @@ import torch
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from setuptools import find_packages
 
 from training import prepared
 
@@ -46,31 +45,52 @@ def environment_pins() -> dict[str, str]:
     return exact_pins(pip)
 
 
-def direct_requirements() -> list[Requirement]:
-    """What `make setup` installs."""
-    extras = [lines for extra, lines in PROJECT["optional-dependencies"].items() if extra not in APART]
-    lines = PROJECT["dependencies"] + sum(extras, [])
-    requirements = [Requirement(line) for line in lines]
+def reached(*extras: str) -> set[str]:
+    """These extras and those that they name in their turn."""
+    lines = [line for extra in extras for line in PROJECT["optional-dependencies"][extra]]
+    named = [Requirement(line).extras for line in lines if Requirement(line).name == PROJECT["name"]]
+    return {*extras}.union(*(reached(*more) for more in named))
+
+
+def direct_requirements(*extras: str) -> list[Requirement]:
+    """What core needs, and these extras with it."""
+    lines = [line for extra in extras for line in PROJECT["optional-dependencies"][extra]]
+    requirements = [Requirement(line) for line in PROJECT["dependencies"] + lines]
     return [requirement for requirement in requirements if requirement.name != PROJECT["name"]]
+
+
+SETUP = direct_requirements(*sorted(reached("all")))  # what `make setup` installs
 
 
 def test_environment_pins_are_those_of_constraints():
     pinned = constraints()
-    assert environment_pins() == {name: pinned.get(name) for name in environment_pins()}
+    assert environment_pins() == {name: pinned[name] for name in map(canonicalize_name, (r.name for r in SETUP))}
 
 
-@pytest.mark.parametrize("requirement", direct_requirements(), ids=str)
-def test_each_requirement_is_pinned_within_its_range(requirement: Requirement):
-    name = canonicalize_name(requirement.name)
-    assert name in environment_pins()
-    assert requirement.specifier.contains(constraints()[name])
+@pytest.mark.parametrize("requirement", SETUP, ids=str)
+def test_each_requirement_has_a_lower_bound_and_a_pin_above_it(requirement: Requirement):
+    """The one table of lower bounds: each package stands in pyproject.toml once."""
+    (bound,) = requirement.specifier
+    assert bound.operator == ">=" and bound.contains(constraints()[canonicalize_name(requirement.name)])
+    assert [other.name for other in SETUP].count(requirement.name) == 1
+
+
+def test_core_needs_torch_and_numpy_alone_and_is_tried_with_the_lowest():
+    assert [requirement.name for requirement in direct_requirements()] == ["torch", "numpy"]
+    lowest = " ".join(PROJECT["dependencies"]).replace(">=", "==")
+    assert f" {lowest} " in make("--dry-run", "test-lowest")
+
+
+def make(*arguments: str) -> str:
+    return subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 def test_peers_are_pinned_in_a_file_of_their_own():
     """It adds to constraints.txt and contradicts it nowhere."""
     pinned = constraints("bench/peers/constraints.txt")
     assert pinned.keys() & constraints().keys() == set()
-    for requirement in map(Requirement, PROJECT["optional-dependencies"]["peers"]):
+    pinned |= constraints()
+    for requirement in direct_requirements("peers"):
         assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)])
 
 
@@ -86,17 +106,15 @@ def test_pins_carry_no_local_version():
     assert [name for name, version in constraints().items() if "+" in version] == []
 
 
-def test_all_names_every_extra_that_setup_installs():
-    extras = PROJECT["optional-dependencies"]
-    (everything,) = [Requirement(line) for line in extras["all"]]
-    assert everything.extras == set(extras) - {"all"} - APART
+def test_all_reaches_every_extra_that_setup_installs():
+    assert reached("all") == set(PROJECT["optional-dependencies"]) - APART
 
 
-def test_each_package_in_the_repository_is_installed():
-    """Those inside other packages too; the tests are not."""
-    paths = [path.parent.relative_to(ROOT) for path in ROOT.glob("[a-z]*/**/__init__.py")]
-    found = {".".join(path.parts) for path in paths if path.parts[0] != "tests"}
-    assert found == set(find_packages(str(ROOT), **PYPROJECT["tool"]["setuptools"]["packages"]["find"]))
+def test_each_package_of_core_is_installed():
+    folders = {path.parent.relative_to(ROOT / "core") for path in (ROOT / "core").rglob("*.py")}
+    assert PYPROJECT["tool"]["setuptools"]["packages"] == sorted(
+        ".".join(("co2_training", *folder.parts)) for folder in folders
+    )
 
 
 def test_core_resolves_inside_the_repository():
@@ -123,6 +141,48 @@ def test_ci_runs_the_make_targets():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     assert script.read_text().splitlines()[-3:] == ["make lint", "make test", "make test-triton"]
+
+
+def test_make_alone_lists_each_target_in_its_group():
+    groups = {lines[0]: lines[1:] for lines in (group.splitlines() for group in make().strip().split("\n\n"))}
+    assert [*groups] == ["Set-up", "Try", "Test", "Check", "Documentation", "Measure"]
+    listed = [line.split()[1] for lines in groups.values() for line in lines]
+    (phony,) = re.findall(r"^\.PHONY: help (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert listed == phony.split()
+
+
+def test_github_runs_make_targets():
+    (job,) = yaml.safe_load((ROOT / ".github/workflows/checks.yml").read_text())["jobs"].values()
+    targets = job["strategy"]["matrix"]["target"]
+    assert sorted(targets) == ["docs", "lint", "test", "test-triton", "wheel"]
+    for target in targets:
+        assert make("--dry-run", target)
+    commands = [step["run"] for step in job["steps"] if "run" in step]
+    assert commands == ["make setup", "make ${{ matrix.target }}"]
+
+
+def test_pre_commit_runs_the_tools_of_make_lint():
+    subprocess.run([sys.executable, "-m", "pre_commit", "validate-config"], cwd=ROOT, check=True)
+    (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    entries = [hook["entry"].removesuffix(" --force-exclude") for hook in local["hooks"]]
+    checks = make("--dry-run", "lint").splitlines()[-3:]
+    assert entries == [check.removesuffix(" .").removesuffix(" --check") for check in checks]
+
+
+@pytest.mark.parametrize("template", ["bug", "settings"])
+def test_issue_templates_ask_for_each_thing_once(template: str):
+    form = yaml.safe_load((ROOT / f".github/ISSUE_TEMPLATE/{template}.yml").read_text())
+    assert form["name"] and form["description"]
+    names = [field["id"] for field in form["body"] if field["attributes"]["label"]]
+    assert len(names) == len(form["body"]) == len(set(names))
+
+
+def test_citation_has_what_the_readme_cites():
+    paper = yaml.safe_load((ROOT / "CITATION.cff").read_text())["preferred-citation"]
+    readme = (ROOT / "README.md").read_text()
+    number = paper["identifiers"][0]["value"].removeprefix("arXiv:")
+    assert f"eprint={{{number}}}" in readme and f"title={{{paper['title']}}}" in readme
+    assert f"year={{{paper['year']}}}" in readme and paper["url"] in readme
 
 
 SLOW_TO_IMPORT = {

@@ -1,0 +1,127 @@
+"""The package that is built: one top-level name, which works beside torch and numpy alone, from any folder."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from core import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
+NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "results", "runs", "site")
+MOST_BYTES = 250_000
+INFO = f"co2_training-{__version__}.dist-info"
+ABOUT = {f"{INFO}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "top_level.txt", "licenses/LICENSE")}
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist
+from co2_training import CO2, CO2Config
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+co2 = CO2(model.parameters(), CO2Config(tau=2))
+for _ in range(7):
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step(), optimizer.zero_grad(), co2.step()
+co2.finish()
+print(model.weight.tolist(), CO2.__module__, "core" in sys.modules)
+"""
+
+TYPED = """# pyright: strict, reportUnknownMemberType=false
+from co2_training import CO2, CO2Config
+def closes(co2: CO2) -> bool:
+    return co2.step()
+CO2Config(tau="48")
+"""
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    ended = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def with_needs(name: str) -> set[str]:
+    """The installed distribution and all that it needs."""
+    needs = [Requirement(line) for line in distribution(name).requires or ()]
+    needs = [need.name for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+    return {name}.union(*map(with_needs, needs))
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make wheel` makes of a copy of the repository: an sdist, and the wheel that was built from it."""
+    copy = tmp_path_factory.mktemp("copy") / "repository"
+    shutil.copytree(ROOT, copy, ignore=NOT_COPIED)
+    run(sys.executable, "-m", "build", "--no-isolation", cwd=copy)
+    return copy / "dist"
+
+
+@pytest.fixture(scope="module")
+def python(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment that holds the wheel, torch, numpy and what these two need."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, symlinks=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    for name in with_needs("torch") | with_needs("numpy"):
+        tops = {Path(file).parts[0] for file in distribution(name).files or ()} - {"..", "__pycache__"}
+        for top in tops:
+            (site / top).symlink_to(Path(str(distribution(name).locate_file(top))))
+    (wheel,) = dist.glob("*.whl")
+    # with its dependencies: pip refuses where the wheel needs what is not there
+    run(sys.executable, "-m", "pip", "--python", folder / "bin/python", "install", "--no-index", wheel, cwd=folder)
+    return folder / "bin/python"
+
+
+def test_the_wheel_holds_core_and_nothing_else(dist: Path):
+    (wheel,) = dist.glob("*.whl")
+    core = {path.relative_to(ROOT / "core").as_posix() for path in (ROOT / "core").rglob("*.py")} | {"py.typed"}
+    with zipfile.ZipFile(wheel) as archive:
+        assert {*archive.namelist()} == {f"co2_training/{path}" for path in core} | ABOUT
+        assert archive.read(f"{INFO}/top_level.txt") == b"co2_training\n"
+    assert wheel.stat().st_size <= MOST_BYTES
+
+
+def test_the_sdist_holds_what_the_wheel_is_built_from(dist: Path):
+    (sdist,) = dist.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        inside = {Path(name).parts[1] for name in archive.getnames() if "/" in name}
+    made = {"PKG-INFO", "setup.cfg", "co2_training.egg-info"}
+    assert inside - made == {"LICENSE", "README.md", "core", "pyproject.toml"}
+    assert sdist.stat().st_size <= MOST_BYTES
+
+
+def test_two_workers_train_with_the_installed_package(python: Path, tmp_path: Path):
+    """From a folder that has nothing but the script: both end with one model."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    command = [str(python), "train.py", str(tmp_path / "rendezvous")]
+    workers = [
+        subprocess.Popen([*command, rank], cwd=tmp_path, env=env, stdout=-1, stderr=-1, text=True) for rank in "01"
+    ]
+    said = [worker.communicate(timeout=120) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], said
+    assert said[0][0] == said[1][0] and said[0][0].endswith("co2_training.assembly False\n")
+
+
+def test_a_type_checker_reads_its_types(python: Path, tmp_path: Path):
+    """A wrong type is an error; without py.typed the import itself would be one."""
+    (tmp_path / "typed.py").write_text(TYPED)
+    command = [sys.executable, "-m", "basedpyright", "--pythonpath", str(python), "typed.py"]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120).stdout
+    assert '"Literal[\'48\']" is not assignable to "int' in said and "\n1 error" in said, said
+
+
+def test_the_repositorys_environment_has_core_under_both_names(tmp_path: Path):
+    """co2_training from any folder, core from the root alone: no other top-level name is installed."""
+    find = "from importlib.util import find_spec; print(find_spec('core'), find_spec('co2_training').origin)"
+    none, origin = run(sys.executable, "-I", "-c", find, cwd=tmp_path).split()
+    assert none == "None" and origin.endswith("/core/__init__.py")
