@@ -20,10 +20,11 @@ from .adaptive.pacing import Adaptive
 from .adaptive.schedules import Schedule, scheduled
 from .adaptive.tau import TauTuner, Tuned
 from .checks import tensors_of
+from .config import is_whole
 from .elastic.flight import ElasticFlight
 from .elastic.joining import Joining, check_elastic
 from .elastic.members import Members
-from .errors import UserError
+from .errors import Moved, UserError
 from .flight import Flight, Link
 from .riders import Rider
 from .robust import peers
@@ -60,6 +61,9 @@ class CO2Config(Wired, Guarded, AdaptiveConfig):
         of a node must stay equal and hold only shares of the outer state, so of all this there is the outer momentum;
         a mean is merged in the paper's order, with its penalty, and crosses in float32.
         """
+        for name, given in (("workers", workers), ("steps", 1 if steps is None else steps)):
+            if not is_whole(given):
+                raise UserError(f"{name}={given!r}: give their number, 1 or more")
         beta = next(b for limit, b in ((16, 0.0), (32, 0.2), (64, 0.5), (float("inf"), 0.6)) if workers <= limit)
         tau_max = 192 if steps is None else min(192, max(1, steps // 20))
         if mesh is not None:
@@ -98,6 +102,7 @@ class CO2(OnArrival):
     """
 
     reads = CO2Config
+    skip_after, on_left_out = Moved("co2.pacing.skip_after"), Moved("co2.rider(Guard).on_left_out")
 
     def __init__(
         self,
@@ -126,6 +131,8 @@ class ShardedCO2(sharded.ShardedCO2):
     ranks, and group, of Options, the ranks with the same share across nodes; that alone, or neither: all workers are
     equal. shards, shard, offload: see core/sharded/sharded.py. The other arguments: see CO2.
     """
+
+    skip_after, on_left_out = Moved("co2.pacing.skip_after"), Moved("co2.rider(Guard).on_left_out")
 
     def __init__(
         self,

@@ -30,6 +30,7 @@ class Pending(Protocol):
 
 Stage = tuple[Sequence[Pending], int]  # collectives under way, and the bytes that this worker sends for them
 MAX_CTAS = 8  # thread blocks, each on a multiprocessor of its own, that one of NCCL's collectives may hold
+LONGEST = 1e8  # seconds of a timeout, three years
 PIECES = 16  # a sum over the workers goes in so many pieces, for the sake of its temporary
 
 
@@ -100,6 +101,8 @@ def new_group(
     collectives run underneath local steps; somebody waits for the others, which nothing may slow down. Returns None
     when torch.distributed is not initialised: then there is one worker.
     """
+    if not isinstance(timeout, int | float) or not 0 < timeout < LONGEST:
+        raise UserError(f"timeout={timeout!r}: give seconds, above 0 and below {LONGEST:g}")
     if not dist.is_initialized():
         return None
     everyone = group is None or dist.get_world_size(group) == dist.get_world_size()

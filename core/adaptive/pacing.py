@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+from ..config import is_number
 from ..errors import UserError
 from ..flight import Flight
 from ..pacing import Act, Pacing
@@ -36,9 +37,19 @@ class Adaptive(Pacing):
         by_speed: BySpeed | None = None,
     ):
         self.delay, self.tuned, self.by_speed = delay, tuned, by_speed
-        self.skip_after: float | None = None
+        self._skip_after: float | None = None
         self.skipped = self._sparing = 0
         super().__init__(tau)
+
+    @property
+    def skip_after(self) -> float | None:
+        return self._skip_after
+
+    @skip_after.setter
+    def skip_after(self, seconds: float | None) -> None:
+        if seconds is not None and not (is_number(seconds) and seconds >= 0):
+            raise UserError(f"skip_after={seconds!r}: give seconds, 0 or more, or None to wait as long as it takes")
+        self._skip_after = seconds
 
     @property
     def together(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -24,7 +24,11 @@ FORMS = "warm_up_momentum:ROUNDS, ramp_tau:FIRST, or quadratic:SCALE:LEAST"
 
 def scheduled(c: Config, schedule: Schedule | None, number: int) -> Config:
     """The settings of round `number`."""
-    changes = dict(schedule(number)) if schedule else {}
+    changes = schedule(number) if schedule else {}
+    if not isinstance(changes, Mapping):
+        raise UserError(
+            f"the schedule gives {changes!r} for round {number}: return a dict of what changes, {{}} for none"
+        )
     if unknown := changes.keys() - set(SCHEDULED):
         raise UserError(f"the schedule changes {', '.join(sorted(unknown))}: only {', '.join(SCHEDULED)} may change")
     if "tau" in changes and "auto" in (c.tau, changes["tau"]):

@@ -42,11 +42,11 @@ class CO2Training(CO2):
 
     accelerator: as it is. model: the bare one, which is prepared here but for DistributedDataParallel; call `co2.model`
     where the accelerator compiles. optimizer: that accelerator.prepare returned. config: see core.CO2Config. options:
-    what core.CO2 takes besides; buffers are the model's own.
+    what core.CO2 takes besides; buffers: the model's, if no others are given.
 
     step(): after every batch; micro-batches of accumulate() count as none, and True says that a round closed. Evaluate
-    where `at_boundary` is True, behind settle(), and log what metrics() returns. save_state() and load_state(), inside
-    the block, then write and read each worker's own model, optimiser and outer state in co2/rankN.pt, too: a run goes on
+    where `at_boundary` is True, behind settle(), and log what metrics() returns. Inside the block save_state() and
+    load_state() write and read each worker's own model, optimiser and outer state, too, in co2/rankN.pt. A run goes on
     bit for bit, from a boundary or from mid-round.
 
     UserError: DeepSpeed, FSDP, Megatron, a parallelism_config, dispatched batches, a model in DistributedDataParallel
@@ -72,7 +72,8 @@ class CO2Training(CO2):
             self.model = accelerator.prepare_model(model, evaluation_mode=True)
             self.model._is_accelerate_prepared = True  # pyright: ignore[reportArgumentType]
         self._bare = model
-        super().__init__(model.parameters(), config, **{"buffers": model.buffers()} | options)
+        given: dict[str, Any] = {"buffers": model.buffers()} | options
+        super().__init__(model.parameters(), config, **given)
         self._checkpoint = _Checkpoint(self)
 
     def step(self, *, last: bool = False) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -33,10 +34,17 @@ def check_model(who: str, model: nn.Module) -> None:
 
 
 def check_accelerator(who: str, accelerator: Any) -> None:
-    """UserError for an accelerate.Accelerator that shards the model, or hands it to another engine."""
+    """UserError for an accelerate.Accelerator that shards the model, hands it to another engine, or that knows of other
+    workers than torch.distributed: on a CPU it takes itself to be alone unless it is told."""
     kind = str(accelerator.distributed_type.value)
     if kind != "NO" and not kind.startswith("MULTI_"):  # as accelerate's own LocalSGD allows
         raise UserError(f"{who}: distributed_type={kind}: choose plain multi-GPU or multi-CPU in accelerate's config")
+    workers = dist.get_world_size() if dist.is_initialized() else 1
+    if accelerator.num_processes != workers:
+        raise UserError(
+            f"{who}: torch.distributed has {workers} workers, accelerate {accelerator.num_processes}: all would read "
+            "the same data; without GPUs set Accelerator(cpu=True) or TrainingArguments(use_cpu=True)"
+        )
     if getattr(accelerator, "parallelism_config", None) is not None:
         raise UserError(f"{who}: a parallelism_config shards the model: leave it out, or take ShardedCO2 in a loop")
 
@@ -53,7 +61,7 @@ def check_pace(who: str, config: Any) -> None:
     """UserError for workers that take unlike numbers of steps: a trainer evaluates and saves by its own step number."""
     if getattr(config, "steps", "even") == "by_speed":
         raise UserError(
-            f"{who}: steps='by_speed': the trainer counts the same steps on all workers: leave it out, or write the loop"
+            f"{who}: steps='by_speed': the trainer counts equal steps on all workers: leave it out, or write the loop"
         )
 
 

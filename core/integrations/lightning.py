@@ -46,13 +46,13 @@ class CO2Strategy(DDPStrategy):
     config: see core.CO2Config. process_group_backend, start_method: see Lightning's DDPStrategy. options: what core.CO2
     takes besides, as timeout (seconds until a missing worker is an error) and schedule.
 
-    Validation and ModelCheckpoint's files that fall into a round wait for its end, where all workers hold one model. So
-    may a validation at an epoch's end: it then comes a few batches into the next. A round is tau updates: with
-    accumulate_grad_batches several batches. The loggers get the last round's statistics under co2/ every
-    log_every_n_steps. Beside FILE.ckpt a folder FILE.ckpt.co2 holds each worker's model, optimiser, schedules and outer
-    state; fit(ckpt_path=...) goes on from it bit for bit, also where trainer.save_checkpoint() was called in mid-round.
-    At SIGTERM, and at Slurm's signal before a requeue, all workers stop at the same boundary. Leave out
-    self.log(sync_dist=True, on_step=True), which waits for all workers in every step.
+    Validation and ModelCheckpoint's files that fall into a round wait for its end, where all workers hold one model. A
+    validation behind an epoch's last batch ends the round itself, for callbacks such as EarlyStopping read it there. A
+    round is tau updates: with accumulate_grad_batches several batches. The loggers get the last round's statistics
+    under co2/ every log_every_n_steps. Beside FILE.ckpt a folder FILE.ckpt.co2 holds each worker's model, optimiser,
+    schedules and outer state; fit(ckpt_path=...) goes on from it bit for bit, also where trainer.save_checkpoint() was
+    called in mid-round. At SIGTERM, and at Slurm's signal before a requeue, all workers stop at the same boundary.
+    Leave out self.log(sync_dist=True, on_step=True), which waits for all workers in every step.
 
     Attributes: co2, the core.CO2 while fit() runs, else None.
 
@@ -90,9 +90,9 @@ class CO2Strategy(DDPStrategy):
             return
         if len(self.optimizers) != 1:
             raise UserError(f"{WHO}: {len(self.optimizers)} optimisers: with one alone it is clear what a step is")
-        module, options = self._module, dict(self._options)
-        riders = [*options.pop("riders", ()), self._rounds.begin(trainer)]
-        self.co2 = CO2(module.parameters(), self._config, buffers=module.buffers(), riders=riders, **options)
+        given: dict[str, Any] = {"buffers": self._module.buffers()} | self._options
+        given["riders"] = [*given.get("riders", ()), self._rounds.begin(trainer)]
+        self.co2 = CO2(self._module.parameters(), self._config, **given)
 
     def _check(self, trainer: Trainer) -> None:
         if self._layer_sync:
@@ -183,6 +183,7 @@ class _Rounds(Callback):
         self._requests = Requests("stop", "requeue")
         self._requeue, self._changed = trainer._signal_connector._slurm_sigusr_handler_fn, list[tuple[Any, str]]()
         trainer.callbacks.insert(0, self)
+        self._check = trainer.fit_loop.epoch_loop._should_check_val_fx
         self._around(trainer.fit_loop.epoch_loop, "_should_check_val_fx", self._should_check_val)
         self._around(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda broadcast: None)
         self._around(trainer._signal_connector, "_sigterm_notifier_fn", self._on_sigterm)
@@ -210,10 +211,13 @@ class _Rounds(Callback):
         return self._strategy.co2
 
     def step(self) -> None:
-        """After an update."""
+        """After an update. A validation that follows an epoch's last one does not wait: what an epoch's end calls, as
+        EarlyStopping, takes it to be done."""
         trainer, loop = self._trainer, self._trainer.fit_loop
-        ends = loop.max_epochs == trainer.current_epoch + 1 and loop.epoch_loop._num_ready_batches_reached()
-        last = ends or trainer.global_step + 1 == trainer.max_steps
+        last = trainer.global_step + 1 == trainer.max_steps
+        if loop.epoch_loop._num_ready_batches_reached():
+            last |= loop.max_epochs == trainer.current_epoch + 1 or self._check(loop._data_fetcher)
+        self._finished = False
         self._unlogged |= self._co2.step(last=last)
         if last:
             self._finish()
@@ -236,14 +240,16 @@ class _Rounds(Callback):
         self._co2.settle()
         return True
 
-    def _save(self, callback: Any, name: str, save: Callable[..., None], trainer: Any, metrics: Mapping[str, Any]) -> None:
+    def _save(
+        self, callback: Any, name: str, save: Callable[..., None], trainer: Any, metrics: Mapping[str, Any]
+    ) -> None:
         if self._co2.at_boundary:
             self._co2.settle()
             save(trainer, metrics)
         else:
             self._saves[callback, name] = save
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Where a checkpoint may be written: the loops count this batch as done."""
         if trainer.global_step and self._co2.at_boundary:
             self._save_due()

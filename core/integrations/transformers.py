@@ -117,11 +117,12 @@ class CO2Callback(TrainerCallback):
     ) -> None:
         """Built here, when the model to start from is in place; rank 0's goes to all workers."""
         model: nn.Module = kwargs["model"]
-        check_model(WHO, self.trainer.model_wrapped)
-        check_model(WHO, model)
+        for one in (self.trainer.model_wrapped, model):
+            check_model(WHO, one)  # pyright: ignore[reportArgumentType]
         check_loader(WHO, kwargs["train_dataloader"])  # accelerator_config={"dispatch_batches": False} is the remedy
         self._due, self._ended = set(), False
-        self.co2 = CO2(model.parameters(), self.config, buffers=model.buffers(), **self.options)
+        given: dict[str, Any] = {"buffers": model.buffers()} | self.options
+        self.co2 = CO2(model.parameters(), self.config, **given)
         if self._resumed:
             load_own(WHO, f"{self._resumed}/co2", args.process_index, **self._parts(), co2=self.co2)
             self._resumed = ""

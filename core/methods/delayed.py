@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import outer
 from ..adaptive.config import AdaptiveConfig
 from ..assembly import CO2, CO2Config, Options
-from ..config import LARGE
+from ..config import LARGE, of_kind
 from ..errors import UserError
 from ..groups import all_reduce
 from ..robust.guard import Guard
@@ -141,7 +141,7 @@ class DelayedCO2(CO2):
         delayed: DelayedConfig | None = None,
         **options: Unpack[Options],
     ):
-        self.delayed = d = delayed or DelayedConfig()
+        self.delayed = d = of_kind(delayed, DelayedConfig, "delayed")
         super().__init__(params, config, **options)
         if d.policy == "eager":  # the workers' differ
             self.replicas, self.starts_roughly = [], True

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..assembly import CO2Config, Options, plugs
+from ..config import of_kind
 from ..errors import UserError
 from ..flat import copy, copy_where, rescale, views
 from ..outer import carried
@@ -54,7 +55,7 @@ class OverlapLocalSGD(Rounds):
         tau_max: int = 192,
         **options: Unpack[Options],
     ):
-        self.config = config or OverlapLocalConfig()
+        self.config = of_kind(config, OverlapLocalConfig, "config")
         super().__init__(params, **plugs(CO2Config(tau=tau, tau_max=tau_max), lambda number: tau, options))
         self._z = self.state.new("anchor", of_params=True)
         self._v = self.state.new("anchor_momentum")

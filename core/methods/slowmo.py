@@ -9,7 +9,7 @@ from typing import Unpack
 from torch import Tensor
 
 from ..assembly import Options
-from ..config import LARGE
+from ..config import LARGE, of_kind
 from ..errors import UserError
 from ..flat import copy, views
 from ..outer import carried
@@ -52,7 +52,7 @@ class SlowMo(Blocking):
         lr: Callable[[], float] | None = None,
         **options: Unpack[Options],
     ):
-        self.config = config or SlowMoConfig()
+        self.config = of_kind(config, SlowMoConfig, "config")
         super().__init__(params, tau, **options)
         self._lr = lr or (lambda: 1.0)
         self._x = self.state.new("outer_iterate", of_params=True)

@@ -165,6 +165,23 @@ def params() -> list[nn.Parameter]:
         (lambda: CO2(params(), riders=[Requests]), "is among them"),
         (lambda: CO2(params(), riders=[Requests("left_out")]), "'left_out'"),
         (lambda: Requests("stop").ask("pause"), "ask('pause')"),
+        (lambda: DelayedCO2(params(), CO2Config(), CO2Config()), "give an object of DelayedConfig, or leave it out"),  # pyright: ignore
+        (lambda: SlowMo(params(), 4, CO2Config()), "give an object of SlowMoConfig"),  # pyright: ignore
+        (lambda: OverlapLocalSGD(params(), 4, CO2Config()), "give an object of OverlapLocalConfig"),  # pyright: ignore
+        (lambda: CO2(params(), schedule=lambda number: None), "gives None for round 0: return a dict"),  # pyright: ignore
+        (lambda: CO2(params(), timeout=-1), "timeout=-1: give seconds, above 0"),
+        (lambda: ShardedCO2(params(), timeout=float("nan")), "timeout=nan: give seconds"),
+        (lambda: CO2(params(), timeout="60"), "timeout='60': give seconds"),  # pyright: ignore
+        (lambda: CO2Config.recommended("4"), "workers='4': give their number"),  # pyright: ignore
+        (lambda: CO2Config.recommended(4, 0.5), "steps=0.5: give their number"),  # pyright: ignore
+        (lambda: setattr(CO2(params()).pacing, "skip_after", -1), "skip_after=-1: give seconds, 0 or more"),
+        (lambda: setattr(CO2(params()).pacing, "skip_after", "soon"), "skip_after='soon': give seconds"),
+        (
+            lambda: setattr(CO2(params()), "skip_after", 1),
+            "CO2 has no skip_after any more: it is co2.pacing.skip_after",
+        ),
+        (lambda: setattr(ShardedCO2(params()), "skip_after", 1), "no skip_after any more"),
+        (lambda: setattr(CO2(params()), "on_left_out", print), "it is co2.rider(Guard).on_left_out"),
     ],
 )
 def test_what_is_of_another_kind_is_refused(build: Callable[[], Any], named: str):

@@ -8,6 +8,7 @@ from tests.imports import ROOT, files, imports
 
 FILES = [file for file in files() if file.parts[0] == "core"]
 OUTSIDE = {"integrations/mmengine.py": {"mmengine"}}  # imported when used, as these are
+OUTSIDE |= {f"integrations/{name}.py": {name} for name in ("accelerate", "lightning", "transformers")}
 OUTSIDE |= {f"triton/{name}.py": {"triton"} for name in ("boundary", "codec", "shared", "where")}
 
 
@@ -24,7 +25,7 @@ def test_imports_inside_core_are_relative():
         assert not absolute, f"{file}: {absolute}"
 
 
-HARNESS = {"tyro", "tqdm", "tensorboard", "timm", "mmengine", "training"}
+HARNESS = {"tyro", "tqdm", "tensorboard", "timm", "mmengine", "training", "accelerate", "lightning", "transformers"}
 FRESH = """
 import sys
 import torch, torch.distributed.tensor  # torch.hub takes tqdm where it is installed

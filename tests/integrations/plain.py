@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,27 +70,31 @@ def train(
     micro: int = 1,
     clip: float = 0.0,
     updates: int = 10**9,
-    **options: Any,
+    finishes: bool = False,
 ) -> list[Tensor]:
-    """Everything after each update, and after finish(). epochs: the batches of each. micro: batches an update, fewer at
-    an epoch's end. clip: the gradients' norm, 0 for no limit. updates: after which training stops."""
+    """Everything after each update, behind the last one with finish(). epochs: the batches of each. micro: batches an
+    update, fewer at an epoch's end. clip: the gradients' norm, 0 for no limit. updates: after which training stops.
+    finishes: whether every epoch ends with finish()."""
     model = Net()
     optimizer = adam(model)
-    co2 = CO2(model.parameters(), config, buffers=model.buffers(), **options)
+    co2 = CO2(model.parameters(), config, buffers=model.buffers())
     trace: list[Tensor] = []
-    groups = [batches[i : i + micro] for batches in epochs for i in range(0, len(batches), micro)][:updates]
-    for group in groups:
+    parts = [[batches[i : i + micro] for i in range(0, len(batches), micro)] for batches in epochs]
+    ends = {sum(map(len, parts[: epoch + 1])) for epoch in range(len(parts)) if finishes}
+    groups = [group for part in parts for group in part][:updates]
+    for number, group in enumerate(groups, 1):
         for x, y in group:
             (nn.functional.cross_entropy(model(x), y) / len(group)).backward()
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
-        co2.step(last=len(trace) + 1 == len(groups))
+        co2.step(last=(last := number == len(groups) or number in ends))
+        if last:
+            co2.finish()
         trace.append(everything(model))
-    co2.finish()
     co2.close()
-    return [*trace, everything(model)]
+    return trace
 
 
 def assert_equal(ours: Sequence[Tensor], expected: Sequence[Tensor]) -> None:

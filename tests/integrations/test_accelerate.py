@@ -35,8 +35,9 @@ def loop(
     log: str = "",
     **options: Any,
 ) -> tuple[list[Tensor], list[tuple[int, bool, Tensor]]]:
-    """Everything after each update and at the end; and at each boundary its update, whether settle() says that workers
-    are alike, and everything. save: update -> folder. resume: the update behind which the folder was written."""
+    """Everything after each update, after the last one behind the block; and at each boundary its update, whether
+    settle() says that workers are alike, and everything. save: update -> folder. resume: an update, and the folder that
+    was written behind it."""
     from accelerate import Accelerator
 
     from core.integrations.accelerate import CO2Training
@@ -78,7 +79,7 @@ def loop(
     for tracker in accelerator.trackers:  # end_training() would destroy the process group, too
         tracker.finish()
     assert not accelerator._custom_objects
-    return [*trace, plain.everything(model)], boundaries
+    return [*trace[:-1], plain.everything(model)], boundaries
 
 
 def equal_runs(rank: int, workers: int, folder: str) -> Any:

@@ -83,6 +83,7 @@ def run(
         def __init__(self) -> None:
             self.trace: list[Tensor] = []
             self.validated: list[tuple[int, bool, Tensor]] = []
+            self.losses: list[float] = []
 
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
             self.trace.append(plain.everything(module))
@@ -92,6 +93,7 @@ def run(
         def on_validation_end(self, trainer: Any, module: Any) -> None:
             if not trainer.sanity_checking:
                 held = plain.everything(module) if strategy.co2.rounds > 1 else flat(module.parameters())
+                self.losses.append(float(trainer.callback_metrics["val_loss"]))
                 self.validated.append((trainer.global_step, strategy.co2.at_boundary, held))
 
     strategy = CO2Strategy(config)
@@ -111,32 +113,27 @@ def run(
             raise
         stopped = True
     assert strategy.co2 is None
-    seen = {"trace": watch.trace, "validated": watch.validated, "end": plain.everything(module), "stopped": stopped}
+    seen = {
+        "trace": watch.trace,
+        "validated": watch.validated,
+        "losses": watch.losses,
+        "end": plain.everything(module),
+        "stopped": stopped,
+    }
     return seen | {"steps": trainer.global_step, "model": type(strategy.model).__name__}
-
-
-def ends(result: dict[str, Any]) -> list[Tensor]:
-    """As plain.train returns it. The last batch's hooks are already behind finish()."""
-    return [*result["trace"][:-1], result["end"]]
-
-
-def expected(trace: list[Tensor]) -> list[Tensor]:
-    """Of plain.train's trace what `ends` has."""
-    return [*trace[:-2], trace[-1]]
 
 
 def equal_runs(rank: int, workers: int, folder: str) -> list[str]:
     """The paper's settings; accumulation with a clipped norm; a last step that is no epoch's end."""
     batches, quiet = plain.shuffled(rank, workers), {"limit_val_batches": 0, "devices": workers}
     own = run(folder, **quiet)
-    plain.assert_equal(ends(own), expected(plain.train(batches)))
+    plain.assert_equal(own["trace"], plain.train(batches))
     if workers == 2:
         other = run(folder, accumulate_grad_batches=3, gradient_clip_val=0.5, **quiet)
-        updates = [*other["trace"][2::3][:-1], other["end"]]
-        plain.assert_equal(updates, expected(plain.train(batches, micro=3, clip=0.5)))
+        plain.assert_equal(other["trace"][2::3], plain.train(batches, micro=3, clip=0.5))
         config = CO2Config(tau=3, gap="norm")
         other = run(folder, config, max_steps=7, **quiet)
-        plain.assert_equal(ends(other), expected(plain.train(batches, config, updates=7)))
+        plain.assert_equal(other["trace"], plain.train(batches, config, updates=7))
     return [own["model"]]
 
 
@@ -154,9 +151,9 @@ def held_run(rank: int, workers: int, folder: str) -> Any:
             trainer.save_checkpoint(f"{folder}/mid.ckpt")
 
     files = ModelCheckpoint(f"{folder}/files", "{step}", every_n_train_steps=4, save_top_k=-1, save_last="link")
-    asked: dict[str, Any] = dict(val_check_interval=4, devices=workers, enable_checkpointing=True)
+    asked: dict[str, Any] = dict(val_check_interval=5, devices=workers, enable_checkpointing=True)
     whole = run(folder, after_batch=save, callbacks=[files], csv=True, **asked)
-    plain.assert_equal(ends(whole), expected(plain.train(plain.shuffled(rank, workers))))
+    plain.assert_equal(whole["trace"], plain.train(plain.shuffled(rank, workers)))
     for step, path in ((25, "files/step=25.ckpt"), (13, "mid.ckpt"), (36, "files/last.ckpt")):
         # other weights: all must come from the checkpoint
         again = run(f"{folder}/{step}", seed=7 + rank, resume=f"{folder}/{path}", devices=workers, limit_val_batches=0)
@@ -166,10 +163,10 @@ def held_run(rank: int, workers: int, folder: str) -> Any:
 
 def test_validations_and_checkpoints_wait_for_a_boundary(ranks: Ranks, tmp_path: Path) -> None:
     first, second = ranks(held_run, 2, str(tmp_path))
-    at = [5, 10, 15, 20, 25, 30, 35, 36]  # asked for at 4, 8, ... 36
     for a, b in zip(first, second, strict=True):
         assert a[:2] == b[:2] and a[1] and torch.equal(a[2], b[2]), "workers validated unlike models"
-    assert [step for step, _, _ in first] == at
+    assert [step for step, _, _ in first] == [5, 10, 20, 25, 30, 35]  # asked for at 5, 10, 17, 22, 29, 34
+    at = [5, 10, 15, 20, 25, 30, 35, 36]  # asked for at 4, 8, ... 36
     files = {path.name for path in (tmp_path / "files").iterdir()}
     assert files == {f"step={step}.ckpt" for step in at} | {f"step={step}.ckpt.co2" for step in at} | {"last.ckpt"}
     rows = list(csv.DictReader((tmp_path / "csv" / "metrics.csv").open()))
@@ -209,13 +206,40 @@ def test_stops_early_and_at_a_signal_and_runs_as_recommended(ranks: Ranks, tmp_p
         assert [seen[:2] for seen in a["validated"]] == [seen[:2] for seen in b["validated"]]
         assert all(torch.equal(x[2], y[2]) for x, y in zip(a["validated"], b["validated"], strict=True))
     early, told, recommended = first
-    assert torch.equal(early["end"], second[0]["end"]) and early["steps"] == 15 and not early["stopped"]
+    assert torch.equal(early["end"], second[0]["end"]) and early["steps"] == 12 and not early["stopped"]
     assert told["stopped"] and second[1]["stopped"] and told["steps"] == 15, "asked for at 7, sent at 10, heard at 15"
     assert {path.name for path in (tmp_path / "stopped").iterdir()} == {"step=15.ckpt", "step=15.ckpt.co2"}
     assert recommended["steps"] == 240 and torch.equal(recommended["end"], second[2]["end"])
     assert len(recommended["validated"]) > 2
     (best,) = (tmp_path / "best").glob("*.ckpt")  # what was removed has taken its folder along
     assert [path.name for path in (tmp_path / "best").glob("*.co2")] == [f"{best.name}.co2"]
+
+
+def by_epoch(rank: int, workers: int, folder: str) -> Any:
+    """Validation behind each epoch, which an epoch's end reads: every epoch then ends with finish()."""
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+    best = ModelCheckpoint(f"{folder}/best", "{step}", monitor="val_loss", save_top_k=-1)
+    callbacks = [EarlyStopping("val_loss", patience=9), best]
+    own = run(folder, callbacks=callbacks, devices=workers, enable_checkpointing=True)
+    plain.assert_equal(own["trace"], plain.train(plain.shuffled(rank, workers), finishes=True))
+    again = run(
+        folder,
+        seed=7 + rank,
+        resume=f"{folder}/best/step=12.ckpt",
+        callbacks=[EarlyStopping("val_loss")],
+        devices=workers,
+    )
+    plain.assert_equal([*again["trace"], again["end"]], [*own["trace"][12:], own["end"]])
+    assert {float(score) for score in best.best_k_models.values()} == {float(x) for x in own["losses"]}
+    return own["validated"]
+
+
+def test_validates_behind_an_epochs_last_batch(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(by_epoch, 2, str(tmp_path))
+    assert [seen[:2] for seen in first] == [(12, True), (24, True), (36, True)]
+    assert all(torch.equal(a[2], b[2]) for a, b in zip(first, second, strict=True))
+    assert {path.name for path in (tmp_path / "best").glob("*.ckpt")} == {f"step={step}.ckpt" for step in (12, 24, 36)}
 
 
 def test_alone(ranks: Ranks, tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from core import CO2Config, UserError
 from tests.integrations import plain
-from tests.integrations.plain import BATCH, EPOCHS, PAPER, TAU, Net
+from tests.integrations.plain import BATCH, EPOCHS, PAPER, Net
 from tests.integrations.ranks import Ranks
 from tests.problems import flat
 
@@ -106,27 +106,17 @@ def run(folder: str, config: CO2Config = PAPER, *, resume: Any = None, watch: An
     }
 
 
-def ends(result: dict[str, Any]) -> list[Tensor]:
-    """As plain.train returns it. Trainer's last event of a step is already behind finish()."""
-    return [*result["trace"][:-1], result["end"]]
-
-
-def expected(trace: list[Tensor]) -> list[Tensor]:
-    """Of plain.train's trace what `ends` has."""
-    return [*trace[:-2], trace[-1]]
-
-
 def equal_runs(rank: int, workers: int, folder: str) -> list[str]:
-    """The paper's settings; accumulation with a remainder; a clipped norm; the kinds of module that the model was in."""
+    """The paper's settings; accumulation with a remainder and a clipped norm. Returns the model's class in training."""
     batches = plain.in_turn(rank, workers)
     own: Any = run(f"{folder}/a")
-    plain.assert_equal(ends(own), expected(plain.train(batches)))
+    plain.assert_equal(own["trace"], plain.train(batches))
     kinds = set(own["wrapped"])
     if workers == 2:
         own = run(f"{folder}/b", gradient_accumulation_steps=5, max_grad_norm=0.5)
-        plain.assert_equal(ends(own), expected(plain.train(batches, micro=5, clip=0.5)))
+        plain.assert_equal(own["trace"], plain.train(batches, micro=5, clip=0.5))
         own = run(f"{folder}/c", max_steps=7, config=CO2Config(tau=3, gap="norm"))
-        plain.assert_equal(ends(own), expected(plain.train(batches, CO2Config(tau=3, gap="norm"), updates=7)))
+        plain.assert_equal(own["trace"], plain.train(batches, CO2Config(tau=3, gap="norm"), updates=7))
     return sorted(kinds)
 
 
@@ -142,7 +132,7 @@ def held_run(rank: int, workers: int, folder: str) -> Any:
     asked |= dict(report_to="tensorboard")
     os.environ["TENSORBOARD_LOGGING_DIR"] = f"{folder}/tb"
     whole: Any = run(f"{folder}/held", **asked)
-    plain.assert_equal(ends(whole), expected(plain.train(plain.in_turn(rank, workers))))
+    plain.assert_equal(whole["trace"], plain.train(plain.in_turn(rank, workers)))
     for step in (5, 25):
         # another start: all must come from the checkpoint
         model = ForTrainer(seed=7 + rank)
@@ -183,7 +173,7 @@ def mid_round(rank: int, workers: int, folder: str) -> None:
 
     whole: Any = run(f"{folder}/mid", watch=ask)
     assert whole["saved"] == [(13, False)]
-    plain.assert_equal(ends(whole), expected(plain.train(plain.in_turn(rank, workers))))
+    plain.assert_equal(whole["trace"], plain.train(plain.in_turn(rank, workers)))
     again: Any = run(f"{folder}/again", model=ForTrainer(9), resume=f"{folder}/mid/checkpoint-13")
     plain.assert_equal([*again["trace"], again["end"]], [*whole["trace"][13:], whole["end"]])
 
@@ -218,3 +208,45 @@ def test_saves_in_mid_round_stops_early_and_loads_the_best(ranks: Ranks, tmp_pat
         for (step, _, x), (other, _, y) in zip(a[kind]["evaluated"], b[kind]["evaluated"], strict=True):
             assert step == other and torch.equal(x, y), f"{kind}: unlike models evaluated at {step}"
     assert a["recommended"]["steps"] == 240
+
+
+def alone(rank: int, workers: int, folder: str) -> None:
+    """One process, without a process group."""
+    torch.distributed.destroy_process_group()
+    own: Any = run(folder)
+    plain.assert_equal(own["trace"], plain.train(plain.in_turn(0, 1)))
+    assert torch.equal(own["trace"][-1], own["end"])
+
+
+def mistakes(rank: int, workers: int, folder: str) -> list[str]:
+    said = []
+    run(f"{folder}/plain", max_steps=2, save_strategy="steps")
+    if rank == 0:
+        shutil.rmtree(f"{folder}/plain/checkpoint-2/co2")
+    torch.distributed.barrier()
+    data = nn.DataParallel(nn.Linear(6, 3))
+    for changes in (
+        {"include_num_input_tokens_seen": "all"},
+        {"auto_find_batch_size": True},
+        {"enable_jit_checkpoint": True},
+        {"config": CO2Config(tau=3, steps="by_speed")},
+        {"model": nn.Sequential(ForTrainer(), data)},
+        {"model": nn.Sequential(ForTrainer(), nn.SyncBatchNorm(3))},
+        {"resume": f"{folder}/plain/checkpoint-2"},
+    ):
+        try:
+            run(folder, **changes)
+        except UserError as error:
+            said.append(str(error))
+    return said
+
+
+def test_alone_and_mistakes_get_one_line(ranks: Ranks, tmp_path: Path) -> None:
+    said, others = ranks(mistakes, 2, str(tmp_path))
+    assert said == others
+    told = ("include_num_input_tokens_seen='all' makes all workers wait", "auto_find_batch_size=True lets")
+    told += ("enable_jit_checkpoint=True saves", "steps='by_speed'", "the model is in DataParallel", "SyncBatchNorm")
+    told += ("load the weights alone",)
+    for line, part in zip(said, told, strict=True):
+        assert line.startswith("CO2Callback: ") and part in line and "\n" not in line
+    ranks(alone, 1, str(tmp_path))

@@ -1,0 +1,65 @@
+"""CO2 behind any torch optimiser's own step: nothing of the loop changes but the line around it.
+
+with attach(optimizer, model.parameters(), CO2Config(tau=48), buffers=model.buffers()) as co2:
+    for batch in loader:
+        loss(model, batch).backward(); optimizer.step(); optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..assembly import CO2, CO2Config, ShardedCO2
+from ..errors import UserError
+
+
+@contextlib.contextmanager
+def attach(
+    optimizer: torch.optim.Optimizer, params: Iterable[Tensor], config: CO2Config | None = None, **options: Any
+) -> Iterator[CO2 | ShardedCO2]:
+    """Calls co2.step() after each optimizer.step() of the block, and finish() and close() at its end.
+
+    params, config, options: as for CO2; with mesh among the options, for ShardedCO2. After an exception the group is
+    left, and nobody is waited for. With gradient accumulation nothing is to be done: a step of the optimiser is one.
+
+    Not with a GradScaler (torch.amp), which is refused with UserError where it has called the step: it leaves out
+    optimizer.step() where gradients overflow, on that worker alone, and torch calls no hook then, so that this worker
+    would count a step less than the others, which would wait for it. There make CO2 itself, and call co2.step() once
+    an update, behind scaler.update(). Optimisers that handle the overflow inside their step (fused=True) are called in
+    any case, and accepted.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_post_hooks"):
+        raise UserError(
+            f"optimizer: a {type(optimizer).__name__} is given: give a torch optimiser, or make CO2 and call "
+            "co2.step() after its step"
+        )
+    method = (ShardedCO2 if "mesh" in options else CO2)(params, config, **options)
+
+    def stepped(*_: Any) -> None:
+        refuse_scaler()
+        method.step()
+
+    with method:
+        hook = optimizer.register_step_post_hook(stepped)
+        try:
+            yield method
+        finally:
+            hook.remove()
+
+
+def refuse_scaler() -> None:
+    """UserError where the optimiser's step that calls this was called by a GradScaler that may leave steps out."""
+    frame = sys._getframe()
+    while frame := frame.f_back:
+        code = frame.f_code
+        if code.co_name == "_maybe_opt_step" and code.co_filename.endswith("grad_scaler.py"):
+            raise UserError(
+                "attach() with a GradScaler: torch calls no hook where it leaves out a step, so that workers would "
+                "lose count of each other: make CO2 itself, and call co2.step() behind scaler.update()"
+            )

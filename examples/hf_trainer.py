@@ -1,0 +1,51 @@
+"""A small GPT-2 on Python's own documentation, byte by byte, with Hugging Face's Trainer and CO2.
+
+pip install "co2-training[transformers]"
+torchrun --nproc-per-node 2 examples/hf_trainer.py [folder]
+"""
+
+import sys
+from pydoc_data.topics import topics
+
+import torch
+from co2_training import CO2Config
+from co2_training.integrations.transformers import CO2Callback
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+LENGTH = 64  # bytes of an example
+
+
+def examples() -> list[dict[str, torch.Tensor]]:
+    text = torch.frombuffer(bytearray("\n".join(topics.values()), "utf-8"), dtype=torch.uint8).long()
+    rows = text[: len(text) // LENGTH * LENGTH].view(-1, LENGTH)
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 256, "n_positions": LENGTH, "n_embd": 64, "n_layer": 2, "n_head": 2}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    args = TrainingArguments(
+        output_dir=sys.argv[1] if len(sys.argv) > 1 else "out_hf_trainer",
+        per_device_train_batch_size=16,
+        max_steps=60,
+        learning_rate=3e-3,
+        logging_steps=10,
+        eval_strategy="steps",
+        eval_steps=20,
+        save_steps=20,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
+    )
+    data = examples()
+    trainer = Trainer(model, args, train_dataset=data[200:], eval_dataset=data[:200])
+    trainer.add_callback(CO2Callback(trainer, CO2Config.recommended(args.world_size, args.max_steps)))
+    trainer.train()
+    loss = trainer.evaluate()["eval_loss"]
+    if trainer.is_world_process_zero():
+        print(f"loss {loss:.3f} nats a byte after {trainer.state.global_step} steps")
+
+
+if __name__ == "__main__":
+    main()
