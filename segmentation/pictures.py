@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -10,16 +11,36 @@ from torch import Tensor
 
 from segmentation.data import IGNORE
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-def side_by_side(image: Tensor, label: Tensor, prediction: Tensor, palette: Sequence[Sequence[int]]) -> Tensor:
-    """Image, labels and prediction in one picture, uint8 [3, h, 3 w] RGB.
+PANELS = ("image", "true classes", "predicted classes")
+
+
+def side_by_side(
+    image: Tensor, label: Tensor, prediction: Tensor, classes: Sequence[str], palette: Sequence[Sequence[int]]
+) -> Figure:
+    """Image, labels and prediction beside each other, over a legend of the classes that are seen in them.
 
     image: uint8 [3, *, *] BGR, brought to the labels' size. label, prediction: integer class maps [h, w]. palette: an
     RGB colour a class. Pixels whose label is ignored are black in both masks.
     """
+    from matplotlib.figure import Figure  # here, for it is slow to import
+    from matplotlib.patches import Patch
+
     colours = torch.zeros(IGNORE + 1, 3, dtype=torch.uint8)
     colours[: len(palette)] = torch.tensor(palette, dtype=torch.uint8)
-    shown = torch.where(label == IGNORE, IGNORE, prediction)
-    masks = [colours[m.long().cpu()].permute(2, 0, 1) for m in (label, shown)]
+    masks = [m.long().cpu() for m in (label, torch.where(label == IGNORE, IGNORE, prediction))]
     resized = F.interpolate(image[None].float().cpu(), label.shape, mode="bilinear")[0].round().byte()
-    return torch.cat([resized.flip(0), *masks], dim=2)
+    seen = [c for c in torch.cat([m.flatten() for m in masks]).unique().tolist() if c != IGNORE]
+    high = 9 / 3 * label.shape[0] / label.shape[1]
+    figure = Figure(figsize=(9, high + 0.3 * (2 + len(seen) // 6)), dpi=100, layout="constrained")
+    pictures = [resized.flip(0).permute(1, 2, 0), *(colours[m] for m in masks)]
+    for i, (name, picture) in enumerate(zip(PANELS, pictures, strict=True)):
+        axes = figure.add_subplot(1, len(PANELS), i + 1)
+        axes.imshow(picture.numpy(), interpolation="nearest")
+        axes.set_title(name, fontsize=9)
+        axes.axis("off")
+    patches = [Patch(color=(colours[c] / 255).tolist(), label=classes[c]) for c in seen]
+    figure.legend(handles=patches, loc="outside lower center", ncols=6, fontsize=8)
+    return figure

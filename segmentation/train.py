@@ -142,8 +142,8 @@ def evaluate(run: Run, model: nn.Module, split: str, eval_set: BaseSegDataset) -
                 prediction, label = sample.pred_sem_seg.data[0], sample.gt_sem_seg.data[0]
                 metric.update(prediction, label)
                 if run.rank == 0 and shown < PICTURES:
-                    picture = side_by_side(image, label, prediction, palette)
-                    run.folder.writer.add_image(f"{split}/image_label_prediction_{shown}", picture, run.step)
+                    picture = side_by_side(image, label, prediction, classes, palette)
+                    run.folder.writer.add_figure(f"{split}/image_label_prediction_{shown}", picture, run.step)
                     shown += 1
         model.train()
         results = {f"{split}_{key}": value for key, value in metric.compute(run.sum_tensor).items()}

@@ -108,7 +108,7 @@ def plot(folder: Path, path: Path, demo: Demo) -> None:
         rows = [json.loads(line) for line in (folder / method / "metrics.jsonl").read_text().splitlines()]
         points = [(row["seconds"], row["train_loss"]) for row in rows if "train_loss" in row]
         axes.plot(*zip(*points, strict=True), label=method)
-    axes.set(xlabel="seconds of training", ylabel="training loss (rank 0)", yscale="log")
+    axes.set(xlabel="seconds of training", ylabel="training loss (rank 0)", xscale="log", yscale="log")
     link = f"link throttled in software to {demo.link_mbit:g} Mbit/s"
     axes.set_title(f"scikit-learn's digits, {demo.workers} workers, {link}", fontsize=10)
     axes.legend()

@@ -25,11 +25,13 @@ from training.sampling import steps_per_epoch
 from vision import data
 from vision.imagenet import ImageNet
 from vision.model import build_model
+from vision.pictures import labelled
 
 if TYPE_CHECKING:
     from training.memory import Step
 
 Dataset = data.Images | ImageNet
+PICTURES = 8  # test images that TensorBoard shows
 
 
 def main() -> None:
@@ -121,7 +123,8 @@ def evaluate(run: Run, recipe: VisionRecipe, model: nn.Module, test_set: Dataset
             with run.autocast():
                 logits = model(images).float()
             if run.rank == 0 and not count:
-                show(run, images, logits, test_set.classes)
+                few = (images[:PICTURES], labels[:PICTURES], logits[:PICTURES].argmax(1))
+                run.folder.writer.add_figure("test/images", labelled(*few, test_set.classes), run.step)
             # counts add up exactly over workers; timm.utils.accuracy gives percents of a batch, in float32
             best = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
             top1 += best[:, 0].sum().item()
@@ -133,15 +136,6 @@ def evaluate(run: Run, recipe: VisionRecipe, model: nn.Module, test_set: Dataset
         results = {"test_top1": top1 / count, "test_top5": top5 / count, "test_loss": loss / count}
     run.log_evaluation(results)
     return results
-
-
-def show(run: Run, images: Tensor, logits: Tensor, classes: tuple[str, ...], n: int = 8) -> None:
-    """Some test images in TensorBoard, stretched to 0..1, and what the model sees in them."""
-    few = images[:n].float()
-    low, high = few.amin((1, 2, 3), keepdim=True), few.amax((1, 2, 3), keepdim=True)
-    run.folder.writer.add_images("test/images", (few - low) / (high - low).clamp(min=1e-6), run.step)
-    seen = ", ".join(classes[i] for i in logits[:n].argmax(1).tolist())
-    run.folder.writer.add_text("test/predictions", seen, run.step)
 
 
 if __name__ == "__main__":

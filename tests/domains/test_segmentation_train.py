@@ -86,16 +86,18 @@ def test_a_broken_file_is_one_line_from_any_process(
     assert str(error.value).startswith(f"{path}: not a readable image") and "\n" not in str(error.value)
 
 
-def test_pictures_show_colours_and_black_where_ignored() -> None:
+def test_pictures_show_colours_black_where_ignored_and_a_legend() -> None:
     image = torch.zeros(3, 4, 6, dtype=torch.uint8)
     image[0] = 200  # blue, in BGR
     label = torch.tensor([[0, 1, 255], [0, 0, 0]])
     prediction = torch.tensor([[1, 1, 1], [0, 0, 0]])
-    picture = side_by_side(image, label, prediction, [[10, 20, 30], [40, 50, 60]])
-    assert picture.shape == (3, 2, 9) and picture.dtype == torch.uint8
-    assert picture[:, 0, 0].tolist() == [0, 0, 200]
-    assert picture[:, 0, 3:6].T.tolist() == [[10, 20, 30], [40, 50, 60], [0, 0, 0]]
-    assert picture[:, 0, 6:9].T.tolist() == [[40, 50, 60], [40, 50, 60], [0, 0, 0]]
+    palette = [[10, 20, 30], [40, 50, 60], [70, 80, 90]]
+    figure = side_by_side(image, label, prediction, ["road", "tree", "sky"], palette)
+    shown, true, seen = (axes.images[0].get_array() for axes in figure.axes)
+    assert shown.shape == (2, 3, 3) and shown[0, 0].tolist() == [0, 0, 200]
+    assert true[0].tolist() == [[10, 20, 30], [40, 50, 60], [0, 0, 0]]
+    assert seen[0].tolist() == [[40, 50, 60], [40, 50, 60], [0, 0, 0]]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["road", "tree"]  # no sky is seen
 
 
 def test_ade20k_recipes_cover_the_three_backbones_and_fit_128_workers() -> None:

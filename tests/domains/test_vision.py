@@ -10,6 +10,7 @@ from training.optim import make_optimizer
 from training.sampling import generator
 from vision import data
 from vision.model import build_model
+from vision.pictures import labelled
 from vision.recipes import RECIPES, digits_small, imagenet_swin_tiny, imagenet_vit_base
 from vision.train import make_model
 
@@ -120,3 +121,12 @@ def test_small_models_train_on_both_sizes(name: str, channels: int, size: int):
 def test_an_unknown_model_suggests_near_ones():
     with pytest.raises(UserError, match="'resnet5O' is unknown to timm; did you mean resnet5"):
         build_model("resnet5O", num_classes=10)
+
+
+def test_pictures_are_large_and_name_both_labels():
+    images = torch.rand(6, 1, 8, 8)
+    figure = labelled(images, torch.tensor([3, 1, 0, 0, 0, 0]), torch.tensor([5, 1, 0, 0, 0, 0]), tuple("0123456789"))
+    titles = [axes.title for axes in figure.axes]
+    assert [t.get_text() for t in titles[:2]] == ["true 3\npredicted 5", "true 1\npredicted 1"]
+    assert titles[0].get_color() != titles[1].get_color()  # a mistake is seen
+    assert figure.axes[0].get_window_extent().height > 100  # pixels, of an image of 8

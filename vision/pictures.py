@@ -1,0 +1,35 @@
+"""Pictures of test images with their labels, for TensorBoard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLUMNS = 4
+
+
+def labelled(images: Tensor, labels: Tensor, predictions: Tensor, classes: Sequence[str]) -> Figure:
+    """Each image, stretched to 0..1 and enlarged, under its true label and the predicted one, red where they differ.
+
+    images: [n, c, h, w], c 1 (grey) or 3. labels, predictions: int64 [n].
+    """
+    from matplotlib.figure import Figure  # here, for it is slow to import
+
+    images = images.float().cpu()
+    low, high = images.amin((1, 2, 3), keepdim=True), images.amax((1, 2, 3), keepdim=True)
+    shown = ((images - low) / (high - low).clamp(min=1e-6)).permute(0, 2, 3, 1).numpy()
+    rows = -(-len(shown) // COLUMNS)
+    figure = Figure(figsize=(1.9 * COLUMNS, 2.3 * rows), dpi=100, layout="constrained")
+    for i, (image, true, seen) in enumerate(zip(shown, labels.tolist(), predictions.tolist(), strict=True)):
+        axes = figure.add_subplot(rows, COLUMNS, i + 1)
+        axes.imshow(image, cmap="gray")
+        axes.set_title(
+            f"true {classes[true]}\npredicted {classes[seen]}", fontsize=9, color="C2" if seen == true else "C3"
+        )
+        axes.axis("off")
+    return figure
