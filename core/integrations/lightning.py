@@ -125,6 +125,7 @@ class CO2Strategy(DDPStrategy):
         """See Strategy."""
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.co2 is not None and "optimizer_states" in checkpoint:
+            filepath = self.broadcast(str(filepath))  # Slurm's next number may be taken when a later worker looks
             save_own(f"{filepath}.co2", self.global_rank, **self._parts())
 
     def remove_checkpoint(self, filepath: Any) -> None:

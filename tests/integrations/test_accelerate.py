@@ -33,17 +33,19 @@ def loop(
     save: dict[int, str] | None = None,
     resume: tuple[int, str] = (0, ""),
     log: str = "",
+    stepped: Any = None,
+    precision: str = "no",
     **options: Any,
 ) -> tuple[list[Tensor], list[tuple[int, bool, Tensor]]]:
     """Everything after each update, after the last one behind the block; and at each boundary its update, whether
     settle() says that workers are alike, and everything. save: update -> folder. resume: an update, and the folder that
-    was written behind it."""
+    was written behind it. stepped: called with the number of updates."""
     from accelerate import Accelerator
 
     from core.integrations.accelerate import CO2Training
 
     tracker = dict(log_with="tensorboard", project_dir=log) if log else {}
-    accelerator = Accelerator(gradient_accumulation_steps=micro, **tracker)
+    accelerator = Accelerator(gradient_accumulation_steps=micro, mixed_precision=precision, **tracker)
     if log:
         accelerator.init_trackers("run")
     model = Net(seed)
@@ -71,6 +73,8 @@ def loop(
                     assert not closed
                     continue
                 trace.append(plain.everything(model))
+                if stepped:
+                    stepped(len(trace))
                 if co2.at_boundary:
                     boundaries.append((updates // micro, co2.settle(), plain.everything(model)))
                     accelerator.log(co2.metrics(), step=updates)
@@ -85,14 +89,16 @@ def loop(
 def equal_runs(rank: int, workers: int, folder: str) -> Any:
     batches = plain.in_turn(rank, workers)
     saved = {15: f"{folder}/15", 18: f"{folder}/18"}
-    whole, boundaries = loop(save=saved if workers == 2 else None, log=folder)
+    whole, boundaries = loop(
+        save=saved if workers == 2 else None, log=folder, stepped=lambda step: plain.go_apart(folder, rank, step)
+    )
     plain.assert_equal(whole, plain.train(batches))
     if workers == 2:
         for step, path in saved.items():  # at a boundary, and in mid-round; from other weights
             plain.assert_equal(loop(seed=7 + rank, resume=(step, path))[0], whole[step:])
         config = CO2Config(tau=3, gap="norm")
-        ours, _ = loop(config, micro=3, clip=0.5)
-        plain.assert_equal(ours, plain.train(batches, config, micro=3, clip=0.5))
+        ours, _ = loop(config, micro=3, clip=0.5, precision="bf16")
+        plain.assert_equal(ours, plain.train(batches, config, micro=3, clip=0.5, dtype=torch.bfloat16))
     return boundaries
 
 

@@ -126,7 +126,7 @@ def run(
 def equal_runs(rank: int, workers: int, folder: str) -> list[str]:
     """The paper's settings; accumulation with a clipped norm; a last step that is no epoch's end."""
     batches, quiet = plain.shuffled(rank, workers), {"limit_val_batches": 0, "devices": workers}
-    own = run(folder, **quiet)
+    own = run(folder, after_batch=lambda trainer, _: plain.go_apart(folder, rank, trainer.global_step), **quiet)
     plain.assert_equal(own["trace"], plain.train(batches))
     if workers == 2:
         other = run(folder, accumulate_grad_batches=3, gradient_clip_val=0.5, **quiet)
@@ -244,6 +244,32 @@ def test_validates_behind_an_epochs_last_batch(ranks: Ranks, tmp_path: Path) -> 
 
 def test_alone(ranks: Ranks, tmp_path: Path) -> None:
     ranks(equal_runs, 1, str(tmp_path))
+
+
+def requeued(rank: int, workers: int, folder: str) -> list[Tensor]:
+    """Slurm's signal to one worker: all save at the same boundary, as Lightning's own handler saves."""
+    import lightning.pytorch.trainer.connectors.signal_connector as signals
+
+    asked: list[Any] = []
+    signals.call = lambda command, **_: asked.append(command) or 0
+
+    def tell(trainer: Any, strategy: Any) -> None:
+        os.environ["SLURM_JOB_ID"] = "7"
+        if trainer.global_step == 7 and rank == 1:
+            trainer._signal_connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
+
+    whole = run(folder, after_batch=tell, limit_val_batches=0, devices=workers)
+    plain.assert_equal(whole["trace"], plain.train(plain.shuffled(rank, workers)))
+    assert asked == ([["scontrol", "requeue", "7"]] if rank == 0 else [])
+    del os.environ["SLURM_JOB_ID"]
+    again = run(folder, seed=7 + rank, resume=f"{folder}/hpc_ckpt_1.ckpt", limit_val_batches=0, devices=workers)
+    plain.assert_equal([*again["trace"], again["end"]], [*whole["trace"][15:], whole["end"]])
+    return again["end"]
+
+
+def test_saves_at_one_boundary_before_a_requeue(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(requeued, 2, str(tmp_path))
+    assert torch.equal(first, second)
 
 
 def mistakes(rank: int, workers: int, folder: str) -> list[str]:

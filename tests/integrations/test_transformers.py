@@ -109,14 +109,20 @@ def run(folder: str, config: CO2Config = PAPER, *, resume: Any = None, watch: An
 def equal_runs(rank: int, workers: int, folder: str) -> list[str]:
     """The paper's settings; accumulation with a remainder and a clipped norm. Returns the model's class in training."""
     batches = plain.in_turn(rank, workers)
-    own: Any = run(f"{folder}/a")
+    own: Any = run(
+        f"{folder}/a",
+        watch=lambda state, *_: plain.go_apart(folder, rank, state.global_step),
+        logging_strategy="steps",
+        logging_steps=1,
+    )
     plain.assert_equal(own["trace"], plain.train(batches))
     kinds = set(own["wrapped"])
     if workers == 2:
         own = run(f"{folder}/b", gradient_accumulation_steps=5, max_grad_norm=0.5)
         plain.assert_equal(own["trace"], plain.train(batches, micro=5, clip=0.5))
-        own = run(f"{folder}/c", max_steps=7, config=CO2Config(tau=3, gap="norm"))
-        plain.assert_equal(own["trace"], plain.train(batches, CO2Config(tau=3, gap="norm"), updates=7))
+        config = CO2Config(tau=3, gap="norm")
+        own = run(f"{folder}/c", config, bf16=True, max_steps=7)
+        plain.assert_equal(own["trace"], plain.train(batches, config, updates=7, dtype=torch.bfloat16))
     return sorted(kinds)
 
 
@@ -213,15 +219,21 @@ def test_saves_in_mid_round_stops_early_and_loads_the_best(ranks: Ranks, tmp_pat
 def alone(rank: int, workers: int, folder: str) -> None:
     """One process, without a process group."""
     torch.distributed.destroy_process_group()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    again: Any = run(folder, resume=f"{folder}/two/checkpoint-2")  # of two workers
+    assert again["steps"] == EPOCHS * plain.EXAMPLES // BATCH
     own: Any = run(folder)
     plain.assert_equal(own["trace"], plain.train(plain.in_turn(0, 1)))
     assert torch.equal(own["trace"][-1], own["end"])
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 
 
 def mistakes(rank: int, workers: int, folder: str) -> list[str]:
     said = []
     run(f"{folder}/plain", max_steps=2, save_strategy="steps")
     if rank == 0:
+        shutil.copytree(f"{folder}/plain", f"{folder}/two")
         shutil.rmtree(f"{folder}/plain/checkpoint-2/co2")
     torch.distributed.barrier()
     data = nn.DataParallel(nn.Linear(6, 3))
