@@ -18,6 +18,7 @@ from .methods import (
     make_method,
     save,
 )
+from .sharded.mesh import node_mesh
 from .stats import RoundStats
 from .zeroth import ScalarLog, ZerothConfig, ZerothOrder
 
@@ -45,5 +46,6 @@ __all__ = [
     "ZerothOrder",
     "load",
     "make_method",
+    "node_mesh",
     "save",
 ]

@@ -17,7 +17,7 @@ Place = tuple[float, float, float, float, list[str]]  # left, top, width, height
 LAYERS: list[list[str]] = [
     ["tasks", "bench"],
     ["training"],
-    ["core.integrations", "core.methods", "assembly"],
+    ["core.integrations", "core.doctor", "core.methods", "assembly"],
     ["lgreco", "triton", "sharded", "elastic", "zeroth"],
     ["checkpoints", "wires", "adaptive", "robust", "testing", "offload"],
     ["core"],

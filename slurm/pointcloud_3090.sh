@@ -28,6 +28,6 @@ case "$RECIPE" in
 esac
 BATCH_SIZE="${BATCH_SIZE-${fit-}}" # over all GPUs; empty: the recipe's
 OUT="${OUT:-runs/3090/$RECIPE-$METHOD-tau$TAU-${SLURM_JOB_NUM_NODES-}nodes-seed$SEED}"
-export CO2_DATA="${CO2_DATA:-$PWD/data}" # holds ShapeNetCore.v2.PC15k/SYNSET/SPLIT/*.npy; packed: see docs/training.md
+export CO2_DATA="${CO2_DATA:-$PWD/data}" # holds ShapeNetCore.v2.PC15k/SYNSET/SPLIT/*.npy; packed: see docs/tasks.md
 
 launch pointcloud.train "$@"

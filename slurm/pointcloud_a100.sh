@@ -25,6 +25,6 @@ SEED="${SEED:-${SLURM_ARRAY_TASK_ID:-0}}"
 GPU_GB="${GPU_GB:-40}" # GB of a GPU; 80 in the larger DGX-A100
 LOADER_WORKERS="${LOADER_WORKERS:-$(loader_workers)}" # processes per GPU that load data
 OUT="${OUT:-runs/a100/$RECIPE-$METHOD-tau$TAU-${SLURM_JOB_NUM_NODES-}nodes-seed$SEED}"
-export CO2_DATA="${CO2_DATA:-$PWD/data}" # holds ShapeNetCore.v2.PC15k/SYNSET/SPLIT/*.npy; packed: see docs/training.md
+export CO2_DATA="${CO2_DATA:-$PWD/data}" # holds ShapeNetCore.v2.PC15k/SYNSET/SPLIT/*.npy; packed: see docs/tasks.md
 
 launch pointcloud.train "$@"

@@ -12,7 +12,7 @@ import pytest
 
 from tests.imports import ASSEMBLY, PACKAGES, ROOT, TASKS, file_of, files, imports, needed, room_of
 
-ABOVE_ROOMS = ("core.methods", "core.integrations")
+ABOVE_ROOMS = ("core.methods", "core.integrations", "core.doctor")
 ROOMS = {room_of(file) for file in files() if room_of(file).startswith("core.")} - set(ABOVE_ROOMS)
 CORE = {"core", "assembly", *ROOMS, *ABOVE_ROOMS}
 
@@ -35,9 +35,10 @@ ARROWS: dict[str, set[str]] = {
         "core.robust",
         "core.testing",
     },  # it has no Rounds to be plugged into
-    "core.methods": CORE - {"core.integrations"},
-    "core.integrations": CORE,
-    "assembly": CORE - {"core.integrations"},
+    "core.methods": CORE - {"core.integrations", "core.doctor"},
+    "core.integrations": CORE - {"core.doctor"},
+    "core.doctor": CORE - {"core.integrations"},  # nothing imports it
+    "assembly": CORE - {"core.integrations", "core.doctor"},
     "training": CORE,
     **{task: {*CORE, "training"} for task in TASKS},
     "bench": {*CORE, "training", *TASKS, "results"},
@@ -120,6 +121,7 @@ OF_ROOMS = {
     "zeroth": "zeroth zo zo2 lanes",
     "methods": "ddp slowmo delayed",
     "integrations": "mmengine",
+    "doctor": "doctor",
 }
 """Room -> words of its features. Docstrings may use them, to say what is plugged in where; code may not."""
 OF_PYTHON = {"TypeGuard"}

@@ -1,0 +1,111 @@
+"""core.doctor on the emulated cluster: the rate of its links, and the tau that tau auto settles on over them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ENV = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONPATH": str(ROOT)}
+
+# The doctor's own functions, and beside them CO2 with the recommended settings and a step of a known length.
+SCRIPT = """
+import sys, time
+import torch, torch.distributed as dist
+from torch import nn
+import core.adaptive.tau
+from bench.cluster import Cluster, prepare_to_fork, run_ranks
+from core import CO2, CO2Config
+from core.doctor import measure
+from core.doctor.choose import choose, recommended
+from core.doctor.measure import links, wires
+
+CPU = torch.device("cpu")
+
+def doctor(params, step):
+    found = links([[0], [1]], CPU)
+    of_wires = dict(wires(params, found["all"], CPU, 60.0))
+    choice = choose(recommended(2, None), 2, step, of_wires, 0.0, params)
+    return found["across"].bandwidth, choice.tau, choice.wire
+
+def training(params, step):
+    co2 = CO2([p := nn.Parameter(torch.zeros(params))], CO2Config.recommended(2), timeout=60)
+    taus = []
+    while len(taus) < 8 or (len(set(taus[-3:])) > 1 and len(taus) < 25):
+        due = time.perf_counter() + step
+        with torch.no_grad():
+            p.add_(dist.get_rank() - 0.5)
+        time.sleep(max(0.0, due - time.perf_counter()))
+        if co2.step():
+            taus.append(co2.tau)
+    co2.flight.discard()
+    return co2.tau, co2.reducer.kind, taus
+
+def work(params, step, quick):
+    if quick:
+        measure.LONG, measure.SAMPLE_SECONDS = 0.4, 0.25
+    measure.WIRES = ("float32", "int4")  # between which wire auto chooses
+    core.adaptive.tau.COST = 1.0  # a boundary's own work is noise where two workers share what is left of two cores
+    dist.init_process_group("gloo")
+    found = doctor(params, step), training(params, step)
+    dist.barrier()
+    return found
+
+prepare_to_fork(namespaces=True)
+rate, params, step = float(sys.argv[1]), int(float(sys.argv[2])), float(sys.argv[3])
+with Cluster(2, rate) as cluster:
+    (told, trained), other = run_ranks(work, cluster, 1, 2, params, step, rate == 100, timeout=240)
+    assert told == other[0], (told, other[0])
+    print(*told, *trained[:2])
+    print(trained[2], file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rate", "params", "step"),
+    [
+        pytest.param(10, 2e6, 0.4, marks=pytest.mark.slow),
+        (100, 3e6, 0.1),
+        pytest.param(1000, 8e6, 0.25, marks=pytest.mark.slow),
+    ],
+)
+def test_its_rate_is_the_links_and_its_tau_that_of_tau_auto(tmp_path: Path, rate: int, params: float, step: float):
+    """Of the message's bytes few must fit the shaper's bucket, 256 kB, which is full again after each rest."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    argv = [sys.executable, str(tmp_path / "script.py"), f"{rate}", f"{params}", f"{step}"]
+    done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)
+    if "grants no network namespace" in done.stderr or "no command" in done.stderr:
+        pytest.skip(done.stderr.splitlines()[-1])
+    assert done.returncode == 0, done.stderr
+    bandwidth, tau, wire, settled, over = done.stdout.split()
+    assert float(bandwidth) == pytest.approx(1e6 * rate, rel=0.1)
+    assert wire == over and abs(int(tau) - int(settled)) <= 1 < int(tau), (done.stdout, done.stderr)
+
+
+@pytest.mark.slow
+def test_the_command_on_nodes_of_two(tmp_path: Path):
+    """By torchrun on each node: what links carry within and across, one screen, and the file."""
+    file = tmp_path / "cluster.json"
+    doctor = ["-m", "core.doctor", "--params", "125e6", "--step_ms", "80", "--out", str(file)]
+    argv = ["--nodes", "2", "--ranks-per-node", "2", "--rate", "100mbit", "--", *doctor]
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.cluster", *argv], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=400
+    )
+    if "grants no network namespace" in done.stderr or "no command" in done.stderr:
+        pytest.skip(done.stderr.splitlines()[-1])
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, *screen = done.stdout.splitlines()
+    assert len(screen) <= 45 and max(map(len, screen)) <= 100, done.stdout
+    assert screen[0] == f"workers      4 on 2 nodes ({os.uname().nodename}), gloo"
+    found = json.loads(file.read_text())
+    rates = {name: link["bandwidth_bits_per_second"] for name, link in found["links"].items()}
+    assert rates["across"] == pytest.approx(100e6, rel=0.1) and rates["within"] > 1e9
+    assert (found["workers_per_node"], [node["ranks"] for node in found["nodes"]]) == (2, [[0, 1], [2, 3]])
+    (settings,) = found["settings"]
+    assert (settings["tau"], settings["wire"]) == (192, "int4"), "8 s of an all-reduce, and 2.5 times as long to rest"
+    seconds = {name: wire["seconds"] for name, wire in found["wires"].items()}
+    assert seconds["float32"] > 2 * seconds["int8"] > 2 * seconds["int4"] > 2 * 2 * 5
+    assert found["wires"]["int4"]["copies"] == pytest.approx(5.25, rel=1e-2)

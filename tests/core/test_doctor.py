@@ -1,0 +1,360 @@
+"""core.doctor: what it makes of known times and facts, its one screen, and how it ends."""
+
+import json
+import os
+import socket
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core import CO2Config
+from core.doctor import command, facts, measure
+from core.doctor.choose import choose, memory, recommended
+from core.doctor.facts import Facts, failures, own_facts, ranks_text, warnings
+from core.doctor.measure import Line, Link, Wire, reduce_sample
+from core.doctor.report import screen
+from core.testing import run_distributed
+from tests.scripts import Mistakes, run_script
+from training.memory import held
+from training.recipe import Recipe
+
+CPU = torch.device("cpu")
+FACT = Facts(
+    rank=0,
+    host="a",
+    hostname="a",
+    local_workers=1,
+    versions={"python": "3.11", "torch": "2.9", "co2": "0.1.0"},
+    device="cpu",
+    device_name="cpu",
+    memory=1 << 34,
+    problems=[],
+    variables={},
+    interface="eth0",
+    address="10.0.0.1",
+    interfaces=["eth0"],
+    locked=-1,
+    infiniband=[],
+    pins=True,
+)
+OTHER = replace(FACT, rank=1, host="b", hostname="b", address="10.0.0.2")
+
+
+# -- what follows from times ----------------------------------------------------------------------------------------
+
+
+def ring(workers: int, rate: float, swallowed: float = 0.0, latency: float = 1e-3) -> Link:
+    """Of `rate` bits a second, `swallowed` bytes of which cost nothing."""
+    sizes = [4, *(1 << e for e in range(12, 25))]
+    sent = 2 * (workers - 1) / workers * 8
+    return Link(workers, [(n, latency + max(0.0, n - swallowed) * sent / rate) for n in sizes])
+
+
+@pytest.mark.parametrize("workers", [2, 8])
+@pytest.mark.parametrize("rate", [10e6, 1e9])
+def test_a_links_rate_and_latency(workers: int, rate: float):
+    link = ring(workers, rate, swallowed=1 << 20)
+    assert link.bandwidth == pytest.approx(rate, rel=1e-6) and link.latency == pytest.approx(1e-3)
+
+
+def test_a_line_is_never_below_nothing():
+    assert Line.through([(4, 2.0)]) == Line(0.0, 0.5)
+    noise = Line.through([(4, 2.0), (5, 1.0)])
+    assert noise.slope > 0 and noise.at(10) == pytest.approx(2.0)
+    assert Line(-1.0, 1e-3).at(1) > 0
+
+
+def test_a_sample_is_extrapolated_by_the_links_rate_and_its_own_work():
+    link = ring(2, 100e6)  # 8e-8 s a byte
+    small = Wire(bytes_each=0.5, params=1_000_000, measured=0.001 + 0.04 + 0.01, copies=5.5, among=link)
+    assert small.seconds(1_000_000) == small.measured
+    assert small.seconds(100_000_000) == pytest.approx(0.001 + 4.0 + 1.0)
+    assert replace(small, measured=0.03).seconds(100_000_000) == pytest.approx(4.001), "a burst"
+
+
+def of_wires(link: Link) -> dict[str, Wire]:
+    bytes_each = {"float32": 4.0, "int8": 1.02, "int4": 0.52}
+    return {name: Wire(each, 1, link.line.at(each), 5.5, link) for name, each in bytes_each.items()}
+
+
+def test_tau_is_what_the_tuner_says():
+    """int4 takes 0.416 s of 1e7 parameters: with a margin of 1.5, 10.4 steps of 0.1 s; a mean is awaited after 5.2."""
+    slow = choose(recommended(2, None), 2, 0.1, of_wires(ring(2, 100e6, latency=0)), 0.0, 10_000_000)
+    assert (slow.tau, slow.wire, slow.awaited, slow.exposed_share) == (11, "int4", 6, 0.0)
+    assert slow.ddp_share == pytest.approx(1 - 0.1 / 3.2) and "11 steps outlast it by 150%" in slow.reason
+    fast = choose(recommended(2, None), 2, 0.1, of_wires(ring(2, 100e9, latency=0)), 0.0, 10_000_000)
+    assert (fast.tau, fast.wire, fast.merge) == (1, "float32", "keep"), "a mean that comes within a step"
+    capped = choose(recommended(2, 2), 2, 0.1, of_wires(ring(2, 100e6, latency=0)), 0.0, 10_000_000)
+    assert capped.tau == 2 and capped.exposed_share == pytest.approx(1 - 0.2 / 0.416) and "tau_max=2" in capped.reason
+    work = choose(recommended(2, None), 2, 0.1, of_wires(ring(2, 100e9, latency=0)), 0.05, 10_000_000)
+    assert work.tau == 10 and work.boundary_share == pytest.approx(0.05 / 1.05)
+
+
+def test_what_does_not_fit_is_a_failure_and_what_hardly_does_a_warning():
+    least, most = (memory(5.5, 1000, has) for has in (30e3, 38e3))
+    assert (least.co2, least.trained, least.adam) == (22e3, 8e3, 8e3)
+    assert (least.failure, most.failure, most.warning) == ("", "", "") and "with AdamW" in least.warning
+    assert "parameters, gradients and CO2 take" in memory(5.5, 1000, 29e3).failure
+
+
+# -- the facts ------------------------------------------------------------------------------------------------------
+
+
+def test_alike_workers_are_well():
+    assert failures([FACT, OTHER]) == warnings([FACT, OTHER]) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"versions": FACT.versions | {"torch": "2.8"}}, "torch is unlike: 2.9 on rank 0; 2.8 on rank 1"),
+        ({"versions": FACT.versions | {"NCCL": "2.27"}}, "NCCL is unlike: none on rank 0; 2.27 on rank 1"),
+        ({"device": "cuda"}, "device is unlike: cpu on rank 0; cuda on rank 1"),
+        ({"problems": ["no NCCL"]}, "rank 1: no NCCL"),
+    ],
+)
+def test_what_would_make_a_run_fail(change: dict[str, Any], says: str):
+    (found,) = failures([FACT, replace(OTHER, **change)])
+    assert found.startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"device_name": "A100"}, "devices are unlike: cpu on rank 0; A100 on rank 1"),
+        ({"local_workers": 2}, "LOCAL_WORLD_SIZE is not the number of workers on the node, on rank 1"),
+        ({"address": "127.0.1.1"}, "gloo takes the loopback on rank 1 "),
+        ({"interfaces": ["eth0", "ib0"]}, "several interfaces (eth0, ib0) and no GLOO_SOCKET_IFNAME: gloo took eth0"),
+        ({"infiniband": ["mlx5_0"], "locked": 1 << 16}, "ulimit -l is 64 KiB on rank 1"),
+        ({"variables": {"NCCL_ALGO": "Ring"}}, "NCCL_ALGO is unlike: unset on rank 0; Ring on rank 1"),
+        ({"pins": False}, "the host's memory cannot be pinned on rank 1"),
+    ],
+)
+def test_what_is_worth_a_warning(change: dict[str, Any], says: str):
+    (found,) = warnings([FACT, replace(OTHER, **change)])
+    assert found.startswith(says)
+
+
+def test_variables_that_all_workers_have():
+    env = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "NCCL_P2P_DISABLE": "1"}
+    first, second = warnings([replace(f, variables=env) for f in (FACT, OTHER)])
+    assert "would leave the others hanging" in first and "NCCL_P2P_DISABLE" in second
+
+
+def test_ranks_that_a_node_does_not_hold_in_a_row():
+    apart = [replace(FACT, rank=rank, host="ab"[rank % 2], local_workers=2) for rank in range(4)]
+    (found,) = warnings(apart)
+    assert "not consecutive" in found
+    unequal = [replace(f, host="aaab"[f.rank], local_workers=3 - 2 * (f.rank == 3)) for f in apart]
+    assert warnings(unequal) == ["the nodes have 3, 1 workers: node_mesh needs equally many"]
+    assert ranks_text([5, 0, 1, 2]) == "rank 0-2, 5"
+
+
+def test_the_interface_that_gloo_takes(monkeypatch: pytest.MonkeyPatch):
+    found = {"lo": "127.0.0.1", "eth0": "10.0.0.1"}
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: {"well": "10.0.0.1", "debian": "127.0.1.1"}[name])
+    assert facts.taken(found, {"GLOO_SOCKET_IFNAME": "eth0,ib0"}, "well") == ("eth0", "10.0.0.1")
+    assert facts.taken(found, {}, "well") == ("eth0", "10.0.0.1")
+    assert facts.taken(found, {}, "debian") == ("lo", "127.0.1.1")
+    assert facts.addresses()["lo"] == "127.0.0.1"
+
+
+def test_a_worker_with_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    """A stand-in for CUDA: the calls as torch documents them."""
+    properties = SimpleNamespace(name="NVIDIA H100", total_memory=80 << 30)
+    for owner, name, stand_in in (
+        (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "device_count", lambda: 4),
+        (torch.cuda, "set_device", chosen.append if (chosen := []) is not None else None),
+        (torch.cuda, "current_device", lambda: chosen[-1]),
+        (torch.cuda, "get_device_properties", lambda device: properties),
+        (torch.version, "cuda", "12.8"),
+        (facts.nccl, "version", lambda: (2, 27, 3)),
+        (dist, "is_nccl_available", lambda: True),
+        (facts, "_pins", lambda: True),
+    ):
+        monkeypatch.setattr(owner, name, stand_in)
+    env = {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3", "NCCL_DEBUG": "INFO", "HOME": "/"}
+    found = own_facts(7, env)
+    assert (found.device, found.device_name, found.memory, chosen) == ("cuda", "NVIDIA H100", 80 << 30, [3])
+    assert found.versions["NCCL"] == "2.27.3" and found.versions["CUDA"] == "12.8"
+    assert (found.variables, found.problems) == ({"NCCL_DEBUG": "INFO"}, [])
+    assert Facts.heard(found.told()) == found
+    many = own_facts(7, env | {"LOCAL_WORLD_SIZE": "8", "TORCH_NCCL_BLOCKING_WAIT": "1", "GLOO_SOCKET_IFNAME": "none9"})
+    assert [text.partition(":")[0] for text in many.problems] == [
+        "8 workers on a node with 4 GPUs",
+        "TORCH_NCCL_BLOCKING_WAIT is set",
+        "GLOO_SOCKET_IFNAME=none9",
+    ]
+
+
+# -- real processes -------------------------------------------------------------------------------------------------
+
+
+def copies(rank: int, world_size: int) -> dict[str, float]:
+    return {wire: reduce_sample(wire, 1 << 20, CPU, 60.0)[2] for wire in ("float32", "int4")}
+
+
+def test_the_copies_are_those_that_a_dry_run_counts():
+    found = run_distributed(copies, 2)[0]
+    with torch.device("meta"):
+        model = nn.Linear(1024, 1024, bias=False)
+    recipe = Recipe(co2=CO2Config.recommended(2))  # which begins with int4
+    assert found["int4"] == pytest.approx(held(recipe, model, 1, 2).always / (1 << 22), rel=1e-3)
+    assert found["float32"] == pytest.approx(4.0, rel=1e-3)
+
+
+class Ended(Exception):
+    """In place of the process's end."""
+
+
+def doctor(rank: int, world_size: int, port: int, folder: str, change: str, *argv: str) -> tuple[int, str]:
+    """The command on this worker, two to a node; its exit status. change: what is wrong."""
+
+    def end(status: int) -> None:
+        raise Ended(status)
+
+    dist.destroy_process_group()
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    os.environ |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    facts._namespace = lambda: str(rank // 2)
+    measure.MOST_BYTES, measure.MOST_ALONE = 1 << 20, 1 << 16
+    exits, os._exit, sys.exit = (os._exit, sys.exit), end, end  # pyright: ignore
+    if change == "version" and rank == 1:
+        facts.__version__ = "0.0.9"
+    if change == "nan":
+        reduce, dist.all_reduce = dist.all_reduce, lambda x, **_: (reduce(x), x.fill_(float("nan")))
+    sys.argv = ["doctor", "--params", "2e5", *argv]
+    said = Path(folder, f"said{rank}")
+    before, sys.stdout = sys.stdout, said.open("w")
+    try:
+        command.main()
+        status = -1
+    except Ended as ended:
+        status = ended.args[0]
+    finally:
+        os._exit, sys.exit = exits
+        sys.stdout.close()
+        sys.stdout = before
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/after", rank=rank, world_size=world_size)
+    return status, said.read_text()
+
+
+def on_two_nodes(folder: Path, change: str, *argv: str) -> tuple[list[int], str]:
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        port = held.getsockname()[1]
+        found = run_distributed(doctor, 4, port, str(folder), change, *argv, timeout=120.0)
+    assert [text for _, text in found[1:]] == ["", "", ""], "rank 0 alone speaks"
+    return [status for status, _ in found], found[0][1]
+
+
+def test_the_command_on_two_nodes_of_two(tmp_path: Path):
+    file = tmp_path / "cluster.json"
+    status, said = on_two_nodes(tmp_path, "", "--step_ms", "50", "--out", str(file))
+    assert status == [0, 0, 0, 0], said
+    found = json.loads(file.read_text())
+    assert screen(found) == said.rstrip("\n")
+    lines = said.splitlines()
+    assert len(lines) <= 45 and max(map(len, lines)) <= 100, said
+    assert lines[-1] == "result       nothing found that would make a run fail"
+    assert {name: link["workers"] for name, link in found["links"].items()} == {"within": 2, "across": 2, "all": 4}
+    for link in found["links"].values():
+        assert link["bandwidth_bits_per_second"] > 0 and 0 < link["latency_seconds"] < 1
+    assert (found["format"], found["workers"], found["workers_per_node"], found["params"]) == (1, 4, 2, 200000)
+    assert set(found["wires"]) == {"float32", "int8", "int4"} and found["clocks"]["apart_seconds"] < 0.1
+    (settings,) = found["settings"]
+    assert settings["step_seconds"] == 0.05 and settings["tau"] >= 1 and settings["wire"] in ("int4", "float32")
+    assert not found["failures"]
+
+
+def test_unlike_versions_end_it_before_anything_is_measured(tmp_path: Path):
+    status, said = on_two_nodes(tmp_path, "version")
+    assert status == [1, 1, 1, 1]
+    assert "FAILS        co2 is unlike: 0.1.0 on rank 0, 2-3; 0.0.9 on rank 1" in said and "a run would fail" in said
+
+
+def test_an_all_reduce_that_makes_nan(tmp_path: Path):
+    status, said = on_two_nodes(tmp_path, "nan")
+    assert status == [1, 1, 1, 1] and "FAILS        an all-reduce of cpu tensors has made NaN" in said
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
+    """The command in this process: its exit status, what it prints, and what it says on stderr."""
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*argv: str, **env: str) -> tuple[int, str, str]:
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit) as ended:
+            run_script("core.doctor", *argv)
+        return (ended.value.code or 0, *capfd.readouterr())  # pyright: ignore
+
+    return run
+
+
+def test_one_process_says_that_it_is_alone(ends: Any, tmp_path: Path):
+    status, out, err = ends("--params", "1e4", "--memory_gb", "1", "--out", str(tmp_path / "cluster.json"))
+    assert (status, err) == (0, "")
+    assert "workers      one process" in out and "alone: links and tau are measured with several" in out
+    found = json.loads((tmp_path / "cluster.json").read_text())
+    assert (found["workers"], found["settings"], found["links"]["all"]) == (1, [], None)
+    assert found["memory"]["worker_bytes"] == 1 << 30 and found["boundary_seconds"] > 0
+
+
+def test_a_model_that_does_not_fit_fails(ends: Any):
+    status, out, _ = ends("--params", "1e4", "--memory_gb", "1e-4")
+    assert status == 1 and "FAILS        a worker has 0.102 MiB, but parameters, gradients and CO2 take" in out
+
+
+@pytest.mark.parametrize(("rank", "says"), [("0", "rank 1 of 2 did not come within 1 s"), ("1", "no rank 0 at")])
+def test_a_rank_that_does_not_come(ends: Any, rank: str, says: str):
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
+    began = time.monotonic()
+    env = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    status, out, err = ends("--params", "1e4", "--timeout", "1", **env)
+    told = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert (status, out, len(told)) == (1, "", 1) and says in told[0]
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--params 0", "--params 0: give a whole number, 1 or more, such as 125e6"),
+        ("--params abc", "--params abc: give a whole number"),
+        ("--params -5", "--params -5: give a whole number"),
+        ("--params 1.5", "--params 1.5: give a whole number"),
+        ("--params inf", "--params inf: give a whole number"),
+        ("--params 1e6 --step_ms 0", "--step_ms 0: give a number above 0, such as 80"),
+        ("--params 1e6 --tau_max 0.5", "--tau_max 0.5: give a whole number, 1 or more"),
+        ("--params 1e6 --memory_gb x", "--memory_gb x: give a number above 0"),
+        ("--params 1e6 --out /nowhere/x.json", "--out /nowhere/x.json: there is no folder /nowhere"),
+        ("--parms 1e6", "the following arguments are required: --params (--help lists the options)"),
+        ("--params 1e6 --nodes 2", "unrecognized arguments: --nodes 2"),
+    ],
+)
+def test_a_mistake_is_one_line(mistake: Mistakes, options: str, says: str):
+    said = mistake("core.doctor", *options.split())
+    assert said.startswith(f"error: {says}") and said.count("\n") == 1

@@ -1,0 +1,128 @@
+"""The code blocks of README and docs/. Their Python runs on two workers, a page's blocks one after the other."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.imports import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)(?: title=\"([^\"\n]*)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CRASH = 130  # the step of the whole script at which it is stopped
+
+
+@dataclass(frozen=True)
+class Block:
+    """line: of its first line in the page. title: the file that a reader would call it; "" for a piece."""
+
+    page: str
+    line: int
+    language: str
+    title: str
+    code: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    def run(self, names: dict[str, Any], code: str = "") -> None:
+        """Runs it, or `code` in its place, with these names; a traceback has the page's lines."""
+        lines = "\n" * (self.line - 1) + (code or self.code).replace("co2_training", "core")
+        exec(compile(lines, str(ROOT / self.page), "exec"), names)
+
+
+def blocks() -> list[Block]:
+    found = []
+    for path in PAGES:
+        text, page = path.read_text(), path.relative_to(ROOT).as_posix()
+        for fence in FENCE.finditer(text):
+            line = text.count("\n", 0, fence.start()) + 2
+            found.append(Block(page, line, fence[1], fence[2] or "", fence[3]))
+    return found
+
+
+def script(title: str) -> Block:
+    return next(block for block in blocks() if block.title == title)
+
+
+def readers_own(folder: str, rank: int) -> dict[str, Any]:
+    """What a piece of code takes as the reader's: names of the loop, and what Start's script has imported."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+    names: dict[str, Any] = {"folder": folder, "model": model, "half": nn.Linear(8, 1, dtype=torch.bfloat16)}
+    optimizer = names["optimizer"] = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    draws = torch.Generator().manual_seed(rank)
+    inputs = torch.randn(64, 16, 8, generator=draws)
+    names["loader"] = [(x, x.sum(1, keepdim=True)) for x in inputs]
+    model(inputs[0])  # as BatchNorm without data is refused by steps without gradients
+    exec("from itertools import islice\nimport torch\nimport torch.distributed as dist", names)
+    exec("from core import CO2, CO2Config\nW, N = dist.get_world_size(), 400", names)
+
+    def loss(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+        return (model(inputs) - targets).square().mean()
+
+    def train_on(inputs: Tensor, targets: Tensor) -> None:
+        optimizer.zero_grad()
+        loss(model, inputs, targets).backward()
+        optimizer.step()
+
+    return names | {"loss": loss, "train_on": train_on, "evaluate": lambda model: model.eval()}
+
+
+def run_pieces(rank: int, world_size: int, folder: str) -> None:
+    """All Python of the pages but whole scripts."""
+    for path in PAGES:
+        page = path.relative_to(ROOT).as_posix()
+        os.makedirs(f"{folder}/{path.stem}", exist_ok=True)
+        names = readers_own(f"{folder}/{path.stem}", rank)
+        for block in blocks():
+            if block.page == page and block.language == "python" and not block.title and "--8<--" not in block.code:
+                try:
+                    block.run(names)
+                except Exception as error:
+                    raise AssertionError(f"{block.where} does not run") from error
+        dist.barrier()
+
+
+def run_diff(rank: int, world_size: int) -> Tensor:
+    """README's loop with its two lines."""
+    (block,) = (block for block in blocks() if block.language == "diff")
+    names = readers_own("", rank)
+    names["loss"] = lambda model, batch: (model(batch[0]) - batch[1]).square().mean()
+    block.run(names, "".join(line[2:] + "\n" for line in block.code.splitlines()) + "co2.finish()\n")
+    return torch.cat([p.detach().flatten() for p in names["model"].parameters()])
+
+
+def run_whole_script(rank: int, world_size: int, folder: str) -> list[tuple[Any, Tensor]]:
+    """Start's script undisturbed; stopped in the midst; and started again: the step it began at, and the weights."""
+    dist.init_process_group = lambda *_: None  # it is there already
+    block, ends = script("train.py"), []
+    for name, crash in (("calm", 0), ("harmed", CRASH), ("harmed", 0)):
+        code = block.code.replace("runs/first", f"{folder}/{name}")
+        code = code.replace("step += 1\n", f"step += 1\n            if step == {crash}: raise KeyboardInterrupt\n")
+        code = code.replace("    while step", "    began = step\n    while step", 1)
+        names: dict[str, Any] = {}
+        try:
+            block.run(names, code)
+        except KeyboardInterrupt:
+            assert names["step"] == CRASH
+        ends.append((names["began"], torch.cat([p.detach().flatten() for p in names["model"].parameters()])))
+        dist.barrier()
+    return ends
+
+
+def run_elastic(folder: str) -> None:
+    """The worked example on one worker; worker 1 dies once."""
+    name = os.environ["CO2_WORKER"]
+    block, names = script("elastic.py"), dict[str, Any]()
+    dies = "    co2.step()\n    if name == '1.0' and step == 52: os._exit(9)\n    time.sleep(0.01)\n"
+    block.run(names, "import time\n" + block.code.replace("    co2.step()\n", dies))
+    torch.save((names["came_later"], names["model"].state_dict()), Path(folder, name))

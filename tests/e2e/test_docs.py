@@ -1,0 +1,207 @@
+"""README and the documentation: short, current, and true."""
+
+import ast
+import importlib.util
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import yaml
+
+from bench.chaos.crew import Crew
+from core import testing
+from core.testing import run_distributed
+from tests import documented
+from tests.imports import ROOT
+
+README = (ROOT / "README.md").read_text()
+
+
+def paragraphs(text: str) -> list[str]:
+    """Without code blocks, tables and headings."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return [part for part in re.split(r"\n\s*\n", text) if part.strip() and part.strip()[0] not in "|#"]
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 120 and len(README.split()) <= 1000
+    for part in paragraphs(README):
+        assert len(part.splitlines()) <= 5, part
+
+
+def test_the_figures_of_the_readme_are_those_of_the_measurement():
+    """Every cell of its first table stands in results/time_to_loss.md, at its task, rate and method."""
+    rows = [[cell.strip(" *") for cell in line.split("|")[1:-1]] for line in README.splitlines() if line[:1] == "|"]
+    measured = [line.split("|") for line in (ROOT / "results/time_to_loss.md").read_text().splitlines()]
+    found = {
+        tuple(cell.strip() for cell in (row[1], row[2], row[3])): row[5].strip() for row in measured if len(row) > 5
+    }
+    rows = [row for row in rows if re.match(r"(digits|text), \d+", row[0])]
+    assert len(rows) == 8
+    for place, co2, other, ddp, limit in rows:
+        task, rate = re.match(r"(\w+), (\d+)", place).groups()
+        at = {"digits": "vision", "text": "language"}[task], f"{rate} Mbit/s"
+        seconds, name = re.fullmatch(r"(.*) \((\w+)\)", other).groups()
+        assert found[*at, "co2_auto"] == co2 and found[*at, name] == seconds and found[*at, "limit"] == limit
+        assert found[*at, "ddp"] == ddp or found[*at, "ddp"] == ", ".join([f"{ddp}.0"] * 3)
+        others = [found[*at, m] for m in ("local", "overlap_local", "slowmo")]
+        assert float(seconds.split()[0]) == min(float(s.split()[0]) for s in others if "±" in s)
+
+
+@pytest.fixture(scope="module")
+def timelines() -> dict[str, Any]:
+    return runpy.run_path(f"{ROOT}/docs/timelines.py")
+
+
+def test_the_timelines_are_current(timelines: dict[str, Any]):
+    there = (ROOT / "docs" / "timelines.svg").read_text()
+    assert there == timelines["draw"](), "draw them anew: .venv/bin/python docs/timelines.py"
+
+
+def test_the_timelines_show_what_is_hidden(timelines: dict[str, Any]):
+    ElementTree.fromstring(timelines["draw"]())
+    for name, hidden in (("ddp", 0.0), ("co2", 1.0)):
+        steps, sends = ([(begin, end) for begin, end, *_ in lane] for lane in timelines[name]())
+        beneath = sum(max(0, min(e, end) - max(b, begin)) for b, e in sends for begin, end in steps)
+        assert beneath == hidden * sum(e - b for b, e in sends)
+
+
+# -- code blocks -------------------------------------------------------------------------------------------------
+
+
+def test_every_code_block_is_run_or_marked_as_what_it_is():
+    for block in documented.blocks():
+        assert block.language in ("python", "console", "text", "diff", "yaml", "bash", "bibtex"), block.where
+        if block.language == "yaml":
+            assert yaml.safe_load(block.code), block.where
+        if block.language == "bash":
+            subprocess.run(["bash", "-n"], input=block.code, text=True, check=True, timeout=60)
+    titles = [block.title for block in documented.blocks() if block.language == "python" and block.title]
+    assert titles == ["elastic.py", "train.py"], "a whole script needs a test of its own"
+    for path in documented.PAGES:
+        assert path.read_text().count("```") == 2 * sum(b.page.endswith(path.name) for b in documented.blocks()), path
+
+
+def test_a_page_shows_files_that_a_test_runs():
+    tested = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py") if path.name != "test_docs.py")
+    for block in documented.blocks():
+        for shown in re.findall(r'--8<-- "(.*)"', block.code):
+            assert (ROOT / shown).is_file() and Path(shown).name.partition(".")[0] in tested, f"{block.where}: {shown}"
+
+
+def test_the_pieces_run_on_two_workers(tmp_path: Path):
+    run_distributed(documented.run_pieces, 2, str(tmp_path), timeout=120)
+
+
+def test_the_readme_s_loop_trains_one_model():
+    first, second = run_distributed(documented.run_diff, 2)
+    assert torch.equal(first, second)
+
+
+def test_the_whole_script_goes_on_where_it_was_stopped(tmp_path: Path):
+    for ends in run_distributed(documented.run_whole_script, 2, str(tmp_path), timeout=120):
+        (calm, undisturbed), (_, stopped), (began, resumed) = ends
+        assert calm == 0 and began == 120 and torch.equal(undisturbed, resumed) and not torch.equal(stopped, resumed)
+
+
+def test_the_elastic_example_survives_a_death(tmp_path: Path):
+    crew = Crew(testing._context(), documented.run_elastic, (str(tmp_path),), 2, 1, late=60.0)
+    assert crew.run() == 0 and not crew.timed_out
+    first, second = (torch.load(tmp_path / name) for name in ("0.0", "1.1"))
+    assert not first[0] and second[0], "the second came while the first trained"
+    assert all(torch.equal(a, b) for a, b in zip(first[1].values(), second[1].values(), strict=True))
+
+
+def commands() -> list[tuple[str, str]]:
+    """Page and command of every line of a shell transcript."""
+    of_shell = [block for block in documented.blocks() if block.language == "console"]
+    lines = [(b.where, line) for b in of_shell for line in b.code.replace("\\\n", " ").splitlines()]
+    assert all(line.startswith("$ ") for _, line in lines)
+    return [(where, line[2:].partition("   #")[0]) for where, line in lines]
+
+
+def test_commands_name_what_is_there():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    titles = {block.title for block in documented.blocks()}
+    for where, command in commands():
+        for target in re.findall(r"^make ([a-z-]+)", command):
+            assert target in targets, f"{where}: {command}"
+        for module in re.findall(r"-m ((?!TASK)[\w.]+)", command.replace("co2_training", "core")):
+            assert importlib.util.find_spec(module), f"{where}: {command}"
+        for file in re.findall(r"[\w/]+\.(?:py|sh)\b", command):
+            assert file in titles or (ROOT / file).is_file(), f"{where}: {command}"
+
+
+# -- links and messages ------------------------------------------------------------------------------------------
+
+
+def slug(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("path", documented.PAGES, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path):
+    """As on a code host; the site's own check is the strict build."""
+    text = documented.FENCE.sub("", path.read_text())
+    for target, _, anchor in (link.partition("#") for link in re.findall(r"\]\(([^()\s]+)\)", text)):
+        if ":" in target:
+            continue
+        file = path.parent / target if target else path
+        assert file.exists(), f"{path.name}: {target}"
+        if anchor:
+            assert anchor in map(slug, re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)), f"{target}#{anchor}"
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    env = os.environ | {"NO_MKDOCS_2_WARNING": "1", "CO2_REPOSITORY": ""}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "CO2Config" in (tmp_path / "api.html").read_text() and (tmp_path / "results").is_dir()
+
+
+@pytest.fixture(scope="module")
+def messages() -> dict[str, Any]:
+    return runpy.run_path(f"{ROOT}/docs/messages.py")
+
+
+def test_all_messages_are_current(messages: dict[str, Any]):
+    there = (ROOT / "docs" / "messages.md").read_text()
+    assert there == messages["page"](), "write them anew: .venv/bin/python docs/messages.py"
+
+
+def literals(call: ast.Call) -> list[str]:
+    """The constant parts of a message that is written where it is raised."""
+    message = call.args[-1] if ast.unparse(call.func) == "require" else call.args[0]
+    parts = message.values if isinstance(message, ast.JoinedStr) else [message]
+    return [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+
+
+def test_every_message_is_found_in_troubleshooting():
+    """Read otherwise than docs/messages.py reads it: the literals alone."""
+    pages = [(ROOT / "docs" / f"{name}.md").read_text() for name in ("troubleshooting", "messages")]
+    told, count = " ".join(" ".join(pages).split()), 0
+    for place in ("core", "training", "vision", "segmentation", "pointcloud", "language"):
+        for path in (ROOT / place).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+                if called in ("UserError", "CollectiveError", "DivergedError", "warn", "require") and node.args:
+                    for part in literals(node):
+                        count += 1
+                        assert " ".join(part.split()) in told, f"{path.name}, line {node.lineno}: {part!r}"
+    assert count > 500
+
+
+def test_what_troubleshooting_quotes_is_a_message():
+    told = (ROOT / "docs/messages.md").read_text()
+    quotes = re.findall(r"\*\*`(.*?)`\*\*", (ROOT / "docs/troubleshooting.md").read_text())
+    assert len(quotes) > 15
+    for part in (part for quote in quotes for part in quote.split("...")):
+        assert part.strip() in told, part
