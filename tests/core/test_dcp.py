@@ -107,7 +107,7 @@ def test_a_state_without_a_rank_is_refused_in_one_line():
 
 
 def with_adam(rank: int, world_size: int, folder: str) -> list[Tensor]:
-    """docs/checkpoints.md's lines. (A new optimiser's own state_dict() asks DCP for none of its state, and gets none.)"""
+    """The lines of docs/checkpoints.md. (A new optimiser's own state_dict() asks DCP for no state, and gets none.)"""
     ends, mine = [], f"rank{rank}"
     for resumes in (False, True):
         model = problems.small_net(seed=rank)
