@@ -95,7 +95,7 @@ class Wire:
 def sound(device: torch.device) -> str:
     """What is wrong with an all-reduce of known numbers; "" where it is right."""
     n, rank = dist.get_world_size(), dist.get_rank()
-    for where in {"cpu", device.type}:
+    for where in dict.fromkeys(("cpu", device.type)):
         x = torch.full((1 << 16,), float(rank + 1), device=where)
         dist.all_reduce(x)
         if not bool(x.isfinite().all()):

@@ -131,7 +131,7 @@ def test_what_would_make_a_run_fail(change: dict[str, Any], says: str):
     [
         ({"device_name": "A100"}, "devices are unlike: cpu on rank 0; A100 on rank 1"),
         ({"local_workers": 2}, "LOCAL_WORLD_SIZE is not the number of workers on the node, on rank 1"),
-        ({"address": "127.0.1.1"}, "gloo takes the loopback on rank 1 "),
+        ({"address": "127.0.1.1"}, "gloo takes the loopback on rank 1, "),
         ({"interfaces": ["eth0", "ib0"]}, "several interfaces (eth0, ib0) and no GLOO_SOCKET_IFNAME: gloo took eth0"),
         ({"infiniband": ["mlx5_0"], "locked": 1 << 16}, "ulimit -l is 64 KiB on rank 1"),
         ({"variables": {"NCCL_ALGO": "Ring"}}, "NCCL_ALGO is unlike: unset on rank 0; Ring on rank 1"),
@@ -237,6 +237,12 @@ def doctor(rank: int, world_size: int, port: int, folder: str, change: str, *arg
         facts.__version__ = "0.0.9"
     if change == "nan":
         reduce, dist.all_reduce = dist.all_reduce, lambda x, **_: (reduce(x), x.fill_(float("nan")))
+    if change == "broken":
+
+        def broken(x: torch.Tensor, **_: Any) -> None:
+            raise RuntimeError("Connection reset by peer\nby the network")
+
+        dist.all_reduce = broken
     sys.argv = ["doctor", "--params", "2e5", *argv]
     said = Path(folder, f"said{rank}")
     before, sys.stdout = sys.stdout, said.open("w")
@@ -293,6 +299,13 @@ def test_unlike_versions_end_it_before_anything_is_measured(tmp_path: Path):
 def test_an_all_reduce_that_makes_nan(tmp_path: Path):
     status, said = on_two_nodes(tmp_path, "nan")
     assert status == [1, 1, 1, 1] and "FAILS        an all-reduce of cpu tensors has made NaN" in said
+
+
+def test_a_collective_that_fails_is_told_beside_the_warnings(tmp_path: Path):
+    status, said = on_two_nodes(tmp_path, "broken")
+    assert status == [1, 1, 1, 1]
+    assert "FAILS        rank 0: Connection reset by peer by the network" in said
+    assert "warning      gloo takes the loopback on rank 0-3, which no other node" in said
 
 
 @pytest.fixture
