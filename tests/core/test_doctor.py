@@ -89,7 +89,8 @@ def test_tau_is_what_the_tuner_says():
     """int4 takes 0.416 s of 1e7 parameters: with a margin of 1.5, 10.4 steps of 0.1 s; a mean is awaited after 5.2."""
     slow = choose(recommended(2, None), 2, 0.1, of_wires(ring(2, 100e6, latency=0)), 0.0, 10_000_000)
     assert (slow.tau, slow.wire, slow.awaited, slow.exposed_share) == (11, "int4", 6, 0.0)
-    assert slow.ddp_share == pytest.approx(1 - 0.1 / 3.2) and "11 steps outlast it by 150%" in slow.reason
+    assert slow.float32_tau == 80 and slow.ddp_share == pytest.approx(1 - 0.1 / 3.2)
+    assert "11 steps outlast it by 150%" in slow.reason
     fast = choose(recommended(2, None), 2, 0.1, of_wires(ring(2, 100e9, latency=0)), 0.0, 10_000_000)
     assert (fast.tau, fast.wire, fast.merge) == (1, "float32", "keep"), "a mean that comes within a step"
     capped = choose(recommended(2, 2), 2, 0.1, of_wires(ring(2, 100e6, latency=0)), 0.0, 10_000_000)
