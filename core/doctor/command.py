@@ -74,8 +74,6 @@ def options(argv: Sequence[str]) -> Asked:
         timeout=_number(given, "timeout") or 0.0,
         out=given.out,
     )
-    if asked.out is not None and not asked.out.absolute().parent.is_dir():
-        raise UserError(f"--out {asked.out}: there is no folder {asked.out.parent}: make it first")
     return asked
 
 
@@ -98,6 +96,8 @@ def main() -> None:
     rank = int(os.environ.get("RANK", "0"))
     try:
         asked = options(sys.argv[1:])
+        if rank == 0 and asked.out is not None and not asked.out.absolute().parent.is_dir():
+            raise UserError(f"--out {asked.out}: there is no folder {asked.out.parent}: make it first")
     except UserError as error:
         _end(f"error: {error}" if rank == 0 else "", 2)
     try:
@@ -107,7 +107,10 @@ def main() -> None:
     if rank == 0:
         print(reports.screen(found), flush=True)
         if asked.out is not None:
-            asked.out.write_text(json.dumps(found, indent=1) + "\n")
+            try:
+                asked.out.write_text(json.dumps(found, indent=1) + "\n")
+            except OSError as error:
+                _end(f"error: --out {asked.out}: {error.strerror}; choose another file", 1)
     _end("", 1 if found["failures"] else 0)
 
 

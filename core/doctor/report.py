@@ -160,7 +160,7 @@ def _settings(report: Mapping[str, Any]) -> Iterator[str]:
         steps = f"{c['awaited']} step{'s' * (c['awaited'] > 1)}"
         yield " " * FIRST + COLUMNS.format(_time(c["step_seconds"]), c["tau"], c["wire"], steps, *shares)
     first, n, per_node = choices[0], report["workers"], report["workers_per_node"]
-    wider = f"; over float32 {first['float32_tau']} would" if first["wire"] != "float32" else ""
+    wider = f"; over float32 it would take {first['float32_tau']}" if first["wire"] != "float32" else ""
     why = first["reason"] + wider if len(choices) == 1 else "--step_ms gives your own step, and says why"
     yield from _line("  why", why)
     kept = f"merge {first['merge']}: a worker keeps its own progress since the sending"
