@@ -19,7 +19,7 @@ LAYERS: list[list[str]] = [
     ["training"],
     ["core.integrations", "core.doctor", "core.methods", "assembly"],
     ["lgreco", "triton", "sharded", "elastic", "zeroth"],
-    ["checkpoints", "wires", "adaptive", "robust", "testing", "offload"],
+    ["checkpoints", "wires", "adaptive", "robust", "testing, offload"],
     ["core"],
     ["torch"],
 ]
@@ -32,7 +32,8 @@ STYLE += "line{stroke:#557;marker-end:url(#a)}.against{stroke:#c00}"
 def box_of(file: Path) -> str:
     """The box of the picture that a file belongs to, by the names of LAYERS; "" for none."""
     room = "tasks" if file.parts[0] in TASKS else room_of(file)
-    return next((box for layer in LAYERS for box in layer if box in (room, room.removeprefix("core."))), "")
+    names = {room, room.removeprefix("core.")}
+    return next((box for layer in LAYERS for box in layer if names & set(box.split(", "))), "")
 
 
 def arrows() -> set[tuple[str, str]]:
