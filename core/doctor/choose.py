@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from ..adaptive.tau import smallest_tau
 from ..assembly import CO2Config, tuned_for
 from .measure import Wire
 
@@ -31,6 +32,8 @@ class Choice:
     """Of the time, which a boundary's own work takes."""
     ddp_share: float
     """Of the time, which at least is exposed where float32 gradients are averaged in every step, all of it hidden."""
+    float32_tau: int
+    """That its all-reduce would need over float32."""
     reason: str
 
 
@@ -61,6 +64,7 @@ def choose(
         exposed_share=exposed(took, tau * step),
         boundary_share=boundary / (max(tau * step, took) + boundary),
         ddp_share=exposed(seconds["float32"], step),
+        float32_tau=smallest_tau(seconds["float32"], step, config.tau_margin),
         reason=tuner.decisions[-1].reason,
     )
 

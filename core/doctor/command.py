@@ -10,6 +10,7 @@ import json
 import math
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -73,8 +74,6 @@ def options(argv: Sequence[str]) -> Asked:
         timeout=_number(given, "timeout") or 0.0,
         out=given.out,
     )
-    if asked.out is not None and not asked.out.absolute().parent.is_dir():
-        raise UserError(f"--out {asked.out}: there is no folder {asked.out.parent}: make it first")
     return asked
 
 
@@ -97,19 +96,21 @@ def main() -> None:
     rank = int(os.environ.get("RANK", "0"))
     try:
         asked = options(sys.argv[1:])
+        if rank == 0 and asked.out is not None and not asked.out.absolute().parent.is_dir():
+            raise UserError(f"--out {asked.out}: there is no folder {asked.out.parent}: make it first")
     except UserError as error:
         _end(f"error: {error}" if rank == 0 else "", 2)
     try:
         found = diagnose(asked, rank)
     except Unfit as error:
         _end(f"error: {error}" if str(error) else "", 1)
-    except (RuntimeError, UserError) as error:  # of a collective, or what CO2 refuses
-        reason = " ".join(str(error).split())
-        _end(f"error: rank {rank}: {reason if len(reason) < 400 else reason[:400] + ' ...'}", 1)
     if rank == 0:
         print(reports.screen(found), flush=True)
         if asked.out is not None:
-            asked.out.write_text(json.dumps(found, indent=1) + "\n")
+            try:
+                asked.out.write_text(json.dumps(found, indent=1) + "\n")
+            except OSError as error:
+                _end(f"error: --out {asked.out}: {error.strerror}; choose another file", 1)
     _end("", 1 if found["failures"] else 0)
 
 
@@ -139,13 +140,15 @@ def diagnose(asked: Asked, rank: int) -> dict[str, Any]:
         _leave(store, rank, workers)
         return found
     device = torch.device("cuda", torch.cuda.current_device()) if facts[0].device == "cuda" else torch.device("cpu")
-    if store is not None:
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        within = timedelta(seconds=max(60.0, asked.timeout))
-        dist.init_process_group(
-            backend, store=PrefixStore("group", store), rank=rank, world_size=workers, timeout=within
-        )
-    measured(found, asked, nodes_of(facts), device)
+    try:
+        if store is not None:
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            members = {"store": PrefixStore("group", store), "rank": rank, "world_size": workers}
+            dist.init_process_group(backend, timeout=timedelta(seconds=max(60.0, asked.timeout)), **members)
+        measured(found, asked, nodes_of(facts), device)
+    except (RuntimeError, UserError) as error:  # of a collective, or what CO2 refuses
+        found["failures"].append(f"rank {rank}: {textwrap.shorten(str(error), 300, placeholder=' ...')}")
+        return found
     if store is not None:
         _leave(store, rank, workers)
         dist.destroy_process_group()

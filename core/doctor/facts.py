@@ -222,8 +222,8 @@ def _of_network(facts: Sequence[Facts], nodes: list[list[int]]) -> Iterator[str]
     if loop:
         seen = next((f.interfaces for f in facts if f.rank == loop[0] and f.interfaces), ["eth0"])
         yield (
-            f"gloo takes the loopback on {ranks_text(loop)}, to which the hostname resolves, and which no other node "
-            f"reaches: set GLOO_SOCKET_IFNAME, such as {seen[0]}, or mend /etc/hosts"
+            f"gloo takes the loopback on {ranks_text(loop)}, which no other node reaches: set GLOO_SOCKET_IFNAME, such "
+            f"as {seen[0]}, or give the hostname another address in /etc/hosts"
         )
     several = [f for f in facts if len(f.interfaces) > 1 and "GLOO_SOCKET_IFNAME" not in f.variables]
     if several and not loop:

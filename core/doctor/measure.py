@@ -18,7 +18,7 @@ from ..groups import host_group, of_all, ring_bytes
 from ..wires.config import Format, WireConfig
 
 SMALLEST, MOST_BYTES = 4, 1 << 28  # bytes of an all-reduce
-FROM, REPEATS, LONG = 1 << 12, 3, 1.0  # the second size; repeats; seconds after which no larger one is timed
+FROM, REPEATS, LONG = 1 << 12, 5, 0.6  # the second size; repeats; seconds after which no larger one is timed
 SAMPLE_SECONDS, MOST_PARAMS, ROUNDS = 0.6, 1 << 25, 3  # of a sample that stands for the model
 MOST_ALONE = 1 << 24  # parameters of the sample that no link carries
 WIRES: tuple[Format, ...] = ("float32", "int8", "int4")
@@ -95,7 +95,7 @@ class Wire:
 def sound(device: torch.device) -> str:
     """What is wrong with an all-reduce of known numbers; "" where it is right."""
     n, rank = dist.get_world_size(), dist.get_rank()
-    for where in {"cpu", device.type}:
+    for where in dict.fromkeys(("cpu", device.type)):
         x = torch.full((1 << 16,), float(rank + 1), device=where)
         dist.all_reduce(x)
         if not bool(x.isfinite().all()):
@@ -133,9 +133,8 @@ def link(group: dist.ProcessGroup | None, device: torch.device) -> Link:
     while nbytes <= MOST_BYTES:
         x = torch.zeros(nbytes // 4, device=device)
         took = [_timed(lambda: dist.all_reduce(x, group=group), group, device) for _ in range(REPEATS)]  # noqa: B023
-        slowest = [max(times) for times in zip(*of_all(took, group), strict=True)]
-        points.append((nbytes, min(slowest)))
-        if median(slowest) > LONG:
+        points.append((nbytes, median(max(times) for times in zip(*of_all(took, group), strict=True))))
+        if points[-1][1] > LONG:
             break
         nbytes = max(FROM, nbytes * 2)
     return Link(dist.get_world_size(group), points)

@@ -159,20 +159,18 @@ def _settings(report: Mapping[str, Any]) -> Iterator[str]:
         shares = (f"{c[name]:.1%}" for name in ("exposed_share", "boundary_share", "ddp_share"))
         steps = f"{c['awaited']} step{'s' * (c['awaited'] > 1)}"
         yield " " * FIRST + COLUMNS.format(_time(c["step_seconds"]), c["tau"], c["wire"], steps, *shares)
-    why = choices[0]["reason"] if len(choices) == 1 else "--step_ms gives your own step, and says why"
+    first, n, per_node = choices[0], report["workers"], report["workers_per_node"]
+    wider = f"; over float32 it would take {first['float32_tau']}" if first["wire"] != "float32" else ""
+    why = first["reason"] + wider if len(choices) == 1 else "--step_ms gives your own step, and says why"
     yield from _line("  why", why)
-    n, per_node, (within, across) = (
-        report["workers"],
-        report["workers_per_node"],
-        (report["links"][k] for k in ("within", "across")),
-    )
-    kept = f"merge {choices[0]['merge']}: a worker keeps its own progress since the sending"
+    kept = f"merge {first['merge']}: a worker keeps its own progress since the sending"
     yield from _line("  call", f"CO2(model.parameters(), CO2Config.recommended({n}), buffers=model.buffers()); {kept}")
-    if per_node and within and across and within["bandwidth_bits_per_second"] > 4 * across["bandwidth_bits_per_second"]:
+    links, rate = report["links"], "bandwidth_bits_per_second"
+    if per_node and per_node > 1 and len(report["nodes"]) > 1 and links["within"][rate] > 4 * links["across"][rate]:
         yield from _line(
             "  or",
             f"nodes as workers: gradients averaged in each step in a node of {per_node}, CO2 across: ShardedCO2(model."
-            f"parameters(), CO2Config.recommended({n // per_node}, mesh=mesh), mesh=mesh), mesh = node_mesh(...)",
+            f"parameters(), CO2Config.recommended({n // per_node}, mesh=mesh), mesh=mesh)",
         )
 
 

@@ -89,7 +89,8 @@ def test_tau_is_what_the_tuner_says():
     """int4 takes 0.416 s of 1e7 parameters: with a margin of 1.5, 10.4 steps of 0.1 s; a mean is awaited after 5.2."""
     slow = choose(recommended(2, None), 2, 0.1, of_wires(ring(2, 100e6, latency=0)), 0.0, 10_000_000)
     assert (slow.tau, slow.wire, slow.awaited, slow.exposed_share) == (11, "int4", 6, 0.0)
-    assert slow.ddp_share == pytest.approx(1 - 0.1 / 3.2) and "11 steps outlast it by 150%" in slow.reason
+    assert slow.float32_tau == 80 and slow.ddp_share == pytest.approx(1 - 0.1 / 3.2)
+    assert "11 steps outlast it by 150%" in slow.reason
     fast = choose(recommended(2, None), 2, 0.1, of_wires(ring(2, 100e9, latency=0)), 0.0, 10_000_000)
     assert (fast.tau, fast.wire, fast.merge) == (1, "float32", "keep"), "a mean that comes within a step"
     capped = choose(recommended(2, 2), 2, 0.1, of_wires(ring(2, 100e6, latency=0)), 0.0, 10_000_000)
@@ -131,7 +132,7 @@ def test_what_would_make_a_run_fail(change: dict[str, Any], says: str):
     [
         ({"device_name": "A100"}, "devices are unlike: cpu on rank 0; A100 on rank 1"),
         ({"local_workers": 2}, "LOCAL_WORLD_SIZE is not the number of workers on the node, on rank 1"),
-        ({"address": "127.0.1.1"}, "gloo takes the loopback on rank 1 "),
+        ({"address": "127.0.1.1"}, "gloo takes the loopback on rank 1, "),
         ({"interfaces": ["eth0", "ib0"]}, "several interfaces (eth0, ib0) and no GLOO_SOCKET_IFNAME: gloo took eth0"),
         ({"infiniband": ["mlx5_0"], "locked": 1 << 16}, "ulimit -l is 64 KiB on rank 1"),
         ({"variables": {"NCCL_ALGO": "Ring"}}, "NCCL_ALGO is unlike: unset on rank 0; Ring on rank 1"),
@@ -237,6 +238,12 @@ def doctor(rank: int, world_size: int, port: int, folder: str, change: str, *arg
         facts.__version__ = "0.0.9"
     if change == "nan":
         reduce, dist.all_reduce = dist.all_reduce, lambda x, **_: (reduce(x), x.fill_(float("nan")))
+    if change == "broken":
+
+        def broken(x: torch.Tensor, **_: Any) -> None:
+            raise RuntimeError("Connection reset by peer\nby the network")
+
+        dist.all_reduce = broken
     sys.argv = ["doctor", "--params", "2e5", *argv]
     said = Path(folder, f"said{rank}")
     before, sys.stdout = sys.stdout, said.open("w")
@@ -293,6 +300,13 @@ def test_unlike_versions_end_it_before_anything_is_measured(tmp_path: Path):
 def test_an_all_reduce_that_makes_nan(tmp_path: Path):
     status, said = on_two_nodes(tmp_path, "nan")
     assert status == [1, 1, 1, 1] and "FAILS        an all-reduce of cpu tensors has made NaN" in said
+
+
+def test_a_collective_that_fails_is_told_beside_the_warnings(tmp_path: Path):
+    status, said = on_two_nodes(tmp_path, "broken")
+    assert status == [1, 1, 1, 1]
+    assert "FAILS        rank 0: Connection reset by peer by the network" in said
+    assert "warning      gloo takes the loopback on rank 0-3, which no other node" in said
 
 
 @pytest.fixture
