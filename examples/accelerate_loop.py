@@ -45,7 +45,7 @@ def main() -> None:
     x, y = (part.to(accelerator.device) for part in test.tensors)
     with torch.no_grad():
         right = (model(x).argmax(1) == y).float().mean().item()
-    accelerator.print(f"{right:.1%} of {len(y)} digits right")
+    accelerator.print(f"accuracy {right:.3f} on {len(y)} digits")
     accelerator.end_training()
 
 

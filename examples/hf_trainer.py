@@ -10,7 +10,7 @@ from pydoc_data.topics import topics
 import torch
 from co2_training import CO2Config
 from co2_training.integrations.transformers import CO2Callback
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import EvalPrediction, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 LENGTH = 64  # bytes of an example
 
@@ -19,6 +19,10 @@ def examples() -> list[dict[str, torch.Tensor]]:
     text = torch.frombuffer(bytearray("\n".join(topics.values()), "utf-8"), dtype=torch.uint8).long()
     rows = text[: len(text) // LENGTH * LENGTH].view(-1, LENGTH)
     return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def accuracy(found: EvalPrediction) -> dict[str, float]:
+    return {"accuracy": float((found.predictions[:, :-1].argmax(-1) == found.label_ids[:, 1:]).mean())}
 
 
 def main() -> None:
@@ -39,12 +43,12 @@ def main() -> None:
         use_cpu=not torch.cuda.is_available(),
     )
     data = examples()
-    trainer = Trainer(model, args, train_dataset=data[200:], eval_dataset=data[:200])
+    trainer = Trainer(model, args, train_dataset=data[200:], eval_dataset=data[:200], compute_metrics=accuracy)
     trainer.add_callback(CO2Callback(trainer, CO2Config.recommended(args.world_size, args.max_steps)))
     trainer.train()
-    loss = trainer.evaluate()["eval_loss"]
+    found = trainer.evaluate()
     if trainer.is_world_process_zero():
-        print(f"loss {loss:.3f} nats a byte after {trainer.state.global_step} steps")
+        print(f"accuracy {found['eval_accuracy']:.3f} of the next byte, loss {found['eval_loss']:.3f}")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ class Digits(LightningModule):
 
     def validation_step(self, batch: list[Tensor], index: int) -> None:
         right = (self.net(batch[0]).argmax(1) == batch[1]).float().mean()
-        self.log("right", right, sync_dist=True, prog_bar=True)
+        self.log("accuracy", right, sync_dist=True, prog_bar=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
@@ -45,13 +45,13 @@ def main() -> None:
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
         max_epochs=4,
         logger=CSVLogger(folder),
-        callbacks=[ModelCheckpoint(f"{folder}/checkpoints", monitor="right", mode="max")],
+        callbacks=[ModelCheckpoint(f"{folder}/checkpoints", monitor="accuracy", mode="max")],
         log_every_n_steps=8,
         enable_progress_bar=False,
     )
     trainer.fit(Digits(), DataLoader(train, batch_size=16, shuffle=True), DataLoader(test, batch_size=100))
     if trainer.is_global_zero:
-        print(f"{trainer.callback_metrics['right']:.1%} of {len(test)} digits right")
+        print(f"accuracy {trainer.callback_metrics['accuracy']:.3f} on {len(test)} digits")
 
 
 if __name__ == "__main__":

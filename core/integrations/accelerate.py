@@ -28,6 +28,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import synchronize_rng_states
 from torch import nn
 
 from ..assembly import CO2, CO2Config
@@ -65,6 +66,7 @@ class CO2Training(CO2):
         check_model(WHO, model)
         for loader in accelerator._dataloaders:
             check_loader(WHO, loader)
+            agree_once(loader)
         if not isinstance(optimizer, AcceleratedOptimizer):
             raise UserError(f"{WHO}: the optimizer is a bare {type(optimizer).__name__}: give what prepare() returned")
         self.accelerator, self.optimizer, self.model = accelerator, optimizer, model
@@ -88,6 +90,15 @@ class CO2Training(CO2):
         """See core.CO2; save_state() is accelerate's own again."""
         self._checkpoint.leave()
         super().close()
+
+
+def agree_once(loader: Any) -> None:
+    """The workers take rank 0's generator for the order of a loader now, and not at every epoch's start, where all
+    would wait for it, some perhaps for good: with tau auto workers come to it in unlike rounds. From one generator all
+    draw the same order in every epoch."""
+    if getattr(loader, "rng_types", None) == ["generator"]:
+        synchronize_rng_states(loader.rng_types, loader.synchronized_generator)
+        loader.rng_types = None
 
 
 class _Checkpoint:

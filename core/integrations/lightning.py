@@ -218,6 +218,7 @@ class _Rounds(Callback):
         last = trainer.global_step + 1 == trainer.max_steps
         if loop.epoch_loop._num_ready_batches_reached():
             last |= loop.max_epochs == trainer.current_epoch + 1 or self._check(loop._data_fetcher)
+            last |= not self._co2.pacing.together  # an epoch's metrics may be reduced, and all must come to it
         self._finished = False
         self._unlogged |= self._co2.step(last=last)
         if last:

@@ -29,6 +29,7 @@ from transformers.utils import logging
 
 from ..assembly import CO2, CO2Config
 from ..errors import UserError
+from .accelerate import agree_once
 from .common import check_accelerator, check_loader, check_model, check_pace, load_own, logged, save_own
 
 WHO = "CO2Callback"
@@ -120,6 +121,7 @@ class CO2Callback(TrainerCallback):
         for one in (self.trainer.model_wrapped, model):
             check_model(WHO, one)  # pyright: ignore[reportArgumentType]
         check_loader(WHO, kwargs["train_dataloader"])  # accelerator_config={"dispatch_batches": False} is the remedy
+        agree_once(kwargs["train_dataloader"])
         self._due, self._ended = set(), False
         given: dict[str, Any] = {"buffers": model.buffers()} | self.options
         self.co2 = CO2(model.parameters(), self.config, **given)

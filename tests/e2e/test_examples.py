@@ -14,6 +14,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples"
 LINES = 60  # most of an example
+PREPARED = f"""
+import runpy, sys
+sys.path.append({str(ROOT)!r})
+import training.prepared
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 class Example(NamedTuple):
@@ -22,11 +29,16 @@ class Example(NamedTuple):
     workers: int = 2
     accuracy: float = 0.85
     """On held-out samples: at least this, in its last line."""
+    torchvision: bool = False
+    """Its library imports it, which training.prepared makes possible beside a CPU build of torch."""
     resumes: bool = False
     """Given a folder, it goes on from the checkpoints there, bit for bit."""
 
 
 EXAMPLES = {
+    "accelerate_loop": Example(),
+    "hf_trainer": Example(accuracy=0.15, torchvision=True),
+    "lightning_fit": Example(torchvision=True),
     "own_loop": Example(resumes=True),
     "attach": Example(),
     "fsdp2": Example(workers=4, resumes=True),
@@ -54,7 +66,12 @@ def test_every_example_has_a_row_and_is_short():
 def run(name: str, package: str, folder: Path) -> str:
     """Its last line."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(EXAMPLES[name].workers), str(FOLDER / f"{name}.py")]
+    command += ["--nproc-per-node", str(EXAMPLES[name].workers)]
+    if EXAMPLES[name].torchvision:
+        first = folder / "prepared.py"
+        first.write_text(PREPARED)
+        command.append(str(first))
+    command.append(str(FOLDER / f"{name}.py"))
     command += [str(folder / "checkpoints")] if EXAMPLES[name].resumes else []
     paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}

@@ -42,14 +42,14 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.05, weight_decay=0.1)
 
 
-def go_apart(folder: str, rank: int, step: int) -> None:
-    """Called after each step: the second worker goes on from the second step when the first has taken four. Fails
+def go_apart(folder: str, rank: int, step: int, waits: int = 2, passes: int = TAU - 1) -> None:
+    """Called after each step: the second worker goes on from step `waits` when the first has taken `passes`. Fails
     where anything within a round makes the first wait for the second."""
-    passed = Path(folder, "passed")
-    if rank == 0 and step == TAU - 1:
+    passed = Path(folder, f"passed{passes}")
+    if rank == 0 and step == passes:
         passed.touch()
     until = time.monotonic() + 20
-    while rank == 1 and step == 2 and not passed.exists():
+    while rank == 1 and step == waits and not passed.exists():
         assert time.monotonic() < until, "a worker waits for the others within a round"
         time.sleep(0.01)
 

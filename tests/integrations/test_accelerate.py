@@ -40,7 +40,7 @@ def loop(config: CO2Config = PAPER, *, seed: int = 0, micro: int = 1, precision:
 
     accelerator = accelerator_of(how.get("log", ""), gradient_accumulation_steps=micro, mixed_precision=precision)
     model = Net(seed)
-    data = DataLoader(TensorDataset(*plain.examples()), batch_size=BATCH)
+    data = DataLoader(TensorDataset(*plain.examples()), batch_size=BATCH, shuffle=how.pop("shuffle", False))
     optimizer, loader = accelerator.prepare(plain.adam(model), data)
     trace: list[Tensor] = []
     with CO2Training(accelerator, model, optimizer, config) as co2:
@@ -106,6 +106,8 @@ def equal_runs(rank: int, workers: int, folder: str) -> Any:
     if workers == 2:
         for step, path in saved.items():  # at a boundary, and in mid-round; from other weights
             plain.assert_equal(loop(seed=7 + rank, resume=(step, path))[0], whole[step:])
+        # an epoch's end, within a round, where loaders that shuffle would wait for rank 0
+        loop(shuffle=True, stepped=lambda step: plain.go_apart(folder, rank, step, waits=12, passes=13))
         config = CO2Config(tau=3, gap="norm")
         ours, _ = loop(config, micro=3, clip=0.5, precision="bf16")
         plain.assert_equal(ours, plain.train(batches, config, micro=3, clip=0.5, dtype=torch.bfloat16))
@@ -134,7 +136,7 @@ def tags(folder: Path) -> set[str]:
 
 
 def recommended(rank: int, workers: int) -> Any:
-    trace, boundaries = loop(CO2Config.recommended(workers, 240), epochs=20)
+    trace, boundaries = loop(CO2Config.recommended(workers, 240), epochs=20, shuffle=True)
     return trace[-1], boundaries
 
 
