@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.imports import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FENCE = re.compile(r"^```(\w*)(?: title=\"([^\"\n]*)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^```(\w*|\{\.python\})(?: title=\"([^\"\n]*)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CRASH = 130  # the step of the whole script at which it is stopped
 
 
@@ -84,7 +84,7 @@ def run_pieces(rank: int, world_size: int, folder: str) -> None:
         os.makedirs(f"{folder}/{path.stem}", exist_ok=True)
         names = readers_own(f"{folder}/{path.stem}", rank)
         for block in blocks():
-            if block.page == page and block.language == "python" and not block.title and "--8<--" not in block.code:
+            if block.page == page and block.language == "python" and not block.title:
                 try:
                     block.run(names)
                 except Exception as error:

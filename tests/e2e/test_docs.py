@@ -21,6 +21,8 @@ from core.testing import run_distributed
 from tests import documented
 from tests.imports import ROOT
 
+# {.python} shows a file of examples/: ruff formats what stands in plain python blocks
+LANGUAGES = ("python", "{.python}", "console", "text", "diff", "yaml", "bash", "bibtex")
 README = (ROOT / "README.md").read_text()
 
 
@@ -78,7 +80,7 @@ def test_the_timelines_show_what_is_hidden(timelines: dict[str, Any]):
 
 def test_every_code_block_is_run_or_marked_as_what_it_is():
     for block in documented.blocks():
-        assert block.language in ("python", "console", "text", "diff", "yaml", "bash", "bibtex"), block.where
+        assert block.language in LANGUAGES, block.where
         if block.language == "yaml":
             assert yaml.safe_load(block.code), block.where
         if block.language == "bash":
@@ -89,11 +91,16 @@ def test_every_code_block_is_run_or_marked_as_what_it_is():
         assert path.read_text().count("```") == 2 * sum(b.page.endswith(path.name) for b in documented.blocks()), path
 
 
+def shown() -> list[documented.Block]:
+    return [block for block in documented.blocks() if block.language == "{.python}"]
+
+
 def test_a_page_shows_files_that_a_test_runs():
     tested = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py") if path.name != "test_docs.py")
-    for block in documented.blocks():
-        for shown in re.findall(r'--8<-- "(.*)"', block.code):
-            assert (ROOT / shown).is_file() and Path(shown).name.partition(".")[0] in tested, f"{block.where}: {shown}"
+    files = [block.code.removeprefix('--8<-- "').removesuffix('"\n') for block in shown()]
+    assert len(files) == 3
+    for file in files:
+        assert (ROOT / file).is_file() and Path(file).stem in tested, file
 
 
 def test_the_pieces_run_on_two_workers(tmp_path: Path):
@@ -164,6 +171,9 @@ def test_the_site_builds_without_a_warning(tmp_path: Path):
     env = os.environ | {"NO_MKDOCS_2_WARNING": "1", "CO2_REPOSITORY": ""}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+    assert (
+        "CO2Callback" in re.sub("<.*?>", "", (tmp_path / "integrations.html").read_text()).partition("hf_trainer.py")[2]
+    )
     assert "CO2Config" in (tmp_path / "api.html").read_text() and (tmp_path / "results").is_dir()
 
 
