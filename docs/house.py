@@ -17,16 +17,16 @@ Place = tuple[float, float, float, float, list[str]]  # left, top, width, height
 LAYERS: list[list[str]] = [
     ["tasks", "bench"],
     ["training"],
-    ["core.integrations", "core.doctor", "core.methods", "assembly"],
-    ["lgreco", "triton", "sharded", "elastic", "zeroth"],
-    ["checkpoints", "wires", "adaptive", "robust", "testing, offload"],
+    ["core.doctor", "assembly", "core.methods", "core.integrations"],
+    ["checkpoints", "sharded", "lgreco", "triton", "zeroth", "elastic"],
+    ["wires", "robust", "testing, offload", "adaptive"],
     ["core"],
     ["torch"],
 ]
 WIDTH, GAP, BETWEEN, LINE, LETTER = 1120, 14, 44, 15, 6.1  # pixels
 FILLS = ["#eef2f7", "#eef2f7", "#e3eefb", "#e6f4e6", "#e6f4e6", "#fdf0d5", "#f3f3f3"]
 STYLE = "text{font:11px sans-serif;fill:#222}.n{font-weight:bold;font-size:13px}rect{stroke:#667;rx:5px}"
-STYLE += "line{stroke:#557;marker-end:url(#a)}.against{stroke:#c00}"
+STYLE += "line{stroke:#557;marker-end:url(#a)}.against{stroke:#c00}.passes{stroke-dasharray:5 4}"
 
 
 def box_of(file: Path) -> str:
@@ -90,11 +90,18 @@ def end_of(box: str, other: str, ways: set[tuple[str, str]], places: dict[str, P
     return x + w * (ends.index((u, other)) + 1) / (len(ends) + 1), y + h if v > y else y
 
 
+def passes(a: str, b: str, ways: set[tuple[str, str]], places: dict[str, Place]) -> bool:
+    """Whether the line between two boxes may meet a third one."""
+    (x1, y1), (x2, y2) = sorted((end_of(a, b, ways, places), end_of(b, a, ways, places)))
+    top, below = min(y1, y2), max(y1, y2)
+    return any(x1 < x + w and x < x2 and top < y + h and y < below for x, y, w, h, _ in places.values())
+
+
 def arrow(a: str, b: str, ways: set[tuple[str, str]], places: dict[str, Place]) -> str:
-    """A line down, or sideways in a layer; red where it runs against the layers."""
+    """A line down, or sideways in a layer; red where it runs against the layers, dashed where it passes a box."""
     (x1, y1), (x2, y2) = end_of(a, b, ways, places), end_of(b, a, ways, places)
-    against = ' class="against"' if places[b][1] < places[a][1] else ""
-    return f'<line x1="{x1:.0f}" y1="{y1:.0f}" x2="{x2:.0f}" y2="{y2:.0f}"{against}/>'
+    kind = "against " * (places[b][1] < places[a][1]) + "passes" * passes(a, b, ways, places)
+    return f'<line class="{kind.strip()}" x1="{x1:.0f}" y1="{y1:.0f}" x2="{x2:.0f}" y2="{y2:.0f}"/>'
 
 
 def draw() -> str:
@@ -105,7 +112,6 @@ def draw() -> str:
     head = 'id="a" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" orient="auto"'
     lines.append(f'<defs><marker {head}><path d="M0 0L8 4L0 8z" fill="#557"/></marker></defs>')
     lines.append('<rect width="100%" height="100%" fill="#fff" stroke="none"/>')
-    lines += [arrow(a, b, ways, places) for a, b in sorted(ways)]
     for layer, fill in zip(LAYERS, FILLS, strict=True):
         for box in layer:
             x, y, w, h, text = places[box]
@@ -113,6 +119,7 @@ def draw() -> str:
             lines.append(f'<text x="{x + 9:.0f}" y="{y + 18:.0f}" class="n">{box}</text>')
             for i, line in enumerate(text):
                 lines.append(f'<text x="{x + 9:.0f}" y="{y + 36 + LINE * i:.0f}">{escape(line)}</text>')
+    lines += [arrow(a, b, ways, places) for a, b in sorted(ways)]  # over the boxes: one that passes does not end there
     return "\n".join([*lines, "</svg>\n"])
 
 
