@@ -82,7 +82,8 @@ def test_core_needs_torch_and_numpy_alone_and_is_tried_with_the_lowest():
 
 
 def make(*arguments: str) -> str:
-    return subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    command = ["make", "--no-print-directory", *arguments]  # which it prints where another make runs this test
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 def test_peers_are_pinned_in_a_file_of_their_own():

@@ -19,6 +19,9 @@ WEIGHTS, NO_PICKLE = {"weights_only": True}, {"allow_pickle": False}
 LOADS: dict[tuple[str, str], dict[str, bool]] = {
     ("core/elastic/members.py", "torch.load"): WEIGHTS,
     ("core/checkpoints/stored.py", "torch.load"): WEIGHTS,
+    ("core/integrations/common.py", "torch.load"): WEIGHTS,
+    # Lightning's own reading, with the weights_only that the user gives to its Trainer
+    ("core/integrations/lightning.py", "super().load_checkpoint"): {},
     ("segmentation/backbones.py", "torch.load"): WEIGHTS,
     ("training/untrusted.py", "numpy.load"): NO_PICKLE,
     ("pointcloud/pack.py", "numpy.load"): NO_PICKLE,

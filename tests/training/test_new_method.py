@@ -1,5 +1,6 @@
 """A new method takes one file and one line: this file has all of it, and `REGISTRY.append(ENTRY)` is the line."""
 
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,6 +57,8 @@ REFUSED: dict[str, dict[str, Any]] = {
 def trained(rank: int, world_size: int) -> tuple[float, list[str]]:
     """This worker's weight after four steps with options from the command line; what other settings are told."""
     REGISTRY.append(ENTRY)  # the one line, which would stand in core/methods/__init__.py
+    for name in [name for name in sys.modules if name.partition(".")[0] == "training"]:
+        del sys.modules[name]  # imported before the line was there
     from training.recipe import Recipe, parse
 
     recipes = {"toy": Recipe()}
