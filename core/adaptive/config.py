@@ -7,7 +7,7 @@ from typing import Literal
 
 from ..config import GAPS as PAPERS
 from ..config import OuterConfig, is_number, is_whole, require
-from .merging import MERGES, Merge
+from .merging import MERGES, Merge, largest_outer_lr
 
 GAPS = (*PAPERS[:2], "inner", *PAPERS[2:])
 
@@ -71,9 +71,20 @@ class AdaptiveConfig(OuterConfig):
 
     def check_stable(self) -> None:
         """Only the paper's order delays the outer step by a round. Else a difference is taken from the outer iterate as
-        the means before have made it; and with merge keep the mean over the workers is SlowMo's, undelayed."""
+        the means before have made it; with merge keep the momentum's kick alone is late, by as much as the mean."""
         if self.merge != "keep" and self.at_boundary:
-            super().check_stable()
+            return super().check_stable()
+        whole = isinstance(self.delay, str)  # boundary, or auto, which may come as late
+        late = 1.0 if whole else int(self.delay) / int(self.tau)  # pyright: ignore[reportArgumentType]
+        limit = largest_outer_lr(self.merge, self.outer_momentum, late)
+        require(
+            self,
+            self.gap != "none" or self.allow_unstable or self.outer_lr < limit,
+            "outer_lr",
+            f"with merge={self.merge!r}, delay={self.delay!r}, outer_momentum={self.outer_momentum} and gap='none' it "
+            f"diverges from {limit:.3g} on in directions that tau local steps solve; lower one of the two "
+            "(allow_unstable=True runs it regardless)",
+        )
 
     @property
     def tau_margin(self) -> float:

@@ -35,6 +35,23 @@ def keep(x: Tensor, p: Tensor, sent: Tensor) -> Tensor:
     return x + (p - sent)
 
 
+def largest_outer_lr(merge: Merge, beta: float, late: float) -> float:
+    """The outer learning rate from which on a mean that is not merged in the paper's order makes some direction of a
+    quadratic grow, without a penalty. beta: outer momentum. late: local steps from sending to merging, over tau.
+
+    After what is left of an error by tau local steps (a) and by those behind the merge (b), Jury's criterion on the
+    mean's map. Undelayed, and for all but keep: 2 (1 + beta). keep adds the old momentum's kick late: from late = 1,
+    the worst, 2 (1 - beta^2).
+    """
+    limits = [2 * (1 + beta)]
+    for i in range(1, 1000) if merge == "keep" and late > 0 else ():
+        a = i / 1000
+        b = a ** (1 - late)
+        v = b - a
+        limits.append((1 - beta) * (1 + v) * (1 + beta * v) / (v * (1 - beta + beta * b)))
+    return 2 * (1 - beta**2) if merge == "keep" and late == 1 else min(limits)
+
+
 @dataclass(frozen=True)
 class MergeRule(Rule):
     """The numbers of one boundary, and the merge."""

@@ -239,6 +239,50 @@ def test_unstable_settings_explain_the_condition(beta: float, alpha: float):
     assert text == message(lambda: ShardedCO2([nn.Parameter(torch.ones(1))], shared))
 
 
+def grows(**settings: Any) -> bool:
+    """Whether one worker's error grows over 400 rounds on a quadratic that tau local steps solve nearly."""
+    p = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    co2 = CO2([p], CO2Config(gap="none", clip=None, allow_unstable=True, **settings))
+    seen = []
+    for _ in range(400 * co2.tau):
+        p.data *= 0.02 ** (1 / co2.tau)
+        if co2.step():
+            seen.append(p.abs().item())
+    return max(seen[-50:]) > max(seen[50:100])
+
+
+@pytest.mark.parametrize(
+    ("alpha", "beta", "settings"),
+    [  # the largest momenta at outer_lr 1, and outer learning rates, by hand from the characteristic polynomials
+        (1.0, 0.707, {"merge": "keep"}),
+        (1.0, 0.822, {"merge": "keep", "delay": 3}),
+        (1.0, 0.951, {"merge": "keep", "delay": 1}),
+        (2.8, 0.4, {"merge": "mix", "delay": 2}),
+        (2.8, 0.4, {"merge": "mix", "delay": 0}),
+        (2.8, 0.4, {"delay": 0}),
+    ],
+    ids=str,
+)
+def test_merges_on_arrival_have_limits_of_their_own(alpha: float, beta: float, settings: dict[str, Any]):
+    """On either side of the limit the recursion itself grows, or not; and what grows is refused."""
+    for more in (0.985, 1.02):
+        if alpha == 1:
+            given = {"tau": 4, "outer_lr": alpha, "outer_momentum": beta * more, **settings}
+        else:
+            given = {"tau": 4, "outer_lr": alpha * more, "outer_momentum": beta, **settings}
+        if more < 1:
+            CO2([nn.Parameter(torch.ones(1))], CO2Config(gap="none", **given))
+            assert not grows(**given)
+        else:
+            text = message(lambda given=given: CO2([nn.Parameter(torch.ones(1))], CO2Config(gap="none", **given)))
+            assert f"outer_lr={given['outer_lr']}" in text and "diverges from" in text
+
+
+def test_keep_a_round_late_grows_beyond_its_limit():
+    assert grows(tau=4, merge="keep", outer_momentum=0.8) and not grows(tau=4, merge="keep", outer_momentum=0.6)
+    CO2([nn.Parameter(torch.ones(1))], CO2Config(tau=4, merge="keep", outer_momentum=0.8))  # with a penalty
+
+
 @pytest.mark.parametrize("policy", ["eager", "taylor"])
 def test_what_takes_the_penaltys_place_does_not_move_the_limit(policy: Any):
     text = message(lambda: build(policy=policy, gap="none"))
