@@ -93,8 +93,8 @@ def settles(alpha: float, beta: float) -> bool:
     """Whether a step delayed by one round, without a penalty, settles however far tau local steps solve a direction.
 
     On a quadratic whose error tau local steps reduce by the share rho, x_{t+1} = (1 + beta) x_t - beta x_{t-1} - alpha
-    rho x_{t-1}. Jury's criterion at rho = 1, the worst: beta + alpha < 1. Local steps that overshoot, as momentum inside
-    may at small tau, have rho above 1: then beta + rho alpha < 1 is what settles.
+    rho x_{t-1}. Jury's criterion at rho = 1, the worst: beta + alpha < 1. Local steps that overshoot, as momentum
+    inside may at small tau, have rho above 1: then beta + rho alpha < 1 is what settles.
     """
     return beta + alpha < 1
 
