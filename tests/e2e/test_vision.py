@@ -271,6 +271,7 @@ def interrupt(folder: Path, method: str) -> None:
     process.communicate(timeout=60)
 
 
+@pytest.mark.slow
 def test_ctrl_c_under_torchrun_saves(tmp_path: Path):
     """ddp's workers must stop at the same step, co2's may not. tests/training/test_stop.py resumes both."""
     interrupt(tmp_path / "run", "ddp")
