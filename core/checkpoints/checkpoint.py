@@ -205,6 +205,8 @@ def _shape(state: dict[str, Any], name: str) -> list[int] | None:
 
 def _publish(fresh: Path, target: Path, manifest: str) -> None:
     """Completes a folder that all have written to, and gives it its name, from another of that step if need be."""
+    if name := stored.missing(fresh):
+        raise OSError(f"another worker's {name} did not come here: the folder must be one that all nodes share")
     (fresh / MANIFEST).write_text(manifest)
     if target.exists():
         target.rename(fresh.with_name(f"{fresh.name}-old"))

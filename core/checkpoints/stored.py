@@ -128,6 +128,12 @@ def rests(folder: Path) -> list[str]:
     return sorted(name for name in found if re.fullmatch(r"rank\d+\.rest", name))
 
 
+def missing(folder: Path) -> str:
+    """A file of those that .metadata names and that is not there, as where another node writes to a disk of its own."""
+    files = {str(info.relative_path) for info in _reader(folder).read_metadata().storage_data.values()}
+    return next((name for name in sorted(files) if not (folder / name).exists()), "")
+
+
 def read(folder: Path, rest: Rest) -> Any:
     """The state of the worker whose `rest` that is. ValueError where a digest differs; any other error where .metadata
     or a file of tensors is missing or not what it was."""

@@ -237,6 +237,18 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path):
         Loop(0).save(str(tmp_path / "file" / "folder"))
 
 
+def on_disks_of_their_own(rank: int, world_size: int, folder: str) -> str:
+    with pytest.raises(UserError) as caught:
+        Loop(rank).save(f"{folder}/node{rank}")
+    assert not checkpoint.finished(Path(folder, f"node{rank}"))
+    return str(caught.value)
+
+
+def test_a_folder_that_not_all_workers_share_is_one_line(tmp_path: Path):
+    lines = run_distributed(on_disks_of_their_own, 2, str(tmp_path))
+    assert lines[0] == lines[1] and "__1_0.distcp did not come here: the folder must be one that all" in lines[0]
+
+
 def sharded(rank: int, world_size: int, folder: str) -> list[Any]:
     """FSDP2 in a node, over a mesh of torchtitan's names; AdamW's moments are shards, too."""
     ends = []
