@@ -7,6 +7,7 @@ stored.py.
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -144,6 +145,8 @@ class Saver:
             seconds = round(time.monotonic() - self._begun, 1)  # slurm/launch.sh reads it
             manifest = {"workers": self.world_size, "seconds": seconds, "rests": [rest for rest, _ in written]}
             try:
+                if missing := stored.missing(fresh):
+                    raise FileNotFoundError(errno.ENOENT, f"{missing} has not come: give all workers one shared folder")
                 _publish(fresh, target, json.dumps(manifest, indent=1))
             except OSError as error:
                 failures = [f"{target} cannot be written ({reason(error)})"]
@@ -174,6 +177,8 @@ def load(folder: Path, *, rank: int, alone: bool = False) -> tuple[Any, int] | N
     def gather(mine: Any) -> list[Any]:
         return [mine] if alone else of_all(mine)
 
+    if rank == 0:
+        _mend(folder)
     for name in gather(finished(folder))[0]:
         state, workers, problem = _read(folder / name, rank)
         problems = [f"rank {number}: {problem}" for number, problem in enumerate(gather(problem)) if problem]
@@ -209,6 +214,13 @@ def _publish(fresh: Path, target: Path, manifest: str) -> None:
     if target.exists():
         target.rename(fresh.with_name(f"{fresh.name}-old"))
     fresh.rename(target)
+
+
+def _mend(folder: Path) -> None:
+    """A kill inside _publish may leave a step's checkpoint without its name, and the new one without it, too."""
+    for path in folder.glob("step*.tmp-*-old"):
+        if not (target := path.with_name(path.name.partition(".tmp-")[0])).exists():
+            path.rename(target)
 
 
 def _tidy(folder: Path, step: int, keep: int) -> None:

@@ -128,6 +128,12 @@ def rests(folder: Path) -> list[str]:
     return sorted(name for name in found if re.fullmatch(r"rank\d+\.rest", name))
 
 
+def missing(folder: Path) -> str:
+    """The name of a file that a worker has written and that is not there, as where it wrote elsewhere; "" if none."""
+    written = {info.relative_path for info in _reader(folder).read_metadata().storage_data.values()}
+    return min((name for name in written if not (folder / name).exists()), default="")
+
+
 def read(folder: Path, rest: Rest) -> Any:
     """The state of the worker whose `rest` that is. ValueError where a digest differs; any other error where .metadata
     or a file of tensors is missing or not what it was."""
