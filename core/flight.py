@@ -292,8 +292,8 @@ class Flight:
         self._failed = f"a reduction failed before: {type(error).__name__}: {error}"
         return error
 
-    def _failure(self, reason: str) -> CollectiveError:
-        """Leaves the group, so that the workers which still wait see it broken too, and names those that are gone.
+    def _failure(self, reason: str, what: str = "") -> CollectiveError:
+        """what: which collective has failed, if not the one in flight. Leaves the group, so that the workers which still wait see it broken too, and names those that are gone.
 
         gloo tells only the dead worker's neighbours; the others notice when these close their connections, and
         connections close once nothing refers to the work any more.
@@ -306,7 +306,7 @@ class Flight:
         del group
         gone = self._roll.gone(ranks if alone else ()) if self._roll else UNKNOWN  # a node's are not all in both groups
         self._failed = (
-            f"rank {ranks[self.rank]}: the all-reduce of round {number} failed; {gone} "
+            f"rank {ranks[self.rank]}: {what or f'the all-reduce of round {number}'} failed; {gone} "
             f"(timeout {self.timeout:g} s): {reason.partition('. This is')[0].splitlines()[0]}"
         )
         return CollectiveError(self._failed)

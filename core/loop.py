@@ -25,13 +25,17 @@ class Loop:
     @property
     def at_boundary(self) -> bool:
         """Whether a round has just closed on this worker (or none has begun), and all workers are at that boundary: the
-        same on all after the same calls of step(). There they may evaluate, save and stop together."""
+        same on all after the same calls of step(), by_speed after calls of their own. There they may evaluate, save and
+        stop together. With skip_after False while a reduction is in flight: from the first boundary until finish()
+        where a mean is merged at the next one."""
         return True
 
     def settle(self) -> bool:
         """At a boundary, for an evaluation or a checkpoint: waits for what was sent, where workers differ until it has
         come. Every worker must call it. True where all workers hold the same model now, False where each holds its own,
-        whose loss is the greater: in mid-round, or while `at_boundary` is False. No reduction is launched for it."""
+        whose loss is the greater: in mid-round, or while `at_boundary` is False. No reduction is launched for it, so
+        that buffers, such as BatchNorm's statistics, are each worker's own until the first mean has landed: where it is
+        merged at the next boundary, not yet at the first."""
         return True
 
     @contextlib.contextmanager

@@ -174,6 +174,8 @@ def load(folder: Path, *, rank: int, alone: bool = False) -> tuple[Any, int] | N
     def gather(mine: Any) -> list[Any]:
         return [mine] if alone else of_all(mine)
 
+    if rank == 0:
+        _mend(folder)
     for name in gather(finished(folder))[0]:
         state, workers, problem = _read(folder / name, rank)
         problems = [f"rank {number}: {problem}" for number, problem in enumerate(gather(problem)) if problem]
@@ -211,6 +213,13 @@ def _publish(fresh: Path, target: Path, manifest: str) -> None:
     if target.exists():
         target.rename(fresh.with_name(f"{fresh.name}-old"))
     fresh.rename(target)
+
+
+def _mend(folder: Path) -> None:
+    """A kill inside _publish may leave a step's checkpoint without its name, and the new one without it, too."""
+    for path in folder.glob("step*.tmp-*-old"):
+        if not (target := path.with_name(path.name.partition(".tmp-")[0])).exists():
+            path.rename(target)
 
 
 def _tidy(folder: Path, step: int, keep: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import UserError
 from ..flat import is_dtensor
 
 
@@ -48,6 +49,11 @@ def _numbered(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
     """The names of its parameters in the order of its state_dict; with ZeRO-1 of those whose state is kept here."""
     names = {id(p): name for name, p in model.named_parameters()}
     own = getattr(optimizer, "optim", optimizer)
+    if strangers := sum(id(p) not in names for group in own.param_groups for p in group["params"]):
+        raise UserError(
+            f"the optimiser has {strangers} parameters that the model lacks: give one module that holds all, such as an "
+            "nn.ModuleList"
+        )
     return [names[id(p)] for group in own.param_groups for p in group["params"]]
 
 

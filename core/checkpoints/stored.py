@@ -129,9 +129,9 @@ def rests(folder: Path) -> list[str]:
 
 
 def missing(folder: Path) -> str:
-    """A file of those that .metadata names and that is not there, as where another node writes to a disk of its own."""
-    files = {str(info.relative_path) for info in _reader(folder).read_metadata().storage_data.values()}
-    return next((name for name in sorted(files) if not (folder / name).exists()), "")
+    """The name of a file that a worker has written and that is not there, as where it wrote elsewhere; "" if none."""
+    written = {info.relative_path for info in _reader(folder).read_metadata().storage_data.values()}
+    return min((name for name in written if not (folder / name).exists()), default="")
 
 
 def read(folder: Path, rest: Rest) -> Any:

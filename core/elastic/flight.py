@@ -175,7 +175,7 @@ class ElasticFlight(Flight, Workers):
         self.count(self.launched)
         self._begin(self.in_phases(self.owner.stages()))
 
-    def _failure(self, reason: str) -> CollectiveError:
+    def _failure(self, reason: str, what: str = "") -> CollectiveError:
         """See Flight; lets go of the group at once, or its other workers would wait for the timeout."""
         self.let_go()
         return CollectiveError(reason)

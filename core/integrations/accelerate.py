@@ -91,6 +91,11 @@ class CO2Training(CO2):
         self._checkpoint.leave()
         super().close()
 
+    def leave(self) -> None:
+        """See core.CO2; as close()."""
+        self._checkpoint.leave()
+        super().leave()
+
 
 def agree_once(loader: Any) -> None:
     """The workers take rank 0's generator for the order of a loader now, and not at every epoch's start, where all

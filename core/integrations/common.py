@@ -12,9 +12,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from ..checkpoints.untrusted import reason
 from ..errors import UserError
+from ..groups import of_all
 from ..stats import RoundStats
 
+UNFINISHED = "are not of one checkpoint, as where a run ended while it saved: go on from an older one"
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule, DataParallel)
 
 
@@ -66,30 +69,53 @@ def check_pace(who: str, config: Any) -> None:
 
 
 def save_own(folder: str | os.PathLike[str], rank: int, **parts: Any) -> None:
-    """Writes this worker's own state beside what the trainer writes for all. parts: name -> what has state_dict()."""
+    """Writes this worker's own state beside what the trainer writes for all. parts: name -> what has state_dict(); one
+    is co2."""
     if "://" in str(folder):
         raise UserError(f"{folder}: each worker writes a file of its own: save to a folder that all can reach")
     path = _file(folder, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({name: _state_of(part) for name, part in parts.items()}, path.with_suffix(".tmp"))
+    written = {"workers": dist.get_world_size() if dist.is_initialized() else 1, "rounds": parts["co2"].rounds}
+    torch.save(written | {name: _state_of(part) for name, part in parts.items()}, path.with_suffix(".tmp"))
     path.with_suffix(".tmp").rename(path)
 
 
 def load_own(who: str, folder: str | os.PathLike[str], rank: int, **parts: Any) -> None:
-    """Loads what save_own wrote. Where fewer workers wrote it, this one takes the part of its rank modulo their number.
+    """Loads what save_own wrote; every worker must call it. Where fewer workers wrote it, this one takes the part of
+    its rank modulo their number.
 
-    UserError where no worker has written one, as in a run without CO2.
+    UserError on all workers where none has written one, as in a run without CO2, or the files are not of one
+    checkpoint, as where a run ended while they were written.
     """
-    count = len(list(_file(folder, 0).parent.glob("rank*.pt")))
-    if not count:
-        raise UserError(f"{who}: {folder} is missing, as where a run without CO2 has saved: load the weights alone")
-    path = _file(folder, rank if _file(folder, rank).exists() else rank % count)
-    saved = torch.load(path, map_location="cpu", weights_only=True)
+    saved, problem = _read(folder, rank)
+    if saved and (lacks := sorted(parts.keys() - saved.keys())):
+        problem = f"{_file(folder, rank)} holds no {lacks[0]}: go on with the settings of the run that saved it"
+    told = of_all((problem, (saved.get("workers"), saved.get("rounds"))))
+    if problem := next((problem for problem, _ in told if problem), ""):
+        raise UserError(f"{who}: {problem}")
+    if len({written for _, written in told}) > 1:
+        raise UserError(f"{who}: the files in {folder} {UNFINISHED}")
     for name, part in parts.items():
         if isinstance(part, nn.Module):
             part.load_state_dict(saved[name], strict=False)  # without what is frozen
         else:
             part.load_state_dict(saved[name])
+
+
+def _read(folder: str | os.PathLike[str], rank: int) -> tuple[dict[str, Any], str]:
+    """The part that this worker takes, and what is wrong with it."""
+    path, any_file = _file(folder, rank), next(Path(folder).glob("rank*.pt"), None)
+    if any_file is None:
+        return {}, f"{folder} is missing, as where a run without CO2 has saved: load the weights alone"
+    try:
+        if not path.exists():
+            workers = torch.load(any_file, map_location="cpu", weights_only=True, mmap=True)["workers"]
+            path = _file(folder, rank % workers)
+        return torch.load(path, map_location="cpu", weights_only=True), ""
+    except FileNotFoundError:
+        return {}, f"{path} is missing: the files there {UNFINISHED}"
+    except Exception as error:  # whatever it is: a worker that raised here would leave the others waiting
+        return {}, f"{path} cannot be read ({reason(error)}): go on from an older checkpoint"
 
 
 def _file(folder: str | os.PathLike[str], rank: int) -> Path:

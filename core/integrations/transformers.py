@@ -84,10 +84,21 @@ class CO2Callback(TrainerCallback):
         accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
         around: Any = trainer
         around.log = functools.partial(self._log, around.log)
+        around._inner_training_loop = functools.partial(self._train, around._inner_training_loop)
         around._save_optimizer_and_scheduler = functools.partial(self._save, around._save_optimizer_and_scheduler)
         around._load_optimizer_and_scheduler = functools.partial(self._load, around._load_optimizer_and_scheduler)
 
     # -- what Trainer's own calls do besides ----------------------------------------------------------------------
+
+    def _train(self, train: Any, *args: Any, **kwargs: Any) -> Any:
+        """After an exception the group is left, and nobody is waited for: Trainer calls no callback then."""
+        try:
+            return train(*args, **kwargs)
+        except BaseException:
+            if self.co2 is not None:
+                self.co2.leave()
+                self.co2 = None
+            raise
 
     def _log(self, log: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "train_loss" in logs:  # the last call before load_best_model_at_end, whatever has ended the training

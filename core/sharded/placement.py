@@ -69,14 +69,18 @@ class Placement:
             remedy = "if each holds a part of its own, as a pipeline stage, give shards=True"
             raise UserError(f"{error}; {remedy}") from None
 
-    def check(self, trained: Sequence[Tensor]) -> None:
-        """UserError if parameters that all ranks of the inner group should hold alike have come to differ."""
+    def check(self, trained: Sequence[Tensor]) -> str:
+        """UserError if parameters that all ranks of the inner group should hold alike have come to differ. Returns why
+        they could not be compared, as where a rank is gone; "" where they are alike."""
         shared = [p.detach() for p, n in zip(trained, self._copies, strict=True) if n == self.size and p.numel()]
         if self.group is None or not shared:
-            return
+            return ""
         total = outer.norm(shared).double().cpu()
         spread = torch.stack([total, -total])
-        dist.all_reduce(spread, dist.ReduceOp.MAX, group=host_group(self.group))
+        try:
+            dist.all_reduce(spread, dist.ReduceOp.MAX, group=host_group(self.group))
+        except RuntimeError as error:
+            return str(error)
         highest, lowest = spread[0].item(), -spread[1].item()
         if highest - lowest > 1e-6 * abs(highest):
             what = "unsharded parameters" if self.of_shards else "parameters"
@@ -85,6 +89,7 @@ class Placement:
                 "synchronise gradients every step, as in DistributedDataParallel over mesh.get_group(1); else give no "
                 "mesh, or, to pipeline stages, shards=True"
             )
+        return ""
 
     def count(self, trained: Sequence[Tensor]) -> int:
         """How many elements the whole model trains."""

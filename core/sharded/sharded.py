@@ -182,7 +182,8 @@ class ShardedCO2(Rounds):
             )
         if not self._checked:  # once: each worker of a node sends a part of the parameters for all of them
             self._checked = True
-            self._node.check(self.params)
+            if reason := self._node.check(self.params):
+                raise self.flight._failure(reason, "the comparison of a node's parameters")
         landed = self.flight.in_flight
         last = landed and self.merge(finished=finished).last
         if self.config.at_boundary:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from core import CO2Config, CollectiveError, make_method
+from core import CO2Config, CollectiveError, ShardedCO2, make_method, node_mesh
 from core.methods import DelayedCO2, DelayedConfig
 from core.robust import peers
 from core.testing import run_distributed
@@ -166,3 +166,19 @@ def test_calls_after_a_failure_move_nothing(shard: bool):
         with pytest.raises(CollectiveError):
             call()
         assert torch.equal(p, before), "a boundary after a failure must not read what has landed in part"
+
+
+def loses_a_mate(rank: int, world_size: int) -> str:
+    method = ShardedCO2([nn.Parameter(torch.ones(3))], CO2Config(tau=1), mesh=node_mesh("cpu", world_size))
+    if rank == 1:
+        die("sigkill", [])
+    with pytest.raises(CollectiveError) as error:
+        method.step()
+    with pytest.raises(CollectiveError, match="comparison"):
+        method.finish()
+    return str(error.value)
+
+
+def test_a_worker_that_dies_before_a_node_is_compared_is_one_line_for_the_others():
+    message = run_distributed(loses_a_mate, 2, expect_death=(1,))[0]
+    assert message.startswith("rank 0: the comparison of a node's parameters failed") and "\n" not in message

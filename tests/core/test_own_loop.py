@@ -304,3 +304,27 @@ def test_a_damaged_one_is_refused_for_the_one_before(tmp_path: Path, capfd: Any)
     assert (
         "step000000006 is refused (rank 0: .metadata is missing); going on from step000000003" in capfd.readouterr().err
     )
+
+
+def test_a_kill_between_the_names_of_two_of_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    loop = Loop(0)
+    loop.go(4)
+    loop.save(str(tmp_path), keep=1)
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if target.name == "step000000004":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", killed)
+        loop.save(str(tmp_path), keep=1)
+    assert Loop(0).load(str(tmp_path)) == 4
+
+
+def test_an_optimiser_of_more_than_the_model_is_refused(tmp_path: Path):
+    loop = Loop(0)
+    loop.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(UserError, match="the optimiser has 1 parameters that the model lacks"):
+        loop.save(str(tmp_path))

@@ -172,3 +172,14 @@ def test_mistakes_get_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(type(accelerator), "distributed_type", DistributedType(kind))
         with pytest.raises(UserError, match=f"distributed_type={kind}: choose plain"):
             CO2Training(accelerator, net, optimizer)
+
+
+def test_after_an_exception_saving_is_accelerates_own_again(tmp_path: Path) -> None:
+    from core.integrations.accelerate import CO2Training
+
+    accelerator, model = accelerator_of(""), Net()
+    optimizer = accelerator.prepare(plain.adam(model))
+    with pytest.raises(KeyError), CO2Training(accelerator, model, optimizer):
+        raise KeyError("deliberate")
+    accelerator.save_state(str(tmp_path))
+    assert not (tmp_path / "co2").exists() and not accelerator._custom_objects

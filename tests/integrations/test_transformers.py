@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core import CO2Config, UserError
+from core import CO2Config, CollectiveError, UserError
 from tests.integrations import plain
 from tests.integrations.plain import BATCH, EPOCHS, PAPER, Net
 from tests.integrations.ranks import Ranks
@@ -227,6 +227,26 @@ def test_saves_in_mid_round_stops_early_and_loads_the_best(ranks: Ranks, tmp_pat
         for (step, _, x), (other, _, y) in zip(a[kind]["evaluated"], b[kind]["evaluated"], strict=True):
             assert step == other and torch.equal(x, y), f"{kind}: unlike models evaluated at {step}"
     assert a["recommended"]["steps"] == 240
+
+
+def breaks_off(rank: int, workers: int, folder: str) -> str:
+    """A worker's training raises, and its process stays, as in a notebook."""
+    from transformers import TrainerCallback
+
+    class Fails(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if rank == 1 and state.global_step == 7:
+                raise KeyError("deliberate")
+
+    try:
+        run(folder, callbacks=[Fails()])
+    except (KeyError, CollectiveError) as error:
+        return type(error).__name__
+    return ""
+
+
+def test_an_exception_in_training_leaves_the_others(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(breaks_off, 2, str(tmp_path)) == ["CollectiveError", "KeyError"]
 
 
 def alone(rank: int, workers: int, folder: str) -> None:

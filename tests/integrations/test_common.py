@@ -1,0 +1,54 @@
+"""Each worker's own part of a checkpoint, where the files are not what one save has written."""
+
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from core import CO2, CO2Config, UserError
+from core.integrations.common import load_own, save_own
+from core.testing import run_distributed
+from tests.problems import sgd_step
+
+
+def loads(rank: int, folder: str, **parts: object) -> str:
+    try:
+        load_own("Test", folder, rank, **parts)
+        return ""
+    except UserError as error:
+        return str(error)
+
+
+def spoilt(rank: int, world_size: int, folder: str) -> list[str]:
+    """What each worker is told of a checkpoint as it was written, and of three that a kill may leave."""
+    model = torch.nn.Linear(2, 2)
+    co2 = CO2(model.parameters(), CO2Config(tau=2))
+    for name, steps in (("old", 2), ("new", 3)):
+        for step in range(steps):
+            sgd_step(model.parameters(), rank, step)
+            co2.step()
+        save_own(f"{folder}/{name}", rank, model=model, co2=co2)
+    dist.barrier()
+    if rank == 0:
+        for name in ("lacks", "mixed", "damaged"):
+            shutil.copytree(f"{folder}/new", f"{folder}/{name}")
+        Path(folder, "lacks", "rank1.pt").unlink()
+        shutil.copy(f"{folder}/old/rank1.pt", f"{folder}/mixed/rank1.pt")
+        Path(folder, "damaged", "rank1.pt").write_bytes(b"PK")
+    dist.barrier()
+    told = [loads(rank, f"{folder}/{name}", model=model, co2=co2) for name in ("new", "lacks", "mixed", "damaged")]
+    told.append(loads(rank, f"{folder}/new", model=model, co2=co2, scaler=co2))
+    co2.finish()
+    co2.close()
+    return told
+
+
+def test_files_that_no_one_save_has_written_are_refused_by_all(tmp_path: Path):
+    first, second = run_distributed(spoilt, 2, str(tmp_path))
+    assert first == second
+    whole, lacks, mixed, damaged, other = first
+    assert not whole
+    assert "lacks/rank1.pt is missing" in lacks and "not of one checkpoint" in mixed
+    assert "damaged/rank1.pt cannot be read" in damaged and "holds no scaler" in other
+    assert all("\n" not in line for line in first)
