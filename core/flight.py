@@ -293,7 +293,8 @@ class Flight:
         return error
 
     def _failure(self, reason: str, what: str = "") -> CollectiveError:
-        """what: which collective has failed, if not the one in flight. Leaves the group, so that the workers which still wait see it broken too, and names those that are gone.
+        """what: which collective has failed, if not the one in flight. Leaves the group, so that the
+        workers which still wait see it broken too, and names those that are gone.
 
         gloo tells only the dead worker's neighbours; the others notice when these close their connections, and
         connections close once nothing refers to the work any more.

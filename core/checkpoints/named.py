@@ -51,8 +51,8 @@ def _numbered(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
     own = getattr(optimizer, "optim", optimizer)
     if strangers := sum(id(p) not in names for group in own.param_groups for p in group["params"]):
         raise UserError(
-            f"the optimiser has {strangers} parameters that the model lacks: give one module that holds all, such as an "
-            "nn.ModuleList"
+            f"the optimiser has {strangers} parameters that the model lacks: give one module that holds all, such as "
+            "an nn.ModuleList"
         )
     return [names[id(p)] for group in own.param_groups for p in group["params"]]
 
