@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 CHAOS ?=
 GPU ?=
 
-.PHONY: help setup clean demo test test-slow test-gpu test-root test-slurm test-triton test-examples test-lowest lint wheel docs gpu-report chaos
+.PHONY: help setup clean demo test test-slow test-examples test-gpu test-root test-slurm test-triton test-lowest lint wheel docs gpu-report chaos
 .DEFAULT_GOAL := help
 
 help:
