@@ -5,6 +5,7 @@
     python reproduce.py TABLE --local [--workers 4] [--dry-run]    trains the small stand-ins on this machine
     python reproduce.py [TABLE] --status [--local]                 what ran, what is left, GPU hours
     python reproduce.py [TABLE] --collect runs/                    Markdown, from the run folders alone
+    python reproduce.py report                                     results/index.html: all results on one page
 
 What is finished is left alone. A cell of the paper that is unknown to us is empty; a row without runs: "not run".
 """
@@ -30,7 +31,7 @@ import tyro
 
 from core import UserError
 from core.methods import METHODS
-from results.collect import collect, status
+from results.collect import collect, keep_stand_ins, status
 from results.paper import GPUS, TABLES, Row, Table
 from results.runs import Finished, load_recipe, read_run, stand_in_overrides
 from training.recipe import LARGEST, Recipe, find, parse
@@ -49,7 +50,7 @@ class Command:
     """
 
     table: tyro.conf.Positional[str] = "list"
-    """A table's name, all, or list, which shows the names; with --collect and --status, all tables by default."""
+    """A table's name, all, report, or list, which shows the names; with --collect and --status: all by default."""
     rows: str = ""
     """Only these rows, by label or recipe, separated by commas: resnet50,vitbase."""
     methods: str = ""
@@ -89,11 +90,14 @@ def main() -> None:
     if command.workers < 1 or command.array < 0:
         remedy = "give 1 or more workers, an array of 0 or more"
         raise UserError(f"workers={command.workers}, array={command.array}: {remedy}")
+    if command.table == "report":
+        from results.page import write_page  # needs Markdown, of the documentation's packages
+
+        return print(write_page(ROOT / "results"))
     if command.table == "list" and not command.collect and not command.status:
         return print("\n".join(listing()))
-    tables, name = TABLES, command.table
-    if name not in ("all", "list"):
-        tables = {name: find("table", name, TABLES, "`python reproduce.py list` names them")}
+    named = "`python reproduce.py list` names them"
+    tables = TABLES if (name := command.table) in ("all", "list") else {name: find("table", name, TABLES, named)}
     tables = choose(tables, command, extra)
     if command.collect:
         return print("\n".join(collect(tables, command.collect)))
@@ -115,6 +119,7 @@ def main() -> None:
                 run_sbatch(job.env, job.command, command.dry_run)
     if command.local and not command.dry_run:
         print("\n".join(collect(tables, ROOT / "runs/local")))
+        keep_stand_ins(tables, ROOT / "runs/local", ROOT / "results/tables")
 
 
 def listing() -> Iterator[str]:

@@ -17,16 +17,19 @@ from language.transnormer import TransNormer, TransNormerConfig
 from training import optim
 from training.optim import OptimConfig
 
-# Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; the tiny one is ours.
+# Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; tiny, mini and midi are ours.
 GPT2_SIZES = {
     "gpt2_tiny": dict(n_layer=4, n_head=4, n_embd=128),
+    "gpt2_mini": dict(n_layer=6, n_head=6, n_embd=192),
+    "gpt2_midi": dict(n_layer=8, n_head=8, n_embd=256),
     "gpt2_small": dict(n_layer=12, n_head=12, n_embd=768),
     "gpt2_medium": dict(n_layer=24, n_head=16, n_embd=1024),
     "gpt2_large": dict(n_layer=36, n_head=20, n_embd=1280),
 }
-# Liu et al., arXiv 1907.11692; the tiny one is ours.
+# Liu et al., arXiv 1907.11692; tiny and mini are ours.
 ROBERTA_SIZES = {
     "roberta_tiny": dict(num_hidden_layers=4, num_attention_heads=4, hidden_size=128, intermediate_size=512),
+    "roberta_mini": dict(num_hidden_layers=6, num_attention_heads=6, hidden_size=192, intermediate_size=768),
     "roberta_base": dict(num_hidden_layers=12, num_attention_heads=12, hidden_size=768, intermediate_size=3072),
     "roberta_large": dict(num_hidden_layers=24, num_attention_heads=16, hidden_size=1024, intermediate_size=4096),
 }
@@ -83,7 +86,7 @@ def _gpt2(name: str, vocab_size: int, context: int, dropout: float) -> GPT2LMHea
         bos_token_id=None,
         eos_token_id=None,
         # the same function: transformers' "gelu_new" keeps five tensors of it, torch's kernel one
-        activation_function="gelu_new" if name == "gpt2_tiny" else "gelu_pytorch_tanh",
+        activation_function="gelu_new" if name in ("gpt2_tiny", "gpt2_mini", "gpt2_midi") else "gelu_pytorch_tanh",
         **GPT2_SIZES[name],
     )
     return GPT2LMHeadModel(config)

@@ -12,8 +12,8 @@ from training.optim import OptimConfig
 from training.recipe import Recipe
 
 ModelName = Literal[
-    "gpt2_tiny", "gpt2_small", "gpt2_medium", "gpt2_large",
-    "roberta_tiny", "roberta_base", "roberta_large", "transnormer_tiny", "transnormer_7b",
+    "gpt2_tiny", "gpt2_mini", "gpt2_midi", "gpt2_small", "gpt2_medium", "gpt2_large",
+    "roberta_tiny", "roberta_mini", "roberta_base", "roberta_large", "transnormer_tiny", "transnormer_7b",
 ]  # fmt: skip
 CorpusName = Literal["pydoc", "gutenberg", "openwebtext", "wikibooks", "wikitext103"]
 LinearAttention = Literal["torch", "fla"]
@@ -240,6 +240,16 @@ def gpt2_pydoc_small() -> LanguageRecipe:
     )
 
 
+def gpt2_pydoc_medium() -> LanguageRecipe:
+    """As gpt2_pydoc_small, a deeper and wider model. Not run to its end."""
+    return replace(gpt2_pydoc_small(), model="gpt2_mini")
+
+
+def gpt2_pydoc_large() -> LanguageRecipe:
+    """As gpt2_pydoc_medium, deeper and wider again. Not run to its end."""
+    return replace(gpt2_pydoc_small(), model="gpt2_midi")
+
+
 def transnormer_pydoc_small() -> LanguageRecipe:
     """A tiny TransNormer on Python's documentation, which needs no data.
 
@@ -257,6 +267,22 @@ def roberta_pydoc_small() -> LanguageRecipe:
     """
     small = gpt2_pydoc_small()
     return replace(small, model="roberta_tiny", optim=replace(small.optim, lr=2e-3))
+
+
+def roberta_pydoc_large() -> LanguageRecipe:
+    """As roberta_pydoc_small, a deeper and wider model. Not run to its end."""
+    return replace(roberta_pydoc_small(), model="roberta_mini")
+
+
+def roberta_gutenberg_small() -> LanguageRecipe:
+    """A tiny RoBERTa on Gutenberg books, of CO2_DATA. Not run to its end."""
+    small = roberta_pydoc_small()
+    return replace(small, corpus="gutenberg", vocab_size=2048, epoch_steps=68, eval_tokens=1 << 15)
+
+
+def roberta_gutenberg_large() -> LanguageRecipe:
+    """As roberta_gutenberg_small, a deeper and wider model. Not run to its end."""
+    return replace(roberta_gutenberg_small(), model="roberta_mini")
 
 
 def gpt2_gutenberg_small() -> LanguageRecipe:
@@ -292,6 +318,7 @@ def gpt2_zo_small() -> LanguageRecipe:
 _ALL = (
     gpt2_small_owt, gpt2_medium_owt, gpt2_large_owt, gpt2_medium_zo_owt, gpt2_small_wikitext103, transnormer_7b_owt,
     roberta_base_wikibooks, roberta_large_wikibooks, roberta_base_wikitext103, roberta_large_wikitext103,
-    gpt2_pydoc_small, transnormer_pydoc_small, roberta_pydoc_small, gpt2_gutenberg_small, gpt2_zo_small,
+    gpt2_pydoc_small, gpt2_pydoc_medium, gpt2_pydoc_large, transnormer_pydoc_small, gpt2_gutenberg_small, gpt2_zo_small,
+    roberta_pydoc_small, roberta_pydoc_large, roberta_gutenberg_small, roberta_gutenberg_large,
 )  # fmt: skip
 RECIPES = {f.__name__: f() for f in _ALL}

@@ -102,6 +102,12 @@ def surfaces_small() -> PointCloudRecipe:
     )
 
 
+def surfaces_folding() -> PointCloudRecipe:
+    """Embedded analytic surfaces with a small folding decoder. Not run to its end."""
+    folding = AutoencoderConfig("folding", encoder_widths=(64, 128), latent=128, folding_width=128)
+    return replace(surfaces_small(), autoencoder=folding)
+
+
 def modelnet10_small() -> PointCloudRecipe:
     """ModelNet10, 512 points, a small fully connected decoder.
 
@@ -124,6 +130,6 @@ def modelnet10_mae_small() -> PointCloudRecipe:
 
 _ALL = (
     shapenet_folding, shapenet_mlp, shapenet_mae, shapenet55_mae,
-    surfaces_small, modelnet10_small, modelnet10_mae_small,
+    surfaces_small, surfaces_folding, modelnet10_small, modelnet10_mae_small,
 )  # fmt: skip
 RECIPES = {f.__name__: f() for f in _ALL}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,11 @@ from core import UserError
 from results.paper import GPUS, TABLES, Metric, Row, Table
 from results.runs import Finished, differences, hours, read_run, stretched
 from training.untrusted import printable
+
+CAPTION = (
+    "Measured here: small models and data of our own, each recipe's docstring names them; no number of the paper "
+    "compares with these. Mean ± standard deviation over the seeds. Samples a second are of the machine at hand."
+)
 
 
 def collect(tables: Mapping[str, Table], folder: Path) -> Iterator[str]:
@@ -39,6 +45,27 @@ def collect(tables: Mapping[str, Table], folder: Path) -> Iterator[str]:
     yield from (
         printable(f"Not counted: {path}: {why}.") for path, why in left_out.items() if path not in counted and why
     )
+
+
+def keep_stand_ins(tables: Mapping[str, Table], folder: Path, out: Path) -> None:
+    """Writes each table's stand-ins, which ran under `folder`, to NAME.md and NAME.json in `out`."""
+    runs = [run for path in sorted(folder.rglob("config.json")) if isinstance(run := read_run(path.parent), Finished)]
+    out.mkdir(parents=True, exist_ok=True)
+    for name, table in tables.items():
+        counted: set[Path] = set()
+        lines = [*section(table, True, runs, counted)]
+        mine = [run for run in runs if run.folder in counted]
+        commits = ", ".join(sorted({run.commit for run in mine} - {""})) or "none"
+        end = f"- Command: `python reproduce.py {name} --local`. Commits: {commits}."
+        lines = [f"# {name}: {table.title}, stand-ins", "", CAPTION, "", *lines, "", end]
+        (out / f"{name}.md").write_text("".join(f"{printable(line)}\n" for line in lines))
+        (out / f"{name}.json").write_text(json.dumps([_kept(run, table.metric) for run in mine], indent=1) + "\n")
+
+
+def _kept(run: Finished, metric: Metric) -> dict[str, object]:
+    asked = {key: run.settings[key] for key in ("name", "method", "co2.tau", "batch_size", "seed")}
+    found = {key: run.results[key] for key in (metric.key, "samples_per_second", "exposed_share")}
+    return {**asked, "workers": run.workers, "commit": run.commit, **found}
 
 
 def section(table: Table, local: bool, runs: Sequence[Finished], counted: set[Path]) -> Iterator[str]:

@@ -63,7 +63,7 @@ def _vit(dim: int, depth: int, heads: int, patch: int) -> Backbone:
     return Backbone("upernet_vit-b16_ln_mln", changes, (dim,) * 4)
 
 
-# The three `mini` ones are ours, for small images on a CPU; the others are mmseg's.
+# Those named `mini` are ours, for small images on a CPU; the others are mmseg's.
 BACKBONES: dict[BackboneName, Backbone] = {
     "resnet50": _resnet(50),
     "resnet101": _resnet(101),
@@ -72,7 +72,9 @@ BACKBONES: dict[BackboneName, Backbone] = {
     "swin_base": _swin(128, (2, 2, 18, 2), (4, 8, 16, 32)),
     "vit_base": _vit(768, 12, 12, patch=16),
     "resnet_mini": _resnet(18, width=16),
+    "resnet34_mini": _resnet(34, width=16),
     "swin_mini": _swin(32, (2, 2, 2, 2), (1, 2, 4, 8), window_size=4, drop_path_rate=0.0),
+    "swin_mini_wide": _swin(48, (2, 2, 2, 2), (2, 4, 8, 16), window_size=4, drop_path_rate=0.0),
     "vit_mini": _vit(96, 4, 3, patch=8),
 }
 

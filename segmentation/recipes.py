@@ -12,8 +12,9 @@ from training.recipe import Recipe
 
 DataName = Literal["ade20k", "camvid", "digits"]
 BackboneName = Literal[
-    "resnet50", "resnet101", "swin_tiny", "swin_small", "swin_base", "vit_base", "resnet_mini", "swin_mini", "vit_mini"
-]
+    "resnet50", "resnet101", "swin_tiny", "swin_small", "swin_base", "vit_base",
+    "resnet_mini", "resnet34_mini", "swin_mini", "swin_mini_wide", "vit_mini",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -142,10 +143,20 @@ def digits_small() -> SegmentationRecipe:
     )
 
 
+def digits_resnet34() -> SegmentationRecipe:
+    """The same data with a deeper ResNet. Not run to its end."""
+    return replace(digits_small(), backbone="resnet34_mini")
+
+
 def digits_swin() -> SegmentationRecipe:
     """The same data with a small Swin. Not run to its end."""
     small = digits_small()
     return replace(small, backbone="swin_mini", optim=replace(small.optim, undecayed=SWIN_UNDECAYED))
+
+
+def digits_swin_wide() -> SegmentationRecipe:
+    """The same data with a wider Swin. Not run to its end."""
+    return replace(digits_swin(), backbone="swin_mini_wide")
 
 
 def digits_vit() -> SegmentationRecipe:
@@ -174,6 +185,6 @@ def camvid_small() -> SegmentationRecipe:
 
 _ALL = (
     ade20k_resnet50, ade20k_resnet101, ade20k_swin_tiny, ade20k_swin_base, ade20k_vit_base,
-    digits_small, digits_swin, digits_vit, camvid_small,
+    digits_small, digits_resnet34, digits_swin, digits_swin_wide, digits_vit, camvid_small,
 )  # fmt: skip
 RECIPES = {f.__name__: f() for f in _ALL}

@@ -1,4 +1,4 @@
-"""The classifiers: two small ones for images of 8 to 32 pixels, and every model that timm knows by name."""
+"""The classifiers: four small ones for images of 8 to 32 pixels, and every model that timm knows by name."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import training.prepared  # noqa: F401
 import difflib
 
 import timm
-from timm.models import VisionTransformer
+from timm.models import SwinTransformer, VisionTransformer
+from timm.models.regnet import RegNet, RegNetCfg
 from timm.models.resnet import BasicBlock, ResNet
 from torch import nn
 
 from core import UserError
 
-SMALL = ("resnet_small", "vit_small")
+SMALL = ("resnet_small", "vit_small", "swin_small", "regnet_small")
 
 
 def build_model(
@@ -22,18 +23,13 @@ def build_model(
 ) -> nn.Module:
     """A classifier [n, in_chans, image_size, image_size] float -> logits [n, num_classes], randomly initialised.
 
-    resnet_small and vit_small are ours, made of timm's classes; any other name is timm's (resnet50,
-    vit_base_patch16_224), which fixes its own image size.
+    Those in SMALL are ours, made of timm's classes; any other name is timm's (resnet50, vit_base_patch16_224), which
+    fixes its own image size.
     """
     if name in SMALL and drop_path:
         raise UserError(f"drop_path={drop_path}: {name} has no stochastic depth; leave it out, or choose timm's models")
-    if name == "resnet_small":
-        return _resnet_small(num_classes, in_chans)
-    if name == "vit_small":
-        patch = max(2, image_size // 8)  # 64 tokens at 32 x 32, 16 at 8 x 8
-        return VisionTransformer(
-            image_size, patch, in_chans, num_classes, embed_dim=96, depth=4, num_heads=3, mlp_ratio=2.0
-        )
+    if name in SMALL:
+        return _small(name, num_classes, in_chans, image_size)
     if not timm.is_model(name):
         near = difflib.get_close_matches(name, [*SMALL, *timm.list_models()], n=3)
         raise UserError(f"model {name!r} is unknown to timm; did you mean {', '.join(near) or 'one of ' + str(SMALL)}?")
@@ -50,6 +46,26 @@ def image_size(name: str) -> int:
     """The side of the images that one of timm's models was made for; 224 where that is any."""
     shape = getattr(timm.get_pretrained_cfg(name, allow_unregistered=True), "input_size", None)
     return shape[-1] if shape else 224
+
+
+def _small(name: str, num_classes: int, in_chans: int, image_size: int) -> nn.Module:
+    if name == "resnet_small":
+        return _resnet_small(num_classes, in_chans)
+    if name == "regnet_small":
+        return _regnet_small(num_classes, in_chans)
+    sides = (image_size, max(2, image_size // 8), in_chans, num_classes)  # 64 tokens at 32 x 32, 16 at 8 x 8
+    if name == "vit_small":
+        return VisionTransformer(*sides, embed_dim=96, depth=4, num_heads=3, mlp_ratio=2.0)
+    swin = {"embed_dim": 48, "depths": (2, 2), "num_heads": (2, 4), "window_size": 2, "mlp_ratio": 2.0}
+    return SwinTransformer(*sides, **swin, drop_path_rate=0.0)
+
+
+def _regnet_small(num_classes: int, in_chans: int) -> nn.Module:
+    """A RegNetY of 9 blocks in 3 stages, 24 to 96 channels; its stem keeps the resolution."""
+    config = RegNetCfg(w0=24, wa=12.0, wm=2.0, depth=9, group_size=8, se_ratio=0.25, stem_width=24)
+    model = RegNet(config, in_chans, num_classes)
+    model.stem.conv.stride = (1, 1)
+    return model
 
 
 def _resnet_small(num_classes: int, in_chans: int) -> nn.Module:

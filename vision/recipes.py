@@ -17,7 +17,7 @@ class VisionRecipe(Recipe):
     """A classifier and its data."""
 
     model: str = "resnet_small"
-    """resnet_small, vit_small, or any model of timm."""
+    """resnet_small, vit_small, swin_small, regnet_small, or any model of timm."""
     dataset: Literal["digits", "cifar10", "imagenet"] = "digits"
     """digits comes with scikit-learn; cifar10 and imagenet are read from the folder CO2_DATA."""
     augment: bool = False
@@ -80,6 +80,16 @@ def digits_vit() -> VisionRecipe:
     """A small ViT on scikit-learn's digits. Not run to its end."""
     adamw = OptimConfig("adamw", lr=2e-3, weight_decay=0.05, warmup_steps=44)
     return replace(digits_small(), model="vit_small", epochs=40, optim=adamw)
+
+
+def digits_swin() -> VisionRecipe:
+    """A small Swin on scikit-learn's digits. Not run to its end."""
+    return replace(digits_vit(), model="swin_small")
+
+
+def digits_regnet() -> VisionRecipe:
+    """A small RegNetY on scikit-learn's digits. Not run to its end."""
+    return replace(digits_small(), model="regnet_small")
 
 
 def cifar10_small() -> VisionRecipe:
@@ -160,7 +170,7 @@ def imagenet_regnet() -> VisionRecipe:
 
 
 _ALL = (
-    digits_small, digits_vit, cifar10_small, cifar10_vit,
+    digits_small, digits_vit, digits_swin, digits_regnet, cifar10_small, cifar10_vit,
     imagenet_resnet50, imagenet_vit_base, imagenet_swin_tiny, imagenet_regnet,
 )  # fmt: skip
 RECIPES = {f.__name__: f() for f in _ALL}

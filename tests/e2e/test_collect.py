@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from results.collect import collect, status
+from results.collect import collect, keep_stand_ins, status
+from results.page import FIRST, write_page
 from results.paper import TABLES
 from results.runs import load_recipe, read_run
 
@@ -235,6 +236,20 @@ def test_stand_ins_have_a_table_of_their_own_without_the_papers_values(tmp_path:
     assert "| ResNet-50: digits_small | co2 | 6 | 4 | 64 | 1 | 90.00 | 128.0 | 10.0% |" in lines
     assert "| ViT-Base: digits_vit | co2 |  |  |  |  | not run |  |  |" in lines
     assert "| ResNet-50 | co2 |  |  |  |  | not run |  |  | 77.14 ± 0.09 |" in lines
+
+
+def test_stand_ins_are_kept_and_all_results_fit_one_page(tmp_path: Path):
+    make_run(tmp_path / "runs/a", "vision", "digits_small", workers=4, results={"test_top1": 0.9})
+    keep_stand_ins({"imagenet": TABLES["imagenet"]}, tmp_path / "runs", tmp_path / "tables")
+    (kept,) = json.loads((tmp_path / "tables/imagenet.json").read_text())
+    assert (kept["name"], kept["test_top1"], kept["commit"]) == ("digits_small", 0.9, "abc1234")
+    assert "Commits: abc1234." in (tmp_path / "tables/imagenet.md").read_text()
+    for name in FIRST:
+        (tmp_path / f"{name}.md").write_text(f"# The {name}\n\n[Stand-ins](tables/imagenet.md) ![one](one.png)\n")
+    (tmp_path / "one.png").write_bytes(b"\x89PNG")
+    text = write_page(tmp_path).read_text()
+    assert text.count('<a href="#tablesimagenet">Stand-ins</a>') == len(FIRST) and "<td>90.00</td>" in text
+    assert 'src="data:image/png;base64,iVBORw=="' in text and "one.png" not in text
 
 
 def test_throughput_and_its_ratios_by_hand(tmp_path: Path):

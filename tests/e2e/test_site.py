@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from results.page import write_page
 from tests.imports import ROOT
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -70,16 +71,25 @@ def test_no_link_inside_the_site_is_dead(site: Path):
             assert not name or other not in pages or name in pages[other].names, f"{page.relative_to(site)}: {link}"
 
 
+def test_the_page_of_all_results_holds_what_it_shows():
+    links = Links(write_page(ROOT / "results"))
+    for link in links.found:
+        assert re.match(r"https?:|data:", link) or (
+            link[1:] in links.names if link[0] == "#" else (ROOT / "results" / link.partition("#")[0]).exists()
+        ), link
+
+
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium: apt-get install chromium")
 @pytest.mark.parametrize("size", [(1280, 900), (390, 844)], ids=["wide", "phone"])
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, "all results"])
 def test_a_browser_shows_the_page_without_an_error(page: str, size: tuple[int, int], address: str, tmp_path: Path):
     """Its pixels go to the temporary folder: look at them there (pytest --basetemp FOLDER)."""
+    url = write_page(ROOT / "results").as_uri() if page == "all results" else f"{address}/{page}.html"
     picture = tmp_path / "page.png"
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr", "--v=0"]
     options += [f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={size[0]},{size[1]}"]
     command = [str(BROWSER), *options, "--virtual-time-budget=5000", f"--screenshot={picture}"]
-    ended = subprocess.run([*command, f"{address}/{page}.html"], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([*command, url], capture_output=True, text=True, timeout=60)
     told = [line for line in ended.stderr.splitlines() if "CONSOLE" in line]
     assert ended.returncode == 0 and not told, told
     pixels = np.asarray(Image.open(picture).convert("L"))
