@@ -40,13 +40,16 @@ def write_page(folder: Path) -> Path:
 
 
 def _title(path: Path) -> str:
-    return path.read_text().partition("\n")[0].lstrip("# ")
+    """Its heading, or its name: not every table has one."""
+    first = path.read_text().partition("\n")[0]
+    return first.removeprefix("# ") if first.startswith("# ") else path.stem
 
 
 def _section(path: Path, names: dict[Path, str]) -> str:
     text = markdown.markdown(path.read_text(), extensions=["tables", "fenced_code"])
     text = re.sub(r'(src|href)="([^"]+)"', lambda found: _reference(path, names, *found.groups()), text)
-    return f'<section id="{names[path]}">{text}</section>'
+    title = "" if text.startswith("<h1>") else f"<h2>{html.escape(_title(path))}</h2>"
+    return f'<section id="{names[path]}">{title}{text}</section>'
 
 
 def _reference(path: Path, names: dict[Path, str], kind: str, target: str) -> str:

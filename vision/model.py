@@ -61,8 +61,8 @@ def _small(name: str, num_classes: int, in_chans: int, image_size: int) -> nn.Mo
 
 
 def _regnet_small(num_classes: int, in_chans: int) -> nn.Module:
-    """A RegNetY of 9 blocks in 3 stages, 24 to 96 channels; its stem keeps the resolution."""
-    config = RegNetCfg(w0=24, wa=12.0, wm=2.0, depth=9, group_size=8, se_ratio=0.25, stem_width=24)
+    """A RegNetY of 8 blocks in 4 stages, 16 to 96 channels; its stem keeps the resolution."""
+    config = RegNetCfg(w0=16, wa=12.0, wm=1.8, depth=8, group_size=8, se_ratio=0.25, stem_width=16)
     model = RegNet(config, in_chans, num_classes)
     model.stem.conv.stride = (1, 1)
     return model

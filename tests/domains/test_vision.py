@@ -102,7 +102,10 @@ def test_imagenet_models_have_their_published_size(name: str, millions: float, s
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=5e-4)
 
 
-@pytest.mark.parametrize(("name", "channels", "size"), [("resnet_small", 3, 32), ("vit_small", 1, 8)])
+SMALL_ONES = [("resnet_small", 3, 32), ("vit_small", 1, 8), ("swin_small", 1, 8), ("regnet_small", 1, 8)]
+
+
+@pytest.mark.parametrize(("name", "channels", "size"), SMALL_ONES)
 def test_small_models_train_on_both_sizes(name: str, channels: int, size: int):
     torch.manual_seed(0)
     model = build_model(name, num_classes=10, in_chans=channels, image_size=size)
