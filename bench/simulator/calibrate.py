@@ -126,7 +126,7 @@ def fit(rows: list[Row], nbytes: float) -> Constants:
     linked = [r for r in rows if r["workers"] > 1]
     ddp = [r for r in linked if r["method"] == "ddp"]
     hidden = [r for r in linked if r["method"] in HIDDEN]
-    # Blocking methods see an all-reduce end at once; a hidden one's end is noted at the next step, unless it is awaited.
+    # Blocking methods see an all-reduce end at once; a hidden one's end is noted at the next step, unless awaited.
     blocking = [r for r in linked if r["method"] not in (*HIDDEN, "ddp")]
     awaited = [r for r in hidden if r["exposed_share"] > AWAITED]
     link = _fit_link(blocking or awaited or hidden or ddp, nbytes, spread)

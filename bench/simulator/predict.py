@@ -271,15 +271,21 @@ def lines_markdown(lines: list[Line]) -> str:
 
 def papers_table(options: Simulate) -> dict[str, Any]:
     """Prints the comparison with the paper's cells; returns it as plain data."""
+    result, assumed = papers_report(options)
+    title = "## The paper's throughput table, 80 Gbit/s TCP/IP (CO2, arXiv 2401.16265)"
+    print(f"\n{title}\n\n{assumed}\n\n{paper.markdown(result)}\n\n{paper.remarks(result)}", flush=True)
+    return asdict(result)
+
+
+def papers_report(options: Simulate) -> tuple[paper.Report, str]:
+    """The comparison, and what it assumes in words."""
     cluster, _, work, _ = build(replace(options, preset=DEFAULT_PRESET, nodes=None, workers_per_node=None))
     nbytes = options.params * options.bytes_per_param
-    result = paper.report(cluster, nbytes, options.words, work.backward_share, work.overlap)
-    print(
-        "\n## The paper's throughput table, 80 Gbit/s TCP/IP (CO2, arXiv 2401.16265)\n\n"
+    shares = work.backward_share, work.overlap, work.allreduce_spread
+    return paper.report(cluster, nbytes, options.words, *shares), (
         f"Assumed or given: {options.params:g} parameters of {options.bytes_per_param:g} bytes, {options.words} "
         f"words per GPU and step, backward pass {work.backward_share:.2g} of a step, ddp's overlap {work.overlap:g} of "
-        f"it, {cluster.latency * 1e3:g} ms a hop. Which model the table is of is not known here: size and words only "
-        "scale the fitted constants, apart from latency and the traffic inside a node.\n"
+        f"it, an all-reduce's standard deviation {work.allreduce_spread:g} of its mean, {cluster.latency * 1e3:g} ms a "
+        "hop. Which model the table is of is not known here: size and words only scale the fitted constants, apart "
+        "from latency and the traffic inside a node."
     )
-    print(f"{paper.markdown(result)}\n\n{paper.remarks(result)}", flush=True)
-    return asdict(result)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from bench import loss_table, plots, report, slow_links, utilisation, zeroth
 from bench.peers import table
 from bench.report import Spread, mean_sd, require_each_once, require_known, require_one_or_more, require_positive
 from bench.search.rows import Rows, markdown
+from bench.simulator import against
 from core.errors import UserError
 from results import paper
 
@@ -89,6 +91,13 @@ def test_the_published_tables_are_those_of_the_published_figures():
     for name, made in written.items():
         table_of = RESULTS / f"{name.replace('scaling', 'utilisation') if '/' in name else name}.md"
         assert table_of.read_text() == made(json.loads((RESULTS / f"{name}.json").read_text())), name
+
+
+def test_the_simulator_is_within_its_bounds_where_the_link_decides_and_the_page_says_so():
+    rows = [row for row in against.compare(RESULTS).rows if row.link_decides and "fitted" not in row.part]
+    errors = [abs(row.error) for row in rows]
+    assert len(rows) >= 60 and statistics.median(errors) < 0.03 and max(errors) < 0.15
+    assert (RESULTS / "simulator.md").read_text() == against.markdown(RESULTS)
 
 
 def test_the_published_search_is_read_and_its_rows_stand_in_its_tables(monkeypatch: pytest.MonkeyPatch):
