@@ -125,16 +125,17 @@ class Workers:
             self.streams[ALLREDUCE], self.work.allreduce, self.work.allreduce * self.work.allreduce_spread, 1
         )
         parts = self.parts(tau) if self.rule.by_speed else np.full(self.work.workers, tau)
-        early = self.rule.delay if method in HIDDEN else None
-        if early:
-            self._merge_early(self._draw(np.full_like(parts, early)))
-            parts = parts - early
-        compute = self._draw(parts)
+        busy, rest = np.zeros(self.work.workers), parts
+        if method in HIDDEN and self.rule.delay:
+            early = np.minimum(parts, self.rule.delay)
+            busy, rest = self._draw(early), parts - early
+            self._merge_early(busy)
+        compute = self._draw(rest)
         close = {"ddp": self.ddp, SSP: self.ssp}.get(method, self.hidden if method in HIDDEN else self.blocking)
         close(compute, float(allreduce[0]))
-        self.taken += float(parts.mean()) + (early or 0)
+        self.taken += float(parts.mean())
         if self.rule.by_speed:
-            self._hear(compute / parts)
+            self._hear((busy + compute) / parts)
 
     def parts(self, tau: int) -> np.ndarray:
         """Each worker's local steps of the next round, as Pace.steps has them."""

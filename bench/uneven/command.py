@@ -200,9 +200,10 @@ def _ring(workers: int) -> float:
 
 def markdown(o: Uneven, rows: Rows) -> str:
     """The page."""
+    sections = [section(o, rows, allreduce) for allreduce in o.allreduce]
+    commits = ", ".join(sorted({row["commit"] or "unknown" for row in rows.found.values()})) or "none"
     about = ", ".join(f"{name}: {scenario.about}" for name, scenario in SCENARIOS.items())
     factors, seeds = (", ".join(f"{value:g}" for value in values) for values in (o.lr_factors, o.seeds))
-    commits = ", ".join(sorted({row["commit"] or "unknown" for row in rows.found.values()})) or "none"
     notes = [
         f"Scenarios: {about}. Everywhere a step's standard deviation is 5 % of its mean.",
         "speed: local steps of all workers a second, of as many undisturbed workers that never wait. Simulated.",
@@ -223,10 +224,10 @@ def markdown(o: Uneven, rows: Rows) -> str:
         f"# Workers at unlike speeds: {o.task}",
         "[All results](index.md). Loss and speed at equal seconds; the seconds are simulated.",
         report.bullets(notes),
-        *(section(o, rows, allreduce) for allreduce in o.allreduce),
+        *sections,
         "## More workers, speed alone (predicted by the model, not run)",
-        f"- Columns: workers. An all-reduce of {o.workers} takes {max(o.allreduce):g} local steps, and grows by a ring's "
-        "bytes. Of the workers, one is slow, or all stall.",
+        f"- Columns: workers. An all-reduce of {o.workers} takes {max(o.allreduce):g} local steps, and grows by a "
+        "ring's bytes. Of the workers, one is slow, or all stall.",
         *crowd,
     ]
     return "\n\n".join(parts) + "\n"
