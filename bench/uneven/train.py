@@ -96,7 +96,7 @@ def train_ssp(task: Task, plan: Plan, clock: Run, seconds: float) -> Tensor:
             on_the_way.remove(first)
             server.add_(first[2])
 
-    order = sorted((clock.starts[c, i], c, i) for c, i in zip(*np.nonzero(clock.within), strict=True))
+    order = sorted((clock.starts[c, i], c, i) for c, i in np.argwhere(clock.within).tolist())
     for start, c, i in order:
         if any(clock.ends[at] <= start or at[1] == i for at in waiting):
             compute()
