@@ -33,7 +33,7 @@ def scaling_row(method: str, tau: int, workers: int, rate: float | None, seed: i
     run = simulate(method, work, tau, rounds + 1, seed=seed, warmup=1)
     noise = np.random.default_rng([seed, 99]).normal(1, 0.002, 3)
     return row | dict(
-        steps=run.steps,
+        steps=round(run.steps),
         seconds=run.seconds,
         samples_per_second=workers * BATCH * run.steps / run.seconds,
         step_seconds=TRUE.step * noise[0],

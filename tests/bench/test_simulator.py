@@ -200,7 +200,7 @@ def test_command_line_prints_tables_labels_assumptions_and_writes_json(tmp_path,
     assert [line["method"] for line in results["prediction"]["methods"]] == ["ddp", *METHODS_AT_TAU]
 
 
-METHODS_AT_TAU = ("local", "overlap_local", "slowmo", "co2")
+METHODS_AT_TAU = ("local", "overlap_local", "slowmo", "co2", "co2, by_speed", *(f"ssp, s = {s}" for s in (1, 3, 8)))
 
 
 BASE = Simulate(preset="dgx-a100-tcp", inter_gbps=1.0, rounds=4)
@@ -224,6 +224,8 @@ OPTIONS = dict(
     backward_share=0.5,
     ddp_overlap=0.1,
     allreduce_spread=0.3,
+    slow=(2.0,),
+    stall_chance=0.1,
     tau=7,
     quantile=0.5,
     margin=1.0,
