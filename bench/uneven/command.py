@@ -1,6 +1,6 @@
 """SSP, ddp, local and CO2 where workers are unlike: samples/s, and the loss at equal seconds.
 
-python -m bench.uneven [--task digits] [--workers 4] [--tau 24] [--seconds 480] [--allreduce 0.1 5]
+python -m bench.uneven [--task digits] [--workers 4] [--tau 24] [--seconds 480] [--allreduce 1 5]
 python -m bench.uneven --report
 
 Seconds are simulated, in units of an undisturbed worker's local step: bench/simulator/events.py says when each worker
@@ -57,7 +57,7 @@ class Uneven:
     """Local steps of a round, and of SSP's long clocks."""
     seconds: float = 480.0
     """Of training, in local steps of an undisturbed worker."""
-    allreduce: tuple[float, ...] = (0.1, 5.0)
+    allreduce: tuple[float, ...] = (1.0, 5.0)
     """How many local steps an all-reduce of the parameters takes."""
     scenarios: tuple[str, ...] = tuple(SCENARIOS)
     """Among even, half and stalls."""
@@ -144,7 +144,10 @@ def ensure(o: Uneven, rows: Rows, key: Key, way: Way) -> dict[str, Any] | None:
 
 
 def chosen(o: Uneven, rows: Rows, allreduce: float, way: Way) -> float | None:
-    """The learning rate's factor with the least loss where all workers are alike; None where a run is missing."""
+    """The learning rate's factor with the least loss where all workers are alike; None where a run is missing. A
+    single factor is not tuned."""
+    if len(o.lr_factors) == 1:
+        return o.lr_factors[0]
     losses = {}
     for factor in o.lr_factors:
         row = ensure(o, rows, key_of(o, allreduce, ALIKE, way, factor, TUNING_SEED), way)
@@ -211,7 +214,9 @@ def markdown(o: Uneven, rows: Rows) -> str:
         f"that all workers then share; mean ± standard deviation over seeds {seeds}. Whole rounds and clocks that end "
         "in time count, and CO2's last all-reduce is charged. The learning rate falls by a cosine to the end.",
         f"lr: of the task's, the best of {factors} on tuning seed {TUNING_SEED} and the tuning split where all workers "
-        "are alike.",
+        "are alike."
+        if len(o.lr_factors) > 1
+        else f"lr: {factors} times the task's; not tuned.",
         f"Task: {load_task(o.task).about}. Workers: {o.workers}. In float32; no compression anywhere.",
         "ssp: stale synchronous parallel (Ho et al., NeurIPS 2013), a parameter server shared out over the workers; s: "
         "how many clocks a worker may be ahead of the slowest. An update is divided by the number of workers.",
