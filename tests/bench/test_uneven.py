@@ -109,6 +109,7 @@ def test_what_ends_in_time_counts():
     assert Way("local", "local", 4).run(work, 19.0, 0).rounds == 3
     co2 = Way("co2", "co2", 4).run(work, 19.0, 0)
     assert (co2.rounds, co2.samples) == (4, 32)
+    assert Way("co2", "co2", 4).run(work, 17.0, 0).rounds == 3
     ssp = Way(SSP, SSP, 1, Rule(staleness=1)).run(replace(SLOW, allreduce=0.5), 9.4, 0)
     assert ssp.within.sum(axis=0).tolist() == [2, 4], "the slow one's by 3.5, 6.5; the fast one's by 1.5, 2.5, 5, 8"
     with pytest.raises(UserError, match="closes no round"):
@@ -138,7 +139,7 @@ def test_ssp_without_staleness_is_ddp_and_local(name: str, tau: int):
 
 
 def test_a_worker_sees_its_own_updates_and_those_that_have_arrived(monkeypatch: pytest.MonkeyPatch):
-    """Worker 0's updates count 1, worker 1's 100; staleness 1, by the times of the test above."""
+    """Worker 0's updates count 1, worker 1's 100; staleness 1."""
     seen: dict[int, list[int]] = {0: [], 1: []}
 
     def step(crew: Crew, who: list[int], numbers: list[int], lrs: list[float]) -> None:
@@ -147,13 +148,14 @@ def test_a_worker_sees_its_own_updates_and_those_that_have_arrived(monkeypatch: 
             crew.x[i] += (1, 100)[i]
 
     monkeypatch.setattr(Crew, "step", step)
-    clock = Way(SSP, SSP, 1, Rule(staleness=1)).run(SLOW, 10.0, 0)
-    end = train_ssp(TASK, plan_of("ddp", 10, 1), clock, 10.0)
-    # the fast one begins at 0, 1, 3, 6, 9 with its own and the slow one's of 3, 6, 9
-    assert seen[1] == [0, 100, 201, 302, 403]
-    # the slow one begins at 0, 3, 6 with its own and the fast one's of 1, 2, 4, 7
-    assert seen[0] == [0, 201, 302]
-    assert round(2 * float(end[0] - Crew(TASK, plan_of("ddp", 10, 1)).x[0, 0])) == 503
+    clock = Way(SSP, SSP, 1, Rule(staleness=1)).run(replace(SLOW, allreduce=0.5), 9.4, 0)
+    plan = plan_of("ddp", 10, 1)
+    end = train_ssp(TASK, plan, clock, 9.4)
+    # the fast one begins at 0, 1, 3.5 and 6.5, with all of its own and the slow one's that arrive at 3.5 and 6.5
+    assert seen[1] == [0, 100, 201, 302]
+    # the slow one begins at 0 and 3, with its own, on its way until 3.5, and the fast one's of 1.5 and 2.5
+    assert seen[0] == [0, 201]
+    assert round(2 * float(end[0] - Crew(TASK, plan).x[0, 0])) == 402
 
 
 def test_a_worker_that_takes_fewer_steps_counts_by_them():

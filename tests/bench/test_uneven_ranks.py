@@ -70,7 +70,7 @@ def test_without_staleness_it_is_local_sgd():
 @pytest.mark.slow
 def test_the_command_measures_and_predicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "argv", ["bench.uneven.real"])
-    o = Real(workers=2, rate=400.0, tau=3, scenarios=("half",), repeats=1, rounds=2, step_ms=10.0, throttle=True)
+    o = Real(workers=2, rate=400.0, tau=6, scenarios=("half",), repeats=1, rounds=2, step_ms=10.0, throttle=True)
     o.check()
     result = json.loads(json.dumps(run(o), default=str))
     assert len(result["cells"]) == len(o.methods) and len(result["rows"]) == 2 * len(o.methods)
