@@ -41,9 +41,9 @@ NAME = "uneven_real"
 METHODS: dict[str, tuple[str, Rule]] = {
     "ddp": ("ddp", Rule()),
     "local": ("local", Rule()),
-    **{f"ssp, s = {s}": (SSP, Rule(staleness=s)) for s in STALENESS},
-    "co2, even": ("co2", Rule()),
-    "co2, by_speed": ("co2", Rule(by_speed=True)),
+    **{f"ssp{s}": (SSP, Rule(staleness=s)) for s in STALENESS},
+    "co2_even": ("co2", Rule()),
+    "co2_by_speed": ("co2", Rule(by_speed=True)),
 }
 WARM = 2 * max(STALENESS) + 2  # rounds until the fastest is as far ahead as it may be, and by_speed knows the speeds
 
@@ -178,7 +178,8 @@ def markdown(result: dict[str, Any]) -> str:
         *(f"{name}: {SCENARIOS[name].about}." for name in o["scenarios"]),
         "predicted: by bench/simulator, its link fitted to results/scaling.json; nothing of this run is known to it. "
         f"Median error {statistics.median(errors):.1%}, worst {max(errors):.1%}.",
-        "ssp: updates by all-reduces, as many on their way as the staleness allows and one more.",
+        "ssp1, ssp3, ssp8: stale synchronous parallel of that staleness, its clocks as long as the others' rounds, its "
+        "updates by all-reduces. co2: the paper's settings.",
         f"{report.source(result)}.",
     ]
     titles = ["scenario", "method", "measured, samples/s", "predicted", "error"]

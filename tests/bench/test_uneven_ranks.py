@@ -75,5 +75,5 @@ def test_the_command_measures_and_predicts(tmp_path: Path, monkeypatch: pytest.M
     result = json.loads(json.dumps(run(o), default=str))
     assert len(result["cells"]) == len(o.methods) and len(result["rows"]) == 2 * len(o.methods)
     speeds = {cell["method"]: cell["predicted"] for cell in result["cells"]}
-    assert speeds["co2, by_speed"] > 1.2 * speeds["co2, even"] and speeds["ssp, s = 8"] > speeds["local"]
-    assert "| half | ssp, s = 3 |" in markdown(result)
+    assert speeds["co2_by_speed"] > 1.2 * speeds["co2_even"] and speeds["ssp8"] > speeds["local"]
+    assert "| half | ssp3 |" in markdown(result)
