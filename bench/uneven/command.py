@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -222,7 +224,7 @@ def markdown(o: Uneven, rows: Rows) -> str:
         "how many clocks a worker may be ahead of the slowest. An update is divided by the number of workers.",
         "keep: merge keep, no gap, outer momentum 0, merged after as many local steps as the all-reduce takes. co2 "
         "else: the paper's rule with outer momentum 0.",
-        f"Command: `python -m bench.uneven --task {o.task}`. Commits: {commits}.",
+        f"Command: `{shlex.join(['python', '-m', 'bench.uneven', *sys.argv[1:]])}`. Commits: {commits}.",
     ]
     crowd = [f"### {SCENARIOS[name].about}\n\n{crowds(o, name, max(o.allreduce))}" for name in o.scenarios]
     parts = [
