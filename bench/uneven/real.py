@@ -45,7 +45,12 @@ METHODS: dict[str, tuple[str, Rule]] = {
     "co2_even": ("co2", Rule()),
     "co2_by_speed": ("co2", Rule(by_speed=True)),
 }
-WARM = 2 * max(STALENESS) + 2  # rounds until the fastest is as far ahead as it may be, and by_speed knows the speeds
+
+
+def warm(name: str) -> int:
+    """Rounds until the fastest worker is as far ahead as it may be, or by_speed knows the speeds."""
+    rule = METHODS[name][1]
+    return max(2 + 2 * rule.staleness, 6 * rule.by_speed)
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ def measure(o: Real, scenario: str, data: tuple[Tensor, Tensor], name: str, repe
     each = o.tau if name == "ddp" else 1
     dist.barrier()
     trainer.restart()
-    for _ in range(WARM * each):
+    for _ in range(warm(name) * each):
         run_round(trainer)
     start = time.perf_counter()
     rounds = [run_round(trainer) for _ in range(o.rounds * each)]
@@ -158,7 +163,7 @@ def predict(o: Real, constants: calibrate.Constants, scenario: str, name: str) -
     base = calibrate.work_of(row, replace(constants, step=step), BYTES)
     there = replace(base, slow=s.slow[: o.workers], stall_chance=s.stall_chance, stall=s.stall * step)
     rounds = 10 * o.rounds * (o.tau if name == "ddp" else 1)
-    outcome = simulate(method, there, o.tau, rounds + WARM, seed=o.seed, warmup=WARM, rule=rule)
+    outcome = simulate(method, there, o.tau, rounds + warm(name), seed=o.seed, warmup=warm(name), rule=rule)
     return o.workers * o.batch * outcome.steps / outcome.seconds
 
 
@@ -203,7 +208,7 @@ def run(o: Real) -> dict[str, Any]:
             cluster.shape(o.rate, result["verified_mbit"])
         for scenario in o.scenarios:
             slowest = max(1.0, *SCENARIOS[scenario].slow, *[3.0] * bool(SCENARIOS[scenario].stall_chance))
-            steps = o.repeats * len(o.methods) * (o.rounds + WARM) * o.tau
+            steps = o.repeats * sum(o.rounds + warm(name) for name in o.methods) * o.tau
             limit = 120 + 4 * steps * (slowest * step + BYTES * 16e-6 / o.rate)
             ranks = run_ranks(work, cluster, 1, o.workers, o, scenario, samples, timeout=limit)
             result["rows"] += [row for rows in ranks for row in rows]
