@@ -231,6 +231,13 @@ def _summary_line(decides: str, part: str, rows: Sequence[Compared]) -> list[obj
     return [decides, part, len(rows), f"{middle:.1%}", f"{worst.error:+.1%}", f"{single:+.1%}", worst.name]
 
 
+def shares(rows: Sequence[Compared]) -> str:
+    """What the worst error were, did the cores decide from another share of their time on."""
+    predicted = [row for row in rows if "fitted" not in row.part]
+    worst = {b: [abs(row.error) for row in predicted if row.load < b] for b in (0.3, 0.4, 0.6, 0.7, 0.8)}
+    return ", ".join(f"{b:g}: {max(e):.1%} of {len(e)} rows" for b, e in worst.items() if e)
+
+
 def far(rows: Sequence[Compared], limit: float) -> str:
     """Each row with a greater error."""
     beyond = sorted((row for row in rows if abs(row.error) > limit), key=lambda row: -abs(row.error))
@@ -256,6 +263,7 @@ def markdown(folder: Path) -> str:
         "Decided by the cores: where the CPU time that the workers need, fitted to the same rows as the link, takes "
         f"{BUSY:g} or more of the cores' time in what the model predicts, of the whole run or of an all-reduce alone. "
         "The rule sees nothing of the row itself.",
+        f"With another share, the worst predicted row that the link decides: {shares(found.rows)}.",
         f"Left out: {found.late} repeats in which the machine missed the pace of the stand-in; {found.not_modelled} of "
         "methods for which the model has no events (co2_recommended, dpu, acco and the like).",
         f"Not looked at: {skipped}; other files ({OTHER}).",
