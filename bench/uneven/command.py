@@ -164,10 +164,12 @@ def chosen(o: Uneven, rows: Rows, allreduce: float, way: Way) -> float | None:
 
 def loss_cell(runs: list[dict[str, Any] | None]) -> str:
     done = [row for row in runs if row is not None]
-    if len(done) < len(runs):
+    if not done:
         return "not run"
     losses = [row["loss"] for row in done if row["loss"] is not None]
-    return mean_sd(losses, ".3f") if len(losses) == len(done) else f"diverged in {len(done) - len(losses)}"
+    if lost := len(done) - len(losses):
+        return f"diverged in {lost} of {len(done)}"
+    return mean_sd(losses, ".3f") + (f" ({len(done)} of {len(runs)} seeds)" if len(done) < len(runs) else "")
 
 
 def section(o: Uneven, rows: Rows, allreduce: float) -> str:
