@@ -87,8 +87,8 @@ def clip_rows(gradient: Tensor, limit: float | None) -> Tensor:
     return gradient * (limit / (gradient.norm(dim=1, keepdim=True) + 1e-6)).clamp(max=1.0)
 
 
-def cosine(step: int, total: int) -> float:
-    """The learning rate of 0-based `step` as a share of the peak."""
+def cosine(step: float, total: float) -> float:
+    """The learning rate of 0-based `step`, or after so many of `total` seconds, as a share of the peak."""
     return 0.5 * (1 + math.cos(math.pi * step / total))
 
 

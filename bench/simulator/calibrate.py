@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -24,6 +24,7 @@ ROW_KEYS = (
     *("exposed_share", "allreduce_seconds", "boundary_seconds"),
 )
 Row = dict[str, Any]
+AWAITED = 0.02  # exposed share above which a hidden method has waited for its all-reduces
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,9 @@ class Constants:
     step: float
     spread: float
     link: Link
-    """Of whole all-reduces, at round boundaries."""
+    """Of whole all-reduces that workers wait for at once."""
+    hidden_link: Link
+    """Of whole all-reduces under the next round, which leave the link no rest: a burst that it saves up comes once."""
     ddp_link: Link
     """Of a step's buckets, under and after the backward pass."""
     boundary: dict[str, float]
@@ -123,15 +126,17 @@ def fit(rows: list[Row], nbytes: float) -> Constants:
     linked = [r for r in rows if r["workers"] > 1]
     ddp = [r for r in linked if r["method"] == "ddp"]
     hidden = [r for r in linked if r["method"] in HIDDEN]
-    # Blocking methods see an all-reduce end at once; a hidden one's end is noted at the next step only.
+    # Blocking methods see an all-reduce end at once; a hidden one's end is noted at the next step, unless awaited.
     blocking = [r for r in linked if r["method"] not in (*HIDDEN, "ddp")]
-    link = _fit_link(blocking or hidden or ddp, nbytes, spread)
+    awaited = [r for r in hidden if r["exposed_share"] > AWAITED]
+    link = _fit_link(blocking or awaited or hidden or ddp, nbytes, spread)
+    hidden_link = _fit_link(awaited, nbytes, spread) if awaited else link
     ddp_link = _fit_link(ddp, nbytes, spread) if ddp else link
     boundary = {"": median(r["boundary_seconds"] for r in rows)}
     for method in {r["method"] for r in linked}:
         boundary[method] = median(r["boundary_seconds"] for r in linked if r["method"] == method)
-    constants = Constants(step, spread, link, ddp_link, boundary, None)
-    return Constants(step, spread, link, ddp_link, boundary, _fit_overlap(ddp, constants, nbytes))
+    constants = Constants(step, spread, link, hidden_link, ddp_link, boundary, None)
+    return replace(constants, overlap=_fit_overlap(ddp, constants, nbytes))
 
 
 def _fit_link(rows: list[Row], nbytes: float, spread: float) -> Link:
@@ -189,9 +194,10 @@ def _fit_overlap(rows: list[Row], c: Constants, nbytes: float) -> float | None:
 
 def work_of(row: Row, c: Constants, nbytes: float) -> Work:
     """The model's input for a row of which only workers, rate and method are known."""
-    n, ddp = row["workers"], row["method"] == "ddp"
-    allreduce = (c.ddp_link if ddp else c.link).seconds(n, nbytes, row["rate_mbit"]) if n > 1 else 0.0
-    boundary = c.boundary.get(row["method"], c.boundary[""])
+    n, method = row["workers"], row["method"]
+    link = c.ddp_link if method == "ddp" else c.hidden_link if method in HIDDEN else c.link
+    allreduce = link.seconds(n, nbytes, row["rate_mbit"]) if n > 1 else 0.0
+    boundary = c.boundary.get(method, c.boundary[""])
     return Work(n, c.step, c.spread, allreduce, boundary=boundary, overlap=c.overlap or 0.0, paced=_paced(row))
 
 
@@ -282,7 +288,7 @@ def markdown(c: Calibration, name: str) -> str:
         *(
             f"- {what}: efficiency {x.efficiency:.3f} of theory, {1e3 * x.latency:.3g} ms a hop, "
             f"{1e3 * x.overhead:.3g} ms fixed"
-            for what, x in (("all-reduce", k.link), ("ddp's all-reduce", k.ddp_link))
+            for what, x in (("all-reduce", k.link), ("hidden", k.hidden_link), ("ddp's all-reduce", k.ddp_link))
         ),
         f"- boundary, ms: {boundary}",
         f"- ddp overlaps communication: {overlap}\n",

@@ -16,12 +16,17 @@ from typing import Any, Literal
 from bench.report import read_options, table
 from bench.simulator import calibrate, paper
 from bench.simulator.calibrate import Calibration
-from bench.simulator.events import Outcome, Work, recommend_tau, simulate
+from bench.simulator.events import SSP, Outcome, Rule, Work, recommend_tau, simulate
 from bench.simulator.network import Algorithm, Cluster, allreduce_seconds, fastest, preset
 from core.errors import UserError
 
 DEFAULT_PRESET = "dgx-a100-tcp"
-METHODS = ("ddp", "local", "overlap_local", "slowmo", "co2")
+STALENESS = (1, 3, 8)
+METHODS = {
+    **{name: (name, Rule()) for name in ("ddp", "local", "overlap_local", "slowmo", "co2")},
+    "co2, by_speed": ("co2", Rule(by_speed=True)),
+    **{f"ssp, s = {s}": (SSP, Rule(staleness=s)) for s in STALENESS},
+}
 TAUS = (1, 3, 6, 12, 24, 48, 96, 192)  # the paper's search grid
 WARMUP = 2  # rounds until a hidden method's first all-reduce has been waited for
 DDP_STEPS = 200
@@ -68,6 +73,12 @@ class Simulate:
     """Mean local step without communication."""
     step_spread: float | None = None
     """Standard deviation of a step as a share of its mean."""
+    slow: tuple[float, ...] = ()
+    """How many times as long the first workers' steps take; the others' 1."""
+    stall_chance: float = 0.0
+    """Of a step to stall, on any worker."""
+    stall_ms: float = 5000.0
+    """What a stalled step takes more."""
     batch: int = 8
     """Samples per worker and step."""
     boundary_ms: float | None = None
@@ -187,6 +198,9 @@ def build(options: Simulate, calibration: Calibration | None = None) -> tuple[Cl
         boundary=v["boundary_ms"] / 1e3,
         backward_share=v["backward_share"],
         overlap=v["ddp_overlap"],
+        slow=options.slow,
+        stall_chance=options.stall_chance,
+        stall=options.stall_ms / 1e3,
     )
     return cluster, algorithm, work, found
 
@@ -205,11 +219,13 @@ class Line:
 
 
 def predict(options: Simulate, cluster: Cluster, work: Work, method: str, tau: int) -> Line:
-    """Simulates one method."""
+    """Simulates one of METHODS."""
+    name, rule = METHODS[method]
     if method == "ddp":
         tau, work = 1, replace(work, boundary=0.0)
     rounds = max(DDP_STEPS, options.rounds) if method == "ddp" else options.rounds
-    outcome: Outcome = simulate(method, work, tau, rounds, seed=options.seed, warmup=WARMUP)
+    lead = 2 * rule.staleness  # clocks after which a worker at twice the speed is as far ahead as it may be
+    outcome: Outcome = simulate(name, work, tau, rounds + lead, seed=options.seed, warmup=WARMUP + lead, rule=rule)
     speed = work.workers * options.batch / outcome.step_seconds
     ideal = work.workers * options.batch / work.step
     return Line(method, tau, speed, speed / ideal, outcome.exposed_share, outcome.allreduce_seconds)
@@ -252,7 +268,9 @@ def prediction(options: Simulate, calibration: Calibration | None) -> dict[str, 
 
 def settings_markdown(options: Simulate, found: list[Setting]) -> str:
     """What the prediction rests on, by source."""
-    workload = {n: getattr(options, n) for n in ("params", "bytes_per_param", "step_ms", "batch")}
+    workload = {n: getattr(options, n) for n in ("params", "bytes_per_param", "step_ms", "batch", "stall_chance")}
+    if options.stall_chance:
+        workload["stall_ms"] = options.stall_ms
     defaults = {f.name: f.default for f in fields(Simulate)}
     found = found + [Setting(n, v, "assumed" if v == defaults[n] else "given") for n, v in workload.items()]
     by_source: dict[str, list[str]] = {}
@@ -271,15 +289,21 @@ def lines_markdown(lines: list[Line]) -> str:
 
 def papers_table(options: Simulate) -> dict[str, Any]:
     """Prints the comparison with the paper's cells; returns it as plain data."""
+    result, assumed = papers_report(options)
+    title = "## The paper's throughput table, 80 Gbit/s TCP/IP (CO2, arXiv 2401.16265)"
+    print(f"\n{title}\n\n{assumed}\n\n{paper.markdown(result)}\n\n{paper.remarks(result)}", flush=True)
+    return asdict(result)
+
+
+def papers_report(options: Simulate) -> tuple[paper.Report, str]:
+    """The comparison, and what it assumes in words."""
     cluster, _, work, _ = build(replace(options, preset=DEFAULT_PRESET, nodes=None, workers_per_node=None))
     nbytes = options.params * options.bytes_per_param
-    result = paper.report(cluster, nbytes, options.words, work.backward_share, work.overlap)
-    print(
-        "\n## The paper's throughput table, 80 Gbit/s TCP/IP (CO2, arXiv 2401.16265)\n\n"
+    shares = work.backward_share, work.overlap, work.allreduce_spread
+    return paper.report(cluster, nbytes, options.words, *shares), (
         f"Assumed or given: {options.params:g} parameters of {options.bytes_per_param:g} bytes, {options.words} "
         f"words per GPU and step, backward pass {work.backward_share:.2g} of a step, ddp's overlap {work.overlap:g} of "
-        f"it, {cluster.latency * 1e3:g} ms a hop. Which model the table is of is not known here: size and words only "
-        "scale the fitted constants, apart from latency and the traffic inside a node.\n"
+        f"it, an all-reduce's standard deviation {work.allreduce_spread:g} of its mean, {cluster.latency * 1e3:g} ms a "
+        "hop. Which model the table is of is not known here: size and words only scale the fitted constants, apart "
+        "from latency and the traffic inside a node."
     )
-    print(f"{paper.markdown(result)}\n\n{paper.remarks(result)}", flush=True)
-    return asdict(result)

@@ -16,6 +16,7 @@ TRUE = calibrate.Constants(
     step=0.04,
     spread=0.0006,
     link=calibrate.Link(0.9, 0.004, 0.02),
+    hidden_link=calibrate.Link(0.7, 0.004, 0.02),
     ddp_link=calibrate.Link(0.8, 0.001, 0.005),
     boundary={"": 0.004, "ddp": 0.0002, "local": 0.003, "co2": 0.006},
     overlap=0.6,
@@ -32,7 +33,7 @@ def scaling_row(method: str, tau: int, workers: int, rate: float | None, seed: i
     run = simulate(method, work, tau, rounds + 1, seed=seed, warmup=1)
     noise = np.random.default_rng([seed, 99]).normal(1, 0.002, 3)
     return row | dict(
-        steps=run.steps,
+        steps=round(run.steps),
         seconds=run.seconds,
         samples_per_second=workers * BATCH * run.steps / run.seconds,
         step_seconds=TRUE.step * noise[0],
@@ -68,7 +69,7 @@ def test_calibration_recovers_the_constants_and_predicts_what_it_has_not_seen(sc
     c = result.constants
     assert "fitted to workers 2, 4; held out: workers 8, 16" in result.split
     assert (c.step, c.spread) == pytest.approx((TRUE.step, TRUE.spread), rel=0.01)
-    for mine, true in ((c.link, TRUE.link), (c.ddp_link, TRUE.ddp_link)):
+    for mine, true in ((c.link, TRUE.link), (c.hidden_link, TRUE.hidden_link), (c.ddp_link, TRUE.ddp_link)):
         assert mine.efficiency == pytest.approx(true.efficiency, rel=0.01)
         assert mine.latency == pytest.approx(true.latency, rel=0.1, abs=2e-4)
         assert mine.overhead == pytest.approx(true.overhead, rel=0.1, abs=1e-3)

@@ -2,16 +2,21 @@
 
 import json
 import re
+import statistics
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import tyro
 
 from bench import loss_table, plots, report, slow_links, utilisation, zeroth
 from bench.peers import table
 from bench.report import Spread, mean_sd, require_each_once, require_known, require_one_or_more, require_positive
 from bench.search.rows import Rows, markdown
+from bench.simulator import against
+from bench.uneven.command import Rows as uneven_rows
+from bench.uneven.command import Uneven, section
 from core.errors import UserError
 from results import paper
 
@@ -91,6 +96,13 @@ def test_the_published_tables_are_those_of_the_published_figures():
         assert table_of.read_text() == made(json.loads((RESULTS / f"{name}.json").read_text())), name
 
 
+def test_the_simulator_is_within_its_bounds_where_the_link_decides_and_the_page_says_so():
+    rows = [row for row in against.compare(RESULTS).rows if row.link_decides and "fitted" not in row.part]
+    errors = [abs(row.error) for row in rows]
+    assert len(rows) >= 60 and statistics.median(errors) < 0.03 and max(errors) < 0.15
+    assert (RESULTS / "simulator.md").read_text() == against.markdown(RESULTS)
+
+
 def test_the_published_search_is_read_and_its_rows_stand_in_its_tables(monkeypatch: pytest.MonkeyPatch):
     """Rows of before an option went, or came, count."""
     monkeypatch.setattr("bench.search.rows.about", lambda task: task)  # what stands there needs the task's data
@@ -98,6 +110,16 @@ def test_the_published_search_is_read_and_its_rows_stand_in_its_tables(monkeypat
     assert (len(rows.runs), len(rows.choices)) == (603, 175)
     told = [line for line in markdown(rows).splitlines() if line.startswith("|")]
     assert told == [line for line in (RESULTS / "search.md").read_text().splitlines() if line.startswith("|")]
+
+
+def test_the_published_workers_at_unlike_speeds_stand_in_their_tables():
+    page = (RESULTS / "uneven.md").read_text()
+    asked = re.search(r"`python -m bench.uneven ([^`]*)`", page)
+    assert asked is not None
+    o = tyro.cli(Uneven, args=asked[1].split(), use_underscores=True)
+    o = replace(o, report=True, rows=RESULTS / "uneven.jsonl")
+    for allreduce in o.allreduce:
+        assert section(o, uneven_rows(o.rows), allreduce) in page
 
 
 PAGES = re.findall(r"\]\((\w+\.md)\)", (RESULTS / "index.md").read_text())

@@ -10,7 +10,7 @@ import pytest
 
 from bench.simulator import paper
 from bench.simulator.events import Work, expected_skew, recommend_tau, simulate
-from bench.simulator.network import ALGORITHMS, PRESETS
+from bench.simulator.network import PRESETS
 from bench.simulator.predict import Simulate, build, main, predict, prediction
 from core.errors import UserError
 from core.methods import METHODS
@@ -164,9 +164,11 @@ def test_the_paper_s_fitted_cells_come_out_and_the_others_are_called_predictions
     result = paper.report(DGX, 5e8, 4096, 2 / 3, 0.8)
     cells = {cell.name: cell for cell in result.cells}
     for name, cell in cells.items():
-        assert cell.fitted == (name in ("AdamW, 8 GPUs, words/s", "AdamW, 16 GPUs, words/s"))
-        if cell.fitted:
-            assert all(abs(cell.error(a)) < 1e-4 for a in ALGORITHMS)
+        assert ("ring" in cell.fitted) == (name in ("AdamW, 8 GPUs, words/s", "AdamW, 16 GPUs, words/s"))
+        assert (paper.GROWN in cell.fitted) == name.startswith("AdamW")
+        assert all(abs(cell.error(column)) < 1e-2 for column in cell.fitted)
+        if "words/s" in name:
+            assert all(abs(cell.error(column)) < 1e-4 for column in cell.fitted)
     # The ring by hand: 16 GPUs take 16/8 x 18,444/3,488 = 10.576 steps, of which 1 is the step, and 0.533 more hide.
     step_times = 1 + (10.576 - 1 + 0.5333) * (127 / 128) / (15 / 16) - 0.5333
     ring = cells["AdamW, 128 GPUs, words/s"].predicted["ring"]
@@ -174,6 +176,12 @@ def test_the_paper_s_fitted_cells_come_out_and_the_others_are_called_predictions
     text = paper.remarks(result)
     assert "no prediction" in text and "Not matched: CO2 tau 48, ratio" in text
     assert max(cells["CO2 tau 48, ratio"].predicted.values()) <= 1.0 + 1e-9
+    # 16 GPUs' all-reduce takes 10.109 steps; AdamW's cell needs 12.943 - 1 + 0.5333 at 128, CO2's at tau 12 12 / 0.86
+    needed = {"AdamW, 128 GPUs": (16 * 18_444 / 22_810 - 0.4667) / 10.109, "CO2 tau 12": 12 / 0.86 / 10.109}
+    assert result.needed == pytest.approx(needed, rel=1e-3)
+    assert "AdamW, ratio; CO2 tau 12, ratio. The assumption that fails" in text and "128 GPUs 1.23" in text
+    no_spread = 12 / (12.943 - 0.4667)  # at 128 GPUs a round lasts as long as its all-reduce
+    assert cells["CO2 tau 12, ratio"].predicted[paper.GROWN] == pytest.approx(no_spread, rel=1e-3)
 
 
 # -- the command line -----------------------------------------------------------------------------------------
@@ -192,7 +200,7 @@ def test_command_line_prints_tables_labels_assumptions_and_writes_json(tmp_path,
     assert [line["method"] for line in results["prediction"]["methods"]] == ["ddp", *METHODS_AT_TAU]
 
 
-METHODS_AT_TAU = ("local", "overlap_local", "slowmo", "co2")
+METHODS_AT_TAU = ("local", "overlap_local", "slowmo", "co2", "co2, by_speed", *(f"ssp, s = {s}" for s in (1, 3, 8)))
 
 
 BASE = Simulate(preset="dgx-a100-tcp", inter_gbps=1.0, rounds=4)
@@ -216,6 +224,8 @@ OPTIONS = dict(
     backward_share=0.5,
     ddp_overlap=0.1,
     allreduce_spread=0.3,
+    slow=(2.0,),
+    stall_chance=0.1,
     tau=7,
     quantile=0.5,
     margin=1.0,

@@ -1,0 +1,4 @@
+from bench.uneven.command import main
+from training.script import launch
+
+launch(main)
