@@ -25,6 +25,8 @@ TASKS: dict[str, Callable[[], Task]] = {
     "bytes": lambda: texts.bytes_("bytes", 48, "0.07"),
     "bytes_narrow": lambda: texts.bytes_("bytes_narrow", 24, "0.02"),
     "bytes_wide": lambda: texts.bytes_("bytes_wide", 96, "0.25"),
+    "bytes_3m": lambda: texts.bytes_("bytes_3m", 256, "3.2", layers=4, lr=2e-3),
+    "bytes_10m": lambda: texts.bytes_("bytes_10m", 416, "10.6", layers=5, lr=1.2e-3),
     "gpt2": texts.gpt2,
     "gpt2_small": texts.gpt2_small,
     "transnormer": texts.transnormer,

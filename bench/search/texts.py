@@ -150,14 +150,15 @@ def windows_draw(text: Tensor, context: int = CONTEXT) -> Callable[[int, int, in
     return draw
 
 
-def causal_task(name: str, build: Callable[[], nn.Module], model: str) -> Task:
+def causal_task(name: str, build: Callable[[], nn.Module], model: str, lr: float = 8e-3) -> Task:
     training, held = books()
     held_out: dict[Split, Batch] = {split: spread(text) for split, text in held.items()}
-    return books_task(name, model, build, windows_draw(training), held_out, lr=8e-3)
+    return books_task(name, model, build, windows_draw(training), held_out, lr=lr)
 
 
-def bytes_(name: str, width: int, parameters: str) -> Task:
-    return causal_task(name, lambda: ByteGPT(width), f"a GPT of 2 layers, {width} wide, {parameters} M parameters")
+def bytes_(name: str, width: int, parameters: str, layers: int = 2, lr: float = 8e-3) -> Task:
+    about = f"a GPT of {layers} layers, {width} wide, {parameters} M parameters"
+    return causal_task(name, lambda: ByteGPT(width, layers), about, lr)
 
 
 def gpt2() -> Task:
