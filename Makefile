@@ -9,11 +9,11 @@ PYTEST_ARGS ?=
 CHAOS ?=
 GPU ?=
 
-.PHONY: help setup clean demo test test-slow test-gpu test-root test-slurm test-triton test-lowest lint wheel docs gpu-report chaos
+.PHONY: help setup clean demo test test-slow test-examples test-gpu test-root test-slurm test-triton test-lowest lint wheel docs gpu-report chaos
 .DEFAULT_GOAL := help
 
 help:
-	@awk 'BEGIN {FS = ":.*## "} /^##@/ {print "\n" substr($$0, 5)} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' \
+	@awk 'BEGIN {FS = ":.*## "} /^##@/ {print "\n" substr($$0, 5)} /^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' \
 	  $(firstword $(MAKEFILE_LIST))
 
 ##@ Set-up
@@ -41,6 +41,9 @@ test: setup ## run the fast tests (PYTEST_ARGS adds options)
 
 test-slow: setup ## run the slow tests
 	$(PYTEST) -m "slow and not gpu and not root and not slurm" $(PYTEST_ARGS)
+
+test-examples: setup ## run every script of examples/ under torchrun
+	$(PYTEST) -m "" tests/e2e/test_examples.py $(PYTEST_ARGS)
 
 test-gpu: setup ## run the tests that need a CUDA device
 	$(PYTEST) -m gpu $(PYTEST_ARGS)

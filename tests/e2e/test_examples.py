@@ -1,4 +1,4 @@
-"""Every script of examples/ runs under torchrun as its first lines say, in seconds."""
+"""Every script of examples/ runs under torchrun as its first lines say, in seconds; `make test-examples` runs all."""
 
 import importlib.util
 import os
@@ -85,6 +85,7 @@ def check(name: str, line: str) -> None:
     assert found and float(found[1]) >= EXAMPLES[name].accuracy, line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "own_loop"])  # that one: below
 def test_it_trains(name: str, package: str, tmp_path: Path):
     check(name, run(name, package, tmp_path))

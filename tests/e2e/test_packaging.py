@@ -141,7 +141,9 @@ def test_readme_and_makefile_have_both_commands(command: str):
 def test_ci_runs_the_make_targets():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    assert script.read_text().splitlines()[-3:] == ["make lint", "make test", "make test-triton"]
+    assert script.read_text().splitlines()[-4:] == [
+        f"make {name}" for name in ("lint", "test", "test-examples", "test-triton")
+    ]
 
 
 def test_make_alone_lists_each_target_in_its_group():
@@ -155,7 +157,7 @@ def test_make_alone_lists_each_target_in_its_group():
 def test_github_runs_make_targets():
     (job,) = yaml.safe_load((ROOT / ".github/workflows/checks.yml").read_text())["jobs"].values()
     targets = job["strategy"]["matrix"]["target"]
-    assert sorted(targets) == ["docs", "lint", "test", "test-triton", "wheel"]
+    assert sorted(targets) == ["docs", "lint", "test", "test-examples", "test-triton", "wheel"]
     for target in targets:
         assert make("--dry-run", target)
     commands = [step["run"] for step in job["steps"] if "run" in step]

@@ -114,7 +114,7 @@ def equal_runs(rank: int, workers: int, folder: str) -> Any:
     return boundaries
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_trains_as_the_plain_loop_and_goes_on_from_checkpoints(ranks: Ranks, workers: int, tmp_path: Path) -> None:
     every = ranks(equal_runs, workers, str(tmp_path))
     for boundaries in zip(*every, strict=True):

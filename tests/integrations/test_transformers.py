@@ -139,7 +139,7 @@ def equal_runs(rank: int, workers: int, folder: str) -> list[str]:
     return sorted(kinds)
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_trains_as_the_plain_loop(ranks: Ranks, workers: int, tmp_path: Path) -> None:
     for kinds in ranks(equal_runs, workers, str(tmp_path)):
         assert kinds == ["ForTrainer"]
