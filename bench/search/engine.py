@@ -27,6 +27,7 @@ TASKS: dict[str, Callable[[], Task]] = {
     "bytes_wide": lambda: texts.bytes_("bytes_wide", 96, "0.25"),
     "bytes_3m": lambda: texts.bytes_("bytes_3m", 256, "3.2", layers=4, lr=2e-3),
     "bytes_10m": lambda: texts.bytes_("bytes_10m", 416, "10.6", layers=5, lr=1.2e-3),
+    "bytes_muon": lambda: texts.with_muon(texts.bytes_("bytes", 48, "0.07")),
     "gpt2": texts.gpt2,
     "gpt2_small": texts.gpt2_small,
     "transnormer": texts.transnormer,
