@@ -137,6 +137,15 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """training.optim.make_optimizer with `decay_groups` where the recipe does not say what is decayed."""
-    groups = decay_groups(model, config.weight_decay) if config.undecayed is None else None
+    """training.optim.make_optimizer with `decay_groups` where the recipe does not say what is decayed. Muon takes the
+    matrices of the blocks."""
+    named = config.undecayed is not None
+    groups = optim.decay_groups(model, config) if named else decay_groups(model, config.weight_decay)
+    if config.name == "muon":
+        inside = {id(p) for p in blocks_of(model).parameters() if p.ndim == 2}
+        groups = [
+            group | {"params": [p for p in group["params"] if (id(p) in inside) == muon], "muon": muon}
+            for group in groups
+            for muon in (True, False)
+        ]
     return optim.make_optimizer(model, config, groups)

@@ -36,6 +36,8 @@ def check_start(recipe: Recipe, workers: int | None) -> int:
     if recipe.elastic:
         per_worker(recipe.batch_size, many)
     recipe.check_share(many)
+    if recipe.optim.name == "muon" and recipe.zero:
+        raise UserError(f"zero={recipe.zero} with optim name=muon: Muon takes whole matrices; give --zero 0, or adamw")
     if node := recipe.per_node or (local_world_size() if workers else 0):
         check_nodes(node, recipe.zero, workers or node)
     if recipe.method == "co2" and node > 1:  # which shares its outer state out inside the node

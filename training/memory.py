@@ -98,6 +98,7 @@ def estimate(recipe: Recipe, build_model: Callable[[], nn.Module], backward: Bac
     shard = trained / (node if recipe.zero >= 2 else 1)
     method = held(recipe, model, node, world_size)
     zeroth_order = recipe.method == "zo"
+    # Muon has one moment for its matrices, two for the rest: two is the bound
     moments = {"sgd": 1 if recipe.optim.momentum else 0}.get(recipe.optim.name, 2)
     synchronises = world_size > 1 and recipe.zero < 2 and (recipe.method == "ddp" or node > 1)
     return Memory(

@@ -21,7 +21,8 @@ LARGE = 1e4  # no learning rate, norm or decay comes near
 class OptimConfig:
     """The inner optimiser, which every worker runs by itself, and its learning-rate schedule over the whole run."""
 
-    name: Literal["sgd", "adamw", "adam"] = "sgd"
+    name: Literal["sgd", "adamw", "adam", "muon"] = "sgd"
+    """muon: torch.optim.Muon for the matrices inside a language model's blocks, AdamW for its other parameters."""
     lr: float = 0.1
     """Peak learning rate."""
     momentum: float = 0.9
@@ -70,15 +71,47 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """SGD, Adam or AdamW over the trainable parameters, in two groups: with and without weight decay.
 
-    groups: parameter groups in torch's form, to be taken instead of those that config.undecayed makes.
+    groups: parameter groups in torch's form, to be taken instead of those that config.undecayed makes. For muon, those
+    with "muon": True are its own.
     """
     groups = [g for g in groups or decay_groups(model, config) if g["params"]]
     on_gpu = all(p.is_cuda for g in groups for p in g["params"])
     fused = {"fused": True} if on_gpu else {}  # one kernel for all parameters, the same up to rounding
     if config.name == "sgd":
         return torch.optim.SGD(groups, config.lr, momentum=config.momentum, nesterov=config.nesterov, **fused)
+    if config.name == "muon":
+        return MuonAdamW(groups, config.lr, betas=config.betas, eps=config.eps, **fused)
     cls = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.name]
     return cls(groups, config.lr, betas=config.betas, eps=config.eps, **fused)
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """torch.optim.Muon for the parameter groups with "muon": True, torch.optim.AdamW for the others: one optimiser to
+    schedules, checkpoints and CO2. One learning rate serves both: Muon scales its own to the size of AdamW's steps
+    (adjust_lr_fn="match_rms_adamw"). UserError where no group is Muon's."""
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, **adamw: Any):
+        muon, others = ([g for g in groups if bool(g.get("muon")) == wanted] for wanted in (True, False))
+        if not muon:
+            raise UserError("optim name=muon: only language models say which matrices lie inside; give adamw")
+        own: list[torch.optim.Optimizer] = [torch.optim.Muon(muon, lr, adjust_lr_fn="match_rms_adamw")]
+        self.parts = own + ([torch.optim.AdamW(others, lr, **adamw)] if others else [])
+        super().__init__([g for part in self.parts for g in part.param_groups], {"lr": lr})
+        self._share()
+
+    def _share(self) -> None:
+        for part in self.parts:
+            part.param_groups = [g for g in self.param_groups if ("ns_steps" in g) == (part is self.parts[0])]
+            part.state = self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._share()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for part in self.parts:
+            part.step()
 
 
 def decay_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:

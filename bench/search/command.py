@@ -57,7 +57,8 @@ class Search:
 
     tasks: tuple[str, ...] = ("digits", "bytes")
     """Among digits, segmentation and surfaces; and, with data in CO2_DATA, cifar, cifar_vit, bytes, bytes_narrow,
-    bytes_wide, gpt2, gpt2_small (124 M parameters, for a GPU), transnormer and roberta."""
+    bytes_wide, bytes_3m and bytes_10m (3.2 and 10.6 M parameters), bytes_muon, gpt2, gpt2_small (124 M, for a GPU),
+    transnormer and roberta."""
     methods: tuple[str, ...] = METHODS
     """NAME or NAME:OPTION=VALUE,...; VALUE|VALUE are both tried in the tuning."""
     workers: tuple[int, ...] = (4,)

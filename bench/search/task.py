@@ -21,6 +21,9 @@ Split = Literal["tuning", "test"]
 Shards = Literal["iid", "sorted"]
 SHARDS: tuple[Shards, ...] = ("iid", "sorted")
 Batch = tuple[Tensor, Tensor]
+Matrix = tuple[slice, int, int]  # where it lies in a row of parameters; its rows and columns
+MUON_MOMENTUM = 0.95  # torch's default
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Keller Jordan's coefficients, torch's default
 
 
 # -- the inner optimiser, on stacked flat parameters: every worker has a row and a state of its own --------------------
@@ -28,9 +31,9 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Inner:
-    """An inner optimiser. SGD has no weight decay."""
+    """An inner optimiser. SGD has no weight decay. muon: torch.optim.Muon for `matrices`, AdamW for the rest."""
 
-    name: Literal["sgd", "adamw"]
+    name: Literal["sgd", "adamw", "muon"]
     lr: float
     """Peak learning rate."""
     momentum: float = 0.9
@@ -40,9 +43,11 @@ class Inner:
     """AdamW's, of all parameters."""
     clip: float | None = None
     """The norm to which each row's gradient is clipped; None for no clipping."""
+    matrices: tuple[Matrix, ...] = ()
+    """Muon's."""
 
     def start(self, x: Tensor) -> InnerState:
-        return InnerState(self, torch.zeros_like(x), torch.zeros_like(x) if self.name == "adamw" else None)
+        return InnerState(self, torch.zeros_like(x), None if self.name == "sgd" else torch.zeros_like(x))
 
 
 @dataclass
@@ -73,11 +78,41 @@ class InnerState:
             x.sub_(self.first, alpha=lr)
             return
         one, two = self.inner.betas
+        before = [self.first[:, where].clone() for where, *_ in self.inner.matrices]
         x.mul_(1 - lr * self.inner.weight_decay)
         self.first.lerp_(gradient, 1 - one)
         self.second.mul_(two).addcmul_(gradient, gradient, value=1 - two)
         root = (self.second.sqrt() / math.sqrt(1 - two**self.steps)).add_(1e-8)
+        kept = [x[:, where].clone() for where, *_ in self.inner.matrices]
         x.addcdiv_(self.first, root, value=-lr / (1 - one**self.steps))
+        for (where, *shape), momentum, values in zip(self.inner.matrices, before, kept, strict=True):
+            self.first[:, where] = momentum.lerp_(gradient[:, where], 1 - MUON_MOMENTUM)
+            nesterov = gradient[:, where].lerp(momentum, MUON_MOMENTUM)
+            step = orthogonal(nesterov.view(-1, *shape)).flatten(1)
+            x[:, where] = values.sub_(step, alpha=lr * 0.2 * math.sqrt(max(shape)))  # adjust_lr_fn="match_rms_adamw"
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """Muon's five steps of Newton and Schulz in bfloat16, [workers, rows, columns] each. torch's takes one matrix."""
+    a, b, c = NEWTON_SCHULZ
+    x = matrices.bfloat16()
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).to(matrices.dtype)
+
+
+def matrices_inside(model: nn.Module, inside: str) -> tuple[Matrix, ...]:
+    """The matrices among the parameters whose names begin with `inside`, as Muon takes them."""
+    found, start = [], 0
+    for name, p in model.named_parameters():
+        if p.ndim == 2 and name.startswith(inside):
+            found.append((slice(start, start + p.numel()), *p.shape))
+        start += p.numel()
+    return tuple(found)
 
 
 def clip_rows(gradient: Tensor, limit: float | None) -> Tensor:

@@ -6,13 +6,14 @@ import functools
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.search.task import Batch, Inner, Shards, Split, Task, places
+from bench.search.task import Batch, Inner, Shards, Split, Task, matrices_inside, places
 
 CONTEXT = 48
 WINDOWS = 1024  # held out
@@ -150,14 +151,22 @@ def windows_draw(text: Tensor, context: int = CONTEXT) -> Callable[[int, int, in
     return draw
 
 
-def causal_task(name: str, build: Callable[[], nn.Module], model: str) -> Task:
+def causal_task(name: str, build: Callable[[], nn.Module], model: str, lr: float = 8e-3) -> Task:
     training, held = books()
     held_out: dict[Split, Batch] = {split: spread(text) for split, text in held.items()}
-    return books_task(name, model, build, windows_draw(training), held_out, lr=8e-3)
+    return books_task(name, model, build, windows_draw(training), held_out, lr=lr)
 
 
-def bytes_(name: str, width: int, parameters: str) -> Task:
-    return causal_task(name, lambda: ByteGPT(width), f"a GPT of 2 layers, {width} wide, {parameters} M parameters")
+def bytes_(name: str, width: int, parameters: str, layers: int = 2, lr: float = 8e-3) -> Task:
+    about = f"a GPT of {layers} layers, {width} wide, {parameters} M parameters"
+    return causal_task(name, lambda: ByteGPT(width, layers), about, lr)
+
+
+def with_muon(task: Task) -> Task:
+    """The task with Muon for the matrices of its layers and AdamW for the rest, by one learning rate."""
+    inner = replace(task.inner, name="muon", matrices=matrices_inside(task.build(), "layers."))
+    about = task.about.replace("AdamW (weight decay 0.01)", "Muon inside, AdamW outside (weight decay 0.01)")
+    return replace(task, name=f"{task.name}_muon", about=about, inner=inner)
 
 
 def gpt2() -> Task:

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bench.search import command, methods, pictures, texts
 from bench.search.command import Search, at_most, parse, plans, search
 from bench.search.engine import TASKS, Plan, Result, Stack, load_task, run, train
 from bench.search.methods import ACCO, DPU, mean_over
 from bench.search.rows import Rows, markdown
-from bench.search.task import Inner, Task, clip_rows, places, stacked_draw
+from bench.search.task import Inner, Task, clip_rows, matrices_inside, places, stacked_draw
 from core.errors import UserError
 from tests.problems import small_net
 from tests.scripts import Mistakes, run_script
@@ -68,6 +68,28 @@ def test_the_inner_optimisers_are_torchs_row_by_row(inner: Inner, theirs: Any):
                 torch.nn.utils.clip_grad_norm_([row], inner.clip)
             optimizer.step()
     torch.testing.assert_close(x, torch.stack([row.detach() for row in rows]), rtol=1e-12, atol=1e-12)
+
+
+def test_muon_is_torchs_row_by_row():
+    """Its iterations are in bfloat16, in which a product of all workers' matrices is rounded otherwise than of one."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5))
+    inner = Inner("muon", 0.1, weight_decay=0.3, matrices=matrices_inside(model, "1."))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 23, generator=generator)
+    state, rows = inner.start(x), [[torch.nn.Parameter(p.clone()) for p in row.split([8, 10, 5])] for row in x]
+    muons = [torch.optim.Muon([row[1].data.view(5, 2)], 0.1, 0.3, adjust_lr_fn="match_rms_adamw") for row in rows]
+    adamws = [torch.optim.AdamW([row[0], row[2]], 0.1, weight_decay=0.3) for row in rows]
+    for _ in range(4):
+        gradients = torch.randn(2, 23, generator=generator)
+        state.step(x, gradients, 0.1)
+        for row, gradient, muon, adamw in zip(rows, gradients, muons, adamws, strict=True):
+            parts = gradient.split([8, 10, 5])
+            muon.param_groups[0]["params"][0].grad = parts[1].view(5, 2).clone()
+            row[0].grad, row[2].grad = parts[0].clone(), parts[2].clone()
+            muon.step()
+            adamw.step()
+    theirs = torch.stack([torch.cat([p.detach().flatten() for p in row]) for row in rows])
+    torch.testing.assert_close(x, theirs, rtol=0.01, atol=0.01)
 
 
 def test_gradients_are_clipped_by_row():

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+import language.model
 from core import UserError
+from core.checkpoints.named import load_optimizer, of_optimizer
 from training.optim import OptimConfig, clip_gradients, lr_factor, make_optimizer, make_schedule
 
 
@@ -127,3 +129,45 @@ def test_gradient_clipping_is_a_knob():
 def test_bad_values_are_named(bad: dict):
     with pytest.raises(UserError, match="=".join(map(str, *bad.items()))):
         OptimConfig(**bad)
+
+
+def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest():
+    """Beside torch's two optimisers, with a schedule and a restart from a state by names in between."""
+
+    def start(config: OptimConfig) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        ours = nn.Module()
+        ours.embedding, ours.blocks = nn.Embedding(7, 4), nn.ModuleList([nn.Linear(4, 6), nn.Linear(6, 3)])
+        return ours, language.model.make_optimizer(ours, config)
+
+    def backward(of: nn.Module, step: int) -> None:
+        hidden = of.embedding(torch.arange(7) * (step + 1) % 7)
+        of.blocks[1](of.blocks[0](hidden).tanh()).square().sum().backward()
+
+    config = OptimConfig("muon", lr=0.1, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-6)
+    ours, optimizer = start(config)
+    theirs, _ = start(config)
+    inside = [block.weight for block in theirs.blocks]
+    rest = [theirs.embedding.weight, *(block.bias for block in theirs.blocks)]
+    muon = torch.optim.Muon(inside, 0.1, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(rest, 0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.0)
+    for step in range(4):
+        if step == 2:
+            saved, weights = of_optimizer(optimizer, ours), ours.state_dict()
+            ours, optimizer = start(config)
+            ours.load_state_dict(weights)
+            load_optimizer(optimizer, ours, saved)
+        for group in [g for one in (optimizer, muon, adamw) for g in one.param_groups]:
+            group["lr"] = 0.1 / (step + 1)
+        for of in (ours, theirs):
+            of.zero_grad()
+            backward(of, step)
+        for one in (optimizer, muon, adamw):
+            one.step()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_muon_elsewhere_is_refused():
+    with pytest.raises(UserError, match="optim name=muon: only language models say which matrices lie inside"):
+        make_optimizer(model(), OptimConfig("muon"))
