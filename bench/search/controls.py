@@ -161,7 +161,7 @@ def change(before: Losses, after: Losses) -> str:
     if not ratios:
         return "diverged" if pairs else "not run"
     sd = statistics.stdev(ratios) if len(ratios) > 1 else None
-    return f"{report.plus_minus(statistics.fmean(ratios), sd, '.1f')} %"
+    return f"{report.plus_minus(statistics.fmean(ratios), sd, 'z.1f')} %"
 
 
 def of_momenta(found: Found) -> str:

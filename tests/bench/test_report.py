@@ -11,6 +11,7 @@ import pytest
 from bench import loss_table, plots, report, slow_links, utilisation, zeroth
 from bench.peers import table
 from bench.report import Spread, mean_sd, require_each_once, require_known, require_one_or_more, require_positive
+from bench.search import controls
 from bench.search.rows import Rows, markdown
 from core.errors import UserError
 from results import paper
@@ -98,6 +99,13 @@ def test_the_published_search_is_read_and_its_rows_stand_in_its_tables(monkeypat
     assert (len(rows.runs), len(rows.choices)) == (603, 175)
     told = [line for line in markdown(rows).splitlines() if line.startswith("|")]
     assert told == [line for line in (RESULTS / "search.md").read_text().splitlines() if line.startswith("|")]
+
+
+def test_the_published_controls_are_those_of_their_rows(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("bench.search.controls.about", lambda task: task)
+    made = controls.markdown(Rows(RESULTS / "controls.jsonl"), controls.Controls().searches())
+    told = [line for line in made.splitlines() if line.startswith("|")]
+    assert told == [line for line in (RESULTS / "controls.md").read_text().splitlines() if line.startswith("|")]
 
 
 PAGES = re.findall(r"\]\((\w+\.md)\)", (RESULTS / "index.md").read_text())
