@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from bench import report
 from bench.report import mean_sd
-from bench.trainings import AUTO
+from bench.trainings import AUTO, over_each, split_wire
 from training.script import launch
 
 NAME = "time_to_loss"
@@ -22,8 +22,21 @@ OF_CO2 = {  # name -> the options of a co2 whose settings are not the recipe's
     "co2_auto_lgreco_int4": (*AUTO, *LGRECO, "int4"),
     "co2_auto_lgreco_any": (*AUTO, *LGRECO, "rank4", "--co2.wire.lgreco.family", "any"),
 }
-METHODS = ("ddp", "local", "overlap_local", "slowmo", "co2", *OF_CO2)
+DILOCO = ("--co2.outer_lr", "0.7", "--co2.outer_momentum", "0.9", "--co2.gap", "none", "--co2.clip", "None")
+DILOCO += ("--co2.delay", "0", "--delayed.nesterov")
+PLAIN = ("ddp", "local", "overlap_local", "slowmo", "diloco", "co2")
+METHODS = (*PLAIN, *over_each(PLAIN), *OF_CO2)
+USUAL = tuple(name for name in METHODS if not name.endswith("int8"))
 Status = Literal["reached", "out of time", "not reached", "failed"]
+
+
+def options_of(name: str) -> tuple[str, ...]:
+    """A method of the table as options of a train script."""
+    method, wire = split_wire(name)
+    options = {"diloco": ("--method", "delayed", *DILOCO), **{n: ("--method", "co2", *o) for n, o in OF_CO2.items()}}
+    found = options.get(method, ("--method", method, "--no_recommended"))
+    key = "ddp_wire" if method == "ddp" else "co2.wire"
+    return found if wire == "float32" else (*found, f"--{key}.format", wire)
 
 
 @dataclass(frozen=True)
@@ -210,6 +223,11 @@ def notes(result: dict[str, Any]) -> list[str]:
         "Exposed share: time that rank 0 waited for communication (ddp: the last bucket of every fifth step). tau: at "
         "the end of each run, empty where it was not kept.",
     ]
+    methods = {split_wire(run["method"]) for run in result["runs"]}
+    if any(wire != "float32" for _, wire in methods):
+        lines.append("wire=: over that format, with error feedback, what the row without it sends in float32.")
+    if any(method == "diloco" for method, _ in methods):
+        lines.append("diloco: method delayed with delay 0 and Nesterov's momentum 0.9, outer learning rate 0.7.")
     for name, task in result["tasks"].items():
         lines.append(f"{name}: `{name}.train {task['command']}`, target {task['loss']} {task['target']:g}.")
     return [*lines, f"{report.source(result)}."]

@@ -21,7 +21,7 @@ from typing import Any
 
 from bench import loss_table, report, trainings
 from bench.cluster import Cluster, prepare_to_fork, run_ranks
-from bench.loss_table import METHODS, OF_CO2, Outcome, follow
+from bench.loss_table import METHODS, USUAL, Outcome, follow, options_of
 from bench.report import read_options, require_company, require_each_once, require_known, require_positive
 from bench.trainings import Metrics
 from training.script import launch
@@ -57,7 +57,8 @@ class TimeToLoss:
     rates: tuple[float, ...] = (40.0, 200.0)
     """Link rates, Mbit/s."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    methods: tuple[str, ...] = METHODS
+    methods: tuple[str, ...] = USUAL
+    """NAME or, over a narrow format, NAME:wire=int4 or int8; those over int8 where they are named."""
     workers: int = 4
     """Workers, each on a node of its own."""
     vision_loss: float = 0.25
@@ -96,10 +97,9 @@ class TimeToLoss:
 
     def command(self, rate: float, task: str, method: str, seed: int, out: Path | str) -> list[str]:
         """The train script's command line, without the program."""
-        named = ("co2", OF_CO2[method]) if method in OF_CO2 else (method, ["--no_recommended"])
-        values = {"method": named[0], "seed": seed, "out": out, "device": "cpu", "checkpoint_every": 0}
+        values = {"seed": seed, "out": out, "device": "cpu", "checkpoint_every": 0}
         values |= {"log_every": LOG_EVERY, "timeout": 300} | ({"link_mbit": rate} if self.throttle else {})
-        return [TASKS[task].recipe, *TASKS[task].settings, *named[1], *trainings.flags(values)]
+        return [TASKS[task].recipe, *TASKS[task].settings, *options_of(method), *trainings.flags(values)]
 
 
 # -- one run ----------------------------------------------------------------------------------------------------

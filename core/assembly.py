@@ -251,6 +251,13 @@ def plugs(
     return plugged
 
 
+def plugs_of_other(params: Sequence[Tensor], c: CO2Config, options: Options, *, hidden: bool = True) -> dict[str, Any]:
+    """`plugs` for a method that reads tau, tau_max and the wire of CO2's settings alone."""
+    c.wire.check_given()
+    c.wire.check(params, options.get("group"))
+    return plugs(c, lambda number: c.tau, options, hidden=hidden)
+
+
 def tuned_for(c: CO2Config, workers: int) -> Tuned | None:
     """The rider that hears the workers' times; None where neither tau, nor the wire, nor the local step at which a
     worker waits for a mean is chosen from them."""

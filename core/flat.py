@@ -56,6 +56,11 @@ class Bucket:
         """Copies the live parameters into flat, [numel]."""
         copy(views(flat, self.params), self.params)
 
+    def difference(self, start: Tensor) -> None:
+        """The payload becomes start, [numel], less the live parameters."""
+        self.flatten(self.payload)
+        torch.sub(start, self.payload, out=self.payload)
+
 
 def make_buckets(
     params: Sequence[Tensor], buffers: Sequence[Tensor], scalars: int, parts: int = 1, zeros: Zeros | None = None

@@ -201,7 +201,7 @@ def lines(memory: Memory, recipe: Recipe) -> Iterator[str]:
     if recipe.gpu_gb is not None and memory.total > recipe.gpu_gb * GIB:
         yield (
             f"warning: gpu_gb={recipe.gpu_gb:g} is less: more --accumulate, --recompute or --zero need less, as do "
-            "--shard of co2, --offload of co2 and zo, and of co2 wire.format float32 and merge outer or mix"
+            "--shard of co2, --offload of co2 and zo, wire.format float32, and of co2 merge outer or mix"
         )
 
 

@@ -304,11 +304,13 @@ def starting_point(recipe: R, overrides: Sequence[str]) -> R:
 def refuse_unused(recipe: Recipe, default: Recipe) -> None:
     """Refuses settings that were given for another method than the recipe's, rather than to leave them unused.
 
-    Every local method has co2.tau; what a recipe itself sets for methods that may be chosen is no mistake.
+    Every local method has co2.tau, and most co2.wire; what a recipe itself sets for methods that may be chosen is no
+    mistake.
     """
+    shared = {"tau", "tau_max"} | ({"wire"} & entry_of(recipe.method).takes)
     owners = [(entry.settings.key, [entry.name]) for entry in REGISTRY if entry.settings]
     for part, methods in [*owners, ("co2", [entry.name for entry in REGISTRY if entry.reads_co2])]:
-        usual = vars(getattr(default, part)) | ({"tau": ..., "tau_max": ...} if part == "co2" else {})
+        usual = vars(getattr(default, part)) | (dict.fromkeys(shared, ...) if part == "co2" else {})
         given = {k: v for k, v in vars(getattr(recipe, part)).items() if usual[k] is not ... and v != usual[k]}
         if given and recipe.method not in methods:
             key, value = next(iter(given.items()))

@@ -26,13 +26,15 @@ from bench.peers.loop import DILOCO, EVERY_STEP, FREE, LATE, RECOMMENDED, REFERE
 from bench.peers.table import markdown, seconds_to, summarise
 from bench.report import read_options, require_known, require_no_crowd, require_one_or_more, require_positive
 from bench.standin import LR, build_model
-from bench.trainings import TUNING_SEED, network
+from bench.trainings import TUNING_SEED, network, over_each, split_wire
 from core import UserError
 from core.groups import ring_bytes
+from core.wires.formats import BLOCK, BLOCK_BYTES
 from vision import data
 
 OURS = (*EVERY_STEP, "local", "overlap_local", "slowmo", DILOCO, "co2", RECOMMENDED)
 ALL = (*OURS, *PEERS)
+KNOWN = (*ALL, FREE, *over_each(name for name in OURS if name not in (*LATE, RECOMMENDED)))
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Bench:
     repeats: int = 3
     """Runs of every row, interleaved; each has its own seed."""
     methods: tuple[str, ...] = ALL
-    """The rows, in this order."""
+    """The rows, in this order; those of ours also over a narrow format, as local:wire=int4."""
     width: int = 256
     """Of the five hidden layers: 256 makes 0.28 million parameters."""
     step_ms: float = 20.0
@@ -79,7 +81,7 @@ class Bench:
         require_no_crowd(self)
         if self.step_ms < 0:
             raise UserError(f"step_ms={self.step_ms}: give 0 or more")
-        require_known(self, "methods", (*ALL, FREE))
+        require_known(self, "methods", KNOWN)
 
 
 def main() -> None:
@@ -121,7 +123,7 @@ class Choice:
 def choices(method: str, factors: Sequence[float], taus: Sequence[int]) -> list[Choice]:
     """What is tried: each learning rate with each period. ddp, dpu and acco have no period, co2_auto chooses
     its own."""
-    taus = taus[:1] if method in (*EVERY_STEP, FREE) else taus
+    taus = taus[:1] if split_wire(method)[0] in (*EVERY_STEP, FREE) else taus
     return [Choice(LR * factor, tau) for factor, tau in itertools.product(factors, taus)]
 
 
@@ -222,9 +224,10 @@ def run_row(
 
 def steps_of(bench: Bench, method: str) -> int:
     """Fewer where every step sends gradients and so takes long: a snapshot is the same whatever follows."""
-    if method not in EVERY_STEP:
+    if split_wire(method)[0] not in EVERY_STEP:
         return bench.steps
     nbytes = ring_bytes(sum(p.nbytes for p in build_model(bench.width).parameters()), bench.workers)
+    nbytes *= BLOCK_BYTES.get(split_wire(method)[1], 4 * BLOCK) / (4 * BLOCK)
     compute, crossing = bench.step_ms / 1e3, nbytes * 8e-6 / bench.rate
     step = max(compute, crossing * LATE[method][1]) if method in LATE else compute + crossing
     return max(1, min(bench.steps, int(bench.most_seconds / step)))

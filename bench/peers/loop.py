@@ -24,7 +24,8 @@ from bench.memory import peak_bytes, reset_peak
 from bench.peers.adapters import PEERS, Task, Trainer
 from bench.peers.late import ACCO, DPU
 from bench.standin import LR, MLP_LAYERS, Pacer, build_model, make_optimizer
-from core import CO2Config, UserError, make_method
+from bench.trainings import split_wire
+from core import CO2Config, UserError, WireConfig, make_method
 from core.methods import METHODS, DelayedConfig
 from core.rounds import Rounds
 from training.sampling import worker_batches
@@ -35,7 +36,7 @@ RECOMMENDED = "co2_recommended"  # co2 with CO2Config.recommended, its tau the r
 FREE = "co2_auto"  # the same with tau its own choice
 DILOCO = "diloco"  # blocking, with Nesterov's outer momentum
 LATE = {"dpu": (DPU, 1), "acco": (ACCO, 2)}  # and in how many parts a batch is cut
-EVERY_STEP = ("ddp", *LATE)  # those that have no period
+EVERY_STEP = ("ddp", *LATE)  # those that have no period, over any wire
 REFERENCE = "none"  # the same steps without any communication
 BATCH = 16  # samples per worker and step
 EVERY = 6  # steps between two snapshots, beside those at the period's end
@@ -121,16 +122,9 @@ def make_trainer(job: Job, model: nn.Sequential) -> Trainer:
         late = kind(optimizer, job.steps, timeout=job.timeout, link=link)
         rounds, sent = lambda: late.rounds, lambda: late.sent
         return Trainer(model, late, close=late.flight.close, rounds=rounds, sent=sent, parts=parts)
-    config, delayed = CO2Config(tau=job.tau), None
-    if job.method == DILOCO:
-        config, delayed = diloco(job.tau)
-    if job.method in (RECOMMENDED, FREE):
-        config = CO2Config.recommended(job.workers, job.steps)
-        config = config if job.method == FREE else replace(config, tau=job.tau)
-    method_name = {RECOMMENDED: "co2", FREE: "co2", DILOCO: "delayed"}.get(job.method, job.method)
+    method_name, settings = settings_of(job)
     assert method_name in METHODS
-    settings = {"co2": config, "delayed": delayed, "lr": lambda: job.lr, "timeout": job.timeout, "link": link}
-    wrapped, method = make_method(method_name, model, **settings)
+    wrapped, method = make_method(method_name, model, **settings, lr=lambda: job.lr, timeout=job.timeout, link=link)
     total, steps = [0], itertools.count(1)
 
     def after_step() -> None:
@@ -145,6 +139,20 @@ def make_trainer(job: Job, model: nn.Sequential) -> Trainer:
     return Trainer(
         wrapped, optimizer, after_step, finish, method.close, lambda: int(method.rounds), lambda: round(total[0])
     )
+
+
+def settings_of(job: Job) -> tuple[str, dict[str, Any]]:
+    """A row of ours as a method of core, and its settings."""
+    name, format = split_wire(job.method)
+    if name == "ddp":
+        return name, {"ddp_wire": WireConfig(format)}  # pyright: ignore[reportArgumentType]
+    config, delayed = diloco(job.tau) if name == DILOCO else (CO2Config(tau=job.tau), None)
+    if format != "float32":
+        config = replace(config, wire=WireConfig(format))  # pyright: ignore[reportArgumentType]
+    if name in (RECOMMENDED, FREE):
+        config = CO2Config.recommended(job.workers, job.steps)
+        config = config if name == FREE else replace(config, tau=job.tau)
+    return {RECOMMENDED: "co2", FREE: "co2", DILOCO: "delayed"}.get(name, name), {"co2": config, "delayed": delayed}
 
 
 def diloco(tau: int) -> tuple[CO2Config, DelayedConfig]:

@@ -13,7 +13,7 @@ from bench.peers.adapters import PEERS
 from bench.peers.loop import BATCH, EVERY, EVERY_STEP, FREE, RECOMMENDED, REFERENCE, diloco
 from bench.report import Spread
 from bench.standin import LR, MOMENTUM, build_model
-from bench.trainings import TUNING_SEED
+from bench.trainings import TUNING_SEED, split_wire
 from core import CO2Config
 from core.methods import OverlapLocalConfig, SlowMoConfig
 
@@ -144,7 +144,7 @@ def settings(row: dict[str, Any]) -> str:
     """What the tuning chose."""
     if "lr" not in row or row["method"] == REFERENCE:
         return ""
-    if row["method"] in EVERY_STEP:
+    if split_wire(row["method"])[0] in EVERY_STEP:
         return f"{row['lr']:g}"
     period = "auto" if row["method"] == FREE else row["tau"]
     return f"{row['lr']:g}, {period}"

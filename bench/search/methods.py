@@ -148,39 +148,43 @@ class ACCO(DDP):
 
 
 class SlowMo(Blocking):
-    """core.methods.slowmo: u <- beta u + (x - mean) / lr; x <- x - alpha lr u."""
+    """core.methods.slowmo: u <- beta u + mean(x - x^i) / lr; x <- x - alpha lr u. wire: of x - x^i."""
 
     def __init__(self, x: Tensor, tau: int, **options: Any):
         super().__init__(x, tau, **options)
+        self.reduce = mean_over(options["wire"])
         self.start, self.u = x[0].clone(), torch.zeros_like(x[0])
 
     def boundary(self) -> None:
         lr = max(self.lr, 1e-12)
-        self.u = self.options["beta"] * self.u + (self.start - self.x.mean(dim=0)) / lr
+        self.u = self.options["beta"] * self.u + self.reduce(self.start - self.x, torch.ones_like(self.x[:, 0])) / lr
         self.start = self.start - self.options["alpha"] * lr * self.u
         self.x.copy_(self.start.expand_as(self.x))
 
 
 class OverlapLocal(Method):
     """core.methods.overlap_local_sgd: at a boundary the mean that was launched one round ago moves the anchor z,
-    v <- mu v + (mean - z), z <- z + v; each worker is pulled towards it; the mean of the pulled is launched."""
+    v <- mu v + (mean - z), z <- z + v; each worker is pulled towards it; the mean of the pulled is launched, as that of
+    z less them. wire: of this difference."""
 
     in_flight: Tensor | None = None
 
     def __init__(self, x: Tensor, tau: int, **options: Any):
         super().__init__(x, tau, **options)
+        self.reduce = mean_over(options["wire"])
         self.z, self.v = x[0].clone(), torch.zeros_like(x[0])
 
     def boundary(self) -> None:
         if self.in_flight is not None:
-            self.v = self.options["mu"] * self.v + self.in_flight - self.z
+            self.v = self.options["mu"] * self.v - self.in_flight
             self.z = self.z + self.v
         self.x.lerp_(self.z.expand_as(self.x), self.options["pull"])
-        self.in_flight = self.x.mean(dim=0)
+        self.in_flight = self.reduce(self.z - self.x, torch.ones_like(self.x[:, 0]))
 
     def finish(self) -> None:
         self.boundary()
-        self.x.copy_(self.x.mean(dim=0).expand_as(self.x))
+        assert self.in_flight is not None
+        self.x.copy_((self.z - self.in_flight).expand_as(self.x))
 
 
 class Outer(Method):
@@ -262,7 +266,7 @@ KINDS = {
     "dpu": Kind(DPU, {"wire": "float32"}, {}),
     "acco": Kind(ACCO, {}, {}),
     "local": Kind(Outer, BLOCKING | {"beta": 0.0}, {}, settable=("wire",)),
-    "slowmo": Kind(SlowMo, {"alpha": 1.0, "beta": 0.5}, {"beta": (0.5, 0.2)}),
+    "slowmo": Kind(SlowMo, {"alpha": 1.0, "beta": 0.5, "wire": "float32"}, {"beta": (0.5, 0.2)}),
     "diloco": Kind(Outer, BLOCKING | {"alpha": 0.7, "beta": 0.9, "nesterov": True}, {"beta": (0.9, 0.5)}),
     "streaming": Kind(
         Outer,
@@ -271,7 +275,7 @@ KINDS = {
         {"beta": (0.9, 0.5)},
     ),
     "des_loc": Kind(Outer, BLOCKING | {"beta": 0.0, "first_every": 3, "second_every": 6}, {}),
-    "overlap_local": Kind(OverlapLocal, {"pull": 0.6, "mu": 0.7}, {"mu": (0.7, 0.0)}),
+    "overlap_local": Kind(OverlapLocal, {"pull": 0.6, "mu": 0.7, "wire": "float32"}, {"mu": (0.7, 0.0)}),
     "co2": Kind(Outer, CO2, {"beta": (0.5, 0.0)}),
 }
 Options = tuple[tuple[str, Any], ...]

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Unpack
 
 from torch import Tensor, nn
 
-from ..assembly import CO2Config, Options, plugs
+from ..assembly import CO2Config, Options, plugs_of_other
+from ..checks import tensors_of
 from ..errors import UserError
-from ..flat import copy, rescale
+from ..flat import copy, rescale, views
 from ..rounds import Rounds
+from ..wires.config import WireConfig
 from .registry import Entry, Given
 
 
 class Blocking(Rounds):
-    """A method that waits for the mean of the parameters at every boundary."""
+    """A method that waits at every boundary for a mean: of the differences from `starts`, or of the parameters where
+    it keeps none. wire: how they cross the network."""
 
-    def __init__(self, params: Iterable[Tensor], tau: int, **options: Unpack[Options]):
-        super().__init__(params, **plugs(CO2Config(tau=tau), lambda number: tau, options, hidden=False))
+    def __init__(
+        self, params: Iterable[Tensor], tau: int, *, wire: WireConfig | None = None, **options: Unpack[Options]
+    ):
+        given, shared = tensors_of(params, "parameters"), CO2Config(tau=tau, wire=wire or WireConfig())
+        super().__init__(given, **plugs_of_other(given, shared, options, hidden=False))
 
     def close_round(self, *, finished: bool) -> bool:
-        for bucket in self.buckets:
-            bucket.flatten(bucket.payload)
+        for bucket, start in itertools.zip_longest(self.buckets, self.starts):
+            bucket.flatten(bucket.payload) if start is None else bucket.difference(start)
         self.send(finished=finished)
         landing = self.land(finished=finished)
         if not landing.empty:
@@ -34,18 +41,29 @@ class Blocking(Rounds):
 
     @abstractmethod
     def apply(self) -> None:
-        """Uses the mean parameters, which the payloads hold."""
+        """Uses the mean, which the payloads hold."""
 
 
 class LocalSGD(Blocking):
-    """Local-SGD (Stich, ICLR 2019): every tau local steps the parameters are averaged, and everyone waits. options: see
-    core.assembly.Options."""
+    """Local-SGD (Stich, ICLR 2019): every tau local steps the parameters are averaged, and everyone waits.
+
+    wire: in a narrow format differences from the last mean are sent, for a copy of the parameters: rounded, the
+    parameters themselves would lose more than a round moves them. options: see core.assembly.Options.
+    """
 
     name = "LocalSGD"
 
+    def __init__(
+        self, params: Iterable[Tensor], tau: int, *, wire: WireConfig | None = None, **options: Unpack[Options]
+    ):
+        super().__init__(params, tau, wire=wire, **options)
+        if wire is not None and wire.format != "float32":
+            self.replicas = self.starts = self.state.new("outer_iterate", of_params=True)
+
     def apply(self) -> None:
-        for bucket in self.buckets:
-            copy(bucket.params, bucket.payload_views)
+        for bucket, start in itertools.zip_longest(self.buckets, self.starts):
+            mean = bucket.payload if start is None else start.sub_(bucket.payload)
+            copy(bucket.params, views(mean, bucket.params))
 
 
 def tau_of(given: Given) -> int:
@@ -56,7 +74,7 @@ def tau_of(given: Given) -> int:
 
 
 def _make(given: Given) -> tuple[nn.Module, LocalSGD]:
-    return given.model, LocalSGD(given.params, tau_of(given), **given.options)
+    return given.model, LocalSGD(given.params, tau_of(given), wire=given.co2.wire, **given.options)
 
 
-ENTRY = Entry("local", _make, "blocking", check=tau_of)
+ENTRY = Entry("local", _make, "blocking", check=tau_of, takes=frozenset({"wire"}))

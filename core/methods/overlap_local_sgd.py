@@ -11,12 +11,14 @@ from typing import Literal, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..assembly import CO2Config, Options, plugs
+from ..assembly import CO2Config, Options, plugs_of_other
+from ..checks import tensors_of
 from ..config import of_kind
 from ..errors import UserError
 from ..flat import copy, copy_where, rescale, views
 from ..outer import carried
 from ..rounds import Rounds
+from ..wires.config import WireConfig
 from .registry import Entry, Given, Settings
 
 
@@ -41,7 +43,8 @@ class OverlapLocalSGD(Rounds):
 
     At a boundary the mean launched one round ago moves the anchor, v <- mu v + (mean - z), z <- z + v; each worker is
     pulled towards it, x^i <- x^i - a (x^i - z); and the mean of the pulled models is launched. Workers differ
-    until finish(), which leaves all with the mean. options: see core.assembly.Options.
+    until finish(), which leaves all with the mean. What travels is z less the pulled model, for z is equal on all;
+    wire: how it crosses the network. options: see core.assembly.Options.
     """
 
     name = "OverlapLocalSGD"
@@ -53,11 +56,13 @@ class OverlapLocalSGD(Rounds):
         config: OverlapLocalConfig | None = None,
         *,
         tau_max: int = 192,
+        wire: WireConfig | None = None,
         **options: Unpack[Options],
     ):
         self.config = of_kind(config, OverlapLocalConfig, "config")
-        super().__init__(params, **plugs(CO2Config(tau=tau, tau_max=tau_max), lambda number: tau, options))
-        self._z = self.state.new("anchor", of_params=True)
+        shared = CO2Config(tau=tau, tau_max=tau_max, wire=wire or WireConfig())
+        super().__init__(given := tensors_of(params, "parameters"), **plugs_of_other(given, shared, options))
+        self._z = self.state.new("outer_iterate", of_params=True)
         self._v = self.state.new("anchor_momentum")
         self.replicas = self.starts = self._z
         self.starts_roughly = True
@@ -75,7 +80,11 @@ class OverlapLocalSGD(Rounds):
         scale = 1 / self.scalars["weight"].double()  # NaN or infinite where no worker counts
         held = [t for b in self.buckets for t in (*b.params, *b.buffers)]
         own = [t.clone() for t in held]
-        self._lend(held, [v * scale.to(v) for b in self.buckets for v in (*b.payload_views, *b.buffer_views)])
+        means: list[Tensor] = []
+        for bucket, z in zip(self.buckets, self._z, strict=True):
+            means += views(z - bucket.payload * scale.to(z), bucket.params)
+            means += [v * scale.to(v) for v in bucket.buffer_views]
+        self._lend(held, means)
         try:
             yield True
         finally:
@@ -98,7 +107,7 @@ class OverlapLocalSGD(Rounds):
         for bucket, z in zip(self.buckets, self._z, strict=True):
             for p, anchor in zip(bucket.params, views(z, bucket.params), strict=True):
                 p.lerp_(anchor.to(p.dtype), self.config.pull)
-            bucket.flatten(bucket.payload)
+            bucket.difference(z)
         self.send(finished=finished)
         return False
 
@@ -111,13 +120,17 @@ class OverlapLocalSGD(Rounds):
         """Makes means of the payloads, too."""
         for bucket, z, v in zip(self.buckets, self._z, self._v, strict=True):
             rescale(bucket.payload, self.scale)
-            v.mul_(carried(self.config.anchor_momentum, self.growth)).add_(bucket.payload - z)
+            v.mul_(carried(self.config.anchor_momentum, self.growth)).sub_(bucket.payload)
+            torch.sub(z, bucket.payload, out=bucket.payload)
             z.add_(v)
 
 
 def _make(given: Given) -> tuple[nn.Module, OverlapLocalSGD]:
     c = given.co2
-    return given.model, OverlapLocalSGD(given.params, c.tau, given.own, tau_max=c.tau_max, **given.options)
+    shared = {"tau_max": c.tau_max, "wire": c.wire}
+    return given.model, OverlapLocalSGD(given.params, c.tau, given.own, **shared, **given.options)
 
 
-ENTRY = Entry("overlap_local", _make, "hidden", Settings("overlap_local", OverlapLocalConfig))
+ENTRY = Entry(
+    "overlap_local", _make, "hidden", Settings("overlap_local", OverlapLocalConfig), takes=frozenset({"wire"})
+)

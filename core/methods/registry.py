@@ -51,7 +51,8 @@ class Entry:
     make: the model to call in the loop, and the method. kind: hidden, reductions run under local steps; blocking, local
     steps wait for them; synchronous, every step is a round; or optimizer, a method in an optimiser's place. settings:
     its own, if it has any. check: refuses settings that do not go together. reads_co2: whether it reads all of
-    CO2Config, or tau and tau_max alone. takes: which of shard, offload, schedule and elastic.
+    CO2Config, or tau and tau_max alone. takes: which of shard, offload, schedule, elastic and, of
+    those that do not read all of CO2Config, wire.
     """
 
     name: str
@@ -106,16 +107,18 @@ def check(entry: Entry, given: Given) -> None:
     if given.schedule is not None and "schedule" not in entry.takes:
         raise UserError(f"schedule is CO2's own, method {entry.name!r} does not have it: leave it out")
     if not entry.reads_co2:
-        _check_taus_alone(entry.name, given.co2)
+        _check_unread(entry, given.co2)
     entry.check(given)
 
 
-def _check_taus_alone(name: str, co2: CO2Config) -> None:
-    """What a method reads that knows tau and tau_max alone: comparisons may share CO2's other settings of the outer
-    step, but not those of the rooms."""
-    if co2.wire.format != "float32":
+def _check_unread(entry: Entry, co2: CO2Config) -> None:
+    """Of a method that reads tau, tau_max and perhaps the wire alone: comparisons may share CO2's other settings of the
+    outer step, but not those of the rooms."""
+    name = entry.name
+    if co2.wire.format != "float32" and "wire" not in entry.takes:
         remedy = "set ddp_wire" if name == "ddp" else "leave it out"
         raise UserError(f"wire.format={co2.wire.format!r} is CO2's own, method {name!r} does not have it: {remedy}")
+    co2.wire.check_given()
     for key in ("merge", "delay", "steps", "outlier"):
         if (value := getattr(co2, key)) != getattr(CO2Config(), key):
             raise UserError(f"{key}={value!r} is CO2's own, method {name!r} does not have it: leave it out")

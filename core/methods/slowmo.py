@@ -6,15 +6,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Unpack
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..assembly import Options
 from ..config import LARGE, of_kind
 from ..errors import UserError
 from ..flat import copy, views
 from ..outer import carried
+from ..wires.config import WireConfig
 from .local_sgd import Blocking, tau_of
-from .registry import Entry, Settings
+from .registry import Entry, Given, Settings
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class SlowMoConfig:
 class SlowMo(Blocking):
     """SlowMo (Wang et al., ICLR 2020): Local-SGD whose average takes a step with momentum.
 
-    u <- beta u + (x_{t,0} - mean_i x^i_{t,tau}) / gamma;  x_{t+1,0} = x_{t,0} - alpha gamma u. lr: returns gamma, the
+    u <- beta u + mean_i (x_{t,0} - x^i_{t,tau}) / gamma;  x_{t+1,0} = x_{t,0} - alpha gamma u. lr: returns gamma, the
     inner learning rate of now; None stands for a constant one, which cancels. The other arguments: see
     LocalSGD.
     """
@@ -50,10 +51,11 @@ class SlowMo(Blocking):
         config: SlowMoConfig | None = None,
         *,
         lr: Callable[[], float] | None = None,
+        wire: WireConfig | None = None,
         **options: Unpack[Options],
     ):
         self.config = of_kind(config, SlowMoConfig, "config")
-        super().__init__(params, tau, **options)
+        super().__init__(params, tau, wire=wire, **options)
         self._lr = lr or (lambda: 1.0)
         self._x = self.state.new("outer_iterate", of_params=True)
         self._u = self.state.new("outer_momentum")
@@ -62,15 +64,14 @@ class SlowMo(Blocking):
     def apply(self) -> None:
         gamma = max(self._lr(), 1e-12)  # a schedule may end at exactly 0
         for bucket, x, u in zip(self.buckets, self._x, self._u, strict=True):
-            u.mul_(carried(self.config.outer_momentum, self.growth)).add_(x - bucket.payload, alpha=1 / gamma)
+            u.mul_(carried(self.config.outer_momentum, self.growth)).add_(bucket.payload, alpha=1 / gamma)
             x.sub_(u, alpha=self.config.outer_lr * gamma)
             copy(bucket.params, views(x, bucket.params))
 
 
-ENTRY = Entry(
-    "slowmo",
-    lambda given: (given.model, SlowMo(given.params, tau_of(given), given.own, lr=given.lr, **given.options)),
-    "blocking",
-    Settings("slowmo", SlowMoConfig),
-    check=tau_of,
-)
+def _make(given: Given) -> tuple[nn.Module, SlowMo]:
+    shared = tau_of(given), given.own
+    return given.model, SlowMo(given.params, *shared, lr=given.lr, wire=given.co2.wire, **given.options)
+
+
+ENTRY = Entry("slowmo", _make, "blocking", Settings("slowmo", SlowMoConfig), check=tau_of, takes=frozenset({"wire"}))

@@ -66,6 +66,11 @@ class WireConfig:
         if backend not in ("gloo", "nccl"):
             raise UserError(f"{asked} over {backend} backend for {kind} tensors: only gloo and nccl do, or {remedy}")
 
+    def check_given(self) -> None:
+        """For a method that chooses nothing from measured times."""
+        if self.format == "auto":
+            raise UserError("wire.format='auto' is CO2's own choice, from measured times: give another method a format")
+
     @property
     def choices(self) -> dict[str, float]:
         """The formats to choose from, the narrowest first -> bytes an element; of lgreco, unknown before it chooses,
@@ -89,7 +94,7 @@ class Wired:
 
     _: KW_ONLY
     wire: WireConfig = field(default_factory=WireConfig)
-    """How the pseudo-gradient crosses the network. The other methods always send float32."""
+    """How the pseudo-gradient crosses the network, and what local, overlap_local and slowmo send; ddp has ddp_wire."""
 
     def check(self) -> None:
         require(self, isinstance(self.wire, WireConfig), "wire", "give a WireConfig, such as WireConfig('int8')")

@@ -138,6 +138,7 @@ def test_every_method_is_tuned_over_the_same():
     assert (
         choices("ddp", (0.5, 1.0), (6, 24))
         == choices("acco", (0.5, 1.0), (6, 24))
+        == choices("ddp:wire=int4", (0.5, 1.0), (6, 24))
         == choices("co2_auto", (0.5, 1.0), (6,))
         == [
             Choice(LR / 2, 6),
@@ -198,6 +199,8 @@ def test_ddp_takes_as_many_steps_as_fit():
     bench = Bench(workers=2, rate=8.0, step_ms=100.0, most_seconds=10.0)
     seconds = 0.1 + 4 * sum(p.numel() for p in build_model(bench.width).parameters()) / 1e6
     assert steps_of(bench, "ddp") == int(10.0 / seconds) < steps_of(bench, "local") == bench.steps
+    narrow = 0.1 + (seconds - 0.1) * 132 / 1024  # of 256 elements: half a byte each, and a scale
+    assert steps_of(bench, "ddp:wire=int4") == int(10.0 / narrow) and steps_of(bench, "local:wire=int4") == bench.steps
     assert steps_of(replace(bench, rate=1e5), "ddp") == 99  # a little over 0.1 s each
     hidden = seconds - 0.1  # more than the computing, under which it runs; acco sends it twice
     assert steps_of(bench, "dpu") == int(10.0 / hidden) and steps_of(bench, "acco") == int(5.0 / hidden)

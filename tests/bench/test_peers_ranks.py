@@ -26,7 +26,10 @@ from bench.reference import vmap_gradient
 from bench.search import methods
 from bench.search.task import Inner
 from bench.standin import LR, MOMENTUM, build_model
+from bench.trainings import split_wire
 from core.testing import run_distributed
+from core.wires.formats import nbytes
+from core.wires.quantized import chunk_of
 from tests import problems
 from tests.problems import flat
 from vision import data
@@ -205,6 +208,17 @@ def test_the_loop_drives_the_rows_without_a_package(method: str, rounds: int):
     assert first["sent"] == pytest.approx(rounds * 4 * parameters, rel=0.01)
 
 
+@pytest.mark.parametrize(("method", "rounds"), [("ddp:wire=int8", 5), ("local:wire=int4", 3), ("diloco:wire=int4", 3)])
+def test_a_row_over_a_narrow_format_sends_so_much_less(method: str, rounds: int):
+    first, _ = on_ranks()[method]
+    numel = sum(p.numel() for p in build_model(16).parameters())
+    wire = split_wire(method)[1]
+    assert first["rounds"] == rounds and first["losses"][-1] < first["losses"][0]
+    assert first["sent"] == pytest.approx(
+        rounds * 2 * nbytes(wire, chunk_of(numel, 2)), rel=0.05
+    )  # out, and their mean
+
+
 def failing(rank: int, _: int, folder: Path) -> str:
     """What loop.worker makes of a method's error: the process group is there already."""
     os.environ["RANK"] = str(rank)
@@ -227,7 +241,7 @@ def test_an_error_is_one_line_and_its_traceback_is_in_the_log():
 def everything(rank: int, _: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"post_local": post_local(rank, 2), "late": late(rank, 2)}
     found |= {f"power {terms}": power(rank, 2, terms) for terms in (1, 3)}
-    for method in ("none", "local", "dpu", "acco", "diloco"):
+    for method in ("none", "local", "dpu", "acco", "diloco", "ddp:wire=int8", "local:wire=int4", "diloco:wire=int4"):
         (folder / method).mkdir(exist_ok=True)
         found[method] = trained(rank, 2, method, folder / method)
     said = failing(rank, 2, folder)  # the last: it gives the process group up

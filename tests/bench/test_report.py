@@ -13,6 +13,7 @@ import tyro
 from bench import loss_table, plots, report, slow_links, utilisation, zeroth
 from bench.peers import table
 from bench.report import Spread, mean_sd, require_each_once, require_known, require_one_or_more, require_positive
+from bench.search import controls
 from bench.search.rows import Rows, markdown
 from bench.simulator import against
 from bench.uneven.command import Rows as uneven_rows
@@ -120,6 +121,13 @@ def test_the_published_workers_at_unlike_speeds_stand_in_their_tables():
     o = replace(o, report=True, rows=RESULTS / "uneven.jsonl")
     for allreduce in o.allreduce:
         assert section(o, uneven_rows(o.rows), allreduce) in page
+
+
+def test_the_published_controls_are_those_of_their_rows(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("bench.search.controls.about", lambda task: task)
+    made = controls.markdown(Rows(RESULTS / "controls.jsonl"), controls.Controls().searches())
+    told = [line for line in made.splitlines() if line.startswith("|")]
+    assert told == [line for line in (RESULTS / "controls.md").read_text().splitlines() if line.startswith("|")]
 
 
 PAGES = re.findall(r"\]\((\w+\.md)\)", (RESULTS / "index.md").read_text())

@@ -20,6 +20,7 @@ WORKERS, TAU, STEPS, LR = 3, 4, 14, 0.1
 INNERS = {"sgd": Inner("sgd", LR), "adamw": Inner("adamw", LR, clip=0.5)}
 NO_GAP: dict[str, Any] = {"tau": TAU, "gap": "none", "clip": None}
 CLIPPED = NO_GAP | {"clip": 1.0}
+INT4 = CO2Config(TAU, wire=WireConfig("int4"))
 # what the search calls a method, and how core makes it
 PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "co2": ("co2", {"co2": CO2Config(TAU)}),
@@ -55,6 +56,22 @@ PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
         {"co2": CO2Config(TAU), "overlap_local": OverlapLocalConfig(anchor_momentum=0.4)},
     ),
     "ddp": ("ddp", {}),
+    "local:wire=int4": ("local", {"co2": INT4}),
+    "slowmo:beta=0.3,wire=int8": (
+        "slowmo",
+        {"co2": CO2Config(TAU, wire=WireConfig("int8")), "slowmo": SlowMoConfig(outer_momentum=0.3)},
+    ),
+    "overlap_local:mu=0.4,wire=int4": (
+        "overlap_local",
+        {"co2": INT4, "overlap_local": OverlapLocalConfig(anchor_momentum=0.4)},
+    ),
+    "diloco:beta=0.9,wire=int4": (
+        "delayed",
+        {
+            "co2": CO2Config(**NO_GAP, outer_momentum=0.9, outer_lr=0.7, delay=0, wire=WireConfig("int4")),
+            "delayed": DelayedConfig(nesterov=True),
+        },
+    ),
 }
 
 
@@ -129,6 +146,8 @@ def train_on_rank(rank: int, model: nn.Module, inner: Inner, after_step: Callabl
 CORNER = [
     *(("co2", "adamw"), ("co2:merge=keep,gap=none,beta=0,delay=1,wire=int4", "sgd"), ("ddp", "adamw")),
     *(("slowmo:beta=0.3", "sgd"), ("overlap_local:mu=0.4", "adamw"), ("diloco", "sgd")),
+    *(("local:wire=int4", "adamw"), ("slowmo:beta=0.3,wire=int8", "sgd"), ("overlap_local:mu=0.4,wire=int4", "sgd")),
+    ("diloco:beta=0.9,wire=int4", "sgd"),
 ]
 WHOLE = [(name, inner) for name in (*PAIRS, FRAGMENTS) for inner in INNERS]
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from bench import loss_table, time_to_loss
-from bench.loss_table import METHODS, OF_CO2, Outcome, cells, follow, markdown, speed_up, unpaid
+from bench.loss_table import METHODS, OF_CO2, USUAL, Outcome, cells, follow, markdown, speed_up, unpaid
 from bench.time_to_loss import TimeToLoss
-from bench.trainings import Metrics
+from bench.trainings import Metrics, split_wire
 from core.errors import UserError
 from language.recipes import RECIPES
 from training.recipe import parse
@@ -240,8 +240,8 @@ def test_a_method_whose_runs_all_failed():
 def test_the_plan_is_interleaved_and_always_alike():
     o = TimeToLoss()
     plan = o.plan()
-    assert plan == o.plan() and len(set(plan)) == 2 * 2 * 10 * 3
-    groups = [plan[start : start + 20] for start in range(0, 120, 20)]
+    assert plan == o.plan() and len(set(plan)) == 2 * 2 * len(USUAL) * 3
+    groups = [plan[i : i + 2 * len(USUAL)] for i in range(0, len(plan), 2 * len(USUAL))]
     assert [{(seed, rate) for seed, rate, *_ in g} for g in groups] == [
         {(seed, rate)} for seed in (0, 1, 2) for rate in (40.0, 200.0)
     ]
@@ -252,9 +252,13 @@ def test_the_plan_is_interleaved_and_always_alike():
 def test_the_train_script_understands_every_command(method: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     recipe = parse(RECIPES, TimeToLoss().command(40.0, "language", method, 3, "F"))
-    assert recipe.method == method.split("_auto")[0].split("_rec")[0] and recipe.seed == 3
-    assert (recipe.co2.tau == "auto") == ("_auto" in method)
-    assert recipe.co2.wire.format == ("lgreco" if "lgreco" in method else "auto" if method in OF_CO2 else "float32")
+    name, wire = split_wire(method)
+    assert (
+        recipe.method == {"diloco": "delayed"}.get(name, name.split("_auto")[0].split("_rec")[0]) and recipe.seed == 3
+    )
+    assert (recipe.co2.tau == "auto") == ("_auto" in method) and recipe.delayed.nesterov == (name == "diloco")
+    expected = "lgreco" if "lgreco" in method else "auto" if method in OF_CO2 else wire
+    assert (recipe.ddp_wire if name == "ddp" else recipe.co2.wire).format == expected
 
 
 def test_tau_at_the_end_is_kept():

@@ -116,7 +116,7 @@ def evaluations(rank: int, world_size: int) -> None:
 
 
 def checkpoints(rank: int, world_size: int) -> None:
-    """Bit for bit: what flies is saved as the sum that lands. The inner gap and the int8 wire keep a state, too."""
+    """Bit for bit: what flies is saved as the sum that lands. The inner gap and narrow wires keep a state, too."""
     seen, saved = set(), {}
 
     def save(parts: Parts, step: int) -> None:
@@ -124,7 +124,13 @@ def checkpoints(rank: int, world_size: int) -> None:
             note(seen, parts.method, step)
             saved[step] = copy.deepcopy([part.state_dict() for part in parts])
 
-    for name, config in (*product(NAMES, [CONFIG]), ("co2", CO2Config(TAU, gap="inner", wire=WireConfig("int8")))):
+    narrow = CO2Config(TAU, wire=WireConfig("int4"))
+    wired = [
+        ("co2", CO2Config(TAU, gap="inner", wire=WireConfig("int8"))),
+        ("local", narrow),
+        ("overlap_local", narrow),
+    ]
+    for name, config in (*product(NAMES, [CONFIG]), *wired):
         traces = {"plain": train(build(name, net(), co2=config), rank)}
         traces["saved"] = train(build(name, net(), co2=config, link=SLOW_LINK), rank, look=save)
         for step, count in (*product(SAVE_AT, [3]), (9, 2)):

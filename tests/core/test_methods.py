@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core import CO2Config, DivergedError, make_method
+from core import CO2Config, DivergedError, UserError, WireConfig, make_method
 from core.methods import OverlapLocalConfig, SlowMoConfig
 from core.testing import run_distributed
 from tests import problems
@@ -83,6 +83,10 @@ def train_all(rank: int, world_size: int) -> dict[str, list[Tensor]]:
     for key, beta, alpha in (("co2", 0.5, 1.0), ("co2 .3 .8", 0.3, 0.8), ("co2 0 1", 0.0, 1.0)):
         blocking = Settings(TAU, outer_momentum=beta, outer_lr=alpha, gap="none", clip=None, delay=0)
         runs[key] = "delayed", {"co2": blocking.co2, "delayed": blocking.delayed}
+    for key, beta in (("co2 int4", 0.5), ("co2 0 1 int4", 0.0)):
+        runs[key] = "co2", {"co2": Settings(TAU, outer_momentum=beta, gap="none", clip=None, delay=0, wire="int4").co2}
+    for key in ("local", "slowmo"):
+        runs[f"{key} int4"] = key, {"co2": CO2Config(TAU, wire=WireConfig("int4"))}
     common = {"co2": CO2Config(tau=TAU)}
     return {k: train(n, problems.odd_parameters(), rank, STEPS, **common | o) for k, (n, o) in runs.items()}
 
@@ -95,7 +99,7 @@ def traces() -> list[dict[str, list[Tensor]]]:
     return run_distributed(train_all, WORLD)
 
 
-@pytest.mark.parametrize("settings", ["", " .3 .8", " 0 1"])
+@pytest.mark.parametrize("settings", ["", " .3 .8", " 0 1", " int4"])
 def test_co2_without_delay_gap_and_clip_is_slowmo(traces: Any, settings: str):
     for of_rank in traces:
         assert_traces_equal(of_rank["co2" + settings], of_rank["slowmo" + settings], 1e-12)
@@ -104,6 +108,19 @@ def test_co2_without_delay_gap_and_clip_is_slowmo(traces: Any, settings: str):
 def test_beta_0_alpha_1_is_then_local_sgd(traces: Any):
     for of_rank in traces:
         assert_traces_equal(of_rank["co2 0 1"], of_rank["local"], 1e-12)
+        assert all(map(torch.equal, of_rank["co2 0 1 int4"], of_rank["local int4"]))
+
+
+def test_a_narrow_wire_changes_a_baseline_by_what_it_rounds(traces: Any):
+    for key in ("local", "slowmo"):
+        wide, narrow = (traces[0][name][0] for name in (key, f"{key} int4"))
+        assert 1e-6 < (wide - narrow).abs().max() < 0.1 * wide.abs().max(), key
+
+
+def test_a_wire_chosen_from_times_is_co2s_alone():
+    for name in ("local", "slowmo", "overlap_local"):
+        with pytest.raises(UserError, match="wire.format='auto' is CO2's own choice"):
+            make_method(name, problems.small_net(), co2=CO2Config(tau=TAU, wire=WireConfig("auto")))
 
 
 def test_local_sgd_averages_the_parameters(traces: Any):
@@ -142,7 +159,7 @@ def test_each_setting_of_the_baselines_changes_the_result(traces: Any):
                 assert (finals[a] - finals[b]).abs().max() > 1e-4, f"{a} and {b} gave the same parameters"
 
 
-@pytest.mark.parametrize("key", ["local", "slowmo", "co2"])
+@pytest.mark.parametrize("key", ["local", "slowmo", "co2", "local int4", "slowmo int4"])
 def test_blocking_methods_agree_bit_for_bit_at_every_boundary(traces: Any, key: str):
     for of_rank in traces:
         assert all(torch.equal(a, b) for a, b in zip(of_rank[key], traces[0][key], strict=True))

@@ -196,7 +196,7 @@ def test_bad_settings_are_refused():
 
 
 @pytest.mark.parametrize(
-    "setting", [{"co2": CO2Config(wire=WireConfig("int8"))}, {"shard": True}, {"offload": True}], ids=str
+    "setting", [{"co2": CO2Config(wire=WireConfig("auto"))}, {"shard": True}, {"offload": True}], ids=str
 )
 @pytest.mark.parametrize("name", ["ddp", "local", "slowmo", "overlap_local"])
 def test_the_other_methods_do_not_take_settings_of_co2_in_silence(name: str, setting: dict):

@@ -51,6 +51,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lgreco any": {"co2": wired("lgreco", "rank4", family="any", **TWICE)},
     "lgreco uniform": {"co2": wired("lgreco", "rank4", rule="uniform")},
     "local": {"method": "local"},
+    **{f"{m} int4": {"method": m, "co2": wired("int4", "")} for m in ("local", "slowmo", "overlap_local")},
+    "local lgreco": {"method": "local", "co2": wired("lgreco", **TWICE)},
     "slowmo": {"method": "slowmo", "slowmo": SlowMoConfig()},
     "overlap_local": {"method": "overlap_local"},
     "delayed": {"method": "delayed", "co2": CO2Config(tau=2)},

@@ -2,6 +2,7 @@
 
 import functools
 import time
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bench.reference import vmap_gradient
-from core import CO2Config, UserError, make_method
+from core import CO2Config, UserError, WireConfig, make_method
 from core.reference import Reference
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
@@ -23,6 +24,7 @@ from training.zero import gathered, shard_model, shard_optimizer
 
 TAU, ROUNDS, LR = 3, 20, 0.2
 CONFIG = CO2Config(tau=TAU, outer_momentum=0.4, outer_lr=0.9, clip=0.3)
+NARROW = replace(CONFIG, wire=WireConfig("int4"))
 INNERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 CORNERS = [(0, False), (1, True), (2, False), (3, True)]
 EVERY_CASE = list(product((0, 1, 2, 3), (False, True)))
@@ -44,6 +46,7 @@ def on_four(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         "rates": [scheduled(rank, stage) for stage in (0, 1)],
         "evaluations": [evaluation(rank, stage) for stage in (2, 3)],
         "baselines": [of_other_methods(rank, stage) for stage in (0, 3)],
+        "narrow baselines": [of_other_methods(rank, stage, NARROW) for stage in (0, 3)],
         "ddp": [synchronous(rank, stage) for stage in (0, 2, 3)],
         "16 bits": [gathered_in_16_bits(rank, stage) for stage in (2, 3)],
         "no mesh": without_a_mesh(),
@@ -257,9 +260,9 @@ def test_evaluations_may_be_uneven(found: list[dict[str, Any]]):
         )
 
 
-def end_of(rank: int, name: str, model: nn.Module) -> tuple[Tensor, Any]:
+def end_of(rank: int, name: str, model: nn.Module, config: CO2Config = CONFIG) -> tuple[Tensor, Any]:
     """The parameters after eight steps, and the method."""
-    wrapped, method = make_method(name, model, co2=CONFIG, mesh=mesh())
+    wrapped, method = make_method(name, model, co2=config, mesh=mesh())
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for step in range(8):
         loss(wrapped, batch(rank, step)).backward()
@@ -270,9 +273,9 @@ def end_of(rank: int, name: str, model: nn.Module) -> tuple[Tensor, Any]:
     return whole(model), method
 
 
-def of_other_methods(rank: int, stage: Any) -> list[Tensor]:
+def of_other_methods(rank: int, stage: Any, config: CO2Config = CONFIG) -> list[Tensor]:
     names = ("local", "slowmo", "overlap_local")
-    return [end_of(rank, name, shard_model(problems.small_net(), mesh(), stage))[0] for name in names]
+    return [end_of(rank, name, shard_model(problems.small_net(), mesh(), stage), config)[0] for name in names]
 
 
 def test_the_baselines_run_across_nodes_too(found: list[dict[str, Any]]):
@@ -280,6 +283,15 @@ def test_the_baselines_run_across_nodes_too(found: list[dict[str, Any]]):
         for a, b, first in zip(*of["baselines"], found[0]["baselines"][0], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
             torch.testing.assert_close(a, first, rtol=1e-9, atol=1e-9)
+
+
+def test_so_they_do_over_a_narrow_wire(found: list[dict[str, Any]]):
+    """All workers end alike, bit for bit, near where float32 ends; of shards other blocks are rounded."""
+    for of in found:
+        for narrow, first in zip(of["narrow baselines"], found[0]["narrow baselines"], strict=True):
+            assert all(map(torch.equal, narrow, first))
+            for end, exact in zip(narrow, of["baselines"][0], strict=True):
+                assert 0 < (end - exact).norm() < 0.1 * exact.norm()
 
 
 def test_a_stage_without_workers_to_shard_over_is_refused():
