@@ -17,9 +17,10 @@ from language.transnormer import TransNormer, TransNormerConfig
 from training import optim
 from training.optim import OptimConfig
 
-# Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; the tiny one is ours.
+# Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; the tiny and the mini one are ours.
 GPT2_SIZES = {
     "gpt2_tiny": dict(n_layer=4, n_head=4, n_embd=128),
+    "gpt2_mini": dict(n_layer=6, n_head=6, n_embd=192),  # 2.9 million parameters of 1,024 tokens
     "gpt2_small": dict(n_layer=12, n_head=12, n_embd=768),
     "gpt2_medium": dict(n_layer=24, n_head=16, n_embd=1024),
     "gpt2_large": dict(n_layer=36, n_head=20, n_embd=1280),

@@ -12,7 +12,7 @@ from training.optim import OptimConfig
 from training.recipe import Recipe
 
 ModelName = Literal[
-    "gpt2_tiny", "gpt2_small", "gpt2_medium", "gpt2_large",
+    "gpt2_tiny", "gpt2_mini", "gpt2_small", "gpt2_medium", "gpt2_large",
     "roberta_tiny", "roberta_base", "roberta_large", "transnormer_tiny", "transnormer_7b",
 ]  # fmt: skip
 CorpusName = Literal["pydoc", "gutenberg", "openwebtext", "wikibooks", "wikitext103"]
