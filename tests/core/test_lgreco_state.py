@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from core import CO2, CO2Config, UserError
-from core.lgreco.choices import Choice, code, offered, parse
+from core.lgreco.choices import Choice, code, message_bytes, offered, padded_bytes, parse
 from core.lgreco.config import LGrecoConfig
-from core.lgreco.decide import total
 from core.lgreco.layout import in_bucket
 from core.lgreco.senders import SAMPLE, largest
 from core.testing import run_distributed
@@ -91,14 +90,11 @@ def test_the_report_counts_what_is_sent_not_the_uniform_setting():
     mean = built("rank4", LGrecoConfig("any", first=1))
     train(mean, range(1))
     found = mean.reducer.allocation
-    assert sum(found.bytes) == pytest.approx(
-        total(mean.reducer.decider.sizes, [mean.reducer.decider.choices.index(c) for c in found.choices])
-    )
+    assert sum(found.bytes) == pytest.approx(sum(padded_bytes(found.layers, found.choices, 1)))
     assert sum(found.bytes) < found.uniform_bytes
     assert found.table().count("\n") == 1 + len(SHAPES) and "| 24 x 40 |" in found.table()
-    assert sum(b * z.numel for b, z in zip(found.bits, found.layers, strict=True)) / 8 == pytest.approx(
-        sum(found.bytes), rel=1e-6
-    )
+    messages = sum(message_bytes(z, c) for z, c in zip(found.layers, found.choices, strict=True))
+    assert sum(b * z.numel for b, z in zip(found.bits, found.layers, strict=True)) / 8 == pytest.approx(messages)
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s[0])
