@@ -162,16 +162,15 @@ def text(result: dict[str, Any]) -> str:
         )
         rows = [r for r in result["rows"] if r["way"] == way and r["seed"] in o["seeds"]]
         cells.append([way, *fits(large), seconds(large), *fits(small), *quality(rows)])
-    base = result.get("base")
-    began = f" from {base['loss']:.3f} nats, {base['accuracy']:.1%}" if base else ""
+    base, (large, small) = result.get("base"), (" x ".join(map(str, o[which])) for which in ("large", "small"))
+    began = f", from {base['loss']:.3f} nats and {base['accuracy']:.1%}" if base else ""
     return (
         f"Training in little memory. {report.source(result)}\n\n{report.table(TITLES, cells)}\n\n"
-        f"Large: {o['large'][0]} layers of width {o['large'][1]}; small: {o['small'][0]} of {o['small'][1]}; batches "
-        f"of {o['batch']} windows of 64 tokens. MB: private writable memory beyond what the process had before the "
-        "model, the smallest of a ladder in which two steps run; with less the allocation fails. Quality: the small "
-        f"one, WikiText-2's test text{began}; seeds {', '.join(map(str, o['seeds']))}, mean and standard deviation, within "
-        "that memory; ways that take the same steps are trained once. Processor seconds: of one core, all threads, in "
-        "the smallest memory, with whatever else ran on the machine.\n"
+        f"Large, small: {large} and {small} layers x width; batches of {o['batch']} windows of 64 tokens. MB: private "
+        "writable memory beyond what the process had before the model, the smallest of a ladder in which two steps run; "
+        "with less the allocation fails. Loss: of the small one within that memory, on WikiText-2's test text"
+        f"{began}; {len(o['seeds'])} seeds, mean and standard deviation. Ways that take the same steps are trained once. "
+        "Processor seconds: of all threads, in that memory, with whatever else ran on the machine.\n"
     )
 
 
