@@ -167,10 +167,10 @@ def text(result: dict[str, Any]) -> str:
     return (
         f"Training in little memory. {report.source(result)}\n\n{report.table(TITLES, cells)}\n\n"
         f"Large, small: {large} and {small} layers x width; batches of {o['batch']} windows of 64 tokens. MB: private "
-        "writable memory beyond what the process had before the model, the smallest of a ladder in which two steps run; "
-        "with less the allocation fails. Loss: of the small one within that memory, on WikiText-2's test text"
-        f"{began}; {len(o['seeds'])} seeds, mean and standard deviation. Ways that take the same steps are trained once. "
-        "Processor seconds: of all threads, in that memory, with whatever else ran on the machine.\n"
+        "writable memory beyond what the process had before the model, the smallest of a ladder in which two steps "
+        "run; with less the allocation fails. Loss: of the small one within that memory, on WikiText-2's test text"
+        f"{began}; {len(o['seeds'])} seeds, mean and standard deviation. Ways that take the same steps are trained "
+        "once. Processor seconds: of all threads, in that memory, with whatever else ran on the machine.\n"
     )
 
 

@@ -45,6 +45,7 @@ WAYS = {
 """Way -> what steps it takes."""
 KINDS = {"adamw": 1e-3, "sgd": 0.1, "lora": 3e-3, "zo": 3e-4}
 """What steps -> learning rate."""
+NO_MEMORY = ("can't allocate memory", "bad_alloc", "can't start new thread")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's mallopt
 
 
@@ -248,7 +249,7 @@ def train(job: Job) -> dict[str, Any]:
     try:
         return {"fits": True, "steps": job.steps} | _train(job, learn, held_out)
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, MemoryError) or "can't allocate memory" in str(error) or "bad_alloc" in str(error):
+        if isinstance(error, MemoryError) or any(text in str(error) for text in NO_MEMORY):
             return {"fits": False}
         raise
 
