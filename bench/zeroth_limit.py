@@ -1,4 +1,4 @@
-"""What trains a model in a given memory, and how well: python -m bench.zeroth_limit [--large 12 512 --small 6 192]
+"""What trains a model in a given memory, and how well: python -m bench.zeroth_limit [--large 12 512 --small 6 256]
 
 A GPT-2 of --large (layers, width) takes two steps in each way, in a process whose memory (private and writable,
 RLIMIT_DATA) may grow by a limit and no more; the smallest limit of a ladder in which it does is the way's. Weights that
@@ -37,7 +37,7 @@ class ZerothLimit:
 
     large: tuple[int, int] = (12, 512)
     """Layers and width of the model whose memory is measured."""
-    small: tuple[int, int] = (6, 192)
+    small: tuple[int, int] = (6, 256)
     """Of the model that is trained."""
     ways: tuple[str, ...] = tuple(WAYS)
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -46,7 +46,7 @@ class ZerothLimit:
     steps: int = 40
     """Of ways with gradients."""
     zo_steps: int = 200
-    base_steps: int = 300
+    base_steps: int = 200
     """On Python's documentation."""
     lrs: tuple[float, ...] = (0.3, 1.0, 3.0)
     """Learning rates to choose among, as multiples of each kind's, on a seed of its own; one is taken as it is."""

