@@ -45,10 +45,10 @@ class ZerothLimit:
     """Windows of 64 tokens in a step."""
     steps: int = 40
     """Of ways with gradients."""
-    zo_steps: int = 200
-    base_steps: int = 200
-    """On Python's documentation."""
-    lrs: tuple[float, ...] = (0.3, 1.0, 3.0)
+    zo_steps: int = 150
+    base_steps: int = 100
+    """On Python's documentation, of twice as many windows."""
+    lrs: tuple[float, ...] = (1.0, 3.0)
     """Learning rates to choose among, as multiples of each kind's, on a seed of its own; one is taken as it is."""
     out: Path | None = None
     """Where to write; runs/zeroth_limit-DATE by default."""
@@ -139,7 +139,7 @@ def run_all(o: ZerothLimit, folder: Path) -> dict[str, Any]:
         take("memory", measure_memory(o, untrained, o.large))
         untrained.unlink()
         base = Path(scratch) / "small"
-        result["base"] = run_ranks(make_base, None, 1, 1, base, o.small, o.base_steps, 4 * o.batch, timeout=7200.0)[0]
+        result["base"] = run_ranks(make_base, None, 1, 1, base, o.small, o.base_steps, 2 * o.batch, timeout=7200.0)[0]
         take("memory", measure_memory(o, base, o.small))
         limits = [row for row in result["memory"] if row["shape"] == o.small]
         take("rows", measure_quality(o, base, limits))

@@ -43,7 +43,7 @@ WAYS = {
     "zo, offload": "zo",
 }
 """Way -> what steps it takes."""
-KINDS = {"adamw": 1e-3, "sgd": 0.1, "lora": 3e-3, "zo": 3e-4}
+KINDS = {"adamw": 1e-3, "sgd": 0.1, "lora": 3e-3, "zo": 5e-4}
 """What steps -> learning rate."""
 NO_MEMORY = ("can't allocate memory", "bad_alloc", "can't start new thread")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's mallopt
