@@ -14,13 +14,16 @@ from typing import Any
 from bench import report
 from bench.report import mean_sd
 
-LIKE = {
-    "lgreco_int4": "ddp_int4",
-    "lgreco_rank4": "ddp_rank4",
-    "lgreco_any": "ddp_rank4",
-    "lgreco_top1": "ddp_top1",
-}
-"""L-GreCo's methods of bench.slow_links -> the uniform setting of each."""
+PAIRS = (
+    ("lgreco_int4", "ddp_int4"),
+    ("lgreco_int4", "ddp_int3"),
+    ("lgreco_rank4", "ddp_rank4"),
+    ("lgreco_rank4", "ddp_rank3"),
+    ("lgreco_any", "ddp_rank4"),
+    ("lgreco_top1", "ddp_top1"),
+    ("lgreco_top1", "ddp_top03"),
+)
+"""L-GreCo's methods of bench.slow_links, and uniform settings: the one that it is like, and one of about its bytes."""
 TITLES = (
     *("uniform", "L-GreCo", "seeds", "uniform's last loss", "L-GreCo's", "the target"),
     *("uniform: steps to it", "MB", "L-GreCo: steps", "MB", "times as fast where bytes decide"),
@@ -48,12 +51,12 @@ def reached(evaluated: Sequence[Evaluation], target: float) -> tuple[float, floa
     return None
 
 
-def pairs(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """(L-GreCo's method, a comparison for each seed and rate that both have); the target is the higher of the two last
-    losses, so that both come to it. The evaluation at the end is left out: it takes more of the text than the others.
-    """
+def pairs(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
+    """(L-GreCo's method, the uniform one, a comparison for each seed and rate that both have); the target is the higher
+    of the two last losses, so that both come to it. The evaluation at the end is left out: it takes more of the text
+    than the others."""
     by = {(r["method"], r["seed"], r["rate_mbit"]): r["evaluations"][:-1] for r in rows if r.get("evaluations")}
-    for method, uniform in LIKE.items():
+    for method, uniform in PAIRS:
         found = []
         for (name, *run), theirs in by.items():
             ours = by.get((method, *run), [])
@@ -65,13 +68,13 @@ def pairs(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[dict[st
                 final = theirs[-1][2], ours[-1][2]
                 found.append({"target": target, "final": final, "uniform": ends[0], "own": ends[1]})
         if found:
-            yield method, found
+            yield method, uniform, found
 
 
 def text(rows: Sequence[Mapping[str, Any]]) -> str:
     """Markdown; empty where no run was evaluated on its way, or no pair is there."""
     cells = []
-    for method, found in pairs(rows):
+    for method, uniform, found in pairs(rows):
         finals = [mean_sd([f["final"][i] for f in found], ".3f") for i in range(2)]
         ends = [
             f(statistics.fmean(each[who][i] for each in found))
@@ -80,7 +83,7 @@ def text(rows: Sequence[Mapping[str, Any]]) -> str:
         ]
         gain = mean_sd([each["uniform"][1] / each["own"][1] for each in found], ".2f")
         target = mean_sd([each["target"] for each in found], ".3f")
-        cells.append([LIKE[method], method, len(found), *finals, target, *ends, gain])
+        cells.append([uniform, method, len(found), *finals, target, *ends, gain])
     if not cells:
         return ""
     return (

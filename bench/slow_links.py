@@ -64,8 +64,11 @@ ANY = ("--ddp_wire.lgreco.family", "any")
 METHODS: dict[str, tuple[str, ...]] = {
     "ddp": ("--method", "ddp"),
     "ddp_int4": ("--method", "ddp", "--ddp_wire.format", "int4"),
+    "ddp_int3": ("--method", "ddp", "--ddp_wire.format", "int3"),
     "ddp_rank4": ddp("rank4", *UNIFORM),
+    "ddp_rank3": ddp("rank3", *UNIFORM),
     "ddp_top1": ddp("top0.01", *UNIFORM),
+    "ddp_top03": ddp("top0.003", *UNIFORM),
     POWERSGD: ("--method", "ddp"),
     "accordion_rank4": ddp("rank4", *ACCORDION),
     "accordion_top1": ddp("top0.01", *ACCORDION),
