@@ -43,7 +43,7 @@ from training.script import launch
 
 MODULE, NAME = "bench.slow_links", "slow_links"
 RECIPE, LOSS, BATCH, LR = "gpt2_pydoc_small", "val_loss", 32, 4e-3
-EVAL_TOKENS = 4096
+RECIPE_MODEL, EVAL_TOKENS = "gpt2_tiny", 4096
 POWERSGD = "torch_powersgd"
 DDP = ("--ddp_wire.lgreco.first", "10", "--ddp_wire.lgreco.every", "40")
 CO2 = ("--co2.wire.lgreco.first", "3", "--co2.wire.lgreco.every", "10")
@@ -96,7 +96,7 @@ class SlowLinks:
     workers: int = 4
     epochs: int = 5
     epoch_steps: int = 24
-    model: str = "gpt2_tiny"
+    model: str = RECIPE_MODEL
     """The recipe's, or another of the sizes of language.model."""
     batch_size: int = BATCH
     """Samples of all workers together."""
@@ -237,8 +237,9 @@ TITLES = ("method", "lr", "samples/s", "x ddp", "final loss", "MB sent a step an
 
 
 def text(result: dict[str, Any]) -> str:
-    model = result["options"].get("model", "gpt2_tiny")
-    lines = [f"{model} on {result['options']['workers']} workers. {report.source(result)}", ""]
+    model = result["options"].get("model", RECIPE_MODEL)
+    name = "GPT-2 (tiny)" if model == RECIPE_MODEL else model
+    lines = [f"{name} on {result['options']['workers']} workers. {report.source(result)}", ""]
     for again in result.get("resumed", ()):
         lines[0] += f"; gone on with at commit {again['commit']}, {again['date']}"
     for rate in result["options"]["rates"]:
@@ -249,7 +250,7 @@ def text(result: dict[str, Any]) -> str:
         "recipe's. The paper (abstract) reports 2.5 x in speed and up to 5 x in compression, on other models and "
         "networks: no cell here compares with them. Over any link slow enough a ratio of speeds is one of bytes."
     )
-    return "\n".join(lines) + "\n\n" + equal_loss.text(result["rows"])
+    return "\n".join([*lines, *([""] if (bytes_to_one := equal_loss.text(result["rows"])) else []), bytes_to_one])
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
