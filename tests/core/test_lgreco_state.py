@@ -65,6 +65,22 @@ def test_low_rank_goes_on_after_a_first_round_of_nothing_or_nan(bad: float):
     torch.testing.assert_close(mean.buckets[0].payload.view(100, 20), matrix, rtol=1e-5, atol=1e-5)
 
 
+def test_the_sum_is_of_what_was_to_be_sent_and_of_workers_that_moved():
+    """In the bucket's own order, over a switch; it begins anew after a decision."""
+    mean = built("int4", LGrecoConfig(every=3, first=3))
+    reducer, expected = mean.reducer, 0.0
+    for round in range(2):
+        held_before = torch.cat([reducer._layouts[0].held[i] for i in range(len(SHAPES))])
+        expected = expected + held_before + torch.cat([written(0, round, i) for i in range(len(SHAPES))])
+        train(mean, range(round, round + 1))
+        reducer._switch([Choice("int", 8 - round)] * len(SHAPES))
+    torch.testing.assert_close(reducer._sums[0], expected, rtol=0, atol=1e-12)
+    reducer._sum_up(3, torch.tensor(False))
+    torch.testing.assert_close(reducer._sums[0], expected, rtol=0, atol=1e-12)
+    train(mean, range(2, 3))
+    assert reducer.allocation.number == 3 and not reducer._sums[0].any() and not reducer._summands.any()
+
+
 def test_one_layer():
     for like in ("int4", "top0.01", "rank4"):
         mean = mean_of(lgreco(like, first=1), [(40, 50)])
