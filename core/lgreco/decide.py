@@ -25,7 +25,8 @@ BINS = 10_000  # of the budget, as released
 @dataclass(frozen=True)
 class Allocation:
     """One decision: for each layer its choice, the bytes that a worker sends for it in a reduction, padding included,
-    and its error, the workers' mean. number: of the reduction before it. seconds: of the curves, and of the programme."""
+    and its error, the workers' mean. number: of the reduction before it. seconds: of the curves, and of the programme.
+    """
 
     number: int
     reason: str
