@@ -23,9 +23,9 @@ from bench.report import read_options, require_each_once, require_known, require
 from core import LGrecoConfig
 from core.flat import Scalars, make_buckets
 from core.lgreco import LGreco
-from core.lgreco.choices import RAW, Choice, sent_bytes
+from core.lgreco.choices import RAW, Choice, padded_bytes, sent_bytes
 from core.lgreco.curves import curve
-from core.lgreco.decide import Decider, total
+from core.lgreco.decide import Decider
 from core.lgreco.layout import in_bucket
 from training.round_log import picture
 from training.script import launch
@@ -176,7 +176,7 @@ def compare(model: str, tensors: list[Tensor], like: str, way: str, workers: int
     plain = sum(sent_bytes(z, RAW, workers) for z in decider.layers)
     for name, each in (("uniform", decider.uniform), ("lgreco", choices)):
         errors = chosen.sender.errors(each)
-        sent = total(decider.sizes, [decider.choices.index(c) for c in each])
+        sent = sum(padded_bytes(decider.layers, each, workers))
         row |= {
             f"{name}_bytes": sent,
             f"{name}_ratio": plain / sent,

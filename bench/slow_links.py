@@ -4,7 +4,7 @@ Each run is gpt2_pydoc_small's own train script to its end, on four workers, a n
 every method is trained with each learning rate of --lrs and a seed of its own; what ends with the least loss is the
 method's for all other runs. Bytes are those that the kernel counts at a node's network device, over the whole run.
 Writes slow_links.json and slow_links.md after each run; what was stopped goes on where the same command is given again,
-with the --out of the first time.
+with the --out of the first time. With --eval_every a table of bytes to one loss follows (bench/equal_loss.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from unittest import mock
 
 from torch.nn.parallel import DistributedDataParallel
 
-from bench import report, trainings
+from bench import equal_loss, report, trainings
 from bench.cluster import Cluster, prepare_to_fork, sent_bytes
 from bench.report import (
     mean_sd,
@@ -43,6 +43,7 @@ from training.script import launch
 
 MODULE, NAME = "bench.slow_links", "slow_links"
 RECIPE, LOSS, BATCH, LR = "gpt2_pydoc_small", "val_loss", 32, 4e-3
+RECIPE_MODEL, EVAL_TOKENS = "gpt2_tiny", 4096
 POWERSGD = "torch_powersgd"
 DDP = ("--ddp_wire.lgreco.first", "10", "--ddp_wire.lgreco.every", "40")
 CO2 = ("--co2.wire.lgreco.first", "3", "--co2.wire.lgreco.every", "10")
@@ -63,8 +64,11 @@ ANY = ("--ddp_wire.lgreco.family", "any")
 METHODS: dict[str, tuple[str, ...]] = {
     "ddp": ("--method", "ddp"),
     "ddp_int4": ("--method", "ddp", "--ddp_wire.format", "int4"),
+    "ddp_int3": ("--method", "ddp", "--ddp_wire.format", "int3"),
     "ddp_rank4": ddp("rank4", *UNIFORM),
+    "ddp_rank3": ddp("rank3", *UNIFORM),
     "ddp_top1": ddp("top0.01", *UNIFORM),
+    "ddp_top03": ddp("top0.003", *UNIFORM),
     POWERSGD: ("--method", "ddp"),
     "accordion_rank4": ddp("rank4", *ACCORDION),
     "accordion_top1": ddp("top0.01", *ACCORDION),
@@ -92,6 +96,12 @@ class SlowLinks:
     workers: int = 4
     epochs: int = 5
     epoch_steps: int = 24
+    model: str = RECIPE_MODEL
+    """The recipe's, or another of the sizes of language.model."""
+    batch_size: int = BATCH
+    """Samples of all workers together."""
+    eval_every: int | None = None
+    """Epochs between two evaluations, on 4,096 tokens; None: at the end alone."""
     throttle: bool = False
     """Hold collectives back in software instead of making network namespaces; torch's PowerSGD is not held back."""
     out: Path | None = None
@@ -101,7 +111,7 @@ class SlowLinks:
         """A UserError names the first option that cannot be."""
         require_each_once(self, "methods", "rates", "seeds", "lrs")
         require_positive(self, "rates", "lrs")
-        require_one_or_more(self, "epochs", "epoch_steps")
+        require_one_or_more(self, "epochs", "epoch_steps", "batch_size")
         require_known(self, "methods", METHODS)
         require_company(self)
         if self.throttle and POWERSGD in self.methods:
@@ -110,7 +120,9 @@ class SlowLinks:
     def command(self, method: str, rate: float, seed: int, lr: float, out: Path) -> list[str]:
         """The train script's arguments."""
         values = {"seed": seed, "out": out, "device": "cpu", "checkpoint_every": 0, "timeout": 300, "optim.lr": lr * LR}
-        values |= {"epochs": self.epochs, "epoch_steps": self.epoch_steps, "eval_every": self.epochs}
+        values |= {"epochs": self.epochs, "epoch_steps": self.epoch_steps, "eval_every": self.eval_every or self.epochs}
+        values |= {"model": self.model, "batch_size": self.batch_size}
+        values |= {"eval_tokens": EVAL_TOKENS, "log_every": 1} if self.eval_every else {}
         values |= {"link_mbit": rate} if self.throttle else {}
         return [RECIPE, *METHODS[method], *trainings.flags(values)]
 
@@ -163,10 +175,11 @@ def measure(o: SlowLinks, cluster: Cluster | None, module: ModuleType, run: tupl
     summary, rows = found["summary"], found["rows"]
     return row | {
         "loss": summary[LOSS],
-        "samples_per_second": summary["steps_per_second"] * BATCH,
+        "samples_per_second": summary["steps_per_second"] * o.batch_size,
         "bytes_a_step": statistics.fmean(found["ranks"]) / steps if cluster else summary["bytes_sent"] / steps,
         "tau": next((r["round/tau"] for r in reversed(rows) if "round/tau" in r), 1),
         "deciding_share": sum(r.get("lgreco/seconds", 0.0) for r in rows) / summary["seconds"],
+        "evaluations": equal_loss.evaluations(rows, LOSS) if o.eval_every else [],
     }
 
 
@@ -224,7 +237,9 @@ TITLES = ("method", "lr", "samples/s", "x ddp", "final loss", "MB sent a step an
 
 
 def text(result: dict[str, Any]) -> str:
-    lines = [f"GPT-2 (tiny) on {result['options']['workers']} workers. {report.source(result)}", ""]
+    model = result["options"].get("model", RECIPE_MODEL)
+    name = "GPT-2 (tiny)" if model == RECIPE_MODEL else model
+    lines = [f"{name} on {result['options']['workers']} workers. {report.source(result)}", ""]
     for again in result.get("resumed", ()):
         lines[0] += f"; gone on with at commit {again['commit']}, {again['date']}"
     for rate in result["options"]["rates"]:
@@ -235,7 +250,7 @@ def text(result: dict[str, Any]) -> str:
         "recipe's. The paper (abstract) reports 2.5 x in speed and up to 5 x in compression, on other models and "
         "networks: no cell here compares with them. Over any link slow enough a ratio of speeds is one of bytes."
     )
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *([""] if (bytes_to_one := equal_loss.text(result["rows"])) else []), bytes_to_one])
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:

@@ -293,15 +293,15 @@ def count(recipe: Recipe, model: nn.Module, workers: int, on_gpu: bool) -> Held:
 
 
 def _decides(reducer: LGreco) -> None:
-    """The curves of the largest layer, beside what the worker wants to send of it and of the one before; those of low
-    rank are thin. Then the switch, for which what error feedback holds moves over."""
+    """What the worker wants to send of the largest layer, twice, on its way into the sum; its curves, of which those of
+    low rank are thin. Then the switch, for which what error feedback holds moves over."""
     layer = max(reducer.layers, key=lambda layer: layer.numel)
     wanted = [torch.empty(layer.numel, device="meta") for _ in range(2)]
-    choices = reducer.decider.choices
-    offered = reducer.decider.offered[reducer.layers.index(layer)].tolist()
+    del wanted[:]
+    choices, number = reducer.decider.choices, reducer.layers.index(layer)
+    offered = reducer.decider.offered[number].tolist()
     thick = [ok and choice.kind != "rank" for ok, choice in zip(offered, choices, strict=True)]
-    curves.curve(wanted[0], layer, choices, thick, 0)
-    del wanted
+    curves.curve(reducer._sum_views()[number], layer, choices, thick, 0)
     reducer._switch(reducer.chosen)
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 from ..errors import UserError
 from ..wires.formats import BITS, BLOCK, BLOCK_BYTES
+from ..wires.quantized import chunk_of
 
 Kind = Literal["raw", "int", "top", "rank"]
 INT_BITS = sorted(BITS.values())
@@ -77,6 +78,22 @@ def sent_bytes(layer: Layer, choice: Choice, world_size: int) -> float:
     which everyone gathers, n - 1 times. One worker alone counts as one of two."""
     n = max(2, world_size)
     return message_bytes(layer, choice) * ((n - 1) if choice.kind == "top" else 2 * (n - 1) / n)
+
+
+def padded_bytes(layers: Sequence[Layer], choices: Sequence[Choice], world_size: int) -> list[float]:
+    """As sent_bytes, of each layer; and what pads the layers of a bucket that have an int format in common to whole
+    blocks for each worker, shared out by their elements."""
+    n = max(2, world_size)
+    sizes = [sent_bytes(layer, choice, world_size) for layer, choice in zip(layers, choices, strict=True)]
+    together: dict[tuple[int, Choice], list[int]] = {}
+    for i, (layer, choice) in enumerate(zip(layers, choices, strict=True)):
+        if choice.kind == "int":
+            together.setdefault((layer.bucket, choice), []).append(i)
+    for members in together.values():
+        elements = sum(layers[i].numel for i in members)
+        for i in members:
+            sizes[i] *= n * chunk_of(elements, n) / elements
+    return sizes
 
 
 def parse(text: str) -> Choice:

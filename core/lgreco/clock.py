@@ -1,4 +1,4 @@
-"""When L-GreCo decides: every `every`-th reduction, or less often where deciding would take too much of the time."""
+"""When L-GreCo decides: at fixed reductions, or less often where deciding would take too much of the time."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from torch import Tensor
 
 from ..stats import Mark, Seconds, between, ready
 
+SUMMED = 10  # reductions whose compressed tensors the curves are taken of, as released
 IN_HAND = 0.8  # of the share: a plan does not know yet how long the programme of its own decision takes
 
 
 class Clock:
     """The time that a worker has spent on deciding; and the next decision's reduction, which all workers plan alike.
 
-    every, first: reductions between two decisions at least, and before the first. time_share: the share of the time
-    since the first reduction that deciding may take; 1: no limit. numbers: float64 [5] on the CPU, for a checkpoint:
-    the reduction that decides next, 0 for the first; decisions so far; seconds that they took here; reductions since
-    the first one, and their seconds. On a GPU times lie between events, and count once it has passed them.
+    first: the reduction that decides first. The second decision comes as many reductions later, at 2 x first, and so
+    on: the time between two doubles, up to `every`, for at the beginning of a run gradients change fast. time_share:
+    the share of the time since the first reduction that deciding may take, for which it waits longer; 1: no limit.
+    numbers: float64 [5] on the CPU, for a checkpoint: the reduction that decides next, 0 for the first; decisions so
+    far; seconds that they took here; reductions since the first one, and their seconds. On a GPU times lie between
+    events, and count once it has passed them.
     """
 
     def __init__(self, every: int, first: int, time_share: float):
@@ -31,7 +34,15 @@ class Clock:
 
     def due(self, number: int) -> bool:
         """Whether the `number`-th reduction, from 1, is to decide."""
-        return number >= max(self.first, self.numbers.tolist()[0])
+        return number >= self._planned
+
+    def counts(self, number: int) -> bool:
+        """Whether the `number`-th reduction is one of the SUMMED up to the one that is to decide."""
+        return number > self._planned - SUMMED
+
+    @property
+    def _planned(self) -> float:
+        return max(self.first, self.numbers.tolist()[0])
 
     def tick(self, now: Mark) -> None:
         """Call it when a reduction begins."""
@@ -70,12 +81,12 @@ class Clock:
         """After the `number`-th reduction, which decides: plans the next decision, and says why it is late, if it is.
         The other numbers are the workers' means."""
         self._decisions += 1
-        after = self.every
+        usual = after = min(self.every, number)
         if self.time_share < 1 and elapsed > 0:
             each = spent / self.numbers.tolist()[1]
             wanted = (spent + each) / (IN_HAND * self.time_share)  # seconds since the first reduction
             after = max(after, math.ceil((wanted - elapsed) / elapsed * reductions))
         self._next.fill_(number + after)
-        if after == self.every:
+        if after == usual:
             return ""
         return f"; next in {after} reductions, for deciding to take {self.time_share:.2g} of the time at most"

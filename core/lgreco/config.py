@@ -29,13 +29,14 @@ class LGrecoConfig:
     highest_rank: float = 2.0
     """The highest rank that is tried, in units of the uniform one: beta."""
     every: int | None = None
-    """Reductions between two decisions, at least; None for 20 rounds of CO2, 100 steps of ddp."""
+    """The most reductions between two decisions; None for 20 rounds of CO2, 100 steps of ddp."""
     first: int | None = None
-    """The reduction after which it decides first; None for 3 rounds of CO2, 100 steps of ddp."""
-    time_share: float = 0.01
-    """The share of the time since the first reduction that deciding may take. The next decision waits until the share
-    is kept, as measured by all workers, so that two runs may decide at different times; 1 for every `every`-th
-    reduction. On a GPU the device's time counts, between events of its stream."""
+    """The reduction after which it decides first; None for 3 rounds of CO2, 10 steps of ddp. The time between two
+    decisions doubles from there up to `every`."""
+    time_share: float = 1.0
+    """The share of the time since the first reduction that deciding may take; 1: no limit, so that decisions come at
+    fixed reductions and a run can be repeated. Below 1 the next decision waits until the share is kept, as measured by
+    all workers. On a GPU the device's time counts, between events of its stream."""
 
     def __post_init__(self) -> None:
         for name, known in KNOWN.items():

@@ -7,6 +7,7 @@ the budget. Nothing here communicates.
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from .choices import RAW, Choice, Layer, may_take, message_bytes, offered, parse, sent_bytes, uniform
+from .choices import RAW, Choice, Layer, may_take, message_bytes, offered, padded_bytes, parse, sent_bytes, uniform
 from .config import LGrecoConfig
 
 BINS = 10_000  # of the budget, as released
@@ -23,8 +24,9 @@ BINS = 10_000  # of the budget, as released
 
 @dataclass(frozen=True)
 class Allocation:
-    """One decision: for each layer its choice, the bytes that a worker sends for it in a reduction, and its error, the
-    workers' mean. number: of the reduction before it. seconds: of the curves, and of the programme."""
+    """One decision: for each layer its choice, the bytes that a worker sends for it in a reduction, padding included,
+    and its error, the workers' mean. number: of the reduction before it. seconds: of the curves, and of the programme.
+    """
 
     number: int
     reason: str
@@ -62,7 +64,7 @@ class Decider:
     """Whether `start` holds for good."""
 
     def __init__(self, layers: Sequence[Layer], like: str, config: LGrecoConfig, world_size: int):
-        self.layers, self.config, self.name = layers, config, like
+        self.layers, self.config, self.name, self.world_size = layers, config, like, world_size
         self.like = parse(like)
         self.uniform = [uniform(layer, self.like) for layer in layers]
         if all(choice == RAW for choice in self.uniform):
@@ -84,7 +86,26 @@ class Decider:
         """The index of the choice of each of the `known` layers. errors: float64 [layers, choices], in the measure that
         adds up, infinite where not offered; norms: [layers], of the tensors that the workers want to send."""
         share = self.config.share ** (2 if self.config.error == "squared" else 1)
-        return allocate(errors[known], self.sizes[known], self.indices(self.uniform, known), share=share)
+        like = self.indices(self.uniform, known)
+        found = self._merged(allocate(errors[known], self.sizes[known], like, share=share), errors, known)
+        return like if share >= 1 and self._size(like, known) < self._size(found, known) else found
+
+    def _merged(self, picked: list[int], errors: Tensor, known: list[int]) -> list[int]:
+        """Each int format is padded to whole blocks: where that costs more than it saves, all layers that have one take
+        a wider one that others have, of no more error."""
+        ints = sorted((c for c in set(picked) if self.choices[c].kind == "int"), key=lambda c: self.choices[c].value)
+        for narrow, wide in itertools.combinations(ints, 2):
+            moving = [j for j, c in enumerate(picked) if c == narrow]
+            tried = [wide if c == narrow else c for c in picked]
+            no_worse = all(errors[known[j], wide] <= errors[known[j], narrow] for j in moving)
+            if no_worse and self._size(tried, known) < self._size(picked, known):
+                picked = tried
+        return picked
+
+    def _size(self, picked: list[int], known: list[int]) -> float:
+        """Bytes that a worker sends for the layers `known`."""
+        choices = [self.choices[c] for c in picked]
+        return math.fsum(padded_bytes([self.layers[i] for i in known], choices, self.world_size))
 
     def indices(self, choices: Sequence[Choice], layers: Sequence[int]) -> list[int]:
         return [self.choices.index(choices[i]) for i in layers]
@@ -99,9 +120,9 @@ class Decider:
         for i, choice in zip(rows, self.pick(errors, norms, rows) if rows else (), strict=True):
             new[i] = self.choices[choice]
         every = range(len(new))
-        at = self.indices(new, every)
-        sizes, lost = (t[torch.arange(len(at)), at].tolist() for t in (self.sizes, curves))
-        uniform_bytes = total(self.sizes, self.indices(self.uniform, every))
+        lost = curves[torch.arange(len(new)), self.indices(new, every)].tolist()
+        sizes = padded_bytes(self.layers, new, self.world_size)
+        uniform_bytes = self._size(self.indices(self.uniform, every), [*every])
         reason = (
             f"{sum(sizes) / 1e6:.3g} MB a reduction, uniform {self.name} {uniform_bytes / 1e6:.3g} MB; "
             f"{sum(a != b for a, b in zip(new, now, strict=True))} of {len(new)} layers change"

@@ -1,13 +1,15 @@
 """The reducer that sends each layer in a way of its own, and chooses those ways anew while training goes on.
 
-    every `every`-th reduction, or less often where that would take too much of the time, before anything is sent:
-        G = d + e, what the worker wants to send; e[l, c] = ||G_l - C_c(G_l)|| for each layer and choice
+    G = the mean of d + e, what the worker wanted to send, over the last ten reductions
+    at fixed reductions, before anything is sent (core/lgreco/clock.py):
+        e[l, c] = ||G_l - C_c(G_l)|| for each layer and choice
         the errors' mean over the workers, which travels with this reduction, as do the seconds that it takes
     when it has landed (where NCCL moves the tensors, at the next reduction's begin), on every worker alike:
         the fewest bytes whose summed errors stay within the uniform setting's (core/lgreco/decide.py)
         the next reduction sends in the new ways; what error feedback holds goes along
 
-After the abstract and the released code of L-GreCo, which allocates ranks alone, from the first worker's errors.
+After the abstract and the released code of L-GreCo, which sums up the last ten likewise, and allocates ranks alone,
+from the first worker's errors.
 """
 
 from __future__ import annotations
@@ -42,8 +44,9 @@ class LGreco:
 
     state: "error_feedback" and "mean_error_feedback", in an order that follows the allocation; "allocation", by which
     a resumed run goes on with it: the choices' codes, the columns of "q", low rank's, that are in use, the clock, and
-    what the rule remembers; "asked", the curves that no decision has been made of yet. All zeros is the start. Where
-    NCCL moves the tensors the host waits, at the launch after a reduction that asked, until that has landed.
+    what the rule remembers; "summed", G's sum so far, in the buckets' own order, and the number of its summands;
+    "asked", the curves that no decision has been made of yet. All zeros is the start. Where NCCL moves the tensors the
+    host waits, at the launch after a reduction that asked, until that has landed.
     """
 
     kind, changes = "lgreco", False
@@ -69,6 +72,8 @@ class LGreco:
         highest = (decider.offered * ranks).amax(1).int().tolist()
         self._q = [flats[z.bucket].new_zeros(z.columns * r) for z, r in zip(self.layers, highest, strict=True)]
         self._codes_now, self._filled = (torch.zeros(many, dtype=torch.float64) for _ in range(2))
+        self._sums = [] if decider.fixed else [b.flat.new_zeros(b.numel) for b in self.buckets]
+        self._summands = flats[0].new_zeros(1, dtype=torch.float64)
         self._asked_by = torch.zeros(2, dtype=torch.float64)  # the reduction that asked, 0: all is decided; and seconds
         self._asked = flats[0].new_zeros((many + 1) * (len(decider.choices) + 1), dtype=torch.float64)
         # the reduction that asked, and its copy on the way to the host
@@ -79,6 +84,7 @@ class LGreco:
             "mean_error_feedback": [m.means for m in self._memory],
             "allocation": [self._codes_now, self._filled, self.clock.numbers, *decider.memory],
             "q": self._q,
+            "summed": [*self._sums, self._summands],
             "asked": [self._asked, self._asked_by],
         }
 
@@ -98,8 +104,9 @@ class LGreco:
             self._follow()
         for layout in self._layouts:
             layout.gather()
-        asked = self._ask(number) if self.due(number) else None
         own = moved(self.scalars)
+        self._sum_up(number, own)
+        asked = self._ask(number) if self.due(number) else None
         for layout in self._layouts:
             layout.release_raw(own)
         parts = [self._ints.stages(group, number), *(part.stages(group) for part in self._others)]
@@ -119,17 +126,30 @@ class LGreco:
 
     # -- the allocation -------------------------------------------------------------------------------------
 
+    def _sum_up(self, number: int, own: Tensor) -> None:
+        """Adds what the worker wants to send, if it has moved: 0-d bool."""
+        if self.decider.fixed or not self.clock.counts(number):
+            return
+        self._summands += 1
+        for i, into in enumerate(self._sum_views()):
+            layout = self._layouts[self.layers[i].bucket]
+            into.add_(torch.where(own, layout.values[i] + layout.held[i], 0.0))
+
+    def _sum_views(self) -> list[Tensor]:
+        """The layers' elements in the sums."""
+        return [self._sums[z.bucket][z.start : z.start + z.numel] for z in self.layers]
+
     def _ask(self, number: int) -> Tensor:
         """float64 [layers + 1, choices + 1]: this worker's errors, and the norm of each layer; last the clock's
-        numbers."""
+        numbers. The next sum begins."""
         began = mark(self._asked.device)
-        rows = []
-        for i, layer in enumerate(self.layers):
-            layout = self._layouts[layer.bucket]
-            wanted = layout.values[i] + layout.held[i]
+        rows, count = [], self._summands.clamp(min=1)
+        for i, (layer, wanted) in enumerate(zip(self.layers, self._sum_views(), strict=True)):
             row = curve(wanted, layer, self.decider.choices, self.decider.offered[i].tolist(), i)
             row = torch.where(row.isinf(), 0.0, row)  # not offered: their sum would hide another worker's NaN
-            rows.append(torch.cat([row, norm(wanted)[None]]))
+            rows.append(torch.cat([row, norm(wanted)[None]]) / count)
+        for flat in (*self._sums, self._summands):
+            flat.zero_()
         asked = torch.stack([*rows, torch.zeros_like(rows[0])])
         self._took = between(began, mark(asked.device))
         self.clock.spend(self._took)

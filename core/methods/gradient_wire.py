@@ -15,15 +15,15 @@ from ..robust import peers
 from ..testing.link import Link, flight_over
 from ..wires.config import WireConfig
 
-DECIDE_EVERY = 100  # steps, of lgreco; as released
+EVERY, FIRST = 100, 10  # steps, of lgreco; released: every 100 after 1,000
 
 
 def _by_steps(wire: WireConfig) -> WireConfig:
     """With L-GreCo's period in steps of ddp, where it is left open."""
     if wire.format != "lgreco":
         return wire
-    every, first = (n or DECIDE_EVERY for n in (wire.lgreco.every, wire.lgreco.first))
-    return replace(wire, lgreco=replace(wire.lgreco, every=every, first=first))
+    own = wire.lgreco
+    return replace(wire, lgreco=replace(own, every=own.every or EVERY, first=own.first or FIRST))
 
 
 class GradientWire:

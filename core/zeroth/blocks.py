@@ -23,6 +23,7 @@ from torch import nn
 
 from ..errors import UserError
 from ..flat import unique
+from ..offload.pinned import pinned
 from .forward import weights_uncached
 from .lanes import Hold
 from .noise import Noise
@@ -39,9 +40,10 @@ class BlockStream:
 
     blocks: modules that the model calls one after the other, in this order, in every forward pass. device: where to
     compute (None: where the model is); what belongs to no block is moved there, and is perturbed a module at a time.
-    hold: see Lane. share: the workers of a node, in a group that nobody else uses: each uploads its part of a block,
-    and they send each other theirs; all must then make equally many passes. Losses and updates are ScratchCopy's, bit
-    for bit.
+    hold: see Lane. make_host: makes the host's memory of a block, uint8 [its argument], such as a mapped file where a
+    model does not fit that either; None: pinned for a GPU, else plain. share: the workers of a node, in a group that
+    nobody else uses: each uploads its part of a block, and they send each other theirs; all must then make equally many
+    passes. Losses and updates are ScratchCopy's, bit for bit.
 
     Attributes: window, the blocks on the device.
     """
@@ -54,6 +56,7 @@ class BlockStream:
         blocks: Sequence[nn.Module],
         device: torch.device | None = None,
         hold: Hold | None = None,
+        make_host: Callable[[int], torch.Tensor] | None = None,
         share: dist.ProcessGroup | None = None,
     ):
         self._model, self._weights = model, weights
@@ -62,7 +65,9 @@ class BlockStream:
         inside = {id(m) for block in blocks for m in block.modules()}
         _refuse(model, blocks, inside)
         parts = dist.get_world_size(share) if share is not None else 1
-        self.blocks = [Block(block, weights, pin=self.device.type == "cuda", parts=parts) for block in blocks]
+        make = pinned if self.device.type == "cuda" else torch.empty
+        make_host = make_host or functools.partial(make, dtype=torch.uint8)
+        self.blocks = [Block(block, weights, make_host=make_host, parts=parts) for block in blocks]
         in_blocks = {id(t) for block in self.blocks for t in block.tensors}
         for t in [*model.parameters(), *model.buffers()]:
             if id(t) not in in_blocks:

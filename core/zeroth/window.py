@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..flat import unique
-from ..offload.pinned import pinned
 from .lanes import Hold, Lane, wait
 from .replay import Update
 from .weights import Weights
@@ -26,13 +25,13 @@ def aligned(nbytes: int, to: int = ALIGNED) -> int:
 
 class Block:
     """A module whose tensors lie one after the other in one piece of the host's memory, of which each of `parts`
-    workers may upload an equal part.
+    workers may upload an equal part. make_host: see BlockStream.
 
     Attributes: host, that piece, bytes [nbytes]; tensors, and numbers, which they have in Weights (None: not trained);
     behind, the updates that are not applied to it yet.
     """
 
-    def __init__(self, module: nn.Module, weights: Weights, *, pin: bool, parts: int):
+    def __init__(self, module: nn.Module, weights: Weights, *, make_host: Callable[[int], Tensor], parts: int):
         self.tensors = unique([*module.parameters(), *module.buffers()])
         self.numbers = [weights.numbers.get(id(t)) for t in self.tensors]
         self._places, self.nbytes = [], 0
@@ -40,7 +39,7 @@ class Block:
             self._places.append(self.nbytes)
             self.nbytes += aligned(t.nbytes)
         self.nbytes = aligned(self.nbytes, ALIGNED * parts)
-        self.host = pinned(self.nbytes, torch.uint8) if pin else torch.empty(self.nbytes, dtype=torch.uint8)
+        self.host = make_host(self.nbytes)
         for t, view in zip(self.tensors, self.views(self.host), strict=True):
             view.copy_(t.data)
             t.data = view

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from core.lgreco.choices import Choice, Layer
+from core.lgreco.clock import SUMMED
 from core.lgreco.config import LGrecoConfig
 from core.lgreco.curves import curve
 from core.lgreco.decide import make_decider
@@ -34,19 +35,22 @@ class Reference:
         self.errors = [torch.zeros(workers, z.numel, dtype=dtype) for z in self.layers]
         self.mean_errors = [torch.zeros(z.numel, dtype=dtype) for z in self.layers]
         self.q = [torch.zeros(z.columns, 0, dtype=dtype) for z in self.layers]
-        self.number = 0
+        self.number, self.next = 0, config.first
+        self.wanted: list[list[Tensor]] = []  # since the last decision
 
     def reduce(self, differences: Sequence[Tensor]) -> list[Tensor]:
         """differences: a layer each, [workers, numel] -> what lands for it on every worker, [numel]."""
         assert self.config.every is not None and self.config.first is not None
         self.number += 1
         sends = [d + e for d, e in zip(differences, self.errors, strict=True)]
-        due = not self.decider.fixed and (self.number - self.config.first) % self.config.every == 0
+        self.wanted.append(sends)
         found = None
-        if due and self.number >= self.config.first:
-            curves = torch.stack([self._curve(i, send) for i, send in enumerate(sends)])
-            norms = torch.stack([send.double().norm(dim=1).mean() for send in sends])
+        if self.number == self.next and not self.decider.fixed:
+            means = [torch.stack(each).mean(0) for each in zip(*self.wanted[-SUMMED:], strict=True)]
+            curves = torch.stack([self._curve(i, mean) for i, mean in enumerate(means)])
+            norms = torch.stack([mean.double().norm(dim=1).mean() for mean in means])
             found = self.decider.decide(curves, norms, self.chosen, self.number)
+            self.next, self.wanted = self.number + min(self.number, self.config.every), []
         landed: list[Tensor] = [torch.empty(0)] * len(sends)
         for wire in {c.wire for c in self.chosen if c.kind == "int"}:
             self._int(wire, [i for i, c in enumerate(self.chosen) if c.kind == "int" and c.wire == wire], sends, landed)

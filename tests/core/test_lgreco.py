@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from core.lgreco.choices import code, sent_bytes
+from core.lgreco.choices import code, padded_bytes
 from core.lgreco.config import LGrecoConfig
 from core.testing import run_distributed
 from core.wires.config import WireConfig
@@ -73,16 +73,12 @@ def once(mean: Mean, rank: int, round: int, steps: float = 1.0) -> Tensor:
 
 
 def of_rounds(rank: int, like: str, config: LGrecoConfig) -> list[Any]:
-    """What lands in each round, the buffers' mean, the codes of what is sent, and the bytes: counted and allocated."""
+    """What lands in each round, the buffers' mean, and the codes of what is sent next."""
     mean, seen = built(like, config), []
     for round in range(ROUNDS):
-        allocated = sum(
-            sent_bytes(z, c, mean.flight.world_size)
-            for z, c in zip(mean.reducer.layers, mean.reducer.chosen, strict=True)
-        )
         landed = once(mean, rank, round)
         codes = torch.tensor([code(c) for c in mean.reducer.chosen], dtype=torch.float64)
-        seen.append([landed, mean.buckets[0].values.clone(), codes, mean.flight.bytes_sent, allocated])
+        seen.append([landed, mean.buckets[0].values.clone(), codes])
     mean.close()
     return seen
 
@@ -135,26 +131,30 @@ def test_int4_everywhere_is_int4(world_size: int):
 # -- bytes ------------------------------------------------------------------------------------------------------
 
 LARGE = [(400, 300), (300, 250), (5000,), (64, 32, 3, 3)]
+SMALL = [(64, 16, 3, 3), *(20 * [(64,)]), (48, 64), (10, 64), (700,), (10,)]  # most layers are less than a block
 
 
 def bytes_of(rank: int, world_size: int) -> list[tuple[str, float, float, list[str]]]:
-    """(like, counted, allocated, choices) where every family is in use."""
+    """(like, counted, allocated, choices) where every family is in use, of a large and a small model."""
     seen = []
-    for like, config in (
-        ("int4", LGrecoConfig(first=1)),
-        ("top0.01", LGrecoConfig(first=1)),
-        ("rank4", LGrecoConfig("any", first=1)),
-        ("top0.01", LGrecoConfig(rule="bench.rules.Legacy")),
+    for shapes, like, config in (
+        (LARGE, "int4", LGrecoConfig(first=2)),
+        (LARGE, "top0.01", LGrecoConfig(first=2)),
+        (LARGE, "rank4", LGrecoConfig("any", first=2)),
+        (LARGE, "top0.01", LGrecoConfig(rule="bench.rules.Legacy")),
+        *((SMALL, like, LGrecoConfig(family, first=2)) for like in ("int4", "rank4") for family in ("same", "any")),
     ):
-        mean = mean_of(WireConfig("lgreco", like=like, lgreco=config), LARGE)
-        for round in range(2):
+        mean = mean_of(WireConfig("lgreco", like=like, lgreco=config), shapes)
+        layers = mean.reducer.layers
+        for round in range(3):  # in the second it decides
+            chosen = list(mean.reducer.chosen)
             draw = torch.randn(mean.buckets[0].numel, generator=generator(rank, round))
             mean.buckets[0].payload.copy_(draw * torch.linspace(0.01, 3, len(draw)) ** 3)
             mean.reduce()
-        allocated = sum(
-            sent_bytes(z, c, world_size) for z, c in zip(mean.reducer.layers, mean.reducer.chosen, strict=True)
-        )
-        seen.append((like, mean.flight.bytes_sent, allocated, [str(c) for c in mean.reducer.chosen]))
+        allocated = sum(padded_bytes(layers, chosen, world_size))
+        told = mean.reducer.allocation
+        assert told is None or sum(told.bytes) == pytest.approx(allocated) and allocated <= told.uniform_bytes
+        seen.append((like, mean.flight.bytes_sent, allocated, [str(c) for c in chosen]))
         mean.close()
     return seen
 
@@ -177,9 +177,9 @@ def counted_by_the_kernel(rank: int, world_size: int) -> dict[str, tuple[float, 
     """By the uniform setting: the bytes allocated to this worker, and what the kernel sent over lo, of all workers."""
     counted = {}
     for like in ("int4", "top0.01", "rank32"):
-        mean = mean_of(lgreco(like, first=1), [(2000, 1500), (1000, 700), (20000,)])
+        mean = mean_of(lgreco(like, first=2), [(2000, 1500), (1000, 700), (20000,)])
         draw = torch.randn(mean.buckets[0].numel, generator=generator(rank))
-        for _ in range(2):  # connections are made, and the choices
+        for _ in range(3):  # connections are made, and the choices
             before = counted_once(mean, draw * torch.linspace(0.01, 3, len(draw)) ** 3)
         counted[like] = before
         mean.close()
@@ -188,8 +188,7 @@ def counted_by_the_kernel(rank: int, world_size: int) -> dict[str, tuple[float, 
 
 def counted_once(mean: Mean, values: Tensor) -> tuple[float, int]:
     workers = mean.flight.world_size
-    pairs = zip(mean.reducer.layers, mean.reducer.chosen, strict=True)
-    allocated = sum(sent_bytes(z, c, workers) for z, c in pairs)
+    allocated = sum(padded_bytes(mean.reducer.layers, mean.reducer.chosen, workers))
     dist.barrier()
     before = loopback_bytes()
     dist.barrier()  # nobody starts before all have read

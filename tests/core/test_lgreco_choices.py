@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from core import UserError
-from core.lgreco.choices import Choice, Layer, may_take, offered, parse, sent_bytes, uniform
+from core.lgreco.choices import Choice, Layer, may_take, offered, padded_bytes, parse, sent_bytes, uniform
 from core.lgreco.config import LGrecoConfig
 from core.lgreco.curves import ITERATIONS, curve
+from core.lgreco.decide import Decider
 from core.wires.config import WireConfig
 from tests.core.test_lgreco import built
 from training.sampling import generator
@@ -30,6 +31,29 @@ def test_costs_by_hand():
         assert sent_bytes(layer, parse(name), 4) == pytest.approx(bytes)
     assert sent_bytes(layer, Choice("raw"), 4) == 4800 * 1.5
     assert sent_bytes(layer, parse("top0.01"), 1) == 96, "one worker decides as one of two"
+
+
+def test_padding_by_hand():
+    """Two layers of 100 and 300 elements in int4, four workers: each worker's chunk is one block, 132 bytes of it are
+    sent six times, a quarter for the small one. Alone in its bucket, or its format, a layer pads for itself."""
+    small, large, other = (Layer(b, 0, n, n, 1, 4, (n,)) for b, n in ((0, 100), (0, 300), (1, 300)))
+    int4, int8 = parse("int4"), parse("int8")
+    together = padded_bytes([small, large, other], [int4, int4, int4], 4)
+    assert together == pytest.approx([6 * 132 / 4, 6 * 132 * 3 / 4, 6 * 132])
+    assert padded_bytes([small, large], [int4, int8], 4) == pytest.approx([6 * 132, 6 * 260])
+    assert padded_bytes([small], [Choice("raw")], 4) == [600]
+
+
+def test_formats_merge_where_padding_costs_more_than_they_save():
+    """Two layers of 8,192 elements, and two of 64, of which one is hard. The easy one could do with int2, which alone
+    is a block for each worker; in the hard one's block there is room."""
+    layers = [Layer(0, 0, n, n, 1, 4, (n,)) for n in (8192, 8192, 64, 64)]
+    decider = Decider(layers, "int4", LGrecoConfig(), 4)
+    curves = [[c.value and hard * 2 ** (4 - c.value) for c in decider.choices] for hard in (1, 1, 4, 0.1)]
+    found = decider.decide(torch.tensor(curves).double(), torch.ones(4), decider.uniform, 1)
+    assert [str(c) for c in found.choices] == ["int3", "int3", "int6", "int6"]
+    assert [sum(found.bytes), found.uniform_bytes] == pytest.approx([6 * (16 * 100 + 196), 6 * 17 * 132])
+    assert sum(found.errors) <= 6.1, "the uniform setting's"
 
 
 def test_curves_by_hand():

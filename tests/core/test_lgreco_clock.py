@@ -1,4 +1,5 @@
-"""When L-GreCo decides: at most a share of the time, alike on all workers; and without waiting where NCCL would."""
+"""When L-GreCo decides: at fixed reductions, or at most a share of the time, alike on all workers; and without waiting
+where NCCL would."""
 
 from __future__ import annotations
 
@@ -30,6 +31,20 @@ def test_plans_by_hand():
     assert not clock.due(2520) and clock.due(2521)
     always = Clock(20, 3, 1.0)
     assert always.plan(3, 1.0, 2.0, 0.2) == "" and always.due(23)
+
+
+def test_decisions_come_at_fixed_reductions_twice_as_far_apart_up_to_every():
+    """However long deciding takes; and of the reductions since the last one the last ten count."""
+    config = LGrecoConfig()
+    assert config.time_share == 1.0, "by default a run can be repeated"
+    clock, decided, counted = Clock(100, 10, config.time_share), [], []
+    for number in range(1, 400):
+        counted += [number] if clock.counts(number) else []
+        if clock.due(number):
+            decided.append(number)
+            assert clock.plan(number, spent=1e3 * number, reductions=number, elapsed=1.0) == ""
+    assert decided == [10, 20, 40, 80, 160, 260, 360]
+    assert counted == [n for d in [*decided, 460] for n in range(d - 9, d + 1) if n < 400]
 
 
 @pytest.mark.parametrize("each", [0.003, 0.05, 2.0])

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from core import CO2, CO2Config, UserError
-from core.lgreco.choices import Choice, code, offered, parse
+from core.lgreco.choices import Choice, code, message_bytes, offered, padded_bytes, parse
 from core.lgreco.config import LGrecoConfig
-from core.lgreco.decide import total
 from core.lgreco.layout import in_bucket
 from core.lgreco.senders import SAMPLE, largest
 from core.testing import run_distributed
@@ -66,6 +65,22 @@ def test_low_rank_goes_on_after_a_first_round_of_nothing_or_nan(bad: float):
     torch.testing.assert_close(mean.buckets[0].payload.view(100, 20), matrix, rtol=1e-5, atol=1e-5)
 
 
+def test_the_sum_is_of_what_was_to_be_sent_and_of_workers_that_moved():
+    """In the bucket's own order, over a switch; it begins anew after a decision."""
+    mean = built("int4", LGrecoConfig(every=3, first=3))
+    reducer, expected = mean.reducer, 0.0
+    for round in range(2):
+        held_before = torch.cat([reducer._layouts[0].held[i] for i in range(len(SHAPES))])
+        expected = expected + held_before + torch.cat([written(0, round, i) for i in range(len(SHAPES))])
+        train(mean, range(round, round + 1))
+        reducer._switch([Choice("int", 8 - 2 * round)] * len(SHAPES))
+    torch.testing.assert_close(reducer._sums[0], expected, rtol=0, atol=1e-12)
+    reducer._sum_up(3, torch.tensor(False))
+    torch.testing.assert_close(reducer._sums[0], expected, rtol=0, atol=1e-12)
+    train(mean, range(2, 3))
+    assert reducer.allocation.number == 3 and not reducer._sums[0].any() and not reducer._summands.any()
+
+
 def test_one_layer():
     for like in ("int4", "top0.01", "rank4"):
         mean = mean_of(lgreco(like, first=1), [(40, 50)])
@@ -91,14 +106,11 @@ def test_the_report_counts_what_is_sent_not_the_uniform_setting():
     mean = built("rank4", LGrecoConfig("any", first=1))
     train(mean, range(1))
     found = mean.reducer.allocation
-    assert sum(found.bytes) == pytest.approx(
-        total(mean.reducer.decider.sizes, [mean.reducer.decider.choices.index(c) for c in found.choices])
-    )
+    assert sum(found.bytes) == pytest.approx(sum(padded_bytes(found.layers, found.choices, 1)))
     assert sum(found.bytes) < found.uniform_bytes
     assert found.table().count("\n") == 1 + len(SHAPES) and "| 24 x 40 |" in found.table()
-    assert sum(b * z.numel for b, z in zip(found.bits, found.layers, strict=True)) / 8 == pytest.approx(
-        sum(found.bytes), rel=1e-6
-    )
+    messages = sum(message_bytes(z, c) for z, c in zip(found.layers, found.choices, strict=True))
+    assert sum(b * z.numel for b, z in zip(found.bits, found.layers, strict=True)) / 8 == pytest.approx(messages)
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s[0])

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -103,6 +104,23 @@ def compared(rank: int, world_size: int, config: ZerothConfig, blocks: int = BLO
 def test_streamed_blocks_give_the_same_bits(config: ZerothConfig, blocks: int, norms: int):
     """Any number of blocks, also with a norm between them."""
     assert compared(0, 1, config, blocks, norms)
+
+
+def test_blocks_may_lie_in_mapped_files(tmp_path):
+    """Where the model does not fit the host's memory, either: they hold the weights as they are after a flush."""
+    numbers, plain = itertools.count(), Model()
+
+    def in_file(n: int) -> Tensor:
+        return torch.from_file(str(tmp_path / str(next(numbers))), shared=True, size=n, dtype=torch.uint8)
+
+    whole, (model, zo, _) = ZerothOrder(plain, lr=0.1), streamed(ZerothConfig(), make_host=in_file)
+    for step in range(3):
+        both_step(step, zo, whole)
+    zo.flush()
+    assert same(model, plain)
+    for i, block in enumerate(plain.blocks):
+        weight = torch.frombuffer(bytearray((tmp_path / str(i)).read_bytes()), dtype=torch.float32)
+        assert torch.equal(weight[: block[0].weight.numel()], block[0].weight.flatten())
 
 
 def test_streamed_blocks_give_the_same_bits_in_a_pair():
