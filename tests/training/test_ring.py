@@ -28,7 +28,7 @@ def by_document(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tens
 
 
 def drawn(generator: random.Random, ranks: int, longest: int) -> tuple[list[int], list[tuple[int, ...]]]:
-    """Documents of one token, of fewer tokens than their ring has chunks, none at all, and others; rings in any order."""
+    """Lengths, of 0, 1 and fewer tokens than the ring has chunks among them, and rings in any order."""
     lengths = [1, 2, generator.randint(1, 2 * ranks), 0, longest, *(generator.randint(1, longest) for _ in range(3))]
     sizes = [ranks, *(generator.randint(1, ranks) for _ in lengths[1:])]
     return lengths, [tuple(generator.sample(range(ranks), size)) for size in sizes]
