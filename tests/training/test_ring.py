@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+import training.ring
 from core import UserError
 from core.testing import run_distributed
 from training.ring import Shares, flash, flash_backward, ring_attention
@@ -136,3 +137,52 @@ def test_what_a_gpu_would_run_is_known_to_torch():
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:2], torch.float32)
     grads = flash_backward(out, q, k, k, out, lse, causal=False)
     assert [g.shape for g in grads] == [q.shape, k.shape, k.shape]
+
+
+class Noted(Shares):
+    """Notes when exchanges are posted and waited for."""
+
+    def exchange(self, pieces, outgoing, incoming, lane):
+        works = super().exchange(pieces, outgoing, incoming, lane)
+        if not works:
+            return []
+        self.log.append(f"post {'keys' if lane == 0 else 'gradients'}")
+        return [*works, NotedWait(self.log, lane)]  # waited for from the last to the first
+
+
+class NotedWait:
+    def __init__(self, log: list[str], lane: int):
+        self.log, self.lane = log, lane
+
+    def wait(self) -> None:
+        self.log.append(f"wait {'keys' if self.lane == 0 else 'gradients'}")
+
+
+def events(rank: int, ranks: int) -> tuple[list[str], list[str]]:
+    """What a rank does in forward and in backward, in order."""
+    shares = Noted(ends([60, 5]), [(0, 1, 2), (rank,)] if rank else [(0, 1, 2), (0,)])
+    shares.log = log = []
+    for name in ("flash", "flash_backward"):
+        setattr(training.ring, name, logged(getattr(training.ring, name), log))
+    q, k, v = (torch.randn(len(shares.indices), 1, 8, requires_grad=True) for _ in range(3))
+    out = ring_attention(q, k, v, shares)
+    forward = log[:]
+    log.clear()
+    out.sum().backward()
+    return forward, log
+
+
+def logged(fn, log: list[str]):
+    def run(*args, **how):
+        log.append("block")
+        return fn(*args, **how)
+
+    return run
+
+
+def test_every_exchange_travels_under_a_block():
+    forward = "post keys, block, block, wait keys, post keys, block, wait keys, block"
+    backward = "post keys, block, wait keys, post keys, block, wait keys, post gradients, block, wait gradients, "
+    backward += "post gradients, block, wait gradients"  # the last block is that of the rank's own document
+    for found in run_distributed(events, 3):
+        assert [", ".join(log) for log in found] == [forward, backward]
