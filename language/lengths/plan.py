@@ -1,0 +1,187 @@
+"""Which ranks of an island hold which document of a step: each on the smallest ring that meets a deadline.
+
+Attention costs the square of a document's length, all else its length. A document on a ring of g ranks costs each of
+them a g-th of both, and g - 1 hops that send a g-th of its keys and values, under the computing of the device. So most
+documents are best whole, and those that are too long for one rank are split over as few as will do. The idea is that of
+Zeppelin (whole, inside a node, across nodes); its thresholds are not known to us, and ours are none: the least deadline
+that all documents can meet is searched for by bisection.
+
+    rings = plan(documents, island)         # documents: cumulative lengths, int64 [documents + 1]
+    shares = Shares(documents, rings)       # of training/ring.py
+
+Nothing is sent: every rank computes the same plan of the same arguments. So all sums are Python's, one by one, whose
+order no machine changes; an island whose costs were measured must be rank 0's everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+from torch import Tensor
+
+from core.errors import UserError
+
+Ring = tuple[int, ...]
+GRAIN = 0.01  # of a device's share of the work: documents that cost less are bundled up to it
+TRIALS = 6  # halvings of the interval in which the deadline lies
+
+
+@dataclass(frozen=True)
+class Island:
+    """Nodes of equal devices, ranks node by node, and what one layer costs there, forward and backward, in seconds."""
+
+    nodes: int
+    devices: int
+    """Of a node."""
+    attention: float
+    """Of a document, for each square of a token."""
+    linear: float
+    """Of all else, for each token."""
+    inside: tuple[float, float]
+    """Of a hop between devices of a node: its latency, and for each token whose keys and values are sent."""
+    across: tuple[float, float]
+    """Of a hop of a ring over several nodes."""
+    room: float = math.inf
+    """Tokens that a device's memory holds."""
+
+    def __post_init__(self) -> None:
+        if min(self.nodes, self.devices) < 1:
+            raise UserError(f"{self.nodes} nodes of {self.devices} devices: give 1 or more of each")
+        for field in fields(self)[2:]:
+            value = getattr(self, field.name)
+            if not min(value if isinstance(value, tuple) else (value,)) >= 0:
+                raise UserError(f"{field.name}={value}: a cost is 0 or more; measure it anew")
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.devices
+
+    def whole(self, length: int) -> float:
+        """Seconds of a document on one device."""
+        return self.attention * length**2 + self.linear * length
+
+    def crosses(self, ring: Ring) -> bool:
+        """Whether a ring spans several nodes."""
+        return min(ring) // self.devices != max(ring) // self.devices
+
+    def shared(self, length: int, ring: Ring) -> tuple[float, float]:
+        """Seconds of attention and of hops on each device of a document's ring; zigzag makes them equal."""
+        g, (latency, token) = len(ring), self.across if self.crosses(ring) else self.inside
+        return self.attention * length**2 / g, (g - 1) * (latency + token * length / g)
+
+
+class Loads:
+    """What the devices have to do so far."""
+
+    def __init__(self, island: Island):
+        self.island = island
+        self.work, self.hops, self.tokens, self.busy = ([0.0] * island.size for _ in range(4))
+
+    def after(self, device: int, work: float, hops: float, tokens: float) -> float:
+        """Seconds that a device is busy with so much more; hops hide under attention. inf: it has no room."""
+        tokens += self.tokens[device]
+        if tokens > self.island.room:
+            return math.inf
+        return max(self.work[device] + work, self.hops[device] + hops) + self.island.linear * tokens
+
+    def add(self, ring: Ring, work: float, hops: float, tokens: float) -> None:
+        """To each device of a ring."""
+        for device in ring:
+            self.busy[device] = self.after(device, work, hops, tokens)
+            self.work[device] += work
+            self.hops[device] += hops
+            self.tokens[device] += tokens
+
+
+def layer_seconds(lengths: Sequence[int], rings: Sequence[Ring], island: Island) -> float:
+    """What one layer takes by this model, forward and backward: as long as the busiest device.
+
+    Rings add nothing: where all ranks begin a layer together, all have ended it by then, if hops hide.
+    """
+    loads = Loads(island)
+    for length, ring in zip(lengths, rings, strict=True):
+        loads.add(ring, *island.shared(length, ring), length / len(ring))
+    return max(loads.busy)
+
+
+def plan(documents: Tensor, island: Island) -> list[Ring]:
+    """For each document the ranks that hold it. documents: cumulative lengths, int64 [documents + 1].
+
+    UserError where the tokens are more than the devices' memory holds.
+    """
+    lengths = documents.diff().tolist()
+    if sum(lengths) > island.room * island.size:
+        raise UserError(
+            f"{sum(lengths)} tokens in a step, but {island.size} devices hold {island.room * island.size:g}: "
+            "give a step fewer documents, or more devices"
+        )
+    items = bundled(lengths, island)
+    low = high = sum(map(island.whole, lengths)) / island.size
+    if placed(math.inf, items, lengths, island) is None:  # memory is so short that nothing else fits
+        return [tuple(range(island.size))] * len(lengths)
+    while (best := placed(high, items, lengths, island)) is None:
+        low, high = high, high * 1.2
+    for _ in range(TRIALS):
+        middle = (low + high) / 2
+        if (rings := placed(middle, items, lengths, island)) is None:
+            low = middle
+        else:
+            high, best = middle, min(best, rings, key=lambda r: layer_seconds(lengths, r, island))
+    return best
+
+
+def bundled(lengths: Sequence[int], island: Island) -> list[list[int]]:
+    """Documents from the costliest to the cheapest; those that cost little are put together, to be placed as one."""
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    grain = GRAIN * sum(map(island.whole, lengths)) / island.size
+    items: list[list[int]] = []
+    held = math.inf  # cost of the last item
+    for i in order:
+        if held + (cost := island.whole(lengths[i])) > grain:
+            items.append([])
+            held = 0.0
+        items[-1].append(i)
+        held += cost
+    return items
+
+
+def placed(deadline: float, items: list[list[int]], lengths: Sequence[int], island: Island) -> list[Ring] | None:
+    """Each item on the first ring that meets the deadline, and each document's ring; None where one has none."""
+    loads = Loads(island)
+    rings: list[Ring] = [()] * len(lengths)
+    for item in items:
+        tokens = sum(lengths[i] for i in item)
+        work = sum(island.attention * lengths[i] ** 2 for i in item)
+        for ring in candidates(loads):
+            hops = 0.0
+            if len(ring) > 1:
+                if len(item) > 1:
+                    return None
+                work, hops = island.shared(tokens, ring)
+            each = tokens / len(ring)
+            if max(loads.after(device, work, hops, each) for device in ring) <= deadline:
+                break
+        else:
+            return None
+        loads.add(ring, work, hops, each)
+        for i in item:
+            rings[i] = ring
+    return rings
+
+
+def candidates(loads: Loads) -> Iterator[Ring]:
+    """The least busy device; 2, 3, ... devices of the node where so many are least busy; then 2, 3, ... of all."""
+    island, busy = loads.island, loads.busy
+    yield (busy.index(min(busy)),)
+    if island.room < math.inf:
+        yield (loads.tokens.index(min(loads.tokens)),)
+    order = sorted(range(island.size), key=busy.__getitem__)
+    nodes = [[d for d in order if d // island.devices == node] for node in range(island.nodes)]
+    for g in range(2, island.devices + 1):
+        best = min(nodes, key=lambda node: busy[node[g - 1]])  # noqa: B023, used at once
+        yield tuple(sorted(best[:g]))
+    for g in range(2, island.size + 1):
+        if island.crosses(ring := tuple(sorted(order[:g]))):
+            yield ring
