@@ -18,13 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from torch import Tensor
 
 from core.errors import UserError
 
 Ring = tuple[int, ...]
-GRAIN = 0.01  # of a device's share of the work: documents that cost less are bundled up to it
+GRAIN = 0.01  # of a device's share of the work: documents that cost less stay whole, and are bundled up to it
 TRIALS = 6  # halvings of the interval in which the deadline lies
 
 
@@ -118,7 +119,7 @@ def plan(documents: Tensor, island: Island) -> list[Ring]:
             "give a step fewer documents, or more devices"
         )
     items = bundled(lengths, island)
-    low = high = sum(map(island.whole, lengths)) / island.size
+    low = high = max(sum(map(island.whole, lengths)) / island.size, 1e-9)  # costs may all be 0
     if placed(math.inf, items, lengths, island) is None:  # memory is so short that nothing else fits
         return [tuple(range(island.size))] * len(lengths)
     while (best := placed(high, items, lengths, island)) is None:
@@ -132,41 +133,51 @@ def plan(documents: Tensor, island: Island) -> list[Ring]:
     return best
 
 
-def bundled(lengths: Sequence[int], island: Island) -> list[list[int]]:
-    """Documents from the costliest to the cheapest; those that cost little are put together, to be placed as one."""
+class Item(NamedTuple):
+    """What is placed as one: a document, or several that cost little, which then stay whole."""
+
+    documents: list[int]
+    attention: float
+    tokens: int
+    whole: bool
+
+
+def bundled(lengths: Sequence[int], island: Island) -> list[Item]:
+    """All documents, from the longest to the shortest."""
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    grain = GRAIN * sum(map(island.whole, lengths)) / island.size
-    items: list[list[int]] = []
-    held = math.inf  # cost of the last item
-    for i in order:
-        if held + (cost := island.whole(lengths[i])) > grain:
-            items.append([])
+    costs = [island.whole(lengths[i]) for i in order]
+    grain = GRAIN * sum(costs) / island.size
+    groups: list[list[int]] = []
+    held = math.inf  # cost of the last group
+    for i, cost in zip(order, costs, strict=True):
+        if held + cost > grain:
+            groups.append([])
             held = 0.0
-        items[-1].append(i)
+        groups[-1].append(i)
         held += cost
+    items = []
+    for group in groups:
+        work = sum(island.attention * lengths[i] ** 2 for i in group)
+        items.append(Item(group, work, sum(lengths[i] for i in group), island.whole(lengths[group[0]]) <= grain))
     return items
 
 
-def placed(deadline: float, items: list[list[int]], lengths: Sequence[int], island: Island) -> list[Ring] | None:
+def placed(deadline: float, items: list[Item], lengths: Sequence[int], island: Island) -> list[Ring] | None:
     """Each item on the first ring that meets the deadline, and each document's ring; None where one has none."""
     loads = Loads(island)
     rings: list[Ring] = [()] * len(lengths)
     for item in items:
-        tokens = sum(lengths[i] for i in item)
-        work = sum(island.attention * lengths[i] ** 2 for i in item)
         for ring in candidates(loads):
-            hops = 0.0
-            if len(ring) > 1:
-                if len(item) > 1:
-                    return None
-                work, hops = island.shared(tokens, ring)
-            each = tokens / len(ring)
+            work, hops = (item.attention, 0.0) if len(ring) == 1 else island.shared(item.tokens, ring)
+            each = item.tokens / len(ring)
+            if len(ring) > 1 and item.whole:
+                return None
             if max(loads.after(device, work, hops, each) for device in ring) <= deadline:
                 break
         else:
             return None
         loads.add(ring, work, hops, each)
-        for i in item:
+        for i in item.documents:
             rings[i] = ring
     return rings
 

@@ -53,10 +53,13 @@ def test_every_document_has_a_ring_and_work_is_even(number: int):
 def test_documents_that_cost_little_are_placed_in_bundles():
     lengths = documents(10_000).diff().tolist()
     items = bundled(lengths, ISLAND)
-    assert sorted(i for item in items for i in item) == list(range(10_000))
+    assert sorted(i for item in items for i in item.documents) == list(range(10_000))
     grain = GRAIN * sum(map(ISLAND.whole, lengths)) / ISLAND.size
-    costs = [sum(ISLAND.whole(lengths[i]) for i in item) for item in items]
-    assert len(items) < 2000 and all(len(item) == 1 or cost <= grain for item, cost in zip(items, costs, strict=True))
+    costs = [sum(ISLAND.whole(lengths[i]) for i in item.documents) for item in items]
+    assert len(items) < 2000
+    assert all(
+        item.whole if cost <= grain else len(item.documents) == 1 for item, cost in zip(items, costs, strict=True)
+    )
 
 
 def planned_on(rank: int, world_size: int) -> list[tuple[int, ...]]:
@@ -79,6 +82,7 @@ def test_memory_splits_what_is_cheap_enough_to_stay_whole():
     ]
     assert max(held) <= 250 and sum(held) == pytest.approx(1000)
     assert plan(torch.tensor([0, 2000]), replace(cheap, room=250.0)) == [tuple(range(8))]
+    assert plan(torch.tensor([0, 2000]), replace(cheap, attention=0.0, room=250.0)) == [tuple(range(8))]
 
 
 def test_what_cannot_be_planned_is_one_line():
