@@ -16,6 +16,7 @@ order no machine changes; an island whose costs were measured must be rank 0's e
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -25,7 +26,10 @@ from torch import Tensor
 from core.errors import UserError
 
 Ring = tuple[int, ...]
+Load = tuple[float, float, float]  # seconds of attention, seconds of hops, tokens
 GRAIN = 0.01  # of a device's share of the work: documents that cost less stay whole, and are bundled up to it
+NEVER = sys.float_info.max  # seconds
+MOVES, MOVED = 32, 8  # of documents after that, and how many are thought of for each
 TRIALS = 6  # halvings of the interval in which the deadline lies
 
 
@@ -67,33 +71,43 @@ class Island:
         """Whether a ring spans several nodes."""
         return min(ring) // self.devices != max(ring) // self.devices
 
-    def shared(self, length: int, ring: Ring) -> tuple[float, float]:
-        """Seconds of attention and of hops on each device of a document's ring; zigzag makes them equal."""
+    def load(self, length: int, ring: Ring) -> Load:
+        """Of a document on each device of its ring; zigzag makes them equal."""
         g, (latency, token) = len(ring), self.across if self.crosses(ring) else self.inside
-        return self.attention * length**2 / g, (g - 1) * (latency + token * length / g)
+        return self.attention * length**2 / g, (g - 1) * (latency + token * length / g), length / g
 
 
 class Loads:
-    """What the devices have to do so far."""
+    """What the devices have to do so far; `busy` for how many seconds, of which hops hide under attention."""
 
     def __init__(self, island: Island):
         self.island = island
         self.work, self.hops, self.tokens, self.busy = ([0.0] * island.size for _ in range(4))
 
-    def after(self, device: int, work: float, hops: float, tokens: float) -> float:
-        """Seconds that a device is busy with so much more; hops hide under attention. inf: it has no room."""
-        tokens += self.tokens[device]
-        if tokens > self.island.room:
+    def after(self, ring: Ring, load: Load) -> float:
+        """Seconds for which the busiest device of a ring is busy with so much more. inf: one has no room."""
+        work, hops, tokens = load
+        if max(self.tokens[device] for device in ring) + tokens > self.island.room * (1 + 1e-9):
             return math.inf
-        return max(self.work[device] + work, self.hops[device] + hops) + self.island.linear * tokens
+        return max(
+            max(self.work[device] + work, self.hops[device] + hops)
+            + self.island.linear * (self.tokens[device] + tokens)
+            for device in ring
+        )
 
-    def add(self, ring: Ring, work: float, hops: float, tokens: float) -> None:
-        """To each device of a ring."""
+    def add(self, ring: Ring, load: Load, times: int = 1) -> None:
+        """To each device of a ring; times -1 takes it away again."""
         for device in ring:
-            self.busy[device] = self.after(device, work, hops, tokens)
-            self.work[device] += work
-            self.hops[device] += hops
-            self.tokens[device] += tokens
+            for total, more in zip((self.work, self.hops, self.tokens), load, strict=True):
+                total[device] += times * more
+            self.busy[device] = max(self.work[device], self.hops[device]) + self.island.linear * self.tokens[device]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], rings: Sequence[Ring], island: Island) -> Loads:
+        loads = cls(island)
+        for length, ring in zip(lengths, rings, strict=True):
+            loads.add(ring, island.load(length, ring))
+        return loads
 
 
 def layer_seconds(lengths: Sequence[int], rings: Sequence[Ring], island: Island) -> float:
@@ -101,10 +115,7 @@ def layer_seconds(lengths: Sequence[int], rings: Sequence[Ring], island: Island)
 
     Rings add nothing: where all ranks begin a layer together, all have ended it by then, if hops hide.
     """
-    loads = Loads(island)
-    for length, ring in zip(lengths, rings, strict=True):
-        loads.add(ring, *island.shared(length, ring), length / len(ring))
-    return max(loads.busy)
+    return max(Loads.of(lengths, rings, island).busy)
 
 
 def plan(documents: Tensor, island: Island) -> list[Ring]:
@@ -118,10 +129,10 @@ def plan(documents: Tensor, island: Island) -> list[Ring]:
             f"{sum(lengths)} tokens in a step, but {island.size} devices hold {island.room * island.size:g}: "
             "give a step fewer documents, or more devices"
         )
-    items = bundled(lengths, island)
-    low = high = max(sum(map(island.whole, lengths)) / island.size, 1e-9)  # costs may all be 0
-    if placed(math.inf, items, lengths, island) is None:  # memory is so short that nothing else fits
-        return [tuple(range(island.size))] * len(lengths)
+    items, everywhere = bundled(lengths, island), [tuple(range(island.size))] * len(lengths)
+    low = high = share = max(sum(map(island.whole, lengths)) / island.size, 1e-9)  # costs may all be 0
+    if placed(NEVER, items, lengths, island) is None:  # memory is so short that nothing else fits
+        return everywhere
     while (best := placed(high, items, lengths, island)) is None:
         low, high = high, high * 1.2
     for _ in range(TRIALS):
@@ -130,15 +141,17 @@ def plan(documents: Tensor, island: Island) -> list[Ring]:
             low = middle
         else:
             high, best = middle, min(best, rings, key=lambda r: layer_seconds(lengths, r, island))
-    return best
+    if layer_seconds(lengths, best, island) <= (1 + GRAIN) * share:
+        return best
+    starts = (best, everywhere)
+    return min((improved(rings, lengths, island) for rings in starts), key=lambda r: layer_seconds(lengths, r, island))
 
 
 class Item(NamedTuple):
     """What is placed as one: a document, or several that cost little, which then stay whole."""
 
     documents: list[int]
-    attention: float
-    tokens: int
+    load: Load  # on one device
     whole: bool
 
 
@@ -158,7 +171,8 @@ def bundled(lengths: Sequence[int], island: Island) -> list[Item]:
     items = []
     for group in groups:
         work = sum(island.attention * lengths[i] ** 2 for i in group)
-        items.append(Item(group, work, sum(lengths[i] for i in group), island.whole(lengths[group[0]]) <= grain))
+        load = work, 0.0, float(sum(lengths[i] for i in group))
+        items.append(Item(group, load, island.whole(lengths[group[0]]) < grain))
     return items
 
 
@@ -168,17 +182,39 @@ def placed(deadline: float, items: list[Item], lengths: Sequence[int], island: I
     rings: list[Ring] = [()] * len(lengths)
     for item in items:
         for ring in candidates(loads):
-            work, hops = (item.attention, 0.0) if len(ring) == 1 else island.shared(item.tokens, ring)
-            each = item.tokens / len(ring)
             if len(ring) > 1 and item.whole:
                 return None
-            if max(loads.after(device, work, hops, each) for device in ring) <= deadline:
+            load = item.load if len(ring) == 1 else island.load(lengths[item.documents[0]], ring)
+            if loads.after(ring, load) <= deadline:
                 break
         else:
             return None
-        loads.add(ring, work, hops, each)
+        loads.add(ring, load)
         for i in item.documents:
             rings[i] = ring
+    return rings
+
+
+def improved(rings: Sequence[Ring], lengths: Sequence[int], island: Island) -> list[Ring]:
+    """Long documents of the busiest device are moved to other rings, one by one, as long as that helps."""
+    rings, loads = list(rings), Loads.of(lengths, rings, island)
+    for _ in range(MOVES):
+        least, move = max(loads.busy), None
+        held = [i for i, ring in enumerate(rings) if loads.busy.index(least) in ring]
+        for i in sorted(held, key=lambda i: (-lengths[i], i))[:MOVED]:
+            load = island.load(lengths[i], rings[i])
+            loads.add(rings[i], load, -1)
+            for ring in candidates(loads):
+                after = max(loads.after(ring, island.load(lengths[i], ring)), *loads.busy)
+                if after < least:
+                    least, move = after, (i, ring)
+            loads.add(rings[i], load)
+        if move is None:
+            break
+        i, ring = move
+        loads.add(rings[i], island.load(lengths[i], rings[i]), -1)
+        loads.add(ring, island.load(lengths[i], ring))
+        rings[i] = ring
     return rings
 
 
