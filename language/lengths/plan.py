@@ -26,10 +26,11 @@ from torch import Tensor
 from core.errors import UserError
 
 Ring = tuple[int, ...]
+Moves = list[tuple[int, Ring, Ring]]  # documents, from a ring to a ring
 Load = tuple[float, float, float]  # seconds of attention, seconds of hops, tokens
 GRAIN = 0.01  # of a device's share of the work: documents that cost less stay whole, and are bundled up to it
 NEVER = sys.float_info.max  # seconds
-MOVES, MOVED = 32, 8  # of documents after that, and how many are thought of for each
+MOVED, EFFORT = 8, 20_000  # documents that may move after that; devices' loads that are changed in trying
 TRIALS = 6  # halvings of the interval in which the deadline lies
 
 
@@ -196,25 +197,36 @@ def placed(deadline: float, items: list[Item], lengths: Sequence[int], island: I
 
 
 def improved(rings: Sequence[Ring], lengths: Sequence[int], island: Island) -> list[Ring]:
-    """Long documents of the busiest device are moved to other rings, one by one, as long as that helps."""
-    rings, loads = list(rings), Loads.of(lengths, rings, island)
-    for _ in range(MOVES):
-        least, move = max(loads.busy), None
-        held = [i for i, ring in enumerate(rings) if loads.busy.index(least) in ring]
-        for i in sorted(held, key=lambda i: (-lengths[i], i))[:MOVED]:
-            load = island.load(lengths[i], rings[i])
-            loads.add(rings[i], load, -1)
-            for ring in candidates(loads):
-                after = max(loads.after(ring, island.load(lengths[i], ring)), *loads.busy)
-                if after < least:
-                    least, move = after, (i, ring)
-            loads.add(rings[i], load)
-        if move is None:
+    """Long documents of the busiest device go to other rings, or change rings with others, as long as that helps."""
+    rings, loads, effort = list(rings), Loads.of(lengths, rings, island), 0
+
+    def turn(moves: Moves, times: int = 1) -> float:
+        """Makes the moves, or takes them back; returns the seconds that follow."""
+        nonlocal effort
+        effort += island.size + sum(len(old) + len(new) for _, old, new in moves)
+        for i, old, new in moves:
+            loads.add(old, island.load(lengths[i], old), -times)
+            loads.add(new, island.load(lengths[i], new), times)
+        return max(loads.busy) if max(loads.tokens) <= island.room else math.inf
+
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    while effort < EFFORT:
+        least, best = max(loads.busy), None
+        busiest = loads.busy.index(least)
+        for i in [i for i in order if busiest in rings[i]][:MOVED]:
+            if effort > EFFORT:
+                break
+            tries: list[Moves] = [[(i, rings[i], ring)] for ring in candidates(loads)]
+            tries += [[(i, rings[i], rings[k]), (k, rings[k], rings[i])] for k in order[:MOVED]]
+            for moves in tries:
+                if (after := turn(moves)) < least:
+                    least, best = after, moves
+                turn(moves, -1)
+        if best is None:
             break
-        i, ring = move
-        loads.add(rings[i], island.load(lengths[i], rings[i]), -1)
-        loads.add(ring, island.load(lengths[i], ring))
-        rings[i] = ring
+        turn(best)
+        for i, _, ring in best:
+            rings[i] = ring
     return rings
 
 
