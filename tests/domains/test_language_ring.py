@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from core import CO2, CO2Config
 from core.reference import Reference
 from core.testing import run_distributed
+from language.lengths.plan import Island, plan
 from tests.problems import assert_traces_equal, flat
 from training.ring import Shares, ring_attention
 
@@ -94,6 +95,7 @@ def test_a_step_of_gpt2_on_four_ranks_is_that_of_one_process():
 # -- CO2 across two islands of two ------------------------------------------------------------------------------------
 
 TAU, STEPS, LR = 3, 11, 0.5
+TWO = Island(1, 2, attention=1.0, linear=1.0, inside=(0.0, 0.0), across=(0.0, 0.0))
 SETTINGS = CO2Config(tau=TAU, outer_momentum=0.3, outer_lr=0.8, clip=0.05)
 
 
@@ -131,7 +133,9 @@ def train_in_islands(rank: int, ranks: int) -> list[Tensor]:
     trace = []
     for step in range(STEPS):
         whole = documents(100 * island + step, lengths_of(island, step))
-        ids, targets, shares = shared(whole, [(0, 1), (1,), (1, 0)], 2, group=islands[island])
+        rings = plan(torch.tensor([0, *map(len, whole)]).cumsum(0), TWO)
+        assert rings[0] == (0, 1)
+        ids, targets, shares = shared(whole, rings, 2, group=islands[island])
         model.zero_grad()
         summed(model(ids, shares), targets).div(sum(map(len, whole))).backward()
         for p in model.parameters():
