@@ -1,11 +1,13 @@
-"""Are the hops of ring attention hidden under its blocks? python -m bench.ring [--delays 0 30 100] [--block 60]
+"""Are the hops of ring attention hidden under its blocks? python -m bench.ring [--delays 0 30 100] [--clock real]
 
 Each rank is a process of this machine. A stand-in link holds every exchange back until the delay is over, counted from
 the moment in which the sender posts it. Overlapped: training/ring.py as it is. At once: each exchange is waited for
-where it is posted. All cells are measured in turns, repeat by repeat, so that a change of the machine's load falls on
-all of them; a time is that of the slowest rank. With --block every block takes so long, by a deadline, as on a device
-of its own; then a schedule says what to expect, and little depends on the machine. --block 0 computes on this machine's
-cores, which have to be quiet, as many as ranks and some to spare. Writes ring.json and ring.md.
+where it is posted. A time is that of the slowest rank.
+
+With --clock counted a block takes --block ms and an exchange its delay, which each rank adds up instead of letting them
+pass: the schedule of the real code on real processes, whatever else the machine does. With --clock real they pass, or,
+with --block 0, blocks are computed on this machine's cores, which have to be quiet, as many as ranks and some to spare;
+cells are then measured in turns, so that a change of the machine's load falls on all. Writes ring.json and ring.md.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -41,10 +43,11 @@ class Ring:
     workers: int = 2
     delays: tuple[float, ...] = (0.0, 30.0, 100.0)
     """Milliseconds from posting an exchange to its arrival."""
+    clock: Literal["counted", "real"] = "counted"
     block: float = 60.0
     """Milliseconds that a block takes, forward and backward alike; 0: as long as this machine needs."""
-    split: int = 4096
-    """Tokens of the document over all ranks; 64 are plenty where a block's time is given."""
+    split: int = 64
+    """Tokens of the document over all ranks; 4096 where this machine computes the blocks."""
     whole: int = 0
     """Tokens of each rank's own document; 0: none."""
     repeats: int = 5
@@ -59,41 +62,67 @@ class Ring:
         for value in (*self.delays, self.block, self.whole):
             if not 0 <= value < float("inf"):
                 raise UserError(f"{value}: delays, block and whole are 0 or more")
+        if not self.block and self.clock == "counted":
+            raise UserError("block=0: give the time of a block, or --clock real")
 
 
 # -- the stand-in -----------------------------------------------------------------------------------------------------
 
 
+class Clock:
+    """The machine's, which all its processes share."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def wait_until(self, due: float) -> None:
+        time.sleep(max(0.0, due - self.now()))
+
+
+class Counted(Clock):
+    """A clock that goes on only where something is waited for."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def wait_until(self, due: float) -> None:
+        self.time = max(self.time, due)
+
+
 class Delay:
     """A link that carries any number of bytes in the same time."""
 
-    def __init__(self, seconds: float):
-        self.seconds = seconds
+    def __init__(self, seconds: float, clock: Clock):
+        self.seconds, self.clock = seconds, clock
 
     def reserve(self, nbytes: float) -> float:
-        return time.perf_counter() + self.seconds
+        return self.clock.now() + self.seconds
 
 
 class Held:
     """Exchanges, and stamps of the moments until which their senders' links carry them."""
 
-    def __init__(self, works: list[Waited], stamps: list[Tensor]):
-        self.works, self.stamps = works, stamps
+    def __init__(self, works: list[Waited], stamps: list[Tensor], clock: Clock):
+        self.works, self.stamps, self.clock = works, stamps, clock
 
     def wait(self) -> None:
         while self.works:
             self.works.pop().wait()
-        until = max((stamp.item() for stamp in self.stamps), default=0.0)
-        time.sleep(max(0.0, until - time.perf_counter()))
+        self.clock.wait_until(max((stamp.item() for stamp in self.stamps), default=0.0))
 
 
 class SlowShares(Shares):
-    """Shares whose exchanges cross a stand-in link. The receiver waits by the sender's clock, which is its own: all
-    processes of a machine share it. at_once: wait where it is posted."""
+    """Shares whose exchanges cross a stand-in link. With each goes the moment, by the sender's clock, until which the
+    receiver has to wait. at_once: wait where it is posted."""
 
-    def __init__(self, documents: Tensor, rings: Sequence[Sequence[int]], link: Link, at_once: bool = False):
+    def __init__(
+        self, documents: Tensor, rings: Sequence[Sequence[int]], link: Link, clock: Clock, at_once: bool = False
+    ):
         super().__init__(documents, rings)
-        self.link, self.at_once, self.first_tag = link, at_once, 2 * len(rings)
+        self.link, self.clock, self.at_once, self.first_tag = link, clock, at_once, 2 * len(rings)
 
     def exchange(
         self, pieces: Sequence[Piece], outgoing: dict[int, Tensor], incoming: dict[int, Tensor], lane: int
@@ -108,20 +137,20 @@ class SlowShares(Shares):
         works += [dist.isend(stamp, group=self.group, group_dst=to, tag=tag) for to in targets]  # type: ignore[misc]
         pairs = zip(stamps, sources, strict=True)
         works += [dist.irecv(s, group=self.group, group_src=at, tag=tag) for s, at in pairs]  # type: ignore[misc]
-        held = Held(works, stamps)
+        held = Held(works, stamps, self.clock)
         if not self.at_once:
             return [held]
         held.wait()
         return []
 
 
-def paced(fn: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+def paced(fn: Callable[..., Any], seconds: float, clock: Clock) -> Callable[..., Any]:
     """fn, whose result is there no earlier than after so long."""
 
     def run(*args: Any, **how: Any) -> Any:
-        due = time.perf_counter() + seconds
+        due = clock.now() + seconds
         result = fn(*args, **how)
-        time.sleep(max(0.0, due - time.perf_counter()))
+        clock.wait_until(due)
         return result
 
     return run
@@ -146,39 +175,43 @@ def expected(ranks: int, delay: float, block: float, at_once: bool, whole: bool 
 
 def measure(rank: int, ranks: int, o: Ring) -> list[dict[str, Any]]:
     """A row for each delay and way, with the seconds of all repeats."""
+    clock = Counted() if o.clock == "counted" else Clock()
     lengths = [o.split, *[o.whole] * (ranks if o.whole else 0)]
     documents, rings = torch.tensor([0, *lengths]).cumsum(0), [tuple(range(ranks)), *((r,) for r in range(ranks))]
     cells = [(delay, at_once) for delay in o.delays for at_once in (False, True)]
     rows = [dict(delay=delay, at_once=at_once, forward=[], backward=[]) for delay, at_once in cells]
     with (
-        mock.patch.object(ring, "flash", paced(ring.flash, o.block / 1e3)),
-        mock.patch.object(ring, "flash_backward", paced(ring.flash_backward, o.block / 1e3)),
+        mock.patch.object(ring, "flash", paced(ring.flash, o.block / 1e3, clock)),
+        mock.patch.object(ring, "flash_backward", paced(ring.flash_backward, o.block / 1e3, clock)),
     ):
-        for repeat in range(o.repeats + 1):  # the first one warms up
+        for repeat in range(o.repeats + 1 if o.clock == "real" else 1):
             for row, (delay, at_once) in zip(rows, cells, strict=True):
-                shares = SlowShares(documents, rings[: len(lengths)], Delay(delay / 1e3), at_once)
-                forward, backward = seconds(shares)
-                if repeat:
-                    row["forward"].append(forward)
-                    row["backward"].append(backward)
+                link = Delay(delay / 1e3, clock)
+                shares = SlowShares(documents, rings[: len(lengths)], link, clock, at_once)
+                took = seconds(shares, clock)
+                if repeat or o.clock == "counted":  # else the first one warms up
+                    row["forward"].append(took[0])
+                    row["backward"].append(took[1])
     return rows
 
 
-def seconds(shares: Shares) -> tuple[float, float]:
+def seconds(shares: Shares, clock: Clock) -> list[float]:
     """Of a forward and a backward pass, on the slowest rank."""
     q, k, v = (torch.randn(len(shares.indices), HEADS, WIDTH, requires_grad=True) for _ in range(3))
-    marks = []
+    out, forward = timed(lambda: ring_attention(q, k, v, shares), clock)
+    _, backward = timed(out.sum().backward, clock)
+    slowest = torch.tensor([forward, backward], dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.tolist()
+
+
+def timed(fn: Callable[[], Any], clock: Clock) -> tuple[Any, float]:
+    """fn(), which all ranks begin together, and its seconds on this one."""
     dist.barrier()
-    marks.append(time.perf_counter())
-    out = ring_attention(q, k, v, shares)
-    marks.append(time.perf_counter())
-    dist.barrier()
-    marks.append(time.perf_counter())
-    out.sum().backward()
-    marks.append(time.perf_counter())
-    took = torch.tensor([marks[1] - marks[0], marks[3] - marks[2]], dtype=torch.float64)
-    dist.all_reduce(took, dist.ReduceOp.MAX)
-    return took[0].item(), took[1].item()
+    if isinstance(clock, Counted):
+        clock.time = 0.0
+    began = clock.now()
+    return fn(), clock.now() - began
 
 
 # -- the table --------------------------------------------------------------------------------------------------------
@@ -195,12 +228,12 @@ def cells_of(row: dict[str, Any], o: Ring) -> list[str]:
 
 
 def caption(result: dict[str, Any], o: Ring) -> str:
-    computed = f"each block takes {o.block:g} ms, by a deadline" if o.block else "blocks are computed by this machine"
+    computed = f"each block takes {o.block:g} ms" if o.block else "blocks are computed by this machine"
     own = f", and one of {o.whole} on each" if o.whole else ""
+    how = f"mean ± standard deviation of {o.repeats} repeats" if o.clock == "real" else "counted, not measured"
     return (
         f"Ring attention on {o.workers} ranks, a document of {o.split} tokens over all{own}, {HEADS} heads of width "
-        f"{WIDTH}, float32, random values; {computed}. Mean ± standard deviation of {o.repeats} repeats, the slowest "
-        f"rank's; {report.source(result)}\n\n"
+        f"{WIDTH}, float32, random values; {computed}; the slowest rank's time, {how}; {report.source(result)}\n\n"
     )
 
 
