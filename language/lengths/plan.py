@@ -122,6 +122,7 @@ def layer_seconds(lengths: Sequence[int], rings: Sequence[Ring], island: Island)
 def plan(documents: Tensor, island: Island) -> list[Ring]:
     """For each document the ranks that hold it. documents: cumulative lengths, int64 [documents + 1].
 
+    A rank may be left without a token; where a model refuses empty rows, it needs a filler that predicts nothing.
     UserError where the tokens are more than the devices' memory holds.
     """
     lengths = documents.diff().tolist()

@@ -40,6 +40,12 @@ def test_what_one_node_cannot_do_in_time_goes_across():
     assert plan(torch.tensor([0, 100_000]), slower) == [(0,)]
 
 
+def test_rings_take_the_devices_that_have_least_to_do():
+    one_node = replace(ISLAND, nodes=1)
+    rings = plan(torch.tensor([0, 10_000, 20_000]), one_node)
+    assert sorted(rings) == [(0, 1), (2, 3)]
+
+
 @pytest.mark.parametrize("number", [0, 1, 7, 200, 3000])
 def test_every_document_has_a_ring_and_work_is_even(number: int):
     ends = documents(number)
