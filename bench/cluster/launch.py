@@ -45,6 +45,8 @@ class Launch:
     ranks_per_node: int = 1
     delay: str = "0ms"
     """One-way delay between two nodes: 500us, 5ms, 0.5s."""
+    nics: int = 1
+    """Links of that rate that each node has; gloo sends one collective over the first, the next over the second."""
     verify: bool = False
     """Measure the link between two nodes first, and stop if it is more than 10 percent off."""
     throttle: bool = False
@@ -52,12 +54,12 @@ class Launch:
 
     def check(self) -> None:
         """UserError for a value that cannot be meant."""
-        require_one_or_more(self, "nodes", "ranks_per_node")
+        require_one_or_more(self, "nodes", "ranks_per_node", "nics")
         if not self.rate_mbit > 0:
             raise UserError(f"rate={self.rate!r}: give more than 0")
         delayed = self.delay_ms > 0
-        if self.throttle and (delayed or self.verify):
-            option = "--delay" if delayed else "--verify"
+        if self.throttle and (delayed or self.verify or self.nics > 1):
+            option = "--delay" if delayed else "--verify" if self.verify else "--nics"
             raise UserError(f"{option} needs network namespaces: leave out --throttle, or {option}")
         if self.verify and self.nodes < 2:
             raise UserError("--verify measures between two nodes: give --nodes 2 or more")
@@ -109,11 +111,12 @@ def throttled(asked: Launch, command: list[str]) -> int:
 def emulated(asked: Launch, command: list[str]) -> int:
     """One torchrun per namespace; returns the exit status of the first that failed."""
     require_namespaces()
-    cluster = Cluster(asked.nodes, asked.rate_mbit, asked.delay_ms)
+    cluster = Cluster(asked.nodes, asked.rate_mbit, asked.delay_ms, asked.nics)
     with Signals() as signals, tempfile.TemporaryDirectory() as folder, cluster:
         delay = f", {asked.delay_ms:g} ms one way" if asked.delay_ms else ""
         kind = "network namespaces + tbf" + (" + userspace switch" if delay else "")
-        print(f"link: {asked.nodes} nodes, {asked.rate_mbit:g} Mbit/s each way{delay}, {kind}", flush=True)
+        links = f" on each of {asked.nics} links" if asked.nics > 1 else ""
+        print(f"link: {asked.nodes} nodes, {asked.rate_mbit:g} Mbit/s each way{links}{delay}, {kind}", flush=True)
         if asked.verify:
             print(f"link: measured {cluster.verify():.1f} Mbit/s between two nodes", flush=True)
         logs = [Path(folder, f"node{node}.log") for node in range(asked.nodes)]

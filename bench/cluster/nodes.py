@@ -27,18 +27,21 @@ class Cluster:
     """Nodes on one machine: a network namespace each, joined by veth pairs and a bridge, each link shaped by tbf.
 
     Every node sends and receives `rate_mbit` Mbit/s, both at once; a frame between two nodes takes `delay_ms` longer.
+    With several `nics` a node has so many links of that rate, e0, e1, ..., each in a network of its own.
     A context manager, for a process that may make namespaces (require_namespaces). The bridge lives in a namespace
     of its own: the machine's network stays untouched, and two clusters never meet.
     """
 
     interface: str = "e0"
 
-    def __init__(self, nodes: int, rate_mbit: float, delay_ms: float = 0.0):
+    def __init__(self, nodes: int, rate_mbit: float, delay_ms: float = 0.0, nics: int = 1):
         if not 1 <= nodes <= 250:
             raise UserError(f"nodes={nodes}: give 1 to 250")
         if delay_ms < 0:
             raise UserError(f"delay_ms={delay_ms}: give 0 or more")
-        self.nodes, self.rate_mbit, self.delay_ms = nodes, _positive(rate_mbit), delay_ms
+        if not 1 <= nics <= 16:
+            raise UserError(f"nics={nics}: give 1 to 16")
+        self.nodes, self.rate_mbit, self.delay_ms, self.nics = nodes, _positive(rate_mbit), delay_ms, nics
         self._namespaces: list[int] = []  # descriptors: the nodes', then the bridge's
         self._processes: list[subprocess.Popen[Any]] = []
         self._guard: subprocess.Popen[Any] | None = None
@@ -66,16 +69,21 @@ class Cluster:
             os.close(namespace)
         self._namespaces, self._processes, self._guard = [], [], None
 
-    def address(self, node: int) -> str:
-        """The node's IPv4 address."""
-        return f"10.0.0.{node + 1}"
+    def address(self, node: int, nic: int = 0) -> str:
+        """The node's IPv4 address, of one of its links."""
+        return f"10.0.{nic}.{node + 1}"
+
+    @property
+    def interfaces(self) -> list[str]:
+        """A node's."""
+        return [f"e{nic}" for nic in range(self.nics)]
 
     def set_rate(self, rate_mbit: float) -> None:
         """Shapes all links anew, both ends, while processes run."""
         self.rate_mbit = _positive(rate_mbit)
         for node in range(self.nodes):
-            self._configure("tc", node, [self._tbf(self.interface)])
-        self._configure("tc", -1, [self._tbf(f"p{node}") for node in range(self.nodes)])
+            self._configure("tc", node, [self._tbf(interface) for interface in self.interfaces])
+        self._configure("tc", -1, [self._tbf(f"p{port}") for port in range(self.nodes * self.nics)])
 
     def shape(self, rate_mbit: float, verified: dict[str, float]) -> None:
         """set_rate, and the first time what verify() measures, which `verified` keeps by the rate."""
@@ -98,14 +106,15 @@ class Cluster:
     def popen(self, node: int, argv: Sequence[str], **kwargs: Any) -> subprocess.Popen[Any]:
         """Starts a command inside a node; it is killed with the cluster."""
         env = dict(kwargs.pop("env", None) or os.environ)
-        env |= {"GLOO_SOCKET_IFNAME": self.interface, "TP_SOCKET_IFNAME": self.interface}
+        env |= {"GLOO_SOCKET_IFNAME": ",".join(self.interfaces), "TP_SOCKET_IFNAME": self.interface}  # gloo takes turns
         process = subprocess.Popen([*self._nsenter(node), *argv], env=env, **kwargs)
         self._processes.append(process)
         return process
 
     def set_link(self, node: int, *, up: bool) -> None:
-        """Takes a node's link down, or up again, while processes run."""
-        self._configure("ip", -1, [f"link set p{node} {'up' if up else 'down'}"])
+        """Takes a node's links down, or up again, while processes run."""
+        ports = range(node, self.nodes * self.nics, self.nodes)
+        self._configure("ip", -1, [f"link set p{port} {'up' if up else 'down'}" for port in ports])
 
     def verify(self) -> float:
         """The rate between two nodes, Mbit/s on the wire, from one TCP stream; UserError if over 10 % off."""
@@ -131,23 +140,31 @@ class Cluster:
             "stderr": subprocess.DEVNULL,
         }
         self._guard = subprocess.Popen(guard, pass_fds=self._namespaces, start_new_session=True, cwd="/", **quiet)
-        lines = [] if self.delay_ms else ["link add br0 type bridge", "link set br0 up"]
-        for node in range(self.nodes):
-            peer = f"name {self.interface} address 02:00:00:00:00:{node + 1:02x} netns {self.path(node)}"
-            lines += [f"link add p{node} type veth peer {peer}", f"link set p{node} addrgenmode none up"]
-            lines += [] if self.delay_ms else [f"link set p{node} master br0"]
+        lines: list[str] = []
+        for nic, interface in enumerate(self.interfaces):
+            bridge = f"br{nic}"
+            lines += [] if self.delay_ms else [f"link add {bridge} type bridge", f"link set {bridge} up"]
+            for node in range(self.nodes):
+                port = f"p{nic * self.nodes + node}"
+                mac = f"02:00:00:00:{nic:02x}:{node + 1:02x}"
+                peer = f"name {interface} address {mac} netns {self.path(node)}"
+                lines += [f"link add {port} type veth peer {peer}", f"link set {port} addrgenmode none up"]
+                lines += [] if self.delay_ms else [f"link set {port} master {bridge}"]
         self._configure("ip", -1, lines)
         for node in range(self.nodes):
-            up = f"link set {self.interface} addrgenmode none up"
-            address = f"addr add {self.address(node)}/24 dev {self.interface}"
-            self._configure("ip", node, ["link set lo up", up, address])
+            lines = ["link set lo up"]
+            for nic, interface in enumerate(self.interfaces):
+                lines.append(f"link set {interface} addrgenmode none up")
+                lines.append(f"addr add {self.address(node, nic)}/24 dev {interface}")
+            self._configure("ip", node, lines)
         self.set_rate(self.rate_mbit)
         if self.delay_ms:
             self._start_switch()
 
     def _start_switch(self) -> None:
         """Starts the process that forwards frames after the delay, in the bridge's place, and waits until it does."""
-        command = [sys.executable, "-ES", str(HERE / "switch.py"), str(self.delay_ms), str(self.nodes)]
+        sizes = str(self.nodes), str(self.nics)
+        command = [sys.executable, "-ES", str(HERE / "switch.py"), str(self.delay_ms), *sizes]
         argv = [*self._nsenter(-1), *command]
         switch = subprocess.Popen(argv, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
         self._processes.append(switch)

@@ -122,6 +122,8 @@ def _rank(
         if cluster is not None:
             cluster.enter(rank // local_world_size)
         os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank % local_world_size))
+        if cluster is not None and cluster.nics > 1:  # a link of its own, as a GPU has the NIC beside it
+            os.environ["GLOO_SOCKET_IFNAME"] = cluster.interfaces[rank % local_world_size % cluster.nics]
         _write(folder / f"result{rank}", pickle.dumps(fn(*args)))
     except BaseException as error:
         message = error if isinstance(error, UserError) else RuntimeError(f"rank {rank}:\n{traceback.format_exc()}")

@@ -1,4 +1,4 @@
-"""The switch of an emulated cluster whose frames take longer: python switch.py DELAY_MS PORTS, in its namespace.
+"""The switch of an emulated cluster whose frames take longer: python switch.py DELAY_MS NODES NICS, in its namespace.
 
 Kernels without netem cannot delay frames, so this forwards them between p0, p1, ... through packet sockets. Frames
 keep the header in which the kernel notes segments not cut and checksums not computed yet (PACKET_VNET_HDR).
@@ -38,16 +38,19 @@ def open_port(name: str) -> socket.socket:
 
 
 def targets(frame: bytes, source: int, count: int) -> Sequence[int]:
-    """The ports that a frame leaves by: node i has the address 02:00:00:00:00:(i+1); a broadcast goes to all others."""
-    destination = frame[VNET_HEADER : VNET_HEADER + 6]
+    """The ports that a frame leaves by: node i has the address 02:00:00:00:00:(i+1); a broadcast goes to all others.
+
+    count: of a network's ports, one a node. The next network's ports follow, and its addresses' fifth byte is 1.
+    """
+    destination, network = frame[VNET_HEADER : VNET_HEADER + 6], source // count
     if destination[0] & 1:
-        return [port for port in range(count) if port != source]
-    port = destination[5] - 1
-    return [port] if destination[:5] == b"\x02\0\0\0\0" and 0 <= port < count else []
+        return [port for port in range(network * count, (network + 1) * count) if port != source]
+    node = destination[5] - 1
+    return [network * count + node] if destination[:5] == bytes([2, 0, 0, 0, network]) and 0 <= node < count else []
 
 
-def forward(ports: list[socket.socket], delay: float) -> None:
-    """Sends every frame on `delay` seconds after its arrival. A full queue drops it, as in any switch."""
+def forward(ports: list[socket.socket], delay: float, count: int) -> None:
+    """Sends every frame on `delay` seconds after its arrival. A full queue drops it, as in any switch. count: nodes."""
     waiting: deque[tuple[float, int, bytes]] = deque()  # (when due, source, frame), in order of arrival
     index = {port: number for number, port in enumerate(ports)}
     while True:
@@ -61,16 +64,16 @@ def forward(ports: list[socket.socket], delay: float) -> None:
         now = time.monotonic()
         while waiting and waiting[0][0] <= now:
             _, source, frame = waiting.popleft()
-            for target in targets(frame, source, len(ports)):
+            for target in targets(frame, source, count):
                 with contextlib.suppress(OSError):
                     ports[target].send(frame)
 
 
 def main() -> None:
-    delay, count = float(sys.argv[1]) / 1e3, int(sys.argv[2])
-    ports = [open_port(f"p{number}") for number in range(count)]
+    delay, nodes, nics = float(sys.argv[1]) / 1e3, int(sys.argv[2]), int(sys.argv[3])
+    ports = [open_port(f"p{number}") for number in range(nodes * nics)]
     print("ready", flush=True)
-    forward(ports, delay)
+    forward(ports, delay, nodes)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,8 @@ def test_delays(text, ms):
         ("--rate 1mbit --nodes 1 --verify -- x", "2 or more"),
         ("--rate 1mbit --throttle --delay 5ms -- x", "--delay needs network namespaces"),
         ("--rate 1mbit --throttle --verify -- x", "--verify needs network namespaces"),
+        ("--rate 1mbit --throttle --nics 2 -- x", "--nics needs network namespaces"),
+        ("--rate 1mbit --nics 0 -- x", "nics=0"),
         ("--rate 1mbit", "no command"),
         ("--rate 1mbit --", "no command"),
     ],
@@ -87,3 +89,6 @@ def test_the_switch_reads_the_destination():
     assert leaves_by(b"\x02\0\0\0\0\x03") == [2]
     assert leaves_by(b"\xff" * 6) == [0, 2, 3]  # a broadcast
     assert leaves_by(b"\x02\0\0\0\0\x09") == leaves_by(b"\x06\0\0\0\0\x01") == []
+    second = bytes(VNET_HEADER) + b"\x02\0\0\0\1\x03" + bytes(60)  # of another network
+    assert list(targets(second, source=5, count=4)) == [6] and not targets(second, source=1, count=4)
+    assert list(targets(bytes(VNET_HEADER) + b"\xff" * 6, source=5, count=4)) == [4, 6, 7]

@@ -176,6 +176,34 @@ def test_ranks_sit_in_their_nodes_and_the_first_error_is_raised(root, tmp_path):
 
 
 @pytest.mark.root
+@pytest.mark.parametrize("delay", [0.0, 1.0])
+def test_each_rank_has_a_link_of_its_own(root, tmp_path, delay):
+    """Two pairs of ranks that send at once: each pair's bytes leave by its own link."""
+    code = """
+        import os, torch, torch.distributed as dist
+        from bench.cluster import Cluster, run_ranks, sent_bytes
+
+        def exchange():
+            dist.init_process_group("gloo")
+            rank = int(os.environ["RANK"])
+            dist.barrier()
+            before = [sent_bytes(f"e{nic}") for nic in range(2)]
+            if rank < 2:
+                dist.send(torch.zeros(250_000 * (1 + rank)), rank + 2)
+            else:
+                dist.recv(torch.zeros(250_000 * (rank - 1)), rank - 2)
+            dist.barrier()
+            return [sent_bytes(f"e{nic}") - bytes for nic, bytes in enumerate(before)]
+
+        with Cluster(2, 200, DELAY, nics=2) as cluster:
+            first, second = run_ranks(exchange, cluster, 2, 2, timeout=60)[0]
+        assert 1e6 < first < 1.3e6 and 2e6 < second < 2.4e6, (first, second)
+        print("all well")
+    """
+    assert script(tmp_path, code.replace("DELAY", str(delay))) == "all well\n"
+
+
+@pytest.mark.root
 def test_two_clusters_at_once_have_their_own_rates(root):
     with Cluster(2, 40) as slow, Cluster(2, 80) as fast:
         assert slow.verify() == pytest.approx(40, rel=0.1)

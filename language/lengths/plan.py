@@ -1,0 +1,247 @@
+"""Which ranks of an island hold which document of a step: each on the smallest ring that meets a deadline.
+
+Attention costs the square of a document's length, all else its length. A document on a ring of g ranks costs each of
+them a g-th of both, and g - 1 hops that send a g-th of its keys and values, under the computing of the device. So most
+documents are best whole, and those that are too long for one rank are split over as few as will do. The idea is that of
+Zeppelin (whole, inside a node, across nodes); its thresholds are not known to us, and ours are none: the least deadline
+that all documents can meet is searched for by bisection.
+
+    rings = plan(documents, island)         # documents: cumulative lengths, int64 [documents + 1]
+    shares = Shares(documents, rings)       # of training/ring.py
+
+Nothing is sent: every rank computes the same plan of the same arguments. So all sums are Python's, one by one, whose
+order no machine changes; an island whose costs were measured must be rank 0's everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from torch import Tensor
+
+from core.errors import UserError
+
+Ring = tuple[int, ...]
+Moves = list[tuple[int, Ring, Ring]]  # documents, from a ring to a ring
+Load = tuple[float, float, float]  # seconds of attention, seconds of hops, tokens
+GRAIN = 0.01  # of a device's share of the work: documents that cost less stay whole, and are bundled up to it
+NEVER = sys.float_info.max  # seconds
+MOVED, EFFORT = 8, 20_000  # documents that may move after that; devices' loads that are changed in trying
+TRIALS = 6  # halvings of the interval in which the deadline lies
+
+
+@dataclass(frozen=True)
+class Island:
+    """Nodes of equal devices, ranks node by node, and what one layer costs there, forward and backward, in seconds."""
+
+    nodes: int
+    devices: int
+    """Of a node."""
+    attention: float
+    """Of a document, for each square of a token."""
+    linear: float
+    """Of all else, for each token."""
+    inside: tuple[float, float]
+    """Of a hop between devices of a node: its latency, and for each token whose keys and values are sent."""
+    across: tuple[float, float]
+    """Of a hop of a ring over several nodes."""
+    room: float = math.inf
+    """Tokens that a device's memory holds."""
+
+    def __post_init__(self) -> None:
+        if min(self.nodes, self.devices) < 1:
+            raise UserError(f"{self.nodes} nodes of {self.devices} devices: give 1 or more of each")
+        for field in fields(self)[2:]:
+            value = getattr(self, field.name)
+            if not min(value if isinstance(value, tuple) else (value,)) >= 0:
+                raise UserError(f"{field.name}={value}: a cost is 0 or more; measure it anew")
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.devices
+
+    def whole(self, length: int) -> float:
+        """Seconds of a document on one device."""
+        return self.attention * length**2 + self.linear * length
+
+    def crosses(self, ring: Ring) -> bool:
+        """Whether a ring spans several nodes."""
+        return min(ring) // self.devices != max(ring) // self.devices
+
+    def load(self, length: int, ring: Ring) -> Load:
+        """Of a document on each device of its ring; zigzag makes them equal."""
+        g, (latency, token) = len(ring), self.across if self.crosses(ring) else self.inside
+        return self.attention * length**2 / g, (g - 1) * (latency + token * length / g), length / g
+
+
+class Loads:
+    """What the devices have to do so far; `busy` for how many seconds, of which hops hide under attention."""
+
+    def __init__(self, island: Island):
+        self.island = island
+        self.work, self.hops, self.tokens, self.busy = ([0.0] * island.size for _ in range(4))
+
+    def after(self, ring: Ring, load: Load) -> float:
+        """Seconds for which the busiest device of a ring is busy with so much more. inf: one has no room."""
+        work, hops, tokens = load
+        if max(self.tokens[device] for device in ring) + tokens > self.island.room * (1 + 1e-9):
+            return math.inf
+        return max(
+            max(self.work[device] + work, self.hops[device] + hops)
+            + self.island.linear * (self.tokens[device] + tokens)
+            for device in ring
+        )
+
+    def add(self, ring: Ring, load: Load, times: int = 1) -> None:
+        """To each device of a ring; times -1 takes it away again."""
+        for device in ring:
+            for total, more in zip((self.work, self.hops, self.tokens), load, strict=True):
+                total[device] += times * more
+            self.busy[device] = max(self.work[device], self.hops[device]) + self.island.linear * self.tokens[device]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], rings: Sequence[Ring], island: Island) -> Loads:
+        loads = cls(island)
+        for length, ring in zip(lengths, rings, strict=True):
+            loads.add(ring, island.load(length, ring))
+        return loads
+
+
+def layer_seconds(lengths: Sequence[int], rings: Sequence[Ring], island: Island) -> float:
+    """What one layer takes by this model, forward and backward: as long as the busiest device.
+
+    Rings add nothing: where all ranks begin a layer together, all have ended it by then, if hops hide.
+    """
+    return max(Loads.of(lengths, rings, island).busy)
+
+
+def plan(documents: Tensor, island: Island) -> list[Ring]:
+    """For each document the ranks that hold it. documents: cumulative lengths, int64 [documents + 1].
+
+    A rank may be left without a token; where a model refuses empty rows, it needs a filler that predicts nothing.
+    UserError where the tokens are more than the devices' memory holds.
+    """
+    lengths = documents.diff().tolist()
+    if sum(lengths) > island.room * island.size:
+        raise UserError(
+            f"{sum(lengths)} tokens in a step, but {island.size} devices hold {island.room * island.size:g}: "
+            "give a step fewer documents, or more devices"
+        )
+    items, everywhere = bundled(lengths, island), [tuple(range(island.size))] * len(lengths)
+    low = high = share = max(sum(map(island.whole, lengths)) / island.size, 1e-9)  # costs may all be 0
+    if placed(NEVER, items, lengths, island) is None:  # memory is so short that nothing else fits
+        return everywhere
+    while (best := placed(high, items, lengths, island)) is None:
+        low, high = high, high * 1.2
+    for _ in range(TRIALS):
+        middle = (low + high) / 2
+        if (rings := placed(middle, items, lengths, island)) is None:
+            low = middle
+        else:
+            high, best = middle, min(best, rings, key=lambda r: layer_seconds(lengths, r, island))
+    if layer_seconds(lengths, best, island) <= (1 + GRAIN) * share:
+        return best
+    starts = (best, everywhere)
+    return min((improved(rings, lengths, island) for rings in starts), key=lambda r: layer_seconds(lengths, r, island))
+
+
+class Item(NamedTuple):
+    """What is placed as one: a document, or several that cost little, which then stay whole."""
+
+    documents: list[int]
+    load: Load  # on one device
+    whole: bool
+
+
+def bundled(lengths: Sequence[int], island: Island) -> list[Item]:
+    """All documents, from the longest to the shortest."""
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    costs = [island.whole(lengths[i]) for i in order]
+    grain = GRAIN * sum(costs) / island.size
+    groups: list[list[int]] = []
+    held = math.inf  # cost of the last group
+    for i, cost in zip(order, costs, strict=True):
+        if held + cost > grain:
+            groups.append([])
+            held = 0.0
+        groups[-1].append(i)
+        held += cost
+    items = []
+    for group in groups:
+        work = sum(island.attention * lengths[i] ** 2 for i in group)
+        load = work, 0.0, float(sum(lengths[i] for i in group))
+        items.append(Item(group, load, island.whole(lengths[group[0]]) < grain))
+    return items
+
+
+def placed(deadline: float, items: list[Item], lengths: Sequence[int], island: Island) -> list[Ring] | None:
+    """Each item on the first ring that meets the deadline, and each document's ring; None where one has none."""
+    loads = Loads(island)
+    rings: list[Ring] = [()] * len(lengths)
+    for item in items:
+        for ring in candidates(loads):
+            if len(ring) > 1 and item.whole:
+                return None
+            load = item.load if len(ring) == 1 else island.load(lengths[item.documents[0]], ring)
+            if loads.after(ring, load) <= deadline:
+                break
+        else:
+            return None
+        loads.add(ring, load)
+        for i in item.documents:
+            rings[i] = ring
+    return rings
+
+
+def improved(rings: Sequence[Ring], lengths: Sequence[int], island: Island) -> list[Ring]:
+    """Long documents of the busiest device go to other rings, or change rings with others, as long as that helps."""
+    rings, loads, effort = list(rings), Loads.of(lengths, rings, island), 0
+
+    def turn(moves: Moves, times: int = 1) -> float:
+        """Makes the moves, or takes them back; returns the seconds that follow."""
+        nonlocal effort
+        effort += island.size + sum(len(old) + len(new) for _, old, new in moves)
+        for i, old, new in moves:
+            loads.add(old, island.load(lengths[i], old), -times)
+            loads.add(new, island.load(lengths[i], new), times)
+        return max(loads.busy) if max(loads.tokens) <= island.room else math.inf
+
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    while effort < EFFORT:
+        least, best = max(loads.busy), None
+        busiest = loads.busy.index(least)
+        for i in [i for i in order if busiest in rings[i]][:MOVED]:
+            if effort > EFFORT:
+                break
+            tries: list[Moves] = [[(i, rings[i], ring)] for ring in candidates(loads)]
+            tries += [[(i, rings[i], rings[k]), (k, rings[k], rings[i])] for k in order[:MOVED]]
+            for moves in tries:
+                if (after := turn(moves)) < least:
+                    least, best = after, moves
+                turn(moves, -1)
+        if best is None:
+            break
+        turn(best)
+        for i, _, ring in best:
+            rings[i] = ring
+    return rings
+
+
+def candidates(loads: Loads) -> Iterator[Ring]:
+    """The least busy device; 2, 3, ... devices of the node where so many are least busy; then 2, 3, ... of all."""
+    island, busy = loads.island, loads.busy
+    yield (busy.index(min(busy)),)
+    if island.room < math.inf:
+        yield (loads.tokens.index(min(loads.tokens)),)
+    order = sorted(range(island.size), key=busy.__getitem__)
+    nodes = [[d for d in order if d // island.devices == node] for node in range(island.nodes)]
+    for g in range(2, island.devices + 1):
+        best = min(nodes, key=lambda node: busy[node[g - 1]])  # noqa: B023, used at once
+        yield tuple(sorted(best[:g]))
+    for g in range(2, island.size + 1):
+        if island.crosses(ring := tuple(sorted(order[:g]))):
+            yield ring

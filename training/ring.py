@@ -1,0 +1,294 @@
+"""Ring attention inside an island: causal attention over documents, each split over ranks, exact both ways.
+
+    shares = Shares(documents, rings)              # once a step; every rank passes all documents, in one order
+    ids = all_ids[shares.indices]                  # this rank's tokens; its positions are shares.positions
+    out = ring_attention(q, k, v, shares)          # in every layer: [tokens, heads, width] of this rank's tokens
+
+A document on a ring of G ranks is cut into 2 G chunks; the rank at place p holds chunks p and 2 G - 1 - p, so all have
+equal work ("zigzag", after Zhu's ring-flash-attention). Keys and values travel the ring (Liu et al., arXiv 2310.01889)
+while the blocks that are here are computed; every hop is one rectangle, one call of a flash kernel. Outputs are merged
+by their log-sum-exp; the backward pass takes the final output and log-sum-exp, so the blocks' gradients just add up.
+torch's context_parallel needs a GPU, and splits all sequences over all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from core.errors import UserError
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One document's two chunks on this rank: their rows among the rank's tokens, and the neighbours on the ring."""
+
+    number: int
+    length: int
+    ring: tuple[int, ...]
+    place: int
+    rows: slice
+
+    @property
+    def next(self) -> int:
+        return self.ring[(self.place + 1) % len(self.ring)]
+
+    @property
+    def previous(self) -> int:
+        return self.ring[self.place - 1]
+
+    def chunks(self, hop: int) -> tuple[range, range]:
+        """Positions in the document that those keys have which are here after so many hops; either may be empty."""
+        return chunks(self.length, len(self.ring), (self.place - hop) % len(self.ring))
+
+    def room(self, like: Tensor, hop: int, dtype: torch.dtype) -> Tensor:
+        """For the keys and values of that hop, or their gradients: [2, tokens, heads, width], not initialised."""
+        return like.new_empty(2, sum(map(len, self.chunks(hop))), *like.shape[1:], dtype=dtype)
+
+    def block(self, hop: int) -> tuple[slice, slice]:
+        """Rows of this rank and keys of the visitor that this hop multiplies; at hop 0 causal, later all with all.
+
+        An earlier place's first chunk is seen by all rows, its second by none; a later place's two are both seen by
+        this rank's second chunk alone.
+        """
+        if hop == 0:
+            return self.rows, slice(None)
+        if hop <= self.place:
+            return self.rows, slice(0, len(self.chunks(hop)[0]))
+        return slice(self.rows.start + len(self.chunks(0)[0]), self.rows.stop), slice(None)
+
+
+def chunks(length: int, ranks: int, place: int) -> tuple[range, range]:
+    """Positions of the two chunks of a document that the rank at a place of its ring holds."""
+    cuts = 2 * ranks
+    first, second = (range(i * length // cuts, (i + 1) * length // cuts) for i in (place, cuts - 1 - place))
+    return first, second
+
+
+class Waited(Protocol):
+    """Communication under way."""
+
+    def wait(self) -> Any: ...
+
+
+class Shares:
+    """What each rank of the group holds of a step's documents; every rank makes it of the same arguments.
+
+    documents: cumulative lengths, int64 [documents + 1], from 0. rings: for each document the ranks of the group that
+    hold it, without repetition; one rank holds it whole. group: None for all ranks.
+    """
+
+    indices: Tensor
+    """int64 [tokens]: places of this rank's tokens in all documents put end to end, in the order it holds them."""
+    positions: Tensor
+    """int64 [tokens]: places in the tokens' own documents."""
+
+    def __init__(self, documents: Tensor, rings: Sequence[Sequence[int]], group: dist.ProcessGroup | None = None):
+        self.group = group
+        ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if dist.is_initialized() else (1, 0)
+        ends = documents.tolist()
+        _check(ends, rings, ranks)
+        self.pieces: list[Piece] = []
+        indices: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
+        tokens = 0
+        for number, ring in enumerate(rings):
+            if rank in ring:
+                length, place = ends[number + 1] - ends[number], tuple(ring).index(rank)
+                held = chunks(length, len(ring), place)
+                rows = slice(tokens, tokens := tokens + sum(map(len, held)))
+                self.pieces.append(Piece(number, length, tuple(ring), place, rows))
+                indices += [ends[number] + torch.arange(chunk.start, chunk.stop) for chunk in held]
+        self.indices = torch.cat(indices)
+        starts = documents.cpu()[torch.searchsorted(documents.cpu(), self.indices, right=True) - 1]
+        self.positions = self.indices - starts
+        self.hops = max((len(piece.ring) for piece in self.pieces), default=1)
+
+    def exchange(
+        self, pieces: Sequence[Piece], outgoing: dict[int, Tensor], incoming: dict[int, Tensor], lane: int
+    ) -> list[Waited]:
+        """Starts to send to the next and to receive from the previous rank, for all documents at once.
+
+        Empty chunks send nothing. Every rank lists documents in one order, which pairs the messages where tags are
+        ignored (NCCL). lane: 0 for keys and values, 1 for gradients, both of which may be under way.
+        """
+        ops: list[dist.P2POp] = []
+        for p in pieces:
+            for op, tensors, peer in ((dist.isend, outgoing, p.next), (dist.irecv, incoming, p.previous)):
+                if tensors[p.number].numel():
+                    how: dict[str, Any] = dict(group=self.group, tag=2 * p.number + lane, group_peer=peer)
+                    ops.append(dist.P2POp(op, tensors[p.number], **how))
+        return list(dist.batch_isend_irecv(ops)) if ops else []
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, shares: Shares) -> Tensor:
+    """Causal attention inside each document: [tokens, heads, width] of this rank's tokens -> the same.
+
+    A collective of the ranks on rings, forward and backward; a rank that is on none may leave it out.
+    """
+    if len(q) != len(shares.indices):
+        raise UserError(f"{len(q)} tokens, but the documents give this rank {len(shares.indices)}: take shares.indices")
+    return _RingAttention.apply(q, k, v, shares)  # type: ignore[no-any-return]
+
+
+class _RingAttention(torch.autograd.Function):
+    """One node for all documents of a layer, so that in backward, too, every rank meets its peers in one order."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, shares: Shares) -> Tensor:
+        exact = torch.promote_types(q.dtype, torch.float32)
+        out, lse = q.new_empty(q.shape, dtype=exact), q.new_empty(q.shape[:2], dtype=exact)
+        here = {p.number: _held(k, v, p) for p in shares.pieces}
+        for hop in range(shares.hops):
+            going_on = [p for p in shares.pieces if hop + 1 < len(p.ring)]
+            coming = {p.number: p.room(k, hop + 1, k.dtype) for p in going_on}
+            works = shares.exchange(going_on, here, coming, 0)
+            for p in shares.pieces:
+                if hop < len(p.ring):
+                    _add_block(out, lse, q, here[p.number], p, hop)
+            _wait(works)
+            here = coming
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.shares = shares
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Gradients of visiting keys follow these by one hop, and are home one hop after the last block.
+
+        Those of a rank's own keys stay. Whole documents come last, under the gradients' last hop.
+        """
+        q, k, v, out, lse = ctx.saved_tensors
+        shares: Shares = ctx.shares
+        d = _Gradients(q, k, v, out, lse, grad)
+        split = [p for p in shares.pieces if len(p.ring) > 1]
+        here = {p.number: _held(k, v, p) for p in split}
+        arriving: dict[int, Tensor] = {}
+        sent: list[Waited] = []
+        for hop in range(shares.hops + 1):
+            active = [p for p in split if hop < len(p.ring)]
+            going_on = [p for p in split if hop + 1 < len(p.ring)]
+            coming = {p.number: p.room(k, hop + 1, k.dtype) for p in going_on}
+            works = shares.exchange(going_on, here, coming, 0)
+            grads = {p.number: d.block(here[p.number], p, hop) for p in active}
+            if hop == shares.hops:
+                for p in shares.pieces:
+                    if len(p.ring) == 1:
+                        d.own[:, p.rows] += d.block(_held(k, v, p), p, 0)
+            _wait(sent)
+            for p in split:
+                if hop == 0 or hop == len(p.ring):
+                    d.own[:, p.rows] += grads[p.number] if hop == 0 else arriving[p.number]
+                elif p.number in arriving:
+                    grads[p.number] += arriving[p.number]
+            _wait(works)
+            travelling = [p for p in active if hop]
+            arriving = {p.number: p.room(k, hop + 1, lse.dtype) for p in travelling}
+            sent = shares.exchange(travelling, grads, arriving, 1)
+            here = coming
+        return d.q.to(q.dtype), d.own[0].to(k.dtype), d.own[1].to(v.dtype), None
+
+
+class _Gradients:
+    """Of this rank's queries, keys and values; grows block by block."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor):
+        self.saved = q, out, lse, grad
+        self.q = torch.zeros_like(q, dtype=lse.dtype)
+        self.own = k.new_zeros(2, *k.shape, dtype=lse.dtype)  # of keys and values
+
+    def block(self, visitor: Tensor, p: Piece, hop: int) -> Tensor:
+        """Adds to the queries' gradients; returns the visitor's, [2, tokens, heads, width]."""
+        q, out, lse, grad = self.saved
+        rows, keys = p.block(hop)
+        result = torch.zeros_like(visitor, dtype=lse.dtype)
+        k, v = visitor[:, keys]
+        if q[rows].numel() and k.numel():
+            gq, gk, gv = flash_backward(grad[rows], q[rows], k, v, out[rows], lse[rows], causal=hop == 0)
+            self.q[rows] += gq
+            result[0, keys], result[1, keys] = gk, gv
+        return result
+
+
+def _held(k: Tensor, v: Tensor, p: Piece) -> Tensor:
+    """The keys and values of this rank's own chunks, [2, tokens, heads, width]."""
+    return torch.stack([k[p.rows], v[p.rows]])
+
+
+def _add_block(out: Tensor, lse: Tensor, q: Tensor, visitor: Tensor, p: Piece, hop: int) -> None:
+    """Attention of a block, merged into (out, lse) in place: softmax over both sets of keys."""
+    rows, keys = p.block(hop)
+    k, v = visitor[:, keys]
+    if not (q[rows].numel() and k.numel()):
+        return
+    block_out, block_lse = flash(q[rows], k, v, causal=hop == 0)
+    if hop == 0:
+        out[rows], lse[rows] = block_out, block_lse
+        return
+    both = torch.logaddexp(lse[rows], block_lse)
+    old, new = ((x - both).exp().unsqueeze(-1) for x in (lse[rows], block_lse))
+    out[rows] = out[rows] * old + new * block_out
+    lse[rows] = both
+
+
+def _wait(works: list[Waited]) -> None:
+    """Waits and forgets: a second wait on one of gloo's sends or receives never returns."""
+    while works:
+        works.pop().wait()
+
+
+# -- torch's flash kernels, [tokens, heads, width] -----------------------------------------------------------------
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention and its log-sum-exp, [tokens, heads, width] and [tokens, heads]. On a GPU in 16 bits only."""
+    heads_first = [_heads_first(x) for x in (q, k, v)]
+    if q.device.type == "cpu":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*heads_first, 0.0, causal)
+    else:
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(*heads_first, 0.0, causal)
+    return _tokens_first(out), lse[0].transpose(0, 1)
+
+
+def flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v; out and lse may be of more keys than these."""
+    args = [_heads_first(x) for x in (grad, q, k, v, out)]
+    lse = lse.transpose(0, 1).unsqueeze(0)
+    if q.device.type == "cpu":
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(*args, lse, 0.0, causal)
+    else:
+        shape = None, None, len(q), len(k)  # no packed lengths
+        random = q.new_empty(2, dtype=torch.uint64), q.new_empty(0)  # not read: there is no dropout
+        grads = aten._scaled_dot_product_flash_attention_backward(*args, lse.contiguous(), *shape, 0.0, causal, *random)
+    dq, dk, dv = (_tokens_first(g) for g in grads)
+    return dq, dk, dv
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    return x.transpose(0, 1).unsqueeze(0)  # [tokens, heads, width] -> [1, heads, tokens, width]
+
+
+def _tokens_first(x: Tensor) -> Tensor:
+    return x.squeeze(0).transpose(0, 1)
+
+
+def _check(ends: list[int], rings: Sequence[Sequence[int]], ranks: int) -> None:
+    """A UserError for what cannot be meant."""
+    if ends[:1] != [0] or any(b < a for a, b in zip(ends, ends[1:], strict=False)):
+        raise UserError("documents: give cumulative lengths that begin with 0 and never fall")
+    if len(rings) != len(ends) - 1:
+        raise UserError(f"{len(rings)} rings for {len(ends) - 1} documents: give one for each")
+    for number, ring in enumerate(rings):
+        if not ring or len(set(ring)) < len(ring) or not set(ring) <= set(range(ranks)):
+            raise UserError(f"ring {number}, {tuple(ring)}: give some of the ranks 0 to {ranks - 1}, each once")
