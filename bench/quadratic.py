@@ -65,20 +65,11 @@ class Quadratic:
     def round_map(self) -> tuple[Array, Array]:
         """(A, Q) of the mean's state from round to round, the outer iterate first: s' = A s + noise of covariance Q for
         one worker and local steps with noise of variance 1. outer_lr = k, Lambda = 1."""
-        (a, b), k, beta, s = self.left, self.k, self.beta, self.share
-        done = self.q**self.delay
+        (a, b), k, beta = self.left, self.k, self.beta
+        assert self.merge != "mix", "not written down"
         if self.merge == "keep":  # z, m, y: the parameters when they are sent, or with a whole round at its start
             z, m = np.array([1 - k, -k * beta, k]), np.array([1.0, beta, -1.0])
-            return np.array([z, m, b * z + np.array([0, 0, b * (done - 1)])]), _noise([0, 0, 1], self.tau, self.q)
-        if self.merge == "mix" and self.whole:  # z, m, the difference on its way, x
-            z = np.array([1, -k * beta, -k, 0])
-            x = s * z + np.array([0, 0, 0, (1 - s) * a])
-            return np.array([z, [0, beta, 1, 0], [1, 0, 0, -a], x]), _noise([0, 0, -1, 1 - s], self.tau, self.q)
-        if self.merge == "mix":  # z, m, x after the merge
-            z, m = np.array([1 - k, -k * beta, k * b]), np.array([1.0, beta, -b])
-            noise = _noise([k, -1, s * k + (1 - s) * done], self.tau - self.delay, self.q)
-            rows = np.array([z, m, s * z + np.array([0, 0, (1 - s) * a])])
-            return rows, noise + _noise([0, 0, 1 - s], self.delay, self.q)
+            return np.array([z, m, b * z + np.array([0, 0, a - b])]), _noise([0, 0, 1], self.tau, self.q)
         if self.whole:  # z, m, the difference on its way
             return np.array([[1, -k * beta, -k], [0, beta, 1], [1 - a, 0, 0]]), _noise([0, 0, -1], self.tau, self.q)
         rows = np.array([[1 - k * (1 - b), -k * beta], [1 - b, beta]])
@@ -93,15 +84,9 @@ class Quadratic:
 
     def apart(self, workers: int) -> float:
         """mean_i (x^i - mean)^2 in the end, under local noise of variance 1, when the workers send; with keep and a
-        whole round when they start."""
-        one = 1 - 1 / workers
-        if self.merge == "outer":
-            return one * added(self.tau if self.whole else self.tau - self.delay, self.q)
-        start = one * added(self.tau, self.q) / (1 - self.spread**2)
-        if self.merge == "keep":
-            return start
-        merged, rest = (1 - self.share) ** 2 * start, self.tau if self.whole else self.tau - self.delay
-        return self.q ** (2 * rest) * merged + one * added(rest, self.q)
+        whole round when they start. For keep and outer."""
+        assert self.merge == "keep" or self.delay in (0, self.tau), "else not all of a round's steps are sent"
+        return (1 - 1 / workers) * added(self.tau, self.q) / (1 - self.spread**2)
 
 
 def added(steps: int, q: float) -> float:
@@ -122,6 +107,16 @@ def jury(p: Array) -> bool:
     return bool(ends and abs(c[0]) < 1 and abs(c[1] - c[0] * c[2]) < 1 - c[0] ** 2)
 
 
+def largest(merge: str, tau: int, delay: int, beta: float) -> float:
+    """The outer learning rate below which every direction without overshoot settles, by bisection."""
+    q, low, high = np.linspace(0, 0.9999, 300) ** (1 / tau), 0.0, 8.0
+    while high - low > 1e-5:
+        middle = (low + high) / 2
+        good = all(jury(Quadratic(merge, one, tau, delay, middle, beta).polynomial()) for one in q)
+        low, high = (middle, high) if good else (low, middle)
+    return low
+
+
 def momentum_inside(mu: float, lh: Array, steps: int) -> Array:
     """[n, 2, 2]: what so many local steps of SGD with momentum make of (error, velocity); lh: lr h, [n]."""
     one = np.stack([np.stack([1 - lh, np.full_like(lh, -mu)], -1), np.stack([lh, np.full_like(lh, mu)], -1)], -2)
@@ -129,7 +124,7 @@ def momentum_inside(mu: float, lh: Array, steps: int) -> Array:
 
 
 def spread_with_momentum(mu: float, lh: Array, tau: int, delay: int) -> Array:
-    """keep: by what the differences of the workers' errors and velocities are multiplied in a round, in the end, [n]."""
+    """keep: by what the differences of the workers' errors and velocities are multiplied in a round, [n]."""
     progress = momentum_inside(mu, lh, delay) - np.diag([1.0, 0.0])
     return np.abs(np.linalg.eigvals(momentum_inside(mu, lh, tau - delay) @ progress)).max(-1)
 
