@@ -16,7 +16,7 @@ from core.adaptive.merging import largest_outer_lr
 from tests.imports import ROOT
 from tests.scripts import Mistakes
 
-SMALL = Theory(replicas=500)
+SMALL = Theory(replicas=1000)
 
 
 @pytest.fixture(autouse=True)
