@@ -269,11 +269,11 @@ def descend(o: Theory, workers: int, steps: int, merge: str, delay: int) -> tupl
 
 
 def slopes(xs: Sequence[int], ys: list[Array], seeds: int) -> tuple[str, float]:
-    """Of log y against log x by replica: `mean ± half its 95 % interval (each seed's)`, and its distance from -1/2."""
+    """Of log y against log x by replica: `mean ± two standard errors (each seed's)`, and its distance from -1/2."""
     each = np.polyfit(np.log(xs), np.log(np.stack(ys)), 1)[0]
-    half = 2.0 * each.std(ddof=1) / len(each) ** 0.5
+    twice = 2 * each.std(ddof=1) / len(each) ** 0.5
     of_seeds = ", ".join(f"{one.mean():.3f}" for one in each.reshape(seeds, -1))
-    return f"{each.mean():.3f} ± {half:.3f} ({of_seeds})", float(each.mean()) + 0.5
+    return f"{each.mean():.3f} ± {twice:.3f} ({of_seeds})", float(each.mean()) + 0.5
 
 
 def rate(o: Theory) -> Part:
