@@ -31,6 +31,7 @@ from .robust import peers
 from .robust.agreement import Agreement
 from .robust.guard import Guard, Guarded
 from .robust.masters import Masters
+from .robust.spread import Spread
 from .robust.watch import Watch
 from .sharded import sharded
 from .sharded.checks import check_mesh, check_shared, groups_of
@@ -230,7 +231,8 @@ def plugs(
     by_speed = BySpeed(rank, workers) if c.steps == "by_speed" else None
     tuned = tuned_for(c, workers) if times else None
     masters = tensors_of(options.get("model_params", ()), "parameters")
-    riders = [Guard(c.outlier), by_speed, tuned, FirstStep() if c.gap == "inner" else None, Agreement()]
+    guard = Guard(c.outlier)
+    riders = [guard, by_speed, Spread(guard), tuned, FirstStep() if c.gap == "inner" else None, Agreement()]
     riders += [*more, Watch(masters), Masters(masters) if masters else None]
     carries = {name: given for name, given in options.items() if name in ("group", "timeout")}
     plugged: dict[str, Any] = {

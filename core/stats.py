@@ -139,6 +139,7 @@ class RoundStats:
     local_steps: int = 0
     pseudo_gradient_norm: Number = 0.0
     momentum_norm: Number = 0.0
+    disagreement: Number = 0.0  # of the workers: their root mean square distance from their mean, at the sending
     gap_mean: Number = 1.0  # Lambda over all elements
     gap_max: Number = 1.0
     drifted: float = 0.0  # 1 when workers were found to differ that should be equal, bit for bit

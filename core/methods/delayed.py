@@ -16,9 +16,9 @@ from torch import Tensor
 
 from .. import outer
 from ..adaptive.config import AdaptiveConfig
-from ..adaptive.merging import MergingBoundary
+from ..adaptive.merging import MergingBoundary, largest_outer_lr
 from ..assembly import CO2, CO2Config, Options
-from ..config import LARGE, of_kind
+from ..config import LARGE, of_kind, require
 from ..errors import UserError
 from ..groups import all_reduce
 from ..robust.guard import Guard
@@ -118,7 +118,15 @@ class DelayedConfig:
         if co2.delay == 0 and self.policy != "penalty":
             raise UserError(f"delayed policy={self.policy!r}: with delay 0 nothing is to be corrected; set penalty")
         settles = nesterov_settles if self.nesterov else outer.settles
-        if co2.delay == 0 or co2.gap != "none" or co2.allow_unstable or settles(co2.outer_lr, co2.outer_momentum):
+        if co2.gap != "none" or co2.allow_unstable:
+            return
+        if co2.delay == 0:  # Jury's criterion, blocking: Nesterov's has 1 + 2 beta in the denominator
+            beta = co2.outer_momentum
+            most = largest_outer_lr(co2.merge, beta, 0.0) / (1 + 2 * beta * self.nesterov)
+            blocking = f"with delay=0 and outer_momentum={beta} it diverges from {most:.3g} on; lower one of the two"
+            require(co2, co2.outer_lr < most, "outer_lr", f"{blocking} (allow_unstable=True runs it regardless)")
+            return
+        if settles(co2.outer_lr, co2.outer_momentum):
             return
         remedy = "set gap='elementwise'" if self.policy == "penalty" else "set policy='penalty' and gap='elementwise'"
         limit = "a sum below 1"

@@ -57,9 +57,9 @@ class Guard(Rider):
     EDiT (arXiv 2412.07210) also leaves a worker out whose pseudo-gradient's norm is far from its own running mean.
 
     Attributes: on_left_out, called with a 0-d truth value after a round: whether this worker was left out of its mean,
-    for what the inner optimiser has gathered, as `forget` does; on a CPU only where it was. verdict, 0-d, the last one
-    on this worker; count, of the workers that were left out of what was heard last; state: [3] float64, the usual size,
-    sound rounds so far, and the size of the last jump, for a checkpoint.
+    for what the inner optimiser has gathered, as `forget` does; on a CPU only where it was. verdict, size, 0-d,
+    the last one on this worker, and of what; count, of the workers that were left out of what was heard last; state:
+    [3] float64, the usual size, sound rounds so far, and the size of the last jump, for a checkpoint.
     """
 
     name, of_each = "guard", {"left_out": 1}
@@ -133,7 +133,8 @@ class Guard(Rider):
     @torch.no_grad()
     def judge(self, size: Tensor) -> None:
         """Finds `verdict` on what is about to be sent. size: 0-d, its norm: not finite where any number is not."""
-        self.verdict.copy_(self._judge(size.to(self.state), self._steps))
+        self.size = size.to(self.state)
+        self.verdict.copy_(self._judge(self.size, self._steps))
 
     @torch.no_grad()
     def weigh(self) -> None:

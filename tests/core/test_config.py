@@ -239,10 +239,11 @@ def test_unstable_settings_explain_the_condition(beta: float, alpha: float):
     assert text == message(lambda: ShardedCO2([nn.Parameter(torch.ones(1))], shared))
 
 
-def grows(**settings: Any) -> bool:
+def grows(delayed: DelayedConfig | None = None, **settings: Any) -> bool:
     """Whether one worker's error grows over 400 rounds on a quadratic that tau local steps solve nearly."""
     p = nn.Parameter(torch.ones(1, dtype=torch.float64))
-    co2 = CO2([p], CO2Config(gap="none", clip=None, allow_unstable=True, **settings))
+    config = CO2Config(gap="none", clip=None, allow_unstable=True, **settings)
+    co2 = CO2([p], config) if delayed is None else DelayedCO2([p], config, delayed)
     seen = []
     for _ in range(400 * co2.tau):
         p.data *= 0.02 ** (1 / co2.tau)
@@ -295,6 +296,16 @@ def test_nesterov_has_a_limit_of_its_own():
     """At outer_momentum 1/2 it is (sqrt(17) - 3) / 2 = 0.5616."""
     build(outer_lr=0.56, gap="none", nesterov=True)
     assert "(Nesterov)" in message(lambda: build(outer_lr=0.563, gap="none", nesterov=True))
+
+
+@pytest.mark.parametrize(("nesterov", "limit"), [(False, 3.8), (True, 3.8 / 2.8)])
+def test_blocking_has_a_limit_too(nesterov: bool, limit: float):
+    """At outer_momentum 0.9: 2 (1 + beta), under Nesterov over 1 + 2 beta."""
+    given, delayed = {"tau": 4, "outer_momentum": 0.9, "delay": 0}, DelayedConfig(nesterov=nesterov)
+    make = lambda lr: DelayedCO2([nn.Parameter(torch.ones(1))], CO2Config(gap="none", outer_lr=lr, **given), delayed)  # noqa: E731
+    make(limit * 0.99)
+    assert "diverges from" in message(lambda: make(limit * 1.01))
+    assert not grows(delayed, outer_lr=limit * 0.97, **given) and grows(delayed, outer_lr=limit * 1.06, **given)
 
 
 def test_settings_below_the_boundary_need_no_penalty():

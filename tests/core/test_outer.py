@@ -7,6 +7,7 @@ from torch import Tensor
 from core import outer
 from core.adaptive import merging
 from core.methods import delayed
+from core.reference import Reference
 
 
 def vector(*values: float, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -107,6 +108,15 @@ def test_settles_says_where_the_roots_of_the_recurrence_leave_the_unit_circle(be
         if abs(modulus - 1) > 1e-6:
             settles = delayed.nesterov_settles if nesterov else outer.settles
             assert settles(alpha, beta) == (modulus < 1)
+
+
+def test_local_steps_that_overshoot_diverge_where_settles_says_they_settle():
+    """rho = 1.5: the errors grow by sqrt(beta + rho alpha) = 1.118 a round."""
+    assert outer.settles(0.7, 0.2)
+    reference = Reference(vector(1.0).expand(2, 1).clone(), 5, 0.7, 0.2, "none", None)
+    errors = [abs(float(x)) for x in reference.run(lambda x, _: (1 + 0.5**0.2) * x, 1.0, 5 * 200)]
+    growth = (max(errors[-20:]) / max(errors[80:100])) ** (1 / (len(errors) - 100))
+    assert growth == pytest.approx((0.2 + 1.5 * 0.7) ** 0.5, abs=5e-3)
 
 
 def test_nothing_changes_its_arguments():

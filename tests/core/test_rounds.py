@@ -327,6 +327,7 @@ def test_statistics_of_each_round():
         assert empty["pseudo_gradient_norm"] == empty["bytes_sent"] == 0.0
         assert (second["round"], third["round"]) == (1, 2)
         assert second["pseudo_gradient_norm"] == 5.0
+        assert (second["disagreement"], third["disagreement"]) == (5.0, 2.0)  # one worker moves, the other stays
         assert (second["gap_mean"], second["gap_max"]) == (1.0, 1.0)
         assert second["clipped_share"] == 0.5  # (3, 4) -> (3, 3.5)
         assert second["momentum_norm"] == pytest.approx((3**2 + 3.5**2) ** 0.5)
@@ -336,8 +337,8 @@ def test_statistics_of_each_round():
         assert third["gap_max"] == pytest.approx(gaps[1])
         assert third["clipped_share"] == 0.0
         assert third["momentum_norm"] == pytest.approx((1.5**2 + (1.75 + 2 / gaps[1]) ** 2) ** 0.5)
-        # a ring of two sends the buffer once: 2 elements and 9 scalars of 8 bytes
-        assert second["bytes_sent"] == third["bytes_sent"] == 88
+        # a ring of two sends the buffer once: 2 elements and 10 scalars of 8 bytes
+        assert second["bytes_sent"] == third["bytes_sent"] == 96
         assert second["exposed_seconds"] >= 0 and second["allreduce_seconds"] > 0
 
 

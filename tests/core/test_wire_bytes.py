@@ -63,15 +63,15 @@ def loopback_bytes() -> int:
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_bytes_sent_by_hand(world_size: int):
-    """Blocks of 256 cost 512, 516, 260, ... 68 bytes; twice (n - 1) / n of them; and 7 + n scalars a peer: finished,
-    steps, weight, two checksums and their squares, and a verdict of each."""
+    """Blocks of 256 cost 512, 516, 260, ... 68 bytes; twice (n - 1) / n of them; and 8 + n scalars a peer: finished,
+    steps, weight, two checksums and their squares, the square of what is sent, and a verdict of each."""
     numel = 10_000
     blocks = -(-numel // (256 * world_size))  # a worker
     others = world_size - 1
     for counted in run_distributed(bytes_of_a_round, world_size, numel):
-        assert counted["float32"][0] == ring_bytes(4 * (numel + 7 + world_size), world_size)
+        assert counted["float32"][0] == ring_bytes(4 * (numel + 8 + world_size), world_size)
         for wire, size in BLOCKS.items():
-            assert counted[wire][0] == counted[wire][1] == others * (2 * blocks * size + (7 + world_size) * 4)
+            assert counted[wire][0] == counted[wire][1] == others * (2 * blocks * size + (8 + world_size) * 4)
 
 
 COUNT = """

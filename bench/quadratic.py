@@ -1,0 +1,139 @@
+"""What docs/theory.md derives for f = h x^2 / 2, as formulas: nothing is trained here, bench/theory.py compares.
+
+One local step leaves the share q = 1 - lr h of the error, a round of tau a = q^tau = 1 - rho, and the steps of a round
+behind the merge b = q^(tau - delay). k = outer_lr / Lambda, Lambda a constant; beta: outer momentum; share: of merge
+mix. delay = tau is the paper's whole round, 0 is blocking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    """A merge on one direction."""
+
+    merge: str
+    q: float
+    tau: int
+    delay: int
+    k: float = 1.0
+    beta: float = 0.0
+    share: float = 0.5
+
+    def __post_init__(self) -> None:
+        assert self.merge in ("outer", "mix", "keep") and 0 <= self.delay <= self.tau
+
+    @property
+    def left(self) -> tuple[float, float]:
+        """a and b."""
+        return self.q**self.tau, self.q ** (self.tau - self.delay)
+
+    @property
+    def whole(self) -> bool:
+        return self.delay == self.tau
+
+    @property
+    def spread(self) -> float:
+        """By what the workers' differences from their mean are multiplied in a round, without noise."""
+        a, b = self.left
+        return {"outer": 0.0, "mix": (1 - self.share) * a, "keep": a - b}[self.merge]
+
+    def polynomial(self) -> Array:
+        """The mean's characteristic polynomial, highest power first; roots at 0 are left out."""
+        (a, b), k, s, spread = self.left, self.k, self.share, self.spread
+        free = np.poly([1.0, self.beta] + ([spread] if self.merge != "outer" else []))
+        if self.merge == "outer":
+            return free + (np.array([0, 0, k * (1 - a)]) if self.whole else np.array([0, k * (1 - b), 0]))
+        if self.merge == "mix":
+            pulled = k * np.array([1 - (a if self.whole else b) * s, -spread])
+            return free + (np.array([0, 0, *pulled]) if self.whole else np.array([0, *pulled, 0]))
+        return free + k * np.array([0, 1 - b, -spread, 0])
+
+    @property
+    def radius(self) -> float:
+        """By what the mean's error is multiplied in a round, in the end."""
+        return float(np.abs(np.roots(self.polynomial())).max())
+
+    def round_map(self) -> tuple[Array, Array]:
+        """(A, Q) of the mean's state from round to round, the outer iterate first: s' = A s + noise of covariance Q for
+        one worker and local steps with noise of variance 1. outer_lr = k, Lambda = 1."""
+        (a, b), k, beta = self.left, self.k, self.beta
+        assert self.merge != "mix", "not written down"
+        if self.merge == "keep":  # z, m, y: the parameters when they are sent, or with a whole round at its start
+            z, m = np.array([1 - k, -k * beta, k]), np.array([1.0, beta, -1.0])
+            return np.array([z, m, b * z + np.array([0, 0, a - b])]), _noise([0, 0, 1], self.tau, self.q)
+        if self.whole:  # z, m, the difference on its way
+            return np.array([[1, -k * beta, -k], [0, beta, 1], [1 - a, 0, 0]]), _noise([0, 0, -1], self.tau, self.q)
+        rows = np.array([[1 - k * (1 - b), -k * beta], [1 - b, beta]])
+        return rows, _noise([k, -1], self.tau - self.delay, self.q)
+
+    def variance(self, workers: int) -> float:
+        """Of the outer iterate in the end, under local noise of variance 1: Lyapunov's equation for the round's map."""
+        rows, noise = self.round_map()
+        size = len(rows)
+        moments = np.linalg.solve(np.eye(size * size) - np.kron(rows, rows), noise.reshape(-1) / workers)
+        return float(moments[0])
+
+    def apart(self, workers: int) -> float:
+        """mean_i (x^i - mean)^2 in the end, under local noise of variance 1, when the workers send; with keep and a
+        whole round when they start. For keep and outer."""
+        assert self.merge == "keep" or self.delay in (0, self.tau), "else not all of a round's steps are sent"
+        return (1 - 1 / workers) * added(self.tau, self.q) / (1 - self.spread**2)
+
+
+def added(steps: int, q: float) -> float:
+    """The variance that so many steps x <- q x + noise of variance 1 add."""
+    return float(sum(q ** (2 * j) for j in range(steps)))
+
+
+def _noise(where: Sequence[float], steps: int, q: float) -> Array:
+    return np.outer(where, where) * added(steps, q)
+
+
+def jury(p: Array) -> bool:
+    """Whether all roots lie within the unit circle; of degree 2 or 3, highest power first, the first being 1."""
+    c = p[::-1]
+    if len(p) == 3:
+        return bool(abs(c[0]) < 1 and abs(c[1]) < 1 + c[0])
+    ends = p.sum() > 0 and 1 - c[2] + c[1] - c[0] > 0
+    return bool(ends and abs(c[0]) < 1 and abs(c[1] - c[0] * c[2]) < 1 - c[0] ** 2)
+
+
+def largest(merge: str, tau: int, delay: int, beta: float) -> float:
+    """The outer learning rate below which every direction without overshoot settles, by bisection."""
+    q, low, high = np.linspace(0, 0.9999, 300) ** (1 / tau), 0.0, 8.0
+    while high - low > 1e-5:
+        middle = (low + high) / 2
+        good = all(jury(Quadratic(merge, one, tau, delay, middle, beta).polynomial()) for one in q)
+        low, high = (middle, high) if good else (low, middle)
+    return low
+
+
+def momentum_inside(mu: float, lh: Array, steps: int) -> Array:
+    """[n, 2, 2]: what so many local steps of SGD with momentum make of (error, velocity); lh: lr h, [n]."""
+    one = np.stack([np.stack([1 - lh, np.full_like(lh, -mu)], -1), np.stack([lh, np.full_like(lh, mu)], -1)], -2)
+    return np.linalg.matrix_power(one, steps)
+
+
+def spread_with_momentum(mu: float, lh: Array, tau: int, delay: int) -> Array:
+    """keep: by what the differences of the workers' errors and velocities are multiplied in a round, [n]."""
+    progress = momentum_inside(mu, lh, delay) - np.diag([1.0, 0.0])
+    return np.abs(np.linalg.eigvals(momentum_inside(mu, lh, tau - delay) @ progress)).max(-1)
+
+
+def late_with_momentum(mu: float, lh: Array, tau: int, k: float, beta: float) -> Array:
+    """outer, a whole round late, over SGD with momentum: by what the mean's error is multiplied, in the end, [n]."""
+    p = momentum_inside(mu, lh, tau)
+    rows = np.zeros((len(lh), 4, 4))
+    rows[:, 0, :3], rows[:, 1, 1:3] = [1, -k * beta, -k], [beta, 1]
+    rows[:, 2, 0], rows[:, 2, 3] = 1 - p[:, 0, 0], -p[:, 0, 1]
+    rows[:, 3, 0], rows[:, 3, 3] = p[:, 1, 0], p[:, 1, 1]
+    return np.abs(np.linalg.eigvals(rows)).max(-1)
