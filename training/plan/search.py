@@ -1,0 +1,287 @@
+"""All layouts of a model on a cluster: which cannot be, which do not fit, and the others by their seconds."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from core.errors import UserError
+from training.plan.case import AXES, MERGES, RECOMPUTE, WIRES, Case, Layout
+from training.plan.clusters import Numbers
+from training.plan.memory import memory
+from training.plan.time import seconds
+
+TAUS = (1, 3, 6, 12, 24, 48, 96, 192)  # what the paper searched (CO2, arXiv 2401.16265)
+LARGEST_MICRO = 32  # samples
+CHUNKS = (1, 2, 3, 4)
+ALIKE = 0.01  # layouts whose seconds differ by less are ordered by what they cost otherwise
+GB = 1e9
+
+
+def name(x: Layout, m: Numbers) -> str:
+    """tp2.pp2.dp2, and where it is so .v2, .mb4, .zero1 or .zero2 or .fsdp (ZeRO-3), .co2x2. x: one layout."""
+    text = f"tp{x.tp}.pp{x.pp}.dp{x.dp}" + (f".v{x.v}" if x.v > 1 else "") + (f".mb{m}" if m > 1 else "")
+    text += ("", ".zero1", ".zero2", ".fsdp")[int(x.zero)]
+    return text + (f".co2x{x.islands}" if x.islands > 1 else "")
+
+
+# -- what cannot be ---------------------------------------------------------------------------------------------------
+
+
+def nearest(number: int, unit: int) -> int:
+    """The multiple of unit, 1 or more times, that lies nearest."""
+    return max(1, round(number / unit)) * unit
+
+
+Rule = tuple[str, Callable[[Case], Numbers], Callable[[Case], str]]  # reason, where it holds, and of one layout why
+OF_SPLITS: tuple[Rule, ...] = (
+    (
+        "devices",
+        lambda c: c.layout.ranks != c.cluster.devices,
+        lambda c: f"it has {c.layout.ranks} ranks, the cluster {c.cluster.devices} devices: give as many",
+    ),
+    (
+        "heads",
+        lambda c: (c.model.heads % c.layout.tp != 0) | (c.model.kv_heads % c.layout.tp != 0),
+        lambda c: f"tp{c.layout.tp} does not divide {c.model.heads} heads ({c.model.kv_heads} of keys): give one that does",
+    ),
+    (
+        "layers",
+        lambda c: c.model.layers % c.layout.pp != 0,
+        lambda c: f"pp{c.layout.pp} does not divide {c.model.layers} layers: give stages that do",
+    ),
+    (
+        "islands",
+        lambda c: (c.cluster.per_node % c.island != 0) & (c.island % c.cluster.per_node != 0),
+        lambda c: f"an island of {c.island} neither divides a node of {c.cluster.per_node} nor fills whole ones",
+    ),
+    (
+        "batch",
+        lambda c: c.batch % (c.layout.dp * c.layout.islands) != 0,
+        lambda c: (
+            f"batch {c.batch} does not divide among {c.layout.dp * c.layout.islands} replicas: the nearest that does is "
+            f"{nearest(c.batch, c.layout.dp * c.layout.islands)}"
+        ),
+    ),
+)
+OF_STEPS: tuple[Rule, ...] = (
+    (
+        "micro-batches",
+        lambda c: c.micro_batches < c.layout.pp,
+        lambda c: f"{c.micro_batches} micro-batches are fewer than {c.layout.pp} stages: give mb{c.layout.pp} or more",
+    ),
+    (
+        "interleaving",
+        lambda c: (
+            (c.layout.v > 1)
+            & ((c.layout.pp == 1) | (c.model.layers % (c.layout.pp * c.layout.v) != 0) | (c.micro_batches % c.layout.pp != 0))
+        ),
+        lambda c: (
+            f"v{c.layout.v} needs two stages or more, {c.layout.pp * c.layout.v} chunks that divide {c.model.layers} layers, "
+            f"and micro-batches ({c.micro_batches}) that are a multiple of {c.layout.pp} stages"
+        ),
+    ),
+    (
+        "zero",
+        lambda c: (c.layout.zero > 0) & (c.layout.dp == 1),
+        lambda c: f"ZeRO-{c.layout.zero} with dp1 has nothing to share out: leave it out, or give dp2 or more",
+    ),
+)  # fmt: skip
+
+
+def notes(c: Case) -> str:
+    """What to know of one layout that can be."""
+    x, found = c.layout, []
+    if c.cluster.crosses(x.tp, 1):
+        found.append("TP reaches across nodes")
+    if x.zero >= 2 and x.pp > 1:
+        found.append(f"ZeRO-{x.zero} gathers and reduces for each micro-batch of a pipeline")
+    if x.zero == 1 and x.tp > 1:
+        found.append("ZeRO-1 with TP is costed, not run: torch's ZeroRedundancyOptimizer takes no DTensors")
+    if x.pp > 1 and x.pp % 2 and c.model.tied:
+        found.append("an odd number of stages with a tied embedding is costed, not run")
+    return "; ".join(found)
+
+
+# -- enumeration ------------------------------------------------------------------------------------------------------
+
+
+def divisors(n: int) -> list[int]:
+    low = [k for k in range(1, int(n**0.5) + 1) if n % k == 0]
+    return sorted({*low, *(n // k for k in low)})
+
+
+def splits(c: Case) -> Iterator[tuple[int, int, int, int]]:
+    """t in powers of two, p stages, d ranks, I islands."""
+    devices = c.cluster.devices
+    for tp in (2**k for k in range(devices.bit_length())):
+        for pp in divisors(devices):
+            left, rest = divmod(devices, tp * pp)
+            if not left:
+                continue
+            if rest:
+                yield tp, pp, left, 1  # which the first rule counts
+                continue
+            yield from ((tp, pp, left // islands, islands) for islands in divisors(left))
+
+
+def steps(c: Case, split: tuple[int, int, int, int]) -> Layout:
+    """All that a split leaves open."""
+    tp, pp, dp, islands = split
+    island, share = tp * pp * dp, c.batch // (dp * islands)
+    micros = [b for b in divisors(share) if b <= LARGEST_MICRO]
+    recomputes = [k for k, kind in enumerate(RECOMPUTE) if not (c.software.fused and kind == "selective")]
+    methods = [(1, 0, 0, 0)]
+    if islands > 1:  # shared outer state takes float32 and the paper's merge (core/sharded/checks.py)
+        paper = MERGES.index("outer")
+        kinds = [(0, paper, 0), (0, paper, 1)]
+        if island == 1:
+            kinds = [*itertools.product(range(len(WIRES)), range(len(MERGES)), (0,)), (0, paper, 1)]
+        methods = [(tau, *kind) for tau in TAUS for kind in kinds]
+    inner = (
+        micros,
+        CHUNKS if pp > 1 else (1,),
+        range(4) if dp > 1 else (0,),
+        recomputes,
+        (0, 1) if tp > 1 else (0,),
+    )
+    rows = np.array([(*axes, *method) for axes in itertools.product(*inner) for method in methods])
+    b, v, zero, recompute, sequence, tau, wire, merge, offload = rows.T
+    one = np.ones_like(b)
+    return Layout(
+        tp * one, pp * one, dp * one, islands * one, b, v, zero, recompute, sequence, tau, wire, merge, offload
+    )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What fits, in the order of `order`, and how many were dropped for which reason."""
+
+    case: Case
+    """Its layouts fit."""
+    memory: dict[str, Numbers]
+    seconds: dict[str, Numbers]
+    dropped: Counter[str]
+    miss: str
+    """Of what does not fit, the layout that needs least, with its gigabytes."""
+
+    @cached_property
+    def bytes(self) -> Numbers:
+        return sum(self.memory.values())
+
+    @cached_property
+    def total(self) -> Numbers:
+        """Seconds of a step."""
+        return sum(self.seconds.values())
+
+    @property
+    def count(self) -> int:
+        return len(self.total) + sum(self.dropped.values())
+
+    @cached_property
+    def order(self) -> Numbers:
+        """The fastest first. Within ALIKE of one another: synchronous ones, a smaller tau, a wider wire, the merge that
+        costs less loss (results/loss.md), nothing offloaded, less memory."""
+        x = self.case.layout
+        level = np.floor(np.log(self.total / self.total.min()) / np.log1p(ALIKE))
+        keys = (level, x.islands > 1, x.tau, x.wire, x.merge, x.offload, x.sequence, self.bytes)
+        return np.lexsort(keys[::-1])
+
+    @cached_property
+    def best(self) -> list[int]:
+        """The best of each TP x PP x DP, islands, interleaving and ZeRO: rows, in order."""
+        x = self.case.layout
+        kinds = np.stack([x.tp, x.pp, x.dp, x.islands, x.v, x.zero])[:, self.order]
+        _, first = np.unique(kinds, axis=1, return_index=True)
+        return self.order[np.sort(first)].tolist()
+
+    def at(self, row: int) -> Case:
+        """Of one layout."""
+        return replace(self.case, layout=self.case.layout[row])
+
+    def name(self, row: int) -> str:
+        one = self.at(row)
+        return name(one.layout, one.micro_batches)
+
+
+def joined(parts: list[Layout]) -> Layout:
+    return Layout(*(np.concatenate([getattr(part, axis) for part in parts]) for axis in AXES))
+
+
+def plan(case: Case) -> Plan:
+    """Of all layouts; the case's own is not looked at. UserError: none fits."""
+    found = np.array([*splits(case)])
+    dropped: Counter[str] = Counter()
+    kept = sieve(replace(case, layout=Layout(*found.T, micro=1)), OF_SPLITS, dropped)
+    if not kept.layout.shape[0]:
+        raise UserError(f"no layout can be: {listed(dropped)}; {hint(case, dropped)}")
+    whole = [steps(case, split) for split in zip(*(getattr(kept.layout, f).tolist() for f in AXES[:4]), strict=True)]
+    kept = sieve(replace(case, layout=joined(whole)), OF_STEPS, dropped)
+    if not kept.layout.shape[0]:
+        raise UserError(f"no layout can be: {listed(dropped)}; {hint(case, dropped)}")
+    return fitting(kept, dropped)
+
+
+def sieve(c: Case, rules: tuple[Rule, ...], dropped: Counter[str]) -> Case:
+    """Without what a rule forbids; the first one counts."""
+    for reason, holds, _ in rules:
+        bad = np.broadcast_to(holds(c), c.layout.shape)
+        if bad.any():
+            dropped[reason] += int(bad.sum())
+            c = replace(c, layout=c.layout[~bad])
+    return c
+
+
+def fitting(c: Case, dropped: Counter[str]) -> Plan:
+    """What fits the devices' memory."""
+    needs = memory(c)
+    total = sum(needs.values())
+    fits = total <= c.cluster.device.memory
+    miss = ""
+    if not fits.all():
+        dropped["memory"] += int((~fits).sum())
+        least = int(np.where(fits, np.inf, total).argmin())
+        one = replace(c, layout=c.layout[least])
+        miss = f"{name(one.layout, one.micro_batches)} needs {total[least] / GB:.1f} GB of {c.cluster.device.memory / GB:.1f}"
+    if not fits.any():
+        raise UserError(
+            f"nothing fits: {listed(dropped)}; the nearest miss, {miss}: more devices or --memory_gb, a smaller --batch"
+        )
+    c = replace(c, layout=c.layout[fits])
+    return Plan(c, {part: sizes[fits] for part, sizes in needs.items()}, seconds(c), dropped, miss)
+
+
+def listed(dropped: Counter[str]) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in dropped.most_common())
+
+
+def hint(c: Case, dropped: Counter[str]) -> str:
+    """What would let more layouts be."""
+    m, n = c.model, c.cluster.devices
+    found = []
+    if dropped["batch"]:
+        found.append(f"batch {c.batch}: {nearest(c.batch, n)} is the nearest that divides among {n} replicas")
+    if dropped["layers"]:
+        found.append(f"{m.layers} layers divide among {', '.join(map(str, divisors(m.layers)[:-1]))} stages")
+    if dropped["heads"]:
+        found.append(f"{m.heads} heads are cut by TP up to {np.gcd(m.heads, np.gcd(m.kv_heads, 1 << 20))}")
+    return "; ".join(found)
+
+
+def check(c: Case) -> None:
+    """Of one layout that a user names. UserError: the first rule that forbids it, or its memory."""
+    x = c.layout
+    text = name(x, c.micro_batches)
+    for _, holds, why in OF_SPLITS + OF_STEPS:
+        if np.any(holds(c)):
+            raise UserError(f"layout {text}: {why(c)}")
+    total = sum(memory(c).values())
+    if total > c.cluster.device.memory:
+        raise UserError(f"layout {text} needs {total / GB:.1f} GB of {c.cluster.device.memory / GB:.1f}")
+
+

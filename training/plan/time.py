@@ -1,0 +1,123 @@
+"""Seconds of a step, by part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from training.plan.case import RECOMPUTE, WIRES, Case
+from training.plan.clusters import Numbers
+
+ADAMW = 28  # bytes that AdamW moves for a parameter: gradient, 16-bit copy, itself, two moments read; the last four written
+BOUNDARY = 32  # of an element: parameter, payload, x and m, read and written in one pass (docs/design.md)
+
+
+def again(c: Case) -> Numbers:
+    """1 where blocks are computed again, else 0"""
+    return (c.layout.recompute == RECOMPUTE.index("full")) * 1.0
+
+
+def attention_passes(c: Case) -> Numbers:
+    """Forward passes' worth of attention in a step: 3, 3.5 fused [F sec. 3.1], 1 more where it is computed again [K]"""
+    base = 3.5 if c.software.fused else 3.0
+    return base + (c.layout.recompute > 0)
+
+
+def products(c: Case) -> Numbers:
+    """m b ((l/p ((3 + again) linear + passes attention) + 3 head) / t) / (top peak): the last stage's, the slowest
+
+    For GPT, p = 1 and full recomputation [N] eq. 3: 96 B s l h^2 (1 + s / (6 h) + V / (16 l h)).
+    """
+    m, x, device = c.model, c.layout, c.cluster.device
+    stage = c.layers * ((3 + again(c)) * m.linear_flops + attention_passes(c) * m.attention_flops)
+    flops = c.micro_batches * x.micro * (stage + 3 * m.head_flops) / x.tp
+    return flops / (device.top * device.peak)
+
+
+def passes(c: Case) -> Numbers:
+    """m l/p (3 + again) passes (kept + scores) / bandwidth: norms, GELU, softmax, dropout, residuals [O]"""
+    device = c.cluster.device
+    moved = (3 + again(c)) * device.passes * (c.kept + c.scores)
+    return c.micro_batches * c.layers * moved / device.bandwidth
+
+
+def tensor(c: Case) -> Numbers:
+    """m l/p (4 + 2 again) allreduce(size b s h, t ranks) [N sec. 3.2]; sequence parallelism moves as much [K sec. 4.2]"""
+    x = c.layout
+    size = c.software.value * x.micro * c.model.context * c.model.width
+    return c.micro_batches * c.layers * (4 + 2 * again(c)) * c.cluster.allreduce(size, x.tp, 1)
+
+
+def pipeline(c: Case) -> Numbers:
+    """m 2 v (size b s h / B + A): to the next stage and back, of each chunk [N sec. 3.1], over t where scattered [N 4.1]"""
+    x, stride = c.layout, c.layout.tp * c.layout.dp
+    size = c.software.value * x.micro * c.model.context * c.model.width
+    size = size / np.where((x.sequence == 1) | c.software.scattered, x.tp, 1)
+    hop = np.where(c.cluster.crosses(x.pp, stride), c.cluster.latency, c.cluster.inside_latency)
+    one = size / c.cluster.rate(x.pp, stride) + hop
+    return np.where(x.pp > 1, c.micro_batches * 2 * x.v * one, 0.0)
+
+
+def bubble(c: Case) -> Numbers:
+    """(p - 1) / (v m) of products, passes, tensor and pipeline [N sec. 2.2]"""
+    busy = products(c) + passes(c) + tensor(c) + pipeline(c)
+    return busy * (c.layout.pp - 1) / (c.layout.v * c.micro_batches)
+
+
+def data(c: Case) -> Numbers:
+    """halves of rings over d - hidden: gradients 2, z >= 2: m; gathers z = 1: 1, z = 2: 1, z = 3: 2 m [R sec. 7]
+
+    A ring of gradient bytes, and gathers of parameter bytes (z = 1) or of values (z >= 2), as torch's DDP with
+    ZeroRedundancyOptimizer and FSDP2 do. Hidden, where software overlaps: under the last micro-batch's backward pass,
+    2/3 of its compute; with z >= 2 under all compute [O].
+    """
+    m, x = c.micro_batches, c.layout
+    gathers = np.where(x.zero == 1, 1.0, np.where(x.zero == 2, 1.0, np.where(x.zero == 3, 2.0 * m, 0.0)))
+    gathered = np.where(x.zero == 1, c.software.parameter, c.software.value) * c.largest
+    sent = np.where(x.zero >= 2, m, 2.0) * ring(c, c.software.gradient * c.largest) + gathers * ring(c, gathered)
+    compute = products(c) + passes(c)
+    hidden = np.where(x.zero >= 2, compute, compute / m * 2 / 3) * c.software.overlap
+    return np.maximum(0.0, sent / 2 - hidden)
+
+
+def ring(c: Case, size: Numbers) -> Numbers:
+    """allreduce(size, d ranks, t apart)"""
+    return c.cluster.allreduce(size, c.layout.dp, c.layout.tp)
+
+
+def optimizer(c: Case) -> Numbers:
+    """28 own / bandwidth, over d with z >= 1: AdamW's passes over memory [O]"""
+    return ADAMW * c.largest / np.where(c.layout.zero >= 1, c.layout.dp, 1) / c.cluster.device.bandwidth
+
+
+INSIDE: tuple[Callable[[Case], Numbers], ...] = (products, passes, tensor, pipeline, bubble, data, optimizer)
+
+
+def outer_allreduce(c: Case) -> Numbers:
+    """allreduce(wire bytes own / d, I ranks an island apart): each device sends its share [C step 3]"""
+    wire = np.array(list(WIRES.values()))[np.asarray(c.layout.wire)]
+    return c.cluster.allreduce(wire * c.largest / c.layout.dp, c.layout.islands, c.island)
+
+
+def boundary(c: Case) -> Numbers:
+    """32 own / (d bandwidth) + allreduce(4 own, d) / 2, offloaded + 8 own / (d host): once in tau steps [O]"""
+    x, device = c.layout, c.cluster.device
+    share = c.largest / x.dp
+    gather = np.where(x.zero >= 2, 0.0, 0.5 * ring(c, 4 * c.largest))
+    return BOUNDARY * share / device.bandwidth + gather + np.where(x.offload == 1, 8 * share / device.host, 0.0)
+
+
+def seconds(c: Case) -> dict[str, Numbers]:
+    """By part: what is computed and exposed in a step, and what CO2 adds."""
+    parts = {part.__name__: part(c) for part in INSIDE}
+    step, x = sum(parts.values()), c.layout
+    several = x.islands > 1
+    # (max(tau T, all-reduce) + boundary) / tau in place of T [C]
+    parts["waiting"] = np.where(several, np.maximum(0.0, outer_allreduce(c) / x.tau - step), 0.0)
+    parts["boundary"] = np.where(several, boundary(c) / x.tau, 0.0)
+    return parts
+
+
+COMMUNICATION = ("tensor", "pipeline", "data", "waiting")
+"""Whose seconds are exposed communication; the bubble is idle for another reason."""
