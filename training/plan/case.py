@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -93,6 +93,9 @@ class Case:
     software: Software
     batch: int
     layout: Layout
+
+    parts: dict[str, Numbers] = field(default_factory=dict, compare=False, init=False)
+    """Seconds by part, once they are asked for."""
 
     @cached_property
     def micro_batches(self) -> Numbers:

@@ -31,6 +31,7 @@ class Device:
     host: float
     top: float
     passes: float
+    gpu: bool = True
 
 
 @dataclass(frozen=True)
@@ -118,9 +119,8 @@ def from_doctor(file: Path, *, probe: bool) -> Cluster:
     if len(nodes) * per_node != _number(file, report, "workers"):
         raise UserError(f"{file}: workers={report['workers']!r}, but {len(nodes)} nodes of {per_node}")
     found = probed(name) if probe else known(name)
-    return Cluster(
-        file.stem, replace(found, memory=memory), len(nodes), per_node, inside, across, latency, inside_latency
-    )
+    found = replace(found, memory=memory, gpu=report["device"].get("type") != "cpu")
+    return Cluster(file.stem, found, len(nodes), per_node, inside, across, latency, inside_latency)
 
 
 def _number(file: Path, report: Any, *path: str) -> float:
@@ -138,8 +138,7 @@ def _link(file: Path, report: Any, name: str, *, wanted: bool) -> tuple[float, f
     if not wanted:
         return math.inf, 0.0
     workers, bits, latency = (
-        _number(file, report, "links", name, key)
-        for key in ("workers", "bandwidth_bits_per_second", "latency_seconds")
+        _number(file, report, "links", name, key) for key in ("workers", "bandwidth_bits_per_second", "latency_seconds")
     )
     return bits / BITS, latency / max(1.0, 2 * (workers - 1))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ TAUS = (1, 3, 6, 12, 24, 48, 96, 192)  # what the paper searched (CO2, arXiv 240
 LARGEST_MICRO = 32  # samples
 CHUNKS = (1, 2, 3, 4)
 ALIKE = 0.01  # layouts whose seconds differ by less are ordered by what they cost otherwise
+MOST = 1 << 16  # devices
 GB = 1e9
 
 
@@ -28,6 +30,57 @@ def name(x: Layout, m: Numbers) -> str:
     text = f"tp{x.tp}.pp{x.pp}.dp{x.dp}" + (f".v{x.v}" if x.v > 1 else "") + (f".mb{m}" if m > 1 else "")
     text += ("", ".zero1", ".zero2", ".fsdp")[int(x.zero)]
     return text + (f".co2x{x.islands}" if x.islands > 1 else "")
+
+
+NAME = re.compile(
+    r"tp(?P<tp>\d+)\.pp(?P<pp>\d+)\.dp(?P<dp>\d+)(?:\.v(?P<v>\d+))?(?:\.mb(?P<m>\d+))?"
+    r"(?:\.(?P<zero>zero1|zero2|fsdp))?(?:\.co2x(?P<islands>\d+))?"
+)
+
+
+@dataclass(frozen=True)
+class Named:
+    """What the name of a layout says. m: None leaves micro-batches open."""
+
+    tp: int
+    pp: int
+    dp: int
+    v: int
+    m: int | None
+    zero: int
+    islands: int
+
+    @classmethod
+    def parse(cls, text: str) -> Named:
+        found = NAME.fullmatch(text)
+        if found is None or not all(int(found[k] or 1) for k in ("tp", "pp", "dp", "v", "m", "islands")):
+            raise UserError(
+                f"layout {text!r}: give one such as tp2.pp2.dp2, with .v2, .mb4, .zero1, .zero2, .fsdp or .co2x2"
+            )
+        zero = ("", "zero1", "zero2", "fsdp").index(found["zero"] or "")
+        numbers = {k: int(found[k] or 1) for k in ("tp", "pp", "dp", "v", "islands")}
+        return cls(**numbers, m=int(found["m"]) if found["m"] else None, zero=zero)
+
+    def holds(self, c: Case) -> Numbers:
+        """Of which of a case's layouts it is the name."""
+        x = c.layout
+        same = [getattr(x, k) == getattr(self, k) for k in ("tp", "pp", "dp", "v", "zero", "islands")]
+        return np.all([*same, np.broadcast_to(True if self.m is None else c.micro_batches == self.m, x.shape)], axis=0)
+
+    def check(self, c: Case) -> None:
+        """UserError: the first rule that forbids it."""
+        for rules in (OF_SPLITS, OF_STEPS):
+            share = c.batch // (self.dp * self.islands)
+            if rules is OF_STEPS and self.m is not None and share % self.m:
+                near = min(divisors(share), key=lambda k: abs(k - (self.m or 1)))
+                raise UserError(
+                    f"mb{self.m} does not divide the {share} samples of a replica: the nearest that does is {near}"
+                )
+            micro = share // (self.m or share) if rules is OF_STEPS else 1
+            one = replace(c, layout=Layout(self.tp, self.pp, self.dp, self.islands, micro, self.v, self.zero))
+            for _, holds, why in rules:
+                if np.any(holds(one)):
+                    raise UserError(f"layout {name(one.layout, self.m or 1)}: {why(one)}")
 
 
 # -- what cannot be ---------------------------------------------------------------------------------------------------
@@ -48,7 +101,9 @@ OF_SPLITS: tuple[Rule, ...] = (
     (
         "heads",
         lambda c: (c.model.heads % c.layout.tp != 0) | (c.model.kv_heads % c.layout.tp != 0),
-        lambda c: f"tp{c.layout.tp} does not divide {c.model.heads} heads ({c.model.kv_heads} of keys): give one that does",
+        lambda c: (
+            f"tp{c.layout.tp} does not divide {c.model.heads} heads ({c.model.kv_heads} of keys): give one that does"
+        ),
     ),
     (
         "layers",
@@ -130,11 +185,13 @@ def splits(c: Case) -> Iterator[tuple[int, int, int, int]]:
             yield from ((tp, pp, left // islands, islands) for islands in divisors(left))
 
 
-def steps(c: Case, split: tuple[int, int, int, int]) -> Layout:
-    """All that a split leaves open."""
+def steps(c: Case, split: tuple[int, int, int, int], only: Named | None = None) -> Layout:
+    """All that a split leaves open; only: what else a name says."""
     tp, pp, dp, islands = split
     island, share = tp * pp * dp, c.batch // (dp * islands)
     micros = [b for b in divisors(share) if b <= LARGEST_MICRO]
+    if only is not None and only.m is not None:
+        micros = [share // only.m]
     recomputes = [k for k, kind in enumerate(RECOMPUTE) if not (c.software.fused and kind == "selective")]
     methods = [(1, 0, 0, 0)]
     if islands > 1:  # shared outer state takes float32 and the paper's merge (core/sharded/checks.py)
@@ -150,12 +207,9 @@ def steps(c: Case, split: tuple[int, int, int, int]) -> Layout:
         recomputes,
         (0, 1) if tp > 1 else (0,),
     )
-    rows = np.array([(*axes, *method) for axes in itertools.product(*inner) for method in methods])
-    b, v, zero, recompute, sequence, tau, wire, merge, offload = rows.T
-    one = np.ones_like(b)
-    return Layout(
-        tp * one, pp * one, dp * one, islands * one, b, v, zero, recompute, sequence, tau, wire, merge, offload
-    )
+    *axes, which = (axis.ravel() for axis in np.meshgrid(*inner, np.arange(len(methods)), indexing="ij"))
+    one = np.ones_like(which)
+    return Layout(tp * one, pp * one, dp * one, islands * one, *axes, *np.array(methods)[which].T)
 
 
 @dataclass(frozen=True)
@@ -196,8 +250,8 @@ class Plan:
     def best(self) -> list[int]:
         """The best of each TP x PP x DP, islands, interleaving and ZeRO: rows, in order."""
         x = self.case.layout
-        kinds = np.stack([x.tp, x.pp, x.dp, x.islands, x.v, x.zero])[:, self.order]
-        _, first = np.unique(kinds, axis=1, return_index=True)
+        kinds = (((x.tp * MOST + x.pp) * MOST + x.islands) * 8 + x.v) * 4 + x.zero  # which leave dp no choice
+        _, first = np.unique(kinds[self.order], return_index=True)
         return self.order[np.sort(first)].tolist()
 
     def at(self, row: int) -> Case:
@@ -213,18 +267,23 @@ def joined(parts: list[Layout]) -> Layout:
     return Layout(*(np.concatenate([getattr(part, axis) for part in parts]) for axis in AXES))
 
 
-def plan(case: Case) -> Plan:
-    """Of all layouts; the case's own is not looked at. UserError: none fits."""
-    found = np.array([*splits(case)])
+def plan(case: Case, only: Named | None = None) -> Plan:
+    """Of all layouts, or of one name's; the case's own is not looked at. UserError: none can be, or none fits."""
+    if only is not None:
+        only.check(case)
+    found = np.array([*splits(case)] if only is None else [(only.tp, only.pp, only.dp, only.islands)])
     dropped: Counter[str] = Counter()
     kept = sieve(replace(case, layout=Layout(*found.T, micro=1)), OF_SPLITS, dropped)
+    whole = [
+        steps(case, split, only) for split in zip(*(getattr(kept.layout, f).tolist() for f in AXES[:4]), strict=True)
+    ]
+    if whole:
+        kept = sieve(replace(case, layout=joined(whole)), OF_STEPS, dropped)
+    if only is not None and whole:
+        kept = replace(kept, layout=kept.layout[only.holds(kept)])
     if not kept.layout.shape[0]:
         raise UserError(f"no layout can be: {listed(dropped)}; {hint(case, dropped)}")
-    whole = [steps(case, split) for split in zip(*(getattr(kept.layout, f).tolist() for f in AXES[:4]), strict=True)]
-    kept = sieve(replace(case, layout=joined(whole)), OF_STEPS, dropped)
-    if not kept.layout.shape[0]:
-        raise UserError(f"no layout can be: {listed(dropped)}; {hint(case, dropped)}")
-    return fitting(kept, dropped)
+    return fitting(kept, dropped if only is None else Counter())
 
 
 def sieve(c: Case, rules: tuple[Rule, ...], dropped: Counter[str]) -> Case:
@@ -271,17 +330,3 @@ def hint(c: Case, dropped: Counter[str]) -> str:
     if dropped["heads"]:
         found.append(f"{m.heads} heads are cut by TP up to {np.gcd(m.heads, np.gcd(m.kv_heads, 1 << 20))}")
     return "; ".join(found)
-
-
-def check(c: Case) -> None:
-    """Of one layout that a user names. UserError: the first rule that forbids it, or its memory."""
-    x = c.layout
-    text = name(x, c.micro_batches)
-    for _, holds, why in OF_SPLITS + OF_STEPS:
-        if np.any(holds(c)):
-            raise UserError(f"layout {text}: {why(c)}")
-    total = sum(memory(c).values())
-    if total > c.cluster.device.memory:
-        raise UserError(f"layout {text} needs {total / GB:.1f} GB of {c.cluster.device.memory / GB:.1f}")
-
-

@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 
 import numpy as np
 
 from training.plan.case import RECOMPUTE, WIRES, Case
 from training.plan.clusters import Numbers
 
-ADAMW = 28  # bytes that AdamW moves for a parameter: gradient, 16-bit copy, itself, two moments read; the last four written
+ADAMW = (
+    28  # bytes that AdamW moves for a parameter: gradient, 16-bit copy, itself, two moments read; the last four written
+)
 BOUNDARY = 32  # of an element: parameter, payload, x and m, read and written in one pass (docs/design.md)
+
+
+Part = Callable[[Case], Numbers]
+
+
+def once(part: Part) -> Part:
+    """A case's part is computed once, for others are made of it."""
+
+    @wraps(part)
+    def kept(c: Case) -> Numbers:
+        if part.__name__ not in c.parts:
+            c.parts[part.__name__] = part(c)
+        return c.parts[part.__name__]
+
+    return kept
 
 
 def again(c: Case) -> Numbers:
@@ -24,6 +42,7 @@ def attention_passes(c: Case) -> Numbers:
     return base + (c.layout.recompute > 0)
 
 
+@once
 def products(c: Case) -> Numbers:
     """m b ((l/p ((3 + again) linear + passes attention) + 3 head) / t) / (top peak): the last stage's, the slowest
 
@@ -35,6 +54,7 @@ def products(c: Case) -> Numbers:
     return flops / (device.top * device.peak)
 
 
+@once
 def passes(c: Case) -> Numbers:
     """m l/p (3 + again) passes (kept + scores) / bandwidth: norms, GELU, softmax, dropout, residuals [O]"""
     device = c.cluster.device
@@ -42,6 +62,7 @@ def passes(c: Case) -> Numbers:
     return c.micro_batches * c.layers * moved / device.bandwidth
 
 
+@once
 def tensor(c: Case) -> Numbers:
     """m l/p (4 + 2 again) allreduce(size b s h, t ranks) [N sec. 3.2]; sequence parallelism moves as much [K sec. 4.2]"""
     x = c.layout
@@ -49,6 +70,7 @@ def tensor(c: Case) -> Numbers:
     return c.micro_batches * c.layers * (4 + 2 * again(c)) * c.cluster.allreduce(size, x.tp, 1)
 
 
+@once
 def pipeline(c: Case) -> Numbers:
     """m 2 v (size b s h / B + A): to the next stage and back, of each chunk [N sec. 3.1], over t where scattered [N 4.1]"""
     x, stride = c.layout, c.layout.tp * c.layout.dp
@@ -59,12 +81,14 @@ def pipeline(c: Case) -> Numbers:
     return np.where(x.pp > 1, c.micro_batches * 2 * x.v * one, 0.0)
 
 
+@once
 def bubble(c: Case) -> Numbers:
     """(p - 1) / (v m) of products, passes, tensor and pipeline [N sec. 2.2]"""
     busy = products(c) + passes(c) + tensor(c) + pipeline(c)
     return busy * (c.layout.pp - 1) / (c.layout.v * c.micro_batches)
 
 
+@once
 def data(c: Case) -> Numbers:
     """halves of rings over d - hidden: gradients 2, z >= 2: m; gathers z = 1: 1, z = 2: 1, z = 3: 2 m [R sec. 7]
 
@@ -86,12 +110,13 @@ def ring(c: Case, size: Numbers) -> Numbers:
     return c.cluster.allreduce(size, c.layout.dp, c.layout.tp)
 
 
+@once
 def optimizer(c: Case) -> Numbers:
     """28 own / bandwidth, over d with z >= 1: AdamW's passes over memory [O]"""
     return ADAMW * c.largest / np.where(c.layout.zero >= 1, c.layout.dp, 1) / c.cluster.device.bandwidth
 
 
-INSIDE: tuple[Callable[[Case], Numbers], ...] = (products, passes, tensor, pipeline, bubble, data, optimizer)
+INSIDE: tuple[Part, ...] = (products, passes, tensor, pipeline, bubble, data, optimizer)
 
 
 def outer_allreduce(c: Case) -> Numbers:
@@ -100,7 +125,7 @@ def outer_allreduce(c: Case) -> Numbers:
     return c.cluster.allreduce(wire * c.largest / c.layout.dp, c.layout.islands, c.island)
 
 
-def boundary(c: Case) -> Numbers:
+def boundary_pass(c: Case) -> Numbers:
     """32 own / (d bandwidth) + allreduce(4 own, d) / 2, offloaded + 8 own / (d host): once in tau steps [O]"""
     x, device = c.layout, c.cluster.device
     share = c.largest / x.dp
@@ -108,16 +133,22 @@ def boundary(c: Case) -> Numbers:
     return BOUNDARY * share / device.bandwidth + gather + np.where(x.offload == 1, 8 * share / device.host, 0.0)
 
 
-def seconds(c: Case) -> dict[str, Numbers]:
-    """By part: what is computed and exposed in a step, and what CO2 adds."""
-    parts = {part.__name__: part(c) for part in INSIDE}
-    step, x = sum(parts.values()), c.layout
-    several = x.islands > 1
-    # (max(tau T, all-reduce) + boundary) / tau in place of T [C]
-    parts["waiting"] = np.where(several, np.maximum(0.0, outer_allreduce(c) / x.tau - step), 0.0)
-    parts["boundary"] = np.where(several, boundary(c) / x.tau, 0.0)
-    return parts
+def waiting(c: Case) -> Numbers:
+    """max(0, outer all-reduce / tau - T), T a step's seconds before CO2: what tau steps do not hide [C]"""
+    step = sum(part(c) for part in INSIDE)
+    return np.where(c.layout.islands > 1, np.maximum(0.0, outer_allreduce(c) / c.layout.tau - step), 0.0)
 
 
+def boundary(c: Case) -> Numbers:
+    """boundary pass / tau: (max(tau T, all-reduce) + boundary) / tau is a step [C]"""
+    return np.where(c.layout.islands > 1, boundary_pass(c) / c.layout.tau, 0.0)
+
+
+PARTS = (*INSIDE, waiting, boundary)
 COMMUNICATION = ("tensor", "pipeline", "data", "waiting")
 """Whose seconds are exposed communication; the bubble is idle for another reason."""
+
+
+def seconds(c: Case) -> dict[str, Numbers]:
+    """By part: what is computed and exposed in a step, and what CO2 adds."""
+    return {part.__name__: part(c) for part in PARTS}
