@@ -131,7 +131,7 @@ class Case:
 
     @cached_property
     def kept(self) -> Numbers:
-        """b s (4 h size + masks [over t with sequence parallelism] + 12 h size / t): of a layer, no scores [K eq. 2, 4]"""
+        """b s (4 h size + masks, over t where cut in sequence, + 12 h size / t): of a layer, no scores [K eq. 2, 4]"""
         m, x, size = self.model, self.layout, self.software.value
         outside = m.kept_whole * size + m.masks
         share = np.where(x.sequence == 1, x.tp, 1)

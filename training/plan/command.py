@@ -14,7 +14,7 @@ import tyro
 from core.errors import UserError
 from training.plan import clusters, show
 from training.plan.case import FLOAT32, MEGATRON, MERGES, WIRES, Case, Layout, Software
-from training.plan.model import of_preset, preset_model, presets
+from training.plan.model import preset_model, presets
 from training.plan.search import GB, Named, Plan, plan
 from training.plan.trial import measured, run
 
@@ -75,7 +75,8 @@ class Options:
             raise UserError(f"memory_gb={self.memory_gb}: give a number above 0")
         if (self.preset is None) == (self.cluster is None):
             raise UserError(
-                f"preset={self.preset} and cluster={self.cluster}: give one of them, {', '.join(presets()['clusters'])} or a file"
+                f"preset={self.preset} and cluster={self.cluster}: give one of them, a preset of "
+                f"{', '.join(presets()['clusters'])} or a file"
             )
         if self.plot is not None and not self.plot.absolute().parent.is_dir():
             raise UserError(f"plot={self.plot}: there is no folder {self.plot.parent}: make it first")

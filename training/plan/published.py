@@ -286,7 +286,7 @@ knows all of them, {constant}, is off by at most {worst}, so little is proved: l
 |---|---|---|
 | {published} times | {predicted} times | {off} |
 
-- Model: TransNormer of 7 billion parameters. Nodes: 16 of 8 GPUs. Published: [the paper's figures](paper.md#throughput).
+- Model: TransNormer of 7 billion parameters. Nodes: 16 of 8 GPUs. Published: [the paper's figures](paper.md).
 - Fitted to the cells of one and two nodes: an all-reduce takes {allreduce} steps. Predicted: a flat ring over all 128 GPUs, with all of CO2's communication hidden.
 
 ## Frontier

@@ -119,8 +119,8 @@ OF_SPLITS: tuple[Rule, ...] = (
         "batch",
         lambda c: c.batch % (c.layout.dp * c.layout.islands) != 0,
         lambda c: (
-            f"batch {c.batch} does not divide among {c.layout.dp * c.layout.islands} replicas: the nearest that does is "
-            f"{nearest(c.batch, c.layout.dp * c.layout.islands)}"
+            f"batch {c.batch} does not divide among {c.layout.dp * c.layout.islands} replicas: the nearest that does "
+            f"is {nearest(c.batch, c.layout.dp * c.layout.islands)}"
         ),
     ),
 )
@@ -134,11 +134,15 @@ OF_STEPS: tuple[Rule, ...] = (
         "interleaving",
         lambda c: (
             (c.layout.v > 1)
-            & ((c.layout.pp == 1) | (c.model.layers % (c.layout.pp * c.layout.v) != 0) | (c.micro_batches % c.layout.pp != 0))
+            & (
+                (c.layout.pp == 1)
+                | (c.model.layers % (c.layout.pp * c.layout.v) != 0)
+                | (c.micro_batches % c.layout.pp != 0)
+            )
         ),
         lambda c: (
-            f"v{c.layout.v} needs two stages or more, {c.layout.pp * c.layout.v} chunks that divide {c.model.layers} layers, "
-            f"and micro-batches ({c.micro_batches}) that are a multiple of {c.layout.pp} stages"
+            f"v{c.layout.v} needs two stages or more, {c.layout.pp * c.layout.v} chunks that divide {c.model.layers} "
+            f"layers, and micro-batches ({c.micro_batches}) that are a multiple of {c.layout.pp} stages"
         ),
     ),
     (
@@ -306,7 +310,8 @@ def fitting(c: Case, dropped: Counter[str]) -> Plan:
         dropped["memory"] += int((~fits).sum())
         least = int(np.where(fits, np.inf, total).argmin())
         one = replace(c, layout=c.layout[least])
-        miss = f"{name(one.layout, one.micro_batches)} needs {total[least] / GB:.1f} GB of {c.cluster.device.memory / GB:.1f}"
+        has = c.cluster.device.memory
+        miss = f"{name(one.layout, one.micro_batches)} needs {total[least] / GB:.1f} GB of {has / GB:.1f}"
     if not fits.any():
         raise UserError(
             f"nothing fits: {listed(dropped)}; the nearest miss, {miss}: more devices or --memory_gb, a smaller --batch"

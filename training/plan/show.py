@@ -42,8 +42,10 @@ def exposed(parts: dict[str, Numbers]) -> Numbers:
 
 def header(c: Case) -> Iterator[str]:
     k, d = c.cluster, c.cluster.device
-    yield f"{c.model.name}, {c.model.params / 1e9:.3g} billion parameters, {c.batch} samples of {c.model.context} tokens a step"
-    yield f"{k.name}: {of_nodes(k)} {d.name} with {d.memory / GB:.3g} GB, {d.top * d.peak / 1e12:.3g} TFLOP/s of products"
+    million = f"{c.model.params / 1e6:,.4g} million parameters"
+    yield f"{c.model.name}, {million}, {c.batch} samples of {c.model.context} tokens a step"
+    rate = f"{d.top * d.peak / 1e12:.3g} TFLOP/s of products"
+    yield f"{k.name}: {of_nodes(k)} {d.name}, {d.memory / GB:.3g} GB, {rate}"
 
 
 def of_nodes(k: Cluster) -> str:
@@ -88,7 +90,7 @@ def table(p: Plan) -> Iterator[str]:
     c = p.case
     yield from header(c)
     yield from rows(p)
-    yield f"of each TP x PP x DP, islands, interleaving and ZeRO the best is shown; comm. exposed: {', '.join(time.COMMUNICATION)}"
+    yield f"the best of each TP x PP x DP, islands, interleaving and ZeRO; exposed: {', '.join(time.COMMUNICATION)}"
     if p.dropped:
         yield f"dropped: {listed(p.dropped)}" + (f"; nearest miss: {p.miss}" if p.miss else "")
     if text := hint(c, p.dropped):

@@ -64,7 +64,7 @@ def passes(c: Case) -> Numbers:
 
 @once
 def tensor(c: Case) -> Numbers:
-    """m l/p (4 + 2 again) allreduce(size b s h, t ranks) [N sec. 3.2]; sequence parallelism moves as much [K sec. 4.2]"""
+    """m l/p (4 + 2 again) allreduce(size b s h, t ranks) [N sec. 3.2]; cut in sequence it is as much [K sec. 4.2]"""
     x = c.layout
     size = c.software.value * x.micro * c.model.context * c.model.width
     return c.micro_batches * c.layers * (4 + 2 * again(c)) * c.cluster.allreduce(size, x.tp, 1)
@@ -72,7 +72,7 @@ def tensor(c: Case) -> Numbers:
 
 @once
 def pipeline(c: Case) -> Numbers:
-    """m 2 v (size b s h / B + A): to the next stage and back, of each chunk [N sec. 3.1], over t where scattered [N 4.1]"""
+    """m 2 v (size b s h / B + A): to the next stage and back, a chunk [N sec. 3.1]; over t if scattered [N sec. 4.1]"""
     x, stride = c.layout, c.layout.tp * c.layout.dp
     size = c.software.value * x.micro * c.model.context * c.model.width
     size = size / np.where((x.sequence == 1) | c.software.scattered, x.tp, 1)
