@@ -22,8 +22,9 @@ class Software:
     """What the training program does; the defaults are this project's with torch under autocast in 16 bits.
 
     parameter, gradient, optimizer, value: bytes of each parameter, and of a value that is kept. fused: attention keeps
-    no s x s matrix. scattered: a pipeline's hop is cut over the TP ranks [N sec. 4.1]. parallel_loss: logits stay cut
-    over them. overlap: gradients are reduced beneath the backward pass. reserve: bytes that none of the parts counts.
+    no s x s matrix. overlap: DDP and FSDP2 reduce beneath the backward pass. megatron: a pipeline's hop is cut over the
+    TP ranks [N sec. 4.1], logits stay cut over them, no buffers for what each micro-batch receives, and sequence
+    parallelism is known. reserve: bytes that none of the parts counts.
     """
 
     parameter: float = 4
@@ -31,13 +32,12 @@ class Software:
     optimizer: float = 8
     value: float = 2
     fused: bool = True
-    scattered: bool = False
-    parallel_loss: bool = False
     overlap: bool = True
+    megatron: bool = False
     reserve: float = 1.5 * (1 << 30)  # training/memory.py
 
 
-MEGATRON = Software(2, 2, 12, fused=False, scattered=True, parallel_loss=True, overlap=False)  # of 2021: [N], [R 3.1]
+MEGATRON = Software(2, 2, 12, fused=False, overlap=False, megatron=True)  # of 2021: [N], [R 3.1]
 FLOAT32 = Software(value=4, reserve=0.0)  # on CPUs
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import tyro
 
 from core.errors import UserError
@@ -107,11 +108,10 @@ def chosen(p: Plan, text: str | int) -> int:
         if not 1 <= int(text) <= len(p.best):
             raise UserError(f"number {text}: the list has 1 to {len(p.best)}")
         return p.best[int(text) - 1]
-    named = Named.parse(str(text))
-    held = named.holds(p.case)[p.order]
-    if not held.any():
+    held = np.flatnonzero(Named.parse(str(text)).holds(p.case))
+    if not len(held):
         raise UserError(f"layout {text} is not among those that fit: --layout {text} says why")
-    return int(p.order[held.argmax()])
+    return p.pick(held)
 
 
 # -- to run -----------------------------------------------------------------------------------------------------------
@@ -120,10 +120,8 @@ def chosen(p: Plan, text: str | int) -> int:
 def overrides(c: Case, text: str) -> list[str]:
     """Of a train script, for one layout. text: its name."""
     x, m = c.layout, int(c.micro_batches)
-    if x.tp == x.pp == 1:
-        found = ["--accumulate", m] if m > 1 else []
-        found += ["--per_node", x.dp] if x.dp > 1 and (x.islands > 1 or x.zero) else []
-        found += ["--zero", x.zero] if x.zero else []
+    if x.tp == x.pp == 1 and x.zero == 0:  # as today's scripts know it; islands of one take every wire and merge so
+        found = ["--accumulate", m, "--per_node", x.dp if x.islands > 1 else 1]
     else:
         found = ["--layout", text]
     found += ["--method", "co2" if x.islands > 1 else "ddp"]

@@ -18,8 +18,9 @@ def parameters(c: Case, last: bool) -> Numbers:
 
 
 def gradients(c: Case, last: bool) -> Numbers:
-    """gradient bytes * own, over d with z >= 2 [R sec. 5.2]"""
-    return c.software.gradient * c.own(last) / np.where(c.layout.zero >= 2, c.layout.dp, 1)
+    """gradient bytes * own, over d with z >= 2 and one micro-batch [R sec. 5.2]; of several the sum is whole [O]"""
+    shared = (c.layout.zero >= 2) & (c.micro_batches == 1)
+    return c.software.gradient * c.own(last) / np.where(shared, c.layout.dp, 1)
 
 
 def optimizer(c: Case, last: bool) -> Numbers:
@@ -28,8 +29,10 @@ def optimizer(c: Case, last: bool) -> Numbers:
 
 
 def buckets(c: Case, last: bool) -> Numbers:
-    """gradient bytes * own where z < 2 and d > 1: DDP's copy of the gradients [M]"""
-    return np.where((c.layout.zero < 2) & (c.layout.dp > 1), c.software.gradient * c.own(last), 0.0)
+    """gradient bytes * own where z < 2, d > 1, t = p = 1: DDP's copy of the gradients [M]"""
+    x = c.layout
+    by_ddp = (x.zero < 2) & (x.dp > 1) & (x.tp * x.pp == 1)
+    return np.where(by_ddp & c.software.overlap, c.software.gradient * c.own(last), 0.0)
 
 
 def gathered(c: Case, last: bool) -> Numbers:
@@ -55,9 +58,16 @@ def activations(c: Case, last: bool) -> Numbers:
     return c.layers * layer * flying * again + np.where(full, c.kept + c.scores, 0.0)
 
 
+def received(c: Case, last: bool) -> Numbers:
+    """m b s h size where p > 1: a buffer of torch's stages for what each micro-batch receives [O]"""
+    x = c.layout
+    size = c.software.value * x.micro * c.model.context * c.model.width
+    return np.where((x.pp > 1) & (not c.software.megatron), c.micro_batches * size, 0.0)
+
+
 def logits(c: Case, last: bool) -> Numbers:
-    """b s V (size + 4 + 4), over t with a parallel loss: logits, float32 log-softmax, its gradient; last stage [O]"""
-    cut = c.layout.tp if c.software.parallel_loss else 1
+    """b s V (size + 4 + 4) in the last stage: logits, float32 log-softmax, its gradient [O]; Megatron-LM's over t"""
+    cut = c.layout.tp if c.software.megatron else 1
     all_of_them = c.layout.micro * c.model.context * c.model.vocabulary * (c.software.value + 2 * FLOAT32) / cut
     return all_of_them if last else np.where(c.layout.pp == 1, all_of_them, 0.0)
 
@@ -81,7 +91,7 @@ def reserve(c: Case, last: bool) -> Numbers:
 
 
 PARTS: tuple[Callable[[Case, bool], Numbers], ...] = (
-    parameters, gradients, optimizer, buckets, gathered, activations, logits, co2, reserve,
+    parameters, gradients, optimizer, buckets, gathered, activations, received, logits, co2, reserve,
 )  # fmt: skip
 assert list(WIRES)[0] == "float32"  # which a wire above 0 is narrower than
 

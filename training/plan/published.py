@@ -262,8 +262,8 @@ def percent(span: Sequence[float]) -> str:
 TEXT = """\
 # The planner beside published figures
 
-[All results](index.md). Nothing here is measured by us: published figures of three papers stand beside what the planner's
-formulas give ([Planning](../docs/planning.md)). What a constant was fitted to and what is predicted stand apart.
+[All results](index.md). Nothing on this page is measured by us. Published figures of three papers stand beside what the
+planner's formulas give ([Planning](../docs/planning.md)). What a constant was fitted to and what is predicted stand apart.
 
 - {source}
 
@@ -273,12 +273,14 @@ formulas give ([Planning](../docs/planning.md)). What a constant was fitted to a
 |---|---|---|---|---|
 {cells}
 
-- Entries: TFLOP/s of an A100, recomputation counted as work. Published: table 1 of arXiv 2104.04473; configurations: `examples/sc21/run_table_1.sh` of its repository.
-- Fitted to the four marked cells: share of the peak that products get {top}, passes over memory {passes}, {inside} GB/s inside a node. Everything else is from formulas and data sheets.
+- Entries: TFLOP/s of an A100, recomputation counted as work. Published: table 1 of arXiv 2104.04473. Configurations:
+  `examples/sc21/run_table_1.sh` of its repository.
+- Fitted to the four marked cells: the share of the peak that products get, {top}; passes over memory, {passes}; the bandwidth
+  inside a node, {inside} GB/s. Everything else is from formulas and data sheets.
 - Other choices: {fours}.
 
 The form of the formulas was chosen knowing all ten cells. The six predicted ones are off by at most {six}. A constant that
-knows all of them, {constant}, is off by at most {worst}, so little is proved: layouts as good as these hardly differ in speed.
+knows all of them, {constant}, is off by at most {worst}. So little is proved: layouts as good as these hardly differ in speed.
 
 ## CO2 against AdamW over 80 Gbit/s
 
@@ -287,21 +289,24 @@ knows all of them, {constant}, is off by at most {worst}, so little is proved: l
 | {published} times | {predicted} times | {off} |
 
 - Model: TransNormer of 7 billion parameters. Nodes: 16 of 8 GPUs. Published: [the paper's figures](paper.md).
-- Fitted to the cells of one and two nodes: an all-reduce takes {allreduce} steps. Predicted: a flat ring over all 128 GPUs, with all of CO2's communication hidden.
+- Fitted to the cells of one and of two nodes: an all-reduce takes {allreduce} steps. Predicted: a flat ring over all 128 GPUs,
+  with all of CO2's communication hidden.
 
 ## Frontier
 
-| model | share of the peak, published | the planner, span | weak scaling, published | the planner, span | strong scaling, published | the planner, span |
+| model | share of the peak | the planner, span | weak scaling | the planner, span | strong scaling | the planner, span |
 |---|---|---|---|---|---|---|
 {spans}
 
 - Configuration not recovered. No fit is claimed: the spans are over assumptions.
-- Assumed, as (TP, PP, samples of a micro-batch, micro-batches of a replica): {assumed}. ZeRO-1, recomputation, no interleaving.
-- `top` is set so that the 22B model has its published 38.38 % on one replica: {tops} by assumption. Above 1 it could not be.
+- Assumed, as (TP, PP, samples of a micro-batch, micro-batches of a replica): {assumed}. ZeRO-1, recomputation, no
+  interleaving.
+- Published: the columns without a span, of the abstract, 1,024 GPUs (175B) and 3,072 (1T).
+- Assumed for each run of the 22B model: its published share, 38.38 %, on one replica. Products then get {tops} of the peak.
+  Above 1 it could not be.
 - Weak scaling: against one replica. Strong scaling: at one batch, against {fractions} times fewer replicas.
 
-The spans are wider than the distance between the published figures, so that they decide nothing. They would narrow with the
-configurations.
+The spans are wider than what lies between the published figures, so they decide nothing.
 """
 
 

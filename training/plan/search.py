@@ -162,8 +162,8 @@ def notes(c: Case) -> str:
         found.append(f"ZeRO-{x.zero} gathers and reduces for each micro-batch of a pipeline")
     if x.zero == 1 and x.tp > 1:
         found.append("ZeRO-1 with TP is costed, not run: torch's ZeroRedundancyOptimizer takes no DTensors")
-    if x.pp > 1 and x.pp % 2 and c.model.tied:
-        found.append("an odd number of stages with a tied embedding is costed, not run")
+    if x.sequence:
+        found.append("sequence parallelism is costed, not run")
     return "; ".join(found)
 
 
@@ -209,7 +209,7 @@ def steps(c: Case, split: tuple[int, int, int, int], only: Named | None = None) 
         CHUNKS if pp > 1 else (1,),
         range(4) if dp > 1 else (0,),
         recomputes,
-        (0, 1) if tp > 1 else (0,),
+        (0, 1) if tp > 1 and c.software.megatron else (0,),
     )
     *axes, which = (axis.ravel() for axis in np.meshgrid(*inner, np.arange(len(methods)), indexing="ij"))
     one = np.ones_like(which)
@@ -218,7 +218,7 @@ def steps(c: Case, split: tuple[int, int, int, int], only: Named | None = None) 
 
 @dataclass(frozen=True)
 class Plan:
-    """What fits, in the order of `order`, and how many were dropped for which reason."""
+    """What fits, and how many layouts were dropped for which reason."""
 
     case: Case
     """Its layouts fit."""
@@ -241,22 +241,26 @@ class Plan:
     def count(self) -> int:
         return len(self.total) + sum(self.dropped.values())
 
-    @cached_property
-    def order(self) -> Numbers:
-        """The fastest first. Within ALIKE of one another: synchronous ones, a smaller tau, a wider wire, the merge that
-        costs less loss (results/loss.md), nothing offloaded, less memory."""
-        x = self.case.layout
-        level = np.floor(np.log(self.total / self.total.min()) / np.log1p(ALIKE))
-        keys = (level, x.islands > 1, x.tau, x.wire, x.merge, x.offload, x.sequence, self.bytes)
-        return np.lexsort(keys[::-1])
+    def pick(self, rows: Numbers) -> int:
+        """Of those within ALIKE of the fastest: synchronous, a smaller tau, a wider wire, the merge that costs less loss
+        (results/loss.md), nothing offloaded, a tenth of the memory left, fewer micro-batches, less memory."""
+        rows = rows[self.total[rows] <= self.total[rows].min() * (1 + ALIKE)]
+        c = replace(self.case, layout=self.case.layout[rows])
+        x, size = c.layout, self.bytes[rows]
+        tight = size > 0.9 * c.cluster.device.memory
+        keys = (x.islands > 1, x.tau, x.wire, x.merge, x.offload, x.sequence, tight, c.micro_batches, size)
+        return int(rows[np.lexsort(keys[::-1])[0]])
 
     @cached_property
     def best(self) -> list[int]:
-        """The best of each TP x PP x DP, islands, interleaving and ZeRO: rows, in order."""
+        """The best of each TP x PP x DP, islands, interleaving and ZeRO: rows, the fastest first; the first is picked."""
         x = self.case.layout
         kinds = (((x.tp * MOST + x.pp) * MOST + x.islands) * 8 + x.v) * 4 + x.zero  # which leave dp no choice
-        _, first = np.unique(kinds[self.order], return_index=True)
-        return self.order[np.sort(first)].tolist()
+        order = np.argsort(kinds, kind="stable")
+        picked = [self.pick(rows) for rows in np.split(order, np.flatnonzero(np.diff(kinds[order])) + 1)]
+        picked.sort(key=lambda row: self.total[row])
+        first = self.pick(np.array(picked))
+        return [first, *(row for row in picked if row != first)]
 
     def at(self, row: int) -> Case:
         """Of one layout."""
@@ -311,7 +315,7 @@ def fitting(c: Case, dropped: Counter[str]) -> Plan:
         least = int(np.where(fits, np.inf, total).argmin())
         one = replace(c, layout=c.layout[least])
         has = c.cluster.device.memory
-        miss = f"{name(one.layout, one.micro_batches)} needs {total[least] / GB:.1f} GB of {has / GB:.1f}"
+        miss = f"{name(one.layout, one.micro_batches)} needs {total[least] / GB:.2f} GB of {has / GB:.2f}"
     if not fits.any():
         raise UserError(
             f"nothing fits: {listed(dropped)}; the nearest miss, {miss}: more devices or --memory_gb, a smaller --batch"

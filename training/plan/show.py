@@ -11,7 +11,7 @@ import numpy as np
 from training.plan import memory, time
 from training.plan.case import MERGES, RECOMPUTE, WIRES, Case
 from training.plan.clusters import Cluster, Numbers
-from training.plan.search import GB, Plan, hint, listed, notes
+from training.plan.search import ALIKE, GB, Plan, hint, listed, notes
 
 TEN = 10
 COLUMNS = "{:>2}  {:<34} {:<16} {:<22} {:>6} {:>9} {:>11} {:>6} {:>7} {:>8}"
@@ -42,8 +42,9 @@ def exposed(parts: dict[str, Numbers]) -> Numbers:
 
 def header(c: Case) -> Iterator[str]:
     k, d = c.cluster, c.cluster.device
-    million = f"{c.model.params / 1e6:,.4g} million parameters"
-    yield f"{c.model.name}, {million}, {c.batch} samples of {c.model.context} tokens a step"
+    params = c.model.params
+    size = f"{params / 1e9:.3g} billion" if params >= 1e9 else f"{params / 1e6:.3g} million"
+    yield f"{c.model.name}, {size} parameters, {c.batch} samples of {c.model.context} tokens a step"
     rate = f"{d.top * d.peak / 1e12:.3g} TFLOP/s of products"
     yield f"{k.name}: {of_nodes(k)} {d.name}, {d.memory / GB:.3g} GB, {rate}"
 
@@ -75,13 +76,14 @@ def rows(p: Plan) -> Iterator[str]:
             number,
             p.name(row),
             *choice(c),
-            f"{p.bytes[row] / GB:.1f}",
+            f"{p.bytes[row] / GB:.3g}",
             f"{seconds:.4g}",
             f"{tokens(c, seconds):,.0f}",
             f"{mfu(c, seconds):.1%}",
             *(f"{value:.1%}" for value in share.values()),
         )
-        parts = ", ".join(f"{name} {v[row] / GB:.1f}" for name, v in p.memory.items() if v[row] >= 0.05 * GB)
+        large = {name: v[row] for name, v in p.memory.items() if v[row] >= 0.01 * p.bytes[row]}
+        parts = ", ".join(f"{name} {value / GB:.2g}" for name, value in large.items())
         yield f"      GB: {parts}" + (f"; {text}" if (text := notes(c)) else "")
 
 
@@ -107,13 +109,8 @@ def gain(p: Plan) -> Iterator[str]:
         return
     sync, co2 = firsts
     ratio = p.total[sync] / p.total[co2]
-    names = f"{p.name(co2)} over {p.name(sync)}, the best synchronous one"
-    told = (
-        f"{ratio:.2f} times as fast: "
-        if ratio > 1.005
-        else f"{1 / ratio:.2f} times as slow, so that it is not needed: "
-    )
-    yield f"CO2, {names}: {told}{decides(p, sync, co2)}"
+    told = f"{ratio:.2f} times as fast" if ratio > 1 + ALIKE else f"no gain, {ratio:.2f} times as fast"
+    yield f"CO2, {p.name(co2)}: {told} as {p.name(sync)}, the best synchronous layout; {decides(p, sync, co2)}"
     yield LOSS
 
 

@@ -75,7 +75,7 @@ def pipeline(c: Case) -> Numbers:
     """m 2 v (size b s h / B + A): to the next stage and back, a chunk [N sec. 3.1]; over t if scattered [N sec. 4.1]"""
     x, stride = c.layout, c.layout.tp * c.layout.dp
     size = c.software.value * x.micro * c.model.context * c.model.width
-    size = size / np.where((x.sequence == 1) | c.software.scattered, x.tp, 1)
+    size = size / np.where((x.sequence == 1) | c.software.megatron, x.tp, 1)
     hop = np.where(c.cluster.crosses(x.pp, stride), c.cluster.latency, c.cluster.inside_latency)
     one = size / c.cluster.rate(x.pp, stride) + hop
     return np.where(x.pp > 1, c.micro_batches * 2 * x.v * one, 0.0)
@@ -90,19 +90,19 @@ def bubble(c: Case) -> Numbers:
 
 @once
 def data(c: Case) -> Numbers:
-    """halves of rings over d - hidden: gradients 2, z >= 2: m; gathers z = 1: 1, z = 2: 1, z = 3: 2 m [R sec. 7]
+    """ring(gradients) [half with z >= 2] - hidden, + half rings of z = 1: 1, z = 2: 1, z = 3: 2 m - hidden [R sec. 7]
 
-    A ring of gradient bytes, and gathers of parameter bytes (z = 1) or of values (z >= 2), as torch's DDP with
-    ZeroRedundancyOptimizer and FSDP2 do. Hidden, where software overlaps: under the last micro-batch's backward pass,
-    2/3 of its compute; with z >= 2 under all compute [O].
+    The first reduces gradients, once a step; the second gathers: parameters (z = 1), or values of theirs (z >= 2).
+    Hidden: the first under the last micro-batch's backward pass, 2/3 of its compute, where DDP or FSDP2 reduces (not z
+    < 2 with TP or stages); the second under all compute with z >= 2 [O].
     """
-    m, x = c.micro_batches, c.layout
-    gathers = np.where(x.zero == 1, 1.0, np.where(x.zero == 2, 1.0, np.where(x.zero == 3, 2.0 * m, 0.0)))
-    gathered = np.where(x.zero == 1, c.software.parameter, c.software.value) * c.largest
-    sent = np.where(x.zero >= 2, m, 2.0) * ring(c, c.software.gradient * c.largest) + gathers * ring(c, gathered)
-    compute = products(c) + passes(c)
-    hidden = np.where(x.zero >= 2, compute, compute / m * 2 / 3) * c.software.overlap
-    return np.maximum(0.0, sent / 2 - hidden)
+    m, x, by_zero = c.micro_batches, c.layout, c.layout.zero >= 2
+    compute = (products(c) + passes(c)) * c.software.overlap
+    reduced = ring(c, c.software.gradient * c.largest) * np.where(by_zero, 0.5, 1.0)
+    beneath = np.where(by_zero | (x.tp * x.pp == 1), compute / m * 2 / 3, 0.0)
+    halves = np.where(x.zero == 3, 2.0 * m, np.where(x.zero > 0, 1.0, 0.0))
+    gathered = halves / 2 * ring(c, np.where(by_zero, c.software.value, c.software.parameter) * c.largest)
+    return np.maximum(0.0, reduced - beneath) + np.maximum(0.0, gathered - np.where(by_zero, compute, 0.0))
 
 
 def ring(c: Case, size: Numbers) -> Numbers:
