@@ -42,8 +42,8 @@ FLOAT32 = Software(value=4, reserve=0.0)  # on CPUs
 
 
 @dataclass(frozen=True)
-class Layout:
-    """One layout, or as many as each field has numbers. Islands of one synchronous layout each work under CO2."""
+class Layouts:
+    """One layout, or as many as each field has numbers; the first seven fields but `micro` are its name's."""
 
     tp: Numbers
     pp: Numbers
@@ -68,9 +68,9 @@ class Layout:
     offload: Numbers = 0
     """1: CO2's outer state lies in the host's memory."""
 
-    def __getitem__(self, k: Any) -> Layout:
+    def __getitem__(self, k: Any) -> Layouts:
         """The k-th, or those of a mask."""
-        return Layout(*(np.broadcast_to(getattr(self, name), self.shape)[k] for name in AXES))
+        return Layouts(*(np.broadcast_to(getattr(self, name), self.shape)[k] for name in AXES))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,7 +81,7 @@ class Layout:
         return self.tp * self.pp * self.dp * self.islands
 
 
-AXES = tuple(field.name for field in dataclasses.fields(Layout))
+AXES = tuple(field.name for field in dataclasses.fields(Layouts))
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Case:
     cluster: Cluster
     software: Software
     batch: int
-    layout: Layout
+    layout: Layouts
 
     parts: dict[str, Numbers] = field(default_factory=dict, compare=False, init=False)
     """Seconds by part, once they are asked for."""

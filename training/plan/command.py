@@ -13,10 +13,11 @@ import numpy as np
 import tyro
 
 from core.errors import UserError
+from training.layout import Layout
 from training.plan import clusters, show
-from training.plan.case import FLOAT32, MEGATRON, MERGES, WIRES, Case, Layout, Software
+from training.plan.case import FLOAT32, MEGATRON, MERGES, WIRES, Case, Layouts, Software
 from training.plan.model import preset_model, presets
-from training.plan.search import GB, Named, Plan, plan
+from training.plan.search import GB, Plan, holds, plan
 from training.plan.trial import measured, run
 
 SOFTWARE = {"torch": Software(), "float32": FLOAT32, "megatron": MEGATRON}
@@ -98,7 +99,7 @@ def case(options: Options) -> Case:
     kind = options.software
     if kind == "auto":
         kind = "torch" if cluster.device.gpu else "float32"
-    nothing = Layout(1, 1, 1, 1, 1)
+    nothing = Layouts(1, 1, 1, 1, 1)
     return Case(preset_model(options.model, options.context), cluster, SOFTWARE[kind], options.batch, nothing)
 
 
@@ -108,7 +109,7 @@ def chosen(p: Plan, text: str | int) -> int:
         if not 1 <= int(text) <= len(p.best):
             raise UserError(f"number {text}: the list has 1 to {len(p.best)}")
         return p.best[int(text) - 1]
-    held = np.flatnonzero(Named.parse(str(text)).holds(p.case))
+    held = np.flatnonzero(holds(Layout.parse(str(text)), p.case))
     if not len(held):
         raise UserError(f"layout {text} is not among those that fit: --layout {text} says why")
     return p.pick(held)
@@ -164,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = tyro.cli(Options, prog="python -m training.plan", args=argv, use_underscores=True)
     options.check()
     began = time.perf_counter()
-    named = Named.parse(options.layout) if options.layout else None
+    named = Layout.parse(options.layout) if options.layout else None
     p = plan(case(options), named)
     spent = time.perf_counter() - began
     say(options, p)

@@ -21,7 +21,7 @@ import numpy as np
 import tyro
 
 from training.config import commit
-from training.plan.case import MEGATRON, RECOMPUTE, Case, Layout
+from training.plan.case import MEGATRON, RECOMPUTE, Case, Layouts
 from training.plan.clusters import Cluster, preset
 from training.plan.model import Model
 from training.plan.time import seconds
@@ -53,7 +53,7 @@ class Run:
     """A published run, or one that is assumed."""
 
     model: Model
-    layout: Layout
+    layout: Layouts
     batch: int
     nodes: int
 
@@ -72,7 +72,7 @@ def gpt(name: str, layers: int, width: int, heads: int) -> Model:
 
 def megatron_run(cell: tuple[Any, ...]) -> Run:
     name, layers, width, heads, tp, pp, micro, batch, nodes, v, _ = cell
-    layout = Layout(tp, pp, nodes * GPUS // (tp * pp), 1, micro, v, 0, FULL)
+    layout = Layouts(tp, pp, nodes * GPUS // (tp * pp), 1, micro, v, 0, FULL)
     return Run(gpt(name, layers, width, heads), layout, batch, nodes)
 
 
@@ -152,7 +152,7 @@ FRACTIONS = (8, 4, 2)  # the smallest run that strong scaling counts from has so
 def frontier_run(name: str, assumed: tuple[int, int, int, int], replicas: int) -> Run:
     tp, pp, micro, m = assumed
     layers, width, heads = SIZES[name]
-    layout = Layout(tp, pp, replicas, 1, micro, 1, min(1, replicas - 1), FULL)
+    layout = Layouts(tp, pp, replicas, 1, micro, 1, min(1, replicas - 1), FULL)
     nodes = max(1, tp * pp * replicas // GPUS)
     return Run(gpt(name, layers, width, heads), layout, m * micro * replicas, nodes)
 
@@ -243,8 +243,8 @@ def page(found: dict[str, Any]) -> str:
         six=f"{m['worst_of_six']:.1%}",
         constant=CONSTANT,
         worst=f"{m['worst_of_constant']:.1%}",
-        fours=f"{fours['count']} choices of four: the worst of the other six is {fours['median']:.1%} off in the median; "
-        f"in {fours['within_10']} of them it is within 10 %",
+        fours=f"{fours['count']} choices of four: the worst of the other six is {fours['median']:.1%} off in the "
+        f"median; in {fours['within_10']} of them it is within 10 %",
         allreduce=f"{c['allreduce_steps']:.1f}",
         predicted=f"{c['predicted']:.1f}",
         published=f"{c['published']:.1f}",
@@ -263,7 +263,7 @@ TEXT = """\
 # The planner beside published figures
 
 [All results](index.md). Nothing on this page is measured by us. Published figures of three papers stand beside what the
-planner's formulas give ([Planning](../docs/planning.md)). What a constant was fitted to and what is predicted stand apart.
+planner's formulas give ([Planning](../docs/planning.md)). Fitted and predicted cells stand apart.
 
 - {source}
 
@@ -275,12 +275,13 @@ planner's formulas give ([Planning](../docs/planning.md)). What a constant was f
 
 - Entries: TFLOP/s of an A100, recomputation counted as work. Published: table 1 of arXiv 2104.04473. Configurations:
   `examples/sc21/run_table_1.sh` of its repository.
-- Fitted to the four marked cells: the share of the peak that products get, {top}; passes over memory, {passes}; the bandwidth
-  inside a node, {inside} GB/s. Everything else is from formulas and data sheets.
+- Fitted to the four marked cells: the share of the peak that products get, {top}; passes over memory, {passes}; the
+  bandwidth inside a node, {inside} GB/s. Everything else is from formulas and data sheets.
 - Other choices: {fours}.
 
-The form of the formulas was chosen knowing all ten cells. The six predicted ones are off by at most {six}. A constant that
-knows all of them, {constant}, is off by at most {worst}. So little is proved: layouts as good as these hardly differ in speed.
+The form of the formulas was chosen knowing all ten cells. The six predicted ones are off by at most {six}. A constant
+that knows all of them, {constant}, is off by at most {worst}. So little is proved: layouts as good as these hardly
+differ in speed.
 
 ## CO2 against AdamW over 80 Gbit/s
 
@@ -289,21 +290,21 @@ knows all of them, {constant}, is off by at most {worst}. So little is proved: l
 | {published} times | {predicted} times | {off} |
 
 - Model: TransNormer of 7 billion parameters. Nodes: 16 of 8 GPUs. Published: [the paper's figures](paper.md).
-- Fitted to the cells of one and of two nodes: an all-reduce takes {allreduce} steps. Predicted: a flat ring over all 128 GPUs,
-  with all of CO2's communication hidden.
+- Fitted to the cells of one and of two nodes: an all-reduce takes {allreduce} steps. Predicted: a flat ring over all
+  128 GPUs, with all of CO2's communication hidden.
 
 ## Frontier
 
-| model | share of the peak | the planner, span | weak scaling | the planner, span | strong scaling | the planner, span |
+| model | share of the peak | the planner | weak scaling | the planner | strong scaling | the planner |
 |---|---|---|---|---|---|---|
 {spans}
 
-- Configuration not recovered. No fit is claimed: the spans are over assumptions.
+- Published: the columns without a span, of the abstract; scaling on 1,024 GPUs (175B) and 3,072 (1T).
+- Configuration not recovered. No fit is claimed: the planner's entries are spans over assumptions.
 - Assumed, as (TP, PP, samples of a micro-batch, micro-batches of a replica): {assumed}. ZeRO-1, recomputation, no
   interleaving.
-- Published: the columns without a span, of the abstract, 1,024 GPUs (175B) and 3,072 (1T).
-- Assumed for each run of the 22B model: its published share, 38.38 %, on one replica. Products then get {tops} of the peak.
-  Above 1 it could not be.
+- Assumed for each of the 22B model's: its published share, 38.38 %, on one replica. Products then get {tops} of the
+  peak; above 1 it could not be.
 - Weak scaling: against one replica. Strong scaling: at one batch, against {fractions} times fewer replicas.
 
 The spans are wider than what lies between the published figures, so they decide nothing.

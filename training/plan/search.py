@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -12,7 +11,8 @@ from functools import cached_property
 import numpy as np
 
 from core.errors import UserError
-from training.plan.case import AXES, MERGES, RECOMPUTE, WIRES, Case, Layout
+from training.layout import Layout
+from training.plan.case import AXES, MERGES, RECOMPUTE, WIRES, Case, Layouts
 from training.plan.clusters import Numbers
 from training.plan.memory import memory
 from training.plan.time import seconds
@@ -22,135 +22,57 @@ LARGEST_MICRO = 32  # samples
 CHUNKS = (1, 2, 3, 4)
 ALIKE = 0.01  # layouts whose seconds differ by less are ordered by what they cost otherwise
 MOST = 1 << 16  # devices
+PADDED = 64  # language.train fills the vocabulary up to a multiple of it
+NAMED = ("tp", "pp", "dp", "v", "zero", "islands")  # axes that stand in a name as they are
 GB = 1e9
 
 
-def name(x: Layout, m: Numbers) -> str:
-    """tp2.pp2.dp2, and where it is so .v2, .mb4, .zero1 or .zero2 or .fsdp (ZeRO-3), .co2x2. x: one layout."""
-    text = f"tp{x.tp}.pp{x.pp}.dp{x.dp}" + (f".v{x.v}" if x.v > 1 else "") + (f".mb{m}" if m > 1 else "")
-    text += ("", ".zero1", ".zero2", ".fsdp")[int(x.zero)]
-    return text + (f".co2x{x.islands}" if x.islands > 1 else "")
+def named(c: Case) -> Layout:
+    """What a case's one layout is called."""
+    x, m = c.layout, int(c.micro_batches)
+    sizes = {axis: int(getattr(x, axis)) for axis in NAMED}
+    return Layout(**sizes, microbatches=m if m > 1 else 0)
 
 
-NAME = re.compile(
-    r"tp(?P<tp>\d+)\.pp(?P<pp>\d+)\.dp(?P<dp>\d+)(?:\.v(?P<v>\d+))?(?:\.mb(?P<m>\d+))?"
-    r"(?:\.(?P<zero>zero1|zero2|fsdp))?(?:\.co2x(?P<islands>\d+))?"
-)
-
-
-@dataclass(frozen=True)
-class Named:
-    """What the name of a layout says. m: None leaves micro-batches open."""
-
-    tp: int
-    pp: int
-    dp: int
-    v: int
-    m: int | None
-    zero: int
-    islands: int
-
-    @classmethod
-    def parse(cls, text: str) -> Named:
-        found = NAME.fullmatch(text)
-        if found is None or not all(int(found[k] or 1) for k in ("tp", "pp", "dp", "v", "m", "islands")):
-            raise UserError(
-                f"layout {text!r}: give one such as tp2.pp2.dp2, with .v2, .mb4, .zero1, .zero2, .fsdp or .co2x2"
-            )
-        zero = ("", "zero1", "zero2", "fsdp").index(found["zero"] or "")
-        numbers = {k: int(found[k] or 1) for k in ("tp", "pp", "dp", "v", "islands")}
-        return cls(**numbers, m=int(found["m"]) if found["m"] else None, zero=zero)
-
-    def holds(self, c: Case) -> Numbers:
-        """Of which of a case's layouts it is the name."""
-        x = c.layout
-        same = [getattr(x, k) == getattr(self, k) for k in ("tp", "pp", "dp", "v", "zero", "islands")]
-        return np.all([*same, np.broadcast_to(True if self.m is None else c.micro_batches == self.m, x.shape)], axis=0)
-
-    def check(self, c: Case) -> None:
-        """UserError: the first rule that forbids it."""
-        for rules in (OF_SPLITS, OF_STEPS):
-            share = c.batch // (self.dp * self.islands)
-            if rules is OF_STEPS and self.m is not None and share % self.m:
-                near = min(divisors(share), key=lambda k: abs(k - (self.m or 1)))
-                raise UserError(
-                    f"mb{self.m} does not divide the {share} samples of a replica: the nearest that does is {near}"
-                )
-            micro = share // (self.m or share) if rules is OF_STEPS else 1
-            one = replace(c, layout=Layout(self.tp, self.pp, self.dp, self.islands, micro, self.v, self.zero))
-            for _, holds, why in rules:
-                if np.any(holds(one)):
-                    raise UserError(f"layout {name(one.layout, self.m or 1)}: {why(one)}")
+def holds(name: Layout, c: Case) -> Numbers:
+    """Of which of a case's layouts it is the name; without micro-batches, of those with any number of them."""
+    same = [np.broadcast_to(getattr(c.layout, axis) == getattr(name, axis), c.layout.shape) for axis in NAMED]
+    return np.all([*same, *([c.micro_batches == name.microbatches] if name.microbatches else [])], axis=0)
 
 
 # -- what cannot be ---------------------------------------------------------------------------------------------------
 
+Rule = Callable[[Case], Numbers]
+OF_SPLITS: dict[str, Rule] = {
+    "devices": lambda c: c.layout.ranks != c.cluster.devices,
+    "heads": lambda c: (c.model.heads % c.layout.tp != 0) | (c.model.kv_heads % c.layout.tp != 0),
+    "layers": lambda c: c.model.layers % c.layout.pp != 0,
+    "islands": lambda c: (c.cluster.per_node % c.island != 0) & (c.island % c.cluster.per_node != 0),
+    "batch": lambda c: c.batch % (c.layout.dp * c.layout.islands) != 0,
+}
+OF_STEPS: dict[str, Rule] = {
+    "micro-batches": lambda c: c.micro_batches < c.layout.pp,
+    "interleaving": lambda c: (
+        (c.layout.v > 1) & ((c.model.layers % (c.layout.pp * c.layout.v) != 0) | (c.micro_batches % c.layout.pp != 0))
+    ),
+}
 
-def nearest(number: int, unit: int) -> int:
-    """The multiple of unit, 1 or more times, that lies nearest."""
-    return max(1, round(number / unit)) * unit
 
-
-Rule = tuple[str, Callable[[Case], Numbers], Callable[[Case], str]]  # reason, where it holds, and of one layout why
-OF_SPLITS: tuple[Rule, ...] = (
-    (
-        "devices",
-        lambda c: c.layout.ranks != c.cluster.devices,
-        lambda c: f"it has {c.layout.ranks} ranks, the cluster {c.cluster.devices} devices: give as many",
-    ),
-    (
-        "heads",
-        lambda c: (c.model.heads % c.layout.tp != 0) | (c.model.kv_heads % c.layout.tp != 0),
-        lambda c: (
-            f"tp{c.layout.tp} does not divide {c.model.heads} heads ({c.model.kv_heads} of keys): give one that does"
-        ),
-    ),
-    (
-        "layers",
-        lambda c: c.model.layers % c.layout.pp != 0,
-        lambda c: f"pp{c.layout.pp} does not divide {c.model.layers} layers: give stages that do",
-    ),
-    (
-        "islands",
-        lambda c: (c.cluster.per_node % c.island != 0) & (c.island % c.cluster.per_node != 0),
-        lambda c: f"an island of {c.island} neither divides a node of {c.cluster.per_node} nor fills whole ones",
-    ),
-    (
-        "batch",
-        lambda c: c.batch % (c.layout.dp * c.layout.islands) != 0,
-        lambda c: (
-            f"batch {c.batch} does not divide among {c.layout.dp * c.layout.islands} replicas: the nearest that does "
-            f"is {nearest(c.batch, c.layout.dp * c.layout.islands)}"
-        ),
-    ),
-)
-OF_STEPS: tuple[Rule, ...] = (
-    (
-        "micro-batches",
-        lambda c: c.micro_batches < c.layout.pp,
-        lambda c: f"{c.micro_batches} micro-batches are fewer than {c.layout.pp} stages: give mb{c.layout.pp} or more",
-    ),
-    (
-        "interleaving",
-        lambda c: (
-            (c.layout.v > 1)
-            & (
-                (c.layout.pp == 1)
-                | (c.model.layers % (c.layout.pp * c.layout.v) != 0)
-                | (c.micro_batches % c.layout.pp != 0)
-            )
-        ),
-        lambda c: (
-            f"v{c.layout.v} needs two stages or more, {c.layout.pp * c.layout.v} chunks that divide {c.model.layers} "
-            f"layers, and micro-batches ({c.micro_batches}) that are a multiple of {c.layout.pp} stages"
-        ),
-    ),
-    (
-        "zero",
-        lambda c: (c.layout.zero > 0) & (c.layout.dp == 1),
-        lambda c: f"ZeRO-{c.layout.zero} with dp1 has nothing to share out: leave it out, or give dp2 or more",
-    ),
-)  # fmt: skip
+def check(name: Layout, c: Case) -> None:
+    """UserError: a layout that a user names cannot be on this cluster, or not of this model and batch."""
+    k, m = c.cluster, c.model
+    if name.devices != k.devices:
+        raise UserError(f"layout={name}: it takes {name.devices} devices, {k.name} has {k.devices}: name as many")
+    if k.per_node % name.island_size and name.island_size % k.per_node:
+        raise UserError(
+            f"layout={name}: islands of {name.island_size} neither divide nodes of {k.per_node} nor fill them"
+        )
+    if name.zero and name.dp == 1:
+        raise UserError(f"layout={name}: dp is 1, ZeRO has nothing to share out: leave it out")
+    padded = -(-m.vocabulary // PADDED) * PADDED
+    name.check_model(layers=m.layers, heads=m.heads, key_heads=m.kv_heads, vocabulary=padded)
+    if name.microbatches or name.pp > 1 or c.batch % name.data_workers:
+        name.check_batch(c.batch)
 
 
 def notes(c: Case) -> str:
@@ -159,9 +81,12 @@ def notes(c: Case) -> str:
     if c.cluster.crosses(x.tp, 1):
         found.append("TP reaches across nodes")
     if x.zero >= 2 and x.pp > 1:
-        found.append(f"ZeRO-{x.zero} gathers and reduces for each micro-batch of a pipeline")
-    if x.zero == 1 and x.tp > 1:
-        found.append("ZeRO-1 with TP is costed, not run: torch's ZeroRedundancyOptimizer takes no DTensors")
+        found.append(f"ZeRO-{x.zero} with a pipeline keeps whole gradients until its last micro-batch")
+    try:
+        if x.ranks > 1:
+            named(c).check_runs()
+    except UserError as error:
+        found.append(f"costed, not run: {error}")
     if x.sequence:
         found.append("sequence parallelism is costed, not run")
     return "; ".join(found)
@@ -189,13 +114,13 @@ def splits(c: Case) -> Iterator[tuple[int, int, int, int]]:
             yield from ((tp, pp, left // islands, islands) for islands in divisors(left))
 
 
-def steps(c: Case, split: tuple[int, int, int, int], only: Named | None = None) -> Layout:
+def steps(c: Case, split: tuple[int, int, int, int], only: Layout | None = None) -> Layouts:
     """All that a split leaves open; only: what else a name says."""
     tp, pp, dp, islands = split
     island, share = tp * pp * dp, c.batch // (dp * islands)
     micros = [b for b in divisors(share) if b <= LARGEST_MICRO]
-    if only is not None and only.m is not None:
-        micros = [share // only.m]
+    if only is not None and only.microbatches:
+        micros = [share // only.microbatches]
     recomputes = [k for k, kind in enumerate(RECOMPUTE) if not (c.software.fused and kind == "selective")]
     methods = [(1, 0, 0, 0)]
     if islands > 1:  # shared outer state takes float32 and the paper's merge (core/sharded/checks.py)
@@ -213,7 +138,7 @@ def steps(c: Case, split: tuple[int, int, int, int], only: Named | None = None) 
     )
     *axes, which = (axis.ravel() for axis in np.meshgrid(*inner, np.arange(len(methods)), indexing="ij"))
     one = np.ones_like(which)
-    return Layout(tp * one, pp * one, dp * one, islands * one, *axes, *np.array(methods)[which].T)
+    return Layouts(tp * one, pp * one, dp * one, islands * one, *axes, *np.array(methods)[which].T)
 
 
 @dataclass(frozen=True)
@@ -242,23 +167,23 @@ class Plan:
         return len(self.total) + sum(self.dropped.values())
 
     def pick(self, rows: Numbers) -> int:
-        """Of those within ALIKE of the fastest: synchronous, a smaller tau, a wider wire, the merge that costs less loss
-        (results/loss.md), nothing offloaded, a tenth of the memory left, fewer micro-batches, less memory."""
+        """Of those within ALIKE of the fastest: synchronous, a smaller tau, a wider wire, the merge that costs less
+        loss (results/loss.md), nothing offloaded or computed again, a tenth of memory left, fewer micro-batches."""
         rows = rows[self.total[rows] <= self.total[rows].min() * (1 + ALIKE)]
         c = replace(self.case, layout=self.case.layout[rows])
         x, size = c.layout, self.bytes[rows]
         tight = size > 0.9 * c.cluster.device.memory
-        keys = (x.islands > 1, x.tau, x.wire, x.merge, x.offload, x.sequence, tight, c.micro_batches, size)
+        keys = (x.islands > 1, x.tau, x.wire, x.merge, x.offload, x.recompute, tight, c.micro_batches, size)
         return int(rows[np.lexsort(keys[::-1])[0]])
 
     @cached_property
     def best(self) -> list[int]:
-        """The best of each TP x PP x DP, islands, interleaving and ZeRO: rows, the fastest first; the first is picked."""
+        """The best of each TP x PP x DP, islands, interleaving and ZeRO: rows, the picked one, then the fastest."""
         x = self.case.layout
         kinds = (((x.tp * MOST + x.pp) * MOST + x.islands) * 8 + x.v) * 4 + x.zero  # which leave dp no choice
         order = np.argsort(kinds, kind="stable")
         picked = [self.pick(rows) for rows in np.split(order, np.flatnonzero(np.diff(kinds[order])) + 1)]
-        picked.sort(key=lambda row: self.total[row])
+        picked.sort(key=lambda row: (self.total[row], self.bytes[row]))
         first = self.pick(np.array(picked))
         return [first, *(row for row in picked if row != first)]
 
@@ -267,37 +192,36 @@ class Plan:
         return replace(self.case, layout=self.case.layout[row])
 
     def name(self, row: int) -> str:
-        one = self.at(row)
-        return name(one.layout, one.micro_batches)
+        return str(named(self.at(row)))
 
 
-def joined(parts: list[Layout]) -> Layout:
-    return Layout(*(np.concatenate([getattr(part, axis) for part in parts]) for axis in AXES))
+def joined(parts: list[Layouts]) -> Layouts:
+    return Layouts(*(np.concatenate([getattr(part, axis) for part in parts]) for axis in AXES))
 
 
-def plan(case: Case, only: Named | None = None) -> Plan:
+def plan(case: Case, only: Layout | None = None) -> Plan:
     """Of all layouts, or of one name's; the case's own is not looked at. UserError: none can be, or none fits."""
     if only is not None:
-        only.check(case)
+        check(only, case)
     found = np.array([*splits(case)] if only is None else [(only.tp, only.pp, only.dp, only.islands)])
     dropped: Counter[str] = Counter()
-    kept = sieve(replace(case, layout=Layout(*found.T, micro=1)), OF_SPLITS, dropped)
+    kept = sieve(replace(case, layout=Layouts(*found.T, micro=1)), OF_SPLITS, dropped)
     whole = [
         steps(case, split, only) for split in zip(*(getattr(kept.layout, f).tolist() for f in AXES[:4]), strict=True)
     ]
     if whole:
         kept = sieve(replace(case, layout=joined(whole)), OF_STEPS, dropped)
     if only is not None and whole:
-        kept = replace(kept, layout=kept.layout[only.holds(kept)])
+        kept = replace(kept, layout=kept.layout[holds(only, kept)])
     if not kept.layout.shape[0]:
         raise UserError(f"no layout can be: {listed(dropped)}; {hint(case, dropped)}")
     return fitting(kept, dropped if only is None else Counter())
 
 
-def sieve(c: Case, rules: tuple[Rule, ...], dropped: Counter[str]) -> Case:
+def sieve(c: Case, rules: dict[str, Rule], dropped: Counter[str]) -> Case:
     """Without what a rule forbids; the first one counts."""
-    for reason, holds, _ in rules:
-        bad = np.broadcast_to(holds(c), c.layout.shape)
+    for reason, rule in rules.items():
+        bad = np.broadcast_to(rule(c), c.layout.shape)
         if bad.any():
             dropped[reason] += int(bad.sum())
             c = replace(c, layout=c.layout[~bad])
@@ -315,7 +239,7 @@ def fitting(c: Case, dropped: Counter[str]) -> Plan:
         least = int(np.where(fits, np.inf, total).argmin())
         one = replace(c, layout=c.layout[least])
         has = c.cluster.device.memory
-        miss = f"{name(one.layout, one.micro_batches)} needs {total[least] / GB:.2f} GB of {has / GB:.2f}"
+        miss = f"{named(one)} needs {total[least] / GB:.2f} GB of {has / GB:.2f}"
     if not fits.any():
         raise UserError(
             f"nothing fits: {listed(dropped)}; the nearest miss, {miss}: more devices or --memory_gb, a smaller --batch"
@@ -333,7 +257,8 @@ def hint(c: Case, dropped: Counter[str]) -> str:
     m, n = c.model, c.cluster.devices
     found = []
     if dropped["batch"]:
-        found.append(f"batch {c.batch}: {nearest(c.batch, n)} is the nearest that divides among {n} replicas")
+        near = max(1, round(c.batch / n)) * n
+        found.append(f"batch {c.batch}: {near} is the nearest that divides among {n} replicas")
     if dropped["layers"]:
         found.append(f"{m.layers} layers divide among {', '.join(map(str, divisors(m.layers)[:-1]))} stages")
     if dropped["heads"]:

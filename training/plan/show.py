@@ -175,14 +175,14 @@ def why(p: Plan, a: int, b: int) -> Iterator[str]:
 
 
 def plot(p: Plan, file: Path) -> None:
-    """Memory against seconds of a step, the Pareto front named."""
+    """Memory against seconds of a step: the best of each kind, and the Pareto front of all layouts, named."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5.5), layout="constrained")
-    axes = figure.add_subplot()
-    co2 = p.case.layout.islands > 1
-    for mask, text in ((~co2, "synchronous"), (co2, "CO2 across islands")):
-        axes.plot(p.bytes[mask] / GB, p.total[mask], ".", ms=2, alpha=0.5, label=text, rasterized=True)
+    axes, shown = figure.add_subplot(), np.array(p.best)
+    co2 = p.case.layout.islands[shown] > 1
+    for rows, text in ((shown[~co2], "synchronous"), (shown[co2], "CO2 across islands")):
+        axes.plot(p.bytes[rows] / GB, p.total[rows], ".", ms=4, label=text)
     at = front(p)
     axes.plot(p.bytes[at] / GB, p.total[at], "k.-", lw=0.8, label="Pareto front")
     for row in thinned(p, at):

@@ -44,9 +44,9 @@ def attention_passes(c: Case) -> Numbers:
 
 @once
 def products(c: Case) -> Numbers:
-    """m b ((l/p ((3 + again) linear + passes attention) + 3 head) / t) / (top peak): the last stage's, the slowest
+    """m b (l/p ((3 + again) linear + passes attention) + 3 head) / (t top peak), of the last stage [N eq. 3]
 
-    For GPT, p = 1 and full recomputation [N] eq. 3: 96 B s l h^2 (1 + s / (6 h) + V / (16 l h)).
+    For GPT, p = 1 and full recomputation 96 B s l h^2 (1 + s / (6 h) + V / (16 l h)).
     """
     m, x, device = c.model, c.layout, c.cluster.device
     stage = c.layers * ((3 + again(c)) * m.linear_flops + attention_passes(c) * m.attention_flops)
