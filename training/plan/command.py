@@ -178,6 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         words = overrides(p.at(row), p.name(row))
         if options.sbatch:
             print(sbatch(p.at(row), words, recipe_of(options)))
+            print(f"-m language.train {recipe_of(options)} {shlex.join(words)}")
         if options.run:
             run(p.at(row), recipe_of(options), words)
     if options.measure:

@@ -168,12 +168,12 @@ class Plan:
 
     def pick(self, rows: Numbers) -> int:
         """Of those within ALIKE of the fastest: synchronous, a smaller tau, a wider wire, the merge that costs less
-        loss (results/loss.md), nothing offloaded or computed again, a tenth of memory left, fewer micro-batches."""
+        loss (results/loss.md), nothing offloaded or computed again, a tenth of memory left, less ZeRO."""
         rows = rows[self.total[rows] <= self.total[rows].min() * (1 + ALIKE)]
         c = replace(self.case, layout=self.case.layout[rows])
         x, size = c.layout, self.bytes[rows]
         tight = size > 0.9 * c.cluster.device.memory
-        keys = (x.islands > 1, x.tau, x.wire, x.merge, x.offload, x.recompute, tight, c.micro_batches, size)
+        keys = (x.islands > 1, x.tau, x.wire, x.merge, x.offload, x.recompute, tight, x.zero, c.micro_batches, size)
         return int(rows[np.lexsort(keys[::-1])[0]])
 
     @cached_property

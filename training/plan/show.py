@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from training.plan.clusters import Cluster, Numbers
 from training.plan.search import ALIKE, GB, Plan, hint, listed, notes
 
 TEN = 10
-COLUMNS = "{:>2}  {:<34} {:<16} {:<22} {:>6} {:>9} {:>11} {:>6} {:>7} {:>8}"
-TITLES = ("", "layout", "micro, keeps", "tau, wire, merge", "GB", "s/step", "tokens/s", "MFU", "bubble", "exposed")
+COLUMNS = "{:>2} {:<30} {:<13} {:<20} {:>6} {:>8} {:>10} {:>6} {:>7} {:>8}"
+WIDTH = 120
+TITLES = ("", "layout", "micro, again", "tau, wire, merge", "GB", "s/step", "tokens/s", "MFU", "bubble", "exposed")
 LOSS = (
     "loss is left out: after 2,000 steps of a 0.07 M model tau 24 ended at 1.849 +- 0.007, tau 2 at 1.797 +- 0.006, "
     "ddp at 1.772 +- 0.001 (results/loss.md); layouts within 1 % are ordered by tau"
@@ -58,7 +60,7 @@ def of_nodes(k: Cluster) -> str:
 
 
 def choice(c: Case) -> tuple[str, str]:
-    """What the name of one layout leaves open: micro-batch and what is kept; tau, wire and merge."""
+    """What the name of one layout leaves open: micro-batch and what is computed again; tau, wire and merge."""
     x = c.layout
     kept = f"{x.micro}, {RECOMPUTE[x.recompute]}" + ("" if not x.sequence else ", seq")
     if x.islands == 1:
@@ -89,6 +91,11 @@ def rows(p: Plan) -> Iterator[str]:
 
 def table(p: Plan) -> Iterator[str]:
     """The screen."""
+    for text in sentences(p):
+        yield from textwrap.wrap(text, WIDTH, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
+
+
+def sentences(p: Plan) -> Iterator[str]:
     c = p.case
     yield from header(c)
     yield from rows(p)

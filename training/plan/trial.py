@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -49,13 +51,14 @@ def measured(c: Case, recipe: str, trials: Sequence[tuple[str, float, list[str]]
                 full = [*command(c, recipe, words), *length, "--out", f"{folder}/run"]
                 done = subprocess.run(full, stdout=out, stderr=subprocess.STDOUT)
             if done.returncode:
-                last = (log.read_text().strip().splitlines() or ["no output"])[-1]
-                found.append((float("inf"), predicted, f"{name}: not run: {last}"))
+                lines = log.read_text().strip().splitlines() or ["no output"]
+                said = next((line for line in lines if "error: " in line), lines[-1])
+                found.append((math.inf, predicted, f"{name}: not run: {textwrap.shorten(said, 200)}"))
                 continue
             found.append((step_seconds(Path(folder, "run/metrics.jsonl")), predicted, name))
     yield f"{'':<4}{'layout':<40}{'measured':>12}{'predicted':>12}"
     for number, (seconds, predicted, name) in enumerate(sorted(found), 1):
-        if seconds == float("inf"):
+        if seconds == math.inf:
             yield f"    {name}"
         else:
             yield f"{number:>2}  {name:<40}{seconds:>10.4g} s{predicted:>10.4g} s"
