@@ -65,7 +65,7 @@ def choice(c: Case) -> tuple[str, str]:
     kept = f"{x.micro}, {RECOMPUTE[x.recompute]}" + ("" if not x.sequence else ", seq")
     if x.islands == 1:
         return kept, "ddp"
-    return kept, f"{x.tau}, {list(WIRES)[x.wire]}, {MERGES[x.merge]}" + (", host" if x.offload else "")
+    return kept, f"{x.tau}, {list(WIRES)[x.wire]}, {'host' if x.offload else MERGES[x.merge]}"
 
 
 def rows(p: Plan) -> Iterator[str]:
