@@ -81,6 +81,7 @@ def test_memory_of_a_cut_model():
         "parameters": 4 * 294_000,
         "gradients": 4 * 294_000,
         "optimizer": 8 * 294_000,
+        "casts": 2 * 294_000,
         "activations": 4 * 220_000,  # one micro-batch is in flight in the last stage
         "received": 4 * 20_000,
         "logits": 1_000_000,
@@ -109,6 +110,7 @@ def test_memory_of_islands():
     assert memory.gathered(case(replace(ISLANDS, zero=2)), last=True) == 2 * OWN + 6 * few
     by_ddp = memory.memory(case(replace(ISLANDS, zero=1)))
     assert (by_ddp["buckets"], by_ddp["optimizer"], by_ddp["parameters"]) == (4 * OWN, 2 * OWN, 4 * OWN)
+    assert by_ddp["casts"] == 2 * OWN and memory.casts(case(CUT, software=FLOAT32), last=True) == 0
     assert by_ddp["co2"] == 4 * OWN * (1 + 2 / 4)
     assert memory.co2(case(replace(ISLANDS, offload=1)), last=True) == 0
 

@@ -35,6 +35,12 @@ def buckets(c: Case, last: bool) -> Numbers:
     return np.where(by_ddp & c.software.overlap, c.software.gradient * c.own(last), 0.0)
 
 
+def casts(c: Case, last: bool) -> Numbers:
+    """size * own where z < 2 and a value is narrower than a parameter: autocast's copies of the weights [M]"""
+    narrow = (c.layout.zero < 2) & (c.software.value < c.software.parameter)
+    return np.where(narrow, c.software.value * c.own(last), 0.0)
+
+
 def gathered(c: Case, last: bool) -> Numbers:
     """size * (own with z = 2, few with z = 3) + (size + 4) * few, few = 2 blocks and the ends; d > 1 [M]"""
     own, size, zero = c.own(last), c.software.value, c.layout.zero
@@ -91,7 +97,7 @@ def reserve(c: Case, last: bool) -> Numbers:
 
 
 PARTS: tuple[Callable[[Case, bool], Numbers], ...] = (
-    parameters, gradients, optimizer, buckets, gathered, activations, received, logits, co2, reserve,
+    parameters, gradients, optimizer, buckets, casts, gathered, activations, received, logits, co2, reserve,
 )  # fmt: skip
 assert list(WIRES)[0] == "float32"  # which a wire above 0 is narrower than
 
