@@ -121,8 +121,8 @@ def chosen(p: Plan, text: str | int) -> int:
 def overrides(c: Case, text: str) -> list[str]:
     """Of a train script, for one layout. text: its name."""
     x, m = c.layout, int(c.micro_batches)
-    if x.tp == x.pp == 1 and x.zero == 0:  # as today's scripts know it; islands of one take every wire and merge so
-        found = ["--accumulate", m, "--per_node", x.dp if x.islands > 1 else 1]
+    if x.tp == x.pp == 1 and (x.zero == 0 or x.offload):  # a layout knows one wire and merge, and no offload
+        found = ["--accumulate", m, "--per_node", x.dp if x.islands > 1 else 1, "--zero", x.zero]
     else:
         found = ["--layout", text]
     found += ["--method", "co2" if x.islands > 1 else "ddp"]

@@ -87,6 +87,8 @@ def notes(c: Case) -> str:
             named(c).check_runs()
     except UserError as error:
         found.append(f"costed, not run: {error}")
+    if x.offload and x.tp * x.pp > 1:
+        found.append("CO2's outer state in the host's memory is costed, not run, with TP or stages")
     if x.sequence:
         found.append("sequence parallelism is costed, not run")
     return "; ".join(found)
