@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from training.memory import held
-from training.plan import memory, time
+from training.plan import memory, show, time
 from training.plan.case import FLOAT32, MEGATRON, MERGES, RECOMPUTE, WIRES, Case, Layouts, Software
 from training.plan.clusters import Cluster, Device, preset
 from training.plan.model import Model, preset_model
@@ -40,6 +40,16 @@ def test_parameters_of_known_models():
     assert gpt.params - 2 * h == pytest.approx(
         12 * n * h**2 * (1 + 13 / (12 * h) + (v + s) / (12 * n * h))
     )  # [N] eq. 2
+
+
+def test_flops_of_a_small_model_and_what_is_said_of_a_step():
+    assert (MODEL.linear_flops, MODEL.attention_flops, MODEL.head_flops) == (12e6, 1e6, 1e7)
+    assert MODEL.step_flops == 3 * (8 * 13e6 + 1e7) and MODEL.params == OWN
+    c = case(CUT)
+    assert show.tokens(c, 2.0) == 16 * 50 / 2
+    assert show.mfu(c, 2.0) == 16 * 342e6 / (2.0 * 8 * 1e12)
+    parts = time.seconds(c)
+    assert show.exposed(parts) == parts["tensor"] + parts["pipeline"] + parts["data"]
 
 
 def test_flops_are_those_of_megatron():

@@ -133,7 +133,7 @@ MISTAKES = [
     ("TCP --layout tp1.pp1.dp128 --memory_gb 1", "nothing fits: "),
     ("TCP --explain 9999", "number 9999: the list has 1 to"),
     ("TCP --why 1 tp1.pp2.dp64.v16", "layout tp1.pp2.dp64.v16 is not among those that fit"),
-    ("--preset laptops --model gpt-175b --batch 8", "the nearest miss, tp8.pp1.dp1"),
+    ("--preset laptops --model gpt-175b --batch 8", "the nearest miss, tp2.pp1.dp4.fsdp needs 38"),
     ("TCP --sbatch", "model llama-7b is no recipe's of language.train: give --recipe"),
     ("TCP --plot /nowhere/x.png", "there is no folder /nowhere: make it first"),
 ]
