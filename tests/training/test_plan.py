@@ -192,6 +192,10 @@ def test_data_parallel_traffic(zero: int, volume: float):
         whole, compute = 2 * 3 / 4 * 4 * OWN / 1e9, 1.384e-3 + 1.632e-4
         slow = case(replace(ISLANDS, zero=0), cluster=replace(cluster, inside=1e9))
         assert time.data(slow) == pytest.approx(whole - compute / 2 * 2 / 3)
+        stages = case(Layouts(1, 2, 4, 1, 1), cluster=replace(cluster, inside=1e9))
+        assert time.data(stages) == pytest.approx(2 * 3 / 4 * 4 * stages.largest / 1e9), (
+            "a pipeline hides nothing of it"
+        )
 
 
 def test_every_sum_names_its_formula_and_source():

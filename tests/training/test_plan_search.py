@@ -186,6 +186,9 @@ def test_ten_thousand_layouts_take_under_two_seconds():
     p = of(preset("dgx-a100-tcp"), "llama-7b", 512)
     assert p.best and clock.process_time() - began < 2 and p.count > 10_000
     assert len(p.total) + p.dropped.total() == p.count
+    x, m = p.case.layout, p.case.micro_batches
+    assert np.all(m >= x.pp) and np.all((x.v == 1) | (m % x.pp == 0)) and np.all(32 % (x.pp * x.v) == 0)
+    assert np.all(x.ranks == 128) and np.all(m * x.micro * x.dp * x.islands == 512) and np.all(p.bytes <= 80e9)
     assert all(holds(Layout.parse(p.name(row)), p.at(row)) for row in p.best)
 
 
