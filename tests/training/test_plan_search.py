@@ -81,6 +81,11 @@ def test_the_doctor_s_cluster_is_read(tmp_path: Path):
     assert (c.nodes, c.per_node, c.inside, c.across, c.latency) == (2, 2, 1e8, 1e8, 1e-4)
     assert (c.device.peak, c.device.memory, c.device.gpu) == (312e12, 42e9, True)
     main(["--cluster", str(file), "--model", "gpt-125m", "--batch", "8", "--probe"])
+    alone = {"workers": 1, "workers_per_node": 1, "nodes": [{}], "links": {"within": None, "across": None}}
+    file.write_text(json.dumps(report() | alone))
+    assert from_doctor(file, probe=False).devices == 1
+    with pytest.raises(UserError, match="nodes=2: .* knows no such link: run core.doctor on as many"):
+        main(["--cluster", str(file), "--model", "gpt-125m", "--batch", "8", "--nodes", "2"])
 
 
 @pytest.mark.parametrize(
@@ -135,6 +140,7 @@ MISTAKES = [
     ("TCP --why 1 tp1.pp2.dp64.v16", "layout tp1.pp2.dp64.v16 is not among those that fit"),
     ("--preset laptops --model gpt-175b --batch 8", "the nearest miss, tp2.pp1.dp4.fsdp needs 38"),
     ("TCP --sbatch", "model llama-7b is no recipe's of language.train: give --recipe"),
+    ("TCP --layout tp1.pp1.dp8.fsdp.co2x16 --run --recipe r", "the plan is for 128 x A100, this machine has"),
     ("TCP --plot /nowhere/x.png", "there is no folder /nowhere: make it first"),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import time
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from training.plan import clusters, show
 from training.plan.case import FLOAT32, MEGATRON, MERGES, WIRES, Case, Layouts, Software
 from training.plan.model import preset_model, presets
 from training.plan.search import GB, Plan, holds, plan
-from training.plan.trial import measured, run
+from training.plan.trial import check_here, measured, run
 
 SOFTWARE = {"torch": Software(), "float32": FLOAT32, "megatron": MEGATRON}
 
@@ -94,6 +95,9 @@ def case(options: Options) -> Case:
             cluster = replace(cluster, device=clusters.probed(cluster.device.name))
     given = {"nodes": options.nodes, "per_node": options.per_node}
     cluster = replace(cluster, **{name: value for name, value in given.items() if value is not None})
+    for name, rate in (("nodes", cluster.across), ("per_node", cluster.inside)):
+        if (number := getattr(cluster, name)) > 1 and rate == math.inf:
+            raise UserError(f"{name}={number}: {options.cluster} knows no such link: run core.doctor on as many")
     if options.memory_gb is not None:
         cluster = replace(cluster, device=replace(cluster.device, memory=options.memory_gb * GB))
     kind = options.software
@@ -180,8 +184,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(sbatch(p.at(row), words, recipe_of(options)))
             print(f"-m language.train {recipe_of(options)} {shlex.join(words)}")
         if options.run:
+            check_here(p.case)
             run(p.at(row), recipe_of(options), words)
     if options.measure:
+        check_here(p.case)
         best = p.best[: options.measure]
         trials = [(p.name(row), float(p.total[row]), overrides(p.at(row), p.name(row))) for row in best]
         print("\n".join(measured(p.case, recipe_of(options), trials, options.steps)))

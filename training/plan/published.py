@@ -171,7 +171,7 @@ def fitted_to_22b(assumed: tuple[int, int, int, int]) -> Cluster:
 def frontier() -> dict[str, Any]:
     """Spans over all that is assumed; no fit is claimed."""
     fitted = [fitted_to_22b(assumed) for assumed in ASSUMED["22B"]]
-    spans: dict[str, Any] = {}
+    spanned: dict[str, Any] = {}
     for name, gpus in SCALED.items():
         found, weak, strong = [], [], []
         for assumed in ASSUMED[name]:
@@ -181,14 +181,14 @@ def frontier() -> dict[str, Any]:
                 found.append(whole)
                 weak.append(whole / frontier_run(name, assumed, 1).share(c))
                 strong += strong_scaling(name, assumed, replicas, c)
-        spans[name] = {
+        spanned[name] = {
             "published": SHARES[name],
             "span": [min(found), max(found)],
             "weak": [min(weak), max(weak)],
             "strong": [min(strong), max(strong)] if strong else None,
             "published_strong": STRONG[name],
         }
-    return {"tops": [c.device.top for c in fitted], "spans": spans, "assumed": ASSUMED}
+    return {"tops": [c.device.top for c in fitted], "spans": spanned, "assumed": ASSUMED}
 
 
 def strong_scaling(name: str, assumed: tuple[int, int, int, int], replicas: int, c: Cluster) -> list[float]:
@@ -206,10 +206,9 @@ def row(*cells: object) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def page(found: dict[str, Any]) -> str:
-    """results/plan.md."""
-    m, c, f = found["megatron"], found["co2"], found["frontier"]
-    cells = [
+def cells(m: dict[str, Any]) -> str:
+    """Rows of Megatron-LM's table."""
+    return "\n".join(
         row(
             r["model"],
             r["published"],
@@ -218,8 +217,12 @@ def page(found: dict[str, Any]) -> str:
             f"{CONSTANT / r['published'] - 1:+.1%}",
         )
         for r in m["rows"]
-    ]
-    spans = [
+    )
+
+
+def spans(f: dict[str, Any]) -> str:
+    """Rows of Frontier's table."""
+    return "\n".join(
         row(
             name,
             f"{s['published']:.2%}",
@@ -230,12 +233,17 @@ def page(found: dict[str, Any]) -> str:
             percent(s["strong"]) if s["strong"] else "none of those assumed divides",
         )
         for name, s in f["spans"].items()
-    ]
+    )
+
+
+def page(found: dict[str, Any]) -> str:
+    """results/plan.md."""
+    m, c, f = found["megatron"], found["co2"], found["frontier"]
     assumed = "; ".join(f"{name}: {', '.join(map(str, runs))}" for name, runs in ASSUMED.items())
     k, fours = m["constants"], m["fours"]
     return TEXT.format(
-        cells="\n".join(cells),
-        spans="\n".join(spans),
+        cells=cells(m),
+        spans=spans(f),
         source=f"Command: `{found['command']}`. Commit: {found['commit'] or 'unknown'}. Seeds: none, nothing is drawn.",
         top=f"{k['top']:.2f}",
         passes=f"{k['passes']:.2f}",

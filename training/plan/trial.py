@@ -11,6 +11,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
+
 from core.errors import UserError
 from training.plan.case import Case
 
@@ -21,6 +23,13 @@ def command(c: Case, recipe: str, words: Sequence[str]) -> list[str]:
     """One process for each device, on this machine."""
     launch = [sys.executable, "-m", "training.launch", "--standalone", "--nproc-per-node", str(c.cluster.devices)]
     return [*launch, "-m", "language.train", recipe, *words]
+
+
+def check_here(c: Case) -> None:
+    """UserError: this machine has not the GPUs that a plan is for."""
+    if c.cluster.device.gpu and (here := torch.cuda.device_count()) < c.cluster.devices:
+        what = f"{c.cluster.devices} x {c.cluster.device.name}, this machine has {here} GPUs"
+        raise UserError(f"the plan is for {what}: --sbatch says how to start it there")
 
 
 def run(c: Case, recipe: str, words: Sequence[str]) -> None:
