@@ -1,0 +1,204 @@
+"""The planner's formulas against numbers computed by hand."""
+
+import inspect
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from training.memory import held
+from training.plan import memory, show, time
+from training.plan.case import FLOAT32, MEGATRON, MERGES, RECOMPUTE, WIRES, Case, Layouts, Software
+from training.plan.clusters import Cluster, Device, preset
+from training.plan.model import Model, preset_model
+
+MODEL = Model("m", "gpt", 8, 100, 4, 1000, 50, 400, 4, tied=True)
+DEVICE = Device("d", 1e12, 2e9, 1e11, 1e10, top=0.5, passes=2)
+CLUSTER = Cluster("c", DEVICE, 2, 4, inside=1e10, across=1e9, latency=1e-3, inside_latency=1e-5)
+CUT = Layouts(2, 2, 2, 1, 2)  # tp2.pp2.dp2, micro-batches of 2
+ISLANDS = Layouts(1, 1, 4, 2, 1, zero=3, tau=3, merge=2)  # tp1.pp1.dp4.fsdp.co2x2
+OWN = 1_075_600  # parameters of MODEL
+
+
+def case(layout: Layouts, **changes: object) -> Case:
+    return replace(Case(MODEL, CLUSTER, Software(), 16, layout), **changes)  # pyright: ignore
+
+
+def parts(found: dict[str, object]) -> dict[str, float]:
+    return {name: float(value) for name, value in found.items() if value}  # pyright: ignore
+
+
+# -- formulas ---------------------------------------------------------------------------------------------------------
+
+
+def test_parameters_of_known_models():
+    assert preset_model("gpt-125m", None).params == 124_439_808  # transformers' gpt2
+    assert preset_model("llama-7b", None).params == 6_738_415_616  # transformers' Llama
+    gpt = preset_model("gpt-175b", None)
+    n, h, v, s = gpt.layers, gpt.width, gpt.vocabulary, gpt.context
+    assert gpt.params - 2 * h == pytest.approx(
+        12 * n * h**2 * (1 + 13 / (12 * h) + (v + s) / (12 * n * h))
+    )  # [N] eq. 2
+
+
+def test_flops_of_a_small_model_and_what_is_said_of_a_step():
+    assert (MODEL.linear_flops, MODEL.attention_flops, MODEL.head_flops) == (12e6, 1e6, 1e7)
+    assert MODEL.step_flops == 3 * (8 * 13e6 + 1e7) and MODEL.params == OWN
+    c = case(CUT)
+    assert show.tokens(c, 2.0) == 16 * 50 / 2
+    assert show.mfu(c, 2.0) == 16 * 342e6 / (2.0 * 8 * 1e12)
+    parts = time.seconds(c)
+    assert show.exposed(parts) == parts["tensor"] + parts["pipeline"] + parts["data"]
+
+
+def test_flops_are_those_of_megatron():
+    m = preset_model("gpt-22b", None)
+    n, h, v, s = m.layers, m.width, m.vocabulary, m.context
+    assert m.step_flops == pytest.approx(72 * s * n * h**2 * (1 + s / (6 * h) + v / (12 * n * h)))
+    again = 4 / 3 * m.step_flops - m.head_flops  # all but the head is computed twice
+    assert again == pytest.approx(96 * s * n * h**2 * (1 + s / (6 * h) + v / (16 * n * h)))  # [N] eq. 3
+    layout = Layouts(8, 1, 1, 1, 4, recompute=RECOMPUTE.index("full"))
+    c = Case(m, replace(preset("frontier"), nodes=1), MEGATRON, 4, layout)
+    assert time.products(c) == pytest.approx(4 * again / 8 / (c.cluster.device.top * c.cluster.device.peak))
+
+
+@pytest.mark.parametrize("sequence", [0, 1])
+def test_kept_activations_are_those_of_megatron(sequence: int):
+    m = preset_model("gpt-22b", None)
+    b, t, s, h, a = 4, 8, m.context, m.width, m.heads
+    c = Case(m, CLUSTER, MEGATRON, 4, Layouts(t, 1, 1, 1, b, sequence=sequence))
+    whole = s * b * h * (10 + 24 / t + 5 * a * s / (h * t))  # [K] eq. 2
+    cut = s * b * h / t * (34 + 5 * a * s / h)  # [K] eq. 4
+    assert c.kept + c.scores == pytest.approx(cut if sequence else whole)
+    assert replace(c, software=Software()).scores == 0
+
+
+def test_a_collective_takes_what_ring_or_trees_take():
+    c = CLUSTER
+    assert c.allreduce(1e6, 4, 1) == pytest.approx(2 * 3 / 4 * 1e6 / 1e10 + 6e-5)  # inside a node, a ring
+    assert c.allreduce(1e6, 2, 4) == pytest.approx(1e6 / 2.5e8 + 2e-3)  # four rings leave a node at once
+    assert c.allreduce(1e3, 1024, 1) == pytest.approx(2 * 1e3 / 1e9 + 20e-3)  # trees: a ring would take 2 s
+    assert c.allreduce(1e6, 1, 1) == 0
+
+
+def test_memory_of_a_cut_model():
+    c = case(CUT)
+    assert c.micro_batches == 4 and c.block == 60_950
+    assert (c.own(False), c.own(True)) == (298_800, 294_000)
+    found = memory.memory(c)
+    assert parts(found) == {
+        "parameters": 4 * 294_000,
+        "gradients": 4 * 294_000,
+        "optimizer": 8 * 294_000,
+        "casts": 2 * 294_000,
+        "activations": 4 * 220_000,  # one micro-batch is in flight in the last stage
+        "received": 4 * 20_000,
+        "logits": 1_000_000,
+        "reserve": 1.5 * 2**30,
+    }
+    first = memory.of_stage(c, last=False)
+    assert first["activations"] == 4 * 220_000 * 2 and first["logits"] == 0
+    assert memory.of_stage(case(replace(CUT, v=2)), last=False)["activations"] == 4 * 220_000 * 2 * (1 + 1 / 4)  # [K]
+    full = case(replace(CUT, recompute=2))
+    assert memory.activations(full, last=True) == 4 * 20_000 + 220_000
+
+
+def test_memory_of_islands():
+    few = OWN - 6 * 121_300
+    assert parts(memory.memory(case(ISLANDS))) == {
+        "parameters": OWN,
+        "gradients": 4 * OWN,  # of two micro-batches, the sum is whole
+        "optimizer": 2 * OWN,
+        "gathered": 2 * few + 6 * few,
+        "activations": 8 * 170_000,
+        "logits": 500_000,
+        "co2": 3 * OWN,
+        "reserve": 1.5 * 2**30,
+    }
+    assert memory.gradients(case(replace(ISLANDS, micro=2)), last=True) == OWN
+    assert memory.gathered(case(replace(ISLANDS, zero=2)), last=True) == 2 * OWN + 6 * few
+    by_ddp = memory.memory(case(replace(ISLANDS, zero=1)))
+    assert (by_ddp["buckets"], by_ddp["optimizer"], by_ddp["parameters"]) == (4 * OWN, 2 * OWN, 4 * OWN)
+    assert by_ddp["casts"] == 2 * OWN and memory.casts(case(CUT, software=FLOAT32), last=True) == 0
+    assert by_ddp["co2"] == 4 * OWN * (1 + 2 / 4)
+    assert memory.co2(case(replace(ISLANDS, offload=1)), last=True) == 0
+
+
+@pytest.mark.parametrize(("merge", "wire"), [("outer", "float32"), ("mix", "int8"), ("keep", "int4")])
+def test_co2_holds_what_a_dry_run_counts(merge: str, wire: str):
+    """training/memory.py makes the method itself."""
+    from language.model import build_model
+    from language.recipes import RECIPES
+
+    recipe = RECIPES["gpt2_pydoc_small"]
+    config = replace(recipe.co2, wire=replace(recipe.co2.wire, format=wire), merge=merge)
+    config = replace(config, gap="none", delay="auto") if merge != "outer" else config
+    with torch.device("meta"):
+        model = build_model("gpt2_tiny", vocab_size=1024, context=64, dropout=0.0)
+    counted = held(replace(recipe, method="co2", co2=config), model, 1, 8).always
+    layout = Layouts(1, 1, 1, 8, 4, wire=list(WIRES).index(wire), merge=MERGES.index(merge))
+    c = Case(preset_model("gpt2-tiny", None), replace(CLUSTER, nodes=8, per_node=1), FLOAT32, 32, layout)
+    assert c.model.params == sum(p.numel() for p in model.parameters())
+    assert memory.co2(c, last=True) == pytest.approx(counted, rel=2e-3)  # blocks are filled up
+
+
+def test_seconds_of_a_cut_model():
+    assert parts(time.seconds(case(CUT))) == pytest.approx(
+        {
+            "products": 4 * 2 * (4 * 39.5e6 + 30e6) / 2 / 5e11,
+            "passes": 4 * 4 * 3 * 2 * 220_000 / 1e11,
+            "tensor": 4 * 4 * 4 * 2.2e-5,
+            "pipeline": 4 * 2 * (20_000 / 2.5e8 + 1e-3),
+            "bubble": (1.504e-3 + 2.112e-4 + 1.408e-3 + 8.64e-3) / 4,
+            "data": 4 * 298_800 / 1e10 + 2e-5,  # nothing hides it behind a pipeline
+            "optimizer": 28 * 298_800 / 1e11,
+        }
+    )
+    full = case(replace(CUT, recompute=2))
+    assert time.tensor(full) == pytest.approx(4 * 4 * 6 * 2.2e-5)
+    assert time.products(full) == pytest.approx(4 * 2 * (4 * (4 * 12e6 + 4.5 * 1e6) + 30e6) / 2 / 5e11)
+    interleaved = case(replace(CUT, v=2))
+    assert time.pipeline(interleaved) == pytest.approx(2 * 8.64e-3)
+    assert time.bubble(interleaved) == pytest.approx((1.504e-3 + 2.112e-4 + 1.408e-3 + 2 * 8.64e-3) / 8)
+
+
+def test_seconds_of_islands():
+    found = parts(time.seconds(case(ISLANDS)))
+    step = 1.384e-3 + 1.632e-4 + 28 * OWN / 4 / 1e11
+    allreduce = OWN / 2.5e8 + 2e-3
+    assert found == pytest.approx(
+        {
+            "products": 1.384e-3,
+            "passes": 1.632e-4,
+            "optimizer": 28 * OWN / 4 / 1e11,
+            "waiting": allreduce / 3 - step,
+            "boundary": 32 * OWN / 4 / 1e11 / 3,
+        }
+    )
+    hidden = time.seconds(case(replace(ISLANDS, tau=48)))
+    assert hidden["waiting"] == 0
+    narrow = case(Layouts(1, 1, 1, 8, 1, wire=2), cluster=replace(CLUSTER, nodes=8, per_node=1))
+    assert time.outer_allreduce(narrow) == pytest.approx(2 * OWN * 132 / 256 / 1e9 + 6e-3)  # trees
+
+
+@pytest.mark.parametrize(("zero", "volume"), [(0, 2.0), (1, 3.0), (2, 1 + 0.5), (3, 1 + 4 * 0.5)])
+def test_data_parallel_traffic(zero: int, volume: float):
+    """Halves of a ring of float32 gradients, with nothing hidden, two micro-batches and no latency."""
+    cluster = replace(CLUSTER, inside_latency=0.0)
+    c = case(replace(ISLANDS, zero=zero), cluster=cluster, software=replace(Software(), overlap=False))
+    assert time.data(c) == pytest.approx(volume / 2 * 2 * 3 / 4 * 4 * OWN / 1e10)
+    if zero == 0:
+        whole, compute = 2 * 3 / 4 * 4 * OWN / 1e9, 1.384e-3 + 1.632e-4
+        slow = case(replace(ISLANDS, zero=0), cluster=replace(cluster, inside=1e9))
+        assert time.data(slow) == pytest.approx(whole - compute / 2 * 2 / 3)
+        stages = case(Layouts(1, 2, 4, 1, 1), cluster=replace(cluster, inside=1e9))
+        assert time.data(stages) == pytest.approx(2 * 3 / 4 * 4 * stages.largest / 1e9), (
+            "a pipeline hides nothing of it"
+        )
+
+
+def test_every_sum_names_its_formula_and_source():
+    for part in (*memory.PARTS, *time.PARTS):
+        assert re.search(r"\[[NKRFPTCMO]\b.*\]", inspect.getdoc(part).splitlines()[0]), part  # pyright: ignore
+    assert set(time.COMMUNICATION) <= {part.__name__ for part in time.PARTS}

@@ -1,0 +1,150 @@
+"""Layouts of a model on a cluster, one or many, and the quantities that memory and time have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from training.plan.clusters import Cluster, Numbers
+from training.plan.model import Model
+
+RECOMPUTE = ("none", "selective", "full")
+WIRES = {"float32": 4.0, "int8": 260 / 256, "int4": 132 / 256}  # bytes an element: core/wires/formats.py
+MERGES = ("keep", "mix", "outer")
+
+
+@dataclass(frozen=True)
+class Software:
+    """What the training program does; the defaults are this project's with torch under autocast in 16 bits.
+
+    parameter, gradient, optimizer, value: bytes of each parameter, and of a value that is kept. fused: attention keeps
+    no s x s matrix. overlap: DDP and FSDP2 reduce beneath the backward pass. megatron: a pipeline's hop is cut over the
+    TP ranks [N sec. 4.1], logits stay cut over them, no buffers for what each micro-batch receives, and sequence
+    parallelism is known. reserve: bytes that none of the parts counts.
+    """
+
+    parameter: float = 4
+    gradient: float = 4
+    optimizer: float = 8
+    value: float = 2
+    fused: bool = True
+    overlap: bool = True
+    megatron: bool = False
+    reserve: float = 1.5 * (1 << 30)  # training/memory.py
+
+
+MEGATRON = Software(2, 2, 12, fused=False, overlap=False, megatron=True)  # of 2021: [N], [R 3.1]
+FLOAT32 = Software(value=4, reserve=0.0)  # on CPUs
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """One layout, or as many as each field has numbers; the first seven fields but `micro` are its name's."""
+
+    tp: Numbers
+    pp: Numbers
+    dp: Numbers
+    """Data parallel ranks of an island."""
+    islands: Numbers
+    """1: synchronous (ddp)."""
+    micro: Numbers
+    """Samples of a micro-batch."""
+    v: Numbers = 1
+    """Chunks of layers of a stage: 2 and more are interleaved."""
+    zero: Numbers = 0
+    recompute: Numbers = 0
+    """Index of RECOMPUTE."""
+    sequence: Numbers = 0
+    """1: what TP does not cut is cut along the sequence [K]."""
+    tau: Numbers = 1
+    wire: Numbers = 0
+    """Index of WIRES."""
+    merge: Numbers = 0
+    """Index of MERGES."""
+    offload: Numbers = 0
+    """1: CO2's outer state lies in the host's memory."""
+
+    def __getitem__(self, k: Any) -> Layouts:
+        """The k-th, or those of a mask."""
+        return Layouts(*(np.broadcast_to(getattr(self, name), self.shape)[k] for name in AXES))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return np.broadcast_shapes(*(np.shape(getattr(self, name)) for name in AXES))
+
+    @property
+    def ranks(self) -> Numbers:
+        return self.tp * self.pp * self.dp * self.islands
+
+
+AXES = tuple(field.name for field in dataclasses.fields(Layouts))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a cluster, what the program does, samples of a step over all replicas, and layouts."""
+
+    model: Model
+    cluster: Cluster
+    software: Software
+    batch: int
+    layout: Layouts
+
+    parts: dict[str, Numbers] = field(default_factory=dict, compare=False, init=False)
+    """Seconds by part, once they are asked for."""
+
+    @cached_property
+    def micro_batches(self) -> Numbers:
+        """m = B / (d I b)"""
+        x = self.layout
+        return self.batch // (x.dp * x.islands * x.micro)
+
+    @cached_property
+    def layers(self) -> Numbers:
+        """l / p: of a stage"""
+        return self.model.layers / self.layout.pp
+
+    @cached_property
+    def block(self) -> Numbers:
+        """cut / t + whole: parameters of a layer on one device, ZeRO left out"""
+        return self.model.cut / self.layout.tp + self.model.whole
+
+    def own(self, last: bool) -> Numbers:
+        """l/p block + V h/t + positions in the first stage, + V h/t + last norm in the last: parameters of a device
+
+        A tied head is a copy of the embedding where the stages are two or more [N].
+        """
+        m, x = self.model, self.layout
+        ends = m.embedding / x.tp
+        alone = ends * (1 if m.tied else 2) + m.positions + m.last_norm
+        of_end = ends + m.last_norm if last else ends + m.positions
+        return self.layers * self.block + np.where(x.pp == 1, alone, of_end)
+
+    @cached_property
+    def largest(self) -> Numbers:
+        """max(first, last): parameters of a device of the largest stage"""
+        return np.maximum(self.own(False), self.own(True))
+
+    @cached_property
+    def kept(self) -> Numbers:
+        """b s (4 h size + masks, over t where cut in sequence, + 12 h size / t): of a layer, no scores [K eq. 2, 4]"""
+        m, x, size = self.model, self.layout, self.software.value
+        outside = m.kept_whole * size + m.masks
+        share = np.where(x.sequence == 1, x.tp, 1)
+        return x.micro * m.context * (outside / share + m.kept_cut * size / x.tp)
+
+    @cached_property
+    def scores(self) -> Numbers:
+        """b s a s (2 size + 1) / t: bytes of attention's scores, of a layer [K eq. 2]; fused: none [F]"""
+        if self.software.fused:
+            return 0.0 * self.layout.tp
+        return self.layout.micro * self.model.context * self.model.scores(self.software.value) / self.layout.tp
+
+    @cached_property
+    def island(self) -> Numbers:
+        """t p d: devices of an island"""
+        return self.layout.tp * self.layout.pp * self.layout.dp

@@ -1,0 +1,179 @@
+"""Devices and clusters: presets, what the doctor wrote, and how long a collective takes on them."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from core.checkpoints.untrusted import parse_json, reason
+from core.errors import UserError
+from training.plan.model import of_preset, presets
+
+Numbers = Any  # a number, or an array with one for each layout
+BITS = 8
+
+
+@dataclass(frozen=True)
+class Device:
+    """Products run at peak * top FLOP/s; the other passes move what a layer keeps `passes` times forward, at bandwidth
+    bytes/s, and twice as often backward [O]. memory: bytes. host: bytes/s to the host's memory."""
+
+    name: str
+    peak: float
+    memory: float
+    bandwidth: float
+    host: float
+    top: float
+    passes: float
+    gpu: bool = True
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """inside: bytes/s of a device to the others of its node. across: bytes/s out of a node, all its devices together.
+    latency, inside_latency: seconds of a hop."""
+
+    name: str
+    device: Device
+    nodes: int
+    per_node: int
+    inside: float
+    across: float
+    latency: float
+    inside_latency: float
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.per_node
+
+    def crosses(self, ranks: Numbers, stride: Numbers) -> Numbers:
+        """Whether a group of so many ranks, `stride` devices apart, reaches over its node."""
+        return ranks * stride > self.per_node
+
+    def rate(self, ranks: Numbers, stride: Numbers) -> Numbers:
+        """Bytes/s of each of the rings that start in a node: those that leave it share its cards [N sec. 3]."""
+        shared = self.across / np.minimum(stride, self.per_node)
+        return np.where(self.crosses(ranks, stride), np.minimum(shared, self.inside), self.inside)
+
+    def allreduce(self, size: Numbers, ranks: Numbers, stride: Numbers) -> Numbers:
+        """min(2 (n-1)/n S/B + 2 (n-1) A [P], 2 S/B + 2 ceil(log2 n) A [T]) seconds: a ring, or two trees
+
+        size: bytes S. Of n ranks that lie `stride` devices apart, B their bytes/s, A a hop's seconds.
+        """
+        n, bytes_each = np.maximum(ranks, 1), size / self.rate(ranks, stride)
+        hop = np.where(self.crosses(ranks, stride), self.latency, self.inside_latency)
+        ring = 2 * (n - 1) / n * bytes_each + 2 * (n - 1) * hop
+        trees = np.where(n > 2, 2, 1) * bytes_each + 2 * np.ceil(np.log2(n)) * hop
+        return np.where(n > 1, np.minimum(ring, trees), 0.0)
+
+
+def device(key: str) -> Device:
+    """Of presets.toml."""
+    found = of_preset("devices", key)
+    return Device(found["shown"], *(found[name] for name in ("peak", "memory", "bandwidth", "host", "top", "passes")))
+
+
+def preset(name: str) -> Cluster:
+    """Of presets.toml."""
+    found = of_preset("clusters", name)
+    return Cluster(
+        name=name,
+        device=device(found["device"]),
+        nodes=found["nodes"],
+        per_node=found["per_node"],
+        inside=found["inside"],
+        across=found["across"] * found["efficiency"],
+        latency=found["latency"],
+        inside_latency=found["inside_latency"],
+    )
+
+
+# -- of the doctor ----------------------------------------------------------------------------------------------------
+
+
+def from_doctor(file: Path, *, probe: bool) -> Cluster:
+    """What core.doctor wrote (docs/doctor.md). probe: the device is measured on this machine, else known by its name.
+
+    UserError: a file that holds other than that, or a device that is not known.
+    """
+    try:
+        report = parse_json(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: {reason(error)}; write it with core.doctor --out {file.name}") from None
+    if not isinstance(report, dict) or report.get("format") != 1:
+        raise UserError(f"{file}: no report of format 1; write it with core.doctor --out {file.name}")
+    nodes = report.get("nodes")
+    if not isinstance(nodes, list) or not nodes:
+        raise UserError(f"{file}: nodes={nodes!r}: the planner needs a node or more")
+    per_node = int(_number(file, report, "workers_per_node"))  # the doctor has none where nodes differ
+    memory = _number(file, report, "device", "memory_bytes_per_worker")
+    name = str(report["device"].get("name", ""))
+    inside, inside_latency = _link(file, report, "within", wanted=per_node > 1)
+    across, latency = _link(file, report, "across", wanted=len(nodes) > 1)
+    if len(nodes) * per_node != _number(file, report, "workers"):
+        raise UserError(f"{file}: workers={report['workers']!r}, but {len(nodes)} nodes of {per_node}")
+    found = probed(name) if probe else known(name)
+    found = replace(found, memory=memory, gpu=report["device"].get("type") != "cpu")
+    return Cluster(file.stem, found, len(nodes), per_node, inside, across, latency, inside_latency)
+
+
+def _number(file: Path, report: Any, *path: str) -> float:
+    """A finite number above 0."""
+    value = report
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UserError(f"{file}: {'.'.join(path)}={value!r}: the planner needs a number above 0")
+    return value
+
+
+def _link(file: Path, report: Any, name: str, *, wanted: bool) -> tuple[float, float]:
+    """Bytes/s, and a hop's seconds: the doctor's latency is a whole all-reduce's, 2 (n - 1) hops of a ring [P]."""
+    if not wanted:
+        return math.inf, 0.0
+    workers, bits, latency = (
+        _number(file, report, "links", name, key) for key in ("workers", "bandwidth_bits_per_second", "latency_seconds")
+    )
+    return bits / BITS, latency / max(1.0, 2 * (workers - 1))
+
+
+def known(name: str) -> Device:
+    """The device of presets.toml whose name this one contains."""
+    for key, found in presets()["devices"].items():
+        if found["shown"].lower() in name.lower():
+            return replace(device(key), name=name)
+    raise UserError(f"device {name!r} is not known to the planner: add --probe where such a one is, which measures it")
+
+
+def probed(name: str) -> Device:
+    """Measured here: float32 products on a CPU, bfloat16 on a GPU, at full rate as a 1024-wide layer has them, and a
+    copy. What is measured is what programs get, so that top is 1; passes are the A100's, assumed."""
+    gpu = torch.cuda.is_available()
+    where, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
+    width = 8192 if gpu else 1024
+    a, b = (torch.ones(width, width, device=where, dtype=dtype) for _ in range(2))
+    product = _fastest(lambda: a @ b, gpu)
+    copied = torch.ones(1 << 26 if gpu else 1 << 23, device=where)
+    target = torch.empty_like(copied)
+    moved = _fastest(lambda: target.copy_(copied), gpu)
+    memory = torch.cuda.get_device_properties(0).total_memory if gpu else math.inf
+    host = device("a100").host if gpu else 2 * copied.nbytes / moved
+    return Device(name, 2 * width**3 / product, memory, 2 * copied.nbytes / moved, host, 1.0, device("a100").passes)
+
+
+def _fastest(act: Any, gpu: bool, times: int = 5) -> float:
+    """Seconds."""
+    best = math.inf
+    for _ in range(times):
+        began = time.perf_counter()
+        act()
+        if gpu:
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - began)
+    return best

@@ -1,0 +1,203 @@
+"""The command: python -m training.plan --preset dgx-a100-tcp --model llama-7b --batch 512; --help lists the options."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import tyro
+
+from core.errors import UserError
+from training.layout import Layout
+from training.plan import clusters, show
+from training.plan.case import FLOAT32, MEGATRON, MERGES, WIRES, Case, Layouts, Software
+from training.plan.model import preset_model, presets
+from training.plan.search import GB, Plan, holds, plan
+from training.plan.trial import check_here, measured, run
+
+SOFTWARE = {"torch": Software(), "float32": FLOAT32, "megatron": MEGATRON}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Which layout of tensor, pipeline and data parallelism, ZeRO and CO2 a model should take on a cluster."""
+
+    model: str
+    """A preset (gpt-125m, gpt-175b, llama-7b, ...), or a folder with Hugging Face's config.json."""
+    batch: int
+    """Samples of a step over all devices."""
+    preset: str | None = None
+    """A cluster: dgx-a100-roce, dgx-a100-tcp, rtx3090, frontier, internet-1000, laptops or selene."""
+    cluster: Path | None = None
+    """Or the file that core.doctor --out wrote."""
+    context: int | None = None
+    """Tokens of a sample; the model's by default."""
+    nodes: int | None = None
+    """In place of the cluster's."""
+    per_node: int | None = None
+    """Devices of a node, in place of the cluster's."""
+    memory_gb: float | None = None
+    """GB of a device, in place of the cluster's."""
+    probe: bool = False
+    """Measure this machine's device in place of looking it up by the name that the doctor found."""
+    software: Literal["auto", "torch", "float32", "megatron"] = "auto"
+    """How it would run: this project under autocast (torch), in float32 (on CPUs), or Megatron-LM of 2021."""
+    layout: str | None = None
+    """Plan with this one alone, such as tp2.pp2.dp2.co2x2."""
+    explain: int | None = None
+    """Shows the sums of the K-th of the list, each with its formula and source."""
+    why: tuple[str, str] | None = None
+    """Which term decides between two: numbers of the list, or names of layouts."""
+    pick: int = 1
+    """Of the list, for sbatch and run."""
+    sbatch: bool = False
+    """Shows the submission line and the overrides of the picked one."""
+    run: bool = False
+    """Runs the picked one here, one process for each device."""
+    measure: int = 0
+    """Runs the k best here for some steps, and ranks them by what was measured."""
+    steps: int = 30
+    """Of each measured run."""
+    recipe: str | None = None
+    """The recipe of language.train that is run; the model's by default."""
+    plot: Path | None = None
+    """Draws memory against seconds, such as plan.png."""
+
+    def check(self) -> None:
+        """UserError names the first option that cannot be."""
+        for name, least in (("batch", 1), ("context", 1), ("nodes", 1), ("per_node", 1), ("steps", 4), ("measure", 0)):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise UserError(f"{name}={value}: give {least} or more")
+        if self.memory_gb is not None and not self.memory_gb > 0:
+            raise UserError(f"memory_gb={self.memory_gb}: give a number above 0")
+        if (self.preset is None) == (self.cluster is None):
+            raise UserError(
+                f"preset={self.preset} and cluster={self.cluster}: give one of them, a preset of "
+                f"{', '.join(presets()['clusters'])} or a file"
+            )
+        if self.plot is not None and not self.plot.absolute().parent.is_dir():
+            raise UserError(f"plot={self.plot}: there is no folder {self.plot.parent}: make it first")
+
+
+def case(options: Options) -> Case:
+    """Without layouts yet."""
+    if options.cluster is not None:
+        cluster = clusters.from_doctor(options.cluster, probe=options.probe)
+    else:
+        cluster = clusters.preset(options.preset or "")
+        if options.probe:
+            cluster = replace(cluster, device=clusters.probed(cluster.device.name))
+    given = {"nodes": options.nodes, "per_node": options.per_node}
+    cluster = replace(cluster, **{name: value for name, value in given.items() if value is not None})
+    for name, rate in (("nodes", cluster.across), ("per_node", cluster.inside)):
+        if (number := getattr(cluster, name)) > 1 and rate == math.inf:
+            raise UserError(f"{name}={number}: {options.cluster} knows no such link: run core.doctor on as many")
+    if options.memory_gb is not None:
+        cluster = replace(cluster, device=replace(cluster.device, memory=options.memory_gb * GB))
+    kind = options.software
+    if kind == "auto":
+        kind = "torch" if cluster.device.gpu else "float32"
+    nothing = Layouts(1, 1, 1, 1, 1)
+    return Case(preset_model(options.model, options.context), cluster, SOFTWARE[kind], options.batch, nothing)
+
+
+def chosen(p: Plan, text: str | int) -> int:
+    """The row of a number of the list, or of the best layout of a name."""
+    if str(text).isdigit():
+        if not 1 <= int(text) <= len(p.best):
+            raise UserError(f"number {text}: the list has 1 to {len(p.best)}")
+        return p.best[int(text) - 1]
+    held = np.flatnonzero(holds(Layout.parse(str(text)), p.case))
+    if not len(held):
+        raise UserError(f"layout {text} is not among those that fit: --layout {text} says why")
+    return p.pick(held)
+
+
+# -- to run -----------------------------------------------------------------------------------------------------------
+
+
+def overrides(c: Case, text: str) -> list[str]:
+    """Of a train script, for one layout. text: its name."""
+    x, m = c.layout, int(c.micro_batches)
+    if x.tp == x.pp == 1 and (x.zero == 0 or x.offload):  # a layout knows one wire and merge, and no offload
+        found = ["--accumulate", m, "--per_node", x.dp if x.islands > 1 else 1, "--zero", x.zero]
+    else:
+        found = ["--layout", text]
+    found += ["--method", "co2" if x.islands > 1 else "ddp"]
+    if x.islands > 1:
+        merge, wire = MERGES[x.merge], list(WIRES)[x.wire]
+        found += ["--no_recommended", "--co2.tau", x.tau, "--co2.merge", merge, "--co2.wire.format", wire]
+        found += ["--co2.delay", "auto", "--co2.gap", "none"] if merge != "outer" else []
+    found += ["--offload"] if x.offload else []
+    found += ["--recompute"] if x.recompute else []
+    found += ["--precision", "bfloat16"] if c.software.value == 2 else []
+    return [str(word) for word in (*found, "--batch_size", c.batch, "--context", c.model.context)]
+
+
+def sbatch(c: Case, words: list[str], recipe: str) -> str:
+    """The submission line of a cluster's script (slurm/README.md), which gives method, tau and batch itself."""
+    own = {"--method": "METHOD", "--co2.tau": "TAU", "--batch_size": "BATCH_SIZE"}
+    env, rest = {"RECIPE": recipe}, []
+    options = iter(words)
+    for word in options:
+        if word in own:
+            env[own[word]] = next(options)
+        else:
+            rest.append(word)
+    script = "slurm/gpt2_3090.sh" if "3090" in c.cluster.device.name else "slurm/gpt2_a100.sh"
+    size = f"--nodes={c.cluster.nodes} --gpus-per-node={c.cluster.per_node}"
+    return f"{' '.join(f'{k}={v}' for k, v in env.items())} sbatch {size} {script} {shlex.join(rest)}"
+
+
+def recipe_of(options: Options) -> str:
+    """Of language.train."""
+    if options.recipe:
+        return options.recipe
+    known = presets()["models"].get(options.model, {}).get("recipe")
+    if known is None:
+        raise UserError(f"model {options.model} is no recipe's of language.train: give --recipe")
+    return known
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = tyro.cli(Options, prog="python -m training.plan", args=argv, use_underscores=True)
+    options.check()
+    began = time.perf_counter()
+    named = Layout.parse(options.layout) if options.layout else None
+    p = plan(case(options), named)
+    spent = time.perf_counter() - began
+    say(options, p)
+    if options.explain is None and options.why is None:
+        print(f"{p.count:,} layouts in {spent:.2f} s")
+    if options.plot is not None:
+        show.plot(p, options.plot)
+    if options.sbatch or options.run:
+        row = chosen(p, options.pick)
+        words = overrides(p.at(row), p.name(row))
+        if options.sbatch:
+            print(sbatch(p.at(row), words, recipe_of(options)))
+            print(f"-m language.train {recipe_of(options)} {shlex.join(words)}")
+        if options.run:
+            check_here(p.case)
+            run(p.at(row), recipe_of(options), words)
+    if options.measure:
+        check_here(p.case)
+        best = p.best[: options.measure]
+        trials = [(p.name(row), float(p.total[row]), overrides(p.at(row), p.name(row))) for row in best]
+        print("\n".join(measured(p.case, recipe_of(options), trials, options.steps)))
+
+
+def say(options: Options, p: Plan) -> None:
+    """What was asked for; else the ten best."""
+    if options.explain is not None:
+        print("\n".join(show.explain(p, chosen(p, options.explain))))
+    if options.why is not None:
+        print("\n".join(show.why(p, *(chosen(p, text) for text in options.why))))
+    if options.explain is None and options.why is None:
+        print("\n".join(show.table(p)))

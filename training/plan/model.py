@@ -1,0 +1,208 @@
+"""What a decoder needs: parameters, arithmetic and kept activations, from its sizes."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from core.checkpoints.untrusted import parse_json, reason
+from core.errors import UserError
+
+LARGEST = 10**7  # of a size in a config.json
+# model_type -> family, and the names of layers, width, heads, inner width and positions in Hugging Face's config.json
+DECODERS = {
+    "gpt2": ("gpt", "n_layer", "n_embd", "n_head", "n_inner", "n_positions"),
+    **dict.fromkeys(
+        ("llama", "mistral"),
+        (
+            "llama",
+            "num_hidden_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "intermediate_size",
+            "max_position_embeddings",
+        ),
+    ),
+}
+
+
+@cache
+def presets() -> dict[str, dict[str, dict[str, Any]]]:
+    """devices, clusters and models of presets.toml, where each has its source."""
+    return tomllib.loads((Path(__file__).parent / "presets.toml").read_text())
+
+
+def of_preset(kind: str, name: str) -> dict[str, Any]:
+    """One of presets.toml; a UserError lists them."""
+    known = presets()[kind]
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UserError(f"{kind[:-1]} {name!r} does not exist; {hint}choose one of {', '.join(known)}")
+    return known[name]
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a decoder.
+
+    family: gpt (GELU, biases, two layer norms, learned positions, dropout, as GPT-2) or llama (gated SiLU, no biases,
+    RMS norms, rotary positions, no dropout). context: tokens of a sample. tied: embedding and head share a matrix.
+    """
+
+    name: str
+    family: str
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int
+    context: int
+    inner: int
+    kv_heads: int
+    tied: bool
+
+    @property
+    def kv_width(self) -> float:
+        """Of all keys, or all values, of a token."""
+        return self.width * self.kv_heads / self.heads
+
+    @property
+    def matrices(self) -> float:
+        """h (2h + 2 h_kv) + (2, gated 3) h f: weights of a layer's products; 12 h^2 for GPT's f = 4 h [N eq. 2]"""
+        return self.width * (2 * self.width + 2 * self.kv_width + (3 if self.gated else 2) * self.inner)
+
+    @property
+    def gated(self) -> bool:
+        return self.family == "llama"
+
+    @property
+    def cut(self) -> float:
+        """A layer's parameters that TP cuts: its matrices, and the biases of those cut by columns."""
+        return self.matrices + (0 if self.gated else self.width + 2 * self.kv_width + self.inner)
+
+    @property
+    def whole(self) -> float:
+        """A layer's parameters that each TP rank holds: norms, and the biases of matrices cut by rows."""
+        return 2 * self.width if self.gated else 6 * self.width
+
+    @property
+    def embedding(self) -> float:
+        """V h"""
+        return self.vocabulary * self.width
+
+    @property
+    def positions(self) -> float:
+        """s h where they are learned."""
+        return 0 if self.gated else self.context * self.width
+
+    @property
+    def last_norm(self) -> float:
+        return self.width if self.gated else 2 * self.width
+
+    @property
+    def params(self) -> float:
+        """l (12 h^2 + 13 h) + (V + s) h for GPT [N eq. 2], and the last norm, which [N] leaves out"""
+        embeddings = self.embedding * (1 if self.tied else 2)
+        return self.layers * (self.cut + self.whole) + embeddings + self.positions + self.last_norm
+
+    # Forward FLOPs of one sample. A training step's are three times as many: [N] eq. 3 without recomputation, for GPT
+    # 72 s l h^2 (1 + s / (6 h) + V / (12 l h)).
+
+    @property
+    def linear_flops(self) -> float:
+        """2 s (weights of a layer's products), of a layer: 24 s h^2 for GPT [N eq. 3]"""
+        return 2 * self.context * self.matrices
+
+    @property
+    def attention_flops(self) -> float:
+        """4 s^2 h, of a layer: Q K^T and the weighted sum of V, the mask not made use of [N eq. 3]"""
+        return 4 * self.context**2 * self.width
+
+    @property
+    def head_flops(self) -> float:
+        """2 s h V [N eq. 3]"""
+        return 2 * self.context * self.embedding
+
+    @property
+    def step_flops(self) -> float:
+        """3 (l (linear + attention) + head), of one sample, forward and backward: what MFU counts [K sec. 6]"""
+        return 3 * (self.layers * (self.linear_flops + self.attention_flops) + self.head_flops)
+
+    # What a layer keeps of one token for its backward pass.
+
+    @property
+    def kept_whole(self) -> float:
+        """4 h values: the inputs of two norms, of attention and of the MLP, which TP does not cut [K eq. 2]"""
+        return 4 * self.width
+
+    @property
+    def kept_cut(self) -> float:
+        """12 h for GPT [K eq. 2]: q, k, v, attention's result, GELU's input and result; gated: 4 f for 2 f [O]"""
+        return 2 * self.width + 2 * self.kv_width + (4 if self.gated else 2) * self.inner
+
+    @property
+    def masks(self) -> float:
+        """2 h bytes of dropout's masks [K eq. 2]"""
+        return 0 if self.gated else 2 * self.width
+
+    def scores(self, size: float) -> float:
+        """a s (2 size + 1) bytes: softmax, what dropout leaves, its mask [K eq. 2]; without dropout a s size"""
+        return self.heads * self.context * (size if self.gated else 2 * size + 1)
+
+
+def preset_model(name: str, context: int | None) -> Model:
+    """Of presets.toml, or of a folder with Hugging Face's config.json."""
+    if Path(name).is_dir() or "/" in name:
+        return from_config(Path(name), context)
+    found = of_preset("models", name)
+    return Model(
+        name=name,
+        family=found["family"],
+        layers=found["layers"],
+        width=found["width"],
+        heads=found["heads"],
+        vocabulary=found["vocabulary"],
+        context=context or found["context"],
+        inner=found.get("inner", 4 * found["width"]),
+        kv_heads=found["heads"],
+        tied=found["family"] == "gpt",
+    )
+
+
+def from_config(folder: Path, context: int | None) -> Model:
+    """Of a decoder that the planner knows; else a UserError."""
+    file = folder / "config.json"
+    try:
+        config = parse_json(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: {reason(error)}; give a folder with Hugging Face's config.json") from None
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if kind not in DECODERS:
+        raise UserError(f"{file}: model_type {kind!r} is no decoder that the planner knows: {', '.join(DECODERS)}")
+    family, layers, width, heads, inner, positions = DECODERS[kind]
+
+    def size(name: str, default: int | None = None) -> int:
+        value = config.get(name)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= LARGEST:
+            raise UserError(f"{file}: {name}={value!r}: the planner needs a whole number from 1 to {LARGEST}")
+        return value
+
+    if size(width) % size(heads):
+        raise UserError(f"{file}: {heads}={size(heads)} does not divide {width}={size(width)}")
+    return Model(
+        name=folder.name,
+        family=family,
+        layers=size(layers),
+        width=size(width),
+        heads=size(heads),
+        vocabulary=size("vocab_size"),
+        context=context or size(positions),
+        inner=size(inner, 4 * size(width) if family == "gpt" else None),
+        kv_heads=size("num_key_value_heads", size(heads)),
+        tied=bool(config.get("tie_word_embeddings", family == "gpt")),
+    )

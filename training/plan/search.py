@@ -1,0 +1,268 @@
+"""All layouts of a model on a cluster: which cannot be, which do not fit, and the others by their seconds."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from core.errors import UserError
+from training.layout import Layout
+from training.plan.case import AXES, MERGES, RECOMPUTE, WIRES, Case, Layouts
+from training.plan.clusters import Numbers
+from training.plan.memory import memory
+from training.plan.time import seconds
+
+TAUS = (1, 3, 6, 12, 24, 48, 96, 192)  # what the paper searched (CO2, arXiv 2401.16265)
+LARGEST_MICRO = 32  # samples
+CHUNKS = (1, 2, 3, 4)
+ALIKE = 0.01  # layouts whose seconds differ by less are ordered by what they cost otherwise
+MOST = 1 << 16  # devices
+PADDED = 64  # language.train fills the vocabulary up to a multiple of it
+NAMED = ("tp", "pp", "dp", "v", "zero", "islands")  # axes that stand in a name as they are
+GB = 1e9
+
+
+def named(c: Case) -> Layout:
+    """What a case's one layout is called."""
+    x, m = c.layout, int(c.micro_batches)
+    sizes = {axis: int(getattr(x, axis)) for axis in NAMED}
+    return Layout(**sizes, microbatches=m if m > 1 else 0)
+
+
+def holds(name: Layout, c: Case) -> Numbers:
+    """Of which of a case's layouts it is the name; without micro-batches, of those with any number of them."""
+    same = [np.broadcast_to(getattr(c.layout, axis) == getattr(name, axis), c.layout.shape) for axis in NAMED]
+    return np.all([*same, *([c.micro_batches == name.microbatches] if name.microbatches else [])], axis=0)
+
+
+# -- what cannot be ---------------------------------------------------------------------------------------------------
+
+Rule = Callable[[Case], Numbers]
+OF_SPLITS: dict[str, Rule] = {
+    "devices": lambda c: c.layout.ranks != c.cluster.devices,
+    "heads": lambda c: (c.model.heads % c.layout.tp != 0) | (c.model.kv_heads % c.layout.tp != 0),
+    "layers": lambda c: c.model.layers % c.layout.pp != 0,
+    "islands": lambda c: (c.cluster.per_node % c.island != 0) & (c.island % c.cluster.per_node != 0),
+    "batch": lambda c: c.batch % (c.layout.dp * c.layout.islands) != 0,
+}
+OF_STEPS: dict[str, Rule] = {
+    "micro-batches": lambda c: c.micro_batches < c.layout.pp,
+    "interleaving": lambda c: (
+        (c.layout.v > 1) & ((c.model.layers % (c.layout.pp * c.layout.v) != 0) | (c.micro_batches % c.layout.pp != 0))
+    ),
+}
+
+
+def check(name: Layout, c: Case) -> None:
+    """UserError: a layout that a user names cannot be on this cluster, or not of this model and batch."""
+    k, m = c.cluster, c.model
+    if name.devices != k.devices:
+        raise UserError(f"layout={name}: it takes {name.devices} devices, {k.name} has {k.devices}: name as many")
+    if k.per_node % name.island_size and name.island_size % k.per_node:
+        raise UserError(
+            f"layout={name}: islands of {name.island_size} neither divide nodes of {k.per_node} nor fill them"
+        )
+    if name.zero and name.dp == 1:
+        raise UserError(f"layout={name}: dp is 1, ZeRO has nothing to share out: leave it out")
+    padded = -(-m.vocabulary // PADDED) * PADDED
+    name.check_model(layers=m.layers, heads=m.heads, key_heads=m.kv_heads, vocabulary=padded)
+    if name.microbatches or name.pp > 1 or c.batch % name.data_workers:
+        name.check_batch(c.batch)
+
+
+def notes(c: Case) -> str:
+    """What to know of one layout that can be."""
+    x, found = c.layout, []
+    if c.cluster.crosses(x.tp, 1):
+        found.append("TP reaches across nodes")
+    if x.zero >= 2 and x.pp > 1:
+        found.append(f"ZeRO-{x.zero} with a pipeline keeps whole gradients until its last micro-batch")
+    try:
+        if x.ranks > 1:
+            named(c).check_runs()
+    except UserError as error:
+        found.append(f"costed, not run: {error}")
+    if x.offload and x.tp * x.pp > 1:
+        found.append("CO2's outer state in the host's memory is costed, not run, with TP or stages")
+    if x.sequence:
+        found.append("sequence parallelism is costed, not run")
+    return "; ".join(found)
+
+
+# -- enumeration ------------------------------------------------------------------------------------------------------
+
+
+def divisors(n: int) -> list[int]:
+    low = [k for k in range(1, int(n**0.5) + 1) if n % k == 0]
+    return sorted({*low, *(n // k for k in low)})
+
+
+def splits(c: Case) -> Iterator[tuple[int, int, int, int]]:
+    """t in powers of two, p stages, d ranks, I islands."""
+    devices = c.cluster.devices
+    for tp in (2**k for k in range(devices.bit_length())):
+        for pp in divisors(devices):
+            left, rest = divmod(devices, tp * pp)
+            if not left:
+                continue
+            if rest:
+                yield tp, pp, left, 1  # which the first rule counts
+                continue
+            yield from ((tp, pp, left // islands, islands) for islands in divisors(left))
+
+
+def steps(c: Case, split: tuple[int, int, int, int], only: Layout | None = None) -> Layouts:
+    """All that a split leaves open; only: what else a name says."""
+    tp, pp, dp, islands = split
+    island, share = tp * pp * dp, c.batch // (dp * islands)
+    micros = [b for b in divisors(share) if b <= LARGEST_MICRO]
+    if only is not None and only.microbatches:
+        micros = [share // only.microbatches]
+    recomputes = [k for k, kind in enumerate(RECOMPUTE) if not (c.software.fused and kind == "selective")]
+    methods = [(1, 0, 0, 0)]
+    if islands > 1:  # shared outer state takes float32 and the paper's merge (core/sharded/checks.py)
+        paper = MERGES.index("outer")
+        kinds = [(0, paper, 0), (0, paper, 1)]
+        if island == 1:
+            kinds = [*itertools.product(range(len(WIRES)), range(len(MERGES)), (0,)), (0, paper, 1)]
+        methods = [(tau, *kind) for tau in TAUS for kind in kinds]
+    inner = (
+        micros,
+        CHUNKS if pp > 1 else (1,),
+        range(4) if dp > 1 else (0,),
+        recomputes,
+        (0, 1) if tp > 1 and c.software.megatron else (0,),
+    )
+    *axes, which = (axis.ravel() for axis in np.meshgrid(*inner, np.arange(len(methods)), indexing="ij"))
+    one = np.ones_like(which)
+    return Layouts(tp * one, pp * one, dp * one, islands * one, *axes, *np.array(methods)[which].T)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What fits, and how many layouts were dropped for which reason."""
+
+    case: Case
+    """Its layouts fit."""
+    memory: dict[str, Numbers]
+    seconds: dict[str, Numbers]
+    dropped: Counter[str]
+    miss: str
+    """Of what does not fit, the layout that needs least, with its gigabytes."""
+
+    @cached_property
+    def bytes(self) -> Numbers:
+        return sum(self.memory.values())
+
+    @cached_property
+    def total(self) -> Numbers:
+        """Seconds of a step."""
+        return sum(self.seconds.values())
+
+    @property
+    def count(self) -> int:
+        return len(self.total) + sum(self.dropped.values())
+
+    def pick(self, rows: Numbers) -> int:
+        """Of those within ALIKE of the fastest: synchronous, a smaller tau, a wider wire, the merge that costs less
+        loss (results/loss.md), nothing offloaded or computed again, a tenth of memory left, less ZeRO."""
+        rows = rows[self.total[rows] <= self.total[rows].min() * (1 + ALIKE)]
+        c = replace(self.case, layout=self.case.layout[rows])
+        x, size = c.layout, self.bytes[rows]
+        tight = size > 0.9 * c.cluster.device.memory
+        keys = (x.islands > 1, x.tau, x.wire, x.merge, x.offload, x.recompute, tight, x.zero, c.micro_batches, size)
+        return int(rows[np.lexsort(keys[::-1])[0]])
+
+    @cached_property
+    def best(self) -> list[int]:
+        """The best of each TP x PP x DP, islands, interleaving and ZeRO: rows, the picked one, then the fastest."""
+        x = self.case.layout
+        kinds = (((x.tp * MOST + x.pp) * MOST + x.islands) * 8 + x.v) * 4 + x.zero  # which leave dp no choice
+        order = np.argsort(kinds, kind="stable")
+        picked = [self.pick(rows) for rows in np.split(order, np.flatnonzero(np.diff(kinds[order])) + 1)]
+        picked.sort(key=lambda row: (self.total[row], self.bytes[row]))
+        first = self.pick(np.array(picked))
+        return [first, *(row for row in picked if row != first)]
+
+    def at(self, row: int) -> Case:
+        """Of one layout."""
+        return replace(self.case, layout=self.case.layout[row])
+
+    def name(self, row: int) -> str:
+        return str(named(self.at(row)))
+
+
+def joined(parts: list[Layouts]) -> Layouts:
+    return Layouts(*(np.concatenate([getattr(part, axis) for part in parts]) for axis in AXES))
+
+
+def plan(case: Case, only: Layout | None = None) -> Plan:
+    """Of all layouts, or of one name's; the case's own is not looked at. UserError: none can be, or none fits."""
+    if only is not None:
+        check(only, case)
+    found = np.array([*splits(case)] if only is None else [(only.tp, only.pp, only.dp, only.islands)])
+    dropped: Counter[str] = Counter()
+    kept = sieve(replace(case, layout=Layouts(*found.T, micro=1)), OF_SPLITS, dropped)
+    whole = [
+        steps(case, split, only) for split in zip(*(getattr(kept.layout, f).tolist() for f in AXES[:4]), strict=True)
+    ]
+    if whole:
+        kept = sieve(replace(case, layout=joined(whole)), OF_STEPS, dropped)
+    if only is not None and whole:
+        kept = replace(kept, layout=kept.layout[holds(only, kept)])
+    if not kept.layout.shape[0]:
+        raise UserError(f"no layout can be: {listed(dropped)}; {hint(case, dropped)}")
+    return fitting(kept, dropped if only is None else Counter())
+
+
+def sieve(c: Case, rules: dict[str, Rule], dropped: Counter[str]) -> Case:
+    """Without what a rule forbids; the first one counts."""
+    for reason, rule in rules.items():
+        bad = np.broadcast_to(rule(c), c.layout.shape)
+        if bad.any():
+            dropped[reason] += int(bad.sum())
+            c = replace(c, layout=c.layout[~bad])
+    return c
+
+
+def fitting(c: Case, dropped: Counter[str]) -> Plan:
+    """What fits the devices' memory."""
+    needs = memory(c)
+    total = sum(needs.values())
+    fits = total <= c.cluster.device.memory
+    miss = ""
+    if not fits.all():
+        dropped["memory"] += int((~fits).sum())
+        least = int(np.where(fits, np.inf, total).argmin())
+        one = replace(c, layout=c.layout[least])
+        has = c.cluster.device.memory
+        miss = f"{named(one)} needs {total[least] / GB:.2f} GB of {has / GB:.2f}"
+    if not fits.any():
+        raise UserError(
+            f"nothing fits: {listed(dropped)}; the nearest miss, {miss}: more devices or --memory_gb, a smaller --batch"
+        )
+    c = replace(c, layout=c.layout[fits])
+    return Plan(c, {part: sizes[fits] for part, sizes in needs.items()}, seconds(c), dropped, miss)
+
+
+def listed(dropped: Counter[str]) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in dropped.most_common())
+
+
+def hint(c: Case, dropped: Counter[str]) -> str:
+    """What would let more layouts be."""
+    m, n = c.model, c.cluster.devices
+    found = []
+    if dropped["batch"]:
+        near = max(1, round(c.batch / n)) * n
+        found.append(f"batch {c.batch}: {near} is the nearest that divides among {n} replicas")
+    if dropped["layers"]:
+        found.append(f"{m.layers} layers divide among {', '.join(map(str, divisors(m.layers)[:-1]))} stages")
+    if dropped["heads"]:
+        found.append(f"{m.heads} heads are cut by TP up to {np.gcd(m.heads, np.gcd(m.kv_heads, 1 << 20))}")
+    return "; ".join(found)

@@ -1,0 +1,154 @@
+"""Seconds of a step, by part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+
+import numpy as np
+
+from training.plan.case import RECOMPUTE, WIRES, Case
+from training.plan.clusters import Numbers
+
+ADAMW = (
+    28  # bytes that AdamW moves for a parameter: gradient, 16-bit copy, itself, two moments read; the last four written
+)
+BOUNDARY = 32  # of an element: parameter, payload, x and m, read and written in one pass (docs/design.md)
+
+
+Part = Callable[[Case], Numbers]
+
+
+def once(part: Part) -> Part:
+    """A case's part is computed once, for others are made of it."""
+
+    @wraps(part)
+    def kept(c: Case) -> Numbers:
+        if part.__name__ not in c.parts:
+            c.parts[part.__name__] = part(c)
+        return c.parts[part.__name__]
+
+    return kept
+
+
+def again(c: Case) -> Numbers:
+    """1 where blocks are computed again, else 0"""
+    return (c.layout.recompute == RECOMPUTE.index("full")) * 1.0
+
+
+def attention_passes(c: Case) -> Numbers:
+    """Forward passes' worth of attention in a step: 3, 3.5 fused [F sec. 3.1], 1 more where it is computed again [K]"""
+    base = 3.5 if c.software.fused else 3.0
+    return base + (c.layout.recompute > 0)
+
+
+@once
+def products(c: Case) -> Numbers:
+    """m b (l/p ((3 + again) linear + passes attention) + 3 head) / (t top peak), of the last stage [N eq. 3]
+
+    For GPT, p = 1 and full recomputation 96 B s l h^2 (1 + s / (6 h) + V / (16 l h)).
+    """
+    m, x, device = c.model, c.layout, c.cluster.device
+    stage = c.layers * ((3 + again(c)) * m.linear_flops + attention_passes(c) * m.attention_flops)
+    flops = c.micro_batches * x.micro * (stage + 3 * m.head_flops) / x.tp
+    return flops / (device.top * device.peak)
+
+
+@once
+def passes(c: Case) -> Numbers:
+    """m l/p (3 + again) passes (kept + scores) / bandwidth: norms, GELU, softmax, dropout, residuals [O]"""
+    device = c.cluster.device
+    moved = (3 + again(c)) * device.passes * (c.kept + c.scores)
+    return c.micro_batches * c.layers * moved / device.bandwidth
+
+
+@once
+def tensor(c: Case) -> Numbers:
+    """m l/p (4 + 2 again) allreduce(size b s h, t ranks) [N sec. 3.2]; cut in sequence it is as much [K sec. 4.2]"""
+    x = c.layout
+    size = c.software.value * x.micro * c.model.context * c.model.width
+    return c.micro_batches * c.layers * (4 + 2 * again(c)) * c.cluster.allreduce(size, x.tp, 1)
+
+
+@once
+def pipeline(c: Case) -> Numbers:
+    """m 2 v (size b s h / B + A): to the next stage and back, a chunk [N sec. 3.1]; over t if scattered [N sec. 4.1]"""
+    x, stride = c.layout, c.layout.tp * c.layout.dp
+    size = c.software.value * x.micro * c.model.context * c.model.width
+    size = size / np.where((x.sequence == 1) | c.software.megatron, x.tp, 1)
+    hop = np.where(c.cluster.crosses(x.pp, stride), c.cluster.latency, c.cluster.inside_latency)
+    one = size / c.cluster.rate(x.pp, stride) + hop
+    return np.where(x.pp > 1, c.micro_batches * 2 * x.v * one, 0.0)
+
+
+@once
+def bubble(c: Case) -> Numbers:
+    """(p - 1) / (v m) of products, passes, tensor and pipeline [N sec. 2.2]"""
+    busy = products(c) + passes(c) + tensor(c) + pipeline(c)
+    return busy * (c.layout.pp - 1) / (c.layout.v * c.micro_batches)
+
+
+@once
+def data(c: Case) -> Numbers:
+    """ring(gradients) [half with z >= 2] - hidden, + half rings of z = 1: 1, z = 2: 1, z = 3: 2 m - hidden [R sec. 7]
+
+    The first reduces gradients, once a step; the second gathers: parameters (z = 1), or values of theirs (z >= 2).
+    Hidden: the first under the last micro-batch's backward pass, 2/3 of its compute, where DDP or FSDP2 reduces (not z
+    < 2 with TP or stages); the second under all compute with z >= 2 [O].
+    """
+    m, x, by_zero = c.micro_batches, c.layout, c.layout.zero >= 2
+    compute = (products(c) + passes(c)) * c.software.overlap
+    reduced = ring(c, c.software.gradient * c.largest) * np.where(by_zero, 0.5, 1.0)
+    beneath = np.where(by_zero | (x.tp * x.pp == 1), compute / m * 2 / 3, 0.0)
+    halves = np.where(x.zero == 3, 2.0 * m, np.where(x.zero > 0, 1.0, 0.0))
+    gathered = halves / 2 * ring(c, np.where(by_zero, c.software.value, c.software.parameter) * c.largest)
+    return np.maximum(0.0, reduced - beneath) + np.maximum(0.0, gathered - np.where(by_zero, compute, 0.0))
+
+
+def ring(c: Case, size: Numbers) -> Numbers:
+    """allreduce(size, d ranks, t apart)"""
+    return c.cluster.allreduce(size, c.layout.dp, c.layout.tp)
+
+
+@once
+def optimizer(c: Case) -> Numbers:
+    """28 own / bandwidth, over d with z >= 1: AdamW's passes over memory [O]"""
+    return ADAMW * c.largest / np.where(c.layout.zero >= 1, c.layout.dp, 1) / c.cluster.device.bandwidth
+
+
+INSIDE: tuple[Part, ...] = (products, passes, tensor, pipeline, bubble, data, optimizer)
+
+
+def outer_allreduce(c: Case) -> Numbers:
+    """allreduce(wire bytes own / d, I ranks an island apart): each device sends its share [C step 3]"""
+    wire = np.array(list(WIRES.values()))[np.asarray(c.layout.wire)]
+    return c.cluster.allreduce(wire * c.largest / c.layout.dp, c.layout.islands, c.island)
+
+
+def boundary_pass(c: Case) -> Numbers:
+    """32 own / (d bandwidth) + allreduce(4 own, d) / 2, offloaded + 8 own / (d host): once in tau steps [O]"""
+    x, device = c.layout, c.cluster.device
+    share = c.largest / x.dp
+    gather = np.where(x.zero >= 2, 0.0, 0.5 * ring(c, 4 * c.largest))
+    return BOUNDARY * share / device.bandwidth + gather + np.where(x.offload == 1, 8 * share / device.host, 0.0)
+
+
+def waiting(c: Case) -> Numbers:
+    """max(0, outer all-reduce / tau - T), T a step's seconds before CO2: what tau steps do not hide [C]"""
+    step = sum(part(c) for part in INSIDE)
+    return np.where(c.layout.islands > 1, np.maximum(0.0, outer_allreduce(c) / c.layout.tau - step), 0.0)
+
+
+def boundary(c: Case) -> Numbers:
+    """boundary pass / tau: (max(tau T, all-reduce) + boundary) / tau is a step [C]"""
+    return np.where(c.layout.islands > 1, boundary_pass(c) / c.layout.tau, 0.0)
+
+
+PARTS = (*INSIDE, waiting, boundary)
+COMMUNICATION = ("tensor", "pipeline", "data", "waiting")
+"""Whose seconds are exposed communication; the bubble is idle for another reason."""
+
+
+def seconds(c: Case) -> dict[str, Numbers]:
+    """By part: what is computed and exposed in a step, and what CO2 adds."""
+    return {part.__name__: part(c) for part in PARTS}
