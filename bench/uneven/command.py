@@ -211,6 +211,7 @@ def markdown(o: Uneven, rows: Rows) -> str:
     commits = ", ".join(sorted({row["commit"] or "unknown" for row in rows.found.values()})) or "none"
     about = ", ".join(f"{name}: {scenario.about}" for name, scenario in SCENARIOS.items())
     factors, seeds = (", ".join(f"{value:g}" for value in values) for values in (o.lr_factors, o.seeds))
+    given = [word for word in sys.argv[1:] if word != "--report"]
     notes = [
         f"Scenarios: {about}. Everywhere a step's standard deviation is 5 % of its mean.",
         "speed: local steps of all workers a second, of as many undisturbed workers that never wait. Simulated.",
@@ -226,7 +227,7 @@ def markdown(o: Uneven, rows: Rows) -> str:
         "how many clocks a worker may be ahead of the slowest. An update is divided by the number of workers.",
         "keep: merge keep, no gap, outer momentum 0, merged after as many local steps as the all-reduce takes. co2 "
         "else: the paper's rule with outer momentum 0.",
-        f"Command: `{shlex.join(['python', '-m', 'bench.uneven', *sys.argv[1:]])}`. Commits: {commits}.",
+        f"Command: `{shlex.join(['python', '-m', 'bench.uneven', *given])}`. Commits: {commits}.",
     ]
     crowd = [f"### {SCENARIOS[name].about}\n\n{crowds(o, name, max(o.allreduce))}" for name in o.scenarios]
     parts = [
