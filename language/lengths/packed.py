@@ -51,8 +51,8 @@ class Packed:
 class Rows:
     """What a worker trains on in an optimiser step: a row for each micro-batch.
 
-    predicted: the targets of a worker and step, in the mean over all of the round. Every worker divides its sum of losses
-    by it: a target counts alike on all, and none has to ask the others for their counts.
+    predicted: the targets of a worker and step, in the mean over all of the round. Every worker divides its sum of
+    losses by it: a target counts alike on all, and none has to ask the others for their counts.
     """
 
     parts: list[Packed]

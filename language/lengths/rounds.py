@@ -41,8 +41,8 @@ class Order:
     """In which order documents come, and which a round holds.
 
     sizes: int64 [n], what each fills of a step, which takes `step_size` over all workers. One shuffle an epoch lays
-    them one behind the other, and a document belongs to the step in which it ends. What is less than a step at an epoch's end
-    is left out.
+    them one behind the other, and a document belongs to the step in which it ends. What is less than a step at an
+    epoch's end is left out.
 
     full: bool [n], those as long as a document can be. No deal evens out five of them over four workers: each waits for
     others, until there is one for each worker, and all come where the last of them ends. Fewer than `workers` of these
