@@ -94,6 +94,8 @@ def deal(shares: np.ndarray, workers: int) -> np.ndarray:
     shares: float64 [n, k], such as tokens and costs. Documents are taken by their size, one for each worker at a time,
     the largest of them to the worker that has least; then workers exchange documents while they come closer.
     """
+    if not len(shares):
+        return np.empty(0, dtype=np.int64)
     sums = shares.sum(axis=0)
     loads = shares * (workers / np.where(sums > 0, sums, 1))  # of each column a worker's share is 1
     size = loads.sum(axis=1)
