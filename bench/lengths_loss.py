@@ -130,7 +130,8 @@ NOTE = f"""\
 
 {{verdict}}
 
-A GPT-2 of 4 layers and width 128, CO2 in the paper's order, {{size}}, {{positions}} positions. The text is {{paragraphs}}
+A GPT-2 of 4 layers and width 128, CO2 in the paper's order, {{size}}, {{positions}} positions. The text is
+{{paragraphs}}
 from the beginning of Gutenberg's books; one in {HELD_OUT} is held out. The held-out windows run across paragraphs, as
 those of `none` do in training, and no rows of the others. No time was measured. {{source}}.
 """
