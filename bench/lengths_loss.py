@@ -16,7 +16,6 @@ import os
 import re
 import statistics
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,7 @@ def main() -> None:
     out = report.new_folder("lengths_loss", bench.out)
     with tempfile.TemporaryDirectory() as folder:
         meta = write_paragraphs(Path(folder, "text"), bench.vocab_size)
-        rows = list(measure(bench, Path(folder)))
+        rows = run_distributed(one_worker, bench.workers, bench, folder, timeout=24 * 3600)[0]
     result = report.header("bench.lengths_loss", bench, ("torch", "transformers")) | {"text": meta, "rows": rows}
     report.conclude(out, "lengths_loss", result, text(result))
 
@@ -105,22 +104,20 @@ def recipe_of(bench: Bench, way: str, seed: int, out: Path) -> LanguageRecipe:
     )
 
 
-def measure(bench: Bench, folder: Path) -> Iterator[dict[str, Any]]:
-    for seed, way in itertools.product(bench.seeds, bench.ways):
-        recipe = recipe_of(bench, way, seed, folder / f"{way}-{seed}")
-        run_distributed(one_worker, bench.workers, recipe, str(folder / "text"), timeout=24 * 3600)
-        summary = json.loads((recipe.folder / "summary.json").read_text())
-        row = {"way": way, "seed": seed} | {key: summary[key] for key in ("val_loss", "val_tokens", "steps")}
-        print(json.dumps(row), flush=True)
-        yield row
-
-
-def one_worker(rank: int, workers: int, recipe: LanguageRecipe, folder: str) -> None:
+def one_worker(rank: int, workers: int, bench: Bench, folder: str) -> list[dict[str, Any]]:
+    """A row for each run: all of them one after the other, so that processes start once."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers)}
-    corpus = load_corpus(Path(folder))
-    with Run(recipe) as run:
-        train(run, recipe, corpus, CausalObjective(recipe.context), {"val": corpus.val})
+    corpus, rows = load_corpus(Path(folder, "text")), []
+    for seed, way in itertools.product(bench.seeds, bench.ways):
+        recipe = recipe_of(bench, way, seed, Path(folder, f"{way}-{seed}"))
+        with Run(recipe) as run:
+            train(run, recipe, corpus, CausalObjective(recipe.context), {"val": corpus.val})
+        if rank == 0:
+            summary = json.loads((recipe.folder / "summary.json").read_text())
+            rows.append({"way": way, "seed": seed} | {key: summary[key] for key in ("val_loss", "val_tokens", "steps")})
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
 
 
 NOTE = f"""\
