@@ -197,18 +197,23 @@ def wait_with_slack(loads: np.ndarray, exchange: float = EXCHANGE) -> float:
 
 TITLES = ("documents", "positions", "crossing", "workers", "tau", *WAYS, "round, worst", "round, tokens off by")
 NOTE = """\
-Shares of a round's time, in %, that the average worker waits for the one with most work. Means and standard deviations
-over {seeds} seeds of {rounds} rounds each; the worst is of all rounds. A step takes 8,192 tokens a worker, or one full
-context where that is more; of prompts 16 a worker. The crossing is 12 times the width, 768 or 4,096.
-
-The laws' parameters are ours: `uniform` 900 to 1,100 tokens; `log_normal` of median 500 and sigma 1.1; `github_like`
-with 6 % from a Pareto tail above 8,000; `prolong_like` with 2 % of 65,536 tokens, some 60 % of all. `paragraphs` and
-`chapters` are those of Gutenberg's books at 4.3 characters a token. `prompts` are sentences of WikiText-2 and a token
-more. What is longer than the positions is cut.
-
+- Shares of a round's time, in %, that the average worker waits for the one with most work: means and standard
+  deviations over {seeds} seeds of {rounds} rounds each. The worst is of all these rounds.
+- A step takes 8,192 tokens a worker, or one full context where that is more; of prompts 16 a worker. The crossing is 12
+  times the width, 768 or 4,096.
+- The laws' parameters are ours: `uniform` 900 to 1,100 tokens; `log_normal` of median 500 and sigma 1.1; `github_like`
+  with 6 % from a Pareto tail above 8,000; `prolong_like` with 2 % of 65,536 tokens, some 60 % of all.
+- `paragraphs` and `chapters` are those of Gutenberg's books at 4.3 characters a token. `prompts` are sentences of
+  WikiText-2 and a token more. What is longer than the positions is cut.
+- Computed from costs, not timed: {source}."""
+AFTER = """\
 Where a worker's share is a few full contexts, its tokens and its work cannot both be even: the exchange weighs the two
 alike. Windows that run across documents (--balance none) are all alike, and nobody waits, but every token pays for
 attention across documents."""
+SLACK = f"""\
+A mean is sent at a boundary and needed at the next, so a worker may be late by what the mean leaves of a round. Here
+the mean takes {EXCHANGE:g} of one. What a worker is late in one round it may make up in another, so that the gain is
+smaller than above."""
 
 
 def cells(row: dict[str, Any], key: str = "mean") -> list[str]:
@@ -253,24 +258,22 @@ def lost(rows: list[dict[str, Any]]) -> str:
 
 def text(result: dict[str, Any]) -> str:
     rows, options = result["rows"], result["options"]
-    note = NOTE.format(seeds=len(options["seeds"]), rounds=options["rounds"])
-    verdicts = report.bullets([marks(rows, 24, 0.01), marks(rows, 6, 0.03), uneven(rows)])
-    return "\n\n".join(
-        [
-            "# Waits where documents differ in length",
-            note,
-            "## Where all meet at a boundary at once",
-            report.table(TITLES, (cells(row) for row in rows)),
-            f"The mean wait of `round` against its marks:\n\n{verdicts}",
-            f"It does not pay where equal tokens wait less than 1 % in some row already: {lost(rows)}.",
-            "## With CO2's slack of a round",
-            "A mean is sent at a boundary and needed at the next, so a worker may be late by what the mean leaves of a "
-            f"round. Here it takes {EXCHANGE:g} of one. Waits of one round are evened out by others then, and the gain "
-            "is smaller than above.",
-            report.table(TITLES[:-2], (cells(row, "slack") for row in rows)),
-            f"Computed from costs, not timed: {report.source(result)}.\n",
-        ]
-    )
+    note = NOTE.format(seeds=len(options["seeds"]), rounds=options["rounds"], source=report.source(result))
+    verdicts = [marks(rows, 24, 0.01), marks(rows, 6, 0.03), uneven(rows)]
+    verdicts.append(f"equal tokens wait less than 1 % in some row already, and nothing is to be won: {lost(rows)}")
+    parts = [
+        "# Waits where documents differ in length",
+        note,
+        "## Where all meet at a boundary at once",
+        report.table(TITLES, (cells(row) for row in rows)),
+        "`round` against its marks:",
+        report.bullets(verdicts),
+        AFTER,
+        "## With CO2's slack of a round",
+        SLACK,
+        report.table(TITLES[:-2], (cells(row, "slack") for row in rows)),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":

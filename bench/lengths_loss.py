@@ -158,11 +158,13 @@ def verdict(losses: dict[str, list[float]]) -> str:
     if not {"tokens", "round"} <= losses.keys():
         return "tokens and round were not both run."
     pairs = [b - a for a, b in zip(losses["tokens"], losses["round"], strict=True)]
-    spread = max(statistics.stdev(losses[way]) if len(pairs) > 1 else 0.0 for way in ("tokens", "round"))
-    mean = statistics.fmean(pairs)
+    deviation, *spreads = (
+        statistics.stdev(found) if len(found) > 1 else 0.0 for found in (pairs, losses["tokens"], losses["round"])
+    )
+    mean, spread = statistics.fmean(pairs), max(spreads)
     equal = "equal within the seeds" if abs(mean) <= spread else "not equal within the seeds"
     return (
-        f"round minus tokens: {mean_sd(pairs, '+.4f')} over the pairs of a seed; a way's seeds spread by up to "
+        f"round minus tokens: {mean:+.4f} ± {deviation:.4f} over the pairs of a seed; a way's seeds spread by up to "
         f"{spread:.4f}: {equal}."
     )
 
