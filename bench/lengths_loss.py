@@ -89,6 +89,7 @@ def recipe_of(bench: Bench, way: str, seed: int, out: Path) -> LanguageRecipe:
     return replace(
         small,
         name="paragraphs",
+        recommended=False,
         balance=way,
         seed=seed,
         context=bench.context,
