@@ -11,6 +11,7 @@ another document.
 
 from __future__ import annotations
 
+import functools
 import lzma
 import statistics
 from collections.abc import Callable, Iterator
@@ -98,9 +99,10 @@ def documents_of(case: Case, seed: int) -> np.ndarray:
     return laws.cut(found, case.positions)
 
 
-def books(boundary: str) -> np.ndarray:
+@functools.cache
+def books() -> str:
     with lzma.open(gutenberg_file(), "rt") as file:
-        return laws.of_text(file.read(), boundary)
+        return file.read()
 
 
 def prompts() -> np.ndarray:
@@ -109,8 +111,8 @@ def prompts() -> np.ndarray:
 
 
 REAL: dict[str, Callable[[], np.ndarray]] = {
-    "paragraphs": lambda: books(laws.PARAGRAPH),
-    "chapters": lambda: books(laws.HEADING),
+    "paragraphs": lambda: laws.of_text(books(), laws.PARAGRAPH),
+    "chapters": lambda: laws.of_text(books(), laws.HEADING),
     "prompts": prompts,
 }
 

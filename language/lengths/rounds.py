@@ -13,9 +13,9 @@ import torch
 from core.errors import UserError
 from training.sampling import generator
 
-CANDIDATES = 64  # documents of a worker that are tried in an exchange
+CANDIDATES = 32  # documents of a worker that are tried in an exchange
 PARTNERS = 4  # workers that are tried
-TOLERANCE = 0.002  # of a worker's share, within which nothing is exchanged any more
+TOLERANCE = 0.004  # of a worker's share, within which nothing is exchanged any more
 
 
 def crossing_of(width: int) -> float:
