@@ -163,10 +163,10 @@ def verdict(losses: dict[str, list[float]]) -> str:
         statistics.stdev(found) if len(found) > 1 else 0.0 for found in (pairs, losses["tokens"], losses["round"])
     )
     mean, spread = statistics.fmean(pairs), max(spreads)
-    equal = "equal within the seeds" if abs(mean) <= spread else "not equal within the seeds"
+    found = "equal within that" if abs(mean) <= spread else "lower" if mean < 0 else "higher"
     return (
-        f"round minus tokens: {mean:+.4f} ± {deviation:.4f} over the pairs of a seed; a way's seeds spread by up to "
-        f"{spread:.4f}: {equal}."
+        f"Round minus tokens: {mean:+.4f} ± {deviation:.4f} over the pairs of a seed. A way's seeds spread by up to "
+        f"{spread:.4f}: round ends {found}."
     )
 
 

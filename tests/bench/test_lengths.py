@@ -59,8 +59,10 @@ def test_options_without_meaning_are_refused(values: dict, said: str):
 
 def test_the_losses_verdict_is_within_the_seeds_or_not():
     apart = {"tokens": [1.0, 1.2, 1.1], "round": [1.5, 1.7, 1.6]}
-    assert "+0.5000 ± 0.0000" in lengths_loss.verdict(apart) and "not equal within" in lengths_loss.verdict(apart)
+    found = lengths_loss.verdict(apart)
+    assert "+0.5000 ± 0.0000" in found and found.endswith("spread by up to 0.1000: round ends higher.")
     near = {"tokens": [1.0, 1.2, 1.1], "round": [1.01, 1.18, 1.12]}
-    assert lengths_loss.verdict(near).endswith("spread by up to 0.1000: equal within the seeds.")
+    assert lengths_loss.verdict(near).endswith("spread by up to 0.1000: round ends equal within that.")
+    assert lengths_loss.verdict({"round": [1.0], "tokens": [1.1]}).endswith("by up to 0.0000: round ends lower.")
     recipe = lengths_loss.recipe_of(lengths_loss.Bench(), "round", 1, Path("x"))
     assert (recipe.balance, recipe.seed, recipe.co2.tau) == ("round", 1, 6)

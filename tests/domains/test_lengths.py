@@ -104,10 +104,10 @@ def test_a_round_is_even_in_work_and_in_tokens(law: str, longest: int, workers: 
 
 
 def test_exchanges_even_out_what_the_first_deal_leaves():
-    lengths = laws.cut(laws.draw("github_like", 300, 1), 16384)
+    lengths = laws.cut(laws.draw("github_like", 700, 1), 32768)
     shares = np.stack([lengths, rounds.cost(lengths, 9216)], axis=1)
-    owner = rounds.deal(shares, 4)
-    loads = np.stack([np.bincount(owner, column, 4) for column in shares.T])
+    owner = rounds.deal(shares, 16)
+    loads = np.stack([np.bincount(owner, column, 16) for column in shares.T])
     assert np.abs(loads / loads.mean(axis=1, keepdims=True) - 1).max() < 0.01
 
 
