@@ -128,10 +128,10 @@ NOTE = f"""\
 
 {{verdict}}
 
-A GPT-2 of 4 layers and width 128, CO2 in the paper's order, {{size}}, {{positions}} positions. The text is
-{{paragraphs}}
-from the beginning of Gutenberg's books; one in {HELD_OUT} is held out. The held-out windows run across paragraphs, as
-those of `none` do in training, and no rows of the others. No time was measured. {{source}}.
+- Model: a GPT-2 of 4 layers and width 128, {{positions}} positions. Method: CO2 in the paper's order, {{size}}.
+- Data: {{paragraphs}} from the beginning of Gutenberg's books. One in {HELD_OUT} is held out. Held-out windows run
+  across paragraphs, as those of `none` do in training, and no rows of the others.
+- Seeds: {{seeds}}. No time was measured. {{source}}.
 """
 
 
@@ -150,6 +150,7 @@ def text(result: dict[str, Any]) -> str:
         size=size,
         paragraphs=f"{meta['documents']:,} paragraphs of {meta['tokens']:,} tokens",
         positions=o["context"],
+        seeds=len(o["seeds"]),
         source=report.source(result),
     )
 
