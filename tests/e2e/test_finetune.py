@@ -42,7 +42,7 @@ ZO = {"method": "zo", "optim": replace(RECIPES["prompts"].optim, lr=1e-3)}
 JOBS = {
     "ddp": {"method": "ddp"},
     "co2": {"method": "co2"},
-    "dealt": {"method": "co2", "balance": "round"},
+    "dealt": {"method": "co2", "balance": "round", "seed": 1},
     "first half": {"method": "ddp", "name": "halves", "epochs": 1},
     "second half": {"method": "ddp", "name": "halves", "resume": True, "extend": True},
     "norms": {"method": "local", "trainable": ("*ln_*",), "epochs": 1},
