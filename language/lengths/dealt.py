@@ -134,11 +134,12 @@ class Dealt:
 
     def _round(self, numbers: np.ndarray, steps: int, rows: int, rank: int, workers: int) -> Iterator[Rows]:
         mine = numbers[self.owners(numbers, workers) == rank]
-        part = into_parts(self.documents.lengths[mine], steps * rows)
-        predicted = float(self.documents.targets[numbers].sum()) / (steps * workers)
+        lengths, predicted = self.documents.lengths, self.documents.targets[numbers].sum() / (steps * workers)
+        of_step = into_parts(lengths[mine], steps)
         for step in range(steps):
-            some = range(step * rows, (step + 1) * rows)
-            yield Rows([self._row(mine[part == number]) for number in some], max(predicted, 1.0))
+            some = mine[of_step == step]
+            of_row = into_parts(lengths[some], rows)  # another number of rows leaves a step its documents
+            yield Rows([self._row(some[of_row == row]) for row in range(rows)], max(float(predicted), 1.0))
 
     def _row(self, numbers: np.ndarray) -> Packed:
         return pack([self.documents.read(number) for number in numbers.tolist()])

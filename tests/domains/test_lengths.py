@@ -177,6 +177,8 @@ def tokens_of(steps: list[packed.Rows]) -> list[int]:
 def test_the_workers_share_each_round_and_know_its_targets(balance: str):
     shares = [steps_of(rank, 3, 0, [6, 6], balance, rows=2) for rank in range(3)]
     assert all(len(share) == 12 and all(len(step.parts) == 2 for step in share) for share in shares)
+    for step, whole in zip(shares[1], steps_of(1, 3, 0, [6, 6], balance), strict=True):
+        assert sorted(tokens_of([step])) == sorted(tokens_of([whole])), "micro-batches leave a step as it is"
     for begin in (0, 6):
         mine = [tokens_of(share[begin : begin + 6]) for share in shares]
         joined = [t for tokens in mine for t in tokens if t != END]
