@@ -75,9 +75,7 @@ def open_wikitext2(corpus: Corpus) -> np.ndarray:
     tokenizer = corpus.tokenizer
     if tokenizer is None:
         raise UserError(f"{corpus.folder} has no tokenizer.json to encode WikiText-2 with: add it, or --no_wikitext2")
-    file = data_root() / "wt2.test.txt"
-    if not file.is_file():
-        raise missing("WikiText-2", file.parent, f"{file.name}, the plain test text (or --no_wikitext2)", STAND_IN)
+    file = wikitext2_file()
     key = _key(file.read_bytes(), tokenizer.to_str().encode())
 
     def build(target: Path) -> None:
@@ -85,6 +83,14 @@ def open_wikitext2(corpus: Corpus) -> np.ndarray:
 
     folder = cached(f"wikitext2-{key}", build)
     return open_tokens(folder / "test.bin", token_dtype(tokenizer), tokenizer.get_vocab_size())
+
+
+def wikitext2_file() -> Path:
+    """WikiText-2's test text; UserError where it is missing."""
+    file = data_root() / "wt2.test.txt"
+    if not file.is_file():
+        raise missing("WikiText-2", file.parent, f"{file.name}, the plain test text (or --no_wikitext2)", STAND_IN)
+    return file
 
 
 def open_text(folder: Path, tokenizer: Tokenizer, end: int) -> Corpus:

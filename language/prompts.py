@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -135,6 +136,23 @@ def collate(samples: Iterable[tuple[list[int], int]]) -> Batch:
     return inputs, targets
 
 
+class PromptDocuments:
+    """Samples, (tokens, how many are the prompt's) each, as documents (language.lengths.dealt): the batch size counts
+    them, and the answers' tokens alone are targets."""
+
+    def __init__(self, samples: list[tuple[list[int], int]]):
+        self.samples, self.sample_size = samples, 1
+        self.lengths = np.array([len(ids) - 1 for ids, _ in samples])
+        self.targets = np.array([len(ids) - n for ids, n in samples])
+        self.sizes = np.ones_like(self.lengths)
+        self.about = f"{len(samples):,} prompts of {self.lengths.min():,} to {self.lengths.max():,} tokens"
+
+    def read(self, number: int) -> Batch:
+        """Inputs and targets, int64 [tokens] each."""
+        inputs, targets = collate([self.samples[number]])
+        return inputs[0], targets[0]
+
+
 def log_likelihoods(model: nn.Module, samples: list[tuple[list[int], int]], device: torch.device) -> Tensor:
     """float64 [len(samples), 2]: the sum over each sample's answer, in nats, and the answer's tokens."""
     inputs, targets = (part.to(device) for part in collate(samples))
@@ -174,6 +192,11 @@ class PromptTask:
     @property
     def samples(self) -> int:
         return len(self.train)
+
+    @property
+    def documents(self) -> PromptDocuments:
+        """The prompts with their right answers, to be dealt over rounds."""
+        return PromptDocuments([prompt.sample() for prompt in self.train])
 
     def batches(self, recipe: FinetuneRecipe, rank: int, world_size: int, start: int, total: int) -> Iterator[Batch]:
         """This worker's batches of prompts with their right answers, of the steps from `start` to `total`."""

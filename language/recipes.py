@@ -29,11 +29,38 @@ class TextRecipe(Recipe):
     """Optimiser steps that count as an epoch; None for one pass over the data."""
     loader_workers: int = 0
     """Processes per worker that read and mask batches ahead; 0 for none."""
+    balance: Literal["none", "tokens", "round"] = "none"
+    """Train on whole documents, several a row without attention between them, each dealt to one worker. round: so that
+    all workers have as much work a round, and as many tokens; tokens: as they come, to the worker with fewest tokens.
+    none: windows of the text, which run across documents; of prompts, as many for each worker."""
+    crossing: float | None = None
+    """Of balance round, the length in tokens at which attention costs as much as the rest of the model; None: 12 times
+    the model's width."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check(loader_workers=(0, 1000))
         self.check_least(epoch_steps=1)
+        if self.crossing is not None and not self.crossing > 0:
+            raise UserError(f"crossing={self.crossing}: give tokens, above 0")
+        if self.crossing is not None and self.balance != "round":
+            raise UserError(f"crossing={self.crossing} is balance round's own: leave it out, or add --balance round")
+        if self.balance != "none":
+            self._check_balance()
+
+    def _check_balance(self) -> None:
+        """Refuses what does not go with documents that are dealt over a round."""
+        for ok, what, why in (
+            (self.method != "zo", "method='zo'", "whose workers exchange losses at every step"),
+            (not self.elastic, "elastic", "whose workers change within a round"),
+            (self.per_node == 1, f"per_node={self.per_node}", "whose workers of a node meet at every step"),
+            (not self.zero, f"zero={self.zero}", "whose workers of a node meet at every step"),
+            (self.co2.steps == "even", f"co2.steps={self.co2.steps!r}", "which evens unlike workers out by itself"),
+            (not self.compile, "compile", "which would compile every step's documents anew"),
+            (not self.loader_workers, f"loader_workers={self.loader_workers}", "which read ahead of the next tau"),
+        ):
+            if not ok:
+                raise UserError(f"balance={self.balance!r} does not go with {what}, {why}: leave one of them out")
 
     def check_least(self, **least: int) -> None:
         """Refuses a field below its least value, where it is not None."""
@@ -70,7 +97,23 @@ class LanguageRecipe(TextRecipe):
             raise UserError(
                 f"linear_attention={self.linear_attention} is TransNormer's, not {self.model}'s: leave it out"
             )
+        if self.balance != "none":
+            self._check_model()
         self.check(dropout=(0, 0.99), vocab_size=(1, 10**6), context=(4, 10**6))
+
+    def _check_model(self) -> None:
+        """Refuses a model that cannot be trained on rows of documents."""
+        for ok, what, remedy in (
+            (not self.model.startswith("roberta"), f"model={self.model}", "whose masks are windows': leave it out"),
+            (not self.dropout, f"dropout={self.dropout}", "which attention to documents lacks: add --dropout 0"),
+            (
+                self.balance == "tokens" or not self.model.startswith("transnormer"),
+                f"model={self.model}",
+                "whose attention costs no square: add --balance tokens",
+            ),
+        ):
+            if not ok:
+                raise UserError(f"balance={self.balance!r} does not go with {what}, {remedy}")
 
 
 # -- the paper's rows -------------------------------------------------------------------------------------------------

@@ -36,6 +36,8 @@ from language.data import (
     read_windows,
     train_batches,
 )
+from language.lengths.dealt import Dealt, TextDocuments
+from language.lengths.packed import Packed, Rows
 from language.metrics import held_out_sums, summarize, token_loss
 from language.model import blocks_of, build_model, is_causal, make_optimizer
 from language.transnormer import check_attention
@@ -130,6 +132,11 @@ class TextTask:
         """This worker's windows of the steps from `start` to `total`."""
         return train_batches(self.corpus.train, self.objective, recipe, rank, world_size, start, total)
 
+    @property
+    def documents(self) -> TextDocuments:
+        """Those of the training text, in place of windows of it."""
+        return TextDocuments(self.corpus.train, self.corpus.eot, self.objective.context)
+
     def evaluate(self, run: Run, model: nn.Module, *, at_end: bool) -> dict[str, float]:
         return evaluate(run, model, self.corpus, self.objective, self.texts if at_end else {"val": self.some})
 
@@ -141,14 +148,15 @@ def learn(run: Run, recipe: TextRecipe, model: nn.Module, task: TextTask | Promp
     has ended, None where a signal stopped it.
     """
     optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
-    epoch = recipe.epoch_steps or steps_per_epoch(task.samples, recipe.batch_size)
+    dealt = Dealt.of(recipe, model, task.documents) if recipe.balance != "none" else None
+    epoch = recipe.epoch_steps or steps_per_epoch((dealt or task).samples, recipe.batch_size)
     total = epoch * recipe.epochs
     schedule = make_schedule(optimizer, total, recipe.optim)
     wrapped, method = run.make_method(model, optimizer, total, blocks_of(model))
     run.begin(model, optimizer, schedule, method, epoch=epoch, total=total, samples=task.samples)
 
     wrapped.train(model.training)
-    for batch in run.batches(task.batches):
+    for batch in run.batches(dealt.following(method) if dealt else task.batches):
         if isinstance(method, Zeroth):  # two forward passes stand for the gradient and its step
             loss = measure(run, recipe, method, batch)
         else:
@@ -170,10 +178,11 @@ def learn(run: Run, recipe: TextRecipe, model: nn.Module, task: TextTask | Promp
     return method
 
 
-Part = tuple[Tensor, Tensor, Tensor | None]  # inputs, targets, and where something is predicted (None: everywhere)
+# inputs, targets, and where something is predicted (None: everywhere); or documents
+Part = tuple[Tensor, Tensor, Tensor | None] | Packed
 
 
-def backward(run: Run | Step, recipe: TextRecipe, wrapped: nn.Module, batch: Batch) -> Tensor:
+def backward(run: Run | Step, recipe: TextRecipe, wrapped: nn.Module, batch: Batch | Rows) -> Tensor:
     """Adds the gradient of this worker's mean loss over the batch, in micro-batches; returns the loss."""
     parts, predicted = micro_batches(run, recipe, batch)
 
@@ -193,8 +202,10 @@ def measure(run: Run | Step, recipe: TextRecipe, method: Zeroth, batch: Batch) -
     return method.measure(mean_loss, count=int(predicted))
 
 
-def micro_batches(run: Run | Step, recipe: TextRecipe, batch: Batch) -> tuple[list[Part], Tensor]:
+def micro_batches(run: Run | Step, recipe: TextRecipe, batch: Batch | Rows) -> tuple[list[Part], Tensor | float]:
     """The batch in parts on the device, and how many tokens are predicted over all of it, 0-d."""
+    if isinstance(batch, Rows):
+        return [row.to(run.device) for row in batch.parts], batch.predicted
     inputs, targets = (part.to(run.device, non_blocking=True) for part in batch)
     predicted = (targets != IGNORE).sum().clamp(min=1)  # over the whole batch, so that micro-batches change nothing
     on_host = batch[1].chunk(recipe.accumulate)
@@ -205,6 +216,10 @@ def micro_batches(run: Run | Step, recipe: TextRecipe, batch: Batch) -> tuple[li
 
 def part_loss(run: Run | Step, model: nn.Module, part: Part) -> Tensor:
     """The sum of the losses of a micro-batch's predicted tokens, 0-d."""
+    if isinstance(part, Packed):
+        with run.autocast():
+            logits = model(part.ids, position_ids=part.positions, documents=part.boundaries).logits
+        return token_loss(logits, part.targets, reduction="sum")
     inputs, wanted, places = part
     with run.autocast():
         logits = (model(inputs) if places is None else model(inputs, places)).logits

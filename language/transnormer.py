@@ -40,7 +40,11 @@ class TransNormerConfig:
 
 
 class TransNormer(nn.Module):
-    """int64 token ids [batch, time] -> CausalLMOutput with logits [batch, time, vocab_size]; any length."""
+    """int64 token ids [batch, time] -> CausalLMOutput with logits [batch, time, vocab_size]; any length.
+
+    documents: where those of a row begin, and its end, int64 [n + 1] (language.lengths.packed); none sees another.
+    position_ids, which such rows have, are not needed: order comes from distances alone.
+    """
 
     def __init__(self, config: TransNormerConfig):
         super().__init__()
@@ -53,10 +57,12 @@ class TransNormer(nn.Module):
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
 
-    def forward(self, input_ids: Tensor) -> CausalLMOutput:
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, documents: Tensor | None = None
+    ) -> CausalLMOutput:
         x = self.embedding(input_ids)
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, documents)
         return CausalLMOutput(logits=self.lm_head(self.norm(x)))
 
 
@@ -69,8 +75,8 @@ class TransNormerLayer(nn.Module):
         self.token_mixer = GatedLinearAttention(config, index)
         self.channel_mixer = SimpleGatedUnit(config.width, config.glu_width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.token_mixer(self.norm(x))
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        x = x + self.token_mixer(self.norm(x), documents)
         return x + self.channel_mixer(self.norm(x))
 
 
@@ -88,7 +94,7 @@ class GatedLinearAttention(nn.Module):
         self.lrpe = LRPE(config.heads, config.width // config.heads) if index == 0 else None
         self.register_buffer("slope", decay_slopes(config.heads, index, config.layers), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
         query, key, value, gate = self.projection(x).chunk(4, dim=-1)
         query, key, value = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (query, key, value))
         query, key = F.silu(query), F.silu(key)
@@ -97,12 +103,16 @@ class GatedLinearAttention(nn.Module):
             query, key, value = query.float(), key.float(), value.float()
             if self.lrpe is not None:
                 query, key = self.lrpe(query), self.lrpe(key)
-            if self.attention == "fla" and query.is_cuda:
-                mixed = fla_attention(query, key, value, self.slope)
-            else:
-                mixed = chunked_attention(query, key, value, self.slope, self.chunk)
+            lengths = [x.shape[1]] if documents is None else documents.diff().tolist()
+            parts = zip(*(t.split(lengths, dim=2) for t in (query, key, value)), strict=True)
+            mixed = torch.cat([self._attend(*part) for part in parts], dim=2)
         mixed = self.norm(mixed.transpose(1, 2).flatten(2)).to(gate.dtype)
         return self.output(mixed * gate)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.attention == "fla" and query.is_cuda:
+            return fla_attention(query, key, value, self.slope)
+        return chunked_attention(query, key, value, self.slope, self.chunk)
 
 
 class SimpleGatedUnit(nn.Module):

@@ -42,6 +42,7 @@ ZO = {"method": "zo", "optim": replace(RECIPES["prompts"].optim, lr=1e-3)}
 JOBS = {
     "ddp": {"method": "ddp"},
     "co2": {"method": "co2"},
+    "dealt": {"method": "co2", "balance": "round", "seed": 1},
     "first half": {"method": "ddp", "name": "halves", "epochs": 1},
     "second half": {"method": "ddp", "name": "halves", "resume": True, "extend": True},
     "norms": {"method": "local", "trainable": ("*ln_*",), "epochs": 1},
@@ -84,7 +85,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("method", ["ddp", "co2"])
+@pytest.mark.parametrize("method", ["ddp", "co2", "dealt"])
 def test_two_workers_learn_the_answers(folder: Path, method: str):
     found = losses(folder / method)
     assert found[-1] < found[0] - 1 and summary(folder / method)["val_loss"] < 2, "guessing among all tokens: 6.1"

@@ -4,11 +4,13 @@ import json
 import lzma
 import math
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
 
 from core.methods import METHODS
 from core.testing import run_distributed
@@ -17,6 +19,7 @@ from language.model import GPT2_SIZES, ROBERTA_SIZES, TRANSNORMER_SIZES
 from language.recipes import LanguageRecipe, gpt2_pydoc_small
 from language.train import make_objective, train
 from tests.scripts import Mistakes, fork_script
+from training.progress import Due
 from training.run import Run
 
 
@@ -39,20 +42,41 @@ def train_in_process(rank: int, world_size: int, folder: str, jobs: dict[str, di
     ROBERTA_SIZES["roberta_tiny"] |= {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128}
     TRANSNORMER_SIZES["transnormer_tiny"] |= {"layers": 2, "width": 64, "glu_width": 128}
     for name, changes in jobs.items():
+        stop_at = changes.pop("stop_at", None)
         recipe = tiny(out=Path(folder, changes.get("name", name)), **changes)
         corpus = open_corpus(recipe.corpus, recipe.vocab_size)
         with Run(recipe) as job:
+            if stop_at is not None:
+                stop_after(job, stop_at)
             train(job, recipe, corpus, make_objective(recipe, corpus), {"val": corpus.val[:1500]})
     names = {changes.get("name", name) for name, changes in jobs.items()}
     return {name: [r["train_loss"] for r in rows(Path(folder, name)) if "train_loss" in r] for name in names}
 
 
+def stop_after(job: Run, step: int) -> None:
+    """Asks this worker to stop after so many steps."""
+    after_step = job.after_step
+
+    def stopping(closed: bool, **scalars: Tensor) -> Due:
+        if job.step == step:
+            signal.raise_signal(signal.SIGUSR1)
+        return after_step(closed, **scalars)
+
+    job.after_step = stopping  # pyright: ignore[reportAttributeAccessIssue]
+
+
+DEALT = {"balance": "round", "context": 64, "epochs": 3}  # rounds of whole documents
 STEADY = {"method": "ddp", "optim": replace(tiny().optim, schedule="constant")}
 JOBS = (
     {method: {"method": method, "epochs": 3} for method in ("ddp", "co2")}
     | {model: {"model": model, "epochs": 5} for model in ("roberta_tiny", "transnormer_tiny")}
     | {name: {"epochs": 1, "seed": seed} for name, seed in (("a", 0), ("b", 0), ("c", 1))}
     | {"two parts": {"epochs": 1, "accumulate": 2}}
+    | {
+        "dealt": DEALT,
+        "dealt, stopped": DEALT | {"stop_at": 7, "name": "dealt halves"},
+        "dealt, resumed": DEALT | {"resume": True, "name": "dealt halves"},
+    }
     | {
         "whole": STEADY | {"epochs": 2},
         "first half": STEADY | {"epochs": 1, "name": "halves"},
@@ -106,6 +130,13 @@ def test_equal_seeds_give_equal_runs_and_micro_batches_the_same_losses(losses: d
 
 def test_a_resumed_run_equals_an_uninterrupted_one(losses: dict[str, list[float]]):
     assert losses["halves"] == losses["whole"] and len(losses["whole"]) == 4
+
+
+def test_rounds_of_whole_documents_are_learned_and_a_stop_between_them_changes_nothing(
+    folder: Path, losses: dict[str, list[float]]
+):
+    check_learning(folder, losses, ("dealt",))
+    assert losses["dealt halves"] == losses["dealt"] and len(losses["dealt"]) == 6
 
 
 def test_one_process_trains_on_books_and_is_evaluated_on_wikitext2(tmp_path: Path):

@@ -1,0 +1,155 @@
+"""Training on whole documents, dealt over the rounds of a run: `--balance` of language.train and language.finetune."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from core.errors import UserError
+from core.methods import Method
+from core.rounds import Rounds
+from language.lengths.laws import cut
+from language.lengths.packed import Document, Packed, Rows, attend_to_documents, pack
+from language.lengths.rounds import Order, by_tokens, cost, crossing_of, deal, into_parts
+from language.recipes import TextRecipe
+from training.progress import pacing_of
+from training.workers import rank, world_size
+
+SCANNED = 1 << 26  # tokens of a file that are looked through at a time
+
+
+class Documents(Protocol):
+    """What is dealt. lengths: tokens that the model reads; targets: those of them that count in the loss; sizes: what
+    each fills of a step, of which a sample of the batch size takes sample_size. The three are int64 [documents]."""
+
+    lengths: np.ndarray
+    targets: np.ndarray
+    sizes: np.ndarray
+    sample_size: int
+    about: str
+
+    def read(self, number: int) -> Document: ...
+
+
+class TextDocuments:
+    """The documents of a token file, each with its end-of-text token; longer ones than `context` are cut into pieces of
+    so many inputs and a rest, and each token but a document's first is predicted once. Empty ones are left out.
+
+    tokens: 1-D; end: the id that ends a document. An epoch's step is as many tokens as windows would be.
+    """
+
+    def __init__(self, tokens: np.ndarray, end: int, context: int):
+        ends = np.concatenate([at + 1 + np.flatnonzero(tokens[at : at + SCANNED] == end) for at in _parts(tokens)])
+        if not len(ends) or ends[-1] < len(tokens):
+            ends = np.append(ends, len(tokens))
+        begins = np.concatenate([[0], ends[:-1]])
+        inputs = ends - begins - 1
+        begins, inputs = begins[inputs > 0], inputs[inputs > 0]
+        if not len(inputs):
+            raise UserError(f"{len(ends)} documents, all of them empty: give text")
+        self.tokens, self.lengths, self.sample_size = tokens, cut(inputs, context), context
+        pieces = -(-inputs // context)
+        number = np.arange(len(self.lengths)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        self.starts = np.repeat(begins, pieces) + context * number
+        self.targets = self.sizes = self.lengths
+        longer, empty = int((pieces > 1).sum()), len(ends) - len(inputs)
+        self.about = f"{len(inputs):,} documents, of which {longer:,} are longer than {context:,} tokens and are cut"
+        self.about += f"; {empty:,} empty ones left out" if empty else ""
+
+    def read(self, number: int) -> Document:
+        at, length = self.starts[number], self.lengths[number]
+        found = torch.from_numpy(self.tokens[at : at + length + 1].astype(np.int64))
+        return found[:-1], found[1:]
+
+
+def _parts(tokens: np.ndarray) -> range:
+    return range(0, len(tokens), SCANNED)
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """A task's documents, and how they are dealt."""
+
+    documents: Documents
+    balance: str
+    crossing: float
+
+    @classmethod
+    def of(cls, recipe: TextRecipe, model: nn.Module, documents: Documents) -> Dealt:
+        """crossing: the recipe's, or that of the model's width. From now on the model attends to documents."""
+        workers = world_size()
+        if len(documents.lengths) < workers:
+            n = len(documents.lengths)
+            raise UserError(f"{n} documents over {workers} workers: give as many, or --balance none")
+        attend_to_documents(model)
+        config: Any = model.config
+        width = getattr(config, "hidden_size", None) or config.width
+        dealt = cls(documents, recipe.balance, recipe.crossing or crossing_of(width))
+        if rank() == 0:
+            tqdm.write(str(dealt), file=sys.stderr)
+        return dealt
+
+    @property
+    def samples(self) -> int:
+        """Of an epoch, as the batch size counts them."""
+        return int(self.documents.sizes.sum()) // self.documents.sample_size
+
+    def __str__(self) -> str:
+        crossing = f"; attention costs as the rest at {self.crossing:,.0f}" if self.balance == "round" else ""
+        return f"balance {self.balance}: {self.documents.about}{crossing}"
+
+    def following(self, method: Method) -> Callable[..., Iterator[Rows]]:
+        """What Run.batches takes: each round of the method is dealt when its first batch is asked for."""
+
+        def batches(recipe: TextRecipe, place: int, workers: int, start: int, total: int) -> Iterator[Rows]:
+            return self.steps(recipe, place, workers, start, total, lambda: steps_ahead(method))
+
+        return batches
+
+    def steps(
+        self, recipe: TextRecipe, rank: int, workers: int, start: int, total: int, ahead: Callable[[], int]
+    ) -> Iterator[Rows]:
+        """This worker's steps from `start` to `total`. ahead: asked where a deal begins, gives the steps it is for."""
+        d = self.documents
+        full = (d.lengths == d.lengths.max()) & (self.balance == "round")
+        order = Order(d.sizes, recipe.batch_size * d.sample_size, full, seed=recipe.seed, workers=workers)
+        while start < total:
+            steps = min(ahead(), total - start)
+            yield from self._round(order.of(start, steps), steps, recipe.accumulate, rank, workers)
+            start += steps
+
+    def owners(self, numbers: np.ndarray, workers: int) -> np.ndarray:
+        """The worker of each of a round's documents, int64 [n]."""
+        lengths, targets = self.documents.lengths[numbers], self.documents.targets[numbers]
+        if self.balance == "tokens":
+            return by_tokens(lengths, workers)
+        return deal(np.stack([targets, cost(lengths, self.crossing)], axis=1), workers)
+
+    def _round(self, numbers: np.ndarray, steps: int, rows: int, rank: int, workers: int) -> Iterator[Rows]:
+        mine = numbers[self.owners(numbers, workers) == rank]
+        lengths, predicted = self.documents.lengths, self.documents.targets[numbers].sum() / (steps * workers)
+        of_step = into_parts(lengths[mine], steps)
+        for step in range(steps):
+            some = mine[of_step == step]
+            of_row = into_parts(lengths[some], rows)  # another number of rows leaves a step its documents
+            yield Rows([self._row(some[of_row == row]) for row in range(rows)], max(float(predicted), 1.0))
+
+    def _row(self, numbers: np.ndarray) -> Packed:
+        return pack([self.documents.read(number) for number in numbers.tolist()])
+
+
+def steps_ahead(method: Method) -> int:
+    """The optimiser steps that all workers take before they meet next; 1 where they meet at every step, and while tau
+    auto has them at unlike steps, where a deal of more would not be the same on all. Asked between two rounds, or two
+    spans of one that goes on because its mean is late."""
+    if not isinstance(method, Rounds):
+        return 1
+    pacing = pacing_of(method)
+    return 1 if pacing is not None and pacing.apart else method.tau

@@ -1,0 +1,154 @@
+"""Several documents in a row: no attention between them, positions restart, the loss counts every target alike.
+
+A model of transformers attends so after `attend_to_documents(model)`, and when it is called with
+`model(row.ids, position_ids=row.positions, documents=row.boundaries)`; TransNormer takes the same call as it is. Called
+without `documents` it is the model that it was. transformers' own way, restarting positions alone, builds a dense mask,
+which costs the square of the row's length; here the work is the sum of the documents' squares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import training.prepared  # noqa: F401, transformers imports torchvision when it is installed
+
+# isort: split
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from core.errors import UserError
+from language.data import IGNORE
+from language.transnormer import TransNormer
+
+NAME = "documents"  # of the attention, among transformers'
+Document = tuple[Tensor, Tensor]  # inputs and targets, int64 [tokens] each; IGNORE where nothing is predicted
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One row: ids, positions and targets are int64 [1, tokens].
+
+    boundaries: where documents begin in the row, and its end, int64 [documents + 1], in the host's memory.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    targets: Tensor
+    boundaries: Tensor
+
+    def to(self, device: torch.device) -> Packed:
+        """The row on a device, its boundaries where they are."""
+        moved = (t.to(device, non_blocking=True) for t in (self.ids, self.positions, self.targets))
+        return Packed(*moved, self.boundaries)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a worker trains on in an optimiser step: a row for each micro-batch.
+
+    predicted: the targets of a worker and step, in the mean over all of the round. Every worker divides its sum of
+    losses by it: a target counts alike on all, and none has to ask the others for their counts.
+    """
+
+    parts: list[Packed]
+    predicted: float
+
+
+def pack(documents: Sequence[Document]) -> Packed:
+    """Joins whole documents to a row. Without any it is a filler of one token that predicts nothing: transformers'
+    models refuse empty rows, and a worker that skipped its backward pass would leave others waiting in theirs."""
+    documents = documents or [(torch.zeros(1, dtype=torch.int64), torch.full((1,), IGNORE))]
+    lengths = [len(ids) for ids, _ in documents]
+    if not all(lengths):
+        raise UserError(f"document {lengths.index(0)} of a row is empty: leave it out")
+    return Packed(
+        ids=torch.cat([ids for ids, _ in documents])[None],
+        positions=torch.cat([torch.arange(n) for n in lengths])[None],
+        targets=torch.cat([targets for _, targets in documents])[None],
+        boundaries=torch.tensor([0, *lengths]).cumsum(0),
+    )
+
+
+# -- attention ------------------------------------------------------------------------------------------------------
+
+
+def attend_to_documents(model: nn.Module) -> None:
+    """From now on the model can be called with `documents`. UserError where it would not keep documents apart."""
+    if isinstance(model, TransNormer):
+        return
+    name = type(model).__name__
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(model, "set_attn_implementation"):
+        raise UserError(f"{name} has no attention that could be told of documents: leave --balance out")
+    if kinds := set(getattr(config, "layer_types", None) or []) - {"full_attention"}:
+        raise UserError(f"{name} has layers of {', '.join(sorted(kinds))}: leave --balance out")
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _mask)
+    model.set_attn_implementation(NAME)  # pyright: ignore[reportCallIssue]
+    if config._attn_implementation != NAME:  # it has said so in a warning
+        raise UserError(f"{name} computes its attention in a way of its own: leave --balance out")
+    training = model.training
+    _check_apart(model.eval())
+    model.train(training)
+
+
+@torch.no_grad()
+def _check_apart(model: nn.Module) -> None:
+    """UserError where a document's logits depend on what stands before it in the row."""
+    device = next(model.parameters()).device
+    document = (torch.arange(1, 4), torch.full((3,), IGNORE))
+    row = pack([(torch.arange(4, 6), torch.full((2,), IGNORE)), document]).to(device)
+    try:
+        found = model(row.ids, position_ids=row.positions, documents=row.boundaries).logits[0, 2:].float()
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{type(model).__name__} takes no documents ({error}): leave --balance out") from None
+    alone = model(document[0][None].to(device)).logits[0].float()
+    if (found - alone).abs().max() > 1e-4 * alone.abs().max():
+        raise UserError(f"{type(model).__name__} mixes the documents of a row: leave --balance out")
+
+
+def document_attention(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, attend: Any) -> Tensor:
+    """attend(query, key, value) of each document by itself, joined again along the tokens.
+
+    query, key, value: [1, heads, tokens, d]. attend: returns [1, tokens of the document, ...].
+    """
+    lengths = boundaries.diff().tolist()
+    parts = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
+    return torch.cat([attend(*part) for part in parts], dim=1)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    documents: Tensor | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention by torch's kernels, of each document by itself where there are documents."""
+    if dropout:
+        raise UserError(f"attention to documents has no dropout, the model's is {dropout}: set it to 0")
+    if sliding_window is not None and query.shape[2] > sliding_window:
+        raise UserError(f"attention to documents knows no window, the model's is {sliding_window}: leave --balance out")
+    if documents is None:
+        return sdpa_attention_forward(module, query, key, value, mask, **rest)
+    if mask is not None:
+        raise UserError("attention_mask goes with padded rows, documents with packed ones: leave one of them out")
+
+    def attend(*part: Tensor) -> Tensor:
+        return sdpa_attention_forward(module, *part, None, **rest)[0]
+
+    return document_attention(query, key, value, documents, attend), None
+
+
+def _mask(*, attention_mask: Tensor | None = None, **rest: Any) -> Tensor | None:
+    """A mask for padded rows alone: documents, and causal rows, need none."""
+    return None if attention_mask is None else sdpa_mask(attention_mask=attention_mask, **rest)

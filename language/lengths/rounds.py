@@ -1,0 +1,172 @@
+"""Whole documents dealt over a round of CO2: workers meet every tau steps, so nothing is split and nothing is sent.
+
+Attention costs the square of a document's length, the rest its length. So workers with as many tokens each may have
+unlike work, and wait for the one that has most. Every worker computes the same deal by itself, a pure function of seed,
+step, steps and workers: another number of workers, another tau and a resumed run need nothing from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from core.errors import UserError
+from training.sampling import generator
+
+CANDIDATES = 32  # documents of a worker that are tried in an exchange
+PARTNERS = 4  # workers that are tried
+TOLERANCE = 0.004  # of a worker's share, within which nothing is exchanged any more
+
+
+def crossing_of(width: int) -> float:
+    """The length at which a causal document's attention costs as much as the rest of a transformer, in multiplications.
+
+    A layer multiplies 12 width^2 times a token in its matrices (four in attention, a feed-forward part four times as
+    wide), and width x length times a token for the scores and the mean of the values, as half of them are masked.
+    """
+    return 12.0 * width
+
+
+def cost(lengths: np.ndarray, crossing: float) -> np.ndarray:
+    """The work of documents of int64 [n] lengths: s^2 + crossing s, float64 [n], in units of their own."""
+    if not crossing > 0:
+        raise UserError(f"crossing={crossing}: give the tokens at which attention costs as the rest, above 0")
+    return lengths.astype(np.float64) * (lengths + crossing)
+
+
+# -- which documents a round holds ----------------------------------------------------------------------------------
+
+
+class Order:
+    """In which order documents come, and which a round holds.
+
+    sizes: int64 [n], what each fills of a step, which takes `step_size` over all workers. One shuffle an epoch lays
+    them one behind the other, and a document belongs to the step in which it ends. What is less than a step at an
+    epoch's end is left out.
+
+    full: bool [n], those as long as a document can be. No deal evens out five of them over four workers: each waits for
+    others, until there is one for each worker, and all come where the last of them ends. Fewer than `workers` of these
+    are left out of an epoch; where the number of workers changes within one, as many may come twice, or not at all.
+    """
+
+    def __init__(self, sizes: np.ndarray, step_size: int, full: np.ndarray, *, seed: int, workers: int):
+        self.sizes, self.step_size, self.full = sizes, step_size, full
+        self.seed, self.workers = seed, workers
+        self.steps = int(sizes.sum()) // step_size
+        if not self.steps:
+            raise UserError(f"{len(sizes)} documents do not fill a step: give more, or a smaller --batch_size")
+        self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def of(self, start: int, steps: int) -> np.ndarray:
+        """The documents of so many steps from `start` on, counted over all epochs: int64 [m]."""
+        found = []
+        end = start + steps
+        while start < end:
+            epoch, first = divmod(start, self.steps)
+            last = min(self.steps, first + end - start)
+            documents, places = self._epoch(epoch)
+            among = np.searchsorted(places, [first * self.step_size, last * self.step_size], side="right")
+            found.append(documents[slice(*among)])
+            start += last - first
+        return np.concatenate(found)
+
+    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The epoch's documents in their order, and where each ends."""
+        if epoch not in self._epochs:
+            shuffled = torch.randperm(len(self.sizes), generator=generator(self.seed, epoch)).numpy()
+            places = np.cumsum(self.sizes[shuffled])
+            whole = np.flatnonzero(self.full[shuffled])
+            late = np.arange(len(whole)) // self.workers * self.workers + self.workers - 1  # the last of each group
+            held = np.append(places[whole], np.iinfo(np.int64).max)  # the last group may not become whole
+            places[whole] = held[np.minimum(late, len(whole))]
+            order = np.argsort(places, kind="stable")
+            kept = {e: known for e, known in self._epochs.items() if e == epoch - 1}
+            self._epochs = kept | {epoch: (shuffled[order], places[order])}
+        return self._epochs[epoch]
+
+
+# -- to whom they go --------------------------------------------------------------------------------------------------
+
+
+def deal(shares: np.ndarray, workers: int) -> np.ndarray:
+    """The worker of each document, int64 [n], so that all get alike of every column.
+
+    shares: float64 [n, k], such as tokens and costs. Documents are taken by their size, one for each worker at a time,
+    the largest of them to the worker that has least; then workers exchange documents while they come closer.
+    """
+    if not len(shares):
+        return np.empty(0, dtype=np.int64)
+    sums = shares.sum(axis=0)
+    loads = shares * (workers / np.where(sums > 0, sums, 1))  # of each column a worker's share is 1
+    size = loads.sum(axis=1)
+    order = np.argsort(-size, kind="stable")  # ties by number: the same on every machine
+    owner = np.empty(len(shares), dtype=np.int64)
+    have = np.zeros((workers, shares.shape[1]))
+    for at in range(0, len(order), workers):
+        some = order[at : at + workers]
+        least = np.argsort(have.sum(axis=1), kind="stable")[: len(some)]
+        owner[some] = least
+        have[least] += loads[some]
+    _exchange(owner, loads, have)
+    return owner
+
+
+def _exchange(owner: np.ndarray, loads: np.ndarray, have: np.ndarray) -> None:
+    """Lets the worker that is farthest off swap a document, or give one, while the sum of squared misses falls."""
+    for _ in range(20 * len(have)):
+        miss = have - 1
+        if (np.abs(miss) <= TOLERANCE).all():
+            return
+        worst = int(np.argmax((miss**2).sum(axis=1)))
+        mine = _candidates(owner, worst, loads)
+        best, swap = -1e-12, None
+        for other in np.argsort(-((miss - miss[worst]) ** 2).sum(axis=1), kind="stable")[:PARTNERS]:
+            if other == worst:
+                continue
+            theirs = _candidates(owner, other, loads)
+            given = _of(loads, mine)[:, None] - _of(loads, theirs)[None]
+            change = 2 * (given * (given + miss[other] - miss[worst])).sum(axis=2)
+            i, j = np.unravel_index(np.argmin(change), change.shape)
+            if change[i, j] < best:
+                best, swap = change[i, j], (other, mine[i], theirs[j], given[i, j])
+        if swap is None:
+            return
+        other, leaves, comes, given = swap
+        have[worst] -= given
+        have[other] += given
+        if leaves >= 0:
+            owner[leaves] = other
+        if comes >= 0:
+            owner[comes] = worst
+
+
+def _candidates(owner: np.ndarray, worker: int, loads: np.ndarray) -> np.ndarray:
+    """Documents of a worker, spread over their sizes where there are many, and -1, which stands for none."""
+    mine = np.flatnonzero(owner == worker)
+    if len(mine) > CANDIDATES:
+        mine = mine[np.argsort(loads[mine].sum(axis=1), kind="stable")]
+        mine = mine[np.linspace(0, len(mine) - 1, CANDIDATES).astype(int)]
+    return np.append(mine, -1)
+
+
+def _of(loads: np.ndarray, documents: np.ndarray) -> np.ndarray:
+    return np.where((documents >= 0)[:, None], loads[documents], 0)
+
+
+def by_tokens(lengths: np.ndarray, workers: int) -> np.ndarray:
+    """As they come, each to the worker that has fewest tokens so far: a loader with a budget of tokens. int64 [n]."""
+    owner, have = np.empty(len(lengths), dtype=np.int64), [0] * workers
+    for i, length in enumerate(lengths.tolist()):
+        owner[i] = worker = have.index(min(have))
+        have[worker] += length
+    return owner
+
+
+def into_parts(lengths: np.ndarray, parts: int) -> np.ndarray:
+    """The part, a step or a micro-batch of one, of each of a worker's documents, int64 [n]: longest first, each to the
+    part with fewest tokens."""
+    part, have = np.empty(len(lengths), dtype=np.int64), [0] * parts
+    for i in np.argsort(-lengths, kind="stable").tolist():
+        part[i] = emptiest = have.index(min(have))
+        have[emptiest] += int(lengths[i])
+    return part
