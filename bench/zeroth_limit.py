@@ -22,7 +22,7 @@ from bench import report
 from bench.cluster import prepare_to_fork, run_ranks
 from bench.report import mean_sd, read_options, require_each_once, require_one_or_more, require_positive
 from bench.trainings import TUNING_SEED
-from bench.zeroth_ways import KINDS, WAYS, Job, make_base, random_base, train, wikitext
+from bench.zeroth_ways import KINDS, WAYS, Job, make_base, random_base, train, warm_up, wikitext
 from core.errors import UserError
 from training.script import launch
 
@@ -145,6 +145,7 @@ def run_all(o: ZerothLimit, folder: Path) -> dict[str, Any]:
             report.save(folder, NAME, result, text(result))
 
     with tempfile.TemporaryDirectory() as scratch:
+        warm_up(Path(scratch))
         untrained = random_base(Path(scratch) / "large", o.large)
         take("memory", measure_memory(o, untrained, o.large))
         untrained.unlink()
@@ -178,8 +179,8 @@ def text(result: dict[str, Any]) -> str:
         f"Training in little memory. {report.source(result)}\n\n{report.table(TITLES, cells)}\n\n"
         f"Large, small: {large} and {small} layers x width; batches of {o['batch']} windows of 64 tokens. MB: private "
         "writable memory beyond what the process had before the model, the smallest of a ladder in which two steps "
-        "run; with less the allocation fails. Loss: of the small one within that, or the next, on WikiText-2's test text"
-        f"{began}; {len(o['seeds'])} seeds, mean and standard deviation. Ways that take the same steps are trained "
+        "run; with less the allocation fails. Loss: of the small one within that, or the next, on WikiText-2's test "
+        f"text{began}; {len(o['seeds'])} seeds, mean and standard deviation. Ways that take the same steps are trained "
         "once. Processor seconds: of all threads, in that memory, with whatever else ran on the machine.\n"
     )
 
