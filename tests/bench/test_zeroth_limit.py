@@ -66,6 +66,13 @@ def test_the_smallest_limit_of_the_ladder(monkeypatch, tmp_path):
     assert list(LADDER) == sorted(set(LADDER))
 
 
+def test_a_run_that_needs_more_than_two_steps_do_takes_the_next_limit(monkeypatch, tmp_path):
+    monkeypatch.setattr(zeroth_limit, "run", lambda job: {"loss": 1.0} if job.limit >= 1.0 else None)
+    assert zeroth_limit.in_little(job("zo", tmp_path, limit=0.5)) == (1.0, {"loss": 1.0})
+    monkeypatch.setattr(zeroth_limit, "run", lambda job: None)
+    assert zeroth_limit.in_little(job("zo", tmp_path, limit=0.5)) == (None, {})
+
+
 def test_the_table():
     o = ZerothLimit(ways=("AdamW", "zo, offload"), seeds=(0, 1))
     memory = [
