@@ -82,7 +82,7 @@ def ours(lengths: Sequence[int], i: Island) -> float:
 
 def even(lengths: Sequence[int], i: Island) -> float:
     everyone = tuple(range(i.size))
-    return sum(max(i.load(n, everyone)[:2]) for n in lengths) + i.linear * sum(lengths) / i.size
+    return sum(max(i.share(n, everyone)[:2]) for n in lengths) + i.linear * sum(lengths) / i.size
 
 
 def whole(lengths: Sequence[int], i: Island) -> float:
@@ -107,7 +107,7 @@ def grouped(lengths: Sequence[int], i: Island) -> float:
         groups = [tuple(range(end - g, end)) for end, g in zip(ends, sizes, strict=True)]
         busy = [0.0] * len(groups)
         for n in sorted(lengths, reverse=True):
-            costs = [sum(i.load(n, g)[:2]) + i.linear * n / len(g) for g in groups]
+            costs = [sum(i.share(n, g)[:2]) + i.linear * n / len(g) for g in groups]
             after = [b + c for b, c in zip(busy, costs, strict=True)]
             first = after.index(min(after))
             busy[first] = after[first]
@@ -175,7 +175,7 @@ def optimum(lengths: Sequence[int], i: Island, bound: float, most: int = MOST) -
     """Least layer_seconds over all sets of devices, by branch and bound below `bound`; None: too many to look at."""
     rings = [ring for g in range(1, i.size + 1) for ring in combinations(range(i.size), g)]
     order = sorted(lengths, reverse=True)
-    costs = [[(ring, *i.load(n, ring)) for ring in rings] for n in order]
+    costs = [[(ring, *i.share(n, ring)) for ring in rings] for n in order]
     left = [sum(map(i.whole, order[depth:])) for depth in range(len(order) + 1)]
     best, looked = bound, 0
 

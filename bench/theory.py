@@ -337,7 +337,7 @@ def main() -> None:
     with ProcessPoolExecutor(2, get_context("spawn")) as workers:
         parts = list(workers.map(take, [o] * len(o.parts), o.parts))
     result = report.header("bench.theory", o, ("torch", "numpy")) | {"rows": [asdict(part) for part in parts]}
-    report.conclude(o.out, NAME, result, f"# Theory, checked\n\n{report.source(result)}\n\n{page(parts)}")
+    report.conclude(o.out, NAME, result, f"# Theory, checked\n\n- {report.source(result)}\n\n{page(parts)}")
     if failed := [claim for part in parts for claim, ok in part.holds.items() if not ok]:
         sys.exit(f"{len(failed)} did not hold: {'; '.join(failed)}")
 

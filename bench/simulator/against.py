@@ -56,7 +56,7 @@ class Cores:
     byte: float
     """Sent: with what it takes to receive and add as many."""
 
-    def load(self, row: Row, nbytes: float, seconds: float, allreduce: float, cores: int) -> float:
+    def demand(self, row: Row, nbytes: float, seconds: float, allreduce: float, cores: int) -> float:
         """The share of the cores' time that the row's workers need; above 1 it cannot come true.
 
         seconds: of the whole row, predicted; allreduce: of one, over the link.
@@ -92,7 +92,7 @@ class Compared:
     name: str
     measured: tuple[float, ...]
     predicted: tuple[float, ...]
-    load: float
+    demand: float
 
     @property
     def error(self) -> float:
@@ -105,7 +105,7 @@ class Compared:
 
     @property
     def link_decides(self) -> bool:
-        return self.load < BUSY
+        return self.demand < BUSY
 
 
 def of_scaling(
@@ -123,7 +123,7 @@ def of_scaling(
         loads = []
         for row, speed in zip(rows, predicted, strict=True):
             seconds, link = workers * batch * row["steps"] / speed, calibrate.work_of(row, constants, nbytes).allreduce
-            loads.append(cores.load(row, nbytes, seconds, link, data["cpu_count"]))
+            loads.append(cores.demand(row, nbytes, seconds, link, data["cpu_count"]))
         name = _name(method, tau, workers, rate)
         measured = tuple(row["samples_per_second"] for row in rows)
         load, known = statistics.median(loads), rows[0] in fitted
@@ -149,7 +149,7 @@ def of_peers(data: dict[str, Any], part: str, constants: Constants, cores: Cores
         seconds = simulate(row["method"], work, tau, steps // tau).seconds + steps % tau * step
         seconds += work.allreduce if row["method"] in HIDDEN else 0.0
         speed = (o["workers"] * BATCH * steps / seconds,) * len(row["samples_per_second"])
-        load = cores.load(asked, nbytes, seconds, work.allreduce, data["cpu_count"])
+        load = cores.demand(asked, nbytes, seconds, work.allreduce, data["cpu_count"])
         found.append(
             Compared(
                 part, _name(row["method"], tau, o["workers"], o["rate"]), tuple(row["samples_per_second"]), speed, load
@@ -234,7 +234,7 @@ def _summary_line(decides: str, part: str, rows: Sequence[Compared]) -> list[obj
 def shares(rows: Sequence[Compared]) -> str:
     """What the worst error were, did the cores decide from another share of their time on."""
     predicted = [row for row in rows if "fitted" not in row.part]
-    worst = {b: [abs(row.error) for row in predicted if row.load < b] for b in (0.3, 0.4, 0.6, 0.7, 0.8)}
+    worst = {b: [abs(row.error) for row in predicted if row.demand < b] for b in (0.3, 0.4, 0.6, 0.7, 0.8)}
     return ", ".join(f"{b:g}: {max(e):.1%} of {len(e)} rows" for b, e in worst.items() if e)
 
 
@@ -247,7 +247,7 @@ def far(rows: Sequence[Compared], limit: float) -> str:
             r.name,
             *(f"{statistics.median(x):,.0f}" for x in (r.measured, r.predicted)),
             f"{r.error:+.0%}",
-            f"{r.load:.2f}",
+            f"{r.demand:.2f}",
         ]
         for r in beyond
     ]

@@ -72,7 +72,7 @@ class Island:
         """Whether a ring spans several nodes."""
         return min(ring) // self.devices != max(ring) // self.devices
 
-    def load(self, length: int, ring: Ring) -> Load:
+    def share(self, length: int, ring: Ring) -> Load:
         """Of a document on each device of its ring; zigzag makes them equal."""
         g, (latency, token) = len(ring), self.across if self.crosses(ring) else self.inside
         return self.attention * length**2 / g, (g - 1) * (latency + token * length / g), length / g
@@ -107,7 +107,7 @@ class Loads:
     def of(cls, lengths: Sequence[int], rings: Sequence[Ring], island: Island) -> Loads:
         loads = cls(island)
         for length, ring in zip(lengths, rings, strict=True):
-            loads.add(ring, island.load(length, ring))
+            loads.add(ring, island.share(length, ring))
         return loads
 
 
@@ -153,7 +153,7 @@ class Item(NamedTuple):
     """What is placed as one: a document, or several that cost little, which then stay whole."""
 
     documents: list[int]
-    load: Load  # on one device
+    share: Load  # on one device
     whole: bool
 
 
@@ -186,7 +186,7 @@ def placed(deadline: float, items: list[Item], lengths: Sequence[int], island: I
         for ring in candidates(loads):
             if len(ring) > 1 and item.whole:
                 return None
-            load = item.load if len(ring) == 1 else island.load(lengths[item.documents[0]], ring)
+            load = item.share if len(ring) == 1 else island.share(lengths[item.documents[0]], ring)
             if loads.after(ring, load) <= deadline:
                 break
         else:
@@ -206,8 +206,8 @@ def improved(rings: Sequence[Ring], lengths: Sequence[int], island: Island) -> l
         nonlocal effort
         effort += island.size + sum(len(old) + len(new) for _, old, new in moves)
         for i, old, new in moves:
-            loads.add(old, island.load(lengths[i], old), -times)
-            loads.add(new, island.load(lengths[i], new), times)
+            loads.add(old, island.share(lengths[i], old), -times)
+            loads.add(new, island.share(lengths[i], new), times)
         return max(loads.busy) if max(loads.tokens) <= island.room else math.inf
 
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))

@@ -16,12 +16,12 @@ MEGABYTE = 1_000_000.0
 def test_the_cores_load_by_hand():
     """Two workers send 2 (1/2) bytes = 1 MB a round, 2 ms of CPU; three rounds of four steps: 12 + 12 + 6 ms each."""
     row = {"method": "local", "workers": 2, "steps": 12, "rounds": 3}
-    assert COST.load(row, MEGABYTE, seconds=0.1, allreduce=1.0, cores=2) == pytest.approx(2 * 0.030 / 0.2)
-    assert COST.load(row, MEGABYTE, seconds=0.1, allreduce=1.0, cores=1) == pytest.approx(0.6)
+    assert COST.demand(row, MEGABYTE, seconds=0.1, allreduce=1.0, cores=2) == pytest.approx(2 * 0.030 / 0.2)
+    assert COST.demand(row, MEGABYTE, seconds=0.1, allreduce=1.0, cores=1) == pytest.approx(0.6)
     # an all-reduce alone: 2 x 2 ms of CPU in 2.5 ms of 2 cores
-    assert COST.load(row, MEGABYTE, seconds=0.1, allreduce=0.0025, cores=2) == pytest.approx(0.8)
+    assert COST.demand(row, MEGABYTE, seconds=0.1, allreduce=0.0025, cores=2) == pytest.approx(0.8)
     ddp = row | {"method": "ddp", "rounds": 12}  # closes no rounds, and sends every step
-    assert COST.load(ddp, MEGABYTE, seconds=0.1, allreduce=1.0, cores=2) == pytest.approx(2 * (0.012 + 0.024) / 0.2)
+    assert COST.demand(ddp, MEGABYTE, seconds=0.1, allreduce=1.0, cores=2) == pytest.approx(2 * (0.012 + 0.024) / 0.2)
 
 
 def with_cores(data: dict) -> dict:
