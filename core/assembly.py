@@ -34,6 +34,7 @@ from .robust.masters import Masters
 from .robust.watch import Watch
 from .sharded import sharded
 from .sharded.checks import check_mesh, check_shared, groups_of
+from .sharded.placement import Holders
 from .testing.link import Link, SlowFlight, flight_over
 from .wires.auto import AutoWire
 from .wires.config import WireConfig, Wired
@@ -142,7 +143,7 @@ class ShardedCO2(sharded.ShardedCO2):
         *,
         mesh: DeviceMesh | None = None,
         inner_group: dist.ProcessGroup | None = None,
-        shards: bool = False,
+        shards: bool | Holders = False,
         shard: bool = False,
         offload: bool = False,
         schedule: Schedule | None = None,

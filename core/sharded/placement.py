@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,9 @@ from ..flat import Bucket, copy, is_dtensor, local_shard, views
 from ..groups import Stage, agree, all_reduce, backend_for, gather_parts, host_group, leave_group, new_group, send_first
 
 PIECES = 16  # a sum over the workers goes in so many pieces, for the sake of its temporary
-Places = dict[int, list[tuple[int, slice]]]  # how many ranks hold some elements -> [(which flat tensor, where in it)]
+Holders = Mapping[Tensor, Sequence[int]]  # a parameter, as it is given -> the ranks that hold its elements held here
+Key = TypeVar("Key", bound=Hashable)
+Where = list[tuple[int, slice]]  # [(which flat tensor, where in it)]
 
 
 class Placement:
@@ -24,8 +26,9 @@ class Placement:
 
     params, buffers: plain tensors and DTensors. inner: the ranks, of which a group of their own is made; None: this
     worker alone, for whom nothing here sends anything. shards: plain tensors are this rank's own; else all ranks hold
-    them. timeout, device, backend: see groups.new_group. UserError where a mean over workers would mix different
-    shards.
+    them. Or, of each parameter, the ranks that hold those of its elements that this one holds, itself among them:
+    replicas of a stage, or two stages with a tied embedding, each in the same order. timeout, device, backend: see
+    groups.new_group. UserError where a mean over workers would mix different shards.
 
     Methods take `trained`, those of params that require a gradient, in their order, as local tensors.
     Attributes: group, made of inner; size and rank, in it; of_shards, whether a rank's share is its part of the model.
@@ -36,7 +39,7 @@ class Placement:
         params: Sequence[Tensor],
         buffers: Sequence[Tensor],
         inner: dist.ProcessGroup | None,
-        shards: bool,
+        shards: bool | Holders,
         *,
         timeout: float,
         device: torch.device,
@@ -44,19 +47,30 @@ class Placement:
     ):
         self.group = new_group(inner, timeout, device, backend, hidden=True) if inner is not None else None
         self._timeout, self._device = timeout, device
-        self.of_shards = shards or any(is_dtensor(p) for p in params)
+        stages = shards is not False
+        self.of_shards = stages or any(is_dtensor(p) for p in params)
         if self.of_shards and self.group is None:
-            what = "shards=True needs" if shards else "DTensors as parameters need"
+            what = "shards=True needs" if stages else "DTensors as parameters need"
             raise UserError(f"{what} mesh=: without it different shards would be averaged")
         ranks = dist.get_process_group_ranks(self.group) if self.group is not None else [0]
         copies = {id(t): copies_of(t, ranks, shards) for t in [*params, *buffers]}
-        if not shards and any(copies[id(b)] < len(ranks) for b in buffers):
+        if not stages and any(copies[id(b)] < len(ranks) for b in buffers):
             raise UserError("a DTensor among the buffers is sharded, its mean would mix shards: leave it out of them")
         self.size, self.rank = len(ranks), dist.get_rank(self.group) if self.group is not None else 0
         self._shared = [local_shard(t) for t in [*params, *buffers] if copies[id(t)] == self.size]
         self._copies = [copies[id(p)] for p in params if p.requires_grad]
-        self._in_shares: Places = {}
-        self._in_flats: Places = {}
+        self._in_shares: dict[int, Where] = {}
+        self._mended: list[tuple[dist.ProcessGroup, Where]] = []  # who take what of the first one's
+        of_some = shards if isinstance(shards, Mapping) else {}
+        sets = [tuple(sorted(of_some.get(p, ()))) for p in params]
+        self._some = [s if 1 < len(s) < self.size else () for s in sets]
+        self._given = [local_shard(p) for p in params]
+        self._trained = [s for p, s in zip(params, self._some, strict=True) if p.requires_grad]
+        # in one order on all ranks, each of which waits for the others of a group that it makes
+        self._groups = {
+            s: new_group(self.group, timeout, device, backend, hidden=True, only=s)
+            for s in sorted({*self._some} - {()})
+        }
 
     def agree(self, settings: tuple[Any, ...]) -> None:
         """groups.agree over the inner group, with what all its ranks hold."""
@@ -68,6 +82,9 @@ class Placement:
         except UserError as error:
             remedy = "if each holds a part of its own, as a pipeline stage, give shards=True"
             raise UserError(f"{error}; {remedy}") from None
+        for holders, group in self._groups.items():
+            theirs = [t for t, s in zip(self._given, self._some, strict=True) if s == holders]
+            agree((), theirs, group, self._device)
 
     def check(self, trained: Sequence[Tensor]) -> str:
         """UserError if parameters that all ranks of the inner group should hold alike have come to differ. Returns why
@@ -102,10 +119,15 @@ class Placement:
 
     def locate(self, trained: Sequence[Tensor], buckets: Sequence[Bucket], shares: Sequence[Tensor]) -> None:
         """Notes where the elements lie that several ranks hold. shares: views of the buckets' flat tensors."""
-        if self.of_shards:  # else shares hold each element once
-            copies = {id(p): n for p, n in zip(trained, self._copies, strict=True)}
-            self._in_shares = _places(buckets, shares, copies)
-            self._in_flats = _places(buckets, [b.flat for b in buckets], copies)
+        if not self.of_shards:  # shares hold each element once
+            return
+        copies = {id(p): n for p, n in zip(trained, self._copies, strict=True)}
+        self._in_shares = _places(buckets, shares, copies)
+        self._in_shares.pop(1, None)
+        flats = [b.flat for b in buckets]
+        self._mended = [(self.group, _places(buckets, flats, copies).get(self.size, []))]
+        sets = _places(buckets, flats, {id(p): s for p, s in zip(trained, self._trained, strict=True)})
+        self._mended += [(group, sets.get(holders, [])) for holders, group in self._groups.items()]
 
     @property
     def parts(self) -> int:
@@ -122,7 +144,7 @@ class Placement:
             yield all_reduce(tensors, self.group)
 
     def gather(self, buckets: Sequence[Bucket]) -> Iterator[Stage]:
-        """Every rank gets the others' shares of the payloads; of shards what all ranks hold, as the first one has it.
+        """Every rank gets the others' shares of the payloads; of shards what several hold, as the first of them has it.
 
         The order in which a sum is taken depends on where its terms lie, and shards need not be equally long.
         """
@@ -132,18 +154,28 @@ class Placement:
             for bucket in buckets:
                 yield gather_parts(bucket.flat[: bucket.padded], self.group)
             return
-        places = self._in_flats.get(self.size, [])
-        for i in sorted({i for i, _ in places}):
-            copies = [buckets[i].flat[place] for j, place in places if j == i]
-            packed = torch.cat(copies)
-            yield send_first([packed], self.group)
-            copy(copies, views(packed, copies))
+        for group, places in self._mended:
+            for i in sorted({i for i, _ in places}):
+                copies = [buckets[i].flat[place] for j, place in places if j == i]
+                packed = torch.cat(copies)
+                yield send_first([packed], group)
+                copy(copies, views(packed, copies))
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """All that it sends over."""
+        return [group for group in (self.group, *self._groups.values()) if group is not None]
 
     def close(self) -> None:
         """Leaves the inner group."""
-        if self.group is not None:
-            leave_group(self.group, self._timeout, hidden=True)
-            self.group = None
+        for group in self.groups:
+            leave_group(group, self._timeout, hidden=True)
+        self.forget()
+
+    def forget(self) -> None:
+        """Lets go of groups that somebody else leaves."""
+        self.group = None
+        self._groups, self._mended = {}, []
 
     def surplus(self, shares: Sequence[Tensor]) -> Tensor | float:
         """What to take off the sum of the squares in `shares`, laid out as in `locate`, before it is summed over the
@@ -154,25 +186,29 @@ class Placement:
         return total
 
 
-def _places(buckets: Sequence[Bucket], parts: Sequence[Tensor], copies: dict[int, int]) -> Places:
-    """parts: a view of each bucket's flat tensor. copies: id of a parameter -> how many ranks hold it."""
-    found: Places = {}
+def _places(buckets: Sequence[Bucket], parts: Sequence[Tensor], keys: dict[int, Key]) -> dict[Key, Where]:
+    """Where the elements of parameters with one key lie. parts: a view of each bucket's flat tensor. keys: id of a
+    parameter -> how many ranks, or which, hold it."""
+    found: dict[Key, Where] = {}
     for i, (bucket, part) in enumerate(zip(buckets, parts, strict=True)):
         end, first = 0, int(part.storage_offset())
-        for n, together in groupby(bucket.params, lambda p: copies[id(p)]):
+        for key, together in groupby(bucket.params, lambda p: keys[id(p)]):
             start, end = end, end + sum(p.numel() for p in together)
             place = slice(max(start - first, 0), min(end - first, len(part)))
-            if n > 1 and place.start < place.stop:
-                found.setdefault(n, []).append((i, place))
+            if place.start < place.stop:
+                found.setdefault(key, []).append((i, place))
     return found
 
 
-def copies_of(t: Tensor, ranks: Sequence[int], shards: bool) -> int:
+def copies_of(t: Tensor, ranks: Sequence[int], shards: bool | Holders) -> int:
     """How many of `ranks`, an inner group, hold those elements of `t` that this rank holds, itself included.
 
-    A plain tensor: all of them, or with `shards` this one alone. A DTensor: as its placements say. UserError where they
-    are partial sums, or reach beyond the group.
+    As `shards` says, where it tells of each. A plain tensor: all of them, or with `shards` this one alone. A DTensor:
+    as its placements say. UserError where they are partial sums, or reach beyond the group.
     """
+    if isinstance(shards, Mapping) and t in shards:
+        return _told(shards[t], ranks)
+    shards = shards is not False
     if not is_dtensor(t):
         return 1 if shards else len(ranks)
     mesh = t.device_mesh
@@ -190,6 +226,16 @@ def copies_of(t: Tensor, ranks: Sequence[int], shards: bool) -> int:
             )
         holders //= len(over)
     return holders
+
+
+def _told(holders: Sequence[int], ranks: Sequence[int]) -> int:
+    """How many they are. UserError where they are not of the group, or this rank is not among them."""
+    if dist.get_rank() not in holders or not {*holders} <= {*ranks}:
+        raise UserError(
+            f"shards: ranks {[*holders]} are said to hold a parameter of rank {dist.get_rank()}, whose inner group is "
+            f"{[*ranks]}: give ranks of that group, the rank itself among them"
+        )
+    return len({*holders})
 
 
 def sum_parts(flat: Tensor, group: dist.ProcessGroup) -> Iterator[Stage]:
