@@ -67,10 +67,11 @@ class Placement:
         self._given = [local_shard(p) for p in params]
         self._trained = [s for p, s in zip(params, self._some, strict=True) if p.requires_grad]
         # in one order on all ranks, each of which waits for the others of a group that it makes
-        self._groups = {
-            s: new_group(self.group, timeout, device, backend, hidden=True, only=s)
-            for s in sorted({*self._some} - {()})
-        }
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for some in sorted({*self._some} - {()}):
+            made = new_group(self.group, timeout, device, backend, hidden=True, only=some)
+            assert made is not None
+            self._groups[some] = made
 
     def agree(self, settings: tuple[Any, ...]) -> None:
         """groups.agree over the inner group, with what all its ranks hold."""
@@ -119,7 +120,7 @@ class Placement:
 
     def locate(self, trained: Sequence[Tensor], buckets: Sequence[Bucket], shares: Sequence[Tensor]) -> None:
         """Notes where the elements lie that several ranks hold. shares: views of the buckets' flat tensors."""
-        if not self.of_shards:  # shares hold each element once
+        if not self.of_shards or self.group is None:  # shares hold each element once
             return
         copies = {id(p): n for p, n in zip(trained, self._copies, strict=True)}
         self._in_shares = _places(buckets, shares, copies)

@@ -11,7 +11,8 @@ from tests.problems import Settings, assert_traces_equal, flat, train_reference,
 
 STEPS = 9  # 4 rounds and an incomplete one
 CASES = [Settings(tau=2, outer_momentum=0.4, gap=g, clip=c) for g, c in [("elementwise", None), ("norm", 0.02)]]
-SIZES, OF_STAGE = [700, 2, 3, 3, 4], [[0, 1, 2], [3, 4, 0]]  # the tied one, 0, lies elsewhere in the second stage
+SIZES = [700, 2, 3, 90, 4]
+PARTS = {2: [[0, 1, 2], [3, 4, 0]], 3: [[0, 1], [2, 3], [4, 0]]}  # 0 is tied, and lies elsewhere in the last stage
 
 
 def values() -> list[Tensor]:
@@ -19,34 +20,35 @@ def values() -> list[Tensor]:
     return list(torch.randn(sum(SIZES), generator=torch.Generator().manual_seed(0), dtype=torch.float64).split(SIZES))
 
 
-def stages(rank: int, world_size: int, replicas: int) -> list[list[Tensor]]:
-    """Traces of this rank's stage, for each setting; an island is two stages, each on so many ranks."""
-    n, traces = 2 * replicas, []
+def stages_of(rank: int, world_size: int, stages: int, replicas: int) -> list[list[Tensor]]:
+    """Traces of this rank's stage, for each setting; replicas: ranks of each stage of an island."""
+    n, traces = stages * replicas, []
     island, place = divmod(rank, n)
     stage, first = place // replicas, rank - place
+    ranks = [range(first + i * replicas, first + (i + 1) * replicas) for i in range(stages)]
     for case in CASES:
-        params = [nn.Parameter(values()[i].clone()) for i in OF_STAGE[stage]]
-        own = range(first + stage * replicas, first + (stage + 1) * replicas)
-        holders = dict.fromkeys(params, own) | {params[2 * stage]: range(first, first + n)}
+        params = {i: nn.Parameter(values()[i].clone()) for i in PARTS[stages][stage]}
+        holders = {p: ranks[stage] if i else [*ranks[0], *ranks[-1]] for i, p in params.items()}
+        params = list(params.values())
         co2 = ShardedCO2(params, case.co2, mesh=node_mesh("cpu", n), shards=holders)
         traces.append(train_with(co2, params, island, STEPS))
     return traces
 
 
 @pytest.mark.parametrize(
-    ("islands", "replicas"),
-    [(2, 1), pytest.param(2, 2, marks=pytest.mark.slow), pytest.param(3, 2, marks=pytest.mark.slow)],
+    ("islands", "stages", "replicas"),
+    [(2, 2, 1), pytest.param(2, 2, 2, marks=pytest.mark.slow), pytest.param(3, 3, 1, marks=pytest.mark.slow)],
 )
-def test_what_several_stages_hold_counts_once_and_stays_equal(islands: int, replicas: int):
+def test_what_several_stages_hold_counts_once_and_stays_equal(islands: int, stages: int, replicas: int):
     expected = [train_reference(case, islands, STEPS, flat(values())) for case in CASES]
-    results = run_distributed(stages, 2 * islands * replicas, replicas, timeout=120)
+    results = run_distributed(stages_of, islands * stages * replicas, stages, replicas, timeout=120)
     for rank, traces in enumerate(results):
-        stage = rank // replicas % 2
+        stage = rank // replicas % stages
         for trace, whole, first in zip(traces, expected, results[0], strict=True):
-            wanted = [torch.cat([t.split(SIZES)[i] for i in OF_STAGE[stage]]) for t in whole]
+            wanted = [torch.cat([t.split(SIZES)[i] for i in PARTS[stages][stage]]) for t in whole]
             assert_traces_equal(trace, wanted)
-            tied = slice(-SIZES[0], None) if stage else slice(SIZES[0])
-            assert all(torch.equal(a[tied], b[: SIZES[0]]) for a, b in zip(trace, first, strict=True))
+            tied = {0: slice(SIZES[0]), stages - 1: slice(-SIZES[0], None)}.get(stage, slice(0))
+            assert all(torch.equal(a[tied], b[: len(a[tied])]) for a, b in zip(trace, first, strict=True))
 
 
 def refusals(rank: int, world_size: int) -> list[str]:
