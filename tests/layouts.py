@@ -1,0 +1,127 @@
+"""Tiny models of both families, trained under a layout by real processes, and by one process."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+from core.flat import is_dtensor
+from training.layout import Layout
+
+SAMPLES, CONTEXT, VOCABULARY, LAYERS = 16, 6, 32, 8
+Trace = tuple[list[float], list[float], dict[str, Tensor]]  # losses, norms of gradients, parameters at the end
+
+
+def build(kind: str) -> Any:
+    """gpt2: with a tied embedding; llama: with fewer heads of keys, untied. float64, the same on every rank."""
+    import training.prepared  # noqa: F401, transformers imports torchvision when it is installed
+
+    # isort: split
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        sizes: dict[str, Any] = dict(n_layer=LAYERS, n_head=8, n_embd=32, n_positions=CONTEXT, n_inner=48)
+        off = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=None, **sizes, **off))
+    else:
+        sizes = dict(num_hidden_layers=LAYERS, num_attention_heads=16, num_key_value_heads=8, hidden_size=64)
+        config = LlamaConfig(vocab_size=VOCABULARY, use_cache=False, intermediate_size=48, **sizes)
+        config.tie_word_embeddings = kind == "llama-tied"
+        model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for p in model.parameters():  # norms and biases would begin alike, and what is mixed up among them unseen
+            p.add_(0.05 * torch.randn_like(p))
+    return model.double()
+
+
+def batch(step: int, island: int = 0) -> tuple[Tensor, Tensor]:
+    """Tokens and the next ones, [SAMPLES, CONTEXT], of all data-parallel workers of an island."""
+    generator = torch.Generator().manual_seed(1000 * island + step)
+    tokens = torch.randint(VOCABULARY, (SAMPLES, CONTEXT + 1), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def part_of_mean(logits: Tensor, targets: Tensor, many: int) -> Tensor:
+    return loss_sum(logits, targets) / many
+
+
+def mean_loss(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+    return loss_sum(model(tokens).logits, targets) / targets.numel()
+
+
+def one_process(kind: str, steps: int, clip: float) -> Trace:
+    model = build(kind)
+    optimizer, losses, norms = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1), [], []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = mean_loss(model, *batch(step))
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(clip_grad_norm_(model.parameters(), clip).item())
+        optimizer.step()
+    return losses, norms, parted(model)
+
+
+def parted(model: nn.Module) -> dict[str, Tensor]:
+    """A whole model's parameters by the names that they have under a layout."""
+    found: dict[str, Tensor] = {}
+    for name, p in model.named_parameters():
+        p = p.detach()
+        conv = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+        p = p.t() if conv else p
+        if ".c_attn." in name:
+            base, what = name.rsplit(".", 1)
+            found |= {f"{base}.{key}.{what}": part for key, part in zip("qkv", p.chunk(3), strict=True)}
+        else:
+            found[name] = p
+    return found
+
+
+def whole(parallel: Any) -> dict[str, Tensor]:
+    """The parameters that this rank's stage has, whole."""
+    named = {name.removeprefix("model."): p.detach() for name, p in parallel.named_parameters()}
+    return {name: p.full_tensor() if is_dtensor(p) else p.clone() for name, p in named.items()}
+
+
+def train(rank: int, world_size: int, kind: str, names: list[str], steps: int, clip: float) -> list[Trace]:
+    """Of each layout; all take the same processes."""
+    from training.parallel import Parallel
+
+    traces = []
+    for name in names:
+        layout = Layout.parse(name)
+        parallel = Parallel(build(kind), layout, torch.device("cpu"))
+        optimizer, losses, norms = torch.optim.AdamW(parallel.parameters(), lr=1e-2, weight_decay=0.1), [], []
+        for step in range(steps):
+            tokens, targets = (t.chunk(layout.dp)[parallel.place.data] for t in batch(step))
+            optimizer.zero_grad()
+            loss = parallel.backward(tokens, targets, partial(part_of_mean, many=targets.numel()))
+            dist.all_reduce(loss, group=parallel.island)
+            losses.append(loss.item() / world_size)
+            norms.append(parallel.clip_gradients(clip).item())
+            optimizer.step()
+        traces.append((losses, norms, whole(parallel)))
+    return traces
+
+
+def worst(traces: list[Trace], expected: Trace) -> float:
+    """The largest difference of losses, norms and parameters, over the ranks; every parameter must be on some rank."""
+    found: set[str] = set()
+    errors: list[float] = []
+    for losses, norms, params in traces:
+        errors += [abs(a - b) for a, b in zip(losses + norms, expected[0] + expected[1], strict=True)]
+        errors += [(p - expected[2][name]).abs().max().item() for name, p in params.items()]
+        found |= params.keys()
+    assert found == expected[2].keys()
+    return max(errors)

@@ -1,0 +1,175 @@
+"""How a model lies on its devices, by one name: "tp2.pp2.dp2", "tp2.pp4.dp1.v2.mb8.fsdp.co2x2".
+
+Axes: tp, tensor parallelism (Shoeybi et al., 2019); pp, stages of a pipeline, each with v parts of the model that are
+not neighbours (Narayanan et al., 2021); dp, data parallelism at every step, with a ZeRO stage (Rajbhandari et al.,
+2020); co2x, islands of tp * pp * dp devices each, between which CO2 runs. Ranks count tp first, then dp, pp, islands.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from core.errors import UserError
+
+AXES = {"tp": "tp", "pp": "pp", "dp": "dp", "v": "v", "mb": "microbatches", "zero": "zero", "co2x": "islands"}
+EXAMPLE = "such as tp2.pp2.dp2, tp2.dp4.fsdp or pp4.v2.mb8.co2x2"
+
+
+class Place(NamedTuple):
+    """Where a rank stands on each axis."""
+
+    island: int
+    stage: int
+    data: int
+    tensor: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the axes. microbatches: of a data-parallel worker's batch; 0: as many as there are stages. zero: the
+    ZeRO stage over dp; 2 and 3 are FSDP2's, `zero2` and `fsdp`."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    v: int = 1
+    microbatches: int = 0
+    zero: int = 0
+    islands: int = 1
+
+    @classmethod
+    def parse(cls, name: str) -> Layout:
+        """From its name, the axes in any order, those of size 1 left out. UserError where it is no name, or its
+        pipeline cannot run."""
+        sizes: dict[str, int] = {}
+        for part in name.replace("fsdp", "zero3").split("."):
+            found = re.fullmatch(r"(tp|pp|dp|v|mb|zero|co2x)(\d{1,7})", part)
+            if found is None:
+                raise UserError(f"layout={name!r}: {part!r} is no axis; join tp, pp, dp, v, mb, zero, co2x, {EXAMPLE}")
+            if (axis := AXES[found[1]]) in sizes:
+                raise UserError(f"layout={name!r} has {found[1]} twice: give it once, {EXAMPLE}")
+            sizes[axis] = int(found[2])
+        layout = cls(**sizes)
+        if zeros := [axis for axis, n in sizes.items() if n < 1 and axis != "zero"]:
+            raise UserError(f"layout={name!r}: {zeros[0]} is 0: give 1 or more")
+        layout.check()
+        return layout
+
+    def __str__(self) -> str:
+        parts = [f"tp{self.tp}", f"pp{self.pp}", f"dp{self.dp}"]
+        parts += [f"v{self.v}"] if self.v > 1 else []
+        parts += [f"mb{self.microbatches}"] if self.microbatches else []
+        parts += ["fsdp" if self.zero == 3 else f"zero{self.zero}"] if self.zero else []
+        parts += [f"co2x{self.islands}"] if self.islands > 1 else []
+        return ".".join(parts)
+
+    @property
+    def island_size(self) -> int:
+        """Devices of an island: one copy of the model, dp times."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def devices(self) -> int:
+        return self.island_size * self.islands
+
+    @property
+    def data_workers(self) -> int:
+        """Among how many a global batch is dealt out."""
+        return self.dp * self.islands
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches of a data-parallel worker's batch."""
+        return self.microbatches or self.pp
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a device holds a part of the model's layers alone."""
+        return self.tp * self.pp > 1
+
+    def place(self, rank: int) -> Place:
+        """Of a rank from 0."""
+        rest, tensor = divmod(rank, self.tp)
+        rest, data = divmod(rest, self.dp)
+        return Place(rest // self.pp, rest % self.pp, data, tensor)
+
+    def rank(self, place: Place) -> int:
+        """Of a place."""
+        return ((place.island * self.pp + place.stage) * self.dp + place.data) * self.tp + place.tensor
+
+    def layers_of(self, stage: int, layers: int) -> list[range]:
+        """The layers of a stage's v parts: part i of all pp * v belongs to stage i modulo pp."""
+        size = layers // (self.pp * self.v)
+        return [range(i * size, (i + 1) * size) for i in range(stage, self.pp * self.v, self.pp)]
+
+    # -- what cannot be --------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """UserError where torch's schedules cannot run the pipeline, or there is no such ZeRO stage."""
+        if self.zero > 3:
+            self._refuse(f"zero{self.zero}", "there are the ZeRO stages 1, 2 and 3 (fsdp)")
+        if self.parts < self.pp:
+            self._refuse(f"{self.parts} micro-batches", f"fewer than {self.pp} stages: give mb{self.pp} or more")
+        if self.v > 1 and self.pp == 1:
+            self._refuse(f"v{self.v} without stages", "interleaved parts need pp2 or more: leave v out")
+        if self.v > 1 and self.parts % self.pp:
+            near = max(1, round(self.parts / self.pp)) * self.pp
+            self._refuse(f"v{self.v} with mb{self.parts}", f"needs a multiple of pp={self.pp}: give mb{near}")
+
+    def check_runs(self) -> None:
+        """UserError for what is costed by the planner and not run here."""
+        if self.devices == 1:
+            self._refuse("one process", "nothing is laid out: leave layout out")
+        if self.zero and self.dp == 1:
+            self._refuse(
+                "fsdp" if self.zero == 3 else f"zero{self.zero}", "dp is 1, nothing to share out: leave it out"
+            )
+        if self.zero == 1 and self.tp > 1:
+            self._refuse(
+                "zero1 with tp",
+                "torch's ZeroRedundancyOptimizer takes no DTensors: give fsdp or zero2, or leave zero1 out",
+            )
+
+    def check_devices(self, started: int) -> None:
+        """UserError where another number of processes was started."""
+        if self.devices != started:
+            word = "process was" if started == 1 else "processes were"
+            self._refuse(
+                f"it takes {self.devices} processes", f"{started} {word} started: start {self.devices} with torchrun"
+            )
+
+    def check_model(self, *, layers: int, heads: int, key_heads: int, vocabulary: int) -> None:
+        """UserError where the model cannot be cut so. key_heads: those of keys and values."""
+        for what, n in (
+            ("attention heads", heads),
+            ("heads of keys", key_heads),
+            ("tokens of the vocabulary", vocabulary),
+        ):
+            if n % self.tp:
+                self._refuse(f"tp={self.tp} does not divide {n} {what}", f"give tp {_divisors(n, self.tp)}")
+        if layers % (self.pp * self.v):
+            per = f"pp * v = {self.pp * self.v}" if self.v > 1 else f"pp={self.pp}"
+            most = _divisors(layers, self.pp * self.v)
+            self._refuse(f"{per} does not divide {layers} layers", f"give {per.partition('=')[0].strip()} {most}")
+
+    def check_batch(self, batch_size: int) -> None:
+        """UserError where a global batch cannot be dealt out evenly."""
+        unit = self.data_workers * self.parts
+        if batch_size < 1 or batch_size % unit:
+            near = max(1, round(batch_size / unit)) * unit
+            raise UserError(
+                f"batch_size={batch_size} (global) with layout={self}, {self.data_workers} x {self.parts} "
+                f"micro-batches: choose a multiple of {unit}, such as {near}"
+            )
+
+    def _refuse(self, what: str, remedy: str) -> None:
+        raise UserError(f"layout={self}: {what}: {remedy}")
+
+
+def _divisors(n: int, near: int) -> str:
+    """The divisors of n on both sides of a number, as text."""
+    below = max(k for k in range(1, near + 1) if n % k == 0)
+    above = next((k for k in range(near + 1, n + 1) if n % k == 0), None)
+    return f"{below}" if above is None else f"{below} or {above}"
