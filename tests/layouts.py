@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from core.flat import is_dtensor
+from core import CO2, CO2Config
+from core.flat import is_dtensor, local_shard
+from core.reference import Reference
 from training.layout import Layout
+from training.zero import shard_optimizer
 
 SAMPLES, CONTEXT, VOCABULARY, LAYERS = 16, 6, 32, 8
 Trace = tuple[list[float], list[float], dict[str, Tensor]]  # losses, norms of gradients, parameters at the end
@@ -91,7 +95,7 @@ def parted(model: nn.Module) -> dict[str, Tensor]:
 def whole(parallel: Any) -> dict[str, Tensor]:
     """The parameters that this rank's stage has, whole."""
     named = {name.removeprefix("model."): p.detach() for name, p in parallel.named_parameters()}
-    return {name: p.full_tensor() if is_dtensor(p) else p.clone() for name, p in named.items()}
+    return {name: (p.full_tensor() if is_dtensor(p) else p).clone() for name, p in named.items()}
 
 
 def train(rank: int, world_size: int, kind: str, names: list[str], steps: int, clip: float) -> list[Trace]:
@@ -125,3 +129,145 @@ def worst(traces: list[Trace], expected: Trace) -> float:
         found |= params.keys()
     assert found == expected[2].keys()
     return max(errors)
+
+
+# -- CO2 between islands ----------------------------------------------------------------------------------------------
+
+LR = 0.1
+Poison = tuple[int, float] | None  # at which step island 1's last rank adds what to a parameter of its own
+
+
+def poisoned(model: nn.Module, here: bool, step: int, poison: Poison) -> None:
+    if poison is not None and here and step == poison[0]:
+        with torch.no_grad():
+            local_shard(next(model.parameters())).view(-1)[0].add_(poison[1])
+
+
+def islands(
+    rank: int, world_size: int, kind: str, names: list[str], config: CO2Config, steps: int, poison: Poison
+) -> list[tuple[list[dict[str, Tensor]], list[dict[str, float]]]]:
+    """Of each layout the parameters of this rank's stage after each round and at the end, and the rounds' statistics;
+    plain SGD."""
+    from training.parallel import Parallel
+
+    found = []
+    for name in names:
+        layout = Layout.parse(name)
+        parallel = Parallel(build(kind), layout, torch.device("cpu"))
+        co2 = parallel.co2(config)
+        trace, stats = [], []
+        for step in range(steps):
+            tokens, targets = (t.chunk(layout.dp)[parallel.place.data] for t in batch(step, parallel.place.island))
+            parallel.zero_grad()
+            parallel.backward(tokens, targets, partial(part_of_mean, many=targets.numel()))
+            sgd(parallel)
+            last = parallel.place.island == 1 and rank == world_size - 1
+            poisoned(parallel, last, step, poison)
+            if co2.step():
+                trace.append(whole(parallel))
+                stats.append(co2.stats.as_dict())
+        co2.finish()
+        co2.close()
+        found.append(([*trace, whole(parallel)], stats))
+    return found
+
+
+@torch.no_grad()
+def sgd(model: nn.Module) -> None:
+    for p in model.parameters():
+        local_shard(p).sub_(LR * local_shard(p.grad))
+
+
+def alone(
+    rank: int, world_size: int, kind: str, config: CO2Config, steps: int, poison: Poison
+) -> tuple[list[dict[str, Tensor]], list[dict[str, float]]]:
+    """The same, each island being one process with the whole model."""
+    model = build(kind)
+    co2 = CO2(model.parameters(), config)
+    trace, stats = [], []
+    for step in range(steps):
+        model.zero_grad()
+        mean_loss(model, *batch(step, rank)).backward()
+        sgd(model)
+        poisoned(model, rank == 1, step, poison)
+        if co2.step():
+            trace.append({n: p.clone() for n, p in parted(model).items()})
+            stats.append(co2.stats.as_dict())
+    co2.finish()
+    co2.close()
+    return [*trace, {n: p.clone() for n, p in parted(model).items()}], stats
+
+
+def reference(kind: str, config: CO2Config, steps: int, many: int = 2) -> list[dict[str, Tensor]]:
+    """The same by core.reference, in this process."""
+    model = build(kind)
+    params = list(model.parameters())
+    rows = torch.nn.utils.parameters_to_vector(params).detach().expand(many, -1).clone()
+    assert isinstance(config.tau, int)
+    ref = Reference(rows, config.tau, config.outer_lr, config.outer_momentum, config.gap, config.clip)
+
+    def gradient(rows: Tensor, step: int) -> Tensor:
+        found = []
+        for island, row in enumerate(rows):
+            torch.nn.utils.vector_to_parameters(row, params)
+            model.zero_grad()
+            mean_loss(model, *batch(step, island)).backward()
+            found.append(torch.cat([p.grad.flatten() for p in params]))
+        return torch.stack(found)
+
+    ref.run(gradient, LR, steps)
+    rounds = ref.outer[1:]
+    ref.finish()
+    trace = []
+    for x in [*rounds, ref.x[0]]:
+        torch.nn.utils.vector_to_parameters(x.clone(), params)
+        trace.append({name: p.clone() for name, p in parted(model).items()})
+    return trace
+
+
+def difference(results: list[list[dict[str, Tensor]]], expected: list[dict[str, Tensor]]) -> float:
+    """The largest, over the ranks and rounds; every parameter must be on some rank."""
+    assert set().union(*(trace[0] for trace in results)) == expected[0].keys()
+    assert all(len(trace) == len(expected) for trace in results)
+    pairs = [pair for trace in results for pair in zip(trace, expected, strict=True)]
+    return max((p - whole[name]).abs().max().item() for ours, whole in pairs for name, p in ours.items())
+
+
+# -- from one layout to another ---------------------------------------------------------------------------------------
+
+
+def chained(
+    rank: int, world_size: int, kind: str, names: list[str], config: CO2Config | None, steps: int, folder: Path
+) -> dict[str, Tensor]:
+    """The parameters of this rank's stage at the end of a run that goes on under the next layout every `steps` steps,
+    each from the checkpoint of the one before. config: None without CO2."""
+    from core.methods import DDP
+    from training.parallel import Parallel
+    from training.resharded import Resharded
+
+    for number, name in enumerate(names):
+        layout = Layout.parse(name)
+        model = build(kind)
+        if number:
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.zero_()  # what is not loaded shows
+        parallel = Parallel(model, layout, torch.device("cpu"))
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+        optimizer = shard_optimizer(optimizer, parallel.mesh, 1) if layout.zero == 1 else optimizer
+        method = parallel.co2(config) if config else DDP(parallel, average_buffers=False, synchronous=True)
+        held = Resharded(parallel, optimizer, method)
+        others = held.load(folder) if number else {"steps": 0}
+        assert others is not None and others["steps"] == number * steps
+        for step in range(others["steps"], others["steps"] + steps):
+            tokens, targets = (t.chunk(layout.dp)[parallel.place.data] for t in batch(step, parallel.place.island))
+            optimizer.zero_grad()
+            parallel.backward(tokens, targets, partial(part_of_mean, many=targets.numel()))
+            parallel.clip_gradients(0.5)
+            optimizer.step()
+            method.step()
+        assert held.save(folder, (number + 1) * steps, "a", {"steps": (number + 1) * steps})
+        last = whole(parallel)
+        method.finish()
+        method.close()
+    return last

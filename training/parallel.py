@@ -42,7 +42,8 @@ class Parallel(nn.Module):
     gathers parameters. timeout: seconds until a missing rank is an error. Make the optimiser afterwards, of
     parameters(), whose names are the same under every layout. UserError where layout, model and processes do not fit.
 
-    Attributes: model, what is left of it; place, of this rank; island, the process group of all ranks of its island.
+    Attributes: model, what is left of it; place, of this rank; mesh, of dimensions AXES; island, the process group of
+    all ranks of its island.
     """
 
     def __init__(
@@ -62,27 +63,27 @@ class Parallel(nn.Module):
         parts = take_stage(model, layout, self.place.stage)
         self.model = model.to(device)
         sizes = layout.islands, layout.pp, layout.dp, layout.tp
-        self._mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+        self.mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
         self._islands = node_mesh(device.type, layout.island_size)
-        for group in (*self._mesh.get_all_groups(), *self._islands.get_all_groups()):
+        for group in (*self.mesh.get_all_groups(), *self._islands.get_all_groups()):
             set_timeout(group, timeout)
         self.island = self._islands.get_group("shard")
         for part in parts:
             if layout.tp > 1:
-                cut_tensors(part, family_of(model), self._mesh["tp"])
+                cut_tensors(part, family_of(model), self.mesh["tp"])
             if layout.zero >= 2:
-                shard_model(part, self._mesh, layout.zero, compute=compute)  # pyright: ignore[reportArgumentType]
+                shard_model(part, self.mesh, layout.zero, compute=compute)  # pyright: ignore[reportArgumentType]
         # in lists: as modules and a parameter of this one, too, they would have two names
         self._parts = parts
         self._tied = [part.tokens.weight for part in parts if tied and part.tokens is not None]  # of both end stages
         whole = not layout.is_cut and layout.dp > 1 and layout.zero < 2
-        self._ddp = [DistributedDataParallel(parts[0], process_group=self._mesh.get_group("shard"))] if whole else []
+        self._ddp = [DistributedDataParallel(parts[0], process_group=self.mesh.get_group("shard"))] if whole else []
         self._loss: Loss | None = None
         self._schedule = self._pipeline() if layout.pp > 1 else None
 
     def _pipeline(self) -> Any:
         """1F1B, or with several parts a stage the interleaved one; what each computes is in torch's documentation."""
-        group, count = self._mesh.get_group("pp"), self.layout.pp * self.layout.v
+        group, count = self.mesh.get_group("pp"), self.layout.pp * self.layout.v
         numbers = range(self.place.stage, count, self.layout.pp)
         pairs = zip(self._parts, numbers, strict=True)
         stages = [PipelineStage(part, i, count, self._device, group=group) for part, i in pairs]
@@ -113,7 +114,7 @@ class Parallel(nn.Module):
         total = torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self._device)
         if self.layout.pp > 1:
             total = total.double()  # the other stages do not know the loss's dtype
-            dist.broadcast(total, group_src=self.layout.pp - 1, group=self._mesh.get_group("pp"))
+            dist.broadcast(total, group_src=self.layout.pp - 1, group=self.mesh.get_group("pp"))
         return total
 
     def _accumulate(self, tokens: Tensor, targets: Tensor, losses: list[Tensor]) -> None:
@@ -136,7 +137,7 @@ class Parallel(nn.Module):
             if isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
                 p.grad = p.grad.redistribute(placements=p.placements)
         for copy in self._tied:
-            own, group = local_shard(copy.grad), self._mesh.get_group("pp")
+            own, group = local_shard(copy.grad), self.mesh.get_group("pp")
             other, peer = torch.empty_like(own), self.layout.pp - 1 - self.place.stage
             ends = [
                 dist.P2POp(op, t, group=group, group_peer=peer) for op, t in ((dist.isend, own), (dist.irecv, other))
@@ -146,7 +147,7 @@ class Parallel(nn.Module):
             own.add_(other)  # the same sum on both, to the bit
         if self.layout.dp > 1 and self.layout.zero < 2 and not self._ddp:
             of_all = [local_shard(p.grad) for p in self.parameters() if p.grad is not None]
-            group = self._mesh.get_group("shard")
+            group = self.mesh.get_group("shard")
             works = [dist.all_reduce(grad, group=group, async_op=True) for grad in of_all]
             for grad, work in zip(of_all, works, strict=True):
                 work.wait()  # pyright: ignore[reportOptionalMemberAccess]
@@ -171,7 +172,7 @@ class Parallel(nn.Module):
     def forward(self, tokens: Tensor) -> Any:
         """For evaluations, without gradients: an object with logits, [batch, time, vocabulary], on the last stage's
         ranks; None on the others'. All ranks of a data-parallel worker must call it. tokens: int64 [batch, time]."""
-        pp, group = self.layout.pp, self._mesh.get_group("pp")
+        pp, group = self.layout.pp, self.mesh.get_group("pp")
         x = tokens
         for number in range(pp * self.layout.v):
             if number % pp != self.place.stage:
