@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from core import CO2Config
 from core.errors import UserError
+from training.layout import Layout
 from training.optim import OptimConfig
 from training.recipe import Recipe
 
@@ -60,6 +61,9 @@ class LanguageRecipe(TextRecipe):
     """Held-out tokens to evaluate on while training, None for all; at the end it is always all."""
     wikitext2: bool = False
     """Evaluate on WikiText-2's test text, too, at the end."""
+    layout: str = ""
+    """How GPT-2 lies on the workers, such as tp2.pp2.dp2 or tp2.dp4.fsdp.co2x2 (docs/layouts.md); empty: as --per_node
+    and --zero say."""
     linear_attention: LinearAttention = "torch"
     """How TransNormer's attention is computed on GPUs: by torch, or by flash-linear-attention's Triton kernels."""
 
@@ -71,6 +75,8 @@ class LanguageRecipe(TextRecipe):
                 f"linear_attention={self.linear_attention} is TransNormer's, not {self.model}'s: leave it out"
             )
         self.check(dropout=(0, 0.99), vocab_size=(1, 10**6), context=(4, 10**6))
+        if self.layout:
+            Layout.parse(self.layout).check_recipe(self)
 
 
 # -- the paper's rows -------------------------------------------------------------------------------------------------

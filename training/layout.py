@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from core.errors import UserError
 
@@ -85,6 +85,11 @@ class Layout:
         return self.microbatches or self.pp
 
     @property
+    def method(self) -> str:
+        """What keeps the workers together: CO2 between islands, or gradients that all have at every step."""
+        return "co2" if self.islands > 1 else "ddp"
+
+    @property
     def is_cut(self) -> bool:
         """Whether a device holds a part of the model's layers alone."""
         return self.tp * self.pp > 1
@@ -153,6 +158,21 @@ class Layout:
             per = f"pp * v = {self.pp * self.v}" if self.v > 1 else f"pp={self.pp}"
             most = _divisors(layers, self.pp * self.v)
             self._refuse(f"{per} does not divide {layers} layers", f"give {per.partition('=')[0].strip()} {most}")
+
+    def check_recipe(self, recipe: Any) -> None:
+        """UserError for settings of a run that do not go with a layout, or say what its name says."""
+        self.check_runs()
+        if recipe.method != self.method:
+            remedy = "leave --method out, or give co2x2 or more for CO2 between islands"
+            self._refuse(f"it is of method {self.method}, given is {recipe.method!r}", remedy)
+        unused: dict[str, Any] = {"per_node": 1, "zero": 0, "shard": False, "offload": False, "elastic": False}
+        unused |= {"compile": False, "accumulate": 1, "skip_after": None}
+        for name, needed in unused.items():
+            if (value := getattr(recipe, name)) != needed:
+                self._refuse(f"{name}={value!r} does not go with it", "leave it out")
+        if recipe.dry_run:
+            self._refuse("dry_run does not know it", "python -m training.plan estimates its memory")
+        self.check_batch(recipe.batch_size)
 
     def check_batch(self, batch_size: int) -> None:
         """UserError where a global batch cannot be dealt out evenly."""

@@ -43,7 +43,7 @@ class Parallel(nn.Module):
     parameters(), whose names are the same under every layout. UserError where layout, model and processes do not fit.
 
     Attributes: model, what is left of it; place, of this rank; mesh, of dimensions AXES; island, the process group of
-    all ranks of its island.
+    all ranks of its island; parts, of the pipeline, that this rank computes.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Parallel(nn.Module):
             if layout.zero >= 2:
                 shard_model(part, self.mesh, layout.zero, compute=compute)  # pyright: ignore[reportArgumentType]
         # in lists: as modules and a parameter of this one, too, they would have two names
-        self._parts = parts
+        self.parts = parts
         self._tied = [part.tokens.weight for part in parts if tied and part.tokens is not None]  # of both end stages
         whole = not layout.is_cut and layout.dp > 1 and layout.zero < 2
         self._ddp = [DistributedDataParallel(parts[0], process_group=self.mesh.get_group("shard"))] if whole else []
@@ -85,7 +85,7 @@ class Parallel(nn.Module):
         """1F1B, or with several parts a stage the interleaved one; what each computes is in torch's documentation."""
         group, count = self.mesh.get_group("pp"), self.layout.pp * self.layout.v
         numbers = range(self.place.stage, count, self.layout.pp)
-        pairs = zip(self._parts, numbers, strict=True)
+        pairs = zip(self.parts, numbers, strict=True)
         stages = [PipelineStage(part, i, count, self._device, group=group) for part, i in pairs]
         how: dict[str, Any] = {"loss_fn": lambda x, y: self._loss(x, y), "scale_grads": False}  # pyright: ignore
         if len(stages) == 1:
@@ -119,7 +119,7 @@ class Parallel(nn.Module):
 
     def _accumulate(self, tokens: Tensor, targets: Tensor, losses: list[Tensor]) -> None:
         """Without a pipeline: one micro-batch after the other; gradients are averaged in the last."""
-        (part,), many = self._parts, self.layout.parts
+        (part,), many = self.parts, self.layout.parts
         pairs = zip(tokens.chunk(many), targets.chunk(many), strict=True)
         for number, (x, y) in enumerate(pairs, start=1):
             assert self._loss is not None
@@ -177,7 +177,7 @@ class Parallel(nn.Module):
         for number in range(pp * self.layout.v):
             if number % pp != self.place.stage:
                 continue
-            part = self._parts[number // pp]
+            part = self.parts[number // pp]
             if number and pp > 1:
                 width = self.model.config.hidden_size  # pyright: ignore
                 x = torch.empty(*tokens.shape, width, dtype=self._dtype, device=self._device)
