@@ -18,6 +18,7 @@ from core.reference import Reference
 from training.layout import Layout
 from training.zero import shard_optimizer
 
+CPU = torch.device("cpu")
 SAMPLES, CONTEXT, VOCABULARY, LAYERS = 16, 6, 32, 8
 Trace = tuple[list[float], list[float], dict[str, Tensor]]  # losses, norms of gradients, parameters at the end
 
@@ -105,7 +106,7 @@ def train(rank: int, world_size: int, kind: str, names: list[str], steps: int, c
     traces = []
     for name in names:
         layout = Layout.parse(name)
-        parallel = Parallel(build(kind), layout, torch.device("cpu"))
+        parallel = Parallel(build(kind), layout, CPU)
         optimizer, losses, norms = torch.optim.AdamW(parallel.parameters(), lr=1e-2, weight_decay=0.1), [], []
         for step in range(steps):
             tokens, targets = (t.chunk(layout.dp)[parallel.place.data] for t in batch(step))
@@ -153,7 +154,7 @@ def islands(
     found = []
     for name in names:
         layout = Layout.parse(name)
-        parallel = Parallel(build(kind), layout, torch.device("cpu"))
+        parallel = Parallel(build(kind), layout, CPU)
         co2 = parallel.co2(config)
         trace, stats = [], []
         for step in range(steps):
@@ -252,7 +253,7 @@ def chained(
             with torch.no_grad():
                 for p in model.parameters():
                     p.zero_()  # what is not loaded shows
-        parallel = Parallel(model, layout, torch.device("cpu"))
+        parallel = Parallel(model, layout, CPU)
         optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
         optimizer = shard_optimizer(optimizer, parallel.mesh, 1) if layout.zero == 1 else optimizer
         method = parallel.co2(config) if config else DDP(parallel, average_buffers=False, synchronous=True)
