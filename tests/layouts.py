@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
+import training.prepared  # noqa: F401, transformers imports torchvision when it is installed
+
+# isort: split
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from core import CO2, CO2Config
 from core.flat import is_dtensor, local_shard
+from core.methods import DDP
 from core.reference import Reference
 from training.layout import Layout
+from training.parallel import Parallel
+from training.resharded import Resharded
 from training.zero import shard_optimizer
 
 CPU = torch.device("cpu")
@@ -23,27 +32,29 @@ SAMPLES, CONTEXT, VOCABULARY, LAYERS = 16, 6, 32, 8
 Trace = tuple[list[float], list[float], dict[str, Tensor]]  # losses, norms of gradients, parameters at the end
 
 
-def build(kind: str) -> Any:
+def build(kind: str, layers: int = LAYERS) -> Any:
     """gpt2: with a tied embedding; llama: with fewer heads of keys, untied. float64, the same on every rank."""
-    import training.prepared  # noqa: F401, transformers imports torchvision when it is installed
-
-    # isort: split
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
     if kind == "gpt2":
-        sizes: dict[str, Any] = dict(n_layer=LAYERS, n_head=8, n_embd=32, n_positions=CONTEXT, n_inner=48)
+        sizes: dict[str, Any] = dict(n_layer=layers, n_head=8, n_embd=32, n_positions=CONTEXT, n_inner=48)
         off = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
         model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=None, **sizes, **off))
     else:
-        sizes = dict(num_hidden_layers=LAYERS, num_attention_heads=16, num_key_value_heads=8, hidden_size=64)
+        sizes = dict(num_hidden_layers=layers, num_attention_heads=16, num_key_value_heads=8, hidden_size=64)
         config = LlamaConfig(vocab_size=VOCABULARY, use_cache=False, intermediate_size=48, **sizes)
         config.tie_word_embeddings = kind == "llama-tied"
         model = LlamaForCausalLM(config)
+        for module in model.modules():
+            if isinstance(module, LlamaRMSNorm):  # whose own forward pass is in float32
+                module.forward = MethodType(norm, module)
     with torch.no_grad():
         for p in model.parameters():  # norms and biases would begin alike, and what is mixed up among them unseen
             p.add_(0.05 * torch.randn_like(p))
     return model.double()
+
+
+def norm(self: LlamaRMSNorm, x: Tensor) -> Tensor:
+    return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
 
 def batch(step: int, island: int = 0) -> tuple[Tensor, Tensor]:
@@ -101,8 +112,6 @@ def whole(parallel: Any) -> dict[str, Tensor]:
 
 def train(rank: int, world_size: int, kind: str, names: list[str], steps: int, clip: float) -> list[Trace]:
     """Of each layout; all take the same processes."""
-    from training.parallel import Parallel
-
     traces = []
     for name in names:
         layout = Layout.parse(name)
@@ -149,8 +158,6 @@ def islands(
 ) -> list[tuple[list[dict[str, Tensor]], list[dict[str, float]]]]:
     """Of each layout the parameters of this rank's stage after each round and at the end, and the rounds' statistics;
     plain SGD."""
-    from training.parallel import Parallel
-
     found = []
     for name in names:
         layout = Layout.parse(name)
@@ -242,10 +249,6 @@ def chained(
 ) -> dict[str, Tensor]:
     """The parameters of this rank's stage at the end of a run that goes on under the next layout every `steps` steps,
     each from the checkpoint of the one before. config: None without CO2."""
-    from core.methods import DDP
-    from training.parallel import Parallel
-    from training.resharded import Resharded
-
     for number, name in enumerate(names):
         layout = Layout.parse(name)
         model = build(kind)
