@@ -29,7 +29,6 @@ from training.config import settings
 from training.folder import RunFolder
 from training.optim import lent_rate
 from training.progress import Due, Progress, Trained, pacing_of
-from training.recipe import Recipe
 from training.round_log import RoundLog
 from training.sampling import mix
 from training.workers import join, largest_of_workers, make_mesh
@@ -252,12 +251,3 @@ def _zero() -> Any:
     from training import zero
 
     return zero
-
-
-def kind_of(recipe: Recipe) -> type[Fixed]:
-    """Fixed, or what it is under a layout."""
-    if recipe.layout:
-        from training.laid_out import LaidOut  # here, because torch's pipelines take a second to import
-
-        return LaidOut
-    return Fixed

@@ -23,7 +23,7 @@ from core.robust.guard import Guard, forget
 from core.rounds import Rounds
 from training.checks import check_batch_norm, check_start
 from training.elastic import Elastic
-from training.fixed import kind_of
+from training.fixed import Fixed
 from training.folder import RunFolder
 from training.optim import lr_factor
 from training.progress import Due, Every, Progress, Timer, Trained, pacing_of
@@ -53,7 +53,10 @@ class Run(Progress):
         tune(self.device, tf32=recipe.tf32, cudnn_benchmark=recipe.cudnn_benchmark)
         self.folder = RunFolder(recipe.folder, -1 if recipe.elastic else self.rank, self.clock)
         self.rounds = RoundLog(recipe, self.folder, self.device)
-        self._workers = (Elastic if recipe.elastic else kind_of(recipe))(self, self.folder, self.rounds)
+        kind: Any = Elastic if recipe.elastic else Fixed
+        if recipe.layout:  # imported here, because torch's pipelines take a second
+            from training.laid_out import LaidOut as kind
+        self._workers = kind(self, self.folder, self.rounds)
         self._minutes = Timer(recipe.save_minutes)
         self._stop = StopSignal()
         self._to_skip = 0  # batches
