@@ -32,10 +32,12 @@ SAMPLES, CONTEXT, VOCABULARY, LAYERS = 16, 6, 32, 8
 Trace = tuple[list[float], list[float], dict[str, Tensor]]  # losses, norms of gradients, parameters at the end
 
 
-def build(kind: str, layers: int = LAYERS) -> Any:
-    """gpt2: with a tied embedding; llama: with fewer heads of keys, untied. float64, the same on every rank."""
+def build(kind: str) -> Any:
+    """gpt2: with a tied embedding, or gpt2-short; llama: with fewer heads of keys, untied, or llama-tied. float64, the
+    same on every rank."""
     torch.manual_seed(0)
-    if kind == "gpt2":
+    layers = 4 if kind == "gpt2-short" else LAYERS
+    if kind.startswith("gpt2"):
         sizes: dict[str, Any] = dict(n_layer=layers, n_head=8, n_embd=32, n_positions=CONTEXT, n_inner=48)
         off = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
         model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=None, **sizes, **off))
@@ -86,6 +88,8 @@ def one_process(kind: str, steps: int, clip: float) -> Trace:
         losses.append(loss.item())
         norms.append(clip_grad_norm_(model.parameters(), clip).item())
         optimizer.step()
+    with torch.no_grad():
+        losses.append(mean_loss(model, *batch(steps)).item())
     return losses, norms, parted(model)
 
 
@@ -125,8 +129,21 @@ def train(rank: int, world_size: int, kind: str, names: list[str], steps: int, c
             losses.append(loss.item() / world_size)
             norms.append(parallel.clip_gradients(clip).item())
             optimizer.step()
+        losses.append(evaluated(parallel, *batch(steps)))
         traces.append((losses, norms, whole(parallel)))
     return traces
+
+
+@torch.no_grad()
+def evaluated(parallel: Parallel, tokens: Tensor, targets: Tensor) -> float:
+    """The mean loss of the island's workers on their shares, which the ranks of the last stage know."""
+    layout = parallel.layout
+    x, y = (t.chunk(layout.dp)[parallel.place.data] for t in (tokens, targets))
+    found = parallel(x)
+    assert (found is None) == (parallel.place.stage < layout.pp - 1)
+    loss = torch.zeros((), dtype=torch.float64) if found is None else loss_sum(found.logits, y)
+    dist.all_reduce(loss, group=parallel.island)
+    return loss.item() / targets.numel() / layout.tp
 
 
 def worst(traces: list[Trace], expected: Trace) -> float:

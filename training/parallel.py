@@ -9,6 +9,7 @@ islands of it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from itertools import product
 from types import SimpleNamespace
@@ -72,6 +73,7 @@ class Parallel(nn.Module):
             if layout.tp > 1:
                 cut_tensors(part, family_of(model), self.mesh["tp"])
             if layout.zero >= 2:
+                warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)  # of logits
                 shard_model(part, self.mesh, layout.zero, compute=compute)  # pyright: ignore[reportArgumentType]
         # in lists: as modules and a parameter of this one, too, they would have two names
         self.parts = parts

@@ -297,7 +297,7 @@ def starting_point(recipe: R, overrides: Sequence[str]) -> R:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             given[name.replace("-", "_")] = value if equals else following
-    if "layout" in given and "method" not in given:  # whose name says it
+    if given.get("layout") and "method" not in given:  # whose name says it
         recipe = dataclasses.replace(recipe, method=Layout.parse(given["layout"]).method)
     method = given.get("method", recipe.method)
     if "recommended" in given and method != "co2":

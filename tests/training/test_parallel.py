@@ -23,13 +23,13 @@ def train_and_islands(rank: int, world_size: int) -> tuple[Any, Any, Any]:
     """In one start of four processes: a layout, CO2 between islands of TP2 and of PP2, and what Parallel refuses."""
     from training.parallel import Parallel
 
-    trained = layouts.train(rank, world_size, "gpt2", ["tp2.pp2"], 3, CLIP)
+    trained = layouts.train(rank, world_size, "gpt2-short", ["tp2.pp2"], 2, CLIP)
     names = ["tp2.co2x2", "pp2.co2x2"]
-    between = layouts.islands(rank, world_size, "gpt2", names, CONFIGS[0], 2 * TAU + 1, None)
+    between = layouts.islands(rank, world_size, "gpt2-short", names, CONFIGS[0], TAU + 1, None)
     told = []
     for name in ("tp8", "tp2.dp2.zero1"):
         try:
-            Parallel(layouts.build("gpt2"), Layout.parse(name), layouts.CPU)
+            Parallel(layouts.build("gpt2-short"), Layout.parse(name), layouts.CPU)
         except UserError as error:
             told.append(str(error))
     return trained, between, told
@@ -37,9 +37,9 @@ def train_and_islands(rank: int, world_size: int) -> tuple[Any, Any, Any]:
 
 def test_a_layout_is_one_process_and_co2_between_islands_the_reference():
     results = run_distributed(train_and_islands, 4, timeout=200)
-    expected = layouts.one_process("gpt2", 3, CLIP)
+    expected = layouts.one_process("gpt2-short", 2, CLIP)
     assert layouts.worst([trained[0] for trained, _, _ in results], expected) < 1e-10
-    reference = layouts.reference("gpt2", CONFIGS[0], 2 * TAU + 1)
+    reference = layouts.reference("gpt2-short", CONFIGS[0], TAU + 1)
     for i in (0, 1):
         assert layouts.difference([between[i][0] for _, between, _ in results], reference) < 1e-10
     for _, between, told in results:
