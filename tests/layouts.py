@@ -33,10 +33,10 @@ Trace = tuple[list[float], list[float], dict[str, Tensor]]  # losses, norms of g
 
 
 def build(kind: str) -> Any:
-    """gpt2: with a tied embedding, or gpt2-short; llama: with fewer heads of keys, untied, or llama-tied. float64, the
-    same on every rank."""
+    """gpt2: with a tied embedding; llama: with fewer heads of keys, untied; llama-tied; each -short for half the layers.
+    float64, the same on every rank."""
     torch.manual_seed(0)
-    layers = 4 if kind == "gpt2-short" else LAYERS
+    layers = LAYERS // 2 if kind.endswith("-short") else LAYERS
     if kind.startswith("gpt2"):
         sizes: dict[str, Any] = dict(n_layer=layers, n_head=8, n_embd=32, n_positions=CONTEXT, n_inner=48)
         off = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
@@ -44,7 +44,7 @@ def build(kind: str) -> Any:
     else:
         sizes = dict(num_hidden_layers=layers, num_attention_heads=16, num_key_value_heads=8, hidden_size=64)
         config = LlamaConfig(vocab_size=VOCABULARY, use_cache=False, intermediate_size=48, **sizes)
-        config.tie_word_embeddings = kind == "llama-tied"
+        config.tie_word_embeddings = kind.startswith("llama-tied")
         model = LlamaForCausalLM(config)
         for module in model.modules():
             if isinstance(module, LlamaRMSNorm):  # whose own forward pass is in float32
