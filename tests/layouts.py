@@ -33,7 +33,7 @@ Trace = tuple[list[float], list[float], dict[str, Tensor]]  # losses, norms of g
 
 
 def build(kind: str) -> Any:
-    """gpt2: with a tied embedding; llama: with fewer heads of keys, untied; llama-tied; each -short for half the layers.
+    """gpt2: with a tied embedding; llama: with fewer heads of keys, untied; llama-tied; -short: of half the layers.
     float64, the same on every rank."""
     torch.manual_seed(0)
     layers = LAYERS // 2 if kind.endswith("-short") else LAYERS
