@@ -67,22 +67,19 @@ def new_group(
     backend: str | None = None,
     *,
     hidden: bool = False,
-    only: Sequence[int] | None = None,
 ) -> dist.ProcessGroup | None:
     """A process group with the ranks of `group` (None: all) and `timeout` seconds, used by nobody else.
 
     device: of the tensors that it moves. backend: gloo or nccl; None for what `group` uses there. hidden: whether its
-    collectives run underneath local steps; somebody waits for the others, which nothing may slow down. only: those of
-    its ranks that are in the new one, global and in order; None: all. Returns None when torch.distributed is not
-    initialised: then there is one worker.
+    collectives run underneath local steps; somebody waits for the others, which nothing may slow down. Returns None
+    when torch.distributed is not initialised: then there is one worker.
     """
     if not isinstance(timeout, int | float) or not 0 < timeout < LONGEST:
         raise UserError(f"timeout={timeout!r}: give seconds, above 0 and below {LONGEST:g}")
     if not dist.is_initialized():
         return None
-    chosen = only or dist.get_process_group_ranks(group or dist.group.WORLD)
-    everyone = len(chosen) == dist.get_world_size()
-    ranks = None if everyone else list(chosen)
+    everyone = group is None or dist.get_world_size(group) == dist.get_world_size()
+    ranks = None if everyone else dist.get_process_group_ranks(group)
     backend = backend or backend_for(group, device)
     if backend == "no":
         raise UserError(

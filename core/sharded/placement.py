@@ -13,7 +13,18 @@ from torch import Tensor
 from .. import outer
 from ..errors import UserError
 from ..flat import Bucket, copy, is_dtensor, local_shard, views
-from ..groups import Stage, agree, all_reduce, backend_for, gather_parts, host_group, leave_group, new_group, send_first
+from ..groups import (
+    Stage,
+    agree,
+    all_reduce,
+    backend_for,
+    gather_parts,
+    host_group,
+    leave_group,
+    new_group,
+    of_all,
+    send_first,
+)
 
 PIECES = 16  # a sum over the workers goes in so many pieces, for the sake of its temporary
 Holders = Mapping[Tensor, Sequence[int]]  # a parameter, as it is given -> the ranks that hold its elements held here
@@ -60,18 +71,13 @@ class Placement:
         self._shared = [local_shard(t) for t in [*params, *buffers] if copies[id(t)] == self.size]
         self._copies = [copies[id(p)] for p in params if p.requires_grad]
         self._in_shares: dict[int, Where] = {}
-        self._mended: list[tuple[dist.ProcessGroup, Where]] = []  # who take what of the first one's
-        of_some = shards if isinstance(shards, Mapping) else {}
-        sets = [tuple(sorted(of_some.get(p, ()))) for p in params]
-        self._some = [s if 1 < len(s) < self.size else () for s in sets]
-        self._given = [local_shard(p) for p in params]
-        self._trained = [s for p, s in zip(params, self._some, strict=True) if p.requires_grad]
-        # in one order on all ranks, each of which waits for the others of a group that it makes
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for some in sorted({*self._some} - {()}):
-            made = new_group(self.group, timeout, device, backend, hidden=True, only=some)
-            assert made is not None
-            self._groups[some] = made
+        self._of_all: Where = []  # what all ranks hold, and take as the first one has it
+        self._of_some: dict[tuple[int, ...], Where] = {}  # what those ranks hold, of whom this is one
+        told = shards if isinstance(shards, Mapping) else {}
+        sets = [tuple(sorted(told.get(p, ()))) for p in params]
+        self._sets = [s if 1 < len(s) < self.size else () for s in sets]
+        self._given = [local_shard(p).detach() for p in params]
+        self._trained = [s for p, s in zip(params, self._sets, strict=True) if p.requires_grad]
 
     def agree(self, settings: tuple[Any, ...]) -> None:
         """groups.agree over the inner group, with what all its ranks hold."""
@@ -83,9 +89,39 @@ class Placement:
         except UserError as error:
             remedy = "if each holds a part of its own, as a pipeline stage, give shards=True"
             raise UserError(f"{error}; {remedy}") from None
-        for holders, group in self._groups.items():
-            theirs = [t for t, s in zip(self._given, self._some, strict=True) if s == holders]
-            agree((), theirs, group, self._device)
+        self._begin_alike()
+
+    @torch.no_grad()
+    def _begin_alike(self) -> None:
+        """What some of the ranks hold they take as the first of them has it."""
+        held = {s: [t for t, of in zip(self._given, self._sets, strict=True) if of == s] for s in {*self._sets} - {()}}
+        assert self.group is not None
+        shapes = of_all({s: [tuple(t.shape) for t in tensors] for s, tensors in held.items()}, self.group)
+        for rank, theirs in zip(dist.get_process_group_ranks(self.group), shapes, strict=True):
+            for s in held.keys() & theirs.keys():
+                if theirs[s] != (mine := [tuple(t.shape) for t in held[s]]):
+                    raise UserError(
+                        f"shards: ranks {[*s]} are said to hold the same, but rank {rank} has shapes {theirs[s]}, rank "
+                        f"{dist.get_rank()} {mine}: give the parameters that they share in one order on all"
+                    )
+        flats = {s: torch.cat([t.to(self._device).reshape(-1) for t in tensors]) for s, tensors in held.items()}
+        for works, _ in self._from_first(flats):
+            for work in works:
+                work.wait()
+        for s, flat in flats.items():
+            for t, value in zip(held[s], views(flat, held[s]), strict=True):
+                t.copy_(value)
+
+    def _from_first(self, flats: Mapping[tuple[int, ...], Tensor]) -> Iterator[Stage]:
+        """The first of each set of ranks sends its tensor to the others of it. Over the inner group: a group of some of
+        its ranks would have to be made by all at once, for torch counts them in their names."""
+        me, ops, sent = dist.get_rank(), list[dist.P2POp](), 0
+        for s in sorted(flats):
+            peers = s[1:] if me == s[0] else s[:1]
+            ops += [dist.P2POp(dist.isend if me == s[0] else dist.irecv, flats[s], peer, self.group) for peer in peers]
+            sent += flats[s].nbytes * (len(s) - 1) if me == s[0] else 0
+        if ops:
+            yield dist.batch_isend_irecv(ops), sent
 
     def check(self, trained: Sequence[Tensor]) -> str:
         """UserError if parameters that all ranks of the inner group should hold alike have come to differ. Returns why
@@ -126,9 +162,9 @@ class Placement:
         self._in_shares = _places(buckets, shares, copies)
         self._in_shares.pop(1, None)
         flats = [b.flat for b in buckets]
-        self._mended = [(self.group, _places(buckets, flats, copies).get(self.size, []))]
+        self._of_all = _places(buckets, flats, copies).get(self.size, [])
         sets = _places(buckets, flats, {id(p): s for p, s in zip(trained, self._trained, strict=True)})
-        self._mended += [(group, sets.get(holders, [])) for holders, group in self._groups.items()]
+        self._of_some = {s: places for s, places in sets.items() if s}
 
     @property
     def parts(self) -> int:
@@ -155,28 +191,23 @@ class Placement:
             for bucket in buckets:
                 yield gather_parts(bucket.flat[: bucket.padded], self.group)
             return
-        for group, places in self._mended:
-            for i in sorted({i for i, _ in places}):
-                copies = [buckets[i].flat[place] for j, place in places if j == i]
-                packed = torch.cat(copies)
-                yield send_first([packed], group)
-                copy(copies, views(packed, copies))
-
-    @property
-    def groups(self) -> list[dist.ProcessGroup]:
-        """All that it sends over."""
-        return [group for group in (self.group, *self._groups.values()) if group is not None]
+        for i in sorted({i for i, _ in self._of_all}):
+            copies = [buckets[i].flat[place] for j, place in self._of_all if j == i]
+            packed = torch.cat(copies)
+            yield send_first([packed], self.group)
+            copy(copies, views(packed, copies))
+        for i, bucket in enumerate(buckets):
+            held = {s: [bucket.flat[place] for j, place in places if j == i] for s, places in self._of_some.items()}
+            flats = {s: torch.cat(copies) for s, copies in held.items() if copies}
+            yield from self._from_first(flats)
+            for s, flat in flats.items():
+                copy(held[s], views(flat, held[s]))
 
     def close(self) -> None:
         """Leaves the inner group."""
-        for group in self.groups:
-            leave_group(group, self._timeout, hidden=True)
-        self.forget()
-
-    def forget(self) -> None:
-        """Lets go of groups that somebody else leaves."""
-        self.group = None
-        self._groups, self._mended = {}, []
+        if self.group is not None:
+            leave_group(self.group, self._timeout, hidden=True)
+            self.group = None
 
     def surplus(self, shares: Sequence[Tensor]) -> Tensor | float:
         """What to take off the sum of the squares in `shares`, laid out as in `locate`, before it is summed over the

@@ -89,7 +89,7 @@ class ShardedCO2(Rounds):
         super().__init__(params, **plugged)
         self.reducer.scale = 1 / self.everybody  # of what is summed over both groups
         self.starts_roughly = not self.config.at_boundary
-        self.flight.timed_groups += self._node.groups
+        self.flight.timed_groups += [self._node.group] if self._node.group is not None else []
         self._make_state()
 
     @torch.no_grad()
@@ -347,4 +347,4 @@ class ShardedCO2(Rounds):
 
     def leave(self) -> None:
         super().leave()  # the node's group, too
-        self._node.forget()
+        self._node.group = None
