@@ -8,7 +8,6 @@ from typing import ClassVar, Literal
 
 from core import CO2Config
 from core.errors import UserError
-from training.layout import Layout
 from training.optim import OptimConfig
 from training.recipe import Recipe
 
@@ -75,8 +74,6 @@ class LanguageRecipe(TextRecipe):
                 f"linear_attention={self.linear_attention} is TransNormer's, not {self.model}'s: leave it out"
             )
         self.check(dropout=(0, 0.99), vocab_size=(1, 10**6), context=(4, 10**6))
-        if self.layout:
-            Layout.parse(self.layout).check_recipe(self)
 
 
 # -- the paper's rows -------------------------------------------------------------------------------------------------

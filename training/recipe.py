@@ -273,6 +273,8 @@ def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str
     if recipe.out == Path():
         raise UserError("out='' is the folder that you are in: name one of the run's own, such as runs/mine")
     refuse_unused(recipe, default)
+    if recipe.layout:
+        Layout.parse(recipe.layout).check_recipe(recipe)
     return recipe
 
 

@@ -135,20 +135,20 @@ def test_the_layout_s_name_says_the_method():
 
 
 @pytest.mark.parametrize(
-    ("given", "part"),
+    ("more", "part"),
     [
-        ({"method": "co2"}, "it is of method ddp, given is 'co2'"),
-        ({"zero": 2}, "zero=2 does not go with it"),
-        ({"accumulate": 2}, "accumulate=2 does not go with it"),
-        ({"batch_size": 30}, "choose a multiple of 4, such as 32"),
-        ({"dry_run": True}, "python -m training.plan"),
-        ({"layout": "tp2.dp2.zero1"}, "takes no DTensors"),
+        ("pp2.dp2 --method co2", "it is of method ddp, given is 'co2'"),
+        ("pp2.dp2 --zero 2", "zero=2 does not go with it"),
+        ("pp2.dp2 --accumulate 2", "accumulate=2 does not go with it"),
+        ("pp2.dp2 --batch_size 30", "choose a multiple of 4, such as 32"),
+        ("pp2.dp2 --dry_run", "python -m training.plan"),
+        ("tp2.dp2.zero1", "takes no DTensors"),
+        ("pp2.mb1", "fewer than 2 stages"),
     ],
 )
-def test_settings_that_do_not_go_with_a_layout_are_refused(given: dict[str, Any], part: str):
-    base = dataclasses.replace(RECIPES["gpt2_pydoc_small"], layout="pp2.dp2", method="ddp")
+def test_settings_that_do_not_go_with_a_layout_are_refused(more: str, part: str):
     with pytest.raises(UserError) as caught:
-        dataclasses.replace(base, **given)
+        parse(RECIPES, [*RUN, *more.split()])
     assert part in str(caught.value) and "\n" not in str(caught.value)
 
 
