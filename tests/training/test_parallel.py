@@ -81,6 +81,16 @@ def test_an_island_of_which_one_rank_is_unsound_is_left_out_as_a_worker_is(name:
     assert all([s["left_out"] for s in of_all[0][1]] == [s["left_out"] for s in stats] for of_all in results)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tp2.co2x2", "pp2.co2x2"])
+def test_a_replica_that_has_drifted_is_seen_and_mended(name: str):
+    """The outer iterate of one rank of an island, which takes turns with its others in being compared."""
+    for found in run_distributed(layouts.drifted, 4, "gpt2-short", name, 12, timeout=900):
+        told, spread = found
+        assert sum(told) >= 1 and told[0] == 0 and told[-1] == 0
+        assert spread == 0.0
+
+
 CHAINS = [
     ["tp2.pp2.co2x2", "pp4.co2x2", "tp4.co2x2"],
     ["tp4.co2x2", "pp2.dp2.fsdp.co2x2", "pp2.v2.dp2.co2x2", "dp4.co2x2", "dp4.fsdp.co2x2", "tp2.pp2.co2x2"],
