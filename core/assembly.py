@@ -35,6 +35,7 @@ from .robust.spread import Spread
 from .robust.watch import Watch
 from .sharded import sharded
 from .sharded.checks import check_mesh, check_shared, groups_of
+from .sharded.placement import Holders
 from .testing.link import Link, SlowFlight, flight_over
 from .wires.auto import AutoWire
 from .wires.config import WireConfig, Wired
@@ -143,7 +144,7 @@ class ShardedCO2(sharded.ShardedCO2):
         *,
         mesh: DeviceMesh | None = None,
         inner_group: dist.ProcessGroup | None = None,
-        shards: bool = False,
+        shards: bool | Holders = False,
         shard: bool = False,
         offload: bool = False,
         schedule: Schedule | None = None,

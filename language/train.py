@@ -12,7 +12,7 @@ if __name__ == "__main__":
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
@@ -44,6 +44,7 @@ from language.transnormer import check_attention
 from training.backward import Scalars, backward_in_parts, recompute
 from training.checkpoint import load_weights
 from training.elastic import repeated
+from training.layout import Layout
 from training.optim import clip_gradients, make_schedule
 from training.run import Run
 from training.sampling import generator, steps_per_epoch
@@ -63,6 +64,11 @@ def main() -> None:
     recipe = parse(RECIPES, prog="language.train")
     if recipe.dry_run:
         return dry_run(recipe, lambda: make_model(recipe, pad=1), fake_step)
+    if recipe.layout:
+        from training.stages import check_cut  # here, because DTensors take seconds to import
+
+        with torch.device("meta"):
+            check_cut(make_model(recipe, pad=1), Layout.parse(recipe.layout))
     check_attention(recipe.linear_attention, pick_device(recipe.device))
     corpus = open_corpus(recipe.corpus, recipe.vocab_size)
     objective = make_objective(recipe, corpus)
@@ -184,12 +190,22 @@ Part = tuple[Tensor, Tensor, Tensor | None] | Packed
 
 def backward(run: Run | Step, recipe: TextRecipe, wrapped: nn.Module, batch: Batch | Rows) -> Tensor:
     """Adds the gradient of this worker's mean loss over the batch, in micro-batches; returns the loss."""
+    if recipe.layout:
+        return laid_out_backward(run, wrapped, batch)
     parts, predicted = micro_batches(run, recipe, batch)
 
     def part_of(part: Part) -> Scalars:
         return {"train_loss": part_loss(run, wrapped, part) / predicted}
 
     return backward_in_parts(wrapped, parts, part_of)["train_loss"]
+
+
+def laid_out_backward(run: Run | Step, parallel: Any, batch: Batch) -> Tensor:
+    """The same of a model of which each rank has a part, whose layout says how many micro-batches there are."""
+    inputs, targets = (part.to(run.device, non_blocking=True) for part in batch)
+    predicted = (targets != IGNORE).sum().clamp(min=1)
+    with run.autocast():
+        return parallel.backward(inputs, targets, lambda x, y: token_loss(x, y, reduction="sum") / predicted)
 
 
 def measure(run: Run | Step, recipe: TextRecipe, method: Zeroth, batch: Batch) -> Tensor:
@@ -252,12 +268,13 @@ def evaluate(run: Run, model: nn.Module, corpus: Corpus, objective: Objective, t
     results: dict[str, float] = {}
     with run.paused(), run.autocast():
         for name, tokens in texts.items():
-            batch_size = max(1, recipe.batch_size // run.world_size // recipe.accumulate)
-            batches = held_out_batches(tokens, objective, batch_size, rank=run.rank, world_size=run.world_size)
+            batch_size = max(1, recipe.batch_size // run.data_workers // recipe.accumulate)
+            place = {"rank": run.data_rank, "world_size": run.data_workers}
+            batches = held_out_batches(tokens, objective, batch_size, **place)
             sums = run.sum(*held_out_sums(model, batches, run.device, corpus.token_bytes))
             metrics = summarize(sums, causal=isinstance(objective, CausalObjective))
             results |= {f"{name}_{key}": value for key, value in metrics.items()}
-        if run.rank == 0 and corpus.tokenizer is not None:
+        if run.rank == 0 and corpus.tokenizer is not None and not recipe.layout:  # no rank has the whole model
             run.folder.writer.add_text("sample", sample(run, model, corpus, objective), run.step)
     run.log_evaluation(results)
     return results

@@ -14,6 +14,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     if {"e2e", "bench"} & {item.path.parent.name for item in items}:
         PRELOAD.append("vision.train")  # with timm and torchvision, a second's import for each rank
+    if "test_parallel.py" in {item.path.name for item in items}:
+        PRELOAD.append("tests.layouts")  # with transformers and torch's pipelines, seconds
     PRELOAD.append("tests.preload")
 
 

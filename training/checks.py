@@ -16,6 +16,7 @@ from core.errors import UserError
 from core.methods.ddp import check_wire
 from core.sharded.checks import check_node, check_shared
 from core.sharded.mesh import local_world_size
+from training.layout import Layout
 from training.recipe import Recipe, momentum_note
 from training.sampling import per_worker, smallest_part
 from training.throttle import make_link
@@ -36,11 +37,14 @@ def check_start(recipe: Recipe, workers: int | None) -> int:
     if recipe.elastic:
         per_worker(recipe.batch_size, many)
     recipe.check_share(many)
-    if recipe.optim.name == "muon" and recipe.zero:
-        raise UserError(f"zero={recipe.zero} with optim name=muon: Muon takes whole matrices; give --zero 0, or adamw")
+    if recipe.optim.name == "muon" and (recipe.zero or recipe.layout):
+        given = f"layout={recipe.layout}" if recipe.layout else f"zero={recipe.zero}"
+        raise UserError(f"{given} with optim name=muon: Muon takes whole matrices; leave it out, or give adamw")
+    if recipe.layout and workers:
+        Layout.parse(recipe.layout).check_devices(workers)
     if node := recipe.per_node or (local_world_size() if workers else 0):
         check_nodes(node, recipe.zero, workers or node)
-    if recipe.method == "co2" and node > 1:  # which shares its outer state out inside the node
+    if recipe.method == "co2" and (node > 1 or recipe.layout):  # which shares its outer state out inside the node
         check_shared(recipe.co2, recipe.co2.wire.format)
         check_node(recipe.co2)
     if recipe.method == "ddp":

@@ -83,6 +83,8 @@ def resumed(file: Path, config: dict[str, Any], kind: type[Recipe]) -> tuple[dic
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return {}, f"{file} is damaged ({error!r}): restore it, or choose another --out"
     free = FREE | (LENGTH if config["recipe"].get("extend") else set())
+    if old["recipe"].get("layout") and config["recipe"].get("layout"):
+        free |= {"layout"}  # from a checkpoint of one another goes on, but no run without
     if refused := [change for change in changed if setting(change) not in free]:
         what = ", ".join(refused)
         if {setting(change) for change in refused} <= LENGTH:

@@ -4,6 +4,7 @@ them. What Run asks of it training/elastic.py answers where workers come and go.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import time
@@ -67,6 +68,20 @@ class Fixed:
             self._saver.abandon()
         if self._made_group and not failed:
             dist.destroy_process_group()
+
+    def shard(self, model: nn.Module, compute: torch.dtype) -> nn.Module:
+        """The model on the device, with ZeRO-2 and 3 its parameters sharded. compute: what they are gathered in."""
+        r = self.run.recipe
+        model, everywhere = model.to(self.run.device), r.method == "ddp"
+        return _zero().shard_model(model, self.mesh, r.zero, everywhere=everywhere, compute=compute)
+
+    def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """With ZeRO-1 its state is shared out."""
+        return _zero().shard_optimizer(optimizer, self.mesh, self.run.recipe.zero)
+
+    def gathered(self) -> contextlib.AbstractContextManager[None]:
+        """Keeps the model's parameters whole, for evaluations."""
+        return _zero().gathered(self._trained.model, self.run.recipe.zero)
 
     def make_method(
         self,
@@ -229,3 +244,10 @@ class Fixed:
     def _per_node(self) -> int:
         """How many workers synchronise every step."""
         return self.mesh.size(1) if self.mesh is not None else 1
+
+
+def _zero() -> Any:
+    """training.zero, imported where it is used: FSDP and torch.distributed.optim take half a second to import."""
+    from training import zero
+
+    return zero

@@ -133,8 +133,13 @@ def decay_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
 
 
 def clip_gradients(model: nn.Module, config: OptimConfig) -> None:
-    """Clips the norm of this worker's gradient where the recipe says so; call it after backward."""
-    if config.clip_grad_norm is not None:
+    """Clips the norm of this worker's gradient where the recipe says so; call it after backward. Of a model under a
+    layout (training.parallel) no rank has it whole."""
+    if config.clip_grad_norm is None:
+        return
+    if clip := getattr(model, "clip_gradients", None):
+        clip(config.clip_grad_norm)
+    else:
         nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm)
 
 

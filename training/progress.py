@@ -33,12 +33,13 @@ class Progress:
     """What Run shares with the part of it that knows of other workers (training/fixed.py, training/elastic.py).
 
     Attributes: recipe; device; rank, world_size; step, how many have been taken; total, how many there are; clock;
-    means of what is logged; evaluation, when one is due; link, an emulated slow one.
+    means of what is logged; evaluation, when one is due; link, an emulated slow one; data_rank, data_workers, among
+    whom batches are dealt out: under a layout several ranks are one of them.
     """
 
     def __init__(self, recipe: Recipe, device: torch.device):
         self.recipe, self.device = recipe, device
-        self.rank, self.world_size = rank(), world_size()
+        self.rank, self.world_size = self.data_rank, self.data_workers = rank(), world_size()
         self.step = self.total = 0
         self.clock = Stopwatch()
         self.means = Averages()

@@ -20,11 +20,12 @@ from core.elastic.joining import check_elastic
 from core.methods import REGISTRY, check_settings, entry_of
 from core.zeroth.elastic import check_elastic as check_elastic_zeroth
 from core.zeroth.exchange import Place
+from training.layout import Layout
 from training.optim import OptimConfig
 from training.script import launch
 from training.workers import rank, world_size
 
-SHARES = {"shard", "offload", "per_node", "zero"}  # options with which not all recommended settings go
+SHARES = {"shard", "offload", "per_node", "zero", "layout"}  # options with which not all recommended settings go
 LARGEST = 10**9  # number of a recipe
 MethodName = Literal[tuple(entry.name for entry in REGISTRY)]
 # each method's own settings, under its key
@@ -57,6 +58,8 @@ class Recipe(OfMethods):
     name: tyro.conf.Suppress[str] = ""
     zeroth_order: ClassVar[bool] = False
     """Whether the task's script knows method zo."""
+    layout: ClassVar[str] = ""
+    """How the model lies on its workers, where a task knows layouts (training/layout.py)."""
     least_part: ClassVar[int] = 2
     """Samples that BatchNorm needs at once; 1 where it is taken over the many points of each sample."""
     method: MethodName = "co2"
@@ -228,7 +231,10 @@ class Recipe(OfMethods):
         """Refuses a worker's part of a batch that the task cannot train on."""
 
     def data_workers(self, workers: int) -> int:
-        """Among how many of so many workers a batch is dealt out: with method zo two may take the same part."""
+        """Among how many of so many workers a batch is dealt out: with method zo two may take the same part, under a
+        layout several do."""
+        if self.layout:
+            return Layout.parse(self.layout).data_workers
         return Place.make(0, workers, self.zeroth).data_workers if self.method == "zo" else workers
 
     @property
@@ -267,6 +273,8 @@ def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str
     if recipe.out == Path():
         raise UserError("out='' is the folder that you are in: name one of the run's own, such as runs/mine")
     refuse_unused(recipe, default)
+    if recipe.layout:
+        Layout.parse(recipe.layout).check_recipe(recipe)
     return recipe
 
 
@@ -291,6 +299,8 @@ def starting_point(recipe: R, overrides: Sequence[str]) -> R:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             given[name.replace("-", "_")] = value if equals else following
+    if given.get("layout") and "method" not in given:  # whose name says it
+        recipe = dataclasses.replace(recipe, method=Layout.parse(given["layout"]).method)
     method = given.get("method", recipe.method)
     if "recommended" in given and method != "co2":
         raise UserError(f"recommended is CO2's own, method {method!r} does not have it: leave it out")

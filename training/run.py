@@ -53,7 +53,10 @@ class Run(Progress):
         tune(self.device, tf32=recipe.tf32, cudnn_benchmark=recipe.cudnn_benchmark)
         self.folder = RunFolder(recipe.folder, -1 if recipe.elastic else self.rank, self.clock)
         self.rounds = RoundLog(recipe, self.folder, self.device)
-        self._workers = (Elastic if recipe.elastic else Fixed)(self, self.folder, self.rounds)
+        kind: Any = Elastic if recipe.elastic else Fixed
+        if recipe.layout:  # imported here, because torch's pipelines take a second
+            from training.laid_out import LaidOut as kind
+        self._workers = kind(self, self.folder, self.rounds)
         self._minutes = Timer(recipe.save_minutes)
         self._stop = StopSignal()
         self._to_skip = 0  # batches
@@ -85,17 +88,19 @@ class Run(Progress):
         """The model on this worker's device, its parameters sharded inside the node with ZeRO-2 and 3; on the host as
         yet where its blocks are to stay there."""
         check_batch_norm(self.recipe, model, self.world_size)
+        if self._parted:
+            return self._workers.shard(model, torch.bfloat16 if self._mixed() else torch.float32)
         streamed = self.recipe.method == "zo" and self.recipe.offload
-        model = model if streamed else model.to(self.device)
-        if self.mesh is None:
-            return model
-        compute = torch.bfloat16 if self._mixed() else torch.float32
-        ddp = self.recipe.method == "ddp"
-        return _zero().shard_model(model, self.mesh, self.recipe.zero, everywhere=ddp, compute=compute)
+        return model if streamed else model.to(self.device)
 
     def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimiser, its state shared out inside the node with ZeRO-1."""
-        return _zero().shard_optimizer(optimizer, self.mesh, self.recipe.zero) if self.mesh else optimizer
+        return self._workers.shard_optimizer(optimizer) if self._parted else optimizer
+
+    @property
+    def _parted(self) -> bool:
+        """Whether several workers synchronise every step, and may hold parts of one model."""
+        return self.mesh is not None or bool(self.recipe.layout)
 
     def make_method(
         self,
@@ -267,8 +272,8 @@ class Run(Progress):
         method, gathering = self._trained.method, contextlib.nullcontext()
         if isinstance(method, Zeroth):
             gathering = method.order.inference()
-        elif self.mesh is not None:
-            gathering = _zero().gathered(self._trained.model, self.recipe.zero)
+        elif self._parted:
+            gathering = self._workers.gathered()
         with method.shared_model() as self._shared, self.clock.paused(), gathering:
             yield
 
@@ -341,10 +346,3 @@ class Run(Progress):
         if self._bar is not None:
             self._bar.close()  # before the table is printed
         self.folder.summarise(self.recipe, summary)
-
-
-def _zero() -> Any:
-    """training.zero, imported where it is used: FSDP and torch.distributed.optim take half a second to import."""
-    from training import zero
-
-    return zero

@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from core.flat import local_shard
+
 Stage = Literal[0, 1, 2, 3]
 
 
@@ -108,4 +110,4 @@ def gathered(model: nn.Module, stage: Stage) -> Iterator[None]:
 def _start_alike(model: nn.Module, group: dist.ProcessGroup) -> None:
     """The first worker's parameters for all: once sharded they could not be compared."""
     for p in model.parameters():
-        dist.broadcast(p.detach(), group_src=0, group=group)
+        dist.broadcast(local_shard(p.detach()), group_src=0, group=group)

@@ -144,11 +144,11 @@ class Saver:
             seconds = round(time.monotonic() - self._begun, 1)  # slurm/launch.sh reads it
             manifest = {"workers": self.world_size, "seconds": seconds, "rests": [rest for rest, _ in written]}
             try:
-                _publish(fresh, target, json.dumps(manifest, indent=1))
+                publish(fresh, target, json.dumps(manifest, indent=1))
             except OSError as error:
                 failures = [f"{target} cannot be written ({reason(error)})"]
         if self.rank == 0:
-            _tidy(self.folder, step, self.keep)  # while the others wait: they may write the next one soon
+            tidy(self.folder, step, self.keep)  # while the others wait: they may write the next one soon
         return "".join(self._gather(failures)[0][:1])
 
     def _gather(self, mine: Any) -> list[Any]:
@@ -205,7 +205,7 @@ def _shape(state: dict[str, Any], name: str) -> list[int] | None:
     return list(local_shard(held).shape) if isinstance(held, Tensor) else None
 
 
-def _publish(fresh: Path, target: Path, manifest: str) -> None:
+def publish(fresh: Path, target: Path, manifest: str) -> None:
     """Completes a folder that all have written to, and gives it its name, from another of that step if need be."""
     if name := stored.missing(fresh):
         raise OSError(f"another worker's {name} did not come here: the folder must be one that all nodes share")
@@ -216,13 +216,13 @@ def _publish(fresh: Path, target: Path, manifest: str) -> None:
 
 
 def _mend(folder: Path) -> None:
-    """A kill inside _publish may leave a step's checkpoint without its name, and the new one without it, too."""
+    """A kill inside publish may leave a step's checkpoint without its name, and the new one without it, too."""
     for path in folder.glob("step*.tmp-*-old"):
         if not (target := path.with_name(path.name.partition(".tmp-")[0])).exists():
             path.rename(target)
 
 
-def _tidy(folder: Path, step: int, keep: int) -> None:
+def tidy(folder: Path, step: int, keep: int) -> None:
     """Removes what is left of other attempts, steps that an earlier attempt has reached and this one has not, and all
     but the newest checkpoints."""
     kept = [name for name in finished(folder) if int(name.removeprefix("step")) <= step][:keep]

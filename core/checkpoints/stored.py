@@ -90,11 +90,11 @@ def write(
     buffer = io.BytesIO()
     torch.save(put_back(state, lambda path: {STORED: stored[path]}), buffer)
     rest, name = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8), f"rank{rank}.rest"
-    _write(folder, {stored[path][0]: t for path, t in tensors.items()} | {name: rest}, group)
+    write_tensors(folder, {stored[path][0]: t for path, t in tensors.items()} | {name: rest}, group)
     return name, digest(rest)
 
 
-def _write(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
+def write_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
     dcp = library()
 
     class Writer(dcp.FileSystemWriter):
@@ -105,7 +105,7 @@ def _write(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | 
                 raise OSError(reason(error)) from None
 
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _named_failures(dcp, alone=group is None):
+    with named_failures(dcp, alone=group is None):
         dcp.save(tensors, storage_writer=Writer(folder), planner=planner, process_group=group, no_dist=group is None)
 
 
@@ -124,13 +124,13 @@ def make_names(everyone: list[dict[str, str]]) -> dict[str, str]:
 
 def rests(folder: Path) -> list[str]:
     """The names under which the workers' rests lie there, sorted."""
-    found = _reader(folder).read_metadata().state_dict_metadata
+    found = open_folder(folder).read_metadata().state_dict_metadata
     return sorted(name for name in found if re.fullmatch(r"rank\d+\.rest", name))
 
 
 def missing(folder: Path) -> str:
     """The name of a file that a worker has written and that is not there, as where it wrote elsewhere; "" if none."""
-    written = {info.relative_path for info in _reader(folder).read_metadata().storage_data.values()}
+    written = {info.relative_path for info in open_folder(folder).read_metadata().storage_data.values()}
     return min((name for name in written if not (folder / name).exists()), default="")
 
 
@@ -138,7 +138,7 @@ def read(folder: Path, rest: Rest) -> Any:
     """The state of the worker whose `rest` that is. ValueError where a digest differs; any other error where .metadata
     or a file of tensors is missing or not what it was."""
     name, known = rest
-    reader = _reader(folder)
+    reader = open_folder(folder)
     data = _load(reader, {name: (known, [])})[name]
     state = torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)
     wanted: dict[str, tuple[str, list[int]]] = {}
@@ -175,7 +175,7 @@ def _load(reader: Any, wanted: dict[str, tuple[str, list[int]]]) -> dict[str, Te
         kind, size = known[name].properties.dtype, known[name].size
         tensors[name] = torch.empty_strided(size, layout, dtype=kind) if layout else torch.empty(size, dtype=kind)
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _named_failures(dcp, alone=True):
+    with named_failures(dcp, alone=True):
         dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
     for name, tensor in tensors.items():
         if digest(tensor) != wanted[name][0]:
@@ -195,7 +195,7 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f".metadata holds {module}.{name}, which belongs in no checkpoint")
 
 
-def _reader(folder: Path) -> Any:
+def open_folder(folder: Path) -> Any:
     """DCP's reader, which would unpickle anything."""
 
     class Reader(library().FileSystemReader):
@@ -207,7 +207,7 @@ def _reader(folder: Path) -> Any:
 
 
 @contextlib.contextmanager
-def _named_failures(dcp: Any, *, alone: bool) -> Iterator[None]:
+def named_failures(dcp: Any, *, alone: bool) -> Iterator[None]:
     """DCP's exception, which is no Exception, holds those of the workers: the first one's; not alone, with its rank."""
     try:
         yield

@@ -35,6 +35,7 @@ class DDP(Loop):
     model: to be called in place of the wrapped one. BatchNorm statistics stay local until finish() averages them, for
     DDP's own broadcast would block every forward pass. A model of DTensors synchronises itself over all workers where
     it was sharded so (training.zero.shard_model with everywhere=True); its communication is not measured: nan.
+    synchronous: so does this model, of plain tensors, too (training.parallel).
     wire: how gradients cross the network; see GradientWire. riders: Requests, if any, are heard of
     every ASK_EVERY steps.
     """
@@ -49,6 +50,7 @@ class DDP(Loop):
         link: Link | None = None,
         wire: WireConfig | None = None,
         riders: Sequence[Rider] = (),
+        synchronous: bool = False,
     ):
         self.tau = 1
         self.rounds = 0
@@ -68,7 +70,7 @@ class DDP(Loop):
         self._late = Late()
         if self.group is not None:
             self.world_size = dist.get_world_size(self.group)
-        self._sharded = any(map(is_dtensor, model.parameters()))
+        self._sharded = synchronous or any(map(is_dtensor, model.parameters()))
         self.wire: GradientWire | None = None
         if wire is not None and wire.format != "float32":
             check_wire(wire, sharded=self._sharded)

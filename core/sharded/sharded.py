@@ -32,7 +32,7 @@ from ..rounds import Landing, Rounds
 from ..stats import send_off
 from .checks import check_shared
 from .live import HostCopies, Live, beside
-from .placement import Placement, sum_parts
+from .placement import Holders, Placement, sum_parts
 
 Settings = Callable[[int], AdaptiveConfig]
 
@@ -46,7 +46,8 @@ class ShardedCO2(Rounds):
     them are equal on all ranks, and made so again every round). Each keeps and sends its own share to the ranks with
     the same share, across nodes, which are the flight's group. None: all workers are equal.
     shards: plain tensors are this rank's own part of the model, a pipeline's stage, and unlike those of the others in
-    the inner group. Then buffers are averaged over the flight's group only, else over both groups.
+    the inner group. Or, of each parameter, the ranks that hold what this rank holds of it (placement.Holders). With
+    either, buffers are averaged over the flight's group only, else over both groups.
     shard: shares are cut further over the workers of the flight's group. offload: the outer state and its all-reduce
     lie in the host's (pinned) memory, no copy of the parameters on a GPU. timeout: of the inner group, in seconds.
     plugged: see Rounds. core.ShardedCO2 is the same with all that runs on real clusters need.
@@ -62,7 +63,7 @@ class ShardedCO2(Rounds):
         config: AdaptiveConfig | Settings | None = None,
         *,
         inner_group: dist.ProcessGroup | None = None,
-        shards: bool = False,
+        shards: bool | Holders = False,
         shard: bool = False,
         offload: bool = False,
         timeout: float = 600.0,
@@ -70,7 +71,7 @@ class ShardedCO2(Rounds):
     ):
         given = config or AdaptiveConfig()
         self._settings: Settings = given if callable(given) else lambda number: given
-        self.shards, self.shard, self.offload = shards, shard, offload
+        self.shards, self.shard, self.offload = shards is not False, shard, offload
         self.begin_round(0)
         params = unique(tensors_of(params, "parameters"))
         if not params:

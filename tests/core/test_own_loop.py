@@ -129,8 +129,8 @@ def killed(rank: int, world_size: int, folder: str, place: str) -> None:
 
 PLACES: dict[str, tuple[Any, str, int]] = {
     "a file is written": (torch, "save", 1),
-    "all are written": (checkpoint, "_publish", 0),
-    "the new one has its name": (checkpoint, "_tidy", 0),
+    "all are written": (checkpoint, "publish", 0),
+    "the new one has its name": (checkpoint, "tidy", 0),
 }
 
 

@@ -213,8 +213,8 @@ def test_what_is_equal_is_named_and_written_once():
 WHERE: dict[str, tuple[Any, str, int]] = {  # attempt -> what the worker is killed in, and which
     "a": (stored, "make_names", 0),  # the workers exchange what they have
     "b": (torch, "save", 1),  # writing its file
-    "c": (checkpoint, "_publish", 0),
-    "d": (checkpoint, "_tidy", 0),  # the new one is complete, the old ones are about to go
+    "c": (checkpoint, "publish", 0),
+    "d": (checkpoint, "tidy", 0),  # the new one is complete, the old ones are about to go
 }
 
 

@@ -160,13 +160,13 @@ def toy(folder: str, where: str, who: str, resume: bool, pace: float) -> None:
         if where == here and os.environ["CO2_WORKER"] == who and run.step > 12:
             os.kill(os.getpid(), signal.SIGTERM if here == "signal" else signal.SIGKILL)
 
-    write = checkpoint._publish
+    write = checkpoint.publish
 
     def half(*paths: Any) -> None:
         dies("checkpoint")
         write(*paths)
 
-    checkpoint._publish = half
+    checkpoint.publish = half
 
     def batches(recipe: Toy, rank: int, world_size: int, start: int, total: int) -> Any:
         place = {"seed": 0, "rank": rank, "world_size": world_size, "start": start, "total": total}

@@ -1,0 +1,114 @@
+"""Models under a layout are the model in one process: losses, norms and parameters; CO2 between islands is the
+reference's; a checkpoint of one layout goes on under another."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core import CO2Config, UserError
+from core.testing import run_distributed
+from tests import layouts
+from training.layout import Layout
+
+CLIP = 0.5
+TAU, ROUNDS = 3, 4
+CONFIGS = [CO2Config(TAU, outer_momentum=0.4, gap=g, clip=c) for g, c in [("elementwise", None), ("norm", 0.02)]]
+FACTORS = [f"tp{t}.pp{p}.dp{8 // (t * p)}" for t in (1, 2, 4, 8) for p in (1, 2, 4, 8) if t * p <= 8]
+SHARED_OUT = ["pp2.dp4.fsdp", "tp2.dp4.fsdp", "tp2.pp2.dp2.fsdp", "tp2.pp2.dp2.zero2", "pp2.dp4.zero1", "dp8.zero1"]
+MORE = ["pp4.v2.mb4.dp2", "tp2.pp2.v2.mb4.dp2", "pp2.v4.mb2.dp4.fsdp", "pp2.dp2.mb4.tp2", "dp8.fsdp.mb2"]
+
+
+def train_and_islands(rank: int, world_size: int) -> tuple[Any, Any, Any]:
+    """In one start of four processes: a layout, CO2 between islands of TP2 and of PP2, and what Parallel refuses."""
+    from training.parallel import Parallel
+
+    trained = layouts.train(rank, world_size, "gpt2-short", ["tp2.pp2"], 2, CLIP)
+    names = ["tp2.co2x2", "pp2.co2x2"]
+    between = layouts.islands(rank, world_size, "gpt2-short", names, CONFIGS[0], TAU + 1, None)
+    told = []
+    for name in ("tp8", "tp2.dp2.zero1"):
+        try:
+            Parallel(layouts.build("gpt2-short"), Layout.parse(name), layouts.CPU)
+        except UserError as error:
+            told.append(str(error))
+    return trained, between, told
+
+
+def test_a_layout_is_one_process_and_co2_between_islands_the_reference():
+    results = run_distributed(train_and_islands, 4, timeout=200)
+    expected = layouts.one_process("gpt2-short", 2, CLIP)
+    assert layouts.worst([trained[0] for trained, _, _ in results], expected) < 1e-10
+    reference = layouts.reference("gpt2-short", CONFIGS[0], TAU + 1)
+    for i in (0, 1):
+        assert layouts.difference([between[i][0] for _, between, _ in results], reference) < 1e-10
+    for _, between, told in results:
+        assert all(stats["drifted"] == stats["left_out"] == 0 for _, rounds in between for stats in rounds)
+        assert "it takes 8 processes: 4 processes were started" in told[0] and "zero1 with tp" in told[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", FACTORS + SHARED_OUT + MORE)
+def test_every_factorisation_of_eight_ranks_is_one_process(name: str, kind: str):
+    results = run_distributed(layouts.train, 8, kind, [name], 10, CLIP, timeout=900)
+    assert layouts.worst([traces[0] for traces in results], layouts.one_process(kind, 10, CLIP)) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", CONFIGS, ids=["elementwise", "norm and clip"])
+@pytest.mark.parametrize("kind", ["gpt2-short", "llama-short", "llama-tied-short"])
+@pytest.mark.parametrize("name", ["tp2", "pp2", "pp4", "tp2.pp2", "pp2.dp2", "tp2.dp2", "pp2.dp2.fsdp", "tp2.dp2.fsdp"])
+def test_co2_between_islands_is_the_reference(name: str, kind: str, config: CO2Config):
+    layout = Layout.parse(f"{name}.co2x2")
+    steps = ROUNDS * TAU + 1
+    results = run_distributed(layouts.islands, layout.devices, kind, [str(layout)], config, steps, None, timeout=900)
+    expected = layouts.reference(kind, config, steps)
+    assert layouts.difference([of_all[0][0] for of_all in results], expected) < 1e-10
+    assert all(stats["drifted"] == 0 for of_all in results for stats in of_all[0][1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("poison", [(4, float("nan")), (20, 1e4)], ids=["not finite", "jumped"])
+@pytest.mark.parametrize("name", ["tp2.co2x2", "pp2.co2x2", "tp2.pp2.co2x2"])
+def test_an_island_of_which_one_rank_is_unsound_is_left_out_as_a_worker_is(name: str, poison: layouts.Poison):
+    """The guard judges an island as one; the other stages and shards of it go with that rank."""
+    steps, devices = 9 * TAU, Layout.parse(name).devices
+    results = run_distributed(layouts.islands, devices, "gpt2-short", [name], CONFIGS[0], steps, poison, timeout=900)
+    expected, stats = run_distributed(layouts.alone, 2, "gpt2-short", CONFIGS[0], steps, poison, timeout=900)[0]
+    assert sum(of["left_out"] for of in stats) == 1
+    assert layouts.difference([of_all[0][0] for of_all in results], expected) < 1e-10
+    assert all([s["left_out"] for s in of_all[0][1]] == [s["left_out"] for s in stats] for of_all in results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tp2.co2x2", "pp2.co2x2"])
+def test_a_replica_that_has_drifted_is_seen_and_mended(name: str):
+    """The outer iterate of one rank of an island, which takes turns with its others in being compared."""
+    for found in run_distributed(layouts.drifted, 4, "gpt2-short", name, 12, timeout=900):
+        told, spread = found
+        assert sum(told) >= 1 and told[0] == 0 and told[-1] == 0
+        assert spread == 0.0
+
+
+CHAINS = [
+    ["tp2.pp2.co2x2", "pp4.co2x2", "tp4.co2x2"],
+    ["tp4.co2x2", "pp2.dp2.fsdp.co2x2", "pp2.v2.dp2.co2x2", "dp4.co2x2", "dp4.fsdp.co2x2", "tp2.pp2.co2x2"],
+    ["tp2.pp2.dp2.fsdp", "pp4.dp2", "dp8.zero1", "dp8", "tp4.pp2"],
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", CHAINS, ids=lambda names: names[0])
+def test_a_checkpoint_goes_on_under_another_layout(names: list[str], tmp_path: Path):
+    """CO2's state included: as the run that stayed under the first. A round and a step on each layout."""
+    config = CONFIGS[0] if "co2" in names[0] else None
+    steps = TAU + 1
+    ours = run_distributed(layouts.chained, 8, "gpt2-short", names, config, steps, tmp_path / "a", timeout=900)
+    stayed = [names[0]] * len(names)
+    whole: dict[str, Any] = {}
+    for params in run_distributed(
+        layouts.chained, 8, "gpt2-short", stayed[:1], config, len(names) * steps, tmp_path / "b", timeout=900
+    ):
+        whole |= params
+    assert layouts.difference([[params] for params in ours], [whole]) < 1e-10

@@ -1,0 +1,237 @@
+"""Checkpoints that a run under another layout can go on from, by torch.distributed.checkpoint (DCP).
+
+Every tensor has the name that it has in the whole model, and is a DTensor where ranks hold parts of it: DCP writes each
+part once, and reads what another layout needs of it. So are CO2's outer iterate, its momentum and what has landed,
+which are equal on all islands; an island's own, its model, its optimiser and its small numbers, stands under its
+number. Unlike checkpoints of other runs (core/checkpoints), they have no digests of their tensors.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from core.checkpoints import checkpoint, stored
+from core.checkpoints.untrusted import parse_json, reason
+from core.checks import of_rank, under_rank
+from core.errors import UserError
+from core.flat import Bucket, all_finite, is_dtensor, local_shard, views
+from core.groups import host_group, of_all
+from core.methods import Method
+from core.rounds import Rounds
+from training.parallel import Parallel
+
+Named = dict[str, Tensor]
+
+
+class Resharded:
+    """What is trained under a layout, as tensors by name and the rest.
+
+    method: CO2 between the islands, or what keeps all workers synchronous.
+    """
+
+    def __init__(self, parallel: Parallel, optimizer: torch.optim.Optimizer, method: Method):
+        self.parallel, self.method = parallel, method
+        own: torch.optim.Optimizer = getattr(optimizer, "optim", optimizer)  # with ZeRO-1 of what is kept here
+        self._states, self._groups = own.state, own.param_groups
+        self._named = dict(parallel.named_parameters())
+        self._buckets: Sequence[Bucket] = method.buckets if isinstance(method, Rounds) else ()
+
+    # -- writing --------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path, step: int, attempt: str, others: dict[str, Any]) -> bool:
+        """Writes folder/step*/, whole or not at all; every rank must call it. others: of plain numbers, texts, lists
+        and tensors, equal on all ranks. False, and nothing written, where a rank's model is not finite. UserError on
+        all where one cannot write."""
+        if not all(of_all(bool(all_finite(self._named.values())))):
+            self._say(f"warning: step {step}: the model is not finite: no checkpoint is written, the last one stays")
+            return False
+        target = folder / f"step{step:09d}"
+        fresh = folder / f"{target.name}.tmp-{attempt}"
+        own = self._own_of_method()
+        tensors = self._of_island(self._tensors()) | self._outer(own)
+        rest = others | {"method": own, "layout": str(self.parallel.layout)}
+        if self._leads:
+            tensors |= self._of_island({"rest": packed(rest)})
+        failure = ""
+        try:
+            stored.write_tensors(fresh, tensors, host_group())
+            if dist.get_rank() == 0:
+                manifest = {"layout": str(self.parallel.layout), "islands": self.parallel.layout.islands}
+                checkpoint.publish(fresh, target, json.dumps(manifest, indent=1))
+                checkpoint.tidy(folder, step, checkpoint.KEEP)
+        except OSError as error:
+            failure = f"{target} cannot be written ({reason(error)}): make room or choose another folder"
+        if failures := [line for line in of_all(failure) if line]:
+            raise UserError(f"{failures[0]}; the last checkpoint stays")
+        return True
+
+    def _tensors(self) -> Named:
+        """The model and the optimiser's state."""
+        found: Named = {f"model.{name}": p.detach() for name, p in self._named.items()}
+        for name, p in self._named.items():
+            values = self._states.get(p, {}).items()
+            found |= {f"optimizer.{name}.{key}": value for key, value in values if isinstance(value, Tensor)}
+        return found
+
+    def _own_of_method(self) -> dict[str, Any]:
+        """This rank's part of the method's state; waits for what is in flight."""
+        return of_rank(self.method.state_dict())
+
+    def _outer(self, own: dict[str, Any]) -> Named:
+        """CO2's flat tensors, by the parameters' names; in `own` stays what lies behind them."""
+        found: Named = {}
+        for key, flats in self._flats(own):
+            for i, bucket in enumerate(self._buckets):
+                whole, flats[i] = self._joined(flats[i], bucket)
+                pieces = zip(self._names_of(bucket), views(whole, bucket.params), strict=True)
+                found |= {f"co2.{key}.{name}": placed(t, self._named[name]) for name, t in pieces}
+        return found
+
+    def _flats(self, own: dict[str, Any]) -> list[tuple[str, list[Tensor]]]:
+        return [*own["state"].items(), ("flats", own["flats"])] if self._buckets else []
+
+    def _names_of(self, bucket: Bucket) -> list[str]:
+        """Its parameters'."""
+        assert isinstance(self.method, Rounds)
+        trained = [name for name, p in self._named.items() if p.requires_grad]
+        names = {id(p): name for p, name in zip(self.method.params, trained, strict=True)}
+        return [names[id(p)] for p in bucket.params]
+
+    def _joined(self, flat: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """The payload whole, of which the ranks of an island may keep a share each; and what lies behind it."""
+        if len(flat) >= bucket.numel:
+            return flat[: bucket.numel], flat[bucket.padded :]
+        group = host_group(self.parallel.island)
+        shares = [torch.empty_like(flat) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(shares, flat, group=group)
+        return torch.cat(shares)[: bucket.numel], flat[:0]
+
+    def _part(self, whole: Tensor, bucket: Bucket, like: Tensor) -> Tensor:
+        """Of the payload what this rank keeps. like: that, where it is a share, or the payload with what follows."""
+        filled = torch.cat([whole, whole.new_zeros(bucket.padded - len(whole))])
+        if len(like) >= bucket.numel:
+            return filled
+        return filled.view(-1, len(like))[dist.get_rank(self.parallel.island)]
+
+    # -- reading --------------------------------------------------------------------------------------------
+
+    def load(self, folder: Path) -> dict[str, Any] | None:
+        """Goes on from the newest checkpoint that all ranks can read; its `others`, None where there is none. UserError
+        where there are some and none can be read, or the newest is of a run without a layout."""
+        refused: list[str] = []
+        for name in of_all(checkpoint.finished(folder))[0]:
+            problems, others = [], None
+            try:
+                others = self._load(folder / name)
+            except UserError as error:
+                problems = [str(error)]
+            except Exception as error:  # whatever it is: a rank that raised here would leave the others waiting
+                problems = [f"it cannot be read, {reason(error)}"]
+            if not (told := [line for lines in of_all(problems) for line in lines]):
+                for line in refused:
+                    self._say(f"warning: {line}; going on from {name}")
+                return others
+            refused.append(f"{folder / name} is refused ({told[0]})")
+        if refused:
+            raise UserError(f"{'; '.join(refused)}: no other checkpoint is left; start afresh with another folder")
+        return None
+
+    def _load(self, target: Path) -> dict[str, Any]:
+        manifest = parse_json((target / checkpoint.MANIFEST).read_text())
+        if "layout" not in manifest:
+            raise UserError("it is of a run without a layout: resume without --layout")
+        reader = stored.open_folder(target)
+        known = reader.read_metadata().state_dict_metadata
+        prefix = f"island{self.parallel.place.island % int(manifest['islands'])}."
+        rest = torch.empty(known[f"{prefix}rest"].size, dtype=torch.uint8)
+        _read(reader, {f"{prefix}rest": rest})
+        others = unpacked(rest)
+        now = self._own_of_method()
+        likes = {key: [*flats] for key, flats in self._flats(now)}
+        outer = self._outer(now)
+        self._begin_states(f"{prefix}optimizer.", known)
+        tensors = {f"{prefix}{name}": t for name, t in self._tensors().items()} | outer
+        if missing := sorted(name for name in tensors if name not in known):
+            raise UserError(f"it has no {missing[0]}: resume with the model, optimiser and method that wrote it")
+        _read(reader, tensors)
+        self._give_back(others, likes, outer)
+        return others
+
+    def _begin_states(self, start: str, known: dict[str, Any]) -> None:
+        """Zeros where the optimiser has yet to begin, for what the checkpoint holds of its parameters."""
+        for group in self._groups:
+            for p in group["params"]:
+                name = next(name for name, mine in self._named.items() if mine is p)
+                keys = [key for key in known if key.startswith(f"{start}{name}.")]
+                device = p.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
+                if keys and not self._states.get(p):
+                    zeros = {key.rpartition(".")[2]: _zeros(known[key], p, device) for key in keys}
+                    self._states[p] = zeros
+
+    def _give_back(self, others: dict[str, Any], likes: dict[str, list[Tensor]], outer: Named) -> None:
+        """The method's state: as saved, its flat tensors of the named ones. likes: how long they are here."""
+        own = others["method"]
+        if others["layout"] != str(self.parallel.layout):
+            own["places"] = 0  # what sums over as many ranks alone could hold is forgotten
+        for key, flats in self._flats(own):
+            for i, bucket in enumerate(self._buckets):
+                pieces = [outer[f"co2.{key}.{name}"] for name in self._names_of(bucket)]
+                whole = torch.cat([local_shard(t).to(flats[i].device).reshape(-1) for t in pieces])
+                flats[i] = torch.cat([self._part(whole, bucket, likes[key][i]), flats[i]])
+        self.method.load_state_dict(under_rank(own))
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this rank writes its island's small numbers."""
+        return dist.get_rank(self.parallel.island) == 0
+
+    def _of_island(self, tensors: Named) -> Named:
+        return {f"island{self.parallel.place.island}.{name}": t for name, t in tensors.items()}
+
+    def _say(self, line: str) -> None:
+        if dist.get_rank() == 0:
+            print(line, file=sys.stderr, flush=True)
+
+
+def placed(own: Tensor, like: Tensor) -> Tensor:
+    """A DTensor placed as `like` is, if that is one, of this rank's part of it, in the part's own dtype."""
+    if not is_dtensor(like):
+        return own
+    place: dict[str, Any] = {"run_check": False, "shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(own.to(like.to_local().device), like.device_mesh, like.placements, **place)
+
+
+def packed(held: Any) -> Tensor:
+    """As bytes, uint8 [n]."""
+    buffer = io.BytesIO()
+    torch.save(held, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def unpacked(data: Tensor) -> Any:
+    return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)
+
+
+def _zeros(known: Any, p: Tensor, device: torch.device) -> Tensor:
+    """For a tensor of an optimiser's state. known: DCP's record of it. device: of a count of steps."""
+    kind = known.properties.dtype
+    alike = tuple(known.size) == tuple(p.shape) and p.dim()
+    return torch.zeros_like(p.detach(), dtype=kind) if alike else torch.zeros(known.size, dtype=kind, device=device)
+
+
+def _read(reader: Any, tensors: Named) -> None:
+    """In place, this rank's parts."""
+    dcp = stored.library()
+    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with stored.named_failures(dcp, alone=True):
+        dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
