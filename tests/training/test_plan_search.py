@@ -258,8 +258,6 @@ def test_overrides_are_settings_of_the_recipes(monkeypatch: pytest.MonkeyPatch):
         co2 = next(row for row in p.best if p.case.layout.islands[row] > 1)
         for row in (p.best[0], co2):
             words = overrides(p.at(row), p.name(row))
-            if words[0] == "--layout":
-                words = words[2:]
             monkeypatch.setattr("sys.argv", ["language.train", "gpt2_pydoc_small", *words])
             recipe = parse(RECIPES, prog="language.train")
             assert recipe.method == ("co2" if p.case.layout.islands[row] > 1 else "ddp") and recipe.context == 64
