@@ -33,6 +33,8 @@ LOADS: dict[tuple[str, str], dict[str, bool]] = {
     # DCP unpickles .metadata by what its reader returns, which stored._Unpickler reads: it makes listed records alone
     ("core/checkpoints/stored.py", "dcp.load"): {},
     ("core/checkpoints/stored.py", "pickle.Unpickler"): {},
+    ("training/resharded.py", "dcp.load"): {},  # by the same reader
+    ("training/resharded.py", "torch.load"): WEIGHTS,
     # a base config of mmseg's own, which the project names itself
     ("segmentation/model.py", "mmengine.config.Config.fromfile"): {},
     # modules that the project names itself
@@ -52,7 +54,7 @@ LOADERS = {
 HARMLESS = ("json.", "tomllib.", "tl.", "triton.language.", "numpy.fromfile")
 OWN = {  # functions of the project that are called load, or popen, and lead to calls in the list
     "checkpoint.load", "data.load", "report.load", "source.load", "self.source.load", "ScalarLog.load", "cluster.popen",
-    "_Unpickler().load", "image.load", "way.loads",
+    "_Unpickler().load", "image.load", "way.loads", "self._held.load",
 }  # fmt: skip
 EVALUATE = {"eval", "exec", "compile", "__import__"}
 
