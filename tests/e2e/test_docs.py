@@ -38,14 +38,20 @@ def test_the_readme_is_short():
         assert len(part.splitlines()) <= 5, part
 
 
+def seconds_of(name: str) -> dict[tuple[str, ...], str]:
+    """Task, rate and method -> seconds to the loss, of a table of bench.time_to_loss."""
+    rows = [line.split("|") for line in (ROOT / f"results/{name}.md").read_text().splitlines()]
+    return {tuple(cell.strip() for cell in row[1:4]): row[5].strip() for row in rows if len(row) > 5}
+
+
 def test_the_figures_of_the_readme_are_those_of_the_measurement():
-    """Every cell of its first table stands in results/time_to_loss.md, at its task, rate and method."""
-    rows = [[cell.strip(" *") for cell in line.split("|")[1:-1]] for line in README.splitlines() if line[:1] == "|"]
-    measured = [line.split("|") for line in (ROOT / "results/time_to_loss.md").read_text().splitlines()]
-    found = {
-        tuple(cell.strip() for cell in (row[1], row[2], row[3])): row[5].strip() for row in measured if len(row) > 5
-    }
-    rows = [row for row in rows if re.match(r"(digits|text), \d+", row[0])]
+    """Every cell of its first two tables stands in results/time_to_loss*.md, at its task, rate and method."""
+    every = [[cell.strip(" *") for cell in line.split("|")[1:-1]] for line in README.splitlines() if line[:1] == "|"]
+    over_int4 = seconds_of("time_to_loss_int4") | seconds_of("time_to_loss_int4_10")
+    for task, row in zip(("vision", "language"), [row for row in every if row[0][:9] == "over int4"], strict=True):
+        for method, cell in zip(("co2_auto", "local:wire=int4", "ddp:wire=int4"), row[1:], strict=True):
+            assert cell == ", ".join(over_int4[task, f"{rate} Mbit/s", method] for rate in (10, 40, 1000))
+    found, rows = seconds_of("time_to_loss"), [row for row in every if re.match(r"(digits|text), \d+", row[0])]
     assert len(rows) == 8
     for place, co2, other, ddp, limit in rows:
         task, rate = re.match(r"(\w+), (\d+)", place).groups()
