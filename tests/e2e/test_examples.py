@@ -91,10 +91,8 @@ def test_it_trains(name: str, package: str, tmp_path: Path):
     check(name, run(name, package, tmp_path))
 
 
-OTHERS = [name for name, example in EXAMPLES.items() if example.resumes and name != "own_loop"]
-
-
-@pytest.mark.parametrize("name", ["own_loop", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, example in EXAMPLES.items() if example.resumes])
 def test_it_trains_and_goes_on_from_its_checkpoint(name: str, package: str, tmp_path: Path):
     """A run whose last checkpoint is missing, as if it had been killed before, ends as it would have."""
     line = run(name, package, tmp_path)
