@@ -19,7 +19,7 @@ from training.progress import Trained, pacing_of
 from training.resharded import Resharded
 from training.sampling import mix
 from training.workers import join
-from training.zero import gathered, shard_optimizer
+from training.zero import gathered, group_settings, shard_optimizer
 
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ class LaidOut(Fixed):
             others = {
                 "step": run.step,
                 "schedule": trained.schedule.state_dict(),
-                "groups": [_settings(group) for group in trained.optimizer.param_groups],
+                "groups": [group_settings(group) for group in trained.optimizer.param_groups],
                 "means": run.means.state_dict(),
                 "totals": self.rounds.state_dict() | {"seconds": run.clock.seconds},
             }
@@ -123,8 +123,3 @@ class LaidOut(Fixed):
         run.step = int(found["step"])
         self._draw_anew()
         return found["totals"]["seconds"]
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group's learning rate and the like."""
-    return {key: value for key, value in group.items() if key != "params"}

@@ -76,16 +76,16 @@ class _LocallySaved(ZeroRedundancyOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         for mine, theirs in zip(self.param_groups, self.optim.param_groups, strict=True):
-            theirs.update(_settings(mine))  # a schedule has moved the outer ones; torch copies them at the next step
+            theirs.update(group_settings(mine))  # a schedule moved the outer ones; torch copies them at the next step
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.optim.load_state_dict(state_dict)
         for mine, theirs in zip(self.param_groups, self.optim.param_groups, strict=True):
-            mine.update(_settings(theirs))
+            mine.update(group_settings(theirs))
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
+def group_settings(group: dict[str, Any]) -> dict[str, Any]:
     """A parameter group's learning rate and the like."""
     return {k: v for k, v in group.items() if k != "params"}
 

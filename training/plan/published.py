@@ -239,7 +239,6 @@ def spans(f: dict[str, Any]) -> str:
 def page(found: dict[str, Any]) -> str:
     """results/plan.md."""
     m, c, f = found["megatron"], found["co2"], found["frontier"]
-    assumed = "; ".join(f"{name}: {', '.join(map(str, runs))}" for name, runs in ASSUMED.items())
     k, fours = m["constants"], m["fours"]
     return TEXT.format(
         cells=cells(m),
@@ -258,7 +257,7 @@ def page(found: dict[str, Any]) -> str:
         published=f"{c['published']:.1f}",
         off=f"{c['off']:+.0%}",
         tops=" to ".join(f"{x:.2f}" for x in (min(f["tops"]), max(f["tops"]))),
-        assumed=assumed,
+        assumed="\n".join(row(name, *run) for name, runs in ASSUMED.items() for run in runs),
         fractions=", ".join(map(str, FRACTIONS)),
     )
 
@@ -309,11 +308,14 @@ differ in speed.
 
 - Published: the columns without a span, of the abstract; scaling on 1,024 GPUs (175B) and 3,072 (1T).
 - Configuration not recovered. No fit is claimed: the planner's entries are spans over assumptions.
-- Assumed, as (TP, PP, samples of a micro-batch, micro-batches of a replica): {assumed}. ZeRO-1, recomputation, no
-  interleaving.
+- Assumed: the table below; ZeRO-1, recomputation, no interleaving.
 - Assumed for each of the 22B model's: its published share, 38.38 %, on one replica. Products then get {tops} of the
   peak; above 1 it could not be.
 - Weak scaling: against one replica. Strong scaling: at one batch, against {fractions} times fewer replicas.
+
+| assumed of | TP | PP | samples of a micro-batch | micro-batches of a replica |
+|---|---|---|---|---|
+{assumed}
 
 The spans are wider than what lies between the published figures, so they decide nothing.
 """
