@@ -207,7 +207,7 @@ def run(o: Real) -> dict[str, Any]:
         if cluster is not None:
             cluster.shape(o.rate, result["verified_mbit"])
         for scenario in o.scenarios:
-            slowest = max(1.0, *SCENARIOS[scenario].slow, *[3.0] * bool(SCENARIOS[scenario].stall_chance))
+            slowest = max([1.0, *SCENARIOS[scenario].slow, *[3.0] * bool(SCENARIOS[scenario].stall_chance)])
             steps = o.repeats * sum(o.rounds + warm(name) for name in o.methods) * o.tau
             limit = 120 + 4 * steps * (slowest * step + BYTES * 16e-6 / o.rate)
             ranks = run_ranks(work, cluster, 1, o.workers, o, scenario, samples, timeout=limit)
