@@ -25,6 +25,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from core.errors import DivergedError
 from core.zeroth import ZerothConfig, ZerothOrder
 from core.zeroth.blocks import BlockStream
 from language.corpora import open_corpus, open_wikitext2
@@ -256,6 +257,8 @@ def train(job: Job) -> dict[str, Any]:
         restrict(round(job.limit * job.weights_mb * 1e6))
     try:
         return {"fits": True, "steps": job.steps} | _train(job, learn, held_out)
+    except DivergedError:  # as the ways with gradients end, which go on with NaN
+        return {"fits": True, "steps": job.steps} | dict.fromkeys(("cpu_seconds", "loss", "accuracy"), math.nan)
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, MemoryError) or any(text in str(error) for text in NO_MEMORY):
             return {"fits": False}

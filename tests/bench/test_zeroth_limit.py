@@ -1,5 +1,6 @@
 """What trains in a given memory: ways of one kind take the same steps, the limit holds, and the table."""
 
+import math
 import subprocess
 import sys
 import textwrap
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import report, zeroth_limit
+from bench import report, zeroth_limit, zeroth_ways
 from bench.zeroth_limit import LADDER, ZerothLimit, smallest, text
 from bench.zeroth_ways import CONTEXT, KINDS, WAYS, Job, _train, opened, random_base
 from core import UserError
@@ -38,6 +39,15 @@ def test_ways_of_one_kind_take_the_same_steps(tmp_path):
     assert len({round(losses[0], 4) for losses in ended.values()}) == len(KINDS), "kinds are unlike"
     none = _train(replace(job("AdamW", base), steps=0), TOKENS, TOKENS)["loss"]
     assert all(losses[0] < none for kind, losses in ended.items() if kind != "zo")
+
+
+@pytest.mark.parametrize("way", ["zo", "AdamW"])
+def test_a_learning_rate_that_diverges_has_no_loss_and_ends_nothing(way: str, monkeypatch, tmp_path):
+    """One of those to choose among: the others are tried all the same."""
+    monkeypatch.setattr(zeroth_ways, "wikitext", lambda: (TOKENS, TOKENS))
+    base = random_base(tmp_path / "base", SHAPE)
+    found = zeroth_ways.train(replace(job(way, base), lr=1e30, steps=20))
+    assert found["fits"] and math.isnan(found["loss"])
 
 
 def test_streamed_weights_lie_in_the_file(tmp_path):
