@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import core.outer
 from core import CO2, CO2Config
-from core.reference import Reference
+from core.testing.reference import Reference
 from core.testing import run_distributed
 from tests import problems
 from tests.core.test_collectives import wait_for

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from core import CO2, CO2Config, ShardedCO2
 from core.groups import gather_parts
-from core.reference import Reference
+from core.testing.reference import Reference
 from core.sharded.mesh import node_mesh
 from core.sharded.placement import sum_parts
 from core.testing import run_distributed

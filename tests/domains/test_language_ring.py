@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core import CO2, CO2Config
-from core.reference import Reference
+from core.testing.reference import Reference
 from core.testing import run_distributed
 from language.lengths.plan import Island, plan
 from tests.problems import assert_traces_equal, flat
