@@ -1,4 +1,4 @@
-"""The executable specification of what core's rooms add to the paper's algorithm (core/testing/reference.py): when a mean is
+"""The executable specification of what the rooms of core add to the paper (core/testing/reference.py): when a mean is
 merged, into what, and of whom it is. All workers are in one process, as there; no code is shared with the rooms."""
 
 from __future__ import annotations
