@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict, Unpack
+from typing import Any, NoReturn, TypedDict, Unpack
 
 import torch.distributed as dist
 from torch import Tensor
@@ -24,7 +24,7 @@ from .config import is_whole
 from .elastic.flight import ElasticFlight
 from .elastic.joining import Joining, check_elastic
 from .elastic.members import Members
-from .errors import Moved, UserError
+from .errors import UserError
 from .flight import Flight
 from .riders import Rider
 from .robust import peers
@@ -89,6 +89,23 @@ class Options(TypedDict, total=False):
     timeout: float
     link: Link | None
     riders: Sequence[Rider]
+
+
+class Moved:
+    """An attribute that has gone elsewhere: reading it raises AttributeError and writing to it UserError, which would
+    otherwise have no effect, and no word about it. to: where it is now."""
+
+    def __init__(self, to: str):
+        self._to = to
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._text = f"{owner.__name__} has no {name} any more: it is {self._to}"
+
+    def __get__(self, instance: object, owner: type | None = None) -> NoReturn:
+        raise AttributeError(self._text)
+
+    def __set__(self, instance: object, value: object) -> NoReturn:
+        raise UserError(self._text)
 
 
 class CO2(OnArrival):
