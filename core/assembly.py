@@ -19,6 +19,7 @@ from .adaptive.pace import BySpeed
 from .adaptive.pacing import Adaptive
 from .adaptive.schedules import Schedule, scheduled
 from .adaptive.tau import TauTuner, Tuned
+from .checkpoints.saved import Saved
 from .checks import tensors_of
 from .config import is_whole
 from .elastic.flight import ElasticFlight
@@ -108,7 +109,7 @@ class Moved:
         raise UserError(self._text)
 
 
-class CO2(OnArrival):
+class CO2(Saved, OnArrival):
     """Hides the all-reduce of a data-parallel training loop behind tau local steps.
 
     params: model.parameters() or any list of tensors, on this worker's device; every worker must pass the same shapes.
@@ -181,7 +182,7 @@ class SlowElasticFlight(SlowFlight, ElasticFlight):
     """ElasticFlight over an emulated link."""
 
 
-class ElasticCO2(OnArrival):
+class ElasticCO2(Saved, OnArrival):
     """What elastic_co2 makes: it reads the settings of all riders."""
 
     reads = CO2Config

@@ -1,11 +1,10 @@
-"""What is refused: parameters and checkpoints with which training would go wrong, in one line that names the remedy."""
+"""What is refused: parameters with which training would go wrong, in one line that names the remedy."""
 
 from __future__ import annotations
 
 import itertools
 import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -93,58 +92,3 @@ def refuse_thawed() -> None:
         "a parameter that was frozen when this object was built now requires a gradient and would never be averaged: "
         "build it again after changing requires_grad"
     )
-
-
-def under_rank(state: dict[str, Any]) -> dict[str, Any]:
-    """What this worker alone holds, under a key with its rank: who writes one dict for all workers, as
-    torch.distributed.checkpoint does, writes a key once, whatever the others hold."""
-    return {f"rank{_rank()}": state}
-
-
-def of_rank(state: Mapping[str, Any]) -> dict[str, Any]:
-    """This worker's part; of as many parts as there are that of its rank modulo their number where it has none."""
-    ranks = sorted(int(key[4:]) for key in state if re.fullmatch(r"rank\d+", key))
-    if not ranks:
-        raise UserError(
-            "the checkpoint's state has no key with a worker's rank, as those of older versions: resume with the "
-            "version that wrote it, or start afresh"
-        )
-    rank = _rank()
-    return state[f"rank{rank if rank in ranks else ranks[rank % len(ranks)]}"]
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-ALWAYS = ("method", "flats", "workers", "places", "reducer", "taus")  # in every method's part of a checkpoint
-
-
-def check_run(state: Mapping[str, Any], method: str, workers: int, *, equal: bool) -> None:
-    """Refuses a checkpoint of an older version, of another method, or of another number of workers unless all of them
-    hold the same outer state."""
-    if missing := [key for key in ALWAYS if key not in state]:
-        raise UserError(
-            f"the checkpoint's state has no {missing[0]!r}, as those of older versions: resume with the version that "
-            "wrote it, or start afresh"
-        )
-    if state["method"] != method:
-        raise UserError(f"the checkpoint is of {state['method']}, not {method}: resume with its method")
-    if state["workers"] != workers and not equal:
-        raise UserError(
-            f"the checkpoint is of {state['workers']} workers, here there are {workers}, and each held a part of the "
-            "outer state of its own: resume with as many"
-        )
-
-
-def check_saved(saved: Mapping[str, Sequence[Tensor]], here: Mapping[str, Sequence[Tensor]]) -> None:
-    """Refuses a checkpoint of another model, or of other settings."""
-    if saved.keys() != here.keys():
-        theirs, mine = (", ".join(sorted(names.keys() - {"all-reduce"})) for names in (saved, here))
-        raise UserError(f"the checkpoint holds {theirs}, here it is {mine}: resume with the settings that wrote it")
-    for name, flats in here.items():
-        if (theirs := [len(f) for f in saved[name]]) != (mine := [len(f) for f in flats]):
-            raise UserError(
-                f"the checkpoint's {name} has {theirs} elements, here it has {mine}: resume with the model, the "
-                "buffers to average, the riders and the settings of the wire that wrote it"
-            )

@@ -33,7 +33,6 @@ from torch import Tensor
 
 from . import outer
 from .config import OuterConfig, Settings, check_known
-from .flat import on_host
 from .pacing import Pacing
 from .passes import make_boundary
 from .rounds import Rounds
@@ -51,6 +50,7 @@ class CO2(Rounds):
 
     name = "CO2"
     differences = needs_whole_norms = True
+    numbers = ("_last_lr", "_m_norm")
     reads = OuterConfig  # whose settings it reads
 
     def __init__(
@@ -150,10 +150,3 @@ class CO2(Rounds):
 
     def settings(self) -> Any:
         return self.config.changing(self.tau)
-
-    def own_state(self) -> dict[str, Any]:
-        return super().own_state() | {"last_lr": self._last_lr, "m_norm": on_host(self._m_norm)}
-
-    def load_own_state(self, state: dict[str, Any]) -> None:
-        super().load_own_state(state)
-        self._last_lr, self._m_norm = state["last_lr"], state["m_norm"].to(self._m_norm)

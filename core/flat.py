@@ -143,31 +143,11 @@ def views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [piece.view(t.shape) for piece, t in zip(flat[: sum(sizes)].split(sizes), like, strict=True)]
 
 
-def resized(flats: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """Each of flats, where it lies, as long as its counterpart: cut, or filled up with zeros."""
-    found = [flat.new_zeros(len(other)) for flat, other in zip(flats, like, strict=True)]
-    for new, flat in zip(found, flats, strict=True):
-        n = min(len(new), len(flat))
-        new[:n] = flat[:n]
-    return found
-
-
 def copy(to: Sequence[Tensor], source: Sequence[Tensor], *, queued: bool = False) -> None:
     """Copies each tensor into its counterpart, in as few kernels as possible. queued: between a GPU and pinned memory
     the host does not wait for it; the caller sees to what is read and written meanwhile."""
     if to:
         torch._foreach_copy_(list(to), list(source), queued)  # pyright: ignore[reportPrivateImportUsage]
-
-
-def on_host(held: Any) -> Any:
-    """A copy in the host's memory of a tensor, or of a list of them, one after the other: a GPU, which is waited for,
-    holds no copy. Anything else as it is.
-
-    The memory is not pinned: torch would round it up to a power of two, and keep it.
-    """
-    if isinstance(held, list):
-        return [on_host(t) for t in held]
-    return held.to("cpu", copy=True) if isinstance(held, Tensor) else held
 
 
 def rescale(flat: Tensor, scale: float | Tensor) -> None:

@@ -19,11 +19,11 @@ from .errors import UserError
 from .flat import Bucket, Scalars, copy, copy_where, rescale
 from .flight import Flight
 from .groups import Stage
+from .held import Held
 from .loop import Loop
 from .pacing import Act, Pacing
 from .reducer import Reducer, all_reduce
 from .riders import Heard, Rider
-from .saved import Saved
 from .stats import Late, RoundClock, RoundStats
 
 OneRider = TypeVar("OneRider", bound=Rider)
@@ -38,7 +38,7 @@ class Landing(NamedTuple):
     """Besides, nobody had taken a step: it must move nothing."""
 
 
-class Rounds(Saved, Loop, ABC):
+class Rounds(Held, Loop, ABC):
     """A method that trains in rounds. pacing, riders: see the top of this file. The other arguments: see Held; what a
     loop calls besides step and finish: see Loop.
 
@@ -49,6 +49,7 @@ class Rounds(Saved, Loop, ABC):
 
     differences = False  # whether payloads are differences: zero where nothing has moved
     starts_roughly = False  # whether workers begin a round near `starts` only, not exactly there
+    numbers: Sequence[str] = ()  # attributes that belong into a checkpoint beside `state`: plain, or 0-d tensors
 
     def __init__(
         self,
@@ -132,15 +133,6 @@ class Rounds(Saved, Loop, ABC):
         for rider in self.riders:
             rider.finished()
 
-    def catch_up(self, rounds: int) -> None:
-        """Closes rounds, waiting for each mean, until `rounds` have closed. Every worker must call it.
-
-        For a checkpoint, which needs all workers in one round, where a pacing such as skip_after lets them come to one
-        step in unlike rounds. rounds: the largest number of any worker.
-        """
-        while self.rounds < rounds:
-            self._boundary(finished=False)
-
     @property
     def at_boundary(self) -> bool:
         return not self.local_steps and (self.pacing.together or not self.flight.in_flight)
@@ -188,9 +180,6 @@ class Rounds(Saved, Loop, ABC):
         """where: 0-d truth value. Where it is true, what this worker sends has weight 0, and it starts anew."""
         for rider in self.riders:
             rider.left_out(where)
-
-    def check_saving(self) -> None:
-        self.pacing.check_saving(self)
 
     def begin_round(self, number: int) -> None:  # noqa: B027
         """For settings that change from round to round. number: of the round, from 0."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..adaptive.arrival import OnArrival
+from ..checkpoints.saved import Saved
 from ..errors import UserError
 from ..riders import Method, Rider
 from .flight import ElasticFlight
@@ -44,9 +45,8 @@ class Joining(Rider):
 
     def attach(self, method: Method) -> None:
         super().attach(method)
-        assert isinstance(method, OnArrival) and isinstance(method.flight, ElasticFlight), (
-            "see core.assembly.elastic_co2"
-        )
+        assert isinstance(method, OnArrival) and isinstance(method, Saved), "see core.assembly.elastic_co2"
+        assert isinstance(method.flight, ElasticFlight)
         self.co2, self.flight = method, method.flight
         self.flight.owner = method
         self.give: Callable[[], dict[str, Any]] = method.state_dict

@@ -10,15 +10,15 @@ from typing import Unpack
 from torch import Tensor, nn
 
 from ..assembly import CO2Config, Options, plugs_of_other
+from ..checkpoints.saved import Saved
 from ..checks import tensors_of
 from ..errors import UserError
 from ..flat import copy, rescale, views
-from ..rounds import Rounds
 from ..wires.config import WireConfig
 from .registry import Entry, Given
 
 
-class Blocking(Rounds):
+class Blocking(Saved):
     """A method that waits at every boundary for a mean: of the differences from `starts`, or of the parameters where
     it keeps none. wire: how they cross the network."""
 

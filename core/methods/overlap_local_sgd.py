@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ..assembly import CO2Config, Options, plugs_of_other
+from ..checkpoints.saved import Saved
 from ..checks import tensors_of
 from ..config import of_kind
 from ..errors import UserError
 from ..flat import copy, copy_where, rescale, views
 from ..outer import carried
-from ..rounds import Rounds
 from ..wires.config import WireConfig
 from .registry import Entry, Given, Settings
 
@@ -38,7 +38,7 @@ class OverlapLocalConfig:
             raise UserError(f"overlap_local anchor_momentum={self.anchor_momentum}: give a number in [0, 1)")
 
 
-class OverlapLocalSGD(Rounds):
+class OverlapLocalSGD(Saved):
     """Overlap-Local-SGD (Wang, Liang and Joshi, ICASSP 2020): an anchor model, averaged in the background.
 
     At a boundary the mean launched one round ago moves the anchor, v <- mu v + (mean - z), z <- z + v; each worker is

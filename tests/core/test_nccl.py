@@ -22,8 +22,8 @@ from core import CO2, CO2Config, DivergedError, ShardedCO2, UserError, WireConfi
 from core import flight as collectives
 from core.adaptive.merging import MergingBoundary
 from core.adaptive.tau import Tuned
+from core.checkpoints.snapshot import Snapshot
 from core.flight import Flight
-from core.robust.snapshot import Snapshot
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
 from tests import problems

@@ -20,11 +20,11 @@ ARROWS: dict[str, set[str]] = {
     "core": set(),
     "core.adaptive": {"core"},
     "core.checkpoints": {"core"},
-    "core.elastic": {"core", "core.adaptive", "core.robust"},
+    "core.elastic": {"core", "core.adaptive", "core.checkpoints", "core.robust"},  # newcomers get what is saved
     "core.lgreco": {"core", "core.wires"},
     "core.offload": {"core"},
     "core.robust": {"core"},
-    "core.sharded": {"core", "core.adaptive", "core.offload"},  # whose settings say when a mean is merged
+    "core.sharded": {"core", "core.adaptive", "core.checkpoints", "core.offload"},  # when a mean is merged: settings
     "core.testing": {"core"},
     "core.triton": {"core", "core.adaptive", "core.wires"},  # whose passes and formats it knows as kernels
     "core.wires": {"core"},
