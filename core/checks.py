@@ -26,19 +26,6 @@ def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
     return tensors
 
 
-def check_riders(riders: Sequence[Any], kind: type) -> None:
-    """Refuses what is no rider, one that goes along with another method, and two whose numbers share a name."""
-    names: set[str] = set()
-    for rider in riders:
-        if not isinstance(rider, kind):
-            raise UserError(f"riders: {rider!r} is among them: give objects of a {kind.__name__}'s classes")
-        if hasattr(rider, "method"):
-            raise UserError(f"riders: this {type(rider).__name__} goes along with another method: make one for each")
-        if twice := names & (own := {*rider.shared, *rider.of_each, *([rider.name] if rider.name else [])}):
-            raise UserError(f"riders: two have the name {min(twice)!r}, of a scalar or of a state: make them differ")
-        names |= own
-
-
 def refuse_dtensors(params: Sequence[Tensor]) -> None:
     if any(is_dtensor(p) for p in params):
         raise UserError("DTensors as parameters need ShardedCO2 with mesh=: their norms are of the whole model")

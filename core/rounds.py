@@ -7,7 +7,7 @@ goes along (Riders).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,8 +23,8 @@ from .held import Held
 from .loop import Loop
 from .pacing import Act, Pacing
 from .reducer import Reducer, all_reduce
-from .riders import Heard, Rider
-from .stats import Late, RoundClock, RoundStats
+from .riders import Heard, Rider, check_riders
+from .stats import Late
 
 OneRider = TypeVar("OneRider", bound=Rider)
 
@@ -38,17 +38,14 @@ class Landing(NamedTuple):
     """Besides, nobody had taken a step: it must move nothing."""
 
 
-class Rounds(Held, Loop, ABC):
+class Rounds(Held, Loop):
     """A method that trains in rounds. pacing, riders: see the top of this file. The other arguments: see Held; what a
     loop calls besides step and finish: see Loop.
 
-    Attributes, beside Held's: local_steps, the number taken since the last boundary; sent_tau, the tau of the round
-    whose reduction is in flight, or landed last; growth, sent_tau over the tau of the round whose mean landed before
-    (outer.carried); clock, which takes the times.
+    Attributes, beside Held's: sent_tau, the tau of the round whose reduction is in flight, or landed last; growth,
+    sent_tau over the tau of the round whose mean landed before (outer.carried).
     """
 
-    differences = False  # whether payloads are differences: zero where nothing has moved
-    starts_roughly = False  # whether workers begin a round near `starts` only, not exactly there
     numbers: Sequence[str] = ()  # attributes that belong into a checkpoint beside `state`: plain, or 0-d tensors
 
     def __init__(
@@ -61,20 +58,18 @@ class Rounds(Held, Loop, ABC):
         reducer: Callable[[Sequence[Bucket], Scalars, Flight], Reducer] = all_reduce,
         riders: Sequence[Rider] = (),
     ):
-        super().__init__(params, buffers, flight, reducer, riders)
-        self.pacing, self.local_steps = pacing, 0
+        self.pacing, self.riders = pacing, list(riders)
+        check_riders(self.riders)
+        shared = {name: n for rider in self.riders for name, n in rider.shared.items()}
+        of_each = {name: n for rider in self.riders for name, n in rider.of_each.items()}
+        super().__init__(params, buffers, flight, reducer, shared, of_each)
         self._closing_tau = self.sent_tau = self._moved_tau = pacing.tau
         self.growth = 1.0
-        self._late, self.clock = Late(), RoundClock(self.flight.device)
+        self._late = Late()
         self._ended: bool | None = None  # after step(last=True): whether all workers have ended
         self.begin_alike()
         for rider in self.riders:
             rider.attach(self)
-
-    @property
-    def stats(self) -> RoundStats:
-        """Statistics of the round that closed last; once a mean was merged in mid-round, of the round that runs."""
-        return self.clock.stats
 
     @property
     def tau(self) -> int:
@@ -169,7 +164,6 @@ class Rounds(Held, Loop, ABC):
         return f"tau={self.tau}"
 
     def settings(self) -> Any:
-        """What must be equal on all workers in every round."""
         return self.tau
 
     def merge(self, *, finished: bool = False) -> Landing:
@@ -177,7 +171,6 @@ class Rounds(Held, Loop, ABC):
         return self.land(finished=finished)
 
     def left_out(self, where: Tensor) -> None:
-        """where: 0-d truth value. Where it is true, what this worker sends has weight 0, and it starts anew."""
         for rider in self.riders:
             rider.left_out(where)
 

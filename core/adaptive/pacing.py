@@ -8,8 +8,8 @@ from typing import Literal
 from ..config import is_number
 from ..errors import UserError
 from ..flight import Flight
+from ..held import Held
 from ..pacing import Act, Pacing
-from ..riders import Method
 from .pace import BySpeed
 from .tau import TauDecision, Tuned
 
@@ -80,7 +80,7 @@ class Adaptive(Pacing):
         self.own = part + lead
         self._spans = taken // self.own + 1  # each of `own` local steps, that the round has
 
-    def act(self, method: Method, *, last: bool) -> Act:
+    def act(self, method: Held, *, last: bool) -> Act:
         """See Pacing."""
         taken = method.local_steps
         if taken >= self._spans * self.own:
@@ -91,7 +91,7 @@ class Adaptive(Pacing):
             return Act.MERGE
         return Act.STEP
 
-    def check_saving(self, method: Method) -> None:
+    def check_saving(self, method: Held) -> None:
         """Refuses while workers are apart, but after finish(): their states are of unlike steps."""
         if self.apart and method.rounds and (method.local_steps or method.flight.in_flight):
             raise UserError(
@@ -104,7 +104,7 @@ class Adaptive(Pacing):
             return flight.landed() or (self.tuned is not None and taken == self.tuned.tuner.needed)
         return taken == self.delay != self.tau  # else it is merged at the boundary
 
-    def _is_late(self, method: Method) -> bool:
+    def _is_late(self, method: Held) -> bool:
         """Whether what is in flight does not come within `skip_after` seconds, or is not there while tau auto tries."""
         patience = 0.0 if self.tuned is not None and self.tuned.tuner.free else self.skip_after
         if patience is None or not method.flight.in_flight:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..riders import Method, Rider
+from ..held import Held
+from ..riders import Rider
 from .saved import Saved, on_host, under_rank
 
 
@@ -16,7 +17,7 @@ class Snapshot(Rider):
         self._wanted: Callable[[dict[str, Any]], None] | None = None
         self._of_now: dict[str, Any] = {}  # what the local steps of the next round change
 
-    def attach(self, method: Method) -> None:
+    def attach(self, method: Held) -> None:
         super().attach(method)
         assert isinstance(method, Saved), "see core.assembly"
         self._saved = method

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..groups import Stage, send_first
-from ..riders import Heard, Method, Rider
+from ..held import Held
+from ..riders import Heard, Rider
 
 PARTS = 16  # a round looks at one part of so many: a quarter of a byte read a parameter
 REPAIR_EVERY = 100  # rounds, at least, between two exact broadcasts: 2 % of the bytes of CO2
@@ -57,7 +58,7 @@ class Agreement(Rider):
 
     shared = {"settings": 2, "replicas": 2}
 
-    def attach(self, method: Method) -> None:
+    def attach(self, method: Held) -> None:
         super().attach(method)
         self.restart()
 
