@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import KW_ONLY, MISSING, dataclass, fields
 from numbers import Real
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from . import outer
 from .errors import UserError
@@ -13,7 +13,6 @@ from .errors import UserError
 LARGE = 1e4  # no factor of an outer step that trains comes near
 SCHEDULED = ("tau", "outer_lr", "outer_momentum", "clip")  # what may change from round to round
 GAPS = ("elementwise", "norm", "none")
-Config = TypeVar("Config")
 
 
 def is_number(value: Any) -> bool:
@@ -30,13 +29,6 @@ def require(settings: Any, ok: bool, name: str, remedy: str) -> None:
     """UserError that names a setting's value and the remedy, unless it is ok."""
     if not ok:
         raise UserError(f"{name}={getattr(settings, name)!r}: {remedy}")
-
-
-def of_kind(given: Any, kind: type[Config], name: str) -> Config:
-    """The settings, or the defaults where none are given; UserError for an object of another class."""
-    if given is not None and not isinstance(given, kind):
-        raise UserError(f"{name}={given!r}: give an object of {kind.__name__}, or leave it out")
-    return given if given is not None else kind()
 
 
 def check_known(config: Any, kind: type[OuterConfig]) -> None:

@@ -184,20 +184,11 @@ def copy_where(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor]) ->
         if where:
             copy(to, source, queued=True)
         return
-    pairs = [(to[i], source[i]) for i in _left_by_kernel(where, to, source)]
+    pairs = [(to[i], source[i]) for i in left_by_kernel(where, to, source)]
     copy([t for t, _ in pairs], [torch.where(where.to(t.device), s, t.to(s.dtype)) for t, s in pairs])
 
 
-def wipe(flats: Sequence[Tensor], where: Tensor) -> None:
-    """Makes zeros of all, NaN or not, if `where` holds, a 0-d truth value; a GPU is not waited for."""
-    if read_blocks(where):
-        for i in _left_by_kernel(where, flats):
-            flats[i].masked_fill_(where.to(flats[i].device), 0)
-    elif where and flats:
-        torch._foreach_zero_(list(flats))  # pyright: ignore[reportPrivateImportUsage]
-
-
-def _left_by_kernel(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor] | None = None) -> Sequence[int]:
+def left_by_kernel(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor] | None = None) -> Sequence[int]:
     """Has Triton's kernel, where there is one, set what it can, which touches memory only where `where` holds; the
     places of the others."""
     kernels = triton_kernels(where.device)

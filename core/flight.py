@@ -29,11 +29,9 @@ class Roll(Protocol):
 
     def meet(self, group: dist.ProcessGroup | None) -> None:
         """Learns of a group's members; every member must call it."""
-        ...
 
     def gone(self, in_it: Sequence[int]) -> str:
         """For a message: because of whom a collective has failed. in_it: ranks that take part, where that is known."""
-        ...
 
 
 class Flight:
@@ -81,7 +79,8 @@ class Flight:
         self.exposed: Seconds = 0.0  # of the last one that was waited for
         self.in_flight = False  # whether what was launched has not been waited for
         self._by_nccl = self.group is not None and moved_by_nccl(self.group, device)
-        self._side = SideStream(device) if self._by_nccl or device.type == "cuda" else None
+        # whose collectives lie one after the other; their kernels are small, and others' collectives wait for them
+        self._side = torch.cuda.Stream(device, priority=-1) if self._by_nccl or device.type == "cuda" else None
         self._end_mark: Mark = 0.0  # where NCCL moves the tensors: the end of what was queued
         self._thread: threading.Thread | None = None
         self._hurry = threading.Event()  # the calling thread waits for that one
@@ -210,8 +209,8 @@ class Flight:
     def _begin(self, stages: Iterator[Stage]) -> None:
         """Queues everything, or starts the first collectives and a thread that goes on."""
         self.bytes_sent, self.seconds = 0, 0.0
-        if self._side is not None:
-            self._side.follow()
+        if self._side is not None:  # what is queued there runs beside what the computation queues from now on
+            self._side.wait_stream(torch.cuda.current_stream(self.device))
         with self._aside():
             if self._by_nccl:
                 began = mark(self.device)
@@ -269,7 +268,8 @@ class Flight:
         return works
 
     def _aside(self) -> contextlib.AbstractContextManager[Any]:
-        return self._side.used() if self._side is not None else contextlib.nullcontext()
+        """What this thread queues in the block goes into the stream of its own."""
+        return torch.cuda.stream(self._side) if self._side is not None else contextlib.nullcontext()
 
     def _end(self) -> None:
         """Waits for what `_begin` has started; the current stream does, where it lies in one."""
@@ -284,7 +284,7 @@ class Flight:
         if error is not None:
             raise self._broken(error)
         if self._side is not None:
-            self._side.join()
+            torch.cuda.current_stream(self.device).wait_stream(self._side)
 
     def _broken(self, error: Exception) -> Exception:
         """Of an error that is no collective's: what was launched never lands."""
@@ -311,23 +311,3 @@ class Flight:
             f"(timeout {self.timeout:g} s): {reason.partition('. This is')[0].splitlines()[0]}"
         )
         return CollectiveError(self._failed)
-
-
-class SideStream:
-    """A GPU's stream beside that of the computation, in which collectives lie one after the other."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._stream = torch.cuda.Stream(device, priority=-1)  # its kernels are small, and collectives wait for them
-
-    def follow(self) -> None:
-        """What is queued here from now on follows what the computation has queued so far, and runs beside the rest."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-
-    def used(self) -> contextlib.AbstractContextManager[Any]:
-        """What this thread queues in the block goes here."""
-        return torch.cuda.stream(self._stream)
-
-    def join(self) -> None:
-        """The computation waits for all that is queued here; the host does not."""
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)

@@ -28,11 +28,9 @@ class Reducer(Protocol):
 
     def become(self, kind: str) -> None:
         """A checkpoint of that kind is loaded next. Only a reducer that is one of several changes."""
-        ...
 
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
         """One reduction, the `number`-th; group None: there is one worker. Keeps no reference to the group."""
-        ...
 
 
 class AllReduce:

@@ -63,7 +63,7 @@ class Rounds(Held, Loop):
         shared = {name: n for rider in self.riders for name, n in rider.shared.items()}
         of_each = {name: n for rider in self.riders for name, n in rider.of_each.items()}
         super().__init__(params, buffers, flight, reducer, shared, of_each)
-        self._closing_tau = self.sent_tau = self._moved_tau = pacing.tau
+        self.sent_tau = self._moved_tau = pacing.tau
         self.growth = 1.0
         self._late = Late()
         self._ended: bool | None = None  # after step(last=True): whether all workers have ended
@@ -186,7 +186,7 @@ class Rounds(Held, Loop):
             self.scalars.set(name, value)
         for rider in self.riders:
             rider.pack()
-        self.sent_tau = self._closing_tau
+        self.sent_tau = self.tau
         self.growth = self.sent_tau / self._moved_tau
         self.flight.launch(self.stages())
         self.local_steps = 0
@@ -245,8 +245,7 @@ class Rounds(Held, Loop):
     def _boundary(self, *, finished: bool) -> bool:
         """`close_round`, measured, with what every method does around it."""
         self.flight.check_alive()  # before a method takes partial sums for what it keeps there
-        tau = self._closing_tau = self.pacing.tau
-        with self.clock.boundary(tau, self.local_steps):
+        with self.clock.boundary(self.tau, self.local_steps):
             for own, bucket in zip(self._own_buffers, self.buckets, strict=True):
                 copy(own, bucket.buffers)  # whatever lands in the meantime
             ended = self.close_round(finished=finished)

@@ -100,7 +100,6 @@ class Saved(Rounds):
             rider.load_state_dict(state.get("riders", {}).get(rider.name), of_others=others)
         self.begin_round(self.flight.launched)
         self.pacing.begin(self.flight.launched, self.local_steps)
-        self._closing_tau = self.pacing.tau  # of a newcomer, who sends before a round of its own has closed
 
     def _holds_back(self, kind: str) -> bool:
         """Whether a checkpoint of a reducer of this kind has to have what this one holds back."""

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from ..assembly import CO2Config, Options, plugs_of_other
 from ..checkpoints.saved import Saved
 from ..checks import tensors_of
-from ..config import of_kind
 from ..errors import UserError
 from ..flat import copy, copy_where, rescale, views
 from ..outer import carried
 from ..wires.config import WireConfig
-from .registry import Entry, Given, Settings
+from .registry import Entry, Given, Settings, of_kind
 
 
 @dataclass(frozen=True)

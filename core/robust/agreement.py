@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..collectives.stages import send_first
 from ..errors import UserError
-from ..groups import Stage, send_first
+from ..groups import Stage
 from ..held import Held
 from ..riders import Heard, Rider
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..config import is_number, require
 from ..errors import DivergedError
-from ..flat import Bucket, local_shard, read_blocks, wipe
+from ..flat import Bucket, left_by_kernel, local_shard, read_blocks
 from ..groups import Stage
 from ..held import Held
 from ..outer import norm
@@ -181,6 +181,15 @@ class Guard(Rider):
                 raise DivergedError(f"{text}, as in the {rounds - 1} rounds before; {remedy}")
             if code and self.method.tells:
                 warnings.warn(f"{text}; it starts anew", stacklevel=2)
+
+
+def wipe(flats: Sequence[Tensor], where: Tensor) -> None:
+    """Makes zeros of all, NaN or not, if `where` holds, a 0-d truth value; a GPU is not waited for."""
+    if read_blocks(where):
+        for i in left_by_kernel(where, flats):
+            flats[i].masked_fill_(where.to(flats[i].device), 0)
+    elif where and flats:
+        torch._foreach_zero_(list(flats))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def size_of(buckets: Sequence[Bucket]) -> Tensor:

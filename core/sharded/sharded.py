@@ -23,10 +23,11 @@ from .. import outer
 from ..adaptive.config import AdaptiveConfig
 from ..checkpoints.saved import Saved
 from ..checks import tensors_of
+from ..collectives.stages import gather_parts
 from ..errors import UserError
 from ..flat import Bucket, copy, make_buckets, unique
 from ..flight import Flight
-from ..groups import Stage, all_reduce, gather_parts
+from ..groups import Stage, all_reduce
 from ..offload.pinned import pinned
 from ..pacing import Pacing
 from ..rounds import Landing

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..collectives.stages import all_gather
 from ..flat import Scalars, triton_kernels
-from ..groups import Stage, all_gather
+from ..groups import Stage
 from . import formats as wires
 from .formats import BLOCK, BLOCK_BYTES, Wire
 

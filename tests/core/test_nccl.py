@@ -46,13 +46,14 @@ class NcclWork:
 
 
 class FakeStream:
-    """Stands for SideStream; counts how often the computation was made to wait for it."""
+    """Stands for torch.cuda.Stream; counts how often another was made to wait for it."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, priority: int = 0):
         self.inside, self.joined = 0, 0
 
-    def follow(self) -> None:
+    def wait_stream(self, other: Any) -> None:
         assert not self.inside
+        other.joined += 1
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
@@ -60,13 +61,13 @@ class FakeStream:
         yield
         self.inside -= 1
 
-    def join(self) -> None:
-        self.joined += 1
-
 
 @pytest.fixture
 def background(monkeypatch: pytest.MonkeyPatch) -> Iterator[Flight]:
-    monkeypatch.setattr(collectives, "SideStream", FakeStream)
+    computing = FakeStream(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
+    monkeypatch.setattr(torch.cuda, "stream", FakeStream.used)
     monkeypatch.setattr(collectives, "moved_by_nccl", lambda group, device: True)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield Flight(torch.device("cpu"))
@@ -170,7 +171,7 @@ def test_only_hidden_collectives_hold_few_multiprocessors(monkeypatch: Any, name
 def test_the_background_comes_before_the_computation(monkeypatch: Any):
     made: list[tuple[torch.device, int]] = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: made.append((device, priority)))
-    collectives.SideStream(torch.device("cuda:1"))
+    Flight(torch.device("cuda:1"))
     assert made == [(torch.device("cuda:1"), -1)]
 
 

@@ -20,16 +20,19 @@ ARROWS: dict[str, set[str]] = {
     "core": set(),
     "core.adaptive": {"core"},
     "core.checkpoints": {"core"},
+    "core.collectives": {"core"},
     "core.elastic": {"core", "core.adaptive", "core.checkpoints", "core.robust"},  # newcomers get what is saved
-    "core.lgreco": {"core", "core.wires"},
+    "core.lgreco": {"core", "core.collectives", "core.wires"},
     "core.offload": {"core"},
-    "core.robust": {"core"},
-    "core.sharded": {"core", "core.adaptive", "core.checkpoints", "core.offload"},  # when a mean is merged: settings
+    "core.robust": {"core", "core.collectives"},
+    # settings say when a mean is merged
+    "core.sharded": {"core", "core.adaptive", "core.checkpoints", "core.collectives", "core.offload"},
     "core.testing": {"core"},
     "core.triton": {"core", "core.adaptive", "core.wires"},  # whose passes and formats it knows as kernels
-    "core.wires": {"core"},
+    "core.wires": {"core", "core.collectives"},
     "core.zeroth": {
         "core",
+        "core.collectives",
         "core.elastic",
         "core.offload",
         "core.robust",
