@@ -141,12 +141,5 @@ class CO2(Rounds):
         """UserError for settings that do not go together."""
         self.config.check_stable()
 
-    def start_from_params(self) -> None:
-        super().start_from_params()
-        self._last_lr, self._m_norm = 0.0, torch.zeros_like(self._m_norm)
-
     def signature(self) -> Any:
         return asdict(self.config)
-
-    def settings(self) -> Any:
-        return self.config.changing(self.tau)

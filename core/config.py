@@ -11,7 +11,6 @@ from . import outer
 from .errors import UserError
 
 LARGE = 1e4  # no factor of an outer step that trains comes near
-SCHEDULED = ("tau", "outer_lr", "outer_momentum", "clip")  # what may change from round to round
 GAPS = ("elementwise", "norm", "none")
 
 
@@ -78,11 +77,6 @@ class OuterConfig:
         require(self, is_number(beta) and 0 <= beta < 1, "outer_momentum", "give a number in [0, 1)")
         clips = phi is None or (is_number(phi) and phi > 0)
         require(self, clips, "clip", "give a number above 0, or None for no clipping")
-
-    def changing(self, tau: int) -> dict[str, float | None]:
-        """What may change from round to round, to be compared among the workers. tau: the round's."""
-        values = {name: getattr(self, name) for name in SCHEDULED} | {"tau": tau}
-        return {name: value if value is None else float(value) for name, value in values.items()}  # 1 prints as 1.0
 
     def check_stable(self) -> None:
         """Refuses a delayed outer step without a penalty that may diverge, and says why."""

@@ -56,11 +56,6 @@ class Bucket:
         """Copies the live parameters into flat, [numel]."""
         copy(views(flat, self.params), self.params)
 
-    def difference(self, start: Tensor) -> None:
-        """The payload becomes start, [numel], less the live parameters."""
-        self.flatten(self.payload)
-        torch.sub(start, self.payload, out=self.payload)
-
 
 def make_buckets(
     params: Sequence[Tensor], buffers: Sequence[Tensor], scalars: int, parts: int = 1, zeros: Zeros | None = None
@@ -120,19 +115,15 @@ class State(dict[str, list[Tensor]]):
         self._own |= {name} if own else set()
         self._of_params |= {name} if of_params else set()
         self[name] = [torch.zeros_like(b.payload) for b in self._buckets]
-        self._begin(name)
+        self.begin(name)
         return self[name]
-
-    def restart(self) -> None:
-        """Everything as it was made, the parameters being the start."""
-        for name in self:
-            self._begin(name)
 
     def shared(self) -> list[Tensor]:
         """What is not this worker's own."""
         return [flat for name, flats in self.items() if name not in self._own for flat in flats]
 
-    def _begin(self, name: str) -> None:
+    def begin(self, name: str) -> None:
+        """As it was made, the parameters being the start."""
         for flat, bucket in zip(self[name], self._buckets, strict=True):
             bucket.flatten(flat) if name in self._of_params else flat.zero_()
 

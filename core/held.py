@@ -26,7 +26,8 @@ class Held(ABC):
     reductions. reducer: makes what says how they travel. shared, of_each: scalars that travel along, name -> how many
     numbers; of those in of_each every worker has a place of its own.
 
-    Attributes: params, buffers, DTensors' shards among them; buckets, the flat tensors that travel; state, the tensors
+    Attributes: trained, those of the given parameters that require a gradient, DTensors as they are; params, buffers,
+    DTensors' shards among them; buckets, the flat tensors that travel; state, the tensors
     that are kept from round to round, and replicas, those of them that are equal on all workers; starts, the point at
     which rounds begin, a flat tensor a bucket, empty where it is not kept; scale, by which sums that have landed become
     means; clock, which takes the times; local_steps, the number taken since the last boundary.
@@ -53,9 +54,9 @@ class Held(ABC):
         given, others = unique(tensors_of(params, "parameters")), unique(tensors_of(buffers, "buffers"))
         if self.needs_whole_norms:
             refuse_dtensors(given)
-        self._trained = [p for p in given if p.requires_grad]
+        self.trained = [p for p in given if p.requires_grad]
         self._frozen = [p for p in given if not p.requires_grad]
-        self.params = [local_shard(p) for p in self._trained]
+        self.params = [local_shard(p) for p in self.trained]
         self.buffers = [local_shard(b) for b in others if b.is_floating_point()]
         self._alike = [local_shard(t) for t in (*given, *others)]
         check_inputs(given, self.params, self.buffers)
@@ -70,11 +71,6 @@ class Held(ABC):
         self.state, self.replicas, self.starts = State(self.buckets), list[Tensor](), list[Tensor]()
         self._own_buffers = [[b.clone() for b in bucket.buffers] for bucket in self.buckets]
         self.clock, self.local_steps = RoundClock(self.flight.device), 0
-
-    @property
-    def trained(self) -> Sequence[Tensor]:
-        """Those of the given parameters that require a gradient, DTensors as they are."""
-        return self._trained
 
     @property
     def rounds(self) -> int:
@@ -93,14 +89,6 @@ class Held(ABC):
     @abstractmethod
     def left_out(self, where: Tensor) -> None:
         """where: 0-d truth value. Where it is true, what this worker sends has weight 0, and it starts anew."""
-
-    def signature(self) -> Any:
-        """What must be equal on all workers, compared at construction."""
-        return None
-
-    def begin_alike(self) -> None:
-        """All workers take the first one's tensors."""
-        self.flight.agree((self.name, self.signature()), self._alike)
 
     def make_buckets(self) -> list[Bucket]:
         return make_buckets(self.params, self.buffers, self.scalars.numel)

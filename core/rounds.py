@@ -67,7 +67,7 @@ class Rounds(Held, Loop):
         self.growth = 1.0
         self._late = Late()
         self._ended: bool | None = None  # after step(last=True): whether all workers have ended
-        self.begin_alike()
+        self.flight.agree((self.name, self.signature()), self._alike)
         for rider in self.riders:
             rider.attach(self)
 
@@ -135,18 +135,6 @@ class Rounds(Held, Loop):
     def settle(self) -> bool:
         return self.at_boundary and not (self.flight.in_flight and self.starts_roughly)
 
-    @torch.no_grad()
-    def resync(self) -> None:
-        """Starts anew from the first worker's parameters as they are now; every worker must call it.
-
-        Call it after weights were loaded into a model that this object already trains: else the next boundaries pull
-        them back to where the old ones were. What is in flight is thrown away, and momenta are forgotten.
-        """
-        self.flight.discard()
-        self.begin_alike()
-        self.local_steps, self._ended = 0, None
-        self.start_from_params()
-
     def close(self) -> None:
         """Leaves the process group. Only after finish()."""
         self.flight.close()
@@ -161,6 +149,7 @@ class Rounds(Held, Loop):
         """Ends the round; True once a reduction has landed that every worker sent with `finished`."""
 
     def signature(self) -> Any:
+        """What must be equal on all workers, compared at construction."""
         return f"tau={self.tau}"
 
     def settings(self) -> Any:
@@ -266,13 +255,3 @@ class Rounds(Held, Loop):
     def _moved(self, *, at_boundary: bool) -> None:
         for rider in self.riders:
             rider.moved(at_boundary=at_boundary)
-
-    def start_from_params(self) -> None:
-        """Everything is as it was made, the parameters being the start."""
-        self._late = Late()
-        for flat in [b.flat for b in self.buckets] + [f for flats in self.reducer.state.values() for f in flats]:
-            flat.zero_()
-        self.state.restart()
-        for rider in self.riders:
-            rider.restart()
-        self._moved(at_boundary=True)

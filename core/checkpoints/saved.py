@@ -12,14 +12,14 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..flat import copy
-from ..reducer import AllReduce
+from ..reducer import Reducer
 from ..rounds import Rounds
 from ..stats import Late
 
 
 class Saved(Rounds):
-    """A method that trains in rounds, and can be saved and gone on with. Where another class says what its rounds are:
-    class SavedCO2(Saved, core.co2.CO2)."""
+    """A method that trains in rounds, can be saved, gone on with, and started anew from loaded weights. Where another
+    class says what its rounds are: class SavedCO2(Saved, core.co2.CO2)."""
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs besides parameters and optimiser; waits for the all-reduce in flight, so every
@@ -52,6 +52,32 @@ class Saved(Rounds):
         """
         while self.rounds < rounds:
             self._boundary(finished=False)
+
+    @torch.no_grad()
+    def resync(self) -> None:
+        """Starts anew from the first worker's parameters as they are now; every worker must call it.
+
+        Call it after weights were loaded into a model that this object already trains: else the next boundaries pull
+        them back to where the old ones were. What is in flight is thrown away, and momenta are forgotten.
+        """
+        self.flight.discard()
+        self.flight.agree((self.name, self.signature()), self._alike)
+        self.local_steps, self._ended = 0, None
+        self.start_from_params()
+
+    def start_from_params(self) -> None:
+        """Everything is as it was made, the parameters being the start."""
+        self._late = Late()
+        for flat in [b.flat for b in self.buckets] + [f for flats in self.reducer.state.values() for f in flats]:
+            flat.zero_()
+        for name in self.state:
+            self.state.begin(name)
+        for name in self.numbers:
+            held = getattr(self, name)
+            setattr(self, name, torch.zeros_like(held) if isinstance(held, Tensor) else type(held)())
+        for rider in self.riders:
+            rider.restart()
+        self._moved(at_boundary=True)
 
     def own_state(self) -> dict[str, Any]:
         """This worker's part of state_dict."""
@@ -103,7 +129,7 @@ class Saved(Rounds):
 
     def _holds_back(self, kind: str) -> bool:
         """Whether a checkpoint of a reducer of this kind has to have what this one holds back."""
-        plain = kind == AllReduce.kind and (self.reducer.kind == AllReduce.kind or self.reducer.changes)
+        plain = kind == Reducer.kind and (self.reducer.kind == Reducer.kind or self.reducer.changes)
         return not plain
 
     def _kept(self, held_back: bool) -> dict[str, list[Tensor]]:

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Unpack
 
+import torch
 from torch import Tensor, nn
 
 from ..assembly import CO2Config, Options, plugs_of_other
@@ -30,7 +31,9 @@ class Blocking(Saved):
 
     def close_round(self, *, finished: bool) -> bool:
         for bucket, start in itertools.zip_longest(self.buckets, self.starts):
-            bucket.flatten(bucket.payload) if start is None else bucket.difference(start)
+            bucket.flatten(bucket.payload)
+            if start is not None:
+                torch.sub(start, bucket.payload, out=bucket.payload)
         self.send(finished=finished)
         landing = self.land(finished=finished)
         if not landing.empty:

@@ -106,7 +106,8 @@ class OverlapLocalSGD(Saved):
         for bucket, z in zip(self.buckets, self._z, strict=True):
             for p, anchor in zip(bucket.params, views(z, bucket.params), strict=True):
                 p.lerp_(anchor.to(p.dtype), self.config.pull)
-            bucket.difference(z)
+            bucket.flatten(bucket.payload)
+            torch.sub(z, bucket.payload, out=bucket.payload)
         self.send(finished=finished)
         return False
 

@@ -103,8 +103,6 @@ class ShardedCO2(Saved):
         for bucket in self.buckets:
             bucket.flatten(bucket.payload)
         copy(self._x, self._shares())
-        for number in (self._last, self._m_squares, self._spoilt):
-            number.zero_()
 
     def _make_state(self) -> None:
         """x and m as shares, and what the background notes."""
