@@ -103,11 +103,13 @@ class Flight:
     def launch(self, stages: Iterator[Stage]) -> None:
         """Starts the stages; returns at once."""
         assert not self.in_flight, "wait() for what is in flight before the next launch"
-        self._check_open()
+        self.check_alive()
+        if self.group is None and self.world_size > 1:
+            raise UserError("close() has left the workers' group: make a new object to train on")
         self.launched += 1
         self.in_flight = True
         self._host_seconds = 0.0
-        with self._counted():
+        with self.counted():
             now = time.perf_counter()
             self._longest, self._launched_at = max(self._longest, now - self._launched_at), now
             for group in self.timed_groups:
@@ -130,16 +132,6 @@ class Flight:
         """Whether wait() would not wait, nor make the current stream wait. Never blocks."""
         return self.done() and (not isinstance(self._end_mark, torch.cuda.Event) or self._end_mark.query())
 
-    def lands_within(self, seconds: float) -> bool:
-        """Waits so long for `landed`, at most; returns whether it has."""
-        until = time.perf_counter() + seconds
-        while not self.landed():
-            if (left := until - time.perf_counter()) <= 0:
-                return False
-            with self._counted():
-                time.sleep(min(left, 1e-3))
-        return True
-
     def wait(self, landed: Callable[[], None] | None = None) -> None:
         """Blocks until the result is there, for the owner to use. landed: is called before it may be used.
 
@@ -148,13 +140,20 @@ class Flight:
         """
         assert self.in_flight, "nothing was launched"
         start = mark(self.device)
-        with self._counted():
+        with self.counted():
             self.settle()
         in_stream = between(start, mark(self.device)) if self._side is not None else 0.0
         self.exposed = plus(in_stream, self._host_seconds)
         if landed is not None:
             landed()
         self.in_flight = False
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """What the calling thread does in here is exposed."""
+        began = time.perf_counter()
+        yield
+        self._host_seconds += time.perf_counter() - began
 
     def settle(self) -> bool:
         """Blocks until what is in flight has landed, and leaves it there for `wait`. False: nothing is."""
@@ -193,18 +192,6 @@ class Flight:
             group.abort()  # else its kernels wait for the others'
         thread, self._thread = self._thread, None
         drop_groups(groups, thread)
-
-    def _check_open(self) -> None:
-        self.check_alive()
-        if self.group is None and self.world_size > 1:
-            raise UserError("close() has left the workers' group: make a new object to train on")
-
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        """What the calling thread does in here is exposed."""
-        began = time.perf_counter()
-        yield
-        self._host_seconds += time.perf_counter() - began
 
     def _begin(self, stages: Iterator[Stage]) -> None:
         """Queues everything, or starts the first collectives and a thread that goes on."""

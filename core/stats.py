@@ -194,13 +194,10 @@ class RoundClock:
         self.steps_begin()
         self.stats.boundary_seconds = between(arrived, self._since)
 
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """The host waits for a mean, at most so long, and where it computes that is no part of a local step."""
-        began = time.perf_counter()
-        yield
+    def pause(self, seconds: float) -> None:
+        """The host has waited so long for a mean; where it computes that is no part of a local step."""
         if isinstance(self._since, float):
-            self._paused += time.perf_counter() - began
+            self._paused += seconds
 
     @contextlib.contextmanager
     def early_merge(self, local_steps: int) -> Iterator[None]:

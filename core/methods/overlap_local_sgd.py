@@ -11,6 +11,7 @@ from typing import Literal, Unpack
 import torch
 from torch import Tensor, nn
 
+from ..adaptive.pacing import lands_within
 from ..assembly import CO2Config, Options, plugs_of_other
 from ..checkpoints.saved import Saved
 from ..checks import tensors_of
@@ -75,7 +76,7 @@ class OverlapLocalSGD(Saved):
             return
         if not self.flight.landed():
             with self.clock.early_merge(self.tau):  # the waiting; it is merged at the round's end
-                self.flight.lands_within(math.inf)
+                lands_within(self.flight, math.inf)
         scale = 1 / self.scalars["weight"].double()  # NaN or infinite where no worker counts
         held = [t for b in self.buckets for t in (*b.params, *b.buffers)]
         own = [t.clone() for t in held]

@@ -1,6 +1,6 @@
 """Who may import whom, and that the root of core knows no room: the rules of the house, read from the source.
 
-The root is core/*.py and core/passes/, without the assembly, which is the one place where the rooms are put together.
+The root is core/*.py without the assembly, which is the one place where the rooms are put together.
 """
 
 import ast
@@ -106,7 +106,7 @@ def test_what_the_imports_mean():
         "torch.nn": None,
     }
     assert {name: path and str(path) for name in named if (path := file_of(name)) or True} == named
-    rooms = {"core/passes/chunked.py": "core", "core/__init__.py": "assembly", "core/wires/formats.py": "core.wires"}
+    rooms = {"core/passes.py": "core", "core/__init__.py": "assembly", "core/wires/formats.py": "core.wires"}
     assert {file: room_of(Path(file)) for file in rooms} == rooms
     assert "core.flat.copy" in imports(Path("core/outer.py")), "relative imports are made absolute"
 
