@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .errors import UserError
-from .flat import is_dtensor
 
 
 def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
@@ -24,11 +23,6 @@ def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
     if others := [type(t).__name__ for t in tensors if not isinstance(t, Tensor)]:
         raise UserError(f"{name}: a {others[0]} is among them: give tensors, as model.{name}() returns")
     return tensors
-
-
-def refuse_dtensors(params: Sequence[Tensor]) -> None:
-    if any(is_dtensor(p) for p in params):
-        raise UserError("DTensors as parameters need ShardedCO2 with mesh=: their norms are of the whole model")
 
 
 def check_inputs(given: Sequence[Tensor], params: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
@@ -72,10 +66,3 @@ def refuse_shared_storage(params: Sequence[Tensor]) -> None:
             raise UserError(
                 "two parameters share their memory: give the tensor that holds both, or one of them, as the same object"
             )
-
-
-def refuse_thawed() -> None:
-    raise UserError(
-        "a parameter that was frozen when this object was built now requires a gradient and would never be averaged: "
-        "build it again after changing requires_grad"
-    )

@@ -24,7 +24,7 @@ momentum, and the buffer in flight.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -32,10 +32,12 @@ import torch
 from torch import Tensor
 
 from . import outer
-from .config import OuterConfig, Settings, check_known
+from .config import OuterConfig, check_known
 from .pacing import Pacing
 from .passes import make_boundary
 from .rounds import Rounds
+
+Settings = Callable[[int], OuterConfig]  # of a round, from its number alone
 
 
 class CO2(Rounds):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import KW_ONLY, MISSING, dataclass, fields
 from numbers import Real
 from typing import Any, Literal
@@ -91,7 +90,3 @@ class OuterConfig:
             "only while beta + alpha rho / Lambda < 1, where rho nears 1 in directions that tau local steps solve; "
             f"{remedy}, or lower the two to {limit} (allow_unstable=True runs it regardless)"
         )
-
-
-Settings = Callable[[int], OuterConfig]
-"""Those of a round, from its number alone."""

@@ -180,8 +180,7 @@ def copy_where(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor]) ->
 
 
 def left_by_kernel(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor] | None = None) -> Sequence[int]:
-    """Has Triton's kernel, where there is one, set what it can, which touches memory only where `where` holds; the
-    places of the others."""
+    """The places that Triton's kernel, if there is one, does not set; it touches memory only where `where` holds."""
     kernels = triton_kernels(where.device)
     return range(len(to)) if kernels is None else kernels.queue(where, to, source)
 

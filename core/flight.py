@@ -10,28 +10,19 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import groups
 from .errors import CollectiveError, UserError
-from .groups import Pending, Stage, agree, drop_groups, host_group, leave_group, moved_by_nccl, new_group, set_timeout
+from .groups import Pending, Stage, drop_groups, host_group, leave_group, moved_by_nccl, new_group, set_timeout
 from .stats import Mark, Seconds, between, mark, plus
 
 LEFT = "this worker has left the others after an exception: make a new object to train on"
 UNKNOWN = "a worker has failed or cannot be reached, it is not known which"
-
-
-class Roll(Protocol):
-    """Who is there: asked by name when a collective has failed."""
-
-    def meet(self, group: dist.ProcessGroup | None) -> None:
-        """Learns of a group's members; every member must call it."""
-
-    def gone(self, in_it: Sequence[int]) -> str:
-        """For a message: because of whom a collective has failed. in_it: ranks that take part, where that is known."""
 
 
 class Flight:
@@ -39,7 +30,8 @@ class Flight:
 
     device: where the reduced tensors lie. group: the workers (None: all). timeout: seconds until a missing peer is an
     error, beyond the longest time between two launches: so far a peer may be behind. backend: None for the group's own.
-    hidden: whether the caller computes meanwhile, and does not wait at once. roll: names who is gone.
+    hidden: whether the caller computes meanwhile, and does not wait at once. roll: `meet` learns of a group's members,
+    and `gone` says for a message because of which of them a collective has failed.
 
         flight.launch(reducer.stages(flight.group, number))    # returns at once, whether or not peers are there
         flight.done()                                              # True once all is through; never blocks
@@ -59,7 +51,7 @@ class Flight:
         timeout: float = 600.0,
         backend: str | None = None,
         hidden: bool = True,
-        roll: Roll | None = None,
+        roll: Any = None,
     ):
         self.device, self.timeout, self._hidden = device, timeout, hidden
         self._roll = roll
@@ -93,7 +85,8 @@ class Flight:
         """Checks that all workers hold the same settings and shapes, then gives them rank 0's tensors."""
         self.check_alive()
         if self.group is not None:
-            agree(settings, tensors, self.group, self.device)
+            groups.compare(settings, tensors, self.group)
+            groups.broadcast(tensors, self.group, self.device)
 
     def check_alive(self) -> None:
         """Raises again what has failed."""
@@ -132,11 +125,10 @@ class Flight:
         """Whether wait() would not wait, nor make the current stream wait. Never blocks."""
         return self.done() and (not isinstance(self._end_mark, torch.cuda.Event) or self._end_mark.query())
 
-    def wait(self, landed: Callable[[], None] | None = None) -> None:
-        """Blocks until the result is there, for the owner to use. landed: is called before it may be used.
+    def wait(self, landed: Sequence[Callable[[], None]] = ()) -> None:
+        """Blocks until the result is there, for the owner to use. landed: are called before it may be used.
 
-        Raises CollectiveError when a worker died or stayed away for too long. The tensors then hold partial sums and
-        must not be used.
+        CollectiveError when a worker died or stayed away for too long: the tensors then hold partial sums, of no use.
         """
         assert self.in_flight, "nothing was launched"
         start = mark(self.device)
@@ -144,8 +136,8 @@ class Flight:
             self.settle()
         in_stream = between(start, mark(self.device)) if self._side is not None else 0.0
         self.exposed = plus(in_stream, self._host_seconds)
-        if landed is not None:
-            landed()
+        for call in landed:
+            call()
         self.in_flight = False
 
     @contextlib.contextmanager
@@ -163,13 +155,9 @@ class Flight:
         self._end()
         return True
 
-    def discard(self) -> None:
-        """Waits for what is in flight, if anything is, and forgets it."""
-        self.settle()
-        self.in_flight = False
-
     def restore(self, launched: int, in_flight: bool) -> None:
-        """Continues from a checkpoint. in_flight: a result is in the owner's tensors that was not waited for."""
+        """Continues after so many reductions, as from a checkpoint, and forgets what is in flight, which it waits for.
+        in_flight: a result is in the owner's tensors that was not waited for."""
         self.settle()
         self.launched, self.in_flight = launched, in_flight
 
@@ -184,14 +172,14 @@ class Flight:
     def leave(self) -> None:
         """Leaves the groups without waiting, what is in flight being lost: an exception has ended the training. Who
         waits for this worker then sees the groups broken; over gloo once the collective under way is through."""
-        groups, self.group, self.timed_groups = self.timed_groups, None, []
-        if not groups:
+        left, self.group, self.timed_groups = self.timed_groups, None, []
+        if not left:
             return
         self._failed, self.in_flight, self._left = self._failed or LEFT, False, True
-        for group in groups if self._by_nccl else []:
+        for group in left if self._by_nccl else []:
             group.abort()  # else its kernels wait for the others'
         thread, self._thread = self._thread, None
-        drop_groups(groups, thread)
+        drop_groups(left, thread)
 
     def _begin(self, stages: Iterator[Stage]) -> None:
         """Queues everything, or starts the first collectives and a thread that goes on."""

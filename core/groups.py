@@ -118,8 +118,8 @@ def host_group(group: dist.ProcessGroup | None = None, timeout: float = 600.0) -
 
     Such control may come between unlike rounds of the workers, while torch and NCCL demand one order over all groups
     of a device. `group` (None: the default one) serves where gloo moves its CPU tensors, else a default group that has
-    gloo and the same ranks, else one that is made here, once: all members must come to the first call. timeout: that
-    one's. None: there is one worker.
+    gloo and the same ranks, else one with `timeout` that is made here, once: all members must come to the first call.
+    None: there is one worker.
     """
     if not dist.is_initialized():
         return None
@@ -177,16 +177,6 @@ def drop_groups(groups: list[dist.ProcessGroup], after: threading.Thread | None)
 def is_alive(group: dist.ProcessGroup) -> bool:
     """Whether torch.distributed still knows the group; not after destroy_process_group() and a new start."""
     return group in dist.distributed_c10d._world.pg_map
-
-
-@torch.no_grad()
-def agree(settings: tuple[Any, ...], tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Checks that all workers hold the same settings and shapes, then gives them rank 0's tensors.
-
-    device: where the group's collectives take their tensors.
-    """
-    compare(settings, tensors, group)
-    broadcast(tensors, group, device)
 
 
 def compare(settings: tuple[Any, ...], tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_group, check_inputs, refuse_dtensors, tensors_of
-from .flat import Bucket, Scalars, State, local_shard, make_buckets, unique
+from .checks import check_group, check_inputs, tensors_of
+from .errors import UserError
+from .flat import Bucket, Scalars, State, is_dtensor, local_shard, make_buckets, unique
 from .flight import Flight
 from .groups import Stage
 from .reducer import Reducer
@@ -26,11 +27,11 @@ class Held(ABC):
     reductions. reducer: makes what says how they travel. shared, of_each: scalars that travel along, name -> how many
     numbers; of those in of_each every worker has a place of its own.
 
-    Attributes: trained, those of the given parameters that require a gradient, DTensors as they are; params, buffers,
-    DTensors' shards among them; buckets, the flat tensors that travel; state, the tensors
-    that are kept from round to round, and replicas, those of them that are equal on all workers; starts, the point at
-    which rounds begin, a flat tensor a bucket, empty where it is not kept; scale, by which sums that have landed become
-    means; clock, which takes the times; local_steps, the number taken since the last boundary.
+    Attributes: trained, the parameters that require a gradient, DTensors as they are; params, buffers, DTensors' shards
+    among them; buckets, the flat tensors that travel; state, the tensors that are kept from round to round, and
+    replicas, those of them that are equal on all workers; starts, the point at which rounds begin, a flat tensor a
+    bucket, empty where it is not kept; scale, by which sums that have landed become means; clock, which takes the
+    times; local_steps, the number taken since the last boundary.
 
     Here each worker holds the whole model. A method whose workers hold parts of it overrides the properties below.
     """
@@ -52,8 +53,8 @@ class Held(ABC):
         of_each: Mapping[str, int],
     ):
         given, others = unique(tensors_of(params, "parameters")), unique(tensors_of(buffers, "buffers"))
-        if self.needs_whole_norms:
-            refuse_dtensors(given)
+        if self.needs_whole_norms and any(map(is_dtensor, given)):
+            raise UserError("DTensors as parameters need ShardedCO2 with mesh=: their norms are of the whole model")
         self.trained = [p for p in given if p.requires_grad]
         self._frozen = [p for p in given if not p.requires_grad]
         self.params = [local_shard(p) for p in self.trained]

@@ -82,8 +82,7 @@ def _momentum(s: Segment, scratch: Tensor, rule: Rule, gap: float, slope: float)
 
 
 def make_boundary(params: Sequence[Tensor], d: Tensor, x: Tensor, m: Tensor) -> Boundary:
-    """Triton's kernel on CUDA where Triton is installed (any CUDA build for Linux brings it), the in-place pass on a
-    CPU; elsewhere the plain one."""
+    """Triton's kernel on CUDA where Triton is installed, the in-place pass on a CPU; elsewhere the plain one."""
     if kernels := triton_kernels(d.device):
         return kernels.TritonBoundary(params, d, x, m)
     return (Boundary if d.is_cuda else ChunkedBoundary)(params, d, x, m)

@@ -18,8 +18,7 @@ class Reducer:
     each flat tensor, in its own precision: sums land in it. A room's reducer derives from it, and sets all attributes.
 
     Attributes: kind, its name in a checkpoint; changes, whether it is one of several, and `become` makes it another;
-    scale, which turns what has landed into means: 1 over the number of workers where sums land; state, what a
-    checkpoint holds of it.
+    scale, by which what lands becomes means: 1 over the workers where sums land; state, what a checkpoint holds of it.
     """
 
     kind, changes = "float32", False

@@ -18,14 +18,12 @@ from .held import Held
 
 
 class Heard(NamedTuple):
-    """What the sums of a reduction were taken over."""
+    """What the sums of a reduction were taken over. round: that ended with their sending, from 0. everybody: the number
+    of processes. workers: that of payloads, fewer where several processes hold parts of one payload."""
 
     round: int
-    """The round that ended with their sending, from 0."""
     everybody: int
-    """The number of processes."""
     workers: int
-    """The number of payloads: fewer than processes where several processes hold parts of one payload."""
 
 
 class Rider:
@@ -86,7 +84,6 @@ class Rider:
 
     def state_dict(self) -> Any:
         """A tensor, a list of tensors, or plain values; a checkpoint copies tensors to the host's memory."""
-        return None
 
     @torch.no_grad()
     def load_state_dict(self, state: Any, *, of_others: bool) -> None:

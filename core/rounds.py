@@ -1,8 +1,7 @@
 """Round after round: local steps are counted, what was sent a round ago lands, and the next reduction is launched.
 
-A method (CO2, the baselines) says in `close_round` what the end of a round means, in terms of `land` and `send`. Four
-things are plugged in: what carries a reduction (Flight), how it travels (Reducer), when a round ends (Pacing), and what
-goes along (Riders).
+A method (CO2, the baselines) says in `close_round` what a round's end means, by `land` and `send`. Plugged in are: what
+carries a reduction (Flight), how it travels (Reducer), when a round ends (Pacing), and what goes along (Riders).
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .checks import refuse_thawed
 from .errors import UserError
 from .flat import Bucket, Scalars, copy, copy_where, rescale
 from .flight import Flight
@@ -30,12 +28,11 @@ OneRider = TypeVar("OneRider", bound=Rider)
 
 
 class Landing(NamedTuple):
-    """What has landed. Only finish() reads it from the device."""
+    """What has landed; only finish() reads it from the device. last: every worker sent it from finish(), and no round
+    follows. empty: besides, nobody had taken a step, and it must move nothing."""
 
     last: bool
-    """Every worker sent it from finish(): no round follows."""
     empty: bool
-    """Besides, nobody had taken a step: it must move nothing."""
 
 
 class Rounds(Held, Loop):
@@ -103,7 +100,10 @@ class Rounds(Held, Loop):
         act = self.pacing.act(self, last=last)
         if act is Act.CLOSE:
             if any(p.requires_grad for p in self._frozen):
-                refuse_thawed()
+                raise UserError(
+                    "a parameter that was frozen when this object was built now requires a gradient and would never be "
+                    "averaged: build it again after changing requires_grad"
+                )
             ended = self._boundary(finished=last)
             self._ended = ended if last else None
             return True
@@ -136,7 +136,6 @@ class Rounds(Held, Loop):
         return self.at_boundary and not (self.flight.in_flight and self.starts_roughly)
 
     def close(self) -> None:
-        """Leaves the process group. Only after finish()."""
         self.flight.close()
 
     def leave(self) -> None:
@@ -196,7 +195,7 @@ class Rounds(Held, Loop):
 
         The payloads hold what landed; `scale` turns it into means, in a pass that their owner makes anyway.
         """
-        self.flight.wait(self._landed if self.riders else None)
+        self.flight.wait([rider.landed for rider in self.riders])
         stats, flight, s = self.clock.stats, self.flight, self.scalars
         stats.round, stats.bytes_sent = flight.launched, flight.bytes_sent
         stats.exposed_seconds, stats.allreduce_seconds = flight.exposed, flight.seconds
@@ -213,10 +212,6 @@ class Rounds(Held, Loop):
             copy_where(s["weight"] > 0, bucket.buffers, bucket.buffer_views)
             self._moved_tau = self.sent_tau
         return Landing(last, empty)
-
-    def _landed(self) -> None:
-        for rider in self.riders:
-            rider.landed()
 
     def _hear(self) -> None:
         """On a GPU what landed a round ago: the host waits for nothing."""

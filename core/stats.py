@@ -36,10 +36,6 @@ class Elapsed:
     end: torch.cuda.Event
     seconds: Callable[[], float]
 
-    def ready(self) -> bool:
-        """Whether float() would return at once."""
-        return self.end.query()
-
     def __float__(self) -> float:
         """Waits for them."""
         self.end.synchronize()
@@ -64,7 +60,7 @@ def plus(time: Seconds, more: float) -> Seconds:
 
 def ready(*times: Seconds) -> bool:
     """Whether all of them can be read without waiting."""
-    return all(t.ready() for t in times if isinstance(t, Elapsed))
+    return all(t.end.query() for t in times if isinstance(t, Elapsed))
 
 
 class OnTheWay:

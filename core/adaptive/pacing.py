@@ -54,6 +54,9 @@ class Adaptive(Pacing):
 
     @property
     def together(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See Pacing. With steps by speed a method's at_boundary is the same on all workers after calls of their own.
+        With skip_after it is False while a reduction is in flight: from the first boundary until finish() where a mean
+        is merged at the next one."""
         return self.skip_after is None and not self.apart
 
     @property

@@ -60,7 +60,7 @@ class Saved(Rounds):
         Call it after weights were loaded into a model that this object already trains: else the next boundaries pull
         them back to where the old ones were. What is in flight is thrown away, and momenta are forgotten.
         """
-        self.flight.discard()
+        self.flight.restore(self.rounds, in_flight=False)
         self.flight.agree((self.name, self.signature()), self._alike)
         self.local_steps, self._ended = 0, None
         self.start_from_params()

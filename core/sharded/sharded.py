@@ -132,7 +132,7 @@ class ShardedCO2(Saved):
 
     def resync(self) -> None:
         """See Rounds."""
-        self.flight.discard()  # of which a part runs over the same group
+        self.flight.restore(self.rounds, in_flight=False)  # of which a part runs over the same group
         self._node.agree(("resync",))
         super().resync()
 
