@@ -104,8 +104,3 @@ class AdaptiveConfig(OuterConfig):
     def at_boundary(self) -> bool:
         """Whether a mean is merged at the boundary after the one at which it was sent, in the paper's order."""
         return self.delay == "boundary" or (self.delay != "auto" and self.delay == self.tau)
-
-    @property
-    def in_paper(self) -> bool:
-        """Whether a mean is merged as in the paper: a round late, and the worker continues from the outer iterate."""
-        return self.merge == "outer" and self.at_boundary

@@ -111,6 +111,12 @@ def test_what_the_imports_mean():
     assert "core.flat.copy" in imports(Path("core/outer.py")), "relative imports are made absolute"
 
 
+def test_the_root_stays_as_small_as_the_paper():
+    lines = {file: len((ROOT / file).read_text().splitlines()) for file in files() if room_of(file) == "core"}
+    assert sum(lines.values()) <= 2200, lines
+    assert lines[Path("core/rounds.py")] <= 300 and lines[Path("core/co2.py")] <= 160
+
+
 # -- words ------------------------------------------------------------------------------------------------------------
 
 OF_ROOMS = {
