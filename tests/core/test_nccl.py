@@ -24,6 +24,7 @@ from core.adaptive.merging import MergingBoundary
 from core.adaptive.tau import Tuned
 from core.checkpoints.snapshot import Snapshot
 from core.flight import Flight
+from core.robust import guard
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
 from tests import problems
@@ -345,7 +346,8 @@ def test_what_a_gpu_still_holds_of_a_diverged_run_is_not_heard_after_a_new_start
 def reads_in_rounds(co2: CO2 | ShardedCO2, params: list[nn.Parameter]) -> list[str]:
     """As on a device: where reading is free, a worker that is not left out is spared a pass (flat.read_blocks)."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flat, "read_blocks", lambda t: True)
+        for module in (flat, guard):
+            patch.setattr(module, "read_blocks", lambda t: True)
         return _reads_in_rounds(co2, params)
 
 
