@@ -1,4 +1,4 @@
-"""The executable specification of what core's rooms add to the paper's algorithm (core/reference.py): when a mean is
+"""The executable specification of what the rooms of core add to the paper (core/testing/reference.py): when a mean is
 merged, into what, and of whom it is. All workers are in one process, as there; no code is shared with the rooms."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.reference import EPS, Reference
+from core.testing.reference import EPS, Reference
 
 Mean = Callable[[Tensor, Tensor], Tensor]
 

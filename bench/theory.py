@@ -1,7 +1,7 @@
 """Holds docs/theory.md against the algorithm as specified: python -m bench.theory [--parts regions rate] [--out FOLDER]
 
 Predictions, by bench/quadratic.py and the page's theorems, beside what bench.search's stacked engine does, which runs
-core/reference.py through bench/reference.py. Writes theory.json and theory.md; status 1 where one does not hold.
+core/testing/reference.py through bench/reference.py. Writes theory.json, theory.md; status 1 where one does not hold.
 """
 
 from __future__ import annotations

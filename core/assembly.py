@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict, Unpack
+from typing import Any, NoReturn, TypedDict, Unpack
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,12 +19,13 @@ from .adaptive.pace import BySpeed
 from .adaptive.pacing import Adaptive
 from .adaptive.schedules import Schedule, scheduled
 from .adaptive.tau import TauTuner, Tuned
+from .checkpoints.saved import Saved
 from .checks import tensors_of
 from .config import is_whole
 from .elastic.flight import ElasticFlight
 from .elastic.joining import Joining, check_elastic
 from .elastic.members import Members
-from .errors import Moved, UserError
+from .errors import UserError
 from .flight import Flight
 from .riders import Rider
 from .robust import peers
@@ -91,7 +92,24 @@ class Options(TypedDict, total=False):
     riders: Sequence[Rider]
 
 
-class CO2(OnArrival):
+class Moved:
+    """An attribute that has gone elsewhere: reading it raises AttributeError and writing to it UserError, which would
+    otherwise have no effect, and no word about it. to: where it is now."""
+
+    def __init__(self, to: str):
+        self._to = to
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._text = f"{owner.__name__} has no {name} any more: it is {self._to}"
+
+    def __get__(self, instance: object, owner: type | None = None) -> NoReturn:
+        raise AttributeError(self._text)
+
+    def __set__(self, instance: object, value: object) -> NoReturn:
+        raise UserError(self._text)
+
+
+class CO2(Saved, OnArrival):
     """Hides the all-reduce of a data-parallel training loop behind tau local steps.
 
     params: model.parameters() or any list of tensors, on this worker's device; every worker must pass the same shapes.
@@ -164,7 +182,7 @@ class SlowElasticFlight(SlowFlight, ElasticFlight):
     """ElasticFlight over an emulated link."""
 
 
-class ElasticCO2(OnArrival):
+class ElasticCO2(Saved, OnArrival):
     """What elastic_co2 makes: it reads the settings of all riders."""
 
     reads = CO2Config

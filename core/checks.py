@@ -1,18 +1,16 @@
-"""What is refused: parameters and checkpoints with which training would go wrong, in one line that names the remedy."""
+"""What is refused: parameters with which training would go wrong, in one line that names the remedy."""
 
 from __future__ import annotations
 
 import itertools
 import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from .errors import UserError
-from .flat import is_dtensor
 
 
 def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
@@ -25,24 +23,6 @@ def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
     if others := [type(t).__name__ for t in tensors if not isinstance(t, Tensor)]:
         raise UserError(f"{name}: a {others[0]} is among them: give tensors, as model.{name}() returns")
     return tensors
-
-
-def check_riders(riders: Sequence[Any], kind: type) -> None:
-    """Refuses what is no rider, one that goes along with another method, and two whose numbers share a name."""
-    names: set[str] = set()
-    for rider in riders:
-        if not isinstance(rider, kind):
-            raise UserError(f"riders: {rider!r} is among them: give objects of a {kind.__name__}'s classes")
-        if hasattr(rider, "method"):
-            raise UserError(f"riders: this {type(rider).__name__} goes along with another method: make one for each")
-        if twice := names & (own := {*rider.shared, *rider.of_each, *([rider.name] if rider.name else [])}):
-            raise UserError(f"riders: two have the name {min(twice)!r}, of a scalar or of a state: make them differ")
-        names |= own
-
-
-def refuse_dtensors(params: Sequence[Tensor]) -> None:
-    if any(is_dtensor(p) for p in params):
-        raise UserError("DTensors as parameters need ShardedCO2 with mesh=: their norms are of the whole model")
 
 
 def check_inputs(given: Sequence[Tensor], params: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
@@ -85,66 +65,4 @@ def refuse_shared_storage(params: Sequence[Tensor]) -> None:
         if any(following[0] <= one[1] for one, following in itertools.pairwise(taken)):
             raise UserError(
                 "two parameters share their memory: give the tensor that holds both, or one of them, as the same object"
-            )
-
-
-def refuse_thawed() -> None:
-    raise UserError(
-        "a parameter that was frozen when this object was built now requires a gradient and would never be averaged: "
-        "build it again after changing requires_grad"
-    )
-
-
-def under_rank(state: dict[str, Any]) -> dict[str, Any]:
-    """What this worker alone holds, under a key with its rank: who writes one dict for all workers, as
-    torch.distributed.checkpoint does, writes a key once, whatever the others hold."""
-    return {f"rank{_rank()}": state}
-
-
-def of_rank(state: Mapping[str, Any]) -> dict[str, Any]:
-    """This worker's part; of as many parts as there are that of its rank modulo their number where it has none."""
-    ranks = sorted(int(key[4:]) for key in state if re.fullmatch(r"rank\d+", key))
-    if not ranks:
-        raise UserError(
-            "the checkpoint's state has no key with a worker's rank, as those of older versions: resume with the "
-            "version that wrote it, or start afresh"
-        )
-    rank = _rank()
-    return state[f"rank{rank if rank in ranks else ranks[rank % len(ranks)]}"]
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-ALWAYS = ("method", "flats", "workers", "places", "reducer", "taus")  # in every method's part of a checkpoint
-
-
-def check_run(state: Mapping[str, Any], method: str, workers: int, *, equal: bool) -> None:
-    """Refuses a checkpoint of an older version, of another method, or of another number of workers unless all of them
-    hold the same outer state."""
-    if missing := [key for key in ALWAYS if key not in state]:
-        raise UserError(
-            f"the checkpoint's state has no {missing[0]!r}, as those of older versions: resume with the version that "
-            "wrote it, or start afresh"
-        )
-    if state["method"] != method:
-        raise UserError(f"the checkpoint is of {state['method']}, not {method}: resume with its method")
-    if state["workers"] != workers and not equal:
-        raise UserError(
-            f"the checkpoint is of {state['workers']} workers, here there are {workers}, and each held a part of the "
-            "outer state of its own: resume with as many"
-        )
-
-
-def check_saved(saved: Mapping[str, Sequence[Tensor]], here: Mapping[str, Sequence[Tensor]]) -> None:
-    """Refuses a checkpoint of another model, or of other settings."""
-    if saved.keys() != here.keys():
-        theirs, mine = (", ".join(sorted(names.keys() - {"all-reduce"})) for names in (saved, here))
-        raise UserError(f"the checkpoint holds {theirs}, here it is {mine}: resume with the settings that wrote it")
-    for name, flats in here.items():
-        if (theirs := [len(f) for f in saved[name]]) != (mine := [len(f) for f in flats]):
-            raise UserError(
-                f"the checkpoint's {name} has {theirs} elements, here it has {mine}: resume with the model, the "
-                "buffers to average, the riders and the settings of the wire that wrote it"
             )

@@ -24,7 +24,7 @@ momentum, and the buffer in flight.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -32,11 +32,12 @@ import torch
 from torch import Tensor
 
 from . import outer
-from .config import OuterConfig, Settings, check_known
-from .flat import on_host
+from .config import OuterConfig, check_known
 from .pacing import Pacing
 from .passes import make_boundary
 from .rounds import Rounds
+
+Settings = Callable[[int], OuterConfig]  # of a round, from its number alone
 
 
 class CO2(Rounds):
@@ -51,6 +52,7 @@ class CO2(Rounds):
 
     name = "CO2"
     differences = needs_whole_norms = True
+    numbers = ("_last_lr", "_m_norm")
     reads = OuterConfig  # whose settings it reads
 
     def __init__(
@@ -141,19 +143,5 @@ class CO2(Rounds):
         """UserError for settings that do not go together."""
         self.config.check_stable()
 
-    def start_from_params(self) -> None:
-        super().start_from_params()
-        self._last_lr, self._m_norm = 0.0, torch.zeros_like(self._m_norm)
-
     def signature(self) -> Any:
         return asdict(self.config)
-
-    def settings(self) -> Any:
-        return self.config.changing(self.tau)
-
-    def own_state(self) -> dict[str, Any]:
-        return super().own_state() | {"last_lr": self._last_lr, "m_norm": on_host(self._m_norm)}
-
-    def load_own_state(self, state: dict[str, Any]) -> None:
-        super().load_own_state(state)
-        self._last_lr, self._m_norm = state["last_lr"], state["m_norm"].to(self._m_norm)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import KW_ONLY, MISSING, dataclass, fields
 from numbers import Real
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from . import outer
 from .errors import UserError
 
 LARGE = 1e4  # no factor of an outer step that trains comes near
-SCHEDULED = ("tau", "outer_lr", "outer_momentum", "clip")  # what may change from round to round
 GAPS = ("elementwise", "norm", "none")
-Config = TypeVar("Config")
 
 
 def is_number(value: Any) -> bool:
@@ -30,13 +27,6 @@ def require(settings: Any, ok: bool, name: str, remedy: str) -> None:
     """UserError that names a setting's value and the remedy, unless it is ok."""
     if not ok:
         raise UserError(f"{name}={getattr(settings, name)!r}: {remedy}")
-
-
-def of_kind(given: Any, kind: type[Config], name: str) -> Config:
-    """The settings, or the defaults where none are given; UserError for an object of another class."""
-    if given is not None and not isinstance(given, kind):
-        raise UserError(f"{name}={given!r}: give an object of {kind.__name__}, or leave it out")
-    return given if given is not None else kind()
 
 
 def check_known(config: Any, kind: type[OuterConfig]) -> None:
@@ -87,11 +77,6 @@ class OuterConfig:
         clips = phi is None or (is_number(phi) and phi > 0)
         require(self, clips, "clip", "give a number above 0, or None for no clipping")
 
-    def changing(self, tau: int) -> dict[str, float | None]:
-        """What may change from round to round, to be compared among the workers. tau: the round's."""
-        values = {name: getattr(self, name) for name in SCHEDULED} | {"tau": tau}
-        return {name: value if value is None else float(value) for name, value in values.items()}  # 1 prints as 1.0
-
     def check_stable(self) -> None:
         """Refuses a delayed outer step without a penalty that may diverge, and says why."""
         if self.gap == "none" and not self.allow_unstable and not outer.settles(self.outer_lr, self.outer_momentum):
@@ -105,7 +90,3 @@ class OuterConfig:
             "only while beta + alpha rho / Lambda < 1, where rho nears 1 in directions that tau local steps solve; "
             f"{remedy}, or lower the two to {limit} (allow_unstable=True runs it regardless)"
         )
-
-
-Settings = Callable[[int], OuterConfig]
-"""Those of a round, from its number alone."""

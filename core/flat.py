@@ -56,11 +56,6 @@ class Bucket:
         """Copies the live parameters into flat, [numel]."""
         copy(views(flat, self.params), self.params)
 
-    def difference(self, start: Tensor) -> None:
-        """The payload becomes start, [numel], less the live parameters."""
-        self.flatten(self.payload)
-        torch.sub(start, self.payload, out=self.payload)
-
 
 def make_buckets(
     params: Sequence[Tensor], buffers: Sequence[Tensor], scalars: int, parts: int = 1, zeros: Zeros | None = None
@@ -120,19 +115,15 @@ class State(dict[str, list[Tensor]]):
         self._own |= {name} if own else set()
         self._of_params |= {name} if of_params else set()
         self[name] = [torch.zeros_like(b.payload) for b in self._buckets]
-        self._begin(name)
+        self.begin(name)
         return self[name]
-
-    def restart(self) -> None:
-        """Everything as it was made, the parameters being the start."""
-        for name in self:
-            self._begin(name)
 
     def shared(self) -> list[Tensor]:
         """What is not this worker's own."""
         return [flat for name, flats in self.items() if name not in self._own for flat in flats]
 
-    def _begin(self, name: str) -> None:
+    def begin(self, name: str) -> None:
+        """As it was made, the parameters being the start."""
         for flat, bucket in zip(self[name], self._buckets, strict=True):
             bucket.flatten(flat) if name in self._of_params else flat.zero_()
 
@@ -143,31 +134,11 @@ def views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [piece.view(t.shape) for piece, t in zip(flat[: sum(sizes)].split(sizes), like, strict=True)]
 
 
-def resized(flats: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """Each of flats, where it lies, as long as its counterpart: cut, or filled up with zeros."""
-    found = [flat.new_zeros(len(other)) for flat, other in zip(flats, like, strict=True)]
-    for new, flat in zip(found, flats, strict=True):
-        n = min(len(new), len(flat))
-        new[:n] = flat[:n]
-    return found
-
-
 def copy(to: Sequence[Tensor], source: Sequence[Tensor], *, queued: bool = False) -> None:
     """Copies each tensor into its counterpart, in as few kernels as possible. queued: between a GPU and pinned memory
     the host does not wait for it; the caller sees to what is read and written meanwhile."""
     if to:
         torch._foreach_copy_(list(to), list(source), queued)  # pyright: ignore[reportPrivateImportUsage]
-
-
-def on_host(held: Any) -> Any:
-    """A copy in the host's memory of a tensor, or of a list of them, one after the other: a GPU, which is waited for,
-    holds no copy. Anything else as it is.
-
-    The memory is not pinned: torch would round it up to a power of two, and keep it.
-    """
-    if isinstance(held, list):
-        return [on_host(t) for t in held]
-    return held.to("cpu", copy=True) if isinstance(held, Tensor) else held
 
 
 def rescale(flat: Tensor, scale: float | Tensor) -> None:
@@ -204,22 +175,12 @@ def copy_where(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor]) ->
         if where:
             copy(to, source, queued=True)
         return
-    pairs = [(to[i], source[i]) for i in _left_by_kernel(where, to, source)]
+    pairs = [(to[i], source[i]) for i in left_by_kernel(where, to, source)]
     copy([t for t, _ in pairs], [torch.where(where.to(t.device), s, t.to(s.dtype)) for t, s in pairs])
 
 
-def wipe(flats: Sequence[Tensor], where: Tensor) -> None:
-    """Makes zeros of all, NaN or not, if `where` holds, a 0-d truth value; a GPU is not waited for."""
-    if read_blocks(where):
-        for i in _left_by_kernel(where, flats):
-            flats[i].masked_fill_(where.to(flats[i].device), 0)
-    elif where and flats:
-        torch._foreach_zero_(list(flats))  # pyright: ignore[reportPrivateImportUsage]
-
-
-def _left_by_kernel(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor] | None = None) -> Sequence[int]:
-    """Has Triton's kernel, where there is one, set what it can, which touches memory only where `where` holds; the
-    places of the others."""
+def left_by_kernel(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor] | None = None) -> Sequence[int]:
+    """The places that Triton's kernel, if there is one, does not set; it touches memory only where `where` holds."""
     kernels = triton_kernels(where.device)
     return range(len(to)) if kernels is None else kernels.queue(where, to, source)
 

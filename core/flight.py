@@ -10,30 +10,19 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import groups
 from .errors import CollectiveError, UserError
-from .groups import Pending, Stage, agree, drop_groups, host_group, leave_group, moved_by_nccl, new_group, set_timeout
+from .groups import Pending, Stage, drop_groups, host_group, leave_group, moved_by_nccl, new_group, set_timeout
 from .stats import Mark, Seconds, between, mark, plus
 
 LEFT = "this worker has left the others after an exception: make a new object to train on"
 UNKNOWN = "a worker has failed or cannot be reached, it is not known which"
-
-
-class Roll(Protocol):
-    """Who is there: asked by name when a collective has failed."""
-
-    def meet(self, group: dist.ProcessGroup | None) -> None:
-        """Learns of a group's members; every member must call it."""
-        ...
-
-    def gone(self, in_it: Sequence[int]) -> str:
-        """For a message: because of whom a collective has failed. in_it: ranks that take part, where that is known."""
-        ...
 
 
 class Flight:
@@ -41,7 +30,8 @@ class Flight:
 
     device: where the reduced tensors lie. group: the workers (None: all). timeout: seconds until a missing peer is an
     error, beyond the longest time between two launches: so far a peer may be behind. backend: None for the group's own.
-    hidden: whether the caller computes meanwhile, and does not wait at once. roll: names who is gone.
+    hidden: whether the caller computes meanwhile, and does not wait at once. roll: `meet` learns of a group's members,
+    and `gone` says for a message because of which of them a collective has failed.
 
         flight.launch(reducer.stages(flight.group, number))    # returns at once, whether or not peers are there
         flight.done()                                              # True once all is through; never blocks
@@ -61,7 +51,7 @@ class Flight:
         timeout: float = 600.0,
         backend: str | None = None,
         hidden: bool = True,
-        roll: Roll | None = None,
+        roll: Any = None,
     ):
         self.device, self.timeout, self._hidden = device, timeout, hidden
         self._roll = roll
@@ -81,7 +71,8 @@ class Flight:
         self.exposed: Seconds = 0.0  # of the last one that was waited for
         self.in_flight = False  # whether what was launched has not been waited for
         self._by_nccl = self.group is not None and moved_by_nccl(self.group, device)
-        self._side = SideStream(device) if self._by_nccl or device.type == "cuda" else None
+        # whose collectives lie one after the other; their kernels are small, and others' collectives wait for them
+        self._side = torch.cuda.Stream(device, priority=-1) if self._by_nccl or device.type == "cuda" else None
         self._end_mark: Mark = 0.0  # where NCCL moves the tensors: the end of what was queued
         self._thread: threading.Thread | None = None
         self._hurry = threading.Event()  # the calling thread waits for that one
@@ -94,7 +85,8 @@ class Flight:
         """Checks that all workers hold the same settings and shapes, then gives them rank 0's tensors."""
         self.check_alive()
         if self.group is not None:
-            agree(settings, tensors, self.group, self.device)
+            groups.compare(settings, tensors, self.group)
+            groups.broadcast(tensors, self.group, self.device)
 
     def check_alive(self) -> None:
         """Raises again what has failed."""
@@ -104,11 +96,13 @@ class Flight:
     def launch(self, stages: Iterator[Stage]) -> None:
         """Starts the stages; returns at once."""
         assert not self.in_flight, "wait() for what is in flight before the next launch"
-        self._check_open()
+        self.check_alive()
+        if self.group is None and self.world_size > 1:
+            raise UserError("close() has left the workers' group: make a new object to train on")
         self.launched += 1
         self.in_flight = True
         self._host_seconds = 0.0
-        with self._counted():
+        with self.counted():
             now = time.perf_counter()
             self._longest, self._launched_at = max(self._longest, now - self._launched_at), now
             for group in self.timed_groups:
@@ -131,31 +125,27 @@ class Flight:
         """Whether wait() would not wait, nor make the current stream wait. Never blocks."""
         return self.done() and (not isinstance(self._end_mark, torch.cuda.Event) or self._end_mark.query())
 
-    def lands_within(self, seconds: float) -> bool:
-        """Waits so long for `landed`, at most; returns whether it has."""
-        until = time.perf_counter() + seconds
-        while not self.landed():
-            if (left := until - time.perf_counter()) <= 0:
-                return False
-            with self._counted():
-                time.sleep(min(left, 1e-3))
-        return True
+    def wait(self, landed: Sequence[Callable[[], None]] = ()) -> None:
+        """Blocks until the result is there, for the owner to use. landed: are called before it may be used.
 
-    def wait(self, landed: Callable[[], None] | None = None) -> None:
-        """Blocks until the result is there, for the owner to use. landed: is called before it may be used.
-
-        Raises CollectiveError when a worker died or stayed away for too long. The tensors then hold partial sums and
-        must not be used.
+        CollectiveError when a worker died or stayed away for too long: the tensors then hold partial sums, of no use.
         """
         assert self.in_flight, "nothing was launched"
         start = mark(self.device)
-        with self._counted():
+        with self.counted():
             self.settle()
         in_stream = between(start, mark(self.device)) if self._side is not None else 0.0
         self.exposed = plus(in_stream, self._host_seconds)
-        if landed is not None:
-            landed()
+        for call in landed:
+            call()
         self.in_flight = False
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """What the calling thread does in here is exposed."""
+        began = time.perf_counter()
+        yield
+        self._host_seconds += time.perf_counter() - began
 
     def settle(self) -> bool:
         """Blocks until what is in flight has landed, and leaves it there for `wait`. False: nothing is."""
@@ -165,13 +155,9 @@ class Flight:
         self._end()
         return True
 
-    def discard(self) -> None:
-        """Waits for what is in flight, if anything is, and forgets it."""
-        self.settle()
-        self.in_flight = False
-
     def restore(self, launched: int, in_flight: bool) -> None:
-        """Continues from a checkpoint. in_flight: a result is in the owner's tensors that was not waited for."""
+        """Continues after so many reductions, as from a checkpoint, and forgets what is in flight, which it waits for.
+        in_flight: a result is in the owner's tensors that was not waited for."""
         self.settle()
         self.launched, self.in_flight = launched, in_flight
 
@@ -186,32 +172,20 @@ class Flight:
     def leave(self) -> None:
         """Leaves the groups without waiting, what is in flight being lost: an exception has ended the training. Who
         waits for this worker then sees the groups broken; over gloo once the collective under way is through."""
-        groups, self.group, self.timed_groups = self.timed_groups, None, []
-        if not groups:
+        left, self.group, self.timed_groups = self.timed_groups, None, []
+        if not left:
             return
         self._failed, self.in_flight, self._left = self._failed or LEFT, False, True
-        for group in groups if self._by_nccl else []:
+        for group in left if self._by_nccl else []:
             group.abort()  # else its kernels wait for the others'
         thread, self._thread = self._thread, None
-        drop_groups(groups, thread)
-
-    def _check_open(self) -> None:
-        self.check_alive()
-        if self.group is None and self.world_size > 1:
-            raise UserError("close() has left the workers' group: make a new object to train on")
-
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        """What the calling thread does in here is exposed."""
-        began = time.perf_counter()
-        yield
-        self._host_seconds += time.perf_counter() - began
+        drop_groups(left, thread)
 
     def _begin(self, stages: Iterator[Stage]) -> None:
         """Queues everything, or starts the first collectives and a thread that goes on."""
         self.bytes_sent, self.seconds = 0, 0.0
-        if self._side is not None:
-            self._side.follow()
+        if self._side is not None:  # what is queued there runs beside what the computation queues from now on
+            self._side.wait_stream(torch.cuda.current_stream(self.device))
         with self._aside():
             if self._by_nccl:
                 began = mark(self.device)
@@ -269,7 +243,8 @@ class Flight:
         return works
 
     def _aside(self) -> contextlib.AbstractContextManager[Any]:
-        return self._side.used() if self._side is not None else contextlib.nullcontext()
+        """What this thread queues in the block goes into the stream of its own."""
+        return torch.cuda.stream(self._side) if self._side is not None else contextlib.nullcontext()
 
     def _end(self) -> None:
         """Waits for what `_begin` has started; the current stream does, where it lies in one."""
@@ -284,7 +259,7 @@ class Flight:
         if error is not None:
             raise self._broken(error)
         if self._side is not None:
-            self._side.join()
+            torch.cuda.current_stream(self.device).wait_stream(self._side)
 
     def _broken(self, error: Exception) -> Exception:
         """Of an error that is no collective's: what was launched never lands."""
@@ -311,23 +286,3 @@ class Flight:
             f"(timeout {self.timeout:g} s): {reason.partition('. This is')[0].splitlines()[0]}"
         )
         return CollectiveError(self._failed)
-
-
-class SideStream:
-    """A GPU's stream beside that of the computation, in which collectives lie one after the other."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._stream = torch.cuda.Stream(device, priority=-1)  # its kernels are small, and collectives wait for them
-
-    def follow(self) -> None:
-        """What is queued here from now on follows what the computation has queued so far, and runs beside the rest."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-
-    def used(self) -> contextlib.AbstractContextManager[Any]:
-        """What this thread queues in the block goes here."""
-        return torch.cuda.stream(self._stream)
-
-    def join(self) -> None:
-        """The computation waits for all that is queued here; the host does not."""
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)

@@ -118,8 +118,8 @@ def host_group(group: dist.ProcessGroup | None = None, timeout: float = 600.0) -
 
     Such control may come between unlike rounds of the workers, while torch and NCCL demand one order over all groups
     of a device. `group` (None: the default one) serves where gloo moves its CPU tensors, else a default group that has
-    gloo and the same ranks, else one that is made here, once: all members must come to the first call. timeout: that
-    one's. None: there is one worker.
+    gloo and the same ranks, else one with `timeout` that is made here, once: all members must come to the first call.
+    None: there is one worker.
     """
     if not dist.is_initialized():
         return None
@@ -179,16 +179,6 @@ def is_alive(group: dist.ProcessGroup) -> bool:
     return group in dist.distributed_c10d._world.pg_map
 
 
-@torch.no_grad()
-def agree(settings: tuple[Any, ...], tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Checks that all workers hold the same settings and shapes, then gives them rank 0's tensors.
-
-    device: where the group's collectives take their tensors.
-    """
-    compare(settings, tensors, group)
-    broadcast(tensors, group, device)
-
-
 def compare(settings: tuple[Any, ...], tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """UserError on all workers unless all of them hold the same settings and shapes."""
     theirs = of_all((*settings, [(tuple(t.shape), str(t.dtype)) for t in tensors]), group)
@@ -221,24 +211,3 @@ def all_reduce(flats: Sequence[Tensor], group: dist.ProcessGroup) -> Stage:
     n = dist.get_world_size(group)
     sent = sum(ring_bytes(flat.numel() * flat.element_size(), n) for flat in flats)
     return [work for work in works if work is not None], sent
-
-
-def send_first(flats: Sequence[Tensor], group: dist.ProcessGroup) -> Stage:
-    """Starts sending the first member's values of each tensor to all; the bytes are the members' mean."""
-    works = [dist.broadcast(flat, group_src=0, group=group, async_op=True) for flat in flats if flat.numel()]
-    n = dist.get_world_size(group)
-    sent = sum(round((n - 1) / n * flat.nbytes) for flat in flats)
-    return [work for work in works if work is not None], sent
-
-
-def all_gather(to: Tensor, own: Tensor, group: dist.ProcessGroup) -> Stage:
-    """Part i of `to`, which is contiguous, becomes `own` of worker i."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name, torch < 2.13
-    work = gather(to.view(-1), own, group=group, async_op=True)
-    assert work is not None
-    return [work], (dist.get_world_size(group) - 1) * own.nbytes
-
-
-def gather_parts(flat: Tensor, group: dist.ProcessGroup) -> Stage:
-    """All-gather in place: every worker gets part i of `flat` from worker i."""
-    return all_gather(flat, flat.view(dist.get_world_size(group), -1)[dist.get_rank(group)].clone(), group)

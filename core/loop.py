@@ -25,9 +25,7 @@ class Loop:
     @property
     def at_boundary(self) -> bool:
         """Whether a round has just closed on this worker (or none has begun), and all workers are at that boundary: the
-        same on all after the same calls of step(), by_speed after calls of their own. There they may evaluate, save and
-        stop together. With skip_after False while a reduction is in flight: from the first boundary until finish()
-        where a mean is merged at the next one."""
+        same on all after the same calls of step(). There they may evaluate, save and stop together."""
         return True
 
     def settle(self) -> bool:
@@ -52,8 +50,7 @@ class Loop:
         raise NotImplementedError
 
     def leave(self) -> None:
-        """After an exception, in place of finish() and close(): waits for nobody. Here the group is left when the
-        process ends, which the others notice."""
+        """After an exception, in place of finish() and close(): waits for nobody. Here the process's end is noticed."""
 
     def __enter__(self) -> Self:
         return self

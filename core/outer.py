@@ -68,8 +68,7 @@ def momentum(m: Tensor, delta: Tensor, beta: float, gap: Tensor | None = None) -
 
 
 def carried(beta: float, growth: float) -> float:
-    """The factor of m_{t-1} in m_t where Delta is of `growth` times as many local steps as the Delta before: beta
-    growth, at most 1.
+    """beta growth, at most 1: the factor of m_{t-1} where Delta is of `growth` times as many local steps as before.
 
     Twice the steps lead about twice as far, so that what m holds of fewer steps counts more, and of more steps less.
     But where tau leaps, a few steps' direction says little of many, and multiplied by hundreds it would overshoot: the
@@ -125,9 +124,8 @@ NOTHING_LANDED = Rule()
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of the model. params: slices of the live parameters, in any shapes; d, x, m: [n], the part of
-    the buffer in which a mean has landed, of the outer iterate and of the momentum; x_views, d_views: x, d in params'
-    shapes."""
+    """A part of the model. params: slices of the live parameters, in any shapes; d, x, m: [n], of the buffer in which a
+    mean has landed, of the outer iterate and of the momentum; x_views, d_views: x, d in params' shapes."""
 
     params: list[Tensor]
     x_views: list[Tensor]
@@ -140,8 +138,7 @@ class Segment:
 def update(s: Segment, rule: Rule) -> Tensor:
     """Steps 3 to 7 on a segment, in place; returns what was seen there, [4] (see new_momentum).
 
-    Step 3 stands first, for the workers are still where tau local steps have led them; it is written last, for d
-    holds the mean that steps 4 to 6 use.
+    Step 3 stands first, for the workers are still where local steps led them; it is written last, for d holds the mean.
     """
     own_difference = difference(s)  # 3
     seen = advance(s, rule)
@@ -189,7 +186,7 @@ def all_seen(parts: Sequence[Tensor]) -> Tensor:
 
 
 class Boundary:
-    """`update` over one bucket, segment after segment; the faster ways to do the same (core/passes) derive from it.
+    """`update` over one bucket, segment after segment; the faster ways to do the same (core/passes.py) derive from it.
 
     params: the live parameters, of one dtype and device, in any shapes and strides, at least one element in all.
     d, x, m: flat [sum of their numel], in the parameters' order; float32 where the parameters are 16-bit, else their

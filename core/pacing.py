@@ -6,7 +6,7 @@ from collections.abc import Callable
 from enum import Enum
 
 from .errors import UserError
-from .riders import Method
+from .held import Held
 
 
 class Act(Enum):
@@ -35,9 +35,9 @@ class Pacing:
         if not isinstance(self.tau, int) or self.tau < 1:
             raise UserError(f"tau={self.tau!r}: give a whole number of local steps, 1 or more")
 
-    def act(self, method: Method, *, last: bool) -> Act:
+    def act(self, method: Held, *, last: bool) -> Act:
         """After a local step. last: no other follows."""
         return Act.CLOSE if method.local_steps >= self.tau else Act.STEP
 
-    def check_saving(self, method: Method) -> None:
+    def check_saving(self, method: Held) -> None:
         """UserError where no run could go on from a checkpoint of now."""

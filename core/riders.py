@@ -7,64 +7,23 @@ them by name: it calls each at the same points of a round, in the order in which
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .flat import Bucket, Scalars, State
-from .flight import Flight
+from .errors import UserError
 from .groups import Stage
-from .reducer import Reducer
-from .stats import RoundClock, RoundStats
-
-
-class Method(Protocol):
-    """What riders and pacings may use of the method that they are plugged into: see Rounds."""
-
-    differences: bool
-    sends_later: bool
-    starts_roughly: bool
-    title: str
-    params: list[Tensor]
-    buckets: list[Bucket]
-    scalars: Scalars
-    state: State
-    replicas: list[Tensor]
-    starts: list[Tensor]
-    flight: Flight
-    reducer: Reducer
-    clock: RoundClock
-    local_steps: int
-    riders: list[Rider]
-
-    @property
-    def trained(self) -> Sequence[Tensor]: ...
-    @property
-    def stats(self) -> RoundStats: ...
-    @property
-    def rounds(self) -> int: ...
-    @property
-    def everybody(self) -> int: ...
-    @property
-    def tells(self) -> bool: ...
-    @property
-    def turn(self) -> int | None: ...
-    def settings(self) -> Any: ...
-    def left_out(self, where: Tensor) -> None: ...
-    def sum_parts(self, numbers: Tensor) -> Iterator[Stage]: ...
-    def own_state(self) -> dict[str, Any]: ...
+from .held import Held
 
 
 class Heard(NamedTuple):
-    """What the sums of a reduction were taken over."""
+    """What the sums of a reduction were taken over. round: that ended with their sending, from 0. everybody: the number
+    of processes. workers: that of payloads, fewer where several processes hold parts of one payload."""
 
     round: int
-    """The round that ended with their sending, from 0."""
     everybody: int
-    """The number of processes."""
     workers: int
-    """The number of payloads: fewer than processes where several processes hold parts of one payload."""
 
 
 class Rider:
@@ -80,9 +39,9 @@ class Rider:
     shared: Mapping[str, int] = {}
     of_each: Mapping[str, int] = {}
     steps_change_it = False  # whether local steps change its state
-    method: Method
+    method: Held
 
-    def attach(self, method: Method) -> None:
+    def attach(self, method: Held) -> None:
         """The method is made."""
         self.method = method
 
@@ -125,8 +84,20 @@ class Rider:
 
     def state_dict(self) -> Any:
         """A tensor, a list of tensors, or plain values; a checkpoint copies tensors to the host's memory."""
-        return None
 
     @torch.no_grad()
     def load_state_dict(self, state: Any, *, of_others: bool) -> None:
         """state: None where the checkpoint holds none. of_others: another number of workers wrote it."""
+
+
+def check_riders(riders: Sequence[Any]) -> None:
+    """Refuses what is no rider, one that goes along with another method, and two whose numbers share a name."""
+    names: set[str] = set()
+    for rider in riders:
+        if not isinstance(rider, Rider):
+            raise UserError(f"riders: {rider!r} is among them: give objects of a Rider's classes")
+        if hasattr(rider, "method"):
+            raise UserError(f"riders: this {type(rider).__name__} goes along with another method: make one for each")
+        if twice := names & (own := {*rider.shared, *rider.of_each, *([rider.name] if rider.name else [])}):
+            raise UserError(f"riders: two have the name {min(twice)!r}, of a scalar or of a state: make them differ")
+        names |= own

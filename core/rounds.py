@@ -1,54 +1,49 @@
 """Round after round: local steps are counted, what was sent a round ago lands, and the next reduction is launched.
 
-A method (CO2, the baselines) says in `close_round` what the end of a round means, in terms of `land` and `send`. Four
-things are plugged in: what carries a reduction (Flight), how it travels (Reducer), when a round ends (Pacing), and what
-goes along (Riders).
+A method (CO2, the baselines) says in `close_round` what a round's end means, by `land` and `send`. Plugged in are: what
+carries a reduction (Flight), how it travels (Reducer), when a round ends (Pacing), and what goes along (Riders).
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from .checks import refuse_thawed
 from .errors import UserError
 from .flat import Bucket, Scalars, copy, copy_where, rescale
 from .flight import Flight
 from .groups import Stage
+from .held import Held
 from .loop import Loop
 from .pacing import Act, Pacing
 from .reducer import Reducer, all_reduce
-from .riders import Heard, Rider
-from .saved import Saved
-from .stats import Late, RoundClock, RoundStats
+from .riders import Heard, Rider, check_riders
+from .stats import Late
 
 OneRider = TypeVar("OneRider", bound=Rider)
 
 
 class Landing(NamedTuple):
-    """What has landed. Only finish() reads it from the device."""
+    """What has landed; only finish() reads it from the device. last: every worker sent it from finish(), and no round
+    follows. empty: besides, nobody had taken a step, and it must move nothing."""
 
     last: bool
-    """Every worker sent it from finish(): no round follows."""
     empty: bool
-    """Besides, nobody had taken a step: it must move nothing."""
 
 
-class Rounds(Saved, Loop, ABC):
+class Rounds(Held, Loop):
     """A method that trains in rounds. pacing, riders: see the top of this file. The other arguments: see Held; what a
     loop calls besides step and finish: see Loop.
 
-    Attributes, beside Held's: local_steps, the number taken since the last boundary; sent_tau, the tau of the round
-    whose reduction is in flight, or landed last; growth, sent_tau over the tau of the round whose mean landed before
-    (outer.carried); clock, which takes the times.
+    Attributes, beside Held's: sent_tau, the tau of the round whose reduction is in flight, or landed last; growth,
+    sent_tau over the tau of the round whose mean landed before (outer.carried).
     """
 
-    differences = False  # whether payloads are differences: zero where nothing has moved
-    starts_roughly = False  # whether workers begin a round near `starts` only, not exactly there
+    numbers: Sequence[str] = ()  # attributes that belong into a checkpoint beside `state`: plain, or 0-d tensors
 
     def __init__(
         self,
@@ -60,20 +55,18 @@ class Rounds(Saved, Loop, ABC):
         reducer: Callable[[Sequence[Bucket], Scalars, Flight], Reducer] = all_reduce,
         riders: Sequence[Rider] = (),
     ):
-        super().__init__(params, buffers, flight, reducer, riders)
-        self.pacing, self.local_steps = pacing, 0
-        self._closing_tau = self.sent_tau = self._moved_tau = pacing.tau
+        self.pacing, self.riders = pacing, list(riders)
+        check_riders(self.riders)
+        shared = {name: n for rider in self.riders for name, n in rider.shared.items()}
+        of_each = {name: n for rider in self.riders for name, n in rider.of_each.items()}
+        super().__init__(params, buffers, flight, reducer, shared, of_each)
+        self.sent_tau = self._moved_tau = pacing.tau
         self.growth = 1.0
-        self._late, self.clock = Late(), RoundClock(self.flight.device)
+        self._late = Late()
         self._ended: bool | None = None  # after step(last=True): whether all workers have ended
-        self.begin_alike()
+        self.flight.agree((self.name, self.signature()), self._alike)
         for rider in self.riders:
             rider.attach(self)
-
-    @property
-    def stats(self) -> RoundStats:
-        """Statistics of the round that closed last; once a mean was merged in mid-round, of the round that runs."""
-        return self.clock.stats
 
     @property
     def tau(self) -> int:
@@ -107,7 +100,10 @@ class Rounds(Saved, Loop, ABC):
         act = self.pacing.act(self, last=last)
         if act is Act.CLOSE:
             if any(p.requires_grad for p in self._frozen):
-                refuse_thawed()
+                raise UserError(
+                    "a parameter that was frozen when this object was built now requires a gradient and would never be "
+                    "averaged: build it again after changing requires_grad"
+                )
             ended = self._boundary(finished=last)
             self._ended = ended if last else None
             return True
@@ -132,15 +128,6 @@ class Rounds(Saved, Loop, ABC):
         for rider in self.riders:
             rider.finished()
 
-    def catch_up(self, rounds: int) -> None:
-        """Closes rounds, waiting for each mean, until `rounds` have closed. Every worker must call it.
-
-        For a checkpoint, which needs all workers in one round, where a pacing such as skip_after lets them come to one
-        step in unlike rounds. rounds: the largest number of any worker.
-        """
-        while self.rounds < rounds:
-            self._boundary(finished=False)
-
     @property
     def at_boundary(self) -> bool:
         return not self.local_steps and (self.pacing.together or not self.flight.in_flight)
@@ -148,20 +135,7 @@ class Rounds(Saved, Loop, ABC):
     def settle(self) -> bool:
         return self.at_boundary and not (self.flight.in_flight and self.starts_roughly)
 
-    @torch.no_grad()
-    def resync(self) -> None:
-        """Starts anew from the first worker's parameters as they are now; every worker must call it.
-
-        Call it after weights were loaded into a model that this object already trains: else the next boundaries pull
-        them back to where the old ones were. What is in flight is thrown away, and momenta are forgotten.
-        """
-        self.flight.discard()
-        self.begin_alike()
-        self.local_steps, self._ended = 0, None
-        self.start_from_params()
-
     def close(self) -> None:
-        """Leaves the process group. Only after finish()."""
         self.flight.close()
 
     def leave(self) -> None:
@@ -174,10 +148,10 @@ class Rounds(Saved, Loop, ABC):
         """Ends the round; True once a reduction has landed that every worker sent with `finished`."""
 
     def signature(self) -> Any:
+        """What must be equal on all workers, compared at construction."""
         return f"tau={self.tau}"
 
     def settings(self) -> Any:
-        """What must be equal on all workers in every round."""
         return self.tau
 
     def merge(self, *, finished: bool = False) -> Landing:
@@ -185,12 +159,8 @@ class Rounds(Saved, Loop, ABC):
         return self.land(finished=finished)
 
     def left_out(self, where: Tensor) -> None:
-        """where: 0-d truth value. Where it is true, what this worker sends has weight 0, and it starts anew."""
         for rider in self.riders:
             rider.left_out(where)
-
-    def check_saving(self) -> None:
-        self.pacing.check_saving(self)
 
     def begin_round(self, number: int) -> None:  # noqa: B027
         """For settings that change from round to round. number: of the round, from 0."""
@@ -204,7 +174,7 @@ class Rounds(Saved, Loop, ABC):
             self.scalars.set(name, value)
         for rider in self.riders:
             rider.pack()
-        self.sent_tau = self._closing_tau
+        self.sent_tau = self.tau
         self.growth = self.sent_tau / self._moved_tau
         self.flight.launch(self.stages())
         self.local_steps = 0
@@ -225,7 +195,7 @@ class Rounds(Saved, Loop, ABC):
 
         The payloads hold what landed; `scale` turns it into means, in a pass that their owner makes anyway.
         """
-        self.flight.wait(self._landed if self.riders else None)
+        self.flight.wait([rider.landed for rider in self.riders])
         stats, flight, s = self.clock.stats, self.flight, self.scalars
         stats.round, stats.bytes_sent = flight.launched, flight.bytes_sent
         stats.exposed_seconds, stats.allreduce_seconds = flight.exposed, flight.seconds
@@ -243,10 +213,6 @@ class Rounds(Saved, Loop, ABC):
             self._moved_tau = self.sent_tau
         return Landing(last, empty)
 
-    def _landed(self) -> None:
-        for rider in self.riders:
-            rider.landed()
-
     def _hear(self) -> None:
         """On a GPU what landed a round ago: the host waits for nothing."""
         of = Heard(self.rounds - 1, self.everybody, self.flight.world_size)
@@ -263,8 +229,7 @@ class Rounds(Saved, Loop, ABC):
     def _boundary(self, *, finished: bool) -> bool:
         """`close_round`, measured, with what every method does around it."""
         self.flight.check_alive()  # before a method takes partial sums for what it keeps there
-        tau = self._closing_tau = self.pacing.tau
-        with self.clock.boundary(tau, self.local_steps):
+        with self.clock.boundary(self.tau, self.local_steps):
             for own, bucket in zip(self._own_buffers, self.buckets, strict=True):
                 copy(own, bucket.buffers)  # whatever lands in the meantime
             ended = self.close_round(finished=finished)
@@ -285,13 +250,3 @@ class Rounds(Saved, Loop, ABC):
     def _moved(self, *, at_boundary: bool) -> None:
         for rider in self.riders:
             rider.moved(at_boundary=at_boundary)
-
-    def start_from_params(self) -> None:
-        """Everything is as it was made, the parameters being the start."""
-        self._late = Late()
-        for flat in [b.flat for b in self.buckets] + [f for flats in self.reducer.state.values() for f in flats]:
-            flat.zero_()
-        self.state.restart()
-        for rider in self.riders:
-            rider.restart()
-        self._moved(at_boundary=True)

@@ -36,10 +36,6 @@ class Elapsed:
     end: torch.cuda.Event
     seconds: Callable[[], float]
 
-    def ready(self) -> bool:
-        """Whether float() would return at once."""
-        return self.end.query()
-
     def __float__(self) -> float:
         """Waits for them."""
         self.end.synchronize()
@@ -64,7 +60,7 @@ def plus(time: Seconds, more: float) -> Seconds:
 
 def ready(*times: Seconds) -> bool:
     """Whether all of them can be read without waiting."""
-    return all(t.ready() for t in times if isinstance(t, Elapsed))
+    return all(t.end.query() for t in times if isinstance(t, Elapsed))
 
 
 class OnTheWay:
@@ -194,13 +190,10 @@ class RoundClock:
         self.steps_begin()
         self.stats.boundary_seconds = between(arrived, self._since)
 
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """The host waits for a mean, at most so long, and where it computes that is no part of a local step."""
-        began = time.perf_counter()
-        yield
+    def pause(self, seconds: float) -> None:
+        """The host has waited so long for a mean; where it computes that is no part of a local step."""
         if isinstance(self._since, float):
-            self._paused += time.perf_counter() - began
+            self._paused += seconds
 
     @contextlib.contextmanager
     def early_merge(self, local_steps: int) -> Iterator[None]:

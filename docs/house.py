@@ -19,7 +19,7 @@ LAYERS: list[list[str]] = [
     ["training"],
     ["core.doctor", "assembly", "core.methods", "core.integrations"],
     ["checkpoints", "sharded", "lgreco", "triton", "zeroth", "elastic"],
-    ["wires", "robust", "testing, offload", "adaptive"],
+    ["wires", "robust", "testing, offload, collectives", "adaptive"],
     ["core"],
     ["torch"],
 ]

@@ -51,6 +51,6 @@ def room_of(file: Path) -> str:
     """core for its root; assembly; core.wires or such; else the package."""
     if file.as_posix() in ASSEMBLY:
         return "assembly"
-    if file.parts[0] != "core" or len(file.parts) > 2 and file.parts[1] != "passes":
+    if file.parts[0] != "core" or len(file.parts) > 2:
         return ".".join(file.parts[: 2 if file.parts[0] == "core" else 1])
     return "core"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from core import CO2, CO2Config, make_method
 from core.flat import Scalars, make_buckets
 from core.methods.delayed import DelayedCO2, DelayedConfig
-from core.reducer import AllReduce
+from core.reducer import Reducer
 from core.testing.link import flight_over
 from core.wires.config import WireConfig
 from tests.reference import DelayedReference
@@ -75,7 +75,7 @@ class Mean:
         self.flight = flight_over(options.pop("link", None))(self.buckets[0].flat.device, **options)
         workers = self.flight.rank, self.flight.world_size
         self.reducer = reducer(self.buckets, self.scalars, *workers) if reducer else None
-        self.reducer = self.reducer or AllReduce([b.flat for b in self.buckets], self.flight.world_size)
+        self.reducer = self.reducer or Reducer([b.flat for b in self.buckets], self.flight.world_size)
         self.done, self.close = self.flight.done, self.flight.close
 
     def launch(self) -> None:

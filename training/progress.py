@@ -18,11 +18,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from core.adaptive.pacing import Adaptive
 from core.checkpoints.named import load_model, load_optimizer, of_optimizer
-from core.checks import of_rank, under_rank
+from core.checkpoints.saved import of_rank, under_rank
+from core.checkpoints.snapshot import Snapshot
 from core.flat import Bucket, views
 from core.methods import Method
 from core.robust.requests import Requests
-from core.robust.snapshot import Snapshot
 from core.rounds import Rounds
 from training.recipe import Recipe
 from training.throttle import ThrottledLink, make_link

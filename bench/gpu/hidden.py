@@ -211,7 +211,7 @@ def begun(rank: int, workers: int, device: str) -> str:
             with torch.no_grad():
                 p[0].add_(0.1)
             late = rank == 1 and step == 4
-            how = mock.patch.object(method.flight, "lands_within", lambda s: False) if late else None
+            how = mock.patch("core.adaptive.pacing.lands_within", lambda flight, seconds: False) if late else None
             with how or contextlib.nullcontext():
                 method.step()
         _, rounds = largest_of_workers([4, method.rounds])

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from core import flat
-from core.reducer import AllReduce
+from core.reducer import Reducer
 from core.testing.link import Link, flight_over
 
 
@@ -29,7 +29,7 @@ class LateGradients(ABC):
         self.buckets = flat.make_buckets([p for group in inner.param_groups for p in group["params"]], [], 0)
         self.params = [p for bucket in self.buckets for p in bucket.params]
         self.flight = flight_over(link)(self.buckets[0].flat.device, timeout=timeout)
-        self.reducer = AllReduce([bucket.flat for bucket in self.buckets], self.flight.world_size)
+        self.reducer = Reducer([bucket.flat for bucket in self.buckets], self.flight.world_size)
         self.rounds = self.sent = 0
 
     @abstractmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,6 +73,9 @@ class OnArrival(CO2):
         if self.config.gap != "inner" or self._first is None:
             return super().one_gap(delta_norm)
         return outer.gap_scalar(self.last_step_norm(), self.sent_tau * self._first.largest_now())
+
+    def settings(self) -> Any:
+        return self.config.changing(self.tau)
 
     def left_out(self, where: Tensor) -> None:
         super().left_out(where)

@@ -9,6 +9,7 @@ from ..config import GAPS as PAPERS
 from ..config import OuterConfig, is_number, is_whole, require
 from .merging import MERGES, Merge, largest_outer_lr
 
+SCHEDULED = ("tau", "outer_lr", "outer_momentum", "clip")  # what may change from round to round
 GAPS = (*PAPERS[:2], "inner", *PAPERS[2:])
 
 
@@ -69,6 +70,11 @@ class AdaptiveConfig(OuterConfig):
         from_outer = "gap inner measures from the outer iterate: set merge outer, or another gap"
         require(self, self.merge == "outer" or self.gap != "inner", "merge", from_outer)
 
+    def changing(self, tau: int) -> dict[str, float | None]:
+        """What may change from round to round, to be compared among the workers. tau: the round's."""
+        values = {name: getattr(self, name) for name in SCHEDULED} | {"tau": tau}
+        return {name: value if value is None else float(value) for name, value in values.items()}  # 1 prints as 1.0
+
     def check_stable(self) -> None:
         """Only the paper's order delays the outer step by a round. Else a difference is taken from the outer iterate as
         the means before have made it; with merge keep the momentum's kick alone is late, by as much as the mean."""
@@ -98,8 +104,3 @@ class AdaptiveConfig(OuterConfig):
     def at_boundary(self) -> bool:
         """Whether a mean is merged at the boundary after the one at which it was sent, in the paper's order."""
         return self.delay == "boundary" or (self.delay != "auto" and self.delay == self.tau)
-
-    @property
-    def in_paper(self) -> bool:
-        """Whether a mean is merged as in the paper: a round late, and the worker continues from the outer iterate."""
-        return self.merge == "outer" and self.at_boundary

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .. import outer
 from ..flat import views
-from ..riders import Method, Rider
+from ..held import Held
+from ..riders import Rider
 
 
 class FirstStep(Rider):
@@ -19,7 +20,7 @@ class FirstStep(Rider):
     name, shared = "first_step", {"first_step": 1}
     steps_change_it = True
 
-    def attach(self, method: Method) -> None:
+    def attach(self, method: Held) -> None:
         super().attach(method)
         self.restart()
 

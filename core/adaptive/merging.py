@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..flat import copy, copy_where, triton_kernels, views
 from ..outer import Boundary, Rule, Segment, advance, all_seen, difference
-from ..passes.chunked import ChunkedBoundary
+from ..passes import ChunkedBoundary
 
 Merge = Literal["outer", "mix", "keep"]
 MERGES: tuple[Merge, ...] = ("outer", "mix", "keep")

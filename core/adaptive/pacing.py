@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Literal
 
 from ..config import is_number
 from ..errors import UserError
 from ..flight import Flight
+from ..held import Held
 from ..pacing import Act, Pacing
-from ..riders import Method
 from .pace import BySpeed
 from .tau import TauDecision, Tuned
 
@@ -53,6 +54,9 @@ class Adaptive(Pacing):
 
     @property
     def together(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See Pacing. With steps by speed a method's at_boundary is the same on all workers after calls of their own.
+        With skip_after it is False while a reduction is in flight: from the first boundary until finish() where a mean
+        is merged at the next one."""
         return self.skip_after is None and not self.apart
 
     @property
@@ -80,7 +84,7 @@ class Adaptive(Pacing):
         self.own = part + lead
         self._spans = taken // self.own + 1  # each of `own` local steps, that the round has
 
-    def act(self, method: Method, *, last: bool) -> Act:
+    def act(self, method: Held, *, last: bool) -> Act:
         """See Pacing."""
         taken = method.local_steps
         if taken >= self._spans * self.own:
@@ -91,7 +95,7 @@ class Adaptive(Pacing):
             return Act.MERGE
         return Act.STEP
 
-    def check_saving(self, method: Method) -> None:
+    def check_saving(self, method: Held) -> None:
         """Refuses while workers are apart, but after finish(): their states are of unlike steps."""
         if self.apart and method.rounds and (method.local_steps or method.flight.in_flight):
             raise UserError(
@@ -104,10 +108,23 @@ class Adaptive(Pacing):
             return flight.landed() or (self.tuned is not None and taken == self.tuned.tuner.needed)
         return taken == self.delay != self.tau  # else it is merged at the boundary
 
-    def _is_late(self, method: Method) -> bool:
+    def _is_late(self, method: Held) -> bool:
         """Whether what is in flight does not come within `skip_after` seconds, or is not there while tau auto tries."""
         patience = 0.0 if self.tuned is not None and self.tuned.tuner.free else self.skip_after
         if patience is None or not method.flight.in_flight:
             return False
-        with method.clock.pause():
-            return not method.flight.lands_within(patience)
+        began = time.perf_counter()
+        late = not lands_within(method.flight, patience)
+        method.clock.pause(time.perf_counter() - began)
+        return late
+
+
+def lands_within(flight: Flight, seconds: float) -> bool:
+    """Waits so long for what is in flight to land, at most, which counts as exposed; returns whether it has."""
+    until = time.perf_counter() + seconds
+    while not flight.landed():
+        if (left := until - time.perf_counter()) <= 0:
+            return False
+        with flight.counted():
+            time.sleep(min(left, 1e-3))
+    return True

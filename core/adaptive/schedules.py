@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ..config import SCHEDULED
 from ..errors import UserError
-from .config import AdaptiveConfig
+from .config import SCHEDULED, AdaptiveConfig
 
 Schedule = Callable[[int], Mapping[str, Any]]
 Config = TypeVar("Config", bound=AdaptiveConfig)

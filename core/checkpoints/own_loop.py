@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..groups import host_group, of_all
-from ..rounds import Rounds
 from . import checkpoint, stored
 from .named import load_model, load_optimizer, of_optimizer, random_state, set_random_state
+from .saved import Saved
 
 STEPS = 10**9  # what a folder's name has room for
 
@@ -54,8 +54,8 @@ def save(
         raise UserError(f"step={step!r}: give the number of steps taken, from 0 to {STEPS - 1}")
     if not isinstance(keep, int) or keep < 1:
         raise UserError(f"keep={keep!r}: give the number of checkpoints that stay, 1 or more")
-    if isinstance(co2, Rounds):
-        co2.check_saving()
+    if isinstance(co2, Saved):
+        co2.pacing.check_saving(co2)
         if not co2.pacing.together:
             co2.catch_up(max(of_all(co2.rounds)))
     held = _state(model, optimizer, co2, others or {}) | {"step": step}

@@ -195,7 +195,7 @@ def reduce_sample(
         own = stats["boundary_seconds"] + stats["merge_seconds"] - stats["exposed_seconds"]
         told.append((stats["allreduce_seconds"], max(0.0, own)))
     copies = held_bytes(co2) / (4 * numel)
-    co2.flight.discard()
+    co2.flight.restore(co2.rounds, in_flight=False)
     co2.close()
     rounds = [*zip(*of_all(told[2:], group), strict=True)]
     return (

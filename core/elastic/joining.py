@@ -18,8 +18,10 @@ from typing import Any
 import torch
 
 from ..adaptive.arrival import OnArrival
+from ..checkpoints.saved import Saved
 from ..errors import UserError
-from ..riders import Method, Rider
+from ..held import Held
+from ..riders import Rider
 from .flight import ElasticFlight
 from .members import Members, Report
 
@@ -42,11 +44,10 @@ class Joining(Rider):
         self._joining = False  # whether all have agreed that newcomers may join
         self.may_join: Callable[[], bool] = lambda: True
 
-    def attach(self, method: Method) -> None:
+    def attach(self, method: Held) -> None:
         super().attach(method)
-        assert isinstance(method, OnArrival) and isinstance(method.flight, ElasticFlight), (
-            "see core.assembly.elastic_co2"
-        )
+        assert isinstance(method, OnArrival) and isinstance(method, Saved), "see core.assembly.elastic_co2"
+        assert isinstance(method.flight, ElasticFlight)
         self.co2, self.flight = method, method.flight
         self.flight.owner = method
         self.give: Callable[[], dict[str, Any]] = method.state_dict

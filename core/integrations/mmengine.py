@@ -20,6 +20,7 @@ from mmengine.runner import Runner
 from mmengine.utils.dl_utils.parrots_wrapper import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from ..checkpoints.saved import Saved
 from ..flat import read_blocks
 from ..methods import (
     METHODS,
@@ -33,7 +34,6 @@ from ..methods import (
     make_method,
 )
 from ..robust.guard import Guard, forget
-from ..rounds import Rounds
 from ..stats import RoundStats
 
 Settings = Mapping[str, Any] | None
@@ -122,7 +122,7 @@ class CO2Hook(Hook):
             timeout=self.timeout,
             **self.configs,
         )[1]
-        if isinstance(self.method, Rounds):
+        if isinstance(self.method, Saved):
             self.method.rider(Guard).on_left_out = forget(optim_wrapper.optimizer)
         if self._resumed is not None:
             if self._resumed["name"] != self.method_name:

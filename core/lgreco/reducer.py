@@ -25,6 +25,7 @@ from torch import Tensor
 from ..errors import UserError
 from ..flat import Bucket, Scalars, copy
 from ..groups import Stage, all_reduce, moved_by_nccl
+from ..reducer import Reducer
 from ..stats import Mark, Seconds, between, mark, ready
 from ..wires.quantized import Quantized
 from .choices import Choice, code
@@ -39,7 +40,7 @@ NOT_FINITE, NOBODY = -1.0, -2.0  # in place of a layer's curve
 EVERY, FIRST = 20, 3  # reductions, where the settings leave them open
 
 
-class LGreco:
+class LGreco(Reducer):
     """See the module. like: the uniform setting.
 
     state: "error_feedback" and "mean_error_feedback", in an order that follows the allocation; "allocation", by which
@@ -49,7 +50,7 @@ class LGreco:
     host waits, at the launch after a reduction that asked, until that has landed.
     """
 
-    kind, changes = "lgreco", False
+    kind = "lgreco"
 
     def __init__(
         self, buckets: Sequence[Bucket], scalars: Scalars, rank: int, world_size: int, like: str, config: LGrecoConfig
@@ -87,9 +88,6 @@ class LGreco:
             "summed": [*self._sums, self._summands],
             "asked": [self._asked, self._asked_by],
         }
-
-    def become(self, kind: str) -> None:
-        """See Reducer."""
 
     def due(self, number: int) -> bool:
         """Whether the curves are taken in this reduction."""

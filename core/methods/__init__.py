@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ..adaptive.schedules import Schedule
 from ..assembly import CO2, CO2Config, Options, ShardedCO2, checked
 from ..checkpoints.own_loop import load, save
+from ..checkpoints.saved import Saved
 from ..errors import UserError
 from ..flat import is_dtensor
 from ..riders import Rider
-from ..rounds import Rounds
 from ..sharded.checks import check_mesh
 from ..testing.link import Link
 from ..wires.config import LGrecoConfig, WireConfig
@@ -73,7 +73,7 @@ REGISTRY: list[Entry] = [
     zeroth.ENTRY,
 ]
 METHODS = tuple(entry.name for entry in REGISTRY if entry.kind != "optimizer")
-Method = Rounds | DDP | Zeroth
+Method = Saved | DDP | Zeroth
 
 
 def make_method(

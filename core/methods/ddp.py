@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..checks import of_rank, under_rank
+from ..checkpoints.saved import of_rank, under_rank
 from ..errors import DivergedError, UserError
 from ..flat import all_finite, is_dtensor
 from ..groups import leave_group, new_group, ring_bytes

@@ -18,11 +18,11 @@ from .. import outer
 from ..adaptive.config import AdaptiveConfig
 from ..adaptive.merging import MergingBoundary, largest_outer_lr
 from ..assembly import CO2, CO2Config, Options
-from ..config import LARGE, of_kind, require
+from ..config import LARGE, require
 from ..errors import UserError
 from ..groups import all_reduce
 from ..robust.guard import Guard
-from .registry import Entry, Settings
+from .registry import Entry, Settings, of_kind
 
 Policy = Literal["penalty", "eager", "taylor"]
 POLICIES: tuple[Policy, ...] = ("penalty", "eager", "taylor")

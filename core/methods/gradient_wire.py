@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..checkpoints.saved import on_host
 from ..errors import UserError
-from ..flat import Scalars, copy, make_buckets, on_host
+from ..flat import Scalars, copy, make_buckets
 from ..robust import peers
 from ..testing.link import Link, flight_over
 from ..wires.config import WireConfig

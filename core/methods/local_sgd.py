@@ -7,18 +7,19 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Unpack
 
+import torch
 from torch import Tensor, nn
 
 from ..assembly import CO2Config, Options, plugs_of_other
+from ..checkpoints.saved import Saved
 from ..checks import tensors_of
 from ..errors import UserError
 from ..flat import copy, rescale, views
-from ..rounds import Rounds
 from ..wires.config import WireConfig
 from .registry import Entry, Given
 
 
-class Blocking(Rounds):
+class Blocking(Saved):
     """A method that waits at every boundary for a mean: of the differences from `starts`, or of the parameters where
     it keeps none. wire: how they cross the network."""
 
@@ -30,7 +31,9 @@ class Blocking(Rounds):
 
     def close_round(self, *, finished: bool) -> bool:
         for bucket, start in itertools.zip_longest(self.buckets, self.starts):
-            bucket.flatten(bucket.payload) if start is None else bucket.difference(start)
+            bucket.flatten(bucket.payload)
+            if start is not None:
+                torch.sub(start, bucket.payload, out=bucket.payload)
         self.send(finished=finished)
         landing = self.land(finished=finished)
         if not landing.empty:

@@ -11,15 +11,15 @@ from typing import Literal, Unpack
 import torch
 from torch import Tensor, nn
 
+from ..adaptive.pacing import lands_within
 from ..assembly import CO2Config, Options, plugs_of_other
+from ..checkpoints.saved import Saved
 from ..checks import tensors_of
-from ..config import of_kind
 from ..errors import UserError
 from ..flat import copy, copy_where, rescale, views
 from ..outer import carried
-from ..rounds import Rounds
 from ..wires.config import WireConfig
-from .registry import Entry, Given, Settings
+from .registry import Entry, Given, Settings, of_kind
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class OverlapLocalConfig:
             raise UserError(f"overlap_local anchor_momentum={self.anchor_momentum}: give a number in [0, 1)")
 
 
-class OverlapLocalSGD(Rounds):
+class OverlapLocalSGD(Saved):
     """Overlap-Local-SGD (Wang, Liang and Joshi, ICASSP 2020): an anchor model, averaged in the background.
 
     At a boundary the mean launched one round ago moves the anchor, v <- mu v + (mean - z), z <- z + v; each worker is
@@ -76,7 +76,7 @@ class OverlapLocalSGD(Rounds):
             return
         if not self.flight.landed():
             with self.clock.early_merge(self.tau):  # the waiting; it is merged at the round's end
-                self.flight.lands_within(math.inf)
+                lands_within(self.flight, math.inf)
         scale = 1 / self.scalars["weight"].double()  # NaN or infinite where no worker counts
         held = [t for b in self.buckets for t in (*b.params, *b.buffers)]
         own = [t.clone() for t in held]
@@ -107,7 +107,8 @@ class OverlapLocalSGD(Rounds):
         for bucket, z in zip(self.buckets, self._z, strict=True):
             for p, anchor in zip(bucket.params, views(z, bucket.params), strict=True):
                 p.lerp_(anchor.to(p.dtype), self.config.pull)
-            bucket.difference(z)
+            bucket.flatten(bucket.payload)
+            torch.sub(z, bucket.payload, out=bucket.payload)
         self.send(finished=finished)
         return False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..adaptive.schedules import Schedule
 from ..assembly import CO2Config, Options
 from ..errors import UserError
+
+Own = TypeVar("Own")
 
 
 @dataclass(frozen=True)
@@ -122,3 +124,10 @@ def _check_unread(entry: Entry, co2: CO2Config) -> None:
     for key in ("merge", "delay", "steps", "outlier"):
         if (value := getattr(co2, key)) != getattr(CO2Config(), key):
             raise UserError(f"{key}={value!r} is CO2's own, method {name!r} does not have it: leave it out")
+
+
+def of_kind(given: Any, kind: type[Own], name: str) -> Own:
+    """The settings, or the defaults where none are given; UserError for an object of another class."""
+    if given is not None and not isinstance(given, kind):
+        raise UserError(f"{name}={given!r}: give an object of {kind.__name__}, or leave it out")
+    return given if given is not None else kind()

@@ -9,13 +9,13 @@ from typing import Unpack
 from torch import Tensor, nn
 
 from ..assembly import Options
-from ..config import LARGE, of_kind
+from ..config import LARGE
 from ..errors import UserError
 from ..flat import copy, views
 from ..outer import carried
 from ..wires.config import WireConfig
 from .local_sgd import Blocking, tau_of
-from .registry import Entry, Given, Settings
+from .registry import Entry, Given, Settings, of_kind
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from ..config import is_number, require
 from ..errors import DivergedError
-from ..flat import Bucket, local_shard, read_blocks, wipe
+from ..flat import Bucket, left_by_kernel, local_shard, read_blocks
 from ..groups import Stage
+from ..held import Held
 from ..outer import norm
-from ..riders import Heard, Method, Rider
+from ..riders import Heard, Rider
 
 SOUND, NOT_FINITE, JUMPED = 0, 1, 2  # verdicts
 REASONS = {NOT_FINITE: "not finite", JUMPED: "out of proportion to its own before"}
@@ -69,7 +70,7 @@ class Guard(Rider):
         self.on_left_out: LeftOut | None = None
         self.count = 0
 
-    def attach(self, method: Method) -> None:
+    def attach(self, method: Held) -> None:
         super().attach(method)
         flight = method.flight
         ranks = range(flight.places) if flight.group is None else dist.get_process_group_ranks(flight.group)
@@ -180,6 +181,15 @@ class Guard(Rider):
                 raise DivergedError(f"{text}, as in the {rounds - 1} rounds before; {remedy}")
             if code and self.method.tells:
                 warnings.warn(f"{text}; it starts anew", stacklevel=2)
+
+
+def wipe(flats: Sequence[Tensor], where: Tensor) -> None:
+    """Makes zeros of all, NaN or not, if `where` holds, a 0-d truth value; a GPU is not waited for."""
+    if read_blocks(where):
+        for i in left_by_kernel(where, flats):
+            flats[i].masked_fill_(where.to(flats[i].device), 0)
+    elif where and flats:
+        torch._foreach_zero_(list(flats))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def size_of(buckets: Sequence[Bucket]) -> Tensor:

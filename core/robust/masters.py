@@ -10,7 +10,8 @@ from torch import Tensor
 from ..checks import tensors_of
 from ..errors import UserError
 from ..flat import copy, local_shard
-from ..riders import Method, Rider
+from ..held import Held
+from ..riders import Rider
 
 
 class Masters(Rider):
@@ -22,7 +23,7 @@ class Masters(Rider):
     def __init__(self, model_params: Iterable[Tensor]):
         self.model_params = [local_shard(p) for p in tensors_of(model_params, "parameters")]
 
-    def attach(self, method: Method) -> None:
+    def attach(self, method: Held) -> None:
         super().attach(method)
         given, masters = [p.shape for p in self.model_params], [p.shape for p in method.params]
         if given != masters:

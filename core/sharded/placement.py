@@ -11,19 +11,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import outer
+from ..collectives.stages import gather_parts, send_first
 from ..errors import UserError
 from ..flat import Bucket, copy, is_dtensor, local_shard, views
 from ..groups import (
     Stage,
-    agree,
     all_reduce,
     backend_for,
-    gather_parts,
+    broadcast,
+    compare,
     host_group,
     leave_group,
     new_group,
     of_all,
-    send_first,
 )
 
 PIECES = 16  # a sum over the workers goes in so many pieces, for the sake of its temporary
@@ -80,12 +80,13 @@ class Placement:
         self._trained = [s for p, s in zip(params, self._sets, strict=True) if p.requires_grad]
 
     def agree(self, settings: tuple[Any, ...]) -> None:
-        """groups.agree over the inner group, with what all its ranks hold."""
+        """That the inner group has the same settings, and what all its ranks hold as its first one does."""
         if self.group is None:
             return
-        agree(settings, [], self.group, self._device)
+        compare(settings, [], self.group)
         try:
-            agree((), self._shared, self.group, self._device)
+            compare((), self._shared, self.group)
+            broadcast(self._shared, self.group, self._device)
         except UserError as error:
             remedy = "if each holds a part of its own, as a pipeline stage, give shards=True"
             raise UserError(f"{error}; {remedy}") from None

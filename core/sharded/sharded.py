@@ -21,14 +21,16 @@ from torch import Tensor
 
 from .. import outer
 from ..adaptive.config import AdaptiveConfig
+from ..checkpoints.saved import Saved
 from ..checks import tensors_of
+from ..collectives.stages import gather_parts
 from ..errors import UserError
-from ..flat import Bucket, copy, make_buckets, on_host, unique
+from ..flat import Bucket, copy, make_buckets, unique
 from ..flight import Flight
-from ..groups import Stage, all_reduce, gather_parts
+from ..groups import Stage, all_reduce
 from ..offload.pinned import pinned
 from ..pacing import Pacing
-from ..rounds import Landing, Rounds
+from ..rounds import Landing
 from ..stats import send_off
 from .checks import check_shared
 from .live import HostCopies, Live, beside
@@ -37,7 +39,7 @@ from .placement import Holders, Placement, sum_parts
 Settings = Callable[[int], AdaptiveConfig]
 
 
-class ShardedCO2(Rounds):
+class ShardedCO2(Saved):
     """CO2 whose outer state is shared out over the workers of a node, over all workers, or lies on the host.
 
     config: of a round, or a function of its number, from 0. inner_group: ranks that synchronise gradients every step,
@@ -56,6 +58,7 @@ class ShardedCO2(Rounds):
     name = "ShardedCO2"
     differences = True
     sends_later = True
+    numbers = ("_last", "_m_squares", "_weightless", "_spoilt")
 
     def __init__(
         self,
@@ -100,8 +103,6 @@ class ShardedCO2(Rounds):
         for bucket in self.buckets:
             bucket.flatten(bucket.payload)
         copy(self._x, self._shares())
-        for number in (self._last, self._m_squares, self._spoilt):
-            number.zero_()
 
     def _make_state(self) -> None:
         """x and m as shares, and what the background notes."""
@@ -131,7 +132,7 @@ class ShardedCO2(Rounds):
 
     def resync(self) -> None:
         """See Rounds."""
-        self.flight.discard()  # of which a part runs over the same group
+        self.flight.restore(self.rounds, in_flight=False)  # of which a part runs over the same group
         self._node.agree(("resync",))
         super().resync()
 
@@ -322,21 +323,9 @@ class ShardedCO2(Rounds):
 
     # -- checkpoints ----------------------------------------------------------------------------------------
 
-    def own_state(self) -> dict[str, Any]:
-        return super().own_state() | {
-            "last": on_host(self._last),
-            "m_squares": on_host(self._m_squares),
-            "weightless": on_host(self._weightless),  # found in the background, of use when that lands
-            "spoilt": on_host(self._spoilt),
-        }
-
     def load_own_state(self, state: dict[str, Any]) -> None:
         self._live.settle()
         super().load_own_state(state)  # g, too, in the flats
-        self._last.copy_(state["last"])
-        self._m_squares.copy_(state["m_squares"])
-        self._weightless.copy_(state["weightless"])
-        self._spoilt.copy_(state["spoilt"])
         if self.config.at_boundary and not state["in_flight"]:  # merged in mid-round by the run that saved it
             self._take_last_step()
 

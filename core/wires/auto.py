@@ -11,13 +11,13 @@ from torch import Tensor
 from ..flat import Bucket, Scalars
 from ..flight import Flight
 from ..groups import Stage
-from ..reducer import AllReduce, Reducer
+from ..reducer import Reducer
 from .formats import Wire
 from .quantized import Quantized, nothing_held_back
 
 
-class AutoWire:
-    """A Reducer that is one of several. kind: the format of what is sent first; `become`, which a Tuned calls before
+class AutoWire(Reducer):
+    """A reducer that is one of several. kind: the format of what is sent first; `become`, which a Tuned calls before
     a launch, changes it."""
 
     changes = True
@@ -36,11 +36,11 @@ class AutoWire:
         self.become(kind)
 
     @property
-    def scale(self) -> float:
+    def scale(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._now.scale
 
     @property
-    def state(self) -> dict[str, list[Tensor]]:
+    def state(self) -> dict[str, list[Tensor]]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The same keys and shapes over any wire."""
         if self._now.state or not self._feeds_back:
             return self._now.state
@@ -56,7 +56,7 @@ class AutoWire:
             self._now.release()
         self.kind = kind
         if kind == "float32":
-            self._now = AllReduce([b.flat for b in self._buckets], self._flight.world_size)
+            self._now = Reducer([b.flat for b in self._buckets], self._flight.world_size)
         else:
             workers = self._flight.rank, self._flight.world_size
             self._now = Quantized(self._buckets, self._scalars, *workers, cast(Wire, kind), self._feeds_back)

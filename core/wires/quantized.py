@@ -21,8 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..collectives.stages import all_gather
 from ..flat import Scalars, triton_kernels
-from ..groups import Stage, all_gather
+from ..groups import Stage
+from ..reducer import Reducer
 from . import formats as wires
 from .formats import BLOCK, BLOCK_BYTES, Wire
 
@@ -157,7 +159,7 @@ def nothing_held_back(
     }
 
 
-class Quantized:
+class Quantized(Reducer):
     """The reducer of a narrow format: one payload of bytes a stage. Means land, so `scale` is 1.
 
     Only the parameters' part of a bucket is rounded; the rest travels as it is. Where nobody has moved (the
@@ -169,8 +171,6 @@ class Quantized:
     wire: of all buckets, or one for each. memory: for both stages' errors, a tensor a bucket, [workers x chunk] and
     [chunk]; None: it makes its own.
     """
-
-    changes = False
 
     def __init__(
         self,
@@ -198,9 +198,6 @@ class Quantized:
             self._errors, self._mean_errors = [*own], [*means]
             self.state = dict(zip(HELD_BACK, (own, means), strict=True))
         self._codec = make_codec(self.device)
-
-    def become(self, kind: str) -> None:
-        """See Reducer."""
 
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
         yield [], 0  # the encoding, too, is done in the background

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..collectives.stages import gather_parts
 from ..errors import CollectiveError
-from ..groups import gather_parts
 
 Hold = Callable[[int], None]
 

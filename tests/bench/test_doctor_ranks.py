@@ -45,7 +45,7 @@ def training(params, step, wire):
         time.sleep(max(0.0, due - time.perf_counter()))
         if co2.step():
             taus.append(co2.tau)
-    co2.flight.discard()
+    co2.flight.restore(co2.rounds, in_flight=False)
     return co2.tau, co2.reducer.kind, taus
 
 def work(params, step, wire, quick):

@@ -7,8 +7,7 @@ from torch import Tensor
 from core import flat as flats
 from core import outer
 from core.outer import NOTHING_LANDED, Boundary, Rule
-from core.passes import make_boundary
-from core.passes.chunked import ChunkedBoundary
+from core.passes import ChunkedBoundary, make_boundary
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 PHI, BETA = 0.6, 0.7

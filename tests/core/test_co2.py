@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import core.outer
 from core import CO2, CO2Config
-from core.reference import Reference
 from core.testing import run_distributed
+from core.testing.reference import Reference
 from tests import problems
 from tests.core.test_collectives import wait_for
 from tests.problems import Settings, assert_traces_equal, flat, sgd_step, train_co2, train_reference

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import core.outer
 from core import CO2, CO2Config, UserError
 from core.methods.delayed import POLICIES
-from core.passes.chunked import ChunkedBoundary
+from core.passes import ChunkedBoundary
 from core.testing import run_distributed
 from tests import problems
 from tests.core.test_co2 import CLIPS, OUTER, STEPS, three_dtypes, train_dtypes

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from core import CO2Config, CollectiveError, LGrecoConfig, UserError, WireConfig, make_method
-from core.checks import of_rank, under_rank
+from core.checkpoints.saved import of_rank, under_rank
 from core.elastic.joining import check_elastic
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed

@@ -14,9 +14,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from bench.reference import vmap_gradient
 from core import CO2, CO2Config, ShardedCO2, make_method
 from core.flat import local_shard
-from core.reference import Reference
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
+from core.testing.reference import Reference
 from tests.problems import LR, assert_traces_equal, batch, flat, loss, sgd_step
 
 TAU, STEPS = 3, 17  # 5 rounds and an incomplete one

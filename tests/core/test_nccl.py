@@ -22,8 +22,9 @@ from core import CO2, CO2Config, DivergedError, ShardedCO2, UserError, WireConfi
 from core import flight as collectives
 from core.adaptive.merging import MergingBoundary
 from core.adaptive.tau import Tuned
+from core.checkpoints.snapshot import Snapshot
 from core.flight import Flight
-from core.robust.snapshot import Snapshot
+from core.robust import guard
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
 from tests import problems
@@ -46,13 +47,14 @@ class NcclWork:
 
 
 class FakeStream:
-    """Stands for SideStream; counts how often the computation was made to wait for it."""
+    """Stands for torch.cuda.Stream; counts how often another was made to wait for it."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, priority: int = 0):
         self.inside, self.joined = 0, 0
 
-    def follow(self) -> None:
+    def wait_stream(self, other: Any) -> None:
         assert not self.inside
+        other.joined += 1
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
@@ -60,13 +62,13 @@ class FakeStream:
         yield
         self.inside -= 1
 
-    def join(self) -> None:
-        self.joined += 1
-
 
 @pytest.fixture
 def background(monkeypatch: pytest.MonkeyPatch) -> Iterator[Flight]:
-    monkeypatch.setattr(collectives, "SideStream", FakeStream)
+    computing = FakeStream(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
+    monkeypatch.setattr(torch.cuda, "stream", FakeStream.used)
     monkeypatch.setattr(collectives, "moved_by_nccl", lambda group, device: True)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield Flight(torch.device("cpu"))
@@ -170,7 +172,7 @@ def test_only_hidden_collectives_hold_few_multiprocessors(monkeypatch: Any, name
 def test_the_background_comes_before_the_computation(monkeypatch: Any):
     made: list[tuple[torch.device, int]] = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: made.append((device, priority)))
-    collectives.SideStream(torch.device("cuda:1"))
+    Flight(torch.device("cuda:1"))
     assert made == [(torch.device("cuda:1"), -1)]
 
 
@@ -344,7 +346,8 @@ def test_what_a_gpu_still_holds_of_a_diverged_run_is_not_heard_after_a_new_start
 def reads_in_rounds(co2: CO2 | ShardedCO2, params: list[nn.Parameter]) -> list[str]:
     """As on a device: where reading is free, a worker that is not left out is spared a pass (flat.read_blocks)."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flat, "read_blocks", lambda t: True)
+        for module in (flat, guard):
+            patch.setattr(module, "read_blocks", lambda t: True)
         return _reads_in_rounds(co2, params)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.reference import LateReference, vmap_gradient
-from core.reference import Reference
+from core.testing.reference import Reference
 from tests.problems import batch, small_net
 from tests.reference import DelayedReference
 

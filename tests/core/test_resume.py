@@ -11,10 +11,10 @@ from torch import Tensor, nn
 import core.co2
 from core import CO2, CO2Config, LocalSGD, ShardedCO2, SlowMo, UserError, WireConfig, make_method
 from core.adaptive.pace import BySpeed
-from core.checks import of_rank, under_rank
+from core.checkpoints.saved import Saved, of_rank, under_rank
+from core.checkpoints.snapshot import Snapshot
 from core.config import OuterConfig
 from core.methods import DelayedCO2, DelayedConfig
-from core.robust.snapshot import Snapshot
 from core.testing import run_distributed
 from tests import problems
 from tests.problems import flat
@@ -124,7 +124,11 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(which: st
         assert all(torch.equal(a, b) for a, b in zip(flats, before[name], strict=True))
 
 
-@pytest.mark.parametrize("build", [lambda: LocalSGD(params(3), 2), lambda: core.co2.CO2(params(3), OuterConfig(tau=2))])
+class Bare(Saved, core.co2.CO2):
+    """The paper's algorithm and no more, to be saved."""
+
+
+@pytest.mark.parametrize("build", [lambda: LocalSGD(params(3), 2), lambda: Bare(params(3), OuterConfig(tau=2))])
 def test_empty_parts_may_be_missing(build: Any):
     """torch.distributed.checkpoint's tools drop empty dicts."""
     writer, reader = build(), build()

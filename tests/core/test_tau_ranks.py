@@ -13,7 +13,7 @@ import core.adaptive.tau
 from bench.reference import LateReference
 from core import CO2, CO2Config, ShardedCO2, UserError, WireConfig, make_method
 from core.adaptive.tau import Tuned
-from core.checks import of_rank, under_rank
+from core.checkpoints.saved import of_rank, under_rank
 from core.flat import copy
 from core.robust.requests import Requests
 from core.stats import RoundStats

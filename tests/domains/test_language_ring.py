@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core import CO2, CO2Config
-from core.reference import Reference
 from core.testing import run_distributed
+from core.testing.reference import Reference
 from language.lengths.plan import Island, plan
 from tests.problems import assert_traces_equal, flat
 from training.ring import Shares, ring_attention

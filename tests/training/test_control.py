@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core import CO2, CO2Config
+from core.adaptive import pacing
 from core.groups import host_group, of_all
 from core.testing import run_distributed
 from training.fixed import Fixed
@@ -60,12 +61,12 @@ def skipping(rank: int, world_size: int, folder: str) -> tuple[list[str], list[l
     nobody: Any = None  # no folder, no model
     fixed = Fixed(run, nobody, nobody)
     fixed._trained = Trained(nobody, nobody, nobody, co2, "co2", run.requests, run.snapshots)
-    lands_within, sums = co2.flight.lands_within, []
+    lands_within, sums = pacing.lands_within, []
     for run.step in range(1, 9):
         with torch.no_grad():
             params[0].add_(0.1)
         late = rank == 1 and run.step == 4
-        co2.flight.lands_within = (lambda seconds: False) if late else lands_within
+        pacing.lands_within = (lambda flight, seconds: False) if late else lands_within
         co2.step()
         due = fixed.come_together(Due(run.step == 4, run.step == 8, False), ended=False)
         if due.evaluation:

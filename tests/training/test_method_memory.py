@@ -18,8 +18,9 @@ from core.adaptive import merging
 from core.flight import Flight
 from core.lgreco import curves, decide
 from core.lgreco.decide import allocate
-from core.methods import DelayedConfig, Rounds, SlowMoConfig, Zeroth, ZerothConfig, make_method
+from core.methods import DelayedConfig, SlowMoConfig, Zeroth, ZerothConfig, make_method
 from core.methods.gradient_wire import GradientWire
+from core.rounds import Rounds
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
 from core.wires import quantized

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from bench.reference import vmap_gradient
 from core import CO2Config, UserError, WireConfig, make_method
-from core.reference import Reference
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
+from core.testing.reference import Reference
 from tests import problems
 from tests.problems import batch, flat, loss
 from training.workers import make_mesh

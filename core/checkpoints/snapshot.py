@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..checks import under_rank
-from ..flat import on_host
+from ..held import Held
 from ..riders import Rider
+from .saved import Saved, on_host, under_rank
 
 
 class Snapshot(Rider):
@@ -17,6 +17,11 @@ class Snapshot(Rider):
         self._wanted: Callable[[dict[str, Any]], None] | None = None
         self._of_now: dict[str, Any] = {}  # what the local steps of the next round change
 
+    def attach(self, method: Held) -> None:
+        super().attach(method)
+        assert isinstance(method, Saved), "see core.assembly"
+        self._saved = method
+
     def ask(self, then: Callable[[dict[str, Any]], None]) -> None:
         """Calls `then` with what state_dict would return at this boundary, without waiting: when what is in flight has
         landed, at the next boundary at the latest; at once where nothing is in flight. Copy
@@ -25,7 +30,7 @@ class Snapshot(Rider):
         Where one was asked for before, that is given first, for which this waits.
         """
         self.hand_over()
-        m, self._wanted = self.method, then
+        m, self._wanted = self._saved, then
         riders = {rider.name: rider.state_dict() for rider in m.riders if rider.steps_change_it}
         self._of_now = {"local_steps": m.local_steps, "riders": riders}
         if not self.method.flight.in_flight:
@@ -35,7 +40,7 @@ class Snapshot(Rider):
         """Waits for what is in flight and gives the snapshot that was asked for, where one was."""
         if self._wanted is not None:
             then, self._wanted = self._wanted, None
-            state, now = self.method.own_state(), self._of_now
+            state, now = self._saved.own_state(), self._of_now
             riders = {name: on_host(held) for name, held in now["riders"].items()}
             then(under_rank(state | now | {"riders": state["riders"] | riders}))
 

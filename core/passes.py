@@ -1,4 +1,4 @@
-"""The boundary in one pass over memory on a CPU: core/outer.py's `update`, in place, without its temporaries.
+"""The boundary in one pass over memory, where core/outer.py's `update` takes several: here on a CPU, in place.
 
 Each element of the parameters p, the landed buffer d, the outer iterate x and the momentum m is read and written
 once: 8 accesses, 32 bytes a float32 parameter. The elementwise gap needs the RMS of d over the whole model before
@@ -11,11 +11,13 @@ workers is no power of two, or the gap is elementwise.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from ..flat import copy
-from ..outer import EPS, Boundary, Rule, Segment
+from .flat import copy, triton_kernels
+from .outer import EPS, Boundary, Rule, Segment
 
 
 class ChunkedBoundary(Boundary):
@@ -77,3 +79,10 @@ def _momentum(s: Segment, scratch: Tensor, rule: Rule, gap: float, slope: float)
             clipped = torch.abs(s.m, out=scratch).gt_(rule.phi).sum().item()
             s.m.clamp_(-rule.phi, rule.phi)
     return torch.dot(s.m, s.m).item(), gap_sum, gap_max, clipped
+
+
+def make_boundary(params: Sequence[Tensor], d: Tensor, x: Tensor, m: Tensor) -> Boundary:
+    """Triton's kernel on CUDA where Triton is installed, the in-place pass on a CPU; elsewhere the plain one."""
+    if kernels := triton_kernels(d.device):
+        return kernels.TritonBoundary(params, d, x, m)
+    return (Boundary if d.is_cuda else ChunkedBoundary)(params, d, x, m)
