@@ -16,7 +16,7 @@ Place = tuple[float, float, float, float, list[str]]  # left, top, width, height
 # from top to bottom; imports run down, and inside a layer sideways
 LAYERS: list[list[str]] = [
     ["tasks", "bench"],
-    ["training"],
+    ["training", "training.layouts", "training.plan"],
     ["core.doctor", "assembly", "core.methods", "core.integrations"],
     ["checkpoints", "sharded", "lgreco", "triton", "zeroth", "elastic"],
     ["wires", "robust", "testing, offload", "adaptive"],
@@ -56,7 +56,7 @@ def contents(box: str) -> list[str]:
     lines: dict[str, dict[str, None]] = {}
     for file in files():
         if box_of(file) == box and (file.name != "__init__.py" or box == "assembly"):
-            inner = file.parts[2 if room_of(file).startswith("core.") else 1 :]
+            inner = file.parts[1 + room_of(file).count(".") :]
             name = f"{inner[0]}/" if len(inner) > 1 else inner[0].removesuffix(".py")
             lines.setdefault(f"{file.parts[0]}: " if box == "tasks" else "", {})[name] = None
     return [start + "  ".join(names) for start, names in lines.items()]

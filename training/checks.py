@@ -16,7 +16,7 @@ from core.errors import UserError
 from core.methods.ddp import check_wire
 from core.sharded.checks import check_node, check_shared
 from core.sharded.mesh import local_world_size
-from training.layout import Layout
+from training.layouts.layout import Layout
 from training.recipe import Recipe, momentum_note
 from training.sampling import per_worker, smallest_part
 from training.throttle import make_link

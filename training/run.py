@@ -55,7 +55,7 @@ class Run(Progress):
         self.rounds = RoundLog(recipe, self.folder, self.device)
         kind: Any = Elastic if recipe.elastic else Fixed
         if recipe.layout:  # imported here, because torch's pipelines take a second
-            from training.laid_out import LaidOut as kind
+            from training.layouts.laid_out import LaidOut as kind
         self._workers = kind(self, self.folder, self.rounds)
         self._minutes = Timer(recipe.save_minutes)
         self._stop = StopSignal()
