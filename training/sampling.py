@@ -111,7 +111,7 @@ def load_batches(
     try:
         yield from loader
     except UserError as error:  # torch puts the process's traceback in front
-        # whose frames, a circle, hold the loader: its processes would wait for the garbage collector, and it 10 s for them
+        # whose frames, a circle, hold the loader: the garbage collector would end its processes, and wait 10 s for them
         traceback.clear_frames(error.__traceback__)
         raise UserError(str(error).strip().rpartition("UserError: ")[2]) from None
 
