@@ -16,7 +16,7 @@ Place = tuple[float, float, float, float, list[str]]  # left, top, width, height
 # from top to bottom; imports run down, and inside a layer sideways
 LAYERS: list[list[str]] = [
     ["tasks", "bench"],
-    ["training", "training.layouts", "training.plan"],
+    ["training"],
     ["core.doctor", "assembly", "core.methods", "core.integrations"],
     ["checkpoints", "sharded", "lgreco", "triton", "zeroth", "elastic"],
     ["wires", "robust", "testing, offload", "adaptive"],
@@ -31,7 +31,8 @@ STYLE += "line{stroke:#557;marker-end:url(#a)}.against{stroke:#c00}.passes{strok
 
 def box_of(file: Path) -> str:
     """The box of the picture that a file belongs to, by the names of LAYERS; "" for none."""
-    room = "tasks" if file.parts[0] in TASKS else room_of(file)
+    package = file.parts[0]  # training's rooms are folders of its box
+    room = "tasks" if package in TASKS else package if package == "training" else room_of(file)
     names = {room, room.removeprefix("core.")}
     return next((box for layer in LAYERS for box in layer if names & set(box.split(", "))), "")
 
@@ -56,7 +57,7 @@ def contents(box: str) -> list[str]:
     lines: dict[str, dict[str, None]] = {}
     for file in files():
         if box_of(file) == box and (file.name != "__init__.py" or box == "assembly"):
-            inner = file.parts[1 + room_of(file).count(".") :]
+            inner = file.parts[2 if room_of(file).startswith("core.") else 1 :]
             name = f"{inner[0]}/" if len(inner) > 1 else inner[0].removesuffix(".py")
             lines.setdefault(f"{file.parts[0]}: " if box == "tasks" else "", {})[name] = None
     return [start + "  ".join(names) for start, names in lines.items()]
