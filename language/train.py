@@ -43,7 +43,7 @@ from language.model import blocks_of, build_model, is_causal, make_optimizer
 from language.transnormer import check_attention
 from training.backward import Scalars, backward_in_parts, recompute
 from training.checkpoint import load_weights
-from training.elastic import repeated
+from training.elastic.run import repeated
 from training.layouts.layout import Layout
 from training.optim import clip_gradients, make_schedule
 from training.run import Run

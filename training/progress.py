@@ -30,7 +30,7 @@ from training.workers import rank, world_size
 
 
 class Progress:
-    """What Run shares with the part of it that knows of other workers (training/fixed.py, training/elastic.py).
+    """What Run shares with the part of it that knows of other workers (training/fixed.py, training/elastic/run.py).
 
     Attributes: recipe; device; rank, world_size; step, how many have been taken; total, how many there are; clock;
     means of what is logged; evaluation, when one is due; link, an emulated slow one; data_rank, data_workers, among

@@ -15,7 +15,7 @@ from tests.imports import ASSEMBLY, PACKAGES, ROOT, TASKS, file_of, files, impor
 ABOVE_ROOMS = ("core.methods", "core.integrations", "core.doctor")
 ROOMS = {room_of(file) for file in files() if room_of(file).startswith("core.")} - set(ABOVE_ROOMS)
 CORE = {"core", "assembly", *ROOMS, *ABOVE_ROOMS}
-TRAINING = {"training", "training.layouts"}
+TRAINING = {"training", "training.elastic", "training.layouts"}
 
 ARROWS: dict[str, set[str]] = {
     "core": set(),
@@ -40,7 +40,8 @@ ARROWS: dict[str, set[str]] = {
     "core.integrations": CORE - {"core.doctor"},
     "core.doctor": CORE - {"core.integrations"},  # nothing imports it
     "assembly": CORE - {"core.integrations", "core.doctor"},
-    "training": {*CORE, "training.layouts"},
+    "training": {*CORE, *TRAINING},
+    "training.elastic": {*CORE, "training"},
     "training.layouts": {*CORE, "training"},
     "training.plan": {*CORE, *TRAINING},  # nothing imports it
     **{task: {*CORE, *TRAINING} for task in TASKS},
