@@ -4,7 +4,8 @@ import pytest
 
 from tests.scripts import Mistakes
 
-FOLDERS = ("e2e", "training", "bench", "core", "domains")  # long files first: no worker is left alone with one
+# long files first: no worker is left alone with one
+FOLDERS = ("e2e", "integrations", "training", "bench", "core", "domains")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

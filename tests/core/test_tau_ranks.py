@@ -240,7 +240,7 @@ def merging_on_arrival(rank: int, world_size: int, shard: bool) -> dict[str, Any
     return {"closed": closed, "stopped": stopped[0], "told": told, "decisions": decisions, "waited": waited}
 
 
-@pytest.mark.parametrize("shard", [False, True], ids=["whole", "shared"])
+@pytest.mark.parametrize("shard", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "shared"])
 def test_where_means_merge_on_arrival_nobody_waits_until_tau_is_chosen_and_then_rounds_close_at_the_same_steps(
     shard: bool,
 ):
