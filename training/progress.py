@@ -25,8 +25,7 @@ from core.robust.requests import Requests
 from core.robust.snapshot import Snapshot
 from core.rounds import Rounds
 from training.recipe import Recipe
-from training.throttle import ThrottledLink, make_link
-from training.workers import rank, world_size
+from training.workers import make_link, rank, world_size
 
 
 class Progress:
@@ -44,7 +43,7 @@ class Progress:
         self.clock = Stopwatch()
         self.means = Averages()
         self.evaluation = Every(0)
-        self.link: ThrottledLink | None = make_link(recipe.link_mbit, device)
+        self.link = make_link(recipe.link_mbit, device)
         self.requests, self.snapshots = Requests("stop", "save"), Snapshot()
 
     def evaluates(self, step: int) -> bool:

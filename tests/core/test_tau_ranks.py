@@ -18,9 +18,9 @@ from core.flat import copy
 from core.robust.requests import Requests
 from core.stats import RoundStats
 from core.testing import run_distributed
+from core.testing.link import ThrottledLink
 from tests import problems
 from tests.problems import LR, flat, gradient, sgd_step
-from training.throttle import ThrottledLink
 
 AUTO = CO2Config(tau="auto", outer_momentum=0.4, clip=None)
 BYTES = 4 * problems.flat(problems.odd_parameters()).numel()
