@@ -33,7 +33,7 @@ def subclasses() -> list[Any]:
     imports are not installed here."""
     found: dict[str, tuple[Path, set[str]]] = {}
     for path in (path for room in ("core", "training", "bench") for path in (ROOT / room).rglob("*.py")):
-        for name, bases in re.findall(r"^ *class (\w+)\(([^)]*)\)", path.read_text(), re.MULTILINE):
+        for name, bases in re.findall(r"^ *class (\w+)(?:\(([^)]*)\))?:", path.read_text(), re.MULTILINE):
             found[name] = path, set(re.findall(r"\w+", bases))
     names = {"Boundary"}
     while more := {name for name, (_, bases) in found.items() if bases & names} - names:
