@@ -2,8 +2,9 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 PIP_INSTALL := -m pip install --disable-pip-version-check --no-input
-# One thread per process: several ranks or test workers share the cores. Offline: no test may download.
-TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+# One thread per process: several ranks or test workers share the cores. Offline: no test may download. Bytecode is kept,
+# whatever the shell says: hundreds of the tests' processes import the same modules.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 PYTEST := $(TEST_ENV) $(PY) -m pytest
 PYTEST_ARGS ?=
 CHAOS ?=

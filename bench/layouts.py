@@ -27,7 +27,7 @@ from bench.report import mean_sd, read_options, require_each_once, require_one_o
 from core import CO2Config
 from core.checkpoints.untrusted import parse_json
 from core.errors import UserError
-from training.layout import Layout
+from training.layouts.layout import Layout
 from training.script import launch
 
 NAME, VOCABULARY, WARM_UP = "layouts", 1024, 2
@@ -98,7 +98,7 @@ class Trainer:
         import torch.distributed as dist
 
         from language.model import build_model
-        from training.parallel import Parallel
+        from training.layouts.parallel import Parallel
 
         torch.manual_seed(0)
         model = build_model(o.model, vocab_size=VOCABULARY, context=o.context, dropout=0.0)  # pyright: ignore
@@ -280,7 +280,7 @@ def main() -> None:
     predictions = o.predictions()
     prepare_to_fork(namespaces=o.rate is not None)
     import language.model  # noqa: F401
-    import training.parallel  # noqa: F401, both once, and not in every rank
+    import training.layouts.parallel  # noqa: F401, both once, and not in every rank
 
     folder = report.new_folder(NAME, o.out)
     result = report.header("bench.layouts", o, ("torch", "transformers")) | {"rows": []}

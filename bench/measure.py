@@ -21,7 +21,7 @@ from core.errors import UserError
 from core.groups import ring_bytes
 from core.methods import METHODS, make_method
 from core.rounds import Rounds
-from training.throttle import ThrottledLink
+from core.testing.link import ThrottledLink
 
 RECOMMENDED = "co2_recommended"  # co2 with the settings of CO2Config.recommended
 TIMEOUT = 120.0  # seconds until a missing worker is an error

@@ -31,7 +31,8 @@ STYLE += "line{stroke:#557;marker-end:url(#a)}.against{stroke:#c00}.passes{strok
 
 def box_of(file: Path) -> str:
     """The box of the picture that a file belongs to, by the names of LAYERS; "" for none."""
-    room = "tasks" if file.parts[0] in TASKS else room_of(file)
+    package = file.parts[0]  # training's rooms are folders of its box
+    room = "tasks" if package in TASKS else package if package == "training" else room_of(file)
     names = {room, room.removeprefix("core.")}
     return next((box for layer in LAYERS for box in layer if names & set(box.split(", "))), "")
 

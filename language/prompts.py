@@ -21,7 +21,7 @@ from core.errors import UserError
 from language.data import IGNORE, Batch
 from language.finetune_recipes import FinetuneRecipe
 from training.data import train_keys
-from training.elastic import repeated
+from training.elastic.run import repeated
 from training.sampling import eval_share, load_batches
 
 if TYPE_CHECKING:

@@ -43,8 +43,8 @@ from language.model import blocks_of, build_model, is_causal, make_optimizer
 from language.transnormer import check_attention
 from training.backward import Scalars, backward_in_parts, recompute
 from training.checkpoint import load_weights
-from training.elastic import repeated
-from training.layout import Layout
+from training.elastic.run import repeated
+from training.layouts.layout import Layout
 from training.optim import clip_gradients, make_schedule
 from training.run import Run
 from training.sampling import generator, steps_per_epoch
@@ -65,7 +65,7 @@ def main() -> None:
     if recipe.dry_run:
         return dry_run(recipe, lambda: make_model(recipe, pad=1), fake_step)
     if recipe.layout:
-        from training.stages import check_cut  # here, because DTensors take seconds to import
+        from training.layouts.stages import check_cut  # here, because DTensors take seconds to import
 
         with torch.device("meta"):
             check_cut(make_model(recipe, pad=1), Layout.parse(recipe.layout))

@@ -23,7 +23,7 @@ from pointcloud.mae import MaskedAutoencoder
 from pointcloud.model import Autoencoder
 from pointcloud.picture import draw_clouds
 from training.backward import Scalars, backward_in_parts, recompute
-from training.elastic import repeated
+from training.elastic.run import repeated
 from training.optim import clip_gradients, make_optimizer, make_schedule
 from training.run import Run
 from training.sampling import generator, steps_per_epoch

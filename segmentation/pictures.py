@@ -33,8 +33,10 @@ def side_by_side(
     masks = [m.long().cpu() for m in (label, torch.where(label == IGNORE, IGNORE, prediction))]
     resized = F.interpolate(image[None].float().cpu(), label.shape, mode="bilinear")[0].round().byte()
     seen = [c for c in torch.cat([m.flatten() for m in masks]).unique().tolist() if c != IGNORE]
-    high = 9 / 3 * label.shape[0] / label.shape[1]
-    figure = Figure(figsize=(9, high + 0.3 * (2 + len(seen) // 6)), dpi=100, layout="constrained")
+    legend = 0.3 * (1 + len(seen) // 6)  # inches; a layout engine that finds the place takes longer than drawing
+    high = 9 / 3 * label.shape[0] / label.shape[1] + 0.3 + legend
+    figure = Figure(figsize=(9, high), dpi=100)
+    figure.subplots_adjust(0.01, legend / high, 0.99, 1 - 0.3 / high, 0.02)
     pictures = [resized.flip(0).permute(1, 2, 0), *(colours[m] for m in masks)]
     for i, (name, picture) in enumerate(zip(PANELS, pictures, strict=True)):
         axes = figure.add_subplot(1, len(PANELS), i + 1)
@@ -42,5 +44,5 @@ def side_by_side(
         axes.set_title(name, fontsize=9)
         axes.axis("off")
     patches = [Patch(color=(colours[c] / 255).tolist(), label=classes[c]) for c in seen]
-    figure.legend(handles=patches, loc="outside lower center", ncols=6, fontsize=8)
+    figure.legend(handles=patches, loc="lower center", ncols=6, fontsize=8)
     return figure

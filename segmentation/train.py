@@ -27,7 +27,7 @@ from segmentation.model import build_model, upernet
 from segmentation.pictures import side_by_side
 from segmentation.sync_bn import check_sync_bn, share_statistics
 from training.backward import Scalars, backward_in_parts
-from training.elastic import repeated
+from training.elastic.run import repeated
 from training.optim import clip_gradients, make_optimizer, make_schedule
 from training.run import Run
 from training.sampling import steps_per_epoch

@@ -1,10 +1,22 @@
 """Shared by all tests: their order, and what several folders need."""
 
+import gc
+
 import pytest
 
 from tests.scripts import Mistakes
 
-FOLDERS = ("e2e", "training", "bench", "core", "domains")  # long files first: no worker is left alone with one
+# long files first: no worker is left alone with one
+FOLDERS = ("e2e", "integrations", "training", "bench", "core", "domains")
+
+
+gc.disable()  # while hundreds of modules are imported, none of which goes away
+
+
+def pytest_collection_finish() -> None:
+    """A test's own gc.collect() need not walk what all tests have imported, a second each time."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

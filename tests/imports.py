@@ -48,9 +48,8 @@ def needed(file: Path) -> set[Path]:
 
 
 def room_of(file: Path) -> str:
-    """core for its root; assembly; core.wires or such; else the package."""
+    """core for its root; assembly; core.wires, training.plan or such; else the package."""
     if file.as_posix() in ASSEMBLY:
         return "assembly"
-    if file.parts[0] != "core" or len(file.parts) > 2:
-        return ".".join(file.parts[: 2 if file.parts[0] == "core" else 1])
-    return "core"
+    has_rooms = file.parts[0] in ("core", "training") and len(file.parts) > 2
+    return ".".join(file.parts[: 2 if has_rooms else 1])

@@ -22,9 +22,9 @@ from core import CO2, CO2Config
 from core.flat import is_dtensor, local_shard
 from core.methods import DDP
 from core.testing.reference import Reference
-from training.layout import Layout
-from training.parallel import Parallel
-from training.resharded import Resharded
+from training.layouts.layout import Layout
+from training.layouts.parallel import Parallel
+from training.layouts.resharded import Resharded
 from training.zero import shard_optimizer
 
 CPU = torch.device("cpu")

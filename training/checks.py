@@ -16,11 +16,10 @@ from core.errors import UserError
 from core.methods.ddp import check_wire
 from core.sharded.checks import check_node, check_shared
 from core.sharded.mesh import local_world_size
-from training.layout import Layout
+from training.layouts.layout import Layout
 from training.recipe import Recipe, momentum_note
 from training.sampling import per_worker, smallest_part
-from training.throttle import make_link
-from training.workers import check_nodes, pick_device, rank, world_size
+from training.workers import check_nodes, make_link, pick_device, rank, world_size
 
 if TYPE_CHECKING:
     from training.memory import Backward

@@ -1,5 +1,5 @@
 """A run whose workers stay the same, the usual one: its process group, its nodes, its checkpoints and what resumes from
-them. What Run asks of it training/elastic.py answers where workers come and go.
+them. What Run asks of it training/elastic/run.py answers where workers come and go.
 """
 
 from __future__ import annotations

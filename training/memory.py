@@ -162,8 +162,7 @@ def measure(recipe: Recipe, model: nn.Module, backward: Backward, world_size: in
                 p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
         with _as_on_gpu(), Live([*model.parameters(), *model.buffers()]) as live:
             backward(step, replace(recipe, accumulate=parts), model, min(share, parts * part))
-    own = 0 if fsdp else size_of(model.parameters())
-    return max(0.0, live.peak - own)
+    return max(0.0, live.peak - (0 if fsdp else size_of(model.parameters())))
 
 
 @contextlib.contextmanager

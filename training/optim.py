@@ -134,7 +134,7 @@ def decay_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
 
 def clip_gradients(model: nn.Module, config: OptimConfig) -> None:
     """Clips the norm of this worker's gradient where the recipe says so; call it after backward. Of a model under a
-    layout (training.parallel) no rank has it whole."""
+    layout (training.layouts.parallel) no rank has it whole."""
     if config.clip_grad_norm is None:
         return
     if clip := getattr(model, "clip_gradients", None):

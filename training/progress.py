@@ -25,12 +25,11 @@ from core.methods import Method
 from core.robust.requests import Requests
 from core.rounds import Rounds
 from training.recipe import Recipe
-from training.throttle import ThrottledLink, make_link
-from training.workers import rank, world_size
+from training.workers import make_link, rank, world_size
 
 
 class Progress:
-    """What Run shares with the part of it that knows of other workers (training/fixed.py, training/elastic.py).
+    """What Run shares with the part of it that knows of other workers (training/fixed.py, training/elastic/run.py).
 
     Attributes: recipe; device; rank, world_size; step, how many have been taken; total, how many there are; clock;
     means of what is logged; evaluation, when one is due; link, an emulated slow one; data_rank, data_workers, among
@@ -44,7 +43,7 @@ class Progress:
         self.clock = Stopwatch()
         self.means = Averages()
         self.evaluation = Every(0)
-        self.link: ThrottledLink | None = make_link(recipe.link_mbit, device)
+        self.link = make_link(recipe.link_mbit, device)
         self.requests, self.snapshots = Requests("stop", "save"), Snapshot()
 
     def evaluates(self, step: int) -> bool:

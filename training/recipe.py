@@ -20,7 +20,7 @@ from core.elastic.joining import check_elastic
 from core.methods import REGISTRY, check_settings, entry_of
 from core.zeroth.elastic import check_elastic as check_elastic_zeroth
 from core.zeroth.exchange import Place
-from training.layout import Layout
+from training.layouts.layout import Layout
 from training.optim import OptimConfig
 from training.script import launch
 from training.workers import rank, world_size
@@ -59,7 +59,7 @@ class Recipe(OfMethods):
     zeroth_order: ClassVar[bool] = False
     """Whether the task's script knows method zo."""
     layout: ClassVar[str] = ""
-    """How the model lies on its workers, where a task knows layouts (training/layout.py)."""
+    """How the model lies on its workers, where a task knows layouts (training/layouts/layout.py)."""
     least_part: ClassVar[int] = 2
     """Samples that BatchNorm needs at once; 1 where it is taken over the many points of each sample."""
     method: MethodName = "co2"

@@ -22,7 +22,7 @@ from core.robust import peers
 from core.robust.guard import Guard, forget
 from core.rounds import Rounds
 from training.checks import check_batch_norm, check_start
-from training.elastic import Elastic
+from training.elastic.run import Elastic
 from training.fixed import Fixed
 from training.folder import RunFolder
 from training.optim import lr_factor
@@ -55,7 +55,7 @@ class Run(Progress):
         self.rounds = RoundLog(recipe, self.folder, self.device)
         kind: Any = Elastic if recipe.elastic else Fixed
         if recipe.layout:  # imported here, because torch's pipelines take a second
-            from training.laid_out import LaidOut as kind
+            from training.layouts.laid_out import LaidOut as kind
         self._workers = kind(self, self.folder, self.rounds)
         self._minutes = Timer(recipe.save_minutes)
         self._stop = StopSignal()

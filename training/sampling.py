@@ -7,6 +7,7 @@ import contextlib
 import multiprocessing
 import random
 import signal
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -110,6 +111,8 @@ def load_batches(
     try:
         yield from loader
     except UserError as error:  # torch puts the process's traceback in front
+        # whose frames, a circle, hold the loader: the garbage collector would end its processes, and wait 10 s for them
+        traceback.clear_frames(error.__traceback__)
         raise UserError(str(error).strip().rpartition("UserError: ")[2]) from None
 
 

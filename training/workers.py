@@ -23,6 +23,7 @@ from core.errors import UserError
 from core.groups import host_group, of_all
 from core.robust import peers
 from core.sharded.mesh import local_world_size, node_mesh
+from core.testing.link import ThrottledLink
 
 _starts = itertools.count()  # a process may run twice over one store
 _HEARD_WITHIN = 10.0  # seconds that the worker which serves the store waits for the others to read it
@@ -45,6 +46,15 @@ def pick_device(name: str) -> torch.device:
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+
+
+def make_link(mbit: float | None, device: torch.device) -> ThrottledLink | None:
+    """The emulated slow link that a recipe asks for; None for the real one."""
+    if mbit is None:
+        return None
+    if device.type == "cuda":
+        raise UserError(f"link_mbit={mbit}: the emulated link works on CPUs only; leave it out")
+    return ThrottledLink(mbit)
 
 
 def has_bfloat16(device: torch.device) -> bool:

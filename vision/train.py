@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from training.backward import Scalars, backward_in_parts
-from training.elastic import repeated
+from training.elastic.run import repeated
 from training.optim import clip_gradients, make_optimizer, make_schedule
 from training.run import Run
 from training.sampling import steps_per_epoch

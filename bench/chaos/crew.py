@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bench.cluster import hold_port
-from training.launch import Agent
+from training.elastic.agent import Agent
 
 if TYPE_CHECKING:
     from bench.cluster.nodes import Cluster

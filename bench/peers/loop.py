@@ -28,8 +28,8 @@ from bench.trainings import split_wire
 from core import CO2Config, UserError, WireConfig, make_method
 from core.methods import METHODS, DelayedConfig
 from core.rounds import Rounds
+from core.testing.link import ThrottledLink
 from training.sampling import worker_batches
-from training.throttle import ThrottledLink
 from vision.data import Images
 
 RECOMMENDED = "co2_recommended"  # co2 with CO2Config.recommended, its tau the row's

@@ -34,8 +34,8 @@ from bench.uneven.clocks import SCENARIOS, STALENESS
 from bench.uneven.stale import StaleSync
 from core import CO2Config
 from core.methods import make_method
+from core.testing.link import ThrottledLink
 from training.script import launch
-from training.throttle import ThrottledLink
 
 NAME = "uneven_real"
 METHODS: dict[str, tuple[str, Rule]] = {

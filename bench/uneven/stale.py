@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from core.groups import ring_bytes
 from core.rounds import Rounds
 from core.stats import RoundStats
-from training.throttle import ThrottledLink
+from core.testing.link import ThrottledLink
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """One worker among others that come and go: its way from one generation of them to the next, and where its state comes
 from. What the generations are for: joining.py.
 
-The coordinator (training/launch.py) holds a store, and lists each generation's workers there.
+The coordinator (training/elastic/agent.py) holds a store, and lists each generation's workers there.
 """
 
 from __future__ import annotations

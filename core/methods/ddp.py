@@ -35,7 +35,7 @@ class DDP(Loop):
     model: to be called in place of the wrapped one. BatchNorm statistics stay local until finish() averages them, for
     DDP's own broadcast would block every forward pass. A model of DTensors synchronises itself over all workers where
     it was sharded so (training.zero.shard_model with everywhere=True); its communication is not measured: nan.
-    synchronous: so does this model, of plain tensors, too (training.parallel).
+    synchronous: so does this model, of plain tensors, too (training.layouts.parallel).
     wire: how gradients cross the network; see GradientWire. riders: Requests, if any, are heard of
     every ASK_EVERY steps.
     """

@@ -11,7 +11,7 @@ import pytest
 
 from bench.layouts import STATES, Layouts, kendall, text
 from core import UserError
-from training.layout import Layout
+from training.layouts.layout import Layout
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = Layouts(("tp2.pp2", "pp4"), nodes=2, batch=8)

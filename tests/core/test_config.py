@@ -24,8 +24,8 @@ from core import (
 from core.config import OuterConfig
 from core.methods import METHODS, DelayedConfig, OverlapLocalConfig, SlowMoConfig
 from core.robust.requests import Requests
+from core.testing.link import ThrottledLink
 from tests.problems import Settings
-from training.throttle import ThrottledLink
 
 
 def message(build: Callable[[], Any]) -> str:

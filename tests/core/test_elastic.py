@@ -208,7 +208,11 @@ def test_the_survivors_go_on_and_stay_equal(tmp_path: Path, who: str, where: str
         assert [len(names) for _, names in end["sizes"]] == [3, 2]
 
 
-@pytest.mark.parametrize("settings", [PAPER, PAPER | {"taus": [3, 5] * 20}], ids=["tau", "schedule"])
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(PAPER, marks=pytest.mark.slow), PAPER | {"taus": [3, 5] * 20}],
+    ids=["tau", "schedule"],
+)
 def test_one_that_comes_back_joins(tmp_path: Path, settings: dict[str, Any]):
     """Under a schedule the newcomer knows of what tau the round was that it joins, and of what the next one is."""
     status, ends = run(tmp_path, 3, settings, {"0.0": ("local", 10)}, restarts=1, comes="0.1", pace=0.05, steps=60)

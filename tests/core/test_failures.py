@@ -103,7 +103,7 @@ def test_the_others_name_a_worker_that_raised(tmp_path: Path):
         check(torch.load(tmp_path / f"{rank}.pt"), rank, 1)
 
 
-@pytest.mark.parametrize(("world_size", "who"), [(2, 0), (4, 2)])
+@pytest.mark.parametrize(("world_size", "who"), [(2, 0), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_the_others_name_a_stalled_worker(world_size: int, who: int, tmp_path: Path):
     results = run_distributed(
         bad_worker, world_size, "co2", "stall", who, str(tmp_path), timeout=90, expect_death=tuple(range(world_size))

@@ -10,8 +10,8 @@ from torch import nn
 from core import CO2Config, make_method
 from core.methods import METHODS
 from core.testing import run_distributed
+from core.testing.link import ThrottledLink
 from tests.problems import Mean
-from training.throttle import ThrottledLink
 
 MBIT = 8.0  # a million bytes a second
 

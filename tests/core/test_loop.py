@@ -137,7 +137,12 @@ def broken_off(rank: int, world_size: int, name: str, raises_at: int) -> dict[st
 
 @pytest.mark.parametrize(
     ("name", "raises_at", "workers"),
-    [("the paper's", 4, 2), ("the paper's", 1, 4), ("as recommended", 5, 2), ("in nodes", 4, 4)],
+    [
+        pytest.param("the paper's", 4, 2, marks=pytest.mark.slow),
+        ("the paper's", 1, 4),
+        ("as recommended", 5, 2),
+        pytest.param("in nodes", 4, 4, marks=pytest.mark.slow),
+    ],
 )
 def test_an_exception_in_the_block_keeps_nobody_waiting(name: str, raises_at: int, workers: int):
     """Before the first reduction, and while one is in flight. Others end long before the timeout of 600 s."""

@@ -18,9 +18,9 @@ from core.flat import copy
 from core.robust.requests import Requests
 from core.stats import RoundStats
 from core.testing import run_distributed
+from core.testing.link import ThrottledLink
 from tests import problems
 from tests.problems import LR, flat, gradient, sgd_step
-from training.throttle import ThrottledLink
 
 AUTO = CO2Config(tau="auto", outer_momentum=0.4, clip=None)
 BYTES = 4 * problems.flat(problems.odd_parameters()).numel()
@@ -240,7 +240,7 @@ def merging_on_arrival(rank: int, world_size: int, shard: bool) -> dict[str, Any
     return {"closed": closed, "stopped": stopped[0], "told": told, "decisions": decisions, "waited": waited}
 
 
-@pytest.mark.parametrize("shard", [False, True], ids=["whole", "shared"])
+@pytest.mark.parametrize("shard", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "shared"])
 def test_where_means_merge_on_arrival_nobody_waits_until_tau_is_chosen_and_then_rounds_close_at_the_same_steps(
     shard: bool,
 ):

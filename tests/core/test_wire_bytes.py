@@ -14,10 +14,10 @@ from torch import nn
 
 from core.groups import ring_bytes
 from core.testing import run_distributed
+from core.testing.link import ThrottledLink
 from core.wires.formats import WIRES
 from tests.core.test_quantized import PLAIN
 from training.sampling import generator
-from training.throttle import ThrottledLink
 
 BLOCKS = {"bfloat16": 512, "float16": 516, "int8": 260, "int6": 196, "int5": 164, "int4": 132, "int3": 100, "int2": 68}
 LARGE = 1 << 20  # elements, of which headers and padding are next to nothing

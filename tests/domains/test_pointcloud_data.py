@@ -1,5 +1,6 @@
 """Point-cloud sources and items: layouts, determinism, and errors that name the file."""
 
+import multiprocessing
 from dataclasses import replace
 from pathlib import Path
 
@@ -169,6 +170,7 @@ def test_loader_processes_change_nothing_and_pass_errors_on_as_one_line(monkeypa
         with pytest.raises(UserError) as error:
             next(greedy.train_batches(replace(recipe, loader_workers=n), 0, 1, start=0, total=1))
         assert str(error.value).startswith("analytic surface ") and "\n" not in str(error.value)
+        assert not multiprocessing.active_children(), "they end with the error"
 
 
 def test_augmentation_stretches_and_moves_within_its_range(shapenet: Path):

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from core import UserError
-from tests.hostile import DAMAGES
+from tests.hostile_files import DAMAGES
 from training.data import data_root
 from vision import data
 

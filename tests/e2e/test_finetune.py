@@ -25,7 +25,14 @@ STEPS = 24
 def tiny(folder: Path, **changes) -> FinetuneRecipe:
     """prompts_adamw cut down to a few seconds."""
     files = {"model": folder / "model", "data": folder / "data"}
-    sizes = {"batch_size": 8, "epoch_steps": STEPS // 3, "epochs": 3, "eval_samples": 8, "log_every": 4}
+    sizes = {
+        "batch_size": 8,
+        "epoch_steps": STEPS // 3,
+        "epochs": 3,
+        "eval_samples": 8,
+        "log_every": 4,
+        "checkpoint_every": 3,
+    }
     recipe = replace(RECIPES["prompts_adamw"], device="cpu", name="tiny", **files, **sizes)
     recipe = replace(recipe, optim=replace(recipe.optim, lr=1e-2, warmup_steps=0, schedule="constant"))
     return replace(recipe, co2=replace(recipe.co2, tau=4), **changes)

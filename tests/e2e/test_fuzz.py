@@ -9,7 +9,8 @@ from queue import Queue
 
 import pytest
 
-from tests.hostile import Case, Files, cases
+from tests.hostile import cases
+from tests.hostile_files import Case, Files
 from tests.zygote import Outcome, Zygote
 
 SECONDS = 180.0  # for each; a whole run of the smallest recipe takes five

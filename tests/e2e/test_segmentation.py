@@ -11,9 +11,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from core import CO2Config
 from core.methods import METHODS
 from core.testing import run_distributed
+from segmentation import train as script
 from segmentation.data import build_dataset
 from segmentation.recipes import digits_small
-from segmentation.train import train
 from tests.scripts import Mistakes
 from training.run import Run
 
@@ -29,6 +29,7 @@ def train_in_process(rank: int, world_size: int, folder: str, jobs: dict[str, di
     eval_sets = {"val": build_dataset("digits", "val").get_subset(10)}
     optim = replace(digits_small().optim, lr=5e-3, warmup_steps=0)
     for name, changes in jobs.items():
+        script.PICTURES = int(name == "co2")  # slower than the training
         recipe = replace(
             digits_small(),
             **{"device": "cpu", "batch_size": 16, "epochs": 4, "log_every": 3, "eval_every": 3, "optim": optim}
@@ -36,7 +37,7 @@ def train_in_process(rank: int, world_size: int, folder: str, jobs: dict[str, di
             | changes,
         )
         with Run(recipe) as run:
-            train(run, recipe, train_set, eval_sets)
+            script.train(run, recipe, train_set, eval_sets)
     return {
         name: [r["train_loss"] for r in rows(Path(folder, name)) if "train_loss" in r]
         for name in jobs

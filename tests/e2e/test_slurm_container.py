@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_slurm import ROOT, install
+from tests.slurm_fakes import ROOT, install
 
 # what is behind a container's own options starts in /, with what the image has, and nothing of the job's environment
 INSIDE = 'cd / && exec env -i PATH="{image}" OMP_NUM_THREADS=of_the_image NCCL_DEBUG=of_the_image "$@"'

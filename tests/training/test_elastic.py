@@ -19,8 +19,8 @@ from core.adaptive.tau import Tuned
 from core.assembly import elastic_co2
 from core.checkpoints import checkpoint
 from core.elastic.members import Members
-from training import elastic
-from training.elastic import Deal, repeated
+from training.elastic import run as elastic
+from training.elastic.run import Deal, repeated
 from training.folder import RunFolder
 from training.optim import OptimConfig, make_schedule
 from training.progress import Progress, Trained

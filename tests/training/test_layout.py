@@ -12,9 +12,9 @@ from core import UserError
 from language.model import build_model
 from language.recipes import RECIPES
 from tests.layouts import build
-from training.layout import Layout, Place
+from training.layouts.layout import Layout, Place
+from training.layouts.stages import check_cut, take_stage
 from training.recipe import parse
-from training.stages import check_cut, take_stage
 
 NAMES = {
     "tp2.pp2.dp2": Layout(tp=2, pp=2, dp=2),

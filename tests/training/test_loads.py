@@ -33,8 +33,8 @@ LOADS: dict[tuple[str, str], dict[str, bool]] = {
     # DCP unpickles .metadata by what its reader returns, which stored._Unpickler reads: it makes listed records alone
     ("core/checkpoints/stored.py", "dcp.load"): {},
     ("core/checkpoints/stored.py", "pickle.Unpickler"): {},
-    ("training/resharded.py", "dcp.load"): {},  # by the same reader
-    ("training/resharded.py", "torch.load"): WEIGHTS,
+    ("training/layouts/resharded.py", "dcp.load"): {},  # by the same reader
+    ("training/layouts/resharded.py", "torch.load"): WEIGHTS,
     # a base config of mmseg's own, which the project names itself
     ("segmentation/model.py", "mmengine.config.Config.fromfile"): {},
     # modules that the project names itself

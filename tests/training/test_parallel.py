@@ -9,7 +9,7 @@ import pytest
 from core import CO2Config, UserError
 from core.testing import run_distributed
 from tests import layouts
-from training.layout import Layout
+from training.layouts.layout import Layout
 
 CLIP = 0.5
 TAU, ROUNDS = 3, 4
@@ -21,7 +21,7 @@ MORE = ["pp4.v2.mb4.dp2", "tp2.pp2.v2.mb4.dp2", "pp2.v4.mb2.dp4.fsdp", "pp2.dp2.
 
 def train_and_islands(rank: int, world_size: int) -> tuple[Any, Any, Any]:
     """In one start of four processes: a layout, CO2 between islands of TP2 and of PP2, and what Parallel refuses."""
-    from training.parallel import Parallel
+    from training.layouts.parallel import Parallel
 
     trained = layouts.train(rank, world_size, "gpt2-short", ["tp2.pp2"], 2, CLIP)
     names = ["tp2.co2x2", "pp2.co2x2"]

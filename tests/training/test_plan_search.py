@@ -17,7 +17,7 @@ import torch
 
 from core import UserError
 from tests.training.test_plan import CLUSTER, CUT, MODEL, case
-from training.layout import Layout
+from training.layouts.layout import Layout
 from training.plan import show, time, trial
 from training.plan.case import WIRES, Case, Software
 from training.plan.clusters import Cluster, from_doctor, preset

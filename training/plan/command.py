@@ -14,7 +14,7 @@ import numpy as np
 import tyro
 
 from core.errors import UserError
-from training.layout import Layout
+from training.layouts.layout import Layout
 from training.plan import clusters, show
 from training.plan.case import FLOAT32, MEGATRON, MERGES, WIRES, Case, Layouts, Software
 from training.plan.model import preset_model, presets

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from core.errors import UserError
-from training.layout import Layout
+from training.layouts.layout import Layout
 from training.plan.case import AXES, MERGES, RECOMPUTE, WIRES, Case, Layouts
 from training.plan.clusters import Numbers
 from training.plan.memory import memory

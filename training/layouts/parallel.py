@@ -28,8 +28,8 @@ from core.errors import UserError
 from core.flat import local_shard
 from core.groups import set_timeout
 from core.sharded.mesh import node_mesh
-from training.layout import Layout, Place
-from training.stages import cut_tensors, family_of, is_tied, take_stage
+from training.layouts.layout import Layout, Place
+from training.layouts.stages import cut_tensors, family_of, is_tied, take_stage
 from training.zero import shard_model
 
 Loss = Callable[[Tensor, Tensor], Tensor]

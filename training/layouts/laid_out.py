@@ -13,10 +13,10 @@ from core.adaptive.schedules import Schedule
 from core.methods import DDP, Method
 from training.config import settings
 from training.fixed import Fixed
-from training.layout import Layout
-from training.parallel import Parallel
+from training.layouts.layout import Layout
+from training.layouts.parallel import Parallel
+from training.layouts.resharded import Resharded
 from training.progress import Trained, pacing_of
-from training.resharded import Resharded
 from training.sampling import mix
 from training.workers import join
 from training.zero import gathered, group_settings, shard_optimizer

@@ -1,5 +1,5 @@
 """A run whose workers come and go: what Run does otherwise then. The workers: core/elastic/joining.py; who starts
-and lists them: training/launch.py.
+and lists them: agent.py.
 
 The run's length is its number of steps, whatever the number of workers; each worker's batch stays that of the number it
 was started with. Samples are dealt from one shuffle an epoch, as always. When the number of workers changes, the rest

@@ -28,7 +28,7 @@ from core.flat import Bucket, all_finite, is_dtensor, local_shard, views
 from core.groups import host_group, of_all
 from core.methods import Method
 from core.rounds import Rounds
-from training.parallel import Parallel
+from training.layouts.parallel import Parallel
 
 Named = dict[str, Tensor]
 

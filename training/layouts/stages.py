@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from core.errors import UserError
-from training.layout import Layout
+from training.layouts.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,198 @@
+"""The doctor on real processes."""
+
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core import CO2Config
+from core.doctor import command, facts, measure
+from core.doctor.measure import reduce_sample
+from core.doctor.report import screen
+from core.testing import run_distributed
+from tests.core.test_doctor import CPU
+from tests.scripts import Mistakes, run_script
+from training.memory import held
+from training.recipe import Recipe
+
+
+def copies(rank: int, world_size: int) -> dict[str, float]:
+    return {wire: reduce_sample(wire, 1 << 20, CPU, 60.0)[2] for wire in ("float32", "int4")}
+
+
+def test_the_copies_are_those_that_a_dry_run_counts():
+    found = run_distributed(copies, 2)[0]
+    with torch.device("meta"):
+        model = nn.Linear(1024, 1024, bias=False)
+    recipe = Recipe(co2=CO2Config.recommended(2))  # which begins with int4
+    assert found["int4"] == pytest.approx(held(recipe, model, 1, 2).always / (1 << 22), rel=1e-3)
+    assert found["float32"] == pytest.approx(4.0, rel=1e-3)
+
+
+class Ended(Exception):
+    """In place of the process's end."""
+
+
+def doctor(rank: int, world_size: int, port: int, folder: str, change: str, *argv: str) -> tuple[int, str]:
+    """The command on this worker, two to a node; its exit status. change: what is wrong."""
+
+    def end(status: int) -> None:
+        raise Ended(status)
+
+    dist.destroy_process_group()
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    os.environ |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    facts._namespace = lambda: str(rank // 2)
+    measure.MOST_BYTES, measure.MOST_ALONE = 1 << 20, 1 << 16
+    exits, os._exit, sys.exit = (os._exit, sys.exit), end, end  # pyright: ignore
+    if change == "version" and rank == 1:
+        facts.__version__ = "0.0.9"
+    if change == "nan":
+        reduce, dist.all_reduce = dist.all_reduce, lambda x, **_: (reduce(x), x.fill_(float("nan")))
+    if change == "broken":
+
+        def broken(x: torch.Tensor, **_: Any) -> None:
+            raise RuntimeError("Connection reset by peer\nby the network")
+
+        dist.all_reduce = broken
+    sys.argv = ["doctor", "--params", "2e5", *argv]
+    said = Path(folder, f"said{rank}")
+    before, sys.stdout = sys.stdout, said.open("w")
+    try:
+        command.main()
+        status = -1
+    except Ended as ended:
+        status = ended.args[0]
+    finally:
+        os._exit, sys.exit = exits
+        sys.stdout.close()
+        sys.stdout = before
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/after", rank=rank, world_size=world_size)
+    return status, said.read_text()
+
+
+def on_two_nodes(folder: Path, change: str, *argv: str) -> tuple[list[int], str]:
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        port = held.getsockname()[1]
+        found = run_distributed(doctor, 4, port, str(folder), change, *argv, timeout=120.0)
+    assert [text for _, text in found[1:]] == ["", "", ""], "rank 0 alone speaks"
+    return [status for status, _ in found], found[0][1]
+
+
+def test_the_command_on_two_nodes_of_two(tmp_path: Path):
+    file = tmp_path / "cluster.json"
+    status, said = on_two_nodes(tmp_path, "", "--step_ms", "50", "--out", str(file))
+    assert status == [0, 0, 0, 0], said
+    found = json.loads(file.read_text())
+    assert screen(found) == said.rstrip("\n")
+    lines = said.splitlines()
+    assert len(lines) <= 45 and max(map(len, lines)) <= 100, said
+    assert lines[-1] == "result       nothing found that would make a run fail"
+    assert {name: link["workers"] for name, link in found["links"].items()} == {"within": 2, "across": 2, "all": 4}
+    for link in found["links"].values():
+        assert link["bandwidth_bits_per_second"] > 0 and 0 < link["latency_seconds"] < 1
+    assert (found["format"], found["workers"], found["workers_per_node"], found["params"]) == (1, 4, 2, 200000)
+    assert set(found["wires"]) == {"float32", "int8", "int4"} and found["clocks"]["apart_seconds"] < 0.1
+    (settings,) = found["settings"]
+    assert settings["step_seconds"] == 0.05 and settings["tau"] >= 1 and settings["wire"] in ("int4", "float32")
+    assert not found["failures"]
+
+
+def test_unlike_versions_end_it_before_anything_is_measured(tmp_path: Path):
+    status, said = on_two_nodes(tmp_path, "version")
+    assert status == [1, 1, 1, 1]
+    assert "FAILS        co2 is unlike: 0.1.0 on rank 0, 2-3; 0.0.9 on rank 1" in said and "a run would fail" in said
+
+
+def test_an_all_reduce_that_makes_nan(tmp_path: Path):
+    status, said = on_two_nodes(tmp_path, "nan")
+    assert status == [1, 1, 1, 1] and "FAILS        an all-reduce of cpu tensors has made NaN" in said
+
+
+def test_a_collective_that_fails_is_told_beside_the_warnings(tmp_path: Path):
+    status, said = on_two_nodes(tmp_path, "broken")
+    assert status == [1, 1, 1, 1]
+    assert "FAILS        rank 0: Connection reset by peer by the network" in said
+    assert "warning      gloo takes the loopback on rank 0-3, which no other node" in said
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
+    """The command in this process: its exit status, what it prints, and what it says on stderr."""
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*argv: str, **env: str) -> tuple[int, str, str]:
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit) as ended:
+            run_script("core.doctor", *argv)
+        return (ended.value.code or 0, *capfd.readouterr())  # pyright: ignore
+
+    return run
+
+
+def test_one_process_says_that_it_is_alone(ends: Any, tmp_path: Path):
+    status, out, err = ends("--params", "1e4", "--memory_gb", "1", "--out", str(tmp_path / "cluster.json"))
+    assert (status, err) == (0, "")
+    assert "workers      one process" in out and "alone: links and tau are measured with several" in out
+    found = json.loads((tmp_path / "cluster.json").read_text())
+    assert (found["workers"], found["settings"], found["links"]["all"]) == (1, [], None)
+    assert found["memory"]["worker_bytes"] == 1 << 30 and found["boundary_seconds"] > 0
+
+
+def test_a_model_that_does_not_fit_fails(ends: Any):
+    status, out, _ = ends("--params", "1e4", "--memory_gb", "1e-4")
+    assert status == 1 and "FAILS        a worker has 0.102 MiB, but parameters, gradients and CO2 take" in out
+
+
+@pytest.mark.parametrize(("rank", "says"), [("0", "rank 1 of 2 did not come within 1 s"), ("1", "no rank 0 at")])
+def test_a_rank_that_does_not_come(ends: Any, rank: str, says: str):
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
+    began = time.monotonic()
+    env = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    status, out, err = ends("--params", "1e4", "--timeout", "1", **env)
+    told = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert (status, out, len(told)) == (1, "", 1) and says in told[0]
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--params 0", "--params 0: give a whole number, 1 or more, such as 125e6"),
+        ("--params abc", "--params abc: give a whole number"),
+        ("--params -5", "--params -5: give a whole number"),
+        ("--params 1.5", "--params 1.5: give a whole number"),
+        ("--params inf", "--params inf: give a whole number"),
+        ("--params 1e6 --step_ms 0", "--step_ms 0: give a number above 0, such as 80"),
+        ("--params 1e6 --tau_max 0.5", "--tau_max 0.5: give a whole number, 1 or more"),
+        ("--params 1e6 --memory_gb x", "--memory_gb x: give a number above 0"),
+        ("--params 1e6 --out /nowhere/x.json", "--out /nowhere/x.json: there is no folder /nowhere"),
+        ("--parms 1e6", "the following arguments are required: --params (--help lists the options)"),
+        ("--params 1e6 --nodes 2", "unrecognized arguments: --nodes 2"),
+    ],
+)
+def test_a_mistake_is_one_line(mistake: Mistakes, options: str, says: str):
+    said = mistake("core.doctor", *options.split())
+    assert said.startswith(f"error: {says}") and said.count("\n") == 1
