@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bench.reference import LateReference
-from core.reference import Reference
+from core.testing.reference import Reference
 from tests.core.test_reference import run_quadratic, vector
 from tests.reference import DelayedReference
 
