@@ -166,9 +166,9 @@ class Flight:
         return True
 
     def discard(self) -> None:
-        """Waits for what is in flight, if anything is, and forgets it."""
+        """Waits for what is in flight, if anything is, and forgets it, and when the last launch was."""
         self.settle()
-        self.in_flight = False
+        self.in_flight, self._launched_at = False, time.perf_counter()
 
     def restore(self, launched: int, in_flight: bool) -> None:
         """Continues from a checkpoint. in_flight: a result is in the owner's tensors that was not waited for."""
