@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..adaptive.pacing import Adaptive
 from ..assembly import CO2, CO2Config, Options
 from ..checks import of_rank, under_rank
 from ..config import is_number, is_whole, require
@@ -67,6 +68,10 @@ class Look:
     """Of a step, exposed."""
     leaves: bool
     """Whether CO2 takes over."""
+    waited: float
+    """Exposed seconds of a step."""
+    computed: float
+    """Its other seconds."""
 
     def __str__(self) -> str:
         then = "CO2 takes over" if self.leaves else "ddp stays"
@@ -114,6 +119,7 @@ class Auto(CO2):
         of_ddp: dict[str, Any] = {k: v for k, v in options.items() if k not in ("buffers", "model_params")}
         self.ddp: DDP | None = DDP(model, average_buffers=bool(self.buffers), wire=own.wire, **of_ddp)
         self.model, self.wrapped = model, Switch(self.ddp.model)
+        assert isinstance(self.pacing, Adaptive)
         self._of_co2, self.pacing = self.pacing, Pacing(1)
         self.look: Look | None = None
         self._times = deque[tuple[Seconds, Seconds]](maxlen=own.steps)  # of the last steps: exposed, the whole step
@@ -156,22 +162,35 @@ class Auto(CO2):
         return over % self.own.again == 0 if over >= 0 else measured % LOOK == 0
 
     def _look(self, ddp: DDP) -> None:
-        share = self._agreed()
-        enough = ddp.rounds - WARM_UP >= self.own.steps
-        self.look = Look(ddp.rounds, share, share > self.own.share * (1.0 if enough else CLEAR))
+        waits, steps = self._agreed()
+        share = median(wait / step for wait, step in zip(waits, steps, strict=True))
+        limit = self.own.share * (1.0 if ddp.rounds - WARM_UP >= self.own.steps else CLEAR)
+        computed = median(step - wait for wait, step in zip(waits, steps, strict=True))
+        self.look = Look(ddp.rounds, share, share > limit, median(waits), computed)
         if self.look.leaves:
             ddp.finish()
-            self._take_over()
-            self.resync()  # waits for all: nobody leaves ddp's groups while another one is in them
+            self._hand_over(self.look)
             ddp.close()
 
-    def _agreed(self) -> float:
-        """A step's exposed share, the median over the last steps. The worker that comes last waits for the network
-        alone, the others for it, too: so the shortest wait of all workers counts, and the longest step."""
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _hand_over(self, look: Look) -> None:
+        """All are at one step, and what ddp has measured stands for the first rounds of tau auto: a mean of
+        differences has a gradient's bytes."""
+        self._take_over()
+        self.flight.discard()
+        self.start_from_params()
+        if (tuned := self._of_co2.tuned) is not None:
+            tuned.tuner.know(self.rounds, look.computed, look.waited)
+        self.pacing.begin(self.rounds)
+
+    def _agreed(self) -> tuple[list[float], list[float]]:
+        """Seconds of the last steps: exposed, and whole. The worker that comes last waits for the network alone, the
+        others for it, too: so the shortest wait of all workers counts, and the longest step."""
         numbers = torch.tensor([(float(exposed), -float(step)) for exposed, step in self._times], dtype=torch.float64)
         if self.flight.group is not None:
             dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=host_group(self.flight.group))
-        return median(exposed / -step for exposed, step in numbers.tolist())
+        return numbers[:, 0].tolist(), (-numbers[:, 1]).tolist()
 
     def _take_over(self) -> None:
         self.ddp, self.pacing, self.wrapped.inside = None, self._of_co2, self.model
