@@ -177,12 +177,11 @@ class Auto(CO2):
     def _hand_over(self, look: Look) -> None:
         """All are at one step, and what ddp has measured stands for the first rounds of tau auto: a mean of
         differences has a gradient's bytes."""
-        self._take_over()
         self.flight.discard()
         self.start_from_params()
         if (tuned := self._of_co2.tuned) is not None:
             tuned.tuner.know(self.rounds, look.computed, look.waited)
-        self.pacing.begin(self.rounds)
+        self._become_co2()
 
     def _agreed(self) -> tuple[list[float], list[float]]:
         """Seconds of the last steps: exposed, and whole. The worker that comes last waits for the network alone, the
@@ -192,8 +191,9 @@ class Auto(CO2):
             dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=host_group(self.flight.group))
         return numbers[:, 0].tolist(), (-numbers[:, 1]).tolist()
 
-    def _take_over(self) -> None:
+    def _become_co2(self) -> None:
         self.ddp, self.pacing, self.wrapped.inside = None, self._of_co2, self.model
+        self.pacing.begin(self.rounds, self.local_steps)
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
@@ -205,16 +205,16 @@ class Auto(CO2):
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         own, ddp = state.get("ddp", {}), self.ddp
-        if own is None and ddp is not None:
-            self._take_over()
-            ddp.close()
-        elif own and ddp is None:
+        if own and ddp is None:
             raise UserError("the checkpoint is of ddp's phase, which this object has left: load it into a new one")
         super().load_own_state(state)
         if own and ddp is not None:
             ddp.load_state_dict(under_rank(own["state"]))
             self._times.clear()
             self._times += [(exposed, step) for exposed, step in own["times"]]
+        elif ddp is not None:
+            self._become_co2()
+            ddp.close()
 
 
 def check_alike(nodes: bool) -> None:
