@@ -30,7 +30,7 @@ from .registry import Entry, Given, Settings
 # which the share s is exposed takes 1 / (1 - s) times as long: 1.25 at s = 0.2. On digits the steps are 66 and 71 to
 # 75, which would make it 0.1: the larger one keeps ddp where both are about as fast.
 SHARE = 0.2
-CLEAR = 2.0  # times SHARE: acted upon at any look, for a few steps more would not undo it
+CLEAR = 1.5  # times `share`: acted upon at any look, for a few steps more would not undo it
 WARM_UP = 2  # steps that are not measured: ddp makes its buckets anew after the first, connections open
 LOOK = 3  # measured steps between two looks before `steps` of them are known
 
@@ -45,8 +45,8 @@ class AutoConfig:
     """How ddp's gradients cross the network until then; float32 hides a part of them under the backward pass."""
     share: float = SHARE
     """CO2 takes over where more than this share of a step of ddp is exposed communication."""
-    steps: int = 18
-    """Measured steps that it takes to decide, behind two that are not; fewer where the share is twice as large."""
+    steps: int = 9
+    """Measured steps that it takes to decide, behind two that are not; fewer where the share is half as large again."""
     again: int = 100
     """Steps from one look to the next where ddp has stayed: links change."""
 

@@ -123,18 +123,18 @@ def before(number: int, early: float, late: float) -> Shares:
 @pytest.mark.parametrize(
     ("shares", "own", "left"),
     [
-        (lambda step: 0.41, {}, 5),  # clear
-        (lambda step: 0.39, {}, 20),  # not so clear
-        (lambda step: 0.21, {}, 20),
+        (lambda step: 0.31, {}, 5),  # clear
+        (lambda step: 0.29, {}, 11),  # not so clear
+        (lambda step: 0.21, {}, 11),
         (lambda step: 0.19, {}, None),
         (before(3, 1.0, 0.1), {}, None),  # the first two are not measured
         (before(5, 0.1, 1.0), {}, 8),  # the median of six
-        (lambda step: 0.19, {"share": 0.18}, 20),
+        (lambda step: 0.19, {"share": 0.18}, 11),
         (lambda step: 0.41, {"share": 0.42}, None),
-        (lambda step: 0.39, {"steps": 7}, 9),
-        (before(21, 0.1, 0.3), {"again": 10}, 30),  # the link changes
-        (before(20, 0.1, 0.3), {"again": 10}, 30),
-        (before(20, 0.1, 0.3), {"again": 33}, 53),
+        (lambda step: 0.29, {"steps": 18}, 20),
+        (before(17, 0.1, 0.3), {"again": 10}, 21),  # the link changes: five of the last nine steps
+        (before(18, 0.1, 0.3), {"again": 10}, 31),
+        (before(18, 0.1, 0.3), {"again": 33}, 44),
     ],
 )
 def test_co2_takes_over_where_enough_is_exposed(shares: Shares, own: dict[str, Any], left: int | None):
@@ -161,7 +161,7 @@ def test_all_decide_alike_by_the_shortest_wait_and_the_longest_step():
 def auto_tau(rank: int, world_size: int) -> tuple[Any, ...]:
     """Its tau and its wire once ddp, with 0.6 s of a step's 2 s exposed, has been left."""
     loop = Loop(rank, lambda step: 0.3, config=CO2Config.recommended(world_size))
-    loop.train(20)
+    loop.train(11)
     pacing = loop.auto.pacing
     found = loop.auto.tau, pacing.apart, loop.auto.at_boundary, pacing.tuned.tuner.decisions[0].step_seconds  # pyright: ignore
     rounds = loop.auto.rounds

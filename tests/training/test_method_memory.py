@@ -65,6 +65,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "per_node": {"co2": CO2Config(tau=2), "per_node": 2},
     "ddp int8": {"method": "ddp", "ddp_wire": WireConfig("int8")},
     "ddp lgreco": {"method": "ddp", "ddp_wire": WireConfig("lgreco", like="rank4", lgreco=LGrecoConfig(**TWICE))},
+    "auto": {"method": "auto", "co2": RECOMMENDED},
     "zo": {"method": "zo"},
 }
 
