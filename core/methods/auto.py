@@ -18,7 +18,7 @@ from ..assembly import CO2, CO2Config, Options
 from ..checks import of_rank, under_rank
 from ..config import is_number, is_whole, require
 from ..errors import UserError
-from ..groups import host_group
+from ..groups import compare, host_group
 from ..pacing import Pacing
 from ..stats import Seconds, between, mark
 from ..wires.config import WireConfig
@@ -114,11 +114,12 @@ class Auto(CO2):
     name = "Auto"
 
     def __init__(self, model: nn.Module, config: CO2Config, own: AutoConfig, **options: Unpack[Options]):
-        self.own = own
-        super().__init__(model.parameters(), config, **options)
+        self.own, self._made = own, False
         of_ddp: dict[str, Any] = {k: v for k, v in options.items() if k not in ("buffers", "model_params")}
-        self.ddp: DDP | None = DDP(model, average_buffers=bool(self.buffers), wire=own.wire, **of_ddp)
+        self.ddp: DDP | None = DDP(model, average_buffers=bool(options.get("buffers")), wire=own.wire, **of_ddp)
         self.model, self.wrapped = model, Switch(self.ddp.model)
+        super().__init__(model.parameters(), config, **options)
+        self._made = True
         assert isinstance(self.pacing, Adaptive)
         self._of_co2, self.pacing = self.pacing, Pacing(1)
         self.look: Look | None = None
@@ -146,6 +147,13 @@ class Auto(CO2):
         super().close()
         if self.ddp is not None:
             self.ddp.close()
+
+    def begin_alike(self) -> None:
+        """ddp, when it was made, has given all workers the first one's tensors: on a slow link twice takes seconds."""
+        if self._made:
+            super().begin_alike()
+        elif self.flight.group is not None:
+            compare((self.name, self.signature()), self._alike, self.flight.group)
 
     def signature(self) -> Any:
         return super().signature() | {f"auto.{name}": value for name, value in asdict(self.own).items()}
