@@ -28,7 +28,7 @@ from .registry import Entry, Given, Settings
 # On text ddp comes to the loss in 48 steps where CO2 with tau auto needs 60 (results/time_to_loss_int4.md), so that it
 # is ahead while one of its steps takes less than 60/48 = 1.25 times as long as one that waits for nothing. A step of
 # which the share s is exposed takes 1 / (1 - s) times as long: 1.25 at s = 0.2. On digits the steps are 66 and 71 to
-# 75, which would make it 0.1: the larger one keeps ddp where both are about as fast.
+# 75, which would make it 0.1. Measured shares lie away from both: 13 to 15 % or 29 % and more (results/seconds.md).
 SHARE = 0.2
 CLEAR = 1.5  # times `share`: acted upon at any look, for a few steps more would not undo it
 WARM_UP = 2  # steps that are not measured: ddp makes its buckets anew after the first, connections open
