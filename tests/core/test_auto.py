@@ -105,6 +105,31 @@ def test_co2_goes_on_exactly_from_where_ddp_was():
     assert not torch.equal(results[0]["ours"][6], results[1]["ours"][6])
 
 
+def begun(rank: int, world_size: int) -> list[float]:
+    """How far workers are apart, and from the first one's, that come with other weights; and load some, in ddp's phase."""
+    model, found = net(), []
+    for value in (1.0, 3.0):
+        for t in [*model.parameters(), *model.buffers()]:
+            t.detach().fill_(value + rank)
+        if not found:
+            _, auto = make_method("auto", model, co2=CONFIG)
+        else:
+            auto.resync()
+        held = flat([*model.parameters(), *(b.float() for b in model.buffers())])
+        found += [
+            spread(held),
+            (held - value).abs().max().item(),
+            spread(x := auto.replicas[0]),
+            (x - value).abs().max(),
+        ]
+    auto.close()
+    return [float(number) for number in found]
+
+
+def test_all_begin_as_the_first_worker_and_again_after_weights_were_loaded():
+    assert run_distributed(begun, 2) == [[0.0] * 8] * 2
+
+
 # -- the decision ---------------------------------------------------------------------------------------------
 
 
