@@ -106,7 +106,7 @@ def test_co2_goes_on_exactly_from_where_ddp_was():
 
 
 def begun(rank: int, world_size: int) -> list[float]:
-    """How far workers are apart, and from the first one's, that come with other weights; and load some, in ddp's phase."""
+    """How far workers are apart, and from the first one's, that come with other weights, and then load some."""
     model, found = net(), []
     for value in (1.0, 3.0):
         for t in [*model.parameters(), *model.buffers()]:
