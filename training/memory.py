@@ -38,7 +38,7 @@ from core.flat import Bucket
 from core.flight import Flight
 from core.lgreco import curves, senders
 from core.lgreco.reducer import LGreco
-from core.methods import gradient_wire, make_method
+from core.methods import CO2Config, gradient_wire, make_method
 from core.reducer import Reducer
 from core.rounds import Rounds
 from core.sharded.mesh import local_world_size
@@ -254,7 +254,7 @@ def held(recipe: Recipe, model: nn.Module, node: int, workers: int, *, on_gpu: b
     if recipe.method == "ddp" and (recipe.ddp_wire.format == "float32" or workers == 1):
         return Held()
     if recipe.method == "auto":  # what both need, until it goes over
-        parts = replace(recipe, method="co2"), replace(recipe, method="ddp", ddp_wire=recipe.auto.wire)
+        parts = replace(recipe, method="co2"), replace(recipe, method="ddp", ddp_wire=recipe.auto.wire, co2=CO2Config())
         co2, ddp = (held(part, model, node, workers, on_gpu=on_gpu) for part in parts)
         return Held(co2.always + ddp.always, max(co2.staging, ddp.staging))
     found = count(recipe, model, workers // node if recipe.method != "ddp" else workers, on_gpu)
