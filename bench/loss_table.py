@@ -25,7 +25,8 @@ OF_CO2 = {  # name -> the options of a co2 whose settings are not the recipe's
 DILOCO = ("--co2.outer_lr", "0.7", "--co2.outer_momentum", "0.9", "--co2.gap", "none", "--co2.clip", "None")
 DILOCO += ("--co2.delay", "0", "--delayed.nesterov")
 PLAIN = ("ddp", "local", "overlap_local", "slowmo", "diloco", "co2")
-METHODS = (*PLAIN, *over_each(PLAIN), *OF_CO2)
+CHOSEN = {"auto": ("--co2.tau_max", "24")}  # ddp over int4, and co2_auto from where that costs more
+METHODS = (*PLAIN, *over_each(PLAIN), *OF_CO2, *CHOSEN)
 USUAL = tuple(name for name in METHODS if not name.endswith("int8"))
 Status = Literal["reached", "out of time", "not reached", "failed"]
 
@@ -34,6 +35,7 @@ def options_of(name: str) -> tuple[str, ...]:
     """A method of the table as options of a train script."""
     method, wire = split_wire(name)
     options = {"diloco": ("--method", "delayed", *DILOCO), **{n: ("--method", "co2", *o) for n, o in OF_CO2.items()}}
+    options |= {name: ("--method", name, *own) for name, own in CHOSEN.items()}
     found = options.get(method, ("--method", method, "--no_recommended"))
     key = "ddp_wire" if method == "ddp" else "co2.wire"
     return found if wire == "float32" else (*found, f"--{key}.format", wire)
@@ -226,6 +228,11 @@ def notes(result: dict[str, Any]) -> list[str]:
     methods = {split_wire(run["method"]) for run in result["runs"]}
     if any(wire != "float32" for _, wire in methods):
         lines.append("wire=: over that format, with error feedback, what the row without it sends in float32.")
+    if any(method in CHOSEN for method, _ in methods):
+        lines.append(
+            "auto: ddp over int4 at first; where more than a fifth of its step is exposed, co2_auto takes over. tau 1: "
+            "ddp has stayed to the end."
+        )
     if any(method == "diloco" for method, _ in methods):
         lines.append("diloco: method delayed with delay 0 and Nesterov's momentum 0.9, outer learning rate 0.7.")
     for name, task in result["tasks"].items():

@@ -3,6 +3,7 @@
 from .errors import CollectiveError, DivergedError, UserError
 from .methods import (
     CO2,
+    AutoConfig,
     CO2Config,
     DelayedCO2,
     DelayedConfig,
@@ -25,6 +26,7 @@ from .zeroth import ScalarLog, ZerothConfig, ZerothOrder
 __version__ = "0.1.0"
 
 __all__ = [
+    "AutoConfig",
     "CO2",
     "CO2Config",
     "CollectiveError",

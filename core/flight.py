@@ -159,7 +159,7 @@ class Flight:
         """Continues after so many reductions, as from a checkpoint, and forgets what is in flight, which it waits for.
         in_flight: a result is in the owner's tensors that was not waited for."""
         self.settle()
-        self.launched, self.in_flight = launched, in_flight
+        self.launched, self.in_flight, self._launched_at = launched, in_flight, time.perf_counter()
 
     def close(self) -> None:
         """Leaves the process group; call it after the last `wait`."""

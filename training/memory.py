@@ -38,7 +38,7 @@ from core.flat import Bucket
 from core.flight import Flight
 from core.lgreco import curves, senders
 from core.lgreco.reducer import LGreco
-from core.methods import gradient_wire, make_method
+from core.methods import CO2Config, gradient_wire, make_method
 from core.reducer import Reducer
 from core.rounds import Rounds
 from core.sharded.mesh import local_world_size
@@ -100,7 +100,7 @@ def estimate(recipe: Recipe, build_model: Callable[[], nn.Module], backward: Bac
     zeroth_order = recipe.method == "zo"
     # Muon has one moment for its matrices, two for the rest: two is the bound
     moments = {"sgd": 1 if recipe.optim.momentum else 0}.get(recipe.optim.name, 2)
-    synchronises = world_size > 1 and recipe.zero < 2 and (recipe.method == "ddp" or node > 1)
+    synchronises = world_size > 1 and recipe.zero < 2 and (recipe.method in ("ddp", "auto") or node > 1)
     return Memory(
         parameters=streamed(model) if zeroth_order and recipe.offload else size / (node if recipe.zero >= 2 else 1),
         gradients=0.0 if zeroth_order else shard,
@@ -252,6 +252,10 @@ def held(recipe: Recipe, model: nn.Module, node: int, workers: int, *, on_gpu: b
         return _shared(recipe, trained / parts, node // parts, workers // node, on_gpu)
     if recipe.method == "ddp" and (recipe.ddp_wire.format == "float32" or workers == 1):
         return Held()
+    if recipe.method == "auto":  # what both need, until it goes over
+        parts = replace(recipe, method="co2"), replace(recipe, method="ddp", ddp_wire=recipe.auto.wire, co2=CO2Config())
+        co2, ddp = (held(part, model, node, workers, on_gpu=on_gpu) for part in parts)
+        return Held(co2.always + ddp.always, max(co2.staging, ddp.staging))
     found = count(recipe, model, workers // node if recipe.method != "ddp" else workers, on_gpu)
     return Held(found.always / parts, found.staging / parts)
 

@@ -63,12 +63,14 @@ class Recipe(OfMethods):
     least_part: ClassVar[int] = 2
     """Samples that BatchNorm needs at once; 1 where it is taken over the many points of each sample."""
     method: MethodName = "co2"
-    """How the workers are kept together. The period of every local method is co2.tau. zo: no backward pass, the workers
-    exchange losses alone; of language models."""
+    """How the workers are kept together. The period of every local method is co2.tau. auto: ddp, and co2 from where
+    ddp's communication is measured to cost more. zo: no backward pass, the workers exchange losses alone; of language
+    models."""
     co2: CO2Config = field(default_factory=CO2Config)
     recommended: bool = False
     """Start from CO2Config.recommended, at the recipe's tau, instead of the paper's settings; --co2.* change it. Small
-    recipes do so by themselves, with method co2 and outer state that is not shared out; --no_recommended for not."""
+    recipes do so by themselves, with method co2 and outer state that is not shared out; --no_recommended for not. So
+    does every recipe with method auto, with tau auto."""
     schedule: tuple[str, ...] = ()
     """Of method co2, what changes from round to round: warm_up_momentum:ROUNDS, from 0 to co2.outer_momentum;
     ramp_tau:FIRST, doubled up to co2.tau; or quadratic:SCALE:LEAST, tau = (SCALE / learning rate)^2, at least LEAST, at
@@ -302,6 +304,10 @@ def starting_point(recipe: R, overrides: Sequence[str]) -> R:
     if given.get("layout") and "method" not in given:  # whose name says it
         recipe = dataclasses.replace(recipe, method=Layout.parse(given["layout"]).method)
     method = given.get("method", recipe.method)
+    if method == "auto":
+        own = "no_recommended" in given
+        co2 = recipe.co2 if own else entry_of(method).usual(world_size())
+        return dataclasses.replace(recipe, recommended=not own, co2=co2)
     if "recommended" in given and method != "co2":
         raise UserError(f"recommended is CO2's own, method {method!r} does not have it: leave it out")
     usual = recipe.recommended and method == "co2" and not given.keys() & SHARES and "no_recommended" not in given

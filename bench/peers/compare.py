@@ -22,7 +22,7 @@ from typing import Any
 from bench import report
 from bench.cluster import Cluster, prepare_to_fork, run_ranks
 from bench.peers.adapters import PEERS
-from bench.peers.loop import DILOCO, EVERY_STEP, FREE, LATE, RECOMMENDED, REFERENCE, Job, Split, worker
+from bench.peers.loop import DILOCO, EVERY_STEP, LATE, OWN_TAU, RECOMMENDED, REFERENCE, Job, Split, worker
 from bench.peers.table import markdown, seconds_to, summarise
 from bench.report import read_options, require_known, require_no_crowd, require_one_or_more, require_positive
 from bench.standin import LR, build_model
@@ -34,7 +34,7 @@ from vision import data
 
 OURS = (*EVERY_STEP, "local", "overlap_local", "slowmo", DILOCO, "co2", RECOMMENDED)
 ALL = (*OURS, *PEERS)
-KNOWN = (*ALL, FREE, *over_each(name for name in OURS if name not in (*LATE, RECOMMENDED)))
+KNOWN = (*ALL, *OWN_TAU, *over_each(name for name in OURS if name not in (*LATE, RECOMMENDED)))
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,9 @@ class Choice:
 
 
 def choices(method: str, factors: Sequence[float], taus: Sequence[int]) -> list[Choice]:
-    """What is tried: each learning rate with each period. ddp, dpu and acco have no period, co2_auto chooses
-    its own."""
-    taus = taus[:1] if split_wire(method)[0] in (*EVERY_STEP, FREE) else taus
+    """What is tried: each learning rate with each period. ddp, dpu and acco have no period, co2_auto and
+    auto choose their own."""
+    taus = taus[:1] if split_wire(method)[0] in (*EVERY_STEP, *OWN_TAU) else taus
     return [Choice(LR * factor, tau) for factor, tau in itertools.product(factors, taus)]
 
 

@@ -34,6 +34,8 @@ from vision.data import Images
 
 RECOMMENDED = "co2_recommended"  # co2 with CO2Config.recommended, its tau the row's
 FREE = "co2_auto"  # the same with tau its own choice
+AUTO = "auto"  # ddp over int4, and the same as that from where ddp waits
+OWN_TAU = (FREE, AUTO)
 DILOCO = "diloco"  # blocking, with Nesterov's outer momentum
 LATE = {"dpu": (DPU, 1), "acco": (ACCO, 2)}  # and in how many parts a batch is cut
 EVERY_STEP = ("ddp", *LATE)  # those that have no period, over any wire
@@ -123,7 +125,7 @@ def make_trainer(job: Job, model: nn.Sequential) -> Trainer:
         rounds, sent = lambda: late.rounds, lambda: late.sent
         return Trainer(model, late, close=late.flight.close, rounds=rounds, sent=sent, parts=parts)
     method_name, settings = settings_of(job)
-    assert method_name in METHODS
+    assert method_name in (*METHODS, AUTO)
     wrapped, method = make_method(method_name, model, **settings, lr=lambda: job.lr, timeout=job.timeout, link=link)
     total, steps = [0], itertools.count(1)
 
@@ -149,9 +151,9 @@ def settings_of(job: Job) -> tuple[str, dict[str, Any]]:
     config, delayed = diloco(job.tau) if name == DILOCO else (CO2Config(tau=job.tau), None)
     if format != "float32":
         config = replace(config, wire=WireConfig(format))  # pyright: ignore[reportArgumentType]
-    if name in (RECOMMENDED, FREE):
+    if name in (RECOMMENDED, *OWN_TAU):
         config = CO2Config.recommended(job.workers, job.steps)
-        config = config if name == FREE else replace(config, tau=job.tau)
+        config = config if name in OWN_TAU else replace(config, tau=job.tau)
     return {RECOMMENDED: "co2", FREE: "co2", DILOCO: "delayed"}.get(name, name), {"co2": config, "delayed": delayed}
 
 

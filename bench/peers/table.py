@@ -10,7 +10,7 @@ from typing import Any
 
 from bench import report
 from bench.peers.adapters import PEERS
-from bench.peers.loop import BATCH, EVERY, EVERY_STEP, FREE, RECOMMENDED, REFERENCE, diloco
+from bench.peers.loop import AUTO, BATCH, EVERY, EVERY_STEP, FREE, OWN_TAU, RECOMMENDED, REFERENCE, diloco
 from bench.report import Spread
 from bench.standin import LR, MOMENTUM, build_model
 from bench.trainings import TUNING_SEED, split_wire
@@ -146,7 +146,7 @@ def settings(row: dict[str, Any]) -> str:
         return ""
     if split_wire(row["method"])[0] in EVERY_STEP:
         return f"{row['lr']:g}"
-    period = "auto" if row["method"] == FREE else row["tau"]
+    period = "auto" if row["method"] in OWN_TAU else row["tau"]
     return f"{row['lr']:g}, {period}"
 
 
@@ -195,6 +195,7 @@ def markdown(result: dict[str, Any]) -> str:
         "Nesterov's, blocking; dpu: ddp whose mean gradients are applied one step late; acco (arXiv 2406.02613): an "
         "estimate from one half of each batch, a step from both, without its warm-up; "
         f"overlap_local {chosen(OverlapLocalConfig())}.",
+        *([f"{AUTO}: ddp over int4, and {FREE} from where ddp waits."] if AUTO in o["methods"] else []),
         *(f"{name}: {PEERS[name].note}." for name in o["methods"] if name in PEERS),
         "Versions: " + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
     ]

@@ -23,8 +23,9 @@ from ..wires.config import LGrecoConfig, WireConfig
 from ..zeroth import ZerothConfig
 from ..zeroth.elastic import ElasticZeroth
 from ..zeroth.method import Zeroth
+from . import auto, ddp, delayed, local_sgd, overlap_local_sgd, registry, slowmo, zeroth
 from . import co2 as of_co2
-from . import ddp, delayed, local_sgd, overlap_local_sgd, registry, slowmo, zeroth
+from .auto import Auto, AutoConfig
 from .ddp import DDP
 from .delayed import DelayedCO2, DelayedConfig
 from .local_sgd import LocalSGD
@@ -33,6 +34,8 @@ from .registry import Entry, Given, Settings
 from .slowmo import SlowMo, SlowMoConfig
 
 __all__ = [
+    "Auto",
+    "AutoConfig",
     "CO2",
     "CO2Config",
     "DDP",
@@ -65,6 +68,7 @@ __all__ = [
 
 REGISTRY: list[Entry] = [
     of_co2.ENTRY,
+    auto.ENTRY,
     ddp.ENTRY,
     delayed.ENTRY,
     local_sgd.ENTRY,
@@ -72,7 +76,7 @@ REGISTRY: list[Entry] = [
     slowmo.ENTRY,
     zeroth.ENTRY,
 ]
-METHODS = tuple(entry.name for entry in REGISTRY if entry.kind != "optimizer")
+METHODS = tuple(entry.name for entry in REGISTRY if entry.kind not in ("chosen", "optimizer"))
 Method = Saved | DDP | Zeroth
 
 
@@ -95,13 +99,15 @@ def make_method(
 ) -> tuple[nn.Module, Method]:
     """The model to call in the loop, and the method whose step() follows every optimiser step.
 
-    name: one of METHODS. The period of every local method is co2.tau, so that comparisons share it. schedule: of co2,
-    see CO2. lr: returns the current inner learning rate, for SlowMo. mesh: [nodes, workers of a node]: these
-    synchronise gradients every step, and the method runs across nodes; ddp synchronises all every step anyway. shard,
-    offload: see ShardedCO2. group, timeout, link, riders: see assembly.Options. settings: of the method, by
-    its key: delayed, slowmo, overlap_local, or ddp_wire, how ddp's gradients cross the network.
+    name: one of METHODS, or auto. co2: None for CO2Config(), and with auto for the recommended settings. The period of
+    every local method is co2.tau, so that comparisons share it. schedule: of co2, see CO2. lr: returns the current
+    inner learning rate, for SlowMo. mesh: [nodes, workers of a node]: these synchronise gradients every step, and the
+    method runs across nodes; ddp synchronises all every step anyway. shard, offload: see ShardedCO2. group, timeout,
+    link, riders: see assembly.Options. settings: of the method, by its key: auto, delayed, slowmo, overlap_local, or
+    ddp_wire, how ddp's gradients cross the network.
     """
-    entry, co2 = entry_of(name), checked(co2)
+    entry = entry_of(name)
+    co2 = checked(co2) if co2 is not None else entry.usual(dist.get_world_size(group) if dist.is_initialized() else 1)
     if not isinstance(model, nn.Module):
         raise UserError(f"model: a {type(model).__name__} is given: give the module itself")
     own = check_settings(name, co2, shard=shard, offload=offload, schedule=schedule, **settings)

@@ -54,16 +54,17 @@ class Entry:
     steps wait for them; synchronous, every step is a round; or optimizer, a method in an optimiser's place. settings:
     its own, if it has any. check: refuses settings that do not go together. reads_co2: whether it reads all of
     CO2Config, or tau and tau_max alone. takes: which of shard, offload, schedule, elastic and, of
-    those that do not read all of CO2Config, wire.
+    those that do not read all of CO2Config, wire. usual: CO2's settings where none are given, by the number of workers.
     """
 
     name: str
     make: Callable[[Given], tuple[nn.Module, Any]]
-    kind: Literal["hidden", "blocking", "synchronous", "optimizer"]
+    kind: Literal["hidden", "blocking", "synchronous", "chosen", "optimizer"]
     settings: Settings | None = None
     check: Callable[[Given], object] = lambda given: None
     reads_co2: bool = False
     takes: frozenset[str] = frozenset()
+    usual: Callable[[int], CO2Config] = lambda workers: CO2Config()
 
     @property
     def local(self) -> bool:

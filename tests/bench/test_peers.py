@@ -128,7 +128,7 @@ def test_measures_by_hand():
 
 
 def test_every_method_is_tuned_over_the_same():
-    """ddp and acco have no period to choose, and co2_auto chooses its own."""
+    """ddp and acco have no period to choose, and co2_auto and auto choose their own."""
     assert choices("local", (0.5, 1.0), (6, 24)) == [
         Choice(LR / 2, 6),
         Choice(LR / 2, 24),
@@ -140,6 +140,7 @@ def test_every_method_is_tuned_over_the_same():
         == choices("acco", (0.5, 1.0), (6, 24))
         == choices("ddp:wire=int4", (0.5, 1.0), (6, 24))
         == choices("co2_auto", (0.5, 1.0), (6,))
+        == choices("auto", (0.5, 1.0), (6, 24))
         == [
             Choice(LR / 2, 6),
             Choice(LR, 6),

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from bench import loss_table, time_to_loss
-from bench.loss_table import METHODS, OF_CO2, USUAL, Outcome, cells, follow, markdown, speed_up, unpaid
+from bench.loss_table import CHOSEN, METHODS, OF_CO2, USUAL, Outcome, cells, follow, markdown, speed_up, unpaid
 from bench.time_to_loss import TimeToLoss
 from bench.trainings import Metrics, split_wire
 from core.errors import UserError
@@ -256,8 +256,8 @@ def test_the_train_script_understands_every_command(method: str, monkeypatch: py
     assert (
         recipe.method == {"diloco": "delayed"}.get(name, name.split("_auto")[0].split("_rec")[0]) and recipe.seed == 3
     )
-    assert (recipe.co2.tau == "auto") == ("_auto" in method) and recipe.delayed.nesterov == (name == "diloco")
-    expected = "lgreco" if "lgreco" in method else "auto" if method in OF_CO2 else wire
+    assert (recipe.co2.tau == "auto") == ("auto" in method) and recipe.delayed.nesterov == (name == "diloco")
+    expected = "lgreco" if "lgreco" in method else "auto" if method in (*OF_CO2, *CHOSEN) else wire
     assert (recipe.ddp_wire if name == "ddp" else recipe.co2.wire).format == expected
 
 

@@ -117,7 +117,7 @@ def build(**settings: Any) -> CO2:
         (lambda: OverlapLocalConfig(anchor_momentum=1.0), "anchor_momentum=1.0", "[0, 1)"),
         (lambda: ThrottledLink(0), "link rate 0", "above 0"),
         (lambda: ThrottledLink(float("nan")), "link rate nan", "above 0"),
-        (lambda: make_method("sgd", nn.Linear(1, 1)), "'sgd'", "co2, ddp, delayed, local, overlap_local, slowmo"),
+        (lambda: make_method("sgd", nn.Linear(1, 1)), "'sgd'", "co2, auto, ddp, delayed, local, overlap_local, slowmo"),
         (
             lambda: make_method("co2", nn.Linear(1, 1), delayed=DelayedConfig(policy="taylor")),
             "delayed.policy='taylor'",

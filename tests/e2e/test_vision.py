@@ -132,8 +132,8 @@ def test_two_methods_learn_on_two_workers(folder: Path, trained: list[dict[str, 
 
 @pytest.mark.slow
 def test_each_method_learns_on_two_workers(tmp_path: Path):
-    jobs = {method: {"method": method, "epochs": 6} for method in METHODS}
-    check_learning(tmp_path, run_distributed(train_in_process, 2, str(tmp_path), jobs, timeout=240)[0], METHODS)
+    jobs = {method: {"method": method, "epochs": 6} for method in (*METHODS, "auto")}
+    check_learning(tmp_path, run_distributed(train_in_process, 2, str(tmp_path), jobs, timeout=240)[0], (*jobs,))
 
 
 def test_equal_seeds_give_equal_runs_and_others_do_not(trained: list[dict[str, Any]]):

@@ -22,6 +22,7 @@ import training.run
 from core import CO2Config, UserError
 from core.adaptive.pace import BySpeed, Pace
 from core.adaptive.pacing import Adaptive
+from core.methods.auto import Auto, AutoConfig
 from core.robust.requests import Requests
 from core.rounds import Rounds
 from core.testing import run_distributed
@@ -54,10 +55,16 @@ def signal_handlers() -> Iterator[None]:
 
 
 def train(
-    folder: Path, steps: int, *, resume: bool = False, crash_at: int | None = None, compile: bool = False
+    folder: Path,
+    steps: int,
+    *,
+    resume: bool = False,
+    crash_at: int | None = None,
+    compile: bool = False,
+    **settings: Any,
 ) -> list[torch.Tensor]:
     """A few steps of a linear model under Run, with dropout so that random state matters; the final parameters."""
-    recipe = Toy(name="toy", out=folder, resume=resume, device="cpu", compile=compile)
+    recipe = Toy(name="toy", out=folder, resume=resume, device="cpu", compile=compile, **settings)
     with Run(recipe) as run:
         model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -87,6 +94,23 @@ def test_resume_goes_on_bit_for_bit(tmp_path: Path):
     assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
     other = train(tmp_path / "other", 19)
     assert not all(torch.equal(a, b) for a, b in zip(whole, other, strict=True)), "the comparison must be able to fail"
+
+
+@pytest.mark.parametrize("crash_at", [4, 10])
+def test_auto_goes_from_ddp_to_co2_and_resumes_in_either(
+    crash_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    monkeypatch.setattr(Auto, "times", lambda self, ddp: (0.7, 1.0))
+    auto = {"method": "auto", "auto": AutoConfig(share=0.3)}
+    whole = train(tmp_path / "whole", 20, **auto)
+    said = "step 5: auto: 70% of a step of ddp is exposed communication: CO2 takes over"
+    assert said in capsys.readouterr().err
+    train(tmp_path / "parts", 20, crash_at=crash_at, **auto)
+    resumed = train(tmp_path / "parts", 20, resume=True, **auto)
+    assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
+    assert (said in capsys.readouterr().err) and json.loads((tmp_path / "parts" / "summary.json").read_text())[
+        "rounds"
+    ] == 10
 
 
 def test_run_folder_is_complete_and_never_overwritten(tmp_path: Path):
