@@ -13,7 +13,4 @@ class CollectiveError(RuntimeError):
 
 
 class DivergedError(RuntimeError):
-    """Training cannot go on: what workers hold is not finite, or one is left out of the mean round after round.
-
-    The train scripts print it without a traceback and exit with status 2; the last checkpoint stays.
-    """
+    """Training cannot go on: what workers hold is not finite, or one is left out of the mean round after round."""

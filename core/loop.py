@@ -18,8 +18,7 @@ class Loop:
 
     calls finish() and close(). After an exception it calls leave() instead, and waits for nobody.
 
-    What is said here holds of a method each of whose steps ends a round, with equal parameters on all workers, as with
-    DDP and without gradients; Rounds says it for the others.
+    What is said here holds where each step ends a round with equal parameters, as in DDP; Rounds says it for others.
     """
 
     @property

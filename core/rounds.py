@@ -64,9 +64,13 @@ class Rounds(Held, Loop):
         self.growth = 1.0
         self._late = Late()
         self._ended: bool | None = None  # after step(last=True): whether all workers have ended
-        self.flight.agree((self.name, self.signature()), self._alike)
+        self.begin_alike()
         for rider in self.riders:
             rider.attach(self)
+
+    def begin_alike(self) -> None:
+        """All workers take the first one's tensors."""
+        self.flight.agree((self.name, self.signature()), self._alike)
 
     @property
     def tau(self) -> int:

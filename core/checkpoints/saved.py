@@ -61,7 +61,7 @@ class Saved(Rounds):
         them back to where the old ones were. What is in flight is thrown away, and momenta are forgotten.
         """
         self.flight.restore(self.rounds, in_flight=False)
-        self.flight.agree((self.name, self.signature()), self._alike)
+        self.begin_alike()
         self.local_steps, self._ended = 0, None
         self.start_from_params()
 

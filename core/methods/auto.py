@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..adaptive.pacing import Adaptive
 from ..assembly import CO2, CO2Config, Options
-from ..checks import of_rank, under_rank
+from ..checkpoints.saved import of_rank, under_rank
 from ..config import is_number, is_whole, require
 from ..errors import UserError
 from ..groups import compare, host_group
