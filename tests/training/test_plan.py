@@ -13,7 +13,7 @@ from training.plan.case import FLOAT32, MEGATRON, MERGES, RECOMPUTE, WIRES, Case
 from training.plan.clusters import Cluster, Device, preset
 from training.plan.model import Model, preset_model
 
-MODEL = Model("m", "gpt", 8, 100, 4, 1000, 50, 400, 4, tied=True)
+MODEL = Model("m", "gpt2", 8, 100, 4, 1000, 50, 400, 4, tied=True)
 DEVICE = Device("d", 1e12, 2e9, 1e11, 1e10, top=0.5, passes=2)
 CLUSTER = Cluster("c", DEVICE, 2, 4, inside=1e10, across=1e9, latency=1e-3, inside_latency=1e-5)
 CUT = Layouts(2, 2, 2, 1, 2)  # tp2.pp2.dp2, micro-batches of 2

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from training.plan.block import measured
 from training.plan.clusters import Cluster, Numbers
 from training.plan.model import Model
 
@@ -21,8 +22,8 @@ MERGES = ("keep", "mix", "outer")
 class Software:
     """What the training program does; the defaults are this project's with torch under autocast in 16 bits.
 
-    parameter, gradient, optimizer, value: bytes of each parameter, and of a value that is kept. fused: attention keeps
-    no s x s matrix. overlap: DDP and FSDP2 reduce beneath the backward pass. megatron: a pipeline's hop is cut over the
+    parameter, gradient, optimizer, value: bytes of each parameter, and of a value that products take. stream: of what
+    goes from block to block, which autocast leaves in float32. fused: attention keeps no s x s matrix. overlap: DDP and FSDP2 reduce beneath the backward pass. megatron: a pipeline's hop is cut over the
     TP ranks [N sec. 4.1], logits stay cut over them, no buffers for what each micro-batch receives, and sequence
     parallelism is known. reserve: bytes that none of the parts counts.
     """
@@ -31,13 +32,14 @@ class Software:
     gradient: float = 4
     optimizer: float = 8
     value: float = 2
+    stream: float = 4
     fused: bool = True
     overlap: bool = True
     megatron: bool = False
     reserve: float = 1.5 * (1 << 30)  # training/memory.py
 
 
-MEGATRON = Software(2, 2, 12, fused=False, overlap=False, megatron=True)  # of 2021: [N], [R 3.1]
+MEGATRON = Software(2, 2, 12, stream=2, fused=False, overlap=False, megatron=True)  # of 2021: [N], [R 3.1]
 FLOAT32 = Software(value=4, reserve=0.0)  # on CPUs
 
 
@@ -143,6 +145,23 @@ class Case:
         if self.software.fused:
             return 0.0 * self.layout.tp
         return self.layout.micro * self.model.context * self.model.scores(self.software.value) / self.layout.tp
+
+    @cached_property
+    def given(self) -> Numbers:
+        """stream bytes * b s h: what a block gets"""
+        return self.software.stream * self.layout.micro * self.model.context * self.model.width
+
+    @cached_property
+    def measured(self) -> tuple[Numbers, Numbers]:
+        """b (whole + cut / t): bytes that a block keeps, and has more at its backward pass's peak, both measured [M]
+
+        Megatron-LM's, which is not here: `kept` and the scores; 0.
+        """
+        x, s = self.layout, self.software
+        if s.megatron:
+            return self.kept + np.where(x.recompute == 0, self.scores, 0.0), 0.0
+        block = measured(self.model, int(s.value))
+        return tuple(x.micro * (whole + cut / x.tp) for whole, cut in (block.kept, block.more))  # pyright: ignore
 
     @cached_property
     def island(self) -> Numbers:

@@ -13,19 +13,13 @@ from core.checkpoints.untrusted import parse_json, reason
 from core.errors import UserError
 
 LARGEST = 10**7  # of a size in a config.json
-# model_type -> family, and the names of layers, width, heads, inner width and positions in Hugging Face's config.json
-DECODERS = {
-    "gpt2": ("gpt", "n_layer", "n_embd", "n_head", "n_inner", "n_positions"),
-    **dict.fromkeys(
-        ("llama", "mistral"),
-        (
-            "llama",
-            "num_hidden_layers",
-            "hidden_size",
-            "num_attention_heads",
-            "intermediate_size",
-            "max_position_embeddings",
-        ),
+FAMILIES = {"gpt2": "gpt2", "llama": "llama", "mistral": "llama"}  # by model_type in Hugging Face's config.json
+# of a family there: layers, width, heads, inner width, positions, activation and its default
+NAMES = {
+    "gpt2": ("n_layer", "n_embd", "n_head", "n_inner", "n_positions", "activation_function", "gelu_new"),
+    "llama": (
+        *("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"),
+        *("max_position_embeddings", "hidden_act", "silu"),
     ),
 }
 
@@ -50,8 +44,9 @@ def of_preset(kind: str, name: str) -> dict[str, Any]:
 class Model:
     """Sizes of a decoder.
 
-    family: gpt (GELU, biases, two layer norms, learned positions, dropout, as GPT-2) or llama (gated SiLU, no biases,
-    RMS norms, rotary positions, no dropout). context: tokens of a sample. tied: embedding and head share a matrix.
+    family: gpt2 (GELU, biases, two layer norms, learned positions) or llama (gated SiLU, no biases, RMS norms, rotary
+    positions). context: tokens of a sample. tied: embedding and head share a matrix. activation: as transformers call
+    it, whose implementations keep more or less.
     """
 
     name: str
@@ -64,6 +59,7 @@ class Model:
     inner: int
     kv_heads: int
     tied: bool
+    activation: str = "gelu_pytorch_tanh"
 
     @property
     def kv_width(self) -> float:
@@ -169,7 +165,8 @@ def preset_model(name: str, context: int | None) -> Model:
         context=context or found["context"],
         inner=found.get("inner", 4 * found["width"]),
         kv_heads=found["heads"],
-        tied=found["family"] == "gpt",
+        tied=found["family"] == "gpt2",
+        activation=found.get("activation", "gelu_pytorch_tanh" if found["family"] == "gpt2" else "silu"),
     )
 
 
@@ -181,9 +178,10 @@ def from_config(folder: Path, context: int | None) -> Model:
     except (OSError, ValueError) as error:
         raise UserError(f"{file}: {reason(error)}; give a folder with Hugging Face's config.json") from None
     kind = config.get("model_type") if isinstance(config, dict) else None
-    if kind not in DECODERS:
-        raise UserError(f"{file}: model_type {kind!r} is no decoder that the planner knows: {', '.join(DECODERS)}")
-    family, layers, width, heads, inner, positions = DECODERS[kind]
+    if kind not in FAMILIES:
+        raise UserError(f"{file}: model_type {kind!r} is no decoder that the planner knows: {', '.join(FAMILIES)}")
+    family = FAMILIES[kind]
+    layers, width, heads, inner, positions, activation, usual = NAMES[family]
 
     def size(name: str, default: int | None = None) -> int:
         value = config.get(name)
@@ -202,7 +200,8 @@ def from_config(folder: Path, context: int | None) -> Model:
         heads=size(heads),
         vocabulary=size("vocab_size"),
         context=context or size(positions),
-        inner=size(inner, 4 * size(width) if family == "gpt" else None),
+        inner=size(inner, 4 * size(width) if family == "gpt2" else None),
         kv_heads=size("num_key_value_heads", size(heads)),
-        tied=bool(config.get("tie_word_embeddings", family == "gpt")),
+        tied=bool(config.get("tie_word_embeddings", family == "gpt2")),
+        activation=str(config.get(activation, usual)),
     )

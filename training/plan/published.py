@@ -67,7 +67,7 @@ class Run:
 
 
 def gpt(name: str, layers: int, width: int, heads: int) -> Model:
-    return Model(name, "gpt", layers, width, heads, VOCABULARY, CONTEXT, 4 * width, heads, True)
+    return Model(name, "gpt2", layers, width, heads, VOCABULARY, CONTEXT, 4 * width, heads, True)
 
 
 def megatron_run(cell: tuple[Any, ...]) -> Run:

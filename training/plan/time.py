@@ -74,8 +74,7 @@ def tensor(c: Case) -> Numbers:
 def pipeline(c: Case) -> Numbers:
     """m 2 v (size b s h / B + A): to the next stage and back, a chunk [N sec. 3.1]; over t if scattered [N sec. 4.1]"""
     x, stride = c.layout, c.layout.tp * c.layout.dp
-    size = c.software.value * x.micro * c.model.context * c.model.width
-    size = size / np.where((x.sequence == 1) | c.software.megatron, x.tp, 1)
+    size = c.given / np.where((x.sequence == 1) | c.software.megatron, x.tp, 1)
     hop = np.where(c.cluster.crosses(x.pp, stride), c.cluster.latency, c.cluster.inside_latency)
     one = size / c.cluster.rate(x.pp, stride) + hop
     return np.where(x.pp > 1, c.micro_batches * 2 * x.v * one, 0.0)
