@@ -164,6 +164,12 @@ class Case:
         return tuple(x.micro * (whole + cut / x.tp) for whole, cut in (block.kept, block.more))  # pyright: ignore
 
     @cached_property
+    def shares(self) -> Numbers:
+        """d, but 1 with z < 2 and TP or stages: of an island's equal replicas those that share CO2's outer state out [C]"""
+        x = self.layout
+        return np.where((x.zero >= 2) | (x.tp * x.pp == 1), x.dp, 1)
+
+    @cached_property
     def island(self) -> Numbers:
         """t p d: devices of an island"""
         return self.layout.tp * self.layout.pp * self.layout.dp

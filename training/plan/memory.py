@@ -95,16 +95,15 @@ def passing(c: Case, last: bool) -> Numbers:
 
 
 def co2(c: Case, last: bool) -> Numbers:
-    """4 own' (payload + (x + m) / shares), own' the device's shard, shares d with z < 2; offloaded: 0 [M]
+    """4 (own' + 2 own / shares): payload, x and m; own' the device's shard; offloaded: 0 [M]
 
     An island of one device: 3 copies, 1 more with merge keep, 1 + 1/I more over a narrow wire [M].
     """
     x = c.layout
     cut = np.where(x.zero >= 2, x.dp, 1)
-    shares = x.dp / cut
     alone = 3.0 + (x.merge == MERGES.index("keep")) + np.where(x.wire > 0, 1 + 1 / np.maximum(x.islands, 1), 0.0)
-    copies = np.where(c.island == 1, alone, 1 + 2 / shares)
-    return np.where((x.islands > 1) & (x.offload == 0), FLOAT32 * c.own(last) / cut * copies, 0.0)
+    copies = np.where(c.island == 1, alone, 1 / cut + 2 / c.shares)
+    return np.where((x.islands > 1) & (x.offload == 0), FLOAT32 * c.own(last) * copies, 0.0)
 
 
 def reserve(c: Case, last: bool) -> Numbers:

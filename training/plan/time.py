@@ -119,16 +119,16 @@ INSIDE: tuple[Part, ...] = (products, passes, tensor, pipeline, bubble, data, op
 
 
 def outer_allreduce(c: Case) -> Numbers:
-    """allreduce(wire bytes own / d, I ranks an island apart): each device sends its share [C step 3]"""
+    """allreduce(wire bytes own / shares, I ranks an island apart): each device sends its share [C step 3]"""
     wire = np.array(list(WIRES.values()))[np.asarray(c.layout.wire)]
-    return c.cluster.allreduce(wire * c.largest / c.layout.dp, c.layout.islands, c.island)
+    return c.cluster.allreduce(wire * c.largest / c.shares, c.layout.islands, c.island)
 
 
 def boundary_pass(c: Case) -> Numbers:
-    """32 own / (d bandwidth) + allreduce(4 own, d) / 2, offloaded + 8 own / (d host): once in tau steps [O]"""
+    """32 own / (shares bandwidth) + allreduce(4 own, d) / 2, offloaded + 8 own / (shares host): once in tau steps [O]"""
     x, device = c.layout, c.cluster.device
-    share = c.largest / x.dp
-    gather = np.where(x.zero >= 2, 0.0, 0.5 * ring(c, 4 * c.largest))
+    share = c.largest / c.shares
+    gather = np.where((x.zero >= 2) | (c.shares == 1), 0.0, 0.5 * ring(c, 4 * c.largest))
     return BOUNDARY * share / device.bandwidth + gather + np.where(x.offload == 1, 8 * share / device.host, 0.0)
 
 
