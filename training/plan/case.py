@@ -23,9 +23,11 @@ class Software:
     """What the training program does; the defaults are this project's with torch under autocast in 16 bits.
 
     parameter, gradient, optimizer, value: bytes of each parameter, and of a value that products take. stream: of what
-    goes from block to block, which autocast leaves in float32. fused: attention keeps no s x s matrix. overlap: DDP and FSDP2 reduce beneath the backward pass. megatron: a pipeline's hop is cut over the
-    TP ranks [N sec. 4.1], logits stay cut over them, no buffers for what each micro-batch receives, and sequence
-    parallelism is known. reserve: bytes that none of the parts counts.
+    goes from block to block, which autocast leaves in float32. fused: attention keeps no s x s matrix. overlap: DDP
+    reduces beneath the backward pass. prefetch: FSDP2's collectives run beneath computing. scatter: what a
+    reduce-scatter takes of an all-reduce. megatron: a pipeline's hop is cut over the TP ranks [N sec. 4.1], logits stay
+    cut over them, no buffers for what each micro-batch receives, and sequence parallelism is known. reserve: bytes that
+    none of the parts counts.
     """
 
     parameter: float = 4
@@ -35,12 +37,14 @@ class Software:
     stream: float = 4
     fused: bool = True
     overlap: bool = True
+    prefetch: bool = True
+    scatter: float = 0.5
     megatron: bool = False
     reserve: float = 1.5 * (1 << 30)  # training/memory.py
 
 
-MEGATRON = Software(2, 2, 12, stream=2, fused=False, overlap=False, megatron=True)  # of 2021: [N], [R 3.1]
-FLOAT32 = Software(value=4, reserve=0.0)  # on CPUs
+MEGATRON = Software(2, 2, 12, stream=2, fused=False, overlap=False, prefetch=False, megatron=True)  # of 2021: [N], [R 3.1]
+FLOAT32 = Software(value=4, prefetch=False, scatter=1.0, reserve=0.0)  # on CPUs: gloo scatters by an all-reduce
 
 
 @dataclass(frozen=True)
@@ -165,7 +169,7 @@ class Case:
 
     @cached_property
     def shares(self) -> Numbers:
-        """d, but 1 with z < 2 and TP or stages: of an island's equal replicas those that share CO2's outer state out [C]"""
+        """d, but 1 with z < 2 and TP or stages: equal replicas of an island that share out CO2's outer state [C]"""
         x = self.layout
         return np.where((x.zero >= 2) | (x.tp * x.pp == 1), x.dp, 1)
 

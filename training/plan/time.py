@@ -13,6 +13,8 @@ from training.plan.clusters import Numbers
 ADAMW = (
     28  # bytes that AdamW moves for a parameter: gradient, 16-bit copy, itself, two moments read; the last four written
 )
+FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DistributedDataParallel's by default
+TENSORS = 12  # of a block, which are reduced one by one where neither DDP nor FSDP2 does it
 BOUNDARY = 32  # of an element: parameter, payload, x and m, read and written in one pass (docs/design.md)
 
 
@@ -55,6 +57,13 @@ def products(c: Case) -> Numbers:
 
 
 @once
+def head(c: Case) -> Numbers:
+    """3 m b head / (t top peak): its part of the products"""
+    device = c.cluster.device
+    return 3 * c.micro_batches * c.layout.micro * c.model.head_flops / c.layout.tp / (device.top * device.peak)
+
+
+@once
 def passes(c: Case) -> Numbers:
     """m l/p (3 + again) passes (kept + scores) / bandwidth: norms, GELU, softmax, dropout, residuals [O]"""
     device = c.cluster.device
@@ -82,31 +91,35 @@ def pipeline(c: Case) -> Numbers:
 
 @once
 def bubble(c: Case) -> Numbers:
-    """(p - 1) / (v m) of products, passes, tensor and pipeline [N sec. 2.2]"""
-    busy = products(c) + passes(c) + tensor(c) + pipeline(c)
+    """(p - 1) / (v m) of products but the head's, passes, tensor and pipeline [N sec. 2.2]: other stages have no head"""
+    busy = products(c) - head(c) + passes(c) + tensor(c) + pipeline(c)
     return busy * (c.layout.pp - 1) / (c.layout.v * c.micro_batches)
 
 
 @once
 def data(c: Case) -> Numbers:
-    """ring(gradients) [half with z >= 2] - hidden, + half rings of z = 1: 1, z = 2: 1, z = 3: 2 m - hidden [R sec. 7]
+    """ring(gradients) [scatter with z >= 2] - hidden, + half rings of z = 1: 1, z = 2: 1, z = 3: 2 m - hidden [R sec. 7]
 
     The first reduces gradients, once a step; the second gathers: parameters (z = 1), or values of theirs (z >= 2).
     Hidden: the first under the last micro-batch's backward pass, 2/3 of its compute, where DDP or FSDP2 reduces (not z
-    < 2 with TP or stages); the second under all compute with z >= 2 [O].
+    < 2 with TP or stages), but for DDP's last bucket; the second under all compute with z >= 2 [O].
     """
-    m, x, by_zero = c.micro_batches, c.layout, c.layout.zero >= 2
-    compute = (products(c) + passes(c)) * c.software.overlap
-    reduced = ring(c, c.software.gradient * c.largest) * np.where(by_zero, 0.5, 1.0)
-    beneath = np.where(by_zero | (x.tp * x.pp == 1), compute / m * 2 / 3, 0.0)
+    m, x, by_zero, s = c.micro_batches, c.layout, c.layout.zero >= 2, c.software
+    by_ddp = ~by_zero & (x.tp * x.pp == 1)
+    compute, size = products(c) + passes(c), s.gradient * c.largest
+    reduced = ring(c, size) * np.where(by_zero, s.scatter, 1.0)
+    beneath = np.where(by_ddp, s.overlap, by_zero & s.prefetch) * compute / m * 2 / 3
+    left = np.where(by_ddp, ring(c, np.where(size > FIRST_BUCKET, (size - FIRST_BUCKET) % BUCKET, size)), 0.0)
     halves = np.where(x.zero == 3, 2.0 * m, np.where(x.zero > 0, 1.0, 0.0))
-    gathered = halves / 2 * ring(c, np.where(by_zero, c.software.value, c.software.parameter) * c.largest)
-    return np.maximum(0.0, reduced - beneath) + np.maximum(0.0, gathered - np.where(by_zero, compute, 0.0))
+    gathered = halves / 2 * ring(c, np.where(by_zero, s.value, s.parameter) * c.largest)
+    return np.maximum(left, reduced - beneath) + np.maximum(0.0, gathered - (by_zero & s.prefetch) * compute)
 
 
 def ring(c: Case, size: Numbers) -> Numbers:
-    """allreduce(size, d ranks, t apart)"""
-    return c.cluster.allreduce(size, c.layout.dp, c.layout.tp)
+    """n allreduce(size / n, d ranks, t apart), n: 1 for DDP, blocks + 1 with z >= 2, else tensors: 12 a block [O]"""
+    x = c.layout
+    many = np.where(x.zero >= 2, c.layers + 1, np.where(x.tp * x.pp > 1, TENSORS * c.layers, 1))
+    return many * c.cluster.allreduce(size / many, x.dp, x.tp)
 
 
 @once
@@ -125,7 +138,7 @@ def outer_allreduce(c: Case) -> Numbers:
 
 
 def boundary_pass(c: Case) -> Numbers:
-    """32 own / (shares bandwidth) + allreduce(4 own, d) / 2, offloaded + 8 own / (shares host): once in tau steps [O]"""
+    """32 own / (shares bandwidth) + allreduce(4 own, d) / 2, offloaded + 8 own / (shares host): in tau steps [O]"""
     x, device = c.layout, c.cluster.device
     share = c.largest / c.shares
     gather = np.where((x.zero >= 2) | (c.shares == 1), 0.0, 0.5 * ring(c, 4 * c.largest))
