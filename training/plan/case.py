@@ -43,7 +43,9 @@ class Software:
     reserve: float = 1.5 * (1 << 30)  # training/memory.py
 
 
-MEGATRON = Software(2, 2, 12, stream=2, fused=False, overlap=False, prefetch=False, megatron=True)  # of 2021: [N], [R 3.1]
+MEGATRON = Software(
+    2, 2, 12, stream=2, fused=False, overlap=False, prefetch=False, megatron=True
+)  # of 2021: [N], [R 3.1]
 FLOAT32 = Software(value=4, prefetch=False, scatter=1.0, reserve=0.0)  # on CPUs: gloo scatters by an all-reduce
 
 

@@ -82,8 +82,8 @@ def received(c: Case, last: bool) -> Numbers:
 def passing(c: Case, last: bool) -> Numbers:
     """max(logits, a block's backward pass): what is there for a moment, while the rest is [M]
 
-    Logits, of the last stage: b s V (size + 4 + 4), with a float32 log-softmax and its gradient; Megatron-LM's over t. A
-    block: what is measured beyond what it keeps, its gradients, with z >= 2 once more in float32 for their reduction,
+    Logits, of the last stage: b s V (size + 4 + 4), with a float32 log-softmax and its gradient; Megatron-LM's over t.
+    A block: what is measured beyond what it keeps, its gradients, with z >= 2 once more in float32 for their reduction,
     and with full recomputation what it keeps.
     """
     x, size, cut = c.layout, c.software.value, c.layout.tp if c.software.megatron else 1

@@ -25,12 +25,12 @@ NAMES = {
 
 
 @cache
-def presets() -> dict[str, dict[str, dict[str, Any]]]:
+def presets() -> dict[str, dict[str, Any]]:
     """devices, clusters and models of presets.toml, where each has its source."""
     return tomllib.loads((Path(__file__).parent / "presets.toml").read_text())
 
 
-def of_preset(kind: str, name: str) -> dict[str, Any]:
+def of_preset(kind: str, name: str) -> Any:
     """One of presets.toml; a UserError lists them."""
     known = presets()[kind]
     if name not in known:
@@ -154,20 +154,10 @@ def preset_model(name: str, context: int | None) -> Model:
     """Of presets.toml, or of a folder with Hugging Face's config.json."""
     if Path(name).is_dir() or "/" in name:
         return from_config(Path(name), context)
-    found = of_preset("models", name)
-    return Model(
-        name=name,
-        family=found["family"],
-        layers=found["layers"],
-        width=found["width"],
-        heads=found["heads"],
-        vocabulary=found["vocabulary"],
-        context=context or found["context"],
-        inner=found.get("inner", 4 * found["width"]),
-        kv_heads=found["heads"],
-        tied=found["family"] == "gpt2",
-        activation=found.get("activation", "gelu_pytorch_tanh" if found["family"] == "gpt2" else "silu"),
-    )
+    family, layers, width, heads, inner, vocabulary, length = of_preset("models", name)
+    activation = presets()["activations"].get(name, NAMES[family][-1] if family == "llama" else "gelu_pytorch_tanh")
+    sizes = layers, width, heads, vocabulary, context or length, inner, heads
+    return Model(name, family, *sizes, tied=family == "gpt2", activation=activation)
 
 
 def from_config(folder: Path, context: int | None) -> Model:
