@@ -16,6 +16,7 @@ import gc
 import math
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from typing import Any
 
 from bench import layouts_report, report
 from bench.cluster import Cluster, prepare_to_fork, run_ranks
-from bench.layouts_report import NAME, combine_links, device, predict
+from bench.layouts_report import NAME, combine, combine_links, device, predict
 from bench.report import read_options, require_each_once, require_one_or_more, require_positive
 from core import CO2Config
 from training.layout import Layout
@@ -33,9 +34,7 @@ from training.plan.model import Model, preset_model
 from training.script import launch
 
 PRESET, KIND, VOCABULARY = "gpt2-tiny", "gpt2_tiny", 1024  # of the planner, of language.model
-WARM_UP = 2  # steps
 TIMEOUT = 600.0  # seconds of one layout
-NO_LINKS = {"inside": 1.0, "across": 1.0, "inside_latency": 0.0, "latency": 0.0}
 DEFAULT = (
     *("dp8", "dp8.fsdp", "tp4.dp2", "pp4.dp2", "tp2.pp2.dp2", "co2x8"),
     *("dp8.zero1", "tp2.pp4", "pp2.v2.dp4", "tp2.dp4.fsdp", "dp4.co2x2", "tp2.co2x4", "pp4.co2x2", "dp4.fsdp.co2x2"),
@@ -55,11 +54,11 @@ class Layouts:
     batch: int = 32
     """Samples a step, of all workers (global)."""
     context: int = 32
-    layer_ms: float = 12.0
+    layer_ms: float = 10.0
     """Milliseconds that the forward pass of one layer takes for one sample at tp1."""
     tau: int = 4
     """Local steps of a round of CO2."""
-    steps: int = 4
+    steps: int = 2
     """Of each repeat, rounded up to whole rounds."""
     repeats: int = 3
     out: Path | None = None
@@ -141,31 +140,39 @@ def layers(o: Layouts) -> tuple[float, float, float]:
     return o.layer_ms / 1e3, 2 + 0.5 * m.attention_flops / whole, o.layer_ms / 1e3 * m.head_flops / whole
 
 
-def time_steps(o: Layouts, name: str) -> dict[str, Any]:
-    """Seconds a step of each repeat, of this rank; and what its own computing took of them."""
-    with joined():
-        trainer, seconds = Trainer(o, Layout.parse(name)), []
-        many = math.ceil(o.steps / trainer.round) * trainer.round
-        trainer.run(max(WARM_UP, trainer.round))
-        busy = time.process_time()
-        for _ in range(o.repeats):
-            seconds.append(timed(lambda: trainer.run(many)) / many)
-        busy = (time.process_time() - busy) / (many * o.repeats)
-        finish(trainer)
-    return {"seconds": seconds, "busy": busy}
-
-
-def count_bytes(o: Layouts, name: str) -> dict[str, int]:
-    """Of this rank: what the allocator holds between two steps, and at the peak of one."""
+def measure(o: Layouts, name: str, asked: Path) -> dict[str, Any]:
+    """Of this rank: bytes that the allocator holds at the peak of a step; by rate, seconds a step of each repeat, and
+    what its own computing took of one. asked: a file in which rank 0 asks for the next rate."""
     with joined():
         with allocated() as held:
             trainer = Trainer(o, Layout.parse(name))
-            trainer.run(max(WARM_UP, trainer.round))
+            trainer.run(max(2, trainer.round))
             gc.collect()  # the whole model is in circles
         with allocated() as step:
             trainer.run(trainer.round)
-        finish(trainer)
-    return {"held": held["left"], "peak": held["left"] + step["peak"]}
+        times = [time_steps(o, trainer, rate, asked) for rate in o.rates]
+        if trainer.co2:
+            trainer.co2.finish()
+            trainer.co2.close()
+    return {"bytes": held["left"] + step["peak"], "times": times}
+
+
+def time_steps(o: Layouts, trainer: Trainer, rate: float, asked: Path) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    many = math.ceil(o.steps / trainer.round) * trainer.round
+    if trainer.co2:
+        trainer.co2.flight.settle()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        asked.write_text(f"{rate}")
+        while asked.exists():
+            time.sleep(0.01)
+    dist.barrier()
+    trainer.run(trainer.round)
+    busy = time.process_time()
+    seconds = [timed(lambda: trainer.run(many)) / many for _ in range(o.repeats)]
+    return {"seconds": seconds, "busy": (time.process_time() - busy) / (many * o.repeats)}
 
 
 def probe_links(o: Layouts) -> dict[str, float]:
@@ -216,12 +223,6 @@ def timed(act: Callable[[], Any]) -> float:
     act()
     dist.barrier()
     return time.perf_counter() - began
-
-
-def finish(trainer: Trainer) -> None:
-    if trainer.co2:
-        trainer.co2.finish()
-        trainer.co2.close()
 
 
 def pace(block: Any, seconds: float, backward: float, crowd: float) -> None:
@@ -278,6 +279,14 @@ def allocated() -> Iterator[dict[str, int]]:
     found |= {"left": now, "peak": peak}
 
 
+def answer(cluster: Cluster, asked: Path) -> bool:
+    """Sets the rate that the ranks ask for; they go on."""
+    if asked.exists() and (rate := asked.read_text()):
+        cluster.set_rate(float(rate))
+        asked.unlink()
+    return False
+
+
 def main() -> None:
     o = read_options(Layouts, "bench.layouts", description=__doc__)
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler's, which counts bytes
@@ -289,25 +298,25 @@ def main() -> None:
     found = report.header("bench.layouts", o, ("torch", "transformers")) | {"bytes": {}, "rows": [], "links": {}}
     made = device(o, probed("").bandwidth / o.crowd)
 
-    def on_ranks(act: Callable[..., Any], cluster: Cluster | None, *more: str) -> list[Any]:
-        return run_ranks(act, cluster, o.ranks_per_node, o.nodes, o, *more, timeout=TIMEOUT)
+    with Cluster(o.nodes, o.rates[0]) as cluster, tempfile.TemporaryDirectory() as shared:
+        asked = Path(shared, "rate")
 
-    for name in o.layouts:
-        counted = max(of["peak"] for of in on_ranks(count_bytes, None, name))
-        found["bytes"][name] = counted, predict(o, name, NO_LINKS, made)[1]
-    with Cluster(o.nodes, o.rates[0]) as cluster:
+        def on_ranks(act: Callable[..., Any], *more: Any) -> list[Any]:
+            return run_ranks(
+                act, cluster, o.ranks_per_node, o.nodes, o, *more, timeout=TIMEOUT, until=lambda: answer(cluster, asked)
+            )
+
         for rate in o.rates:
             cluster.set_rate(rate)
-            found["links"][f"{rate:g}"] = links = combine_links(on_ranks(probe_links, cluster))
-            for name in o.layouts:
-                of_all = on_ranks(time_steps, cluster, name)
-                seconds = [max(times) for times in zip(*(of["seconds"] for of in of_all), strict=True)]
-                busy = statistics.fmean(of["busy"] for of in of_all) / statistics.fmean(seconds)
-                said = predict(o, name, links, made)[0]
-                row = {"layout": name, "rate": rate, "seconds": seconds, "predicted": said, "busy": busy}
-                found["rows"].append(row)
+            found["links"][f"{rate:g}"] = combine_links(on_ranks(probe_links))
+        for name in o.layouts:
+            of_all = on_ranks(measure, name, asked)
+            said = [predict(o, name, links, made) for links in found["links"].values()]
+            found["bytes"][name] = max(of["bytes"] for of in of_all), said[0][1]
+            for i, rate in enumerate(o.rates):
+                found["rows"].append(combine(name, rate, [of["times"][i] for of in of_all], said[i][0]))
                 print(layouts_report.line(found["rows"][-1]), flush=True)
-                report.save(folder, NAME, found)
+            report.save(folder, NAME, found)
     report.conclude(folder, NAME, found, layouts_report.text(found))
 
 

@@ -47,6 +47,13 @@ def combine_links(per_rank: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(of[name] for of in per_rank) for name in per_rank[0]}
 
 
+def combine(name: str, rate: float, of_all: Sequence[dict[str, Any]], predicted: float) -> dict[str, Any]:
+    """A row: seconds of the slowest rank, and which share of them a rank computes itself."""
+    seconds = [max(times) for times in zip(*(of["seconds"] for of in of_all), strict=True)]
+    busy = statistics.fmean(of["busy"] for of in of_all) / statistics.fmean(seconds)
+    return {"layout": name, "rate": rate, "seconds": seconds, "predicted": predicted, "busy": busy}
+
+
 def line(row: dict[str, Any]) -> str:
     seconds = mean_sd(row["seconds"], ".4f")
     return f"{row['rate']:g} Mbit/s, {row['layout']}: {seconds} s, predicted {row['predicted']:.4f}"
@@ -123,8 +130,8 @@ TEXT = """\
 cluster: {nodes} nodes of {ranks_per_node} ranks, gloo, on one machine of few cores.
 
 - Source: {source}.
-- Model: GPT-2, 0.93 million parameters, float32. Batch: {batch} samples of {context} random tokens. Seed: 0. CO2: tau {tau},
-  float32.
+- Model: GPT-2, 0.93 million parameters, float32. Batch: {batch} samples of {context} random tokens. Seed: 0.
+  CO2: tau {tau}, float32.
 - Computing is a stand-in: a block takes {layer_ms:g} ms a sample, which the planner is told. Communication is real.
 - Mean ± standard deviation of {repeats} repeats of {steps} steps.
 

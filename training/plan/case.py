@@ -24,8 +24,8 @@ class Software:
 
     parameter, gradient, optimizer, value: bytes of each parameter, and of a value that products take. stream: of what
     goes from block to block, which autocast leaves in float32. fused: attention keeps no s x s matrix. overlap: DDP
-    reduces beneath the backward pass. prefetch: FSDP2's collectives run beneath computing. scatter: what a
-    reduce-scatter takes of an all-reduce. megatron: a pipeline's hop is cut over the TP ranks [N sec. 4.1], logits stay
+    and FSDP2 communicate beneath computing. gloo: FSDP2 does not, a reduce-scatter is an all-reduce, a broadcast goes
+    along a tree. megatron: a pipeline's hop is cut over the TP ranks [N sec. 4.1], logits stay
     cut over them, no buffers for what each micro-batch receives, and sequence parallelism is known. reserve: bytes that
     none of the parts counts.
     """
@@ -37,16 +37,13 @@ class Software:
     stream: float = 4
     fused: bool = True
     overlap: bool = True
-    prefetch: bool = True
-    scatter: float = 0.5
+    gloo: bool = False
     megatron: bool = False
     reserve: float = 1.5 * (1 << 30)  # training/memory.py
 
 
-MEGATRON = Software(
-    2, 2, 12, stream=2, fused=False, overlap=False, prefetch=False, megatron=True
-)  # of 2021: [N], [R 3.1]
-FLOAT32 = Software(value=4, prefetch=False, scatter=1.0, reserve=0.0)  # on CPUs: gloo scatters by an all-reduce
+MEGATRON = Software(2, 2, 12, stream=2, fused=False, overlap=False, megatron=True)  # of 2021: [N], [R 3.1]
+FLOAT32 = Software(value=4, gloo=True, reserve=0.0)  # on CPUs
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ ADAMW = (
     28  # bytes that AdamW moves for a parameter: gradient, 16-bit copy, itself, two moments read; the last four written
 )
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DistributedDataParallel's by default
-TENSORS = 12  # of a block, which are reduced one by one where neither DDP nor FSDP2 does it
 BOUNDARY = 32  # of an element: parameter, payload, x and m, read and written in one pass (docs/design.md)
 
 
@@ -91,35 +90,49 @@ def pipeline(c: Case) -> Numbers:
 
 @once
 def bubble(c: Case) -> Numbers:
-    """(p - 1) / (v m) of products but the head's, passes, tensor and pipeline [N sec. 2.2]: other stages have no head"""
+    """(p - 1) / (v m) of products but the head's, passes, tensor, pipeline [N sec. 2.2]: other stages have no head"""
     busy = products(c) - head(c) + passes(c) + tensor(c) + pipeline(c)
     return busy * (c.layout.pp - 1) / (c.layout.v * c.micro_batches)
 
 
 @once
 def data(c: Case) -> Numbers:
-    """ring(gradients) [scatter with z >= 2] - hidden, + half rings of z = 1: 1, z = 2: 1, z = 3: 2 m - hidden [R sec. 7]
+    """ring(gradients) [half with z >= 2] - hidden, + half rings of z = 1: 1, z = 2: 1, z = 3: 2 m - hidden [R sec. 7]
 
     The first reduces gradients, once a step; the second gathers: parameters (z = 1), or values of theirs (z >= 2).
     Hidden: the first under the last micro-batch's backward pass, 2/3 of its compute, where DDP or FSDP2 reduces (not z
     < 2 with TP or stages), but for DDP's last bucket; the second under all compute with z >= 2 [O].
     """
     m, x, by_zero, s = c.micro_batches, c.layout, c.layout.zero >= 2, c.software
-    by_ddp = ~by_zero & (x.tp * x.pp == 1)
+    by_ddp, prefetch = ~by_zero & (x.tp * x.pp == 1), by_zero & s.overlap & (not s.gloo)
     compute, size = products(c) + passes(c), s.gradient * c.largest
-    reduced = ring(c, size) * np.where(by_zero, s.scatter, 1.0)
-    beneath = np.where(by_ddp, s.overlap, by_zero & s.prefetch) * compute / m * 2 / 3
+    reduced = ring(c, size) * np.where(by_zero & (not s.gloo), 0.5, 1.0)
+    beneath = ((by_ddp & s.overlap) | prefetch) * compute / m * 2 / 3
     left = np.where(by_ddp, ring(c, np.where(size > FIRST_BUCKET, (size - FIRST_BUCKET) % BUCKET, size)), 0.0)
-    halves = np.where(x.zero == 3, 2.0 * m, np.where(x.zero > 0, 1.0, 0.0))
-    gathered = halves / 2 * ring(c, np.where(by_zero, s.value, s.parameter) * c.largest)
-    return np.maximum(left, reduced - beneath) + np.maximum(0.0, gathered - (by_zero & s.prefetch) * compute)
+    values = np.where(by_zero, s.value, s.parameter) * c.largest
+    gathered = np.where(x.zero == 3, 2.0 * m, np.where(x.zero > 0, 1.0, 0.0)) / 2 * ring(c, values)
+    gathered = np.where((x.zero == 1) & s.gloo, broadcasts(c, values), gathered)
+    return np.maximum(left, reduced - beneath) + np.maximum(0.0, gathered - prefetch * compute)
+
+
+def tensors(c: Case) -> Numbers:
+    """12 l/p: those that are sent one by one where neither DDP nor FSDP2 joins them"""
+    return 12 * c.layers
 
 
 def ring(c: Case, size: Numbers) -> Numbers:
-    """n allreduce(size / n, d ranks, t apart), n: 1 for DDP, blocks + 1 with z >= 2, else tensors: 12 a block [O]"""
+    """n allreduce(size / n, d ranks, t apart), n: 1 for DDP, blocks + 1 with z >= 2, else one a tensor [O]"""
     x = c.layout
-    many = np.where(x.zero >= 2, c.layers + 1, np.where(x.tp * x.pp > 1, TENSORS * c.layers, 1))
+    alone = (x.tp * x.pp > 1) & (not c.software.megatron)
+    many = np.where(x.zero >= 2, c.layers + 1, np.where(alone, tensors(c), 1))
     return many * c.cluster.allreduce(size / many, x.dp, x.tp)
+
+
+def broadcasts(c: Case, size: Numbers) -> Numbers:
+    """ceil(log2 d) (size / B + tensors A): ZeroRedundancyOptimizer's, one a tensor, along gloo's binomial trees [O]"""
+    x, k = c.layout, c.cluster
+    hop = np.where(k.crosses(x.dp, x.tp), k.latency, k.inside_latency)
+    return np.ceil(np.log2(x.dp)) * (size / k.rate(x.dp, x.tp) + tensors(c) * hop)
 
 
 @once
