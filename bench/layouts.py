@@ -103,10 +103,6 @@ class Trainer:
         model = build_model(KIND, vocab_size=VOCABULARY, context=o.context, dropout=0.0)
         self.layout, self.parallel = layout, Parallel(model, layout, torch.device("cpu"))
         samples = o.batch // layout.data_workers
-        seconds, backward, head = layers(o)
-        self.head = Pause.of(head * samples / layout.parts / layout.tp, 2.0)
-        for block in (block for part in self.parallel.parts for block in part.blocks):
-            pace(block, seconds * samples / layout.parts / layout.tp, backward, o.crowd)
         self.optimizer = torch.optim.AdamW(self.parallel.parameters(), lr=1e-4)
         if layout.zero == 1:
             self.optimizer = shard_optimizer(self.optimizer, self.parallel.mesh, 1)
@@ -115,6 +111,15 @@ class Trainer:
         self.tokens = torch.randint(VOCABULARY, (samples, o.context))
         dist.broadcast(self.tokens, group_src=0, group=self.parallel.island)
         self.round = o.tau if self.co2 else 1
+        self.head: Callable[[Any], Any] = lambda logits: logits
+
+    def pace(self, o: Layouts) -> None:
+        """From now on computing takes as long as the stand-in's device takes."""
+        part = len(self.tokens) / self.layout.parts / self.layout.tp
+        seconds, backward, head = (x * part for x in layers(o))
+        self.head = pause(head, 2 * head)
+        for block in (block for own in self.parallel.parts for block in own.blocks):
+            pace(block, seconds, backward, o.crowd)
 
     def step(self) -> None:
         from language.metrics import token_loss
@@ -134,10 +139,10 @@ class Trainer:
 
 
 def layers(o: Layouts) -> tuple[float, float, float]:
-    """Seconds of a block forward, for one sample at tp1; how many times as long backward; seconds of the head."""
-    m = o.model
+    """Seconds of a block forward and backward, for one sample at tp1; of the head forward."""
+    m, forward = o.model, o.layer_ms / 1e3
     whole = m.linear_flops + m.attention_flops
-    return o.layer_ms / 1e3, 2 + 0.5 * m.attention_flops / whole, o.layer_ms / 1e3 * m.head_flops / whole
+    return forward, (2 + 0.5 * m.attention_flops / whole) * forward, m.head_flops / whole * forward
 
 
 def measure(o: Layouts, name: str, asked: Path) -> dict[str, Any]:
@@ -150,6 +155,7 @@ def measure(o: Layouts, name: str, asked: Path) -> dict[str, Any]:
             gc.collect()  # the whole model is in circles
         with allocated() as step:
             trainer.run(trainer.round)
+        trainer.pace(o)  # whose hooks would keep more
         times = [time_steps(o, trainer, rate, asked) for rate in o.rates]
         if trainer.co2:
             trainer.co2.finish()
@@ -186,12 +192,12 @@ def probe_links(o: Layouts) -> dict[str, float]:
         across, _ = dist.new_subgroups_by_enumeration([[*world[i::g]] for i in range(g)])
         for rate, latency, group, rings in (("inside", "inside_latency", inside, 1), ("across", "latency", across, g)):
             n = dist.get_world_size(group)
-            hop, whole = (allreduce_seconds(elements, group) / max(1, 2 * (n - 1)) for elements in (1, 1 << 18))
+            hop, whole = (allreduce_seconds(*of, group) / max(1, 2 * (n - 1)) for of in ((1, 50), (1 << 18, 4)))
             found |= {latency: hop, rate: rings * (1 << 20) / n / max(whole - hop, 1e-9)}
     return found
 
 
-def allreduce_seconds(elements: int, group: Any, repeats: int = 10) -> float:
+def allreduce_seconds(elements: int, repeats: int, group: Any) -> float:
     """Of one of so many in a row; the median of three rows."""
     import torch
     import torch.distributed as dist
@@ -225,42 +231,39 @@ def timed(act: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def pace(block: Any, seconds: float, backward: float, crowd: float) -> None:
-    """Has a block take so long forward, and `backward` times as long backward, and its communication come on top: it
-    sleeps for what its own computing leaves, which takes `crowd` times as long where so many share a core."""
+def pace(block: Any, forward: float, backward: float, crowd: float) -> None:
+    """Has a block take so many seconds, and its communication come on top: it sleeps for what its own computing leaves,
+    which takes `crowd` times as long where so many share a core."""
     began: list[float] = []
 
     def start(*_: Any) -> None:
         began.append(time.thread_time())
 
-    def stop(times: float) -> None:
-        time.sleep(max(0.0, times * seconds - crowd * (time.thread_time() - began.pop())))
+    def stop(seconds: float) -> None:
+        time.sleep(max(0.0, seconds - crowd * (time.thread_time() - began.pop())))
 
     block.register_forward_pre_hook(start)
-    block.register_forward_hook(lambda *_: stop(1.0))
+    block.register_forward_hook(lambda *_: stop(forward))
     block.register_full_backward_pre_hook(start)
     block.register_full_backward_hook(lambda *_: stop(backward))
 
 
-class Pause:
-    """x -> x, which takes so many seconds, and `backward` times as many for the gradient."""
+def pause(forward: float, backward: float) -> Callable[[Any], Any]:
+    """x -> x, which takes so many seconds."""
+    import torch
 
-    @staticmethod
-    def of(seconds: float, backward: float) -> Callable[[Any], Any]:
-        import torch
+    class Sleep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:  # noqa: ARG004
+            time.sleep(forward)
+            return x.view_as(x)
 
-        class Sleep(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, x: Any) -> Any:  # noqa: ARG004
-                time.sleep(seconds)
-                return x.view_as(x)
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:  # noqa: ARG004
+            time.sleep(backward)
+            return grad
 
-            @staticmethod
-            def backward(ctx: Any, grad: Any) -> Any:  # noqa: ARG004
-                time.sleep(backward * seconds)
-                return grad
-
-        return Sleep.apply
+    return Sleep.apply
 
 
 @contextlib.contextmanager

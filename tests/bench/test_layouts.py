@@ -59,7 +59,7 @@ def test_the_stand_in_s_device_takes_what_it_paces():
     links = {"inside": 1e9, "across": 1e9, "inside_latency": 0.0, "latency": 0.0}
     forward, backward, head = layers(o)
     seconds, _ = predict(o, "dp1", links, device(o, 1e12))
-    assert seconds == pytest.approx(8 * (4 * forward * (1 + backward) + 3 * head), rel=1e-3)
+    assert seconds == pytest.approx(8 * (4 * (forward + backward) + 3 * head), rel=1e-3)
 
 
 @pytest.mark.slow
