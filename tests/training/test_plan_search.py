@@ -25,6 +25,8 @@ from training.plan.command import main, overrides
 from training.plan.model import from_config, preset_model
 from training.plan.search import holds, plan
 
+SMALL_GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 96, "n_positions": 16}
+
 # -- models and clusters that are read --------------------------------------------------------------------------------
 
 
@@ -52,6 +54,7 @@ def test_a_config_of_transformers_has_the_parameters_of_its_model(kind: str, tmp
         ({"model_type": "bert"}, "model_type 'bert' is no decoder"),
         ({"model_type": "llama", "hidden_size": 0}, "hidden_size=0: the planner needs a whole number"),
         ({"model_type": "gpt2", "n_layer": 2, "n_embd": 10, "n_head": 3}, "n_head=3 does not divide n_embd=10"),
+        (SMALL_GPT2 | {"activation_function": "no"}, "activation 'no': transformers knows gelu"),
     ],
 )
 def test_a_config_that_is_no_decoder_s_is_one_line(config: object, said: str, tmp_path: Path):

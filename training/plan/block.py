@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
+from core.errors import UserError
 from training.layout import Layout
 from training.plan.model import NAMES, Model
 
@@ -47,9 +48,12 @@ def _stage(model: Model) -> Stage:
     with contextlib.suppress(ImportError):
         import training.prepared  # noqa: F401, transformers imports torchvision when it is installed
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.activations import ACT2FN
 
     from training.stages import take_stage
 
+    if model.activation not in ACT2FN:
+        raise UserError(f"model {model.name}: activation {model.activation!r}: transformers knows {', '.join(ACT2FN)}")
     found = (1, model.width, model.heads, model.inner, model.context, model.activation)
     sizes: dict[str, Any] = dict(zip(NAMES[model.family], found, strict=False)) | {"vocab_size": 8}
     if model.gated:

@@ -8,7 +8,6 @@ shares of the peak and scaling of its abstract, whose configurations are not rec
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import time
@@ -95,25 +94,18 @@ def fit(cells: Sequence[tuple[Any, ...]], cluster: Cluster) -> Cluster:
 
 
 def megatron() -> dict[str, Any]:
-    """The ten cells, predicted by constants of four, and by those of every other four."""
+    """The ten cells, predicted by constants of four."""
     c = preset("selene")
     fitted = fit([MEGATRON_CELLS[i] for i in FITTED], c)
     rows = [
         {"model": cell[0], "published": cell[-1], "predicted": tflops(cell, fitted), "fitted": i in FITTED}
         for i, cell in enumerate(MEGATRON_CELLS)
     ]
-    worst = []
-    for four in itertools.combinations(range(len(MEGATRON_CELLS)), len(FITTED)):
-        other = fit([MEGATRON_CELLS[i] for i in four], c)
-        worst.append(
-            max(abs(tflops(cell, other) / cell[-1] - 1) for i, cell in enumerate(MEGATRON_CELLS) if i not in four)
-        )
     return {
         "constants": {"top": fitted.device.top, "passes": fitted.device.passes, "inside": fitted.inside},
         "rows": rows,
         "worst_of_six": max(abs(r["predicted"] / r["published"] - 1) for r in rows if not r["fitted"]),
         "worst_of_constant": max(abs(CONSTANT / r["published"] - 1) for r in rows),
-        "fours": {"count": len(worst), "median": float(np.median(worst)), "within_10": sum(w <= 0.1 for w in worst)},
     }
 
 
@@ -224,7 +216,6 @@ def page(found: dict[str, Any]) -> str:
         m=m,
         c=c,
         k=m["constants"],
-        fours=m["fours"],
         inside=m["constants"]["inside"] / 1e9,
         constant=CONSTANT,
         cells="\n".join(map(of_megatron, m["rows"])),
@@ -257,8 +248,6 @@ planner's formulas give ([Planning](../docs/planning.md)). Fitted and predicted 
   `examples/sc21/run_table_1.sh` of its repository.
 - Fitted to the four marked cells: the share of the peak that products get, {k[top]:.2f}; passes over memory,
   {k[passes]:.2f}; the bandwidth inside a node, {inside:.0f} GB/s. Everything else is from formulas and data sheets.
-- Other choices: {fours[count]} choices of four: the worst of the other six is {fours[median]:.1%} off in the median; in
-  {fours[within_10]} of them it is within 10 %.
 
 The form of the formulas was chosen knowing all ten cells. The six predicted ones are off by at most
 {m[worst_of_six]:.1%}. A constant that knows all of them, {constant}, is off by at most {m[worst_of_constant]:.1%}. So
