@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -149,18 +150,17 @@ def measure(o: Layouts, name: str, asked: Path) -> dict[str, Any]:
     """Of this rank: bytes that the allocator holds at the peak of a step; by rate, seconds a step of each repeat, and
     what its own computing took of one. asked: a file in which rank 0 asks for the next rate."""
     with joined():
-        with allocated() as held:
-            trainer = Trainer(o, Layout.parse(name))
-            trainer.run(max(2, trainer.round))
-            gc.collect()  # the whole model is in circles
-        with allocated() as step:
+        trainer = Trainer(o, Layout.parse(name))
+        trainer.run(max(2, trainer.round))
+        held = held_bytes(trainer)
+        with peak_bytes() as most:
             trainer.run(trainer.round)
         trainer.pace(o)  # whose hooks would keep more
         times = [time_steps(o, trainer, rate, asked) for rate in o.rates]
         if trainer.co2:
             trainer.co2.finish()
             trainer.co2.close()
-    return {"bytes": held["left"] + step["peak"], "times": times}
+    return {"bytes": held + most[0], "times": times}
 
 
 def time_steps(o: Layouts, trainer: Trainer, rate: float, asked: Path) -> dict[str, Any]:
@@ -266,20 +266,29 @@ def pause(forward: float, backward: float) -> Callable[[Any], Any]:
     return Sleep.apply
 
 
+def held_bytes(trainer: Trainer) -> int:
+    """Of all tensors that lie here between two steps, and of DistributedDataParallel's buckets."""
+    import torch
+
+    from core.flat import local_shard
+
+    gc.collect()  # the whole model is in circles
+    found = [local_shard(t).untyped_storage() for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in found if storage.device.type == "cpu"}
+    buckets = [ddp._get_ddp_logging_data()["bucket_sizes"] for ddp in trainer.parallel._ddp]
+    return sum(sizes.values()) + sum(int(size) for of in buckets for size in of.split(","))
+
+
 @contextlib.contextmanager
-def allocated() -> Iterator[dict[str, int]]:
-    """left: bytes that torch's allocator gave out meanwhile and has not got back; peak: the most that were."""
+def peak_bytes() -> Iterator[list[int]]:
+    """The most that torch's allocator has given out meanwhile and not got back."""
     from torch.autograd.profiler import profile
 
-    found: dict[str, int] = {}
+    found: list[int] = []
     with profile(profile_memory=True) as prof:
         yield found
     events = [e for e in prof.kineto_results.events() if e.name() == "[memory]"]  # pyright: ignore
-    now = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    found |= {"left": now, "peak": peak}
+    found.append(max(accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))))
 
 
 def answer(cluster: Cluster, asked: Path) -> bool:
