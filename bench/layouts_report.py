@@ -126,12 +126,12 @@ LINK = ("across", "latency", "inside", "inside_latency")
 TEXT = """\
 # Layouts: predicted and measured
 
-[All results](index.md). The planner's formulas ([Planning](../docs/planning.md)) beside layouts that ran on an emulated
-cluster: {nodes} nodes of {ranks_per_node} ranks, gloo, on one machine of few cores.
+[All results](index.md). The planner's formulas ([Planning](../docs/planning.md)) beside layouts that ran on an
+emulated cluster. All its ranks share one machine of few cores.
 
 - Source: {source}.
-- Model: GPT-2, 0.93 million parameters, float32. Batch: {batch} samples of {context} random tokens. Seed: 0.
-  CO2: tau {tau}, float32.
+- Cluster: {nodes} nodes of {ranks_per_node} ranks, gloo. Model: GPT-2, 0.93 million parameters, float32.
+- Batch: {batch} samples of {context} random tokens. Seed: 0. CO2: tau {tau}, float32.
 - Computing is a stand-in: a block takes {layer_ms:g} ms a sample, which the planner is told. Communication is real.
 - Mean ± standard deviation of {repeats} repeats of {steps} steps.
 
@@ -148,10 +148,11 @@ cluster: {nodes} nodes of {ranks_per_node} ranks, gloo, on one machine of few co
 
 {verdicts}
 
-- Chosen: the layout for which the planner predicts the fewest seconds. Limits: a tau of {TAU} or more, 5 %, 10 %.
-- Of a step a rank computes for {busy} itself, embedding, loss and optimiser among it; the planner does not know of it.
+- Chosen: the layout for which the planner predicts the fewest seconds. Limits: a tau of {TAU} or more; 5 %; 10 %.
+- A rank itself computes for {busy} of a step, Python and the optimiser among it. The planner does not know of the latter.
+- The emulated links let 256 KiB pass at once after a pause. So what stages send costs less here than it is predicted to.
 
-The links, as probed before each rate:
+The links, as probed before:
 
 {links}
 """

@@ -57,7 +57,7 @@ def test_flops_of_a_small_model_and_what_is_said_of_a_step():
     assert show.tokens(c, 2.0) == 16 * 50 / 2
     assert show.mfu(c, 2.0) == 16 * 342e6 / (2.0 * 8 * 1e12)
     parts = time.seconds(c)
-    assert show.exposed(parts) == parts["tensor"] + parts["pipeline"] + parts["data"]
+    assert show.exposed(parts) == pytest.approx(parts["tensor"] + parts["pipeline"] + parts["tied"] + parts["data"])
 
 
 def test_flops_are_those_of_megatron():
@@ -109,6 +109,8 @@ def test_memory_of_a_cut_model():
     assert (last["activations"], last["passing"]) == (4 * 200_000 + 40_000, 1_000_000)
     chunks = memory.of_stage(case(replace(CUT, v=2)), last=False)
     assert (chunks["activations"], chunks["received"]) == (1_680_000 * (1 + 1 / 4), 3 * 160_000)  # [K]
+    few = memory.of_stage(case(replace(CUT, v=2, micro=4)), last=False)
+    assert few["activations"] == 2 * 2 * 840_000, "no more than there are"
     full = case(replace(CUT, recompute=2))
     assert memory.activations(full, last=True) == 4 * 40_000 + 40_000
     assert memory.passing(full, last=False) == 220_000 + 4 * 60_950
@@ -190,6 +192,7 @@ def test_seconds_of_a_cut_model():
             "passes": 4 * 4 * 3 * 2 * 220_000 / 1e11,
             "tensor": 4 * 4 * 4 * 2.2e-5,
             "pipeline": 4 * 2 * (40_000 / 2.5e8 + 1e-3),
+            "tied": 4 * 50_000 / 2.5e8 + 1e-3,
             "bubble": (1.264e-3 + 2.112e-4 + 1.408e-3 + 9.28e-3) / 4,  # other stages have no head
             "data": 4 * 298_800 / 1e10 + 48 * 2e-5,  # nothing hides it behind a pipeline, one tensor after the other
             "optimizer": 28 * 298_800 / 1e11,

@@ -62,14 +62,14 @@ def in_flight(c: Case, last: bool) -> Numbers:
 def activations(c: Case, last: bool) -> Numbers:
     """(layers * kept by a block + ends) * micro-batches in flight: min(m, p) in the first stage, 1 in the last [N, M]
 
-    Interleaved: 1 + (p - 1) / (p v) times as much in the first stage [K]. With full recomputation a block keeps what it
+    Interleaved: 1 + (p - 1) / (p v) times as much in the first stage, if m is as many [K]. With full recomputation a block keeps what it
     is given [K sec. 5]. Ends: what the embedding gives, what the last norm gives.
     """
     x = c.layout
     again = 1 + np.where(x.v > 1, (x.pp - 1) / (x.pp * x.v), 0.0) if not last else 1.0
     layer = np.where(x.recompute == RECOMPUTE.index("full"), c.given, c.measured[0])
     ends = c.given * np.where(x.pp == 1, 2, 1) * (not c.software.megatron)
-    return (c.layers * layer + ends) * in_flight(c, last) * again
+    return (c.layers * layer + ends) * np.minimum(in_flight(c, last) * again, c.micro_batches)
 
 
 def received(c: Case, last: bool) -> Numbers:

@@ -89,6 +89,15 @@ def pipeline(c: Case) -> Numbers:
 
 
 @once
+def tied(c: Case) -> Numbers:
+    """gradient V h / (t B) + A where p > 1: the first and the last stage send each other a tied embedding's [O]"""
+    x, k, stride = c.layout, c.cluster, c.layout.tp * c.layout.dp
+    size = c.software.gradient * c.model.embedding / x.tp * (c.model.tied and not c.software.megatron)
+    hop = np.where(k.crosses(x.pp, stride), k.latency, k.inside_latency)
+    return np.where((x.pp > 1) & (size > 0), size / k.rate(x.pp, stride) + hop, 0.0)
+
+
+@once
 def bubble(c: Case) -> Numbers:
     """(p - 1) / (v m) of products but the head's, passes, tensor, pipeline [N sec. 2.2]: other stages have no head"""
     busy = products(c) - head(c) + passes(c) + tensor(c) + pipeline(c)
@@ -141,7 +150,7 @@ def optimizer(c: Case) -> Numbers:
     return ADAMW * c.largest / np.where(c.layout.zero >= 1, c.layout.dp, 1) / c.cluster.device.bandwidth
 
 
-INSIDE: tuple[Part, ...] = (products, passes, tensor, pipeline, bubble, data, optimizer)
+INSIDE: tuple[Part, ...] = (products, passes, tensor, pipeline, tied, bubble, data, optimizer)
 
 
 def outer_allreduce(c: Case) -> Numbers:
@@ -170,7 +179,7 @@ def boundary(c: Case) -> Numbers:
 
 
 PARTS = (*INSIDE, waiting, boundary)
-COMMUNICATION = ("tensor", "pipeline", "data", "waiting")
+COMMUNICATION = ("tensor", "pipeline", "tied", "data", "waiting")
 """Whose seconds are exposed communication; the bubble is idle for another reason."""
 
 
