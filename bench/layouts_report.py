@@ -149,8 +149,8 @@ emulated cluster. All its ranks share one machine of few cores.
 {verdicts}
 
 - Chosen: the layout for which the planner predicts the fewest seconds. Limits: a tau of {TAU} or more; 5 %; 10 %.
-- A rank itself computes for {busy} of a step, Python and the optimiser among it. The planner does not know of the latter.
-- The emulated links let 256 KiB pass at once after a pause. So what stages send costs less here than it is predicted to.
+- A rank itself computes for {busy} of a step, Python and the optimiser among it: the planner does not know of these.
+- The emulated links let 256 KiB pass at once after a pause. So what stages send costs less here than is predicted.
 
 The links, as probed before:
 

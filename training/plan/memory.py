@@ -62,8 +62,8 @@ def in_flight(c: Case, last: bool) -> Numbers:
 def activations(c: Case, last: bool) -> Numbers:
     """(layers * kept by a block + ends) * micro-batches in flight: min(m, p) in the first stage, 1 in the last [N, M]
 
-    Interleaved: 1 + (p - 1) / (p v) times as much in the first stage, if m is as many [K]. With full recomputation a block keeps what it
-    is given [K sec. 5]. Ends: what the embedding gives, what the last norm gives.
+    Interleaved: 1 + (p - 1) / (p v) times as much in the first stage, if m is as many [K]. With full recomputation a
+    block keeps what it is given [K sec. 5]. Ends: what the embedding gives, what the last norm gives.
     """
     x = c.layout
     again = 1 + np.where(x.v > 1, (x.pp - 1) / (x.pp * x.v), 0.0) if not last else 1.0
