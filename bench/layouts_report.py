@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,23 +16,20 @@ from training.plan import memory, time
 from training.plan.case import FLOAT32, MERGES, Case, Layouts
 from training.plan.clusters import Cluster, Device
 
-if TYPE_CHECKING:
-    from bench import layouts
-
 NAME = "layouts"
 SEEN = ("dp8", "dp8.fsdp", "tp4.dp2", "pp4.dp2", "tp2.pp2.dp2", "co2x8")  # while formulas of memory were made
 NEAR = 0.05  # of bytes, and of the chosen layout's seconds
 TAU, MEDIAN = 0.8, 0.10
 
 
-def device(o: layouts.Layouts, bandwidth: float) -> Device:
-    """That which the stand-in plays: bandwidth is measured, bytes/s of a rank."""
+def device(o: Any, bandwidth: float) -> Device:
+    """That which the stand-in of bench.layouts' options plays: bandwidth is measured, bytes/s of a rank."""
     m = o.model
     flops = (m.linear_flops + m.attention_flops) / o.layer_ms * 1e3
     return Device("stand-in", flops, math.inf, bandwidth, math.inf, top=1.0, passes=0.0, gpu=False)
 
 
-def predict(o: layouts.Layouts, name: str, links: dict[str, float], made: Device) -> tuple[float, float]:
+def predict(o: Any, name: str, links: dict[str, float], made: Device) -> tuple[float, float]:
     """Seconds of a step, and bytes of the fullest rank. links: of bench.layouts.probe_links."""
     x = Layout.parse(name)
     cluster = Cluster("emulated", made, o.nodes, o.ranks_per_node, **links)

@@ -31,7 +31,7 @@ class Device:
     bandwidth: float
     host: float
     top: float = 0.70  # both as presets.toml says
-    passes: float = 2.53
+    passes: float = 2.50
     gpu: bool = True
 
 

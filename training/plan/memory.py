@@ -25,7 +25,7 @@ def gradients(c: Case, last: bool) -> Numbers:
     """
     shared = (c.layout.zero >= 2) & (c.micro_batches == 1)
     whole = c.software.gradient * c.own(last) / np.where(shared, c.layout.dp, 1)
-    instead = np.where(c.micro_batches <= in_flight(c, last), c.layers * c.measured[0], 0.0)
+    instead = np.where(c.micro_batches <= in_flight(c, last), c.layers * layer(c), 0.0)
     return np.maximum(0.0, whole - instead)
 
 
@@ -59,6 +59,11 @@ def in_flight(c: Case, last: bool) -> Numbers:
     return np.minimum(c.micro_batches, 1 if last else c.layout.pp)
 
 
+def layer(c: Case) -> Numbers:
+    """Kept by a block, of one micro-batch."""
+    return np.where(c.layout.recompute == RECOMPUTE.index("full"), c.given, c.measured[0])
+
+
 def activations(c: Case, last: bool) -> Numbers:
     """(layers * kept by a block + ends) * micro-batches in flight: min(m, p) in the first stage, 1 in the last [N, M]
 
@@ -67,9 +72,8 @@ def activations(c: Case, last: bool) -> Numbers:
     """
     x = c.layout
     again = 1 + np.where(x.v > 1, (x.pp - 1) / (x.pp * x.v), 0.0) if not last else 1.0
-    layer = np.where(x.recompute == RECOMPUTE.index("full"), c.given, c.measured[0])
     ends = c.given * np.where(x.pp == 1, 2, 1) * (not c.software.megatron)
-    return (c.layers * layer + ends) * np.minimum(in_flight(c, last) * again, c.micro_batches)
+    return (c.layers * layer(c) + ends) * np.minimum(in_flight(c, last) * again, c.micro_batches)
 
 
 def received(c: Case, last: bool) -> Numbers:
