@@ -15,10 +15,11 @@ import tyro
 from core.errors import UserError
 from training.layout import Layout
 from training.plan import clusters, show
+from training.plan.block import measured
 from training.plan.case import FLOAT32, MERGES, WIRES, Case, Layouts, Software
 from training.plan.model import preset_model, presets
 from training.plan.search import Plan, holds, plan
-from training.plan.trial import check_here, measured, run
+from training.plan.trial import check_here, run, tried
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.check()
     named = Layout.parse(options.layout) if options.layout else None
     asked = case(options)
+    measured(asked.model, int(asked.software.value))  # imports transformers, which takes longer than the search
     began = time.perf_counter()
     p = plan(asked, named)
     spent = time.perf_counter() - began
@@ -176,4 +178,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.run:
         run(p.case, recipe_of(options), of[0][2])
     if options.measure:
-        print("\n".join(measured(p.case, recipe_of(options), of, options.steps)))
+        print("\n".join(tried(p.case, recipe_of(options), of, options.steps)))
