@@ -141,7 +141,7 @@ MISTAKES = [
     ("TCP --layout 2x2x2", "layout='2x2x2'"),
     ("TCP --explain 9999", "number 9999: the list has 1 to"),
     ("TCP --why 1 tp1.pp2.dp64.v16", "layout tp1.pp2.dp64.v16 is not among those that fit"),
-    ("--preset laptops --model gpt-175b --batch 8", "the nearest miss, tp2.pp1.dp4.fsdp needs 38"),
+    ("--preset laptops --model gpt-175b --batch 8", "the nearest miss, tp4.pp1.dp2.fsdp needs 36"),
     ("TCP --sbatch", "model llama-7b is no recipe's of language.train: give --recipe"),
     ("TCP --layout tp1.pp1.dp8.fsdp.co2x16 --run --recipe r", "the plan is for 128 x A100, this machine has"),
     ("TCP --plot /nowhere/x.png", "there is no folder /nowhere: make it first"),

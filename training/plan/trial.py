@@ -1,4 +1,4 @@
-"""Runs layouts here: the picked one, or the best for some steps, ranked by what was measured."""
+"""Runs layouts here: the first, or the best for some steps, ranked by what was measured."""
 
 from __future__ import annotations
 
