@@ -1,90 +1,89 @@
-"""Layouts on an emulated cluster: seconds a step and bytes a rank as measured, beside what was predicted.
+"""Layouts on an emulated cluster: seconds of a step and bytes of a rank, measured beside what the planner predicts.
 
-python -m bench.layouts --layouts tp2.pp2.dp2 pp4.dp2 dp8.fsdp tp2.dp2.co2x2 --nodes 4 --ranks_per_node 2 --rate 200
-[--predicted FILE.json] [--repeats 3] [--out FOLDER]
+python -m bench.layouts [--layouts tp2.pp2.dp2 dp8.fsdp ...] [--rates 50 200 1000] [--repeats 3] [--out FOLDER]
 
-FILE.json: {"tp2.pp2.dp2": {"seconds": 0.4, "bytes": 1.2e7}, ...}, of any layouts, either number or both. Nodes are
-network namespaces; ranks of a node talk over its loopback device. A layer's computing is a stand-in: each block takes
-layer_ms for each sample at tp1, twice as long backward, and sleeps for what is left of that. Bytes are counted:
-parameters, gradients, the optimiser's state and CO2's, and the most that the backward pass had kept, of the fullest
-rank. Without --rate all ranks are on loopback. Writes layouts.json and layouts.md.
+Nodes are network namespaces; ranks of a node talk over its loopback device. Computing is a stand-in, for a core is
+shared by several ranks: a block takes layer_ms for each sample at tp1, backward as much longer as the planner counts
+products, the head in proportion, and each sleeps for what its own computing leaves. So the planner (training/plan)
+knows how fast the device computes, and links are probed before: what is put to the test is how it puts these together.
+Bytes are what torch's allocator holds at the peak of a step, of the fullest rank. Writes layouts.json and layouts.md.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
+import os
 import statistics
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from bench import report
+from bench import layouts_report, report
 from bench.cluster import Cluster, prepare_to_fork, run_ranks
-from bench.report import mean_sd, read_options, require_each_once, require_one_or_more, require_positive
+from bench.layouts_report import NAME, combine, combine_links, device, predict
+from bench.report import read_options, require_each_once, require_one_or_more, require_positive
 from core import CO2Config
-from core.checkpoints.untrusted import parse_json
-from core.errors import UserError
 from training.layouts.layout import Layout
+from training.plan.clusters import probed
+from training.plan.model import Model, preset_model
 from training.script import launch
 
-NAME, VOCABULARY, WARM_UP = "layouts", 1024, 2
-STATES = ("parameters", "gradients", "optimiser", "co2", "kept")
+PRESET, KIND, VOCABULARY = "gpt2-tiny", "gpt2_tiny", 1024  # of the planner, of language.model
 TIMEOUT = 600.0  # seconds of one layout
+DEFAULT = (
+    *("dp8", "dp8.fsdp", "tp4.dp2", "pp4.dp2", "tp2.pp2.dp2", "co2x8"),
+    *("dp8.zero1", "tp2.pp4", "pp2.v2.dp4", "tp2.dp4.fsdp", "dp4.co2x2", "tp2.co2x4", "pp4.co2x2", "dp4.fsdp.co2x2"),
+)
 
 
 @dataclass(frozen=True)
 class Layouts:
     """What to measure."""
 
-    layouts: tuple[str, ...]
+    layouts: tuple[str, ...] = DEFAULT
     """Their names (docs/layouts.md); all of nodes * ranks_per_node processes."""
+    rates: tuple[float, ...] = (50.0, 200.0, 1000.0)
+    """Each node's link, Mbit/s."""
     nodes: int = 4
     ranks_per_node: int = 2
-    rate: float | None = None
-    """Each node's link, Mbit/s; None: all ranks on loopback."""
-    model: str = "gpt2_tiny"
-    """Of language.model, GPT-2's sizes."""
     batch: int = 32
     """Samples a step, of all workers (global)."""
-    context: int = 64
-    layer_ms: float = 2.0
-    """Milliseconds that the forward pass of one layer takes for one sample at tp1; 0: what it takes here."""
-    tau: int = 6
+    context: int = 32
+    layer_ms: float = 10.0
+    """Milliseconds that the forward pass of one layer takes for one sample at tp1."""
+    tau: int = 4
     """Local steps of a round of CO2."""
-    steps: int = 12
+    steps: int = 2
     """Of each repeat, rounded up to whole rounds."""
     repeats: int = 3
-    predicted: Path | None = None
     out: Path | None = None
     """Where to write; runs/layouts-DATE by default."""
 
     def check(self) -> None:
         """A UserError names the first option that cannot be."""
-        require_each_once(self, "layouts")
+        require_each_once(self, "layouts", "rates")
         require_one_or_more(self, "nodes", "ranks_per_node", "batch", "context", "tau", "steps", "repeats")
-        require_positive(self, *(["rate"] if self.rate is not None else []))
+        require_positive(self, "rates", "layer_ms")
         for name in self.layouts:
             layout = Layout.parse(name)
             layout.check_runs()
             layout.check_devices(self.nodes * self.ranks_per_node)
             layout.check_batch(self.batch)
 
-    def predictions(self) -> dict[Layout, dict[str, float]]:
-        """What was handed in, by layout. UserError for a file that is none."""
-        if self.predicted is None:
-            return {}
-        try:
-            found = parse_json(self.predicted.read_text())
-            return {Layout.parse(name): {key: float(n) for key, n in of.items()} for name, of in found.items()}
-        except UserError:
-            raise
-        except (OSError, ValueError, AttributeError, TypeError) as error:
-            raise UserError(
-                f'predicted={self.predicted}: {error}; give {{"tp2.pp2": {{"seconds": 0.4, "bytes": 1e7}}}}'
-            ) from None
+    @property
+    def model(self) -> Model:
+        return preset_model(PRESET, self.context)
+
+    @property
+    def crowd(self) -> float:
+        """Ranks that share a core."""
+        return max(1.0, self.nodes * self.ranks_per_node / len(os.sched_getaffinity(0)))
 
 
 # -- on a rank --------------------------------------------------------------------------------------------------------
@@ -99,199 +98,238 @@ class Trainer:
 
         from language.model import build_model
         from training.layouts.parallel import Parallel
+        from training.zero import shard_optimizer
 
         torch.manual_seed(0)
-        model = build_model(o.model, vocab_size=VOCABULARY, context=o.context, dropout=0.0)  # pyright: ignore
+        model = build_model(KIND, vocab_size=VOCABULARY, context=o.context, dropout=0.0)
         self.layout, self.parallel = layout, Parallel(model, layout, torch.device("cpu"))
         samples = o.batch // layout.data_workers
-        for part in self.parallel.parts if o.layer_ms else []:
-            for block in part.blocks:
-                pace(block, o.layer_ms / 1e3 * samples / layout.parts / layout.tp)
         self.optimizer = torch.optim.AdamW(self.parallel.parameters(), lr=1e-4)
+        if layout.zero == 1:
+            self.optimizer = shard_optimizer(self.optimizer, self.parallel.mesh, 1)
         config = CO2Config(tau=o.tau, outer_momentum=0.0)
         self.co2 = self.parallel.co2(config) if layout.islands > 1 else None
         self.tokens = torch.randint(VOCABULARY, (samples, o.context))
         dist.broadcast(self.tokens, group_src=0, group=self.parallel.island)
         self.round = o.tau if self.co2 else 1
-        self.bytes: dict[str, int] = {}
+        self.head: Callable[[Any], Any] = lambda logits: logits
 
-    def step(self, *, count: bool = False) -> None:
-        """count: notes what the backward pass keeps and leaves."""
+    def pace(self, o: Layouts) -> None:
+        """From now on computing takes as long as the stand-in's device takes."""
+        part = len(self.tokens) / self.layout.parts / self.layout.tp
+        seconds, backward, head = (x * part for x in layers(o))
+        self.head = pause(head, 2 * head)
+        for block in (block for own in self.parallel.parts for block in own.blocks):
+            pace(block, seconds, backward, o.crowd)
+
+    def step(self) -> None:
         from language.metrics import token_loss
 
-        with kept_bytes(self.parallel.parameters(), self.bytes) if count else contextlib.nullcontext():
-            self.parallel.backward(self.tokens, self.tokens, lambda x, y: token_loss(x, y) / self.layout.parts)
-        if count:
-            self.bytes["gradients"] = sum_bytes(p.grad for p in self.parallel.parameters())
+        def loss(logits: Any, tokens: Any) -> Any:
+            return token_loss(self.head(logits), tokens) / self.layout.parts
+
+        self.parallel.backward(self.tokens, self.tokens, loss)
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.co2:
             self.co2.step()
 
-    def count(self) -> dict[str, int]:
-        """Bytes that lie here after a round that counts them."""
-        for _ in range(self.round):
-            self.step(count=True)
-        flats = [b.flat for b in self.co2.buckets] if self.co2 else []
-        flats += [flat for of in self.co2.state.values() for flat in of] if self.co2 else []
-        states = [t for of in self.optimizer.state.values() for t in of.values()]
-        held = {"parameters": self.parallel.parameters(), "optimiser": states, "co2": flats}
-        return self.bytes | {name: sum_bytes(tensors) for name, tensors in held.items()}
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
 
 
-def work(o: Layouts, name: str) -> dict[str, Any]:
-    """Seconds a step of each repeat, and the counted bytes, of this rank."""
+def layers(o: Layouts) -> tuple[float, float, float]:
+    """Seconds of a block forward and backward, for one sample at tp1; of the head forward."""
+    m, forward = o.model, o.layer_ms / 1e3
+    whole = m.linear_flops + m.attention_flops
+    return forward, (2 + 0.5 * m.attention_flops / whole) * forward, m.head_flops / whole * forward
+
+
+def measure(o: Layouts, name: str, asked: Path) -> dict[str, Any]:
+    """Of this rank: bytes that the allocator holds at the peak of a step; by rate, seconds a step of each repeat, and
+    what its own computing took of one. asked: a file in which rank 0 asks for the next rate."""
+    with joined():
+        trainer = Trainer(o, Layout.parse(name))
+        trainer.run(max(2, trainer.round))
+        held = held_bytes(trainer)
+        with peak_bytes() as most:
+            trainer.run(trainer.round)
+        trainer.pace(o)  # whose hooks would keep more
+        times = [time_steps(o, trainer, rate, asked) for rate in o.rates]
+        if trainer.co2:
+            trainer.co2.finish()
+            trainer.co2.close()
+    return {"bytes": held + most[0], "times": times}
+
+
+def time_steps(o: Layouts, trainer: Trainer, rate: float, asked: Path) -> dict[str, Any]:
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
-    trainer, seconds = Trainer(o, Layout.parse(name)), []
     many = math.ceil(o.steps / trainer.round) * trainer.round
-    for _ in range(max(WARM_UP, trainer.round)):
-        trainer.step()
-    for _ in range(o.repeats):
-        dist.barrier()
-        began = time.perf_counter()
-        for _ in range(many):
-            trainer.step()
-        dist.barrier()
-        seconds.append((time.perf_counter() - began) / many)
-    counted = trainer.count()
     if trainer.co2:
-        trainer.co2.finish()
-        trainer.co2.close()
-    dist.destroy_process_group()
-    return {"seconds": seconds, "bytes": counted}
+        trainer.co2.flight.settle()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        asked.write_text(f"{rate}")
+        while asked.exists():
+            time.sleep(0.01)
+    dist.barrier()
+    trainer.run(trainer.round)
+    busy = time.process_time()
+    seconds = [timed(lambda: trainer.run(many)) / many for _ in range(o.repeats)]
+    return {"seconds": seconds, "busy": (time.process_time() - busy) / (many * o.repeats)}
 
 
-def sum_bytes(tensors: Any) -> int:
-    """Of what lies here, DTensors' shards."""
-    from core.flat import local_shard
+def probe_links(o: Layouts) -> dict[str, float]:
+    """Bytes/s and a hop's seconds, of a ring in a node and of one across nodes, as core.doctor measures them."""
+    import torch.distributed as dist
 
-    return sum(local_shard(t).nbytes for t in tensors if hasattr(t, "nbytes"))
-
-
-def pace(block: Any, seconds: float) -> None:
-    """Has a block take so long forward, and twice as long backward: it sleeps for what its computing leaves."""
-    began: list[float] = []
-
-    def start(*_: Any) -> None:
-        began.append(time.perf_counter())
-
-    def stop(times: int) -> None:
-        time.sleep(max(0.0, times * seconds - (time.perf_counter() - began.pop())))
-
-    block.register_forward_pre_hook(start)
-    block.register_forward_hook(lambda *_: stop(1))
-    block.register_full_backward_pre_hook(start)
-    block.register_full_backward_hook(lambda *_: stop(2))
+    found: dict[str, float] = {}
+    with joined():
+        world, g = range(o.nodes * o.ranks_per_node), o.ranks_per_node
+        inside, _ = dist.new_subgroups_by_enumeration([[*world[i : i + g]] for i in world[::g]])
+        across, _ = dist.new_subgroups_by_enumeration([[*world[i::g]] for i in range(g)])
+        for rate, latency, group, rings in (("inside", "inside_latency", inside, 1), ("across", "latency", across, g)):
+            n = dist.get_world_size(group)
+            hop, whole = (allreduce_seconds(*of, group) / max(1, 2 * (n - 1)) for of in ((1, 50), (1 << 18, 4)))
+            found |= {latency: hop, rate: rings * (1 << 20) / n / max(whole - hop, 1e-9)}
+    return found
 
 
-class Saved:
-    """A tensor that the graph keeps. alive: where memory lies -> how many of these hold it; tally: bytes now, most."""
+def allreduce_seconds(elements: int, repeats: int, group: Any) -> float:
+    """Of one of so many in a row; the median of three rows."""
+    import torch
+    import torch.distributed as dist
 
-    def __init__(self, tensor: Any, alive: dict[int, int], tally: list[int]):
-        from core.flat import local_shard
+    payload = torch.zeros(elements)
 
-        storage = local_shard(tensor).untyped_storage()
-        self.tensor, self._alive, self._tally = tensor, alive, tally
-        self._where, self._size = storage.data_ptr(), storage.nbytes()
-        alive[self._where] = alive.get(self._where, 0) + 1
-        tally[0] += self._size if alive[self._where] == 1 else 0
-        tally[1] = max(tally)
+    def some() -> None:
+        for _ in range(repeats):
+            dist.all_reduce(payload, group=group)
 
-    def __del__(self) -> None:
-        self._alive[self._where] -= 1
-        self._tally[0] -= 0 if self._alive[self._where] else self._size
+    return statistics.median(timed(some) for _ in range(3)) / repeats
 
 
 @contextlib.contextmanager
-def kept_bytes(parameters: Any, found: dict[str, int]) -> Iterator[None]:
-    """found["kept"]: the most bytes that the graph held at once for the backward pass, each memory once, without the
-    parameters, but with those that FSDP2 has gathered."""
-    from torch.autograd.graph import saved_tensors_hooks
+def joined() -> Iterator[None]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    yield
+    dist.destroy_process_group()
+
+
+def timed(act: Callable[[], Any]) -> float:
+    """Seconds until the last rank has done it."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    began = time.perf_counter()
+    act()
+    dist.barrier()
+    return time.perf_counter() - began
+
+
+def pace(block: Any, forward: float, backward: float, crowd: float) -> None:
+    """Has a block take so many seconds, and its communication come on top: it sleeps for what its own computing leaves,
+    which takes `crowd` times as long where so many share a core."""
+    began: list[float] = []
+
+    def start(*_: Any) -> None:
+        began.append(time.thread_time())
+
+    def stop(seconds: float) -> None:
+        time.sleep(max(0.0, seconds - crowd * (time.thread_time() - began.pop())))
+
+    block.register_forward_pre_hook(start)
+    block.register_forward_hook(lambda *_: stop(forward))
+    block.register_full_backward_pre_hook(start)
+    block.register_full_backward_hook(lambda *_: stop(backward))
+
+
+def pause(forward: float, backward: float) -> Callable[[Any], Any]:
+    """x -> x, which takes so many seconds."""
+    import torch
+
+    class Sleep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:  # noqa: ARG004
+            time.sleep(forward)
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:  # noqa: ARG004
+            time.sleep(backward)
+            return grad
+
+    return Sleep.apply
+
+
+def held_bytes(trainer: Trainer) -> int:
+    """Of all tensors that lie here between two steps, and of DistributedDataParallel's buckets."""
+    import torch
 
     from core.flat import local_shard
 
-    alive = {local_shard(p).untyped_storage().data_ptr(): 1 for p in parameters}
-    tally = [0, 0]
-
-    def pack(tensor: Any) -> Any:
-        return tensor if tensor.device.type == "meta" else Saved(tensor, alive, tally)
-
-    with saved_tensors_hooks(pack, lambda held: held.tensor if isinstance(held, Saved) else held):
-        yield
-    found["kept"] = max(tally[1], found.get("kept", 0))
+    gc.collect()  # the whole model is in circles
+    found = [local_shard(t).untyped_storage() for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in found if storage.device.type == "cpu"}
+    buckets = [ddp._get_ddp_logging_data()["bucket_sizes"] for ddp in trainer.parallel._ddp]
+    return sum(sizes.values()) + sum(int(size) for of in buckets for size in of.split(","))
 
 
-# -- the report -------------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def peak_bytes() -> Iterator[list[int]]:
+    """The most that torch's allocator has given out meanwhile and not got back."""
+    from torch.autograd.profiler import profile
+
+    found: list[int] = []
+    with profile(profile_memory=True) as prof:
+        yield found
+    events = [e for e in prof.kineto_results.events() if e.name() == "[memory]"]  # pyright: ignore
+    found.append(max(accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))))
 
 
-def combine(name: str, per_rank: list[dict[str, Any]]) -> dict[str, Any]:
-    """A layout's row: seconds of the slowest rank, bytes of the fullest."""
-    seconds = [max(times) for times in zip(*(of["seconds"] for of in per_rank), strict=True)]
-    fullest = max((of["bytes"] for of in per_rank), key=lambda of: sum(of.values()))
-    return {"layout": str(Layout.parse(name)), "seconds": seconds, "bytes": fullest}
-
-
-def text(result: dict[str, Any], predictions: dict[Layout, dict[str, float]]) -> str:
-    """The table, and how well the predictions order the layouts."""
-    rows, pairs = [], []
-    for row in result["rows"]:
-        said = predictions.get(Layout.parse(row["layout"]), {})
-        mean, total = statistics.fmean(row["seconds"]), sum(row["bytes"].values())
-        seconds, size = said.get("seconds"), said.get("bytes")
-        pairs += [(mean, seconds)] if seconds is not None else []
-        cells = [row["layout"], mean_sd(row["seconds"], ".4f"), *beside(mean, seconds, 1, ".4f")]
-        cells += [f"{total / 1e6:.2f}", *beside(total, size, 1e6, ".2f")]
-        rows.append(cells + [f"{row['bytes'][part] / 1e6:.2f}" for part in STATES])
-    titles = ["layout", "s a step", "predicted", "error", "MB", "predicted", "error", *(f"{p}, MB" for p in STATES)]
-    o = result["options"]
-    link = f"{o['rate']:g} Mbit/s a node" if o["rate"] else "loopback"
-    lines = [
-        f"{o['model']}, batch {o['batch']} x {o['context']} tokens, {o['nodes']} nodes of {o['ranks_per_node']} ranks, "
-        f"{link}, {o['layer_ms']:g} ms a layer and sample, CO2 with tau {o['tau']}, seed 0, {o['repeats']} repeats of "
-        f"{o['steps']} steps; {report.source(result)}. Seconds: mean ± standard deviation over the repeats.",
-        report.table(titles, rows),
-    ]
-    if len(pairs) > 1:
-        lines.append(f"Kendall's tau of predicted and measured seconds, {len(pairs)} layouts: {kendall(pairs):.2f}")
-    return "\n\n".join(lines) + "\n"
-
-
-def beside(measured: float, predicted: float | None, unit: float, spec: str) -> tuple[str, str]:
-    """The prediction and its error, or that there is none."""
-    if predicted is None:
-        return "none", ""
-    return f"{predicted / unit:{spec}}", f"{predicted / measured - 1:+.1%}"
-
-
-def kendall(pairs: list[tuple[float, float]]) -> float:
-    """Kendall's tau-a: the share of pairs in the same order less that in the other; equal ones count as neither."""
-    signs = [
-        math.copysign(1, (a - c) * (b - d)) if (a - c) * (b - d) else 0.0
-        for i, (a, b) in enumerate(pairs)
-        for c, d in pairs[:i]
-    ]
-    return sum(signs) / len(signs)
+def answer(cluster: Cluster, asked: Path) -> bool:
+    """Sets the rate that the ranks ask for; they go on."""
+    if asked.exists() and (rate := asked.read_text()):
+        cluster.set_rate(float(rate))
+        asked.unlink()
+    return False
 
 
 def main() -> None:
     o = read_options(Layouts, "bench.layouts", description=__doc__)
-    predictions = o.predictions()
-    prepare_to_fork(namespaces=o.rate is not None)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler's, which counts bytes
+    prepare_to_fork(namespaces=True)
     import language.model  # noqa: F401
     import training.layouts.parallel  # noqa: F401, both once, and not in every rank
 
     folder = report.new_folder(NAME, o.out)
-    result = report.header("bench.layouts", o, ("torch", "transformers")) | {"rows": []}
-    with contextlib.ExitStack() as stack:
-        cluster = stack.enter_context(Cluster(o.nodes, o.rate)) if o.rate else None
+    found = report.header("bench.layouts", o, ("torch", "transformers")) | {"bytes": {}, "rows": [], "links": {}}
+    made = device(o, probed("").bandwidth / o.crowd)
+
+    with Cluster(o.nodes, o.rates[0]) as cluster, tempfile.TemporaryDirectory() as shared:
+        asked = Path(shared, "rate")
+
+        def on_ranks(act: Callable[..., Any], *more: Any) -> list[Any]:
+            return run_ranks(
+                act, cluster, o.ranks_per_node, o.nodes, o, *more, timeout=TIMEOUT, until=lambda: answer(cluster, asked)
+            )
+
+        for rate in o.rates:
+            cluster.set_rate(rate)
+            found["links"][f"{rate:g}"] = combine_links(on_ranks(probe_links))
         for name in o.layouts:
-            per_rank = run_ranks(work, cluster, o.ranks_per_node, o.nodes, o, name, timeout=TIMEOUT)
-            result["rows"].append(combine(name, per_rank))
-            print(f"{name}: {mean_sd(result['rows'][-1]['seconds'], '.4f')} s a step", flush=True)
-            report.save(folder, NAME, result)
-    report.conclude(folder, NAME, result, text(result, predictions))
+            of_all = on_ranks(measure, name, asked)
+            said = [predict(o, name, links, made) for links in found["links"].values()]
+            found["bytes"][name] = max(of["bytes"] for of in of_all), said[0][1]
+            for i, rate in enumerate(o.rates):
+                found["rows"].append(combine(name, rate, [of["times"][i] for of in of_all], said[i][0]))
+                print(layouts_report.line(found["rows"][-1]), flush=True)
+            report.save(folder, NAME, found)
+    report.conclude(folder, NAME, found, layouts_report.text(found))
 
 
 if __name__ == "__main__":

@@ -160,13 +160,13 @@ def measure(recipe: Recipe, model: nn.Module, backward: Backward, world_size: in
         if fsdp:  # a gradient is reduced and freed when it is there
             for p in model.parameters():
                 p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-        with _as_on_gpu(), Live([*model.parameters(), *model.buffers()]) as live:
+        with as_on_gpu(), Live([*model.parameters(), *model.buffers()]) as live:
             backward(step, replace(recipe, accumulate=parts), model, min(share, parts * part))
     return max(0.0, live.peak - (0 if fsdp else size_of(model.parameters())))
 
 
 @contextlib.contextmanager
-def _as_on_gpu() -> Iterator[None]:
+def as_on_gpu() -> Iterator[None]:
     """What autocast computes in float32 on a GPU alone; attention without dropout, so that the CPU's is fused, too."""
 
     def in_float32(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

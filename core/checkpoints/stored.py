@@ -161,6 +161,12 @@ def digest(tensor: Tensor) -> str:
     return found.hexdigest()
 
 
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def strides(tensor: Tensor) -> list[int]:
     """As a tensor lies in memory where that is not row by row, as with channels innermost; else nothing."""
     return [] if tensor.is_contiguous() else list(tensor.stride())

@@ -112,3 +112,11 @@ def test_a_checkpoint_goes_on_under_another_layout(names: list[str], tmp_path: P
     ):
         whole |= params
     assert layouts.difference([[params] for params in ours], [whole]) < 1e-10
+
+
+def test_a_damaged_checkpoint_is_refused_by_its_digests_and_the_one_before_taken(tmp_path: Path):
+    for told in run_distributed(layouts.damaged, 2, tmp_path, timeout=200):
+        assert told[::2] == ["step 1"] * 3
+        for said, why in zip(told[1::2], (*["is damaged, its checksum differs"] * 2, "is missing"), strict=True):
+            assert f"/step000000002 is refused (__1_0.distcp {why}" in said and "\n" not in said
+            assert f"/step000000001 is refused (__1_0.distcp {why}" in said and "start afresh" in said

@@ -7,7 +7,7 @@ import pytest
 
 from results import paper
 from training.plan import published
-from training.plan.clusters import preset
+from training.plan.clusters import device, preset
 from training.plan.model import presets
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -36,10 +36,10 @@ def test_the_presets_have_the_fitted_constants():
     cells = [published.MEGATRON_CELLS[i] for i in published.FITTED]
     again = published.fit(cells, preset("selene"))
     assert (again.device.top, again.device.passes) == pytest.approx((k["top"], k["passes"]), rel=1e-3)
-    for device in presets()["devices"].values():
-        assert (device["top"], device["passes"]) == (round(k["top"], 2), round(k["passes"], 2))
+    for name in presets()["devices"]:
+        assert (device(name).top, device(name).passes) == (round(k["top"], 2), round(k["passes"], 2))
     for name in ("dgx-a100-roce", "dgx-a100-tcp", "selene"):
-        assert presets()["clusters"][name]["inside"] == round(k["inside"], -9)
+        assert preset(name).inside == round(k["inside"], -9)
 
 
 def test_co2_s_gain_is_within_a_fifth():

@@ -3,7 +3,7 @@
 Every tensor has the name that it has in the whole model, and is a DTensor where ranks hold parts of it: DCP writes each
 part once, and reads what another layout needs of it. So are CO2's outer iterate, its momentum and what has landed,
 which are equal on all islands; an island's own, its model, its optimiser and its small numbers, stands under its
-number. Unlike checkpoints of other runs (core/checkpoints), they have no digests of their tensors.
+number. The manifest has a SHA-256 digest of every file, which are compared on loading.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from core.rounds import Rounds
 from training.layouts.parallel import Parallel
 
 Named = dict[str, Tensor]
+RECORDS = ".metadata"  # DCP's, of where each tensor lies
 
 
 class Resharded:
@@ -62,18 +63,35 @@ class Resharded:
         rest = others | {"method": own, "layout": str(self.parallel.layout)}
         if self._leads:
             tensors |= self._of_island({"rest": packed(rest)})
+        digests: dict[str, str] = {}
+
+        def write() -> None:
+            stored.write_tensors(fresh, tensors, host_group())
+            files = fresh.glob(f"__{dist.get_rank()}_*")
+            digests.update({file.name: stored.file_digest(file) for file in files})
+
+        def complete() -> None:
+            if dist.get_rank() == 0:
+                files = {name: found for mine in everyone for name, found in mine.items()}
+                files[RECORDS] = stored.file_digest(fresh / RECORDS)
+                layout = {"layout": str(self.parallel.layout), "islands": self.parallel.layout.islands}
+                checkpoint.publish(fresh, target, json.dumps(layout | {"files": files}, indent=1))
+                checkpoint.tidy(folder, step, checkpoint.KEEP)
+
+        self._all(write, target)
+        everyone = of_all(digests)
+        self._all(complete, target)
+        return True
+
+    def _all(self, act: Callable[[], None], target: Path) -> None:
+        """UserError on all ranks where one cannot write."""
         failure = ""
         try:
-            stored.write_tensors(fresh, tensors, host_group())
-            if dist.get_rank() == 0:
-                manifest = {"layout": str(self.parallel.layout), "islands": self.parallel.layout.islands}
-                checkpoint.publish(fresh, target, json.dumps(manifest, indent=1))
-                checkpoint.tidy(folder, step, checkpoint.KEEP)
+            act()
         except OSError as error:
             failure = f"{target} cannot be written ({reason(error)}): make room or choose another folder"
         if failures := [line for line in of_all(failure) if line]:
             raise UserError(f"{failures[0]}; the last checkpoint stays")
-        return True
 
     def _tensors(self) -> Named:
         """The model and the optimiser's state."""
@@ -130,26 +148,42 @@ class Resharded:
         where there are some and none can be read, or the newest is of a run without a layout."""
         refused: list[str] = []
         for name in of_all(checkpoint.finished(folder))[0]:
-            problems, others = [], None
-            try:
-                others = self._load(folder / name)
-            except UserError as error:
-                problems = [str(error)]
-            except Exception as error:  # whatever it is: a rank that raised here would leave the others waiting
-                problems = [f"it cannot be read, {reason(error)}"]
-            if not (told := [line for lines in of_all(problems) for line in lines]):
+            others: dict[str, Any] = {}
+            if not (told := self._problem(lambda name=name: self._check(folder / name))):
+                told = self._problem(lambda name=name, to=others: to.update(self._load(folder / name)))
+            if not told:
                 for line in refused:
                     self._say(f"warning: {line}; going on from {name}")
                 return others
-            refused.append(f"{folder / name} is refused ({told[0]})")
+            refused.append(f"{folder / name} is refused ({told})")
         if refused:
             raise UserError(f"{'; '.join(refused)}: no other checkpoint is left; start afresh with another folder")
         return None
 
-    def _load(self, target: Path) -> dict[str, Any]:
+    def _problem(self, act: Callable[[], None]) -> str:
+        """What kept the first rank that failed from it, known to all; "" if none failed."""
+        problem = ""
+        try:
+            act()
+        except UserError as error:
+            problem = str(error)
+        except FileNotFoundError as error:
+            problem = f"{Path(error.filename).name} is missing"
+        except Exception as error:  # whatever it is: a rank that raised here would leave the others waiting
+            problem = f"it cannot be read, {reason(error)}"
+        return next((line for line in of_all(problem) if line), "")
+
+    def _check(self, target: Path) -> None:
+        """UserError for a file that is not as it was written. Each rank reads some of all ranks' files."""
         manifest = parse_json((target / checkpoint.MANIFEST).read_text())
         if "layout" not in manifest:
             raise UserError("it is of a run without a layout: resume without --layout")
+        for name, known in [*sorted(manifest["files"].items())][dist.get_rank() :: dist.get_world_size()]:
+            if stored.file_digest(target / Path(name).name) != known:
+                raise UserError(f"{name} is damaged, its checksum differs")
+
+    def _load(self, target: Path) -> dict[str, Any]:
+        manifest = parse_json((target / checkpoint.MANIFEST).read_text())
         reader = stored.open_folder(target)
         known = reader.read_metadata().state_dict_metadata
         prefix = f"island{self.parallel.place.island % int(manifest['islands'])}."

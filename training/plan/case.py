@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from training.plan.block import measured
 from training.plan.clusters import Cluster, Numbers
 from training.plan.model import Model
 
@@ -21,24 +22,28 @@ MERGES = ("keep", "mix", "outer")
 class Software:
     """What the training program does; the defaults are this project's with torch under autocast in 16 bits.
 
-    parameter, gradient, optimizer, value: bytes of each parameter, and of a value that is kept. fused: attention keeps
-    no s x s matrix. overlap: DDP and FSDP2 reduce beneath the backward pass. megatron: a pipeline's hop is cut over the
-    TP ranks [N sec. 4.1], logits stay cut over them, no buffers for what each micro-batch receives, and sequence
-    parallelism is known. reserve: bytes that none of the parts counts.
+    parameter, gradient, optimizer, value: bytes of each parameter, and of a value that products take. stream: of what
+    goes from block to block, which autocast leaves in float32. fused: attention keeps no s x s matrix. overlap: DDP
+    and FSDP2 communicate beneath computing. gloo: FSDP2 does not, a reduce-scatter is an all-reduce, a broadcast goes
+    along a tree. megatron: a pipeline's hop is cut over the TP ranks [N sec. 4.1], logits stay
+    cut over them, no buffers for what each micro-batch receives, and sequence parallelism is known. reserve: bytes that
+    none of the parts counts.
     """
 
     parameter: float = 4
     gradient: float = 4
     optimizer: float = 8
     value: float = 2
+    stream: float = 4
     fused: bool = True
     overlap: bool = True
+    gloo: bool = False
     megatron: bool = False
     reserve: float = 1.5 * (1 << 30)  # training/memory.py
 
 
-MEGATRON = Software(2, 2, 12, fused=False, overlap=False, megatron=True)  # of 2021: [N], [R 3.1]
-FLOAT32 = Software(value=4, reserve=0.0)  # on CPUs
+MEGATRON = Software(2, 2, 12, stream=2, fused=False, overlap=False, megatron=True)  # of 2021: [N], [R 3.1]
+FLOAT32 = Software(value=4, gloo=True, reserve=0.0)  # on CPUs
 
 
 @dataclass(frozen=True)
@@ -143,6 +148,29 @@ class Case:
         if self.software.fused:
             return 0.0 * self.layout.tp
         return self.layout.micro * self.model.context * self.model.scores(self.software.value) / self.layout.tp
+
+    @cached_property
+    def given(self) -> Numbers:
+        """stream bytes * b s h: what a block gets"""
+        return self.software.stream * self.layout.micro * self.model.context * self.model.width
+
+    @cached_property
+    def measured(self) -> tuple[Numbers, Numbers]:
+        """b (whole + cut / t): bytes that a block keeps, and has more at its backward pass's peak, both measured [M]
+
+        Megatron-LM's, which is not here: `kept` and the scores; 0.
+        """
+        x, s = self.layout, self.software
+        if s.megatron:
+            return self.kept + np.where(x.recompute == 0, self.scores, 0.0), 0.0
+        block = measured(self.model, int(s.value))
+        return tuple(x.micro * (whole + cut / x.tp) for whole, cut in (block.kept, block.more))  # pyright: ignore
+
+    @cached_property
+    def shares(self) -> Numbers:
+        """d, but 1 with z < 2 and TP or stages: equal replicas of an island that share out CO2's outer state [C]"""
+        x = self.layout
+        return np.where((x.zero >= 2) | (x.tp * x.pp == 1), x.dp, 1)
 
     @cached_property
     def island(self) -> Numbers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,8 @@ class Device:
     memory: float
     bandwidth: float
     host: float
-    top: float
-    passes: float
+    top: float = 0.70  # both as presets.toml says
+    passes: float = 2.50
     gpu: bool = True
 
 
@@ -76,22 +77,13 @@ class Cluster:
 def device(key: str) -> Device:
     """Of presets.toml."""
     found = of_preset("devices", key)
-    return Device(found["shown"], *(found[name] for name in ("peak", "memory", "bandwidth", "host", "top", "passes")))
+    return Device(found["shown"], *(found[name] for name in ("peak", "memory", "bandwidth", "host")))
 
 
 def preset(name: str) -> Cluster:
     """Of presets.toml."""
-    found = of_preset("clusters", name)
-    return Cluster(
-        name=name,
-        device=device(found["device"]),
-        nodes=found["nodes"],
-        per_node=found["per_node"],
-        inside=found["inside"],
-        across=found["across"] * found["efficiency"],
-        latency=found["latency"],
-        inside_latency=found["inside_latency"],
-    )
+    kind, nodes, per_node, inside, across, latency, inside_latency, efficiency = of_preset("clusters", name)
+    return Cluster(name, device(kind), nodes, per_node, inside, across * efficiency, latency, inside_latency)
 
 
 # -- of the doctor ----------------------------------------------------------------------------------------------------
@@ -109,7 +101,7 @@ def from_doctor(file: Path, *, probe: bool) -> Cluster:
     if not isinstance(report, dict) or report.get("format") != 1:
         raise UserError(f"{file}: no report of format 1; write it with core.doctor --out {file.name}")
     nodes = report.get("nodes")
-    if not isinstance(nodes, list) or not nodes:
+    if not isinstance(nodes, list) or not nodes or not all(isinstance(node, dict) for node in nodes):
         raise UserError(f"{file}: nodes={nodes!r}: the planner needs a node or more")
     per_node = int(_number(file, report, "workers_per_node"))  # the doctor has none where nodes differ
     memory = _number(file, report, "device", "memory_bytes_per_worker")
@@ -118,8 +110,11 @@ def from_doctor(file: Path, *, probe: bool) -> Cluster:
     across, latency = _link(file, report, "across", wanted=len(nodes) > 1)
     if len(nodes) * per_node != _number(file, report, "workers"):
         raise UserError(f"{file}: workers={report['workers']!r}, but {len(nodes)} nodes of {per_node}")
-    found = probed(name) if probe else known(name)
-    found = replace(found, memory=memory, gpu=report["device"].get("type") != "cpu")
+    gpu = report["device"].get("type") != "cpu"
+    hosts = Counter(str(node.get("hostname", number)) for number, node in enumerate(nodes))
+    crowd = 1 if gpu else per_node * max(hosts.values())  # also where nodes are emulated on one machine
+    found = probed(name, crowd) if probe else known(name)
+    found = replace(found, memory=memory, gpu=gpu)
     return Cluster(file.stem, found, len(nodes), per_node, inside, across, latency, inside_latency)
 
 
@@ -151,9 +146,9 @@ def known(name: str) -> Device:
     raise UserError(f"device {name!r} is not known to the planner: add --probe where such a one is, which measures it")
 
 
-def probed(name: str) -> Device:
+def probed(name: str, ranks: int = 1) -> Device:
     """Measured here: float32 products on a CPU, bfloat16 on a GPU, at full rate as a 1024-wide layer has them, and a
-    copy. What is measured is what programs get, so that top is 1; passes are the A100's, assumed."""
+    copy. What is measured is what programs get, so that top is 1; passes are the A100's, assumed. ranks: share it."""
     gpu = torch.cuda.is_available()
     where, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
     width = 8192 if gpu else 1024
@@ -164,7 +159,8 @@ def probed(name: str) -> Device:
     moved = _fastest(lambda: target.copy_(copied), gpu)
     memory = torch.cuda.get_device_properties(0).total_memory if gpu else math.inf
     host = device("a100").host if gpu else 2 * copied.nbytes / moved
-    return Device(name, 2 * width**3 / product, memory, 2 * copied.nbytes / moved, host, 1.0, device("a100").passes)
+    rate, bandwidth = 2 * width**3 / product / ranks, 2 * copied.nbytes / moved / ranks
+    return Device(name, rate, memory, bandwidth, host / ranks, top=1.0)
 
 
 def _fastest(act: Any, gpu: bool, times: int = 5) -> float:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import tyro
@@ -16,12 +15,11 @@ import tyro
 from core.errors import UserError
 from training.layouts.layout import Layout
 from training.plan import clusters, show
-from training.plan.case import FLOAT32, MEGATRON, MERGES, WIRES, Case, Layouts, Software
+from training.plan.block import measured
+from training.plan.case import FLOAT32, MERGES, WIRES, Case, Layouts, Software
 from training.plan.model import preset_model, presets
-from training.plan.search import GB, Plan, holds, plan
-from training.plan.trial import check_here, measured, run
-
-SOFTWARE = {"torch": Software(), "float32": FLOAT32, "megatron": MEGATRON}
+from training.plan.search import Plan, holds, plan
+from training.plan.trial import check_here, run, tried
 
 
 @dataclass(frozen=True)
@@ -42,24 +40,18 @@ class Options:
     """In place of the cluster's."""
     per_node: int | None = None
     """Devices of a node, in place of the cluster's."""
-    memory_gb: float | None = None
-    """GB of a device, in place of the cluster's."""
     probe: bool = False
     """Measure this machine's device in place of looking it up by the name that the doctor found."""
-    software: Literal["auto", "torch", "float32", "megatron"] = "auto"
-    """How it would run: this project under autocast (torch), in float32 (on CPUs), or Megatron-LM of 2021."""
     layout: str | None = None
     """Plan with this one alone, such as tp2.pp2.dp2.co2x2."""
     explain: int | None = None
     """Shows the sums of the K-th of the list, each with its formula and source."""
     why: tuple[str, str] | None = None
     """Which term decides between two: numbers of the list, or names of layouts."""
-    pick: int = 1
-    """Of the list, for sbatch and run."""
     sbatch: bool = False
-    """Shows the submission line and the overrides of the picked one."""
+    """Shows the submission line and the overrides of the first."""
     run: bool = False
-    """Runs the picked one here, one process for each device."""
+    """Runs the first here, one process for each device."""
     measure: int = 0
     """Runs the k best here for some steps, and ranks them by what was measured."""
     steps: int = 30
@@ -74,8 +66,6 @@ class Options:
         for name, least in (("batch", 1), ("context", 1), ("nodes", 1), ("per_node", 1), ("steps", 4), ("measure", 0)):
             if (value := getattr(self, name)) is not None and value < least:
                 raise UserError(f"{name}={value}: give {least} or more")
-        if self.memory_gb is not None and not self.memory_gb > 0:
-            raise UserError(f"memory_gb={self.memory_gb}: give a number above 0")
         if (self.preset is None) == (self.cluster is None):
             raise UserError(
                 f"preset={self.preset} and cluster={self.cluster}: give one of them, a preset of "
@@ -98,13 +88,9 @@ def case(options: Options) -> Case:
     for name, rate in (("nodes", cluster.across), ("per_node", cluster.inside)):
         if (number := getattr(cluster, name)) > 1 and rate == math.inf:
             raise UserError(f"{name}={number}: {options.cluster} knows no such link: run core.doctor on as many")
-    if options.memory_gb is not None:
-        cluster = replace(cluster, device=replace(cluster.device, memory=options.memory_gb * GB))
-    kind = options.software
-    if kind == "auto":
-        kind = "torch" if cluster.device.gpu else "float32"
+    software = Software() if cluster.device.gpu else FLOAT32
     nothing = Layouts(1, 1, 1, 1, 1)
-    return Case(preset_model(options.model, options.context), cluster, SOFTWARE[kind], options.batch, nothing)
+    return Case(preset_model(options.model, options.context), cluster, software, options.batch, nothing)
 
 
 def chosen(p: Plan, text: str | int) -> int:
@@ -159,7 +145,7 @@ def recipe_of(options: Options) -> str:
     """Of language.train."""
     if options.recipe:
         return options.recipe
-    known = presets()["models"].get(options.model, {}).get("recipe")
+    known = presets()["recipes"].get(options.model)
     if known is None:
         raise UserError(f"model {options.model} is no recipe's of language.train: give --recipe")
     return known
@@ -168,36 +154,28 @@ def recipe_of(options: Options) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     options = tyro.cli(Options, prog="python -m training.plan", args=argv, use_underscores=True)
     options.check()
-    began = time.perf_counter()
     named = Layout.parse(options.layout) if options.layout else None
-    p = plan(case(options), named)
+    asked = case(options)
+    measured(asked.model, int(asked.software.value))  # imports transformers, which takes longer than the search
+    began = time.perf_counter()
+    p = plan(asked, named)
     spent = time.perf_counter() - began
-    say(options, p)
-    if options.explain is None and options.why is None:
-        print(f"{p.count:,} layouts in {spent:.2f} s")
-    if options.plot is not None:
-        show.plot(p, options.plot)
-    if options.sbatch or options.run:
-        row = chosen(p, options.pick)
-        words = overrides(p.at(row), p.name(row))
-        if options.sbatch:
-            print(sbatch(p.at(row), words, recipe_of(options)))
-            print(f"-m language.train {recipe_of(options)} {shlex.join(words)}")
-        if options.run:
-            check_here(p.case)
-            run(p.at(row), recipe_of(options), words)
-    if options.measure:
-        check_here(p.case)
-        best = p.best[: options.measure]
-        trials = [(p.name(row), float(p.total[row]), overrides(p.at(row), p.name(row))) for row in best]
-        print("\n".join(measured(p.case, recipe_of(options), trials, options.steps)))
-
-
-def say(options: Options, p: Plan) -> None:
-    """What was asked for; else the ten best."""
     if options.explain is not None:
         print("\n".join(show.explain(p, chosen(p, options.explain))))
     if options.why is not None:
         print("\n".join(show.why(p, *(chosen(p, text) for text in options.why))))
     if options.explain is None and options.why is None:
-        print("\n".join(show.table(p)))
+        print("\n".join(show.table(p)), f"\n{p.count:,} layouts in {spent:.2f} s")
+    if options.plot is not None:
+        show.plot(p, options.plot)
+    best = p.best[: max(1, options.measure)]
+    of = [(p.name(row), float(p.total[row]), overrides(p.at(row), p.name(row))) for row in best]
+    if options.sbatch:
+        print(sbatch(p.at(p.best[0]), of[0][2], recipe_of(options)))
+        print(f"-m language.train {recipe_of(options)} {shlex.join(of[0][2])}")
+    if options.run or options.measure:
+        check_here(p.case)
+    if options.run:
+        run(p.case, recipe_of(options), of[0][2])
+    if options.measure:
+        print("\n".join(tried(p.case, recipe_of(options), of, options.steps)))

@@ -18,9 +18,15 @@ def parameters(c: Case, last: bool) -> Numbers:
 
 
 def gradients(c: Case, last: bool) -> Numbers:
-    """gradient bytes * own, over d with z >= 2 and one micro-batch [R sec. 5.2]; of several the sum is whole [O]"""
+    """gradient bytes * own, over d with z >= 2 and m = 1 [R sec. 5.2]; m <= in flight: less a micro-batch's kept [O]
+
+    Of several micro-batches the sum is whole. But where none begins once the first one's gradients are there, they take
+    the place of what it kept.
+    """
     shared = (c.layout.zero >= 2) & (c.micro_batches == 1)
-    return c.software.gradient * c.own(last) / np.where(shared, c.layout.dp, 1)
+    whole = c.software.gradient * c.own(last) / np.where(shared, c.layout.dp, 1)
+    instead = np.where(c.micro_batches <= in_flight(c, last), c.layers * layer(c), 0.0)
+    return np.maximum(0.0, whole - instead)
 
 
 def optimizer(c: Case, last: bool) -> Numbers:
@@ -42,53 +48,66 @@ def casts(c: Case, last: bool) -> Numbers:
 
 
 def gathered(c: Case, last: bool) -> Numbers:
-    """size * (own with z = 2, few with z = 3) + (size + 4) * few, few = 2 blocks and the ends; d > 1 [M]"""
+    """size * (own with z = 2, 2 blocks and the ends with z = 3), d > 1: parameters that FSDP2 has gathered [M]"""
     own, size, zero = c.own(last), c.software.value, c.layout.zero
     few = own - np.maximum(0, c.layers - 2) * c.block
-    whole = size * np.where(zero == 2, own, few) + (size + FLOAT32) * few
-    return np.where((zero >= 2) & (c.layout.dp > 1), whole, 0.0)
+    return np.where((zero >= 2) & (c.layout.dp > 1), size * np.where(zero == 2, own, few), 0.0)
+
+
+def in_flight(c: Case, last: bool) -> Numbers:
+    """min(m, p) micro-batches in the first stage, 1 in the last [N sec. 2.2]"""
+    return np.minimum(c.micro_batches, 1 if last else c.layout.pp)
+
+
+def layer(c: Case) -> Numbers:
+    """Kept by a block, of one micro-batch."""
+    return np.where(c.layout.recompute == RECOMPUTE.index("full"), c.given, c.measured[0])
 
 
 def activations(c: Case, last: bool) -> Numbers:
-    """layers * kept by one * micro-batches in flight: min(m, p) in the first stage, 1 in the last [N sec. 2.2]
+    """(layers * kept by a block + ends) * micro-batches in flight: min(m, p) in the first stage, 1 in the last [N, M]
 
-    Interleaved: 1 + (p - 1) / (p v) times as much in the first stage [K]. Kept by one layer: `kept` and the scores;
-    selective: `kept`; full: its input, 2 b s h [K sec. 5], and one layer is there while it is computed again.
+    Interleaved: 1 + (p - 1) / (p v) times as much in the first stage, if m is as many [K]. With full recomputation a
+    block keeps what it is given [K sec. 5]. Ends: what the embedding gives, what the last norm gives.
     """
-    x, size = c.layout, c.software.value
-    flying = np.minimum(c.micro_batches, 1 if last else x.pp)
+    x = c.layout
     again = 1 + np.where(x.v > 1, (x.pp - 1) / (x.pp * x.v), 0.0) if not last else 1.0
-    given = size * x.micro * c.model.context * c.model.width
-    full = x.recompute == RECOMPUTE.index("full")
-    layer = np.where(full, given, c.kept + np.where(x.recompute == 0, c.scores, 0.0))
-    return c.layers * layer * flying * again + np.where(full, c.kept + c.scores, 0.0)
+    ends = c.given * np.where(x.pp == 1, 2, 1) * (not c.software.megatron)
+    return (c.layers * layer(c) + ends) * np.minimum(in_flight(c, last) * again, c.micro_batches)
 
 
 def received(c: Case, last: bool) -> Numbers:
-    """m b s h size where p > 1: a buffer of torch's stages for what each micro-batch receives [O]"""
+    """m (2 v - 1) b s h stream where p > 1: torch's buffers for what each micro-batch's two passes receive [O]"""
     x = c.layout
-    size = c.software.value * x.micro * c.model.context * c.model.width
-    return np.where((x.pp > 1) & (not c.software.megatron), c.micro_batches * size, 0.0)
+    here = (x.pp > 1) & (not c.software.megatron)
+    return np.where(here, c.micro_batches * (2 * x.v - 1) * c.given, 0.0)
 
 
-def logits(c: Case, last: bool) -> Numbers:
-    """b s V (size + 4 + 4) in the last stage: logits, float32 log-softmax, its gradient [O]; Megatron-LM's over t"""
-    cut = c.layout.tp if c.software.megatron else 1
-    all_of_them = c.layout.micro * c.model.context * c.model.vocabulary * (c.software.value + 2 * FLOAT32) / cut
-    return all_of_them if last else np.where(c.layout.pp == 1, all_of_them, 0.0)
+def passing(c: Case, last: bool) -> Numbers:
+    """max(logits, a block's backward pass): what is there for a moment, while the rest is [M]
+
+    Logits, of the last stage: b s V (size + 4 + 4), with a float32 log-softmax and its gradient; Megatron-LM's over t.
+    A block: what is measured beyond what it keeps, its gradients, with z >= 2 once more in float32 for their reduction,
+    and with full recomputation what it keeps.
+    """
+    x, size, cut = c.layout, c.software.value, c.layout.tp if c.software.megatron else 1
+    logits = x.micro * c.model.context * c.model.vocabulary * (size + 2 * FLOAT32) / cut
+    reduced = np.where((x.zero >= 2) & (x.dp > 1), FLOAT32, 0)
+    again = np.where(x.recompute == RECOMPUTE.index("full"), c.measured[0], 0.0)
+    block = c.measured[1] + again + (c.software.gradient + reduced) * c.block
+    return np.maximum(logits if last else np.where(x.pp == 1, logits, 0.0), block)
 
 
 def co2(c: Case, last: bool) -> Numbers:
-    """4 own' (payload + (x + m) / shares), own' the device's shard, shares d with z < 2; offloaded: 0 [M]
+    """4 (own' + 2 own / shares): payload, x and m; own' the device's shard; offloaded: 0 [M]
 
     An island of one device: 3 copies, 1 more with merge keep, 1 + 1/I more over a narrow wire [M].
     """
     x = c.layout
     cut = np.where(x.zero >= 2, x.dp, 1)
-    shares = x.dp / cut
     alone = 3.0 + (x.merge == MERGES.index("keep")) + np.where(x.wire > 0, 1 + 1 / np.maximum(x.islands, 1), 0.0)
-    copies = np.where(c.island == 1, alone, 1 + 2 / shares)
-    return np.where((x.islands > 1) & (x.offload == 0), FLOAT32 * c.own(last) / cut * copies, 0.0)
+    copies = np.where(c.island == 1, alone, 1 / cut + 2 / c.shares)
+    return np.where((x.islands > 1) & (x.offload == 0), FLOAT32 * c.own(last) * copies, 0.0)
 
 
 def reserve(c: Case, last: bool) -> Numbers:
@@ -97,7 +116,7 @@ def reserve(c: Case, last: bool) -> Numbers:
 
 
 PARTS: tuple[Callable[[Case, bool], Numbers], ...] = (
-    parameters, gradients, optimizer, buckets, casts, gathered, activations, received, logits, co2, reserve,
+    parameters, gradients, optimizer, buckets, casts, gathered, activations, received, passing, co2, reserve,
 )  # fmt: skip
 assert list(WIRES)[0] == "float32"  # which a wire above 0 is narrower than
 

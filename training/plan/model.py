@@ -13,30 +13,24 @@ from core.checkpoints.untrusted import parse_json, reason
 from core.errors import UserError
 
 LARGEST = 10**7  # of a size in a config.json
-# model_type -> family, and the names of layers, width, heads, inner width and positions in Hugging Face's config.json
-DECODERS = {
-    "gpt2": ("gpt", "n_layer", "n_embd", "n_head", "n_inner", "n_positions"),
-    **dict.fromkeys(
-        ("llama", "mistral"),
-        (
-            "llama",
-            "num_hidden_layers",
-            "hidden_size",
-            "num_attention_heads",
-            "intermediate_size",
-            "max_position_embeddings",
-        ),
+FAMILIES = {"gpt2": "gpt2", "llama": "llama", "mistral": "llama"}  # by model_type in Hugging Face's config.json
+# of a family there: layers, width, heads, inner width, positions, activation and its default
+NAMES = {
+    "gpt2": ("n_layer", "n_embd", "n_head", "n_inner", "n_positions", "activation_function", "gelu_new"),
+    "llama": (
+        *("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"),
+        *("max_position_embeddings", "hidden_act", "silu"),
     ),
 }
 
 
 @cache
-def presets() -> dict[str, dict[str, dict[str, Any]]]:
+def presets() -> dict[str, dict[str, Any]]:
     """devices, clusters and models of presets.toml, where each has its source."""
     return tomllib.loads((Path(__file__).parent / "presets.toml").read_text())
 
 
-def of_preset(kind: str, name: str) -> dict[str, Any]:
+def of_preset(kind: str, name: str) -> Any:
     """One of presets.toml; a UserError lists them."""
     known = presets()[kind]
     if name not in known:
@@ -50,8 +44,9 @@ def of_preset(kind: str, name: str) -> dict[str, Any]:
 class Model:
     """Sizes of a decoder.
 
-    family: gpt (GELU, biases, two layer norms, learned positions, dropout, as GPT-2) or llama (gated SiLU, no biases,
-    RMS norms, rotary positions, no dropout). context: tokens of a sample. tied: embedding and head share a matrix.
+    family: gpt2 (GELU, biases, two layer norms, learned positions) or llama (gated SiLU, no biases, RMS norms, rotary
+    positions). context: tokens of a sample. tied: embedding and head share a matrix. activation: as transformers call
+    it, whose implementations keep more or less.
     """
 
     name: str
@@ -64,6 +59,7 @@ class Model:
     inner: int
     kv_heads: int
     tied: bool
+    activation: str = "gelu_pytorch_tanh"
 
     @property
     def kv_width(self) -> float:
@@ -158,19 +154,10 @@ def preset_model(name: str, context: int | None) -> Model:
     """Of presets.toml, or of a folder with Hugging Face's config.json."""
     if Path(name).is_dir() or "/" in name:
         return from_config(Path(name), context)
-    found = of_preset("models", name)
-    return Model(
-        name=name,
-        family=found["family"],
-        layers=found["layers"],
-        width=found["width"],
-        heads=found["heads"],
-        vocabulary=found["vocabulary"],
-        context=context or found["context"],
-        inner=found.get("inner", 4 * found["width"]),
-        kv_heads=found["heads"],
-        tied=found["family"] == "gpt",
-    )
+    family, layers, width, heads, inner, vocabulary, length = of_preset("models", name)
+    activation = presets()["activations"].get(name, NAMES[family][-1] if family == "llama" else "gelu_pytorch_tanh")
+    sizes = layers, width, heads, vocabulary, context or length, inner, heads
+    return Model(name, family, *sizes, tied=family == "gpt2", activation=activation)
 
 
 def from_config(folder: Path, context: int | None) -> Model:
@@ -181,9 +168,10 @@ def from_config(folder: Path, context: int | None) -> Model:
     except (OSError, ValueError) as error:
         raise UserError(f"{file}: {reason(error)}; give a folder with Hugging Face's config.json") from None
     kind = config.get("model_type") if isinstance(config, dict) else None
-    if kind not in DECODERS:
-        raise UserError(f"{file}: model_type {kind!r} is no decoder that the planner knows: {', '.join(DECODERS)}")
-    family, layers, width, heads, inner, positions = DECODERS[kind]
+    if kind not in FAMILIES:
+        raise UserError(f"{file}: model_type {kind!r} is no decoder that the planner knows: {', '.join(FAMILIES)}")
+    family = FAMILIES[kind]
+    layers, width, heads, inner, positions, activation, usual = NAMES[family]
 
     def size(name: str, default: int | None = None) -> int:
         value = config.get(name)
@@ -202,7 +190,8 @@ def from_config(folder: Path, context: int | None) -> Model:
         heads=size(heads),
         vocabulary=size("vocab_size"),
         context=context or size(positions),
-        inner=size(inner, 4 * size(width) if family == "gpt" else None),
+        inner=size(inner, 4 * size(width) if family == "gpt2" else None),
         kv_heads=size("num_key_value_heads", size(heads)),
-        tied=bool(config.get("tie_word_embeddings", family == "gpt")),
+        tied=bool(config.get("tie_word_embeddings", family == "gpt2")),
+        activation=str(config.get(activation, usual)),
     )

@@ -243,9 +243,7 @@ def fitting(c: Case, dropped: Counter[str]) -> Plan:
         has = c.cluster.device.memory
         miss = f"{named(one)} needs {total[least] / GB:.2f} GB of {has / GB:.2f}"
     if not fits.any():
-        raise UserError(
-            f"nothing fits: {listed(dropped)}; the nearest miss, {miss}: more devices or --memory_gb, a smaller --batch"
-        )
+        raise UserError(f"nothing fits: {listed(dropped)}; the nearest miss, {miss}: more devices, a smaller --batch")
     c = replace(c, layout=c.layout[fits])
     return Plan(c, {part: sizes[fits] for part, sizes in needs.items()}, seconds(c), dropped, miss)
 

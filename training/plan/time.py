@@ -13,6 +13,7 @@ from training.plan.clusters import Numbers
 ADAMW = (
     28  # bytes that AdamW moves for a parameter: gradient, 16-bit copy, itself, two moments read; the last four written
 )
+FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DistributedDataParallel's by default
 BOUNDARY = 32  # of an element: parameter, payload, x and m, read and written in one pass (docs/design.md)
 
 
@@ -55,6 +56,13 @@ def products(c: Case) -> Numbers:
 
 
 @once
+def head(c: Case) -> Numbers:
+    """3 m b head / (t top peak): its part of the products"""
+    device = c.cluster.device
+    return 3 * c.micro_batches * c.layout.micro * c.model.head_flops / c.layout.tp / (device.top * device.peak)
+
+
+@once
 def passes(c: Case) -> Numbers:
     """m l/p (3 + again) passes (kept + scores) / bandwidth: norms, GELU, softmax, dropout, residuals [O]"""
     device = c.cluster.device
@@ -74,17 +82,25 @@ def tensor(c: Case) -> Numbers:
 def pipeline(c: Case) -> Numbers:
     """m 2 v (size b s h / B + A): to the next stage and back, a chunk [N sec. 3.1]; over t if scattered [N sec. 4.1]"""
     x, stride = c.layout, c.layout.tp * c.layout.dp
-    size = c.software.value * x.micro * c.model.context * c.model.width
-    size = size / np.where((x.sequence == 1) | c.software.megatron, x.tp, 1)
+    size = c.given / np.where((x.sequence == 1) | c.software.megatron, x.tp, 1)
     hop = np.where(c.cluster.crosses(x.pp, stride), c.cluster.latency, c.cluster.inside_latency)
     one = size / c.cluster.rate(x.pp, stride) + hop
     return np.where(x.pp > 1, c.micro_batches * 2 * x.v * one, 0.0)
 
 
 @once
+def tied(c: Case) -> Numbers:
+    """gradient V h / (t B) + A where p > 1: the first and the last stage send each other a tied embedding's [O]"""
+    x, k, stride = c.layout, c.cluster, c.layout.tp * c.layout.dp
+    size = c.software.gradient * c.model.embedding / x.tp * (c.model.tied and not c.software.megatron)
+    hop = np.where(k.crosses(x.pp, stride), k.latency, k.inside_latency)
+    return np.where((x.pp > 1) & (size > 0), size / k.rate(x.pp, stride) + hop, 0.0)
+
+
+@once
 def bubble(c: Case) -> Numbers:
-    """(p - 1) / (v m) of products, passes, tensor and pipeline [N sec. 2.2]"""
-    busy = products(c) + passes(c) + tensor(c) + pipeline(c)
+    """(p - 1) / (v m) of products but the head's, passes, tensor, pipeline [N sec. 2.2]: other stages have no head"""
+    busy = products(c) - head(c) + passes(c) + tensor(c) + pipeline(c)
     return busy * (c.layout.pp - 1) / (c.layout.v * c.micro_batches)
 
 
@@ -94,20 +110,38 @@ def data(c: Case) -> Numbers:
 
     The first reduces gradients, once a step; the second gathers: parameters (z = 1), or values of theirs (z >= 2).
     Hidden: the first under the last micro-batch's backward pass, 2/3 of its compute, where DDP or FSDP2 reduces (not z
-    < 2 with TP or stages); the second under all compute with z >= 2 [O].
+    < 2 with TP or stages), but for DDP's last bucket; the second under all compute with z >= 2 [O].
     """
-    m, x, by_zero = c.micro_batches, c.layout, c.layout.zero >= 2
-    compute = (products(c) + passes(c)) * c.software.overlap
-    reduced = ring(c, c.software.gradient * c.largest) * np.where(by_zero, 0.5, 1.0)
-    beneath = np.where(by_zero | (x.tp * x.pp == 1), compute / m * 2 / 3, 0.0)
-    halves = np.where(x.zero == 3, 2.0 * m, np.where(x.zero > 0, 1.0, 0.0))
-    gathered = halves / 2 * ring(c, np.where(by_zero, c.software.value, c.software.parameter) * c.largest)
-    return np.maximum(0.0, reduced - beneath) + np.maximum(0.0, gathered - np.where(by_zero, compute, 0.0))
+    m, x, by_zero, s = c.micro_batches, c.layout, c.layout.zero >= 2, c.software
+    by_ddp, prefetch = ~by_zero & (x.tp * x.pp == 1), by_zero & s.overlap & (not s.gloo)
+    compute, size = products(c) + passes(c), s.gradient * c.largest
+    reduced = ring(c, size) * np.where(by_zero & (not s.gloo), 0.5, 1.0)
+    beneath = ((by_ddp & s.overlap) | prefetch) * compute / m * 2 / 3
+    left = np.where(by_ddp, ring(c, np.where(size > FIRST_BUCKET, (size - FIRST_BUCKET) % BUCKET, size)), 0.0)
+    values = np.where(by_zero, s.value, s.parameter) * c.largest
+    gathered = np.where(x.zero == 3, 2.0 * m, np.where(x.zero > 0, 1.0, 0.0)) / 2 * ring(c, values)
+    gathered = np.where((x.zero == 1) & s.gloo, broadcasts(c, values), gathered)
+    return np.maximum(left, reduced - beneath) + np.maximum(0.0, gathered - prefetch * compute)
+
+
+def tensors(c: Case) -> Numbers:
+    """12 l/p: those that are sent one by one where neither DDP nor FSDP2 joins them"""
+    return 12 * c.layers
 
 
 def ring(c: Case, size: Numbers) -> Numbers:
-    """allreduce(size, d ranks, t apart)"""
-    return c.cluster.allreduce(size, c.layout.dp, c.layout.tp)
+    """n allreduce(size / n, d ranks, t apart), n: 1 for DDP, blocks + 1 with z >= 2, else one a tensor [O]"""
+    x = c.layout
+    alone = (x.tp * x.pp > 1) & (not c.software.megatron)
+    many = np.where(x.zero >= 2, c.layers + 1, np.where(alone, tensors(c), 1))
+    return many * c.cluster.allreduce(size / many, x.dp, x.tp)
+
+
+def broadcasts(c: Case, size: Numbers) -> Numbers:
+    """ceil(log2 d) (size / B + tensors A): ZeroRedundancyOptimizer's, one a tensor, along gloo's binomial trees [O]"""
+    x, k = c.layout, c.cluster
+    hop = np.where(k.crosses(x.dp, x.tp), k.latency, k.inside_latency)
+    return np.ceil(np.log2(x.dp)) * (size / k.rate(x.dp, x.tp) + tensors(c) * hop)
 
 
 @once
@@ -116,20 +150,20 @@ def optimizer(c: Case) -> Numbers:
     return ADAMW * c.largest / np.where(c.layout.zero >= 1, c.layout.dp, 1) / c.cluster.device.bandwidth
 
 
-INSIDE: tuple[Part, ...] = (products, passes, tensor, pipeline, bubble, data, optimizer)
+INSIDE: tuple[Part, ...] = (products, passes, tensor, pipeline, tied, bubble, data, optimizer)
 
 
 def outer_allreduce(c: Case) -> Numbers:
-    """allreduce(wire bytes own / d, I ranks an island apart): each device sends its share [C step 3]"""
+    """allreduce(wire bytes own / shares, I ranks an island apart): each device sends its share [C step 3]"""
     wire = np.array(list(WIRES.values()))[np.asarray(c.layout.wire)]
-    return c.cluster.allreduce(wire * c.largest / c.layout.dp, c.layout.islands, c.island)
+    return c.cluster.allreduce(wire * c.largest / c.shares, c.layout.islands, c.island)
 
 
 def boundary_pass(c: Case) -> Numbers:
-    """32 own / (d bandwidth) + allreduce(4 own, d) / 2, offloaded + 8 own / (d host): once in tau steps [O]"""
+    """32 own / (shares bandwidth) + allreduce(4 own, d) / 2, offloaded + 8 own / (shares host): in tau steps [O]"""
     x, device = c.layout, c.cluster.device
-    share = c.largest / x.dp
-    gather = np.where(x.zero >= 2, 0.0, 0.5 * ring(c, 4 * c.largest))
+    share = c.largest / c.shares
+    gather = np.where((x.zero >= 2) | (c.shares == 1), 0.0, 0.5 * ring(c, 4 * c.largest))
     return BOUNDARY * share / device.bandwidth + gather + np.where(x.offload == 1, 8 * share / device.host, 0.0)
 
 
@@ -145,7 +179,7 @@ def boundary(c: Case) -> Numbers:
 
 
 PARTS = (*INSIDE, waiting, boundary)
-COMMUNICATION = ("tensor", "pipeline", "data", "waiting")
+COMMUNICATION = ("tensor", "pipeline", "tied", "data", "waiting")
 """Whose seconds are exposed communication; the bubble is idle for another reason."""
 
 

@@ -1,4 +1,4 @@
-"""Runs layouts here: the picked one, or the best for some steps, ranked by what was measured."""
+"""Runs layouts here: the first, or the best for some steps, ranked by what was measured."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def step_seconds(metrics: Path) -> float:
     return (late[-1]["seconds"] - late[0]["seconds"]) / (late[-1]["step"] - late[0]["step"])
 
 
-def measured(c: Case, recipe: str, trials: Sequence[tuple[str, float, list[str]]], steps: int) -> Iterator[str]:
+def tried(c: Case, recipe: str, trials: Sequence[tuple[str, float, list[str]]], steps: int) -> Iterator[str]:
     """Lines with what was measured beside what was predicted, the fastest first. trials: name, predicted seconds,
     overrides."""
     found = []

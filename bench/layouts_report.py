@@ -1,0 +1,156 @@
+"""What bench.layouts says: what the planner predicts, beside what was measured."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from bench import report
+from bench.report import mean_sd
+from training.layouts.layout import Layout
+from training.plan import memory, time
+from training.plan.case import FLOAT32, MERGES, Case, Layouts
+from training.plan.clusters import Cluster, Device
+
+NAME = "layouts"
+SEEN = ("dp8", "dp8.fsdp", "tp4.dp2", "pp4.dp2", "tp2.pp2.dp2", "co2x8")  # while formulas of memory were made
+NEAR = 0.05  # of bytes, and of the chosen layout's seconds
+TAU, MEDIAN = 0.8, 0.10
+
+
+def device(o: Any, bandwidth: float) -> Device:
+    """That which the stand-in of bench.layouts' options plays: bandwidth is measured, bytes/s of a rank."""
+    m = o.model
+    flops = (m.linear_flops + m.attention_flops) / o.layer_ms * 1e3
+    return Device("stand-in", flops, math.inf, bandwidth, math.inf, top=1.0, passes=0.0, gpu=False)
+
+
+def predict(o: Any, name: str, links: dict[str, float], made: Device) -> tuple[float, float]:
+    """Seconds of a step, and bytes of the fullest rank. links: of bench.layouts.probe_links."""
+    x = Layout.parse(name)
+    cluster = Cluster("emulated", made, o.nodes, o.ranks_per_node, **links)
+    micro = o.batch // x.data_workers // x.parts
+    one = Layouts(x.tp, x.pp, x.dp, x.islands, micro, x.v, x.zero, tau=o.tau, merge=MERGES.index("outer"))
+    case = Case(o.model, cluster, FLOAT32, o.batch, one)
+    return tuple(float(np.sum([*parts.values()])) for parts in (time.seconds(case), memory.memory(case)))  # pyright: ignore
+
+
+def combine_links(per_rank: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The median over the ranks."""
+    return {name: statistics.median(of[name] for of in per_rank) for name in per_rank[0]}
+
+
+def combine(name: str, rate: float, of_all: Sequence[dict[str, Any]], predicted: float) -> dict[str, Any]:
+    """A row: seconds of the slowest rank, and which share of them a rank computes itself."""
+    seconds = [max(times) for times in zip(*(of["seconds"] for of in of_all), strict=True)]
+    busy = statistics.fmean(of["busy"] for of in of_all) / statistics.fmean(seconds)
+    return {"layout": name, "rate": rate, "seconds": seconds, "predicted": predicted, "busy": busy}
+
+
+def line(row: dict[str, Any]) -> str:
+    seconds = mean_sd(row["seconds"], ".4f")
+    return f"{row['rate']:g} Mbit/s, {row['layout']}: {seconds} s, predicted {row['predicted']:.4f}"
+
+
+def memory_table(result: dict[str, Any]) -> str:
+    rows = [
+        (name, "seen" if name in SEEN else "new", f"{n / 1e6:.2f}", f"{said / 1e6:.2f}", f"{said / n - 1:+.1%}")
+        for name, (n, said) in result["bytes"].items()
+    ]
+    return report.table(["layout", "while formulas were made", "MB counted", "predicted", "off"], rows)
+
+
+def seconds_table(result: dict[str, Any]) -> str:
+    """A row a layout, three columns a rate."""
+    rates = result["options"]["rates"]
+    titles = ["layout", *(title for rate in rates for title in (f"s, {rate:g} Mbit/s", "predicted", "off"))]
+    cells: dict[str, list[str]] = {}
+    for row in result["rows"]:
+        said, mean = row["predicted"], statistics.fmean(row["seconds"])
+        cells.setdefault(row["layout"], [row["layout"]])
+        cells[row["layout"]] += [mean_sd(row["seconds"], ".3f"), f"{said:.3f}", f"{said / mean - 1:+.1%}"]
+    return report.table(titles, cells.values())
+
+
+def verdict(rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """Of one rate: Kendall's tau, the layout that the planner chooses against the best, the median of the errors."""
+    pairs = {row["layout"]: (statistics.fmean(row["seconds"]), row["predicted"]) for row in rows}
+    best, chosen = (min(pairs, key=lambda name, i=i: pairs[name][i]) for i in (0, 1))
+    behind = pairs[chosen][0] / pairs[best][0] - 1
+    off = statistics.median(abs(said / seen - 1) for seen, said in pairs.values())
+    tau = kendall([*pairs.values()])
+    held = "yes" if tau >= TAU and behind <= NEAR and off <= MEDIAN else "no"
+    return f"{rows[0]['rate']:g}", f"{tau:.2f}", chosen, best, f"{behind:+.1%}", f"{off:.1%}", held
+
+
+def kendall(pairs: Sequence[tuple[float, float]]) -> float:
+    """Kendall's tau-a: the share of pairs in the same order less that in the other; equal ones count as neither."""
+    signs = [np.sign((a - c) * (b - d)) for i, (a, b) in enumerate(pairs) for c, d in pairs[:i]]
+    return float(np.mean(signs))
+
+
+def text(result: dict[str, Any]) -> str:
+    """layouts.md."""
+    o = result["options"]
+    of_rate = [[row for row in result["rows"] if row["rate"] == rate] for rate in o["rates"]]
+    titles = ["Mbit/s", "Kendall's tau", "chosen", "best", "chosen behind the best", "median error", "all three hold"]
+    off = [abs(said / n - 1) for n, said in result["bytes"].values()]
+    return TEXT.format(
+        source=report.source(result),
+        memory=memory_table(result),
+        seconds=seconds_table(result),
+        verdicts=report.table(titles, map(verdict, filter(None, of_rate))),
+        within=sum(x <= NEAR for x in off),
+        many=len(off),
+        worst=f"{max(off):.1%}",
+        busy=f"{statistics.fmean(row['busy'] for row in result['rows']):.0%}",
+        links=report.table(
+            ["Mbit/s", "across, MB/s", "a hop, ms", "in a node, MB/s", "a hop, ms"],
+            [
+                (rate, *(f"{of[k] * unit:.4g}" for k, unit in zip(LINK, (1e-6, 1e3) * 2, strict=True)))
+                for rate, of in result["links"].items()
+            ],
+        ),
+        **{k: o[k] for k in ("nodes", "ranks_per_node", "batch", "context", "layer_ms", "tau", "steps", "repeats")},
+    )
+
+
+LINK = ("across", "latency", "inside", "inside_latency")
+TEXT = """\
+# Layouts: predicted and measured
+
+[All results](index.md). The planner's formulas ([Planning](../docs/planning.md)) beside layouts that ran on an
+emulated cluster. All its ranks share one machine of few cores.
+
+- Source: {source}.
+- Cluster: {nodes} nodes of {ranks_per_node} ranks, gloo. Model: GPT-2, 0.93 million parameters, float32.
+- Batch: {batch} samples of {context} random tokens. Seed: 0. CO2: tau {tau}, float32.
+- Computing is a stand-in: a block takes {layer_ms:g} ms a sample, which the planner is told. Communication is real.
+- Mean ± standard deviation of {repeats} repeats of {steps} steps.
+
+## Bytes of the fullest rank
+
+{memory}
+
+- Counted: what torch's allocator holds at the peak of a step. Within 5 %: {within} of {many}. The worst: {worst}.
+- What a block keeps is measured on one local block, as `--dry_run` does. The other formulas saw the layouts marked so.
+
+## Seconds of a step
+
+{seconds}
+
+{verdicts}
+
+- Chosen: the layout for which the planner predicts the fewest seconds. Limits: a tau of {TAU} or more; 5 %; 10 %.
+- A rank itself computes for {busy} of a step, Python and the optimiser among it: the planner does not know of these.
+- The emulated links let 256 KiB pass at once after a pause. So what stages send costs less here than is predicted.
+
+The links, as probed before:
+
+{links}
+"""
+TEXT = TEXT.replace("{TAU}", str(TAU))
