@@ -90,6 +90,8 @@ class Shares:
     """int64 [tokens]: places of this rank's tokens in all documents put end to end, in the order it holds them."""
     positions: Tensor
     """int64 [tokens]: places in the tokens' own documents."""
+    longest: int
+    """Tokens of the longest document of which this rank holds a part."""
 
     def __init__(self, documents: Tensor, rings: Sequence[Sequence[int]], group: dist.ProcessGroup | None = None):
         self.group = group
@@ -110,6 +112,7 @@ class Shares:
         starts = documents.cpu()[torch.searchsorted(documents.cpu(), self.indices, right=True) - 1]
         self.positions = self.indices - starts
         self.hops = max((len(piece.ring) for piece in self.pieces), default=1)
+        self.longest = max((piece.length for piece in self.pieces), default=0)
 
     def exchange(
         self, pieces: Sequence[Piece], outgoing: dict[int, Tensor], incoming: dict[int, Tensor], lane: int
