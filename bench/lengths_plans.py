@@ -29,7 +29,7 @@ import torch
 from bench import report
 from bench.report import mean_sd, read_options, require_known, require_one_or_more
 from language.lengths import laws
-from language.lengths.plan import Island, Ring, layer_seconds, plan
+from language.lengths.plan import Island, Loads, Ring, layer_seconds, plan
 from training.script import launch
 
 NAME = "lengths_plans"
@@ -73,7 +73,7 @@ def planned(lengths: Sequence[int], i: Island) -> list[Ring]:
     return plan(torch.tensor([0, *lengths]).cumsum(0), i)
 
 
-# -- rivals: lengths and island -> seconds of a layer ---------------------------------------------------------------
+# -- rivals: lengths and island -> rings, and seconds of a layer -----------------------------------------------------
 
 
 def ours(lengths: Sequence[int], i: Island) -> float:
@@ -85,34 +85,53 @@ def even(lengths: Sequence[int], i: Island) -> float:
     return sum(max(i.share(n, everyone)[:2]) for n in lengths) + i.linear * sum(lengths) / i.size
 
 
+def by_cost(lengths: Sequence[int], i: Island) -> list[Ring]:
+    """Whole ones, the costliest first, each to the least busy rank."""
+    busy, rings = [0.0] * i.size, [()] * len(lengths)
+    for k in sorted(range(len(lengths)), key=lambda k: -lengths[k]):
+        rings[k] = (busy.index(min(busy)),)  # pyright: ignore[reportArgumentType]
+        busy[rings[k][0]] += i.whole(lengths[k])
+    return rings  # pyright: ignore[reportReturnType]
+
+
 def whole(lengths: Sequence[int], i: Island) -> float:
-    busy = [0.0] * i.size
-    for n in sorted(lengths, reverse=True):
-        busy[busy.index(min(busy))] += i.whole(n)
-    return max(busy)
+    return layer_seconds(lengths, by_cost(lengths, i), i)
 
 
-def cut(lengths: Sequence[int], i: Island) -> float:
+def cut_rows(lengths: Sequence[int], i: Island) -> tuple[list[int], list[Ring]]:
+    """Lengths of the pieces where documents are cut to rows of as many tokens, and the rank of each."""
     ends = np.cumsum(lengths)
     row = -(-int(ends[-1]) // i.size)
     cuts = np.union1d(ends, np.arange(row, ends[-1], row))
-    squares = np.bincount((cuts - 1) // row, np.diff(cuts, prepend=0).astype(float) ** 2, i.size)
-    return i.attention * float(squares.max()) + i.linear * row
+    return np.diff(cuts, prepend=0).tolist(), [(rank,) for rank in ((cuts - 1) // row).tolist()]
 
 
-def grouped(lengths: Sequence[int], i: Island) -> float:
-    best = np.inf
+def cut(lengths: Sequence[int], i: Island) -> float:
+    return layer_seconds(*cut_rows(lengths, i), i)
+
+
+def in_groups(lengths: Sequence[int], i: Island) -> list[Ring]:
+    """The best partition into groups, where no hop is hidden: each document to the group that is done first."""
+    best, found = np.inf, list[Ring]()
     for sizes in partitions(i.size):
         ends = np.cumsum(sizes).tolist()
         groups = [tuple(range(end - g, end)) for end, g in zip(ends, sizes, strict=True)]
-        busy = [0.0] * len(groups)
-        for n in sorted(lengths, reverse=True):
+        busy, rings = [0.0] * len(groups), [groups[0]] * len(lengths)
+        for k in sorted(range(len(lengths)), key=lambda k: -lengths[k]):
+            n = lengths[k]
             costs = [sum(i.share(n, g)[:2]) + i.linear * n / len(g) for g in groups]
             after = [b + c for b, c in zip(busy, costs, strict=True)]
             first = after.index(min(after))
-            busy[first] = after[first]
-        best = min(best, max(busy))
-    return best
+            busy[first], rings[k] = after[first], groups[first]
+        if max(busy) < best:
+            best, found = max(busy), rings
+    return found
+
+
+def grouped(lengths: Sequence[int], i: Island) -> float:
+    loads = Loads.of(lengths, in_groups(lengths, i), i)
+    spent = zip(loads.work, loads.hops, loads.tokens, strict=True)
+    return max(work + hops + i.linear * tokens for work, hops, tokens in spent)
 
 
 def partitions(total: int, largest: int | None = None) -> list[list[int]]:
