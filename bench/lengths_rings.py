@@ -163,7 +163,7 @@ def island_of(link: float, rate: float, stretch: float) -> tuple[Island, float, 
     for devices in (DEVICES, NODES * DEVICES):
         sizes = (3, 3 + 24 * width * tokens)
         few, much = slowest([least_seconds(exchange(group, devices, n, CPU), CPU) for n in sizes], group)
-        hops.append((3 * few, (much - few) / tokens))
+        hops.append((3 * few, max(0.0, much - few) / tokens))
     inside, across = hops
     return Island(NODES, DEVICES, stretch * ATTENTION, stretch * LINEAR, inside, across), stretch, width
 
