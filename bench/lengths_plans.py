@@ -265,17 +265,18 @@ def against_rivals(o: Plans) -> list[dict[str, Any]]:
 
 
 def planning(o: Plans) -> list[dict[str, Any]]:
-    """Seconds of planning and, by the model, of a step of LAYERS layers."""
+    """Seconds of planning and, by the model, of a step of LAYERS layers; at last of few documents on many devices."""
     rows = []
-    for number in (1000, 10_000):
+    for number, nodes, tokens in ((1000, 2, np.inf), (10_000, 2, np.inf), (4000, 8, TOKENS * 64)):
         for law in o.laws:
-            i, row = ISLANDS["A800, 200 Gbit/s a flow"], dict(documents=number, law=law, plan=[], step=[])
+            i, row = island(200e9, nodes), dict(devices=8 * nodes, law=law, documents=[], plan=[], step=[])
             for seed in range(5):
-                lengths = drawn(law, seed, number)
+                lengths = drawn(law, seed, number, tokens)
                 began = time.thread_time()
                 rings = planned(lengths, i)
                 row["plan"].append(time.thread_time() - began)
                 row["step"].append(LAYERS * layer_seconds(lengths, rings, i))
+                row["documents"].append(len(lengths))
             rows.append(row)
     return rows
 
@@ -300,9 +301,9 @@ def text_of(result: dict[str, Any], o: Plans) -> str:
             map(rival_cells, result["rivals"]),
         ),
         (
-            f"Seconds of planning, a thread's own, and of a step of {LAYERS} layers of width {WIDTH} on 2 nodes of 8 "
-            f"A800 by the model; seeds 0 to 4; {source}",
-            ("documents", "law", "planning, ms", "step, s", "planning / step, %"),
+            f"Seconds of planning, a thread's own, and of a step of {LAYERS} layers of width {WIDTH} on nodes of 8 A800 "
+            f"by the model; on 64 devices as many documents as make {TOKENS} tokens a device; seeds 0 to 4; {source}",
+            ("devices", "documents", "law", "planning, ms", "step, s", "planning / step, %"),
             map(planning_cells, result["planning"]),
         ),
     ]
@@ -322,7 +323,14 @@ def rival_cells(r: dict[str, Any]) -> list[object]:
 def planning_cells(r: dict[str, Any]) -> list[object]:
     share = [100 * p / s for p, s in zip(r["plan"], r["step"], strict=True)]
     took = mean_sd([1e3 * p for p in r["plan"]], ".0f")
-    return [r["documents"], r["law"], took, mean_sd(r["step"], ".1f"), mean_sd(share, ".2f")]
+    return [
+        r["devices"],
+        mean_sd(r["documents"], ".0f"),
+        r["law"],
+        took,
+        mean_sd(r["step"], ".1f"),
+        mean_sd(share, ".2f"),
+    ]
 
 
 def main() -> None:
