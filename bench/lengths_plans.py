@@ -301,7 +301,7 @@ def text_of(result: dict[str, Any], o: Plans) -> str:
             map(rival_cells, result["rivals"]),
         ),
         (
-            f"Seconds of planning, a thread's own, and of a step of {LAYERS} layers of width {WIDTH} on nodes of 8 A800 "
+            f"Seconds of planning, a thread's own, and of a step of {LAYERS} layers of width {WIDTH}, nodes of 8 A800, "
             f"by the model; on 64 devices as many documents as make {TOKENS} tokens a device; seeds 0 to 4; {source}",
             ("devices", "documents", "law", "planning, ms", "step, s", "planning / step, %"),
             map(planning_cells, result["planning"]),
