@@ -61,7 +61,7 @@ class TextRecipe(Recipe):
             raise UserError(f"crossing={self.crossing} is balance round's own: leave it out, or add --balance round")
         if self.balance != "none":
             self._check_balance()
-        if self.rings != RingsConfig():
+        if self.balance == "rings" or self.rings != RingsConfig():
             self._check_rings()
 
     def _check_balance(self) -> None:
@@ -71,7 +71,6 @@ class TextRecipe(Recipe):
             (self.method != "zo", "method='zo'", "whose workers exchange losses at every step"),
             (not self.elastic, "elastic", "whose workers change within a round"),
             (rings or self.per_node == 1, f"per_node={self.per_node}", meet),
-            (not rings or self.per_node != 1, "per_node=1", "where no two workers could split a document"),
             (rings or not self.zero, f"zero={self.zero}", meet),
             (self.zero < 2, f"zero={self.zero}", "whose parameters are not whole when a ring's costs are measured"),
             (not rings or not self.dry_run, "dry_run", "which does not know how documents are split"),
@@ -83,8 +82,10 @@ class TextRecipe(Recipe):
                 raise UserError(f"balance={self.balance!r} does not go with {what}, {why}: leave one of them out")
 
     def _check_rings(self) -> None:
-        """Refuses what an island cannot be told."""
+        """Refuses an island of one worker, and what it cannot be told."""
         room, costs = self.rings.room, self.rings.costs
+        if self.balance == "rings" and self.per_node == 1:
+            raise UserError("balance='rings' with per_node=1: nobody could split a document; add --per_node 2 or more")
         if self.balance != "rings":
             name = "costs" if costs else "room"
             given = f"rings.{name}={getattr(self.rings, name)}"

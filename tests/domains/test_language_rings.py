@@ -135,7 +135,7 @@ def test_all_ranks_plan_with_the_slowest_ranks_costs():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"per_node": 1}, "balance='rings' does not go with per_node=1, where no two workers could split a document"),
+        ({"per_node": 1}, "balance='rings' with per_node=1: nobody could split a document; add --per_node 2"),
         ({"zero": 2}, "does not go with zero=2, whose parameters are not whole when a ring's costs are measured"),
         ({"dry_run": True}, "does not go with dry_run"),
         ({"rings": RingsConfig(room=0)}, "rings.room=0: give tokens, 1 or more"),
