@@ -45,7 +45,7 @@ from bench.lengths_plans import (
 from bench.report import mean_sd, read_options, require_each_once, require_known, require_one_or_more, require_positive
 from language.lengths import laws
 from language.lengths.plan import Island, Ring, layer_seconds
-from language.lengths.rings import exchange, least_seconds, slowest
+from language.lengths.rings import hop_of, slowest
 from training import ring
 from training.ring import Shares, ring_attention
 from training.script import launch
@@ -157,14 +157,9 @@ def island_of(link: float, rate: float, stretch: float) -> tuple[Island, float, 
     modelled = BITS / (link * 1e9)
     width = max(1, round(stretch * modelled / per_width))
     stretch = width * per_width / modelled
-    group, tokens = dist.group.WORLD, 4096
-    assert group is not None
-    hops = []
-    for devices in (DEVICES, NODES * DEVICES):
-        sizes = (3, 3 + 24 * width * tokens)
-        few, much = slowest([least_seconds(exchange(group, devices, n, CPU), CPU) for n in sizes], group)
-        hops.append((3 * few, max(0.0, much - few) / tokens))
-    inside, across = hops
+    assert dist.group.WORLD is not None
+    rings = (DEVICES, NODES * DEVICES)
+    inside, across = (hop_of(dist.group.WORLD, devices, 24 * width, 4096, CPU) for devices in rings)
     return Island(NODES, DEVICES, stretch * ATTENTION, stretch * LINEAR, inside, across), stretch, width
 
 
@@ -263,7 +258,7 @@ def text_of(result: dict[str, Any]) -> str:
         "as many times more slowly. The paper's nodes have links of 200 Gbit/s.",
         f"A token's linear layers take {ratio} times as long as its hop across, link by link.",
         "`least` is the work over the ranks: no way is faster. `cut` trains another model. `grouped` hides its hops "
-        "here, as the plan does.",
+        "here, as the plan does. On 16 ranks, by the model alone: [lengths_plans.md](lengths_plans.md).",
         f"{report.source(result)}.",
     ]
     parts = [
@@ -290,7 +285,7 @@ def draw(file: Path, spans: Sequence[dict[str, Any]], o: Bench) -> None:
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
 
-    law = next((law for law in ("prolong_like", "github_like") if law in o.laws), o.laws[0])
+    law = next((law for law in ("github_like", "prolong_like") if law in o.laws), o.laws[0])
     link = PAPERS if PAPERS in o.links else o.links[0]
     figure, axes = plt.subplots(len(SHOWN), sharex=True, figsize=(8, 4.2), layout="constrained")
     for axis, way in zip(axes, SHOWN, strict=True):

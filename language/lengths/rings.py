@@ -29,7 +29,7 @@ TOKENS, PARTS = (
     2048,
     8,
 )  # of a row that is timed, as one document and as so many; fewer where the model has fewer positions
-REPEATS = 3
+REPEATS, SENT = 3, 12  # of a row, and of a message, of which the first ones wait for connections
 MESSAGES = 3  # of a hop and layer: keys and values in both passes, and their gradients
 
 
@@ -83,15 +83,22 @@ def measured(model: nn.Module, group: dist.ProcessGroup, devices: int, tokens: i
     size = 2 if torch.is_autocast_enabled(device.type) else next(model.parameters()).element_size()
     nbytes = 2 * config.hidden_size * (2 * size + max(size, 4))  # of a token: keys, values, their gradients
     rows = [row_of(lengths).to(device) for lengths in ([tokens], [tokens // parts] * parts)]
-    timers: list[Callable[[], None]] = [lambda row=row: trained_on(model, row) for row in rows]
-    for devices_of_ring in (devices, dist.get_world_size(group)):
-        timers += [exchange(group, devices_of_ring, n, device) for n in (MESSAGES, MESSAGES + tokens * nbytes)]
-    one, many, *hops = slowest([least_seconds(timer, device) for timer in timers], group)
+    times = [least_seconds(lambda row=row: trained_on(model, row), device) for row in rows]  # pyright: ignore
+    one, many = slowest(times, group)
+    inside, across = (hop_of(group, ring, nbytes, tokens, device) for ring in (devices, dist.get_world_size(group)))
     layers = config.num_hidden_layers
     attention = max(0.0, one - many) / (layers * tokens**2 * (1 - 1 / parts)) if parts > 1 else 0.0
     linear = max(0.0, many / layers - attention * tokens**2 / parts) / tokens
-    inside, across = ((MESSAGES * few, max(0.0, much - few) / tokens) for few, much in (hops[:2], hops[2:]))
     return attention, linear, *inside, *across
+
+
+def hop_of(
+    group: dist.ProcessGroup, devices: int, nbytes: int, tokens: int, device: torch.device
+) -> tuple[float, float]:
+    """Seconds of a hop in all, and of one for each token of so many bytes, in rings of so many ranks."""
+    sends = [exchange(group, devices, n, device) for n in (MESSAGES, MESSAGES + tokens * nbytes)]
+    few, much = slowest([least_seconds(send, device, SENT) for send in sends], group)
+    return MESSAGES * few, max(0.0, much - few) / tokens
 
 
 def row_of(lengths: Sequence[int]) -> Packed:
@@ -128,10 +135,10 @@ def exchange(group: dist.ProcessGroup, devices: int, nbytes: int, device: torch.
     return send
 
 
-def least_seconds(work: Callable[[], None], device: torch.device) -> float:
-    """Of a few repeats, after one that warms up."""
+def least_seconds(work: Callable[[], None], device: torch.device, repeats: int = REPEATS) -> float:
+    """Of the repeats, after one that warms up."""
     times = []
-    for _ in range(1 + REPEATS):
+    for _ in range(1 + repeats):
         began = time.perf_counter()
         work()
         if device.type == "cuda":
