@@ -307,7 +307,7 @@ def text_of(result: dict[str, Any], o: Plans) -> str:
             map(planning_cells, result["planning"]),
         ),
     ]
-    return "\n\n".join(f"{caption}\n\n{report.table(titles, rows)}" for caption, titles, rows in sections) + "\n"
+    return "\n\n".join(f"- {caption}\n\n{report.table(titles, rows)}" for caption, titles, rows in sections) + "\n"
 
 
 def optimum_cells(r: dict[str, Any]) -> list[object]:
