@@ -29,7 +29,7 @@ import torch
 from bench import report
 from bench.report import mean_sd, read_options, require_known, require_one_or_more
 from language.lengths import laws
-from language.lengths.plan import Island, Ring, layer_seconds, plan
+from language.lengths.plan import Island, Loads, Ring, layer_seconds, plan
 from training.script import launch
 
 NAME = "lengths_plans"
@@ -73,7 +73,7 @@ def planned(lengths: Sequence[int], i: Island) -> list[Ring]:
     return plan(torch.tensor([0, *lengths]).cumsum(0), i)
 
 
-# -- rivals: lengths and island -> seconds of a layer ---------------------------------------------------------------
+# -- rivals: lengths and island -> rings, and seconds of a layer -----------------------------------------------------
 
 
 def ours(lengths: Sequence[int], i: Island) -> float:
@@ -85,34 +85,53 @@ def even(lengths: Sequence[int], i: Island) -> float:
     return sum(max(i.share(n, everyone)[:2]) for n in lengths) + i.linear * sum(lengths) / i.size
 
 
+def by_cost(lengths: Sequence[int], i: Island) -> list[Ring]:
+    """Whole ones, the costliest first, each to the least busy rank."""
+    busy, rings = [0.0] * i.size, [()] * len(lengths)
+    for k in sorted(range(len(lengths)), key=lambda k: -lengths[k]):
+        rings[k] = (busy.index(min(busy)),)  # pyright: ignore[reportArgumentType]
+        busy[rings[k][0]] += i.whole(lengths[k])
+    return rings  # pyright: ignore[reportReturnType]
+
+
 def whole(lengths: Sequence[int], i: Island) -> float:
-    busy = [0.0] * i.size
-    for n in sorted(lengths, reverse=True):
-        busy[busy.index(min(busy))] += i.whole(n)
-    return max(busy)
+    return layer_seconds(lengths, by_cost(lengths, i), i)
 
 
-def cut(lengths: Sequence[int], i: Island) -> float:
+def cut_rows(lengths: Sequence[int], i: Island) -> tuple[list[int], list[Ring]]:
+    """Lengths of the pieces where documents are cut to rows of as many tokens, and the rank of each."""
     ends = np.cumsum(lengths)
     row = -(-int(ends[-1]) // i.size)
     cuts = np.union1d(ends, np.arange(row, ends[-1], row))
-    squares = np.bincount((cuts - 1) // row, np.diff(cuts, prepend=0).astype(float) ** 2, i.size)
-    return i.attention * float(squares.max()) + i.linear * row
+    return np.diff(cuts, prepend=0).tolist(), [(rank,) for rank in ((cuts - 1) // row).tolist()]
 
 
-def grouped(lengths: Sequence[int], i: Island) -> float:
-    best = np.inf
+def cut(lengths: Sequence[int], i: Island) -> float:
+    return layer_seconds(*cut_rows(lengths, i), i)
+
+
+def in_groups(lengths: Sequence[int], i: Island) -> list[Ring]:
+    """The best partition into groups, where no hop is hidden: each document to the group that is done first."""
+    best, found = np.inf, list[Ring]()
     for sizes in partitions(i.size):
         ends = np.cumsum(sizes).tolist()
         groups = [tuple(range(end - g, end)) for end, g in zip(ends, sizes, strict=True)]
-        busy = [0.0] * len(groups)
-        for n in sorted(lengths, reverse=True):
+        busy, rings = [0.0] * len(groups), [groups[0]] * len(lengths)
+        for k in sorted(range(len(lengths)), key=lambda k: -lengths[k]):
+            n = lengths[k]
             costs = [sum(i.share(n, g)[:2]) + i.linear * n / len(g) for g in groups]
             after = [b + c for b, c in zip(busy, costs, strict=True)]
             first = after.index(min(after))
-            busy[first] = after[first]
-        best = min(best, max(busy))
-    return best
+            busy[first], rings[k] = after[first], groups[first]
+        if max(busy) < best:
+            best, found = max(busy), rings
+    return found
+
+
+def grouped(lengths: Sequence[int], i: Island) -> float:
+    loads = Loads.of(lengths, in_groups(lengths, i), i)
+    spent = zip(loads.work, loads.hops, loads.tokens, strict=True)
+    return max(work + hops + i.linear * tokens for work, hops, tokens in spent)
 
 
 def partitions(total: int, largest: int | None = None) -> list[list[int]]:
@@ -246,17 +265,18 @@ def against_rivals(o: Plans) -> list[dict[str, Any]]:
 
 
 def planning(o: Plans) -> list[dict[str, Any]]:
-    """Seconds of planning and, by the model, of a step of LAYERS layers."""
+    """Seconds of planning and, by the model, of a step of LAYERS layers; at last of few documents on many devices."""
     rows = []
-    for number in (1000, 10_000):
+    for number, nodes, tokens in ((1000, 2, np.inf), (10_000, 2, np.inf), (4000, 8, TOKENS * 64)):
         for law in o.laws:
-            i, row = ISLANDS["A800, 200 Gbit/s a flow"], dict(documents=number, law=law, plan=[], step=[])
+            i, row = island(200e9, nodes), dict(devices=8 * nodes, law=law, documents=[], plan=[], step=[])
             for seed in range(5):
-                lengths = drawn(law, seed, number)
+                lengths = drawn(law, seed, number, tokens)
                 began = time.thread_time()
                 rings = planned(lengths, i)
                 row["plan"].append(time.thread_time() - began)
                 row["step"].append(LAYERS * layer_seconds(lengths, rings, i))
+                row["documents"].append(len(lengths))
             rows.append(row)
     return rows
 
@@ -281,13 +301,13 @@ def text_of(result: dict[str, Any], o: Plans) -> str:
             map(rival_cells, result["rivals"]),
         ),
         (
-            f"Seconds of planning, a thread's own, and of a step of {LAYERS} layers of width {WIDTH} on 2 nodes of 8 "
-            f"A800 by the model; seeds 0 to 4; {source}",
-            ("documents", "law", "planning, ms", "step, s", "planning / step, %"),
+            f"Seconds of planning, a thread's own, and of a step of {LAYERS} layers of width {WIDTH}, nodes of 8 A800, "
+            f"by the model; on 64 devices as many documents as make {TOKENS} tokens a device; seeds 0 to 4; {source}",
+            ("devices", "documents", "law", "planning, ms", "step, s", "planning / step, %"),
             map(planning_cells, result["planning"]),
         ),
     ]
-    return "\n\n".join(f"{caption}\n\n{report.table(titles, rows)}" for caption, titles, rows in sections) + "\n"
+    return "\n\n".join(f"- {caption}\n\n{report.table(titles, rows)}" for caption, titles, rows in sections) + "\n"
 
 
 def optimum_cells(r: dict[str, Any]) -> list[object]:
@@ -303,7 +323,14 @@ def rival_cells(r: dict[str, Any]) -> list[object]:
 def planning_cells(r: dict[str, Any]) -> list[object]:
     share = [100 * p / s for p, s in zip(r["plan"], r["step"], strict=True)]
     took = mean_sd([1e3 * p for p in r["plan"]], ".0f")
-    return [r["documents"], r["law"], took, mean_sd(r["step"], ".1f"), mean_sd(share, ".2f")]
+    return [
+        r["devices"],
+        mean_sd(r["documents"], ".0f"),
+        r["law"],
+        took,
+        mean_sd(r["step"], ".1f"),
+        mean_sd(share, ".2f"),
+    ]
 
 
 def main() -> None:

@@ -240,7 +240,7 @@ def text_of(result: dict[str, Any], o: Routes) -> str:
     names = [name for name in result["modelled"][0] if name not in ("link", "law", "even")]
     rows = ([r["link"], r["law"], *(mean_sd(r[name], ".2f") for name in names)] for r in result["modelled"])
     text = (
-        "Times the throughput of even context parallelism, by the model alone, in the order of the paper's ablation, "
+        "- Times the throughput of even context parallelism, by the model alone, in the order of the paper's ablation, "
         f"then with the plan of language/lengths/plan.py; 2 nodes of 8 A800 with {NICS} NICs, links of a flow as said, "
         f"{TOKENS} tokens a device, laws with parameters of ours, seeds 0 to {o.draws - 1}; {report.source(result)}\n\n"
     )
@@ -248,7 +248,7 @@ def text_of(result: dict[str, Any], o: Routes) -> str:
     if not result["measured"]:
         return text + "The routing on the emulated cluster: not run.\n"
     text += (
-        f"A message of {o.megabytes:g} MB from a rank to one of the other node, links of {o.rate:g} Mbit/s, "
+        f"- A message of {o.megabytes:g} MB from a rank to one of the other node, links of {o.rate:g} Mbit/s, "
         f"{o.repeats} repeats in turns; {report.source(result)}\n\n"
     )
     cells = ([r["nics"], r["way"], mean_sd([1e3 * s for s in r["seconds"]], ".0f")] for r in result["measured"])

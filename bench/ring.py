@@ -232,7 +232,7 @@ def caption(result: dict[str, Any], o: Ring) -> str:
     own = f", and one of {o.whole} on each" if o.whole else ""
     how = f"mean ± standard deviation of {o.repeats} repeats" if o.clock == "real" else "counted, not measured"
     return (
-        f"Ring attention on {o.workers} ranks, a document of {o.split} tokens over all{own}, {HEADS} heads of width "
+        f"- Ring attention on {o.workers} ranks, a document of {o.split} tokens over all{own}, {HEADS} heads of width "
         f"{WIDTH}, float32, random values; {computed}; the slowest rank's time, {how}; {report.source(result)}\n\n"
     )
 

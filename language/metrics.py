@@ -17,12 +17,13 @@ from language.data import IGNORE
 
 
 def token_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross-entropy in nats over the targets that are not IGNORE, in float32.
+    """Cross-entropy in nats over the targets that are not IGNORE, in float32 or what is finer.
 
     Args:
         logits: [batch, time, vocab_size] or [n, vocab_size]; targets: int64 [batch, time] or [n].
     """
-    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE, reduction=reduction)
+    logits = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction=reduction)
 
 
 @torch.no_grad()

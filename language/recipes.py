@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from core import CO2Config
 from core.errors import UserError
+from core.sharded.mesh import local_world_size
 from training.optim import OptimConfig
 from training.recipe import Recipe
 
@@ -21,6 +22,17 @@ GPT2_VOCABULARY = 50257  # nanoGPT's prepare.py; its end-of-text token is the la
 
 
 @dataclass(frozen=True)
+class RingsConfig:
+    """Of balance rings."""
+
+    room: int | None = None
+    """Tokens of a row that a worker's memory holds: what is longer is split over as many as need be; None: any."""
+    costs: tuple[float, ...] = ()
+    """Seconds of a layer, both passes: of attention a squared token, of the rest a token, of a ring's hop in all and a
+    token; the latter two again where an island spans machines. None: measured at the start, which tells them."""
+
+
+@dataclass(frozen=True)
 class TextRecipe(Recipe):
     """What training from scratch and fine-tuning have in common."""
 
@@ -29,13 +41,15 @@ class TextRecipe(Recipe):
     """Optimiser steps that count as an epoch; None for one pass over the data."""
     loader_workers: int = 0
     """Processes per worker that read and mask batches ahead; 0 for none."""
-    balance: Literal["none", "tokens", "round"] = "none"
+    balance: Literal["none", "tokens", "round", "rings"] = "none"
     """Train on whole documents, several a row without attention between them, each dealt to one worker. round: so that
     all workers have as much work a round, and as many tokens; tokens: as they come, to the worker with fewest tokens.
-    none: windows of the text, which run across documents; of prompts, as many for each worker."""
+    rings: as round among nodes, and the workers of a node (per_node) split long documents between them. none: windows
+    of the text, which run across documents; of prompts, as many for each worker."""
     crossing: float | None = None
-    """Of balance round, the length in tokens at which attention costs as much as the rest of the model; None: 12 times
-    the model's width."""
+    """Of balance round and rings, the length in tokens at which attention costs as much as the rest of the model; None:
+    12 times the model's width."""
+    rings: RingsConfig = field(default_factory=RingsConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,24 +57,49 @@ class TextRecipe(Recipe):
         self.check_least(epoch_steps=1)
         if self.crossing is not None and not self.crossing > 0:
             raise UserError(f"crossing={self.crossing}: give tokens, above 0")
-        if self.crossing is not None and self.balance != "round":
+        if self.crossing is not None and self.balance not in ("round", "rings"):
             raise UserError(f"crossing={self.crossing} is balance round's own: leave it out, or add --balance round")
         if self.balance != "none":
             self._check_balance()
+        if self.balance == "rings" or self.rings != RingsConfig():
+            self._check_rings()
 
     def _check_balance(self) -> None:
         """Refuses what does not go with documents that are dealt over a round."""
+        rings, meet = self.balance == "rings", "whose workers of a node meet at every step"
         for ok, what, why in (
             (self.method != "zo", "method='zo'", "whose workers exchange losses at every step"),
             (not self.elastic, "elastic", "whose workers change within a round"),
-            (self.per_node == 1, f"per_node={self.per_node}", "whose workers of a node meet at every step"),
-            (not self.zero, f"zero={self.zero}", "whose workers of a node meet at every step"),
+            (rings or self.per_node == 1, f"per_node={self.per_node}", meet),
+            (rings or not self.zero, f"zero={self.zero}", meet),
+            (self.zero < 2, f"zero={self.zero}", "whose parameters are not whole when a ring's costs are measured"),
+            (not rings or not self.dry_run, "dry_run", "which does not know how documents are split"),
             (self.co2.steps == "even", f"co2.steps={self.co2.steps!r}", "which evens unlike workers out by itself"),
             (not self.compile, "compile", "which would compile every step's documents anew"),
             (not self.loader_workers, f"loader_workers={self.loader_workers}", "which read ahead of the next tau"),
         ):
             if not ok:
                 raise UserError(f"balance={self.balance!r} does not go with {what}, {why}: leave one of them out")
+
+    def _check_rings(self) -> None:
+        """Refuses an island of one worker, and what it cannot be told."""
+        room, costs = self.rings.room, self.rings.costs
+        if self.balance == "rings" and self.per_node == 1:
+            raise UserError("balance='rings' with per_node=1: nobody could split a document; add --per_node 2 or more")
+        if self.balance != "rings":
+            name = "costs" if costs else "room"
+            given = f"rings.{name}={getattr(self.rings, name)}"
+            raise UserError(f"{given} is balance rings' own: leave it out, or add --balance rings")
+        if room is not None and room < 1:
+            raise UserError(f"rings.room={room}: give tokens, 1 or more")
+        if costs and (len(costs) not in (4, 6) or min(costs) < 0):
+            raise UserError(f"rings.costs={' '.join(map(str, costs))}: give 4 or 6 numbers, 0 or more")
+
+    def data_workers(self, workers: int) -> int:
+        """With balance rings a node takes as one worker does."""
+        if self.balance == "rings":
+            return max(1, workers // (self.per_node or local_world_size()))
+        return super().data_workers(workers)
 
     def check_least(self, **least: int) -> None:
         """Refuses a field below its least value, where it is not None."""

@@ -154,7 +154,7 @@ def learn(run: Run, recipe: TextRecipe, model: nn.Module, task: TextTask | Promp
     has ended, None where a signal stopped it.
     """
     optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
-    dealt = Dealt.of(recipe, model, task.documents) if recipe.balance != "none" else None
+    dealt = Dealt.of(recipe, model, task.documents, run) if recipe.balance != "none" else None
     epoch = recipe.epoch_steps or steps_per_epoch((dealt or task).samples, recipe.batch_size)
     total = epoch * recipe.epochs
     schedule = make_schedule(optimizer, total, recipe.optim)
@@ -197,7 +197,8 @@ def backward(run: Run | Step, recipe: TextRecipe, wrapped: nn.Module, batch: Bat
     def part_of(part: Part) -> Scalars:
         return {"train_loss": part_loss(run, wrapped, part) / predicted}
 
-    return backward_in_parts(wrapped, parts, part_of)["train_loss"]
+    loss = backward_in_parts(wrapped, parts, part_of)["train_loss"]
+    return batch.mean_loss(loss) if isinstance(batch, Rows) else loss
 
 
 def laid_out_backward(run: Run | Step, parallel: Any, batch: Batch) -> Tensor:

@@ -13,7 +13,7 @@ torch's context_parallel needs a GPU, and splits all sequences over all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -90,6 +90,8 @@ class Shares:
     """int64 [tokens]: places of this rank's tokens in all documents put end to end, in the order it holds them."""
     positions: Tensor
     """int64 [tokens]: places in the tokens' own documents."""
+    longest: int
+    """Tokens of the longest document of which this rank holds a part."""
 
     def __init__(self, documents: Tensor, rings: Sequence[Sequence[int]], group: dist.ProcessGroup | None = None):
         self.group = group
@@ -110,22 +112,57 @@ class Shares:
         starts = documents.cpu()[torch.searchsorted(documents.cpu(), self.indices, right=True) - 1]
         self.positions = self.indices - starts
         self.hops = max((len(piece.ring) for piece in self.pieces), default=1)
+        self.longest = max((piece.length for piece in self.pieces), default=0)
 
     def exchange(
         self, pieces: Sequence[Piece], outgoing: dict[int, Tensor], incoming: dict[int, Tensor], lane: int
     ) -> list[Waited]:
-        """Starts to send to the next and to receive from the previous rank, for all documents at once.
+        """Starts to send to the next and to receive from the previous rank, for all documents at once: between two
+        ranks in one message, so that many documents cost no more messages than one.
 
-        Empty chunks send nothing. Every rank lists documents in one order, which pairs the messages where tags are
-        ignored (NCCL). lane: 0 for keys and values, 1 for gradients, both of which may be under way.
+        Empty chunks send nothing. Every rank lists documents in one order. lane: 0 for keys and values, 1 for
+        gradients, both of which may be under way.
         """
-        ops: list[dist.P2POp] = []
-        for p in pieces:
-            for op, tensors, peer in ((dist.isend, outgoing, p.next), (dist.irecv, incoming, p.previous)):
-                if tensors[p.number].numel():
-                    how: dict[str, Any] = dict(group=self.group, tag=2 * p.number + lane, group_peer=peer)
-                    ops.append(dist.P2POp(op, tensors[p.number], **how))
-        return list(dist.batch_isend_irecv(ops)) if ops else []
+        outward = _by_peer((p.next, outgoing[p.number]) for p in pieces)
+        inward = _by_peer((p.previous, incoming[p.number]) for p in pieces)
+        sent = {peer: parts[0] if len(parts) == 1 else _joined(parts) for peer, parts in outward.items()}
+        arriving = {
+            peer: parts[0] if len(parts) == 1 else parts[0].new_empty(sum(part.numel() for part in parts))
+            for peer, parts in inward.items()
+        }
+        how: dict[str, Any] = dict(group=self.group, tag=lane)
+        ops = [dist.P2POp(dist.isend, message, group_peer=peer, **how) for peer, message in sent.items()]
+        ops += [dist.P2POp(dist.irecv, message, group_peer=peer, **how) for peer, message in arriving.items()]
+        if not ops:
+            return []
+        received = [(arriving[peer], parts) for peer, parts in inward.items() if len(parts) > 1]
+        return [_Exchange(list(dist.batch_isend_irecv(ops)), sent, received)]
+
+
+def _by_peer(pairs: Iterable[tuple[int, Tensor]]) -> dict[int, list[Tensor]]:
+    """Those tensors that are not empty."""
+    found: dict[int, list[Tensor]] = {}
+    for peer, tensor in pairs:
+        if tensor.numel():
+            found.setdefault(peer, []).append(tensor)
+    return found
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([part.reshape(-1) for part in parts])
+
+
+class _Exchange:
+    """Messages under way. sent: kept until they are through; received: messages of several documents, and those."""
+
+    def __init__(self, works: list[Waited], sent: Any, received: list[tuple[Tensor, list[Tensor]]]):
+        self.works, self.sent, self.received = works, sent, received
+
+    def wait(self) -> None:
+        _wait(self.works)
+        for message, parts in self.received:
+            for part, piece in zip(parts, message.split([part.numel() for part in parts]), strict=True):
+                part.view(-1).copy_(piece)
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, shares: Shares) -> Tensor:

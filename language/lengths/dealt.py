@@ -17,9 +17,11 @@ from core.methods import Method
 from core.rounds import Rounds
 from language.lengths.laws import cut
 from language.lengths.packed import Document, Packed, Rows, attend_to_documents, pack
+from language.lengths.rings import Rings, check_room
 from language.lengths.rounds import Order, by_tokens, cost, crossing_of, deal, into_parts
 from language.recipes import TextRecipe
 from training.progress import pacing_of
+from training.run import Run
 from training.workers import rank, world_size
 
 SCANNED = 1 << 26  # tokens of a file that are looked through at a time
@@ -80,18 +82,26 @@ class Dealt:
     documents: Documents
     balance: str
     crossing: float
+    rings: Rings | None = None
 
     @classmethod
-    def of(cls, recipe: TextRecipe, model: nn.Module, documents: Documents) -> Dealt:
-        """crossing: the recipe's, or that of the model's width. From now on the model attends to documents."""
-        workers = world_size()
-        if len(documents.lengths) < workers:
-            n = len(documents.lengths)
+    def of(cls, recipe: TextRecipe, model: nn.Module, documents: Documents, run: Run | None = None) -> Dealt:
+        """crossing: the recipe's, or that of the model's width. From now on the model attends to documents. run: whose
+        nodes are islands, with balance rings."""
+        workers, n = recipe.data_workers(world_size()), len(documents.lengths)
+        if n < workers:
             raise UserError(f"{n} documents over {workers} workers: give as many, or --balance none")
-        attend_to_documents(model)
+        mesh = run.mesh if run is not None and recipe.balance == "rings" else None
+        attend_to_documents(model, split=mesh is not None)
+        rings = None
+        if run is not None and mesh is not None:
+            tokens = recipe.batch_size * documents.lengths.sum() / documents.sizes.sum() * documents.sample_size
+            longest = int(documents.lengths.max())
+            check_room(max(tokens / workers / recipe.accumulate, longest), recipe.rings.room, mesh.size(1))
+            rings = Rings.of(recipe, model, mesh, longest, run.autocast())
         config: Any = model.config
         width = getattr(config, "hidden_size", None) or config.width
-        dealt = cls(documents, recipe.balance, recipe.crossing or crossing_of(width))
+        dealt = cls(documents, recipe.balance, recipe.crossing or crossing_of(width), rings)
         if rank() == 0:
             tqdm.write(str(dealt), file=sys.stderr)
         return dealt
@@ -102,23 +112,31 @@ class Dealt:
         return int(self.documents.sizes.sum()) // self.documents.sample_size
 
     def __str__(self) -> str:
-        crossing = f"; attention costs as the rest at {self.crossing:,.0f}" if self.balance == "round" else ""
-        return f"balance {self.balance}: {self.documents.about}{crossing}"
+        crossing = f"; attention costs as the rest at {self.crossing:,.0f}" if self.balance != "tokens" else ""
+        rings = f"; {self.rings}" if self.rings else ""
+        return f"balance {self.balance}: {self.documents.about}{crossing}{rings}"
 
     def following(self, method: Method) -> Callable[..., Iterator[Rows]]:
         """What Run.batches takes: each round of the method is dealt when its first batch is asked for."""
 
         def batches(recipe: TextRecipe, place: int, workers: int, start: int, total: int) -> Iterator[Rows]:
-            return self.steps(recipe, place, workers, start, total, lambda: steps_ahead(method))
+            share = self.island_size
+            return self.steps(recipe, place // share, workers // share, start, total, lambda: steps_ahead(method))
 
         return batches
+
+    @property
+    def island_size(self) -> int:
+        """Among how many workers a row is split."""
+        return self.rings.island.size if self.rings else 1
 
     def steps(
         self, recipe: TextRecipe, rank: int, workers: int, start: int, total: int, ahead: Callable[[], int]
     ) -> Iterator[Rows]:
-        """This worker's steps from `start` to `total`. ahead: asked where a deal begins, gives the steps it is for."""
+        """The steps of this worker, or island, from `start` to `total`. ahead: asked where a deal begins, gives the
+        steps it is for."""
         d = self.documents
-        full = (d.lengths == d.lengths.max()) & (self.balance == "round")
+        full = (d.lengths == d.lengths.max()) & (self.balance != "tokens")
         order = Order(d.sizes, recipe.batch_size * d.sample_size, full, seed=recipe.seed, workers=workers)
         while start < total:
             steps = min(ahead(), total - start)
@@ -134,15 +152,17 @@ class Dealt:
 
     def _round(self, numbers: np.ndarray, steps: int, rows: int, rank: int, workers: int) -> Iterator[Rows]:
         mine = numbers[self.owners(numbers, workers) == rank]
-        lengths, predicted = self.documents.lengths, self.documents.targets[numbers].sum() / (steps * workers)
+        lengths, group = self.documents.lengths, self.rings.group if self.rings else None
+        predicted = max(float(self.documents.targets[numbers].sum()) / (steps * workers), 1.0) / self.island_size
         of_step = into_parts(lengths[mine], steps)
         for step in range(steps):
             some = mine[of_step == step]
             of_row = into_parts(lengths[some], rows)  # another number of rows leaves a step its documents
-            yield Rows([self._row(some[of_row == row]) for row in range(rows)], max(float(predicted), 1.0))
+            yield Rows([self._row(some[of_row == row]) for row in range(rows)], predicted, group)
 
     def _row(self, numbers: np.ndarray) -> Packed:
-        return pack([self.documents.read(number) for number in numbers.tolist()])
+        documents = [self.documents.read(number) for number in numbers.tolist()]
+        return self.rings.split(documents) if self.rings else pack(documents)
 
 
 def steps_ahead(method: Method) -> int:

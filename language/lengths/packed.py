@@ -3,7 +3,8 @@
 A model of transformers attends so after `attend_to_documents(model)`, and when it is called with
 `model(row.ids, position_ids=row.positions, documents=row.boundaries)`; TransNormer takes the same call as it is. Called
 without `documents` it is the model that it was. transformers' own way, restarting positions alone, builds a dense mask,
-which costs the square of the row's length; here the work is the sum of the documents' squares.
+which costs the square of the row's length; here the work is the sum of the documents' squares. `documents` may also be
+what `boundaries` of `pack_share` are: of a row whose documents are split over the ranks of an island.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import training.prepared  # noqa: F401, transformers imports torchvision when it
 
 # isort: split
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -24,6 +26,7 @@ from transformers.masking_utils import sdpa_mask
 from core.errors import UserError
 from language.data import IGNORE
 from language.transnormer import TransNormer
+from training.ring import Shares, chunks, ring_attention
 
 NAME = "documents"  # of the attention, among transformers'
 Document = tuple[Tensor, Tensor]  # inputs and targets, int64 [tokens] each; IGNORE where nothing is predicted
@@ -33,13 +36,14 @@ Document = tuple[Tensor, Tensor]  # inputs and targets, int64 [tokens] each; IGN
 class Packed:
     """One row: ids, positions and targets are int64 [1, tokens].
 
-    boundaries: where documents begin in the row, and its end, int64 [documents + 1], in the host's memory.
+    boundaries: where documents begin in the row, and its end, int64 [documents + 1], in the host's memory. Where they
+    are split over several ranks, what this one holds of them.
     """
 
     ids: Tensor
     positions: Tensor
     targets: Tensor
-    boundaries: Tensor
+    boundaries: Tensor | Shares
 
     def to(self, device: torch.device) -> Packed:
         """The row on a device, its boundaries where they are."""
@@ -53,32 +57,69 @@ class Rows:
 
     predicted: the targets of a worker and step, in the mean over all of the round. Every worker divides its sum of
     losses by it: a target counts alike on all, and none has to ask the others for their counts.
+    island: the ranks over which rows are split, if they are.
     """
 
     parts: list[Packed]
     predicted: float
+    island: dist.ProcessGroup | None = None
+
+    def mean_loss(self, mine: Tensor) -> Tensor:
+        """The mean over the island of what its ranks give, 0-d each."""
+        if self.island is not None:
+            dist.all_reduce(mine, group=self.island)
+            mine /= dist.get_world_size(self.island)
+        return mine
+
+
+FILLER: Document = torch.zeros(1, dtype=torch.int64), torch.full((1,), IGNORE)  # one token that predicts nothing
 
 
 def pack(documents: Sequence[Document]) -> Packed:
     """Joins whole documents to a row. Without any it is a filler of one token that predicts nothing: transformers'
     models refuse empty rows, and a worker that skipped its backward pass would leave others waiting in theirs."""
-    documents = documents or [(torch.zeros(1, dtype=torch.int64), torch.full((1,), IGNORE))]
+    documents = documents or [FILLER]
+    return Packed(
+        ids=torch.cat([ids for ids, _ in documents])[None],
+        positions=torch.cat([torch.arange(len(ids)) for ids, _ in documents])[None],
+        targets=torch.cat([targets for _, targets in documents])[None],
+        boundaries=_ends(documents),
+    )
+
+
+def pack_share(
+    documents: Sequence[Document], rings: Sequence[Sequence[int]], group: dist.ProcessGroup | None = None
+) -> Packed:
+    """What this rank holds of a row whose documents are split over the group (None: all ranks), each over its ring.
+
+    All ranks of the group give the same. Ranks without a token get a filler.
+    """
+    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    held = [0] * ranks
+    for (ids, _), ring in zip(documents, rings, strict=True):
+        for place, rank in enumerate(ring):
+            held[rank] += sum(map(len, chunks(len(ids), len(ring), place)))
+    idle = [rank for rank in range(ranks) if not held[rank]]
+    documents, rings = [*documents, *(FILLER for _ in idle)], [*rings, *((rank,) for rank in idle)]
+    shares = Shares(_ends(documents), rings, group)
+    ids, targets = (torch.cat(whole)[shares.indices][None] for whole in zip(*documents, strict=True))
+    return Packed(ids, shares.positions[None], targets, shares)
+
+
+def _ends(documents: Sequence[Document]) -> Tensor:
+    """Where documents begin in a row, and its end."""
     lengths = [len(ids) for ids, _ in documents]
     if not all(lengths):
         raise UserError(f"document {lengths.index(0)} of a row is empty: leave it out")
-    return Packed(
-        ids=torch.cat([ids for ids, _ in documents])[None],
-        positions=torch.cat([torch.arange(n) for n in lengths])[None],
-        targets=torch.cat([targets for _, targets in documents])[None],
-        boundaries=torch.tensor([0, *lengths]).cumsum(0),
-    )
+    return torch.tensor([0, *lengths]).cumsum(0)
 
 
 # -- attention ------------------------------------------------------------------------------------------------------
 
 
-def attend_to_documents(model: nn.Module) -> None:
-    """From now on the model can be called with `documents`. UserError where it would not keep documents apart."""
+def attend_to_documents(model: nn.Module, *, split: bool = False) -> None:
+    """From now on the model can be called with `documents`. split: also with documents that are split over ranks.
+    UserError where it would not keep documents apart, or attends to them in another way."""
     if isinstance(model, TransNormer):
         return
     name = type(model).__name__
@@ -93,21 +134,22 @@ def attend_to_documents(model: nn.Module) -> None:
     if config._attn_implementation != NAME:  # it has said so in a warning
         raise UserError(f"{name} computes its attention in a way of its own: leave --balance out")
     training = model.training
-    _check_apart(model.eval())
+    _check_apart(model.eval(), split)
     model.train(training)
 
 
 @torch.no_grad()
-def _check_apart(model: nn.Module) -> None:
+def _check_apart(model: nn.Module, split: bool) -> None:
     """UserError where a document's logits depend on what stands before it in the row."""
     device = next(model.parameters()).device
-    document = (torch.arange(1, 4), torch.full((3,), IGNORE))
-    row = pack([(torch.arange(4, 6), torch.full((2,), IGNORE)), document]).to(device)
+    documents = [(torch.arange(begin, end), torch.full((end - begin,), IGNORE)) for begin, end in ((4, 6), (1, 4))]
+    me = dist.get_rank() if dist.is_initialized() else 0
+    row = (pack_share(documents, [(me,)] * 2) if split else pack(documents)).to(device)
     try:
         found = model(row.ids, position_ids=row.positions, documents=row.boundaries).logits[0, 2:].float()
     except (TypeError, ValueError) as error:
         raise UserError(f"{type(model).__name__} takes no documents ({error}): leave --balance out") from None
-    alone = model(document[0][None].to(device)).logits[0].float()
+    alone = model(documents[1][0][None].to(device)).logits[0].float()
     if (found - alone).abs().max() > 1e-4 * alone.abs().max():
         raise UserError(f"{type(model).__name__} mixes the documents of a row: leave --balance out")
 
@@ -128,7 +170,7 @@ def _attention(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    documents: Tensor | None = None,
+    documents: Tensor | Shares | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     **rest: Any,
@@ -136,17 +178,31 @@ def _attention(
     """transformers' attention by torch's kernels, of each document by itself where there are documents."""
     if dropout:
         raise UserError(f"attention to documents has no dropout, the model's is {dropout}: set it to 0")
-    if sliding_window is not None and query.shape[2] > sliding_window:
+    reach = documents.longest if isinstance(documents, Shares) else query.shape[2]
+    if sliding_window is not None and reach > sliding_window:
         raise UserError(f"attention to documents knows no window, the model's is {sliding_window}: leave --balance out")
     if documents is None:
         return sdpa_attention_forward(module, query, key, value, mask, **rest)
     if mask is not None:
         raise UserError("attention_mask goes with padded rows, documents with packed ones: leave one of them out")
+    if isinstance(documents, Shares):
+        return _around_rings(query, key, value, documents, **rest), None
 
     def attend(*part: Tensor) -> Tensor:
         return sdpa_attention_forward(module, *part, None, **rest)[0]
 
     return document_attention(query, key, value, documents, attend), None
+
+
+def _around_rings(
+    query: Tensor, key: Tensor, value: Tensor, shares: Shares, scaling: float | None = None, **_: Any
+) -> Tensor:
+    """ring_attention as transformers calls an attention: [1, heads, tokens, width] -> [1, tokens, heads, width]."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    usual = query.shape[-1] ** -0.5
+    if scaling is not None and abs(scaling / usual - 1) > 1e-9:
+        query = query * (scaling / usual)
+    return ring_attention(*(x[0].transpose(0, 1) for x in (query, key, value)), shares)[None]
 
 
 def _mask(*, attention_mask: Tensor | None = None, **rest: Any) -> Tensor | None:

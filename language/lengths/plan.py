@@ -88,6 +88,10 @@ class Loads:
     def after(self, ring: Ring, load: Load) -> float:
         """Seconds for which the busiest device of a ring is busy with so much more. inf: one has no room."""
         work, hops, tokens = load
+        if len(ring) == 1 and self.island.room == math.inf:  # the same, for the many that stay whole
+            (device,) = ring
+            spent = max(self.work[device] + work, self.hops[device] + hops)
+            return spent + self.island.linear * (self.tokens[device] + tokens)
         if max(self.tokens[device] for device in ring) + tokens > self.island.room * (1 + 1e-9):
             return math.inf
         return max(
@@ -98,9 +102,11 @@ class Loads:
 
     def add(self, ring: Ring, load: Load, times: int = 1) -> None:
         """To each device of a ring; times -1 takes it away again."""
+        work, hops, tokens = (times * more for more in load)
         for device in ring:
-            for total, more in zip((self.work, self.hops, self.tokens), load, strict=True):
-                total[device] += times * more
+            self.work[device] += work
+            self.hops[device] += hops
+            self.tokens[device] += tokens
             self.busy[device] = max(self.work[device], self.hops[device]) + self.island.linear * self.tokens[device]
 
     @classmethod
@@ -132,21 +138,35 @@ def plan(documents: Tensor, island: Island) -> list[Ring]:
             "give a step fewer documents, or more devices"
         )
     items, everywhere = bundled(lengths, island), [tuple(range(island.size))] * len(lengths)
-    low = high = share = max(sum(map(island.whole, lengths)) / island.size, 1e-9)  # costs may all be 0
-    if placed(NEVER, items, lengths, island) is None:  # memory is so short that nothing else fits
+    if island.room < math.inf and placed(NEVER, items, lengths, island) is None:  # so short that nothing else fits
         return everywhere
+    bound = least_seconds(lengths, island)
+    low, high = bound, bound * (1 + GRAIN / 2)
     while (best := placed(high, items, lengths, island)) is None:
         low, high = high, high * 1.2
-    for _ in range(TRIALS):
+    enough = (1 + GRAIN) * bound
+    for _ in range(TRIALS if layer_seconds(lengths, best, island) > enough else 0):
         middle = (low + high) / 2
         if (rings := placed(middle, items, lengths, island)) is None:
             low = middle
         else:
             high, best = middle, min(best, rings, key=lambda r: layer_seconds(lengths, r, island))
-    if layer_seconds(lengths, best, island) <= (1 + GRAIN) * share:
-        return best
-    starts = (best, everywhere)
-    return min((improved(rings, lengths, island) for rings in starts), key=lambda r: layer_seconds(lengths, r, island))
+    for start in (best, everywhere):
+        if layer_seconds(lengths, best, island) > enough:
+            better = improved(start, lengths, island)
+            best = min(best, better, key=lambda r: layer_seconds(lengths, r, island))
+    return best
+
+
+def least_seconds(lengths: Sequence[int], island: Island) -> float:
+    """No plan takes less: an even share of the work, or what the longest document takes on the ring that suits it."""
+    share = sum(map(island.whole, lengths)) / island.size
+    longest, alone = max(lengths, default=0), math.inf
+    for g in range(1, island.size + 1):
+        links = (island.inside, island.across) if g <= island.devices else (island.across,)
+        hops = min((g - 1) * (latency + token * longest / g) for latency, token in links)
+        alone = min(alone, max(island.attention * longest**2 / g, hops) + island.linear * longest / g)
+    return max(share, alone, 1e-9)  # costs may all be 0
 
 
 class Item(NamedTuple):

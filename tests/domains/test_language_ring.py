@@ -1,4 +1,4 @@
-"""Documents split over the ranks of an island: a GPT-2's step, and CO2 across two islands, beside whole documents."""
+"""Documents split over the ranks of an island: a model's step, and CO2 across two islands, beside whole documents."""
 
 import pytest
 import torch
@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from core import CO2, CO2Config
 from core.testing import run_distributed
 from core.testing.reference import Reference
+from language.lengths.packed import attend_to_documents
 from language.lengths.plan import Island, plan
 from tests.problems import assert_traces_equal, flat
+from tests.tiny_models import CONFIGS
 from training.ring import Shares, ring_attention
 
 VOCABULARY, IGNORED = 50, -100
@@ -47,49 +49,51 @@ def summed(logits: Tensor, targets: Tensor) -> Tensor:
 # -- GPT-2 ------------------------------------------------------------------------------------------------------------
 
 
-def gpt2() -> nn.Module:
+def build(kind: str) -> nn.Module:
+    """gpt2, or a llama with fewer heads of keys and a scale of scores of its own; float64, without dropout."""
     from language.model import build_model
 
     torch.manual_seed(0)
-    return build_model("gpt2_tiny", vocab_size=VOCABULARY, context=100, dropout=0.0).double()
+    if kind == "gpt2":
+        return build_model("gpt2_tiny", vocab_size=VOCABULARY, context=100, dropout=0.0).double()
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind]).double().train()
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 1.7
+    return model
 
 
-def in_rings(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, shares: Shares, **_
-) -> tuple[Tensor, None]:
-    """ring_attention as transformers calls an attention: [1, heads, tokens, width] -> [1, tokens, heads, width]."""
-    return ring_attention(*(x[0].transpose(0, 1) for x in (q, k, v)), shares)[None], None
-
-
-def gpt2_step(rank: int, ranks: int) -> list[Tensor]:
-    """For each of RINGS the loss and all gradients, [1 + parameters]."""
-    model = gpt2()
-    from transformers import AttentionInterface  # after training.prepared, which language.model imports
-
-    AttentionInterface.register("ring", in_rings)
-    model.set_attn_implementation("ring")
+def steps_in_rings(rank: int, ranks: int, kinds: tuple[str, ...]) -> list[Tensor]:
+    """For each model and each of RINGS the loss and all gradients, [1 + parameters]."""
     results = []
-    for rings in RINGS.values():
-        model.zero_grad()
-        ids, targets, shares = shared(documents(), rings, ranks)
-        logits = model(ids[None], position_ids=shares.positions[None], shares=shares).logits[0]
-        loss = summed(logits, targets) / sum(n - 1 for n in LENGTHS)
-        loss.backward()
-        result = torch.cat([loss.detach().reshape(1), *(p.grad.reshape(-1) for p in model.parameters())])
-        dist.all_reduce(result)
-        results.append(result)
+    for kind in kinds:
+        model = build(kind)
+        attend_to_documents(model, split=True)
+        for rings in RINGS.values():
+            model.zero_grad()
+            ids, targets, shares = shared(documents(), rings, ranks)
+            logits = model(ids[None], position_ids=shares.positions[None], documents=shares).logits[0]
+            loss = summed(logits, targets) / sum(n - 1 for n in LENGTHS)
+            loss.backward()
+            result = torch.cat([loss.detach().reshape(1), *(p.grad.reshape(-1) for p in model.parameters())])
+            dist.all_reduce(result)
+            results.append(result)
     return results
 
 
 @pytest.mark.slow  # four processes import transformers
-def test_a_step_of_gpt2_on_four_ranks_is_that_of_one_process():
-    model, total = gpt2(), sum(n - 1 for n in LENGTHS)
-    loss = sum(summed(model(d[None]).logits[0], following(d)) for d in documents()) / total
-    loss.backward()
-    expected = torch.cat([loss.detach().reshape(1), *(p.grad.reshape(-1) for p in model.parameters())])
-    for results in run_distributed(gpt2_step, 4, timeout=120):
-        for result in results:
-            torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
+def test_a_step_on_four_ranks_is_that_of_one_process():
+    expected, total = [], sum(n - 1 for n in LENGTHS)
+    for kind in (kinds := ("gpt2", "llama")):
+        model = build(kind)
+        loss = sum(summed(model(d[None]).logits[0], following(d)) for d in documents()) / total
+        loss.backward()
+        whole = torch.cat([loss.detach().reshape(1), *(p.grad.reshape(-1) for p in model.parameters())])
+        expected += [whole] * len(RINGS)
+    for results in run_distributed(steps_in_rings, 4, kinds, timeout=120):
+        for result, whole in zip(results, expected, strict=True):
+            torch.testing.assert_close(result, whole, rtol=1e-10, atol=1e-10)
 
 
 # -- CO2 across two islands of two ------------------------------------------------------------------------------------
