@@ -13,7 +13,7 @@ from language.lengths.packed import attend_to_documents
 from language.lengths.plan import Island, plan
 from tests.problems import assert_traces_equal, flat
 from tests.tiny_models import CONFIGS
-from training.ring import Shares, ring_attention
+from training.layouts.ring import Shares, ring_attention
 
 VOCABULARY, IGNORED = 50, -100
 LENGTHS = [100, 37, 5, 1, 60, 3]
