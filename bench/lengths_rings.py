@@ -46,7 +46,7 @@ from bench.report import mean_sd, read_options, require_each_once, require_known
 from language.lengths import laws
 from language.lengths.plan import Island, Ring, layer_seconds
 from language.lengths.rings import hop_of, slowest
-from training import ring
+from training.layouts import ring
 from training.layouts.ring import Shares, ring_attention
 from training.script import launch
 

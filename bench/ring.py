@@ -28,7 +28,7 @@ from bench.report import mean_sd, read_options, require_company, require_each_on
 from core.errors import UserError
 from core.testing import run_distributed
 from core.testing.link import Link
-from training import ring
+from training.layouts import ring
 from training.layouts.ring import Piece, Shares, Waited, ring_attention
 from training.script import launch
 
