@@ -57,8 +57,10 @@ HELD: list[socket.socket] = []  # the ports of the scripts that a test starts
 def install(folder: Path, **programs: str) -> dict[str, str]:
     """Writes programs into `folder`; returns an environment with them and Slurm's variables of one node of 2 GPUs."""
     for name, text in {**FAKES, **programs}.items():
-        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
-        (folder / name).chmod(0o755)
+        new = folder / f"{name}.new"  # put in place whole: a script before may still be starting the old one
+        new.write_text(f"#!/bin/bash\n{text}\n")
+        new.chmod(0o755)
+        new.replace(folder / name)
     HELD.append(hold_port())
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "CO2_"))}
     return kept | {
