@@ -214,9 +214,9 @@ def notes(result: dict[str, Any]) -> list[str]:
         "as if there had been none.",
         "Methods share data, order, seeds, learning rate, steps and tau, but that of co2_auto, which measures it, 24 "
         "at most; lgreco: L-GreCo within the error of rank 4 (_int4: of int4), among its family or any formats. "
-        "Evaluations are due every epoch and take place at the next round boundary, of one model on all workers: the "
-        "mean of theirs, for which overlap_local and co2_recommended and co2_auto wait (that is charged), or co2's, "
-        "which holds what was sent a round ago.",
+        "Evaluations are due every epoch and take place at the next round boundary, of one model on all workers. It is "
+        "the mean of theirs, for which overlap_local, co2_recommended and co2_auto wait; the wait is charged. Of co2 "
+        "it is the outer iterate, which holds what was sent a round ago.",
         "Speed-up: ratio of the mean seconds over the seeds; `>`: a lower bound, as ddp ran out of time. Mean ± sample "
         "standard deviation over the seeds; steps over those that reached the target; final loss at each run's last "
         "evaluation.",

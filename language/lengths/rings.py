@@ -25,10 +25,7 @@ from language.lengths.plan import Island, plan
 from language.metrics import token_loss
 from language.recipes import TextRecipe
 
-TOKENS, PARTS = (
-    2048,
-    8,
-)  # of a row that is timed, as one document and as so many; fewer where the model has fewer positions
+TOKENS, PARTS = 2048, 8  # of a row that is timed, as one document and as so many; fewer where there are fewer positions
 REPEATS, SENT = 3, 12  # of a row, and of a message, of which the first ones wait for connections
 MESSAGES = 3  # of a hop and layer: keys and values in both passes, and their gradients
 
