@@ -17,14 +17,15 @@ Place = tuple[float, float, float, float, list[str]]  # left, top, width, height
 LAYERS: list[list[str]] = [
     ["tasks", "bench"],
     ["training"],
-    ["core.doctor", "assembly", "core.methods", "core.integrations"],
+    ["core.doctor", "core.methods", "core.integrations"],
+    ["assembly"],
     ["checkpoints", "sharded", "lgreco", "triton", "zeroth", "elastic"],
     ["wires", "robust", "testing, offload, collectives", "adaptive"],
     ["core"],
     ["torch"],
 ]
 WIDTH, GAP, BETWEEN, LINE, LETTER = 1120, 14, 44, 15, 6.1  # pixels
-FILLS = ["#eef2f7", "#eef2f7", "#e3eefb", "#e6f4e6", "#e6f4e6", "#fdf0d5", "#f3f3f3"]
+FILLS = ["#eef2f7", "#eef2f7", "#e3eefb", "#e3eefb", "#e6f4e6", "#e6f4e6", "#fdf0d5", "#f3f3f3"]
 STYLE = "text{font:11px sans-serif;fill:#222}.n{font-weight:bold;font-size:13px}rect{stroke:#667;rx:5px}"
 STYLE += "line{stroke:#557;marker-end:url(#a)}.against{stroke:#c00}.passes{stroke-dasharray:5 4}"
 
@@ -38,10 +39,9 @@ def box_of(file: Path) -> str:
 
 
 def arrows() -> set[tuple[str, str]]:
-    """(importer, imported) among the boxes, without those that a longer way shows. What core/__init__.py hands on is
-    left out."""
-    importers = [file for file in files() if file.as_posix() != "core/__init__.py"]
-    ways = {(box_of(file), box_of(other)) for file in importers for other in needed(file)} | {("core", "torch")}
+    """(importer, imported) among the boxes, without those that a longer way shows. core/__init__.py, which hands on
+    names, has no box."""
+    ways = {(box_of(file), box_of(other)) for file in files() for other in needed(file)} | {("core", "torch")}
     ways = {(a, b) for a, b in ways if a and b and a != b}
     layer = {box: number for number, boxes in enumerate(LAYERS) for box in boxes}
     reached = {(a, b) for a, b in ways if layer[a] <= layer[b]}
@@ -56,7 +56,7 @@ def contents(box: str) -> list[str]:
     """Lines of file names; a folder inside a room ends in a slash."""
     lines: dict[str, dict[str, None]] = {}
     for file in files():
-        if box_of(file) == box and (file.name != "__init__.py" or box == "assembly"):
+        if box_of(file) == box and file.name != "__init__.py":
             inner = file.parts[2 if room_of(file).startswith("core.") else 1 :]
             name = f"{inner[0]}/" if len(inner) > 1 else inner[0].removesuffix(".py")
             lines.setdefault(f"{file.parts[0]}: " if box == "tasks" else "", {})[name] = None

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from core import CO2, CO2Config, make_method
+from core.assembly.wire import WireConfig
 from core.flat import Scalars, make_buckets
 from core.methods.delayed import DelayedCO2, DelayedConfig
 from core.reducer import Reducer
 from core.testing.link import flight_over
-from core.wires.config import WireConfig
 from tests.reference import DelayedReference
 
 LR = 0.1

@@ -32,8 +32,10 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from core import assembly, outer
 from core import held as in_core
+from core import outer
+from core.assembly import plugs
+from core.assembly.wire import WireConfig
 from core.flat import Bucket
 from core.flight import Flight
 from core.lgreco import curves, senders
@@ -43,7 +45,6 @@ from core.reducer import Reducer
 from core.rounds import Rounds
 from core.sharded.mesh import local_world_size
 from core.wires import quantized
-from core.wires.config import WireConfig
 from training.recipe import Recipe
 from training.sampling import per_worker
 
@@ -339,8 +340,8 @@ def _on_paper(workers: int, on_gpu: bool) -> Iterator[None]:
     there = SimpleNamespace(is_initialized=lambda: True, get_rank=lambda *_: 0, get_world_size=lambda *_: workers)
     with contextlib.ExitStack() as patches:
         for owner, name, stand_in in (
-            (assembly, "flight_over", lambda _: background),
-            (assembly, "dist", there),
+            (plugs, "flight_over", lambda _: background),
+            (plugs, "dist", there),
             (in_core, "check_inputs", lambda *_: None),  # without memory all parameters seem to share it
             (gradient_wire, "flight_over", lambda _: background),
             (LGreco, "due", lambda *_: False),  # what a decision needs: see count

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..assembly import CO2, CO2Config
+from ..assembly.wire import Format, WireConfig
 from ..groups import host_group, of_all, ring_bytes
-from ..wires.config import Format, WireConfig
 
 SMALLEST, MOST_BYTES = 4, 1 << 28  # bytes of an all-reduce
 FROM, REPEATS, LONG = 1 << 12, 5, 0.6  # the second size; repeats; seconds after which no larger one is timed

@@ -15,13 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..adaptive.pacing import Adaptive
 from ..assembly import CO2, CO2Config, Options
+from ..assembly.wire import WireConfig
 from ..checkpoints.saved import of_rank, under_rank
 from ..config import is_number, is_whole, require
 from ..errors import UserError
 from ..groups import compare, host_group
 from ..pacing import Pacing
 from ..stats import Seconds, between, mark
-from ..wires.config import WireConfig
 from .ddp import DDP
 from .registry import Entry, Given, Settings
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..assembly.wire import WireConfig
 from ..checkpoints.saved import of_rank, under_rank
 from ..errors import DivergedError, UserError
 from ..flat import all_finite, is_dtensor
@@ -22,7 +23,6 @@ from ..robust import peers
 from ..robust.requests import Requests
 from ..stats import Late, Mark, RoundStats, Seconds, between, mark
 from ..testing.link import Link
-from ..wires.config import WireConfig
 from .gradient_wire import GradientWire
 from .registry import Entry, Given, Settings
 

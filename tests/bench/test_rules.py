@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from bench.rules import calm
+from core.assembly.wire import WireConfig
 from core.lgreco.config import LGrecoConfig
-from core.wires.config import WireConfig
 from tests.problems import Mean
 
 

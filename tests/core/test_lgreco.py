@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from core.assembly.wire import WireConfig
 from core.lgreco.choices import code, padded_bytes
 from core.lgreco.config import LGrecoConfig
 from core.testing import run_distributed
-from core.wires.config import WireConfig
 from tests.core.lgreco_reference import Reference
 from tests.core.test_wire_bytes import loopback_bytes
 from tests.problems import Mean

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from core import UserError
+from core.assembly.wire import WireConfig
 from core.lgreco.choices import Choice, Layer, may_take, offered, padded_bytes, parse, sent_bytes, uniform
 from core.lgreco.config import LGrecoConfig
 from core.lgreco.curves import ITERATIONS, curve
 from core.lgreco.decide import Decider
-from core.wires.config import WireConfig
 from tests.core.test_lgreco import built
 from training.sampling import generator
 

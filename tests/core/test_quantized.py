@@ -14,8 +14,8 @@ from torch.nn.functional import pad
 
 import core.wires.quantized
 from core import CollectiveError, UserError
+from core.assembly.wire import WireConfig
 from core.testing import run_distributed
-from core.wires.config import WireConfig
 from core.wires.formats import BLOCK, decode, encode, nbytes
 from tests import problems
 from tests.core.test_resume import Net, everything, go

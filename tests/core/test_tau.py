@@ -9,8 +9,8 @@ from torch import nn
 
 from core import CO2, CO2Config, UserError, make_method
 from core.adaptive.tau import CALIBRATION_TAU, NUMBERS, SETTLE, WAITS, TauTuner, smallest_tau
+from core.assembly.wire import WireConfig
 from core.stats import Elapsed, RoundStats
-from core.wires.config import WireConfig
 
 
 @pytest.mark.parametrize(

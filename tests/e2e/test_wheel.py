@@ -109,7 +109,7 @@ def test_two_workers_train_with_the_installed_package(python: Path, tmp_path: Pa
     ]
     said = [worker.communicate(timeout=120) for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], said
-    assert said[0][0] == said[1][0] and said[0][0].endswith("co2_training.assembly False\n")
+    assert said[0][0] == said[1][0] and said[0][0].endswith("co2_training.assembly.co2 False\n")
 
 
 def test_a_type_checker_reads_its_types(python: Path, tmp_path: Path):

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from core import CO2Config, outer
 from core.adaptive import merging
+from core.assembly.wire import LGrecoConfig, WireConfig
 from core.flight import Flight
 from core.lgreco import curves, decide
 from core.lgreco.decide import allocate
@@ -24,7 +25,6 @@ from core.rounds import Rounds
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
 from core.wires import quantized
-from core.wires.config import LGrecoConfig, WireConfig
 from training import memory
 from training.memory import Held, Live
 from training.recipe import Recipe
