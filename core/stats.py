@@ -99,25 +99,17 @@ def send_off(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Late:
-    """A device's numbers for the host, which does not wait for them: on a GPU it gets those of the call before.
-
-    Attributes: of, what the call whose numbers were returned last said that they are of.
-    """
+    """A device's numbers for the host, which does not wait for them: on a GPU it gets those of the call before."""
 
     def __init__(self) -> None:
         self._coming: tuple[OnTheWay, Any] | None = None
-        self.of: Any = None
 
-    def exchange(self, numbers: Tensor, of: Any = None) -> list[float] | None:
-        """numbers: 1-d. of: what they are of. None: there are none yet."""
+    def exchange(self, numbers: Tensor, of: Any = None) -> tuple[list[float], Any] | None:
+        """numbers: 1-d. of: what they are of. Returns both, of the same call; None: there are none yet."""
         if not read_blocks(numbers):
-            self.of = of
-            return numbers.tolist()
+            return numbers.tolist(), of
         arrived, self._coming = self._coming, (OnTheWay(numbers), of)
-        if arrived is None:
-            return None
-        self.of = arrived[1]
-        return arrived[0].read()  # there long ago
+        return arrived and (arrived[0].read(), arrived[1])  # there long ago
 
 
 Number = float | Tensor | Coming

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..assembly.wire import WireConfig
+from ..checkpoints.checkpoint import all_finite
 from ..checkpoints.saved import of_rank, under_rank
 from ..errors import DivergedError, UserError
-from ..flat import all_finite, is_dtensor
+from ..flat import is_dtensor
 from ..groups import leave_group, new_group, ring_bytes
 from ..loop import Loop
 from ..riders import Rider
@@ -143,7 +144,8 @@ class DDP(Loop):
         if self._exchange is not None:
             self._exchange.wait()
             self._exchange = None
-        numbers = self._news.tolist() if at_once else self._late.exchange(self._news) or [0.0] * len(self._news)
+        told = (self._news.tolist(), None) if at_once else self._late.exchange(self._news)
+        numbers = told[0] if told else [0.0] * len(self._news)
         *asked, diverged = numbers
         self._requests.heard(asked)
         if diverged > 0:

@@ -94,7 +94,7 @@ class OverlapLocalSGD(Saved):
     @torch.no_grad()
     def _lend(self, held: list[Tensor], values: list[Tensor]) -> None:
         copy(held, values)
-        self._moved(at_boundary=True)
+        self.moved(at_boundary=True)
 
     def close_round(self, *, finished: bool) -> bool:
         if self.flight.in_flight:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from .. import outer
 from ..adaptive.merging import mix
-from ..flat import Bucket, all_finite, copy, copy_where, group_pieces, views
+from ..checkpoints.checkpoint import all_finite
+from ..flat import Bucket, copy, copy_where, group_pieces, views
 from ..groups import Stage
 from ..offload.pinned import pinned
 
