@@ -34,14 +34,15 @@ def box_of(file: Path) -> str:
     """The box of the picture that a file belongs to, by the names of LAYERS; "" for none."""
     package = file.parts[0]  # training's rooms are folders of its box
     room = "tasks" if package in TASKS else package if package == "training" else room_of(file)
-    names = {room, room.removeprefix("core.")}
+    names = {room, room.removeprefix("core."), room.removesuffix(".__init__")}
     return next((box for layer in LAYERS for box in layer if names & set(box.split(", "))), "")
 
 
 def arrows() -> set[tuple[str, str]]:
-    """(importer, imported) among the boxes, without those that a longer way shows. core/__init__.py, which hands on
-    names, has no box."""
-    ways = {(box_of(file), box_of(other)) for file in files() for other in needed(file)} | {("core", "torch")}
+    """(importer, imported) among the boxes, without those that a longer way shows. What core/__init__.py hands on is
+    left out."""
+    importers = [file for file in files() if file.as_posix() != "core/__init__.py"]
+    ways = {(box_of(file), box_of(other)) for file in importers for other in needed(file)} | {("core", "torch")}
     ways = {(a, b) for a, b in ways if a and b and a != b}
     layer = {box: number for number, boxes in enumerate(LAYERS) for box in boxes}
     reached = {(a, b) for a, b in ways if layer[a] <= layer[b]}
