@@ -102,7 +102,5 @@ METHODS: dict[str, Make] = {
     "lgreco": co2(CO2Config(tau=4, wire=lgreco("int4"))),
     "sharded": lambda p: ShardedCO2(p.params, CO2Config(tau=4), shard=True, buffers=p.buffers),
     "overlap_local": lambda p: OverlapLocalSGD(p.params, 4, buffers=p.buffers),
-    "eager": lambda p: DelayedCO2(
-        p.params, CO2Config(tau=4, gap="none", outer_lr=0.4), DelayedConfig(policy="eager"), buffers=p.buffers
-    ),
+    "nesterov": lambda p: DelayedCO2(p.params, CO2Config(tau=4), DelayedConfig(nesterov=True), buffers=p.buffers),
 }

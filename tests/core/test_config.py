@@ -74,13 +74,9 @@ def test_bad_co2_setting(settings: dict[str, Any], named: str, remedy: str):
 @pytest.mark.parametrize(
     ("settings", "named", "remedy"),
     [
-        ({"clip_by": "value"}, "clip_by='value'", "element or norm"),
         ({"delay": 0}, "delay=0", "set gap none"),
         ({"delay": 0, "gap": "none", "tau": "auto"}, "delay=0", "boundary or auto"),
-        ({"policy": "late"}, "policy='late'", "penalty, eager, taylor"),
-        ({"policy": "eager"}, "gap='elementwise'", "set gap none"),
-        ({"policy": "eager", "gap": "none", "delay": 0}, "policy='eager'", "set penalty"),
-        ({"merge": "mix", "policy": "eager", "gap": "none"}, "merge='mix'", "leave both out"),
+        ({"merge": "mix", "nesterov": True}, "merge='mix'", "leave both out"),
         ({"merge": "own"}, "merge='own'", "outer, mix, keep"),
         ({"merge": "mix", "gap": "inner"}, "merge='mix'", "set merge outer"),
         ({"delay": 3}, "delay=3", "set merge mix or keep"),
@@ -92,8 +88,6 @@ def test_bad_co2_setting(settings: dict[str, Any], named: str, remedy: str):
         ({"mix": 0.0}, "mix=0.0", "(0, 1]"),
         ({"mix": 1.01}, "mix=1.01", "(0, 1]"),
         ({"mix": float("nan")}, "mix=nan", "(0, 1]"),
-        ({"taylor": -0.1}, "taylor=-0.1", "0 or more"),
-        ({"taylor": float("inf")}, "taylor=inf", "finite"),
     ],
     ids=str,
 )
@@ -119,8 +113,8 @@ def build(**settings: Any) -> CO2:
         (lambda: ThrottledLink(float("nan")), "link rate nan", "above 0"),
         (lambda: make_method("sgd", nn.Linear(1, 1)), "'sgd'", "co2, auto, ddp, delayed, local, overlap_local, slowmo"),
         (
-            lambda: make_method("co2", nn.Linear(1, 1), delayed=DelayedConfig(policy="taylor")),
-            "delayed.policy='taylor'",
+            lambda: make_method("co2", nn.Linear(1, 1), delayed=DelayedConfig(nesterov=True)),
+            "delayed.nesterov=True",
             "leave it out",
         ),
         (lambda: CO2([]), "no parameter", "nothing to train"),
@@ -282,14 +276,6 @@ def test_merges_on_arrival_have_limits_of_their_own(alpha: float, beta: float, s
 def test_keep_a_round_late_grows_beyond_its_limit():
     assert grows(tau=4, merge="keep", outer_momentum=0.8) and not grows(tau=4, merge="keep", outer_momentum=0.6)
     CO2([nn.Parameter(torch.ones(1))], CO2Config(tau=4, merge="keep", outer_momentum=0.8))  # with a penalty
-
-
-@pytest.mark.parametrize("policy", ["eager", "taylor"])
-def test_what_takes_the_penaltys_place_does_not_move_the_limit(policy: Any):
-    text = message(lambda: build(policy=policy, gap="none"))
-    assert "outer_momentum=0.5 + outer_lr=1.0 = 1.5" in text and "set policy='penalty' and gap='elementwise'" in text
-    build(policy=policy, gap="none", allow_unstable=True)
-    build(policy=policy, gap="none", outer_lr=0.49)
 
 
 def test_nesterov_has_a_limit_of_its_own():

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bench.reference import LateReference
 from core import CO2, CO2Config, ShardedCO2, make_method
 from core.errors import DivergedError
 from core.robust.guard import LEFT_OUT_AGAIN, Guard, forget
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
 from tests.problems import LR, Settings, flat, gradient, odd_parameters, sgd_step
-from tests.reference import DelayedReference
 
 NAN, INF = float("nan"), float("inf")
 STEPS, BAD, SPOILT_AT, JUMP_AT = 24, 1, 7, 20
@@ -27,8 +27,6 @@ WAYS = {
     "keep_whole": Settings(tau=3, merge="keep", gap="none"),
     "blocking": Settings(tau=3, delay=0, gap="none"),
     "nesterov": Settings(tau=3, nesterov=True),
-    "eager": Settings(tau=3, policy="eager", gap="none", outer_momentum=0.2, outer_lr=0.7),
-    "taylor": Settings(tau=3, policy="taylor", gap="none", outer_momentum=0.2, outer_lr=0.7),
 }
 SHARED = {
     "shard": (Settings(tau=3), {"shard": True}),
@@ -40,9 +38,9 @@ SHARED = {
 def expected(s: Settings, steps: int) -> list[Tensor]:
     late = {"delay": None if s.delay == "boundary" else s.delay, "merge": s.merge, "kappa": s.mix}
     start = flat(odd_parameters())
-    ref = DelayedReference(
+    ref = LateReference(
         start.expand(3, -1).clone(), s.tau, s.outer_lr, s.outer_momentum, s.gap, s.clip, **late,
-        policy=s.policy, taylor=s.taylor, nesterov=s.nesterov,
+        nesterov=s.nesterov,
     )  # fmt: skip
     workers = torch.arange(3, dtype=torch.float64)[:, None]
     for step in range(steps):

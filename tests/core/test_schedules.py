@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bench.reference import LateReference
 from core import CO2, CO2Config, ShardedCO2, UserError, WireConfig
 from core.adaptive.pacing import Adaptive
 from core.adaptive.schedules import QuadraticTau, from_text, ramp_tau, warm_up_momentum
@@ -16,7 +17,6 @@ from core.outer import carried
 from core.testing import run_distributed
 from tests import problems
 from tests.problems import LR, Settings, assert_traces_equal, flat, gradient, sgd_step
-from tests.reference import DelayedReference
 
 
 def test_momentum_warms_up_in_equal_steps():
@@ -136,7 +136,7 @@ def test_momentum_grows_with_tau():
 def test_a_leap_of_tau_does_not_overshoot():
     """Each local step takes a twentieth of the error; tau leaps from 4 to 96, which solve it. Four steps' momentum,
     24 / 2 times as long, would lead about twice as far behind the minimum as the error was."""
-    ref = DelayedReference(torch.ones(1, 1, dtype=torch.float64), 4, gap="none", phi=None, delay=0)
+    ref = LateReference(torch.ones(1, 1, dtype=torch.float64), 4, gap="none", phi=None, delay=0)
     for number in range(6):
         ref.tau = 4 if number < 2 else 96
         ref.run(lambda x, _: x, 0.05, ref.tau)
@@ -192,7 +192,6 @@ CHANGING = [
     Settings(tau=3, gap="none", outer_momentum=0.3, merge="keep", delay=1),
     Settings(tau=3, gap="elementwise", merge="keep"),
     Settings(tau=3, gap="elementwise", nesterov=True),
-    Settings(tau=3, gap="none", outer_momentum=0.3, outer_lr=0.5, policy="eager"),
 ]
 
 
@@ -214,10 +213,10 @@ def changing(rank: int, world_size: int, configs: list[Settings], how: dict[str,
 
 
 def changing_reference(c: Settings, world_size: int, rank: int) -> list[Tensor]:
-    late = {"delay": None if c.delay == "boundary" else c.delay, "merge": c.merge, "kappa": c.mix, "policy": c.policy}
+    late = {"delay": None if c.delay == "boundary" else c.delay, "merge": c.merge, "kappa": c.mix}
     x = flat(problems.odd_parameters()).expand(world_size, -1).clone()
-    ref = DelayedReference(
-        x, RAMPS[0], c.outer_lr, c.outer_momentum, c.gap, c.clip, clip_by=c.clip_by, nesterov=c.nesterov, **late
+    ref = LateReference(
+        x, RAMPS[0], c.outer_lr, c.outer_momentum, c.gap, c.clip, nesterov=c.nesterov, **late
     )  # fmt: skip
     workers, number, trace = torch.arange(world_size, dtype=torch.float64)[:, None], 0, []
     for step in range(26):

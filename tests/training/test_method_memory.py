@@ -57,11 +57,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "slowmo": {"method": "slowmo", "slowmo": SlowMoConfig()},
     "overlap_local": {"method": "overlap_local"},
     "delayed": {"method": "delayed", "co2": CO2Config(tau=2)},
-    "eager": {
-        "method": "delayed",
-        "co2": CO2Config(tau=2, gap="none", outer_lr=0.5, outer_momentum=0.2),
-        "delayed": DelayedConfig(policy="eager"),
-    },
+    "nesterov": {"method": "delayed", "co2": CO2Config(tau=2), "delayed": DelayedConfig(nesterov=True)},
     "shard": {"co2": CO2Config(tau=2), "shard": True},
     "per_node": {"co2": CO2Config(tau=2), "per_node": 2},
     "ddp int8": {"method": "ddp", "ddp_wire": WireConfig("int8")},

@@ -52,7 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
     "overlap_local": {"method": "overlap_local"},
     "delayed": {
         "method": "delayed",
-        "delayed": DelayedConfig("taylor"),
+        "delayed": DelayedConfig(nesterov=True),
         "co2": SETTLING,
     },
     "ddp": {"method": "ddp"},
