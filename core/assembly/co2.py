@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any, NoReturn, Unpack
+from typing import Any, Unpack
 
 import torch.distributed as dist
 from torch import Tensor
@@ -14,29 +14,11 @@ from ..adaptive.arrival import OnArrival
 from ..adaptive.schedules import Schedule, scheduled
 from ..checkpoints.saved import Saved
 from ..checks import tensors_of
-from ..errors import UserError
 from ..sharded import sharded
 from ..sharded.checks import check_shared, groups_of
 from ..sharded.placement import Holders
 from .config import CO2Config, checked
 from .plugs import Options, plugs
-
-
-class Moved:
-    """An attribute that has gone elsewhere: reading it raises AttributeError and writing to it UserError, which would
-    otherwise have no effect, and no word about it. to: where it is now."""
-
-    def __init__(self, to: str):
-        self._to = to
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._text = f"{owner.__name__} has no {name} any more: it is {self._to}"
-
-    def __get__(self, instance: object, owner: type | None = None) -> NoReturn:
-        raise AttributeError(self._text)
-
-    def __set__(self, instance: object, value: object) -> NoReturn:
-        raise UserError(self._text)
 
 
 class CO2(Saved, OnArrival):
@@ -53,7 +35,6 @@ class CO2(Saved, OnArrival):
     """
 
     reads = CO2Config
-    skip_after, on_left_out = Moved("co2.pacing.skip_after"), Moved("co2.rider(Guard).on_left_out")
 
     def __init__(
         self,
@@ -83,8 +64,6 @@ class ShardedCO2(sharded.ShardedCO2):
     equal. shards, shard, offload: see core/sharded/sharded.py. The other arguments: see CO2.
     """
 
-    skip_after, on_left_out = Moved("co2.pacing.skip_after"), Moved("co2.rider(Guard).on_left_out")
-
     def __init__(
         self,
         params: Iterable[Tensor],
@@ -101,7 +80,7 @@ class ShardedCO2(sharded.ShardedCO2):
         c = checked(config)
         settings = functools.partial(scheduled, c, schedule) if schedule else lambda number: c
         check_shared(settings(0), c.wire.format)
-        options["group"], inner_group = groups_of(c, mesh, options.get("group"), inner_group)
+        options["group"], inner_group = groups_of(mesh, options.get("group"), inner_group)
         how: dict[str, Any] = {"shards": shards, "shard": shard, "offload": offload}
         how |= {"timeout": options["timeout"]} if "timeout" in options else {}
         plugged = plugs(c, lambda number: settings(number).tau, options)

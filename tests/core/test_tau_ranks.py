@@ -203,14 +203,13 @@ def test_after_finish_workers_are_at_one_point_and_may_save():
         assert refused and torch.equal(end, resumed)
 
 
-def merging_on_arrival(rank: int, world_size: int, shard: bool) -> dict[str, Any]:
+def merging_on_arrival(rank: int, world_size: int) -> dict[str, Any]:
     """Each worker hears of a new tau, and that all stop, in mid-round, after another number of its own steps."""
     params = problems.odd_parameters()
     config = CO2Config(tau="auto", merge="mix", delay="auto", gap="none", outer_momentum=0.0)
     link = Timed(0.06)  # some 0.1 s an all-reduce
     requests = Requests("stop")
-    options: dict[str, Any] = {"link": link, "riders": [requests]}
-    co2 = ShardedCO2(params, config, shard=True, **options) if shard else CO2(params, config, **options)
+    co2 = CO2(params, config, link=link, riders=[requests])
     tuner = co2.rider(Tuned).tuner
     tell_times(co2, link, 0.003 + 0.004 * rank)
     closed, stopped, told, waited, refused = [], [], [], [], [saving_is_refused(co2)]
@@ -240,11 +239,8 @@ def merging_on_arrival(rank: int, world_size: int, shard: bool) -> dict[str, Any
     return {"closed": closed, "stopped": stopped[0], "told": told, "decisions": decisions, "waited": waited}
 
 
-@pytest.mark.parametrize("shard", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "shared"])
-def test_where_means_merge_on_arrival_nobody_waits_until_tau_is_chosen_and_then_rounds_close_at_the_same_steps(
-    shard: bool,
-):
-    zero, one = run_distributed(merging_on_arrival, 2, shard)
+def test_where_means_merge_on_arrival_nobody_waits_until_tau_is_chosen_and_then_rounds_close_at_the_same_steps():
+    zero, one = run_distributed(merging_on_arrival, 2)
     waited = zero.pop("waited") + one.pop("waited")
     assert len(waited) >= 6 and not any(waited)
     first = [step for step, apart in zero["closed"] if apart]
@@ -255,12 +251,12 @@ def test_where_means_merge_on_arrival_nobody_waits_until_tau_is_chosen_and_then_
     assert zero["told"] and zero["told"] == zero["decisions"]
 
 
-def unlike_steps(rank: int, world_size: int, shard: bool) -> list[tuple[int, int | None]]:
+def unlike_steps(rank: int, world_size: int) -> list[tuple[int, int | None]]:
     """Rank 1's steps take twice as long: after how many steps each mean was merged, and should be there, by round."""
     params = problems.odd_parameters()
     config = CO2Config(tau=9, merge="mix", delay="auto", gap="none", outer_momentum=0.0)
     link = Timed(0.6)
-    co2 = ShardedCO2(params, config, shard=True, link=link) if shard else CO2(params, config, link=link)
+    co2 = CO2(params, config, link=link)
     tell_times(co2, link, 0.006 + 0.006 * rank)
     merged = []
     for step in range(90):
@@ -273,10 +269,9 @@ def unlike_steps(rank: int, world_size: int, shard: bool) -> list[tuple[int, int
     return merged
 
 
-@pytest.mark.parametrize("shard", [False, True], ids=["whole", "shared"])
-def test_a_faster_worker_waits_where_the_link_has_had_its_time(shard: bool):
+def test_a_faster_worker_waits_where_the_link_has_had_its_time():
     """Else its means come when the slower one has sent, some five of its steps later, or a round."""
-    zero, one = run_distributed(unlike_steps, 2, shard)
+    zero, one = run_distributed(unlike_steps, 2)
     for merged in (zero, one):
         assert [needed for _, needed in merged[:3]] == [None, None, None]
         assert all(needed and after <= needed <= 3 for after, needed in merged[4:]), merged
