@@ -90,7 +90,7 @@ def co2(config: CO2Config) -> Make:
 
 
 def lgreco(like: str) -> WireConfig:
-    return WireConfig("lgreco", like=like, lgreco=LGrecoConfig(rule="uniform", every=2, first=1, time_share=1.0))
+    return WireConfig("lgreco", like=like, lgreco=LGrecoConfig(rule="uniform", every=2, first=1))
 
 
 METHODS: dict[str, Make] = {

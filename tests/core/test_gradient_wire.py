@@ -25,9 +25,9 @@ from tests.problems import flat
 from training.sampling import generator
 
 LGRECO = {
-    "int4": WireConfig("lgreco", like="int4", lgreco=LGrecoConfig(every=3, time_share=1.0, first=2)),
-    "rank2": WireConfig("lgreco", like="rank2", lgreco=LGrecoConfig("any", every=3, time_share=1.0, first=2)),
-    "top0.05": WireConfig("lgreco", like="top0.05", lgreco=LGrecoConfig(every=3, time_share=1.0, first=2)),
+    "int4": WireConfig("lgreco", like="int4", lgreco=LGrecoConfig(every=3, first=2)),
+    "rank2": WireConfig("lgreco", like="rank2", lgreco=LGrecoConfig("any", every=3, first=2)),
+    "top0.05": WireConfig("lgreco", like="top0.05", lgreco=LGrecoConfig(every=3, first=2)),
     "uniform": WireConfig("lgreco", like="rank2", lgreco=LGrecoConfig(rule="uniform")),
 }
 WIRES = {"float32": WireConfig(), "int8": WireConfig("int8"), **LGRECO}
@@ -103,7 +103,7 @@ def accumulated(rank: int, world_size: int) -> list[tuple[float, bool, bool, int
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(12, 600), nn.Tanh(), nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 3))
     plain = copy.deepcopy(model)
-    config = LGrecoConfig(every=2, first=2, time_share=1.0)
+    config = LGrecoConfig(every=2, first=2)
     wrapped, method = make_method("ddp", model, ddp_wire=WireConfig("lgreco", like="int8", lgreco=config), timeout=30.0)
     reduce, buckets, seen = method.wire._reduce, [], []
     method.wire._reduce = lambda: [buckets.append(len(method.wire._waiting)), reduce()]

@@ -25,13 +25,13 @@ from training.sampling import generator
 SHAPES = [(24, 40), (300,), (16, 8, 3, 3), (7,), (60, 20), (3, 90)]
 ROUNDS = 7
 SETTINGS = [
-    ("int4", LGrecoConfig(every=2, time_share=1.0, first=2)),
-    ("int4", LGrecoConfig("any", every=2, time_share=1.0, first=2)),
-    ("top0.01", LGrecoConfig(every=2, time_share=1.0, first=1, error="squared")),
-    ("rank4", LGrecoConfig(every=2, time_share=1.0, first=2)),
-    ("rank4", LGrecoConfig("any", every=3, time_share=1.0, first=1)),
-    ("top0.05", LGrecoConfig(rule="bench.rules.Accordion", every=2, time_share=1.0, first=1)),
-    ("rank2", LGrecoConfig(rule="uniform", every=2, time_share=1.0, first=2)),
+    ("int4", LGrecoConfig(every=2, first=2)),
+    ("int4", LGrecoConfig("any", every=2, first=2)),
+    ("top0.01", LGrecoConfig(every=2, first=1, error="squared")),
+    ("rank4", LGrecoConfig(every=2, first=2)),
+    ("rank4", LGrecoConfig("any", every=3, first=1)),
+    ("top0.05", LGrecoConfig(rule="bench.rules.Accordion", every=2, first=1)),
+    ("rank2", LGrecoConfig(rule="uniform", every=2, first=2)),
 ]
 
 

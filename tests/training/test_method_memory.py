@@ -31,7 +31,7 @@ from training.recipe import Recipe
 
 CO2 = CO2Config(tau=2)
 SEGMENT = 1 << 13
-TWICE = {"first": 1, "every": 1, "time_share": 1.0}
+TWICE = {"first": 1, "every": 1}
 
 
 def wired(format: Any, like: str = "int4", **lgreco: Any) -> CO2Config:
