@@ -158,7 +158,7 @@ def learn(run: Run, recipe: TextRecipe, model: nn.Module, task: TextTask | Promp
     epoch = recipe.epoch_steps or steps_per_epoch((dealt or task).samples, recipe.batch_size)
     total = epoch * recipe.epochs
     schedule = make_schedule(optimizer, total, recipe.optim)
-    wrapped, method = run.make_method(model, optimizer, total, blocks_of(model))
+    wrapped, method = run.make_method(model, optimizer, blocks_of(model))
     run.begin(model, optimizer, schedule, method, epoch=epoch, total=total, samples=task.samples)
 
     wrapped.train(model.training)
