@@ -20,7 +20,7 @@ from core.doctor.report import screen
 from core.testing import run_distributed
 from tests.core.test_doctor import CPU
 from tests.scripts import Mistakes, run_script
-from training.memory import held
+from training.method_memory import held
 from training.recipe import Recipe
 
 

@@ -26,7 +26,7 @@ from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
 from core.wires import quantized
 from training import memory
-from training.memory import Held, Live
+from training.method_memory import Held, Live
 from training.recipe import Recipe
 
 CO2 = CO2Config(tau=2)
