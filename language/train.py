@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from language.recipes import RECIPES, LanguageRecipe, TextRecipe
+from language.recipe import LanguageRecipe, TextRecipe
+from language.recipes import RECIPES
 from training.checks import dry_run
 from training.recipe import answer_help, parse
 from training.script import launch

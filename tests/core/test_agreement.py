@@ -59,8 +59,6 @@ def scheduled_reference(world_size: int, steps: int) -> list[Tensor]:
         if ref.local_step():
             number += 1
             rounds.append(ref.x[0].clone())
-    values = schedule(number)
-    ref.alpha, ref.beta, ref.phi = (values[k] for k in ("outer_lr", "outer_momentum", "clip"))
     return rounds
 
 

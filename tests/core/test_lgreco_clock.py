@@ -11,9 +11,9 @@ from core.lgreco import reducer
 from core.lgreco.clock import Clock
 from core.lgreco.config import LGrecoConfig
 from tests.core import test_stats
+from tests.core.test_host_reads import HostReads
 from tests.core.test_lgreco import SETTINGS, SHAPES, built, once
 from tests.core.test_lgreco_state import train
-from tests.core.test_nccl import HostReads
 
 
 def test_decisions_come_at_fixed_reductions_twice_as_far_apart_up_to_every():
