@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -246,19 +246,20 @@ class Flight:
             self._thread.join()
             self._thread = None
             self._hurry.clear()
-        self._raise()
+        if self._error is not None:
+            self._raise()
         if self._side is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._side)
 
-    def _raise(self) -> None:
-        """The error of a stage, if there was one: what was launched never lands."""
+    def _raise(self) -> NoReturn:
+        """The error of a stage: what was launched never lands."""
         error, self._error = self._error, None
+        assert error is not None
         if isinstance(error, RuntimeError) and self.group is not None:
             raise self._failure(str(error))
-        if error is not None:
-            self.in_flight = False
-            self._failed = f"a reduction failed before: {type(error).__name__}: {error}"
-            raise error
+        self.in_flight = False
+        self._failed = f"a reduction failed before: {type(error).__name__}: {error}"
+        raise error
 
     def _failure(self, reason: str, what: str = "") -> CollectiveError:
         """what: which collective has failed, if not the one in flight. Leaves the group, so that the
