@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from core import held as in_core
 from core import outer
-from core.assembly import plugs
+from core.assembly import plugged
 from core.assembly.wire import WireConfig
 from core.flat import Bucket
 from core.flight import Flight
@@ -177,8 +177,8 @@ def _on_paper(workers: int, on_gpu: bool) -> Iterator[None]:
     there = SimpleNamespace(is_initialized=lambda: True, get_rank=lambda *_: 0, get_world_size=lambda *_: workers)
     with contextlib.ExitStack() as patches:
         for owner, name, stand_in in (
-            (plugs, "flight_over", lambda _: background),
-            (plugs, "dist", there),
+            (plugged, "flight_over", lambda _: background),
+            (plugged, "dist", there),
             (in_core, "check_inputs", lambda *_: None),  # without memory all parameters seem to share it
             (gradient_wire, "flight_over", lambda _: background),
             (LGreco, "due", lambda *_: False),  # what a decision needs: see count

@@ -3,7 +3,7 @@
 from .co2 import CO2, ShardedCO2
 from .config import CO2Config, checked
 from .elastic import elastic_co2
-from .plugs import Options, plugs, plugs_of_other, tuned_for
+from .plugged import Options, plugs, plugs_of_other, tuned_for
 from .wire import LGrecoConfig, WireConfig
 
 __all__ = [

@@ -18,7 +18,7 @@ from ..sharded import sharded
 from ..sharded.checks import check_shared, groups_of
 from ..sharded.placement import Holders
 from .config import CO2Config, checked
-from .plugs import Options, plugs
+from .plugged import Options, plugs
 
 
 class CO2(Saved, OnArrival):

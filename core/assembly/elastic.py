@@ -17,7 +17,7 @@ from ..elastic.members import Members
 from ..riders import Rider
 from ..testing.link import Link, SlowFlight
 from .config import CO2Config, checked
-from .plugs import Options, plugs
+from .plugged import Options, plugs
 from .wire import WireConfig
 
 
