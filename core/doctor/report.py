@@ -12,7 +12,7 @@ from .choose import Choice, Memory, gib
 from .facts import Facts, nodes_of
 from .measure import Link, Wire
 
-FORMAT = 2  # of the file; a key that is added leaves it, one that is changed or taken away raises it
+FORMAT = 1  # of the file; a key that is added leaves it, one that is changed or taken away raises it
 WIDTH, FIRST = 100, 13  # columns of the screen, and of a line's name
 SHOWN = 5  # sizes of a link
 

@@ -108,7 +108,7 @@ def test_the_command_on_two_nodes_of_two(tmp_path: Path):
     assert {name: link["workers"] for name, link in found["links"].items()} == {"within": 2, "across": 2, "all": 4}
     for link in found["links"].values():
         assert link["bandwidth_bits_per_second"] > 0 and 0 < link["latency_seconds"] < 1
-    assert (found["format"], found["workers"], found["workers_per_node"], found["params"]) == (2, 4, 2, 200000)
+    assert (found["format"], found["workers"], found["workers_per_node"], found["params"]) == (1, 4, 2, 200000)
     assert set(found["wires"]) == {"float32", "int8", "int4"}
     (settings,) = found["settings"]
     assert settings["step_seconds"] == 0.05 and settings["tau"] >= 1 and settings["wire"] in ("int4", "float32")
