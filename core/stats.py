@@ -38,7 +38,7 @@ class Coming:
 
     def __float__(self) -> float:
         """Waits for it."""
-        if not isinstance(self.end, float):
+        if not isinstance(self.end, int | float):
             self.end.synchronize()
         return self.number()
 
@@ -61,7 +61,7 @@ def plus(time: Seconds, more: float) -> Seconds:
 
 def ready(*times: Seconds) -> bool:
     """Whether all of them can be read without waiting."""
-    return all(t.end.query() for t in times if isinstance(t, Coming) and not isinstance(t.end, float))
+    return all(t.end.query() for t in times if isinstance(t, Coming) and not isinstance(t.end, int | float))
 
 
 class OnTheWay:
