@@ -26,7 +26,7 @@ from ..errors import UserError
 from ..flat import Bucket, Scalars, copy
 from ..groups import Stage, all_reduce, moved_by_nccl
 from ..reducer import Reducer
-from ..stats import Mark, Seconds, between, mark, ready
+from ..stats import Mark, Seconds, between, mark
 from ..wires.quantized import Quantized
 from .choices import Choice, code
 from .clock import Clock
@@ -75,7 +75,7 @@ class LGreco(Reducer):
         self._codes_now, self._filled = (torch.zeros(many, dtype=torch.float64) for _ in range(2))
         self._sums = [] if decider.fixed else [b.flat.new_zeros(b.numel) for b in self.buckets]
         self._summands = flats[0].new_zeros(1, dtype=torch.float64)
-        self._asked_by = torch.zeros(2, dtype=torch.float64)  # the reduction that asked, 0: all is decided; and seconds
+        self._asked_by = torch.zeros(1, dtype=torch.float64)  # the reduction that asked; 0: all is decided
         self._asked = flats[0].new_zeros(many * (len(decider.choices) + 1), dtype=torch.float64)
         # the reduction that asked, and its copy on the way to the host
         self._coming: tuple[int, Tensor, Mark] = (0, self._asked, 0.0)
@@ -148,9 +148,7 @@ class LGreco(Reducer):
             flat.zero_()
         asked = torch.stack(rows)
         self._took = between(began, mark(asked.device))
-        known = float(self._took) if ready(self._took) else 0.0
-        for place, value in zip(self._asked_by, (number, known), strict=True):
-            place.fill_(value)
+        self._asked_by.fill_(number)
         return asked
 
     def _hear(self, asked: Tensor, number: int) -> None:
@@ -172,21 +170,20 @@ class LGreco(Reducer):
 
     def _decide(self) -> bool:
         """Whether there was something to decide."""
-        number, seconds = self._asked_by.tolist()
+        number = int(self._asked_by)
         if not number:
             return False
         self._asked_by.zero_()
-        table = self._heard(int(number))
-        seconds = float(self._took) if self._coming[0] == number else seconds  # a checkpoint's may lack a GPU's
+        table = self._heard(number)
         began = time.perf_counter()
-        self.clock.plan(int(number))
+        self.clock.plan(number)
         if (table == NOBODY).all():
             return False
         curves = torch.where(table == NOT_FINITE, float("nan"), table)
-        found = self.decider.decide(curves[:, :-1], curves[:, -1], self.chosen, int(number))
+        found = self.decider.decide(curves[:, :-1], curves[:, -1], self.chosen, number)
         if list(found.choices) != list(self.chosen):
             self._switch(found.choices)
-        self.allocation = replace(found, seconds=(seconds, time.perf_counter() - began))
+        self.allocation = replace(found, seconds=(float(self._took), time.perf_counter() - began))
         return True
 
     def _switch(self, choices: Sequence[Choice]) -> None:
