@@ -17,7 +17,7 @@ from ..checkpoints.checkpoint import all_finite
 from ..checkpoints.saved import of_rank, under_rank
 from ..errors import DivergedError, UserError
 from ..flat import is_dtensor
-from ..groups import leave_group, new_group, ring_bytes
+from ..groups import alike, leave_group, new_group, ring_bytes
 from ..loop import Loop
 from ..riders import Rider
 from ..robust import peers
@@ -80,8 +80,10 @@ class DDP(Loop):
         if self.group is not None and not self._sharded:
             known = inspect.signature(DistributedDataParallel).parameters
             name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.13
-            no_broadcast: dict[str, Any] = {name: False}
-            ddp = DistributedDataParallel(model, process_group=self.group, **no_broadcast)
+            tensors = [*model.parameters(), *model.buffers()]
+            same = alike(tensors, self.group, tensors[0].device)  # then torch need not send them
+            how: dict[str, Any] = {name: False, "init_sync": not same}
+            ddp = DistributedDataParallel(model, process_group=self.group, **how)
             ddp.register_comm_hook(None, self.wire.hook if self.wire else self._all_reduce)
             self.model = ddp
 
