@@ -30,7 +30,8 @@ from language.corpora import gutenberg_file
 from language.data import CausalObjective, load_corpus
 from language.lengths.laws import PARAGRAPH
 from language.prepare import write_corpus
-from language.recipes import LanguageRecipe, gpt2_pydoc_small
+from language.recipe import LanguageRecipe
+from language.recipes import gpt2_pydoc_small
 from language.train import train
 from training.run import Run
 from training.script import launch

@@ -15,7 +15,8 @@ from bench.report import mean_sd, require_each_once, require_one_or_more, requir
 from bench.trainings import FAST, TUNING_SEED, best_lr
 from core.errors import UserError
 from language.corpora import open_corpus, open_wikitext2
-from language.recipes import LanguageRecipe, gpt2_pydoc_small, gpt2_zo_small
+from language.recipe import LanguageRecipe
+from language.recipes import gpt2_pydoc_small, gpt2_zo_small
 from language.train import make_objective, train
 from training.run import Run
 

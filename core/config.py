@@ -1,4 +1,4 @@
-"""The paper's settings. Those of a room are declared there, and put together in core/assembly.py."""
+"""The paper's settings. Those of a room are declared there, and put together in core/assembly/config.py."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -144,12 +144,6 @@ def copy(to: Sequence[Tensor], source: Sequence[Tensor], *, queued: bool = False
 def rescale(flat: Tensor, scale: float | Tensor) -> None:
     """Multiplies in place; scale: a number, or 0-d on any device."""
     flat.mul_(scale.to(flat) if isinstance(scale, Tensor) else scale)
-
-
-def all_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Whether all numbers are, 0-d, on the first one's device. DTensors: those that lie here."""
-    ends = [torch.stack(torch.aminmax(t)).double() for t in (local_shard(t.detach()) for t in tensors) if t.numel()]
-    return torch.stack([e.to(ends[0].device) for e in ends]).isfinite().all() if ends else torch.tensor(True)
 
 
 def read_blocks(t: Tensor) -> bool:

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -76,7 +76,7 @@ class Flight:
         self._end_mark: Mark = 0.0  # where NCCL moves the tensors: the end of what was queued
         self._thread: threading.Thread | None = None
         self._hurry = threading.Event()  # the calling thread waits for that one
-        self._error: Exception | None = None  # of the thread
+        self._error: Exception | None = None  # of a stage
         self._failed, self._left = "", False
         self._launched_at, self._longest = time.perf_counter(), 0.0  # the longest time between two launches
         self._host_seconds = 0.0  # that the calling thread has spent here since the last launch
@@ -202,16 +202,11 @@ class Flight:
             self._thread.start()
 
     def _next(self, stages: Iterator[Stage]) -> Stage | None:
-        reason = ""
         try:
             return next(stages, None)
-        except RuntimeError as error:
-            reason = str(error)
         except Exception as error:
-            raise self._broken(error) from None
-        if self.group is None:
-            raise self._broken(RuntimeError(reason))
-        raise self._failure(reason)  # out here, where no traceback keeps the collectives, and so their connections
+            self._error = _bare(error)
+        self._raise()  # out here, where no traceback keeps the collectives, and so their connections
 
     def _go_along(self, began: float, stage: Stage | None, stages: Iterator[Stage]) -> None:
         """The thread: waits for each stage, and starts the next."""
@@ -222,10 +217,8 @@ class Flight:
                         self._pass(work)
                     stage = next(stages, None)
             self.seconds = time.perf_counter() - began
-        except RuntimeError as error:
-            self._error = RuntimeError(str(error))  # without the traceback, which would keep the connections
         except Exception as error:
-            self._error = error
+            self._error = _bare(error)
 
     def _pass(self, work: Pending) -> None:
         """Waits in Python while the caller computes: a thread that the interpreter's end meets inside torch's own wait
@@ -253,19 +246,20 @@ class Flight:
             self._thread.join()
             self._thread = None
             self._hurry.clear()
-        error, self._error = self._error, None
-        if isinstance(error, RuntimeError) and self.group is not None:
-            raise self._failure(str(error))
-        if error is not None:
-            raise self._broken(error)
+        if self._error is not None:
+            self._raise()
         if self._side is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._side)
 
-    def _broken(self, error: Exception) -> Exception:
-        """Of an error that is no collective's: what was launched never lands."""
+    def _raise(self) -> NoReturn:
+        """The error of a stage: what was launched never lands."""
+        error, self._error = self._error, None
+        assert error is not None
+        if isinstance(error, RuntimeError) and self.group is not None:
+            raise self._failure(str(error))
         self.in_flight = False
         self._failed = f"a reduction failed before: {type(error).__name__}: {error}"
-        return error
+        raise error
 
     def _failure(self, reason: str, what: str = "") -> CollectiveError:
         """what: which collective has failed, if not the one in flight. Leaves the group, so that the
@@ -286,3 +280,8 @@ class Flight:
             f"(timeout {self.timeout:g} s): {reason.partition('. This is')[0].splitlines()[0]}"
         )
         return CollectiveError(self._failed)
+
+
+def _bare(error: Exception) -> Exception:
+    """A collective's without its traceback, which would keep the connections."""
+    return RuntimeError(str(error)) if isinstance(error, RuntimeError) else error

@@ -29,6 +29,7 @@ class Pending(Protocol):
 Stage = tuple[Sequence[Pending], int]  # collectives under way, and the bytes that this worker sends for them
 MAX_CTAS = 8  # thread blocks, each on a multiprocessor of its own, that one of NCCL's collectives may hold
 LONGEST = 1e8  # seconds of a timeout, three years
+_INTS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes
 
 
 def ring_bytes(nbytes: int, world_size: int) -> int:
@@ -89,24 +90,23 @@ def new_group(
     left = _spare.get((tuple(ranks), timeout, backend, hidden), []) if ranks else []
     if left and is_alive(left[-1]):
         return left.pop()
-    options, within = _nccl_options(hidden) if backend == "nccl" else None, timedelta(seconds=timeout)
-    if options is not None:
-        options._timeout = within  # torch takes its own argument, and warns where the two differ
+    within = timedelta(seconds=timeout)
     made = dist.new_group(
         ranks,
         timeout=within,
         backend=backend,
-        pg_options=options,
+        pg_options=_nccl_options(within, hidden) if backend == "nccl" else None,
         use_local_synchronization=not everyone,  # only the members need to call
     )
     assert isinstance(made, dist.ProcessGroup), "only its ranks may use the group"
     return made
 
 
-def _nccl_options(hidden: bool) -> Any:
+def _nccl_options(timeout: timedelta, hidden: bool) -> Any:
     """High priority, so that a collective's blocks get their turn beside a full device. Of hidden ones few blocks, for
     they are held, spinning, until the slowest peer has arrived. MAX_CTAS was not measured on a device."""
     options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout  # torch takes its own argument, and warns where the two differ
     options.is_high_priority_stream = True
     if hidden:
         options.config.max_ctas = MAX_CTAS
@@ -181,28 +181,37 @@ def is_alive(group: dist.ProcessGroup) -> bool:
 
 def compare(settings: tuple[Any, ...], tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """UserError on all workers unless all of them hold the same settings and shapes."""
-    theirs = of_all((*settings, [(tuple(t.shape), str(t.dtype)) for t in tensors]), group)
+    kinds = [f"{len(tensors)} tensors", *((tuple(t.shape), str(t.dtype)) for t in tensors)]
+    theirs = of_all([*settings, *kinds], group)
     for rank, other in enumerate(theirs):
-        for ours, its in zip(theirs[0], other, strict=True):
+        for ours, its in zip(theirs[0], other, strict=False):  # in unlike numbers of tensors this is what differs first
             if ours != its:
-                raise UserError(f"workers differ: rank 0 has {_first_difference(ours, its)} of rank {rank}")
+                raise UserError(f"workers differ: rank 0 has {ours}, against {its} of rank {rank}")
+
+
+@torch.no_grad()
+def alike(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether all members hold the same bits; the same answer for all. device: of what the group moves."""
+    found = torch.zeros((), dtype=torch.int64, device=device)
+    for t in tensors:
+        bits = t.detach().contiguous().view(-1).view(_INTS.get(t.element_size(), torch.uint8))
+        for part in bits.split(1 << (24 if t.is_cuda else 16)):  # what fits a cache, or fills a GPU
+            odd = torch.arange(1, 2 * len(part) + 1, 2, device=t.device)  # so that places count
+            found = 31 * found + (part.to(torch.int64) * odd).sum().to(device)
+    ends = torch.stack([found, ~found])  # ~ turns the order of integers around
+    dist.all_reduce(ends, op=dist.ReduceOp.MIN, group=group)
+    return bool(ends[0] == ~ends[1])
 
 
 @torch.no_grad()
 def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
-    """The first member's values for all."""
+    """The first member's values for all. Where all hold them, as after one seed, 16 bytes cross the link."""
+    if alike(tensors, group, device):
+        return
     for t in tensors:
         flat = t.detach().to(device).contiguous()
         dist.broadcast(flat, group_src=0, group=group)
         t.copy_(flat)
-
-
-def _first_difference(a: Any, b: Any) -> str:
-    if isinstance(a, list):
-        if len(a) != len(b):
-            return f"{len(a)} tensors, against {len(b)}"
-        a, b = next((x, y) for x, y in zip(a, b, strict=True) if x != y)
-    return f"{a}, against {b}"
 
 
 def all_reduce(flats: Sequence[Tensor], group: dist.ProcessGroup) -> Stage:

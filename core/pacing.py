@@ -1,20 +1,11 @@
-"""When a worker's round ends. Here as in the paper: after tau local steps, and a mean is merged nowhere else."""
+"""When a worker's round ends. Here as in the paper: after tau local steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
 
 from .errors import UserError
 from .held import Held
-
-
-class Act(Enum):
-    """What follows a local step."""
-
-    STEP = "another local step"
-    MERGE = "what has landed is merged, and the round goes on"
-    CLOSE = "the round closes"
 
 
 class Pacing:
@@ -35,9 +26,9 @@ class Pacing:
         if not isinstance(self.tau, int) or self.tau < 1:
             raise UserError(f"tau={self.tau!r}: give a whole number of local steps, 1 or more")
 
-    def act(self, method: Held, *, last: bool) -> Act:
-        """After a local step. last: no other follows."""
-        return Act.CLOSE if method.local_steps >= self.tau else Act.STEP
+    def closes(self, method: Held, *, last: bool) -> bool:
+        """After a local step: whether the round ends with it. last: no other follows."""
+        return method.local_steps >= self.tau
 
     def check_saving(self, method: Held) -> None:
         """UserError where no run could go on from a checkpoint of now."""

@@ -19,7 +19,7 @@ from .flight import Flight
 from .groups import Stage
 from .held import Held
 from .loop import Loop
-from .pacing import Act, Pacing
+from .pacing import Pacing
 from .reducer import Reducer, all_reduce
 from .riders import Heard, Rider, check_riders
 from .stats import Late
@@ -101,8 +101,7 @@ class Rounds(Held, Loop):
                 rider.began()
             if self.pacing.tau > 1:  # else the round's only step is timed, from the last boundary on
                 self.clock.steps_begin()
-        act = self.pacing.act(self, last=last)
-        if act is Act.CLOSE:
+        if self.pacing.closes(self, last=last):
             if any(p.requires_grad for p in self._frozen):
                 raise UserError(
                     "a parameter that was frozen when this object was built now requires a gradient and would never be "
@@ -112,8 +111,6 @@ class Rounds(Held, Loop):
             self._ended = ended if last else None
             return True
         self.flight.done()  # an error is known as soon as it can be
-        if act is Act.MERGE:
-            self._merge_early()
         return False
 
     def finish(self) -> None:
@@ -157,10 +154,6 @@ class Rounds(Held, Loop):
 
     def settings(self) -> Any:
         return self.tau
-
-    def merge(self, *, finished: bool = False) -> Landing:
-        """Lands what is in flight in mid-round, where the pacing says Act.MERGE."""
-        return self.land(finished=finished)
 
     def left_out(self, where: Tensor) -> None:
         for rider in self.riders:
@@ -220,11 +213,10 @@ class Rounds(Held, Loop):
     def _hear(self) -> None:
         """On a GPU what landed a round ago: the host waits for nothing."""
         of = Heard(self.rounds - 1, self.everybody, self.flight.world_size)
-        numbers = self._late.exchange(self.scalars.place * self.everybody, of)
-        if numbers is not None:
-            sums = self.scalars.named(numbers)
+        if told := self._late.exchange(self.scalars.place * self.everybody, of):
+            sums = self.scalars.named(told[0])
             for rider in self.riders:
-                rider.hear(sums, self._late.of)
+                rider.hear(sums, told[1])
 
     # -- of its own --------------------------------------------------------------------------------------------
 
@@ -241,16 +233,9 @@ class Rounds(Held, Loop):
                 rider.end()
             self.begin_round(self.flight.launched)
             self.pacing.begin(self.flight.launched)
-            self._moved(at_boundary=True)
+            self.moved(at_boundary=True)
         return ended
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _merge_early(self) -> None:
-        with self.clock.early_merge(self.local_steps):
-            self.merge()
-            self._moved(at_boundary=False)
-
-    def _moved(self, *, at_boundary: bool) -> None:
+    def moved(self, *, at_boundary: bool) -> None:
         for rider in self.riders:
             rider.moved(at_boundary=at_boundary)

@@ -30,37 +30,38 @@ def mark(device: torch.device) -> Mark:
 
 
 @dataclass(frozen=True)
-class Elapsed:
-    """Seconds of a GPU's, which are known when it has passed `end`."""
+class Coming:
+    """A number of a GPU's, such as seconds, which is known when it has passed `end`."""
 
-    end: torch.cuda.Event
-    seconds: Callable[[], float]
+    end: Mark
+    number: Callable[[], float]
 
     def __float__(self) -> float:
-        """Waits for them."""
-        self.end.synchronize()
-        return self.seconds()
+        """Waits for it."""
+        if not isinstance(self.end, int | float):
+            self.end.synchronize()
+        return self.number()
 
 
-Seconds = float | Elapsed
+Seconds = float | Coming
 
 
 def between(start: Mark, end: Mark, parts: int = 1, less: Seconds = 0.0) -> Seconds:
     """The time between two marks of one device without what of it is `less`, or one of its equal `parts`."""
     if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-        return Elapsed(end, lambda: (start.elapsed_time(end) / 1e3 - float(less)) / parts)
+        return Coming(end, lambda: (start.elapsed_time(end) / 1e3 - float(less)) / parts)
     assert not isinstance(start, torch.cuda.Event) and not isinstance(end, torch.cuda.Event), "two devices"
     return (end - start - float(less)) / parts
 
 
 def plus(time: Seconds, more: float) -> Seconds:
     """`more` seconds of the host's added to it."""
-    return Elapsed(time.end, lambda: float(time) + more) if isinstance(time, Elapsed) else time + more
+    return Coming(time.end, lambda: float(time) + more) if isinstance(time, Coming) else time + more
 
 
 def ready(*times: Seconds) -> bool:
     """Whether all of them can be read without waiting."""
-    return all(t.end.query() for t in times if isinstance(t, Elapsed))
+    return all(t.end.query() for t in times if isinstance(t, Coming) and not isinstance(t.end, int | float))
 
 
 class OnTheWay:
@@ -68,24 +69,13 @@ class OnTheWay:
 
     def __init__(self, numbers: Tensor):
         self._copy = numbers.to("cpu", non_blocking=True)  # which torch takes pinned memory for
-        self._end = mark(numbers.device)
+        self.end = mark(numbers.device)
 
     def read(self) -> list[float]:
         """Waits until the copy is there, but for nothing that was queued after it."""
-        if isinstance(self._end, torch.cuda.Event):
-            self._end.synchronize()
+        if isinstance(self.end, torch.cuda.Event):
+            self.end.synchronize()
         return self._copy.tolist()
-
-
-@dataclass(frozen=True)
-class Coming:
-    """One of the numbers of a copy."""
-
-    copy: OnTheWay
-    place: int
-
-    def __float__(self) -> float:
-        return self.copy.read()[self.place]
 
 
 def send_off(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,29 +85,21 @@ def send_off(values: Mapping[str, Any]) -> dict[str, Any]:
     if not there:
         return dict(values)
     copy = OnTheWay(torch.stack([v.detach().double() for v in there.values()]))
-    return dict(values) | {name: Coming(copy, i) for i, name in enumerate(there)}
+    return dict(values) | {name: Coming(copy.end, lambda i=i: copy.read()[i]) for i, name in enumerate(there)}
 
 
 class Late:
-    """A device's numbers for the host, which does not wait for them: on a GPU it gets those of the call before.
-
-    Attributes: of, what the call whose numbers were returned last said that they are of.
-    """
+    """A device's numbers for the host, which does not wait for them: on a GPU it gets those of the call before."""
 
     def __init__(self) -> None:
         self._coming: tuple[OnTheWay, Any] | None = None
-        self.of: Any = None
 
-    def exchange(self, numbers: Tensor, of: Any = None) -> list[float] | None:
-        """numbers: 1-d. of: what they are of. None: there are none yet."""
+    def exchange(self, numbers: Tensor, of: Any = None) -> tuple[list[float], Any] | None:
+        """numbers: 1-d. of: what they are of. Returns both, of the same call; None: there are none yet."""
         if not read_blocks(numbers):
-            self.of = of
-            return numbers.tolist()
+            return numbers.tolist(), of
         arrived, self._coming = self._coming, (OnTheWay(numbers), of)
-        if arrived is None:
-            return None
-        self.of = arrived[1]
-        return arrived[0].read()  # there long ago
+        return arrived and (arrived[0].read(), arrived[1])  # there long ago
 
 
 Number = float | Tensor | Coming

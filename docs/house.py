@@ -17,14 +17,15 @@ Place = tuple[float, float, float, float, list[str]]  # left, top, width, height
 LAYERS: list[list[str]] = [
     ["tasks", "bench"],
     ["training"],
-    ["core.doctor", "assembly", "core.methods", "core.integrations"],
+    ["core.doctor", "core.methods", "core.integrations"],
+    ["assembly"],
     ["checkpoints", "sharded", "lgreco", "triton", "zeroth", "elastic"],
     ["wires", "robust", "testing, offload, collectives", "adaptive"],
     ["core"],
     ["torch"],
 ]
 WIDTH, GAP, BETWEEN, LINE, LETTER = 1120, 14, 44, 15, 6.1  # pixels
-FILLS = ["#eef2f7", "#eef2f7", "#e3eefb", "#e6f4e6", "#e6f4e6", "#fdf0d5", "#f3f3f3"]
+FILLS = ["#eef2f7", "#eef2f7", "#e3eefb", "#e3eefb", "#e6f4e6", "#e6f4e6", "#fdf0d5", "#f3f3f3"]
 STYLE = "text{font:11px sans-serif;fill:#222}.n{font-weight:bold;font-size:13px}rect{stroke:#667;rx:5px}"
 STYLE += "line{stroke:#557;marker-end:url(#a)}.against{stroke:#c00}.passes{stroke-dasharray:5 4}"
 
@@ -33,7 +34,7 @@ def box_of(file: Path) -> str:
     """The box of the picture that a file belongs to, by the names of LAYERS; "" for none."""
     package = file.parts[0]  # training's rooms are folders of its box
     room = "tasks" if package in TASKS else package if package == "training" else room_of(file)
-    names = {room, room.removeprefix("core.")}
+    names = {room, room.removeprefix("core."), room.removesuffix(".__init__")}
     return next((box for layer in LAYERS for box in layer if names & set(box.split(", "))), "")
 
 
@@ -56,7 +57,7 @@ def contents(box: str) -> list[str]:
     """Lines of file names; a folder inside a room ends in a slash."""
     lines: dict[str, dict[str, None]] = {}
     for file in files():
-        if box_of(file) == box and (file.name != "__init__.py" or box == "assembly"):
+        if box_of(file) == box and file.name != "__init__.py":
             inner = file.parts[2 if room_of(file).startswith("core.") else 1 :]
             name = f"{inner[0]}/" if len(inner) > 1 else inner[0].removesuffix(".py")
             lines.setdefault(f"{file.parts[0]}: " if box == "tasks" else "", {})[name] = None

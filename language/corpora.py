@@ -24,7 +24,7 @@ from language.prepare import (
     token_dtype,
     write_corpus,
 )
-from language.recipes import CorpusName
+from language.recipe import CorpusName
 from training.data import cached, data_root, missing
 
 STAND_IN = "gpt2_pydoc_small"

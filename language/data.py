@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 
 from core.checkpoints.untrusted import parse_json
 from core.errors import UserError
-from language.recipes import GPT2_VOCABULARY, TextRecipe
+from language.recipe import GPT2_VOCABULARY, TextRecipe
 from training.data import Key, train_keys
 from training.sampling import eval_share, generator, load_batches
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from core.errors import UserError
-from language.recipes import TextRecipe
+from language.recipe import TextRecipe
 from training.optim import OptimConfig
 
 Task = Literal["prompts", "text"]

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForM
 from transformers.modeling_outputs import MaskedLMOutput
 from transformers.pytorch_utils import Conv1D
 
-from language.recipes import LinearAttention, ModelName
+from language.recipe import LinearAttention, ModelName
 from language.transnormer import TransNormer, TransNormerConfig
 from training import optim
 from training.optim import OptimConfig

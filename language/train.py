@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from language.recipes import RECIPES, LanguageRecipe, TextRecipe
+from language.recipe import LanguageRecipe, TextRecipe
+from language.recipes import RECIPES
 from training.checks import dry_run
 from training.recipe import answer_help, parse
 from training.script import launch
@@ -158,7 +159,7 @@ def learn(run: Run, recipe: TextRecipe, model: nn.Module, task: TextTask | Promp
     epoch = recipe.epoch_steps or steps_per_epoch((dealt or task).samples, recipe.batch_size)
     total = epoch * recipe.epochs
     schedule = make_schedule(optimizer, total, recipe.optim)
-    wrapped, method = run.make_method(model, optimizer, total, blocks_of(model))
+    wrapped, method = run.make_method(model, optimizer, blocks_of(model))
     run.begin(model, optimizer, schedule, method, epoch=epoch, total=total, samples=task.samples)
 
     wrapped.train(model.training)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from core.errors import UserError
-from language.recipes import LinearAttention
+from language.recipe import LinearAttention
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def train(run: Run, recipe: PointCloudRecipe, train_set: PointClouds, test_set: 
     epoch = steps_per_epoch(len(train_set), recipe.batch_size)
     total = epoch * recipe.epochs
     schedule = make_schedule(optimizer, total, recipe.optim)
-    wrapped, method = run.make_method(model, optimizer, total)
+    wrapped, method = run.make_method(model, optimizer)
     run.begin(model, optimizer, schedule, method, epoch=epoch, total=total, samples=len(train_set))
 
     model.train()

@@ -285,9 +285,7 @@ TABLES = {
         (
             late("the penalty"),
             late("nothing", **NO_GAP),
-            late("eager updates", **NO_GAP, **{"delayed.policy": "eager"}),
             late("mixed restart", **NO_GAP, **{"co2.merge": "mix"}),
-            late("delay compensation", **NO_GAP, **{"delayed.policy": "taylor"}),
             late("the penalty, Nesterov's momentum", **{"delayed.nesterov": True}),
         ),
         "Ours, the paper has no such rows. All have outer_lr 0.5 and outer_momentum 0.4: at the defaults, whose sum is "

@@ -68,7 +68,7 @@ def train(
     epoch = steps_per_epoch(len(train_set), recipe.batch_size)
     total = epoch * recipe.epochs
     schedule = make_schedule(optimizer, total, recipe.optim)
-    wrapped, method = run.make_method(model, optimizer, total)
+    wrapped, method = run.make_method(model, optimizer)
     share_statistics(run, model, method)
     run.begin(model, optimizer, schedule, method, epoch=epoch, total=total, samples=len(train_set))
 

@@ -10,8 +10,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TASKS = ("language", "pointcloud", "segmentation", "vision")
 PACKAGES = ("core", "training", *TASKS, "bench", "results")
-# the last one picks a reducer of wires or of lgreco by its name
-ASSEMBLY = ("core/__init__.py", "core/assembly.py", "core/wires/config.py")
 
 
 @cache
@@ -48,8 +46,8 @@ def needed(file: Path) -> set[Path]:
 
 
 def room_of(file: Path) -> str:
-    """core for its root; assembly; core.wires, training.plan or such; else the package."""
-    if file.as_posix() in ASSEMBLY:
-        return "assembly"
+    """core for its root; core.__init__, which hands on names; core.wires, training.plan or such; else the package."""
+    if file.as_posix() == "core/__init__.py":
+        return "core.__init__"
     has_rooms = file.parts[0] in ("core", "training") and len(file.parts) > 2
     return ".".join(file.parts[: 2 if has_rooms else 1])

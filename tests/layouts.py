@@ -75,7 +75,7 @@ def part_of_mean(logits: Tensor, targets: Tensor, many: int) -> Tensor:
 
 
 def mean_loss(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-    return loss_sum(model(tokens).logits, targets) / targets.numel()
+    return part_of_mean(model(tokens).logits, targets, targets.numel())
 
 
 def one_process(kind: str, steps: int, clip: float) -> Trace:
@@ -83,8 +83,7 @@ def one_process(kind: str, steps: int, clip: float) -> Trace:
     optimizer, losses, norms = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1), [], []
     for step in range(steps):
         optimizer.zero_grad()
-        loss = mean_loss(model, *batch(step))
-        loss.backward()
+        (loss := mean_loss(model, *batch(step))).backward()
         losses.append(loss.item())
         norms.append(clip_grad_norm_(model.parameters(), clip).item())
         optimizer.step()
@@ -94,10 +93,10 @@ def one_process(kind: str, steps: int, clip: float) -> Trace:
 
 
 def parted(model: nn.Module) -> dict[str, Tensor]:
-    """A whole model's parameters by the names that they have under a layout."""
+    """A copy of a whole model's parameters, by the names that they have under a layout."""
     found: dict[str, Tensor] = {}
     for name, p in model.named_parameters():
-        p = p.detach()
+        p = p.detach().clone()
         conv = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
         p = p.t() if conv else p
         if ".c_attn." in name:
@@ -216,11 +215,11 @@ def alone(
         sgd(model)
         poisoned(model, rank == 1, step, poison)
         if co2.step():
-            trace.append({n: p.clone() for n, p in parted(model).items()})
+            trace.append(parted(model))
             stats.append(co2.stats.as_dict())
     co2.finish()
     co2.close()
-    return [*trace, {n: p.clone() for n, p in parted(model).items()}], stats
+    return [*trace, parted(model)], stats
 
 
 def reference(kind: str, config: CO2Config, steps: int, many: int = 2) -> list[dict[str, Tensor]]:
@@ -246,7 +245,7 @@ def reference(kind: str, config: CO2Config, steps: int, many: int = 2) -> list[d
     trace = []
     for x in [*rounds, ref.x[0]]:
         torch.nn.utils.vector_to_parameters(x.clone(), params)
-        trace.append({name: p.clone() for name, p in parted(model).items()})
+        trace.append(parted(model))
     return trace
 
 
@@ -293,10 +292,8 @@ def chained(
     for number, name in enumerate(names):
         layout = Layout.parse(name)
         model = build(kind)
-        if number:
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.zero_()  # what is not loaded shows
+        for p in model.parameters() if number else ():
+            p.data.zero_()  # what is not loaded shows
         parallel = Parallel(model, layout, CPU)
         optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
         optimizer = shard_optimizer(optimizer, parallel.mesh, 1) if layout.zero == 1 else optimizer

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bench.reference import LateReference
 from core import CO2, CO2Config, make_method
+from core.assembly.wire import WireConfig
 from core.flat import Scalars, make_buckets
 from core.methods.delayed import DelayedCO2, DelayedConfig
 from core.reducer import Reducer
 from core.testing.link import flight_over
-from core.wires.config import WireConfig
-from tests.reference import DelayedReference
 
 LR = 0.1
 
@@ -36,10 +36,7 @@ class Settings:
     merge: Any = "outer"
     mix: float = 0.5
     delay: Any = "boundary"
-    policy: Any = "penalty"
-    taylor: float = 0.5
     nesterov: bool = False
-    clip_by: Any = "element"
 
     @property
     def co2(self) -> CO2Config:
@@ -50,7 +47,7 @@ class Settings:
 
     @property
     def delayed(self) -> DelayedConfig:
-        return DelayedConfig(self.policy, self.taylor, self.nesterov, self.clip_by)
+        return DelayedConfig(self.nesterov)
 
     @property
     def method(self) -> str:
@@ -147,12 +144,11 @@ def train_with(method: Any, params: list[nn.Parameter], rank: int, steps: int) -
 
 
 def train_reference(settings: Settings, world_size: int, steps: int, x: Tensor, worker: int = 0) -> list[Tensor]:
-    """What `train_co2` must return on a worker; all start from x [n]. Without own parts all get the same."""
+    """What `train_co2` must return on a worker; all start from x [n]."""
     c = settings
     late = {"delay": None if c.delay == "boundary" else c.delay, "merge": c.merge, "kappa": c.mix}
-    delayed = {"policy": c.policy, "taylor": c.taylor, "nesterov": c.nesterov, "clip_by": c.clip_by}
     outer = c.tau, c.outer_lr, c.outer_momentum, c.gap, c.clip
-    ref = DelayedReference(x.expand(world_size, -1).clone(), *outer, **late, **delayed)
+    ref = LateReference(x.expand(world_size, -1).clone(), *outer, **late, nesterov=c.nesterov)
     workers = torch.arange(world_size, dtype=torch.float64)[:, None]
     ref.run(lambda rows, step: gradient(rows, workers, step), LR, steps)
     rounds = [rows[worker] for rows in ref.restarts]

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from core.errors import UserError
 from core.methods.auto import check_alike
 from core.methods.ddp import check_wire
-from core.sharded.checks import check_node, check_shared
+from core.sharded.checks import check_shared
 from core.sharded.mesh import local_world_size
 from training.layouts.layout import Layout
 from training.recipe import Recipe, momentum_note
@@ -46,7 +46,6 @@ def check_start(recipe: Recipe, workers: int | None) -> int:
         check_nodes(node, recipe.zero, workers or node)
     if recipe.method == "co2" and (node > 1 or recipe.layout):  # which shares its outer state out inside the node
         check_shared(recipe.co2, recipe.co2.wire.format)
-        check_node(recipe.co2)
     if recipe.method == "auto":
         check_alike(node > 1)
     if recipe.method == "ddp":

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
 
-from core.adaptive.schedules import Schedule
 from core.checkpoints import checkpoint, stored
 from core.checkpoints.named import random_state, set_random_state
 from core.errors import UserError
@@ -87,7 +86,6 @@ class Fixed:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        schedule: Schedule | None,
         blocks: Sequence[nn.Module],
     ) -> tuple[nn.Module, Method]:
         """See core.methods.make_method, and Run.make_method for blocks."""
@@ -102,7 +100,6 @@ class Fixed:
             r.method,
             model,
             co2=r.co2,
-            schedule=schedule,
             lr=lambda: optimizer.param_groups[0]["lr"],
             average_buffers=r.average_buffers,
             mesh=self.mesh,

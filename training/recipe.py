@@ -14,8 +14,6 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import tyro
 
 from core import CO2Config, UserError
-from core.adaptive import schedules
-from core.adaptive.schedules import scheduled
 from core.elastic.joining import check_elastic
 from core.methods import REGISTRY, check_settings, entry_of
 from core.zeroth.elastic import check_elastic as check_elastic_zeroth
@@ -71,10 +69,6 @@ class Recipe(OfMethods):
     """Start from CO2Config.recommended, at the recipe's tau, instead of the paper's settings; --co2.* change it. Small
     recipes do so by themselves, with method co2 and outer state that is not shared out; --no_recommended for not. So
     does every recipe with method auto, with tau auto."""
-    schedule: tuple[str, ...] = ()
-    """Of method co2, what changes from round to round: warm_up_momentum:ROUNDS, from 0 to co2.outer_momentum;
-    ramp_tau:FIRST, doubled up to co2.tau; or quadratic:SCALE:LEAST, tau = (SCALE / learning rate)^2, at least LEAST, at
-    most co2.tau_max."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     batch_size: int = 64
     """Samples per optimiser step over all workers together (global)."""
@@ -163,10 +157,7 @@ class Recipe(OfMethods):
         for name, value in numbers.items():
             if abs(value) > LARGEST:
                 raise UserError(f"{name}={value}: give {LARGEST} or less")
-        schedule = schedules.from_text(self.schedule, self.co2, lambda step: self.optim.lr)
-        state = {"shard": self.shard, "offload": self.offload}
-        check_settings(self.method, self.co2, schedule=schedule, **state, **self.own_settings)
-        scheduled(self.co2, schedule, 0)
+        check_settings(self.method, self.co2, shard=self.shard, offload=self.offload, **self.own_settings)
         if self.method == "zo":
             self._check_zeroth_order()
         if self.elastic:
@@ -186,7 +177,6 @@ class Recipe(OfMethods):
             (self.co2.delay != 0, "co2.delay=0", "waits for every mean"),
             (self.per_node == 1, f"per_node={self.per_node}", "has workers of a node that must close rounds together"),
             (not self.zero, f"zero={self.zero}", "has workers of a node that must close rounds together"),
-            (not self.schedule, "schedule", "may give workers' rounds unlike lengths"),
             (not self.save_minutes, "save_minutes", "saves where a round closes, which is not at one step then"),
         ):
             if not ok:

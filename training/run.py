@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
-from core.adaptive.schedules import from_text
 from core.errors import DivergedError
 from core.methods import Method, Zeroth, entry_of
 from core.robust import peers
@@ -25,7 +24,6 @@ from training.checks import check_batch_norm, check_start
 from training.elastic.run import Elastic
 from training.fixed import Fixed
 from training.folder import RunFolder
-from training.optim import lr_factor
 from training.progress import Due, Every, Progress, Timer, Trained, pacing_of
 from training.recipe import Recipe, momentum_note
 from training.round_log import RoundLog
@@ -106,20 +104,12 @@ class Run(Progress):
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        total: int | None = None,
         blocks: Sequence[nn.Module] = (),
     ) -> tuple[nn.Module, Method]:
-        """The model to call in the loop, and the recipe's method: see core.methods.make_method. total: the optimiser
-        steps of the whole run, over which the learning rate changes; needed where a schedule of tau follows it. blocks:
-        which the model calls one after the other, for method zo with offload."""
-        r = self.recipe
-
-        def lr(step: int) -> float:
-            assert total is not None, "give make_method the run's steps"
-            return r.optim.lr * lr_factor(step, total, r.optim)
-
-        wrapped, method = self._workers.make_method(model, optimizer, from_text(r.schedule, r.co2, lr), blocks)
-        if r.compile:  # the model inside keeps its parameters' names, and is evaluated as it is
+        """The model to call in the loop, and the recipe's method: see core.methods.make_method. blocks: which the model
+        calls one after the other, for method zo with offload."""
+        wrapped, method = self._workers.make_method(model, optimizer, blocks)
+        if self.recipe.compile:  # the model inside keeps its parameters' names, and is evaluated as it is
             check_compiler(self.device)
             return torch.compile(wrapped), method  # pyright: ignore[reportReturnType]
         return wrapped, method

@@ -65,7 +65,7 @@ def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset)
     epoch = steps_per_epoch(len(train_set), recipe.batch_size)
     total = epoch * recipe.epochs
     schedule = make_schedule(optimizer, total, recipe.optim)
-    wrapped, method = run.make_method(model, optimizer, total)
+    wrapped, method = run.make_method(model, optimizer)
     run.begin(model, optimizer, schedule, method, epoch=epoch, total=total, samples=len(train_set))
 
     model.train()

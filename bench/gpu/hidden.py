@@ -100,7 +100,7 @@ def statistics_are_read_without_waiting(scope: Scope, case: str) -> str:
     return "0 synchronisations"
 
 
-@check("correctness", cases=("co2", "recommended", "mix", "int4", "overlap_local", "eager"))
+@check("correctness", cases=("co2", "recommended", "mix", "int4", "overlap_local", "nesterov"))
 def a_buffer_in_flight_is_left_alone(scope: Scope, case: str) -> str:
     """While a collective sleeps, nothing that has been sent may change."""
     with one_rank(scope):

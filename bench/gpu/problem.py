@@ -90,7 +90,7 @@ def co2(config: CO2Config) -> Make:
 
 
 def lgreco(like: str) -> WireConfig:
-    return WireConfig("lgreco", like=like, lgreco=LGrecoConfig(rule="uniform", every=2, first=1, time_share=1.0))
+    return WireConfig("lgreco", like=like, lgreco=LGrecoConfig(rule="uniform", every=2, first=1))
 
 
 METHODS: dict[str, Make] = {
@@ -102,7 +102,5 @@ METHODS: dict[str, Make] = {
     "lgreco": co2(CO2Config(tau=4, wire=lgreco("int4"))),
     "sharded": lambda p: ShardedCO2(p.params, CO2Config(tau=4), shard=True, buffers=p.buffers),
     "overlap_local": lambda p: OverlapLocalSGD(p.params, 4, buffers=p.buffers),
-    "eager": lambda p: DelayedCO2(
-        p.params, CO2Config(tau=4, gap="none", outer_lr=0.4), DelayedConfig(policy="eager"), buffers=p.buffers
-    ),
+    "nesterov": lambda p: DelayedCO2(p.params, CO2Config(tau=4), DelayedConfig(nesterov=True), buffers=p.buffers),
 }

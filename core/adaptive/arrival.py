@@ -15,6 +15,7 @@ from ..rounds import Landing
 from .config import AdaptiveConfig
 from .inner_gap import FirstStep
 from .merging import MergeRule, MergingBoundary, make_boundary
+from .pacing import merge_early
 
 
 class OnArrival(CO2):
@@ -90,8 +91,8 @@ class OnArrival(CO2):
         """See Loop: with merge keep no worker has progress of its own when it has merged what it just sent."""
         c = self.config
         if c.delay == "auto" and c.merge == "keep" and self.at_boundary and self.flight.in_flight:
-            self._merge_early()
-            self._moved(at_boundary=True)
+            merge_early(self)
+            self.moved(at_boundary=True)
         # with merge mix and delay 0 workers differ though nothing is in flight
         return super().settle() and not (c.merge == "mix" and self._differs())
 

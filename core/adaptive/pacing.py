@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
+
+import torch
 
 from ..config import is_number
 from ..errors import UserError
 from ..flight import Flight
 from ..held import Held
-from ..pacing import Act, Pacing
+from ..pacing import Pacing
 from .pace import BySpeed
 from .tau import TauDecision, Tuned
 
@@ -84,16 +86,16 @@ class Adaptive(Pacing):
         self.own = part + lead
         self._spans = taken // self.own + 1  # each of `own` local steps, that the round has
 
-    def act(self, method: Held, *, last: bool) -> Act:
-        """See Pacing."""
+    def closes(self, method: Held, *, last: bool) -> bool:
+        """See Pacing. A mean that is due in mid-round is merged here."""
         taken = method.local_steps
         if taken >= self._spans * self.own:
             if last or not self._is_late(method):
-                return Act.CLOSE
+                return True
             self._spans += 1
         elif method.flight.in_flight and self._arrives(taken, method.flight) and not self._is_late(method):
-            return Act.MERGE
-        return Act.STEP
+            merge_early(method)
+        return False
 
     def check_saving(self, method: Held) -> None:
         """Refuses while workers are apart, but after finish(): their states are of unlike steps."""
@@ -117,6 +119,15 @@ class Adaptive(Pacing):
         late = not lands_within(method.flight, patience)
         method.clock.pause(time.perf_counter() - began)
         return late
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def merge_early(method: Any) -> None:
+    """In mid-round, by the `merge` of a method whose settings know a delay."""
+    with method.clock.early_merge(method.local_steps):
+        method.merge()
+        method.moved(at_boundary=False)
 
 
 def lands_within(flight: Flight, seconds: float) -> bool:

@@ -13,6 +13,7 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import UserError
-from ..flat import all_finite, local_shard
+from ..flat import local_shard
 from ..groups import leave_group, new_group, of_all
 from . import stored
 from .stored import Rest
@@ -30,6 +31,12 @@ from .untrusted import parse_json, reason
 KEEP = 2  # checkpoints; the older one serves where the newer is damaged
 MANIFEST = "manifest.json"
 PATIENCE = 5.0  # seconds that a run which fails gives the checkpoint that it writes
+
+
+def all_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """Whether all numbers are, 0-d, on the first one's device. DTensors: those that lie here."""
+    ends = [torch.stack(torch.aminmax(t)).double() for t in (local_shard(t.detach()) for t in tensors) if t.numel()]
+    return torch.stack([e.to(ends[0].device) for e in ends]).isfinite().all() if ends else torch.tensor(True)
 
 
 class Saver:

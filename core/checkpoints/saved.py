@@ -77,7 +77,7 @@ class Saved(Rounds):
             setattr(self, name, torch.zeros_like(held) if isinstance(held, Tensor) else type(held)())
         for rider in self.riders:
             rider.restart()
-        self._moved(at_boundary=True)
+        self.moved(at_boundary=True)
 
     def own_state(self) -> dict[str, Any]:
         """This worker's part of state_dict."""

@@ -25,8 +25,8 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 from ..errors import UserError
 from . import report as reports
 from .choose import STEPS, choose, memory, recommended
-from .facts import APART, Facts, failures, nodes_of, own_facts, ranks_text, warnings
-from .measure import Wire, boundary, clocks, links, sound, wires
+from .facts import Facts, failures, nodes_of, own_facts, ranks_text, warnings
+from .measure import Wire, boundary, links, sound, wires
 
 
 class Unfit(Exception):
@@ -209,10 +209,6 @@ def measured(found: dict[str, Any], asked: Asked, nodes: list[list[int]], device
         return
     found["boundary_seconds"], copies = boundary(asked.params, device, timeout)
     if workers > 1:
-        apart, known_to = clocks(nodes)
-        found["clocks"] = {"apart_seconds": apart, "known_to_seconds": known_to}
-        if apart - known_to > APART:
-            found["warnings"].append(f"the nodes' clocks are {apart:.1f} s apart: run ntp or chrony; logs will mislead")
         of_links = links(nodes, device)
         found["links"] |= {name: reports.of_link(link) for name, link in of_links.items()}
         of_wires = dict(wires(asked.params, of_links["all"], device, timeout))

@@ -24,7 +24,6 @@ from ..sharded.mesh import local_world_size
 
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_GLOO_", "TP_SOCKET_", "OMP_NUM_THREADS")
 ADDRESS_OF = 0x8915  # SIOCGIFADDR of linux/sockios.h
-APART = 1.0  # seconds between two clocks that are worth a warning
 
 
 @dataclass(frozen=True)

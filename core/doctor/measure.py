@@ -1,8 +1,7 @@
-"""What is timed: all-reduces within and across nodes, CO2's own reductions of a sample, and the clocks."""
+"""What is timed: all-reduces within and across nodes, and CO2's own reductions of a sample."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..assembly import CO2, CO2Config
+from ..assembly.wire import Format, WireConfig
 from ..groups import host_group, of_all, ring_bytes
-from ..wires.config import Format, WireConfig
 
 SMALLEST, MOST_BYTES = 4, 1 << 28  # bytes of an all-reduce
 FROM, REPEATS, LONG = 1 << 12, 5, 0.6  # the second size; repeats; seconds after which no larger one is timed
@@ -209,27 +208,3 @@ def held_bytes(co2: CO2) -> int:
     """Of all flat tensors that CO2 keeps on the parameters' device."""
     kept: Iterable[Tensor] = (t for flats in (*co2.state.values(), *co2.reducer.state.values()) for t in flats)
     return sum(t.nbytes for t in [*(b.flat for b in co2.buckets), *kept])
-
-
-def clocks(nodes: list[list[int]]) -> tuple[float, float]:
-    """How far the nodes' clocks are from the first one's, at most, in seconds, and how exactly that is known: half of
-    the fastest answer's way (Cristian, Distributed Computing 1989)."""
-    offset, error, off, group, rank = 0.0, 0.0, 0.0, host_group(), dist.get_rank()
-    for node in nodes[1:]:
-        if rank not in (0, node[0]):
-            continue
-        best = math.inf
-        for _ in range(5):
-            sent, theirs = time.time(), torch.tensor([0.0], dtype=torch.float64)
-            if rank == 0:
-                dist.send(theirs, node[0], group=group)
-                dist.recv(theirs, node[0], group=group)
-            else:
-                dist.recv(theirs, 0, group=group)
-                dist.send(theirs.fill_(time.time()), 0, group=group)
-            way = time.time() - sent
-            if rank == 0 and way < best:
-                best, off = way, abs(theirs.item() - sent - way / 2)
-        if rank == 0 and off >= offset:
-            offset, error = off, best / 2
-    return of_all((offset, error))[0]

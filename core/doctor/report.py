@@ -40,7 +40,6 @@ def header(facts: Sequence[Facts], params: int) -> dict[str, Any]:
         "versions": first.versions,
         "variables": first.variables,
         "interface": {"name": first.interface, "address": first.address},
-        "clocks": None,
         "links": {"within": None, "across": None, "all": None},
         "wires": {},
         "boundary_seconds": None,
@@ -110,9 +109,6 @@ def _cluster(report: Mapping[str, Any]) -> Iterator[str]:
     known = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     alike = " on all ranks" if n > 1 and not any(" is unlike: " in text for text in report["failures"]) else ""
     yield from _line("versions", known + alike)
-    if (clocks := report["clocks"]) is not None and len(nodes) > 1:
-        apart, known_to = clocks["apart_seconds"] * 1e3, clocks["known_to_seconds"] * 1e3
-        yield from _line("clocks", f"at most {apart:.2g} ms apart, known to {known_to:.2g} ms")
     taken = report["interface"]
     chosen = "NCCL_SOCKET_IFNAME or NCCL's own choice for the GPUs" if report["backend"] == "nccl" else ""
     yield from _line("interface", f"{taken['name']} {taken['address']} for gloo{chosen and ', ' + chosen}")

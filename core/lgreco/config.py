@@ -33,10 +33,6 @@ class LGrecoConfig:
     first: int | None = None
     """The reduction after which it decides first; None for 3 rounds of CO2, 10 steps of ddp. The time between two
     decisions doubles from there up to `every`."""
-    time_share: float = 1.0
-    """The share of the time since the first reduction that deciding may take; 1: no limit, so that decisions come at
-    fixed reductions and a run can be repeated. Below 1 the next decision waits until the share is kept, as measured by
-    all workers. On a GPU the device's time counts, between events of its stream."""
 
     def __post_init__(self) -> None:
         for name, known in KNOWN.items():
@@ -50,8 +46,6 @@ class LGrecoConfig:
             raise UserError(f"wire.lgreco.lowest_rank={self.lowest_rank!r}: give a number in (0, 1]")
         if not 1 <= self.highest_rank < float("inf"):
             raise UserError(f"wire.lgreco.highest_rank={self.highest_rank!r}: give a finite number, 1 or more")
-        if not 0 < self.time_share <= 1:
-            raise UserError(f"wire.lgreco.time_share={self.time_share!r}: give a number in (0, 1]")
         for name in ("every", "first"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int) and value >= 1):

@@ -3,7 +3,7 @@
     G = the mean of d + e, what the worker wanted to send, over the last ten reductions
     at fixed reductions, before anything is sent (core/lgreco/clock.py):
         e[l, c] = ||G_l - C_c(G_l)|| for each layer and choice
-        the errors' mean over the workers, which travels with this reduction, as do the seconds that it takes
+        the errors' mean over the workers, which travels with this reduction
     when it has landed (where NCCL moves the tensors, at the next reduction's begin), on every worker alike:
         the fewest bytes whose summed errors stay within the uniform setting's (core/lgreco/decide.py)
         the next reduction sends in the new ways; what error feedback holds goes along
@@ -26,7 +26,7 @@ from ..errors import UserError
 from ..flat import Bucket, Scalars, copy
 from ..groups import Stage, all_reduce, moved_by_nccl
 from ..reducer import Reducer
-from ..stats import Mark, Seconds, between, mark, ready
+from ..stats import Mark, Seconds, between, mark
 from ..wires.quantized import Quantized
 from .choices import Choice, code
 from .clock import Clock
@@ -57,7 +57,7 @@ class LGreco(Reducer):
     ):
         self.buckets, self.scalars, self.config = buckets, scalars, config
         self.rank, self.world_size, self.scale = rank, world_size, 1.0
-        self.clock = Clock(config.every or EVERY, config.first or FIRST, config.time_share)
+        self.clock = Clock(config.every or EVERY, config.first or FIRST)
         self.layers = layers_of(buckets)
         self.decider = make_decider(self.layers, like, config, world_size)
         self.chosen: Sequence[Choice] = self.decider.start
@@ -75,8 +75,8 @@ class LGreco(Reducer):
         self._codes_now, self._filled = (torch.zeros(many, dtype=torch.float64) for _ in range(2))
         self._sums = [] if decider.fixed else [b.flat.new_zeros(b.numel) for b in self.buckets]
         self._summands = flats[0].new_zeros(1, dtype=torch.float64)
-        self._asked_by = torch.zeros(2, dtype=torch.float64)  # the reduction that asked, 0: all is decided; and seconds
-        self._asked = flats[0].new_zeros((many + 1) * (len(decider.choices) + 1), dtype=torch.float64)
+        self._asked_by = torch.zeros(1, dtype=torch.float64)  # the reduction that asked; 0: all is decided
+        self._asked = flats[0].new_zeros(many * (len(decider.choices) + 1), dtype=torch.float64)
         # the reduction that asked, and its copy on the way to the host
         self._coming: tuple[int, Tensor, Mark] = (0, self._asked, 0.0)
         self._took: Seconds = 0.0  # to ask, last
@@ -96,7 +96,6 @@ class LGreco(Reducer):
     @torch.no_grad()
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
         yield [], 0  # the encoding, too, is done in the background
-        self.clock.tick(mark(self._asked.device))
         self._follow()
         if self._decide():
             self._follow()
@@ -138,8 +137,7 @@ class LGreco(Reducer):
         return [self._sums[z.bucket][z.start : z.start + z.numel] for z in self.layers]
 
     def _ask(self, number: int) -> Tensor:
-        """float64 [layers + 1, choices + 1]: this worker's errors, and the norm of each layer; last the clock's
-        numbers. The next sum begins."""
+        """float64 [layers, choices + 1]: this worker's errors, and the norm of each layer. The next sum begins."""
         began = mark(self._asked.device)
         rows, count = [], self._summands.clamp(min=1)
         for i, (layer, wanted) in enumerate(zip(self.layers, self._sum_views(), strict=True)):
@@ -148,22 +146,17 @@ class LGreco(Reducer):
             rows.append(torch.cat([row, norm(wanted)[None]]) / count)
         for flat in (*self._sums, self._summands):
             flat.zero_()
-        asked = torch.stack([*rows, torch.zeros_like(rows[0])])
+        asked = torch.stack(rows)
         self._took = between(began, mark(asked.device))
-        self.clock.spend(self._took)
-        self.clock.tell(asked[-1, :3])
-        known = float(self._took) if ready(self._took) else 0.0
-        for place, value in zip(self._asked_by, (number, known), strict=True):
-            place.fill_(value)
+        self._asked_by.fill_(number)
         return asked
 
     def _hear(self, asked: Tensor, number: int) -> None:
         """The sums of what the workers asked with have landed: keeps their means for `_decide`, NOT_FINITE for such a
         layer, and NOBODY for all where nobody has moved."""
         mean = asked / self.world_size
-        layers = torch.where(mean[:-1].isfinite().all(1, keepdim=True), mean[:-1], NOT_FINITE)
-        anyone = moved(self.scalars)
-        self._asked.view_as(mean).copy_(torch.cat([torch.where(anyone, layers, NOBODY), mean[-1:]]))
+        layers = torch.where(mean.isfinite().all(1, keepdim=True), mean, NOT_FINITE)
+        self._asked.view_as(mean).copy_(torch.where(moved(self.scalars), layers, NOBODY))
         self._coming = number, self._asked.to("cpu", non_blocking=True), mark(asked.device)
 
     def _heard(self, number: int) -> Tensor:
@@ -173,27 +166,24 @@ class LGreco(Reducer):
             table = self._asked.cpu()
         elif isinstance(copied, torch.cuda.Event):
             copied.synchronize()
-        return table.view(len(self.layers) + 1, -1)
+        return table.view(len(self.layers), -1)
 
     def _decide(self) -> bool:
         """Whether there was something to decide."""
-        number, seconds = self._asked_by.tolist()
+        number = int(self._asked_by)
         if not number:
             return False
         self._asked_by.zero_()
-        table = self._heard(int(number))
-        seconds = float(self._took) if self._coming[0] == number else seconds  # a checkpoint's may lack a GPU's
+        table = self._heard(number)
         began = time.perf_counter()
-        late = self.clock.plan(int(number), *table[-1, :3].tolist())
-        if (table[:-1] == NOBODY).all():
+        self.clock.plan(number)
+        if (table == NOBODY).all():
             return False
-        curves = torch.where(table[:-1] == NOT_FINITE, float("nan"), table[:-1])
-        found = self.decider.decide(curves[:, :-1], curves[:, -1], self.chosen, int(number))
+        curves = torch.where(table == NOT_FINITE, float("nan"), table)
+        found = self.decider.decide(curves[:, :-1], curves[:, -1], self.chosen, number)
         if list(found.choices) != list(self.chosen):
             self._switch(found.choices)
-        programme = time.perf_counter() - began
-        self.clock.spend(programme)
-        self.allocation = replace(found, reason=found.reason + late, seconds=(seconds, programme))
+        self.allocation = replace(found, seconds=(float(self._took), time.perf_counter() - began))
         return True
 
     def _switch(self, choices: Sequence[Choice]) -> None:

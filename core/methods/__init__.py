@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..adaptive.schedules import Schedule
 from ..assembly import CO2, CO2Config, Options, ShardedCO2, checked
+from ..assembly.wire import LGrecoConfig, WireConfig
 from ..checkpoints.own_loop import load, save
 from ..checkpoints.saved import Saved
 from ..errors import UserError
@@ -19,7 +20,6 @@ from ..flat import is_dtensor
 from ..riders import Rider
 from ..sharded.checks import check_mesh
 from ..testing.link import Link
-from ..wires.config import LGrecoConfig, WireConfig
 from ..zeroth import ZerothConfig
 from ..zeroth.elastic import ElasticZeroth
 from ..zeroth.method import Zeroth

@@ -15,13 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..adaptive.pacing import Adaptive
 from ..assembly import CO2, CO2Config, Options
+from ..assembly.wire import WireConfig
 from ..checkpoints.saved import of_rank, under_rank
 from ..config import is_number, is_whole, require
 from ..errors import UserError
 from ..groups import compare, host_group
 from ..pacing import Pacing
 from ..stats import Seconds, between, mark
-from ..wires.config import WireConfig
 from .ddp import DDP
 from .registry import Entry, Given, Settings
 
@@ -30,9 +30,10 @@ from .registry import Entry, Given, Settings
 # which the share s is exposed takes 1 / (1 - s) times as long: 1.25 at s = 0.2. On digits the steps are 66 and 71 to
 # 75, which would make it 0.1. Measured shares lie away from both: 13 to 15 % or 29 % and more (results/seconds.md).
 SHARE = 0.2
-CLEAR = 1.5  # times `share`: acted upon at any look, for a few steps more would not undo it
-WARM_UP = 2  # steps that are not measured: ddp makes its buckets anew after the first, connections open
-LOOK = 3  # measured steps between two looks before `steps` of them are known
+WARM_UP = 1  # steps that are not measured: ddp makes its buckets anew after the first, connections open
+# Measured steps -> times `share`: a look before `steps` of them are known acts upon what is clear alone. Where half of
+# a step is exposed, each more of them would cost a run over the slowest links a tenth of its time.
+CLEAR = {1: 2.5, 3: 1.5, 6: 1.5}
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class AutoConfig:
     share: float = SHARE
     """CO2 takes over where more than this share of a step of ddp is exposed communication."""
     steps: int = 9
-    """Measured steps that it takes to decide, behind two that are not; fewer where the share is half as large again."""
+    """Measured steps that it takes to decide, behind one that is not; fewer where the share is far larger."""
     again: int = 100
     """Steps from one look to the next where ddp has stayed: links change."""
 
@@ -167,12 +168,13 @@ class Auto(CO2):
 
     def _due(self, measured: int) -> bool:
         over = measured - self.own.steps
-        return over % self.own.again == 0 if over >= 0 else measured % LOOK == 0
+        return over % self.own.again == 0 if over >= 0 else measured in CLEAR
 
     def _look(self, ddp: DDP) -> None:
         waits, steps = self._agreed()
         share = median(wait / step for wait, step in zip(waits, steps, strict=True))
-        limit = self.own.share * (1.0 if ddp.rounds - WARM_UP >= self.own.steps else CLEAR)
+        measured = ddp.rounds - WARM_UP
+        limit = self.own.share * (1.0 if measured >= self.own.steps else CLEAR[measured])
         computed = median(step - wait for wait, step in zip(waits, steps, strict=True))
         self.look = Look(ddp.rounds, share, share > limit, median(waits), computed)
         if self.look.leaves:

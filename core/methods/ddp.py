@@ -12,17 +12,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..assembly.wire import WireConfig
+from ..checkpoints.checkpoint import all_finite
 from ..checkpoints.saved import of_rank, under_rank
 from ..errors import DivergedError, UserError
-from ..flat import all_finite, is_dtensor
-from ..groups import leave_group, new_group, ring_bytes
+from ..flat import is_dtensor
+from ..groups import alike, leave_group, new_group, ring_bytes
 from ..loop import Loop
 from ..riders import Rider
 from ..robust import peers
 from ..robust.requests import Requests
 from ..stats import Late, Mark, RoundStats, Seconds, between, mark
 from ..testing.link import Link
-from ..wires.config import WireConfig
 from .gradient_wire import GradientWire
 from .registry import Entry, Given, Settings
 
@@ -79,8 +80,10 @@ class DDP(Loop):
         if self.group is not None and not self._sharded:
             known = inspect.signature(DistributedDataParallel).parameters
             name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.13
-            no_broadcast: dict[str, Any] = {name: False}
-            ddp = DistributedDataParallel(model, process_group=self.group, **no_broadcast)
+            tensors = [*model.parameters(), *model.buffers()]
+            same = alike(tensors, self.group, tensors[0].device)  # then torch need not send them
+            how: dict[str, Any] = {name: False, "init_sync": not same}
+            ddp = DistributedDataParallel(model, process_group=self.group, **how)
             ddp.register_comm_hook(None, self.wire.hook if self.wire else self._all_reduce)
             self.model = ddp
 
@@ -143,7 +146,8 @@ class DDP(Loop):
         if self._exchange is not None:
             self._exchange.wait()
             self._exchange = None
-        numbers = self._news.tolist() if at_once else self._late.exchange(self._news) or [0.0] * len(self._news)
+        told = (self._news.tolist(), None) if at_once else self._late.exchange(self._news)
+        numbers = told[0] if told else [0.0] * len(self._news)
         *asked, diverged = numbers
         self._requests.heard(asked)
         if diverged > 0:

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..assembly.wire import WireConfig
 from ..checkpoints.saved import on_host
 from ..errors import UserError
 from ..flat import Scalars, copy, make_buckets
 from ..groups import compare
 from ..robust import peers
 from ..testing.link import Link, flight_over
-from ..wires.config import WireConfig
 
 EVERY, FIRST = 100, 10  # steps, of lgreco; released: every 100 after 1,000
 

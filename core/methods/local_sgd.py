@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ..assembly import CO2Config, Options, plugs_of_other
+from ..assembly.wire import WireConfig
 from ..checkpoints.saved import Saved
 from ..checks import tensors_of
 from ..errors import UserError
 from ..flat import copy, rescale, views
-from ..wires.config import WireConfig
 from .registry import Entry, Given
 
 

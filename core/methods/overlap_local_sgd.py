@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from ..adaptive.pacing import lands_within
 from ..assembly import CO2Config, Options, plugs_of_other
+from ..assembly.wire import WireConfig
 from ..checkpoints.saved import Saved
 from ..checks import tensors_of
 from ..errors import UserError
 from ..flat import copy, copy_where, rescale, views
 from ..outer import carried
-from ..wires.config import WireConfig
 from .registry import Entry, Given, Settings, of_kind
 
 
@@ -94,7 +94,7 @@ class OverlapLocalSGD(Saved):
     @torch.no_grad()
     def _lend(self, held: list[Tensor], values: list[Tensor]) -> None:
         copy(held, values)
-        self._moved(at_boundary=True)
+        self.moved(at_boundary=True)
 
     def close_round(self, *, finished: bool) -> bool:
         if self.flight.in_flight:

@@ -9,11 +9,11 @@ from typing import Unpack
 from torch import Tensor, nn
 
 from ..assembly import Options
+from ..assembly.wire import WireConfig
 from ..config import LARGE
 from ..errors import UserError
 from ..flat import copy, views
 from ..outer import carried
-from ..wires.config import WireConfig
 from .local_sgd import Blocking, tau_of
 from .registry import Entry, Given, Settings, of_kind
 

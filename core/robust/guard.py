@@ -77,7 +77,6 @@ class Guard(Rider):
         self.names = [f"{method.title} {rank}" for rank in ranks]
         self.state = torch.zeros(3, dtype=torch.float64, device=flight.device)
         self.verdict = torch.zeros((), dtype=torch.float64, device=flight.device)
-        self._judged = False  # what is sent next
         self.others_came()
 
     def pack(self) -> None:
@@ -85,9 +84,7 @@ class Guard(Rider):
         self._steps = m.local_steps if m.differences else 0
         if m.sends_later:
             return
-        if not self._judged:
-            self.judge(size_of(m.buckets))
-        self._judged = False
+        self.judge(size_of(m.buckets))
         self.weigh()
         m.left_out(self.is_left_out)
 
@@ -98,12 +95,6 @@ class Guard(Rider):
             yield from self.method.sum_parts(square)
             self.judge(square[0].sqrt())
             self.weigh()
-
-    def judge_early(self, size: Tensor, steps: int) -> Tensor:
-        """For a method that uses its difference before it sends it: whether this worker is left out, 0-d."""
-        self._steps, self._judged = steps, True
-        self.judge(size)
-        return self.is_left_out
 
     def left_out(self, where: Tensor) -> None:
         if self.on_left_out is not None and (read_blocks(where) or where):

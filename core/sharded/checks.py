@@ -15,10 +15,10 @@ def check_shared(c: AdaptiveConfig, wire: str = "float32") -> None:
     problems = []
     if c.gap == "inner":
         problems.append("gap='inner' needs unshared outer state: choose elementwise, norm or none")
-    if c.merge == "keep" or (c.merge == "mix" and c.at_boundary) or c.delay == 0:
+    if c.merge != "outer" or not c.at_boundary:
         problems.append(
             f"merge={c.merge!r} with delay={c.delay!r} needs the outer state whole: shared, it knows merge outer with "
-            "delay boundary (the paper), and mix with delay auto, where no mesh is given, or a number of local steps"
+            "delay boundary (the paper)"
         )
     if wire != "float32":
         problems.append(f"wire.format={wire!r} needs unshared outer state: set wire.format float32")
@@ -44,17 +44,7 @@ def check_mesh(mesh: DeviceMesh) -> None:
     raise UserError(f"a mesh of {mesh.ndim} dimension{'s' * (mesh.ndim != 1)}{of}: {remedy}")
 
 
-def check_node(c: AdaptiveConfig) -> None:
-    """Refuses what the workers of a node, which stay equal, cannot do (ShardedCO2 with an inner group)."""
-    if c.delay == "auto":
-        raise UserError(
-            "delay='auto' lets every worker merge by itself, and those of a node must stay equal: give a number of "
-            "local steps, at least what the all-reduce takes"
-        )
-
-
 def groups_of(
-    c: AdaptiveConfig,
     mesh: DeviceMesh | None,
     group: dist.ProcessGroup | None,
     inner_group: dist.ProcessGroup | None,
@@ -63,8 +53,6 @@ def groups_of(
     if mesh is not None:
         check_mesh(mesh)
         group, inner_group = mesh.get_group(0), mesh.get_group(1)
-    if inner_group is not None:
-        if group is None:
-            raise UserError("inner_group without group: give also the ranks across nodes, or both at once with mesh")
-        check_node(c)
+    if inner_group is not None and group is None:
+        raise UserError("inner_group without group: give also the ranks across nodes, or both at once with mesh")
     return group, inner_group

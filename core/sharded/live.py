@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .. import outer
-from ..adaptive.merging import mix
-from ..flat import Bucket, all_finite, copy, copy_where, group_pieces, views
+from ..checkpoints.checkpoint import all_finite
+from ..flat import Bucket, copy, group_pieces, views
 from ..groups import Stage
 from ..offload.pinned import pinned
 
@@ -35,21 +35,6 @@ class Live:
             copy(g, difference)
         return ~finite
 
-    def snapshot(self) -> None:
-        """g <- g - p, from the outer iterate as the parameters' dtype holds it."""
-        for p, g in self._pieces():
-            copy(g, [x.to(y.dtype).to(x.dtype) - y for x, y in zip(g, p, strict=True)])
-
-    def mix(self, share: float) -> None:
-        """p <- share g + (1 - share) p."""
-        for p, g in self._pieces():
-            copy(p, g if share == 1 else [mix(x, y.to(x.dtype), share) for x, y in zip(g, p, strict=True)])
-
-    def restart(self, where: Tensor) -> None:
-        """p <- g where that holds, 0-d."""
-        for p, g in self._pieces():
-            copy_where(where, p, g)
-
     def send_buffers(self, own: list[list[Tensor]]) -> None:
         """The buffers' values travel, `own` of each bucket."""
         for bucket, values in zip(self._buckets, own, strict=True):
@@ -58,7 +43,7 @@ class Live:
     def settle(self) -> None:
         """Nothing that is queued still reads g: it may be written to anew."""
 
-    def differences(self, *, rounded: bool) -> Iterator[Stage]:
+    def differences(self) -> Iterator[Stage]:
         """g holds them already."""
         yield from ()
 
@@ -91,32 +76,13 @@ class HostCopies:
         spoilt = torch.zeros((), dtype=torch.bool, device=self._device)
         if snapshot:
             spoilt = ~all_finite(p for b in self._buckets for p in b.params)
-            self.snapshot()
-        self.mix(1.0)
-        return spoilt
-
-    def snapshot(self) -> None:
-        """Queues p -> the host's copy."""
         with self._own_stream():
             for bucket, copies in zip(self._buckets, self._copies, strict=True):
-                for p, on_host in zip(bucket.params, copies, strict=True):
-                    on_host.copy_(p, non_blocking=True)
-
-    def mix(self, share: float) -> None:
-        """Queues p <- share g + (1 - share) p."""
-        with self._own_stream():
-            for bucket in self._buckets:
-                for p, g in zip(bucket.params, bucket.payload_views, strict=True):
-                    if share == 1:
-                        p.copy_(g, non_blocking=True)
-                    else:
-                        x = g.to(p.device, non_blocking=True)
-                        p.copy_(mix(x, p.to(x.dtype), share))
-
-    def restart(self, where: Tensor) -> None:
-        """p <- g where that holds, 0-d, on the host."""
-        if where:
-            self.mix(1.0)
+                for p, g, on_host in zip(bucket.params, bucket.payload_views, copies, strict=True):
+                    if snapshot:
+                        on_host.copy_(p, non_blocking=True)
+                    p.copy_(g, non_blocking=True)
+        return spoilt
 
     def send_buffers(self, own: list[list[Tensor]]) -> None:
         """Queues the buffers' values, `own` of each bucket, which then travel."""
@@ -129,13 +95,11 @@ class HostCopies:
         if self._stream is not None:
             torch.cuda.current_stream(self._device).synchronize()  # which waits for its own
 
-    def differences(self, *, rounded: bool) -> Iterator[Stage]:
-        """g <- g - p from the host's copies, once both are through. rounded: g as the parameters' dtype holds it."""
+    def differences(self) -> Iterator[Stage]:
+        """g <- g - p from the host's copies, once both are through."""
         yield [self], 0
         for bucket, copies in zip(self._buckets, self._copies, strict=True):
             for g, on_host in zip(bucket.payload_views, copies, strict=True):
-                if rounded:
-                    g.copy_(g.to(on_host.dtype))
                 g.sub_(on_host)
 
     @contextlib.contextmanager

@@ -30,7 +30,6 @@ from ..flight import Flight
 from ..groups import Stage, all_reduce
 from ..offload.pinned import pinned
 from ..pacing import Pacing
-from ..rounds import Landing
 from ..stats import send_off
 from .checks import check_shared
 from .live import HostCopies, Live, beside
@@ -91,7 +90,6 @@ class ShardedCO2(Saved):
             plugged["pacing"] = Pacing(lambda number: self._settings(number).tau)  # pyright: ignore
         super().__init__(params, **plugged)
         self.reducer.scale = 1 / self.everybody  # of what is summed over both groups
-        self.starts_roughly = not self.config.at_boundary
         self.flight.timed_groups += [self._node.group] if self._node.group is not None else []
         self._make_state()
 
@@ -170,11 +168,6 @@ class ShardedCO2(Saved):
         """A node's workers hold one model's parts, or gave each other their gradients: they are judged as one."""
         return self._node.sum([numbers])
 
-    def left_out(self, where: Tensor) -> None:
-        super().left_out(where)
-        if not self.config.at_boundary:  # else it has started anew with the boundary
-            self._live.restart(where)
-
     # -- the boundary ---------------------------------------------------------------------------------------
 
     def close_round(self, *, finished: bool) -> bool:
@@ -186,17 +179,13 @@ class ShardedCO2(Saved):
             self._checked = True
             if reason := self._node.check(self.params):
                 raise self.flight._failure(reason, "the comparison of a node's parameters")
-        landed = self.flight.in_flight
-        last = landed and self.merge(finished=finished).last
-        if self.config.at_boundary:
-            told_late = beside(self._weightless, self._spoilt.device) & ~self._spoilt & landed
-            self._spoilt.copy_(self._live.swap(snapshot=not last))
-            self.left_out(self._spoilt | told_late)
-        else:
-            if finished and (last or not self.local_steps):
-                self._live.mix(1.0)  # what an earlier mean was mixed with is no local step
-            if not last:
-                self._live.snapshot()
+        landed = last = False
+        if self.flight.in_flight:
+            landed, last = True, self.land(finished=finished).last
+            vars(self.stats).update(send_off(self._seen))  # before the next launch, whose stream's memory they lie in
+        told_late = beside(self._weightless, self._spoilt.device) & ~self._spoilt & landed
+        self._spoilt.copy_(self._live.swap(snapshot=not last))
+        self.left_out(self._spoilt | told_late)
         if last:  # nothing follows
             self._take_last_step()
         else:
@@ -210,23 +199,12 @@ class ShardedCO2(Saved):
             x.copy_(outer.outer_step(x, m, self._last))
         self._last.zero_()
 
-    def merge(self, *, finished: bool = False) -> Landing:
-        """Of a mean on arrival: the parameters are mixed with g, which holds the outer iterate that it led to, and
-        keeps it until the next sending. In finish() no step follows, so nothing is mixed."""
-        landing = self.land(finished=finished)
-        vars(self.stats).update(send_off(self._seen))  # before the next launch, whose stream's memory they lie in
-        if not self.config.at_boundary:
-            if not finished:
-                self._live.mix(self.config.mix)
-            self.left_out(self._weightless)
-        return landing
-
     # -- in the background ----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def stages(self) -> Iterator[Stage]:
         """From the snapshots in g to x_{t+2,0} in g."""
-        yield from self._live.differences(rounded=not self.config.at_boundary)
+        yield from self._live.differences()
         for rider in self.riders:
             yield from rider.stages()
         # a worker in finish() has no weight, either, where workers count by their steps
@@ -285,15 +263,14 @@ class ShardedCO2(Saved):
         """Delta in the share of g, and x catches up; returns the sum of Delta's squares, 0-d.
 
         What was sent at a boundary is x_{t+1,0} - x^i_{t,tau}; the local steps began at x_{t,0} as the parameters'
-        dtype holds it. Where means are merged on arrival, x_{t+1,0} is what the difference is to be taken from.
+        dtype holds it.
         """
         squares, weight = torch.zeros_like(self._last), self.scalars["weight"]
         scale = torch.where(weight > 0, self._node.size / weight, 0.0)  # the weight is summed over both groups
         for dtype, g, x, m in self._segments():
             following = outer.outer_step(x, m, self._last)
             g.mul_(scale.to(g))
-            if self.config.at_boundary:
-                g.add_((weight > 0).to(g) * (x.to(dtype).to(x.dtype) - following))
+            g.add_((weight > 0).to(g) * (x.to(dtype).to(x.dtype) - following))
             x.copy_(following)
             squares += outer.norm([g]).double().square()
         return squares - self._node.surplus(self._shares())
@@ -326,8 +303,6 @@ class ShardedCO2(Saved):
     def load_own_state(self, state: dict[str, Any]) -> None:
         self._live.settle()
         super().load_own_state(state)  # g, too, in the flats
-        if self.config.at_boundary and not state["in_flight"]:  # merged in mid-round by the run that saved it
-            self._take_last_step()
 
     def close(self) -> None:
         """Leaves the process groups. Only after finish()."""

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from ..checks import check_group
 from ..errors import DivergedError, UserError
-from ..groups import broadcast, compare, leave_group, of_all
+from ..groups import broadcast, compare, leave_group
 from ..loop import Loop
 from ..testing.link import Link
 from .config import ZerothConfig
@@ -40,7 +40,7 @@ from .exchange import NUMBERS, Exchange, Place, own_group
 from .forward import Forward, Loss, ScratchCopy, evaluating, refuse_batch_norm
 from .noise import kind_of
 from .replay import ScalarLog, Update
-from .weights import Weights, digest
+from .weights import Weights
 
 PATIENCE = 10  # steps in a row that may be dropped
 
@@ -123,10 +123,9 @@ class ZerothOrder(Loop):
         """Compares settings and shapes with the other workers'; takes rank 0's tensors where any differ."""
         drawn = f"z drawn on {kind_of(self.weights.noise.device)} (with rng='host' all draw alike)"
         names = [f"{name} {tuple(p.shape)}" for name, p in zip(self.weights.names, self.weights.params, strict=True)]
-        compare((str(self.config), drawn, names), [], group)
+        compare((str(self.config), drawn, f"{len(names)} tensors", *names), [], group)
         tensors = [*self.model.parameters(), *self.model.buffers()]
-        if len(set(of_all(digest(tensors), group))) > 1:
-            broadcast([t.data for t in tensors], group, torch.device("cpu"))
+        broadcast([t.data for t in tensors], group, torch.device("cpu"))
 
     @property
     def data_rank(self) -> int:

@@ -19,7 +19,7 @@ from language.lengths.laws import cut
 from language.lengths.packed import Document, Packed, Rows, attend_to_documents, pack
 from language.lengths.rings import Rings, check_room
 from language.lengths.rounds import Order, by_tokens, cost, crossing_of, deal, into_parts
-from language.recipes import TextRecipe
+from language.recipe import TextRecipe
 from training.progress import pacing_of
 from training.run import Run
 from training.workers import rank, world_size

@@ -23,7 +23,7 @@ from core.sharded.mesh import local_world_size
 from language.lengths.packed import Document, Packed, pack, pack_share
 from language.lengths.plan import Island, plan
 from language.metrics import token_loss
-from language.recipes import TextRecipe
+from language.recipe import TextRecipe
 
 TOKENS, PARTS = 2048, 8  # of a row that is timed, as one document and as so many; fewer where there are fewer positions
 REPEATS, SENT = 3, 12  # of a row, and of a message, of which the first ones wait for connections

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from bench.rules import calm
+from core.assembly.wire import WireConfig
 from core.lgreco.config import LGrecoConfig
-from core.wires.config import WireConfig
 from tests.problems import Mean
 
 
 def built(like: str, rule: str) -> Mean:
-    config = LGrecoConfig(rule=f"bench.rules.{rule}", first=1, every=1, time_share=1.0)
+    config = LGrecoConfig(rule=f"bench.rules.{rule}", first=1, every=1)
     shapes = [(99, 101), (100, 100), (5000,)]
     wire = WireConfig("lgreco", like=like, lgreco=config)
     return Mean([torch.zeros(s) for s in shapes], {"steps": 1, "weight": 1}, wire.reducer)

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 import core.co2
 from bench.reference import LateReference
 from core import CO2, CO2Config, ShardedCO2, UserError, make_method
+from core.assembly.wire import WireConfig
 from core.flight import Flight
 from core.robust.agreement import PARTS, REPAIR_EVERY, Agreement, bits, checksum, checksum_of, equal
 from core.robust.guard import Guard
 from core.robust.requests import Requests
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
-from core.wires.config import WireConfig
 from tests.problems import LR, assert_traces_equal, flat, gradient, odd_parameters, sgd_step
 
 TAUS = (3, 2, 2, 4)
@@ -59,8 +59,6 @@ def scheduled_reference(world_size: int, steps: int) -> list[Tensor]:
         if ref.local_step():
             number += 1
             rounds.append(ref.x[0].clone())
-    values = schedule(number)
-    ref.alpha, ref.beta, ref.phi = (values[k] for k in ("outer_lr", "outer_momentum", "clip"))
     return rounds
 
 

@@ -74,7 +74,7 @@ def spread(t: Tensor) -> float:
 def handed_over(rank: int, world_size: int) -> dict[str, Any]:
     """Beside it ddp alone for as many steps, and a CO2 that is made there."""
     ours = Loop(rank, lambda step: 0.5)
-    trace = ours.train(4)
+    trace = ours.train(3)
     assert ours.auto.ddp is not None and spread(flat(b.float() for b in ours.net.buffers())) > 0
     trace += ours.train(1)
     there = [spread(flat([*ours.net.parameters(), *(b.float() for b in ours.net.buffers())])), spread(ours.moments())]
@@ -86,7 +86,7 @@ def handed_over(rank: int, world_size: int) -> dict[str, Any]:
     plain.end()
     plain.wrapped, ddp = make_method("ddp", plain.net, ddp_wire=WireConfig("int4"))
     plain.method = ddp  # pyright: ignore[reportAttributeAccessIssue]
-    trace = plain.train(5)
+    trace = plain.train(4)
     ddp.finish()
     ddp.close()
     plain.wrapped, plain.method = plain.net, CO2(plain.net.parameters(), CONFIG, buffers=plain.net.buffers())
@@ -96,13 +96,13 @@ def handed_over(rank: int, world_size: int) -> dict[str, Any]:
 def test_co2_goes_on_exactly_from_where_ddp_was():
     results = run_distributed(handed_over, 2)
     for r in results:
-        assert r["ddp"] is None and (r["look"].step, r["look"].share, r["look"].leaves) == (5, 0.5, True)
-        assert r["spread"] == [0.0, 0.0] and torch.equal(r["x"], r["ours"][4])
+        assert r["ddp"] is None and (r["look"].step, r["look"].share, r["look"].leaves) == (4, 0.5, True)
+        assert r["spread"] == [0.0, 0.0] and torch.equal(r["x"], r["ours"][3])
         for step, (ours, plain) in enumerate(zip(r["ours"], r["plain"], strict=True)):
             assert torch.equal(ours, plain), step
-        assert r["apart"] > 0 and r["rounds"] == 5 + 3, "it has trained with local steps since"
+        assert r["apart"] > 0 and r["rounds"] == 4 + 3, "it has trained with local steps since"
         assert torch.equal(r["ours"][-1], results[0]["ours"][-1])
-    assert not torch.equal(results[0]["ours"][6], results[1]["ours"][6])
+    assert not torch.equal(results[0]["ours"][5], results[1]["ours"][5])
 
 
 def begun(rank: int, world_size: int) -> list[float]:
@@ -148,18 +148,21 @@ def before(number: int, early: float, late: float) -> Shares:
 @pytest.mark.parametrize(
     ("shares", "own", "left"),
     [
-        (lambda step: 0.31, {}, 5),  # clear
-        (lambda step: 0.29, {}, 11),  # not so clear
-        (lambda step: 0.21, {}, 11),
+        (lambda step: 0.51, {}, 2),  # clear at once
+        (lambda step: 0.49, {}, 4),
+        (lambda step: 0.31, {}, 4),  # clear
+        (lambda step: 0.29, {}, 10),  # not so clear
+        (lambda step: 0.21, {}, 10),
         (lambda step: 0.19, {}, None),
-        (before(3, 1.0, 0.1), {}, None),  # the first two are not measured
-        (before(5, 0.1, 1.0), {}, 8),  # the median of six
-        (lambda step: 0.19, {"share": 0.18}, 11),
+        (before(2, 1.0, 0.1), {}, None),  # the first is not measured
+        (before(5, 0.1, 1.0), {}, 7),  # the median of six
+        (lambda step: 0.19, {"share": 0.18}, 10),
         (lambda step: 0.41, {"share": 0.42}, None),
-        (lambda step: 0.29, {"steps": 18}, 20),
-        (before(17, 0.1, 0.3), {"again": 10}, 21),  # the link changes: five of the last nine steps
-        (before(18, 0.1, 0.3), {"again": 10}, 31),
-        (before(18, 0.1, 0.3), {"again": 33}, 44),
+        (lambda step: 0.29, {"steps": 18}, 19),
+        (lambda step: 0.29, {"steps": 1}, 2),
+        (before(16, 0.1, 0.3), {"again": 10}, 20),  # the link changes: five of the last nine steps
+        (before(17, 0.1, 0.3), {"again": 10}, 30),
+        (before(17, 0.1, 0.3), {"again": 33}, 43),
     ],
 )
 def test_co2_takes_over_where_enough_is_exposed(shares: Shares, own: dict[str, Any], left: int | None):
@@ -180,13 +183,13 @@ def disagreeing(rank: int, world_size: int) -> list[Any]:
 
 def test_all_decide_alike_by_the_shortest_wait_and_the_longest_step():
     one, two = run_distributed(disagreeing, 2)
-    assert one == two == [None, 5, None]
+    assert one == two == [None, 4, None]
 
 
 def auto_tau(rank: int, world_size: int) -> tuple[Any, ...]:
     """Its tau and its wire once ddp, with 0.6 s of a step's 2 s exposed, has been left."""
     loop = Loop(rank, lambda step: 0.3, config=CO2Config.recommended(world_size))
-    loop.train(11)
+    loop.train(10)
     pacing = loop.auto.pacing
     found = loop.auto.tau, pacing.apart, loop.auto.at_boundary, pacing.tuned.tuner.decisions[0].step_seconds  # pyright: ignore
     rounds = loop.auto.rounds
@@ -203,7 +206,7 @@ def test_tau_auto_begins_with_what_ddp_has_measured():
 
 # -- checkpoints ----------------------------------------------------------------------------------------------
 
-AT = {3: "ddp, before the third time that counts", 8: "the first round of CO2 closes", 11: "its mean has been merged"}
+AT = {3: "ddp, before the third time that counts", 7: "the first round of CO2 closes", 10: "its mean has been merged"}
 
 
 def resumed(rank: int, world_size: int) -> dict[int, list[Tensor]]:
@@ -214,7 +217,7 @@ def resumed(rank: int, world_size: int) -> dict[int, list[Tensor]]:
         first.train(at)
         state = copy.deepcopy([t.state_dict() for t in (first.auto, first.net, first.optimizer)])
         first.train(16 - at)
-        shares = (lambda step: 0.5) if at < 5 else (lambda step: 0.0)
+        shares = (lambda step: 0.5) if at < 4 else (lambda step: 0.0)
         second = Loop(rank, shares)
         second.train(2)
         for t, saved in zip((second.auto, second.net, second.optimizer), state, strict=True):
@@ -234,7 +237,7 @@ def test_a_run_resumes_in_the_phase_of_its_checkpoint():
 def test_a_checkpoint_of_the_other_phase_is_refused_where_there_is_no_way_back():
     of_ddp = Loop(0, lambda step: 0.0).auto.state_dict()
     gone = Loop(0, lambda step: 0.5)
-    gone.train(5)
+    gone.train(4)
     with pytest.raises(UserError, match="load it into a new one"):
         gone.auto.load_state_dict(of_ddp)
 

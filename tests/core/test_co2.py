@@ -19,7 +19,7 @@ from tests.core.test_collectives import wait_for
 from tests.problems import Settings, assert_traces_equal, flat, sgd_step, train_co2, train_reference
 
 STEPS = 11  # tau = 4 does not divide it
-CLIPS: tuple[dict[str, Any], ...] = ({"clip": None}, {"clip": 0.15}, {"clip": 0.6, "clip_by": "norm"})
+CLIPS: tuple[dict[str, Any], ...] = ({"clip": None}, {"clip": 0.15}, {"clip": 0.6})
 OUTER = ((0.5, 1.0), (0.0, 1.0), (0.3, 0.6))
 
 
@@ -183,15 +183,11 @@ VARIANTS = {
     "gap=none": {"gap": "none"},
     "clip": {"clip": 0.2},
     "no clip": {"clip": None},
-    "clip_by": {"clip_by": "norm"},
     "delay": {"gap": "none", "delay": 0},
-    "policy=eager": {"gap": "none", "policy": "eager"},
     "merge": {"merge": "mix"},
     "mix": {"merge": "mix", "mix": 0.8},
     "merged on arrival": {"merge": "mix", "delay": 1},
     "keep": {"merge": "keep"},
-    "policy=taylor": {"gap": "none", "policy": "taylor"},
-    "taylor": {"gap": "none", "policy": "taylor", "taylor": 2.0},
     "nesterov": {"nesterov": True},
     "nesterov without delay": {"gap": "none", "delay": 0, "nesterov": True},
     "wire": {"wire": "int8"},

@@ -20,7 +20,7 @@ from core.doctor.report import screen
 from core.testing import run_distributed
 from tests.core.test_doctor import CPU
 from tests.scripts import Mistakes, run_script
-from training.memory import held
+from training.method_memory import held
 from training.recipe import Recipe
 
 
@@ -109,7 +109,7 @@ def test_the_command_on_two_nodes_of_two(tmp_path: Path):
     for link in found["links"].values():
         assert link["bandwidth_bits_per_second"] > 0 and 0 < link["latency_seconds"] < 1
     assert (found["format"], found["workers"], found["workers_per_node"], found["params"]) == (1, 4, 2, 200000)
-    assert set(found["wires"]) == {"float32", "int8", "int4"} and found["clocks"]["apart_seconds"] < 0.1
+    assert set(found["wires"]) == {"float32", "int8", "int4"}
     (settings,) = found["settings"]
     assert settings["step_seconds"] == 0.05 and settings["tau"] >= 1 and settings["wire"] in ("int4", "float32")
     assert not found["failures"]

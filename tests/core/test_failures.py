@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from core import CO2Config, CollectiveError, ShardedCO2, make_method, node_mesh
-from core.methods import DelayedCO2, DelayedConfig
 from core.robust import peers
 from core.testing import run_distributed
 from tests import problems
@@ -112,22 +111,6 @@ def test_the_others_name_a_stalled_worker(world_size: int, who: int, tmp_path: P
         check(results[rank], rank, who)
         assert results[rank]["seconds"] >= STALLED / 2, "it must have been waited for"
     assert results[who] is not None, "the stalled worker itself must find out when it wakes"
-
-
-def dies_in_finish(rank: int, world_size: int) -> str:
-    params = [nn.Parameter(torch.ones(3))]
-    config = CO2Config(tau=1, gap="none", outer_lr=0.4)
-    method = DelayedCO2(params, config, DelayedConfig("eager"), timeout=TIMEOUT)
-    if rank == 1:
-        method._unite = lambda: die("sigkill", [])
-    with pytest.raises(CollectiveError) as error:
-        method.finish()
-    return str(error.value)
-
-
-def test_a_worker_that_dies_before_the_last_sum_of_finish_is_named():
-    message = run_distributed(dies_in_finish, 2, expect_death=(1,))[0]
-    assert "no answer from rank 1" in message and "\n" not in message
 
 
 def absent_peer(rank: int, world_size: int, folder: str) -> str:

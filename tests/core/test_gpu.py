@@ -104,7 +104,7 @@ def sent_by_lgreco(device: str, like: str, config: LGrecoConfig) -> tuple[list[s
 @pytest.mark.parametrize("like", ["int4", "top0.01", "rank4"])
 def test_lgreco_chooses_and_sends_as_on_a_cpu(like: str):
     """Of low rank uniformly: its curves begin with draws of the device's own."""
-    config = LGrecoConfig(rule="uniform" if like == "rank4" else "lgreco", every=2, first=1, time_share=1.0)
+    config = LGrecoConfig(rule="uniform" if like == "rank4" else "lgreco", every=2, first=1)
     (ours, landed), (theirs, expected) = (sent_by_lgreco(device, like, config) for device in ("cuda", "cpu"))
     assert ours == theirs
     torch.testing.assert_close(landed, expected, rtol=1e-6, atol=1e-6)

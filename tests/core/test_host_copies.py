@@ -19,7 +19,7 @@ METHODS: dict[str, Callable[[list[Tensor]], Any]] = {
     "as recommended": lambda p: CO2(p, CO2Config(**LIKE_RECOMMENDED, wire=WireConfig("int4"))),
     "lgreco": lambda p: CO2(p, CO2Config(tau=2, wire=WireConfig("lgreco", like="int4"))),
     "shared": lambda p: ShardedCO2(p, CO2Config(tau=2), shard=True),
-    "eager": lambda p: DelayedCO2(p, CO2Config(tau=2, gap="none", outer_lr=0.4), DelayedConfig("eager")),
+    "nesterov": lambda p: DelayedCO2(p, CO2Config(tau=2), DelayedConfig(nesterov=True)),
     "ddp": lambda p: make_method("ddp", nn.ParameterList(p))[1],
 }
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from core.assembly.wire import WireConfig
 from core.lgreco.choices import code, padded_bytes
 from core.lgreco.config import LGrecoConfig
 from core.testing import run_distributed
-from core.wires.config import WireConfig
 from tests.core.lgreco_reference import Reference
 from tests.core.test_wire_bytes import loopback_bytes
 from tests.problems import Mean
@@ -25,13 +25,13 @@ from training.sampling import generator
 SHAPES = [(24, 40), (300,), (16, 8, 3, 3), (7,), (60, 20), (3, 90)]
 ROUNDS = 7
 SETTINGS = [
-    ("int4", LGrecoConfig(every=2, time_share=1.0, first=2)),
-    ("int4", LGrecoConfig("any", every=2, time_share=1.0, first=2)),
-    ("top0.01", LGrecoConfig(every=2, time_share=1.0, first=1, error="squared")),
-    ("rank4", LGrecoConfig(every=2, time_share=1.0, first=2)),
-    ("rank4", LGrecoConfig("any", every=3, time_share=1.0, first=1)),
-    ("top0.05", LGrecoConfig(rule="bench.rules.Accordion", every=2, time_share=1.0, first=1)),
-    ("rank2", LGrecoConfig(rule="uniform", every=2, time_share=1.0, first=2)),
+    ("int4", LGrecoConfig(every=2, first=2)),
+    ("int4", LGrecoConfig("any", every=2, first=2)),
+    ("top0.01", LGrecoConfig(every=2, first=1, error="squared")),
+    ("rank4", LGrecoConfig(every=2, first=2)),
+    ("rank4", LGrecoConfig("any", every=3, first=1)),
+    ("top0.05", LGrecoConfig(rule="bench.rules.Accordion", every=2, first=1)),
+    ("rank2", LGrecoConfig(rule="uniform", every=2, first=2)),
 ]
 
 

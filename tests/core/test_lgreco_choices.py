@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from core import UserError
+from core.assembly.wire import WireConfig
 from core.lgreco.choices import Choice, Layer, may_take, offered, padded_bytes, parse, sent_bytes, uniform
 from core.lgreco.config import LGrecoConfig
 from core.lgreco.curves import ITERATIONS, curve
 from core.lgreco.decide import Decider
-from core.wires.config import WireConfig
 from tests.core.test_lgreco import built
 from training.sampling import generator
 
@@ -147,7 +147,7 @@ def test_choices_of_each_family():
         ({"format": "lgreco", "like": "rank" + 400 * "9"}, "such as rank4"),
         ({"format": "lgreco", "like": "int4", "error_feedback": False}, "always feeds back"),
         ({"format": "int4", "like": "int4"}, "wire.like='int4' is of wire.format lgreco, not int4"),
-        ({"format": "int4", "lgreco": LGrecoConfig(every=3, time_share=1.0)}, "is of wire.format lgreco, not int4"),
+        ({"format": "int4", "lgreco": LGrecoConfig(every=3)}, "is of wire.format lgreco, not int4"),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], text: str):
@@ -167,8 +167,6 @@ def test_bad_settings(settings: dict[str, Any], text: str):
         {"highest_rank": 0.5},
         {"every": 0},
         {"first": 1.5},
-        {"time_share": 0.0},
-        {"time_share": 1.5},
     ],
 )
 def test_bad_lgreco_settings(settings: dict[str, Any]):

@@ -30,7 +30,7 @@ def train(mean: Mean, rounds: range, scale: Any = 1.0) -> None:
 
 @pytest.mark.parametrize("like", ["int4", "top0.01", "rank4"])
 def test_a_layer_that_is_not_finite_keeps_its_choice_and_the_others_go_on(like: str):
-    mean = built(like, LGrecoConfig(every=1, time_share=1.0, first=1))
+    mean = built(like, LGrecoConfig(every=1, first=1))
     train(mean, range(2))
     before = list(mean.reducer.chosen)
     train(mean, range(2, 3), lambda i, round: float("nan") if i == 4 else 10.0**i)

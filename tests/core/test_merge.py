@@ -4,7 +4,6 @@ import contextlib
 import time
 import warnings
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +17,7 @@ from core.methods import LocalSGD, OverlapLocalSGD
 from core.passes import ChunkedBoundary
 from core.testing import run_distributed
 from tests import problems
-from tests.core.test_co2 import STEPS, three_dtypes, train_dtypes
-from tests.core.test_delayed import in_two_parts_of, interrupt, uneven_twice
+from tests.core.test_co2 import STEPS
 from tests.problems import Settings, assert_traces_equal, flat, sgd_step, train_co2, train_reference
 
 BASE = Settings(tau=4, outer_momentum=0.3, outer_lr=0.6, clip=0.1)
@@ -273,65 +271,6 @@ def evaluated_too_soon(rank: int, world_size: int) -> list[bool]:
 def test_an_evaluation_does_not_wait_for_a_worker_that_has_yet_to_close_its_round():
     """It would wait for the mean of a reduction that the other one, in the evaluation's collectives, never joins."""
     assert run_distributed(evaluated_too_soon, 2) == [[False, True, True]] * 2
-
-
-# -- what else meets a merge ------------------------------------------------------------------------------------
-
-SOME = [{"merge": "mix"}, {"merge": "mix", "delay": 1}, {"merge": "keep", "delay": 2}, {"delay": 0, "gap": "none"}]
-SOME += [{"merge": "keep"}, {"merge": "mix", "delay": 1, "wire": "int8"}]
-
-
-FEW = [*SOME[:2], *(pytest.param(changes, marks=pytest.mark.slow) for changes in SOME[2:5])]
-
-
-@pytest.mark.parametrize("changes", FEW, ids=str)
-def test_16_bit_parameters(changes: dict[str, Any]):
-    """float64, float32 and bfloat16 in one model, as one float64 model up to each dtype's rounding."""
-    config = replace(BASE, tau=2 + (changes.get("delay") == 2), gap="none", allow_unstable=True)
-    config = replace(config, **changes)
-    tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 0.03}
-    allowed = torch.cat([torch.full((p.numel(),), tolerance[p.dtype]).double() for p in three_dtypes()])
-    for rank, result in enumerate(run_distributed(train_dtypes, 2, config)):
-        expected = train_reference(config, 2, 6, flat(three_dtypes()), rank)
-        for ours, want in zip(result, expected, strict=True):
-            assert ((ours - want).abs() <= allowed * (1 + want.abs())).all()
-
-
-UNEVEN: list[dict[str, Any]] = [*SOME[:6], {"merge": "mix", "delay": "auto"}, {"merge": "keep", "delay": "auto"}]
-
-
-def uneven(rank: int, world_size: int) -> list[list[Tensor]]:
-    return [uneven_twice(rank, replace(BASE, tau=3, **changes)) for changes in UNEVEN]
-
-
-def test_finish_leaves_equal_workers_however_uneven_and_training_goes_on():
-    results = run_distributed(uneven, 3)
-    for i, changes in enumerate(UNEVEN):
-        untouched, first, again, second, x, _ = results[0][i]
-        for other in results[1:]:
-            assert all(torch.equal(a, b) for a, b in zip(results[0][i], other[i], strict=True)), changes
-        for before, after in ((flat(problems.odd_parameters()), untouched), (first, again)):
-            torch.testing.assert_close(after, before, rtol=1e-15, atol=0)  # nothing to finish
-        assert (first - untouched).abs().max() > 0.1 and (second - first).abs().max() > 0.01
-        assert torch.equal(second, x)
-
-
-def interrupted(rank: int, world_size: int, folder: str) -> list[tuple[Tensor, Tensor]]:
-    return [interrupt(rank, changes, Path(folder, f"{rank}.pt")) for changes in SOME]
-
-
-def test_a_resumed_run_is_bit_identical(tmp_path: Path):
-    """Saved in mid-round, before or after the merge; with BatchNorm."""
-    for results in run_distributed(interrupted, 2, str(tmp_path)):
-        for changes, (whole, resumed) in zip(SOME, results, strict=True):
-            assert torch.equal(whole, resumed), changes
-
-
-@pytest.mark.parametrize("changes", FEW, ids=str)
-def test_without_momentum_nothing_is_left_over_after_finish(changes: dict[str, Any]):
-    config = replace(BASE, tau=3, outer_momentum=0.0, clip=None, gap="none")
-    for through, anew in run_distributed(in_two_parts_of, 2, replace(config, **changes)):
-        torch.testing.assert_close(through, anew, rtol=1e-12, atol=1e-12)
 
 
 def test_merges_run_in_the_fast_pass_and_only_keep_holds_another_copy():

@@ -8,9 +8,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from core import CO2Config, ShardedCO2, UserError, make_method
+from core.assembly.wire import WireConfig
 from core.sharded.mesh import local_world_size, node_mesh
 from core.testing import run_distributed
-from core.wires.config import WireConfig
 from tests import problems
 
 

@@ -58,25 +58,8 @@ def test_clip_by_element():
     torch.testing.assert_close(outer.clip_elements(vector(-3.0, -0.5, 2.0), 1.0), vector(-1.0, -0.5, 1.0))
 
 
-def test_clip_by_norm_never_enlarges():
-    assert delayed.clip_norm_factor(vector(5.0)[0], 2.0).item() == pytest.approx(0.4)
-    assert delayed.clip_norm_factor(vector(1.0)[0], 2.0).item() == 1.0
-    assert delayed.clip_norm_factor(vector(0.0)[0], 2.0).item() == 1.0
-
-
 def test_outer_step():
     torch.testing.assert_close(outer.outer_step(vector(1.0, 2.0), vector(4.0, -4.0), 0.5), vector(-1.0, 4.0))
-
-
-def test_eager_replaces_the_workers_own_part_of_the_mean():
-    """Three workers whose last differences were 3, 6 and 9: the mean is 6. The first now has 12."""
-    assert delayed.eager(vector(6.0), vector(12.0), vector(3.0), 1 / 3).item() == pytest.approx((12 + 6 + 9) / 3)
-
-
-def test_delay_compensation_shrinks_what_has_been_walked_already():
-    """Delta = 2 and a step of -1 against it: 2 + 2^2 (-1) / 4 = 1. A step the other way adds."""
-    moved = vector(-1.0, 1.0, -1.0)
-    torch.testing.assert_close(delayed.delay_compensated(vector(2.0, 2.0, -2.0), moved, 0.25), vector(1.0, 3.0, -3.0))
 
 
 def test_mix_lies_between():
@@ -127,8 +110,6 @@ def test_nothing_changes_its_arguments():
         lambda: outer.momentum(x, x, 0.5, x.abs()),
         lambda: outer.clip_elements(x, 1.0),
         lambda: outer.outer_step(x, x, 0.5),
-        lambda: delayed.eager(x, x, x, 0.5),
-        lambda: delayed.delay_compensated(x, x, 0.5),
         lambda: merging.mix(x, x, 0.5),
         lambda: delayed.nesterov(x, x, 0.5),
     ):

@@ -1,5 +1,7 @@
 """The executable specification: against hand-worked rounds, and the stability that paper.md derives."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,7 +9,6 @@ from torch import Tensor, nn
 from bench.reference import LateReference, vmap_gradient
 from core.testing.reference import Reference
 from tests.problems import batch, small_net
-from tests.reference import DelayedReference
 
 
 def vector(*values: float) -> Tensor:
@@ -74,41 +75,20 @@ def test_stable_exactly_below_the_boundary(beta: float, alpha: float):
     assert last[1] > 1e6
 
 
-def late_by_policy(share: float, policy: str, beta: float, workers: int = 1, nesterov: bool = False) -> float:
+def late_error(share: float, beta: float, **how: Any) -> float:
     """The error after 1500 rounds in a direction that tau steps solve, with outer_lr the share of its limit."""
-    limit = (1 - beta) / ((1 - 1 / workers) if policy == "eager" else 1)
-    if nesterov:  # (1 - beta^2) alpha + beta^2 alpha^2 = 1 - beta
+    limit = 1 - beta
+    if how.get("nesterov"):  # (1 - beta^2) alpha + beta^2 alpha^2 = 1 - beta
         b, c = (1 - beta**2) / beta**2, (1 - beta) / beta**2
         limit = (b**2 / 4 + c) ** 0.5 - b / 2
-    x = torch.ones(workers, 1, dtype=torch.float64) * (1e-3 if policy == "taylor" else 1.0)
-    how = {"merge": "mix", "kappa": 0.3} if policy == "mix" else {"policy": policy}
-    ref = DelayedReference(x, 1, share * limit, beta, "none", None, nesterov=nesterov, **how)
+    ref = LateReference(torch.ones(1, 1, dtype=torch.float64), 1, share * limit, beta, "none", None, **how)
     return ref.run(lambda rows, _: rows, 1.0, 1500)[-1].abs().max().item()
 
 
-@pytest.mark.parametrize(
-    ("policy", "workers", "nesterov"),
-    [("mix", 1, False), ("taylor", 1, False), ("eager", 2, False), ("eager", 4, False), ("penalty", 1, True)],
-)
+@pytest.mark.parametrize("how", [{"merge": "mix", "kappa": 0.3}, {"nesterov": True}], ids=str)
 @pytest.mark.parametrize("beta", [pytest.param(0.3, marks=pytest.mark.slow), 0.6])
-def test_no_policy_escapes_the_limit_but_for_the_workers_own_part(
-    policy: str, workers: int, nesterov: bool, beta: float
-):
-    """Why CO2Config refuses the same settings for all of them: eager's own part of 1 / G vanishes with many workers."""
-    assert late_by_policy(0.96, policy, beta, workers, nesterov) < 1e-4
-    late = late_by_policy(1.04, policy, beta, workers, nesterov)
-    assert late > (0.1 if policy == "taylor" else 1e3)  # taylor: 100 times its start, then its cubic term holds it
-
-
-def test_eager_rounds_by_hand():
-    """Two workers, beta = 0, alpha = 1: x^i_{t+1} = -(sum of the means before t) - d^i_t / 2; the mean at the end."""
-    ref = DelayedReference(torch.zeros(2, 1, dtype=torch.float64), 1, beta=0.0, gap="none", phi=None, policy="eager")
-    for displacements in (vector(1.0, 3.0), vector(2.0, 6.0)):
-        ref.x -= displacements[:, None]
-        assert ref.local_step()
-    assert [rows[:, 0].tolist() for rows in ref.restarts] == [[-0.5, -1.5], [-3.0, -5.0]]
-    ref.finish()
-    assert ref.x[:, 0].tolist() == [-6.0, -6.0]
+def test_neither_a_mixed_restart_nor_nesterov_escapes_its_limit(how: dict[str, Any], beta: float):
+    assert late_error(0.96, beta, **how) < 1e-4 and late_error(1.04, beta, **how) > 1e3
 
 
 def test_mixed_rounds_by_hand():
@@ -123,17 +103,13 @@ def test_mixed_rounds_by_hand():
     assert ref.x.item() == -11.0
 
 
-def test_taylor_and_nesterov_by_hand():
-    """One worker, beta = 1/2, alpha = 1, lambda = 1/4: Delta is 2, then 2 again, after a step of -2 (or -3)."""
-    for nesterov, expected in ((False, [0.0, -2.0, -3.0]), (True, [0.0, -3.0, -2.0])):
-        ref = DelayedReference(
-            torch.zeros(1, 1).double(), 1, 1.0, 0.5, "none", None, policy="taylor", taylor=0.25, nesterov=nesterov
-        )
-        for _ in range(3):
-            ref.x -= 2.0
-            ref.local_step()
-        # step 2: Delta~ = 2 + 4 (-2) / 4 = 0 and m = 1; or 2 + 4 (-3) / 4 = -1, m = 0 and beta m + Delta~ = -1
-        assert [rows.item() for rows in ref.restarts] == expected
+def test_nesterov_by_hand():
+    """One worker, beta = 1/2, alpha = 1: Delta is 2, then 2 again; m = 2, then 3, and the steps are 1 + 2, 3/2 + 2."""
+    ref = LateReference(torch.zeros(1, 1).double(), 1, 1.0, 0.5, "none", None, nesterov=True)
+    for _ in range(3):
+        ref.x -= 2.0
+        ref.local_step()
+    assert [rows.item() for rows in ref.restarts] == [0.0, -3.0, -6.5]
 
 
 # -- vmap -----------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from torch import Tensor
 from bench.reference import LateReference
 from core.testing.reference import Reference
 from tests.core.test_reference import run_quadratic, vector
-from tests.reference import DelayedReference
 
 PLAIN = {"alpha": 1.0, "beta": 0.0, "gap": "none", "phi": None}
 
@@ -74,7 +73,7 @@ def test_keep_on_arrival_by_hand():
 def test_with_nothing_asked_for_it_is_the_papers_algorithm(options: dict[str, Any]):
     for total in range(1, 12):
         start = torch.zeros(3, 4, dtype=torch.float64)
-        paper, late = Reference(start.clone(), 3, **options), DelayedReference(start.clone(), 3, **options)
+        paper, late = Reference(start.clone(), 3, **options), LateReference(start.clone(), 3, **options)
         for ref in (paper, late):
             for step in range(total):
                 ref.x += progress(step)
@@ -188,14 +187,11 @@ def test_a_delay_of_tau_is_a_whole_round():
         ({"merge": "half"}, "half"),
         ({"delay": 4}, "delay=4"),
         ({"delay": -1}, "delay=-1"),
-        ({"policy": "eager", "merge": "keep"}, "eager"),
-        ({"policy": "eager", "delay": 1}, "eager"),
-        ({"policy": "eager"}, "gap none"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], said: str):
     with pytest.raises(ValueError, match=said):
-        DelayedReference(torch.zeros(2, 1), tau=3, **options)
+        LateReference(torch.zeros(2, 1), tau=3, **options)
 
 
 SPECTRUM = torch.linspace(0.05, 1.0, 20, dtype=torch.float64)  # some directions solved, most not

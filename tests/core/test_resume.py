@@ -14,7 +14,6 @@ from core.adaptive.pace import BySpeed
 from core.checkpoints.saved import Saved, of_rank, under_rank
 from core.checkpoints.snapshot import Snapshot
 from core.config import OuterConfig
-from core.methods import DelayedCO2, DelayedConfig
 from core.testing import run_distributed
 from tests import problems
 from tests.problems import flat
@@ -226,13 +225,6 @@ def test_shared_state_goes_on_after_the_end_with_another_number():
     reader.load_state_dict(under_rank(state | {"workers": 4}))
     assert torch.equal(reader.buckets[0].payload, gathered[:3])
     assert not reader.step() and reader.step()
-
-
-def test_outer_state_that_is_every_workers_own_needs_as_many():
-    eager = DelayedCO2(params(3), CO2Config(tau=2, gap="none", outer_lr=0.4), DelayedConfig("eager"))
-    state = of_rank(saved_by(eager))
-    with pytest.raises(UserError, match="is of 4 workers, here there are 1.*resume with as many"):
-        eager.load_state_dict(under_rank(state | {"workers": 4}))
 
 
 def test_a_snapshot_is_the_state_of_its_boundary():

@@ -243,12 +243,13 @@ def test_statistics_of_each_round():
         assert second["exposed_seconds"] >= 0 and second["allreduce_seconds"] > 0
 
 
-def test_statistics_with_one_gap_and_a_clip_by_norm():
-    config = Settings(tau=1, outer_momentum=0.0, outer_lr=0.5, gap="norm", clip=2.5, clip_by="norm")
+def test_statistics_with_one_gap_and_a_clip():
+    config = Settings(tau=1, outer_momentum=0.0, outer_lr=0.5, gap="norm", clip=2.5)
     _, second, third = run_distributed(statistics, 2, config)[0]
-    assert second["clipped_share"] == 1.0 and second["momentum_norm"] == pytest.approx(2.5)  # 5 before
-    assert third["gap_mean"] == third["gap_max"] == pytest.approx(1 + 0.5 * 2.5 / 2.0)
-    assert third["clipped_share"] == 0.0 and third["momentum_norm"] == pytest.approx(2.0 / 1.625)
+    assert second["clipped_share"] == 1.0 and second["momentum_norm"] == pytest.approx(2.5 * 2**0.5)  # 5 before
+    gap = 1 + 0.5 * 2.5 * 2**0.5 / 2.0
+    assert third["gap_mean"] == third["gap_max"] == pytest.approx(gap)
+    assert third["clipped_share"] == 0.0 and third["momentum_norm"] == pytest.approx(2.0 / gap)
 
 
 @pytest.mark.parametrize("tau", [1, 2, 3])

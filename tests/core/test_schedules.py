@@ -7,48 +7,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bench.reference import LateReference
 from core import CO2, CO2Config, ShardedCO2, UserError, WireConfig
 from core.adaptive.pacing import Adaptive
-from core.adaptive.schedules import QuadraticTau, from_text, ramp_tau, warm_up_momentum
+from core.adaptive.schedules import Schedule
 from core.assembly import plugs, tuned_for
 from core.methods import OverlapLocalSGD, SlowMo, SlowMoConfig
 from core.outer import carried
 from core.testing import run_distributed
 from tests import problems
 from tests.problems import LR, Settings, assert_traces_equal, flat, gradient, sgd_step
-from tests.reference import DelayedReference
 
 
-def test_momentum_warms_up_in_equal_steps():
-    follow = warm_up_momentum(0.4, rounds=4)
-    assert [follow(n)["outer_momentum"] for n in range(6)] == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4, 0.4])
-
-
-def test_tau_doubles_up_to_its_end():
-    follow = ramp_tau(12, first=3)
-    assert [follow(n)["tau"] for n in (0, 1, 2, 3, 999)] == [3, 6, 12, 12, 12]
-
-
-def test_the_quadratic_rule_takes_the_rate_where_a_round_begins():
-    """lr 1 to step 5, then 0.25, then 0: tau = (1 / lr)^2 within 2 and 20."""
-    follow = QuadraticTau(lambda step: 1.0 if step < 6 else 0.25 if step < 30 else 0.0, scale=1.0, least=2, most=20)
-    assert [follow(n)["tau"] for n in (3, 0, 1, 2, 4, 5)] == [16, 2, 2, 2, 16, 20]  # asked in any order
-
-
-def test_the_command_lines_words_make_schedules_that_go_together():
-    config = CO2Config(tau=8, outer_momentum=0.4)
-    assert from_text((), config, lambda step: 1.0) is None
-    both = from_text(("warm_up_momentum:2", "ramp_tau:3"), config, lambda step: 1.0)
-    assert both is not None
-    assert [dict(both(n)) for n in range(3)] == [
-        {"outer_momentum": 0.0, "tau": 3},
-        {"outer_momentum": 0.2, "tau": 6},
-        {"outer_momentum": 0.4, "tau": 8},
-    ]
-    steps: list[int] = []
-    rule = from_text(("quadratic:0.5:2",), config, lambda step: steps.append(step) or 0.1)
-    assert rule is not None and [rule(n)["tau"] for n in range(2)] == [25, 25]
-    assert steps == [0, 25]
+def ramp_tau(tau: int, first: int = 1) -> Schedule:
+    """Local steps a round: first, twice that, and so on up to tau."""
+    return lambda number: {"tau": min(tau, first << number)}
 
 
 def test_co2_follows_a_schedule_of_tau():
@@ -74,17 +47,6 @@ def test_the_choice_of_a_wire_knows_the_tau_of_now():
     for number, tau in enumerate((3, 6, 12)):
         pacing.begin(number)
         assert pacing.tau == tuned.tuner.tau == tau
-
-
-def test_impossible_schedules_are_refused():
-    for build, named in (
-        (lambda: ramp_tau(3, first=4), "first=4"),
-        (lambda: warm_up_momentum(0.5, 0), "rounds=0"),
-        (lambda: QuadraticTau(lambda step: 1.0, scale=0.0, least=1), "scale=0.0"),
-        (lambda: QuadraticTau(lambda step: 1.0, scale=1.0, least=9, most=3), "least=9"),
-    ):
-        with pytest.raises(UserError, match=named):
-            build()
 
 
 def test_a_schedule_that_turns_the_order_of_a_round_round_is_refused():
@@ -136,7 +98,7 @@ def test_momentum_grows_with_tau():
 def test_a_leap_of_tau_does_not_overshoot():
     """Each local step takes a twentieth of the error; tau leaps from 4 to 96, which solve it. Four steps' momentum,
     24 / 2 times as long, would lead about twice as far behind the minimum as the error was."""
-    ref = DelayedReference(torch.ones(1, 1, dtype=torch.float64), 4, gap="none", phi=None, delay=0)
+    ref = LateReference(torch.ones(1, 1, dtype=torch.float64), 4, gap="none", phi=None, delay=0)
     for number in range(6):
         ref.tau = 4 if number < 2 else 96
         ref.run(lambda x, _: x, 0.05, ref.tau)
@@ -192,7 +154,6 @@ CHANGING = [
     Settings(tau=3, gap="none", outer_momentum=0.3, merge="keep", delay=1),
     Settings(tau=3, gap="elementwise", merge="keep"),
     Settings(tau=3, gap="elementwise", nesterov=True),
-    Settings(tau=3, gap="none", outer_momentum=0.3, outer_lr=0.5, policy="eager"),
 ]
 
 
@@ -214,10 +175,10 @@ def changing(rank: int, world_size: int, configs: list[Settings], how: dict[str,
 
 
 def changing_reference(c: Settings, world_size: int, rank: int) -> list[Tensor]:
-    late = {"delay": None if c.delay == "boundary" else c.delay, "merge": c.merge, "kappa": c.mix, "policy": c.policy}
+    late = {"delay": None if c.delay == "boundary" else c.delay, "merge": c.merge, "kappa": c.mix}
     x = flat(problems.odd_parameters()).expand(world_size, -1).clone()
-    ref = DelayedReference(
-        x, RAMPS[0], c.outer_lr, c.outer_momentum, c.gap, c.clip, clip_by=c.clip_by, nesterov=c.nesterov, **late
+    ref = LateReference(
+        x, RAMPS[0], c.outer_lr, c.outer_momentum, c.gap, c.clip, nesterov=c.nesterov, **late
     )  # fmt: skip
     workers, number, trace = torch.arange(world_size, dtype=torch.float64)[:, None], 0, []
     for step in range(26):
@@ -236,8 +197,8 @@ def changing_reference(c: Settings, world_size: int, rank: int) -> list[Tensor]:
     ids=["whole", "shard", "offload"],
 )
 def test_with_a_tau_that_changes_all_equal_the_reference(how: dict[str, Any]):
-    configs = [c for c in CHANGING if not how or (c.method == "co2" and c.merge != "keep" and c.delay != 0)]
-    configs = [c for c in configs if not how or (c.gap != "inner")]
+    shared = [c for c in CHANGING if (c.method, c.merge, c.delay) == ("co2", "outer", "boundary") and c.gap != "inner"]
+    configs = shared if how else CHANGING
     results = run_distributed(changing, 2, configs, how, timeout=200)
     for i, c in enumerate(configs):
         for rank in range(2):

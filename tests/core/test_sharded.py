@@ -1,6 +1,5 @@
 """Shared outer state and hierarchy on real processes: equal to the unshared run, and to the reference."""
 
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -99,34 +98,6 @@ def test_shared_or_offloaded_equals_unshared(world_size: int, configs: list[CO2C
         for unshared, *others in result:
             for shared in others:
                 assert_traces_equal(shared, unshared)
-
-
-ARRIVALS = [
-    CO2Config(tau=TAU, outer_momentum=0.3, outer_lr=0.6, gap=gap, clip=0.2, merge="mix", mix=0.3, delay=delay)
-    for gap, delay in (("elementwise", 1), ("norm", 2), ("none", 1))
-]
-
-
-def arriving(rank: int, world_size: int) -> list[list[list[Tensor]]]:
-    if world_size == 2:
-        return [[run_co2(c, [rank], **how)[0] for how in WAYS] for c in ARRIVALS]
-    node, mesh = rank // 2 * 2, node_mesh("cpu", 2)
-    return [[run_co2(c, [node, node + 1], mesh=mesh)[0]] for c in ARRIVALS]
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_means_merged_on_arrival_equal_unshared_ones(world_size: int):
-    """On four workers, nodes of two against an unshared run with a worker a node."""
-    results = run_distributed(arriving, world_size, timeout=200)
-    wanted = results[0] if world_size == 2 else run_distributed(pairs, 2)[0]
-    for number, ways in enumerate(results[0]):
-        for shared in ways:
-            assert_traces_equal(shared, wanted[number][0])
-    assert not torch.equal(results[0][0][0][1], results[-1][0][0][1]), "workers differ between the means"
-
-
-def pairs(rank: int, world_size: int) -> list[list[list[Tensor]]]:
-    return [[run_co2(c, [2 * rank, 2 * rank + 1])[0]] for c in ARRIVALS]
 
 
 def parts(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
@@ -274,35 +245,3 @@ def test_statistics_are_of_the_whole_model():
     whole, shares = results[0][0], [result[1] for result in results]
     assert whole[2] > 1 and max(share[2] for share in shares) == pytest.approx(whole[2])
     assert min(share[3] for share in shares) <= whole[3] <= max(share[3] for share in shares)
-
-
-def resumed_with_another_delay(rank: int, world_size: int, saved_with: dict[str, Any], go_on: dict[str, Any]) -> None:
-    """Saved in mid-round after a mean was merged there; shared state against whole."""
-    base = problems.Settings(tau=4, outer_momentum=0.3, outer_lr=0.6, clip=None, gap="none")
-    ends = []
-    for build in (CO2, ShardedCO2):
-        params = problems.odd_parameters()
-        first = build(params, replace(base, **saved_with).co2)
-        for step in range(11):
-            problems.sgd_step(params, rank, step)
-            first.step()
-        state, again = first.state_dict(), [nn.Parameter(p.detach().clone()) for p in params[:-1]]
-        values = [p.detach().clone() for p in again]
-        second = build(again, replace(base, **go_on).co2)
-        with torch.no_grad():
-            for p, value in zip(again, values, strict=True):
-                p.copy_(value)
-        second.load_state_dict(state)
-        for step in range(11, 22):
-            problems.sgd_step(again, rank, step)
-            second.step()
-        first.finish()
-        second.finish()
-        ends.append(problems.flat(again))
-    torch.testing.assert_close(ends[1], ends[0], rtol=1e-9, atol=1e-9)
-
-
-def test_a_checkpoint_from_another_delay_goes_on_as_with_whole_state():
-    late, paper = {"merge": "mix", "delay": 2}, {"merge": "outer", "delay": "boundary"}
-    for change in ((late, paper), (paper, late)):
-        run_distributed(resumed_with_another_delay, 2, *change)

@@ -11,7 +11,6 @@ from core import CO2, CO2Config, ShardedCO2, UserError
 from core.adaptive import pacing as rooms_pacing
 from core.adaptive.pacing import Adaptive
 from core.flight import Flight
-from core.pacing import Act
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
 from tests import problems
@@ -116,6 +115,6 @@ def test_a_mean_due_at_the_boundary_is_not_merged_before_it():
     """A worker of fewer steps, whose round goes on beyond the delay, would lose its own progress."""
     pacing = Adaptive(lambda number: 8, delay=8)
     pacing.own, pacing._spans = 3, 3
-    for taken, act in ((7, Act.STEP), (8, Act.STEP), (9, Act.CLOSE)):
-        method: Any = SimpleNamespace(local_steps=taken, flight=SimpleNamespace(in_flight=True))
-        assert pacing.act(method, last=False) is act
+    for taken, closes in ((7, False), (8, False), (9, True)):
+        method: Any = SimpleNamespace(local_steps=taken, flight=SimpleNamespace(in_flight=True))  # none to be merged
+        assert pacing.closes(method, last=False) is closes

@@ -9,8 +9,8 @@ from torch import nn
 
 from core import CO2, CO2Config, UserError, make_method
 from core.adaptive.tau import CALIBRATION_TAU, NUMBERS, SETTLE, WAITS, TauTuner, smallest_tau
-from core.stats import Elapsed, RoundStats
-from core.wires.config import WireConfig
+from core.assembly.wire import WireConfig
+from core.stats import Coming, RoundStats
 
 
 @pytest.mark.parametrize(
@@ -114,12 +114,12 @@ def test_what_a_gpu_has_not_passed_is_told_a_round_later_and_evaluations_are_not
     assert places[4].item() == pytest.approx(0.075)  # of two rounds
 
 
-def unready() -> Elapsed:
+def unready() -> Coming:
     class Event:
         def query(self) -> bool:
             return False
 
-    return Elapsed(Event(), float)
+    return Coming(Event(), float)
 
 
 def test_a_state_of_other_settings_does_not_override_them():

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from core import flat
 from core.adaptive.merging import MergingBoundary, make_boundary
+from core.assembly.wire import WireConfig
 from core.flat import Scalars, make_buckets
 from core.wires import quantized
-from core.wires.config import WireConfig
 from core.wires.formats import WIRES
 from core.wires.quantized import Quantized
 from tests.core.test_triton import Launches, built, compile_apart, devices

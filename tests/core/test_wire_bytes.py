@@ -16,7 +16,7 @@ from core.groups import ring_bytes
 from core.testing import run_distributed
 from core.testing.link import ThrottledLink
 from core.wires.formats import WIRES
-from tests.core.test_quantized import PLAIN
+from tests.core.test_quantized_co2 import PLAIN
 from training.sampling import generator
 
 BLOCKS = {"bfloat16": 512, "float16": 516, "int8": 260, "int6": 196, "int5": 164, "int4": 132, "int3": 100, "int2": 68}

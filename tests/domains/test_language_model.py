@@ -17,7 +17,7 @@ from language.data import IGNORE, CausalObjective, held_out_batches
 from language.generate import continuation_markdown, continue_text, fill_masks, filled_markdown
 from language.metrics import held_out_sums, summarize, token_loss
 from language.model import build_model, decay_groups, is_causal
-from language.recipes import LanguageRecipe
+from language.recipe import LanguageRecipe
 from language.transnormer import LRPE, check_attention, chunked_attention, decay_slopes, fla_attention
 
 TINY = ["gpt2_tiny", "roberta_tiny", "transnormer_tiny"]

@@ -17,7 +17,8 @@ from core.testing import run_distributed
 from language.lengths import rings
 from language.lengths.plan import Island
 from language.lengths.rings import Rings, check_room
-from language.recipes import LanguageRecipe, RingsConfig, gpt2_pydoc_small
+from language.recipe import LanguageRecipe, RingsConfig
+from language.recipes import gpt2_pydoc_small
 from tests.problems import flat
 from training.run import Run
 

@@ -9,7 +9,8 @@ import torch
 
 from core.errors import UserError
 from language.data import CausalObjective, Corpus, MaskedObjective, read_windows
-from language.recipes import RECIPES, LanguageRecipe, gpt2_pydoc_small, roberta_pydoc_small
+from language.recipe import LanguageRecipe
+from language.recipes import RECIPES, gpt2_pydoc_small, roberta_pydoc_small
 from language.train import backward, make_model, make_objective
 from training.optim import lr_factor
 from training.run import Run

@@ -9,6 +9,7 @@ from core import UserError
 from training.optim import make_optimizer
 from training.sampling import generator
 from vision import data
+from vision.demo import table
 from vision.model import build_model
 from vision.pictures import labelled
 from vision.recipes import RECIPES, digits_small, imagenet_swin_tiny, imagenet_vit_base
@@ -133,3 +134,9 @@ def test_pictures_are_large_and_name_both_labels():
     assert [t.get_text() for t in titles[:2]] == ["true 3\npredicted 5", "true 1\npredicted 1"]
     assert titles[0].get_color() != titles[1].get_color()  # a mistake is seen
     assert figure.axes[0].get_window_extent().height > 100  # pixels, of an image of 8
+
+
+def test_the_demos_table_holds_ratios_against_ddp():
+    base = {"test_top1": 0.5, "hidden_share": 0.25}
+    summaries = {"ddp": base | {"steps_per_second": 2.0}, "co2": base | {"steps_per_second": 7.0}}
+    assert table(summaries).splitlines()[-1] == "| co2 | 50.0% | 7.00 | 25% | 3.5 x |"

@@ -19,7 +19,7 @@ from core.zeroth.weights import digest
 from language import zo_replay
 from language.corpora import open_corpus
 from language.finetune import tune
-from language.recipes import LanguageRecipe
+from language.recipe import LanguageRecipe
 from language.train import initial, make_objective, train
 from tests.e2e.test_finetune import tiny as tiny_finetune
 from tests.e2e.test_finetune import weights

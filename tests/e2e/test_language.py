@@ -17,7 +17,8 @@ from core.testing import run_distributed
 from language import train as script
 from language.corpora import open_corpus
 from language.model import GPT2_SIZES, ROBERTA_SIZES, TRANSNORMER_SIZES
-from language.recipes import LanguageRecipe, gpt2_pydoc_small
+from language.recipe import LanguageRecipe
+from language.recipes import gpt2_pydoc_small
 from tests.scripts import Mistakes, fork_script
 from training.progress import Due
 from training.run import Run

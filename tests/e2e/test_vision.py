@@ -29,7 +29,6 @@ from tests.scripts import fork_script, run_on_worker
 from training.progress import Due
 from training.run import Run
 from vision import data
-from vision.demo import table
 from vision.recipes import digits_small
 from vision.train import train
 
@@ -61,11 +60,9 @@ def train_in_process(rank: int, world_size: int, folder: str, jobs: dict[str, di
 
 def on_worker(rank: int, world_size: int, folder: Path, *options: str) -> str:
     """The script in a process that is there already; what it says."""
-    out = io.StringIO()
+    out, given = io.StringIO(), ("--device", "cpu", "--out", str(folder), *options)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        run_on_worker(
-            rank, world_size, "vision.train", "digits_small", "--device", "cpu", "--out", str(folder), *options
-        )
+        run_on_worker(rank, world_size, "vision.train", "digits_small", *given)
     return out.getvalue()
 
 
@@ -226,10 +223,15 @@ def trains(folder: Path) -> bool:
     return path.exists() and path.read_text().count("\n") >= 3
 
 
-def interrupt_once_it_trains(folder: Path) -> None:
+def wait_for_it(folder: Path, runs: Callable[[], bool], said: Callable[[], str]) -> None:
     deadline = time.monotonic() + 120
-    while not trains(folder) and time.monotonic() < deadline:
+    while not trains(folder):
+        assert runs() and time.monotonic() < deadline, said()
         time.sleep(0.05)
+
+
+def interrupt_once_it_trains(folder: Path) -> None:
+    wait_for_it(folder, lambda: True, lambda: "it does not train")
     os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -273,10 +275,7 @@ def test_a_signal_to_each_worker_saves_and_resume_finishes(folder: Path, trained
 
 def interrupt(folder: Path, method: str) -> None:
     process = start(folder, "--epochs", "60", "--method", method, "--log_every", "2")
-    deadline = time.monotonic() + 120
-    while not trains(folder):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-        time.sleep(0.1)
+    wait_for_it(folder, lambda: process.poll() is None, lambda: process.communicate()[0])
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
 
@@ -324,20 +323,11 @@ def test_our_launcher_ends_with_the_users_mistake(tmp_path: Path):
 def test_ctrl_c_in_one_process_saves_and_exits_with_130(tmp_path: Path):
     said = tmp_path / "said"
     process = fork_script(said, "vision.train", "digits_small", "--device", "cpu", "--out", str(tmp_path / "run"))
-    deadline = time.monotonic() + 120
-    while not trains(tmp_path / "run"):
-        assert process.is_alive() and time.monotonic() < deadline, said.read_text()
-        time.sleep(0.05)
+    wait_for_it(tmp_path / "run", process.is_alive, said.read_text)
     os.kill(process.pid, signal.SIGINT)
     process.join(60)
     assert process.exitcode == 130 and "Traceback" not in said.read_text(), said.read_text()
     assert left_by(tmp_path / "run")[0]["stopped_by_signal"] == signal.SIGINT
-
-
-def test_the_demos_table_holds_ratios_against_ddp():
-    base = {"test_top1": 0.5, "hidden_share": 0.25}
-    summaries = {"ddp": base | {"steps_per_second": 2.0}, "co2": base | {"steps_per_second": 7.0}}
-    assert table(summaries).splitlines()[-1] == "| co2 | 50.0% | 7.00 | 25% | 3.5 x |"
 
 
 @pytest.mark.slow

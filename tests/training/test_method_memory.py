@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from core import CO2Config, outer
 from core.adaptive import merging
+from core.assembly.wire import LGrecoConfig, WireConfig
 from core.flight import Flight
 from core.lgreco import curves, decide
 from core.lgreco.decide import allocate
@@ -24,14 +25,13 @@ from core.rounds import Rounds
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
 from core.wires import quantized
-from core.wires.config import LGrecoConfig, WireConfig
 from training import memory
-from training.memory import Held, Live
+from training.method_memory import Held, Live
 from training.recipe import Recipe
 
 CO2 = CO2Config(tau=2)
 SEGMENT = 1 << 13
-TWICE = {"first": 1, "every": 1, "time_share": 1.0}
+TWICE = {"first": 1, "every": 1}
 
 
 def wired(format: Any, like: str = "int4", **lgreco: Any) -> CO2Config:
@@ -57,11 +57,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "slowmo": {"method": "slowmo", "slowmo": SlowMoConfig()},
     "overlap_local": {"method": "overlap_local"},
     "delayed": {"method": "delayed", "co2": CO2Config(tau=2)},
-    "eager": {
-        "method": "delayed",
-        "co2": CO2Config(tau=2, gap="none", outer_lr=0.5, outer_momentum=0.2),
-        "delayed": DelayedConfig(policy="eager"),
-    },
+    "nesterov": {"method": "delayed", "co2": CO2Config(tau=2), "delayed": DelayedConfig(nesterov=True)},
     "shard": {"co2": CO2Config(tau=2), "shard": True},
     "per_node": {"co2": CO2Config(tau=2), "per_node": 2},
     "ddp int8": {"method": "ddp", "ddp_wire": WireConfig("int8")},

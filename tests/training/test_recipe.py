@@ -118,34 +118,6 @@ def test_the_recommended_settings_are_another_recipes_when_asked_for_alone():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["warmup:3"], "schedule 'warmup:3': give warm_up_momentum:ROUNDS, ramp_tau:FIRST"),
-        (["ramp_tau"], "schedule 'ramp_tau': give"),
-        (["ramp_tau:two"], "schedule 'ramp_tau:two': give"),
-        (["quadratic:1"], "schedule 'quadratic:1': give"),
-        (["warm_up_momentum:0"], "rounds=0: give 1 or more"),
-        (["ramp_tau:99"], "first=99: give 1 to tau=48"),
-        (["quadratic:nan:2"], "scale=nan"),
-        (["ramp_tau:1", "quadratic:0.1:2"], "schedule ramp_tau:1 quadratic:0.1:2: two of them change tau"),
-        (["ramp_tau:1", "--co2.tau", "auto"], "tau auto chooses tau itself"),
-        (["warm_up_momentum:3", "--co2.outer_momentum", "0"], "outer_momentum=0 leaves nothing to warm up to"),
-        (["ramp_tau:1", "--method", "local"], "schedule is CO2's own, method 'local' does not have it"),
-        (["warm_up_momentum:3", "--co2.gap", "none", "--co2.outer_lr", "0.4"], ""),
-        (["quadratic:0.1:2", "ramp_tau:0"], "first=0"),
-    ],
-)
-def test_bad_schedules_are_one_line(options: list[str], said: str, capsys: pytest.CaptureFixture):
-    if not said:
-        assert parse(RECIPES, ["toy_a", "--schedule", *options]).schedule == ("warm_up_momentum:3",)
-        return
-    with pytest.raises(SystemExit):
-        parse(RECIPES, ["toy_a", "--schedule", *options])
-    captured = capsys.readouterr()
-    assert said in " ".join((captured.err + captured.out).replace("│", " ").split())
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
         (["--zero", "1"], "zero=1 with 1 worker that synchronises every step has nothing to shard"),
         (["--per_node", "3"], "per_node=3 does not divide 2 workers"),
         (["--batch_size", "3"], "batch_size=3 (global) over 2 workers"),

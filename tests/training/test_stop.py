@@ -42,8 +42,6 @@ SETTLING = CO2Config(tau=3, gap="none", outer_lr=0.4)
 CASES: dict[str, dict[str, Any]] = {
     "co2": {},
     "int8": {"co2": CO2Config(tau=3, wire=WireConfig("int8"))},
-    "scheduled": {"co2": CO2Config(tau=6), "schedule": ("warm_up_momentum:9", "ramp_tau:2")},
-    "quadratic": {"co2": CO2Config(tau=6, tau_max=6), "schedule": ("quadratic:0.015:2",)},
     "inner": {"co2": CO2Config(tau=3, gap="inner")},
     "shard": {"shard": True},
     "offload": {"offload": True},
@@ -52,7 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     "overlap_local": {"method": "overlap_local"},
     "delayed": {
         "method": "delayed",
-        "delayed": DelayedConfig("taylor"),
+        "delayed": DelayedConfig(nesterov=True),
         "co2": SETTLING,
     },
     "ddp": {"method": "ddp"},
@@ -71,7 +69,7 @@ def train(recipe: Toy, stop_asked: int = 0) -> Any:
         model = run.shard(network())
         optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
         schedule = make_schedule(optimizer, STEPS, recipe.optim)
-        wrapped, method = run.make_method(model, optimizer, STEPS)
+        wrapped, method = run.make_method(model, optimizer)
         for step in range(run.begin(model, optimizer, schedule, method, epoch=STEPS, total=STEPS), STEPS):
             loss = wrapped(torch.randn(5, 4, generator=generator(step, run.rank))).square().mean()
             loss.backward()
@@ -170,7 +168,7 @@ def skipping(rank: int, world_size: int, folder: str, resume: bool) -> dict[str,
             optimizer = make_optimizer(model, recipe.optim)
             schedule = make_schedule(optimizer, STEPS, recipe.optim)
             run.link = Held(run) if rank == 1 and not resume else None  # pyright: ignore[reportAttributeAccessIssue]
-            wrapped, method = run.make_method(model, optimizer, STEPS)
+            wrapped, method = run.make_method(model, optimizer)
             start = run.begin(model, optimizer, schedule, method, epoch=RELEASED, total=STEPS)
             together, asked = run._workers.come_together, []
 
@@ -237,7 +235,7 @@ def one_ahead(rank: int, world_size: int, folder: str, resume: bool, cases: list
             model = nn.Linear(4, 2)
             optimizer = make_optimizer(model, recipe.optim)
             schedule = make_schedule(optimizer, sizes["total"], recipe.optim)
-            wrapped, method = run.make_method(model, optimizer, sizes["total"])
+            wrapped, method = run.make_method(model, optimizer)
             start = run.begin(model, optimizer, schedule, method, **sizes)
             for step in range(start, sizes["total"]):
                 method.pacing.skip_after = skip_after if step > asked else None

@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core.adaptive.schedules import Schedule
 from core.assembly import elastic_co2
 from core.checkpoints import checkpoint, stored
 from core.elastic.joining import Joining
@@ -111,7 +110,6 @@ class Elastic:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        schedule: Schedule | None,
         blocks: Sequence[nn.Module],  # noqa: ARG002
     ) -> tuple[nn.Module, Method]:
         """The model, and the method, still alone."""
@@ -123,7 +121,7 @@ class Elastic:
             self.workers = self.joining = self.method
         else:
             buffers = list(model.buffers()) if r.average_buffers else []
-            options |= {"buffers": buffers, "schedule": schedule}
+            options["buffers"] = buffers
             self.method, self.joining = elastic_co2(model.parameters(), r.co2, **options)
             self.workers = self.joining.flight
         self.workers.tell = self._tell

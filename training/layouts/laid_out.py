@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from core.adaptive.schedules import Schedule
 from core.methods import DDP, Method
 from training.config import settings
 from training.fixed import Fixed
@@ -65,7 +64,6 @@ class LaidOut(Fixed):
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,  # noqa: ARG002
-        schedule: Schedule | None,
         blocks: Sequence[nn.Module],  # noqa: ARG002
     ) -> tuple[nn.Module, Method]:
         """CO2 between islands; of one island what only counts steps, for its ranks are synchronous by themselves."""
@@ -74,7 +72,7 @@ class LaidOut(Fixed):
         if self.layout.islands == 1:
             return model, DDP(model, average_buffers=False, synchronous=True, riders=[run.requests], **options)
         riders = [run.requests, run.snapshots]
-        method = self.parallel.co2(r.co2, schedule=schedule, riders=riders, **options)
+        method = self.parallel.co2(r.co2, riders=riders, **options)
         assert pacing_of(method) is not None
         return model, method
 

@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from core.checkpoints import checkpoint, stored
+from core.checkpoints.checkpoint import all_finite
 from core.checkpoints.saved import of_rank, under_rank
 from core.checkpoints.untrusted import parse_json, reason
 from core.errors import UserError
-from core.flat import Bucket, all_finite, is_dtensor, local_shard, views
+from core.flat import Bucket, is_dtensor, local_shard, views
 from core.groups import host_group, of_all
 from core.methods import Method
 from core.rounds import Rounds

@@ -17,8 +17,8 @@ from ..lgreco.choices import parse
 from ..lgreco.config import LGrecoConfig
 from ..lgreco.reducer import LGreco
 from ..reducer import Reducer
-from .formats import BLOCK, BLOCK_BYTES, Wire
-from .quantized import Quantized
+from ..wires.formats import BLOCK, BLOCK_BYTES, Wire
+from ..wires.quantized import Quantized
 
 Format = Wire | Literal["lgreco", "auto"]
 FORMATS: tuple[str, ...] = (*get_args(Wire), "lgreco", "auto")

@@ -1,0 +1,57 @@
+"""All settings of CO2, those of its rooms put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..adaptive.config import AdaptiveConfig
+from ..config import is_whole
+from ..errors import UserError
+from ..robust.guard import Guarded
+from ..sharded.checks import check_mesh
+from .wire import WireConfig, Wired
+
+
+@dataclass(frozen=True)
+class CO2Config(Wired, Guarded, AdaptiveConfig):
+    """All settings of CO2; defaults as in the example that the authors released."""
+
+    def check(self) -> None:
+        for part in (AdaptiveConfig, Guarded, Wired):
+            part.check(self)
+
+    @classmethod
+    def recommended(cls, workers: int, steps: int | None = None, *, mesh: DeviceMesh | None = None) -> CO2Config:
+        """What our measurements support in place of the paper's settings (results/loss.md).
+
+        A mean is merged when it lands, the own progress since the sending is kept, for a copy of the parameters, and
+        there is no penalty, for little is stale then. merge="mix" saves the copy and comes close. A mean crosses the
+        network in int4, for 1 + 1/workers copies more, so that it lands sooner; where it would land within a local
+        step anyway, in float32.
+
+        workers: their number; outer momentum costs most with few of them: 0 up to 16, beyond that what the authors'
+        release sets, 0.2 up to 32, 0.5 up to 64, 0.6 above. steps: of the whole run, if known, so that it has twenty
+        rounds at least. tau set by dataclasses.replace holds. mesh: [nodes, workers of a node], for ShardedCO2: workers
+        of a node must stay equal and hold only shares of the outer state, so of all this there is the outer momentum;
+        a mean is merged in the paper's order, with its penalty, and crosses in float32.
+        """
+        for name, given in (("workers", workers), ("steps", 1 if steps is None else steps)):
+            if not is_whole(given):
+                raise UserError(f"{name}={given!r}: give their number, 1 or more")
+        beta = next(b for limit, b in ((16, 0.0), (32, 0.2), (64, 0.5), (float("inf"), 0.6)) if workers <= limit)
+        tau_max = 192 if steps is None else min(192, max(1, steps // 20))
+        if mesh is not None:
+            check_mesh(mesh)
+            return cls(tau="auto", tau_max=tau_max, outer_momentum=beta)
+        wire = WireConfig("auto")
+        late = {"gap": "none", "merge": "keep", "delay": "auto"}
+        return cls(tau="auto", tau_max=tau_max, outer_momentum=beta, wire=wire, **late)  # pyright: ignore
+
+
+def checked(config: CO2Config | None) -> CO2Config:
+    """The settings, or the defaults; UserError for an object of another class."""
+    if isinstance(config, CO2Config | None):
+        return config or CO2Config()
+    raise UserError(f"config={config!r}: give a CO2Config, such as CO2Config(tau=48)")

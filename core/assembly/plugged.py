@@ -1,0 +1,108 @@
+"""What is plugged into a method: the riders in their order, the pacing, the reducer and the flight."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypedDict
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..adaptive.inner_gap import FirstStep
+from ..adaptive.pace import BySpeed
+from ..adaptive.pacing import Adaptive
+from ..adaptive.tau import TauTuner, Tuned
+from ..checks import tensors_of
+from ..errors import UserError
+from ..flight import Flight
+from ..riders import Rider
+from ..robust import peers
+from ..robust.agreement import Agreement
+from ..robust.guard import Guard
+from ..robust.masters import Masters
+from ..robust.spread import Spread
+from ..robust.watch import Watch
+from ..testing.link import Link, flight_over
+from ..wires.auto import AutoWire
+from .config import CO2Config
+
+
+class Options(TypedDict, total=False):
+    """What every method takes. buffers: see Rounds. model_params: where `params` are the float32 masters that an
+    optimiser keeps of a 16-bit model, that model's parameters, in the same order. group: the workers (None: all).
+    timeout: seconds until a missing worker is an error. link: an emulated slow one. riders: more of them, such as
+    Requests and Snapshot."""
+
+    buffers: Iterable[Tensor]
+    model_params: Iterable[Tensor]
+    group: dist.ProcessGroup | None
+    timeout: float
+    link: Link | None
+    riders: Sequence[Rider]
+
+
+def plugs(
+    c: CO2Config,
+    tau: Callable[[int], Any],
+    options: Options,
+    *,
+    hidden: bool = True,
+    times: bool = True,
+    flight: Callable[..., Flight] | None = None,
+) -> dict[str, Any]:
+    """Rounds' arguments for a method with these settings.
+
+    tau: number of a round -> its local steps. hidden: whether local steps run while a reduction is in flight. times:
+    whether the workers may send each other their times, for which each needs a place of its own. flight: what makes
+    the Flight, if not that class.
+    """
+    if unknown := options.keys() - Options.__annotations__:
+        known = ", ".join(Options.__annotations__)
+        raise TypeError(f"unexpected keyword argument {min(unknown)!r}: the options are {known}")
+    if not isinstance(more := options.get("riders", ()), Sequence):
+        raise UserError(f"riders={more!r}: give a list of them")
+    group, wire = options.get("group"), c.wire.format
+    rank, workers = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+    by_speed = BySpeed(rank, workers) if c.steps == "by_speed" else None
+    tuned = tuned_for(c, workers) if times else None
+    masters = tensors_of(options.get("model_params", ()), "parameters")
+    guard = Guard(c.outlier)
+    riders = [guard, by_speed, Spread(guard), tuned, FirstStep() if c.gap == "inner" else None, Agreement()]
+    riders += [*more, Watch(masters), Masters(masters) if masters else None]
+    carries = {name: given for name, given in options.items() if name in ("group", "timeout")}
+    plugged: dict[str, Any] = {
+        "pacing": Adaptive(tau, c.delay, tuned=tuned, by_speed=by_speed),
+        "buffers": options.get("buffers", ()),
+        "flight": functools.partial(
+            flight or flight_over(options.get("link")), hidden=hidden and c.delay != 0, roll=peers, **carries
+        ),
+        "riders": [rider for rider in riders if rider is not None],
+    }
+    if wire == "auto":
+        first = tuned.tuner.wire if tuned else [*c.wire.choices][-1]  # one worker alone takes the last
+        plugged["reducer"] = functools.partial(AutoWire, first, c.wire.error_feedback)
+    elif wire != "float32":
+        plugged["reducer"] = lambda buckets, scalars, flight: c.wire.reducer(
+            buckets, scalars, flight.rank, flight.world_size
+        )
+    return plugged
+
+
+def plugs_of_other(params: Sequence[Tensor], c: CO2Config, options: Options, *, hidden: bool = True) -> dict[str, Any]:
+    """`plugs` for a method that reads tau, tau_max and the wire of CO2's settings alone."""
+    c.wire.check_given()
+    c.wire.check(params, options.get("group"))
+    return plugs(c, lambda number: c.tau, options, hidden=hidden)
+
+
+def tuned_for(c: CO2Config, workers: int) -> Tuned | None:
+    """The rider that hears the workers' times; None where neither tau, nor the wire, nor the local step at which a
+    worker waits for a mean is chosen from them."""
+    wires = c.wire.choices if workers > 1 else dict([*c.wire.choices.items()][-1:])
+    given = None if c.tau == "auto" else c.tau
+    if given is not None and len(wires) == 1 and (c.delay != "auto" or workers == 1):
+        return None
+    by_speed = c.steps == "by_speed"
+    waits = c.delay != "auto" or by_speed or workers == 1
+    return Tuned(TauTuner(c.tau_max, c.tau_margin, wires, by_speed=by_speed, given=given, waits=waits))

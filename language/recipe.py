@@ -1,0 +1,156 @@
+"""What a language modelling run can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from core.errors import UserError
+from core.sharded.mesh import local_world_size
+from training.recipe import Recipe
+
+ModelName = Literal[
+    "gpt2_tiny", "gpt2_mini", "gpt2_midi", "gpt2_small", "gpt2_medium", "gpt2_large",
+    "roberta_tiny", "roberta_mini", "roberta_base", "roberta_large", "transnormer_tiny", "transnormer_7b",
+]  # fmt: skip
+CorpusName = Literal["pydoc", "gutenberg", "openwebtext", "wikibooks", "wikitext103"]
+LinearAttention = Literal["torch", "fla"]
+GPT2_VOCABULARY = 50257  # nanoGPT's prepare.py; its end-of-text token is the last one
+
+
+@dataclass(frozen=True)
+class RingsConfig:
+    """Of balance rings."""
+
+    room: int | None = None
+    """Tokens of a row that a worker's memory holds: what is longer is split over as many as need be; None: any."""
+    costs: tuple[float, ...] = ()
+    """Seconds of a layer, both passes: of attention a squared token, of the rest a token, of a ring's hop in all and a
+    token; the latter two again where an island spans machines. None: measured at the start, which tells them."""
+
+
+@dataclass(frozen=True)
+class TextRecipe(Recipe):
+    """What training from scratch and fine-tuning have in common."""
+
+    zeroth_order: ClassVar[bool] = True
+    epoch_steps: int | None = None
+    """Optimiser steps that count as an epoch; None for one pass over the data."""
+    loader_workers: int = 0
+    """Processes per worker that read and mask batches ahead; 0 for none."""
+    balance: Literal["none", "tokens", "round", "rings"] = "none"
+    """Train on whole documents, several a row without attention between them, each dealt to one worker. round: so that
+    all workers have as much work a round, and as many tokens; tokens: as they come, to the worker with fewest tokens.
+    rings: as round among nodes, and the workers of a node (per_node) split long documents between them. none: windows
+    of the text, which run across documents; of prompts, as many for each worker."""
+    crossing: float | None = None
+    """Of balance round and rings, the length in tokens at which attention costs as much as the rest of the model; None:
+    12 times the model's width."""
+    rings: RingsConfig = field(default_factory=RingsConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check(loader_workers=(0, 1000))
+        self.check_least(epoch_steps=1)
+        if self.crossing is not None and not self.crossing > 0:
+            raise UserError(f"crossing={self.crossing}: give tokens, above 0")
+        if self.crossing is not None and self.balance not in ("round", "rings"):
+            raise UserError(f"crossing={self.crossing} is balance round's own: leave it out, or add --balance round")
+        if self.balance != "none":
+            self._check_balance()
+        if self.balance == "rings" or self.rings != RingsConfig():
+            self._check_rings()
+
+    def _check_balance(self) -> None:
+        """Refuses what does not go with documents that are dealt over a round."""
+        rings, meet = self.balance == "rings", "whose workers of a node meet at every step"
+        for ok, what, why in (
+            (self.method != "zo", "method='zo'", "whose workers exchange losses at every step"),
+            (not self.elastic, "elastic", "whose workers change within a round"),
+            (rings or self.per_node == 1, f"per_node={self.per_node}", meet),
+            (rings or not self.zero, f"zero={self.zero}", meet),
+            (self.zero < 2, f"zero={self.zero}", "whose parameters are not whole when a ring's costs are measured"),
+            (not rings or not self.dry_run, "dry_run", "which does not know how documents are split"),
+            (self.co2.steps == "even", f"co2.steps={self.co2.steps!r}", "which evens unlike workers out by itself"),
+            (not self.compile, "compile", "which would compile every step's documents anew"),
+            (not self.loader_workers, f"loader_workers={self.loader_workers}", "which read ahead of the next tau"),
+        ):
+            if not ok:
+                raise UserError(f"balance={self.balance!r} does not go with {what}, {why}: leave one of them out")
+
+    def _check_rings(self) -> None:
+        """Refuses an island of one worker, and what it cannot be told."""
+        room, costs = self.rings.room, self.rings.costs
+        if self.balance == "rings" and self.per_node == 1:
+            raise UserError("balance='rings' with per_node=1: nobody could split a document; add --per_node 2 or more")
+        if self.balance != "rings":
+            name = "costs" if costs else "room"
+            given = f"rings.{name}={getattr(self.rings, name)}"
+            raise UserError(f"{given} is balance rings' own: leave it out, or add --balance rings")
+        if room is not None and room < 1:
+            raise UserError(f"rings.room={room}: give tokens, 1 or more")
+        if costs and (len(costs) not in (4, 6) or min(costs) < 0):
+            raise UserError(f"rings.costs={' '.join(map(str, costs))}: give 4 or 6 numbers, 0 or more")
+
+    def data_workers(self, workers: int) -> int:
+        """With balance rings a node takes as one worker does."""
+        if self.balance == "rings":
+            return max(1, workers // (self.per_node or local_world_size()))
+        return super().data_workers(workers)
+
+    def check_least(self, **least: int) -> None:
+        """Refuses a field below its least value, where it is not None."""
+        for name, value in least.items():
+            if (found := getattr(self, name)) is not None and found < value:
+                raise UserError(f"{name}={found}: give {value} or more")
+
+
+@dataclass(frozen=True)
+class LanguageRecipe(TextRecipe):
+    """A language model and its text."""
+
+    model: ModelName = "gpt2_tiny"
+    corpus: CorpusName = "pydoc"
+    """pydoc comes with Python; the others are read from the folder CO2_DATA."""
+    init_from: Path | None = None
+    """The run folder of a model of the same sizes, from whose newest checkpoint the weights are taken; None: random."""
+    vocab_size: int = 1024
+    """Tokens of the vocabulary: trained for pydoc and gutenberg, checked against the token files otherwise."""
+    context: int = 128
+    """Tokens per sample."""
+    dropout: float = 0.0
+    eval_tokens: int | None = None
+    """Held-out tokens to evaluate on while training, None for all; at the end it is always all."""
+    wikitext2: bool = False
+    """Evaluate on WikiText-2's test text, too, at the end."""
+    layout: str = ""
+    """How GPT-2 lies on the workers, such as tp2.pp2.dp2 or tp2.dp4.fsdp.co2x2 (docs/layouts.md); empty: as --per_node
+    and --zero say."""
+    linear_attention: LinearAttention = "torch"
+    """How TransNormer's attention is computed on GPUs: by torch, or by flash-linear-attention's Triton kernels."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_least(context=4, eval_tokens=self.context + 1)
+        if self.linear_attention != "torch" and not self.model.startswith("transnormer"):
+            raise UserError(
+                f"linear_attention={self.linear_attention} is TransNormer's, not {self.model}'s: leave it out"
+            )
+        if self.balance != "none":
+            self._check_model()
+        self.check(dropout=(0, 0.99), vocab_size=(1, 10**6), context=(4, 10**6))
+
+    def _check_model(self) -> None:
+        """Refuses a model that cannot be trained on rows of documents."""
+        for ok, what, remedy in (
+            (not self.model.startswith("roberta"), f"model={self.model}", "whose masks are windows': leave it out"),
+            (not self.dropout, f"dropout={self.dropout}", "which attention to documents lacks: add --dropout 0"),
+            (
+                self.balance == "tokens" or not self.model.startswith("transnormer"),
+                f"model={self.model}",
+                "whose attention costs no square: add --balance tokens",
+            ),
+        ):
+            if not ok:
+                raise UserError(f"balance={self.balance!r} does not go with {what}, {remedy}")
