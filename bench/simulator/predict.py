@@ -1,7 +1,6 @@
-"""Predicts throughput, exposed communication and the tau to use for a cluster; calibrated by bench.scaling's JSON.
+"""Predicts throughput, exposed communication and the tau to use for a cluster.
 
 python -m bench.simulator --preset internet-1000 [--params 125e6] [--step_ms 500] ...
-python -m bench.simulator --calibrate scaling.json      # fit to some rows, predict the others
 python -m bench.simulator --paper                       # against the known cells of the paper's throughput table
 """
 
@@ -14,8 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bench.report import read_options, table
-from bench.simulator import calibrate, paper
-from bench.simulator.calibrate import Calibration
+from bench.simulator import paper
 from bench.simulator.events import SSP, Outcome, Rule, Work, recommend_tau, simulate
 from bench.simulator.network import Algorithm, Cluster, allreduce_seconds, fastest, preset
 from core.errors import UserError
@@ -97,11 +95,6 @@ class Simulate:
     """And this share more."""
     rounds: int = 50
     seed: int = 0
-    calibrate: Path | None = None
-    """bench.scaling's JSON: fit to some rows, report the errors on the others. With --preset, what carries over
-    (efficiency, overhead, step_spread, ddp_overlap) takes the place of assumptions there."""
-    fit_workers: tuple[int, ...] = ()
-    """Worker counts to fit to; the smaller half by default."""
     paper: bool = False
     """Compare with the known cells of the paper's throughput table."""
     words: int = 4096
@@ -118,8 +111,6 @@ class Simulate:
             raise UserError(f"rounds={self.rounds}: give {WARMUP + 1} or more; the first {WARMUP} are not counted")
         if self.tau is not None and self.tau < 1:
             raise UserError(f"tau={self.tau}: give 1 or more local steps, or leave it out to have it picked")
-        if self.fit_workers and not self.calibrate:
-            raise UserError("fit_workers: give --calibrate FILE with it")
 
 
 @dataclass(frozen=True)
@@ -134,15 +125,10 @@ class Setting:
 def main() -> None:
     options = read_options(Simulate, "bench.simulator")
     results: dict[str, Any] = {}
-    calibration = None
-    if options.calibrate:
-        calibration = calibrate.calibrate(options.calibrate, options.fit_workers, options.seed)
-        print(calibrate.markdown(calibration, str(options.calibrate)), flush=True)
-        results["calibration"] = calibration.as_dict()
     if options.paper:
         results["paper"] = papers_table(options)
-    if options.preset or not (options.paper or calibration):
-        results["prediction"] = prediction(options, calibration)
+    if options.preset or not options.paper:
+        results["prediction"] = prediction(options)
     if options.json:
         try:
             options.json.write_text(json.dumps(results, indent=2) + "\n")
@@ -150,41 +136,30 @@ def main() -> None:
             raise UserError(f"{options.json}: {error.strerror}; give --json a file that can be written") from None
 
 
-def settings(options: Simulate, calibration: Calibration | None) -> tuple[Cluster, list[Setting]]:
-    """The cluster, and every number with its source: the command line, the preset, the calibration, or assumed."""
+def settings(options: Simulate) -> tuple[Cluster, list[Setting]]:
+    """The cluster, and every number with its source: the command line, the preset, or assumed."""
     name = options.preset or DEFAULT_PRESET
     base = preset(name)
-    c = calibration.constants if calibration else None
-    # Above 1 comes from the link's burst or from noise; it is no property that another cluster would share.
-    measured = {"efficiency": min(1.0, c.link.efficiency), "overhead_ms": c.link.overhead * 1e3} if c else {}
-    if c:
-        measured["step_spread"] = c.spread / c.step
-    if c and c.overlap is not None:
-        measured["ddp_overlap"] = c.overlap
     found = []
     for field in fields(Cluster):
         option, unit = CLUSTER_UNITS.get(field.name, (field.name, 1.0))
         label = f"preset {name}" if field.name in base.facts else "assumed"
-        found.append(_setting(options, option, measured, getattr(base.cluster, field.name) * unit, label))
-    found += [_setting(options, option, measured, value, "assumed") for option, value in ASSUMED.items()]
+        found.append(_setting(options, option, getattr(base.cluster, field.name) * unit, label))
+    found += [_setting(options, option, value, "assumed") for option, value in ASSUMED.items()]
     values = {s.name: s.value for s in found}
     parts = {f.name: CLUSTER_UNITS.get(f.name, (f.name, 1.0)) for f in fields(Cluster)}
     cluster = replace(base.cluster, **{key: values[option] / unit for key, (option, unit) in parts.items()})
     return replace(cluster, nodes=int(cluster.nodes), workers_per_node=int(cluster.workers_per_node)), found
 
 
-def _setting(options: Simulate, name: str, measured: dict[str, float], value: float, label: str) -> Setting:
+def _setting(options: Simulate, name: str, value: float, label: str) -> Setting:
     given = getattr(options, name)
-    if given is not None:
-        return Setting(name, given, "given")
-    if name in measured:
-        return Setting(name, measured[name], "calibrated")
-    return Setting(name, value, label)
+    return Setting(name, value, label) if given is None else Setting(name, given, "given")
 
 
-def build(options: Simulate, calibration: Calibration | None = None) -> tuple[Cluster, Algorithm, Work, list[Setting]]:
+def build(options: Simulate) -> tuple[Cluster, Algorithm, Work, list[Setting]]:
     """All that the model needs, and the settings to print."""
-    cluster, found = settings(options, calibration)
+    cluster, found = settings(options)
     v = {s.name: s.value for s in found}
     nbytes = options.params * options.bytes_per_param
     algorithm = fastest(cluster, nbytes) if options.algorithm == "auto" else options.algorithm
@@ -231,9 +206,9 @@ def predict(options: Simulate, cluster: Cluster, work: Work, method: str, tau: i
     return Line(method, tau, speed, speed / ideal, outcome.exposed_share, outcome.allreduce_seconds)
 
 
-def prediction(options: Simulate, calibration: Calibration | None) -> dict[str, Any]:
+def prediction(options: Simulate) -> dict[str, Any]:
     """Prints the methods at one tau, then taus for CO2 and Local-SGD; returns the same as plain data."""
-    cluster, algorithm, work, found = build(options, calibration)
+    cluster, algorithm, work, found = build(options)
     best = recommend_tau(work, quantile=options.quantile, margin=options.margin, seed=options.seed)
     tau = best if options.tau is None else options.tau
     started = time.perf_counter()

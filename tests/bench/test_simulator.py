@@ -14,7 +14,6 @@ from bench.simulator.network import PRESETS
 from bench.simulator.predict import Simulate, build, main, predict, prediction
 from core.errors import UserError
 from core.methods import METHODS
-from tests.bench.test_calibrate import scaling_data
 from tests.scripts import Mistakes, run_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -188,15 +187,14 @@ def test_the_paper_s_fitted_cells_come_out_and_the_others_are_called_predictions
 
 
 def test_command_line_prints_tables_labels_assumptions_and_writes_json(tmp_path, capsys):
-    out, scaling = tmp_path / "out.json", tmp_path / "scaling.json"
-    scaling.write_text(json.dumps(scaling_data(workers=(2, 4), rates=(200.0,))))
-    arguments = ["--preset", "rtx3090", "--calibrate", str(scaling), "--step_ms", "100", "--rounds", "5", "--paper"]
+    out = tmp_path / "out.json"
+    arguments = ["--preset", "rtx3090", "--step_ms", "100", "--rounds", "5", "--paper"]
     run_script("bench.simulator", *arguments, "--json", str(out))
     shown = capsys.readouterr().out
-    for text in ("preset rtx3090: nodes 10", "assumed: inter_gbps 10", "given: step_ms 100", "calibrated: efficiency"):
+    for text in ("preset rtx3090: nodes 10", "assumed: inter_gbps 10", "given: step_ms 100"):
         assert text in shown, text
     results = json.loads(out.read_text())
-    assert set(results) == {"calibration", "paper", "prediction"}
+    assert set(results) == {"paper", "prediction"}
     assert [line["method"] for line in results["prediction"]["methods"]] == ["ddp", *METHODS_AT_TAU]
 
 
@@ -235,9 +233,9 @@ OPTIONS = dict(
 
 
 def test_every_option_changes_the_prediction():
-    base = prediction(BASE, None)
+    base = prediction(BASE)
     for name, value in OPTIONS.items():
-        changed = prediction(dataclasses.replace(BASE, **{name: value}), None)
+        changed = prediction(dataclasses.replace(BASE, **{name: value}))
         assert changed["methods"] != base["methods"], name
 
 
@@ -252,8 +250,6 @@ def test_a_mistake_is_one_line_without_a_traceback(mistake: Mistakes):
     [
         (("--inter_gbps", "0"), "inter_gbps=0: give a finite number above 0"),
         (("--inter_gbps", "-1"), "inter_gbps=-1: give a finite number above 0"),
-        (("--calibrate", "/nowhere.json"), "measure with python -m bench.scaling"),
-        (("--fit_workers", "2"), "give --calibrate FILE"),
         (("--tau", "0"), "tau=0: give 1 or more"),
         (("--rounds", "2"), "rounds=2: give 3 or more"),
         (("--step_ms", "nan"), "step_ms=nan"),
