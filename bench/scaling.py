@@ -1,6 +1,6 @@
 """Weak scaling on an emulated cluster: samples/s and exposed communication of every method, by workers and link rate.
 
-python -m bench.scaling [--workers 1 2 4 8 16] [--rates 50 200 1000] [--repeats 3] [--throttle] [--out FOLDER] [--quick]
+python -m bench.scaling [--workers 1 2 4 8 16] [--rates 50 200 1000] [--repeats 3] [--throttle] [--out FOLDER]
 
 A worker is a node, a network namespace of its own, with links shaped to each rate; with --throttle all share the
 loopback device and collectives are held back in software. Computing is a stand-in (bench/standin.py). The workers are
@@ -15,25 +15,23 @@ import contextlib
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from bench import plots, report
-from bench.cluster import Cluster, prepare_to_fork, run_ranks
+from bench.cluster import Cluster, run_ranks
 from bench.measure import SETTLED, Job, Setting, round_seconds, rounds_to_measure, wire_seconds, work
-from bench.report import read_options, require_each_once, require_no_crowd, require_positive
+from bench.report import Asked, require, require_no_crowd
 from bench.standin import BYTES, LAYERS, PARAMS, digits
 from training.script import launch
 
 # slowmo at two tau, each beside co2 at the same: over the slowest link co2 hides everything at 48 and a part at 12.
 # local and overlap_local stand once, at 12, where the most differ: local's times are slowmo's, overlap_local's co2's.
 DEFAULT = ("ddp", "local:12", "overlap_local:12", "slowmo:12", "slowmo:48", "co2:3", "co2:12", "co2:48", "co2:auto")
-QUICK = ("ddp", "local:12", "overlap_local:12", "slowmo:12", "co2:12", "co2:auto")
 
 
 @dataclass(frozen=True)
-class Scaling:
+class Scaling(Asked):
     """What to measure."""
 
     workers: tuple[int, ...] = (1, 2, 4, 8, 16)
@@ -52,15 +50,9 @@ class Scaling:
     seed: int = 0
     throttle: bool = False
     """Hold collectives back in software instead of making network namespaces."""
-    quick: bool = False
-    """In less than a minute: 1, 2 and 4 workers, 200 Mbit/s, tau up to 12, one short repeat."""
-    out: Path | None = None
-    """Where to write; runs/scaling-DATE by default."""
 
     def check(self) -> None:
-        """A UserError names the first option that cannot be."""
-        require_each_once(self, "workers", "rates", "methods")
-        require_positive(self, "workers", "rates", "repeats", "seconds", "step_ms", "batch")
+        require(self, once="workers rates methods", positive="workers rates repeats seconds step_ms batch")
         require_no_crowd(self)
         self.settings()
 
@@ -115,9 +107,10 @@ def combine(per_rank: Sequence[dict[str, Any]], step_ms: float) -> list[dict[str
     return rows
 
 
-def run(o: Scaling, folder: Path) -> None:
-    """Measures every group; scaling.json is written after each, so that an interrupted run keeps what it has."""
-    result, data = header(o), digits()
+def run(o: Scaling, session: report.Session) -> None:
+    """Measures every group."""
+    session.result |= of_link(o)
+    result, data = session.result, digits()
     most, seconds = max(o.workers), {group: predict(o, *group) for group in o.groups()}
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(Cluster(most, o.rates[0])) if most > 1 and not o.throttle else None
@@ -131,12 +124,13 @@ def run(o: Scaling, folder: Path) -> None:
             per_rank = run_ranks(work, cluster if rate else None, 1, n, job, timeout=limit)
             result["rows"] += combine(per_rank, o.step_ms)
             result["model"]["ddp_bucket_bytes"] = per_rank[0]["ddp_buckets"] or result["model"]["ddp_bucket_bytes"]
-            report.save(folder, plots.NAME, result)
+            session.save()
+    plots.draw(session.folder, result)
 
 
-def header(o: Scaling) -> dict[str, Any]:
-    """scaling.json without its rows."""
-    return report.header("bench.scaling", o) | {
+def of_link(o: Scaling) -> dict[str, Any]:
+    """What scaling.json has beside header and rows."""
+    return {
         "link": o.link,
         "verified_mbit": {},  # rate -> what a transfer between two nodes measured
         "model": {"params": PARAMS, "bytes": BYTES, "layers": LAYERS, "ddp_bucket_bytes": None},
@@ -148,14 +142,8 @@ def header(o: Scaling) -> dict[str, Any]:
 
 
 def main() -> None:
-    o = read_options(Scaling, "bench.scaling")
-    if o.quick:
-        o = replace(o, workers=(1, 2, 4), rates=(200.0,), methods=QUICK, repeats=1, seconds=0.5)
-    prepare_to_fork(namespaces=not o.throttle and max(o.workers) > 1)
-    folder = report.new_folder(plots.NAME, o.out)
-    with report.stoppable(f"complete groups are in {folder / plots.NAME}.json"):
-        run(o, folder)
-    print("\n" + plots.write(folder))
+    forks = lambda o: not o.throttle and max(o.workers) > 1  # noqa: E731
+    report.run(Scaling, plots.NAME, run, plots.markdown, forks=forks)
 
 
 if __name__ == "__main__":

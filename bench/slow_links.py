@@ -27,21 +27,12 @@ from unittest import mock
 from torch.nn.parallel import DistributedDataParallel
 
 from bench import equal_loss, report, trainings
-from bench.cluster import Cluster, prepare_to_fork, sent_bytes
-from bench.report import (
-    mean_sd,
-    read_options,
-    require_company,
-    require_each_once,
-    require_known,
-    require_one_or_more,
-    require_positive,
-)
+from bench.cluster import Cluster, sent_bytes
+from bench.report import Asked, mean_sd, require, require_company
 from bench.trainings import AUTO, FAST, TUNING_SEED
 from core import UserError
 from training.script import launch
 
-MODULE, NAME = "bench.slow_links", "slow_links"
 RECIPE, LOSS, BATCH, LR = "gpt2_pydoc_small", "val_loss", 32, 4e-3
 RECIPE_MODEL, EVAL_TOKENS = "gpt2_tiny", 4096
 POWERSGD = "torch_powersgd"
@@ -84,7 +75,7 @@ METHODS: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class SlowLinks:
+class SlowLinks(Asked):
     """What to train, and over which links."""
 
     methods: tuple[str, ...] = tuple(METHODS)
@@ -104,15 +95,10 @@ class SlowLinks:
     """Epochs between two evaluations, on 4,096 tokens; None: at the end alone."""
     throttle: bool = False
     """Hold collectives back in software instead of making network namespaces; torch's PowerSGD is not held back."""
-    out: Path | None = None
-    """Where to write; runs/slow_links-DATE by default. With what the same options have measured it goes on."""
 
     def check(self) -> None:
-        """A UserError names the first option that cannot be."""
-        require_each_once(self, "methods", "rates", "seeds", "lrs")
-        require_positive(self, "rates", "lrs")
-        require_one_or_more(self, "epochs", "epoch_steps", "batch_size")
-        require_known(self, "methods", METHODS)
+        require(self, once="methods rates seeds lrs", positive="rates lrs", methods=METHODS)
+        require(self, ones="epochs epoch_steps batch_size")
         require_company(self)
         if self.throttle and POWERSGD in self.methods:
             raise UserError(f"throttle with {POWERSGD}: its hook is not held back; leave one of them out")
@@ -186,36 +172,21 @@ def measure(o: SlowLinks, cluster: Cluster | None, module: ModuleType, run: tupl
 # -- all of them ------------------------------------------------------------------------------------------------
 
 
-def begun(o: SlowLinks, folder: Path) -> dict[str, Any]:
-    """What the folder holds of the same measurement, or one that begins."""
-    fresh = report.header(MODULE, o) | {"verified_mbit": {}, "lrs": {}, "tuning": [], "rows": []}
-    if not (folder / f"{NAME}.json").exists():
-        return fresh
-    found = report.load(folder / f"{NAME}.json", MODULE, "tuning" if len(o.lrs) > 1 else "rows")
-    differ = [k for k, v in fresh["options"].items() if k != "out" and v != found["options"].get(k)]
-    if differ:
-        raise UserError(f"{folder} holds a measurement with other {', '.join(differ)}: choose another --out")
-    found.setdefault("resumed", []).append({k: fresh[k] for k in ("commit", "date")})
-    return found
-
-
-def run_all(o: SlowLinks, folder: Path) -> dict[str, Any]:
-    """Tunes, then measures, but for what the folder holds; both files are written after each run."""
-    result = begun(o, folder)
+def run_all(o: SlowLinks, session: report.Session) -> None:
+    """Tunes, then measures, but for what the folder holds."""
+    result = session.result = {"verified_mbit": {}, "lrs": {}, "tuning": [], "rows": []} | session.result
     module = importlib.import_module("language.train")
 
-    def take(runs: Sequence[tuple[Any, ...]], rows: list[dict[str, Any]]) -> None:
+    def take(runs: Sequence[tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
         for run in runs:
             number = len(result["tuning"]) + len(result["rows"])
             began = time.monotonic()
-            row = measure(o, cluster, module, run, folder / "runs" / f"{number:03d}-{run[0]}")
-            rows.append(row | {"wall_seconds": time.monotonic() - began})
-            print(number, rows[-1], flush=True)
-            report.save(folder, NAME, result, text(result))
+            row = measure(o, cluster, module, run, session.folder / "runs" / f"{number:03d}-{run[0]}")
+            yield row | {"wall_seconds": time.monotonic() - began}
 
     with trainings.network(o.throttle, o.workers, FAST) as cluster:
         tuning = [(m, FAST, TUNING_SEED, lr) for m in o.methods for lr in o.lrs] if len(o.lrs) > 1 else []
-        take(left(tuning, result["tuning"]), result["tuning"])
+        session.take("tuning", take(left(tuning, result["tuning"])))
         result["lrs"] = {m: trainings.best_lr(result["tuning"], m) or o.lrs[0] for m in o.methods}
         for seed, rate in itertools.product(o.seeds, o.rates):
             order = list(o.methods)
@@ -223,8 +194,7 @@ def run_all(o: SlowLinks, folder: Path) -> dict[str, Any]:
             runs = left([(m, rate, seed, result["lrs"][m]) for m in order], result["rows"])
             if cluster and runs:
                 cluster.shape(rate, result["verified_mbit"])
-            take(runs, result["rows"])
-    return result
+            session.take("rows", take(runs))
 
 
 def left(runs: Sequence[tuple[Any, ...]], rows: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
@@ -282,11 +252,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
 
 
 def main() -> None:
-    o = read_options(SlowLinks, MODULE)
-    prepare_to_fork(namespaces=not o.throttle)
-    folder = o.out if o.out and (o.out / f"{NAME}.json").exists() else report.new_folder(NAME, o.out)
-    with report.stoppable(f"to go on, give the same options and --out {folder}"):
-        print("\n" + text(run_all(o, folder)))
+    report.run(SlowLinks, "slow_links", run_all, text, forks=lambda o: not o.throttle, goes_on=True)
 
 
 if __name__ == "__main__":

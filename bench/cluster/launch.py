@@ -27,7 +27,7 @@ from typing import Any
 
 from bench.cluster.namespaces import die_with, require_namespaces
 from bench.cluster.nodes import Cluster
-from bench.report import read_options, require_one_or_more
+from bench.report import read_options, require
 from core.errors import UserError
 
 PORT = 29500  # of the rendezvous on node 0, whose namespace is empty
@@ -54,7 +54,7 @@ class Launch:
 
     def check(self) -> None:
         """UserError for a value that cannot be meant."""
-        require_one_or_more(self, "nodes", "ranks_per_node", "nics")
+        require(self, ones="nodes ranks_per_node nics")
         if not self.rate_mbit > 0:
             raise UserError(f"rate={self.rate!r}: give more than 0")
         delayed = self.delay_ms > 0

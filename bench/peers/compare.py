@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.cluster import Cluster, prepare_to_fork, run_ranks
+from bench.cluster import Cluster, run_ranks
 from bench.peers.adapters import PEERS
 from bench.peers.loop import DILOCO, EVERY_STEP, LATE, OWN_TAU, RECOMMENDED, REFERENCE, Job, Split, worker
 from bench.peers.table import markdown, seconds_to, summarise
-from bench.report import read_options, require_known, require_no_crowd, require_one_or_more, require_positive
+from bench.report import Asked, require, require_no_crowd
 from bench.standin import LR, build_model
 from bench.trainings import TUNING_SEED, network, over_each, split_wire
 from core import UserError
@@ -38,7 +38,7 @@ KNOWN = (*ALL, *OWN_TAU, *over_each(name for name in OURS if name not in (*LATE,
 
 
 @dataclass(frozen=True)
-class Bench:
+class Bench(Asked):
     """Compares methods of this project and of other packages over the same emulated link."""
 
     steps: int = 240
@@ -71,31 +71,28 @@ class Bench:
     """Seconds until a run of a row is killed."""
     throttle: bool = False
     """Throttle the link in software instead of making namespaces; the other packages cannot take part."""
-    out: Path | None = None
-    """Folder of peers.md, peers.json and the workers' logs; runs/peers-DATE by default."""
 
     def check(self) -> None:
         """UserError for options that cannot be."""
-        require_one_or_more(self, "steps", "tau", "workers", "repeats", "width")
-        require_positive(self, "rate", "timeout", "target", "tune_lr", "tune_tau", "most_seconds")
+        require(self, ones="steps tau workers repeats width", methods=KNOWN)
+        require(self, positive="rate timeout target tune_lr tune_tau most_seconds")
         require_no_crowd(self)
         if self.step_ms < 0:
             raise UserError(f"step_ms={self.step_ms}: give 0 or more")
-        require_known(self, "methods", KNOWN)
 
 
 def main() -> None:
-    bench = read_options(Bench, "bench.peers")
-    prepare_to_fork(namespaces=not bench.throttle)
+    packages = list(dict.fromkeys(peer.package for peer in PEERS.values()))
+    report.run(Bench, "peers", measure, markdown, packages=packages, forks=lambda bench: not bench.throttle)
+
+
+def measure(bench: Bench, session: report.Session) -> None:
     link = describe_link(bench)
     print(f"link: {link}\n", flush=True)
-    out = report.new_folder("peers", bench.out)
-    (out / "logs").mkdir(parents=True, exist_ok=True)
-    runs, tried = run_all(bench, out / "logs")
-    packages = list(dict.fromkeys(peer.package for peer in PEERS.values()))
-    result = report.header("bench.peers", bench, packages)
-    result |= {"link": link, "rows": summarise(result["options"], runs), "runs": runs, "tuning": tried}
-    report.conclude(out, "peers", result, markdown(result))
+    (session.folder / "logs").mkdir(parents=True, exist_ok=True)
+    runs, tried = run_all(bench, session.folder / "logs")
+    rows = summarise(session.result["options"], runs)
+    session.result |= {"link": link, "rows": rows, "runs": runs, "tuning": tried}
 
 
 def describe_link(bench: Bench) -> str:

@@ -27,15 +27,7 @@ from typing import Any, Literal
 import torch
 
 from bench import report
-from bench.report import (
-    read_options,
-    require_device,
-    require_each_once,
-    require_known,
-    require_no_crowd,
-    require_one_or_more,
-    require_positive,
-)
+from bench.report import read_options, require, require_device, require_no_crowd
 from bench.search.engine import TASKS, Plan, load_task, run
 from bench.search.methods import KINDS, Settings
 from bench.search.rows import Rows, markdown
@@ -90,11 +82,9 @@ class Search:
 
     def check(self) -> None:
         """A UserError names the first option that cannot be."""
-        require_each_once(self, "tasks", "methods", "workers", "seeds", "tuning_seeds")
-        require_known(self, "tasks", TASKS)
-        require_positive(self, "workers", "lr_factors")
+        require(self, once="tasks methods workers seeds tuning_seeds", positive="workers lr_factors", tasks=TASKS)
         require_no_crowd(self)
-        require_one_or_more(self, "steps", "tau", "configurations")
+        require(self, ones="steps tau configurations")
         require_device(self)
         if not self.budget_minutes > 0:
             raise UserError(f"budget_minutes={self.budget_minutes}: give a number above 0")

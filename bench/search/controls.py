@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from bench import report
-from bench.report import read_options, require_each_once, require_known, require_one_or_more, require_positive
+from bench.report import read_options, require
 from bench.search.command import Search, search
 from bench.search.rows import Group, Rows, about, test_runs
 from core.errors import UserError
@@ -78,11 +78,7 @@ class Controls:
 
     def check(self) -> None:
         """A UserError names the first option that cannot be."""
-        require_each_once(self, "tasks", "taus", "wires", "seeds")
-        require_known(self, "tasks", FACTORS)
-        require_known(self, "wires", WIRES)
-        require_positive(self, "taus")
-        require_one_or_more(self, "steps")
+        require(self, once="tasks taus wires seeds", positive="taus", ones="steps", tasks=FACTORS, wires=WIRES)
         if not self.budget_minutes > 0:
             raise UserError(f"budget_minutes={self.budget_minutes}: give a number above 0")
         for o in self.searches():

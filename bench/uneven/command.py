@@ -24,15 +24,7 @@ from typing import Any
 import torch
 
 from bench import report
-from bench.report import (
-    mean_sd,
-    read_options,
-    require_company,
-    require_each_once,
-    require_known,
-    require_one_or_more,
-    require_positive,
-)
+from bench.report import mean_sd, read_options, require, require_company
 from bench.search.command import parse
 from bench.search.engine import TASKS, Plan, load_task
 from bench.search.methods import Settings
@@ -72,10 +64,8 @@ class Uneven:
 
     def check(self) -> None:
         """A UserError names the first option that cannot be."""
-        require_each_once(self, "allreduce", "scenarios", "lr_factors", "seeds")
-        require_known(self, "scenarios", SCENARIOS)
-        require_positive(self, "seconds", "allreduce", "lr_factors")
-        require_one_or_more(self, "tau")
+        require(self, once="allreduce scenarios lr_factors seeds", ones="tau", scenarios=SCENARIOS)
+        require(self, positive="seconds allreduce lr_factors")
         require_company(self)
         if self.task not in TASKS:
             raise UserError(f"task: {self.task!r} does not exist; choose among {', '.join(TASKS)}")

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench import report
-from bench.cluster import Cluster, prepare_to_fork, run_ranks
+from bench.cluster import Cluster, run_ranks
 from bench.measure import TIMEOUT, run_round
-from bench.report import read_options, require_company, require_each_once, require_known, require_positive
+from bench.report import Asked, require, require_company
 from bench.simulator import calibrate
 from bench.simulator.events import SSP, Rule, simulate
 from bench.standin import BYTES, LAYERS, LEARNING_RATE, Pacer, StandIn, Trainer, digits
@@ -37,7 +37,6 @@ from core.methods import make_method
 from core.testing.link import ThrottledLink
 from training.script import launch
 
-NAME = "uneven_real"
 METHODS: dict[str, tuple[str, Rule]] = {
     "ddp": ("ddp", Rule()),
     "local": ("local", Rule()),
@@ -54,7 +53,7 @@ def warm(name: str) -> int:
 
 
 @dataclass(frozen=True)
-class Real:
+class Real(Asked):
     """What to measure."""
 
     workers: int = 4
@@ -76,15 +75,10 @@ class Real:
     """Hold collectives back in software instead of making network namespaces."""
     fit: Path = Path("results/scaling.json")
     """Of bench.scaling: what the link's constants are fitted to."""
-    out: Path | None = None
-    """Where to write; runs/uneven_real-DATE by default."""
 
     def check(self) -> None:
-        """A UserError names the first option that cannot be."""
-        require_each_once(self, "scenarios", "methods")
-        require_known(self, "scenarios", SCENARIOS)
-        require_known(self, "methods", METHODS)
-        require_positive(self, "rate", "tau", "repeats", "rounds", "step_ms", "batch")
+        require(self, once="scenarios methods", scenarios=SCENARIOS, methods=METHODS)
+        require(self, positive="rate tau repeats rounds step_ms batch")
         require_company(self)
 
 
@@ -194,12 +188,12 @@ def markdown(result: dict[str, Any]) -> str:
 # -- the command ------------------------------------------------------------------------------------------------
 
 
-def run(o: Real) -> dict[str, Any]:
+def run(o: Real, result: dict[str, Any]) -> None:
     """Measures every scenario; predicts each of its rows."""
     data = calibrate.read(o.fit)
     on_time = [row for row in data["rows"] if not row.get("late")]
     constants = calibrate.fit(calibrate.split(on_time)[0], data["model"]["bytes"])
-    result = report.header("bench.uneven.real", o) | {"verified_mbit": {}, "rows": [], "cells": []}
+    result |= {"verified_mbit": {}, "rows": [], "cells": []}
     result["link"] = "throttled in software" if o.throttle else "namespaces + tbf"
     samples, step = digits(), o.step_ms / 1e3
     with contextlib.ExitStack() as stack:
@@ -218,15 +212,11 @@ def run(o: Real) -> dict[str, Any]:
                 cell = {"scenario": scenario, "method": name, "samples_per_second": speeds}
                 result["cells"].append(cell | {"predicted": predict(o, constants, scenario, name)})
                 print(f"{scenario}, {name}: {statistics.median(speeds):,.0f} samples/s", flush=True)
-    return result
 
 
 def main() -> None:
-    o = read_options(Real, "bench.uneven.real")
-    prepare_to_fork(namespaces=not o.throttle)
-    folder = report.new_folder(NAME, o.out)
-    result = run(o)
-    report.conclude(folder, NAME, result, markdown(result))
+    measure = lambda o, session: run(o, session.result)  # noqa: E731
+    report.run(Real, "uneven_real", measure, markdown, forks=lambda o: not o.throttle, module="bench.uneven.real")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import codecs, equal_error, equal_loss, slow_links
+from bench import codecs, equal_error, equal_loss, report, slow_links
 from bench.codecs import Codecs
 from bench.equal_error import WAYS, EqualError, compare
 from bench.slow_links import METHODS, SlowLinks, text
@@ -129,19 +129,25 @@ def test_what_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return row | {"samples_per_second": 3.0, "bytes_a_step": 1e6, "tau": 1, "deciding_share": 0.0}
 
     monkeypatch.setattr(slow_links, "measure", measure)
+
+    def session(o: SlowLinks) -> report.Session:
+        return report.begin(o, "slow_links", "bench.slow_links", text, goes_on=True)
+
     stops = [3, 9]
     o = SlowLinks(methods=("ddp", "lgreco_int4"), rates=(50.0, 200.0), throttle=True, out=tmp_path)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            slow_links.run_all(o, tmp_path)
-    result = slow_links.run_all(o, tmp_path)
+            slow_links.run_all(o, session(o))
+    last = session(o)
+    slow_links.run_all(o, last)
+    result = last.result
     tuning, rows = made[:6], made[6:]
     assert {run[2] for run in tuning} == {TUNING_SEED} and not {run[2] for run in rows} & {TUNING_SEED}
     assert len(set(made)) == len(made) == 2 * 3 + 2 * 2 * 3 and {run[3] for run in rows} == {1.0}
     assert len(result["rows"]) == 12 and len(result["resumed"]) == 2
     assert "gone on with at commit" in (tmp_path / "slow_links.md").read_text()
     with pytest.raises(UserError, match="holds a measurement with other workers, epochs: choose another --out"):
-        slow_links.run_all(replace(o, workers=3, epochs=1), tmp_path)
+        session(replace(o, workers=3, epochs=1))
 
 
 @pytest.mark.parametrize(
