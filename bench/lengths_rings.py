@@ -31,17 +31,7 @@ from torch import Tensor
 
 from bench import report
 from bench.cluster import Cluster, run_ranks
-from bench.lengths_plans import (
-    ATTENTION,
-    BITS,
-    LINEAR,
-    by_cost,
-    cut_rows,
-    drawn,
-    in_groups,
-    planned,
-    zones,
-)
+from bench.lengths_plans import ATTENTION, BITS, LINEAR, by_cost, cut_rows, drawn, in_groups, planned, zones
 from bench.report import Asked, mean_sd, require
 from language.lengths import laws
 from language.lengths.plan import Island, Ring, layer_seconds
@@ -130,10 +120,7 @@ def stepped(placement: Placement, island: Island, width: int) -> tuple[float, li
     shares, paced = Shares(torch.tensor([0, *lengths]).cumsum(0), rings), Paced(island)
     tokens = len(shares.indices)
     q, k, v = (torch.zeros(tokens, 1, width, requires_grad=True) for _ in range(3))
-    with (
-        mock.patch.object(ring, "flash", paced.flash),
-        mock.patch.object(ring, "flash_backward", paced.flash_backward),
-    ):
+    with mock.patch.object(ring, "flash", paced.flash), mock.patch.object(ring, "flash_backward", paced.flash_backward):
         dist.barrier()
         began = time.perf_counter()
         paced.spend(island.linear * tokens / 3, "linear layers")

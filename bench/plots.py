@@ -121,10 +121,7 @@ def markdown(result: dict[str, Any]) -> str:
     for rate in rates or [None]:
         text += ["", f"{rate:g} Mbit/s" if rate else "No link", "", _rate_table(cells, rate)]
     if any(c.late for c in cells):
-        text += [
-            "",
-            "† the stand-in missed its deadlines by over 10 %: this machine was too slow for so many workers",
-        ]
+        text += ["", "† the stand-in missed its deadlines by over 10 %: this machine was too slow for so many workers"]
     return "\n".join(text) + "\n"
 
 

@@ -125,10 +125,7 @@ def choices(method: str, factors: Sequence[float], taus: Sequence[int]) -> list[
 
 
 def tune(
-    method: str,
-    options: Sequence[Choice],
-    run: Callable[[str, Choice], dict[str, Any]],
-    target: float,
+    method: str, options: Sequence[Choice], run: Callable[[str, Choice], dict[str, Any]], target: float
 ) -> tuple[Choice, list[dict[str, Any]]]:
     """The choice that comes first to the target, or where none does, ends with the least loss; and a line each."""
     if len(options) == 1:
