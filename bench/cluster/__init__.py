@@ -1,4 +1,4 @@
-"""A cluster emulated on one machine; its command line is python -m bench.cluster (launch.py)."""
+"""A cluster emulated on one machine; its command line is python -m bench.cluster."""
 
 from bench.cluster.namespaces import require_namespaces, sent_bytes
 from bench.cluster.nodes import Cluster

@@ -22,7 +22,7 @@ import torch
 
 from bench import report
 from bench.report import read_options, require
-from bench.search.command import Search, search
+from bench.search.__main__ import Search, search
 from bench.search.rows import Group, Rows, about, test_runs
 from core.errors import UserError
 from training.script import launch

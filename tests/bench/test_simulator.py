@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from bench.simulator import paper
+from bench.simulator.__main__ import Simulate, build, main, predict, prediction
 from bench.simulator.events import Work, expected_skew, recommend_tau, simulate
 from bench.simulator.network import PRESETS
-from bench.simulator.predict import Simulate, build, main, predict, prediction
 from core.errors import UserError
 from core.methods import METHODS
 from tests.scripts import Mistakes, run_script

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from bench import report
-from bench.uneven.real import Real, markdown, run
-from bench.uneven.stale import StaleSync
+from bench.uneven.real import Real, StaleSync, markdown, run
 from core.methods.local_sgd import LocalSGD
 from core.testing import run_distributed
 from tests.problems import batch, small_net
