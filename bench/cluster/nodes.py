@@ -14,13 +14,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from bench.cluster.guard import kill_members
+from bench.cluster.beside import kill_members
 from bench.cluster.namespaces import enter, inside, new_namespace, tool
 from core.errors import UserError
 
 BURST = "256kb"  # of the token bucket; with 64kb gloo runs several times too slow although plain sockets do not
 HEADERS = 1514 / 1448  # bytes on an Ethernet wire per byte of TCP payload, full frames with time stamps
-HERE = Path(__file__).parent
+BESIDE = str(Path(__file__).parent / "beside.py")
 
 
 class Cluster:
@@ -133,7 +133,7 @@ class Cluster:
     def _build(self) -> None:
         for _ in range(self.nodes + 1):
             self._namespaces.append(new_namespace())
-        guard = [sys.executable, "-ES", str(HERE / "guard.py"), str(os.getpid()), *map(str, self._namespaces)]
+        guard = [sys.executable, "-ES", BESIDE, "guard", str(os.getpid()), *map(str, self._namespaces)]
         quiet: dict[str, Any] = {
             "stdin": subprocess.DEVNULL,
             "stdout": subprocess.DEVNULL,
@@ -164,7 +164,7 @@ class Cluster:
     def _start_switch(self) -> None:
         """Starts the process that forwards frames after the delay, in the bridge's place, and waits until it does."""
         sizes = str(self.nodes), str(self.nics)
-        command = [sys.executable, "-ES", str(HERE / "switch.py"), str(self.delay_ms), *sizes]
+        command = [sys.executable, "-ES", BESIDE, "switch", str(self.delay_ms), *sizes]
         argv = [*self._nsenter(-1), *command]
         switch = subprocess.Popen(argv, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
         self._processes.append(switch)

@@ -18,9 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench import boundary, codecs
 from bench.gpu.checks import NotRun, Scope, check, one_rank, sync
-from bench.gpu.equal import PASSES
+from bench.gpu.equal import PASSES, RECOMMENDED, lgreco
 from bench.gpu.hidden import Slow, asleep
-from bench.gpu.problem import RECOMMENDED, lgreco
 from core import CO2, CO2Config, LocalSGD, WireConfig, outer
 from core.adaptive.merging import Merge, MergeRule, MergingBoundary
 from core.flat import Scalars, make_buckets

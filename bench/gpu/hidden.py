@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench.gpu.checks import Scope, check, one_rank, sync, synchronisations
-from bench.gpu.problem import METHODS, RECOMMENDED, co2, move, near, problem, train
+from bench.gpu.equal import METHODS, RECOMMENDED, co2, move, near, problem, train
 from core import CO2, CO2Config, DivergedError, LocalSGD, ShardedCO2, WireConfig
 from core.groups import host_group
 from core.methods import DDP

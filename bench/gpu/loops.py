@@ -20,9 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.checks import NotRun, Scope, check, one_line, one_rank, sync
 from bench.gpu.costs import cycles_a_ms
-from bench.gpu.equal import ROOT
+from bench.gpu.equal import RECOMMENDED, ROOT
 from bench.gpu.hidden import Slow, asleep
-from bench.gpu.problem import RECOMMENDED
 from core import CO2Config, make_method
 
 WAYS = {

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench.gpu.checks import Scope, check, one_rank, sync
-from bench.gpu.problem import METHODS, RECOMMENDED, move, near, problem
+from bench.gpu.equal import METHODS, RECOMMENDED, move, near, problem
 from core import CO2, CO2Config, ShardedCO2, make_method
 from core.robust.guard import Guard, forget
 

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from bench import report
 from bench.cluster import Cluster, run_ranks
-from bench.measure import TIMEOUT, run_round
 from bench.report import Asked, require, require_company
+from bench.scaling import TIMEOUT, run_round
 from bench.simulator import calibrate
 from bench.simulator.events import SSP, Rule, simulate
 from bench.standin import BYTES, LAYERS, LEARNING_RATE, Pacer, StandIn, Trainer, digits

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster import launch, namespaces, require_namespaces
-from bench.cluster.switch import VNET_HEADER, targets
+from bench.cluster import __main__ as launch
+from bench.cluster import namespaces, require_namespaces
+from bench.cluster.beside import VNET_HEADER, targets
 from core.errors import UserError
 from tests.scripts import Mistakes
 

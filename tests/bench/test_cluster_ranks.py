@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from bench.cluster import Cluster, hold_port, namespaces
-from bench.cluster.guard import members
+from bench.cluster.beside import members
 from core.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -362,7 +362,7 @@ def left(folder: Path, owner: int) -> list[int]:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            if str(folder) in command or f"guard.py {owner} " in command:
+            if str(folder) in command or f"beside.py guard {owner} " in command:
                 found.append(int(path.parent.name))
     return found
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from bench.cluster import sent_bytes
 from bench.memory import peak_bytes, reset_peak
-from bench.peers import compare
+from bench.peers import __main__ as compare
 from bench.peers.__main__ import Bench, Choice, choices, run_all, steps_of, tune
 from bench.peers.adapters import PEERS, Peer, split
 from bench.peers.loop import Job, half

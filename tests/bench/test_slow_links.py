@@ -108,9 +108,8 @@ def test_bytes_to_one_loss():
     assert slow_links.reached(uniform, 6.5) is None and slow_links.reached(uniform, 3.0) is None
     by = {"ddp_top1": uniform, "lgreco_top1": own, "ddp_rank4": uniform}
     rows = [{"method": m, "seed": s, "rate_mbit": 50.0, "evaluations": e} for s in range(2) for m, e in by.items()]
-    shown = slow_links.text_of_pairs(
-        [*rows, {"method": "ddp_int4", "seed": 0, "rate_mbit": 50.0, "failed": "no answer"}]
-    )
+    failed = {"method": "ddp_int4", "seed": 0, "rate_mbit": 50.0, "failed": "no answer"}
+    shown = slow_links.text_of_pairs([*rows, failed])
     gain = "4.000 ± 0.000 | 4.500 ± 0.000 | 4.500 ± 0.000 | 25 | 250.0 | 30 | 150.0 | 1.67 ± 0.00"
     assert f"| ddp_top1 | lgreco_top1 | 2 | {gain} |" in shown and "rank4" not in shown
     assert slow_links.text_of_pairs([row | {"evaluations": []} for row in rows]) == ""

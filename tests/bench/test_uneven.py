@@ -11,7 +11,7 @@ from bench.search.__main__ import parse
 from bench.search.engine import Plan, train
 from bench.search.task import Inner, Task
 from bench.simulator.events import SSP, Rule, Work, Workers, simulate
-from bench.uneven import command
+from bench.uneven import __main__ as command
 from bench.uneven.__main__ import Rows, Uneven, markdown
 from bench.uneven.train import Crew, Way, train_by_speed, train_ssp, ways
 from core.adaptive.pace import Pace
