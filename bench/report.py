@@ -164,6 +164,17 @@ def mean_sd(values: Sequence[float], spec: str) -> str:
     return plus_minus(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, spec)
 
 
+def of_seeds(losses: Sequence[float | None], spec: str, seeds: int = 0) -> str:
+    """mean_sd of runs that ended with a number; how many diverged, None; and how many there are of `seeds`."""
+    known = [loss for loss in losses if loss is not None]
+    if not losses:
+        return "not run"
+    text = mean_sd(known, spec) if known else ""
+    if lost := len(losses) - len(known):
+        text = f"diverged in {lost} of {len(losses)}" + (f" (else {text})" if known else "")
+    return f"{text} ({len(losses)} of {seeds} seeds)" if len(losses) < seeds else text
+
+
 def plus_minus(mean: float, sd: float | None, spec: str) -> str:
     return f"{mean:{spec}}" + ("" if sd is None else f" ± {sd:{spec}}")
 

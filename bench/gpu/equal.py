@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,6 +67,18 @@ def move(tensors: Sequence[Tensor], step: int, rank: int = 0) -> None:
         p.mul_(0.99).add_(torch.sin(p * (i + 1)) * 1e-2 * (1 + step % 3) * (1 + rank))
 
 
+def go(tensors: Sequence[Tensor], method: Any, steps: Iterable[int], rank: int = 0) -> None:
+    """Trains."""
+    for step in steps:
+        move(tensors, step, rank)
+        method.step()
+
+
+def end(method: Any) -> None:
+    method.finish()
+    method.close()
+
+
 Make = Callable[[Problem], Any]
 
 
@@ -76,11 +88,8 @@ def train(
     """The parameters at the end, in float64 on the host."""
     p = problem(device, dtype)
     method = make(p)
-    for step in range(steps):
-        move(p.params, step, rank)
-        method.step()
-    method.finish()
-    method.close()
+    go(p.params, method, range(steps), rank)
+    end(method)
     return [t.detach().double().cpu() for t in p.params]
 
 
@@ -287,9 +296,7 @@ def a_restart_from_a_checkpoint_goes_on(scope: Scope) -> str:
     for name in ("co2", "recommended", "int4"):
         whole, p = train(METHODS[name], scope.device), problem(scope.device)
         method = METHODS[name](p)
-        for step in range(12):
-            move(p.params, step)
-            method.step()
+        go(p.params, method, range(12))
         state, kept = method.state_dict(), [t.detach().clone() for t in p.params]
         again = problem(scope.device)
         other = METHODS[name](again)
@@ -297,9 +304,7 @@ def a_restart_from_a_checkpoint_goes_on(scope: Scope) -> str:
             for t, value in zip(again.params, kept, strict=True):
                 t.copy_(value)
         other.load_state_dict(state)
-        for step in range(12, STEPS):
-            move(again.params, step)
-            other.step()
+        go(again.params, other, range(12, STEPS))
         other.finish()
         assert all(map(torch.equal, [t.detach().double().cpu() for t in again.params], whole)), f"{name} differs"
         told.append(name)
@@ -326,9 +331,7 @@ def channels_last_and_transposed_parameters_keep_their_strides(scope: Scope) -> 
     p = problem(scope.device)
     strides, places = [t.stride() for t in p.params], [t.data_ptr() for t in p.params]
     method = CO2(p.params, CO2Config(tau=2))
-    for step in range(6):
-        move(p.params, step)
-        method.step()
+    go(p.params, method, range(6))
     method.finish()
     assert strides == [t.stride() for t in p.params] and places == [t.data_ptr() for t in p.params]
     p.params[0].data = nn.Parameter(p.params[0].detach().clone(memory_format=torch.contiguous_format)).data

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.checks import NotRun, Scope, check, one_line, one_rank, sync
 from bench.gpu.costs import cycles_a_ms
-from bench.gpu.equal import RECOMMENDED, ROOT
+from bench.gpu.equal import RECOMMENDED, ROOT, end
 from bench.gpu.hidden import Slow, asleep
 from core import CO2Config, make_method
 
@@ -90,8 +90,7 @@ def gpt2_beside_a_sleeping_collective(scope: Scope, case: str) -> dict[str, Any]
         assert trace is not None
         trace.stop()
         share = overlap(kept(scope, trace, case)) if scope.cuda and case != "ddp" else None
-        method.finish()
-        method.close()
+        end(method)
     first, last = float(losses[0]), float(losses[-1])
     assert last < first, f"the loss went from {first:.3f} to {last:.3f}"
     return {"first loss": first, "last loss": last} | ({} if share is None else {"overlap": share})
@@ -133,19 +132,19 @@ def overlap(events: Iterable[dict[str, Any]], slow: str = "spin") -> float:
     busy = joined([(e["ts"], e["ts"] + e["dur"]) for e in ran if e["args"]["stream"] not in streams])
     hidden = 0.0
     for e in sleeping:
-        start, end = e["ts"], e["ts"] + e["dur"]
-        hidden += sum(max(0.0, min(end, b) - max(start, a)) for a, b in busy)
+        start, stop = e["ts"], e["ts"] + e["dur"]
+        hidden += sum(max(0.0, min(stop, b) - max(start, a)) for a, b in busy)
     return hidden / sum(e["dur"] for e in sleeping)
 
 
 def joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """The same times without overlaps, in order."""
     found: list[tuple[float, float]] = []
-    for start, end in sorted(spans):
+    for start, stop in sorted(spans):
         if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
+            found[-1] = found[-1][0], max(stop, found[-1][1])
         else:
-            found.append((start, end))
+            found.append((start, stop))
     return found
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench.gpu.checks import Scope, check, one_rank, sync
-from bench.gpu.equal import METHODS, RECOMMENDED, move, near, problem
+from bench.gpu.equal import METHODS, RECOMMENDED, end, go, near, problem
 from core import CO2, CO2Config, ShardedCO2, make_method
 from core.robust.guard import Guard, forget
 
@@ -26,9 +26,7 @@ def held(scope: Scope, name: str) -> tuple[Any, Any, int, int]:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     method = METHODS[name](p)
-    for step in range(9):
-        move(p.params, step)
-        method.step()
+    go(p.params, method, range(9))
     torch.cuda.synchronize()
     return p, method, sum(t.nbytes for t in p.params), torch.cuda.memory_allocated() - before
 
@@ -44,8 +42,7 @@ def a_checkpoint_takes_no_copy_on_the_device(scope: Scope, case: str) -> dict[st
         torch.cuda.synchronize()
         added = (torch.cuda.max_memory_allocated() - now) / size
         del state
-        method.finish()
-        method.close()
+        end(method)
     assert added <= SLACK, f"adds {added:.2f} copies of the parameters to the {beyond / size:.2f} that it holds"
     return {"holds": beyond / size, "adds": added}
 
@@ -68,13 +65,10 @@ def a_method_holds_what_the_dry_run_says(scope: Scope, case: str) -> dict[str, f
         params = [p for p in model.parameters() if p.requires_grad]
         before = torch.cuda.memory_allocated()
         _, method = make_method("co2", model, co2=recipe.co2)
-        for step in range(6 * 6):
-            move(params, step)
-            method.step()
+        go(params, method, range(6 * 6))
         torch.cuda.synchronize()
         found = torch.cuda.memory_allocated() - before
-        method.finish()
-        method.close()
+        end(method)
     size = size_of(params)
     assert found <= SLACK * said, f"holds {found / size:.2f} copies, the dry run says {said / size:.2f}"
     return {"holds": found / size, "dry run": said / size}
@@ -88,9 +82,7 @@ def offloaded_state_takes_the_hosts_memory_as_asked(scope: Scope) -> dict[str, f
     torch.cuda.synchronize()
     on_device, on_host = torch.cuda.memory_allocated(), pinned()
     method = ShardedCO2(p.params, CO2Config(tau=2), offload=True)
-    for step in range(6):
-        move(p.params, step)
-        method.step()
+    go(p.params, method, range(6))
     torch.cuda.synchronize()
     taken = (torch.cuda.memory_allocated() - on_device) / size, (pinned() - on_host) / size
     flats = [b.flat for b in method.buckets]
@@ -147,8 +139,7 @@ def autocast_and_grad_scaler(scope: Scope, case: str) -> str:
             optimizer.zero_grad()
             closed.append(method.step())
             scales.append(scaler.get_scale())
-        method.finish()
-        method.close()
+        end(method)
     assert closed == [(i + 1) % 4 == 0 for i in range(len(closed))], "rounds close at other steps"
     assert scales[9] < scales[8], "the scaler has not left the step out"
     assert all(p.isfinite().all() for p in model.parameters()), "parameters are not finite"
@@ -166,8 +157,7 @@ def fitted(scope: Scope, config: CO2Config, *, compiled: bool) -> list[Tensor]:
         optimizer.step()
         optimizer.zero_grad()
         method.step()
-    method.finish()
-    method.close()
+    end(method)
     return [p.detach() for p in model.parameters()]
 
 
@@ -213,8 +203,7 @@ def sharded(scope: Scope, stage: int, recomputed: bool) -> list[Tensor]:
         optimizer.step()
         optimizer.zero_grad()
         method.step()
-    method.finish()
-    method.close()
+    end(method)
     return [getattr(p, "to_local", lambda p=p: p)().detach().cpu() for p in model.parameters()]
 
 

@@ -115,15 +115,7 @@ class Found:
         return {seed: run["loss"] for seed, run in self.runs.get((workers, method), {}).items()}
 
     def cell(self, method: str, workers: int = 4) -> str:
-        """Mean and standard deviation over the seeds; how many there are where some were not run."""
-        losses = self.losses(method, workers)
-        known = [loss for loss in losses.values() if loss is not None]
-        if not losses:
-            return "not run"
-        text = report.mean_sd(known, ".4f") if known else ""
-        if len(known) < len(losses):
-            text = f"diverged in {len(losses) - len(known)} of {len(losses)}" + (f" (else {text})" if known else "")
-        return text if len(losses) == len(self.o.seeds) else f"{text} ({len(losses)} of {len(self.o.seeds)} seeds)"
+        return report.of_seeds(list(self.losses(method, workers).values()), ".4f", len(self.o.seeds))
 
 
 def markdown(rows: Rows, searches: list[Search]) -> str:

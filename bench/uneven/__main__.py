@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from bench import report
-from bench.report import mean_sd, read_options, require, require_company
+from bench.report import read_options, require, require_company
 from bench.search.__main__ import parse
 from bench.search.engine import TASKS, Plan, load_task
 from bench.search.methods import Settings
@@ -153,13 +153,7 @@ def chosen(o: Uneven, rows: Rows, allreduce: float, way: Way) -> float | None:
 
 
 def loss_cell(runs: list[dict[str, Any] | None]) -> str:
-    done = [row for row in runs if row is not None]
-    if not done:
-        return "not run"
-    losses = [row["loss"] for row in done if row["loss"] is not None]
-    if lost := len(done) - len(losses):
-        return f"diverged in {lost} of {len(done)}"
-    return mean_sd(losses, ".3f") + (f" ({len(done)} of {len(runs)} seeds)" if len(done) < len(runs) else "")
+    return report.of_seeds([row["loss"] for row in runs if row is not None], ".3f", len(runs))
 
 
 def section(o: Uneven, rows: Rows, allreduce: float) -> str:
