@@ -30,8 +30,7 @@ import tyro
 from bench import report
 from bench.chaos.crew import Crew, group
 from bench.chaos.worker import PHASES, work
-from bench.cluster.namespaces import require_namespaces
-from bench.cluster.nodes import Cluster
+from bench.cluster.nodes import Cluster, require_namespaces
 from training.script import launch
 
 Row = dict[str, Any]

@@ -25,8 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from bench.cluster.namespaces import die_with, require_namespaces
-from bench.cluster.nodes import Cluster
+from bench.cluster.nodes import Cluster, die_with, require_namespaces
 from bench.report import read_options, require
 from core.errors import UserError
 from training.script import launch

@@ -14,13 +14,10 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bench.cluster.namespaces import die_with, require_namespaces
+from bench.cluster.nodes import Cluster, die_with, require_namespaces
 from core.errors import UserError
-
-if TYPE_CHECKING:
-    from bench.cluster.nodes import Cluster
 
 POLL = 0.2  # seconds between two looks at the ranks
 

@@ -6,11 +6,9 @@ python -m bench.simulator --paper                       # against the known cell
 
 from __future__ import annotations
 
-import json
 import time
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 from bench.report import read_options, table
 from bench.simulator import paper
@@ -100,8 +98,6 @@ class Simulate:
     """Compare with the known cells of the paper's throughput table."""
     words: int = 4096
     """--paper: words per GPU and step."""
-    json: Path | None = None
-    """Write everything that is printed here, too."""
 
     def check(self) -> None:
         """A UserError names the first option that cannot be."""
@@ -125,16 +121,10 @@ class Setting:
 
 def main() -> None:
     options = read_options(Simulate, "bench.simulator")
-    results: dict[str, Any] = {}
     if options.paper:
-        results["paper"] = papers_table(options)
+        papers_table(options)
     if options.preset or not options.paper:
-        results["prediction"] = prediction(options)
-    if options.json:
-        try:
-            options.json.write_text(json.dumps(results, indent=2) + "\n")
-        except OSError as error:
-            raise UserError(f"{options.json}: {error.strerror}; give --json a file that can be written") from None
+        prediction(options)
 
 
 def settings(options: Simulate) -> tuple[Cluster, list[Setting]]:
@@ -207,8 +197,8 @@ def predict(options: Simulate, cluster: Cluster, work: Work, method: str, tau: i
     return Line(method, tau, speed, speed / ideal, outcome.exposed_share, outcome.allreduce_seconds)
 
 
-def prediction(options: Simulate) -> dict[str, Any]:
-    """Prints the methods at one tau, then taus for CO2 and Local-SGD; returns the same as plain data."""
+def prediction(options: Simulate) -> list[Line]:
+    """Prints the methods at one tau, then taus for CO2 and Local-SGD; returns the first."""
     cluster, algorithm, work, found = build(options)
     best = recommend_tau(work, quantile=options.quantile, margin=options.margin, seed=options.seed)
     tau = best if options.tau is None else options.tau
@@ -230,16 +220,7 @@ def prediction(options: Simulate) -> dict[str, Any]:
     print(f"\nOver tau:\n\n{lines_markdown(taus)}\n")
     print("Of ideal: of workers x batch / step. Exposed: waiting for the link or for slower workers, of the time.")
     print(f"\n(simulated in {seconds:.1f} s)", flush=True)
-    return {
-        "cluster": asdict(cluster),
-        "algorithm": algorithm,
-        "work": asdict(work),
-        "settings": [asdict(s) for s in found],
-        "recommended_tau": best,
-        "methods": [asdict(line) for line in methods],
-        "taus": [asdict(line) for line in taus],
-        "simulated_seconds": seconds,
-    }
+    return methods
 
 
 def settings_markdown(options: Simulate, found: list[Setting]) -> str:
@@ -263,12 +244,11 @@ def lines_markdown(lines: list[Line]) -> str:
     return table(["method", "tau", "samples/s", "of ideal", "exposed"], map(cells, lines))
 
 
-def papers_table(options: Simulate) -> dict[str, Any]:
-    """Prints the comparison with the paper's cells; returns it as plain data."""
+def papers_table(options: Simulate) -> None:
+    """Prints the comparison with the paper's cells."""
     result, assumed = papers_report(options)
     title = "## The paper's throughput table, 80 Gbit/s TCP/IP (CO2, arXiv 2401.16265)"
     print(f"\n{title}\n\n{assumed}\n\n{paper.markdown(result)}\n\n{paper.remarks(result)}", flush=True)
-    return asdict(result)
 
 
 def papers_report(options: Simulate) -> tuple[paper.Report, str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from bench.cluster import Cluster, hold_port, namespaces
+from bench.cluster import Cluster, hold_port, nodes
 from bench.cluster.beside import members
 from core.errors import UserError
 from tests.bench.emulated import ENV, ROOT, WORKER, as_nobody, assert_gone, network, script, worker
@@ -92,7 +92,7 @@ def test_ranks_without_a_cluster(tmp_path):
 @pytest.fixture
 def root():
     try:
-        namespaces.tool("ip"), namespaces.tool("tc")
+        nodes.tool("ip"), nodes.tool("tc")
     except UserError as error:
         pytest.skip(str(error))
     if os.geteuid() != 0:
