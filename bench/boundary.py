@@ -19,14 +19,13 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from bench import memory, report
-from bench.report import MOST_PARAMETERS, Spread, read_options, require_device, require_one_or_more
+from bench.report import MOST_PARAMETERS, Asked, Spread, require, require_device
 from core import CO2, CO2Config, UserError, outer
 from core.passes import make_boundary
 from training.script import launch
@@ -41,7 +40,7 @@ Way = Literal["co2", "fast", "plain", "compiled"]
 
 
 @dataclass(frozen=True)
-class Bench:
+class Bench(Asked):
     """The cost of one outer boundary, for models of several sizes."""
 
     sizes: tuple[float, ...] = (1e6, 1e7, 1e8, 1e9)
@@ -52,33 +51,28 @@ class Bench:
     repeats: int = 5
     """Timed boundaries, and copies in between."""
     device: Literal["cpu", "cuda"] = "cpu"
-    out: Path | None = None
-    """Where boundary.json and boundary.md go; runs/boundary-DATE by default."""
 
     def check(self) -> None:
-        """A UserError names the first option that cannot be."""
         if not self.sizes or not all(1 <= size <= MOST_PARAMETERS for size in self.sizes):
             numbers = f"numbers of parameters, each 1 to {MOST_PARAMETERS:g}"
             raise UserError(f"sizes={self.sizes}: give one or more {numbers}")
-        require_one_or_more(self, "repeats")
+        require(self, ones="repeats")
         if self.threads < 0:
             raise UserError(f"threads={self.threads}: give a number of threads, or 0 for torch's choice")
         require_device(self)
 
 
 def main() -> None:
-    bench = read_options(Bench, "bench.boundary")
-    out = report.new_folder("boundary", bench.out)
-    rows: list[dict[str, Any]] = []
-    for size in map(int, bench.sizes):
-        for way in bench.ways:
-            rows.append({"parameters": size, "way": way} | in_process(bench, way, size))
-            print(report.row(*cells(rows[-1])), flush=True)
+    report.run(Bench, "boundary", measure_all, text)
+
+
+def measure_all(bench: Bench, session: report.Session) -> None:
     cuda = bench.device == "cuda"
     machine = torch.cuda.get_device_name() if cuda else f"{bench.threads or torch.get_num_threads()} threads"
-    result = report.header("bench.boundary", bench) | {"machine": machine, "rows": rows}
-    text = f"{bench.device}, {machine}, torch {torch.__version__}; {report.source(result)}\n\n{table(rows)}\n"
-    report.conclude(out, "boundary", result, text)
+    session.result["machine"] = machine
+    cases = ((int(size), way) for size in bench.sizes for way in bench.ways)
+    rows = ({"parameters": size, "way": way} | in_process(bench, way, size) for size, way in cases)
+    session.take("rows", rows, lambda row: report.row(*cells(row)))
 
 
 def in_process(bench: Bench, way: Way, size: int) -> dict[str, Any]:
@@ -223,12 +217,13 @@ TITLES = (
 )
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    note = (
+def text(result: dict[str, Any]) -> str:
+    return (
+        f"{result['options']['device']}, {result['machine']}, torch {result['versions']['torch']}; "
+        f"{report.source(result)}\n\n{report.table(TITLES, map(cells, result['rows']))}\n\n"
         "The bytes counted are those of one pass, whichever way was taken. A model that fits into the processor's "
-        "cache can pass 100 %, and so can any other: the copy also reads what it overwrites, which is not counted."
+        "cache can pass 100 %, and so can any other: the copy also reads what it overwrites, which is not counted.\n"
     )
-    return f"{report.table(TITLES, map(cells, rows))}\n\n{note}"
 
 
 if __name__ == "__main__":

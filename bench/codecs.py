@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,20 +19,19 @@ from torch import Tensor
 
 from bench import report
 from bench.boundary import timed as by_the_clock
-from bench.report import Spread, read_options, require_device, require_one_or_more
+from bench.report import Asked, Spread, require, require_device
 from core.lgreco.senders import largest, product
 from core.wires import formats as wire
 from core.wires import quantized
 from training.script import launch
 
-NAME = "codecs"
 SIDE = 2048
 NUMEL = SIDE * SIDE  # 16 MiB: beyond a core's own cache
 DENSITIES, RANKS = (0.001, 0.01, 0.1), (1, 4, 32)
 
 
 @dataclass(frozen=True)
-class Codecs:
+class Codecs(Asked):
     """The rate of every wire format."""
 
     threads: int = 1
@@ -41,12 +39,9 @@ class Codecs:
     compiled: bool = True
     """Also by torch.compile; it takes half a minute, and a C++ compiler on a CPU."""
     device: Literal["cpu", "cuda"] = "cpu"
-    out: Path | None = None
-    """Where to write; runs/codecs-DATE by default."""
 
     def check(self) -> None:
-        """A UserError names the first option that cannot be."""
-        require_one_or_more(self, "threads", "repeats")
+        require(self, ones="threads repeats")
         require_device(self)
 
 
@@ -123,14 +118,15 @@ def cells(row: dict[str, Any]) -> list[str]:
     return [row["way"], *(s.show(".2f") for s in spreads), f"{spreads[0].median / spreads[2].median:.2f}"]
 
 
+def text(result: dict[str, Any]) -> str:
+    o, versions = result["options"], result["versions"]
+    source = f"{o['device']}, {o['threads']} threads, torch {versions['torch']}; {report.source(result)}"
+    rest = "\n\nCUDA: not run.\n" * (o["device"] == "cpu")
+    return f"{source}\n\n{report.table(TITLES, map(cells, result['rows']))}{rest}"
+
+
 def main() -> None:
-    o = read_options(Codecs, "bench.codecs")
-    folder = report.new_folder(NAME, o.out)
-    rows = measure(o)
-    result = report.header("bench.codecs", o) | {"rows": rows}
-    text = f"{o.device}, {o.threads} threads, torch {torch.__version__}; {report.source(result)}\n\n"
-    text += report.table(TITLES, map(cells, rows)) + "\n\nCUDA: not run.\n" * (o.device == "cpu")
-    report.conclude(folder, NAME, result, text)
+    report.run(Codecs, "codecs", lambda o, session: session.result.update(rows=measure(o)), text)
 
 
 if __name__ == "__main__":

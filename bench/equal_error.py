@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench import report
-from bench.report import read_options, require_each_once, require_known, require_one_or_more
+from bench.report import Asked, require
 from core import LGrecoConfig
 from core.flat import Scalars, make_buckets
 from core.lgreco import LGreco
@@ -44,7 +44,7 @@ WAYS = {
 
 
 @dataclass(frozen=True)
-class EqualError:
+class EqualError(Asked):
     """What is trained, and what of its gradients is compared."""
 
     models: tuple[str, ...] = ("gpt2", "resnet")
@@ -56,14 +56,9 @@ class EqualError:
     summed: int = 10
     """Steps whose gradients are."""
     seed: int = 0
-    out: Path | None = None
-    """Where to write; runs/lgreco-DATE by default."""
 
     def check(self) -> None:
-        """A UserError names the first option that cannot be."""
-        require_each_once(self, "models", "likes", "workers")
-        require_one_or_more(self, "steps", "summed")
-        require_known(self, "models", LOSSES)
+        require(self, once="models likes workers", ones="steps summed", models=LOSSES)
 
 
 # -- gradients --------------------------------------------------------------------------------------------------
@@ -221,20 +216,17 @@ def text(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    o = read_options(EqualError, "bench.equal_error")
-    folder = report.new_folder(NAME, o.out)
-    rows: list[dict[str, Any]] = []
+    report.run(EqualError, NAME, measure_all, text, module="bench.equal_error")
+
+
+def measure_all(o: EqualError, session: report.Session) -> None:
     for model in o.models:
         net, tensors = gradients(o, model)
         names = [name for name, p in net.named_parameters() if p.requires_grad]
-        for like in o.likes:
-            for way in (w for w in WAYS if "ranks" not in w or like.startswith("rank")):
-                for workers in o.workers:
-                    rows.append(compare(model, tensors, like, way, workers))
-                    print(report.row(*cells(rows[-1])), flush=True)
-        show(folder, model, tensors, names)
-    result = report.header("bench.equal_error", o) | {"rows": rows}
-    report.conclude(folder, NAME, result, text(result))
+        ways = [(like, w) for like in o.likes for w in WAYS if "ranks" not in w or like.startswith("rank")]
+        rows = (compare(model, tensors, *way, workers) for way in ways for workers in o.workers)
+        session.take("rows", rows, lambda row: report.row(*cells(row)))
+        show(session.folder, model, tensors, names)
 
 
 def show(folder: Path, model: str, tensors: list[Tensor], names: list[str]) -> None:

@@ -16,13 +16,12 @@ import lzma
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench import report
-from bench.report import mean_sd, read_options, require_each_once, require_one_or_more
+from bench.report import Asked, mean_sd, require
 from core.errors import UserError
 from language.corpora import gutenberg_file, wikitext2_file
 from language.lengths import laws
@@ -61,7 +60,7 @@ CASES = (
 
 
 @dataclass(frozen=True)
-class Bench:
+class Bench(Asked):
     """Waits of every case, number of workers and tau."""
 
     workers: tuple[int, ...] = (4, 16)
@@ -69,25 +68,16 @@ class Bench:
     rounds: int = 20
     """Of each seed."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    out: Path | None = None
-    """Where lengths.json and lengths.md go; runs/lengths-DATE by default."""
 
     def check(self) -> None:
-        require_each_once(self, "workers", "taus", "seeds")
-        require_one_or_more(self, "rounds")
+        require(self, once="workers taus seeds", ones="rounds")
         if min(self.workers) < 2 or min(self.taus) < 1:
             raise UserError("workers and taus: give 2 workers or more, and local steps, 1 or more")
 
 
 def main() -> None:
-    bench = read_options(Bench, "bench.lengths")
-    out = report.new_folder("lengths", bench.out)
-    rows = []
-    for row in measure(bench):
-        rows.append(row)
-        print(*cells(row), sep=" | ", flush=True)
-    result = report.header("bench.lengths", bench, ("numpy", "torch")) | {"rows": rows}
-    report.conclude(out, "lengths", result, text(result))
+    take = lambda o, session: session.take("rows", measure(o), lambda row: report.row(*cells(row)))  # noqa: E731
+    report.run(Bench, "lengths", take, text, packages=("numpy", "torch"))
 
 
 # -- documents --------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from bench import report
-from bench.report import mean_sd, read_options, require_company, require_each_once, require_known, require_one_or_more
+from bench.report import Asked, mean_sd, require, require_company
 from core import CO2Config
 from core.testing import run_distributed
 from language.corpora import gutenberg_file
@@ -42,7 +42,7 @@ HELD_OUT = 100  # one paragraph in so many
 
 
 @dataclass(frozen=True)
-class Bench:
+class Bench(Asked):
     """Losses of each way to deal, for each seed."""
 
     ways: tuple[str, ...] = WAYS
@@ -55,24 +55,20 @@ class Bench:
     """Contexts a step, over all workers."""
     vocab_size: int = 2048
     lr: float = 4e-3
-    out: Path | None = None
-    """Where lengths_loss.json and lengths_loss.md go; runs/lengths_loss-DATE by default."""
 
     def check(self) -> None:
         require_company(self)
-        require_each_once(self, "ways", "seeds")
-        require_known(self, "ways", WAYS)
-        require_one_or_more(self, "tau", "steps", "context", "batch_size", "vocab_size")
+        require(self, once="ways seeds", ones="tau steps context batch_size vocab_size", ways=WAYS)
 
 
 def main() -> None:
-    bench = read_options(Bench, "bench.lengths_loss")
-    out = report.new_folder("lengths_loss", bench.out)
+    report.run(Bench, "lengths_loss", measure, text, packages=("torch", "transformers"))
+
+
+def measure(bench: Bench, session: report.Session) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        meta = write_paragraphs(Path(folder, "text"), bench.vocab_size)
-        rows = run_distributed(one_worker, bench.workers, bench, folder, timeout=24 * 3600)[0]
-    result = report.header("bench.lengths_loss", bench, ("torch", "transformers")) | {"text": meta, "rows": rows}
-    report.conclude(out, "lengths_loss", result, text(result))
+        session.result["text"] = write_paragraphs(Path(folder, "text"), bench.vocab_size)
+        session.result["rows"] = run_distributed(one_worker, bench.workers, bench, folder, timeout=24 * 3600)[0]
 
 
 def write_paragraphs(folder: Path, vocab_size: int) -> dict[str, Any]:

@@ -20,19 +20,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from bench import report
-from bench.report import mean_sd, read_options, require_known, require_one_or_more
+from bench.report import Asked, mean_sd, require
 from language.lengths import laws
 from language.lengths.plan import Island, Loads, Ring, layer_seconds, plan
 from training.script import launch
 
-NAME = "lengths_plans"
 WIDTH, LAYERS = 4096, 32
 LINEAR, ATTENTION = 72 * WIDTH**2 / 150e12, 7 * WIDTH / 100e12  # seconds; 3.5 times 2 h a pair of a causal triangle
 BITS = 8 * 16 * WIDTH  # of a token's keys and values in 16 bits, twice, and of their gradients in 32
@@ -42,19 +40,15 @@ MOST = 300_000  # places that the search for the optimum looks at
 
 
 @dataclass(frozen=True)
-class Plans:
+class Plans(Asked):
     """How good plans are."""
 
     laws: tuple[str, ...] = tuple(laws.LAWS)
     draws: int = 20
     """Sets of documents, seeds 0 to draws - 1, for each cell."""
-    out: Path | None = None
-    """Where to write; runs/lengths_plans-DATE by default."""
 
     def check(self) -> None:
-        """A UserError names the first option that cannot be."""
-        require_known(self, "laws", laws.LAWS)
-        require_one_or_more(self, "draws")
+        require(self, ones="draws", laws=laws.LAWS)
 
 
 def island(across: float, nodes: int = 2, devices: int = 8, speed: float = 1.0, inside: float = 1600e9) -> Island:
@@ -284,19 +278,19 @@ def planning(o: Plans) -> list[dict[str, Any]]:
 # -- the tables -------------------------------------------------------------------------------------------------------
 
 
-def text_of(result: dict[str, Any], o: Plans) -> str:
-    source = report.source(result)
+def text_of(result: dict[str, Any]) -> str:
+    source, last = report.source(result), result["options"]["draws"] - 1
     sections = [
         (
             "Seconds of a layer over the optimum's, 2 nodes of 2 devices, 3 to 7 documents of the law github_like; "
-            f"seeds 0 to {o.draws - 1}; {source}",
+            f"seeds 0 to {last}; {source}",
             ("link across", "plan, mean", "worst", "thresholds alone, mean", "worst", "not finished"),
             map(optimum_cells, result["optimum"]),
         ),
         (
             "Seconds of a layer over the plan's, by the model alone: above 1 the plan wins. 2 nodes of 8 devices, "
             f"{TOKENS} tokens a device, documents of up to {LONGEST}, laws with parameters of ours; seeds 0 to "
-            f"{o.draws - 1}; {source}",
+            f"{last}; {source}",
             ("devices and links across", "law", *RIVALS, "documents split, %"),
             map(rival_cells, result["rivals"]),
         ),
@@ -334,11 +328,9 @@ def planning_cells(r: dict[str, Any]) -> list[object]:
 
 
 def main() -> None:
-    o = read_options(Plans, "bench.lengths_plans")
-    folder = report.new_folder(NAME, o.out)
-    result = report.header("bench.lengths_plans", o)
-    result |= {"optimum": against_optimum(o), "rivals": against_rivals(o), "planning": planning(o)}
-    report.conclude(folder, NAME, result, text_of(result, o))
+    parts = {"optimum": against_optimum, "rivals": against_rivals, "planning": planning}
+    measure = lambda o, session: session.result.update({part: of(o) for part, of in parts.items()})  # noqa: E731
+    report.run(Plans, "lengths_plans", measure, text_of)
 
 
 if __name__ == "__main__":

@@ -30,19 +30,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench import report
-from bench.cluster import Cluster, prepare_to_fork, run_ranks
-from bench.lengths_plans import (
-    ATTENTION,
-    BITS,
-    LINEAR,
-    by_cost,
-    cut_rows,
-    drawn,
-    in_groups,
-    planned,
-    zones,
-)
-from bench.report import mean_sd, read_options, require_each_once, require_known, require_one_or_more, require_positive
+from bench.cluster import Cluster, run_ranks
+from bench.lengths_plans import ATTENTION, BITS, LINEAR, by_cost, cut_rows, drawn, in_groups, planned, zones
+from bench.report import Asked, mean_sd, require
 from language.lengths import laws
 from language.lengths.plan import Island, Ring, layer_seconds
 from language.lengths.rings import hop_of, slowest
@@ -58,7 +48,7 @@ Placement = tuple[list[int], list[Ring]]  # lengths, and the ranks of each
 
 
 @dataclass(frozen=True)
-class Bench:
+class Bench(Asked):
     """Seconds of a layer's two passes, each way."""
 
     laws: tuple[str, ...] = tuple(laws.LAWS)
@@ -72,15 +62,9 @@ class Bench:
     """Mbit/s of a link of the cluster."""
     stretch: float = 2.0
     """How many times longer than on an A800 computing takes, about."""
-    out: Path | None = None
-    """Where to write; runs/lengths_rings-DATE by default."""
 
     def check(self) -> None:
-        """A UserError names the first option that cannot be."""
-        require_known(self, "laws", laws.LAWS)
-        require_each_once(self, "links")
-        require_positive(self, "links", "rate", "stretch")
-        require_one_or_more(self, "draws", "tokens")
+        require(self, once="links", positive="links rate stretch", ones="draws tokens", laws=laws.LAWS)
 
 
 WAYS: dict[str, Callable[[list[int], Island], Placement]] = {
@@ -136,10 +120,7 @@ def stepped(placement: Placement, island: Island, width: int) -> tuple[float, li
     shares, paced = Shares(torch.tensor([0, *lengths]).cumsum(0), rings), Paced(island)
     tokens = len(shares.indices)
     q, k, v = (torch.zeros(tokens, 1, width, requires_grad=True) for _ in range(3))
-    with (
-        mock.patch.object(ring, "flash", paced.flash),
-        mock.patch.object(ring, "flash_backward", paced.flash_backward),
-    ):
+    with mock.patch.object(ring, "flash", paced.flash), mock.patch.object(ring, "flash_backward", paced.flash_backward):
         dist.barrier()
         began = time.perf_counter()
         paced.spend(island.linear * tokens / 3, "linear layers")
@@ -302,15 +283,14 @@ def draw(file: Path, spans: Sequence[dict[str, Any]], o: Bench) -> None:
 
 
 def main() -> None:
-    o = read_options(Bench, "bench.lengths_rings")
-    prepare_to_fork(namespaces=True)
-    folder = report.new_folder(NAME, o.out)
+    report.run(Bench, NAME, measure, text_of, forks=lambda _: True)
+
+
+def measure(o: Bench, session: report.Session) -> None:
     with Cluster(NODES, o.rate, nics=DEVICES) as cluster:
         found = run_ranks(measured, cluster, DEVICES, NODES, o, timeout=3600.0)
-    rows, spans = found[0][0], [of_rank for _, of_rank in found]
-    result = report.header("bench.lengths_rings", o) | {"rows": rows}
-    draw(folder / f"{NAME}.png", spans, o)
-    report.conclude(folder, NAME, result, text_of(result))
+    session.result["rows"] = found[0][0]
+    draw(session.folder / f"{NAME}.png", [of_rank for _, of_rank in found], o)
 
 
 if __name__ == "__main__":

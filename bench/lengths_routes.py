@@ -17,7 +17,6 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,21 +25,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench import report
-from bench.cluster import Cluster, prepare_to_fork, run_ranks
+from bench.cluster import Cluster, run_ranks
 from bench.lengths_plans import TOKENS, drawn, even, island, planned, zones
-from bench.report import mean_sd, read_options, require_known, require_one_or_more, require_positive
+from bench.report import Asked, mean_sd, require
 from core.errors import UserError
 from language.lengths import laws
 from language.lengths.plan import Island, Loads, Ring, layer_seconds
 from training.script import launch
 
-NAME = "lengths_routes"
 NICS = 4  # of a node of the paper
 HIDDEN = 0.5  # bytes of a token's hidden states, to and fro, forward and backward, of those that a hop of a ring sends
 
 
 @dataclass(frozen=True)
-class Routes:
+class Routes(Asked):
     """What routing and remapping bring."""
 
     laws: tuple[str, ...] = tuple(laws.LAWS)
@@ -53,14 +51,9 @@ class Routes:
     megabytes: float = 2.0
     """Of the message."""
     repeats: int = 5
-    out: Path | None = None
-    """Where to write; runs/lengths_routes-DATE by default."""
 
     def check(self) -> None:
-        """A UserError names the first option that cannot be."""
-        require_known(self, "laws", laws.LAWS)
-        require_one_or_more(self, "draws", "repeats")
-        require_positive(self, "rate", "megabytes")
+        require(self, positive="rate megabytes", ones="draws repeats", laws=laws.LAWS)
         for nics in self.nics:
             if not 1 <= nics <= 16:
                 raise UserError(f"nics={nics}: give 1 to 16")
@@ -236,31 +229,30 @@ def modelled(o: Routes) -> list[dict[str, Any]]:
     return rows
 
 
-def text_of(result: dict[str, Any], o: Routes) -> str:
+def text_of(result: dict[str, Any]) -> str:
+    o = result["options"]
     names = [name for name in result["modelled"][0] if name not in ("link", "law", "even")]
     rows = ([r["link"], r["law"], *(mean_sd(r[name], ".2f") for name in names)] for r in result["modelled"])
     text = (
         "- Times the throughput of even context parallelism, by the model alone, in the order of the paper's ablation, "
         f"then with the plan of language/lengths/plan.py; 2 nodes of 8 A800 with {NICS} NICs, links of a flow as said, "
-        f"{TOKENS} tokens a device, laws with parameters of ours, seeds 0 to {o.draws - 1}; {report.source(result)}\n\n"
+        f"{TOKENS} tokens a device, laws with parameters of ours, seeds 0 to {o['draws'] - 1}; "
+        f"{report.source(result)}\n\n"
     )
     text += report.table(("link", "law", *names), rows) + "\n\n"
     if not result["measured"]:
         return text + "The routing on the emulated cluster: not run.\n"
     text += (
-        f"- A message of {o.megabytes:g} MB from a rank to one of the other node, links of {o.rate:g} Mbit/s, "
-        f"{o.repeats} repeats in turns; {report.source(result)}\n\n"
+        f"- A message of {o['megabytes']:g} MB from a rank to one of the other node, links of {o['rate']:g} Mbit/s, "
+        f"{o['repeats']} repeats in turns; {report.source(result)}\n\n"
     )
     cells = ([r["nics"], r["way"], mean_sd([1e3 * s for s in r["seconds"]], ".0f")] for r in result["measured"])
     return text + report.table(("NICs of a node", "way", "ms"), cells) + "\n"
 
 
 def main() -> None:
-    o = read_options(Routes, "bench.lengths_routes")
-    prepare_to_fork(namespaces=bool(o.nics))
-    folder = report.new_folder(NAME, o.out)
-    result = report.header("bench.lengths_routes", o) | {"measured": measure(o), "modelled": modelled(o)}
-    report.conclude(folder, NAME, result, text_of(result, o))
+    both = lambda o, session: session.result.update(measured=measure(o), modelled=modelled(o))  # noqa: E731
+    report.run(Routes, "lengths_routes", both, text_of, forks=lambda o: bool(o.nics))
 
 
 if __name__ == "__main__":

@@ -243,11 +243,6 @@ def notes(result: dict[str, Any]) -> list[str]:
 # -- files ------------------------------------------------------------------------------------------------------
 
 
-def write(folder: Path, result: dict[str, Any]) -> None:
-    """Writes time_to_loss.json and time_to_loss.md."""
-    report.save(folder, NAME, result, markdown(result))
-
-
 def rewrite(folder: Path) -> str:
     """Makes time_to_loss.md of time_to_loss.json; returns it."""
     text = markdown(report.load(folder / f"{NAME}.json", "bench.time_to_loss", "runs"))

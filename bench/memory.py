@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bench import report
-from bench.cluster import prepare_to_fork, run_ranks
-from bench.report import MOST_PARAMETERS, read_options
+from bench.cluster import run_ranks
+from bench.report import MOST_PARAMETERS, Asked
 from core import CO2, CO2Config, ShardedCO2, UserError
 from core.sharded.mesh import node_mesh
 from training import zero
@@ -45,13 +45,11 @@ MODES: dict[str, tuple[int, Any, bool, bool]] = {
 
 
 @dataclass(frozen=True)
-class Bench:
+class Bench(Asked):
     """Memory per worker, for each way to share it."""
 
     parameters: float = 2e7
     """Of the model, float32."""
-    out: Path | None = None
-    """Where memory.json and memory.md go; runs/memory-DATE by default."""
 
     def check(self) -> None:
         if not 4 * WIDTH**2 <= self.parameters <= MOST_PARAMETERS:
@@ -62,16 +60,13 @@ class Bench:
 
 
 def main() -> None:
-    bench = read_options(Bench, "bench.memory")
-    prepare_to_fork()
-    out = report.new_folder("memory", bench.out)
-    rows = []
-    for name, mode in MODES.items():
-        rows.append({"mode": name} | run_ranks(measure, None, 4, 1, int(bench.parameters), mode, timeout=300)[0])
-        print(report.row(*cells(rows[-1])), flush=True)
-    result = report.header("bench.memory", bench) | {"rows": rows}
-    text = f"{table(rows, bench.parameters)} {report.source(result)}.\n"
-    report.conclude(out, "memory", result, text)
+    report.run(Bench, "memory", measure_all, text, forks=lambda _: False)
+
+
+def measure_all(bench: Bench, session: report.Session) -> None:
+    ranks = lambda mode: run_ranks(measure, None, 4, 1, int(bench.parameters), mode, timeout=300)  # noqa: E731
+    rows = ({"mode": name} | ranks(mode)[0] for name, mode in MODES.items())
+    session.take("rows", rows, lambda row: report.row(*cells(row)))
 
 
 def measure(parameters: int, mode: tuple[int, Any, bool, bool]) -> dict[str, float]:
@@ -187,13 +182,13 @@ TITLES = (
 )
 
 
-def table(rows: list[dict[str, Any]], parameters: float) -> str:
+def text(result: dict[str, Any]) -> str:
     note = (
-        f"MB per worker, {parameters / 1e6:g} M float32 parameters, at rest between steps. ZeRO-2 gathers them "
-        "from forward to backward, ZeRO-3 a layer at a time. Offloaded: nothing on a GPU; on a CPU both are the same "
-        "memory, and the parameters' copy in transit, one more copy on the host, is not counted."
+        f"MB per worker, {result['options']['parameters'] / 1e6:g} M float32 parameters, at rest between steps. "
+        "ZeRO-2 gathers them from forward to backward, ZeRO-3 a layer at a time. Offloaded: nothing on a GPU; on a CPU "
+        "both are the same memory, and the parameters' copy in transit, one more copy on the host, is not counted."
     )
-    return f"{report.table(TITLES, map(cells, rows))}\n\n{note}"
+    return f"{report.table(TITLES, map(cells, result['rows']))}\n\n{note} {report.source(result)}.\n"
 
 
 if __name__ == "__main__":

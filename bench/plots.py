@@ -121,10 +121,7 @@ def markdown(result: dict[str, Any]) -> str:
     for rate in rates or [None]:
         text += ["", f"{rate:g} Mbit/s" if rate else "No link", "", _rate_table(cells, rate)]
     if any(c.late for c in cells):
-        text += [
-            "",
-            "† the stand-in missed its deadlines by over 10 %: this machine was too slow for so many workers",
-        ]
+        text += ["", "† the stand-in missed its deadlines by over 10 %: this machine was too slow for so many workers"]
     return "\n".join(text) + "\n"
 
 
@@ -224,15 +221,20 @@ def _legend(figure: Figure, axes: Axes) -> None:
 # -- files ------------------------------------------------------------------------------------------------------
 
 
+def draw(folder: Path, result: dict[str, Any]) -> None:
+    """Both plots."""
+    for plot in (throughput_vs_workers, exposed_vs_bandwidth):
+        figure = plot(result)
+        figure.savefig(folder / f"{plot.__name__}.png", dpi=150)
+        plt.close(figure)
+
+
 def write(folder: Path) -> str:
     """Makes scaling.md and the plots from scaling.json; returns the table."""
     result = report.load(folder / f"{NAME}.json", "bench.scaling")
     text = markdown(result)
     (folder / f"{NAME}.md").write_text(text)
-    for draw in (throughput_vs_workers, exposed_vs_bandwidth):
-        figure = draw(result)
-        figure.savefig(folder / f"{draw.__name__}.png", dpi=150)
-        plt.close(figure)
+    draw(folder, result)
     return text
 
 

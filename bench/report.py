@@ -29,7 +29,7 @@ FORMAT = 1  # of the JSON
 MOST_WORKERS = 1024
 MOST_PARAMETERS = 1e12
 Options = TypeVar("Options")
-Row = dict[str, Any]
+Text = Callable[[dict[str, Any]], str]  # makes the page of what the JSON holds
 
 
 # -- options ----------------------------------------------------------------------------------------------------
@@ -43,6 +43,27 @@ def read_options(kind: type[Options], module: str, **how: Any) -> Options:
     options = tyro.cli(kind, prog=f"python -m {module}", use_underscores=True, **how)
     options.check()  # pyright: ignore[reportAttributeAccessIssue]
     return options
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of a command; the base of all that write into a folder of their own."""
+
+    out: Path | None = None
+    """The folder to write into; runs/NAME-DATE by default."""
+
+    def check(self) -> None:
+        """A UserError names the first option that cannot be."""
+
+
+def require(options: Any, *, once: str = "", positive: str = "", ones: str = "", **known: Collection[str]) -> None:
+    """A UserError names the first option that cannot be. Names of options, divided by spaces: those that are given once
+    each, those above 0, those of 1 or more; and NAME=WHAT, where all values of an option must be among these."""
+    require_each_once(options, *once.split())
+    require_positive(options, *positive.split())
+    require_one_or_more(options, *ones.split())
+    for name, values in known.items():
+        require_known(options, name, values)
 
 
 def require_each_once(options: Any, *names: str) -> None:
@@ -143,6 +164,17 @@ def mean_sd(values: Sequence[float], spec: str) -> str:
     return plus_minus(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, spec)
 
 
+def of_seeds(losses: Sequence[float | None], spec: str, seeds: int = 0) -> str:
+    """mean_sd of runs that ended with a number; how many diverged, None; and how many there are of `seeds`."""
+    known = [loss for loss in losses if loss is not None]
+    if not losses:
+        return "not run"
+    text = mean_sd(known, spec) if known else ""
+    if lost := len(losses) - len(known):
+        text = f"diverged in {lost} of {len(losses)}" + (f" (else {text})" if known else "")
+    return f"{text} ({len(losses)} of {seeds} seeds)" if len(losses) < seeds else text
+
+
 def plus_minus(mean: float, sd: float | None, spec: str) -> str:
     return f"{mean:{spec}}" + ("" if sd is None else f" ± {sd:{spec}}")
 
@@ -207,8 +239,77 @@ def conclude(folder: Path, name: str, result: dict[str, Any], text: str) -> None
     print(f"\n{text}\nwritten to {folder}/{name}.md and {name}.json")
 
 
+@dataclass
+class Session:
+    """A measurement under way. result: what is known so far, of which `text` makes the page."""
+
+    name: str
+    folder: Path
+    result: dict[str, Any]
+    text: Text
+
+    def save(self) -> None:
+        """Both files as they are now, so that an interruption costs no more than what is being measured."""
+        save(self.folder, self.name, self.result, self.text(self.result))
+
+    def take(
+        self, part: str, rows: Iterable[dict[str, Any]], say: Callable[[dict[str, Any]], object] | None = str
+    ) -> None:
+        """Adds rows to a part of the result, and saves and shows each as it comes; say: how, None for not at all."""
+        found = self.result.setdefault(part, [])
+        for row in rows:
+            found.append(row)
+            self.save()
+            if say is not None:
+                print(say(row), flush=True)
+
+
+def begin(
+    o: Any, name: str, module: str, text: Text, *, packages: Sequence[str] = ("torch",), goes_on: bool = False
+) -> Session:
+    """A new measurement; goes_on: or what --out holds, where that is of the same options."""
+    fresh, path = header(module, o, packages), Path(o.out or "", f"{name}.json")
+    if not goes_on or o.out is None or not path.exists():
+        return Session(name, new_folder(name, o.out), fresh, text)
+    found = load(path, module, "rows tuning")
+    differ = [k for k, v in fresh["options"].items() if k != "out" and v != found["options"].get(k)]
+    if differ:
+        raise UserError(f"{o.out} holds a measurement with other {', '.join(differ)}: choose another --out")
+    found.setdefault("resumed", []).append({k: fresh[k] for k in ("commit", "date")})
+    return Session(name, o.out, found, text)
+
+
+def run(
+    kind: type[Options],
+    name: str,
+    measure: Callable[[Options, Session], object],
+    text: Text,
+    *,
+    packages: Sequence[str] = ("torch",),
+    forks: Callable[[Options], bool] | None = None,
+    module: str = "",
+    goes_on: bool = False,
+) -> None:
+    """A command, python -m MODULE, bench.NAME by default: its options, a measurement, NAME.json and NAME.md.
+
+    measure: fills the session's result, which begins as the header. packages: whose versions that names. forks: where
+    ranks are forked; whether they sit on an emulated cluster. goes_on: see begin.
+    """
+    module = module or f"bench.{name}"
+    o = read_options(kind, module)
+    if forks is not None:
+        from bench.cluster import prepare_to_fork
+
+        prepare_to_fork(namespaces=forks(o))
+    session = begin(o, name, module, text, packages=packages, goes_on=goes_on)
+    kept = f"what was measured is in {session.folder / name}.json"
+    with stoppable(f"to go on, give the same options and --out {session.folder}" if goes_on else kept):
+        measure(o, session)
+    conclude(session.folder, name, session.result, text(session.result))
+
+
 def load(path: Path, module: str, rows: str = "rows") -> dict[str, Any]:
-    """A file that `python -m MODULE` has written, with at least one of its `rows`; else a UserError."""
+    """A file that `python -m MODULE` has written, with a row in one of its parts `rows`; else a UserError."""
     remedy = f"measure with python -m {module} --out {path.parent}"
     try:
         result = parse_json(path.read_text())
@@ -220,8 +321,8 @@ def load(path: Path, module: str, rows: str = "rows") -> dict[str, Any]:
         raise UserError(f"{path}: not JSON ({error}); {remedy}") from None
     if not isinstance(result, dict) or result.get("format") != FORMAT:
         raise UserError(f"{path}: not of format {FORMAT}; {remedy}")
-    if not isinstance(result.get(rows), list) or not result[rows]:
-        raise UserError(f"{path}: has no {rows}; {remedy}")
+    if not any(isinstance(result.get(part), list) and result[part] for part in rows.split()):
+        raise UserError(f"{path}: has no {rows.split()[0]}; {remedy}")
     return result
 
 

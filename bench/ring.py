@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench import report
-from bench.report import mean_sd, read_options, require_company, require_each_once, require_one_or_more
+from bench.report import Asked, mean_sd, require, require_company
 from core.errors import UserError
 from core.testing import run_distributed
 from core.testing.link import Link
@@ -32,12 +31,11 @@ from training.layouts import ring
 from training.layouts.ring import Piece, Shares, Waited, ring_attention
 from training.script import launch
 
-NAME = "ring"
 HEADS, WIDTH = 4, 64
 
 
 @dataclass(frozen=True)
-class Ring:
+class Ring(Asked):
     """One document over all ranks, and one on each rank."""
 
     workers: int = 2
@@ -51,14 +49,10 @@ class Ring:
     whole: int = 0
     """Tokens of each rank's own document; 0: none."""
     repeats: int = 5
-    out: Path | None = None
-    """Where to write; runs/ring-DATE by default."""
 
     def check(self) -> None:
-        """A UserError names the first option that cannot be."""
         require_company(self)
-        require_each_once(self, "delays")
-        require_one_or_more(self, "split", "repeats")
+        require(self, once="delays", ones="split repeats")
         for value in (*self.delays, self.block, self.whole):
             if not 0 <= value < float("inf"):
                 raise UserError(f"{value}: delays, block and whole are 0 or more")
@@ -219,31 +213,31 @@ def timed(fn: Callable[[], Any], clock: Clock) -> tuple[Any, float]:
 TITLES = ("delay, ms", "way", "forward, ms", "expected", "backward, ms", "expected")
 
 
-def cells_of(row: dict[str, Any], o: Ring) -> list[str]:
-    told = expected(o.workers, row["delay"], o.block, row["at_once"], bool(o.whole)) if o.block else ("", "")
+def cells_of(row: dict[str, Any], o: dict[str, Any]) -> list[str]:
+    block = o["block"]
+    told = expected(o["workers"], row["delay"], block, row["at_once"], bool(o["whole"])) if block else ("", "")
     took = [mean_sd([1e3 * s for s in row[which]], ".0f") for which in ("forward", "backward")]
     way = "at once" if row["at_once"] else "overlapped"
-    numbers = [took[0], f"{told[0]:.0f}" if o.block else "", took[1], f"{told[1]:.0f}" if o.block else ""]
+    numbers = [took[0], f"{told[0]:.0f}" if block else "", took[1], f"{told[1]:.0f}" if block else ""]
     return [f"{row['delay']:g}", way, *numbers]
 
 
-def caption(result: dict[str, Any], o: Ring) -> str:
-    computed = f"each block takes {o.block:g} ms" if o.block else "blocks are computed by this machine"
-    own = f", and one of {o.whole} on each" if o.whole else ""
-    how = f"mean ± standard deviation of {o.repeats} repeats" if o.clock == "real" else "counted, not measured"
+def text(result: dict[str, Any]) -> str:
+    o = result["options"]
+    computed = f"each block takes {o['block']:g} ms" if o["block"] else "blocks are computed by this machine"
+    own = f", and one of {o['whole']} on each" if o["whole"] else ""
+    how = f"mean ± standard deviation of {o['repeats']} repeats" if o["clock"] == "real" else "counted, not measured"
     return (
-        f"- Ring attention on {o.workers} ranks, a document of {o.split} tokens over all{own}, {HEADS} heads of width "
-        f"{WIDTH}, float32, random values; {computed}; the slowest rank's time, {how}; {report.source(result)}\n\n"
+        f"- Ring attention on {o['workers']} ranks, a document of {o['split']} tokens over all{own}, {HEADS} heads of "
+        f"width {WIDTH}, float32, random values; {computed}; the slowest rank's time, {how}; "
+        f"{report.source(result)}\n\n"
+        f"{report.table(TITLES, (cells_of(row, o) for row in result['rows']))}\n"
     )
 
 
 def main() -> None:
-    o = read_options(Ring, "bench.ring")
-    folder = report.new_folder(NAME, o.out)
-    rows = run_distributed(measure, o.workers, o, timeout=3600.0)[0]
-    result = report.header("bench.ring", o) | {"rows": rows}
-    text = caption(result, o) + report.table(TITLES, (cells_of(row, o) for row in rows)) + "\n"
-    report.conclude(folder, NAME, result, text)
+    ranks = lambda o: run_distributed(measure, o.workers, o, timeout=3600.0)  # noqa: E731
+    report.run(Ring, "ring", lambda o, session: session.result.update(rows=ranks(o)[0]), text)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Weak scaling on an emulated cluster: samples/s and exposed communication of every method, by workers and link rate.
 
-python -m bench.scaling [--workers 1 2 4 8 16] [--rates 50 200 1000] [--repeats 3] [--throttle] [--out FOLDER] [--quick]
+python -m bench.scaling [--workers 1 2 4 8 16] [--rates 50 200 1000] [--repeats 3] [--throttle] [--out FOLDER]
 
 A worker is a node, a network namespace of its own, with links shaped to each rate; with --throttle all share the
 loopback device and collectives are held back in software. Computing is a stand-in (bench/standin.py). The workers are
@@ -13,27 +13,89 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from bench import plots, report
-from bench.cluster import Cluster, prepare_to_fork, run_ranks
-from bench.measure import SETTLED, Job, Setting, round_seconds, rounds_to_measure, wire_seconds, work
-from bench.report import read_options, require_each_once, require_no_crowd, require_positive
-from bench.standin import BYTES, LAYERS, PARAMS, digits
+from bench.cluster import Cluster, run_ranks
+from bench.report import Asked, require, require_no_crowd
+from bench.standin import BYTES, LAYERS, LEARNING_RATE, PARAMS, Pacer, StandIn, Trainer, digits
+from core import CO2Config
+from core.errors import UserError
+from core.groups import ring_bytes
+from core.methods import METHODS, make_method
+from core.rounds import Rounds
+from core.testing.link import ThrottledLink
 from training.script import launch
+
+RECOMMENDED = "co2_recommended"  # co2 with the settings of CO2Config.recommended
+TIMEOUT = 120.0  # seconds until a missing worker is an error
+TAU_MAX = 192  # of tau="auto": what the paper searched up to
+SETTLED = 5  # rounds without a change after which tau="auto" counts as settled: the window of its medians
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A method and its tau."""
+
+    method: str
+    tau: int | Literal["auto"]
+
+    @classmethod
+    def parse(cls, text: str) -> Setting:
+        method, _, tau = text.partition(":")
+        if method not in (*METHODS, RECOMMENDED):
+            known = ", ".join((*METHODS, RECOMMENDED))
+            raise UserError(f"methods: {text!r}: choose ddp or METHOD:TAU with one of {known}")
+        if method == "ddp" and not tau:
+            return cls(method, 1)
+        autos = ("co2", RECOMMENDED, "overlap_local")
+        if method == "ddp" or not (tau.isdecimal() and int(tau) > 0 or tau == "auto" and method in autos):
+            raise UserError(
+                f"methods: {text!r}: ddp has no tau; the others need one, such as co2:12 (co2:auto works too)"
+            )
+        return cls(method, "auto" if tau == "auto" else int(tau))
+
+    @property
+    def settles(self) -> bool:
+        """Whether tau, or the wire, is chosen while training."""
+        return self.tau == "auto" or self.method == RECOMMENDED
+
+    def __str__(self) -> str:
+        return self.method if self.method == "ddp" else f"{self.method} tau {self.tau}"
+
+
+def wire_seconds(workers: int, rate: float | None) -> float:
+    """A ring all-reduce of the stand-in's parameters, in theory."""
+    return ring_bytes(BYTES, workers) * 8e-6 / rate if rate else 0.0
+
+
+def round_seconds(setting: Setting, tau: int, step: float, wire: float) -> float:
+    """A round, in theory: computing and communication one after the other, or side by side (ddp: at the most)."""
+    side_by_side = setting.method in ("co2", RECOMMENDED, "overlap_local")
+    return max(tau * step, wire) if side_by_side else tau * step + wire
+
+
+def rounds_to_measure(seconds: float, round_seconds: float) -> int:
+    return max(2, math.ceil(seconds / round_seconds))
+
 
 # slowmo at two tau, each beside co2 at the same: over the slowest link co2 hides everything at 48 and a part at 12.
 # local and overlap_local stand once, at 12, where the most differ: local's times are slowmo's, overlap_local's co2's.
 DEFAULT = ("ddp", "local:12", "overlap_local:12", "slowmo:12", "slowmo:48", "co2:3", "co2:12", "co2:48", "co2:auto")
-QUICK = ("ddp", "local:12", "overlap_local:12", "slowmo:12", "co2:12", "co2:auto")
 
 
 @dataclass(frozen=True)
-class Scaling:
+class Scaling(Asked):
     """What to measure."""
 
     workers: tuple[int, ...] = (1, 2, 4, 8, 16)
@@ -52,28 +114,160 @@ class Scaling:
     seed: int = 0
     throttle: bool = False
     """Hold collectives back in software instead of making network namespaces."""
-    quick: bool = False
-    """In less than a minute: 1, 2 and 4 workers, 200 Mbit/s, tau up to 12, one short repeat."""
-    out: Path | None = None
-    """Where to write; runs/scaling-DATE by default."""
 
     def check(self) -> None:
-        """A UserError names the first option that cannot be."""
-        require_each_once(self, "workers", "rates", "methods")
-        require_positive(self, "workers", "rates", "repeats", "seconds", "step_ms", "batch")
+        require(self, once="workers rates methods", positive="workers rates repeats seconds step_ms batch")
         require_no_crowd(self)
         self.settings()
 
     def settings(self) -> list[Setting]:
         return [Setting.parse(text) for text in self.methods]
 
-    @property
-    def link(self) -> str:
-        return "throttled in software" if self.throttle else "namespaces + tbf"
-
     def groups(self) -> list[tuple[int, float | None]]:
         """(workers, rate): what one fork of the workers measures. A lone worker has no link."""
         return [(n, rate) for n in self.workers for rate in (self.rates if n > 1 else (None,))]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the workers of one group are told. rate: of the link, Mbit/s; None for a lone worker."""
+
+    o: Scaling
+    workers: int
+    rate: float | None
+    data: tuple[Tensor, Tensor]
+
+    @property
+    def step_seconds(self) -> float:
+        return self.o.step_ms / 1e3
+
+
+# -- one worker: builds every method over the stand-in, and measures them in turns ----------------------------------
+
+
+def work(job: Job) -> dict[str, Any]:
+    """One worker of a group, in a process of its own: its measurements, and the sizes of ddp's buckets."""
+    torch.set_num_threads(1)
+    if job.workers > 1:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
+    result = measure_all(job)
+    if job.workers > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+    return result
+
+
+def measure_all(job: Job) -> dict[str, Any]:
+    """Builds every method, then measures each `repeats` times. All workers shuffle alike."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    trainers = {setting: build(job, setting, rank) for setting in job.o.settings()}
+    order, shuffle = list(trainers), random.Random(f"{job.o.seed} {job.workers} {job.rate}")
+    cells: list[dict[str, Any]] = []
+    for repeat in range(job.o.repeats):
+        shuffle.shuffle(order)
+        for setting in order:
+            cells.append(measure(job, setting, trainers[setting], repeat))
+            if rank == 0:
+                tell(setting, cells[-1])
+    buckets = next((ddp_buckets(t.model) for s, t in trainers.items() if s.method == "ddp"), None)
+    for trainer in trainers.values():
+        if isinstance(trainer.method, Rounds) and trainer.method.flight.in_flight:
+            trainer.method.flight.wait()  # finish() would take two more all-reduces; the models are thrown away
+        trainer.method.close()
+    return {"cells": cells, "ddp_buckets": buckets}
+
+
+def build(job: Job, setting: Setting, rank: int) -> Trainer:
+    """The method around a model of its own. Every worker starts from rank 0's parameters, with data of its own."""
+    pacer = Pacer(job.step_seconds, LAYERS)
+    torch.manual_seed(job.o.seed)
+    link = ThrottledLink(job.rate) if job.o.throttle and job.rate else None
+    recommended = setting.method == RECOMMENDED
+    config = CO2Config.recommended(job.workers) if recommended else CO2Config()
+    config = replace(config, tau=setting.tau, tau_max=TAU_MAX)
+    name = "co2" if recommended else setting.method
+    model, method = make_method(name, StandIn(pacer), co2=config, lr=lambda: LEARNING_RATE, timeout=TIMEOUT, link=link)
+    return Trainer(model, method, pacer, job.data, job.o.batch, seed=job.o.seed * 1_000_003 + rank)
+
+
+def measure(job: Job, setting: Setting, trainer: Trainer, repeat: int) -> dict[str, Any]:
+    """This worker's figures of one method, once. Nothing of the method before is under way any more."""
+    method = trainer.method
+    if dist.is_initialized():
+        dist.barrier()
+    trainer.restart()
+    if repeat == 0 and setting.settles:
+        settle(trainer)
+    for _ in range(2 if setting.method == "ddp" else 1):  # ddp makes its buckets anew after the first
+        run_round(trainer)
+    period = round_seconds(setting, method.tau, job.step_seconds, wire_seconds(job.workers, job.rate))
+    planned = rounds_to_measure(job.o.seconds, period)
+    start, cpu, tau = time.perf_counter(), time.process_time(), method.tau
+    rounds = [run_round(trainer) for _ in range(planned)]
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    if isinstance(method, Rounds):
+        method.flight.settle()
+    steps = [each for r in rounds for each in r.compute]
+    exposed = sum(r.wait for r in rounds)
+    return {
+        "method": setting.method,
+        "tau_setting": setting.tau,
+        "tau": tau,
+        "workers": job.workers,
+        "rate_mbit": job.rate,
+        "repeat": repeat,
+        "compute": "stand-in",
+        "steps": len(steps),
+        "seconds": seconds,
+        "samples_per_second": job.workers * job.o.batch * len(steps) / seconds,
+        "step_seconds": statistics.median(steps),
+        "step_spread": statistics.pstdev(steps),
+        "mean_step_seconds": statistics.fmean(steps),
+        "rounds": len(rounds),
+        "exposed_seconds": exposed,
+        "exposed_share": exposed / seconds,
+        "allreduce_seconds": statistics.fmean(r.allreduce for r in rounds),
+        "boundary_seconds": statistics.fmean(r.boundary for r in rounds),
+        "bytes_sent_per_worker": sum(r.sent for r in rounds),
+        "cpu_seconds": cpu,
+    }
+
+
+@dataclass(frozen=True)
+class Round:
+    """The steps of one round, and what its boundary cost. Seconds, bytes."""
+
+    compute: list[float]
+    wait: float
+    boundary: float
+    allreduce: float
+    sent: float
+
+
+def run_round(trainer: Trainer) -> Round:
+    steps = [trainer.step()]
+    while not steps[-1].closed:
+        steps.append(trainer.step())
+    stats, last = trainer.method.stats, steps[-1]
+    compute = [step.compute for step in steps]
+    return Round(compute, last.wait, last.boundary, float(stats.allreduce_seconds), float(stats.bytes_sent))
+
+
+def settle(trainer: Trainer) -> None:
+    """Runs rounds until tau="auto" has not changed for SETTLED of them, after as many to calibrate; 30 at the most."""
+    taus = []
+    while len(taus) < 2 * SETTLED or (len(set(taus[-SETTLED:])) > 1 and len(taus) < 30):
+        run_round(trainer)
+        taus.append(trainer.method.tau)
+
+
+def ddp_buckets(model: Any) -> list[int] | None:
+    """Bytes of the buckets that torch's DistributedDataParallel has made; None for a lone worker."""
+    if not hasattr(model, "_get_ddp_logging_data"):
+        return None
+    data = model._get_ddp_logging_data()
+    sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
+    return [int(size) for size in str(sizes).split(",")]
 
 
 def predict(o: Scaling, workers: int, rate: float | None) -> float:
@@ -88,9 +282,7 @@ def predict(o: Scaling, workers: int, rate: float | None) -> float:
     return total
 
 
-def tell(setting: Setting, cells: list[dict[str, Any]]) -> None:
-    """A line a measurement, by rank 0 of a group; cells are the group's, so far."""
-    row = cells[-1]
+def tell(setting: Setting, row: dict[str, Any]) -> None:
     link = f"{row['rate_mbit']:g} Mbit/s" if row["rate_mbit"] else "no link"
     print(
         f"{row['workers']:2d} workers, {link}, {setting}: {row['samples_per_second']:.0f} samples/s, "
@@ -99,14 +291,16 @@ def tell(setting: Setting, cells: list[dict[str, Any]]) -> None:
     )
 
 
+MEANS = ("seconds", "step_seconds", "step_spread", "exposed_seconds", "exposed_share", "samples_per_second")
+MEANS += ("allreduce_seconds", "boundary_seconds")
+
+
 def combine(per_rank: Sequence[dict[str, Any]], step_ms: float) -> list[dict[str, Any]]:
     """One row a measurement: means over the workers; late when the slowest worker's steps were, by over a tenth."""
     rows = []
     for cells in zip(*(result["cells"] for result in per_rank), strict=True):
         row = dict(cells[0])
-        for name in ("seconds", "step_seconds", "step_spread", "exposed_seconds", "exposed_share"):
-            row[name] = statistics.fmean(c[name] for c in cells)
-        for name in ("samples_per_second", "allreduce_seconds", "boundary_seconds"):
+        for name in MEANS:
             row[name] = statistics.fmean(c[name] for c in cells)
         busy = sum(c["cpu_seconds"] for c in cells) / row["seconds"]
         slowest = max(c["mean_step_seconds"] for c in cells)
@@ -115,29 +309,29 @@ def combine(per_rank: Sequence[dict[str, Any]], step_ms: float) -> list[dict[str
     return rows
 
 
-def run(o: Scaling, folder: Path) -> None:
-    """Measures every group; scaling.json is written after each, so that an interrupted run keeps what it has."""
-    result, data = header(o), digits()
+def run(o: Scaling, session: report.Session) -> None:
+    """Measures every group."""
+    session.result |= of_link(o)
+    result, data = session.result, digits()
     most, seconds = max(o.workers), {group: predict(o, *group) for group in o.groups()}
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(Cluster(most, o.rates[0])) if most > 1 and not o.throttle else None
         for n, rate in o.groups():
             if cluster and rate:
                 cluster.shape(rate, result["verified_mbit"])
-            job = Job(o.settings(), n, rate, data, o.repeats, o.seconds, o.step_ms / 1e3, o.batch, o.seed, o.throttle)
-            job.report = tell
             print(f"about {math.ceil(sum(seconds.values()) / 60)} min left", flush=True)
             limit = 60 + 4 * seconds.pop((n, rate))
-            per_rank = run_ranks(work, cluster if rate else None, 1, n, job, timeout=limit)
+            per_rank = run_ranks(work, cluster if rate else None, 1, n, Job(o, n, rate, data), timeout=limit)
             result["rows"] += combine(per_rank, o.step_ms)
             result["model"]["ddp_bucket_bytes"] = per_rank[0]["ddp_buckets"] or result["model"]["ddp_bucket_bytes"]
-            report.save(folder, plots.NAME, result)
+            session.save()
+    plots.draw(session.folder, result)
 
 
-def header(o: Scaling) -> dict[str, Any]:
-    """scaling.json without its rows."""
-    return report.header("bench.scaling", o) | {
-        "link": o.link,
+def of_link(o: Scaling) -> dict[str, Any]:
+    """What scaling.json has beside header and rows."""
+    return {
+        "link": "throttled in software" if o.throttle else "namespaces + tbf",
         "verified_mbit": {},  # rate -> what a transfer between two nodes measured
         "model": {"params": PARAMS, "bytes": BYTES, "layers": LAYERS, "ddp_bucket_bytes": None},
         "step_ms": o.step_ms,
@@ -148,14 +342,8 @@ def header(o: Scaling) -> dict[str, Any]:
 
 
 def main() -> None:
-    o = read_options(Scaling, "bench.scaling")
-    if o.quick:
-        o = replace(o, workers=(1, 2, 4), rates=(200.0,), methods=QUICK, repeats=1, seconds=0.5)
-    prepare_to_fork(namespaces=not o.throttle and max(o.workers) > 1)
-    folder = report.new_folder(plots.NAME, o.out)
-    with report.stoppable(f"complete groups are in {folder / plots.NAME}.json"):
-        run(o, folder)
-    print("\n" + plots.write(folder))
+    forks = lambda o: not o.throttle and max(o.workers) > 1  # noqa: E731
+    report.run(Scaling, plots.NAME, run, plots.markdown, forks=forks)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ Each run is gpt2_pydoc_small's own train script to its end, on four workers, a n
 every method is trained with each learning rate of --lrs and a seed of its own; what ends with the least loss is the
 method's for all other runs. Bytes are those that the kernel counts at a node's network device, over the whole run.
 Writes slow_links.json and slow_links.md after each run; what was stopped goes on where the same command is given again,
-with the --out of the first time. With --eval_every a table of bytes to one loss follows (bench/equal_loss.py).
+with the --out of the first time. With --eval_every a table of bytes to one loss follows, of L-GreCo and the uniform
+setting that it is like: over a link so slow that the rest of a step takes no time, a run's seconds are its bytes over
+the link's rate, so that a ratio of speeds at equal loss is one of bytes, and depends on no clock.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import random
 import shutil
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -26,22 +28,13 @@ from unittest import mock
 
 from torch.nn.parallel import DistributedDataParallel
 
-from bench import equal_loss, report, trainings
-from bench.cluster import Cluster, prepare_to_fork, sent_bytes
-from bench.report import (
-    mean_sd,
-    read_options,
-    require_company,
-    require_each_once,
-    require_known,
-    require_one_or_more,
-    require_positive,
-)
+from bench import report, trainings
+from bench.cluster import Cluster, sent_bytes
+from bench.report import Asked, mean_sd, require, require_company
 from bench.trainings import AUTO, FAST, TUNING_SEED
 from core import UserError
 from training.script import launch
 
-MODULE, NAME = "bench.slow_links", "slow_links"
 RECIPE, LOSS, BATCH, LR = "gpt2_pydoc_small", "val_loss", 32, 4e-3
 RECIPE_MODEL, EVAL_TOKENS = "gpt2_tiny", 4096
 POWERSGD = "torch_powersgd"
@@ -84,7 +77,7 @@ METHODS: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class SlowLinks:
+class SlowLinks(Asked):
     """What to train, and over which links."""
 
     methods: tuple[str, ...] = tuple(METHODS)
@@ -104,15 +97,10 @@ class SlowLinks:
     """Epochs between two evaluations, on 4,096 tokens; None: at the end alone."""
     throttle: bool = False
     """Hold collectives back in software instead of making network namespaces; torch's PowerSGD is not held back."""
-    out: Path | None = None
-    """Where to write; runs/slow_links-DATE by default. With what the same options have measured it goes on."""
 
     def check(self) -> None:
-        """A UserError names the first option that cannot be."""
-        require_each_once(self, "methods", "rates", "seeds", "lrs")
-        require_positive(self, "rates", "lrs")
-        require_one_or_more(self, "epochs", "epoch_steps", "batch_size")
-        require_known(self, "methods", METHODS)
+        require(self, once="methods rates seeds lrs", positive="rates lrs", methods=METHODS)
+        require(self, ones="epochs epoch_steps batch_size")
         require_company(self)
         if self.throttle and POWERSGD in self.methods:
             raise UserError(f"throttle with {POWERSGD}: its hook is not held back; leave one of them out")
@@ -179,43 +167,28 @@ def measure(o: SlowLinks, cluster: Cluster | None, module: ModuleType, run: tupl
         "bytes_a_step": statistics.fmean(found["ranks"]) / steps if cluster else summary["bytes_sent"] / steps,
         "tau": next((r["round/tau"] for r in reversed(rows) if "round/tau" in r), 1),
         "deciding_share": sum(r.get("lgreco/seconds", 0.0) for r in rows) / summary["seconds"],
-        "evaluations": equal_loss.evaluations(rows, LOSS) if o.eval_every else [],
+        "evaluations": evaluations(rows, LOSS) if o.eval_every else [],
     }
 
 
 # -- all of them ------------------------------------------------------------------------------------------------
 
 
-def begun(o: SlowLinks, folder: Path) -> dict[str, Any]:
-    """What the folder holds of the same measurement, or one that begins."""
-    fresh = report.header(MODULE, o) | {"verified_mbit": {}, "lrs": {}, "tuning": [], "rows": []}
-    if not (folder / f"{NAME}.json").exists():
-        return fresh
-    found = report.load(folder / f"{NAME}.json", MODULE, "tuning" if len(o.lrs) > 1 else "rows")
-    differ = [k for k, v in fresh["options"].items() if k != "out" and v != found["options"].get(k)]
-    if differ:
-        raise UserError(f"{folder} holds a measurement with other {', '.join(differ)}: choose another --out")
-    found.setdefault("resumed", []).append({k: fresh[k] for k in ("commit", "date")})
-    return found
-
-
-def run_all(o: SlowLinks, folder: Path) -> dict[str, Any]:
-    """Tunes, then measures, but for what the folder holds; both files are written after each run."""
-    result = begun(o, folder)
+def run_all(o: SlowLinks, session: report.Session) -> None:
+    """Tunes, then measures, but for what the folder holds."""
+    result = session.result = {"verified_mbit": {}, "lrs": {}, "tuning": [], "rows": []} | session.result
     module = importlib.import_module("language.train")
 
-    def take(runs: Sequence[tuple[Any, ...]], rows: list[dict[str, Any]]) -> None:
+    def take(runs: Sequence[tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
         for run in runs:
             number = len(result["tuning"]) + len(result["rows"])
             began = time.monotonic()
-            row = measure(o, cluster, module, run, folder / "runs" / f"{number:03d}-{run[0]}")
-            rows.append(row | {"wall_seconds": time.monotonic() - began})
-            print(number, rows[-1], flush=True)
-            report.save(folder, NAME, result, text(result))
+            row = measure(o, cluster, module, run, session.folder / "runs" / f"{number:03d}-{run[0]}")
+            yield row | {"wall_seconds": time.monotonic() - began}
 
     with trainings.network(o.throttle, o.workers, FAST) as cluster:
         tuning = [(m, FAST, TUNING_SEED, lr) for m in o.methods for lr in o.lrs] if len(o.lrs) > 1 else []
-        take(left(tuning, result["tuning"]), result["tuning"])
+        session.take("tuning", take(left(tuning, result["tuning"])))
         result["lrs"] = {m: trainings.best_lr(result["tuning"], m) or o.lrs[0] for m in o.methods}
         for seed, rate in itertools.product(o.seeds, o.rates):
             order = list(o.methods)
@@ -223,8 +196,7 @@ def run_all(o: SlowLinks, folder: Path) -> dict[str, Any]:
             runs = left([(m, rate, seed, result["lrs"][m]) for m in order], result["rows"])
             if cluster and runs:
                 cluster.shape(rate, result["verified_mbit"])
-            take(runs, result["rows"])
-    return result
+            session.take("rows", take(runs))
 
 
 def left(runs: Sequence[tuple[Any, ...]], rows: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
@@ -250,7 +222,7 @@ def text(result: dict[str, Any]) -> str:
         "recipe's. The paper (abstract) reports 2.5 x in speed and up to 5 x in compression, on other models and "
         "networks: no cell here compares with them. Over any link slow enough a ratio of speeds is one of bytes."
     )
-    return "\n".join([*lines, *([""] if (bytes_to_one := equal_loss.text(result["rows"])) else []), bytes_to_one])
+    return "\n".join([*lines, *([""] if (bytes_to_one := text_of_pairs(result["rows"])) else []), bytes_to_one])
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
@@ -281,12 +253,89 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
         ]
 
 
+# -- bytes to one loss --------------------------------------------------------------------------------------------
+
+PAIRS = (
+    ("lgreco_int4", "ddp_int4"),
+    ("lgreco_int4", "ddp_int3"),
+    ("lgreco_rank4", "ddp_rank4"),
+    ("lgreco_rank4", "ddp_rank3"),
+    ("lgreco_any", "ddp_rank4"),
+    ("lgreco_top1", "ddp_top1"),
+    ("lgreco_top1", "ddp_top03"),
+)
+"""L-GreCo's methods of bench.slow_links, and uniform settings: the one that it is like, and one of about its bytes."""
+PAIR_TITLES = (
+    *("uniform", "L-GreCo", "seeds", "uniform's last loss", "L-GreCo's", "the target"),
+    *("uniform: steps to it", "MB", "L-GreCo: steps", "MB", "times as fast where bytes decide"),
+)
+Evaluation = Sequence[float]  # step, bytes that a worker has sent, loss
+
+
+def evaluations(rows: Sequence[Mapping[str, Any]], loss: str) -> list[Evaluation]:
+    """Of a run's metrics, which name the bytes of each reduction."""
+    sent, found = 0.0, []
+    for row in rows:
+        sent += row.get("round/bytes_sent", 0.0)
+        if loss in row:
+            found.append((row["step"], sent, row[loss]))
+    return found
+
+
+def reached(evaluated: Sequence[Evaluation], target: float) -> tuple[float, float] | None:
+    """Steps and bytes until the loss first was the target, on straight lines between evaluations; None: never, or at
+    the first one already."""
+    for before, after in zip(evaluated, evaluated[1:], strict=False):
+        if before[2] > target >= after[2]:
+            share = (before[2] - target) / (before[2] - after[2])
+            return before[0] + share * (after[0] - before[0]), before[1] + share * (after[1] - before[1])
+    return None
+
+
+def pairs(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
+    """(L-GreCo's method, the uniform one, a comparison for each seed and rate that both have); the target is the higher
+    of the two last losses, so that both come to it. The evaluation at the end is left out: it takes more of the text
+    than the others."""
+    by = {(r["method"], r["seed"], r["rate_mbit"]): r["evaluations"][:-1] for r in rows if r.get("evaluations")}
+    for method, uniform in PAIRS:
+        found = []
+        for (name, *run), theirs in by.items():
+            ours = by.get((method, *run), [])
+            if name != uniform or len(theirs) < 2 or len(ours) < 2:
+                continue
+            target = max(theirs[-1][2], ours[-1][2])
+            ends = reached(theirs, target), reached(ours, target)
+            if ends[0] and ends[1]:
+                final = theirs[-1][2], ours[-1][2]
+                found.append({"target": target, "final": final, "uniform": ends[0], "own": ends[1]})
+        if found:
+            yield method, uniform, found
+
+
+def text_of_pairs(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown; empty where no run was evaluated on its way, or no pair is there."""
+    cells = []
+    for method, uniform, found in pairs(rows):
+        finals = [mean_sd([f["final"][i] for f in found], ".3f") for i in range(2)]
+        ends = [
+            f(statistics.fmean(each[who][i] for each in found))
+            for who in ("uniform", "own")
+            for i, f in enumerate((lambda steps: f"{steps:.0f}", lambda sent: f"{sent / 1e6:.1f}"))
+        ]
+        gain = mean_sd([each["uniform"][1] / each["own"][1] for each in found], ".2f")
+        target = mean_sd([each["target"] for each in found], ".3f")
+        cells.append([uniform, method, len(found), *finals, target, *ends, gain])
+    if not cells:
+        return ""
+    return (
+        f"## Bytes to one loss\n\n{report.table(PAIR_TITLES, cells)}\n\n"
+        "The target is the higher of a pair's two last losses, seed by seed. MB: what a worker has sent until then, "
+        "with what deciding sends. Where bytes decide, the ratio of speeds is theirs, at any rate; 1.2 was aimed at.\n"
+    )
+
+
 def main() -> None:
-    o = read_options(SlowLinks, MODULE)
-    prepare_to_fork(namespaces=not o.throttle)
-    folder = o.out if o.out and (o.out / f"{NAME}.json").exists() else report.new_folder(NAME, o.out)
-    with report.stoppable(f"to go on, give the same options and --out {folder}"):
-        print("\n" + text(run_all(o, folder)))
+    report.run(SlowLinks, "slow_links", run_all, text, forks=lambda o: not o.throttle, goes_on=True)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bench import report
 from bench.quadratic import Array, Quadratic, jury, largest, late_with_momentum, spread_with_momentum
-from bench.report import mean_sd, read_options, require_each_once, require_known, require_one_or_more
+from bench.report import mean_sd, read_options, require
 from bench.search.methods import CO2, Outer
 from bench.search.rows import Rows
 from bench.search.task import Inner
@@ -55,9 +55,7 @@ class Theory:
 
     def check(self) -> None:
         """A UserError names the first option that cannot be."""
-        require_each_once(self, "parts", "seeds")
-        require_known(self, "parts", PARTS)
-        require_one_or_more(self, "replicas")
+        require(self, once="parts seeds", ones="replicas", parts=PARTS)
         if self.steps < 1600:
             raise UserError(f"steps={self.steps}: the shortest run takes a sixteenth of them; give 1600 or more")
 

@@ -14,15 +14,16 @@ import itertools
 import random
 import shlex
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from bench import loss_table, report, trainings
-from bench.cluster import Cluster, prepare_to_fork, run_ranks
+from bench.cluster import Cluster, run_ranks
 from bench.loss_table import METHODS, USUAL, Outcome, follow, options_of
-from bench.report import read_options, require_company, require_each_once, require_known, require_positive
+from bench.report import Asked, require, require_company
 from bench.trainings import Metrics
 from training.script import launch
 
@@ -50,7 +51,7 @@ TASKS = {
 
 
 @dataclass(frozen=True)
-class TimeToLoss:
+class TimeToLoss(Asked):
     """What to train, over which links, and to which loss."""
 
     tasks: tuple[str, ...] = tuple(TASKS)
@@ -69,15 +70,10 @@ class TimeToLoss:
     """Of training, after which a run is stopped."""
     throttle: bool = False
     """Hold collectives back in software instead of making network namespaces."""
-    out: Path | None = None
-    """Where to write; runs/time_to_loss-DATE by default."""
 
     def check(self) -> None:
-        """A UserError names the first option that cannot be."""
-        require_each_once(self, "tasks", "rates", "seeds", "methods")
-        require_known(self, "tasks", TASKS)
-        require_known(self, "methods", METHODS)
-        require_positive(self, "rates", "workers", "vision_loss", "language_loss", "limit_seconds")
+        require(self, once="tasks rates seeds methods", tasks=TASKS, methods=METHODS)
+        require(self, positive="rates workers vision_loss language_loss limit_seconds")
         require_company(self)
 
     def target(self, task: str) -> float:
@@ -130,37 +126,38 @@ def train(o: TimeToLoss, cluster: Cluster | None, module: ModuleType, run: Plann
 # -- all of them ------------------------------------------------------------------------------------------------
 
 
-def run_all(o: TimeToLoss, folder: Path) -> None:
-    """Trains everything; both files are written after each run, so that an interruption costs no more than one."""
-    result, plan = header(o), o.plan()
-    loss_table.write(folder, result)
-    modules = {task: importlib.import_module(f"{task}.train") for task in o.tasks}
+def run_all(o: TimeToLoss, session: report.Session) -> None:
+    """Trains everything."""
+    session.result |= of_link(o)
+    plan, modules = o.plan(), {task: importlib.import_module(f"{task}.train") for task in o.tasks}
     started = time.monotonic()
     print(f"{len(plan)} runs, at most about {clock(len(plan) * (START + 1.2 * o.limit_seconds))}", flush=True)
-    with trainings.network(o.throttle, o.workers, o.rates[0]) as cluster:
-        for done, run in enumerate(plan, start=1):
-            seed, rate, task, method = run
+
+    def runs(cluster: Cluster | None) -> Iterator[dict[str, Any]]:
+        for done, (seed, rate, task, method) in enumerate(plan, start=1):
             if cluster:
-                cluster.shape(rate, result["verified_mbit"])
-            run_folder = folder / "runs" / f"{task}-{rate:g}mbit-{method}-seed{seed}"
-            run_folder.mkdir(parents=True)
+                cluster.shape(rate, session.result["verified_mbit"])
+            folder = session.folder / "runs" / f"{task}-{rate:g}mbit-{method}-seed{seed}"
+            folder.mkdir(parents=True)
             began = time.monotonic()
-            outcome = train(o, cluster, modules[task], run, run_folder)
-            row = {"task": task, "rate_mbit": rate, "method": method, "seed": seed, **asdict(outcome)}
-            result["runs"].append(row | {"wall_seconds": time.monotonic() - began})
-            loss_table.write(folder, result)
+            outcome = train(o, cluster, modules[task], (seed, rate, task, method), folder)
             left = clock((time.monotonic() - started) / done * (len(plan) - done))
             what = f"{task} {rate:g} Mbit/s {method} seed {seed}: {outcome}"
             print(f"{done}/{len(plan)} {what} | left: about {left}", flush=True)
+            row = {"task": task, "rate_mbit": rate, "method": method, "seed": seed, **asdict(outcome)}
+            yield row | {"wall_seconds": time.monotonic() - began}
+
+    with trainings.network(o.throttle, o.workers, o.rates[0]) as cluster:
+        session.take("runs", runs(cluster), None)
 
 
 def clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d} min"
 
 
-def header(o: TimeToLoss) -> dict[str, Any]:
-    """time_to_loss.json without its runs."""
-    return report.header("bench.time_to_loss", o) | {
+def of_link(o: TimeToLoss) -> dict[str, Any]:
+    """What time_to_loss.json has beside header and runs."""
+    return {
         "link": "throttled in software" if o.throttle else "namespaces + tbf",
         "verified_mbit": {},  # rate -> what a transfer between two nodes measured
         "tasks": {
@@ -171,17 +168,11 @@ def header(o: TimeToLoss) -> dict[str, Any]:
             }
             for task in o.tasks
         },
-        "runs": [],
     }
 
 
 def main() -> None:
-    o = read_options(TimeToLoss, "bench.time_to_loss")
-    prepare_to_fork(namespaces=not o.throttle)
-    folder = report.new_folder(loss_table.NAME, o.out)
-    with report.stoppable(f"the runs that ended are in {folder / loss_table.NAME}.json"):
-        run_all(o, folder)
-    print("\n" + (folder / f"{loss_table.NAME}.md").read_text())
+    report.run(TimeToLoss, loss_table.NAME, run_all, loss_table.markdown, forks=lambda o: not o.throttle)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from bench import plots, report
-from bench.measure import RECOMMENDED
 from bench.plots import Cell
+from bench.scaling import RECOMMENDED
 from bench.simulator import calibrate
 from core.errors import UserError
 from core.methods import METHODS

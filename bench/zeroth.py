@@ -17,7 +17,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -25,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench import report
-from bench.cluster import Cluster, prepare_to_fork, run_ranks, sent_bytes
-from bench.report import read_options, require_each_once, require_positive
+from bench.cluster import Cluster, run_ranks, sent_bytes
+from bench.report import require
 from bench.trainings import FAST
 from bench.zeroth_memory import measure_memory, measure_sharing, memory_text, opt_table, opt_text, sharing_text
 from bench.zeroth_quality import Quality, measure_quality, measure_tuning, quality_text, tuning_text
@@ -34,7 +33,6 @@ from core.zeroth import ZerothConfig, ZerothOrder
 from language.model import build_model
 from training.script import launch
 
-NAME = "zeroth"
 Part = Literal["speed", "traffic", "memory", "sharing", "tuning", "quality"]
 
 
@@ -51,13 +49,10 @@ class ZerothBench(Quality):
     """Of the whole batch on one device."""
     seconds: float = 10.0
     """Of each measurement of speed."""
-    out: Path | None = None
-    """Where to write; runs/zeroth-DATE by default."""
 
     def check(self) -> None:
         """A UserError names the first option that cannot be."""
-        require_each_once(self, "parts", "forward_ms")
-        require_positive(self, "rate", "delay_ms", "forward_ms", "seconds")
+        require(self, once="parts forward_ms", positive="rate delay_ms forward_ms seconds")
         super().check()
 
 
@@ -160,24 +155,18 @@ def measure_traffic(o: ZerothBench, result: dict[str, Any]) -> Iterator[dict[str
 # -- all of it --------------------------------------------------------------------------------------------------
 
 
-def run_all(o: ZerothBench, folder: Path) -> dict[str, Any]:
-    result = report.header("bench.zeroth", o, ("torch", "transformers"))
-    result |= {"verified_mbit": {}, "opt": list(opt_table())}
+def run_all(o: ZerothBench, session: report.Session) -> None:
+    session.result |= {"verified_mbit": {}, "opt": list(opt_table())}
     of: dict[Part, Callable] = {
         "speed": measure_speed,
         "traffic": measure_traffic,
         "memory": lambda *_: measure_memory(),
         "sharing": lambda *_: measure_sharing(),
-        "tuning": functools.partial(measure_tuning, folder=folder),
-        "quality": functools.partial(measure_quality, folder=folder),
+        "tuning": functools.partial(measure_tuning, folder=session.folder),
+        "quality": functools.partial(measure_quality, folder=session.folder),
     }
     for part in (part for part in get_args(Part) if part in o.parts):  # tuning before quality
-        result[part] = []
-        for row in of[part](o, result):
-            result[part].append(row)
-            print(part, {k: v for k, v in row.items() if k != "losses"}, flush=True)
-            report.save(folder, NAME, result, text(result))
-    return result
+        session.take(part, of[part](o, session.result), lambda row: {k: v for k, v in row.items() if k != "losses"})
 
 
 # -- the tables -------------------------------------------------------------------------------------------------
@@ -224,11 +213,8 @@ def traffic_text(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    o = read_options(ZerothBench, "bench.zeroth")
-    prepare_to_fork(namespaces=bool(set(o.parts) - {"memory", "sharing"}))
-    folder = report.new_folder(NAME, o.out)
-    with report.stoppable(f"what was measured is in {folder / NAME}.json"):
-        print("\n" + text(run_all(o, folder)))
+    forks = lambda o: bool(set(o.parts) - {"memory", "sharing"})  # noqa: E731
+    report.run(ZerothBench, "zeroth", run_all, text, packages=("torch", "transformers"), forks=forks)
 
 
 if __name__ == "__main__":

@@ -19,20 +19,19 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.cluster import prepare_to_fork, run_ranks
-from bench.report import mean_sd, read_options, require_each_once, require_one_or_more, require_positive
+from bench.cluster import run_ranks
+from bench.report import Asked, mean_sd, require
 from bench.trainings import TUNING_SEED
 from bench.zeroth_ways import KINDS, WAYS, Job, make_base, random_base, train, warm_up, wikitext
 from core.errors import UserError
 from training.script import launch
 
-NAME = "zeroth_limit"
 LADDER = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0)
 """Limits, in units of the weights."""
 
 
 @dataclass(frozen=True)
-class ZerothLimit:
+class ZerothLimit(Asked):
     """What is trained, and how long."""
 
     large: tuple[int, int] = (12, 512)
@@ -50,15 +49,9 @@ class ZerothLimit:
     """On Python's documentation, of twice as many windows."""
     lrs: tuple[float, ...] = (1.0, 3.0)
     """Learning rates to choose among, as multiples of each kind's, on a seed of its own; one is taken as it is."""
-    out: Path | None = None
-    """Where to write; runs/zeroth_limit-DATE by default."""
 
     def check(self) -> None:
-        """A UserError names the first option that cannot be."""
-        require_each_once(self, "ways", "seeds", "lrs")
-        require_positive(self, "lrs")
-        require_one_or_more(self, "batch", "steps", "zo_steps", "base_steps")
-        report.require_known(self, "ways", WAYS)
+        require(self, once="ways seeds lrs", positive="lrs", ones="batch steps zo_steps base_steps", ways=WAYS)
         for name in ("large", "small"):
             layers, width = getattr(self, name)
             if layers < 1 or width < 64 or width % 64:
@@ -134,27 +127,20 @@ def measure_quality(o: ZerothLimit, base: Path, limits: Sequence[dict[str, Any]]
 # -- all of it --------------------------------------------------------------------------------------------------------
 
 
-def run_all(o: ZerothLimit, folder: Path) -> dict[str, Any]:
+def run_all(o: ZerothLimit, session: report.Session) -> None:
     wikitext()  # once, for all processes
-    result = report.header("bench.zeroth_limit", o, ("torch", "transformers")) | {"memory": [], "rows": []}
-
-    def take(name: str, rows: Iterator[dict[str, Any]]) -> None:
-        for row in rows:
-            result[name].append(row)
-            print(name, row, flush=True)
-            report.save(folder, NAME, result, text(result))
-
+    session.result |= {"memory": [], "rows": []}
     with tempfile.TemporaryDirectory() as scratch:
         warm_up(Path(scratch))
         untrained = random_base(Path(scratch) / "large", o.large)
-        take("memory", measure_memory(o, untrained, o.large))
+        session.take("memory", measure_memory(o, untrained, o.large))
         untrained.unlink()
         base = Path(scratch) / "small"
-        result["base"] = run_ranks(make_base, None, 1, 1, base, o.small, o.base_steps, 2 * o.batch, timeout=7200.0)[0]
-        take("memory", measure_memory(o, base, o.small))
-        limits = [row for row in result["memory"] if row["shape"] == o.small]
-        take("rows", measure_quality(o, base, limits))
-    return result
+        found = run_ranks(make_base, None, 1, 1, base, o.small, o.base_steps, 2 * o.batch, timeout=7200.0)
+        session.result["base"] = found[0]
+        session.take("memory", measure_memory(o, base, o.small))
+        limits = [row for row in session.result["memory"] if row["shape"] == o.small]
+        session.take("rows", measure_quality(o, base, limits))
 
 
 TITLES = (
@@ -206,11 +192,8 @@ def quality(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    o = read_options(ZerothLimit, "bench.zeroth_limit")
-    prepare_to_fork()
-    folder = report.new_folder(NAME, o.out)
-    with report.stoppable(f"what was measured is in {folder / NAME}.json"):
-        print("\n" + text(run_all(o, folder)))
+    packages = ("torch", "transformers")
+    report.run(ZerothLimit, "zeroth_limit", run_all, text, packages=packages, forks=lambda _: False)
 
 
 if __name__ == "__main__":

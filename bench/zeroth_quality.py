@@ -11,7 +11,7 @@ from typing import Any
 
 from bench import report, trainings
 from bench.cluster import Cluster
-from bench.report import mean_sd, require_each_once, require_one_or_more, require_positive
+from bench.report import Asked, mean_sd, require
 from bench.trainings import FAST, TUNING_SEED, best_lr
 from core.errors import UserError
 from language.corpora import open_corpus, open_wikitext2
@@ -24,7 +24,7 @@ TUNED_AS = {"MeZO, one process": "zo"}  # the same steps
 
 
 @dataclass(frozen=True)
-class Quality:
+class Quality(Asked):
     """What is tuned and trained."""
 
     rates: tuple[float, ...] = (50.0, 1000.0)
@@ -48,10 +48,8 @@ class Quality:
     """The seed of tuning, which is none of `seeds`."""
 
     def check(self) -> None:
-        """A UserError names the first option that cannot be."""
-        require_each_once(self, "rates", "seeds", "lrs", "adam_lrs")
-        require_positive(self, "rates", "lr", "adam_lr", "lrs", "adam_lrs")
-        require_one_or_more(self, "epoch_steps", "epochs", "base_epochs")
+        require(self, once="rates seeds lrs adam_lrs", positive="rates lr adam_lr lrs adam_lrs")
+        require(self, ones="epoch_steps epochs base_epochs")
         if self.tuning_seed in self.seeds:
             raise UserError(f"tuning_seed={self.tuning_seed} is one of seeds: give another, for figures are of others")
 

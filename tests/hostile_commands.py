@@ -187,7 +187,6 @@ COMMANDS = [
     ("bench.simulator", "efficiency", ("-1", "nan", "0", "2", "ü")),
     ("bench.simulator", "latency_ms", ("-1", "nan", "inf", "ü")),
     ("bench.simulator", "preset", ("nope",)),
-    ("bench.simulator", "calibrate", ("@/nowhere", "@/file")),
     ("bench.peers", "steps", (*SHARED, "inf")),
     ("bench.peers", "rate", (*SHARED, "inf")),
     ("bench.peers", "workers", (*SHARED, "inf")),

@@ -1,1 +1,1 @@
-"""A campaign of kills, outages and damage against small runs: python -m bench.chaos (campaign.py)."""
+"""A campaign of kills, outages and damage against small runs: python -m bench.chaos."""

@@ -120,7 +120,7 @@ def place(cluster: Cluster | None, node: int) -> str:
 def _worker(env: dict[str, str], network: str, target: Target, args: Sequence[Any]) -> None:
     os.environ.update({"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"} | env)
     if network:
-        from bench.cluster.namespaces import enter
+        from bench.cluster.nodes import enter
 
         enter(os.open(network, os.O_RDONLY))
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["TP_SOCKET_IFNAME"] = "e0"

@@ -1,7 +1,6 @@
-"""A cluster emulated on one machine; its command line is python -m bench.cluster (launch.py)."""
+"""A cluster emulated on one machine; its command line is python -m bench.cluster."""
 
-from bench.cluster.namespaces import require_namespaces, sent_bytes
-from bench.cluster.nodes import Cluster
+from bench.cluster.nodes import Cluster, require_namespaces, sent_bytes
 from bench.cluster.ranks import hold_port, prepare_to_fork, run_ranks
 
 __all__ = ["Cluster", "hold_port", "prepare_to_fork", "require_namespaces", "run_ranks", "sent_bytes"]

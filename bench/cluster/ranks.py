@@ -14,15 +14,13 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bench.cluster.namespaces import die_with, require_namespaces
+from bench.cluster.nodes import Cluster, die_with, require_namespaces
 from core.errors import UserError
 
-if TYPE_CHECKING:
-    from bench.cluster.nodes import Cluster
-
 POLL = 0.2  # seconds between two looks at the ranks
+GRACE = 2.0  # seconds that the others have to say why, once one has failed
 
 
 def prepare_to_fork(*, namespaces: bool = False) -> None:
@@ -149,7 +147,7 @@ def _wait(workers: list[Any], deadline: float, until: Callable[[], bool]) -> lis
             return None
         wait([w.sentinel for w in running], timeout=POLL)
         if not failed and any(w.exitcode for w in workers):
-            failed, deadline = True, min(deadline, time.monotonic() + 2.0)  # the others may say why
+            failed, deadline = True, min(deadline, time.monotonic() + GRACE)
     return [] if failed else [rank for rank, w in enumerate(workers) if w.exitcode is None]
 
 

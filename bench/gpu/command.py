@@ -13,8 +13,7 @@ from typing import Any, Literal
 import torch
 
 from bench import report
-from bench.gpu.checks import CHECKS, PARTS, Check, Part, Scope, line
-from bench.gpu.worker import Worker, import_checks
+from bench.gpu.checks import CHECKS, PARTS, Check, Part, Scope, Worker, import_checks, line
 from core.errors import UserError
 
 import_checks()

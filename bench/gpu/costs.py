@@ -18,9 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench import boundary, codecs
 from bench.gpu.checks import NotRun, Scope, check, one_rank, sync
-from bench.gpu.equal import PASSES
+from bench.gpu.equal import PASSES, RECOMMENDED, end, lgreco
 from bench.gpu.hidden import Slow, asleep
-from bench.gpu.problem import RECOMMENDED, lgreco
 from core import CO2, CO2Config, LocalSGD, WireConfig, outer
 from core.adaptive.merging import Merge, MergeRule, MergingBoundary
 from core.flat import Scalars, make_buckets
@@ -175,8 +174,7 @@ def a_round_beside_a_sleeping_collective_ms(scope: Scope, case: str) -> dict[str
             stats += [method.stats] if closed else []
         sync(scope)
         seen = [s.as_dict() for s in stats[2:-1]]
-        method.finish()
-        method.close()
+        end(method)
     median = {key: 1e3 * statistics.median(s[f"{key}_seconds"] for s in seen) for key in TIMES}
     host = {"host": 1e3 * statistics.median(closing[2:]), "others": 1e3 * statistics.median(others)}
     return {"step alone": step_ms} | median | host

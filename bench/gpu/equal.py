@@ -1,4 +1,5 @@
-"""Correctness: what the device computes against the plain pass, the host and the reference of the algorithm."""
+"""Correctness: what the device computes against the plain pass, the host and the reference of the algorithm; and what
+the checks train: a few tensors of unlike layouts that move by a formula, the same on every device."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -16,12 +18,115 @@ import torch
 from torch import Tensor, nn
 
 from bench.gpu.checks import NotRun, Scope, check, one_rank
-from bench.gpu.problem import METHODS, SETTINGS, STEPS, co2, distance, lgreco, move, near, problem, train
 from bench.reference import LateReference
-from core import CO2, CO2Config, WireConfig
+from core import CO2, CO2Config, DelayedCO2, DelayedConfig, LGrecoConfig, OverlapLocalSGD, ShardedCO2, WireConfig
 from core.adaptive.merging import Merge, MergeRule, MergingBoundary, make_boundary
 from core.outer import NOTHING_LANDED, Rule
 from core.wires import formats as wire
+
+STEPS = 26
+SETTINGS = {
+    "paper": CO2Config(tau=4),
+    "gap norm, no clip": CO2Config(tau=4, clip=None, gap="norm"),
+    "gap inner": CO2Config(tau=4, gap="inner"),
+    "delay 0": CO2Config(tau=4, gap="none", delay=0),
+    "delay 0, momentum": CO2Config(tau=4, gap="none", delay=0, outer_momentum=0.5, outer_lr=0.4),
+    "mix": CO2Config(tau=4, merge="mix"),
+    "mix, delay 2": CO2Config(tau=4, merge="mix", delay=2),
+    "keep, delay 2": CO2Config(tau=4, merge="keep", delay=2),
+    "keep, delay 0": CO2Config(tau=4, merge="keep", delay=0, gap="none"),
+}
+RECOMMENDED = CO2Config(
+    4, outer_momentum=0.0, gap="none", merge="keep", delay=2
+)  # at a fixed step, so that runs compare
+
+
+@dataclass
+class Problem:
+    """params: of unlike shapes and strides; one buffer, as BatchNorm has."""
+
+    params: list[nn.Parameter]
+    buffers: list[Tensor]
+
+
+def problem(device: str, dtype: torch.dtype = torch.float32, width: int = 96, layers: int = 3) -> Problem:
+    random = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=random, dtype=torch.float64) * 0.02).to(device, dtype)
+
+    odd = [draw(8, 3, 5, 5).to(memory_format=torch.channels_last), draw(8), draw(40, 30).t(), draw(1)[0]]
+    tensors = [*odd, *(draw(width, width) for _ in range(layers))]
+    return Problem([nn.Parameter(t) for t in tensors], [draw(8)])
+
+
+@torch.no_grad()
+def move(tensors: Sequence[Tensor], step: int, rank: int = 0) -> None:
+    """A local step of `rank`."""
+    for i, p in enumerate(tensors):
+        p.mul_(0.99).add_(torch.sin(p * (i + 1)) * 1e-2 * (1 + step % 3) * (1 + rank))
+
+
+def go(tensors: Sequence[Tensor], method: Any, steps: Iterable[int], rank: int = 0) -> None:
+    """Trains."""
+    for step in steps:
+        move(tensors, step, rank)
+        method.step()
+
+
+def end(method: Any) -> None:
+    method.finish()
+    method.close()
+
+
+Make = Callable[[Problem], Any]
+
+
+def train(
+    make: Make, device: str, dtype: torch.dtype = torch.float32, rank: int = 0, steps: int = STEPS
+) -> list[Tensor]:
+    """The parameters at the end, in float64 on the host."""
+    p = problem(device, dtype)
+    method = make(p)
+    go(p.params, method, range(steps), rank)
+    end(method)
+    return [t.detach().double().cpu() for t in p.params]
+
+
+def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """The largest relative difference of a tensor; infinite where a number is not finite."""
+    pairs = [(a.double().cpu(), b.double().cpu()) for a, b in zip(ours, theirs, strict=True)]
+    if not all(t.isfinite().all() for pair in pairs for t in pair):
+        return float("inf")
+    return max(float((a - b).norm() / (b.norm() + 1e-12)) for a, b in pairs)
+
+
+def near(ours: Sequence[Tensor], theirs: Sequence[Tensor], most: float) -> str:
+    found = distance(ours, theirs)
+    assert found <= most, f"relative difference {found:.3g}, at most {most:g}"
+    return f"relative difference {found:.2g}"
+
+
+def co2(config: CO2Config) -> Make:
+    return lambda p: CO2(p.params, config, buffers=p.buffers)
+
+
+def lgreco(like: str) -> WireConfig:
+    return WireConfig("lgreco", like=like, lgreco=LGrecoConfig(rule="uniform", every=2, first=1))
+
+
+METHODS: dict[str, Make] = {
+    "co2": co2(CO2Config(tau=4)),
+    "recommended": co2(RECOMMENDED),
+    "mix": co2(CO2Config(tau=4, merge="mix", delay=2)),
+    "int8": co2(CO2Config(tau=4, wire=WireConfig("int8"))),
+    "int4": co2(CO2Config(tau=4, wire=WireConfig("int4"))),
+    "lgreco": co2(CO2Config(tau=4, wire=lgreco("int4"))),
+    "sharded": lambda p: ShardedCO2(p.params, CO2Config(tau=4), shard=True, buffers=p.buffers),
+    "overlap_local": lambda p: OverlapLocalSGD(p.params, 4, buffers=p.buffers),
+    "nesterov": lambda p: DelayedCO2(p.params, CO2Config(tau=4), DelayedConfig(nesterov=True), buffers=p.buffers),
+}
+
 
 ROOT = Path(__file__).parents[2]
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -189,9 +294,7 @@ def a_restart_from_a_checkpoint_goes_on(scope: Scope) -> str:
     for name in ("co2", "recommended", "int4"):
         whole, p = train(METHODS[name], scope.device), problem(scope.device)
         method = METHODS[name](p)
-        for step in range(12):
-            move(p.params, step)
-            method.step()
+        go(p.params, method, range(12))
         state, kept = method.state_dict(), [t.detach().clone() for t in p.params]
         again = problem(scope.device)
         other = METHODS[name](again)
@@ -199,9 +302,7 @@ def a_restart_from_a_checkpoint_goes_on(scope: Scope) -> str:
             for t, value in zip(again.params, kept, strict=True):
                 t.copy_(value)
         other.load_state_dict(state)
-        for step in range(12, STEPS):
-            move(again.params, step)
-            other.step()
+        go(again.params, other, range(12, STEPS))
         other.finish()
         assert all(map(torch.equal, [t.detach().double().cpu() for t in again.params], whole)), f"{name} differs"
         told.append(name)
@@ -228,9 +329,7 @@ def channels_last_and_transposed_parameters_keep_their_strides(scope: Scope) -> 
     p = problem(scope.device)
     strides, places = [t.stride() for t in p.params], [t.data_ptr() for t in p.params]
     method = CO2(p.params, CO2Config(tau=2))
-    for step in range(6):
-        move(p.params, step)
-        method.step()
+    go(p.params, method, range(6))
     method.finish()
     assert strides == [t.stride() for t in p.params] and places == [t.data_ptr() for t in p.params]
     p.params[0].data = nn.Parameter(p.params[0].detach().clone(memory_format=torch.contiguous_format)).data

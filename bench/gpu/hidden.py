@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench.gpu.checks import Scope, check, one_rank, sync, synchronisations
-from bench.gpu.problem import METHODS, RECOMMENDED, co2, move, near, problem, train
+from bench.gpu.equal import METHODS, RECOMMENDED, co2, end, go, move, near, problem, train
 from core import CO2, CO2Config, DivergedError, LocalSGD, ShardedCO2, WireConfig
 from core.groups import host_group
 from core.methods import DDP
@@ -73,21 +73,16 @@ def warmed(scope: Scope, name: str) -> Iterator[tuple[Any, Any]]:
     with one_rank(scope):
         p = problem(scope.device)
         method = METHODS[name](p)
-        for step in range(WARM_UP):
-            move(p.params, step)
-            method.step()
+        go(p.params, method, range(WARM_UP))
         sync(scope)
         yield p, method
-        method.finish()
-        method.close()
+        end(method)
 
 
 @check("correctness", cases=METHODS, cuda=True)
 def step_does_not_wait_for_the_gpu(scope: Scope, case: str) -> str:
     with warmed(scope, case) as (p, method), synchronisations() as found:
-        for step in range(WATCHED):
-            move(p.params, step)
-            method.step()
+        go(p.params, method, range(WATCHED))
     assert not found, f"{len(found) / (WATCHED / 4):g} a round, first at {', '.join(sorted(set(found))[:3])}"
     return "0 synchronisations"
 
@@ -121,11 +116,8 @@ def a_buffer_in_flight_is_left_alone(scope: Scope, case: str) -> str:
                 yield from self.reducer.stages(group, number)
 
         method.reducer = Watched(method.reducer, before)
-        for step in range(WATCHED):
-            move(p.params, step)
-            method.step()
-        method.finish()
-        method.close()
+        go(p.params, method, range(WATCHED))
+        end(method)
     assert not spoilt.item(), "something has written to it"
     return f"{WATCHED // 4} reductions"
 
@@ -145,8 +137,7 @@ def a_slow_collective_is_hidden(scope: Scope, case: str) -> dict[str, float]:
                 stats.append(method.stats)
         sync(scope)
         seen = [s.as_dict() for s in stats[2:]]
-        method.finish()
-        method.close()
+        end(method)
     took, exposed = (min(s[key] for s in seen) for key in ("allreduce_seconds", "exposed_seconds"))
     assert took > 0 and exposed < took / 4, f"{1e3 * exposed:.1f} of {1e3 * took:.1f} ms are exposed"
     return {"reduction, ms": 1e3 * took, "exposed, ms": 1e3 * exposed}
@@ -161,9 +152,7 @@ def background_stream_has_high_priority(scope: Scope) -> str:
         return real(device, priority=priority, **how)
 
     with one_rank(scope), mock.patch("torch.cuda.Stream", stream):
-        method = METHODS["int4"](problem(scope.device))
-        method.finish()
-        method.close()
+        end(METHODS["int4"](problem(scope.device)))
     assert made and min(made) < 0, f"priorities of the streams made: {made}"
     return f"priority {min(made)}"
 
@@ -186,9 +175,7 @@ def only_the_hidden_group_is_throttled(scope: Scope) -> str:
             return real(*a, pg_options=pg_options, backend=backend, **k)
 
         with one_rank(scope), mock.patch("torch.distributed.new_group", new_group):
-            method = make()
-            method.finish()
-            method.close()
+            end(make())
         said[name] = "throttled" if any(n > 0 for n in asked) else "free"  # not set: 0, or NCCL's least integer
     assert said == {"co2": "throttled", "local": "free", "ddp": "free"}, str(said)
     return str(said)
@@ -271,8 +258,7 @@ def ddp_trains_with_one_rank(scope: Scope, case: str) -> str:
             if ddp:
                 ddp.step()
         if ddp:
-            ddp.finish()
-            ddp.close()
+            end(ddp)
         return [p.detach() for p in net.parameters()]
 
     with one_rank(scope):
@@ -297,15 +283,10 @@ def recommended_settings_do_not_wait(scope: Scope) -> str:
     with one_rank(scope):
         p = problem(scope.device)
         method = CO2(p.params, replace(CO2Config.recommended(1), tau=RECOMMENDED.tau), buffers=p.buffers)
-        for step in range(2 * WARM_UP):
-            move(p.params, step)
-            method.step()
+        go(p.params, method, range(2 * WARM_UP))
         sync(scope)
         with synchronisations() as found:
-            for step in range(WATCHED):
-                move(p.params, step)
-                method.step()
-        method.finish()
-        method.close()
+            go(p.params, method, range(WATCHED))
+        end(method)
     assert not found, f"{len(found)} in {WATCHED // 4} rounds, first at {', '.join(sorted(set(found))[:3])}"
     return "0 synchronisations"

@@ -1,4 +1,5 @@
-"""Real loops: the train scripts on the device, and a small GPT-2 on text beside a slow collective, with a trace."""
+"""Real loops: the train scripts on the device, a small GPT-2 on text beside a slow collective, with a trace; and GPT-2
+Small, 124 M parameters, with the methods of bench.search, all workers in one process on the device."""
 
 from __future__ import annotations
 
@@ -19,9 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.checks import NotRun, Scope, check, one_line, one_rank, sync
 from bench.gpu.costs import cycles_a_ms
-from bench.gpu.equal import ROOT
+from bench.gpu.equal import RECOMMENDED, ROOT, end
 from bench.gpu.hidden import Slow, asleep
-from bench.gpu.problem import RECOMMENDED
 from core import CO2Config, make_method
 
 WAYS = {
@@ -90,8 +90,7 @@ def gpt2_beside_a_sleeping_collective(scope: Scope, case: str) -> dict[str, Any]
         assert trace is not None
         trace.stop()
         share = overlap(kept(scope, trace, case)) if scope.cuda and case != "ddp" else None
-        method.finish()
-        method.close()
+        end(method)
     first, last = float(losses[0]), float(losses[-1])
     assert last < first, f"the loss went from {first:.3f} to {last:.3f}"
     return {"first loss": first, "last loss": last} | ({} if share is None else {"overlap": share})
@@ -133,17 +132,51 @@ def overlap(events: Iterable[dict[str, Any]], slow: str = "spin") -> float:
     busy = joined([(e["ts"], e["ts"] + e["dur"]) for e in ran if e["args"]["stream"] not in streams])
     hidden = 0.0
     for e in sleeping:
-        start, end = e["ts"], e["ts"] + e["dur"]
-        hidden += sum(max(0.0, min(end, b) - max(start, a)) for a, b in busy)
+        start, stop = e["ts"], e["ts"] + e["dur"]
+        hidden += sum(max(0.0, min(stop, b) - max(start, a)) for a, b in busy)
     return hidden / sum(e["dur"] for e in sleeping)
 
 
 def joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """The same times without overlaps, in order."""
     found: list[tuple[float, float]] = []
-    for start, end in sorted(spans):
+    for start, stop in sorted(spans):
         if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
+            found[-1] = found[-1][0], max(stop, found[-1][1])
         else:
-            found.append((start, end))
+            found.append((start, stop))
     return found
+
+
+METHODS = {
+    "ddp": "ddp",
+    "local": "local",
+    "local over int4": "local:wire=int4",
+    "paper": "co2:beta=0.5",
+    "recommended": "co2:merge=keep,gap=none,beta=0,delay=1,wire=int4",
+}
+SEARCH = 1000, 24, 4  # steps, tau, workers
+
+
+@check("search", cases=METHODS, limit=590.0)
+def loss_of_gpt2_small(scope: Scope, case: str) -> dict[str, Any]:
+    """Four workers, tau 24, one learning rate for all, one seed; the loss is that of four held-out books."""
+    small = ("digits", 3, 1, 2) if scope.tiny else ("gpt2_small", *SEARCH)
+    if not scope.cuda and not scope.tiny:
+        raise NotRun("1,000 steps of 124 M parameters need a CUDA device")
+    task, steps, tau, workers = small
+    rows = scope.out / "gpu_search.jsonl"
+    settings = {"tasks": task, "steps": steps, "tau": tau, "workers": workers, "seeds": 0, "lr_factors": 1}
+    options = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
+    command = [sys.executable, "-m", "bench.search", *options, "--methods", METHODS[case], "--configurations", "2"]
+    command += ["--rows", str(rows), "--device", scope.device]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
+    if "no Gutenberg books in" in done.stderr:
+        raise NotRun(one_line(done.stderr))
+    assert done.returncode == 0, f"status {done.returncode}: {one_line(done.stderr, 500)}"
+    found = [json.loads(text) for text in rows.read_text().splitlines()]
+    choice = [row for row in found if row["kind"] == "choice" and row["asked"] == METHODS[case]][-1]
+    keys = ("task", "steps", "method", "options", "workers")
+    row = [row for row in found if row["kind"] == "run" and all(row[k] == choice[k] for k in keys)][-1]
+    assert row["loss"] is not None, "diverged"
+    return {"held-out loss": row["loss"], "before the end's drain": row["loss_of_mean"], "seconds": row["seconds"]}

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from bench.chaos.crew import Crew
 from bench.gpu.checks import NotRun, Scope, check
-from bench.gpu.problem import METHODS, RECOMMENDED, SETTINGS, co2, distance, move, problem, train
+from bench.gpu.equal import METHODS, RECOMMENDED, SETTINGS, co2, distance, move, problem, train
 from core import CO2, CO2Config, ShardedCO2, testing
 from core.assembly import elastic_co2
 from core.elastic.members import Members

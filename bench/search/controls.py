@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from bench import report
-from bench.report import read_options, require_each_once, require_known, require_one_or_more, require_positive
-from bench.search.command import Search, search
+from bench.report import read_options, require
+from bench.search.__main__ import Search, search
 from bench.search.rows import Group, Rows, about, test_runs
 from core.errors import UserError
 from training.script import launch
@@ -78,11 +78,7 @@ class Controls:
 
     def check(self) -> None:
         """A UserError names the first option that cannot be."""
-        require_each_once(self, "tasks", "taus", "wires", "seeds")
-        require_known(self, "tasks", FACTORS)
-        require_known(self, "wires", WIRES)
-        require_positive(self, "taus")
-        require_one_or_more(self, "steps")
+        require(self, once="tasks taus wires seeds", positive="taus", ones="steps", tasks=FACTORS, wires=WIRES)
         if not self.budget_minutes > 0:
             raise UserError(f"budget_minutes={self.budget_minutes}: give a number above 0")
         for o in self.searches():
@@ -119,15 +115,7 @@ class Found:
         return {seed: run["loss"] for seed, run in self.runs.get((workers, method), {}).items()}
 
     def cell(self, method: str, workers: int = 4) -> str:
-        """Mean and standard deviation over the seeds; how many there are where some were not run."""
-        losses = self.losses(method, workers)
-        known = [loss for loss in losses.values() if loss is not None]
-        if not losses:
-            return "not run"
-        text = report.mean_sd(known, ".4f") if known else ""
-        if len(known) < len(losses):
-            text = f"diverged in {len(losses) - len(known)} of {len(losses)}" + (f" (else {text})" if known else "")
-        return text if len(losses) == len(self.o.seeds) else f"{text} ({len(losses)} of {len(self.o.seeds)} seeds)"
+        return report.of_seeds(list(self.losses(method, workers).values()), ".4f", len(self.o.seeds))
 
 
 def markdown(rows: Rows, searches: list[Search]) -> str:

@@ -209,11 +209,9 @@ def cells(
     if not runs:
         return [*first, "not run"]
     found = finite(runs, "loss")
-    loss = mean_sd(found, ".4f") if found else ""
+    loss = report.of_seeds([run["loss"] for run in runs], ".4f")
     if found and statistics.fmean(found) == best:
         loss = f"**{loss}**"
-    if lost := len(runs) - len(found):
-        loss = f"diverged in {lost} of {len(runs)}" + (f" (else {loss})" if loss else "")
     before = finite(runs, "loss_of_mean")
     seeds = ", ".join(str(run["seed"]) for run in runs)
     return [*first, loss, seeds, *(against(runs, other) for other in others), mean_sd(before, ".4f") if before else ""]

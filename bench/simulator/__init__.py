@@ -1,1 +1,1 @@
-"""A model of training rounds on clusters nobody has; its command line is python -m bench.simulator (predict.py)."""
+"""A model of training rounds on clusters nobody has; its command line is python -m bench.simulator."""

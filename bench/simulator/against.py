@@ -25,9 +25,9 @@ import numpy as np
 from bench import report
 from bench.peers.loop import BATCH, REFERENCE
 from bench.simulator import calibrate, paper
+from bench.simulator.__main__ import Simulate, papers_report
 from bench.simulator.calibrate import Constants, Row
 from bench.simulator.events import HIDDEN, simulate
-from bench.simulator.predict import Simulate, papers_report
 from bench.standin import build_model
 from core.methods import METHODS
 from training.script import launch

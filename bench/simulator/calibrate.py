@@ -1,10 +1,10 @@
-"""Fits the model's constants to a part of bench.scaling's measurements and predicts the rest."""
+"""Fits the model's constants to rows of bench.scaling, and predicts such a row."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -95,18 +95,18 @@ def _require(table: Any, keys: Sequence[str], where: str, remedy: str) -> None:
         raise UserError(f"{where} lacks {', '.join(missing)}; {remedy}")
 
 
-def split(rows: list[Row], fit_workers: Sequence[int] = ()) -> tuple[list[Row], list[Row], str]:
+def split(rows: list[Row]) -> tuple[list[Row], list[Row], str]:
     """(rows to fit to, rows held out, in words). Lone workers are fitted to: their step times count.
 
-    Held out are the larger worker counts (fit_workers: those not named); with one count, every second rate.
+    Held out are the larger worker counts; with one count, every second rate.
     """
     linked = [row for row in rows if row["workers"] > 1]
     counts = sorted({row["workers"] for row in linked})
     rates = sorted({row["rate_mbit"] for row in linked})
-    key, values = ("workers", counts) if len(counts) > 1 or fit_workers else ("rate_mbit", rates)
-    chosen = list(fit_workers) or (counts[: (len(counts) + 1) // 2] if key == "workers" else rates[::2])
+    key, values = ("workers", counts) if len(counts) > 1 else ("rate_mbit", rates)
+    chosen = counts[: (len(counts) + 1) // 2] if key == "workers" else rates[::2]
     rest = [value for value in values if value not in chosen]
-    if not set(chosen) <= set(values) or not chosen or not rest:
+    if not rest:
         raise UserError(
             f"cannot fit to {key} {_list(chosen)} of {_list(values)}: the file needs two worker counts above 1 or two "
             "rates, and some of them must stay to be predicted"
@@ -218,90 +218,3 @@ def predict(row: Row, c: Constants, nbytes: float, batch: int, seed: int = 0) ->
         outcome = simulate(row["method"], work_of(row, c, nbytes), tau, rounds + 1, seed=seed, warmup=1)
     seconds = outcome.seconds + rest
     return row["workers"] * batch * row["steps"] / seconds, outcome.exposed_seconds / seconds
-
-
-@dataclass(frozen=True)
-class Errors:
-    """Of one method's rows, or of all. Relative errors of samples/s; exposed share in percentage points."""
-
-    part: str
-    method: str
-    rows: int
-    median_error: float
-    largest_error: float
-    median_points: float
-    largest_points: float
-
-
-def errors(part: str, rows: list[Row], c: Constants, nbytes: float, batch: int, seed: int = 0) -> list[Errors]:
-    """One entry a method in order, then one of all rows; signs are dropped."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        samples, exposed = predict(row, c, nbytes, batch, seed)
-        pair = (abs(samples / row["samples_per_second"] - 1), 100 * abs(exposed - row["exposed_share"]))
-        found.setdefault(row["method"], []).append(pair)
-    found = {method: found[method] for method in METHODS if method in found}
-    found["all"] = [pair for pairs in found.values() for pair in pairs]
-    lines = []
-    for method, pairs in found.items():
-        speed, points = zip(*pairs, strict=True)
-        lines.append(Errors(part, method, len(pairs), median(speed), max(speed), median(points), max(points)))
-    return lines
-
-
-@dataclass(frozen=True)
-class Calibration:
-    constants: Constants
-    errors: list[Errors]
-    split: str
-    """Which rows were fitted to, and which were held out, in words."""
-    link: str
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def calibrate(path: Path, fit_workers: Sequence[int] = (), seed: int = 0) -> Calibration:
-    """Reads, splits, fits, and predicts both parts; only the held-out part's errors are those of predictions.
-
-    Late rows, in which the machine did not keep a stand-in's pace, are neither fitted to nor held out: shown apart.
-    """
-    data = read(path)
-    nbytes, batch = data["model"]["bytes"], data["batch"]
-    on_time = [row for row in data["rows"] if not row.get("late")]
-    fitted, held_out, words = split(on_time, fit_workers)
-    constants = fit(fitted, nbytes)
-    late = [row for row in data["rows"] if row.get("late") and row["workers"] > 1]
-    parts = {"held out": held_out, "fitted": [row for row in fitted if row["workers"] > 1], "late": late}
-    lines = [e for part, rows in parts.items() if rows for e in errors(part, rows, constants, nbytes, batch, seed)]
-    return Calibration(constants, lines, words, str(data.get("link", "unknown")))
-
-
-def markdown(c: Calibration, name: str) -> str:
-    """Constants and errors, held-out rows first: only theirs are errors of predictions."""
-    k = c.constants
-    boundary = ", ".join(f"{method} {1e3 * s:.3g}" for method, s in sorted(k.boundary.items()) if method)
-    overlap = "not to be told from these rows" if k.overlap is None else f"{k.overlap:.2f} of the backward pass"
-    text = [
-        f"## Calibration: {name} ({c.link})\n\n{c.split}\n",
-        f"- step {1e3 * k.step:.4g} ms, standard deviation {1e3 * k.spread:.3g} ms",
-        *(
-            f"- {what}: efficiency {x.efficiency:.3f} of theory, {1e3 * x.latency:.3g} ms a hop, "
-            f"{1e3 * x.overhead:.3g} ms fixed"
-            for what, x in (("all-reduce", k.link), ("hidden", k.hidden_link), ("ddp's all-reduce", k.ddp_link))
-        ),
-        f"- boundary, ms: {boundary}",
-        f"- ddp overlaps communication: {overlap}\n",
-        report.table(TITLES, map(_cells, c.errors)),
-    ]
-    return "\n".join(text)
-
-
-TITLES = (
-    *("rows", "method", "number", "samples/s, median error", "largest", "exposed share, median error", "largest"),
-)
-
-
-def _cells(e: Errors) -> tuple[object, ...]:
-    speed = f"{e.median_error:.1%}", f"{e.largest_error:.1%}"
-    return e.part, e.method, e.rows, *speed, f"{e.median_points:.1f} points", f"{e.largest_points:.1f} points"

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from bench.report import require_one_or_more
+from bench.report import require
 from core.errors import UserError
 
 Algorithm = Literal["ring", "tree", "hierarchical"]
@@ -60,7 +60,7 @@ class Cluster:
     """Seconds that every all-reduce costs whatever its size."""
 
     def __post_init__(self) -> None:
-        require_one_or_more(self, "nodes", "workers_per_node")
+        require(self, ones="nodes workers_per_node")
         for name in ("inter_gbps", "intra_gbps", "efficiency"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"{name}={getattr(self, name):g}: give a finite number above 0")

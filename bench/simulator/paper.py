@@ -172,7 +172,7 @@ def findings(result: Report) -> list[str]:
         f"Fitted: the step ({result.step:.4g} s) to AdamW's 8-GPU cell, with its all-reduce inside the node taken as "
         f"hidden; the effective bandwidth between nodes (Gbit/s: {rates}; in proportion to the bytes) to AdamW's "
         f"16-GPU cell; in the column {GROWN!r} also the all-reduce of 128 GPUs, to AdamW's cell there. A cell that was "
-        "fitted to is no prediction.",
+        "fitted to is no prediction."
     ]
     far = [
         cell.name

@@ -14,6 +14,8 @@ import contextlib
 import random
 import statistics
 import time
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,23 +23,120 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from bench import report
-from bench.cluster import Cluster, prepare_to_fork, run_ranks
-from bench.measure import TIMEOUT, run_round
-from bench.report import read_options, require_company, require_each_once, require_known, require_positive
+from bench.cluster import Cluster, run_ranks
+from bench.report import Asked, require, require_company
+from bench.scaling import TIMEOUT, run_round
 from bench.simulator import calibrate
 from bench.simulator.events import SSP, Rule, simulate
 from bench.standin import BYTES, LAYERS, LEARNING_RATE, Pacer, StandIn, Trainer, digits
-from bench.uneven.clocks import SCENARIOS, STALENESS
-from bench.uneven.stale import StaleSync
+from bench.uneven.train import SCENARIOS, STALENESS
 from core import CO2Config
+from core.groups import ring_bytes
 from core.methods import make_method
+from core.rounds import Rounds
+from core.stats import RoundStats
 from core.testing.link import ThrottledLink
 from training.script import launch
 
-NAME = "uneven_real"
+
+@dataclass
+class Update:
+    """An all-reduce on its way. own: what this worker has put in, [n]; total: of all workers, once it has landed."""
+
+    own: Tensor
+    total: Tensor
+    work: dist.Work | None
+    sent_at: float
+    there_at: float
+
+    def landed(self) -> bool:
+        return (self.work is None or self.work.is_completed()) and time.perf_counter() >= self.there_at
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            self.work.wait()
+        time.sleep(max(0.0, self.there_at - time.perf_counter()))
+        return self.total
+
+
+@Rounds.register  # for bench/standin.py: what it waits for is given back
+class StaleSync:
+    """Every tau local steps, a clock, a worker sends what they have moved, over the number of workers, and goes on from
+    all updates that have arrived and its own. It begins clock c once the updates of all clocks before c - staleness
+    are there (Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", NeurIPS
+    2013).
+
+    There is no server: the updates of one clock are summed by an all-reduce, which lands once the slowest worker has
+    sent. So a worker hears nothing of a fast peer's clock before that, which SSP allows and a server improves on; when
+    it must wait is the same. params: float32, equal on all workers from here on. link: holds collectives back.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        tau: int,
+        staleness: int,
+        link: ThrottledLink | None = None,
+        timeout: float = 120.0,
+    ):
+        self.params, self.tau, self.staleness, self.link = list(params), tau, staleness, link
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.group = dist.new_group(timeout=timedelta(seconds=timeout)) if self.world_size > 1 else None
+        self.server = nn.utils.parameters_to_vector(self.params).detach().clone()
+        if self.world_size > 1:
+            dist.broadcast(self.server, src=0)
+        self.on_the_way: deque[Update] = deque()
+        self.steps, self.stats = 0, RoundStats()
+        self._go_on()
+
+    @torch.no_grad()
+    def step(self) -> bool:
+        """Call after every optimiser step; True when a clock has ended."""
+        self.steps += 1
+        if self.steps % self.tau:
+            return False
+        own = (nn.utils.parameters_to_vector(self.params) - self.begun) / self.world_size
+        self._send(own)
+        arrived = time.perf_counter()
+        while self.on_the_way and (len(self.on_the_way) > self.staleness or self.on_the_way[0].landed()):
+            self._land()
+        self.stats.exposed_seconds = time.perf_counter() - arrived
+        self._go_on()
+        return True
+
+    def finish(self) -> None:
+        """Waits for all that is on its way; all workers, after as many clocks each, then hold the same."""
+        while self.on_the_way:
+            self._land()
+        self._go_on()
+
+    def close(self) -> None:
+        """Leaves the process group. Only after finish()."""
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+
+    def _send(self, own: Tensor) -> None:
+        total, now = own.clone(), time.perf_counter()
+        work = dist.all_reduce(total, group=self.group, async_op=True) if self.group is not None else None
+        self.stats.bytes_sent = ring_bytes(total.nbytes, self.world_size)
+        there_at = self.link.reserve(self.stats.bytes_sent) if self.link is not None else now
+        self.on_the_way.append(Update(own, total, work, now, there_at))
+
+    def _land(self) -> None:
+        update = self.on_the_way.popleft()
+        self.server += update.wait()
+        self.stats.allreduce_seconds = time.perf_counter() - update.sent_at
+
+    @torch.no_grad()
+    def _go_on(self) -> None:
+        """From what has arrived and this worker's own updates."""
+        self.begun = self.server + sum((update.own for update in self.on_the_way), torch.zeros_like(self.server))
+        nn.utils.vector_to_parameters(self.begun.clone(), self.params)
+
+
 METHODS: dict[str, tuple[str, Rule]] = {
     "ddp": ("ddp", Rule()),
     "local": ("local", Rule()),
@@ -54,7 +153,7 @@ def warm(name: str) -> int:
 
 
 @dataclass(frozen=True)
-class Real:
+class Real(Asked):
     """What to measure."""
 
     workers: int = 4
@@ -76,15 +175,10 @@ class Real:
     """Hold collectives back in software instead of making network namespaces."""
     fit: Path = Path("results/scaling.json")
     """Of bench.scaling: what the link's constants are fitted to."""
-    out: Path | None = None
-    """Where to write; runs/uneven_real-DATE by default."""
 
     def check(self) -> None:
-        """A UserError names the first option that cannot be."""
-        require_each_once(self, "scenarios", "methods")
-        require_known(self, "scenarios", SCENARIOS)
-        require_known(self, "methods", METHODS)
-        require_positive(self, "rate", "tau", "repeats", "rounds", "step_ms", "batch")
+        require(self, once="scenarios methods", scenarios=SCENARIOS, methods=METHODS)
+        require(self, positive="rate tau repeats rounds step_ms batch")
         require_company(self)
 
 
@@ -194,12 +288,12 @@ def markdown(result: dict[str, Any]) -> str:
 # -- the command ------------------------------------------------------------------------------------------------
 
 
-def run(o: Real) -> dict[str, Any]:
+def run(o: Real, result: dict[str, Any]) -> None:
     """Measures every scenario; predicts each of its rows."""
     data = calibrate.read(o.fit)
     on_time = [row for row in data["rows"] if not row.get("late")]
     constants = calibrate.fit(calibrate.split(on_time)[0], data["model"]["bytes"])
-    result = report.header("bench.uneven.real", o) | {"verified_mbit": {}, "rows": [], "cells": []}
+    result |= {"verified_mbit": {}, "rows": [], "cells": []}
     result["link"] = "throttled in software" if o.throttle else "namespaces + tbf"
     samples, step = digits(), o.step_ms / 1e3
     with contextlib.ExitStack() as stack:
@@ -218,15 +312,11 @@ def run(o: Real) -> dict[str, Any]:
                 cell = {"scenario": scenario, "method": name, "samples_per_second": speeds}
                 result["cells"].append(cell | {"predicted": predict(o, constants, scenario, name)})
                 print(f"{scenario}, {name}: {statistics.median(speeds):,.0f} samples/s", flush=True)
-    return result
 
 
 def main() -> None:
-    o = read_options(Real, "bench.uneven.real")
-    prepare_to_fork(namespaces=not o.throttle)
-    folder = report.new_folder(NAME, o.out)
-    result = run(o)
-    report.conclude(folder, NAME, result, markdown(result))
+    measure = lambda o, session: run(o, session.result)  # noqa: E731
+    report.run(Real, "uneven_real", measure, markdown, forks=lambda o: not o.throttle, module="bench.uneven.real")
 
 
 if __name__ == "__main__":

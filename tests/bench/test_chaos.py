@@ -3,8 +3,8 @@
 from collections import Counter
 from typing import Any
 
-from bench.chaos import campaign
-from bench.chaos.campaign import CONFIGS, ELASTIC, Campaign, agreement, plan, steps, table
+from bench.chaos import __main__ as campaign
+from bench.chaos.__main__ import CONFIGS, ELASTIC, Campaign, agreement, plan, steps, table
 from bench.chaos.worker import PHASES
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster import launch, namespaces, require_namespaces
-from bench.cluster.switch import VNET_HEADER, targets
+from bench.cluster import __main__ as launch
+from bench.cluster import nodes, require_namespaces
+from bench.cluster.beside import VNET_HEADER, targets
 from core.errors import UserError
 from tests.scripts import Mistakes
 
@@ -59,7 +60,7 @@ def test_a_refusal_is_one_line(mistake: Mistakes):
 
 def test_missing_iproute2_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(namespaces, "SBIN", str(tmp_path))
+    monkeypatch.setattr(nodes, "SBIN", str(tmp_path))
     with pytest.raises(UserError, match="install iproute2, or run with --throttle"):
         require_namespaces()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.search.command import parse
+from bench.search.__main__ import parse
 from bench.search.controls import FRESH, STEPS, Controls, Found, change, markdown
 from bench.search.engine import Plan, Result
 from bench.search.rows import Rows

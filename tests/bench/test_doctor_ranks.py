@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch, torch.distributed as dist
 from torch import nn
 import core.adaptive.tau
-from bench.cluster import Cluster, prepare_to_fork, run_ranks
+from bench.cluster import Cluster, require_namespaces, run_ranks
 from core import CO2, WireConfig
 from core.doctor import measure
 from core.doctor.choose import choose, recommended
@@ -58,7 +58,8 @@ def work(params, step, wire, quick):
     dist.barrier()
     return found
 
-prepare_to_fork(namespaces=True)
+require_namespaces()
+torch.set_num_threads(1)
 rate, params, step, wire = float(sys.argv[1]), int(float(sys.argv[2])), float(sys.argv[3]), sys.argv[4]
 with Cluster(2, rate) as cluster:
     (told, trained), other = run_ranks(work, cluster, 1, 2, params, step, wire, rate == 100, timeout=240)

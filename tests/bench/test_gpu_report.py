@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.gpu import checks, command, worker
+from bench.gpu import checks, command
 from bench.gpu.checks import CHECKS, Scope, outcome
 from bench.gpu.loops import SCRIPTS, overlap
 from core.adaptive.merging import MergingInPlace
@@ -36,7 +36,7 @@ class Inline:
         self.scope = scope
 
     def facts(self) -> dict[str, Any]:
-        return worker.of_machine(self.scope)
+        return checks.of_machine(self.scope)
 
     def run(self, one: checks.Check, limit: float) -> dict[str, Any]:
         return outcome(one, self.scope)
@@ -137,14 +137,14 @@ def test_what_is_broken_is_a_line_and_the_exit_status(
 
 
 @pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> worker.Worker:
+def forked(monkeypatch: pytest.MonkeyPatch) -> checks.Worker:
     """A worker that knows this test's checks."""
     fork = multiprocessing.get_context("fork")
-    monkeypatch.setattr(worker.multiprocessing, "get_context", lambda name: fork)
-    return worker.Worker(Scope("cpu", Path(), tiny=True))
+    monkeypatch.setattr(checks.multiprocessing, "get_context", lambda name: fork)
+    return checks.Worker(Scope("cpu", Path(), tiny=True))
 
 
-def test_a_check_that_dies_or_hangs_is_a_line(forked: worker.Worker, monkeypatch: pytest.MonkeyPatch):
+def test_a_check_that_dies_or_hangs_is_a_line(forked: checks.Worker, monkeypatch: pytest.MonkeyPatch):
     ways = {"dies": lambda scope: os._exit(7), "hangs": lambda scope: time.sleep(600), "ends": lambda scope: "well"}
     found = {}
     for name, run in ways.items():
@@ -157,10 +157,10 @@ def test_a_check_that_dies_or_hangs_is_a_line(forked: worker.Worker, monkeypatch
     assert (found["ends"]["state"], found["ends"]["says"]) == ("ok", "well")
 
 
-def test_a_device_that_no_longer_answers_spoils_one_line(forked: worker.Worker, monkeypatch: pytest.MonkeyPatch):
+def test_a_device_that_no_longer_answers_spoils_one_line(forked: checks.Worker, monkeypatch: pytest.MonkeyPatch):
     """An illegal address is heard of behind the check, and then nothing in that process works any more."""
     monkeypatch.setitem(CHECKS, "one", checks.Check("costs", "one", lambda scope: f"{os.getpid()}", False, 60.0))
-    monkeypatch.setattr(worker, "tidy", lambda scope: "AcceleratorError: an illegal memory access")
+    monkeypatch.setattr(checks, "tidy", lambda scope: "AcceleratorError: an illegal memory access")
     spoilt = forked.run(CHECKS["one"], 60.0)
     monkeypatch.undo()
     assert (spoilt["state"], spoilt["says"]) == ("failed", "AcceleratorError: an illegal memory access")
@@ -168,8 +168,8 @@ def test_a_device_that_no_longer_answers_spoils_one_line(forked: worker.Worker, 
     forked.close()
 
 
-def test_a_process_that_cannot_begin_is_told(forked: worker.Worker, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(worker, "serve", lambda pipe, scope: os._exit(3))
+def test_a_process_that_cannot_begin_is_told(forked: checks.Worker, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checks, "serve", lambda pipe, scope: os._exit(3))
     with pytest.raises(UserError, match="ends as it begins, with status 3"):
         forked.facts()
 

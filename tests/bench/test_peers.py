@@ -12,9 +12,9 @@ from torch import nn
 
 from bench.cluster import sent_bytes
 from bench.memory import peak_bytes, reset_peak
-from bench.peers import compare
+from bench.peers import __main__ as compare
+from bench.peers.__main__ import Bench, Choice, choices, run_all, steps_of, tune
 from bench.peers.adapters import PEERS, Peer, split
-from bench.peers.compare import Bench, Choice, choices, run_all, steps_of, tune
 from bench.peers.loop import Job, half
 from bench.peers.table import cell, limit, loss_at, markdown, seconds_to, summarise, table
 from bench.standin import LR, MLP_LAYERS, Pacer, build_model

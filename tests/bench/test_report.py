@@ -16,8 +16,8 @@ from bench.report import Spread, mean_sd, require_each_once, require_known, requ
 from bench.search import controls
 from bench.search.rows import Rows, markdown
 from bench.simulator import against
-from bench.uneven.command import Rows as uneven_rows
-from bench.uneven.command import Uneven, section
+from bench.uneven.__main__ import Rows as uneven_rows
+from bench.uneven.__main__ import Uneven, section
 from core.errors import UserError
 from results import paper
 

@@ -10,9 +10,9 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 
-from bench import measure, plots, scaling, standin
-from bench.measure import Setting, round_seconds, rounds_to_measure, wire_seconds
+from bench import plots, scaling, standin
 from bench.report import Spread
+from bench.scaling import Setting, round_seconds, rounds_to_measure, wire_seconds
 from bench.standin import LAYERS, PARAMS, PATIENCE, Pacer, StandIn
 from core.errors import UserError
 from training.script import launch
@@ -167,9 +167,9 @@ def test_a_wrong_setting_is_named(text: str):
 def test_auto_settles_when_tau_rests(monkeypatch: pytest.MonkeyPatch):
     taus = iter([4] * 9 + [20] * 3 + [21] * 100)
     trainer: Any = SimpleNamespace(method=SimpleNamespace(tau=0))
-    monkeypatch.setattr(measure, "run_round", lambda t: setattr(t.method, "tau", next(taus)))
-    measure.settle(trainer)
-    assert next(taus) == 21 and sum(1 for _ in taus) == 100 - measure.SETTLED - 1
+    monkeypatch.setattr(scaling, "run_round", lambda t: setattr(t.method, "tau", next(taus)))
+    scaling.settle(trainer)
+    assert next(taus) == 21 and sum(1 for _ in taus) == 100 - scaling.SETTLED - 1
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.measure import Job, Setting, measure_all
-from bench.scaling import combine
+from bench.scaling import Job, Scaling, combine, measure_all
 from bench.simulator import calibrate
 from bench.standin import BYTES, PARAMS, digits
 from core.groups import ring_bytes
@@ -62,7 +61,7 @@ def check(result: dict[str, Any]) -> None:
 
 def test_a_lone_worker_has_every_figure():
     """In this process; what two or more wait for each other is measured by the tests below."""
-    job = Job([Setting.parse(text) for text in METHODS], 1, None, digits(), seconds=0.05, step_seconds=0.004)
+    job = Job(Scaling(methods=tuple(METHODS), repeats=1, seconds=0.05, step_ms=4.0), 1, None, digits())
     rows = combine([measure_all(job)], step_ms=4.0)
     assert sorted(row["method"] for row in rows) == ["co2", "ddp", "slowmo"]
     for row in rows:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bench.search.command import parse
+from bench.search.__main__ import parse
 from bench.search.methods import ACCO, DPU, mean_over
 from bench.search.task import Inner, clip_rows, matrices_inside
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from bench.search.command import parse
+from bench.search.__main__ import parse
 from bench.search.engine import Plan, train
 from bench.search.task import Batch, Inner, Shards, Task, cosine
 from core import CO2, CO2Config, WireConfig, make_method

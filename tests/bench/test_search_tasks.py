@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench.search import pictures, texts
-from bench.search.command import parse
+from bench.search.__main__ import parse
 from bench.search.engine import TASKS, Plan, Stack, load_task, train
 from bench.search.task import places
 from core.errors import UserError

@@ -1,7 +1,6 @@
 """The model of rounds: hand-computed runs, the choice of tau, the paper's cells, the command line."""
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 
@@ -9,12 +8,11 @@ import numpy as np
 import pytest
 
 from bench.simulator import paper
+from bench.simulator.__main__ import Simulate, build, main, predict, prediction
 from bench.simulator.events import Work, expected_skew, recommend_tau, simulate
 from bench.simulator.network import PRESETS
-from bench.simulator.predict import Simulate, build, main, predict, prediction
 from core.errors import UserError
 from core.methods import METHODS
-from tests.bench.test_calibrate import scaling_data
 from tests.scripts import Mistakes, run_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -187,17 +185,13 @@ def test_the_paper_s_fitted_cells_come_out_and_the_others_are_called_predictions
 # -- the command line -----------------------------------------------------------------------------------------
 
 
-def test_command_line_prints_tables_labels_assumptions_and_writes_json(tmp_path, capsys):
-    out, scaling = tmp_path / "out.json", tmp_path / "scaling.json"
-    scaling.write_text(json.dumps(scaling_data(workers=(2, 4), rates=(200.0,))))
-    arguments = ["--preset", "rtx3090", "--calibrate", str(scaling), "--step_ms", "100", "--rounds", "5", "--paper"]
-    run_script("bench.simulator", *arguments, "--json", str(out))
+def test_command_line_prints_tables_and_labels_assumptions(capsys):
+    arguments = ["--preset", "rtx3090", "--step_ms", "100", "--rounds", "5", "--paper"]
+    run_script("bench.simulator", *arguments)
     shown = capsys.readouterr().out
-    for text in ("preset rtx3090: nodes 10", "assumed: inter_gbps 10", "given: step_ms 100", "calibrated: efficiency"):
+    for text in ("preset rtx3090: nodes 10", "assumed: inter_gbps 10", "given: step_ms 100"):
         assert text in shown, text
-    results = json.loads(out.read_text())
-    assert set(results) == {"calibration", "paper", "prediction"}
-    assert [line["method"] for line in results["prediction"]["methods"]] == ["ddp", *METHODS_AT_TAU]
+    assert [line.method for line in prediction(BASE)] == ["ddp", *METHODS_AT_TAU]
 
 
 METHODS_AT_TAU = ("local", "overlap_local", "slowmo", "co2", "co2, by_speed", *(f"ssp, s = {s}" for s in (1, 3, 8)))
@@ -235,10 +229,9 @@ OPTIONS = dict(
 
 
 def test_every_option_changes_the_prediction():
-    base = prediction(BASE, None)
+    base = prediction(BASE)
     for name, value in OPTIONS.items():
-        changed = prediction(dataclasses.replace(BASE, **{name: value}), None)
-        assert changed["methods"] != base["methods"], name
+        assert prediction(dataclasses.replace(BASE, **{name: value})) != base, name
 
 
 def test_a_mistake_is_one_line_without_a_traceback(mistake: Mistakes):
@@ -252,8 +245,6 @@ def test_a_mistake_is_one_line_without_a_traceback(mistake: Mistakes):
     [
         (("--inter_gbps", "0"), "inter_gbps=0: give a finite number above 0"),
         (("--inter_gbps", "-1"), "inter_gbps=-1: give a finite number above 0"),
-        (("--calibrate", "/nowhere.json"), "measure with python -m bench.scaling"),
-        (("--fit_workers", "2"), "give --calibrate FILE"),
         (("--tau", "0"), "tau=0: give 1 or more"),
         (("--rounds", "2"), "rounds=2: give 3 or more"),
         (("--step_ms", "nan"), "step_ms=nan"),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import codecs, equal_error, equal_loss, slow_links
+from bench import codecs, equal_error, report, slow_links
 from bench.codecs import Codecs
 from bench.equal_error import WAYS, EqualError, compare
 from bench.slow_links import METHODS, SlowLinks, text
@@ -101,18 +101,19 @@ def test_bytes_to_one_loss():
     """By hand: the target is the higher of the last losses, but for the end's, which are of other text."""
     logged = [{"step": s, "round/bytes_sent": 10.0} for s in range(1, 5)]
     logged = [logged[0], logged[1], {"step": 2, "val_loss": 5.0}, *logged[2:], {"step": 4, "val_loss": 4.0}]
-    assert equal_loss.evaluations(logged, "val_loss") == [(2, 20.0, 5.0), (4, 40.0, 4.0)]
+    assert slow_links.evaluations(logged, "val_loss") == [(2, 20.0, 5.0), (4, 40.0, 4.0)]
     uniform = [(10, 100e6, 6.0), (20, 200e6, 5.0), (30, 300e6, 4.0), (40, 400e6, 9.0)]
     own = [(10, 50e6, 6.5), (20, 100e6, 5.5), (30, 150e6, 4.5), (40, 200e6, 9.0)]
-    assert equal_loss.reached(uniform, 4.5) == (25, 250e6)
-    assert equal_loss.reached(uniform, 6.5) is None and equal_loss.reached(uniform, 3.0) is None
+    assert slow_links.reached(uniform, 4.5) == (25, 250e6)
+    assert slow_links.reached(uniform, 6.5) is None and slow_links.reached(uniform, 3.0) is None
     by = {"ddp_top1": uniform, "lgreco_top1": own, "ddp_rank4": uniform}
     rows = [{"method": m, "seed": s, "rate_mbit": 50.0, "evaluations": e} for s in range(2) for m, e in by.items()]
-    shown = equal_loss.text([*rows, {"method": "ddp_int4", "seed": 0, "rate_mbit": 50.0, "failed": "no answer"}])
+    failed = {"method": "ddp_int4", "seed": 0, "rate_mbit": 50.0, "failed": "no answer"}
+    shown = slow_links.text_of_pairs([*rows, failed])
     gain = "4.000 ± 0.000 | 4.500 ± 0.000 | 4.500 ± 0.000 | 25 | 250.0 | 30 | 150.0 | 1.67 ± 0.00"
     assert f"| ddp_top1 | lgreco_top1 | 2 | {gain} |" in shown and "rank4" not in shown
-    assert equal_loss.text([row | {"evaluations": []} for row in rows]) == ""
-    assert {m for pair in equal_loss.PAIRS for m in pair} <= set(METHODS)
+    assert slow_links.text_of_pairs([row | {"evaluations": []} for row in rows]) == ""
+    assert {m for pair in slow_links.PAIRS for m in pair} <= set(METHODS)
 
 
 def test_what_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -129,19 +130,25 @@ def test_what_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return row | {"samples_per_second": 3.0, "bytes_a_step": 1e6, "tau": 1, "deciding_share": 0.0}
 
     monkeypatch.setattr(slow_links, "measure", measure)
+
+    def session(o: SlowLinks) -> report.Session:
+        return report.begin(o, "slow_links", "bench.slow_links", text, goes_on=True)
+
     stops = [3, 9]
     o = SlowLinks(methods=("ddp", "lgreco_int4"), rates=(50.0, 200.0), throttle=True, out=tmp_path)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            slow_links.run_all(o, tmp_path)
-    result = slow_links.run_all(o, tmp_path)
+            slow_links.run_all(o, session(o))
+    last = session(o)
+    slow_links.run_all(o, last)
+    result = last.result
     tuning, rows = made[:6], made[6:]
     assert {run[2] for run in tuning} == {TUNING_SEED} and not {run[2] for run in rows} & {TUNING_SEED}
     assert len(set(made)) == len(made) == 2 * 3 + 2 * 2 * 3 and {run[3] for run in rows} == {1.0}
     assert len(result["rows"]) == 12 and len(result["resumed"]) == 2
     assert "gone on with at commit" in (tmp_path / "slow_links.md").read_text()
     with pytest.raises(UserError, match="holds a measurement with other workers, epochs: choose another --out"):
-        slow_links.run_all(replace(o, workers=3, epochs=1), tmp_path)
+        session(replace(o, workers=3, epochs=1))
 
 
 @pytest.mark.parametrize(

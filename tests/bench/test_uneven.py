@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from bench.search.command import parse
+from bench.search.__main__ import parse
 from bench.search.engine import Plan, train
 from bench.search.task import Inner, Task
 from bench.simulator.events import SSP, Rule, Work, Workers, simulate
-from bench.uneven import command
-from bench.uneven.clocks import Way, ways
-from bench.uneven.command import Rows, Uneven, markdown
-from bench.uneven.train import Crew, train_by_speed, train_ssp
+from bench.uneven import __main__ as command
+from bench.uneven.__main__ import Rows, Uneven, markdown
+from bench.uneven.train import Crew, Way, train_by_speed, train_ssp, ways
 from core.adaptive.pace import Pace
 from core.errors import UserError
 from tests.bench.test_search_ranks import draw
@@ -186,7 +185,7 @@ def test_the_command_runs_each_run_once_and_reports(tmp_path: Path, monkeypatch:
         **{"lr_factors": (1.0, 2.0), "seeds": (0, 1), "rows": tmp_path / "rows.jsonl"},
     )
     monkeypatch.setattr(command, "CROWDS", (1, 4))
-    monkeypatch.setattr("bench.uneven.clocks.COUNTED", 20)
+    monkeypatch.setattr("bench.uneven.train.COUNTED", 20)
     o.check()
     text = markdown(o, Rows(o.rows))
     assert "| ddp | 1 |" in text and "3.500 ± 0.707" in text  # runs 1 and 2 tuned it, 3 and 4 are reported

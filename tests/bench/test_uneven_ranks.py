@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from bench.uneven.real import Real, markdown, run
-from bench.uneven.stale import StaleSync
+from bench import report
+from bench.uneven.real import Real, StaleSync, markdown, run
 from core.methods.local_sgd import LocalSGD
 from core.testing import run_distributed
 from tests.problems import batch, small_net
@@ -72,7 +72,9 @@ def test_the_command_measures_and_predicts(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(sys, "argv", ["bench.uneven.real"])
     o = Real(workers=2, rate=400.0, tau=6, scenarios=("half",), repeats=1, rounds=2, step_ms=10.0, throttle=True)
     o.check()
-    result = json.loads(json.dumps(run(o), default=str))
+    result = report.header("bench.uneven.real", o)
+    run(o, result)
+    result = json.loads(json.dumps(result, default=str))
     assert len(result["cells"]) == len(o.methods) and len(result["rows"]) == 2 * len(o.methods)
     speeds = {cell["method"]: cell["predicted"] for cell in result["cells"]}
     assert speeds["co2_by_speed"] > 1.2 * speeds["co2_even"] and speeds["ssp8"] > speeds["local"]

@@ -26,8 +26,8 @@ MODULES = (
     "reproduce",
     "bench.scaling",
     "bench.time_to_loss",
-    "bench.search.command",
-    "bench.simulator.predict",
+    "bench.search.__main__",
+    "bench.simulator.__main__",
 )
 
 

@@ -1,18 +1,59 @@
-"""The switch of an emulated cluster whose frames take longer: python switch.py DELAY_MS NODES NICS, in its namespace.
+"""Two processes beside an emulated cluster, which import nothing of the project.
 
-Kernels without netem cannot delay frames, so this forwards them between p0, p1, ... through packet sockets. Frames
-keep the header in which the kernel notes segments not cut and checksums not computed yet (PACKET_VNET_HDR).
+python beside.py guard OWNER DESCRIPTOR...: outlives the owner and kills what it left behind. A process belongs to the
+cluster when its network namespace is one of those that the descriptors refer to.
+python beside.py switch DELAY_MS NODES NICS, in its namespace: the switch of a cluster whose frames take longer. Kernels
+without netem cannot delay frames, so this forwards them between p0, p1, ... through packet sockets. Frames keep the
+header in which the kernel notes segments not cut and checksums not computed yet (PACKET_VNET_HDR).
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import select
+import signal
 import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+# -- the guard ------------------------------------------------------------------------------------------------
+
+
+def members(namespaces: Iterable[int]) -> list[int]:
+    """The processes inside these namespaces (descriptors), zombies and the caller left out."""
+    inodes = {os.fstat(namespace).st_ino for namespace in namespaces}
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended, or is another user's
+            if (folder / "ns/net").stat().st_ino in inodes and int(folder.name) != os.getpid():
+                found.append(int(folder.name))
+    return found
+
+
+def kill_members(namespaces: Iterable[int], patience: float = 5.0) -> None:
+    """SIGKILL to every process inside, repeated while any of them is still forking, `patience` seconds at most."""
+    namespaces = list(namespaces)
+    deadline = time.monotonic() + patience
+    while (pids := members(namespaces)) and time.monotonic() < deadline:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def guard(owner: int, *namespaces: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        handle = os.pidfd_open(owner)
+        if os.getppid() == owner:
+            select.select([handle], [], [])  # readable when the owner has ended
+    kill_members(namespaces)
+
+
+# -- the switch -----------------------------------------------------------------------------------------------
 
 SOL_PACKET, PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING = 263, 15, 23  # linux/if_packet.h
 SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33  # asm-generic/socket.h
@@ -69,12 +110,11 @@ def forward(ports: list[socket.socket], delay: float, count: int) -> None:
                     ports[target].send(frame)
 
 
-def main() -> None:
-    delay, nodes, nics = float(sys.argv[1]) / 1e3, int(sys.argv[2]), int(sys.argv[3])
-    ports = [open_port(f"p{number}") for number in range(nodes * nics)]
+def switch(delay_ms: str, nodes: str, nics: str) -> None:
+    ports = [open_port(f"p{number}") for number in range(int(nodes) * int(nics))]
     print("ready", flush=True)
-    forward(ports, delay, nodes)
+    forward(ports, float(delay_ms) / 1e3, int(nodes))
 
 
 if __name__ == "__main__":
-    main()
+    switch(*sys.argv[2:]) if sys.argv[1] == "switch" else guard(*map(int, sys.argv[2:]))

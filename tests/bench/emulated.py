@@ -1,0 +1,104 @@
+"""Processes of an emulated cluster for tests: started, looked for, and run as nobody."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+ENV = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONPATH": str(ROOT)}
+
+# What a node runs in these tests: it says that it has started, then does what it is told.
+WORKER = """
+import os, signal, sys, time
+from pathlib import Path
+mode, folder, rank = sys.argv[1], Path(sys.argv[2]), os.environ["RANK"]
+if mode == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+(folder / f"started{rank}").write_text(os.readlink("/proc/self/ns/net"))
+if mode == "crash" and rank == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+if mode == "fail" and rank == "1":
+    sys.exit("rank 1 has had enough")
+time.sleep(0 if mode == "pass" else 300)
+print("rank", rank, "of", os.environ["WORLD_SIZE"], "ends", sys.argv[3:])
+"""
+
+
+def script(folder: Path, code: str) -> str:
+    """Runs code in a process of its own, as run_ranks forks one that has no threads; returns its output."""
+    (folder / "script.py").write_text(textwrap.dedent(code))
+    argv = [sys.executable, str(folder / "script.py")]
+    done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@contextlib.contextmanager
+def worker(folder: Path, mode: str, *options: str):
+    """`python -m bench.cluster` with two ranks of WORKER, which have started."""
+    (folder / "worker.py").write_text(WORKER)
+    argv = ["--nodes", "2", "--rate", "100mbit", *options, "--", str(folder / "worker.py"), mode, str(folder)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-m", "bench.cluster", *argv], cwd=ROOT, env=ENV, text=True, **pipes)
+    try:
+        deadline = time.monotonic() + 60
+        while not all((folder / f"started{rank}").exists() for rank in range(2)):
+            assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        yield process
+    finally:
+        process.kill()
+        for pid in left(folder, process.pid):  # after a failure
+            os.kill(pid, signal.SIGKILL)
+        process.communicate()
+
+
+def assert_gone(folder: Path, owner: int) -> None:
+    """No rank, torchrun, switch or guard of the run is left; a guard may take a moment when its owner was killed."""
+    deadline = time.monotonic() + 10
+    while pids := left(folder, owner):
+        assert time.monotonic() < deadline, pids
+        time.sleep(0.05)
+
+
+def left(folder: Path, owner: int) -> list[int]:
+    """The processes that name the test's folder, and the guard of `owner`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if str(folder) in command or f"beside.py guard {owner} " in command:
+                found.append(int(path.parent.name))
+    return found
+
+
+def network() -> str:
+    """The machine's own interfaces and named namespaces."""
+    listings = (["ip", "netns"], ["ip", "-brief", "link"])
+    return "".join(subprocess.run(argv, capture_output=True, text=True, check=True).stdout for argv in listings)
+
+
+def as_nobody(command: list[str], folder: Path) -> list[str]:
+    """The command line that runs `command` as nobody.
+
+    Where the interpreter lies in a folder that nobody may pass, such as /root, it is mounted anew in a readable one,
+    in a mount namespace that ends with the command.
+    """
+    needed = [Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve(), ROOT]
+    closed = {top for path in needed for top in path.parents if not top.stat().st_mode & 0o001}
+    lines = ["set -e"]
+    for top in sorted(closed):
+        inner = [path for path in needed if top in path.parents]
+        for number, path in enumerate(inner):
+            held = folder / f"held{number}"
+            lines += [f"mkdir -p {held}", f"mount --bind {path} {held}"]
+        lines.append(f"mount -t tmpfs -o mode=755 tmpfs {top}")
+        for number, path in enumerate(inner):
+            lines += [f"mkdir -p {path}", f"mount --move {folder}/held{number} {path}"]
+    lines.append('exec setpriv --reuid=65534 --regid=65534 --clear-groups --inh-caps=-all --no-new-privs "$@"')
+    return ["unshare", "--mount", "--propagation", "private", "sh", "-c", "\n".join(lines), "sh", *command]
