@@ -17,16 +17,22 @@ from training.plan.case import FLOAT32, MERGES, Case, Layouts
 from training.plan.clusters import Cluster, Device
 
 NAME = "layouts"
-SEEN = ("dp8", "dp8.fsdp", "tp4.dp2", "pp4.dp2", "tp2.pp2.dp2", "co2x8")  # while formulas of memory were made
+# while formulas were made: these have run before
+SEEN = (
+    *("dp8", "dp8.fsdp", "tp4.dp2", "pp4.dp2", "tp2.pp2.dp2", "co2x8", "dp8.zero1", "tp2.pp4", "pp2.v2.dp4"),
+    *("tp2.dp4.fsdp", "dp4.co2x2", "tp2.co2x4", "pp4.co2x2", "dp4.fsdp.co2x2"),
+)
 NEAR = 0.05  # of bytes, and of the chosen layout's seconds
 TAU, MEDIAN = 0.8, 0.10
 
 
-def device(o: Any, bandwidth: float) -> Device:
-    """That which the stand-in of bench.layouts' options plays: bandwidth is measured, bytes/s of a rank."""
+def device(o: Any, bandwidth: float, calls: Sequence[float] = (0.0, 0.0, 0.0)) -> Device:
+    """That which the stand-in of bench.layouts' options plays: bandwidth, bytes/s of a rank, and calls are measured;
+    the ranks share cores."""
     m = o.model
     flops = (m.linear_flops + m.attention_flops) / o.layer_ms * 1e3
-    return Device("stand-in", flops, math.inf, bandwidth, math.inf, top=1.0, passes=0.0, gpu=False)
+    shared: Any = tuple(o.crowd * seconds for seconds in calls)
+    return Device("stand-in", flops, math.inf, bandwidth, math.inf, top=1.0, passes=0.0, calls=shared)
 
 
 def predict(o: Any, name: str, links: dict[str, float], made: Device) -> tuple[float, float]:

@@ -149,10 +149,15 @@ class Case:
             return 0.0 * self.layout.tp
         return self.layout.micro * self.model.context * self.model.scores(self.software.value) / self.layout.tp
 
+    @property
+    def tokens(self) -> Numbers:
+        """b s: of a micro-batch"""
+        return self.layout.micro * self.model.context
+
     @cached_property
     def given(self) -> Numbers:
         """stream bytes * b s h: what a block gets"""
-        return self.software.stream * self.layout.micro * self.model.context * self.model.width
+        return self.software.stream * self.tokens * self.model.width
 
     @cached_property
     def measured(self) -> tuple[Numbers, Numbers]:

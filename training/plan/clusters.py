@@ -23,15 +23,17 @@ BITS = 8
 @dataclass(frozen=True)
 class Device:
     """Products run at peak * top FLOP/s; the other passes move what a layer keeps `passes` times forward, at bandwidth
-    bytes/s, and twice as often backward [O]. memory: bytes. host: bytes/s to the host's memory."""
+    bytes/s, and twice as often backward [O]. memory: bytes. host: bytes/s to the host's memory. calls: seconds of a
+    host's thread for a block's forward and backward pass and update; more where TP cuts it; more where FSDP2 does."""
 
     name: str
     peak: float
     memory: float
     bandwidth: float
     host: float
-    top: float = 0.70  # both as presets.toml says
+    top: float = 0.70  # these three as presets.toml says
     passes: float = 2.50
+    calls: tuple[float, float, float] = (0.0, 0.0, 0.0)
     gpu: bool = True
 
 

@@ -35,7 +35,7 @@ def mfu(c: Case, seconds: Numbers) -> Numbers:
 
 
 def exposed(parts: dict[str, Numbers]) -> Numbers:
-    """tensor + pipeline + tied + data + waiting: seconds of communication that nothing hides"""
+    """tensor + ends + pipeline + tied + data + waiting: seconds of communication that nothing hides"""
     return sum(parts[name] for name in time.COMMUNICATION)
 
 
