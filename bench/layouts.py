@@ -36,7 +36,7 @@ from training.plan.model import Model, preset_model
 from training.script import launch
 
 PRESET, KIND, VOCABULARY = "gpt2-tiny", "gpt2_tiny", 1024  # of the planner, of language.model
-BURST_MS = 5.0  # what a link lets pass at once: a stage's activations must take as long as on a link of that rate
+BURST_MS = 2.0  # what a link lets pass at once: a stage's activations must take as long as on a link of that rate
 TIMEOUT = 600.0  # seconds of one layout
 NEW = ("tp4.pp2", "tp2.dp4", "pp2.dp4", "dp2.co2x4", "pp2.co2x4", "tp2.pp2.co2x2")
 
@@ -54,11 +54,11 @@ class Layouts:
     batch: int = 32
     """Samples a step, of all workers (global)."""
     context: int = 32
-    layer_ms: float = 10.0
+    layer_ms: float = 15.0
     """Milliseconds that the forward pass of one layer takes for one sample at tp1."""
-    tau: int = 4
+    tau: int = 3
     """Local steps of a round of CO2."""
-    steps: int = 2
+    steps: int = 1
     """Of each repeat, rounded up to whole rounds."""
     repeats: int = 3
     out: Path | None = None

@@ -41,10 +41,13 @@ def test_the_tables_stand_beside_the_predictions():
     links = {"50": {"across": 6e6, "latency": 1e-3, "inside": 1e9, "inside_latency": 1e-4}}
     counted = {"dp8": (10**7, 1.02e7), "tp2.dp4": (10**7, 0.9e7)}
     options = json.loads(json.dumps(asdict(o), default=str))
-    told = text({"rows": rows, "bytes": counted, "links": links, "options": options, "commit": "c", "date": "d"})
+    found = {"rows": rows, "bytes": counted, "links": links, "calls": [0.003, 0.01, 0.006], "options": options}
+    told = text(found | {"commit": "c", "date": "d"})
     assert "| dp8 | 0.500 ± 0.141 | 0.550 | +10.0% |" in told
     assert "| dp8 | seen | 10.00 | 10.20 | +2.0% |" in told and "| tp2.dp4 | new |" in told
+    assert "3.0 ms for a block's passes and update, 10.0 more with TP" in told
     assert "Within 5 %: 1 of 2. The worst: 10.0%." in told
+    assert "Of the new ones within 5 %: 0 of 1." in told
     assert "| 50 | -1.00 | pp4.dp2 | dp8 | +100.0% | 30.0% | no |" in told and "| 50 | 6 | 1 | 1000 | 0.1 |" in told
 
 
