@@ -142,9 +142,9 @@ emulated cluster. All its ranks share one machine of few cores.
 - Batch: {batch} samples of {context} random tokens. Seed: 0. CO2: tau {tau}, float32.
 - Computing is a stand-in: a block takes {layer_ms:g} ms a sample, which the planner is told. Communication is real.
 - What a rank itself computes, {busy} of a step on average, is part of these milliseconds, as beneath a GPU.
-- A thread takes {calls[0]:.1f} ms for a block's passes and update, {calls[1]:.1f} more with TP. FSDP2 adds {calls[2]:.1f} ms.
+- A thread takes {calls[0]:.1f} ms for a block's passes and update. TP adds {calls[1]:.1f} ms, FSDP2 {calls[2]:.1f} ms.
 - Mean ± standard deviation of {repeats} repeats of {steps} steps, rounded up to whole rounds.
-- Links let 2 ms of their rate, and at least 32 KiB, pass at once after a pause. A message of a stage is larger.
+- After a pause links let 2 ms of their rate pass at once, and 32 KiB or more. What a stage sends is 64 KiB or more.
 - New: layouts that had not run before, in bytes or seconds, when the formulas were last changed.
 
 ## Bytes of the fullest rank

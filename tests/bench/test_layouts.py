@@ -45,7 +45,7 @@ def test_the_tables_stand_beside_the_predictions():
     told = text(found | {"commit": "c", "date": "d"})
     assert "| dp8 | 0.500 ± 0.141 | 0.550 | +10.0% |" in told
     assert "| dp8 | seen | 10.00 | 10.20 | +2.0% |" in told and "| tp2.dp4 | new |" in told
-    assert "3.0 ms for a block's passes and update, 10.0 more with TP" in told
+    assert "3.0 ms for a block's passes and update. TP adds 10.0 ms, FSDP2 6.0 ms" in told
     assert "Within 5 %: 1 of 2. The worst: 10.0%." in told
     assert "Of the new ones within 5 %: 0 of 1." in told
     assert "| 50 | -1.00 | pp4.dp2 | dp8 | +100.0% | 30.0% | no |" in told and "| 50 | 6 | 1 | 1000 | 0.1 |" in told

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -98,9 +98,6 @@ class Case:
     software: Software
     batch: int
     layout: Layouts
-
-    parts: dict[str, Numbers] = field(default_factory=dict, compare=False, init=False)
-    """Seconds by part, once they are asked for."""
 
     @cached_property
     def micro_batches(self) -> Numbers:

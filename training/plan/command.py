@@ -80,17 +80,15 @@ def case(options: Options) -> Case:
     if options.cluster is not None:
         cluster = clusters.from_doctor(options.cluster, probe=options.probe)
     else:
-        cluster = clusters.preset(options.preset or "")
-        if options.probe:
-            cluster = replace(cluster, device=clusters.probed(cluster.device.name))
+        cluster = clusters.preset(options.preset or "", probe=options.probe)
     given = {"nodes": options.nodes, "per_node": options.per_node}
     cluster = replace(cluster, **{name: value for name, value in given.items() if value is not None})
     for name, rate in (("nodes", cluster.across), ("per_node", cluster.inside)):
         if (number := getattr(cluster, name)) > 1 and rate == math.inf:
             raise UserError(f"{name}={number}: {options.cluster} knows no such link: run core.doctor on as many")
     software = Software() if cluster.device.gpu else FLOAT32
-    nothing = Layouts(1, 1, 1, 1, 1)
-    return Case(preset_model(options.model, options.context), cluster, software, options.batch, nothing)
+    model = preset_model(options.model, options.context)
+    return Case(model, cluster, software, options.batch, Layouts(1, 1, 1, 1, 1))
 
 
 def chosen(p: Plan, text: str | int) -> int:
@@ -129,8 +127,7 @@ def overrides(c: Case, text: str) -> list[str]:
 def sbatch(c: Case, words: list[str], recipe: str) -> str:
     """The submission line of a cluster's script (slurm/README.md), which gives method, tau and batch itself."""
     own = {"--method": "METHOD", "--co2.tau": "TAU", "--batch_size": "BATCH_SIZE"}
-    env, rest = {"RECIPE": recipe}, []
-    options = iter(words)
+    env, rest, options = {"RECIPE": recipe}, [], iter(words)
     for word in options:
         if word in own:
             env[own[word]] = next(options)
@@ -143,9 +140,7 @@ def sbatch(c: Case, words: list[str], recipe: str) -> str:
 
 def recipe_of(options: Options) -> str:
     """Of language.train."""
-    if options.recipe:
-        return options.recipe
-    known = presets()["recipes"].get(options.model)
+    known = options.recipe or presets()["recipes"].get(options.model)
     if known is None:
         raise UserError(f"model {options.model} is no recipe's of language.train: give --recipe")
     return known

@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 
 import numpy as np
 
 from training.plan.case import RECOMPUTE, WIRES, Case
 from training.plan.clusters import Numbers
 
-ADAMW = (
-    28  # bytes that AdamW moves for a parameter: gradient, 16-bit copy, itself, two moments read; the last four written
-)
+ADAMW = 28  # bytes moved for a parameter: gradient, 16-bit copy, itself, two moments read; the last four written
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DistributedDataParallel's by default
 BOUNDARY = 32  # of an element: parameter, payload, x and m, read and written in one pass (docs/design.md)
 
 
 Part = Callable[[Case], Numbers]
-
-
-def once(part: Part) -> Part:
-    """A case's part is computed once, for others are made of it."""
-
-    @wraps(part)
-    def kept(c: Case) -> Numbers:
-        if part.__name__ not in c.parts:
-            c.parts[part.__name__] = part(c)
-        return c.parts[part.__name__]
-
-    return kept
 
 
 def again(c: Case) -> Numbers:
@@ -39,11 +24,9 @@ def again(c: Case) -> Numbers:
 
 def attention_passes(c: Case) -> Numbers:
     """Forward passes' worth of attention in a step: 3, 3.5 fused [F sec. 3.1], 1 more where it is computed again [K]"""
-    base = 3.5 if c.software.fused else 3.0
-    return base + (c.layout.recompute > 0)
+    return (3.5 if c.software.fused else 3.0) + (c.layout.recompute > 0)
 
 
-@once
 def products(c: Case) -> Numbers:
     """m b (l/p ((3 + again) linear + passes attention) + 3 head) / (t top peak), of the last stage [N eq. 3]
 
@@ -55,14 +38,12 @@ def products(c: Case) -> Numbers:
     return flops / (device.top * device.peak)
 
 
-@once
 def head(c: Case) -> Numbers:
     """3 m b head / (t top peak): its part of the products"""
     device = c.cluster.device
     return 3 * c.micro_batches * c.layout.micro * c.model.head_flops / c.layout.tp / (device.top * device.peak)
 
 
-@once
 def passes(c: Case) -> Numbers:
     """m l/p (3 + again) passes (kept + scores) / bandwidth: norms, GELU, softmax, dropout, residuals [O]"""
     device = c.cluster.device
@@ -78,7 +59,6 @@ def host(c: Case) -> Numbers:
     return np.maximum(0.0, c.micro_batches * c.layers * calls * (not c.software.megatron) - beneath)
 
 
-@once
 def tensor(c: Case) -> Numbers:
     """m l/p (4 + 2 again) allreduce(size b s h, t ranks) [N sec. 3.2]; cut in sequence it is as much [K sec. 4.2]"""
     x, size = c.layout, c.software.value * c.tokens * c.model.width
@@ -95,7 +75,6 @@ def ends(c: Case) -> Numbers:
     return c.micro_batches * (logits / 2 + np.where(x.pp > 1, 1, 2) * hidden) * (not c.software.megatron)
 
 
-@once
 def hop(c: Case) -> Numbers:
     """size b s h / B + A: from a stage to the next; over t if scattered [N sec. 4.1]"""
     x = c.layout
@@ -128,14 +107,12 @@ def tied(c: Case) -> Numbers:
     return np.where(there, sent(c, size, x.pp, x.tp * x.dp), 0.0)
 
 
-@once
 def bubble(c: Case) -> Numbers:
     """(p - 1) / (v m) of products but the head's, passes, tensor [N sec. 2.2]: other stages have no head"""
     busy = products(c) - head(c) + passes(c) + tensor(c)
     return busy * (c.layout.pp - 1) / (c.layout.v * c.micro_batches)
 
 
-@once
 def data(c: Case) -> Numbers:
     """ring(gradients) [half with z >= 2] - hidden, + half rings of z = 1: 1, z = 2: 1, z = 3: 2 m - hidden [R sec. 7]
 
@@ -180,7 +157,6 @@ def broadcasts(c: Case, size: Numbers) -> Numbers:
     return np.log2(q) * size / k.inside + wide + np.ceil(np.log2(x.dp)) * tensors(c) * each
 
 
-@once
 def optimizer(c: Case) -> Numbers:
     """28 own / bandwidth, over d with z >= 1: AdamW's passes over memory [O]"""
     return ADAMW * c.largest / np.where(c.layout.zero >= 1, c.layout.dp, 1) / c.cluster.device.bandwidth
