@@ -73,6 +73,8 @@ class Options:
             )
         if self.plot is not None and not self.plot.absolute().parent.is_dir():
             raise UserError(f"plot={self.plot}: there is no folder {self.plot.parent}: make it first")
+        if self.plot is not None and self.plot.suffix not in (".png", ".pdf", ".svg"):
+            raise UserError(f"plot={self.plot}: give a file that ends in .png, .pdf or .svg")
 
 
 def case(options: Options) -> Case:
@@ -158,7 +160,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.explain is not None:
         print("\n".join(show.explain(p, chosen(p, options.explain))))
     if options.why is not None:
-        print("\n".join(show.why(p, *(chosen(p, text) for text in options.why))))
+        a, b = (chosen(p, text) for text in options.why)
+        if a == b:
+            raise UserError(f"why={' '.join(options.why)}: both are {p.name(a)}: give two layouts")
+        print("\n".join(show.why(p, a, b)))
     if options.explain is None and options.why is None:
         print("\n".join(show.table(p)), f"\n{p.count:,} layouts in {spent:.2f} s")
     if options.plot is not None:
