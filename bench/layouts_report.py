@@ -151,7 +151,8 @@ emulated cluster. All its ranks share one machine of few cores.
 
 {memory}
 
-- Counted: what torch's allocator holds at the peak of a step, the least of three. Within 5 %: {within} of {many}. The worst: {worst}.
+- Counted: what torch's allocator holds at the peak of a step, the least of three.
+- Within 5 %: {within} of {many}. The worst: {worst}.
 - What a block keeps is measured on one local block, as `--dry_run` does. The other formulas were made knowing the
   layouts that are marked as seen. Of the new ones within 5 %: {fresh}.
 
