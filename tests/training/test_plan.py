@@ -108,7 +108,7 @@ def test_memory_of_a_cut_model():
         "reserve": 1.5 * 2**30,
     }
     last = memory.of_stage(c, last=True)
-    assert (last["activations"], last["passing"]) == (4 * 200_000 + 40_000, 1_000_000)
+    assert (last["activations"], last["passing"]) == (4 * 200_000 + 40_000, 1_200_000)
     chunks = memory.of_stage(case(replace(CUT, v=2)), last=False)
     assert (chunks["activations"], chunks["received"]) == (1_680_000 * (1 + 1 / 4), 3 * 160_000)  # [K]
     few = memory.of_stage(case(replace(CUT, v=2, micro=4)), last=False)
