@@ -176,39 +176,33 @@ def row(*cells: object) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def of_megatron(r: dict[str, Any]) -> str:
-    """A row."""
-    off = "fitted" if r["fitted"] else f"{r['predicted'] / r['published'] - 1:+.1%}"
-    return row(r["model"], r["published"], f"{r['predicted']:.0f}", off, f"{CONSTANT / r['published'] - 1:+.1%}")
-
-
-def of_frontier(name: str, s: dict[str, Any]) -> str:
-    """A row."""
-    strong = percent(s["strong"]) if s["strong"] else "none of those assumed divides"
-    published = f"{s['published']:.2%}", f"{s['published_strong']:.0%}"
-    return row(name, published[0], percent(s["span"]), "100 %", percent(s["weak"]), published[1], strong)
+def percent(span: Sequence[float] | None) -> str:
+    return f"{span[0]:.1%} to {span[1]:.1%}" if span else "none of those assumed divides"
 
 
 def page(found: dict[str, Any]) -> str:
     """results/plan.md."""
     m, c, f = found["megatron"], found["co2"], found["frontier"]
+    cells, spans = [], []
+    for r in m["rows"]:
+        off, constant = (f"{said / r['published'] - 1:+.1%}" for said in (r["predicted"], CONSTANT))
+        cells.append(
+            row(r["model"], r["published"], f"{r['predicted']:.0f}", "fitted" if r["fitted"] else off, constant)
+        )
+    for name, s in f["spans"].items():
+        published, strong = f"{s['published']:.2%}", f"{s['published_strong']:.0%}"
+        spans.append(
+            row(name, published, percent(s["span"]), "100 %", percent(s["weak"]), strong, percent(s["strong"]))
+        )
     return TEXT.format(
-        found=found,
-        m=m,
-        c=c,
-        k=m["constants"],
-        inside=m["constants"]["inside"] / 1e9,
+        **{"found": found, "m": m, "c": c, "k": m["constants"], "inside": m["constants"]["inside"] / 1e9},
         constant=CONSTANT,
-        cells="\n".join(map(of_megatron, m["rows"])),
-        spans="\n".join(of_frontier(*item) for item in f["spans"].items()),
+        cells="\n".join(cells),
+        spans="\n".join(spans),
         tops=" to ".join(f"{x:.2f}" for x in (min(f["tops"]), max(f["tops"]))),
         assumed="\n".join(row(name, *run) for name, runs in ASSUMED.items() for run in runs),
         fractions=", ".join(map(str, FRACTIONS)),
     )
-
-
-def percent(span: Sequence[float]) -> str:
-    return f"{span[0]:.1%} to {span[1]:.1%}"
 
 
 TEXT = """\
@@ -275,15 +269,9 @@ class Options:
 
 def main() -> None:
     options = tyro.cli(Options, prog="python -m training.plan.published", use_underscores=True)
-    found = {
-        "format": 1,
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit(),
-        "command": "python -m training.plan.published",
-        "megatron": megatron(),
-        "co2": co2(),
-        "frontier": frontier(),
-    }
+    found = {"format": 1, "date": time.strftime("%Y-%m-%d"), "commit": commit()}
+    found |= {"command": "python -m training.plan.published"}
+    found |= {"megatron": megatron(), "co2": co2(), "frontier": frontier()}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "plan.json").write_text(json.dumps(found, indent=1) + "\n")
     (options.out / "plan.md").write_text(page(found))
