@@ -118,7 +118,7 @@ def text(result: dict[str, Any]) -> str:
         many=len(off),
         worst=f"{max(off.values()):.1%}",
         fresh=f"{sum(x <= NEAR for x in fresh)} of {len(fresh)}",
-        alone="; ".join(f"tau {tau} and a median error of {off} at {rate}" for rate, tau, _, _, _, off, _ in alone),
+        alone="\n".join(ALONE.format(rate, tau, off) for rate, tau, _, _, _, off, _ in alone),
         calls=[seconds * 1e3 for seconds in result["calls"]],
         busy=f"{statistics.fmean(row['busy'] for row in result['rows']):.0%}",
         links=report.table(
@@ -132,6 +132,7 @@ def text(result: dict[str, Any]) -> str:
     )
 
 
+ALONE = "- The new layouts alone, at {} Mbit/s: tau {}, and a median error of {}."
 LINK = ("across", "latency", "inside", "inside_latency")
 TEXT = """\
 # Layouts: predicted and measured
@@ -153,7 +154,8 @@ emulated cluster. All its ranks share one machine of few cores.
 
 {memory}
 
-- Counted: what torch's allocator holds at the peak of a step, the least of three. By: {counted}.
+- Counted: what torch's allocator holds at the peak of a step, the least of three.
+- Counted by: {counted}.
 - Within 5 %: {within} of {many}. The worst: {worst}.
 - What a block keeps is measured on one local block, as `--dry_run` does. The other formulas were made knowing the
   layouts that are marked as seen. Of the new ones within 5 %: {fresh}.
@@ -165,7 +167,9 @@ emulated cluster. All its ranks share one machine of few cores.
 {verdicts}
 
 - Chosen: the layout for which the planner predicts the fewest seconds. Limits: a tau of {TAU} or more; 5 %; 10 %.
-- Of the new layouts alone, as they rank among themselves: {alone}.
+{alone}
+- Changed after the run before this one, whose layouts are those marked as seen: the formulas of stages, of TP's ends, of
+  ZeRO-1 and of hosts. The stand-in slept beside a rank's own thread then, and links let 256 KiB pass at once.
 
 The links, as probed before:
 
