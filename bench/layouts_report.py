@@ -168,8 +168,8 @@ emulated cluster. All its ranks share one machine of few cores.
 
 - Chosen: the layout for which the planner predicts the fewest seconds. Limits: a tau of {TAU} or more; 5 %; 10 %.
 {alone}
-- Changed after the run before this one, whose layouts are those marked as seen: the formulas of stages, of TP's ends, of
-  ZeRO-1 and of hosts. The stand-in slept beside a rank's own thread then, and links let 256 KiB pass at once.
+- Changed after the run before this one, whose layouts are those marked as seen: the formulas of stages, of TP's ends,
+  of ZeRO-1 and of hosts. The stand-in slept beside a rank's own thread then, and links let 256 KiB pass at once.
 
 The links, as probed before:
 
