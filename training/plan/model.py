@@ -154,12 +154,9 @@ def from_config(folder: Path, context: int | None) -> Model:
     if size(width) % size(heads):
         raise UserError(f"{file}: {heads}={size(heads)} does not divide {width}={size(width)}")
     return Model(
-        folder.name,
-        family,
-        *(size(name) for name in (layers, width, heads, "vocab_size")),
-        context or size(positions),
-        size(inner, 4 * size(width) if family == "gpt2" else None),
-        size("num_key_value_heads", size(heads)),
+        *(folder.name, family, size(layers), size(width), size(heads), size("vocab_size"), context or size(positions)),
+        inner=size(inner, 4 * size(width) if family == "gpt2" else None),
+        kv_heads=size("num_key_value_heads", size(heads)),
         tied=bool(config.get("tie_word_embeddings", family == "gpt2")),
         activation=str(config.get(activation, usual)),
     )

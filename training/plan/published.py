@@ -143,7 +143,8 @@ def fitted_to_22b(assumed: tuple[int, int, int, int]) -> Cluster:
     def at(top: float) -> Cluster:
         return replace(base, device=replace(base.device, top=top))
 
-    return at(brentq(lambda top: frontier_share("22B", assumed, 1, at(top)) - SHARES["22B"], 0.1, 2.0, xtol=1e-12))
+    found: Any = brentq(lambda top: frontier_share("22B", assumed, 1, at(top)) - SHARES["22B"], 0.1, 2.0, xtol=1e-12)
+    return at(found)
 
 
 def frontier() -> dict[str, Any]:
@@ -159,13 +160,9 @@ def frontier() -> dict[str, Any]:
             # at one batch, against fewer replicas, which have more micro-batches each
             fewer = ((n // k, (tp, pp, micro, m * k)) for k in FRACTIONS if n % k == 0)
             strong += [found[-1] / frontier_share(name, assumed, few, c) for few, assumed in fewer]
-        spanned[name] = {
-            "published": SHARES[name],
-            **{
-                key: [min(x), max(x)] if x else None for key, x in (("span", found), ("weak", weak), ("strong", strong))
-            },
-            "published_strong": STRONG[name],
-        }
+        spans = {"span": found, "weak": weak, "strong": strong}
+        spanned[name] = {key: [min(x), max(x)] if x else None for key, x in spans.items()}
+        spanned[name] |= {"published": SHARES[name], "published_strong": STRONG[name]}
     return {"tops": [c.device.top for c in fitted], "spans": spanned, "assumed": ASSUMED}
 
 

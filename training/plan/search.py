@@ -217,7 +217,7 @@ def sieve(c: Case, rules: dict[str, Rule], dropped: Counter[str]) -> Case:
 def fitting(c: Case, dropped: Counter[str]) -> Plan:
     """What fits the devices' memory."""
     needs, has, miss = memory(c), c.cluster.device.memory, ""
-    total = sum(needs.values())
+    total: Numbers = sum(needs.values())
     fits = total <= has
     if not fits.all():
         dropped["memory"] += int((~fits).sum())
