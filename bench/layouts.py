@@ -4,8 +4,9 @@ python -m bench.layouts [--layouts tp2.pp2.dp2 dp8.fsdp ...] [--rates 50 200 100
 
 Nodes are network namespaces; ranks of a node talk over its loopback device. Computing is a stand-in, for a core is
 shared by several ranks: a block takes layer_ms for each sample at tp1, backward as much longer as the planner counts
-products, the head in proportion, and each sleeps for what its own computing leaves. So the planner (training/plan)
-knows how fast the device computes, and links are probed before: what is put to the test is how it puts these together.
+products, the head in proportion. As beneath a GPU, what a rank itself computes is part of it. So the planner
+(training/plan) knows how fast the device computes; links, and what a block takes of a rank's thread, are measured
+before: what is put to the test is how it puts these together.
 Bytes are what torch's allocator holds at the peak of a step, of the fullest rank. Writes layouts.json and layouts.md.
 """
 
@@ -19,14 +20,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from bench import layouts_report, report
 from bench.cluster import Cluster, prepare_to_fork, run_ranks
-from bench.layouts_report import NAME, combine, combine_links, device, predict
+from bench.layouts_report import NAME, SEEN, combine, combine_links, device, predict
 from bench.report import read_options, require_each_once, require_one_or_more, require_positive
 from core import CO2Config
 from training.layouts.layout import Layout
@@ -35,18 +36,16 @@ from training.plan.model import Model, preset_model
 from training.script import launch
 
 PRESET, KIND, VOCABULARY = "gpt2-tiny", "gpt2_tiny", 1024  # of the planner, of language.model
+BURST_MS = 2.0  # what a link lets pass at once: a stage's activations must take as long as on a link of that rate
 TIMEOUT = 600.0  # seconds of one layout
-DEFAULT = (
-    *("dp8", "dp8.fsdp", "tp4.dp2", "pp4.dp2", "tp2.pp2.dp2", "co2x8"),
-    *("dp8.zero1", "tp2.pp4", "pp2.v2.dp4", "tp2.dp4.fsdp", "dp4.co2x2", "tp2.co2x4", "pp4.co2x2", "dp4.fsdp.co2x2"),
-)
+NEW = ("tp4.pp2", "tp2.dp4", "pp2.dp4", "dp2.co2x4", "pp2.co2x4", "tp2.pp2.co2x2")
 
 
 @dataclass(frozen=True)
 class Layouts:
     """What to measure."""
 
-    layouts: tuple[str, ...] = DEFAULT
+    layouts: tuple[str, ...] = (*SEEN, *NEW)
     """Their names (docs/layouts.md); all of nodes * ranks_per_node processes."""
     rates: tuple[float, ...] = (50.0, 200.0, 1000.0)
     """Each node's link, Mbit/s."""
@@ -55,11 +54,11 @@ class Layouts:
     batch: int = 32
     """Samples a step, of all workers (global)."""
     context: int = 32
-    layer_ms: float = 10.0
+    layer_ms: float = 15.0
     """Milliseconds that the forward pass of one layer takes for one sample at tp1."""
-    tau: int = 4
+    tau: int = 3
     """Local steps of a round of CO2."""
-    steps: int = 2
+    steps: int = 1
     """Of each repeat, rounded up to whole rounds."""
     repeats: int = 3
     out: Path | None = None
@@ -112,21 +111,23 @@ class Trainer:
         self.tokens = torch.randint(VOCABULARY, (samples, o.context))
         dist.broadcast(self.tokens, group_src=0, group=self.parallel.island)
         self.round = o.tau if self.co2 else 1
-        self.head: Callable[[Any], Any] = lambda logits: logits
 
     def pace(self, o: Layouts) -> None:
         """From now on computing takes as long as the stand-in's device takes."""
         part = len(self.tokens) / self.layout.parts / self.layout.tp
         seconds, backward, head = (x * part for x in layers(o))
-        self.head = pause(head, 2 * head)
-        for block in (block for own in self.parallel.parts for block in own.blocks):
-            pace(block, seconds, backward, o.crowd)
+        stand_in = StandIn()
+        for own in self.parallel.parts:
+            for block in own.blocks:
+                stand_in.takes(block, seconds, backward)
+            if own.head is not None:
+                stand_in.takes(own.head, head, 2 * head)
 
     def step(self) -> None:
         from language.metrics import token_loss
 
         def loss(logits: Any, tokens: Any) -> Any:
-            return token_loss(self.head(logits), tokens) / self.layout.parts
+            return token_loss(logits, tokens) / self.layout.parts
 
         self.parallel.backward(self.tokens, self.tokens, loss)
         self.optimizer.step()
@@ -149,18 +150,21 @@ def layers(o: Layouts) -> tuple[float, float, float]:
 def measure(o: Layouts, name: str, asked: Path) -> dict[str, Any]:
     """Of this rank: bytes that the allocator holds at the peak of a step; by rate, seconds a step of each repeat, and
     what its own computing took of one. asked: a file in which rank 0 asks for the next rate."""
+    peaks: list[int] = []
     with joined():
         trainer = Trainer(o, Layout.parse(name))
         trainer.run(max(2, trainer.round))
         held = held_bytes(trainer)
-        with peak_bytes() as most:
-            trainer.run(trainer.round)
+        for _ in range(3):  # the least counts: gloo's threads drop what they have sent sooner or later
+            with peak_bytes() as most:
+                trainer.run(trainer.round)
+            peaks.append(most[0])
         trainer.pace(o)  # whose hooks would keep more
         times = [time_steps(o, trainer, rate, asked) for rate in o.rates]
         if trainer.co2:
             trainer.co2.finish()
             trainer.co2.close()
-    return {"bytes": held + most[0], "times": times}
+    return {"bytes": held + min(peaks), "times": times}
 
 
 def time_steps(o: Layouts, trainer: Trainer, rate: float, asked: Path) -> dict[str, Any]:
@@ -211,6 +215,21 @@ def allreduce_seconds(elements: int, repeats: int, group: Any) -> float:
     return statistics.median(timed(some) for _ in range(3)) / repeats
 
 
+def measure_calls(o: Layouts) -> tuple[float, float, float]:
+    """Of two ranks: seconds of a thread for a block's two passes and its update; more with TP; more with FSDP2."""
+    with joined():
+        plain, cut, sharded = (thread_seconds(o, name) for name in ("dp2", "tp2", "dp2.fsdp"))
+    return plain, max(0.0, cut - plain), max(0.0, sharded - plain)
+
+
+def thread_seconds(o: Layouts, name: str, steps: int = 10) -> float:
+    trainer = Trainer(o, Layout.parse(name))
+    trainer.run(2)
+    began = time.thread_time()
+    trainer.run(steps)
+    return (time.thread_time() - began) / steps / o.model.layers
+
+
 @contextlib.contextmanager
 def joined() -> Iterator[None]:
     import torch.distributed as dist
@@ -231,39 +250,28 @@ def timed(act: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def pace(block: Any, forward: float, backward: float, crowd: float) -> None:
-    """Has a block take so many seconds, and its communication come on top: it sleeps for what its own computing leaves,
-    which takes `crowd` times as long where so many share a core."""
-    began: list[float] = []
+class StandIn:
+    """A device that computes beneath its rank's own thread, as a GPU: after a module's pass it sleeps for what of the
+    module's seconds the thread's own computing since the last one has left. So communication comes on top."""
 
-    def start(*_: Any) -> None:
-        began.append(time.thread_time())
+    def __init__(self):
+        self._ahead, self._since = 0.0, computed()
 
-    def stop(seconds: float) -> None:
-        time.sleep(max(0.0, seconds - crowd * (time.thread_time() - began.pop())))
+    def takes(self, module: Any, forward: float, backward: float) -> None:
+        """From now on the module's passes take so many seconds."""
+        module.register_forward_hook(lambda *_: self._work(forward))
+        module.register_full_backward_hook(lambda *_: self._work(backward))
 
-    block.register_forward_pre_hook(start)
-    block.register_forward_hook(lambda *_: stop(forward))
-    block.register_full_backward_pre_hook(start)
-    block.register_full_backward_hook(lambda *_: stop(backward))
+    def _work(self, seconds: float) -> None:
+        left = seconds - self._ahead - (computed() - self._since)
+        time.sleep(max(0.0, left))
+        self._ahead, self._since = max(0.0, -left), computed()
 
 
-def pause(forward: float, backward: float) -> Callable[[Any], Any]:
-    """x -> x, which takes so many seconds."""
-    import torch
-
-    class Sleep(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Any) -> Any:  # noqa: ARG004
-            time.sleep(forward)
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(ctx: Any, grad: Any) -> Any:  # noqa: ARG004
-            time.sleep(backward)
-            return grad
-
-    return Sleep.apply
+def computed() -> float:
+    """Seconds that this thread has run, or was ready to run while others had the cores."""
+    waited = int(Path("/proc/thread-self/schedstat").read_text().split()[1])  # nanoseconds: man 5 proc
+    return time.thread_time() + waited / 1e9
 
 
 def held_bytes(trainer: Trainer) -> int:
@@ -308,9 +316,8 @@ def main() -> None:
 
     folder = report.new_folder(NAME, o.out)
     found = report.header("bench.layouts", o, ("torch", "transformers")) | {"bytes": {}, "rows": [], "links": {}}
-    made = device(o, probed("").bandwidth / o.crowd)
 
-    with Cluster(o.nodes, o.rates[0]) as cluster, tempfile.TemporaryDirectory() as shared:
+    with Cluster(o.nodes, o.rates[0], burst_ms=BURST_MS) as cluster, tempfile.TemporaryDirectory() as shared:
         asked = Path(shared, "rate")
 
         def on_ranks(act: Callable[..., Any], *more: Any) -> list[Any]:
@@ -318,6 +325,8 @@ def main() -> None:
                 act, cluster, o.ranks_per_node, o.nodes, o, *more, timeout=TIMEOUT, until=lambda: answer(cluster, asked)
             )
 
+        found["calls"] = run_ranks(measure_calls, None, 2, 1, replace(o, batch=2, context=8), timeout=TIMEOUT)[0]
+        made = device(o, probed("").bandwidth / o.crowd, found["calls"])
         for rate in o.rates:
             cluster.set_rate(rate)
             found["links"][f"{rate:g}"] = combine_links(on_ranks(probe_links))

@@ -17,16 +17,23 @@ from training.plan.case import FLOAT32, MERGES, Case, Layouts
 from training.plan.clusters import Cluster, Device
 
 NAME = "layouts"
-SEEN = ("dp8", "dp8.fsdp", "tp4.dp2", "pp4.dp2", "tp2.pp2.dp2", "co2x8")  # while formulas of memory were made
+# while formulas were made: these have run before
+SEEN = (
+    *("dp8", "dp8.fsdp", "tp4.dp2", "pp4.dp2", "tp2.pp2.dp2", "co2x8", "dp8.zero1", "tp2.pp4", "pp2.v2.dp4"),
+    *("tp2.dp4.fsdp", "dp4.co2x2", "tp2.co2x4", "pp4.co2x2", "dp4.fsdp.co2x2"),
+)
+COUNTED = (*SEEN, "tp4.pp2")  # whose bytes were known when their formulas were last changed
 NEAR = 0.05  # of bytes, and of the chosen layout's seconds
 TAU, MEDIAN = 0.8, 0.10
 
 
-def device(o: Any, bandwidth: float) -> Device:
-    """That which the stand-in of bench.layouts' options plays: bandwidth is measured, bytes/s of a rank."""
+def device(o: Any, bandwidth: float, calls: Sequence[float] = (0.0, 0.0, 0.0)) -> Device:
+    """That which the stand-in of bench.layouts' options plays: bandwidth, bytes/s of a rank, and calls are measured;
+    the ranks share cores."""
     m = o.model
     flops = (m.linear_flops + m.attention_flops) / o.layer_ms * 1e3
-    return Device("stand-in", flops, math.inf, bandwidth, math.inf, top=1.0, passes=0.0, gpu=False)
+    shared: Any = tuple(o.crowd * seconds for seconds in calls)
+    return Device("stand-in", flops, math.inf, bandwidth, math.inf, top=1.0, passes=0.0, calls=shared)
 
 
 def predict(o: Any, name: str, links: dict[str, float], made: Device) -> tuple[float, float]:
@@ -58,7 +65,7 @@ def line(row: dict[str, Any]) -> str:
 
 def memory_table(result: dict[str, Any]) -> str:
     rows = [
-        (name, "seen" if name in SEEN else "new", f"{n / 1e6:.2f}", f"{said / 1e6:.2f}", f"{said / n - 1:+.1%}")
+        (name, "seen" if name in COUNTED else "new", f"{n / 1e6:.2f}", f"{said / 1e6:.2f}", f"{said / n - 1:+.1%}")
         for name, (n, said) in result["bytes"].items()
     ]
     return report.table(["layout", "while formulas were made", "MB counted", "predicted", "off"], rows)
@@ -98,15 +105,21 @@ def text(result: dict[str, Any]) -> str:
     o = result["options"]
     of_rate = [[row for row in result["rows"] if row["rate"] == rate] for rate in o["rates"]]
     titles = ["Mbit/s", "Kendall's tau", "chosen", "best", "chosen behind the best", "median error", "all three hold"]
-    off = [abs(said / n - 1) for n, said in result["bytes"].values()]
+    off = {name: abs(said / n - 1) for name, (n, said) in result["bytes"].items()}
+    fresh = [x for name, x in off.items() if name not in COUNTED]
+    alone = [verdict(new) for rows in of_rate if len(new := [row for row in rows if row["layout"] not in SEEN]) > 1]
     return TEXT.format(
         source=report.source(result),
         memory=memory_table(result),
+        counted=result.get("counted", "as above"),
         seconds=seconds_table(result),
         verdicts=report.table(titles, map(verdict, filter(None, of_rate))),
-        within=sum(x <= NEAR for x in off),
+        within=sum(x <= NEAR for x in off.values()),
         many=len(off),
-        worst=f"{max(off):.1%}",
+        worst=f"{max(off.values()):.1%}",
+        fresh=f"{sum(x <= NEAR for x in fresh)} of {len(fresh)}",
+        alone="\n".join(ALONE.format(rate, tau, off) for rate, tau, _, _, _, off, _ in alone),
+        calls=[seconds * 1e3 for seconds in result["calls"]],
         busy=f"{statistics.fmean(row['busy'] for row in result['rows']):.0%}",
         links=report.table(
             ["Mbit/s", "across, MB/s", "a hop, ms", "in a node, MB/s", "a hop, ms"],
@@ -119,6 +132,7 @@ def text(result: dict[str, Any]) -> str:
     )
 
 
+ALONE = "- The new layouts alone, at {} Mbit/s: tau {}, and a median error of {}."
 LINK = ("across", "latency", "inside", "inside_latency")
 TEXT = """\
 # Layouts: predicted and measured
@@ -130,14 +144,21 @@ emulated cluster. All its ranks share one machine of few cores.
 - Cluster: {nodes} nodes of {ranks_per_node} ranks, gloo. Model: GPT-2, 0.93 million parameters, float32.
 - Batch: {batch} samples of {context} random tokens. Seed: 0. CO2: tau {tau}, float32.
 - Computing is a stand-in: a block takes {layer_ms:g} ms a sample, which the planner is told. Communication is real.
-- Mean ± standard deviation of {repeats} repeats of {steps} steps.
+- What a rank itself computes, {busy} of a step on average, is part of these milliseconds, as beneath a GPU.
+- A thread takes {calls[0]:.1f} ms for a block's passes and update. TP adds {calls[1]:.1f} ms, FSDP2 {calls[2]:.1f} ms.
+- Mean ± standard deviation of {repeats} repeats of {steps} steps, rounded up to whole rounds.
+- After a pause links let 2 ms of their rate pass at once, and 32 KiB or more. What a stage sends is 64 KiB or more.
+- New: layouts that had not run before when the formulas were last changed, of bytes or of seconds.
 
 ## Bytes of the fullest rank
 
 {memory}
 
-- Counted: what torch's allocator holds at the peak of a step. Within 5 %: {within} of {many}. The worst: {worst}.
-- What a block keeps is measured on one local block, as `--dry_run` does. The other formulas saw the layouts marked so.
+- Counted: what torch's allocator holds at the peak of a step, the least of three.
+- Counted by: {counted}.
+- Within 5 %: {within} of {many}. The worst: {worst}.
+- What a block keeps is measured on one local block, as `--dry_run` does. The other formulas were made knowing the
+  layouts that are marked as seen. Of the new ones within 5 %: {fresh}.
 
 ## Seconds of a step
 
@@ -146,8 +167,9 @@ emulated cluster. All its ranks share one machine of few cores.
 {verdicts}
 
 - Chosen: the layout for which the planner predicts the fewest seconds. Limits: a tau of {TAU} or more; 5 %; 10 %.
-- A rank itself computes for {busy} of a step, Python and the optimiser among it: the planner does not know of these.
-- The emulated links let 256 KiB pass at once after a pause. So what stages send costs less here than is predicted.
+{alone}
+- Changed after the run before this one, whose layouts are those marked as seen: the formulas of stages, of TP's ends,
+  of ZeRO-1 and of hosts. The stand-in slept beside a rank's own thread then, and links let 256 KiB pass at once.
 
 The links, as probed before:
 

@@ -15,7 +15,7 @@ from training.plan.clusters import Cluster, Device, preset
 from training.plan.model import Model, preset_model
 
 MODEL = Model("m", "gpt2", 8, 100, 4, 1000, 50, 400, 4, tied=True)
-DEVICE = Device("d", 1e12, 2e9, 1e11, 1e10, top=0.5, passes=2)
+DEVICE = Device("d", 1e12, 2e9, 1e11, 1e10, top=0.5, passes=2, calls=(0, 0, 0))
 CLUSTER = Cluster("c", DEVICE, 2, 4, inside=1e10, across=1e9, latency=1e-3, inside_latency=1e-5)
 CUT = Layouts(2, 2, 2, 1, 2)  # tp2.pp2.dp2, micro-batches of 2
 ISLANDS = Layouts(1, 1, 4, 2, 1, zero=3, tau=3, merge=2)  # tp1.pp1.dp4.fsdp.co2x2
@@ -57,7 +57,9 @@ def test_flops_of_a_small_model_and_what_is_said_of_a_step():
     assert show.tokens(c, 2.0) == 16 * 50 / 2
     assert show.mfu(c, 2.0) == 16 * 342e6 / (2.0 * 8 * 1e12)
     parts = time.seconds(c)
-    assert show.exposed(parts) == pytest.approx(parts["tensor"] + parts["pipeline"] + parts["tied"] + parts["data"])
+    assert show.exposed(parts) == pytest.approx(
+        sum(parts[name] for name in ("tensor", "ends", "pipeline", "tied", "data"))
+    )
 
 
 def test_flops_are_those_of_megatron():
@@ -95,7 +97,7 @@ def test_memory_of_a_cut_model():
     c = case(CUT)
     assert c.micro_batches == 4 and c.block == 60_950
     assert (c.own(False), c.own(True)) == (298_800, 294_000)
-    assert parts(memory.memory(c)) == {
+    assert parts(memory.of_stage(c, last=False)) == {
         "parameters": 4 * 298_800,
         "gradients": 4 * 298_800,
         "optimizer": 8 * 298_800,
@@ -106,7 +108,8 @@ def test_memory_of_a_cut_model():
         "reserve": 1.5 * 2**30,
     }
     last = memory.of_stage(c, last=True)
-    assert (last["activations"], last["passing"]) == (4 * 200_000 + 40_000, 1_000_000)
+    assert memory.memory(c) == last, "which needs 9,800 bytes more, for it keeps its logits"
+    assert (last["activations"], last["passing"]) == (4 * 200_000 + 40_000, 1_200_000)
     chunks = memory.of_stage(case(replace(CUT, v=2)), last=False)
     assert (chunks["activations"], chunks["received"]) == (1_680_000 * (1 + 1 / 4), 3 * 160_000)  # [K]
     few = memory.of_stage(case(replace(CUT, v=2, micro=4)), last=False)
@@ -191,9 +194,10 @@ def test_seconds_of_a_cut_model():
             "products": 4 * 2 * (4 * 39.5e6 + 30e6) / 2 / 5e11,
             "passes": 4 * 4 * 3 * 2 * 220_000 / 1e11,
             "tensor": 4 * 4 * 4 * 2.2e-5,
-            "pipeline": 4 * 2 * (40_000 / 2.5e8 + 1e-3),
+            "ends": 4 * (4e-5 / 2 + 2.2e-5),  # logits of 200,000 bytes, gathered; what the head gives back
+            "pipeline": (2 + 3) * (40_000 / 2.5e8 + 1e-3),
             "tied": 4 * 50_000 / 2.5e8 + 1e-3,
-            "bubble": (1.264e-3 + 2.112e-4 + 1.408e-3 + 9.28e-3) / 4,  # other stages have no head
+            "bubble": (1.264e-3 + 2.112e-4 + 1.408e-3) / 4,  # other stages have no head
             "data": 4 * 298_800 / 1e10 + 48 * 2e-5,  # nothing hides it behind a pipeline, one tensor after the other
             "optimizer": 28 * 298_800 / 1e11,
         }
@@ -202,8 +206,22 @@ def test_seconds_of_a_cut_model():
     assert time.tensor(full) == pytest.approx(4 * 4 * 6 * 2.2e-5)
     assert time.products(full) == pytest.approx(4 * 2 * (4 * (4 * 12e6 + 4.5 * 1e6) + 30e6) / 2 / 5e11)
     interleaved = case(replace(CUT, v=2))
-    assert time.pipeline(interleaved) == pytest.approx(2 * 9.28e-3)
-    assert time.bubble(interleaved) == pytest.approx((1.264e-3 + 2.112e-4 + 1.408e-3 + 2 * 9.28e-3) / 8)
+    assert time.pipeline(interleaved) == pytest.approx(2 * (1 + 4 * 2) * 1.16e-3)
+    assert time.bubble(interleaved) == pytest.approx((1.264e-3 + 2.112e-4 + 1.408e-3) / 8)
+    four = case(Layouts(2, 4, 1, 1, 2))  # inner stages exchange twice while the last has its head to compute
+    assert time.pipeline(four) == pytest.approx(6 * 1.08e-3 + 7 * (1.08e-3 + 1.08e-3 - 3 * 2 * 1e7 / 2 / 5e11))
+    alone = case(replace(CUT, pp=1, dp=4, micro=1))  # which has the embedding, too
+    assert time.ends(alone) == pytest.approx(4 * ((1e-5 + 2e-5) / 2 + 2 * 2.1e-5))
+
+
+def test_a_host_is_hidden_beneath_its_gpu_s_computing():
+    slow = replace(CLUSTER, device=replace(DEVICE, calls=(1e-3, 2e-3, 4e-3)))
+    c = case(CUT, cluster=slow)
+    assert time.host(c) == pytest.approx(4 * 4 * 3e-3 - time.products(c) - time.passes(c))
+    cpu = replace(slow, device=replace(slow.device, gpu=False))
+    assert time.host(case(CUT, cluster=cpu)) == pytest.approx(4 * 4 * 3e-3)
+    assert time.host(case(ISLANDS, cluster=cpu)) == pytest.approx(2 * 8 * 5e-3)
+    assert time.host(case(CUT, cluster=replace(slow, device=replace(slow.device, peak=1e9)))) == 0
 
 
 def test_seconds_of_islands():
@@ -252,6 +270,9 @@ def test_gloo_waits_and_takes_detours():
     assert time.data(case(replace(ISLANDS, zero=0), cluster=fast)) == pytest.approx(last)
     by_one = time.data(case(replace(ISLANDS, zero=1), **gloo)) - time.data(case(replace(ISLANDS, zero=0), **gloo))
     assert by_one == pytest.approx(2 * 4 * OWN / 1e9)
+    wide = case(Layouts(1, 1, 8, 1, 1, zero=1), software=FLOAT32)  # two hops in a node, then four ranks share a card
+    trees = 2 * 4 * OWN / 1e10 + 4 * 4 * OWN / 1e9 + 1e-3 + 3 * 96 * 1e-3
+    assert time.broadcasts(wide, 4 * OWN) == pytest.approx(trees)
 
 
 def test_every_sum_names_its_formula_and_source():

@@ -56,6 +56,6 @@ def test_frontier_s_spans_hold_the_published_figures_and_claim_no_fit():
         assert all(span[key] == pytest.approx(kept[key], rel=1e-6) for key in kept), name
         assert span["span"][0] < span["published"] < span["span"][1]
     for name in published.ASSUMED["22B"]:
-        run = published.frontier_run("22B", name, 1)
-        assert run.share(published.fitted_to_22b(name)) == pytest.approx(0.3838, rel=1e-3)
+        at = published.frontier_share("22B", name, 1, published.fitted_to_22b(name))
+        assert at == pytest.approx(0.3838, rel=1e-3)
     assert "Configuration not recovered. No fit is claimed" in published.page(FOUND)

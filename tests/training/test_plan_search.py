@@ -145,6 +145,8 @@ MISTAKES = [
     ("TCP --sbatch", "model llama-7b is no recipe's of language.train: give --recipe"),
     ("TCP --layout tp1.pp1.dp8.fsdp.co2x16 --run --recipe r", "the plan is for 128 x A100, this machine has"),
     ("TCP --plot /nowhere/x.png", "there is no folder /nowhere: make it first"),
+    ("TCP --plot plan.xyz", "plot=plan.xyz: give a file that ends in .png, .pdf or .svg"),
+    ("TCP --why 1 1", "why=1 1: both are tp1.pp1.dp8.mb4.fsdp.co2x16: give two layouts"),
 ]
 
 

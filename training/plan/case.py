@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -99,9 +99,6 @@ class Case:
     batch: int
     layout: Layouts
 
-    parts: dict[str, Numbers] = field(default_factory=dict, compare=False, init=False)
-    """Seconds by part, once they are asked for."""
-
     @cached_property
     def micro_batches(self) -> Numbers:
         """m = B / (d I b)"""
@@ -149,10 +146,15 @@ class Case:
             return 0.0 * self.layout.tp
         return self.layout.micro * self.model.context * self.model.scores(self.software.value) / self.layout.tp
 
+    @property
+    def tokens(self) -> Numbers:
+        """b s: of a micro-batch"""
+        return self.layout.micro * self.model.context
+
     @cached_property
     def given(self) -> Numbers:
         """stream bytes * b s h: what a block gets"""
-        return self.software.stream * self.layout.micro * self.model.context * self.model.width
+        return self.software.stream * self.tokens * self.model.width
 
     @cached_property
     def measured(self) -> tuple[Numbers, Numbers]:

@@ -23,15 +23,17 @@ BITS = 8
 @dataclass(frozen=True)
 class Device:
     """Products run at peak * top FLOP/s; the other passes move what a layer keeps `passes` times forward, at bandwidth
-    bytes/s, and twice as often backward [O]. memory: bytes. host: bytes/s to the host's memory."""
+    bytes/s, and twice as often backward [O]. memory: bytes. host: bytes/s to the host's memory. calls: seconds of a
+    host's thread for a block's forward and backward pass and update; more where TP cuts it; more where FSDP2 does."""
 
     name: str
     peak: float
     memory: float
     bandwidth: float
     host: float
-    top: float = 0.70  # both as presets.toml says
-    passes: float = 2.50
+    top: float = 0.69  # these three as presets.toml says
+    passes: float = 2.48
+    calls: tuple[float, float, float] = (1e-3, 3e-3, 2e-3)
     gpu: bool = True
 
 
@@ -80,10 +82,11 @@ def device(key: str) -> Device:
     return Device(found["shown"], *(found[name] for name in ("peak", "memory", "bandwidth", "host")))
 
 
-def preset(name: str) -> Cluster:
-    """Of presets.toml."""
+def preset(name: str, *, probe: bool = False) -> Cluster:
+    """Of presets.toml. probe: its device is measured on this machine."""
     kind, nodes, per_node, inside, across, latency, inside_latency, efficiency = of_preset("clusters", name)
-    return Cluster(name, device(kind), nodes, per_node, inside, across * efficiency, latency, inside_latency)
+    found = probed(device(kind).name) if probe else device(kind)
+    return Cluster(name, found, nodes, per_node, inside, across * efficiency, latency, inside_latency)
 
 
 # -- of the doctor ----------------------------------------------------------------------------------------------------

@@ -73,6 +73,8 @@ class Options:
             )
         if self.plot is not None and not self.plot.absolute().parent.is_dir():
             raise UserError(f"plot={self.plot}: there is no folder {self.plot.parent}: make it first")
+        if self.plot is not None and self.plot.suffix not in (".png", ".pdf", ".svg"):
+            raise UserError(f"plot={self.plot}: give a file that ends in .png, .pdf or .svg")
 
 
 def case(options: Options) -> Case:
@@ -80,17 +82,15 @@ def case(options: Options) -> Case:
     if options.cluster is not None:
         cluster = clusters.from_doctor(options.cluster, probe=options.probe)
     else:
-        cluster = clusters.preset(options.preset or "")
-        if options.probe:
-            cluster = replace(cluster, device=clusters.probed(cluster.device.name))
+        cluster = clusters.preset(options.preset or "", probe=options.probe)
     given = {"nodes": options.nodes, "per_node": options.per_node}
     cluster = replace(cluster, **{name: value for name, value in given.items() if value is not None})
     for name, rate in (("nodes", cluster.across), ("per_node", cluster.inside)):
         if (number := getattr(cluster, name)) > 1 and rate == math.inf:
             raise UserError(f"{name}={number}: {options.cluster} knows no such link: run core.doctor on as many")
     software = Software() if cluster.device.gpu else FLOAT32
-    nothing = Layouts(1, 1, 1, 1, 1)
-    return Case(preset_model(options.model, options.context), cluster, software, options.batch, nothing)
+    model = preset_model(options.model, options.context)
+    return Case(model, cluster, software, options.batch, Layouts(1, 1, 1, 1, 1))
 
 
 def chosen(p: Plan, text: str | int) -> int:
@@ -129,8 +129,7 @@ def overrides(c: Case, text: str) -> list[str]:
 def sbatch(c: Case, words: list[str], recipe: str) -> str:
     """The submission line of a cluster's script (slurm/README.md), which gives method, tau and batch itself."""
     own = {"--method": "METHOD", "--co2.tau": "TAU", "--batch_size": "BATCH_SIZE"}
-    env, rest = {"RECIPE": recipe}, []
-    options = iter(words)
+    env, rest, options = {"RECIPE": recipe}, [], iter(words)
     for word in options:
         if word in own:
             env[own[word]] = next(options)
@@ -143,9 +142,7 @@ def sbatch(c: Case, words: list[str], recipe: str) -> str:
 
 def recipe_of(options: Options) -> str:
     """Of language.train."""
-    if options.recipe:
-        return options.recipe
-    known = presets()["recipes"].get(options.model)
+    known = options.recipe or presets()["recipes"].get(options.model)
     if known is None:
         raise UserError(f"model {options.model} is no recipe's of language.train: give --recipe")
     return known
@@ -163,7 +160,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.explain is not None:
         print("\n".join(show.explain(p, chosen(p, options.explain))))
     if options.why is not None:
-        print("\n".join(show.why(p, *(chosen(p, text) for text in options.why))))
+        a, b = (chosen(p, text) for text in options.why)
+        if a == b:
+            raise UserError(f"why={' '.join(options.why)}: both are {p.name(a)}: give two layouts")
+        print("\n".join(show.why(p, a, b)))
     if options.explain is None and options.why is None:
         print("\n".join(show.table(p)), f"\n{p.count:,} layouts in {spent:.2f} s")
     if options.plot is not None:

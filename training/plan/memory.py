@@ -87,11 +87,13 @@ def passing(c: Case, last: bool) -> Numbers:
     """max(logits, a block's backward pass): what is there for a moment, while the rest is [M]
 
     Logits, of the last stage: b s V (size + 4 + 4), with a float32 log-softmax and its gradient; Megatron-LM's over t.
+    Of two stages and more: size more, for torch's pipelining keeps what the last one gives.
     A block: what is measured beyond what it keeps, its gradients, with z >= 2 once more in float32 for their reduction,
     and with full recomputation what it keeps.
     """
     x, size, cut = c.layout, c.software.value, c.layout.tp if c.software.megatron else 1
-    logits = x.micro * c.model.context * c.model.vocabulary * (size + 2 * FLOAT32) / cut
+    kept = size * (x.pp > 1) * (not c.software.megatron)
+    logits = c.tokens * c.model.vocabulary * (size + 2 * FLOAT32 + kept) / cut
     reduced = np.where((x.zero >= 2) & (x.dp > 1), FLOAT32, 0)
     again = np.where(x.recompute == RECOMPUTE.index("full"), c.measured[0], 0.0)
     block = c.measured[1] + again + (c.software.gradient + reduced) * c.block

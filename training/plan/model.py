@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -40,6 +41,11 @@ def of_preset(kind: str, name: str) -> Any:
     return known[name]
 
 
+def formula(text: str, act: Callable[[Any], float]) -> Any:
+    """A property, whose text --explain prints."""
+    return property(act, doc=text)
+
+
 @dataclass(frozen=True)
 class Model:
     """Sizes of a decoder.
@@ -61,89 +67,54 @@ class Model:
     tied: bool
     activation: str = "gelu_pytorch_tanh"
 
-    @property
-    def kv_width(self) -> float:
-        """Of all keys, or all values, of a token."""
-        return self.width * self.kv_heads / self.heads
-
-    @property
-    def matrices(self) -> float:
-        """h (2h + 2 h_kv) + (2, gated 3) h f: weights of a layer's products; 12 h^2 for GPT's f = 4 h [N eq. 2]"""
-        return self.width * (2 * self.width + 2 * self.kv_width + (3 if self.gated else 2) * self.inner)
-
-    @property
-    def gated(self) -> bool:
-        return self.family == "llama"
-
-    @property
-    def cut(self) -> float:
-        """A layer's parameters that TP cuts: its matrices, and the biases of those cut by columns."""
-        return self.matrices + (0 if self.gated else self.width + 2 * self.kv_width + self.inner)
-
-    @property
-    def whole(self) -> float:
-        """A layer's parameters that each TP rank holds: norms, and the biases of matrices cut by rows."""
-        return 2 * self.width if self.gated else 6 * self.width
-
-    @property
-    def embedding(self) -> float:
-        """V h"""
-        return self.vocabulary * self.width
-
-    @property
-    def positions(self) -> float:
-        """s h where they are learned."""
-        return 0 if self.gated else self.context * self.width
-
-    @property
-    def last_norm(self) -> float:
-        return self.width if self.gated else 2 * self.width
-
-    @property
-    def params(self) -> float:
-        """l (12 h^2 + 13 h) + (V + s) h for GPT [N eq. 2], and the last norm, which [N] leaves out"""
-        embeddings = self.embedding * (1 if self.tied else 2)
-        return self.layers * (self.cut + self.whole) + embeddings + self.positions + self.last_norm
+    gated = formula("whether the MLP is", lambda m: m.family == "llama")
+    kv_width = formula("h a_kv / a: of all keys, or all values, of a token", lambda m: m.width * m.kv_heads / m.heads)
+    matrices = formula(
+        "h (2h + 2 h_kv) + (2, gated 3) h f: weights of a layer's products; 12 h^2 for GPT's f = 4 h [N eq. 2]",
+        lambda m: m.width * (2 * m.width + 2 * m.kv_width + (3 if m.gated else 2) * m.inner),
+    )
+    cut = formula(
+        "a layer's parameters that TP cuts: its matrices, and the biases of those cut by columns",
+        lambda m: m.matrices + (0 if m.gated else m.width + 2 * m.kv_width + m.inner),
+    )
+    whole = formula(
+        "a layer's parameters that each TP rank holds: norms, and the biases of matrices cut by rows",
+        lambda m: (2 if m.gated else 6) * m.width,
+    )
+    embedding = formula("V h", lambda m: m.vocabulary * m.width)
+    positions = formula("s h where they are learned", lambda m: 0 if m.gated else m.context * m.width)
+    last_norm = formula("its parameters", lambda m: (1 if m.gated else 2) * m.width)
+    params = formula(
+        "l (12 h^2 + 13 h) + (V + s) h for GPT [N eq. 2], and the last norm, which [N] leaves out",
+        lambda m: m.layers * (m.cut + m.whole) + m.embedding * (2 - m.tied) + m.positions + m.last_norm,
+    )
 
     # Forward FLOPs of one sample. A training step's are three times as many: [N] eq. 3 without recomputation, for GPT
     # 72 s l h^2 (1 + s / (6 h) + V / (12 l h)).
-
-    @property
-    def linear_flops(self) -> float:
-        """2 s (weights of a layer's products), of a layer: 24 s h^2 for GPT [N eq. 3]"""
-        return 2 * self.context * self.matrices
-
-    @property
-    def attention_flops(self) -> float:
-        """4 s^2 h, of a layer: Q K^T and the weighted sum of V, the mask not made use of [N eq. 3]"""
-        return 4 * self.context**2 * self.width
-
-    @property
-    def head_flops(self) -> float:
-        """2 s h V [N eq. 3]"""
-        return 2 * self.context * self.embedding
-
-    @property
-    def step_flops(self) -> float:
-        """3 (l (linear + attention) + head), of one sample, forward and backward: what MFU counts [K sec. 6]"""
-        return 3 * (self.layers * (self.linear_flops + self.attention_flops) + self.head_flops)
+    linear_flops = formula(
+        "2 s (weights of a layer's products), of a layer: 24 s h^2 for GPT [N eq. 3]",
+        lambda m: 2 * m.context * m.matrices,
+    )
+    attention_flops = formula(
+        "4 s^2 h, of a layer: Q K^T and the weighted sum of V, the mask not made use of [N eq. 3]",
+        lambda m: 4 * m.context**2 * m.width,
+    )
+    head_flops = formula("2 s h V [N eq. 3]", lambda m: 2 * m.context * m.embedding)
+    step_flops = formula(
+        "3 (l (linear + attention) + head), of one sample, forward and backward: what MFU counts [K sec. 6]",
+        lambda m: 3 * (m.layers * (m.linear_flops + m.attention_flops) + m.head_flops),
+    )
 
     # What a layer keeps of one token for its backward pass.
-
-    @property
-    def kept_whole(self) -> float:
-        """4 h values: the inputs of two norms, of attention and of the MLP, which TP does not cut [K eq. 2]"""
-        return 4 * self.width
-
-    @property
-    def kept_cut(self) -> float:
-        """12 h for GPT [K eq. 2]: q, k, v, attention's result, GELU's input and result; gated: 4 f for 2 f [O]"""
-        return 2 * self.width + 2 * self.kv_width + (4 if self.gated else 2) * self.inner
-
-    @property
-    def masks(self) -> float:
-        """2 h bytes of dropout's masks [K eq. 2]"""
-        return 0 if self.gated else 2 * self.width
+    kept_whole = formula(
+        "4 h values: the inputs of two norms, of attention and of the MLP, which TP does not cut [K eq. 2]",
+        lambda m: 4 * m.width,
+    )
+    kept_cut = formula(
+        "12 h for GPT [K eq. 2]: q, k, v, attention's result, GELU's input and result; gated: 4 f for 2 f [O]",
+        lambda m: 2 * m.width + 2 * m.kv_width + (4 if m.gated else 2) * m.inner,
+    )
+    masks = formula("2 h bytes of dropout's masks [K eq. 2]", lambda m: 0 if m.gated else 2 * m.width)
 
     def scores(self, size: float) -> float:
         """a s (2 size + 1) bytes: softmax, what dropout leaves, its mask [K eq. 2]; without dropout a s size"""
@@ -183,13 +154,7 @@ def from_config(folder: Path, context: int | None) -> Model:
     if size(width) % size(heads):
         raise UserError(f"{file}: {heads}={size(heads)} does not divide {width}={size(width)}")
     return Model(
-        name=folder.name,
-        family=family,
-        layers=size(layers),
-        width=size(width),
-        heads=size(heads),
-        vocabulary=size("vocab_size"),
-        context=context or size(positions),
+        *(folder.name, family, size(layers), size(width), size(heads), size("vocab_size"), context or size(positions)),
         inner=size(inner, 4 * size(width) if family == "gpt2" else None),
         kv_heads=size("num_key_value_heads", size(heads)),
         tied=bool(config.get("tie_word_embeddings", family == "gpt2")),

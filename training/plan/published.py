@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -47,22 +48,11 @@ WORDS = {"1 node": 18_444, "2 nodes": 3_488, "16 nodes": 22_810, "16 nodes, CO2"
 GPUS = 8  # of a node
 
 
-@dataclass(frozen=True)
-class Run:
-    """A published run, or one that is assumed."""
-
-    model: Model
-    layout: Layouts
-    batch: int
-    nodes: int
-
-    def share(self, cluster: Cluster) -> float:
-        """Of the peak, recomputation counted as work: [N] eq. 3."""
-        c = replace(cluster, nodes=self.nodes)
-        case = Case(self.model, c, MEGATRON, self.batch, self.layout)
-        m = self.model
-        flops = 4 / 3 * m.step_flops - m.head_flops  # the head is not computed again
-        return self.batch * flops / (float(sum(seconds(case).values())) * c.devices * c.device.peak)
+def share(m: Model, layout: Layouts, batch: int, nodes: int, cluster: Cluster) -> float:
+    """Of the peak that a run gets, recomputation counted as work: [N] eq. 3."""
+    c = Case(m, replace(cluster, nodes=nodes), MEGATRON, batch, layout)
+    flops = 4 / 3 * m.step_flops - m.head_flops  # the head is not computed again
+    return batch * flops / (float(sum(seconds(c).values())) * c.cluster.devices * cluster.device.peak)
 
 
 def gpt(name: str, layers: int, width: int, heads: int) -> Model:
@@ -73,7 +63,7 @@ def tflops(cell: tuple[Any, ...], cluster: Cluster) -> float:
     """Of a device, in one of Megatron-LM's cells."""
     *model, tp, pp, micro, batch, nodes, v, _ = cell
     layout = Layouts(tp, pp, nodes * GPUS // (tp * pp), 1, micro, v, 0, FULL)
-    return Run(gpt(*model), layout, batch, nodes).share(cluster) * cluster.device.peak / 1e12
+    return share(gpt(*model), layout, batch, nodes, cluster) * cluster.device.peak / 1e12
 
 
 def with_constants(c: Cluster, top: float, passes: float, inside: float) -> Cluster:
@@ -138,23 +128,23 @@ STRONG = {"175B": 0.89, "1T": 0.87}
 FRACTIONS = (8, 4, 2)  # the smallest run that strong scaling counts from has so many times fewer replicas: assumed
 
 
-def frontier_run(name: str, assumed: tuple[int, int, int, int], replicas: int) -> Run:
+def frontier_share(name: str, assumed: tuple[int, int, int, int], replicas: int, c: Cluster) -> float:
     tp, pp, micro, m = assumed
-    layers, width, heads = SIZES[name]
     layout = Layouts(tp, pp, replicas, 1, micro, 1, min(1, replicas - 1), FULL)
-    nodes = max(1, tp * pp * replicas // GPUS)
-    return Run(gpt(name, layers, width, heads), layout, m * micro * replicas, nodes)
+    return share(gpt(name, *SIZES[name]), layout, m * micro * replicas, max(1, tp * pp * replicas // GPUS), c)
 
 
 def fitted_to_22b(assumed: tuple[int, int, int, int]) -> Cluster:
     """Frontier with the `top` under which the 22B run has its published share; 2 is more than can be, and is told."""
-    base, run = preset("frontier"), frontier_run("22B", assumed, 1)
-    low, high = 0.1, 2.0
-    for _ in range(40):  # the share rises with top
-        top = (low + high) / 2
-        c = replace(base, device=replace(base.device, top=top))
-        low, high = (top, high) if run.share(c) < SHARES["22B"] else (low, top)
-    return replace(base, device=replace(base.device, top=(low + high) / 2))
+    from scipy.optimize import brentq
+
+    base = preset("frontier")
+
+    def at(top: float) -> Cluster:
+        return replace(base, device=replace(base.device, top=top))
+
+    found: Any = brentq(lambda top: frontier_share("22B", assumed, 1, at(top)) - SHARES["22B"], 0.1, 2.0, xtol=1e-12)
+    return at(found)
 
 
 def frontier() -> dict[str, Any]:
@@ -163,29 +153,17 @@ def frontier() -> dict[str, Any]:
     spanned: dict[str, Any] = {}
     for name, gpus in SCALED.items():
         found, weak, strong = [], [], []
-        for assumed in ASSUMED[name]:
-            replicas = max(1, gpus // (assumed[0] * assumed[1]))
-            for c in fitted:
-                whole = frontier_run(name, assumed, replicas).share(c)
-                found.append(whole)
-                weak.append(whole / frontier_run(name, assumed, 1).share(c))
-                strong += strong_scaling(name, assumed, replicas, c)
-        spanned[name] = {
-            "published": SHARES[name],
-            "span": [min(found), max(found)],
-            "weak": [min(weak), max(weak)],
-            "strong": [min(strong), max(strong)] if strong else None,
-            "published_strong": STRONG[name],
-        }
+        for (tp, pp, micro, m), c in product(ASSUMED[name], fitted):
+            n = max(1, gpus // (tp * pp))
+            found.append(frontier_share(name, (tp, pp, micro, m), n, c))
+            weak.append(found[-1] / frontier_share(name, (tp, pp, micro, m), 1, c))
+            # at one batch, against fewer replicas, which have more micro-batches each
+            fewer = ((n // k, (tp, pp, micro, m * k)) for k in FRACTIONS if n % k == 0)
+            strong += [found[-1] / frontier_share(name, assumed, few, c) for few, assumed in fewer]
+        spans = {"span": found, "weak": weak, "strong": strong}
+        spanned[name] = {key: [min(x), max(x)] if x else None for key, x in spans.items()}
+        spanned[name] |= {"published": SHARES[name], "published_strong": STRONG[name]}
     return {"tops": [c.device.top for c in fitted], "spans": spanned, "assumed": ASSUMED}
-
-
-def strong_scaling(name: str, assumed: tuple[int, int, int, int], replicas: int, c: Cluster) -> list[float]:
-    """At one batch, all replicas against fewer of them, which have more micro-batches each."""
-    tp, pp, micro, m = assumed
-    whole = frontier_run(name, assumed, replicas).share(c)
-    fewer = [replicas // k for k in FRACTIONS if replicas % k == 0]
-    return [whole / frontier_run(name, (tp, pp, micro, m * replicas // n), n).share(c) for n in fewer]
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------
@@ -195,39 +173,33 @@ def row(*cells: object) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def of_megatron(r: dict[str, Any]) -> str:
-    """A row."""
-    off = "fitted" if r["fitted"] else f"{r['predicted'] / r['published'] - 1:+.1%}"
-    return row(r["model"], r["published"], f"{r['predicted']:.0f}", off, f"{CONSTANT / r['published'] - 1:+.1%}")
-
-
-def of_frontier(name: str, s: dict[str, Any]) -> str:
-    """A row."""
-    strong = percent(s["strong"]) if s["strong"] else "none of those assumed divides"
-    published = f"{s['published']:.2%}", f"{s['published_strong']:.0%}"
-    return row(name, published[0], percent(s["span"]), "100 %", percent(s["weak"]), published[1], strong)
+def percent(span: Sequence[float] | None) -> str:
+    return f"{span[0]:.1%} to {span[1]:.1%}" if span else "none of those assumed divides"
 
 
 def page(found: dict[str, Any]) -> str:
     """results/plan.md."""
     m, c, f = found["megatron"], found["co2"], found["frontier"]
+    cells, spans = [], []
+    for r in m["rows"]:
+        off, constant = (f"{said / r['published'] - 1:+.1%}" for said in (r["predicted"], CONSTANT))
+        cells.append(
+            row(r["model"], r["published"], f"{r['predicted']:.0f}", "fitted" if r["fitted"] else off, constant)
+        )
+    for name, s in f["spans"].items():
+        published, strong = f"{s['published']:.2%}", f"{s['published_strong']:.0%}"
+        spans.append(
+            row(name, published, percent(s["span"]), "100 %", percent(s["weak"]), strong, percent(s["strong"]))
+        )
     return TEXT.format(
-        found=found,
-        m=m,
-        c=c,
-        k=m["constants"],
-        inside=m["constants"]["inside"] / 1e9,
+        **{"found": found, "m": m, "c": c, "k": m["constants"], "inside": m["constants"]["inside"] / 1e9},
         constant=CONSTANT,
-        cells="\n".join(map(of_megatron, m["rows"])),
-        spans="\n".join(of_frontier(*item) for item in f["spans"].items()),
+        cells="\n".join(cells),
+        spans="\n".join(spans),
         tops=" to ".join(f"{x:.2f}" for x in (min(f["tops"]), max(f["tops"]))),
         assumed="\n".join(row(name, *run) for name, runs in ASSUMED.items() for run in runs),
         fractions=", ".join(map(str, FRACTIONS)),
     )
-
-
-def percent(span: Sequence[float]) -> str:
-    return f"{span[0]:.1%} to {span[1]:.1%}"
 
 
 TEXT = """\
@@ -294,15 +266,9 @@ class Options:
 
 def main() -> None:
     options = tyro.cli(Options, prog="python -m training.plan.published", use_underscores=True)
-    found = {
-        "format": 1,
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit(),
-        "command": "python -m training.plan.published",
-        "megatron": megatron(),
-        "co2": co2(),
-        "frontier": frontier(),
-    }
+    found = {"format": 1, "date": time.strftime("%Y-%m-%d"), "commit": commit()}
+    found |= {"command": "python -m training.plan.published"}
+    found |= {"megatron": megatron(), "co2": co2(), "frontier": frontier()}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "plan.json").write_text(json.dumps(found, indent=1) + "\n")
     (options.out / "plan.md").write_text(page(found))

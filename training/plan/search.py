@@ -63,10 +63,8 @@ def check(name: Layout, c: Case) -> None:
     k, m = c.cluster, c.model
     if name.devices != k.devices:
         raise UserError(f"layout={name}: it takes {name.devices} devices, {k.name} has {k.devices}: name as many")
-    if k.per_node % name.island_size and name.island_size % k.per_node:
-        raise UserError(
-            f"layout={name}: islands of {name.island_size} neither divide nodes of {k.per_node} nor fill them"
-        )
+    if k.per_node % (n := name.island_size) and n % k.per_node:
+        raise UserError(f"layout={name}: islands of {n} neither divide nodes of {k.per_node} nor fill them")
     if name.zero and name.dp == 1:
         raise UserError(f"layout={name}: dp is 1, ZeRO has nothing to share out: leave it out")
     padded = -(-m.vocabulary // PADDED) * PADDED
@@ -77,21 +75,20 @@ def check(name: Layout, c: Case) -> None:
 
 def notes(c: Case) -> str:
     """What to know of one layout that can be."""
-    x, found = c.layout, []
-    if c.cluster.crosses(x.tp, 1):
-        found.append("TP reaches across nodes")
-    if x.zero >= 2 and x.pp > 1:
-        found.append(f"ZeRO-{x.zero} with a pipeline keeps whole gradients until its last micro-batch")
+    x, refused = c.layout, ""
     try:
         if x.ranks > 1:
             named(c).check_runs()
     except UserError as error:
-        found.append(f"costed, not run: {error}")
-    if x.offload and x.tp * x.pp > 1:
-        found.append("CO2's outer state in the host's memory is costed, not run, with TP or stages")
-    if x.sequence:
-        found.append("sequence parallelism is costed, not run")
-    return "; ".join(found)
+        refused = f"costed, not run: {error}"
+    of = {
+        "TP reaches across nodes": c.cluster.crosses(x.tp, 1),
+        f"ZeRO-{x.zero} with a pipeline keeps whole gradients until its last micro-batch": x.zero >= 2 and x.pp > 1,
+        refused: refused,
+        "CO2's outer state in the host's memory is costed, not run, with TP or stages": x.offload and x.tp * x.pp > 1,
+        "sequence parallelism is costed, not run": x.sequence,
+    }
+    return "; ".join(text for text, told in of.items() if told)
 
 
 # -- enumeration ------------------------------------------------------------------------------------------------------
@@ -105,15 +102,10 @@ def divisors(n: int) -> list[int]:
 def splits(c: Case) -> Iterator[tuple[int, int, int, int]]:
     """t in powers of two, p stages, d ranks, I islands."""
     devices = c.cluster.devices
-    for tp in (2**k for k in range(devices.bit_length())):
-        for pp in divisors(devices):
-            left, rest = divmod(devices, tp * pp)
-            if not left:
-                continue
-            if rest:
-                yield tp, pp, left, 1  # which the first rule counts
-                continue
-            yield from ((tp, pp, left // islands, islands) for islands in divisors(left))
+    for tp, pp in itertools.product((2**k for k in range(devices.bit_length())), divisors(devices)):
+        left, rest = divmod(devices, tp * pp)
+        if left:  # what leaves a rest is counted by the first rule
+            yield from ((tp, pp, left // islands, islands) for islands in ([1] if rest else divisors(left)))
 
 
 def steps(c: Case, split: tuple[int, int, int, int], only: Layout | None = None) -> Layouts:
@@ -131,13 +123,8 @@ def steps(c: Case, split: tuple[int, int, int, int], only: Layout | None = None)
         if island == 1:
             kinds = [*itertools.product(range(len(WIRES)), range(len(MERGES)), (0,)), (0, paper, 1)]
         methods = [(tau, *kind) for tau in TAUS for kind in kinds]
-    inner = (
-        micros,
-        CHUNKS if pp > 1 else (1,),
-        range(4) if dp > 1 else (0,),
-        recomputes,
-        (0, 1) if tp > 1 and c.software.megatron else (0,),
-    )
+    chunks, zeros = CHUNKS if pp > 1 else (1,), range(4 if dp > 1 else 1)
+    inner = micros, chunks, zeros, recomputes, range(2 if tp > 1 and c.software.megatron else 1)
     *axes, which = (axis.ravel() for axis in np.meshgrid(*inner, np.arange(len(methods)), indexing="ij"))
     one = np.ones_like(which)
     return Layouts(tp * one, pp * one, dp * one, islands * one, *axes, *np.array(methods)[which].T)
@@ -197,10 +184,6 @@ class Plan:
         return str(named(self.at(row)))
 
 
-def joined(parts: list[Layouts]) -> Layouts:
-    return Layouts(*(np.concatenate([getattr(part, axis) for part in parts]) for axis in AXES))
-
-
 def plan(case: Case, only: Layout | None = None) -> Plan:
     """Of all layouts, or of one name's; the case's own is not looked at. UserError: none can be, or none fits."""
     if only is not None:
@@ -212,7 +195,8 @@ def plan(case: Case, only: Layout | None = None) -> Plan:
         steps(case, split, only) for split in zip(*(getattr(kept.layout, f).tolist() for f in AXES[:4]), strict=True)
     ]
     if whole:
-        kept = sieve(replace(case, layout=joined(whole)), OF_STEPS, dropped)
+        every = Layouts(*(np.concatenate([getattr(part, axis) for part in whole]) for axis in AXES))
+        kept = sieve(replace(case, layout=every), OF_STEPS, dropped)
     if only is not None and whole:
         kept = replace(kept, layout=kept.layout[holds(only, kept)])
     if not kept.layout.shape[0]:
@@ -232,16 +216,13 @@ def sieve(c: Case, rules: dict[str, Rule], dropped: Counter[str]) -> Case:
 
 def fitting(c: Case, dropped: Counter[str]) -> Plan:
     """What fits the devices' memory."""
-    needs = memory(c)
-    total = sum(needs.values())
-    fits = total <= c.cluster.device.memory
-    miss = ""
+    needs, has, miss = memory(c), c.cluster.device.memory, ""
+    total: Numbers = sum(needs.values())
+    fits = total <= has
     if not fits.all():
         dropped["memory"] += int((~fits).sum())
         least = int(np.where(fits, np.inf, total).argmin())
-        one = replace(c, layout=c.layout[least])
-        has = c.cluster.device.memory
-        miss = f"{named(one)} needs {total[least] / GB:.2f} GB of {has / GB:.2f}"
+        miss = f"{named(replace(c, layout=c.layout[least]))} needs {total[least] / GB:.2f} GB of {has / GB:.2f}"
     if not fits.any():
         raise UserError(f"nothing fits: {listed(dropped)}; the nearest miss, {miss}: more devices, a smaller --batch")
     c = replace(c, layout=c.layout[fits])

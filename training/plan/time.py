@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 
 import numpy as np
 
 from training.plan.case import RECOMPUTE, WIRES, Case
 from training.plan.clusters import Numbers
 
-ADAMW = (
-    28  # bytes that AdamW moves for a parameter: gradient, 16-bit copy, itself, two moments read; the last four written
-)
+ADAMW = 28  # bytes moved for a parameter: gradient, 16-bit copy, itself, two moments read; the last four written
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DistributedDataParallel's by default
 BOUNDARY = 32  # of an element: parameter, payload, x and m, read and written in one pass (docs/design.md)
 
 
 Part = Callable[[Case], Numbers]
-
-
-def once(part: Part) -> Part:
-    """A case's part is computed once, for others are made of it."""
-
-    @wraps(part)
-    def kept(c: Case) -> Numbers:
-        if part.__name__ not in c.parts:
-            c.parts[part.__name__] = part(c)
-        return c.parts[part.__name__]
-
-    return kept
 
 
 def again(c: Case) -> Numbers:
@@ -39,11 +24,9 @@ def again(c: Case) -> Numbers:
 
 def attention_passes(c: Case) -> Numbers:
     """Forward passes' worth of attention in a step: 3, 3.5 fused [F sec. 3.1], 1 more where it is computed again [K]"""
-    base = 3.5 if c.software.fused else 3.0
-    return base + (c.layout.recompute > 0)
+    return (3.5 if c.software.fused else 3.0) + (c.layout.recompute > 0)
 
 
-@once
 def products(c: Case) -> Numbers:
     """m b (l/p ((3 + again) linear + passes attention) + 3 head) / (t top peak), of the last stage [N eq. 3]
 
@@ -55,14 +38,12 @@ def products(c: Case) -> Numbers:
     return flops / (device.top * device.peak)
 
 
-@once
 def head(c: Case) -> Numbers:
     """3 m b head / (t top peak): its part of the products"""
     device = c.cluster.device
     return 3 * c.micro_batches * c.layout.micro * c.model.head_flops / c.layout.tp / (device.top * device.peak)
 
 
-@once
 def passes(c: Case) -> Numbers:
     """m l/p (3 + again) passes (kept + scores) / bandwidth: norms, GELU, softmax, dropout, residuals [O]"""
     device = c.cluster.device
@@ -70,41 +51,68 @@ def passes(c: Case) -> Numbers:
     return c.micro_batches * c.layers * moved / device.bandwidth
 
 
-@once
+def host(c: Case) -> Numbers:
+    """m l/p calls - (products + passes), not below 0: a GPU computes beneath its host's Python, a CPU does not [O]"""
+    x, (plain, cut, sharded) = c.layout, c.cluster.device.calls
+    calls = plain + np.where(x.tp > 1, cut, 0.0) + np.where(x.zero >= 2, sharded, 0.0)
+    beneath = (products(c) + passes(c)) * c.cluster.device.gpu
+    return np.maximum(0.0, c.micro_batches * c.layers * calls * (not c.software.megatron) - beneath)
+
+
 def tensor(c: Case) -> Numbers:
     """m l/p (4 + 2 again) allreduce(size b s h, t ranks) [N sec. 3.2]; cut in sequence it is as much [K sec. 4.2]"""
-    x = c.layout
-    size = c.software.value * x.micro * c.model.context * c.model.width
+    x, size = c.layout, c.software.value * c.tokens * c.model.width
     return c.micro_batches * c.layers * (4 + 2 * again(c)) * c.cluster.allreduce(size, x.tp, 1)
 
 
-@once
-def pipeline(c: Case) -> Numbers:
-    """m 2 v (size b s h / B + A): to the next stage and back, a chunk [N sec. 3.1]; over t if scattered [N sec. 4.1]"""
-    x, stride = c.layout, c.layout.tp * c.layout.dp
+def ends(c: Case) -> Numbers:
+    """m (allreduce(size b s V, t) / 2 + 2 allreduce(size b s h, t)), 1 where p > 1: logits, head, embedding [O]
+
+    DTensor gathers logits, and adds what the head's columns give back and what the embedding's rows give.
+    """
+    x, size = c.layout, c.software.value * c.tokens
+    logits, hidden = (c.cluster.allreduce(size * n, x.tp, 1) for n in (c.model.vocabulary, c.model.width))
+    return c.micro_batches * (logits / 2 + np.where(x.pp > 1, 1, 2) * hidden) * (not c.software.megatron)
+
+
+def hop(c: Case) -> Numbers:
+    """size b s h / B + A: from a stage to the next; over t if scattered [N sec. 4.1]"""
+    x = c.layout
     size = c.given / np.where((x.sequence == 1) | c.software.megatron, x.tp, 1)
-    hop = np.where(c.cluster.crosses(x.pp, stride), c.cluster.latency, c.cluster.inside_latency)
-    one = size / c.cluster.rate(x.pp, stride) + hop
-    return np.where(x.pp > 1, c.micro_batches * 2 * x.v * one, 0.0)
+    return sent(c, size, x.pp, x.tp * x.dp)
 
 
-@once
+def sent(c: Case, size: Numbers, ranks: Numbers, stride: Numbers) -> Numbers:
+    """Seconds of bytes from one rank to another of its group."""
+    k = c.cluster
+    return size / k.rate(ranks, stride) + np.where(k.crosses(ranks, stride), k.latency, k.inside_latency)
+
+
+def pipeline(c: Case) -> Numbers:
+    """(2 (p - 1) + (m - 1) (1, + 1 - head / (m hop) where p > 2)) hop; v > 1: 2 (p - 1 + m v) hop [N sec. 2.2, O]
+
+    A stage sends one way and receives the other at once (1F1B): the first and the last once a micro-batch, the others
+    twice, while the last one has its head to compute.
+    """
+    x, m, one = c.layout, c.micro_batches, hop(c)
+    inner = np.where(x.pp > 2, np.maximum(0.0, one - head(c) / m), 0.0)
+    steady = np.where(x.v > 1, 2 * m * x.v * one, (m - 1) * (one + inner))
+    return np.where(x.pp > 1, 2 * (x.pp - 1) * one + steady, 0.0)
+
+
 def tied(c: Case) -> Numbers:
     """gradient V h / (t B) + A where p > 1: the first and the last stage send each other a tied embedding's [O]"""
-    x, k, stride = c.layout, c.cluster, c.layout.tp * c.layout.dp
-    size = c.software.gradient * c.model.embedding / x.tp * (c.model.tied and not c.software.megatron)
-    hop = np.where(k.crosses(x.pp, stride), k.latency, k.inside_latency)
-    return np.where((x.pp > 1) & (size > 0), size / k.rate(x.pp, stride) + hop, 0.0)
+    x, size = c.layout, c.software.gradient * c.model.embedding / c.layout.tp
+    there = (x.pp > 1) & (c.model.tied and not c.software.megatron)
+    return np.where(there, sent(c, size, x.pp, x.tp * x.dp), 0.0)
 
 
-@once
 def bubble(c: Case) -> Numbers:
-    """(p - 1) / (v m) of products but the head's, passes, tensor, pipeline [N sec. 2.2]: other stages have no head"""
-    busy = products(c) - head(c) + passes(c) + tensor(c) + pipeline(c)
+    """(p - 1) / (v m) of products but the head's, passes, tensor [N sec. 2.2]: other stages have no head"""
+    busy = products(c) - head(c) + passes(c) + tensor(c)
     return busy * (c.layout.pp - 1) / (c.layout.v * c.micro_batches)
 
 
-@once
 def data(c: Case) -> Numbers:
     """ring(gradients) [half with z >= 2] - hidden, + half rings of z = 1: 1, z = 2: 1, z = 3: 2 m - hidden [R sec. 7]
 
@@ -138,19 +146,23 @@ def ring(c: Case, size: Numbers) -> Numbers:
 
 
 def broadcasts(c: Case, size: Numbers) -> Numbers:
-    """ceil(log2 d) (size / B + tensors A): ZeroRedundancyOptimizer's, one a tensor, along gloo's binomial trees [O]"""
+    """log2(q) size / inside + log2(d / q) q size / B + log2(d) tensors A: of ZeroRedundancyOptimizer, one a tensor [O]
+
+    Along gloo's binomial trees: first among the q ranks of a node, which then share its card.
+    """
     x, k = c.layout, c.cluster
-    hop = np.where(k.crosses(x.dp, x.tp), k.latency, k.inside_latency)
-    return np.ceil(np.log2(x.dp)) * (size / k.rate(x.dp, x.tp) + tensors(c) * hop)
+    q = np.minimum(x.dp, np.maximum(1, k.per_node // x.tp))
+    wide = np.ceil(np.log2(x.dp / q)) * sent(c, q * size, x.dp, x.tp)
+    each = np.where(k.crosses(x.dp, x.tp), k.latency, k.inside_latency)
+    return np.log2(q) * size / k.inside + wide + np.ceil(np.log2(x.dp)) * tensors(c) * each
 
 
-@once
 def optimizer(c: Case) -> Numbers:
     """28 own / bandwidth, over d with z >= 1: AdamW's passes over memory [O]"""
     return ADAMW * c.largest / np.where(c.layout.zero >= 1, c.layout.dp, 1) / c.cluster.device.bandwidth
 
 
-INSIDE: tuple[Part, ...] = (products, passes, tensor, pipeline, tied, bubble, data, optimizer)
+INSIDE: tuple[Part, ...] = (products, passes, host, tensor, ends, pipeline, tied, bubble, data, optimizer)
 
 
 def outer_allreduce(c: Case) -> Numbers:
@@ -179,7 +191,7 @@ def boundary(c: Case) -> Numbers:
 
 
 PARTS = (*INSIDE, waiting, boundary)
-COMMUNICATION = ("tensor", "pipeline", "tied", "data", "waiting")
+COMMUNICATION = ("tensor", "ends", "pipeline", "tied", "data", "waiting")
 """Whose seconds are exposed communication; the bubble is idle for another reason."""
 
 
