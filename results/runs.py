@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from core.checkpoints.untrusted import parse_json
-from results.paper import GPUS, Metric, Row
+from results.paper import GPUS, SHORT, Metric, Row
 from training.config import settings, stretches, with_defaults
 from training.recipe import Recipe, flat
 
@@ -22,8 +22,10 @@ def load_recipe(task: str, name: str) -> Recipe:
 
 
 def stand_in_overrides(row: Row) -> dict[str, Any]:
-    """Those of a row's overrides that its stand-in has, too."""
-    return {key: value for key, value in row.overrides.items() if key.startswith(("co2.", "delayed.", "ddp_wire."))}
+    """What a row's stand-in changes of its recipe: it is shorter, and has those of the row's overrides that small runs
+    have, too; L-GreCo decides when it does by default."""
+    of = {key: value for key, value in row.overrides.items() if key.startswith(("co2.", "delayed.", "ddp_wire."))}
+    return SHORT[row.task] | {key: of[key] for key in of if not key.endswith(("lgreco.first", "lgreco.every"))}
 
 
 # Settings that do not change what a row measures.
