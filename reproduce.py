@@ -343,8 +343,7 @@ def run_local(jobs: Sequence[Job], workers: int, dry_run: bool) -> None:
             continue
         gang.train(module := f"{job.row.task}.train", train_options(job, module), workers)
         if not isinstance(read_run(ROOT / job.folder), Finished):
-            remedy = "the same command goes on from its last checkpoint"
-            raise UserError(f"{job.folder} is not finished, see above; {remedy}")
+            raise UserError(f"{job.folder} is not finished, see above; the command goes on from its last checkpoint")
 
 
 if __name__ == "__main__":
