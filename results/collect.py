@@ -71,8 +71,8 @@ def caption(name: str, table: Table, runs: Sequence[Finished]) -> Iterator[str]:
     named = dict.fromkeys((row.task, row.local) for row in rows)
     yield f"- Stand-ins: {'; '.join(described(*stand_in) for stand_in in named if stand_in[1])}."
     for task in dict.fromkeys(row.task for row in rows):
-        changes = " ".join(f"--{key} {value}" for key, value in SHORT[task].items())
-        yield f"- Runs shorter than the recipes': `{changes}`."
+        if changes := " ".join(f"--{key} {value}" for key, value in SHORT[task].items()):
+            yield f"- Runs shorter than the recipes': `{changes}`."
     workers, seeds, commits = (
         ", ".join(map(str, sorted(of))) or "none"
         for of in ({r.workers for r in runs}, {r.settings["seed"] for r in runs}, {r.commit for r in runs} - {""})

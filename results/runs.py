@@ -44,6 +44,7 @@ class Finished:
     settings: dict[str, Any]
     workers: int
     commit: str
+    """Its own, and behind commas those with which it was resumed."""
     results: dict[str, float]
     stretched: tuple[str, ...] = ()
     """Where its schedule was: see training.config.stretches."""
@@ -111,7 +112,8 @@ def read_run(folder: Path) -> Finished | str:
             "exposed_share": 1 - (math.nan if summary["hidden_share"] is None else summary["hidden_share"]),
         }
         where = tuple(stretches(config))
-        found = Finished(folder, settings, config["world_size"], config["commit"], summary | derived, where)
+        commits = dict.fromkeys([config["commit"], *(line["commit"] for line in config.get("history", []))])
+        found = Finished(folder, settings, config["world_size"], ", ".join(commits), summary | derived, where)
         _check_types(found)
         return found
     except FileNotFoundError:

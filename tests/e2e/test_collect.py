@@ -104,8 +104,17 @@ def test_runs_that_are_no_fair_measurement_are_left_out_with_the_reason(tmp_path
 def stretch(folder: Path) -> None:
     """As a run of 10 epochs that was resumed for 90 after 1560 steps."""
     config = json.loads((folder / "config.json").read_text())
-    config["history"] = [{"changed": ["epochs: 5 -> 10"], "step": 0}, {"changed": ["epochs: 10 -> 90"], "step": 1560}]
+    history = [{"changed": ["epochs: 5 -> 10"], "step": 0}, {"changed": ["epochs: 10 -> 90"], "step": 1560}]
+    config["history"] = [line | {"commit": "abc1234"} for line in history]
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_a_run_that_was_resumed_has_the_commits_of_all_its_parts(tmp_path: Path):
+    resnet50(tmp_path / "a", 0.75)
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    config["history"] = [{"changed": [], "step": 10, "commit": commit} for commit in ("abc1234", "def5678")]
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    assert "Commits: abc1234, def5678." in collected(tmp_path, "imagenet")
 
 
 def test_a_stretched_run_is_no_measurement_of_its_row_and_status_says_so(tmp_path: Path):
@@ -248,7 +257,7 @@ def test_stand_ins_are_kept_and_all_results_fit_one_page(tmp_path: Path):
     assert (kept["name"], kept["test_top1"], kept["commit"]) == ("digits_small", 0.9, "abc1234")
     page = (tmp_path / "tables/imagenet.md").read_text()
     assert "- Workers: 4. Seeds: 0. Commits: abc1234. Command: `python reproduce.py imagenet --local`." in page
-    assert "digits_small (0.31 M parameters, digits); digits_vit (" in page and "`--epochs 8 " in page
+    assert "digits_small (0.32 M parameters, digits); digits_vit (" in page and "`--epochs 8 " in page
     assert "- Not run: 59 of 60" in page
     for name in FIRST:
         (tmp_path / f"{name}.md").write_text(f"# The {name}\n\n[Stand-ins](tables/imagenet.md) ![one](one.png)\n")
