@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +52,12 @@ def collect(tables: Mapping[str, Table], folder: Path) -> Iterator[str]:
     )
 
 
-def keep_stand_ins(tables: Mapping[str, Table], folder: Path, out: Path) -> None:
-    """Writes each table's stand-ins, which ran under `folder`, to NAME.md and NAME.json in `out`."""
+def keep_stand_ins(names: Iterable[str], folder: Path, out: Path) -> None:
+    """Writes the stand-ins of all rows of these tables, which ran under `folder`, to NAME.md and NAME.json in `out`."""
     runs = [run for path in sorted(folder.rglob("config.json")) if isinstance(run := read_run(path.parent), Finished)]
     out.mkdir(parents=True, exist_ok=True)
-    for name, table in tables.items():
-        counted: set[Path] = set()
+    for name in names:
+        table, counted = TABLES[name], set[Path]()
         lines = [*section(table, True, runs, counted)]
         mine = [run for run in runs if run.folder in counted]
         lines = [f"# {name}: {table.title}, stand-ins", "", CAPTION, "", *lines, "", *caption(name, table, mine)]
@@ -78,9 +78,12 @@ def caption(name: str, table: Table, runs: Sequence[Finished]) -> Iterator[str]:
         for of in ({r.workers for r in runs}, {r.settings["seed"] for r in runs}, {r.commit for r in runs} - {""})
     )
     yield f"- Workers: {workers}. Seeds: {seeds}. Commits: {commits}. Command: `python reproduce.py {name} --local`."
-    wanted = sum(len(row.seeds) for row in rows)
-    if len(runs) < wanted:
-        yield f"- Not run: {wanted - len(runs)} of {wanted}, for want of time; the command makes those alone."
+    wanted = missing = 0
+    for row in rows:
+        found = {run.settings["seed"] for of in matching(runs, row, table.metric, True).values() for run in of}
+        wanted, missing = wanted + len(row.seeds), missing + len({*row.seeds} - found)
+    if missing:
+        yield f"- Not run: {missing} of {wanted}, for want of time; the command makes those alone."
 
 
 def described(task: str, name: str) -> str:
