@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import sys
 import warnings
@@ -28,12 +30,15 @@ def train(module: str, arguments: Sequence[str], workers: int) -> None:
         port = free.getsockname()[1]
     context = multiprocessing.get_context("forkserver")
     given = (workers, port, module, *arguments)
-    started = [context.Process(target=_worker, args=(rank, *given)) for rank in range(workers)]
+    started: list[Any] = [context.Process(target=_worker, args=(rank, *given)) for rank in range(workers)]
     for worker in started:
         worker.start()
     try:
         _wait_for(started)
-    except KeyboardInterrupt:  # the workers have got it, too, and are saving
+    except KeyboardInterrupt:  # from a terminal the workers have got it, too: they take the second one for the same
+        for worker in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, signal.SIGINT)
         for worker in started:
             worker.join()
         raise
