@@ -338,6 +338,14 @@ def test_local_runs_what_is_missing_and_stops_at_a_failure(tmp_path: Path, monke
     assert [path.name[-5:] for path in started] == ["seed1", "seed2", "seed0"], "seed 0 without penalty was there"
 
 
+def test_a_stand_in_of_lgreco_decides_within_its_short_run():
+    row = next(row for row in TABLES["lgreco_vision"].rows if row.label == "Accordion")
+    assert row.overrides["ddp_wire.lgreco.first"] == 1256, "more steps than a stand-in has"
+    ours = reproduce.stand_in_overrides(row)
+    assert ours["ddp_wire.lgreco.rule"] == "bench.rules.Accordion" and ours["epochs"] == 8
+    assert not any(key.endswith((".first", ".every")) for key in ours)
+
+
 def test_a_stand_ins_workers_are_forked_and_end_with_one_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     gang.train("tests.gang_script", [str(tmp_path), "--x"], 2)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "2 2 0 --x", "1": "2 2 1 --x"}
