@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import statistics
@@ -88,7 +89,8 @@ def caption(name: str, table: Table, runs: Sequence[Finished]) -> Iterator[str]:
 
 def described(task: str, name: str) -> str:
     """A stand-in's name, its model's size and its data."""
-    recipe: Any = load_recipe(task, name)
+    short = {key: value for key, value in SHORT[task].items() if "." not in key}
+    recipe: Any = dataclasses.replace(load_recipe(task, name), **short)
     make = importlib.import_module(f"{task}.train").make_model
     with torch.device("meta"):
         model = make(recipe, pad=1) if task == "language" else make(recipe)
