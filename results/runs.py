@@ -154,7 +154,7 @@ def differences(run: Finished, row: Row, metric: Metric, local: bool) -> list[st
     used = {"co2", "delayed"} if row.method == "delayed" else {row.method}  # delayed reads co2's settings, too
     idle = {"co2", "delayed", "slowmo", "overlap_local"} - used
     free = FREE | {"batch_size", "co2.tau"} | {key for key in wanted if key.split(".")[0] in idle}
-    free -= overrides.keys() | ({"co2.tau"} if row.tau else set())
+    free -= overrides.keys() | ({"co2.tau"} if row.tau or local else set())
     given = with_defaults(run.settings, type(recipe))
     given = {key: value for key, value in given.items() if key in wanted or key not in GONE or value != GONE[key]}
     for of in (wanted, given):

@@ -252,6 +252,7 @@ def test_stand_ins_have_a_table_of_their_own_without_the_papers_values(tmp_path:
 
 def test_stand_ins_are_kept_and_all_results_fit_one_page(tmp_path: Path):
     make_run(tmp_path / "runs/a", "vision", "digits_small", workers=4, results={"test_top1": 0.9})
+    make_run(tmp_path / "runs/of_tau_vision", "vision", "digits_small", workers=4, tau=12, results={"test_top1": 0.8})
     keep_stand_ins(["imagenet"], tmp_path / "runs", tmp_path / "tables")
     (kept,) = json.loads((tmp_path / "tables/imagenet.json").read_text())
     assert (kept["name"], kept["test_top1"], kept["commit"]) == ("digits_small", 0.9, "abc1234")
