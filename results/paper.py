@@ -65,7 +65,7 @@ class Row:
     local: str | None = None
     """The stand-in recipe for two CPU cores."""
     tau: int | None = None
-    """None: the recipe's; runs with any other count as well, but for stand-ins, on a line of their own. So for nodes."""
+    """None: the recipe's; runs with others have a line of their own, but for stand-ins. So for nodes."""
     nodes: int | None = None
     network: str = ""
     """Between the nodes, where the row is about it: part of its run folders' names, which tell it."""
