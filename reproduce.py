@@ -31,6 +31,7 @@ import tyro
 
 from core import UserError
 from core.methods import METHODS
+from results import gang
 from results.collect import collect, keep_stand_ins, status
 from results.paper import GPUS, TABLES, Row, Table
 from results.runs import Finished, load_recipe, read_run, stand_in_overrides
@@ -109,9 +110,10 @@ def main() -> None:
     if command.status:
         folders = {name: [(job.row, job.seed, ROOT / job.folder) for job in listed] for name, listed in jobs.items()}
         return print("\n".join(status(folders, "worker" if command.local else "GPU")))
+    gang.preload({f"{job.row.task}.train" for listed in jobs.values() for job in listed})
     for name, listed in jobs.items():
         if command.local:
-            run_local(listed, command.dry_run)
+            run_local(listed, command.workers, command.dry_run)
         elif command.array:
             submit_arrays(name, unfinished(listed), command)
         else:
@@ -269,9 +271,7 @@ def batch_note(row: Row, cluster: Cluster, extra: Mapping[str, Any]) -> str:
     return f"# {row.label}, {row.method}: batch {taken}, for the recipe's {own} does not divide by {gpus} GPUs"
 
 
-def submission(
-    row: Row, cluster: Cluster, seed: int, extra: Mapping[str, Any] | None = None
-) -> tuple[dict[str, str], list[str]]:
+def submission(row: Row, cluster: Cluster, seed: int, extra: Mapping[str, Any] | None = None) -> tuple[dict, list[str]]:
     """(environment to add, sbatch command) of one job; the batch is the recipe's, rounded to divide by the GPUs."""
     recipe, nodes = load_recipe(row.task, row.recipe), row.nodes or NODES[cluster]
     given = {key: value for key, value in (extra or {}).items() if key != "co2.tau"}  # which is the row's by now
@@ -334,20 +334,16 @@ def run_sbatch(env: Mapping[str, str], command: Sequence[str], dry_run: bool) ->
         raise UserError("sbatch refused this job, its own message is above; the jobs before it are submitted")
 
 
-def run_local(jobs: Sequence[Job], dry_run: bool) -> None:
+def run_local(jobs: Sequence[Job], workers: int, dry_run: bool) -> None:
     """Runs stand-ins, one after the other; what is finished is left alone."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     for job in unfinished(jobs):
         print(shlex.join(job.command), flush=True)
         if dry_run:
             continue
-        process = subprocess.Popen(job.command, cwd=ROOT, env={"OMP_NUM_THREADS": "1"} | os.environ)
-        try:
-            process.wait()
-        except KeyboardInterrupt:  # torchrun has got it, too, and its workers are saving
-            process.wait()
+        gang.train(module := f"{job.row.task}.train", train_options(job, module), workers)
         if not isinstance(read_run(ROOT / job.folder), Finished):
-            remedy = "the same command goes on from its last checkpoint"
-            raise UserError(f"{job.folder} is not finished, see above; {remedy}")
+            raise UserError(f"{job.folder} is not finished, see above; the command goes on from its last checkpoint")
 
 
 if __name__ == "__main__":

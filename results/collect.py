@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from bench import report
 from bench.report import mean_sd, plus_minus
 from core import UserError
-from results.paper import GPUS, TABLES, Metric, Row, Table
-from results.runs import Finished, differences, hours, read_run, stretched
+from results.paper import GPUS, SHORT, TABLES, Metric, Row, Table
+from results.runs import Finished, differences, hours, load_recipe, read_run, stretched
 from training.untrusted import printable
 
 CAPTION = (
-    "Measured here: small models and data of our own, each recipe's docstring names them; no number of the paper "
-    "compares with these. Mean ± standard deviation over the seeds. Samples a second are of the machine at hand."
+    "Measured here: small models, and short runs of them; no number of the paper compares with these. Mean ± standard "
+    "deviation over the seeds. The learning rate is the recipe's, not tuned for each method; CO2 has the paper's "
+    "settings. Seconds are measured elsewhere, over links that are slow."
 )
 
 
@@ -47,46 +53,77 @@ def collect(tables: Mapping[str, Table], folder: Path) -> Iterator[str]:
     )
 
 
-def keep_stand_ins(tables: Mapping[str, Table], folder: Path, out: Path) -> None:
-    """Writes each table's stand-ins, which ran under `folder`, to NAME.md and NAME.json in `out`."""
+def keep_stand_ins(names: Iterable[str], folder: Path, out: Path) -> None:
+    """Writes the stand-ins of all rows of these tables, which ran under `folder`, to NAME.md and NAME.json in `out`."""
     runs = [run for path in sorted(folder.rglob("config.json")) if isinstance(run := read_run(path.parent), Finished)]
     out.mkdir(parents=True, exist_ok=True)
-    for name, table in tables.items():
-        counted: set[Path] = set()
+    for name in names:
+        table, counted = TABLES[name], set[Path]()
         lines = [*section(table, True, runs, counted)]
         mine = [run for run in runs if run.folder in counted]
-        commits = ", ".join(sorted({run.commit for run in mine} - {""})) or "none"
-        end = f"- Command: `python reproduce.py {name} --local`. Commits: {commits}."
-        lines = [f"# {name}: {table.title}, stand-ins", "", CAPTION, "", *lines, "", end]
+        lines = [f"# {name}: {table.title}, stand-ins", "", CAPTION, "", *lines, "", *caption(name, table, mine)]
         (out / f"{name}.md").write_text("".join(f"{printable(line)}\n" for line in lines))
         (out / f"{name}.json").write_text(json.dumps([_kept(run, table.metric) for run in mine], indent=1) + "\n")
 
 
+def caption(name: str, table: Table, runs: Sequence[Finished]) -> Iterator[str]:
+    """What the stand-ins are, how many of them ran, and by which command."""
+    rows = [row for row in table.rows if row.local]
+    named = dict.fromkeys((row.task, row.local) for row in rows)
+    yield f"- Stand-ins: {'; '.join(described(*stand_in) for stand_in in named if stand_in[1])}."
+    for task in dict.fromkeys(row.task for row in rows):
+        if changes := " ".join(f"--{key} {value}" for key, value in SHORT[task].items()):
+            yield f"- Runs shorter than the recipes': `{changes}`."
+    workers, seeds, commits = (
+        ", ".join(map(str, sorted(of))) or "none"
+        for of in ({r.workers for r in runs}, {r.settings["seed"] for r in runs}, {r.commit for r in runs} - {""})
+    )
+    yield f"- Workers: {workers}. Seeds: {seeds}. Commits: {commits}. Command: `python reproduce.py {name} --local`."
+    wanted = missing = 0
+    for row in rows:
+        found = {run.settings["seed"] for of in matching(runs, row, table.metric, True).values() for run in of}
+        wanted, missing = wanted + len(row.seeds), missing + len({*row.seeds} - found)
+    if missing:
+        yield f"- Not run: {missing} of {wanted}, for want of time; the command makes those alone."
+
+
+def described(task: str, name: str) -> str:
+    """A stand-in's name, its model's size and its data."""
+    short = {key: value for key, value in SHORT[task].items() if "." not in key}
+    recipe: Any = dataclasses.replace(load_recipe(task, name), **short)
+    make = importlib.import_module(f"{task}.train").make_model
+    with torch.device("meta"):
+        model = make(recipe, pad=1) if task == "language" else make(recipe)
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    return f"{name} ({millions:.2f} M parameters, {recipe.corpus if task == 'language' else recipe.dataset})"
+
+
 def _kept(run: Finished, metric: Metric) -> dict[str, object]:
     asked = {key: run.settings[key] for key in ("name", "method", "co2.tau", "batch_size", "seed")}
-    found = {key: run.results[key] for key in (metric.key, "samples_per_second", "exposed_share")}
-    return {**asked, "workers": run.workers, "commit": run.commit, **found}
+    return {**asked, "workers": run.workers, "commit": run.commit, metric.key: run.results[metric.key]}
 
 
 def section(table: Table, local: bool, runs: Sequence[Finished], counted: set[Path]) -> Iterator[str]:
     """One Markdown table, of the rows or of their stand-ins; adds the folders of the runs in it to `counted`."""
-    titles = ["model", "method", "tau", "workers", "batch", "seeds", table.metric.title, "samples/s", "exposed"]
+    titles = ["model", "method", "tau", "workers", "batch", "seeds", table.metric.title]
     rows: list[tuple[object, ...]] = []
     for row in table.rows:
         if local and not row.local:
             continue
         label = f"{row.label}: {row.local}" if local else row.label
-        paper = [] if local else [plus_minus(*row.paper, table.metric.spec) if row.paper else ""]
+        paper = plus_minus(*row.paper, table.metric.spec) if row.paper else ""
         groups = matching(runs, row, table.metric, local)
         if not groups:
             workers = row.nodes * GPUS if row.nodes and not local else ""
-            rows.append((label, row.method, row.tau or "", workers, "", "", "not run", "", "", *paper))
+            rows.append((label, row.method, row.tau or "", workers, "", "", "not run", "", "", paper))
         # runs with tau auto last
         for (tau, workers, batch_size), group in sorted(groups.items(), key=lambda of: (of[0][0] == "auto", of[0])):
             counted |= {run.folder for run in group}
             measured = measures(group, table.metric)
-            rows.append((label, row.method, tau or "", workers, batch_size, len(group), *measured, *paper))
-    yield from report.table(titles + ([] if local else ["paper"]), rows).splitlines()
+            rows.append((label, row.method, tau or "", workers, batch_size, len(group), *measured, paper))
+    # stand-ins have no seconds and no number of the paper beside them
+    titles += [] if local else ["samples/s", "exposed", "paper"]
+    yield from report.table(titles, [row[: len(titles)] for row in rows]).splitlines()
 
 
 def measures(runs: Sequence[Finished], metric: Metric) -> list[str]:

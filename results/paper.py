@@ -57,8 +57,6 @@ class Row:
     """One row of a table: what is run and the paper's value, None where it is unknown to us."""
 
     label: str
-    script: str
-    """slurm/SCRIPT_CLUSTER.sh runs it."""
     task: str
     """The package with train.py and recipes.py."""
     recipe: str
@@ -67,13 +65,19 @@ class Row:
     local: str | None = None
     """The stand-in recipe for two CPU cores."""
     tau: int | None = None
-    """None: the recipe's; runs with any other count as well, on a line of their own. So for nodes."""
+    """None: the recipe's; runs with others have a line of their own, but for stand-ins. So for nodes."""
     nodes: int | None = None
     network: str = ""
     """Between the nodes, where the row is about it: part of its run folders' names, which tell it."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Changes of the recipe, as on the command line; those of co2, delayed and ddp_wire hold for the stand-in, too."""
     seeds: tuple[int, ...] = (0, 1, 2)
+
+    @property
+    def script(self) -> str:
+        """slurm/SCRIPT_CLUSTER.sh runs it."""
+        language = "roberta" if self.recipe.startswith("roberta") else "gpt2"
+        return language if self.task == "language" else self.task
 
 
 @dataclass(frozen=True)
@@ -96,10 +100,10 @@ class Table:
         return any(row.local for row in self.rows)
 
 
-def every_method(task: str, script: str, models: Mapping[str, tuple[str, str | None]], **row: Any) -> tuple[Row, ...]:
+def every_method(task: str, models: Mapping[str, tuple[str, str | None]], **row: Any) -> tuple[Row, ...]:
     """models {label: (recipe, stand-in)}, each under each method."""
     return tuple(
-        Row(label, script, task, recipe, method, REPORTED.get((recipe, method)), local, **row)
+        Row(label, task, recipe, method, REPORTED.get((recipe, method)), local, **row)
         for label, (recipe, local) in models.items()
         for method in METHODS
     )
@@ -107,9 +111,9 @@ def every_method(task: str, script: str, models: Mapping[str, tuple[str, str | N
 
 def without_node_statistics(label: str, recipe: str) -> tuple[Row, ...]:
     """Segmentation with SyncBN over all workers, which ddp alone can have, and without it, under each method."""
-    every, segmentation = {f"{label} without SyncBN": (recipe, None)}, ("segmentation", "segmentation")
-    over_all = Row(f"{label} with SyncBN over all", *segmentation, recipe, "ddp", None, overrides={"sync_bn": "all"})
-    return over_all, *every_method(*segmentation, every, overrides={"sync_bn": "no"})
+    over_all = Row(f"{label} with SyncBN over all", "segmentation", recipe, "ddp", None, overrides={"sync_bn": "all"})
+    without = {f"{label} without SyncBN": (recipe, None)}
+    return over_all, *every_method("segmentation", without, overrides={"sync_bn": "no"})
 
 
 def throughput(network: str) -> tuple[Row, ...]:
@@ -121,7 +125,6 @@ def throughput(network: str) -> tuple[Row, ...]:
     return tuple(
         Row(
             label=f"{nodes * GPUS} GPUs",
-            script="gpt2",
             task="language",
             recipe="gpt2_large_owt",
             method=method,
@@ -137,43 +140,37 @@ def throughput(network: str) -> tuple[Row, ...]:
     )
 
 
-def search(task: str, recipe: str, stand_in: str, **row: Any) -> tuple[Row, ...]:
-    """CO2 with each tau that the paper searched."""
-    script = "gpt2" if task == "language" else task
-    return tuple(Row(f"tau {tau}", script, task, recipe, "co2", None, stand_in, tau, **row) for tau in TAUS)
+def in_two(name: str, title: str, variants: Mapping[str, Mapping[str, Any]], note: str, **row: Any) -> dict[str, Table]:
+    """CO2 in each of its variants, {label: what its row has}: on images and on text, there with what `row` has, too."""
+    of = {
+        "vision": ("ResNet-50", TOP1, "imagenet_resnet50", "digits_small", {}),
+        "language": ("GPT-2 Small", PERPLEXITY, "gpt2_small_owt", "gpt2_pydoc_small", row),
+    }
+    tables: dict[str, Table] = {}
+    for task, (model, metric, recipe, stand_in, more) in of.items():
+        rows = (Row(label, task, recipe, "co2", None, stand_in, **has, **more) for label, has in variants.items())
+        tables[f"{name}_{task}"] = Table(f"{title}: {model}", metric, tuple(rows), note)
+    return tables
 
 
-def clips(task: str, recipe: str, stand_in: str, **row: Any) -> tuple[Row, ...]:
-    """CO2 with its outer momentum clipped to several bounds; 1 is the default."""
-    script = "gpt2" if task == "language" else task
-    bounds = {f"{bound:g}": {"co2.clip": bound} for bound in (0.001, 0.01, 0.1)} | {"1": {}, "none": {"co2.clip": None}}
-    return tuple(
-        Row(f"clip {name}", script, task, recipe, "co2", None, stand_in, overrides=overrides, **row)
-        for name, overrides in bounds.items()
-    )
+# In which the paper searched; bounds of the outer momentum, of which 1 is the default; formats of the wire.
+SEARCHED = {f"tau {tau}": {"tau": tau} for tau in TAUS}
+CLIPS = {f"clip {bound:g}": {"overrides": {"co2.clip": bound}} for bound in (0.001, 0.01, 0.1)}
+CLIPS |= {"clip 1": {}, "clip none": {"overrides": {"co2.clip": None}}}
+WIRES = {"float32": {}} | {name: {"overrides": {"co2.wire.format": name}} for name in ("bfloat16", "int8")}
 
 
 def gpt2_small(label: str, method: str, overrides: Mapping[str, Any], perplexity: float | None = None) -> Row:
     """GPT-2 Small with one staleness gap penalty, or with what takes its place. perplexity: the paper's."""
     paper = None if perplexity is None else (perplexity, None)
     recipe, stand_in = "gpt2_small_owt", "gpt2_pydoc_small"
-    return Row(label, "gpt2", "language", recipe, method, paper, stand_in, nodes=8, overrides=overrides)
+    return Row(label, "language", recipe, method, paper, stand_in, nodes=8, overrides=overrides)
 
 
 def late(label: str, **overrides: Any) -> Row:
     """GPT-2 Small with a way to live with the delay, where a delayed step settles without a penalty as well."""
     method = "delayed" if any(key.startswith("delayed.") for key in overrides) else "co2"
     return gpt2_small(label, method, {"co2.outer_lr": 0.5, "co2.outer_momentum": 0.4, **overrides})
-
-
-def wire(task: str, recipe: str, stand_in: str) -> tuple[Row, ...]:
-    """CO2 with its pseudo-gradient in each wire format."""
-    script = "gpt2" if task == "language" else task
-    formats = {"float32": {}, **{name: {"co2.wire.format": name} for name in ("bfloat16", "int8")}}
-    return tuple(
-        Row(name, script, task, recipe, "co2", None, stand_in, overrides=overrides)
-        for name, overrides in formats.items()
-    )
 
 
 def lgreco(task: str, recipe: str, stand_in: str, rank: int, first: int, every: int) -> tuple[Row, ...]:
@@ -185,8 +182,7 @@ def lgreco(task: str, recipe: str, stand_in: str, rank: int, first: int, every: 
     def row(label: str, method: str, **settings: Any) -> Row:
         wire = "co2.wire" if method == "co2" else "ddp_wire"
         given = {f"{wire}.{key}": value for key, value in settings.items()}
-        script = "gpt2" if task == "language" else task
-        return Row(label, script, task, recipe, method, None, stand_in, overrides=given)
+        return Row(label, task, recipe, method, None, stand_in, overrides=given)
 
     ours = {"format": "lgreco", "like": f"rank{rank}"}
     period = {"lgreco.first": first, "lgreco.every": every}
@@ -202,10 +198,19 @@ def lgreco(task: str, recipe: str, stand_in: str, rank: int, first: int, every: 
     )
 
 
+TAU_NOTE = "The paper searched tau in these; what it measured for each is unknown to us."
 NO_GAP = {"co2.gap": "none"}
 LGRECO_NOTE = (
     "The paper of L-GreCo (abstract) reports up to 5 x in compression and 2.5 x in speed; its tables are unknown to us."
 )
+
+# What the stand-ins change of their recipes, so that one of them takes seconds; the captions say so.
+SHORT: dict[str, dict[str, Any]] = {
+    "vision": {"epochs": 8, "eval_every": 8, "optim.warmup_steps": 10},
+    "segmentation": {},
+    "pointcloud": {"epochs": 1, "batch_size": 32, "points": 128, "optim.warmup_steps": 10},
+    "language": {"epochs": 1, "epoch_steps": 100, "batch_size": 16, "context": 32, "optim.warmup_steps": 10},
+}
 
 # -- the tables -------------------------------------------------------------------------------------------------
 
@@ -242,23 +247,23 @@ TABLES = {
     "imagenet": Table(
         "Image classification on ImageNet-1K",
         TOP1,
-        every_method("vision", "vision", IMAGENET),
+        every_method("vision", IMAGENET),
         "The paper: CO2 is 1 to 3 points above Local-SGD and Overlap-Local-SGD.",
     ),
     "ade20k": Table(
         "Segmentation on ADE20K",
         MIOU,
-        every_method("segmentation", "segmentation", ADE20K) + without_node_statistics("ResNet-50", "ade20k_resnet50"),
+        every_method("segmentation", ADE20K) + without_node_statistics("ResNet-50", "ade20k_resnet50"),
         "SyncBN shares BatchNorm's statistics over the images of a node, 8 GPUs x 2 = 16 (3 on the 3090s: 24), under "
         "every method and as many as in mmsegmentation's published runs, but in the rows that say otherwise: over all, "
         "256 (240), or without SyncBN, a GPU's 2 (3). The paper's choice is unknown to us. No "
         "stand-in has these two kinds of rows: workers on one machine are one node.",
     ),
-    "shapenet": Table("3-D reconstruction on ShapeNet", CHAMFER, every_method("pointcloud", "pointcloud", SHAPENET)),
+    "shapenet": Table("3-D reconstruction on ShapeNet", CHAMFER, every_method("pointcloud", SHAPENET)),
     "gpt2": Table(
         "GPT-2 on OpenWebText, 64 GPUs",
         PERPLEXITY,
-        every_method("language", "gpt2", GPT2, nodes=8),
+        every_method("language", GPT2, nodes=8),
         "The paper: CO2 is 0.5 to 1.0 below Local-SGD and Overlap-Local-SGD. Inferred: 2^2.88 = 7.36, so that its "
         "perplexities may have another base than e, or another unit than GPT-2's tokens, which ours have: the numbers "
         "may not compare.",
@@ -266,10 +271,10 @@ TABLES = {
     "transnormer": Table(
         "TransNormer-LLM",
         PERPLEXITY,
-        every_method("language", "gpt2", {"7B": ("transnormer_7b_owt", "transnormer_pydoc_small")}),
+        every_method("language", {"7B": ("transnormer_7b_owt", "transnormer_pydoc_small")}),
         "The paper's text for this model is unknown to us; perplexities of different texts do not compare.",
     ),
-    "roberta": Table("RoBERTa", PERPLEXITY, every_method("language", "roberta", ROBERTA)),
+    "roberta": Table("RoBERTa", PERPLEXITY, every_method("language", ROBERTA)),
     "gap": Table(
         "The staleness gap penalty: GPT-2 Small",
         PERPLEXITY,
@@ -291,18 +296,7 @@ TABLES = {
         "Ours, the paper has no such rows. All have outer_lr 0.5 and outer_momentum 0.4: at the defaults, whose sum is "
         "above 1, a delayed step without the penalty is unstable.",
     ),
-    "wire_vision": Table(
-        "Wire formats: ResNet-50",
-        TOP1,
-        wire("vision", "imagenet_resnet50", "digits_small"),
-        "Ours, the paper has no such rows.",
-    ),
-    "wire_language": Table(
-        "Wire formats: GPT-2 Small",
-        PERPLEXITY,
-        wire("language", "gpt2_small_owt", "gpt2_pydoc_small"),
-        "Ours, the paper has no such rows.",
-    ),
+    **in_two("wire", "Wire formats", WIRES, "Ours, the paper has no such rows."),
     # the released code starts after 8 epochs on ImageNet and decides every second one: 157 steps each
     "lgreco_vision": Table(
         "L-GreCo: ResNet-50",
@@ -322,30 +316,8 @@ TABLES = {
         lgreco("language", "gpt2_small_wikitext103", "gpt2_pydoc_small", rank=32, first=4000, every=100),
         f"{LGRECO_NOTE} The sizes of its Transformer-LM are, too: GPT-2 Small stands in its place.",
     ),
-    "tau_vision": Table(
-        "Local steps per round: ResNet-50",
-        TOP1,
-        search("vision", "imagenet_resnet50", "digits_small"),
-        "The paper searched tau in these; what it measured for each is unknown to us.",
-    ),
-    "tau_language": Table(
-        "Local steps per round: GPT-2 Small",
-        PERPLEXITY,
-        search("language", "gpt2_small_owt", "gpt2_pydoc_small", nodes=8),
-        "The paper searched tau in these; what it measured for each is unknown to us.",
-    ),
-    "clip_vision": Table(
-        "The clip of the outer momentum: ResNet-50",
-        TOP1,
-        clips("vision", "imagenet_resnet50", "digits_small"),
-        "Ours: the paper's reviewers missed it.",
-    ),
-    "clip_language": Table(
-        "The clip of the outer momentum: GPT-2 Small",
-        PERPLEXITY,
-        clips("language", "gpt2_small_owt", "gpt2_pydoc_small", nodes=8),
-        "Ours: the paper's reviewers missed it.",
-    ),
+    **in_two("tau", "Local steps per round", SEARCHED, TAU_NOTE, nodes=8),
+    **in_two("clip", "The clip of the outer momentum", CLIPS, "Ours: the paper's reviewers missed it.", nodes=8),
     "throughput": Table(
         "Throughput over 80 Gbps TCP/IP",
         TOKENS,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from core.checkpoints.untrusted import parse_json
-from results.paper import GPUS, Metric, Row
+from results.paper import GPUS, SHORT, Metric, Row
 from training.config import settings, stretches, with_defaults
 from training.recipe import Recipe, flat
 
@@ -22,8 +22,10 @@ def load_recipe(task: str, name: str) -> Recipe:
 
 
 def stand_in_overrides(row: Row) -> dict[str, Any]:
-    """Those of a row's overrides that its stand-in has, too."""
-    return {key: value for key, value in row.overrides.items() if key.startswith(("co2.", "delayed.", "ddp_wire."))}
+    """What a row's stand-in changes of its recipe: it is shorter, and has those of the row's overrides that small runs
+    have, too; L-GreCo decides when it does by default."""
+    of = {key: value for key, value in row.overrides.items() if key.startswith(("co2.", "delayed.", "ddp_wire."))}
+    return SHORT[row.task] | {key: of[key] for key in of if not key.endswith(("lgreco.first", "lgreco.every"))}
 
 
 # Settings that do not change what a row measures.
@@ -42,6 +44,7 @@ class Finished:
     settings: dict[str, Any]
     workers: int
     commit: str
+    """Its own, and behind commas those with which it was resumed."""
     results: dict[str, float]
     stretched: tuple[str, ...] = ()
     """Where its schedule was: see training.config.stretches."""
@@ -109,7 +112,8 @@ def read_run(folder: Path) -> Finished | str:
             "exposed_share": 1 - (math.nan if summary["hidden_share"] is None else summary["hidden_share"]),
         }
         where = tuple(stretches(config))
-        found = Finished(folder, settings, config["world_size"], config["commit"], summary | derived, where)
+        commits = dict.fromkeys([config["commit"], *(line["commit"] for line in config.get("history", []))])
+        found = Finished(folder, settings, config["world_size"], ", ".join(commits), summary | derived, where)
         _check_types(found)
         return found
     except FileNotFoundError:
@@ -150,7 +154,7 @@ def differences(run: Finished, row: Row, metric: Metric, local: bool) -> list[st
     used = {"co2", "delayed"} if row.method == "delayed" else {row.method}  # delayed reads co2's settings, too
     idle = {"co2", "delayed", "slowmo", "overlap_local"} - used
     free = FREE | {"batch_size", "co2.tau"} | {key for key in wanted if key.split(".")[0] in idle}
-    free -= overrides.keys() | ({"co2.tau"} if row.tau else set())
+    free -= overrides.keys() | ({"co2.tau"} if row.tau or local else set())
     given = with_defaults(run.settings, type(recipe))
     given = {key: value for key, value in given.items() if key in wanted or key not in GONE or value != GONE[key]}
     for of in (wanted, given):

@@ -9,19 +9,22 @@ import pytest
 
 from results.collect import collect, keep_stand_ins, status
 from results.page import FIRST, write_page
-from results.paper import TABLES
+from results.paper import SHORT, TABLES
 from results.runs import load_recipe, read_run
 
 
 def make_run(
     folder: Path, task: str, name: str, *, workers: int = 128, results: dict[str, Any], **changes: Any
 ) -> None:
-    """A finished run of a recipe, as training/run.py leaves it."""
+    """A finished run of a recipe, as training/run.py leaves it; of four workers: of a table's stand-in."""
     co2 = {key: changes.pop(key) for key in ("tau", "gap") if key in changes}
     recipe = load_recipe(task, name)
     recipe = replace(recipe, co2=replace(recipe.co2, **co2, allow_unstable="gap" in co2), out=folder, **changes)
     folder.mkdir(parents=True)
-    config = {"recipe": asdict(recipe), "world_size": workers, "commit": "abc1234"}
+    config: dict[str, Any] = {"recipe": asdict(recipe), "world_size": workers, "commit": "abc1234"}
+    for key, value in SHORT[task].items() if workers == 4 else ():
+        *above, last = key.split(".")
+        (config["recipe"][above[0]] if above else config["recipe"])[last] = value
     (folder / "config.json").write_text(json.dumps(config, default=str))
     summary = {"steps": 100, "steps_per_second": 2.0, "hidden_share": 0.9} | results
     (folder / "summary.json").write_text(json.dumps(summary))
@@ -101,8 +104,17 @@ def test_runs_that_are_no_fair_measurement_are_left_out_with_the_reason(tmp_path
 def stretch(folder: Path) -> None:
     """As a run of 10 epochs that was resumed for 90 after 1560 steps."""
     config = json.loads((folder / "config.json").read_text())
-    config["history"] = [{"changed": ["epochs: 5 -> 10"], "step": 0}, {"changed": ["epochs: 10 -> 90"], "step": 1560}]
+    history = [{"changed": ["epochs: 5 -> 10"], "step": 0}, {"changed": ["epochs: 10 -> 90"], "step": 1560}]
+    config["history"] = [line | {"commit": "abc1234"} for line in history]
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_a_run_that_was_resumed_has_the_commits_of_all_its_parts(tmp_path: Path):
+    resnet50(tmp_path / "a", 0.75)
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    config["history"] = [{"changed": [], "step": 10, "commit": commit} for commit in ("abc1234", "def5678")]
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    assert "Commits: abc1234, def5678." in collected(tmp_path, "imagenet")
 
 
 def test_a_stretched_run_is_no_measurement_of_its_row_and_status_says_so(tmp_path: Path):
@@ -233,17 +245,21 @@ def test_a_row_of_64_gpus_takes_no_run_of_128(tmp_path: Path):
 def test_stand_ins_have_a_table_of_their_own_without_the_papers_values(tmp_path: Path):
     make_run(tmp_path / "a", "vision", "digits_small", workers=4, results={"test_top1": 0.9})
     lines = collected(tmp_path, "imagenet")
-    assert "| ResNet-50: digits_small | co2 | 6 | 4 | 64 | 1 | 90.00 | 128.0 | 10.0% |" in lines
-    assert "| ViT-Base: digits_vit | co2 |  |  |  |  | not run |  |  |" in lines
+    assert "| ResNet-50: digits_small | co2 | 6 | 4 | 64 | 1 | 90.00 |" in lines
+    assert "| ViT-Base: digits_vit | co2 |  |  |  |  | not run |" in lines
     assert "| ResNet-50 | co2 |  |  |  |  | not run |  |  | 77.14 ± 0.09 |" in lines
 
 
 def test_stand_ins_are_kept_and_all_results_fit_one_page(tmp_path: Path):
     make_run(tmp_path / "runs/a", "vision", "digits_small", workers=4, results={"test_top1": 0.9})
-    keep_stand_ins({"imagenet": TABLES["imagenet"]}, tmp_path / "runs", tmp_path / "tables")
+    make_run(tmp_path / "runs/of_tau_vision", "vision", "digits_small", workers=4, tau=12, results={"test_top1": 0.8})
+    keep_stand_ins(["imagenet"], tmp_path / "runs", tmp_path / "tables")
     (kept,) = json.loads((tmp_path / "tables/imagenet.json").read_text())
     assert (kept["name"], kept["test_top1"], kept["commit"]) == ("digits_small", 0.9, "abc1234")
-    assert "Commits: abc1234." in (tmp_path / "tables/imagenet.md").read_text()
+    page = (tmp_path / "tables/imagenet.md").read_text()
+    assert "- Workers: 4. Seeds: 0. Commits: abc1234. Command: `python reproduce.py imagenet --local`." in page
+    assert "digits_small (0.32 M parameters, digits); digits_vit (" in page and "`--epochs 8 " in page
+    assert "- Not run: 59 of 60" in page
     for name in FIRST:
         (tmp_path / f"{name}.md").write_text(f"# The {name}\n\n[Stand-ins](tables/imagenet.md) ![one](one.png)\n")
     (tmp_path / "one.png").write_bytes(b"\x89PNG")

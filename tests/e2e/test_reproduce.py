@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -174,11 +173,11 @@ def test_rows_methods_and_seeds_are_chosen_and_options_passed_on(
     (line,) = dry_run(
         monkeypatch, capsys, "gpt2", "--rows", "gpt2-small", "--methods", "local", "--seeds", "1", "--local"
     )
-    assert line.endswith("--seed 1 --out runs/local/language-gpt2_pydoc_small-local-tau6-seed1 --resume")
+    assert " --epochs 1 --epoch_steps 100 " in line and "--out runs/local/language-gpt2_pydoc_small-local-tau6-" in line
     (line,) = dry_run(
-        monkeypatch, capsys, "tau_language", "--local", "--rows", "tau12", "--seeds", "0", "--", "--epochs", "1"
+        monkeypatch, capsys, "tau_language", "--local", "--rows", "tau12", "--seeds", "0", "--", "--epochs", "2"
     )
-    assert " --method co2 --co2.tau 12 --epochs 1 --seed 0 --out " in line and "-co2-tau12-epochs_1-seed0" in line
+    assert " --method co2 --co2.tau 12 --epochs 2 " in line and "-co2-tau12-epochs_2-" in line
 
 
 def test_every_tau_that_the_paper_searched_has_a_row():
@@ -316,28 +315,6 @@ def test_a_reader_that_has_seen_enough_ends_it_without_a_traceback():
         process.stdout.readline()
         process.stdout.close()
         assert process.wait(timeout=60) == 0 and process.stderr.read() == ""
-
-
-def test_local_runs_what_is_missing_and_stops_at_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    started: list[Path] = []
-
-    class Torchrun:
-        def __init__(self, command: list[str], **_: Any):
-            started.append(Path(command[command.index("--out") + 1]))
-
-        def wait(self) -> None:
-            if len(started) < 3:
-                seed = int(started[-1].name[-1])
-                make_run(tmp_path / started[-1], "language", "gpt2_pydoc_small", seed=seed, results={})
-
-    monkeypatch.setattr(reproduce, "ROOT", tmp_path)
-    monkeypatch.setattr(reproduce.subprocess, "Popen", Torchrun)
-    done, *_ = TABLES["gap"].rows
-    folder, _ = reproduce.stand_in(done, 4, seed=0)
-    make_run(tmp_path / folder, "language", "gpt2_pydoc_small", results={})
-    with pytest.raises(UserError, match=r"language-gpt2_pydoc_small-co2-tau6-seed0 is not finished"):
-        run_main(monkeypatch, "gap", "--local")
-    assert [path.name[-5:] for path in started] == ["seed1", "seed2", "seed0"], "seed 0 without penalty was there"
 
 
 def test_another_batch_than_the_recipes_is_told_in_one_line():
