@@ -95,7 +95,7 @@ def one_pass(rank: int, settings: dict) -> dict[str, Any]:
     recipe = of_two_images(**settings)
     with Run(recipe) as run:
         model = run.shard(make_model(recipe))
-        _, method = run.make_method(model, torch.optim.SGD(model.parameters(), lr=0.1), total=3)
+        _, method = run.make_method(model, torch.optim.SGD(model.parameters(), lr=0.1))
         sync_bn.share_statistics(run, model, method)
         layers = [m for m in model.modules() if isinstance(m, nn.SyncBatchNorm)]
         (group,) = {layer.process_group for layer in layers}

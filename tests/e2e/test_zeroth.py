@@ -77,7 +77,7 @@ def test_a_model_without_a_list_of_blocks_cannot_be_streamed(tmp_path: Path):
         pytest.raises(UserError, match="offload: the model has no list of blocks that could be uploaded one by one"),
         Run(tiny(**ZO, offload=True, out=tmp_path / "run")) as run,
     ):
-        run.make_method(run.shard(model), torch.optim.SGD(model.parameters()), 5)
+        run.make_method(run.shard(model), torch.optim.SGD(model.parameters()))
 
 
 def test_half_as_many_parts_of_a_batch_as_workers_in_pairs():
