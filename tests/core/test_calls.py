@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from core import CO2Config
 from core.co2 import CO2
@@ -20,7 +19,6 @@ CALLS = 6  # most of a step that closes nothing
 
 def one_round(rank: int, world_size: int) -> list[Calls]:
     """What each step of a round makes, its last one the boundary; a reduction lands and the next one is launched."""
-    torch.set_num_threads(1)
     params = list(small_net().parameters())
     co2 = CO2(params, CO2Config(tau=TAU))
     counted: list[Calls] = []

@@ -60,12 +60,13 @@ def test_asking_is_timed_where_it_runs(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("setting", SETTINGS[:5], ids=lambda s: s[0])
 def test_over_nccl_the_launch_after_decides_the_same(setting: Any, monkeypatch: pytest.MonkeyPatch):
-    """Bit for bit what is decided at once, also from a checkpoint in between."""
+    """As if decided at once, also from a checkpoint in between: means of one choice are equal but for rounding,
+    for a BLAS rounds one product in two ways by where in memory it lies."""
     at_once, later, resumed = built(*setting), built(*setting), built(*setting)
     monkeypatch.setattr(reducer.LGreco, "_at_once", lambda self, group: self is at_once.reducer)
     for round in range(7):
         train(at_once, range(round, round + 1)), train(later, range(round, round + 1))
-        assert torch.equal(at_once.buckets[0].payload, later.buckets[0].payload), round
+        torch.testing.assert_close(at_once.buckets[0].payload, later.buckets[0].payload, rtol=1e-12, atol=1e-12)
     assert later.reducer.allocation is not None
     for round in range(3):
         train(resumed, range(round, round + 1))
@@ -76,7 +77,8 @@ def test_over_nccl_the_launch_after_decides_the_same(setting: Any, monkeypatch: 
     again.flight.restore(3, False)
     for round in range(3, 7):
         train(again, range(round, round + 1))
-    assert torch.equal(again.buckets[0].payload, later.buckets[0].payload)
+    assert again.reducer.chosen == later.reducer.chosen
+    torch.testing.assert_close(again.buckets[0].payload, later.buckets[0].payload, rtol=1e-12, atol=1e-12)
 
 
 def test_asking_reads_nothing_from_a_device():
