@@ -29,7 +29,6 @@ class Sent:
     tau: int  # its local steps
     own: Tensor  # d^i: [workers, n]
     mean: Tensor  # Delta: [n]
-    start: Tensor  # x_{t,0} as it was at the sending: [n]
 
 
 @dataclass
@@ -118,18 +117,14 @@ class LateReference(Reference):
         own = torch.where(self.left_out[:, None], 0.0, own)
         self.deltas.append(self.reduce(own, weights))
         self.first_steps.append(mean(torch.where(self.left_out, 0.0, self.first_step), weights))
-        self.in_flight.append(Sent(len(self.first_steps) - 1, self.tau, own, self.deltas[-1], self.z))
+        self.in_flight.append(Sent(len(self.first_steps) - 1, self.tau, own, self.deltas[-1]))
         self.base, self.steps = self.x.clone(), 0
 
     def land(self, *, finishing: bool = False) -> None:
         """Step 2: the oldest mean lands; the outer step and the merge."""
         self.landed = self.in_flight.pop(0)
-        self.outer_step(self.pseudo_gradient())
+        self.outer_step(self.landed.mean)
         self.restart(finishing=finishing)
-
-    def pseudo_gradient(self) -> Tensor:
-        """Of what has landed."""
-        return self.landed.mean
 
     def restart(self, *, finishing: bool = False) -> None:
         """The merge: where the workers continue, the outer step being taken."""
@@ -144,7 +139,7 @@ class LateReference(Reference):
         self.base = self.x - since
 
     def outer_step(self, delta: Tensor) -> None:
-        new = delta / self.staleness(self.landed.mean)
+        new = delta / self.staleness(delta)
         self.m = self.clipped(min(1.0, self.beta * self.landed.tau / self.m_tau) * self.m + new)
         self.m_tau = self.landed.tau
         self.z = self.z - self.alpha * (self.beta * self.m + new if self.nesterov else self.m)

@@ -6,6 +6,7 @@ A collective over a group is a stage: what has been started, and the bytes that 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Sequence
@@ -29,7 +30,9 @@ class Pending(Protocol):
 Stage = tuple[Sequence[Pending], int]  # collectives under way, and the bytes that this worker sends for them
 MAX_CTAS = 8  # thread blocks, each on a multiprocessor of its own, that one of NCCL's collectives may hold
 LONGEST = 1e8  # seconds of a timeout, three years
-_INTS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes
+PART = 1 << 18  # elements whose bits are summed up at a time
+MIXED = 6364136223846793005  # odd, as Knuth's generator multiplies by
+_BITS = {1: torch.uint8, 2: torch.int16}  # by an element's bytes; of wider ones int32, several an element
 
 
 def ring_bytes(nbytes: int, world_size: int) -> int:
@@ -191,13 +194,18 @@ def compare(settings: tuple[Any, ...], tensors: Sequence[Tensor], group: dist.Pr
 
 @torch.no_grad()
 def alike(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether all members hold the same bits; the same answer for all. device: of what the group moves."""
-    found = torch.zeros((), dtype=torch.int64, device=device)
+    """Whether all members hold the same bits in tensors that `compare` has passed; the same answer for all. device: of
+    what the group moves.
+
+    Each member sums up its bits with random weights: sums of unlike bits are equal once in 2^32 times, at most.
+    """
+    draw, found = torch.Generator().manual_seed(0), torch.zeros((), dtype=torch.int64, device=device)
+    odd = torch.empty(PART, dtype=torch.int64).random_(generator=draw) | 1
+    weights = functools.cache(odd.to)  # by device
     for t in tensors:
-        bits = t.detach().contiguous().view(-1).view(_INTS.get(t.element_size(), torch.uint8))
-        for part in bits.split(1 << (24 if t.is_cuda else 16)):  # what fits a cache, or fills a GPU
-            odd = torch.arange(1, 2 * len(part) + 1, 2, device=t.device)  # so that places count
-            found = 31 * found + (part.to(torch.int64) * odd).sum().to(device)
+        bits = t.detach().contiguous().view(-1).view(_BITS.get(t.element_size(), torch.int32))
+        for part in bits.split(PART):
+            found = MIXED * found + (part * weights(t.device)[: len(part)]).sum().to(device)
     ends = torch.stack([found, ~found])  # ~ turns the order of integers around
     dist.all_reduce(ends, op=dist.ReduceOp.MIN, group=group)
     return bool(ends[0] == ~ends[1])

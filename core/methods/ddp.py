@@ -17,7 +17,7 @@ from ..checkpoints.checkpoint import all_finite
 from ..checkpoints.saved import of_rank, under_rank
 from ..errors import DivergedError, UserError
 from ..flat import is_dtensor
-from ..groups import alike, leave_group, new_group, ring_bytes
+from ..groups import broadcast, compare, leave_group, new_group, ring_bytes
 from ..loop import Loop
 from ..riders import Rider
 from ..robust import peers
@@ -53,11 +53,14 @@ class DDP(Loop):
         riders: Sequence[Rider] = (),
         synchronous: bool = False,
     ):
+        if not any(p.requires_grad for p in model.parameters()):
+            raise UserError("no parameter requires a gradient: nothing to train")
         self.tau = 1
         self.rounds = 0
         self.stats = RoundStats()
         self.group = new_group(group, timeout, next(model.parameters()).device)
         if self.group is not None:
+            self.world_size = dist.get_world_size(self.group)
             peers.meet(self.group)
         self._timeout = timeout
         self.model = model
@@ -69,23 +72,27 @@ class DDP(Loop):
         self._news = torch.zeros(len(self._requests.shared) + 1, device=next(model.parameters()).device)
         self._exchange: dist.Work | None = None
         self._late = Late()
-        if self.group is not None:
-            self.world_size = dist.get_world_size(self.group)
         self._sharded = synchronous or any(map(is_dtensor, model.parameters()))
         self.wire: GradientWire | None = None
-        if wire is not None and wire.format != "float32":
+        if wire is not None:
             check_wire(wire, sharded=self._sharded)
-            if self.group is not None:
-                self.wire = GradientWire(model, wire, group=group, timeout=timeout, link=link)
         if self.group is not None and not self._sharded:
-            known = inspect.signature(DistributedDataParallel).parameters
-            name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.13
-            tensors = [*model.parameters(), *model.buffers()]
-            same = alike(tensors, self.group, tensors[0].device)  # then torch need not send them
-            how: dict[str, Any] = {name: False, "init_sync": not same}
-            ddp = DistributedDataParallel(model, process_group=self.group, **how)
-            ddp.register_comm_hook(None, self.wire.hook if self.wire else self._all_reduce)
-            self.model = ddp
+            self._wrap(model, self.group, wire)
+
+    def _wrap(self, model: nn.Module, group: dist.ProcessGroup, wire: WireConfig | None) -> None:
+        """Puts the model into DistributedDataParallel, on all workers as the first one has it."""
+        tensors = [*model.parameters(), *model.buffers()]
+        narrow = wire if wire is not None and wire.format != "float32" else None
+        compare(("ddp", narrow), tensors, group)
+        broadcast(tensors, group, tensors[0].device)
+        if narrow is not None:
+            self.wire = GradientWire(model, narrow, group=group, timeout=self._timeout, link=self._link)
+        known = inspect.signature(DistributedDataParallel).parameters
+        name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.13
+        how: dict[str, Any] = {name: False, "init_sync": False}
+        ddp = DistributedDataParallel(model, process_group=group, **how)
+        ddp.register_comm_hook(None, self.wire.hook if self.wire else self._all_reduce)
+        self.model = ddp
 
     def _reset(self) -> None:
         self._bytes = 0

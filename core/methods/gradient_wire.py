@@ -13,7 +13,6 @@ from ..assembly.wire import WireConfig
 from ..checkpoints.saved import on_host
 from ..errors import UserError
 from ..flat import Scalars, copy, make_buckets
-from ..groups import compare
 from ..robust import peers
 from ..testing.link import Link, flight_over
 
@@ -46,8 +45,6 @@ class GradientWire:
         self._scalars.attach(self.buckets[0].scalars)
         device = self.buckets[0].flat.device
         self.flight = flight_over(link)(device, group=group, timeout=timeout, hidden=False, roll=peers)
-        if self.flight.group is not None:  # DistributedDataParallel itself gives all the first one's tensors
-            compare(("ddp", wire), params, self.flight.group)
         workers = self.flight.rank, self.flight.world_size
         self.reducer = _by_steps(wire).reducer(self.buckets, self._scalars, *workers)
         pairs = [(p, view) for b in self.buckets for p, view in zip(b.params, b.payload_views, strict=True)]

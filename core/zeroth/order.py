@@ -123,8 +123,8 @@ class ZerothOrder(Loop):
         """Compares settings and shapes with the other workers'; takes rank 0's tensors where any differ."""
         drawn = f"z drawn on {kind_of(self.weights.noise.device)} (with rng='host' all draw alike)"
         names = [f"{name} {tuple(p.shape)}" for name, p in zip(self.weights.names, self.weights.params, strict=True)]
-        compare((str(self.config), drawn, f"{len(names)} tensors", *names), [], group)
         tensors = [*self.model.parameters(), *self.model.buffers()]
+        compare((str(self.config), drawn, f"{len(names)} tensors", *names), tensors, group)
         broadcast([t.data for t in tensors], group, torch.device("cpu"))
 
     @property

@@ -26,6 +26,7 @@ def base() -> list[Tensor]:
         half,
         flags,
         torch.tensor(7),
+        torch.tensor(40),
         torch.zeros(0),
         torch.zeros(2, dtype=torch.cfloat),
     ]
@@ -48,11 +49,27 @@ def sign_of_zero(tensors: list[Tensor]) -> None:
     tensors[0][0, 0] = -0.0
 
 
+def two_signs(tensors: list[Tensor]) -> None:
+    """In float64, where a sign is the highest of 64 bits."""
+    tensors[1][0].neg_()
+
+
+def few_bits(tensors: list[Tensor]) -> None:
+    """As three times the second element's bits, which weights of 1 and 3 would not tell apart."""
+    tensors[0].view(torch.int32).view(-1)[:2] += torch.tensor([3, -1])
+
+
+def two_scalars(tensors: list[Tensor]) -> None:
+    """A sum of one element each, of which the one before would be taken 31 times."""
+    tensors[4] += 1
+    tensors[5] -= 31
+
+
 def last(tensors: list[Tensor]) -> None:
     tensors[-1][1] = 1j
 
 
-CHANGES = one_bit, swapped, swapped_tensors, sign_of_zero, last
+CHANGES = one_bit, swapped, swapped_tensors, sign_of_zero, two_signs, few_bits, two_scalars, last
 
 
 def begun(rank: int, world_size: int) -> list[tuple[int, bool]]:

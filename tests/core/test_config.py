@@ -118,6 +118,7 @@ def build(**settings: Any) -> CO2:
             "leave it out",
         ),
         (lambda: CO2([]), "no parameter", "nothing to train"),
+        (lambda: make_method("ddp", nn.Identity()), "no parameter", "nothing to train"),
         (lambda: CO2([nn.Parameter(torch.zeros(1), requires_grad=False)]), "no parameter", "nothing to train"),
         (lambda: CO2([torch.zeros(1, dtype=torch.complex64, requires_grad=True)]), "complex64", "floating"),
         (lambda: LocalSGD([torch.zeros(1, requires_grad=True)], tau=0), "tau=0", "1 or more"),

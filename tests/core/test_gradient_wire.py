@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import itertools
 import os
 import signal
 from typing import Any
@@ -209,10 +210,16 @@ def test_ddp_goes_on_with_another_number_of_workers():
         assert after["rounds"] == after["wire"]["launched"] == 8 and after["wire"]["workers"] == 2
 
 
-def other_shapes(rank: int, world_size: int) -> str:
-    with pytest.raises(UserError) as caught:
-        make_method("ddp", nn.Linear(4, 40 + rank), ddp_wire=WIRES["int4"], timeout=30.0)
-    return str(caught.value)
+def other_shapes(rank: int, world_size: int) -> list[str]:
+    """Of as many elements, of the same bits."""
+    said = []
+    for wire in (WireConfig(), WIRES["int4"]):
+        model = nn.Linear(*((4, 40) if rank else (40, 4)), bias=False)
+        nn.init.zeros_(model.weight)
+        with pytest.raises(UserError) as caught:
+            make_method("ddp", model, ddp_wire=wire, timeout=30.0)
+        said.append(str(caught.value))
+    return said
 
 
 def of_shards(rank: int, world_size: int) -> list[str]:
@@ -238,8 +245,8 @@ def test_shards_and_nodes_are_refused():
 
 
 def test_workers_with_other_shapes_are_told():
-    for text in run_distributed(other_shapes, 2):
-        assert "workers differ" in text and "\n" not in text
+    for text in itertools.chain(*run_distributed(other_shapes, 2)):
+        assert "workers differ: rank 0 has ((4, 40), 'torch.float32'), against ((40, 4), " in text and "\n" not in text
 
 
 @pytest.mark.parametrize("name", ["co2", "local", "slowmo"])

@@ -125,6 +125,7 @@ def test_where_workers_cannot_be_shared_out():
 DIFFERENCES = {
     "seed": "seed=0",
     "frozen": "5 tensors, against 3",
+    "dtype": "'torch.float32'), against ((",
     "device": "z drawn on cpu (with rng='host' all draw alike), against z drawn on a GPU",
 }
 
@@ -135,6 +136,7 @@ def differing(rank: int, world_size: int) -> list[str]:
     for what in DIFFERENCES:
         config = ZerothConfig(seed=rank if what == "seed" else 0)
         model = frozen_but("weight") if what == "frozen" and rank else Net()
+        model = model.bfloat16() if what == "dtype" and rank else model
         kind = "a GPU" if what == "device" and rank else "cpu"
         with mock.patch("core.zeroth.order.kind_of", lambda device, kind=kind: kind):
             with pytest.raises(UserError) as told:
