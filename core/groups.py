@@ -30,7 +30,7 @@ class Pending(Protocol):
 Stage = tuple[Sequence[Pending], int]  # collectives under way, and the bytes that this worker sends for them
 MAX_CTAS = 8  # thread blocks, each on a multiprocessor of its own, that one of NCCL's collectives may hold
 LONGEST = 1e8  # seconds of a timeout, three years
-PART = 1 << 18  # elements whose bits are summed up at a time
+PART = 1 << 17  # elements whose bits are summed up at a time
 MIXED = 6364136223846793005  # odd, as Knuth's generator multiplies by
 _BITS = {1: torch.uint8, 2: torch.int16}  # by an element's bytes; of wider ones int32, several an element
 

@@ -5,6 +5,7 @@ What a change of tau does to the outer momentum: core/outer.py, `carried`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -16,9 +17,13 @@ Schedule = Callable[[int], Mapping[str, Any]]
 Config = TypeVar("Config", bound=AdaptiveConfig)
 
 
-def scheduled(c: Config, schedule: Schedule | None, number: int) -> Config:
-    """The settings of round `number`."""
-    changes = schedule(number) if schedule else {}
+def settings_of(c: Config, schedule: Schedule | None) -> Callable[[int], Config]:
+    """The settings of a round, by its number."""
+    return functools.partial(_scheduled, c, schedule) if schedule else lambda number: c
+
+
+def _scheduled(c: Config, schedule: Schedule, number: int) -> Config:
+    changes = schedule(number)
     if not isinstance(changes, Mapping):
         raise UserError(
             f"the schedule gives {changes!r} for round {number}: return a dict of what changes, {{}} for none"

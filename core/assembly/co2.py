@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import Any, Unpack
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..adaptive.arrival import OnArrival
-from ..adaptive.schedules import Schedule, scheduled
+from ..adaptive.schedules import Schedule, settings_of
 from ..checkpoints.saved import Saved
 from ..checks import tensors_of
 from ..sharded import sharded
@@ -46,7 +45,7 @@ class CO2(Saved, OnArrival):
     ):
         c, params = checked(config), tensors_of(params, "parameters")
         c.wire.check(params, options.get("group"))
-        settings = functools.partial(scheduled, c, schedule) if schedule else lambda number: c
+        settings = settings_of(c, schedule)
         super().__init__(params, settings, **plugs(c, lambda number: settings(number).tau, options))
 
 
@@ -78,7 +77,7 @@ class ShardedCO2(sharded.ShardedCO2):
         **options: Unpack[Options],
     ):
         c = checked(config)
-        settings = functools.partial(scheduled, c, schedule) if schedule else lambda number: c
+        settings = settings_of(c, schedule)
         check_shared(settings(0), c.wire.format)
         options["group"], inner_group = groups_of(mesh, options.get("group"), inner_group)
         how: dict[str, Any] = {"shards": shards, "shard": shard, "offload": offload}

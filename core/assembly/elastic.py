@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from ..adaptive.arrival import OnArrival
-from ..adaptive.schedules import Schedule, scheduled
+from ..adaptive.schedules import Schedule, settings_of
 from ..checkpoints.saved import Saved
 from ..elastic.flight import ElasticFlight
 from ..elastic.joining import Joining, check_elastic
@@ -51,7 +51,7 @@ def elastic_co2(
     given = checked(config)
     check_elastic(given)
     c = replace(given, wire=WireConfig())
-    settings = functools.partial(scheduled, c, schedule)
+    settings = settings_of(c, schedule)
     options = Options(buffers=buffers, timeout=timeout, riders=riders)
     carrier = functools.partial(SlowElasticFlight, link=link) if link else ElasticFlight
     flight = functools.partial(carrier, members=members)

@@ -15,7 +15,9 @@ from ..adaptive.pacing import Adaptive
 from ..adaptive.tau import TauTuner, Tuned
 from ..checks import tensors_of
 from ..errors import UserError
+from ..flat import Bucket, Scalars
 from ..flight import Flight
+from ..reducer import Reducer, all_reduce
 from ..riders import Rider
 from ..robust import peers
 from ..robust.agreement import Agreement
@@ -26,6 +28,7 @@ from ..robust.watch import Watch
 from ..testing.link import Link, flight_over
 from ..wires.auto import AutoWire
 from .config import CO2Config
+from .wire import WireConfig
 
 
 class Options(TypedDict, total=False):
@@ -62,7 +65,7 @@ def plugs(
         raise TypeError(f"unexpected keyword argument {min(unknown)!r}: the options are {known}")
     if not isinstance(more := options.get("riders", ()), Sequence):
         raise UserError(f"riders={more!r}: give a list of them")
-    group, wire = options.get("group"), c.wire.format
+    group = options.get("group")
     rank, workers = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
     by_speed = BySpeed(rank, workers) if c.steps == "by_speed" else None
     tuned = tuned_for(c, workers) if times else None
@@ -71,22 +74,24 @@ def plugs(
     riders = [guard, by_speed, Spread(guard), tuned, FirstStep() if c.gap == "inner" else None, Agreement()]
     riders += [*more, Watch(masters), Masters(masters) if masters else None]
     carries = {name: given for name, given in options.items() if name in ("group", "timeout")}
-    plugged: dict[str, Any] = {
+    return {
         "pacing": Adaptive(tau, c.delay, tuned=tuned, by_speed=by_speed),
         "buffers": options.get("buffers", ()),
         "flight": functools.partial(
             flight or flight_over(options.get("link")), hidden=hidden and c.delay != 0, roll=peers, **carries
         ),
+        "reducer": _reducer(c.wire, tuned),
         "riders": [rider for rider in riders if rider is not None],
     }
-    if wire == "auto":
-        first = tuned.tuner.wire if tuned else [*c.wire.choices][-1]  # one worker alone takes the last
-        plugged["reducer"] = functools.partial(AutoWire, first, c.wire.error_feedback)
-    elif wire != "float32":
-        plugged["reducer"] = lambda buckets, scalars, flight: c.wire.reducer(
-            buckets, scalars, flight.rank, flight.world_size
-        )
-    return plugged
+
+
+def _reducer(wire: WireConfig, tuned: Tuned | None) -> Callable[[Sequence[Bucket], Scalars, Flight], Reducer]:
+    if wire.format == "auto":
+        first = tuned.tuner.wire if tuned else [*wire.choices][-1]  # one worker alone takes the last
+        return functools.partial(AutoWire, first, wire.error_feedback)
+    if wire.format == "float32":
+        return all_reduce
+    return lambda buckets, scalars, flight: wire.reducer(buckets, scalars, flight.rank, flight.world_size)
 
 
 def plugs_of_other(params: Sequence[Tensor], c: CO2Config, options: Options, *, hidden: bool = True) -> dict[str, Any]:

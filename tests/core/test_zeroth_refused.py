@@ -125,7 +125,7 @@ def test_where_workers_cannot_be_shared_out():
 DIFFERENCES = {
     "seed": "seed=0",
     "frozen": "5 tensors, against 3",
-    "dtype": "'torch.float32'), against ((",
+    "dtype": "'torch.float64'), against ((",
     "device": "z drawn on cpu (with rng='host' all draw alike), against z drawn on a GPU",
 }
 
