@@ -124,6 +124,7 @@ class Auto(CO2):
         assert isinstance(self.pacing, Adaptive)
         self._of_co2, self.pacing = self.pacing, Pacing(1)
         self.look: Look | None = None
+        self._left: list[dist.ProcessGroup | None] = []  # ddp's, of no more use
         self._times = deque[tuple[Seconds, Seconds]](maxlen=own.steps)  # of the last steps: exposed, the whole step
         self._ended_at = mark(self.flight.device)
 
@@ -146,6 +147,7 @@ class Auto(CO2):
 
     def close(self) -> None:
         super().close()
+        self._left.clear()
         if self.ddp is not None:
             self.ddp.close()
 
@@ -180,6 +182,7 @@ class Auto(CO2):
         if self.look.leaves:
             ddp.finish()
             self._hand_over(self.look)
+            self._left = [ddp.group, ddp.wire.flight.group if ddp.wire else None]  # gloo takes 0.1 s to disconnect one
             ddp.close()
 
     @torch.inference_mode(False)

@@ -168,9 +168,13 @@ class DDP(Loop):
         self._hear()
         self._tell()
         self._hear(at_once=True)
-        for b in self._buffers if self.group is not None else []:
-            dist.all_reduce(b, group=self.group)
-            b.div_(self.world_size)
+        if self._buffers and self.group is not None:
+            # Of the widest dtype. Each buffer alone would take a round trip.
+            together = torch.cat([b.flatten() for b in self._buffers])
+            dist.all_reduce(together, group=self.group)
+            means = together.div_(self.world_size).split([b.numel() for b in self._buffers])
+            for b, mean in zip(self._buffers, means, strict=True):
+                b.copy_(mean.view_as(b))
 
     def state_dict(self) -> dict[str, Any]:
         """See Rounds."""

@@ -109,6 +109,8 @@ def test_a_group_trains_by_itself():
 
 # -- BatchNorm ------------------------------------------------------------------------------------------------
 
+EPS = 2.0**-40  # which float64 has room for beside a number of the size of 1, and float32 has not
+
 
 def batch_norm(rank: int, world_size: int) -> dict[tuple[str, bool, bool], dict[str, list[float]]]:
     """All methods, buffers averaged or not, finish() called or not."""
@@ -118,17 +120,20 @@ def batch_norm(rank: int, world_size: int) -> dict[tuple[str, bool, bool], dict[
 def running_mean(rank: int, name: str, average: bool, finish: bool) -> dict[str, list[float]]:
     """The statistics are set by hand: on worker r to r + 10 t in round t."""
     norm = nn.BatchNorm1d(2)
+    norm.register_buffer("wide", wide := torch.zeros((), dtype=torch.float64))
     _, method = make_method(name, norm, co2=CO2Config(tau=1), average_buffers=average)
     assert norm.running_mean is not None and norm.num_batches_tracked is not None
     seen = []
     for t in range(3):
         norm.running_mean.fill_(rank + 10.0 * t)
         norm.num_batches_tracked += 1 + rank
+        wide.fill_(rank + EPS)
         method.step()
         seen.append(norm.running_mean[0].item())
     if finish:
         method.finish()
-    return {"seen": seen, "last": norm.running_mean.tolist(), "count": [norm.num_batches_tracked.item()]}
+    count = [norm.num_batches_tracked.item()]
+    return {"seen": seen, "last": norm.running_mean.tolist(), "count": count, "wide": [wide.item()]}
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +157,7 @@ def test_delayed_buffers_arrive_one_round_late(name: str, statistics_of: Any):
 def test_finish_leaves_the_mean_of_the_newest_buffers(name: str, statistics_of: Any):
     for rank, result in enumerate(statistics_of):
         assert result[name, True, True]["last"] == [20.5, 20.5]
+        assert result[name, True, True]["wide"] == [0.5 + EPS]
         assert result[name, True, True]["count"] == [3 * (1 + rank)], "integer buffers are never averaged"
 
 
