@@ -16,7 +16,7 @@ from ..assembly.wire import WireConfig
 from ..checkpoints.checkpoint import all_finite
 from ..checkpoints.saved import of_rank, under_rank
 from ..errors import DivergedError, UserError
-from ..flat import is_dtensor
+from ..flat import copy, is_dtensor, views
 from ..groups import broadcast, compare, leave_group, new_group, ring_bytes
 from ..loop import Loop
 from ..riders import Rider
@@ -172,9 +172,7 @@ class DDP(Loop):
             # Of the widest dtype. Each buffer alone would take a round trip.
             together = torch.cat([b.flatten() for b in self._buffers])
             dist.all_reduce(together, group=self.group)
-            means = together.div_(self.world_size).split([b.numel() for b in self._buffers])
-            for b, mean in zip(self._buffers, means, strict=True):
-                b.copy_(mean.view_as(b))
+            copy(self._buffers, views(together.div_(self.world_size), self._buffers))
 
     def state_dict(self) -> dict[str, Any]:
         """See Rounds."""
