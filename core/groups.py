@@ -30,7 +30,6 @@ class Pending(Protocol):
 Stage = tuple[Sequence[Pending], int]  # collectives under way, and the bytes that this worker sends for them
 MAX_CTAS = 8  # thread blocks, each on a multiprocessor of its own, that one of NCCL's collectives may hold
 LONGEST = 1e8  # seconds of a timeout, three years
-PART = 1 << 17  # elements whose bits are summed up at a time
 MIXED = 6364136223846793005  # odd, as Knuth's generator multiplies by
 _BITS = {1: torch.uint8, 2: torch.int16}  # by an element's bytes; of wider ones int32, several an element
 
@@ -199,12 +198,12 @@ def alike(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.dev
 
     Each member sums up its bits with random weights: sums of unlike bits are equal once in 2^32 times, at most.
     """
-    draw, found = torch.Generator().manual_seed(0), torch.zeros((), dtype=torch.int64, device=device)
-    odd = torch.empty(PART, dtype=torch.int64).random_(generator=draw) | 1
-    weights = functools.cache(odd.to)  # by device
+    many = 1 << (22 if device.type == "cuda" else 17)  # at a time: what fills a GPU, or fits a cache
+    odd = torch.empty(many, dtype=torch.int64).random_(generator=torch.Generator().manual_seed(0)) | 1
+    weights, found = functools.cache(odd.to), torch.zeros((), dtype=torch.int64, device=device)
     for t in tensors:
         bits = t.detach().contiguous().view(-1).view(_BITS.get(t.element_size(), torch.int32))
-        for part in bits.split(PART):
+        for part in bits.split(many):
             found = MIXED * found + (part * weights(t.device)[: len(part)]).sum().to(device)
     ends = torch.stack([found, ~found])  # ~ turns the order of integers around
     dist.all_reduce(ends, op=dist.ReduceOp.MIN, group=group)
