@@ -182,7 +182,7 @@ def is_alive(group: dist.ProcessGroup) -> bool:
 
 
 def compare(settings: tuple[Any, ...], tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """UserError on all workers unless all of them hold the same settings and shapes."""
+    """UserError on all workers unless all of them hold the same settings, shapes and dtypes."""
     kinds = [f"{len(tensors)} tensors", *((tuple(t.shape), str(t.dtype)) for t in tensors)]
     theirs = of_all([*settings, *kinds], group)
     for rank, other in enumerate(theirs):
@@ -193,8 +193,8 @@ def compare(settings: tuple[Any, ...], tensors: Sequence[Tensor], group: dist.Pr
 
 @torch.no_grad()
 def alike(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether all members hold the same bits in tensors that `compare` has passed; the same answer for all. device: of
-    what the group moves.
+    """Whether all members hold the same bits in tensors that `compare` has passed; the same answer for all. device:
+    where tensors lie that the group moves.
 
     Each member sums up its bits with random weights: sums of unlike bits are equal once in 2^32 times, at most.
     """

@@ -1,10 +1,8 @@
-"""What a run needs on each GPU: counted from the recipe, but for what two things themselves tell.
+"""What a run needs on each GPU: counted from the recipe, but for activations and the method.
 
-Activations: the task's own step, forward and backward, on a worker's micro-batch, of fake tensors, which have shapes
-but no memory; the peak of what would be alive is taken. Autocast and attention are as on a GPU: norms and softmax in
-float32, fused attention.
-
-The method: training/method_memory.py.
+Activations: the task's own step, forward and backward, runs on a worker's micro-batch of fake tensors, which have
+shapes but no memory; the peak of all that would be alive is taken. Autocast and attention are as on a GPU: norms and
+softmax in float32, fused attention. The method: training/method_memory.py.
 
 Not counted: the CUDA context, NCCL's and cuDNN's buffers and what fragmentation costs, together RESERVE.
 """

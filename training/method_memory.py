@@ -1,8 +1,8 @@
 """What a method holds on each GPU beyond the model, its gradients and the optimiser's state.
 
-The method is made of tensors without memory. So outer state, the buffer in flight, what error feedback holds
-back and what merge keep has sent are there as the method allocates them, and a reduction runs through its own stages,
-with collectives that do nothing. At a boundary or a checkpoint a method takes one flat tensor more, at most: no peak,
+The method is made of tensors without memory. So outer state, the buffer in flight, error feedback's errors and merge
+keep's copy are there as the method allocates them, and a reduction runs through its own stages, with collectives that
+do nothing. At a boundary or a checkpoint a method takes one flat tensor more, at most: no peak,
 for the gradients, which are as large, are gone by then, as are activations. Of CO2 whose outer state is shared out, the
 shares are reckoned as in core/sharded/sharded.py.
 """

@@ -124,7 +124,7 @@ class Adaptive(Pacing):
 @torch.inference_mode(False)
 @torch.no_grad()
 def merge_early(method: Any) -> None:
-    """In mid-round, by the `merge` of a method whose settings know a delay."""
+    """Merges in mid-round the mean that is in flight. method: one with `merge`, as OnArrival."""
     with method.clock.early_merge(method.local_steps):
         method.merge()
         method.moved(at_boundary=False)

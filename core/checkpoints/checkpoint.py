@@ -34,7 +34,7 @@ PATIENCE = 5.0  # seconds that a run which fails gives the checkpoint that it wr
 
 
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Whether all numbers are, 0-d, on the first one's device. DTensors: those that lie here."""
+    """Whether all their numbers are finite: 0-d, on the first one's device. Of a DTensor the local shard counts."""
     ends = [torch.stack(torch.aminmax(t)).double() for t in (local_shard(t.detach()) for t in tensors) if t.numel()]
     return torch.stack([e.to(ends[0].device) for e in ends]).isfinite().all() if ends else torch.tensor(True)
 

@@ -19,7 +19,7 @@ from ..assembly.wire import WireConfig
 from ..checkpoints.saved import of_rank, under_rank
 from ..config import is_number, is_whole, require
 from ..errors import UserError
-from ..groups import compare, host_group
+from ..groups import host_group
 from ..pacing import Pacing
 from ..stats import Seconds, between, mark
 from .ddp import DDP
@@ -31,8 +31,8 @@ from .registry import Entry, Given, Settings
 # 75, which would make it 0.1. Measured shares lie away from both: 13 to 15 % or 29 % and more (results/seconds.md).
 SHARE = 0.2
 WARM_UP = 1  # steps that are not measured: ddp makes its buckets anew after the first, connections open
-# Measured steps -> times `share`: a look before `steps` of them are known acts upon what is clear alone. Where half of
-# a step is exposed, each more of them would cost a run over the slowest links a tenth of its time.
+# Measured steps -> times `share`: a look before `steps` of them are known acts upon what is clear alone. Over the
+# slowest links, where half of a step is exposed, every further step of ddp would cost a run a tenth of its time.
 CLEAR = {1: 2.5, 3: 1.5, 6: 1.5}
 
 
@@ -115,12 +115,11 @@ class Auto(CO2):
     name = "Auto"
 
     def __init__(self, model: nn.Module, config: CO2Config, own: AutoConfig, **options: Unpack[Options]):
-        self.own, self._made = own, False
+        self.own = own
         of_ddp: dict[str, Any] = {k: v for k, v in options.items() if k not in ("buffers", "model_params")}
         self.ddp: DDP | None = DDP(model, average_buffers=bool(options.get("buffers")), wire=own.wire, **of_ddp)
         self.model, self.wrapped = model, Switch(self.ddp.model)
         super().__init__(model.parameters(), config, **options)
-        self._made = True
         assert isinstance(self.pacing, Adaptive)
         self._of_co2, self.pacing = self.pacing, Pacing(1)
         self.look: Look | None = None
@@ -150,13 +149,6 @@ class Auto(CO2):
         self._left.clear()
         if self.ddp is not None:
             self.ddp.close()
-
-    def begin_alike(self) -> None:
-        """ddp, when it was made, has given all workers the first one's tensors: on a slow link twice takes seconds."""
-        if self._made:
-            super().begin_alike()
-        elif self.flight.group is not None:
-            compare((self.name, self.signature()), self._alike, self.flight.group)
 
     def signature(self) -> Any:
         return super().signature() | {f"auto.{name}": value for name, value in asdict(self.own).items()}
