@@ -11,7 +11,6 @@ zeroth.json and zeroth.md.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import time
@@ -218,5 +217,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        launch(main)
+    launch(main)

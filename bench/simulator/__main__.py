@@ -131,16 +131,14 @@ def settings(options: Simulate) -> tuple[Cluster, list[Setting]]:
     """The cluster, and every number with its source: the command line, the preset, or assumed."""
     name = options.preset or DEFAULT_PRESET
     base = preset(name)
-    found = []
+    found, cluster = [], base.cluster
     for field in fields(Cluster):
-        option, unit = CLUSTER_UNITS.get(field.name, (field.name, 1.0))
+        option, unit = CLUSTER_UNITS.get(field.name, (field.name, 1))
         label = f"preset {name}" if field.name in base.facts else "assumed"
         found.append(_setting(options, option, getattr(base.cluster, field.name) * unit, label))
-    found += [_setting(options, option, value, "assumed") for option, value in ASSUMED.items()]
-    values = {s.name: s.value for s in found}
-    parts = {f.name: CLUSTER_UNITS.get(f.name, (f.name, 1.0)) for f in fields(Cluster)}
-    cluster = replace(base.cluster, **{key: values[option] / unit for key, (option, unit) in parts.items()})
-    return replace(cluster, nodes=int(cluster.nodes), workers_per_node=int(cluster.workers_per_node)), found
+        if found[-1].source == "given":
+            cluster = replace(cluster, **{field.name: found[-1].value / unit if unit > 1 else found[-1].value})
+    return cluster, found + [_setting(options, option, value, "assumed") for option, value in ASSUMED.items()]
 
 
 def _setting(options: Simulate, name: str, value: float, label: str) -> Setting:
@@ -184,7 +182,7 @@ class Line:
     allreduce_seconds: float
 
 
-def predict(options: Simulate, cluster: Cluster, work: Work, method: str, tau: int) -> Line:
+def predict(options: Simulate, work: Work, method: str, tau: int) -> Line:
     """Simulates one of METHODS."""
     name, rule = METHODS[method]
     if method == "ddp":
@@ -203,8 +201,8 @@ def prediction(options: Simulate) -> list[Line]:
     best = recommend_tau(work, quantile=options.quantile, margin=options.margin, seed=options.seed)
     tau = best if options.tau is None else options.tau
     started = time.perf_counter()
-    methods = [predict(options, cluster, work, method, tau) for method in METHODS]
-    taus = [predict(options, cluster, work, m, t) for t in sorted({*TAUS, best, tau}) for m in ("co2", "local")]
+    methods = [predict(options, work, method, tau) for method in METHODS]
+    taus = [predict(options, work, m, t) for t in sorted({*TAUS, best, tau}) for m in ("co2", "local")]
     seconds = time.perf_counter() - started
     print(
         f"\n## {options.preset or DEFAULT_PRESET}: {cluster.workers} workers in {cluster.nodes} nodes "

@@ -78,8 +78,7 @@ class Cluster:
 
 def device(key: str) -> Device:
     """Of presets.toml."""
-    found = of_preset("devices", key)
-    return Device(found["shown"], *(found[name] for name in ("peak", "memory", "bandwidth", "host")))
+    return Device(**of_preset("devices", key))
 
 
 def preset(name: str, *, probe: bool = False) -> Cluster:
@@ -144,7 +143,7 @@ def _link(file: Path, report: Any, name: str, *, wanted: bool) -> tuple[float, f
 def known(name: str) -> Device:
     """The device of presets.toml whose name this one contains."""
     for key, found in presets()["devices"].items():
-        if found["shown"].lower() in name.lower():
+        if found["name"].lower() in name.lower():
             return replace(device(key), name=name)
     raise UserError(f"device {name!r} is not known to the planner: add --probe where such a one is, which measures it")
 
