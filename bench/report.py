@@ -307,8 +307,11 @@ def load(path: Path, module: str, rows: str = "rows") -> dict[str, Any]:
     return result
 
 
-def remake(module: str, about: str | None, holds: str, write: Callable[[Path], str]) -> None:
-    """The command `python -m MODULE FOLDER`, which makes the texts of a folder's figures anew; write returns one."""
+def remake(module: str, about: str | None, holds: str, name: str, page: Callable[[Path], str]) -> None:
+    """The command `python -m MODULE FOLDER`, which makes NAME.md of a folder's figures anew."""
     positional = tyro.conf.arg(metavar="FOLDER", help=f"Holds {holds}.")
     folder = Annotated[tyro.conf.Positional[Path], positional]
-    print(write(tyro.cli(folder, prog=f"python -m {module}", description=about)))
+    where = tyro.cli(folder, prog=f"python -m {module}", description=about)
+    text = page(where)
+    (where / f"{name}.md").write_text(text)
+    print(text)

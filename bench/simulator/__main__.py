@@ -35,11 +35,7 @@ ASSUMED = {
     "ddp_overlap": 0.8,
     "backward_share": 2 / 3,
 }
-CLUSTER_UNITS = {
-    "latency": ("latency_ms", 1e3),
-    "intra_latency": ("intra_latency_ms", 1e3),
-    "overhead": ("overhead_ms", 1e3),
-}
+IN_MS = {name: f"{name}_ms" for name in ("latency", "intra_latency", "overhead")}  # of a cluster, as options
 
 
 @dataclass(frozen=True)
@@ -133,11 +129,11 @@ def settings(options: Simulate) -> tuple[Cluster, list[Setting]]:
     base = preset(name)
     found, cluster = [], base.cluster
     for field in fields(Cluster):
-        option, unit = CLUSTER_UNITS.get(field.name, (field.name, 1))
+        option, unit = IN_MS.get(field.name, field.name), 1e-3 if field.name in IN_MS else 1
         label = f"preset {name}" if field.name in base.facts else "assumed"
-        found.append(_setting(options, option, getattr(base.cluster, field.name) * unit, label))
+        found.append(_setting(options, option, getattr(base.cluster, field.name) / unit, label))
         if found[-1].source == "given":
-            cluster = replace(cluster, **{field.name: found[-1].value / unit if unit > 1 else found[-1].value})
+            cluster = replace(cluster, **{field.name: found[-1].value * unit})
     return cluster, found + [_setting(options, option, value, "assumed") for option, value in ASSUMED.items()]
 
 

@@ -81,7 +81,7 @@ def test_a_folder_without_measurements_is_refused(text: str | None, said: str, t
     if text is not None:
         (tmp_path / "scaling.json").write_text(text)
     with pytest.raises(UserError, match=said):
-        plots.write(tmp_path)
+        plots.page(tmp_path)
 
 
 def test_the_published_tables_are_those_of_the_published_figures():
