@@ -15,6 +15,7 @@ from bench.simulator import paper
 from bench.simulator.events import SSP, Outcome, Rule, Work, recommend_tau, simulate
 from bench.simulator.network import Algorithm, Cluster, allreduce_seconds, fastest, preset
 from core.errors import UserError
+from results.paper import TAUS
 from training.script import launch
 
 DEFAULT_PRESET = "dgx-a100-tcp"
@@ -24,7 +25,6 @@ METHODS = {
     "co2, by_speed": ("co2", Rule(by_speed=True)),
     **{f"ssp, s = {s}": (SSP, Rule(staleness=s)) for s in STALENESS},
 }
-TAUS = (1, 3, 6, 12, 24, 48, 96, 192)  # the paper's search grid
 WARMUP = 2  # rounds until a hidden method's first all-reduce has been waited for
 DDP_STEPS = 200
 # Ours, not the paper's and not measured: every output that uses one says so.
