@@ -28,7 +28,7 @@ from typing import Any
 from bench import layouts_report, report
 from bench.cluster import Cluster, prepare_to_fork, run_ranks
 from bench.layouts_report import NAME, SEEN, combine, combine_links, device, predict
-from bench.report import read_options, require_each_once, require_one_or_more, require_positive
+from bench.report import read_options, require
 from core import CO2Config
 from training.layouts.layout import Layout
 from training.plan.clusters import probed
@@ -66,9 +66,8 @@ class Layouts:
 
     def check(self) -> None:
         """A UserError names the first option that cannot be."""
-        require_each_once(self, "layouts", "rates")
-        require_one_or_more(self, "nodes", "ranks_per_node", "batch", "context", "tau", "steps", "repeats")
-        require_positive(self, "rates", "layer_ms")
+        require(self, once="layouts rates", ones="nodes ranks_per_node batch context tau steps repeats")
+        require(self, positive="rates layer_ms")
         for name in self.layouts:
             layout = Layout.parse(name)
             layout.check_runs()

@@ -109,6 +109,7 @@ def text(result: dict[str, Any]) -> str:
     fresh = [x for name, x in off.items() if name not in COUNTED]
     alone = [verdict(new) for rows in of_rate if len(new := [row for row in rows if row["layout"] not in SEEN]) > 1]
     return TEXT.format(
+        TAU=TAU,
         source=report.source(result),
         memory=memory_table(result),
         counted=result.get("counted", "as above"),
@@ -175,4 +176,3 @@ The links, as probed before:
 
 {links}
 """
-TEXT = TEXT.replace("{TAU}", str(TAU))

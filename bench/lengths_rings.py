@@ -1,6 +1,6 @@
 """Ways to place documents on an island, timed on the emulated cluster: python -m bench.lengths_rings
 
-Two nodes of two ranks each, a link for each rank. Messages are those of layouts/ring.py, over the links;
+Two nodes of two ranks each, a link for each rank. Messages are those of training/layouts/ring.py, over the links;
 computing is stood in for: a rank sleeps for as long as a layer of an A800 would take (bench/lengths_plans.py), times a
 stretch. The width of the keys is such that a token's hop across takes as many times longer: the ratio of computing to
 links is that of the real one. Ways:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from bench import report
@@ -240,18 +239,9 @@ def notes(result: dict[str, Any]) -> list[str]:
     return [*lines, f"{report.source(result)}."]
 
 
-# -- files ------------------------------------------------------------------------------------------------------
-
-
-def rewrite(folder: Path) -> str:
-    """Makes time_to_loss.md of time_to_loss.json; returns it."""
-    text = markdown(report.load(folder / f"{NAME}.json", "bench.time_to_loss", "runs"))
-    (folder / f"{NAME}.md").write_text(text)
-    return text
-
-
 def main() -> None:
-    report.remake("bench.loss_table", __doc__, f"{NAME}.json", rewrite)
+    page = lambda folder: markdown(report.load(folder / f"{NAME}.json", "bench.time_to_loss", "runs"))  # noqa: E731
+    report.remake("bench.loss_table", __doc__, f"{NAME}.json", NAME, page)
 
 
 if __name__ == "__main__":

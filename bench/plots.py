@@ -58,19 +58,17 @@ def summarise(rows: Iterable[dict[str, Any]]) -> list[Cell]:
 
 
 def _cell(rows: list[dict[str, Any]]) -> Cell:
-    def column(name: str) -> list[float]:
-        return [row[name] for row in rows]
-
+    taus, speeds, exposed = ([row[k] for row in rows] for k in ("tau", "samples_per_second", "exposed_share"))
     first = rows[0]
     return Cell(
         first["method"],
         first["tau_setting"],
-        statistics.median(column("tau")),
+        statistics.median(taus),
         first["workers"],
         first["rate_mbit"],
         len(rows),
-        Spread.of(column("samples_per_second")),
-        Spread.of(column("exposed_share")),
+        Spread.of(speeds),
+        Spread.of(exposed),
         any(row.get("late", False) for row in rows),
     )
 
@@ -229,17 +227,15 @@ def draw(folder: Path, result: dict[str, Any]) -> None:
         plt.close(figure)
 
 
-def write(folder: Path) -> str:
-    """Makes scaling.md and the plots from scaling.json; returns the table."""
+def page(folder: Path) -> str:
+    """Draws the plots of scaling.json; returns the table."""
     result = report.load(folder / f"{NAME}.json", "bench.scaling")
-    text = markdown(result)
-    (folder / f"{NAME}.md").write_text(text)
     draw(folder, result)
-    return text
+    return markdown(result)
 
 
 def main() -> None:
-    report.remake("bench.plots", __doc__, f"{NAME}.json", write)
+    report.remake("bench.plots", __doc__, f"{NAME}.json", NAME, page)
 
 
 if __name__ == "__main__":

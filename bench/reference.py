@@ -169,6 +169,12 @@ class LateReference(Reference):
         self.base, self.steps = self.x.clone(), 0
 
 
+def unflat(row: Tensor, template: dict[str, Tensor]) -> dict[str, Tensor]:
+    """[n] -> tensors by name, shaped as in the template."""
+    pieces = row.split([p.numel() for p in template.values()])
+    return {k: v.view(p.shape) for (k, p), v in zip(template.items(), pieces, strict=True)}
+
+
 def vmap_gradient(
     loss: Callable[..., Tensor], template: dict[str, Tensor]
 ) -> Callable[[Tensor, tuple[Any, ...]], Tensor]:
@@ -179,8 +185,6 @@ def vmap_gradient(
     """
 
     def of_flat(row: Tensor, batch: tuple[Any, ...]) -> Tensor:
-        pieces = row.split([p.numel() for p in template.values()])
-        params = {k: v.view(p.shape) for (k, p), v in zip(template.items(), pieces, strict=True)}
-        return loss(params, *batch)
+        return loss(unflat(row, template), *batch)
 
     return torch.vmap(torch.func.grad(of_flat))

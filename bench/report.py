@@ -57,43 +57,24 @@ class Asked:
 
 
 def require(options: Any, *, once: str = "", positive: str = "", ones: str = "", **known: Collection[str]) -> None:
-    """A UserError names the first option that cannot be. Names of options, divided by spaces: those that are given once
-    each, those above 0, those of 1 or more; and NAME=WHAT, where all values of an option must be among these."""
-    require_each_once(options, *once.split())
-    require_positive(options, *positive.split())
-    require_one_or_more(options, *ones.split())
-    for name, values in known.items():
-        require_known(options, name, values)
-
-
-def require_each_once(options: Any, *names: str) -> None:
-    """Tuples with a value or more, none of them twice."""
-    for name in names:
+    """A UserError names the first option that cannot be. Names of options, divided by spaces: tuples of one or more
+    values, each once; finite numbers above 0, alone or in a tuple; numbers of 1 or more. NAME=WHAT: the values of a
+    tuple must be among these."""
+    for name in once.split():
         values = getattr(options, name)
         if not values or len(set(values)) < len(values):
             raise UserError(f"{name}={' '.join(map(str, values))}: give one or more, each once")
-
-
-def require_known(options: Any, name: str, known: Collection[str]) -> None:
-    """A tuple of names that exist."""
-    for value in getattr(options, name):
-        if value not in known:
-            raise UserError(f"{name}: {value!r} does not exist; choose among {', '.join(known)}")
-
-
-def require_positive(options: Any, *names: str) -> None:
-    """Finite numbers above 0, alone or in a tuple."""
-    for name in names:
+    for name in positive.split():
         values = getattr(options, name)
         for value in values if isinstance(values, tuple) else (values,):
             if not 0 < value < math.inf:
                 raise UserError(f"{name}={value}: give a number above 0")
-
-
-def require_one_or_more(options: Any, *names: str) -> None:
-    for name in names:
+    for name in ones.split():
         if getattr(options, name) < 1:
             raise UserError(f"{name}={getattr(options, name)}: give 1 or more")
+    for name, what in known.items():
+        if unknown := [value for value in getattr(options, name) if value not in what]:
+            raise UserError(f"{name}: {unknown[0]!r} does not exist; choose among {', '.join(what)}")
 
 
 def require_no_crowd(options: Any) -> None:
@@ -326,8 +307,11 @@ def load(path: Path, module: str, rows: str = "rows") -> dict[str, Any]:
     return result
 
 
-def remake(module: str, about: str | None, holds: str, write: Callable[[Path], str]) -> None:
-    """The command `python -m MODULE FOLDER`, which makes the texts of a folder's figures anew; write returns one."""
+def remake(module: str, about: str | None, holds: str, name: str, page: Callable[[Path], str]) -> None:
+    """The command `python -m MODULE FOLDER`, which makes NAME.md of a folder's figures anew."""
     positional = tyro.conf.arg(metavar="FOLDER", help=f"Holds {holds}.")
     folder = Annotated[tyro.conf.Positional[Path], positional]
-    print(write(tyro.cli(folder, prog=f"python -m {module}", description=about)))
+    where = tyro.cli(folder, prog=f"python -m {module}", description=about)
+    text = page(where)
+    (where / f"{name}.md").write_text(text)
+    print(text)

@@ -1,8 +1,8 @@
 """Are the hops of ring attention hidden under its blocks? python -m bench.ring [--delays 0 30 100] [--clock real]
 
 Each rank is a process of this machine. A stand-in link holds every exchange back until the delay is over, counted from
-the moment in which the sender posts it. Overlapped: layouts/ring.py as it is. At once: each exchange is waited for
-where it is posted. A time is that of the slowest rank.
+the moment in which the sender posts it. Overlapped: training/layouts/ring.py as it is. At once: each exchange is waited
+for where it is posted. A time is that of the slowest rank.
 
 With --clock counted a block takes --block ms and an exchange its delay, which each rank adds up instead of letting them
 pass: the schedule of the real code on real processes, whatever else the machine does. With --clock real they pass, or,

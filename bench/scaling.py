@@ -11,7 +11,6 @@ two plots.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
 import statistics
@@ -26,9 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench import plots, report
-from bench.cluster import Cluster, run_ranks
+from bench.cluster import run_ranks
 from bench.report import Asked, require, require_no_crowd
 from bench.standin import BYTES, LAYERS, LEARNING_RATE, PARAMS, Pacer, StandIn, Trainer, digits
+from bench.trainings import network, of_link
 from core import CO2Config
 from core.errors import UserError
 from core.groups import ring_bytes
@@ -213,10 +213,7 @@ def measure(job: Job, setting: Setting, trainer: Trainer, repeat: int) -> dict[s
         "method": setting.method,
         "tau_setting": setting.tau,
         "tau": tau,
-        "workers": job.workers,
-        "rate_mbit": job.rate,
-        "repeat": repeat,
-        "compute": "stand-in",
+        **{"workers": job.workers, "rate_mbit": job.rate, "repeat": repeat, "compute": "stand-in"},
         "steps": len(steps),
         "seconds": seconds,
         "samples_per_second": job.workers * job.o.batch * len(steps) / seconds,
@@ -311,11 +308,13 @@ def combine(per_rank: Sequence[dict[str, Any]], step_ms: float) -> list[dict[str
 
 def run(o: Scaling, session: report.Session) -> None:
     """Measures every group."""
-    session.result |= of_link(o)
+    session.result |= of_link(o.throttle) | {
+        "model": {"params": PARAMS, "bytes": BYTES, "layers": LAYERS, "ddp_bucket_bytes": None},
+        **{"step_ms": o.step_ms, "batch": o.batch, "seed": o.seed, "rows": []},
+    }
     result, data = session.result, digits()
     most, seconds = max(o.workers), {group: predict(o, *group) for group in o.groups()}
-    with contextlib.ExitStack() as stack:
-        cluster = stack.enter_context(Cluster(most, o.rates[0])) if most > 1 and not o.throttle else None
+    with network(o.throttle or most == 1, most, o.rates[0]) as cluster:
         for n, rate in o.groups():
             if cluster and rate:
                 cluster.shape(rate, result["verified_mbit"])
@@ -326,19 +325,6 @@ def run(o: Scaling, session: report.Session) -> None:
             result["model"]["ddp_bucket_bytes"] = per_rank[0]["ddp_buckets"] or result["model"]["ddp_bucket_bytes"]
             session.save()
     plots.draw(session.folder, result)
-
-
-def of_link(o: Scaling) -> dict[str, Any]:
-    """What scaling.json has beside header and rows."""
-    return {
-        "link": "throttled in software" if o.throttle else "namespaces + tbf",
-        "verified_mbit": {},  # rate -> what a transfer between two nodes measured
-        "model": {"params": PARAMS, "bytes": BYTES, "layers": LAYERS, "ddp_bucket_bytes": None},
-        "step_ms": o.step_ms,
-        "batch": o.batch,
-        "seed": o.seed,
-        "rows": [],
-    }
 
 
 def main() -> None:

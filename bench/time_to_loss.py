@@ -97,6 +97,11 @@ class TimeToLoss(Asked):
         values |= {"log_every": LOG_EVERY, "timeout": 300} | ({"link_mbit": rate} if self.throttle else {})
         return [TASKS[task].recipe, *TASKS[task].settings, *options_of(method), *trainings.flags(values)]
 
+    def told(self, task: str) -> dict[str, Any]:
+        """A task in the JSON."""
+        command = shlex.join(self.command(self.rates[0], task, "METHOD", 0, "FOLDER"))
+        return {"loss": TASKS[task].loss, "target": self.target(task), "command": command}
+
 
 # -- one run ----------------------------------------------------------------------------------------------------
 
@@ -128,7 +133,7 @@ def train(o: TimeToLoss, cluster: Cluster | None, module: ModuleType, run: Plann
 
 def run_all(o: TimeToLoss, session: report.Session) -> None:
     """Trains everything."""
-    session.result |= of_link(o)
+    session.result |= trainings.of_link(o.throttle) | {"tasks": {task: o.told(task) for task in o.tasks}}
     plan, modules = o.plan(), {task: importlib.import_module(f"{task}.train") for task in o.tasks}
     started = time.monotonic()
     print(f"{len(plan)} runs, at most about {clock(len(plan) * (START + 1.2 * o.limit_seconds))}", flush=True)
@@ -153,22 +158,6 @@ def run_all(o: TimeToLoss, session: report.Session) -> None:
 
 def clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d} min"
-
-
-def of_link(o: TimeToLoss) -> dict[str, Any]:
-    """What time_to_loss.json has beside header and runs."""
-    return {
-        "link": "throttled in software" if o.throttle else "namespaces + tbf",
-        "verified_mbit": {},  # rate -> what a transfer between two nodes measured
-        "tasks": {
-            task: {
-                "loss": TASKS[task].loss,
-                "target": o.target(task),
-                "command": shlex.join(o.command(o.rates[0], task, "METHOD", 0, "FOLDER")),
-            }
-            for task in o.tasks
-        },
-    }
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Trainings that a measurement starts: their ranks, what they log, their learning rates.
 
-For bench.time_to_loss, bench.slow_links and bench.zeroth.
+For bench.time_to_loss, bench.slow_links, bench.zeroth and other commands that measure over slow links.
 """
 
 from __future__ import annotations
@@ -41,6 +41,11 @@ def split_wire(name: str) -> tuple[str, str]:
 def network(throttle: bool, workers: int, rate_mbit: float) -> contextlib.AbstractContextManager[Cluster | None]:
     """A node for each worker; None where the train script itself throttles the link in software."""
     return contextlib.nullcontext() if throttle else Cluster(workers, rate_mbit)
+
+
+def of_link(throttle: bool) -> dict[str, Any]:
+    """What the JSON of a measurement says of it; verified_mbit: rate -> what a transfer between two nodes measured."""
+    return {"link": "throttled in software" if throttle else "namespaces + tbf", "verified_mbit": {}}
 
 
 def flags(values: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,15 +92,9 @@ def markdown(result: dict[str, Any]) -> str:
     return f"{report.table(titles, lines)}\n\n{report.bullets(notes)}\n"
 
 
-def write(folder: Path) -> str:
-    """Makes utilisation.md of scaling.json; returns it."""
-    text = markdown(report.load(folder / f"{plots.NAME}.json", "bench.scaling"))
-    (folder / "utilisation.md").write_text(text)
-    return text
-
-
 def main() -> None:
-    report.remake("bench.utilisation", __doc__, "scaling.json", write)
+    page = lambda folder: markdown(report.load(folder / f"{plots.NAME}.json", "bench.scaling"))  # noqa: E731
+    report.remake("bench.utilisation", __doc__, "scaling.json", "utilisation", page)
 
 
 if __name__ == "__main__":

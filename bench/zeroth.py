@@ -11,7 +11,6 @@ zeroth.json and zeroth.md.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import time
@@ -113,7 +112,7 @@ def unpaced(pairs: bool, steps: int) -> dict[str, float]:
     return {"steps_per_second": steps / seconds}
 
 
-def measure_speed(o: ZerothBench, result: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def measure_speed(o: ZerothBench) -> Iterator[dict[str, Any]]:
     with Cluster(4, o.rate, o.delay_ms) as cluster:
         for forward_ms in o.forward_ms:
             for mesh, (workers, pairs) in MESHES.items():
@@ -145,7 +144,7 @@ def counted(width: int, steps: int) -> float:
     return sent / steps
 
 
-def measure_traffic(o: ZerothBench, result: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def measure_traffic() -> Iterator[dict[str, Any]]:
     with Cluster(4, FAST) as cluster:
         for width, steps in ((1000, 20), (10_000, 4)):
             sent = run_ranks(counted, cluster, 1, 4, width, steps, timeout=300)
@@ -157,16 +156,16 @@ def measure_traffic(o: ZerothBench, result: dict[str, Any]) -> Iterator[dict[str
 
 def run_all(o: ZerothBench, session: report.Session) -> None:
     session.result |= {"verified_mbit": {}, "opt": list(opt_table())}
-    of: dict[Part, Callable] = {
-        "speed": measure_speed,
+    of: dict[Part, Callable[[], Iterator[dict[str, Any]]]] = {
+        "speed": lambda: measure_speed(o),
         "traffic": measure_traffic,
-        "memory": lambda *_: measure_memory(),
-        "sharing": lambda *_: measure_sharing(),
-        "tuning": functools.partial(measure_tuning, folder=session.folder),
-        "quality": functools.partial(measure_quality, folder=session.folder),
+        "memory": measure_memory,
+        "sharing": measure_sharing,
+        "tuning": lambda: measure_tuning(o, session.folder),
+        "quality": lambda: measure_quality(o, session.result, session.folder),
     }
     for part in (part for part in get_args(Part) if part in o.parts):  # tuning before quality
-        session.take(part, of[part](o, session.result), lambda row: {k: v for k, v in row.items() if k != "losses"})
+        session.take(part, of[part](), lambda row: {k: v for k, v in row.items() if k != "losses"})
 
 
 # -- the tables -------------------------------------------------------------------------------------------------
@@ -218,5 +217,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        launch(main)
+    launch(main)

@@ -121,7 +121,7 @@ def slug(*parts: object) -> str:
     return "-".join(str(part).replace(", ", "-").replace(" ", "-") for part in parts)
 
 
-def measure_tuning(o: Quality, result: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
+def measure_tuning(o: Quality, folder: Path) -> Iterator[dict[str, Any]]:
     """Every learning rate of the grids, on a seed and a link of its own, which no figure of `quality` has."""
     base = base_run(folder, o)
     with Cluster(4, FAST) as cluster:

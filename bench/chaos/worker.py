@@ -10,8 +10,14 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    import torch
+
+    from training.run import Run
+
+Action = Callable[..., None]
 PHASES = ("local", "boundary", "flight", "checkpoint", "evaluation")  # in which a worker may be killed
 
 
@@ -28,63 +34,75 @@ def work(module: str, arguments: Sequence[str], harm: dict[str, Any], log: str) 
 
 
 def arm(phase: str, after: int, trace: Path) -> None:
-    """Lets the harm happen in this process, once, in the first `phase` after step `after`; `trace` then tells where:
-    `step`, how many steps this worker had taken, and `sent`, up to which of them it had sent what it learned."""
+    """Lets the harm happen in this process, once, in the first `phase` after step `after`; see Harm."""
     import torch
 
     from core.flight import Flight
     from training.run import Run
 
-    now = {"step": 0, "sent": 0}
+    harm = Harm(phase, after, trace)
+    wrap(Run, "after_step", harm.stepped)
+    wrap(torch.Tensor, "backward", harm.learns)
+    wrap(Run, "save", harm.saves)
+    wrap(os, "fsync", lambda *_: harm.die_in("checkpoint"))  # whole, but without its name
+    wrap(Run, "sum_tensor", lambda *_: harm.die_in("evaluation"))
+    wrap(Flight, "launch", behind=harm.launched)
+    wrap(Flight, "_begin", behind=harm.in_flight)
 
-    def tell() -> None:
-        trace.write_text(json.dumps({"step": now["step"], "sent": now["sent"]}))
 
-    def die() -> None:
-        tell()
-        os.kill(os.getpid(), signal.SIGKILL)
+def wrap(owner: Any, name: str, before: Action = lambda *_: None, behind: Action = lambda *_: None) -> None:
+    """From now on owner.name calls `before` and `behind` as well, with its own arguments."""
+    inner = getattr(owner, name)
 
-    def wrap(owner: Any, name: str, before: Callable[..., None], behind: Callable[..., None] = lambda *_: None) -> None:
-        inner = getattr(owner, name)
+    def outer(*args: Any, **kwargs: Any) -> Any:
+        before(*args)
+        result = inner(*args, **kwargs)
+        behind(*args)
+        return result
 
-        def outer(*args: Any, **kwargs: Any) -> Any:
-            before(*args)
-            result = inner(*args, **kwargs)
-            behind(*args)
-            return result
+    setattr(owner, name, outer)
 
-        setattr(owner, name, outer)
 
-    def due() -> bool:
-        return now["step"] > after
+class Harm:
+    """What is to happen, and where this worker is. trace: a file that then tells `step`, how many steps this worker had
+    taken, and `sent`, up to which of them it had sent what it learned."""
 
-    def stepped(run: Run, closed: bool, *_: Any) -> None:
-        now["step"] = run.step + 1
-        if due() and phase == "boundary" and closed:
-            die()
+    def __init__(self, phase: str, after: int, trace: Path):
+        self.phase, self.after, self.trace = phase, after, trace
+        self.step = self.sent = 0
 
-    def in_flight(*_: Any) -> None:
-        if due() and phase == "flight":
-            now["step"] += 1  # which after_step would count
-            die()
+    def due(self, phase: str) -> bool:
+        return self.phase == phase and self.step > self.after
 
-    def saves(*_: Any) -> None:
-        if due() and phase == "disk" and not trace.exists():
-            tell()
+    def tell(self) -> None:
+        self.trace.write_text(json.dumps({"step": self.step, "sent": self.sent}))
+
+    def die_in(self, phase: str) -> None:
+        if self.due(phase):
+            self.tell()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def stepped(self, run: Run, closed: bool, *_: Any) -> None:
+        self.step = run.step + 1
+        if closed:
+            self.die_in("boundary")
+
+    def launched(self, *_: Any) -> None:
+        self.sent = self.step + 1
+
+    def in_flight(self, *_: Any) -> None:
+        if self.due("flight"):
+            self.step += 1  # which after_step would count
+            self.die_in("flight")
+
+    def saves(self, *_: Any) -> None:
+        if self.due("disk") and not self.trace.exists():
+            self.tell()
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, resource.RLIM_INFINITY))
 
-    def learns(loss: torch.Tensor, *_: Any) -> None:
-        if due() and phase == "local":
-            die()
-        if due() and phase == "nan" and not trace.exists():
-            tell()
+    def learns(self, loss: torch.Tensor, *_: Any) -> None:
+        self.die_in("local")
+        if self.due("nan") and not self.trace.exists():
+            self.tell()
             loss.register_hook(lambda gradient: gradient * float("nan"))
-
-    wrap(Run, "after_step", stepped)
-    wrap(torch.Tensor, "backward", learns)
-    wrap(Run, "save", saves)
-    wrap(os, "fsync", lambda *_: die() if phase == "checkpoint" and due() else None)  # whole, but without its name
-    wrap(Run, "sum_tensor", lambda *_: die() if phase == "evaluation" and due() else None)
-    wrap(Flight, "launch", lambda *_: None, lambda *_: now.update(sent=now["step"] + 1))
-    wrap(Flight, "_begin", lambda *_: None, in_flight)

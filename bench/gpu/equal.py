@@ -36,9 +36,8 @@ SETTINGS = {
     "keep, delay 2": CO2Config(tau=4, merge="keep", delay=2),
     "keep, delay 0": CO2Config(tau=4, merge="keep", delay=0, gap="none"),
 }
-RECOMMENDED = CO2Config(
-    4, outer_momentum=0.0, gap="none", merge="keep", delay=2
-)  # at a fixed step, so that runs compare
+# at a fixed step, so that runs compare
+RECOMMENDED = CO2Config(4, outer_momentum=0.0, gap="none", merge="keep", delay=2)
 
 
 @dataclass
@@ -159,7 +158,7 @@ def both(scope: Scope, dtype: torch.dtype, merge: Merge) -> list[Pass]:
     return [Pass(kind, scope, dtype, merge) for kind in ("fast", "plain")]
 
 
-def rules(scope: Scope, merge: Merge, dtype: torch.dtype) -> list[Rule]:
+def rules(scope: Scope, merge: Merge) -> list[Rule]:
     """Every kind of gap with and without a clip, first with a number and then with a tensor as scale."""
     number = torch.tensor(0.03, dtype=torch.float64, device=scope.device)
     gaps: list[dict[str, Any]] = [{}, {"gap": 1.5 + number}, {"c": number}]
@@ -176,7 +175,7 @@ def boundary_is_the_plain_pass(scope: Scope, case: str) -> str:
     fast, plain = both(scope, DTYPES[dtype], cast(Merge, merge))
     worst = 0.0
     todo = [NOTHING_LANDED] if merge == "outer" else []
-    for number, rule in enumerate([*todo, *rules(scope, cast(Merge, merge), DTYPES[dtype])]):
+    for number, rule in enumerate([*todo, *rules(scope, cast(Merge, merge))]):
         seen = []
         for one in (fast, plain):
             move(one.params, number)

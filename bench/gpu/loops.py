@@ -22,6 +22,7 @@ from bench.gpu.checks import NotRun, Scope, check, one_line, one_rank, sync
 from bench.gpu.costs import cycles_a_ms
 from bench.gpu.equal import RECOMMENDED, ROOT, end
 from bench.gpu.hidden import Slow, asleep
+from bench.trainings import flags
 from core import CO2Config, make_method
 
 WAYS = {
@@ -41,8 +42,7 @@ def train_script(scope: Scope, case: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
         settings = {"device": scope.device, "epochs": scope(4, 1), "checkpoint_every": 0, "out": f"{folder}/run"}
-        options = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
-        command = [*torchrun, "-m", script, SCRIPTS[script], *WAYS[way], *options, "--trace"]
+        command = [*torchrun, "-m", script, SCRIPTS[script], *WAYS[way], *flags(settings), "--trace"]
         env = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
         assert done.returncode == 0, f"status {done.returncode}: {one_line(done.stderr, 500)}"
@@ -167,9 +167,8 @@ def loss_of_gpt2_small(scope: Scope, case: str) -> dict[str, Any]:
     task, steps, tau, workers = small
     rows = scope.out / "gpu_search.jsonl"
     settings = {"tasks": task, "steps": steps, "tau": tau, "workers": workers, "seeds": 0, "lr_factors": 1}
-    options = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "bench.search", *options, "--methods", METHODS[case], "--configurations", "2"]
-    command += ["--rows", str(rows), "--device", scope.device]
+    settings |= {"methods": METHODS[case], "configurations": 2, "rows": rows, "device": scope.device}
+    command = [sys.executable, "-m", "bench.search", *flags(settings)]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
     if "no Gutenberg books in" in done.stderr:
         raise NotRun(one_line(done.stderr))

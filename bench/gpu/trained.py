@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import gc
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,8 +51,6 @@ def a_checkpoint_takes_no_copy_on_the_device(scope: Scope, case: str) -> dict[st
 @check("correctness", cases=("paper", "recommended"), cuda=True)
 def a_method_holds_what_the_dry_run_says(scope: Scope, case: str) -> dict[str, float]:
     """Of the tiny GPT-2's recipe, one worker; both in copies of the parameters."""
-    from dataclasses import replace
-
     from language.recipes import gpt2_pydoc_small
     from language.train import fake_step, make_model
     from training.memory import estimate, size_of

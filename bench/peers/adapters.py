@@ -140,13 +140,8 @@ def torchft_manager(task: Task) -> tuple[Any, Callable[[], None]]:
     from torchft.coordination import LighthouseServer
 
     patience = timedelta(seconds=task.timeout)
-    lighthouses: list[Any] = []
-
-    def light() -> str:
-        lighthouses.append(LighthouseServer(bind="[::]:0", min_replicas=task.workers))
-        return f"http://{address}:{lighthouses[0].address().rpartition(':')[2]}"
-
-    lighthouse = shared(light)
+    server: Any = LighthouseServer(bind="[::]:0", min_replicas=task.workers) if task.rank == 0 else None
+    lighthouse = shared(lambda: f"http://{address}:{server.address().rpartition(':')[2]}")
     store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
     group = ProcessGroupGloo(timeout=patience)
     manager = Manager(
@@ -171,7 +166,7 @@ def torchft_manager(task: Task) -> tuple[Any, Callable[[], None]]:
         dist.barrier()  # a worker that leaves early would make the others form a new quorum
         manager.shutdown(wait=False)
         group.shutdown()
-        for server in lighthouses:
+        if server is not None:
             server.shutdown()
 
     return manager, end
@@ -239,7 +234,9 @@ class UntilFirstEnds:
             self._optimizer.step()
 
     def end(self) -> None:
+        """Of the training of this worker."""
         self._store.set(self.KEY, "")
+        self._optimizer.state_averager.step(wait_for_delayed_updates=True)
 
 
 def hivemind(task: Task) -> Trainer:
@@ -273,18 +270,13 @@ def hivemind(task: Task) -> Trainer:
         verbose=True,
     )
 
-    steps = UntilFirstEnds(optimizer)
-
-    def finish() -> None:
-        steps.end()
-        optimizer.state_averager.step(wait_for_delayed_updates=True)
-
     def close() -> None:
         dist.barrier()
         optimizer.shutdown()
         dht.shutdown()
 
-    return Trainer(task.model, steps, finish=finish, close=close, rounds=lambda: optimizer.local_epoch)
+    steps = UntilFirstEnds(optimizer)
+    return Trainer(task.model, steps, finish=steps.end, close=close, rounds=lambda: optimizer.local_epoch)
 
 
 # -- accelerate -----------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -228,20 +228,25 @@ def search(o: Search, rows: Rows) -> None:
     print(f"complete; {count} runs were new")
 
 
+def conclude(o: Any, searches: Sequence[Search], text: Callable[[Rows], str]) -> None:
+    """Runs what the file of rows lacks, unless the report alone is asked for, and writes the tables beside it."""
+    rows = Rows(o.rows)
+    if o.report and not rows.choices:
+        raise UserError(f"rows={o.rows}: no rows to report; run the search first")
+    with report.stoppable(f"the runs that ended are in {o.rows}"):
+        for one in searches if not o.report else ():
+            search(one, rows)
+    tables = text(rows)
+    o.rows.with_suffix(".md").write_text(tables)
+    print("\n" + tables)
+
+
 def main() -> None:
     o = read_options(Search, "bench.search")
     torch.set_num_threads(1)  # many small operations: more threads cost more than they bring
     if o.device == "cuda":
         torch.set_float32_matmul_precision("high")
-    rows = Rows(o.rows)
-    if o.report and not rows.choices:
-        raise UserError(f"rows={o.rows}: no rows to report; run the search first")
-    with report.stoppable(f"the runs that ended are in {o.rows}"):
-        if not o.report:
-            search(o, rows)
-    text = markdown(rows)
-    o.rows.with_suffix(".md").write_text(text)
-    print("\n" + text)
+    conclude(o, [o], markdown)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import torch
 
 from bench import report
 from bench.report import read_options, require
-from bench.search.__main__ import Search, search
+from bench.search.__main__ import Search, conclude
 from bench.search.rows import Group, Rows, about, test_runs
 from core.errors import UserError
 from training.script import launch
@@ -184,15 +184,7 @@ def factors(task: str) -> str:
 def main() -> None:
     o = read_options(Controls, "bench.search.controls")
     torch.set_num_threads(1)
-    rows = Rows(o.rows)
-    if o.report and not rows.choices:
-        raise UserError(f"rows={o.rows}: no rows to report; run the search first")
-    with report.stoppable(f"the runs that ended are in {o.rows}"):
-        for s in o.searches() if not o.report else []:
-            search(s, rows)
-    text = markdown(rows, o.searches())
-    o.rows.with_suffix(".md").write_text(text)
-    print("\n" + text)
+    conclude(o, searches := o.searches(), lambda rows: markdown(rows, searches))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from bench.reference import vmap_gradient
+from bench.reference import unflat, vmap_gradient
 from bench.search import pictures, texts
 from bench.search.methods import Method, Settings
 from bench.search.task import Batch, Shards, Split, Task, cosine
@@ -93,8 +93,7 @@ class Stack:
     @torch.no_grad()
     def held_out_loss(self, flat: Tensor, data: Batch) -> float | None:
         """The mean loss of the model with parameters `flat`, [n]; None where it is not finite."""
-        pieces = flat.split([p.numel() for p in self.template.values()])
-        params = {k: v.view(p.shape) for (k, p), v in zip(self.template.items(), pieces, strict=True)}
+        params = unflat(flat, self.template)
         parts = zip(*(tensor.split(CHUNK) for tensor in data), strict=True)
         total = sum(float(self.loss(params, *self.upload(part))) * len(part[0]) for part in parts)
         value = total / len(data[0])

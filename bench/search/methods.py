@@ -63,11 +63,17 @@ def bits(wire: str) -> float:
 
 
 class Method:
-    """Workers that never meet: the base of all others. x: [workers, n], stepped in place."""
+    """Workers that never meet: the base of all others. x: [workers, n], stepped in place. options: among them wire, the
+    format in which `mean` takes what crosses the network."""
 
     def __init__(self, x: Tensor, tau: int, **options: Any):
         self.x, self.tau, self.options = x, tau, options
         self.taken, self.lr = 0, 0.0
+        self.reduce = mean_over(options.get("wire", "float32"))
+
+    def mean(self, rows: Tensor) -> Tensor:
+        """What arrives of the mean over the workers, [workers, n] -> [n]."""
+        return self.reduce(rows, torch.ones_like(rows[:, 0]))
 
     def train_step(self, gradient: Gradient, batch: tuple[Tensor, ...], inner: InnerState, lr: float) -> None:
         """A step of every worker: x[i] moves along its gradient, then local_step.
@@ -100,16 +106,12 @@ class Blocking(Method):
 class DDP(Method):
     """The mean of the gradients, every step; whatever clipping there is clips the mean."""
 
-    def __init__(self, x: Tensor, tau: int, **options: Any):
-        super().__init__(x, tau, **options)
-        self.reduce = mean_over(options.get("wire", "float32"))
-
-    def mean(self, rows: Tensor) -> Tensor:
-        """In each row what arrives of the mean over the workers, [workers, n]."""
-        return self.reduce(rows, torch.ones_like(rows[:, 0])).expand_as(rows)
+    def on_all(self, rows: Tensor) -> Tensor:
+        """In each row the mean, [workers, n]."""
+        return self.mean(rows).expand_as(rows)
 
     def train_step(self, gradient: Gradient, batch: tuple[Tensor, ...], inner: InnerState, lr: float) -> None:
-        inner.step(self.x, self.mean(gradient(self.x, batch)), lr)
+        inner.step(self.x, self.on_all(gradient(self.x, batch)), lr)
 
 
 class DPU(DDP):
@@ -119,7 +121,7 @@ class DPU(DDP):
     late: Tensor | None = None
 
     def train_step(self, gradient: Gradient, batch: tuple[Tensor, ...], inner: InnerState, lr: float) -> None:
-        now = self.mean(gradient(self.x, batch))
+        now = self.on_all(gradient(self.x, batch))
         if self.late is not None:
             inner.step(self.x, self.late, lr)
         self.late = now
@@ -138,11 +140,11 @@ class ACCO(DDP):
 
     def train_step(self, gradient: Gradient, batch: tuple[Tensor, ...], inner: InnerState, lr: float) -> None:
         half = batch[0].shape[1] // 2
-        now = self.mean(gradient(self.x, tuple(part[:, :half] for part in batch)))
+        now = self.on_all(gradient(self.x, tuple(part[:, :half] for part in batch)))
         estimate = self.x.clone()
         if self.ahead is not None:
             inner.copy().step(estimate, self.ahead, lr)
-        later = self.mean(gradient(estimate, tuple(part[:, half:] for part in batch)))
+        later = self.on_all(gradient(estimate, tuple(part[:, half:] for part in batch)))
         inner.step(self.x, now if self.ahead is None else (now + self.ahead) / 2, lr)
         self.ahead = later
 
@@ -152,12 +154,11 @@ class SlowMo(Blocking):
 
     def __init__(self, x: Tensor, tau: int, **options: Any):
         super().__init__(x, tau, **options)
-        self.reduce = mean_over(options["wire"])
         self.start, self.u = x[0].clone(), torch.zeros_like(x[0])
 
     def boundary(self) -> None:
         lr = max(self.lr, 1e-12)
-        self.u = self.options["beta"] * self.u + self.reduce(self.start - self.x, torch.ones_like(self.x[:, 0])) / lr
+        self.u = self.options["beta"] * self.u + self.mean(self.start - self.x) / lr
         self.start = self.start - self.options["alpha"] * lr * self.u
         self.x.copy_(self.start.expand_as(self.x))
 
@@ -171,7 +172,6 @@ class OverlapLocal(Method):
 
     def __init__(self, x: Tensor, tau: int, **options: Any):
         super().__init__(x, tau, **options)
-        self.reduce = mean_over(options["wire"])
         self.z, self.v = x[0].clone(), torch.zeros_like(x[0])
 
     def boundary(self) -> None:
@@ -179,7 +179,7 @@ class OverlapLocal(Method):
             self.v = self.options["mu"] * self.v - self.in_flight
             self.z = self.z + self.v
         self.x.lerp_(self.z.expand_as(self.x), self.options["pull"])
-        self.in_flight = self.reduce(self.z - self.x, torch.ones_like(self.x[:, 0]))
+        self.in_flight = self.mean(self.z - self.x)
 
     def finish(self) -> None:
         self.boundary()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,38 +54,47 @@ def settings_of(row: dict[str, Any]) -> Settings:
     return Settings(row["method"], tuple(row["options"].items()))
 
 
-class Rows:
-    """The rows of a file, and those to come. Several processes may append to one file; each sees its own rows and
-    those that were there when it began."""
+class Lines:
+    """A file of JSON objects, one a line. Several processes may append to one file; each sees its own rows and those
+    that were there when it began. known: whether a row counts; KeyError or TypeError where it is none of this kind."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, known: Callable[[Any], bool]):
         self.path = path
-        self.source = {"commit": commit(), "torch": version("torch")}  # as it is when the code is read
-        self.half = 0  # bytes of a line at the end that a run which was killed has left incomplete
-        self.runs: dict[str, dict[str, Any]] = {}
-        self.choices: dict[tuple[Group, str, str], dict[str, Any]] = {}
-        for row in self._read():
-            self._add(row)
-
-    def _read(self) -> list[dict[str, Any]]:
         try:
-            data = self.path.read_bytes()
+            data = path.read_bytes()
         except FileNotFoundError:
-            return []
+            data = b""
         except OSError as error:
-            raise UserError(f"rows={self.path}: {error.strerror}; name a file") from None
+            raise UserError(f"rows={path}: {error.strerror}; name a file") from None
         complete, end, half = data.rpartition(b"\n")
-        self.half = len(half)
-        rows = []
+        self.half = len(half)  # bytes of a line at the end that a run which was killed has left incomplete
+        self.read: list[dict[str, Any]] = []
         for number, line in enumerate((complete + end).splitlines(), start=1):
             try:
-                row = parse_json(line)
-                if (row["format"], row["tasks_version"]) == (FORMAT, TASKS_VERSION):
-                    rows.append(row)
+                self.read += [row] if known(row := parse_json(line)) else []
             except (ValueError, KeyError, TypeError):
-                what = f"rows={self.path}: line {number} is no row of a search"
+                what = f"rows={path}: line {number} is no row of this command"
                 raise UserError(f"{what}; mend or remove it, or name another file") from None
-        return rows
+
+    def append(self, row: dict[str, Any]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "ab+") as file:
+            if self.half:
+                file.truncate(file.tell() - self.half)
+                self.half = 0
+            file.write(json.dumps(row).encode() + b"\n")
+
+
+class Rows(Lines):
+    """The rows of a search, and those to come."""
+
+    def __init__(self, path: Path):
+        super().__init__(path, lambda row: (row["format"], row["tasks_version"]) == (FORMAT, TASKS_VERSION))
+        self.source = {"commit": commit(), "torch": version("torch")}  # as it is when the code is read
+        self.runs: dict[str, dict[str, Any]] = {}
+        self.choices: dict[tuple[Group, str, str], dict[str, Any]] = {}
+        for row in self.read:
+            self._add(row)
 
     def _add(self, row: dict[str, Any]) -> None:
         given = {key: value for key, value in row["options"].items() if GONE.get(key) != value}
@@ -98,7 +108,7 @@ class Rows:
         return self.runs.get(_key(describe(plan)))
 
     def add_run(self, plan: Plan, result: Result) -> None:
-        self._append(describe(plan) | asdict(result) | {"date": time.strftime("%Y-%m-%d %H:%M:%S")} | self.source)
+        self.append(describe(plan) | asdict(result) | {"date": time.strftime("%Y-%m-%d %H:%M:%S")} | self.source)
 
     def add_choice(self, asked: str, tuning: str, plan: Plan, tried: int, tuning_seeds: tuple[int, ...]) -> None:
         """asked: the method as on the command line; tuning: what each method was given, in words; plan: with the
@@ -107,15 +117,10 @@ class Rows:
         row["tuning_seeds"] = list(tuning_seeds)
         del row["seed"], row["split"]
         if self.choices.get(_choice_key(row)) != row:
-            self._append(row)
+            self.append(row)
 
-    def _append(self, row: dict[str, Any]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "ab+") as file:
-            if self.half:
-                file.truncate(file.tell() - self.half)
-                self.half = 0
-            file.write(json.dumps(row).encode() + b"\n")
+    def append(self, row: dict[str, Any]) -> None:
+        super().append(row)
         self._add(json.loads(json.dumps(row)))
 
 

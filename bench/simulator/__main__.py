@@ -15,6 +15,7 @@ from bench.simulator import paper
 from bench.simulator.events import SSP, Outcome, Rule, Work, recommend_tau, simulate
 from bench.simulator.network import Algorithm, Cluster, allreduce_seconds, fastest, preset
 from core.errors import UserError
+from results.paper import TAUS
 from training.script import launch
 
 DEFAULT_PRESET = "dgx-a100-tcp"
@@ -24,7 +25,6 @@ METHODS = {
     "co2, by_speed": ("co2", Rule(by_speed=True)),
     **{f"ssp, s = {s}": (SSP, Rule(staleness=s)) for s in STALENESS},
 }
-TAUS = (1, 3, 6, 12, 24, 48, 96, 192)  # the paper's search grid
 WARMUP = 2  # rounds until a hidden method's first all-reduce has been waited for
 DDP_STEPS = 200
 # Ours, not the paper's and not measured: every output that uses one says so.
@@ -35,11 +35,7 @@ ASSUMED = {
     "ddp_overlap": 0.8,
     "backward_share": 2 / 3,
 }
-CLUSTER_UNITS = {
-    "latency": ("latency_ms", 1e3),
-    "intra_latency": ("intra_latency_ms", 1e3),
-    "overhead": ("overhead_ms", 1e3),
-}
+IN_MS = {name: f"{name}_ms" for name in ("latency", "intra_latency", "overhead")}  # of a cluster, as options
 
 
 @dataclass(frozen=True)
@@ -131,16 +127,14 @@ def settings(options: Simulate) -> tuple[Cluster, list[Setting]]:
     """The cluster, and every number with its source: the command line, the preset, or assumed."""
     name = options.preset or DEFAULT_PRESET
     base = preset(name)
-    found = []
+    found, cluster = [], base.cluster
     for field in fields(Cluster):
-        option, unit = CLUSTER_UNITS.get(field.name, (field.name, 1.0))
+        option, unit = IN_MS.get(field.name, field.name), 1e-3 if field.name in IN_MS else 1
         label = f"preset {name}" if field.name in base.facts else "assumed"
-        found.append(_setting(options, option, getattr(base.cluster, field.name) * unit, label))
-    found += [_setting(options, option, value, "assumed") for option, value in ASSUMED.items()]
-    values = {s.name: s.value for s in found}
-    parts = {f.name: CLUSTER_UNITS.get(f.name, (f.name, 1.0)) for f in fields(Cluster)}
-    cluster = replace(base.cluster, **{key: values[option] / unit for key, (option, unit) in parts.items()})
-    return replace(cluster, nodes=int(cluster.nodes), workers_per_node=int(cluster.workers_per_node)), found
+        found.append(_setting(options, option, getattr(base.cluster, field.name) / unit, label))
+        if found[-1].source == "given":
+            cluster = replace(cluster, **{field.name: found[-1].value * unit})
+    return cluster, found + [_setting(options, option, value, "assumed") for option, value in ASSUMED.items()]
 
 
 def _setting(options: Simulate, name: str, value: float, label: str) -> Setting:
@@ -184,7 +178,7 @@ class Line:
     allreduce_seconds: float
 
 
-def predict(options: Simulate, cluster: Cluster, work: Work, method: str, tau: int) -> Line:
+def predict(options: Simulate, work: Work, method: str, tau: int) -> Line:
     """Simulates one of METHODS."""
     name, rule = METHODS[method]
     if method == "ddp":
@@ -203,8 +197,8 @@ def prediction(options: Simulate) -> list[Line]:
     best = recommend_tau(work, quantile=options.quantile, margin=options.margin, seed=options.seed)
     tau = best if options.tau is None else options.tau
     started = time.perf_counter()
-    methods = [predict(options, cluster, work, method, tau) for method in METHODS]
-    taus = [predict(options, cluster, work, m, t) for t in sorted({*TAUS, best, tau}) for m in ("co2", "local")]
+    methods = [predict(options, work, method, tau) for method in METHODS]
+    taus = [predict(options, work, m, t) for t in sorted({*TAUS, best, tau}) for m in ("co2", "local")]
     seconds = time.perf_counter() - started
     print(
         f"\n## {options.preset or DEFAULT_PRESET}: {cluster.workers} workers in {cluster.nodes} nodes "

@@ -288,15 +288,8 @@ def markdown(folder: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def write(folder: Path) -> str:
-    """Makes simulator.md of the folder's JSON; returns it."""
-    text = markdown(folder)
-    (folder / f"{NAME}.md").write_text(text)
-    return text
-
-
 def main() -> None:
-    report.remake("bench.simulator.against", __doc__, "scaling.json, and what else was measured", write)
+    report.remake("bench.simulator.against", __doc__, "scaling.json, and what else was measured", NAME, markdown)
 
 
 if __name__ == "__main__":

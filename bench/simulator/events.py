@@ -166,19 +166,15 @@ class Workers:
 
     def ddp(self, compute: np.ndarray, allreduce: float) -> None:
         """All-reduces begin once the last worker is into its backward pass; the step ends when the last one lands."""
-        start = self.clock + compute * (1 - self.work.overlap * self.work.backward_share)
-        ready = self.clock + compute
+        self.blocking(compute, allreduce, self.work.overlap * self.work.backward_share)
+
+    def blocking(self, compute: np.ndarray, allreduce: float, early: float = 0.0) -> None:
+        """local, slowmo: the slowest worker starts the all-reduce, and everyone waits until it lands. early: the share
+        of its computing that it then has before it."""
+        start, ready = self.clock + compute * (1 - early), self.clock + compute
         self.landing = max(start.max() + allreduce, ready.max())
         self._wait(ready)
         self.seen += float(start.max() + allreduce - start.mean())
-        self.clock = np.full_like(self.clock, self.landing + self.work.boundary)
-
-    def blocking(self, compute: np.ndarray, allreduce: float) -> None:
-        """local, slowmo: the slowest worker starts the all-reduce, and everyone waits until it lands."""
-        ready = self.clock + compute
-        self.landing = ready.max() + allreduce
-        self._wait(ready)
-        self.seen += float(self.landing - ready.mean())
         self.clock = np.full_like(self.clock, self.landing + self.work.boundary)
 
     def hidden(self, compute: np.ndarray, allreduce: float) -> None:

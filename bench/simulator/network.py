@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from bench.report import require
 from core.errors import UserError
+from training.recipe import find
 
 Algorithm = Literal["ring", "tree", "hierarchical"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
@@ -152,9 +152,5 @@ PRESETS = {
 
 
 def preset(name: str) -> Preset:
-    """The preset of that name; a UserError lists them."""
-    if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise UserError(f"preset {name!r} does not exist; {hint}choose one of {', '.join(PRESETS)}")
-    return PRESETS[name]
+    """The preset of that name; else a UserError."""
+    return find("preset", name, PRESETS, f"choose one of {', '.join(PRESETS)}")

@@ -28,9 +28,9 @@ from bench.report import read_options, require, require_company
 from bench.search.__main__ import parse
 from bench.search.engine import TASKS, Plan, load_task
 from bench.search.methods import Settings
+from bench.search.rows import Lines
 from bench.simulator.network import Cluster, allreduce_seconds, fastest
 from bench.uneven.train import SCENARIOS, Way, run, ways, work_of
-from core.checkpoints.untrusted import parse_json
 from core.errors import UserError
 from training.config import commit
 from training.script import launch
@@ -80,32 +80,20 @@ class Uneven:
 Key = dict[str, Any]
 
 
-class Rows:
+class Rows(Lines):
     """The runs of a file, by what they depend on."""
 
     def __init__(self, path: Path):
-        self.path, self.found, self.commit = path, {}, commit()
-        try:
-            lines = path.read_text().splitlines()
-        except FileNotFoundError:
-            lines = []
-        except OSError as error:
-            raise UserError(f"rows={path}: {error.strerror}; name a file") from None
-        for number, line in enumerate(lines, start=1):
-            try:
-                row = parse_json(line)
-                self.found[json.dumps(row["key"], sort_keys=True)] = row
-            except (ValueError, KeyError, TypeError):
-                raise UserError(f"rows={path}: line {number} is no run; remove it, or name another file") from None
+        super().__init__(path, lambda row: bool(row["key"]))
+        self.commit = commit()
+        self.found = {json.dumps(row["key"], sort_keys=True): row for row in self.read}
 
     def get(self, key: Key) -> dict[str, Any] | None:
         return self.found.get(json.dumps(key, sort_keys=True))
 
     def add(self, key: Key, result: dict[str, Any]) -> dict[str, Any]:
         row = {"key": key, "commit": self.commit, "date": time.strftime("%Y-%m-%d %H:%M:%S")} | result
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "a") as file:
-            file.write(json.dumps(row) + "\n")
+        self.append(row)
         self.found[json.dumps(key, sort_keys=True)] = row
         return row
 

@@ -10,7 +10,6 @@ Writes uneven_real.json and uneven_real.md.
 
 from __future__ import annotations
 
-import contextlib
 import random
 import statistics
 import time
@@ -26,12 +25,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench import report
-from bench.cluster import Cluster, run_ranks
+from bench.cluster import run_ranks
 from bench.report import Asked, require, require_company
 from bench.scaling import TIMEOUT, run_round
 from bench.simulator import calibrate
 from bench.simulator.events import SSP, Rule, simulate
 from bench.standin import BYTES, LAYERS, LEARNING_RATE, Pacer, StandIn, Trainer, digits
+from bench.trainings import network, of_link
 from bench.uneven.train import SCENARIOS, STALENESS
 from core import CO2Config
 from core.groups import ring_bytes
@@ -293,11 +293,9 @@ def run(o: Real, result: dict[str, Any]) -> None:
     data = calibrate.read(o.fit)
     on_time = [row for row in data["rows"] if not row.get("late")]
     constants = calibrate.fit(calibrate.split(on_time)[0], data["model"]["bytes"])
-    result |= {"verified_mbit": {}, "rows": [], "cells": []}
-    result["link"] = "throttled in software" if o.throttle else "namespaces + tbf"
+    result |= of_link(o.throttle) | {"rows": [], "cells": []}
     samples, step = digits(), o.step_ms / 1e3
-    with contextlib.ExitStack() as stack:
-        cluster = None if o.throttle else stack.enter_context(Cluster(o.workers, o.rate))
+    with network(o.throttle, o.workers, o.rate) as cluster:
         if cluster is not None:
             cluster.shape(o.rate, result["verified_mbit"])
         for scenario in o.scenarios:

@@ -6,13 +6,15 @@ import statistics
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import tyro
 
 from bench import loss_table, plots, report, slow_links, utilisation, zeroth
 from bench.peers import table
-from bench.report import Spread, mean_sd, require_each_once, require_known, require_one_or_more, require_positive
+from bench.report import Spread, mean_sd, require
 from bench.search import controls
 from bench.search.rows import Rows, markdown
 from bench.simulator import against
@@ -79,7 +81,7 @@ def test_a_folder_without_measurements_is_refused(text: str | None, said: str, t
     if text is not None:
         (tmp_path / "scaling.json").write_text(text)
     with pytest.raises(UserError, match=said):
-        plots.write(tmp_path)
+        plots.page(tmp_path)
 
 
 def test_the_published_tables_are_those_of_the_published_figures():
@@ -156,19 +158,19 @@ def test_every_link_of_the_results_leads_somewhere_and_no_sentence_is_a_heap_of_
 
 
 @pytest.mark.parametrize(
-    ("check", "values", "said"),
+    ("what", "values", "said"),
     [
-        (require_each_once, {"rates": (1.0, 1.0)}, "rates=1.0 1.0: give one or more, each once"),
-        (require_each_once, {"rates": ()}, "rates=: give one or more, each once"),
-        (require_positive, {"rates": (1.0, 0.0)}, "rates=0.0: give a number above 0"),
-        (require_positive, {"rates": float("nan")}, "rates=nan: give a number above 0"),
-        (require_known, {"rates": ("x", 2)}, "rates: 'x' does not exist; choose among a, b"),
-        (require_one_or_more, {"rates": 0}, "rates=0: give 1 or more"),
+        ({"once": "rates"}, (1.0, 1.0), "rates=1.0 1.0: give one or more, each once"),
+        ({"once": "workers rates"}, (), "rates=: give one or more, each once"),
+        ({"positive": "rates"}, (1.0, 0.0), "rates=0.0: give a number above 0"),
+        ({"positive": "rates"}, float("nan"), "rates=nan: give a number above 0"),
+        ({"rates": ("a", "b")}, ("x", 2), "rates: 'x' does not exist; choose among a, b"),
+        ({"ones": "rates"}, 0, "rates=0: give 1 or more"),
     ],
 )
-def test_an_option_that_cannot_be_is_named(check, values, said: str):
-    more = [("a", "b")] if check is require_known else []
+def test_an_option_that_cannot_be_is_named(what: dict[str, Any], values: Any, said: str):
+    good = 1 if "ones" in what else ("a",) if "rates" in what else (2.0,)
+    require(SimpleNamespace(rates=good, workers=(1,)), **what)
     with pytest.raises(UserError) as error:
-        check(Options(**values), "rates", *more)
+        require(SimpleNamespace(rates=values, workers=(1,)), **what)
     assert str(error.value) == said
-    check(Options(rates=("b",)) if more else Options(), "workers" if check is require_one_or_more else "rates", *more)

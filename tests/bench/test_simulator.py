@@ -139,19 +139,19 @@ def test_tau_is_the_smallest_that_covers_the_allreduce_with_margin():
 
 def test_the_recommended_tau_hides_and_half_of_it_does_not():
     options = Simulate(preset="internet-1000", seed=3)
-    cluster, _, work, _ = build(options)
+    _, _, work, _ = build(options)
     tau = recommend_tau(work, quantile=0.95, margin=0.25)
-    assert predict(options, cluster, work, "co2", tau).exposed_share < 0.02
-    assert predict(options, cluster, work, "co2", tau // 2).exposed_share > 0.2
+    assert predict(options, work, "co2", tau).exposed_share < 0.02
+    assert predict(options, work, "co2", tau // 2).exposed_share > 0.2
 
 
 def test_ten_thousand_nodes():
     options = Simulate(preset="internet-10000")
-    cluster, algorithm, work, _ = build(options)
+    _, algorithm, work, _ = build(options)
     assert (work.workers, algorithm) == (10_000, "tree")
     # 5e8 bytes twice over 0.8 Gbit/s, 14 levels of 50 ms up and down, 0.1 s fixed
     assert work.allreduce == pytest.approx(2 * 5e8 / 1e8 + 28 * 0.05 + 0.1)
-    line = predict(options, cluster, dataclasses.replace(work, spread=0.0, allreduce_spread=0.0), "local", 10)
+    line = predict(options, dataclasses.replace(work, spread=0.0, allreduce_spread=0.0), "local", 10)
     assert line.samples_per_second == pytest.approx(10_000 * 8 * 10 / (10 * 0.5 + work.allreduce + 0.01))
 
 

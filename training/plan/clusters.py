@@ -59,6 +59,10 @@ class Cluster:
         """Whether a group of so many ranks, `stride` devices apart, reaches over its node."""
         return ranks * stride > self.per_node
 
+    def hop(self, ranks: Numbers, stride: Numbers) -> Numbers:
+        """Seconds of a hop in such a group."""
+        return np.where(self.crosses(ranks, stride), self.latency, self.inside_latency)
+
     def rate(self, ranks: Numbers, stride: Numbers) -> Numbers:
         """Bytes/s of each of the rings that start in a node: those that leave it share its cards [N sec. 3]."""
         shared = self.across / np.minimum(stride, self.per_node)
@@ -69,8 +73,7 @@ class Cluster:
 
         size: bytes S. Of n ranks that lie `stride` devices apart, B their bytes/s, A a hop's seconds.
         """
-        n, bytes_each = np.maximum(ranks, 1), size / self.rate(ranks, stride)
-        hop = np.where(self.crosses(ranks, stride), self.latency, self.inside_latency)
+        n, bytes_each, hop = np.maximum(ranks, 1), size / self.rate(ranks, stride), self.hop(ranks, stride)
         ring = 2 * (n - 1) / n * bytes_each + 2 * (n - 1) * hop
         trees = np.where(n > 2, 2, 1) * bytes_each + 2 * np.ceil(np.log2(n)) * hop
         return np.where(n > 1, np.minimum(ring, trees), 0.0)
@@ -78,8 +81,7 @@ class Cluster:
 
 def device(key: str) -> Device:
     """Of presets.toml."""
-    found = of_preset("devices", key)
-    return Device(found["shown"], *(found[name] for name in ("peak", "memory", "bandwidth", "host")))
+    return Device(**of_preset("devices", key))
 
 
 def preset(name: str, *, probe: bool = False) -> Cluster:
@@ -144,7 +146,7 @@ def _link(file: Path, report: Any, name: str, *, wanted: bool) -> tuple[float, f
 def known(name: str) -> Device:
     """The device of presets.toml whose name this one contains."""
     for key, found in presets()["devices"].items():
-        if found["shown"].lower() in name.lower():
+        if found["name"].lower() in name.lower():
             return replace(device(key), name=name)
     raise UserError(f"device {name!r} is not known to the planner: add --probe where such a one is, which measures it")
 

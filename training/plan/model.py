@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 
 from core.checkpoints.untrusted import parse_json, reason
 from core.errors import UserError
+from training.recipe import find
 
 LARGEST = 10**7  # of a size in a config.json
 FAMILIES = {"gpt2": "gpt2", "llama": "llama", "mistral": "llama"}  # by model_type in Hugging Face's config.json
@@ -32,13 +32,9 @@ def presets() -> dict[str, dict[str, Any]]:
 
 
 def of_preset(kind: str, name: str) -> Any:
-    """One of presets.toml; a UserError lists them."""
+    """One of presets.toml; else a UserError."""
     known = presets()[kind]
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise UserError(f"{kind[:-1]} {name!r} does not exist; {hint}choose one of {', '.join(known)}")
-    return known[name]
+    return find(kind[:-1], name, known, f"choose one of {', '.join(known)}")
 
 
 def formula(text: str, act: Callable[[Any], float]) -> Any:

@@ -84,8 +84,7 @@ def hop(c: Case) -> Numbers:
 
 def sent(c: Case, size: Numbers, ranks: Numbers, stride: Numbers) -> Numbers:
     """Seconds of bytes from one rank to another of its group."""
-    k = c.cluster
-    return size / k.rate(ranks, stride) + np.where(k.crosses(ranks, stride), k.latency, k.inside_latency)
+    return size / c.cluster.rate(ranks, stride) + c.cluster.hop(ranks, stride)
 
 
 def pipeline(c: Case) -> Numbers:
@@ -153,8 +152,8 @@ def broadcasts(c: Case, size: Numbers) -> Numbers:
     x, k = c.layout, c.cluster
     q = np.minimum(x.dp, np.maximum(1, k.per_node // x.tp))
     wide = np.ceil(np.log2(x.dp / q)) * sent(c, q * size, x.dp, x.tp)
-    each = np.where(k.crosses(x.dp, x.tp), k.latency, k.inside_latency)
-    return np.log2(q) * size / k.inside + wide + np.ceil(np.log2(x.dp)) * tensors(c) * each
+    each = np.ceil(np.log2(x.dp)) * tensors(c) * k.hop(x.dp, x.tp)
+    return np.log2(q) * size / k.inside + wide + each
 
 
 def optimizer(c: Case) -> Numbers:
