@@ -54,8 +54,8 @@ def collect(tables: Mapping[str, Table], folder: Path) -> Iterator[str]:
 
 
 def keep_stand_ins(names: Iterable[str], folder: Path, out: Path) -> None:
-    """Writes to `out` the stand-ins of all rows of these tables, which ran under `folder`: NAME.md and NAME.json of each
-    table, and index.md, which counts them."""
+    """Writes to `out` the stand-ins of all rows of these tables, which ran under `folder`: NAME.md and NAME.json of
+    each table, and index.md, which counts them."""
     runs = [run for path in sorted(folder.rglob("config.json")) if isinstance(run := read_run(path.parent), Finished)]
     out.mkdir(parents=True, exist_ok=True)
     for name in names:
