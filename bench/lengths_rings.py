@@ -236,7 +236,7 @@ def text_of(result: dict[str, Any]) -> str:
         f"ranks, {tokens:,} tokens or a little less, laws with parameters of ours, seeds 0 to {o['draws'] - 1}: mean ± "
         "standard deviation.",
         f"Computing is a stand-in: that of an A800, {stretch} times slower. Links of {o['rate']:g} Mbit/s carry keys "
-        "as many times more slowly. The paper's nodes have links of 200 Gbit/s.",
+        "as many times more slowly. Zeppelin's nodes have links of 200 Gbit/s.",
         f"A token's linear layers take {ratio} times as long as its hop across, link by link.",
         "`least` is the work over the ranks: no way is faster. `cut` trains another model. `grouped` hides its hops "
         "here, as the plan does. On 16 ranks, by the model alone: [lengths_plans.md](lengths_plans.md).",
@@ -246,10 +246,10 @@ def text_of(result: dict[str, Any]) -> str:
         "# Documents on an island, timed",
         report.bullets(notes),
         report.table(titles, map(cells, by_law(result))),
-        "At the paper's ratio, and where cut packing wins:" if PAPERS in o["links"] else "The paper's ratio: not run.",
+        "At Zeppelin's ratio, and where cut packing wins:" if PAPERS in o["links"] else "Zeppelin's ratio: not run.",
         report.bullets(verdicts(result)),
         f"![A layer on {NODES * DEVICES} ranks]({NAME}.png)",
-        "Above: a layer's two passes on each rank, the first set of documents of a law, at the paper's ratio if it was "
+        "Above: a layer's two passes on each rank, the first set of documents of a law, at Zeppelin's ratio if it was "
         "run. White is waiting.",
     ]
     return "\n\n".join(parts) + "\n"

@@ -234,7 +234,7 @@ def text_of(result: dict[str, Any]) -> str:
     names = [name for name in result["modelled"][0] if name not in ("link", "law", "even")]
     rows = ([r["link"], r["law"], *(mean_sd(r[name], ".2f") for name in names)] for r in result["modelled"])
     text = (
-        "- Times the throughput of even context parallelism, by the model alone, in the order of the paper's ablation, "
+        "- Times the throughput of even context parallelism, by the model alone, in the order of Zeppelin's ablation, "
         f"then with the plan of language/lengths/plan.py; 2 nodes of 8 A800 with {NICS} NICs, links of a flow as said, "
         f"{TOKENS} tokens a device, laws with parameters of ours, seeds 0 to {o['draws'] - 1}; "
         f"{report.source(result)}\n\n"

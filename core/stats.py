@@ -122,7 +122,7 @@ class RoundStats:
     gap_max: Number = 1.0
     drifted: float = 0.0  # 1 when workers were found to differ that should be equal, bit for bit
     left_out: int = 0  # workers that were left out of the mean, as far as the host has heard
-    clipped_share: Number = 0.0  # of the momentum's elements (clip by norm: 1 when it was scaled)
+    clipped_share: Number = 0.0  # of the momentum's elements
     step_seconds: Seconds = 0.0  # of one local step; the round's first is left out, it may follow an evaluation
     exposed_seconds: Seconds = 0.0  # exposed communication: how long launching, polling and waiting held step() up
     boundary_seconds: Seconds = 0.0  # the whole boundary, the waiting included

@@ -54,7 +54,8 @@ def collect(tables: Mapping[str, Table], folder: Path) -> Iterator[str]:
 
 
 def keep_stand_ins(names: Iterable[str], folder: Path, out: Path) -> None:
-    """Writes the stand-ins of all rows of these tables, which ran under `folder`, to NAME.md and NAME.json in `out`."""
+    """Writes to `out` the stand-ins of all rows of these tables, which ran under `folder`: NAME.md and NAME.json of
+    each table, and index.md, which counts them."""
     runs = [run for path in sorted(folder.rglob("config.json")) if isinstance(run := read_run(path.parent), Finished)]
     out.mkdir(parents=True, exist_ok=True)
     for name in names:
@@ -64,6 +65,22 @@ def keep_stand_ins(names: Iterable[str], folder: Path, out: Path) -> None:
         lines = [f"# {name}: {table.title}, stand-ins", "", CAPTION, "", *lines, "", *caption(name, table, mine)]
         (out / f"{name}.md").write_text("".join(f"{printable(line)}\n" for line in lines))
         (out / f"{name}.json").write_text(json.dumps([_kept(run, table.metric) for run in mine], indent=1) + "\n")
+    (out / "index.md").write_text(overview(out))
+
+
+def overview(out: Path) -> str:
+    """The page of all tables of stand-ins in `out`: how many of each table's runs are there."""
+    rows, without = list[tuple[str, ...]](), list[str]()
+    for name, table in TABLES.items():
+        if not table.has_stand_ins:
+            without.append(name)
+            continue
+        kept, wanted = out / f"{name}.json", sum(len(row.seeds) for row in table.rows if row.local)
+        ran = f"{len(json.loads(kept.read_text()))} of {wanted}" if kept.exists() else "not run"
+        rows.append((f"[{name}]({name}.md)" if kept.exists() else name, table.title, ran))
+    shown = report.table(["table", "subject", "runs"], rows)
+    end = f"- Command: `python reproduce.py TABLE --local`. No stand-ins: {', '.join(without)}."
+    return f"# The paper's tables, small\n\n[All results](../index.md). {CAPTION}\n\n{shown}\n\n{end}\n"
 
 
 def caption(name: str, table: Table, runs: Sequence[Finished]) -> Iterator[str]:

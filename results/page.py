@@ -11,6 +11,8 @@ from pathlib import Path
 import markdown
 from markdown.extensions.toc import slugify
 
+from results.collect import overview
+
 FIRST = ("index", "training", "hiding", "seconds", "other_packages", "loss", "compression", "gradient_free", "cost")
 STYLE = """
 :root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif }
@@ -26,7 +28,10 @@ nav a { display: block }
 
 
 def write_page(folder: Path) -> Path:
-    """index.html in `folder`, from its Markdown files, those of tables/ last; returns its path."""
+    """index.html in `folder`, from its Markdown files, those of tables/ last, whose index is counted anew; returns its
+    path."""
+    if (tables := folder / "tables").is_dir():
+        (tables / "index.md").write_text(overview(tables))
     files = [folder / f"{name}.md" for name in FIRST]
     files += sorted({*folder.glob("*.md")} - {*files}) + sorted((folder / "tables").glob("*.md"))
     names = {path: slugify(str(path.relative_to(folder).with_suffix("")), "-") for path in files}

@@ -47,4 +47,4 @@ def test_the_table_says_where_the_plan_wins_and_where_it_loses():
     text = text_of(result)
     assert "| 200 | log_normal | 2 ± 0 | 2.50 ± 0.71 | 1.02 ± 0.01 |" in text and "seeds 0 to 1" in text
     other = text_of(result | {"options": options | {"links": (25.0,)}, "rows": [dict(r, link=25.0) for r in rows]})
-    assert "The paper's ratio: not run." in other
+    assert "Zeppelin's ratio: not run." in other

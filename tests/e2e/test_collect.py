@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from results.collect import collect, keep_stand_ins, status
+from results.collect import collect, keep_stand_ins, overview, status
 from results.page import FIRST, write_page
 from results.paper import SHORT, TABLES
 from results.runs import load_recipe, read_run
+from tests.imports import ROOT
 
 
 def make_run(
@@ -260,12 +261,20 @@ def test_stand_ins_are_kept_and_all_results_fit_one_page(tmp_path: Path):
     assert "- Workers: 4. Seeds: 0. Commits: abc1234. Command: `python reproduce.py imagenet --local`." in page
     assert "digits_small (0.32 M parameters, digits); digits_vit (" in page and "`--epochs 8 " in page
     assert "- Not run: 59 of 60" in page
+    counts = (tmp_path / "tables/index.md").read_text()
+    assert "| [imagenet](imagenet.md) | Image classification on ImageNet-1K | 1 of 60 |" in counts
+    assert "| shapenet | 3-D reconstruction on ShapeNet | not run |" in counts and "No stand-ins: throughput" in counts
     for name in FIRST:
         (tmp_path / f"{name}.md").write_text(f"# The {name}\n\n[Stand-ins](tables/imagenet.md) ![one](one.png)\n")
     (tmp_path / "one.png").write_bytes(b"\x89PNG")
     text = write_page(tmp_path).read_text()
     assert text.count('<a href="#tablesimagenet">Stand-ins</a>') == len(FIRST) and "<td>90.00</td>" in text
     assert 'src="data:image/png;base64,iVBORw=="' in text and "one.png" not in text
+
+
+def test_the_counts_of_the_stand_ins_are_current():
+    tables = ROOT / "results/tables"
+    assert (tables / "index.md").read_text() == overview(tables), "count anew: python reproduce.py report"
 
 
 def test_throughput_and_its_ratios_by_hand(tmp_path: Path):

@@ -231,7 +231,8 @@ little is proved: layouts as good as these hardly differ in speed.
 |---|---|---|
 | {c[published]:.1f} times | {c[predicted]:.1f} times | {c[off]:+.0%} |
 
-- Model: TransNormer of 7 billion parameters. Nodes: 16 of 8 GPUs. Published: [the paper's figures](paper.md).
+- Model: unknown to us, and the formula needs none: it takes ratios of words/s. Nodes: 16 of 8 GPUs. Published:
+  [the paper's figures](paper.md).
 - Fitted to the cells of one and of two nodes: an all-reduce takes {c[allreduce_steps]:.1f} steps. Predicted: a flat
   ring over all 128 GPUs, with all of CO2's communication hidden.
 
@@ -241,7 +242,8 @@ little is proved: layouts as good as these hardly differ in speed.
 |---|---|---|---|---|---|---|
 {spans}
 
-- Published: the columns without a span, of the abstract; scaling on 1,024 GPUs (175B) and 3,072 (1T).
+- Published: the columns without a span, of the abstract of "Optimizing Distributed Training on Frontier for Large
+  Language Models"; scaling on 1,024 GPUs (175B) and 3,072 (1T).
 - Configuration not recovered. No fit is claimed: the planner's entries are spans over assumptions.
 - Assumed: the table below; ZeRO-1, recomputation, no interleaving.
 - Assumed for each of the 22B model's: its published share, 38.38 %, on one replica. Products then get {tops} of the
