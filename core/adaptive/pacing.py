@@ -111,8 +111,11 @@ class Adaptive(Pacing):
         return taken == self.delay != self.tau  # else it is merged at the boundary
 
     def _is_late(self, method: Held) -> bool:
-        """Whether what is in flight does not come within `skip_after` seconds, or is not there while tau auto tries."""
-        patience = 0.0 if self.tuned is not None and self.tuned.tuner.free else self.skip_after
+        """Whether what is in flight does not come within `skip_after` seconds; or is not there while tau auto tries and
+        a longer round would not be above its tau_max."""
+        tuner = self.tuned.tuner if self.tuned is not None else None
+        goes_on = tuner is not None and tuner.free and (self._spans + 1) * self.own <= tuner.tau_max
+        patience = 0.0 if goes_on else self.skip_after
         if patience is None or not method.flight.in_flight:
             return False
         began = time.perf_counter()

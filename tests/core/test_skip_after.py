@@ -1,5 +1,6 @@
 """skip_after: a mean that does not come, as when a link is down, is not waited for; nothing is lost."""
 
+import contextlib
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from core import CO2, CO2Config, ShardedCO2, UserError
 from core.adaptive import pacing as rooms_pacing
 from core.adaptive.pacing import Adaptive
+from core.adaptive.tau import TauTuner, Tuned
 from core.flight import Flight
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
@@ -118,3 +120,15 @@ def test_a_mean_due_at_the_boundary_is_not_merged_before_it():
     for taken, closes in ((7, False), (8, False), (9, True)):
         method: Any = SimpleNamespace(local_steps=taken, flight=SimpleNamespace(in_flight=True))  # none to be merged
         assert pacing.closes(method, last=False) is closes
+
+
+def test_while_tau_auto_tries_no_round_is_longer_than_tau_max():
+    """The first worker to start would run ahead for as long as the others take to do so."""
+    for tau_max, length in ((24, 24), (10, 8), (4, 4), (2, 2)):
+        pacing = Adaptive(lambda number: 1, "auto", tuned=Tuned(TauTuner(tau_max, waits=False)))
+        flight = SimpleNamespace(in_flight=True, landed=lambda: False, counted=contextlib.nullcontext)
+        method: Any = SimpleNamespace(local_steps=0, flight=flight, clock=SimpleNamespace(pause=lambda seconds: None))
+        for method.local_steps in range(1, 25):
+            if pacing.closes(method, last=False):
+                break
+        assert method.local_steps == length

@@ -76,7 +76,7 @@ def test_no_such_json_is_more_than_a_line(tmp_path: Path, reader: str, kind: str
 def test_rows_of_a_search_are_refused_by_their_line(tmp_path: Path, kind: str):
     whole = text(tmp_path / "rows.jsonl", TEXTS[kind] if isinstance(TEXTS[kind], bytes) else TEXTS[kind] + "\n")
     if kind not in ("nothing", "no UTF-8"):
-        with pytest.raises(UserError, match="line 1 is no row of a search"):
+        with pytest.raises(UserError, match="line 1 is no row of this command"):
             Rows(whole)
 
 

@@ -147,7 +147,7 @@ def test_dry_run_prints_a_line_a_row_and_seed(monkeypatch: pytest.MonkeyPatch, c
     name = "gpt2_large_owt-co2-tau48-16nodes-tcp-epochs_1-seed0"
     sbatch = f" sbatch --nodes=16 --job-name={name} --dependency=singleton slurm/gpt2_a100.sh --epochs 1"
     assert lines[5].endswith(sbatch) and " TAU=48 BATCH_SIZE=512 " in lines[5]
-    run_main(monkeypatch, "gap", "--local", "--workers", "2", "--dry-run")
+    run_main(monkeypatch, "gap", "--local", "--workers", "2", "--seeds", "5,6,7", "--dry-run")  # of no run here
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 6 and all("--nproc-per-node=2 -m language.train gpt2_pydoc_small" in line for line in lines)
 
