@@ -229,7 +229,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         lines.append("wire=: over that format, with error feedback, what the row without it sends in float32.")
     if any(method in CHOSEN for method, _ in methods):
         lines.append(
-            "auto: ddp over int4 at first; where more than a fifth of its step is exposed, co2_auto takes over. tau 1: "
+            "auto: ddp over int4 at first; where more than a tenth of its step is exposed, co2_auto takes over. tau 1: "
             "ddp has stayed to the end."
         )
     if any(method == "diloco" for method, _ in methods):

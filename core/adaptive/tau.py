@@ -185,8 +185,8 @@ class TauTuner:
         return self._decide(round) if self._heard > WARM_UP + 1 else None
 
     def know(self, round: int, step_seconds: float, allreduce_seconds: float) -> None:
-        """In place of the first rounds: all workers come, at one step, from a method that has measured both. A boundary's
-        own work is not known then: those of the rounds that follow tell, again without the first ones."""
+        """In place of the first rounds: all workers come, at one step, from a method that has measured both. What a
+        boundary's own work takes, the rounds that follow tell, again without the first of them."""
         self.apart = False
         for _ in range(WARM_UP + 2):
             self.hear(round, [step_seconds], [allreduce_seconds])

@@ -25,14 +25,13 @@ from ..stats import Seconds, between, mark
 from .ddp import DDP
 from .registry import Entry, Given, Settings
 
-# On text ddp comes to the loss in 48 steps where CO2 with tau auto needs 60 (results/time_to_loss_int4.md), so that it
-# is ahead while one of its steps takes less than 60/48 = 1.25 times as long as one that waits for nothing. A step of
-# which the share s is exposed takes 1 / (1 - s) times as long: 1.25 at s = 0.2. On digits the steps are 66 and 71 to
-# 75, which would make it 0.1. Measured shares lie away from both: 13 to 15 % or 29 % and more (results/seconds.md).
-SHARE = 0.2
+# Up to here the two need as many steps to a loss: on text ddp 48, and CO2 with tau 2, taking over, 48 to 49
+# (results/seconds.md, Method auto). CO2's boundaries may take COST of the time, 5 % (adaptive/tau.py), and merging late
+# costs a little: so it wins where twice that is exposed. On text at 1000 Mbit/s, 13 to 15 %, both are equally fast.
+SHARE = 0.1
 WARM_UP = 1  # steps that are not measured: ddp makes its buckets anew after the first, connections open
 # Measured steps -> times `share`: a look before `steps` of them are known acts upon what is clear alone. Over the
-# slowest links, where half of a step is exposed, every further step of ddp would cost a run a tenth of its time.
+# slowest links, where most of a step is exposed, every further step of ddp would cost a run a tenth of its time.
 CLEAR = {1: 2.5, 3: 1.5, 6: 1.5}
 
 

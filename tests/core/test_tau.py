@@ -299,6 +299,15 @@ def test_the_recommended_settings_choose_the_wire_and_a_given_tau_holds():
         make_method("co2", nn.Linear(2, 2), co2=CO2Config(tau="auto", wire=WireConfig("auto")), shard=True)
 
 
+def test_behind_another_method_a_boundarys_own_work_is_heard_from_the_second_round_on():
+    tuner = TauTuner(192)
+    tuner.know(7, 0.04, 0.03)
+    assert (tuner.tau, tuner.apart) == (1, False)
+    for boundary, tau in ((9.0, 1), (0.01, 1), (0.01, 5)):  # 0.01 / (0.05 x 0.04)
+        tuner.hear(8, [0.04], [0.03], [boundary])
+        assert tuner.tau == tau
+
+
 def test_a_boundarys_own_work_keeps_tau_from_being_too_small():
     """It would be paid after every step where the all-reduce takes no time."""
     tuner = TauTuner(192)
