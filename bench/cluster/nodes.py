@@ -130,6 +130,7 @@ def _in_thread(fn: Callable[[], T]) -> T:
 
 BURST = "256kb"  # of the token bucket; with 64kb gloo runs several times too slow although plain sockets do not
 UNCUT = 16384  # bytes of a segment where bursts are short: the bucket must hold some
+TRIES = 3  # to find a link at its rate: what else the machine does can only slow one down
 HEADERS = 1514 / 1448  # bytes on an Ethernet wire per byte of TCP payload, full frames with time stamps
 BESIDE = str(Path(__file__).parent / "beside.py")
 
@@ -231,16 +232,18 @@ class Cluster:
         self._configure("ip", -1, [f"link set p{port} {'up' if up else 'down'}" for port in ports])
 
     def verify(self) -> float:
-        """The rate between two nodes, Mbit/s on the wire, from one TCP stream; UserError if over 10 % off."""
+        """The rate between two nodes, Mbit/s on the wire, from one TCP stream; UserError if it is over 10 % off thrice."""
         if self.nodes < 2:
             raise UserError("--verify measures between two nodes: give --nodes 2 or more")
+        measured = 0.0
         try:
-            measured = self._transfer(source=0, target=1)
+            for _ in range(TRIES):
+                measured = self._transfer(source=0, target=1)
+                if abs(measured / self.rate_mbit - 1) <= 0.1:
+                    return measured
         except OSError as error:
             raise UserError(f"nothing crosses the link: {error}") from error
-        if abs(measured / self.rate_mbit - 1) > 0.1:
-            raise UserError(f"the link carries {measured:.1f} Mbit/s, over 10 % off the {self.rate_mbit:g} asked for")
-        return measured
+        raise UserError(f"the link carries {measured:.1f} Mbit/s, over 10 % off the {self.rate_mbit:g} asked for")
 
     # -- inside ---------------------------------------------------------------------------------------------
 
