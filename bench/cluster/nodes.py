@@ -232,7 +232,7 @@ class Cluster:
         self._configure("ip", -1, [f"link set p{port} {'up' if up else 'down'}" for port in ports])
 
     def verify(self) -> float:
-        """The rate between two nodes, Mbit/s on the wire, from one TCP stream; UserError if it is over 10 % off thrice."""
+        """The rate between two nodes, Mbit/s on the wire, from one TCP stream; UserError if it stays 10 % off."""
         if self.nodes < 2:
             raise UserError("--verify measures between two nodes: give --nodes 2 or more")
         measured = 0.0

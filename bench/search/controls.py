@@ -106,6 +106,8 @@ class Found:
     def __init__(self, rows: Rows, o: Search):
         self.o, self.runs = o, dict[tuple[int, str], dict[int, dict[str, Any]]]()
         for (group, tuning, asked), choice in rows.choices.items():
+            if group.batch == MANY["batch"] != o.batch:  # the momenta's; the others take the task's own
+                continue
             batch = o.batch or group.batch
             if (group, tuning) == (Group(o.tasks[0], group.workers, batch, o.steps, o.tau, o.shards), o.tuning):
                 runs = test_runs(rows, choice)

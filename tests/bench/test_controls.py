@@ -19,12 +19,12 @@ ROOT = Path(__file__).parents[2]
 OPTIONS = Controls(tasks=("digits",), taus=(6,))
 
 
-def with_runs(path: Path, losses: dict[str, list[float | None]]) -> Rows:
+def with_runs(path: Path, losses: dict[str, list[float | None]], batch: int = 16, tau: int = 6) -> Rows:
     """A file in which the methods' tuning is done, and their runs on seeds 0, 1, ... ended with these losses."""
     rows = Rows(path)
     (search, _) = OPTIONS.searches()
     for asked, ends in losses.items():
-        plan = Plan("digits", parse(asked)[0], 0.05, 4, 16, search.steps, 6, "iid", 100, "tuning")
+        plan = Plan("digits", parse(asked)[0], 0.05, 4, batch, search.steps, tau, "iid", 100, "tuning")
         rows.add_choice(asked, search.tuning, plan, 3, (100,))
         for seed, loss in enumerate(ends):
             rows.add_run(replace(plan, seed=seed, split="test"), Result(loss, loss, 1.0))
@@ -49,6 +49,15 @@ def test_cells_and_changes_by_hand(tmp_path: Path):
         and "| every step, of gradients (ddp) | not run |" in text
     )
     assert "### digits, tau 6" in text and "commits of the runs" in text
+
+
+def test_runs_of_the_momenta_with_their_small_batch_stay_out_of_the_two_axes(tmp_path: Path):
+    options = Controls(tasks=("digits",), taus=(24,))
+    two_axes, momenta = options.searches()
+    for batch, loss in ((16, 1.0), (2, 5.0)):
+        rows = with_runs(tmp_path / "rows.jsonl", {FRESH + "int4": 3 * [loss]}, batch, 24)
+    assert Found(rows, two_axes).cell(FRESH + "int4") == "1.0000 ± 0.0000"
+    assert Found(rows, momenta).cell(FRESH + "int4") == "5.0000 ± 0.0000"
 
 
 def test_a_change_is_over_the_seeds_that_both_have():

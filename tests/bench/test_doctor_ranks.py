@@ -69,12 +69,13 @@ with Cluster(2, rate) as cluster:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rate", "params", "step", "given"),
     [
-        pytest.param(10, 2e6, 0.4, "auto", marks=pytest.mark.slow),
+        (10, 2e6, 0.4, "auto"),
         (100, 3e6, 0.1, "auto"),
-        pytest.param(1000, 8e6, 0.15, "float32", marks=pytest.mark.slow),  # int4 takes what cores are left, there
+        (1000, 8e6, 0.15, "float32"),  # int4 takes what cores are left, there
     ],
 )
 def test_its_rate_is_the_links_and_its_tau_that_of_tau_auto(
