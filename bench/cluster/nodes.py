@@ -251,11 +251,7 @@ class Cluster:
         for _ in range(self.nodes + 1):
             self._namespaces.append(new_namespace())
         guard = [sys.executable, "-ES", BESIDE, "guard", str(os.getpid()), *map(str, self._namespaces)]
-        quiet: dict[str, Any] = {
-            "stdin": subprocess.DEVNULL,
-            "stdout": subprocess.DEVNULL,
-            "stderr": subprocess.DEVNULL,
-        }
+        quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         self._guard = subprocess.Popen(guard, pass_fds=self._namespaces, start_new_session=True, cwd="/", **quiet)
         lines: list[str] = []
         for nic, interface in enumerate(self.interfaces):
