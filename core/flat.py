@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -151,15 +148,18 @@ def read_blocks(t: Tensor) -> bool:
     return t.is_cuda
 
 
-def triton_kernels(device: torch.device) -> Any:
-    """core/triton, where its kernels run on this device, else None: Triton comes with any CUDA build of torch for
-    Linux. By name, for that room imports this file."""
-    return importlib.import_module(".triton", __package__) if takes_triton(device) else None
+Find = Callable[[torch.device], Any]
+_finds: list[Find] = []
 
 
-@functools.cache
-def takes_triton(device: torch.device) -> bool:
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+def offer_kernels(find: Find) -> None:
+    """find: gives a room's kernels for a device, shaped as core/triton, or None where they do not run."""
+    _finds[:] = [find]
+
+
+def kernels_of(device: torch.device) -> Any:
+    """The kernels that a room offers for this device, else None."""
+    return _finds[0](device) if _finds else None
 
 
 def copy_where(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
@@ -174,8 +174,8 @@ def copy_where(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor]) ->
 
 
 def left_by_kernel(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor] | None = None) -> Sequence[int]:
-    """The places that Triton's kernel, if there is one, does not set; it touches memory only where `where` holds."""
-    kernels = triton_kernels(where.device)
+    """The places that a room's kernel, if there is one, does not set; it touches memory only where `where` holds."""
+    kernels = kernels_of(where.device)
     return range(len(to)) if kernels is None else kernels.queue(where, to, source)
 
 

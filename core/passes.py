@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .flat import copy, triton_kernels
+from .flat import copy, kernels_of
 from .outer import EPS, Boundary, Rule, Segment
 
 
@@ -83,6 +83,6 @@ def _momentum(s: Segment, scratch: Tensor, rule: Rule, gap: float, slope: float)
 
 def make_boundary(params: Sequence[Tensor], d: Tensor, x: Tensor, m: Tensor) -> Boundary:
     """Triton's kernel on CUDA where Triton is installed, the in-place pass on a CPU; elsewhere the plain one."""
-    if kernels := triton_kernels(d.device):
+    if kernels := kernels_of(d.device):
         return kernels.TritonBoundary(params, d, x, m)
     return (Boundary if d.is_cuda else ChunkedBoundary)(params, d, x, m)

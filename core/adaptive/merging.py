@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..flat import copy, copy_where, triton_kernels, views
+from ..flat import copy, copy_where, kernels_of, views
 from ..outer import Boundary, Rule, Segment, advance, all_seen, difference
 from ..passes import ChunkedBoundary
 
@@ -166,6 +166,6 @@ def make_boundary(
     params: Sequence[Tensor], d: Tensor, x: Tensor, m: Tensor, sent: Tensor | None = None
 ) -> MergingBoundary:
     """As core.passes.make_boundary."""
-    if kernels := triton_kernels(d.device):
+    if kernels := kernels_of(d.device):
         return kernels.TritonBoundary(params, d, x, m, sent)
     return (MergingBoundary if d.is_cuda else MergingInPlace)(params, d, x, m, sent)

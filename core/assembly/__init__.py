@@ -1,5 +1,6 @@
 """The rooms put together: CO2 with all that runs on real clusters need, and what the other methods take of it."""
 
+from . import kernels as kernels
 from .co2 import CO2, ShardedCO2
 from .config import CO2Config, checked
 from .elastic import elastic_co2

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..collectives.stages import all_gather
-from ..flat import Scalars, triton_kernels
+from ..flat import Scalars, kernels_of
 from ..groups import Stage
 from ..reducer import Reducer
 from . import formats as wires
@@ -73,7 +73,7 @@ class Codec(Protocol):
 
 def make_codec(device: torch.device) -> Codec:
     """Triton's kernels where they run."""
-    kernels = triton_kernels(device)
+    kernels = kernels_of(device)
     return SegmentCodec(device) if kernels is None else kernels.TritonCodec()
 
 

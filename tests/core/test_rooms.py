@@ -84,6 +84,11 @@ def test_imports_make_no_circle():
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_root_loads_nothing_by_its_name():
+    """Which would be an arrow that the two tests above do not see."""
+    assert not [path.name for path in (ROOT / "core").glob("*.py") if "importlib" in path.read_text()]
+
+
 def reached(wanted: dict[Path, set[Path]], start: Path) -> set[Path]:
     """What a file needs, and what these need, and so on."""
     found: set[Path] = set()

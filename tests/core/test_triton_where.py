@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import CO2, CO2Config, flat
+from core.assembly import kernels as offered
 from core.robust import guard
 from core.robust.guard import Guard
 from tests.core.test_triton import built, compile_apart
@@ -83,7 +84,7 @@ def test_a_round_passes_over_what_a_left_out_worker_loses_only_where_one_is():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(flat, "read_blocks", lambda t: True)
             patch.setattr("core.robust.guard.read_blocks", lambda t: True)
-            patch.setattr(flat, "takes_triton", lambda device: True)
+            patch.setattr(offered, "takes_triton", lambda device: True)
             ours, touched = trained(bad)
         assert torch.equal(ours, plain), bad
         assert touched < SIZE, f"{touched} elements are passed over"

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from core import flat
 from core.adaptive.merging import MergingBoundary, make_boundary
+from core.assembly import kernels as offered
 from core.assembly.wire import WireConfig
 from core.flat import Scalars, make_buckets
 from core.wires import quantized
@@ -94,9 +94,9 @@ def rounds(wire: Any, dtype: torch.dtype, feedback: bool, device: str) -> list[T
 def test_bytes_means_and_errors_are_the_plain_codecs(
     wire: Any, dtype: torch.dtype, feedback: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(flat, "takes_triton", lambda device: False)
+    monkeypatch.setattr(offered, "takes_triton", lambda device: False)
     plain = rounds(wire, dtype, feedback, device)
-    monkeypatch.setattr(flat, "takes_triton", lambda device: True)
+    monkeypatch.setattr(offered, "takes_triton", lambda device: True)
     for number, (a, b) in enumerate(zip(plain, rounds(wire, dtype, feedback, device), strict=True)):
         differ = (a != b).nonzero().tolist()
         if a.dtype == torch.uint8:  # a scale of -0.0
@@ -131,7 +131,7 @@ def test_co2_trains_as_with_the_plain_passes(way: dict[str, Any], monkeypatch: p
     monkeypatch.setattr(GridExecutor, "__call__", one_by_one)
     results = []
     for make, kernels in ((MergingBoundary, False), (make_boundary, True)):
-        monkeypatch.setattr(flat, "takes_triton", lambda device, here=kernels: here)
+        monkeypatch.setattr(offered, "takes_triton", lambda device, here=kernels: here)
         monkeypatch.setattr("core.adaptive.arrival.make_boundary", make)
         settings = Settings(tau=2, outer_momentum=0.4, outer_lr=0.5, clip=0.1, **way)
         results.append(train_co2(odd_parameters(), 0, 7, settings))
@@ -162,7 +162,7 @@ def test_a_reduction_queues_as_few_kernels_however_large_the_model_and_many_the_
     """A segment is 256 elements here, so that 2^20 are 4096 segments: 6 x 10^10 parameters on a GPU."""
     monkeypatch.setattr(quantized, "SEGMENT", 256)
     plain = reduction_launches(wire, 1 << 14, 8, monkeypatch)
-    monkeypatch.setattr(flat, "takes_triton", lambda device: True)
+    monkeypatch.setattr(offered, "takes_triton", lambda device: True)
     counts = {
         (n, workers): reduction_launches(wire, n, workers, monkeypatch)
         for n in (1 << 14, 1 << 20)
