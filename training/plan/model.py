@@ -135,7 +135,7 @@ def from_config(folder: Path, context: int | None) -> Model:
     except (OSError, ValueError) as error:
         raise UserError(f"{file}: {reason(error)}; give a folder with Hugging Face's config.json") from None
     kind = config.get("model_type") if isinstance(config, dict) else None
-    if str(kind) not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise UserError(f"{file}: model_type {kind!r} is no decoder that the planner knows: {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
     layers, width, heads, inner, positions, activation, usual = NAMES[family]
