@@ -27,6 +27,8 @@ from training.plan.model import from_config, preset_model
 from training.plan.search import holds, plan
 
 SMALL_GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 96, "n_positions": 16}
+LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 96}
+LLAMA |= {"intermediate_size": 128, "max_position_embeddings": 16}
 
 # -- models and clusters that are read --------------------------------------------------------------------------------
 
@@ -55,6 +57,12 @@ def test_a_config_of_transformers_has_the_parameters_of_its_model(kind: str, tmp
         ({"model_type": "bert"}, "model_type 'bert' is no decoder"),
         ({"model_type": "llama", "hidden_size": 0}, "hidden_size=0: the planner needs a whole number"),
         ({"model_type": "gpt2", "n_layer": 2, "n_embd": 10, "n_head": 3}, "n_head=3 does not divide n_embd=10"),
+        ({"model_type": ["llama"]}, "model_type ['llama'] is no decoder"),
+        (LLAMA | {"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide num_attention_heads=4"),
+        (LLAMA | {"hidden_size": 12}, "hidden_size / num_attention_heads is 3: rotary positions need an even number"),
+        (LLAMA | {"head_dim": 32}, "head_dim=32: the planner counts 16 alone"),
+        (LLAMA | {"mlp_bias": True}, "mlp_bias=True: the planner counts False alone"),
+        (SMALL_GPT2 | {"add_cross_attention": True}, "add_cross_attention=True: the planner counts False alone"),
         (SMALL_GPT2 | {"activation_function": "no"}, "activation 'no': transformers knows gelu"),
     ],
 )
@@ -98,6 +106,7 @@ def test_the_doctor_s_cluster_is_read(tmp_path: Path):
         ({"format": 2}, "no report of format 1"),
         ({"nodes": []}, "nodes=[]"),
         ({"workers_per_node": None}, "workers_per_node=None: the planner needs a number above 0"),
+        ({"workers_per_node": 2.5}, "workers_per_node=2.5: the planner needs a whole number"),
         ({"workers": 5}, "workers=5, but 2 nodes of 2"),
         ({"links": {"across": {"workers": 2, "latency_seconds": -1}}}, "links.within.workers=None"),
         ({"device": {"name": "x", "memory_bytes_per_worker": -4}}, "device.memory_bytes_per_worker=-4"),
@@ -146,6 +155,9 @@ MISTAKES = [
     ("TCP --layout tp1.pp1.dp8.fsdp.co2x16 --run --recipe r", "the plan is for 128 x A100, this machine has"),
     ("TCP --plot /nowhere/x.png", "there is no folder /nowhere: make it first"),
     ("TCP --plot plan.xyz", "plot=plan.xyz: give a file that ends in .png, .pdf or .svg"),
+    ("TCP --why 1 ²", "layout='²': '²' is no axis"),
+    ("TCP --explain -1", "explain=-1: give 1 or more"),
+    ("TCP --nodes 8193", "dgx-a100-tcp has 65544 devices: the planner takes 65536: give fewer --nodes"),
     ("TCP --why 1 1", "why=1 1: both are tp1.pp1.dp8.mb4.fsdp.co2x16: give two layouts"),
 ]
 
@@ -160,7 +172,7 @@ def test_a_mistake_is_one_line(arguments: str, said: str):
 def test_nothing_but_a_batch_of_too_few_is_told_with_the_nearest():
     c = replace(case(CUT), model=replace(MODEL, layers=7, heads=5, kv_heads=5), batch=3)
     with pytest.raises(
-        UserError, match="batch 3: 8 is the nearest that divides among 8 replicas; 7 layers divide among 1 s"
+        UserError, match="batch 3: 8 is the nearest that divides among 8 replicas; 7 layers divide among 1, 7 s"
     ):
         plan(c)
 

@@ -87,6 +87,8 @@ def device(key: str) -> Device:
 def preset(name: str, *, probe: bool = False) -> Cluster:
     """Of presets.toml. probe: its device is measured on this machine."""
     kind, nodes, per_node, inside, across, latency, inside_latency, efficiency = of_preset("clusters", name)
+    if probe and not torch.cuda.is_available():
+        raise UserError(f"preset={name}: --probe would measure a GPU, this machine has none: leave --probe out")
     found = probed(device(kind).name) if probe else device(kind)
     return Cluster(name, found, nodes, per_node, inside, across * efficiency, latency, inside_latency)
 
@@ -108,7 +110,9 @@ def from_doctor(file: Path, *, probe: bool) -> Cluster:
     nodes = report.get("nodes")
     if not isinstance(nodes, list) or not nodes or not all(isinstance(node, dict) for node in nodes):
         raise UserError(f"{file}: nodes={nodes!r}: the planner needs a node or more")
-    per_node = int(_number(file, report, "workers_per_node"))  # the doctor has none where nodes differ
+    each = _number(file, report, "workers_per_node")  # the doctor has none where nodes differ
+    if (per_node := int(each)) != each:
+        raise UserError(f"{file}: workers_per_node={each!r}: the planner needs a whole number")
     memory = _number(file, report, "device", "memory_bytes_per_worker")
     name = str(report["device"].get("name", ""))
     inside, inside_latency = _link(file, report, "within", wanted=per_node > 1)

@@ -63,7 +63,8 @@ class Options:
 
     def check(self) -> None:
         """UserError names the first option that cannot be."""
-        for name, least in (("batch", 1), ("context", 1), ("nodes", 1), ("per_node", 1), ("steps", 4), ("measure", 0)):
+        ones = dict.fromkeys(("batch", "context", "nodes", "per_node", "explain"), 1)
+        for name, least in (ones | {"steps": 4, "measure": 0}).items():
             if (value := getattr(self, name)) is not None and value < least:
                 raise UserError(f"{name}={value}: give {least} or more")
         if (self.preset is None) == (self.cluster is None):
@@ -95,7 +96,7 @@ def case(options: Options) -> Case:
 
 def chosen(p: Plan, text: str | int) -> int:
     """The row of a number of the list, or of the best layout of a name."""
-    if str(text).isdigit():
+    if str(text).isdecimal():
         if not 1 <= int(text) <= len(p.best):
             raise UserError(f"number {text}: the list has 1 to {len(p.best)}")
         return p.best[int(text) - 1]

@@ -65,10 +65,10 @@ def layer(c: Case) -> Numbers:
 
 
 def activations(c: Case, last: bool) -> Numbers:
-    """(layers * kept by a block + ends) * micro-batches in flight: min(m, p) in the first stage, 1 in the last [N, M]
+    """(l/p kept + ends) n: n = min(m, p) [N], in the last stage 1; v > 1: min(m, n (1 + (p - 1) / (p v))) [K] [M]
 
-    Interleaved: 1 + (p - 1) / (p v) times as much in the first stage, if m is as many [K]. With full recomputation a
-    block keeps what it is given [K sec. 5]. Ends: what the embedding gives, what the last norm gives.
+    The second is the first stage's. Kept: a block's, measured; with full recomputation what it is given [K sec. 5].
+    Ends: what the embedding gives, what the last norm gives, each of a stage that has it.
     """
     x = c.layout
     again = 1 + np.where(x.v > 1, (x.pp - 1) / (x.pp * x.v), 0.0) if not last else 1.0
@@ -84,7 +84,7 @@ def received(c: Case, last: bool) -> Numbers:
 
 
 def passing(c: Case, last: bool) -> Numbers:
-    """max(logits, a block's backward pass): what is there for a moment, while the rest is [M]
+    """max(last stage's b s V (size + 8), p > 1: + size; more, again: + kept, + (4, z >= 2: 8) block): for a moment [M]
 
     Logits, of the last stage: b s V (size + 4 + 4), with a float32 log-softmax and its gradient; Megatron-LM's over t.
     Of two stages and more: size more, for torch's pipelining keeps what the last one gives.
@@ -101,9 +101,9 @@ def passing(c: Case, last: bool) -> Numbers:
 
 
 def co2(c: Case, last: bool) -> Numbers:
-    """4 (own' + 2 own / shares): payload, x and m; own' the device's shard; offloaded: 0 [M]
+    """4 own (1, z >= 2: 1/d; + 2 / shares); island of 1: 4 own (3, keep: + 1, narrow wire: + 1 + 1/I); offloaded: 0 [M]
 
-    An island of one device: 3 copies, 1 more with merge keep, 1 + 1/I more over a narrow wire [M].
+    Copies: payload, x and m; on one device also what merge keep and a narrow wire add.
     """
     x = c.layout
     cut = np.where(x.zero >= 2, x.dp, 1)

@@ -135,7 +135,7 @@ def from_config(folder: Path, context: int | None) -> Model:
     except (OSError, ValueError) as error:
         raise UserError(f"{file}: {reason(error)}; give a folder with Hugging Face's config.json") from None
     kind = config.get("model_type") if isinstance(config, dict) else None
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise UserError(f"{file}: model_type {kind!r} is no decoder that the planner knows: {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
     layers, width, heads, inner, positions, activation, usual = NAMES[family]
@@ -149,10 +149,27 @@ def from_config(folder: Path, context: int | None) -> Model:
 
     if size(width) % size(heads):
         raise UserError(f"{file}: {heads}={size(heads)} does not divide {width}={size(width)}")
-    return Model(
-        *(folder.name, family, size(layers), size(width), size(heads), size("vocab_size"), context or size(positions)),
+    model = Model(
+        *(folder.resolve().name, family, size(layers), size(width), size(heads)),
+        *(size("vocab_size"), context or size(positions)),
         inner=size(inner, 4 * size(width) if family == "gpt2" else None),
         kv_heads=size("num_key_value_heads", size(heads)),
         tied=bool(config.get("tie_word_embeddings", family == "gpt2")),
         activation=str(config.get(activation, usual)),
     )
+    check_counted(file, model, config)
+    return model
+
+
+def check_counted(file: Path, m: Model, config: dict[str, Any]) -> None:
+    """UserError: no such model can be, or it has parameters that are not counted."""
+    if m.heads % m.kv_heads:
+        raise UserError(f"{file}: num_key_value_heads={m.kv_heads} does not divide num_attention_heads={m.heads}")
+    each = m.width // m.heads
+    if m.gated and each % 2:
+        raise UserError(f"{file}: hidden_size / num_attention_heads is {each}: rotary positions need an even number")
+    of_llama = {"head_dim": each, "attention_bias": False, "mlp_bias": False}
+    others = of_llama if m.gated else {"add_cross_attention": False}
+    for name, counted in others.items():
+        if (value := config.get(name)) not in (None, counted):
+            raise UserError(f"{file}: {name}={value!r}: the planner counts {counted} alone: give a model that has it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -21,10 +22,10 @@ TAUS = (1, 3, 6, 12, 24, 48, 96, 192)  # what the paper searched (CO2, arXiv 240
 LARGEST_MICRO = 32  # samples
 CHUNKS = (1, 2, 3, 4)
 ALIKE = 0.01  # layouts whose seconds differ by less are ordered by what they cost otherwise
-MOST = 1 << 16  # devices
+MOST = 1 << 16  # devices; of more the kinds of Plan.best would mix
 PADDED = 64  # language.train fills the vocabulary up to a multiple of it
 NAMED = ("tp", "pp", "dp", "v", "zero", "islands")  # axes that stand in a name as they are
-GB = 1e9
+GB, CENT = 1e9, 1e7
 
 
 def named(c: Case) -> Layout:
@@ -124,6 +125,8 @@ def steps(c: Case, split: tuple[int, int, int, int], only: Layout | None = None)
             kinds = [*itertools.product(range(len(WIRES)), range(len(MERGES)), (0,)), (0, paper, 1)]
         methods = [(tau, *kind) for tau in TAUS for kind in kinds]
     chunks, zeros = CHUNKS if pp > 1 else (1,), range(4 if dp > 1 else 1)
+    if only is not None:
+        chunks = (only.v,)
     inner = micros, chunks, zeros, recomputes, range(2 if tp > 1 and c.software.megatron else 1)
     *axes, which = (axis.ravel() for axis in np.meshgrid(*inner, np.arange(len(methods)), indexing="ij"))
     one = np.ones_like(which)
@@ -186,6 +189,8 @@ class Plan:
 
 def plan(case: Case, only: Layout | None = None) -> Plan:
     """Of all layouts, or of one name's; the case's own is not looked at. UserError: none can be, or none fits."""
+    if (devices := case.cluster.devices) > MOST:
+        raise UserError(f"{case.cluster.name} has {devices} devices: the planner takes {MOST}: give fewer --nodes")
     if only is not None:
         check(only, case)
     found = np.array([*splits(case)] if only is None else [(only.tp, only.pp, only.dp, only.islands)])
@@ -222,7 +227,8 @@ def fitting(c: Case, dropped: Counter[str]) -> Plan:
     if not fits.all():
         dropped["memory"] += int((~fits).sum())
         least = int(np.where(fits, np.inf, total).argmin())
-        miss = f"{named(replace(c, layout=c.layout[least]))} needs {total[least] / GB:.2f} GB of {has / GB:.2f}"
+        needed = math.ceil(total[least] / CENT) / 100  # never what the device has
+        miss = f"{named(replace(c, layout=c.layout[least]))} needs {needed:.2f} GB of {has / GB:.2f}"
     if not fits.any():
         raise UserError(f"nothing fits: {listed(dropped)}; the nearest miss, {miss}: more devices, a smaller --batch")
     c = replace(c, layout=c.layout[fits])
@@ -241,7 +247,7 @@ def hint(c: Case, dropped: Counter[str]) -> str:
         near = max(1, round(c.batch / n)) * n
         found.append(f"batch {c.batch}: {near} is the nearest that divides among {n} replicas")
     if dropped["layers"]:
-        found.append(f"{m.layers} layers divide among {', '.join(map(str, divisors(m.layers)[:-1]))} stages")
+        found.append(f"{m.layers} layers divide among {', '.join(map(str, divisors(m.layers)))} stages")
     if dropped["heads"]:
         found.append(f"{m.heads} heads are cut by TP up to {np.gcd(m.heads, np.gcd(m.kv_heads, 1 << 20))}")
     return "; ".join(found)

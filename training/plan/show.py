@@ -15,6 +15,7 @@ from training.plan.clusters import Cluster, Numbers
 from training.plan.search import ALIKE, GB, Plan, hint, listed, notes
 
 TEN, WIDTH = 10, 120
+KINDS = {"recompute": RECOMPUTE, "wire": list(WIRES), "merge": MERGES}  # axes that are an index
 COLUMNS = "{:>2} {:<30} {:<13} {:<20} {:>6} {:>8} {:>10} {:>6} {:>7} {:>8}"
 TITLES = ("", "layout", "micro, again", "tau, wire, merge", "GB", "s/step", "tokens/s", "MFU", "bubble", "exposed")
 LOSS = (
@@ -38,12 +39,17 @@ def exposed(parts: dict[str, Numbers]) -> Numbers:
     return sum(parts[name] for name in time.COMMUNICATION)
 
 
+def rounded(value: float) -> str:
+    """Three digits, or a whole number where it has more."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
 def header(c: Case) -> Iterator[str]:
     k, d, params = c.cluster, c.cluster.device, c.model.params
-    size = f"{params / 1e9:.3g} billion" if params >= 1e9 else f"{params / 1e6:.3g} million"
+    size = f"{rounded(params / 1e9)} billion" if params >= 1e9 else f"{params / 1e6:.3g} million"
     yield f"{c.model.name}, {size} parameters, {c.batch} samples of {c.model.context} tokens a step"
     inside = f"{k.inside / GB:.3g} GB/s inside" if k.per_node > 1 else ""
-    links = ", ".join(filter(None, (inside, f"{k.across * 8 / GB:.3g} Gbit/s across" if k.nodes > 1 else "")))
+    links = ", ".join(filter(None, (inside, f"{rounded(k.across * 8 / GB)} Gbit/s across" if k.nodes > 1 else "")))
     nodes = f"{k.nodes} node{'s' * (k.nodes > 1)} of {k.per_node}{f' ({links})' * bool(links)}"
     rate = f"{d.top * d.peak / 1e12:.3g} TFLOP/s of products"
     yield f"{k.name}: {nodes}, {d.name}, {d.memory / GB:.3g} GB, {rate}"
@@ -74,7 +80,8 @@ def rows(p: Plan) -> Iterator[str]:
 def table(p: Plan) -> Iterator[str]:
     """The screen."""
     for text in sentences(p):
-        yield from textwrap.wrap(text, WIDTH, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
+        width = max(WIDTH, len(text)) if text.endswith("%") else WIDTH  # of a row with a long name, a line as well
+        yield from textwrap.wrap(text, width, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
 
 
 def sentences(p: Plan) -> Iterator[str]:
@@ -116,17 +123,24 @@ def explain(p: Plan, row: int) -> Iterator[str]:
     c, m = p.at(row), p.case.model
     last = bool(sum(memory.of_stage(c, True).values()) > sum(memory.of_stage(c, False).values()))
     yield from header(c)
-    yield f"{p.name(row)}: {', '.join(f'{name} {value}' for name, value in vars(c.layout).items())}"
+    chosen = vars(c.layout) | {axis: names[getattr(c.layout, axis)] for axis, names in KINDS.items()}
+    yield f"{p.name(row)}: {', '.join(f'{name} {value}' for name, value in chosen.items())}"
     yield "quantities"
     for name in ("micro_batches", "layers", "block", "kept", "scores", "island"):
         yield line(name, f"{float(getattr(c, name)):,.6g}", getattr(Case, name).func)
+    for name, value in zip(("measured, kept", "measured, more"), c.measured, strict=True):
+        yield line(name, f"{float(value):,.6g}", Case.measured.func)
+    yield line("given", f"{float(c.given):,.6g}", Case.given.func)
     for name in ("params", "linear_flops", "attention_flops", "head_flops"):
         yield line(name, f"{getattr(m, name):,.6g}", getattr(type(m), name))
     yield line("own", f"{float(c.own(last)):,.6g}", Case.own)
     for name, act in (("all-reduce of CO2", time.outer_allreduce), ("boundary pass", time.boundary_pass)):
         if c.layout.islands > 1:
             yield line(name, f"{float(act(c)):.6g} s", act)
+    if c.layout.pp > 1:
+        yield line("hop", f"{float(time.hop(c)):.6g} s", time.hop)
     yield line("all-reduces", "", Cluster.allreduce)
+    yield line("rings", "", time.ring)
     yield f"gigabytes of the {'last' if last else 'first'} stage, which needs more" if c.layout.pp > 1 else "gigabytes"
     yield from (line(part.__name__, f"{p.memory[part.__name__][row] / GB:.4f}", part) for part in memory.PARTS)
     yield line("sum", f"{p.bytes[row] / GB:.4f}", f"of {c.cluster.device.memory / GB:.1f}")
@@ -135,6 +149,7 @@ def explain(p: Plan, row: int) -> Iterator[str]:
     yield line("sum", f"{p.total[row]:.6f}", "")
     yield line("tokens/s", f"{tokens(c, p.total[row]):,.1f}", tokens)
     yield line("MFU", f"{mfu(c, p.total[row]):.2%}", mfu)
+    yield "symbols and sources: training/plan/__init__.py"
     if text := notes(c):
         yield text
 

@@ -76,7 +76,7 @@ def ends(c: Case) -> Numbers:
 
 
 def hop(c: Case) -> Numbers:
-    """size b s h / B + A: from a stage to the next; over t if scattered [N sec. 4.1]"""
+    """stream b s h / B + A: from a stage to the next; over t if scattered [N sec. 4.1]"""
     x = c.layout
     size = c.given / np.where((x.sequence == 1) | c.software.megatron, x.tp, 1)
     return sent(c, size, x.pp, x.tp * x.dp)
