@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from core.checkpoints.untrusted import parse_json
+from core.methods import REGISTRY
+from core.methods.registry import find
 from results.paper import GPUS, SHORT, Metric, Row
 from training.config import settings, stretches, with_defaults
 from training.recipe import Recipe, flat
@@ -138,6 +140,8 @@ GONE = {
     "co2.sync_steps": 0,
     "co2.update": "fast",
     **{f"{wire}.rounding": "nearest" for wire in ("co2.wire", "ddp_wire")},
+    **{f"{wire}.lgreco.time_share": 1.0 for wire in ("co2.wire", "ddp_wire")},
+    "schedule": [],
     "sampling": "tiled",
     "loss": "chamfer",
 }
@@ -151,11 +155,11 @@ def differences(run: Finished, row: Row, metric: Metric, local: bool) -> list[st
         return ["another recipe or method"]
     recipe = load_recipe(row.task, name)
     wanted = settings(recipe) | {"co2.tau": row.tau or recipe.co2.tau, **overrides, "method": row.method}
-    used = {"co2", "delayed"} if row.method == "delayed" else {row.method}  # delayed reads co2's settings, too
-    idle = {"co2", "delayed", "slowmo", "overlap_local"} - used
-    free = FREE | {"batch_size", "co2.tau"} | {key for key in wanted if key.split(".")[0] in idle}
-    free -= overrides.keys() | ({"co2.tau"} if row.tau or local else set())
+    idle = {entry.settings.key for entry in REGISTRY if entry.settings and entry.name != row.method}
+    idle |= set() if find(REGISTRY, row.method).reads_co2 else {"co2"}
     given = with_defaults(run.settings, type(recipe))
+    free = FREE | {"batch_size", "co2.tau"} | {k for k in wanted.keys() | given.keys() if k.split(".")[0] in idle}
+    free -= overrides.keys() | ({"co2.tau"} if row.tau or local else set())
     given = {key: value for key, value in given.items() if key in wanted or key not in GONE or value != GONE[key]}
     for of in (wanted, given):
         if weights := of.get("pretrained"):
