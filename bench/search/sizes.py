@@ -65,7 +65,7 @@ def table(runs: Runs, millions: dict[str, float]) -> str:
     for task in sorted(runs, key=millions.__getitem__):
         ddp, local, ours = (runs[task].get(name, []) for name in METHODS)
         losses = [report.of_seeds([run["loss"] for run in of], ".4f") if of else "not run" for of in (ddp, local, ours)]
-        lines.append((f"{millions[task]:.2g}", *losses, against(local, ddp), against(ours, local)))
+        lines.append((f"{millions[task]:.3g}", *losses, against(local, ddp), against(ours, local)))
     return report.table(titles, lines)
 
 

@@ -26,8 +26,8 @@ from .ddp import DDP
 from .registry import Entry, Given, Settings
 
 # Up to here the two need as many steps to a loss: on text ddp 48, and CO2 with tau 2, taking over, 48 to 49
-# (results/seconds.md). CO2's boundaries may take COST of the time, 5 % (adaptive/tau.py), and merging late
-# costs a little: so it wins where twice that is exposed. On text at 1000 Mbit/s, 13 to 15 %, both are equally fast.
+# (results/seconds.md). CO2's boundaries may take COST of the time, 5 % (adaptive/tau.py), and merging late costs a
+# little: so it wins where twice that is exposed. On text at 1000 Mbit/s, 12 to 14 %, both are equally fast.
 SHARE = 0.1
 WARM_UP = 1  # steps that are not measured: ddp makes its buckets anew after the first, connections open
 # Measured steps -> times `share`: a look before `steps` of them are known acts upon what is clear alone. Over the
