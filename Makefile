@@ -43,8 +43,8 @@ test: setup ## run the fast tests (PYTEST_ARGS adds options)
 test-slow: setup ## run the slow tests
 	$(PYTEST) -m "slow and not gpu and not root and not slurm" $(PYTEST_ARGS)
 
-test-examples: setup ## run every script of examples/ under torchrun
-	$(PYTEST) -m "" tests/e2e/test_examples.py $(PYTEST_ARGS)
+test-examples: setup ## run every script of examples/ under torchrun, and the package in an environment of its own
+	$(PYTEST) -m "" -n 2 tests/e2e/test_examples.py tests/e2e/test_wheel.py $(PYTEST_ARGS)
 
 test-gpu: setup ## run the tests that need a CUDA device
 	$(PYTEST) -m gpu $(PYTEST_ARGS)

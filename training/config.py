@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import subprocess
@@ -97,6 +98,7 @@ def resumed(file: Path, config: dict[str, Any], kind: type[Recipe]) -> tuple[dic
     return old | {"recipe": config["recipe"], "history": [*history, line]}, ""
 
 
+@functools.cache  # 10 ms each
 def version(package: str) -> str:
     """The installed version; empty for a package that is not installed."""
     try:

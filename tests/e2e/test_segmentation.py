@@ -32,7 +32,7 @@ def train_in_process(rank: int, world_size: int, folder: str, jobs: dict[str, di
         script.PICTURES = int(name == "co2")  # slower than the training
         recipe = replace(
             digits_small(),
-            **{"device": "cpu", "batch_size": 16, "epochs": 4, "log_every": 3, "eval_every": 3, "optim": optim}
+            **{"device": "cpu", "batch_size": 16, "epochs": 3, "log_every": 3, "eval_every": 2, "optim": optim}
             | {"co2": CO2Config(tau=3), "out": Path(folder, name.removesuffix(" again"))}
             | changes,
         )

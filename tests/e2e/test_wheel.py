@@ -15,6 +15,8 @@ from packaging.requirements import Requirement
 
 from core import __version__
 
+pytestmark = pytest.mark.slow  # `make test-examples` runs it, and .ci/run that
+
 ROOT = Path(__file__).resolve().parents[2]
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "results", "runs", "site")
 MOST_BYTES = 275_000  # 250_000 was aimed at, before a doctor, integrations, checkpoints
