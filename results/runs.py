@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from core.checkpoints.untrusted import parse_json
-from core.methods import REGISTRY
-from core.methods.registry import find
+from core.methods import entry_of
 from results.paper import GPUS, SHORT, Metric, Row
-from training.config import settings, stretches, with_defaults
+from training.config import of_other_methods, settings, stretches, with_defaults
 from training.recipe import Recipe, flat
 
 
@@ -155,8 +154,7 @@ def differences(run: Finished, row: Row, metric: Metric, local: bool) -> list[st
         return ["another recipe or method"]
     recipe = load_recipe(row.task, name)
     wanted = settings(recipe) | {"co2.tau": row.tau or recipe.co2.tau, **overrides, "method": row.method}
-    idle = {entry.settings.key for entry in REGISTRY if entry.settings and entry.name != row.method}
-    idle |= set() if find(REGISTRY, row.method).reads_co2 else {"co2"}
+    idle = of_other_methods(row.method) | (set() if entry_of(row.method).reads_co2 else {"co2"})
     given = with_defaults(run.settings, type(recipe))
     free = FREE | {"batch_size", "co2.tau"} | {k for k in wanted.keys() | given.keys() if k.split(".")[0] in idle}
     free -= overrides.keys() | ({"co2.tau"} if row.tau or local else set())

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from core.checkpoints.untrusted import parse_json
+from core.methods import REGISTRY
 from training.recipe import Recipe, flat
 
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "transformers", "onedl-mmsegmentation")
@@ -59,6 +60,11 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return [f"{key}: {old[key]} -> {new[key]}" for key in old if key in new and old[key] != new[key]]
 
 
+def of_other_methods(method: str) -> set[str]:
+    """The groups of settings that say nothing of a run with this one."""
+    return {entry.settings.key for entry in REGISTRY if entry.settings and entry.name != method}
+
+
 def setting(change: str) -> str:
     """The name in one of `differences`."""
     return change.partition(":")[0]
@@ -86,7 +92,8 @@ def resumed(file: Path, config: dict[str, Any], kind: type[Recipe]) -> tuple[dic
     free = FREE | (LENGTH if config["recipe"].get("extend") else set())
     if old["recipe"].get("layout") and config["recipe"].get("layout"):
         free |= {"layout"}  # from a checkpoint of one another goes on, but no run without
-    if refused := [change for change in changed if setting(change) not in free]:
+    unread = of_other_methods(config["recipe"]["method"])
+    if refused := [s for s in changed if setting(s) not in free and setting(s).split(".")[0] not in unread]:
         what = ", ".join(refused)
         if {setting(change) for change in refused} <= LENGTH:
             return {}, (

@@ -185,3 +185,17 @@ def test_a_summary_holds_numbers_or_null(tmp_path: Path, capsys: pytest.CaptureF
     folder.close()
     assert json.loads((tmp_path / "summary.json").read_text()) == {"loss": None, "norm": None, "steps": 3}
     assert capsys.readouterr().err == "warning: no finite number, null in summary.json: loss, norm\n"
+
+
+def test_a_default_of_another_method_that_has_changed_since_is_no_other_run(tmp_path: Path):
+    recipe = Toy(out=tmp_path, resume=True)
+    start(recipe, 0, 1).close()
+    older = config(tmp_path)
+    older["recipe"]["auto"]["share"] = older["recipe"]["co2"]["outer_lr"] = 0.2
+    (tmp_path / "config.json").write_text(json.dumps(older))
+    with pytest.raises(UserError, match=r"holds another run \(co2.outer_lr: 0.2 -> 1.0\)"):
+        start(recipe)
+    older["recipe"]["co2"]["outer_lr"] = 1.0
+    (tmp_path / "config.json").write_text(json.dumps(older))
+    start(recipe, 1, 2).close()
+    assert config(tmp_path)["history"][-1]["changed"] == ["auto.share: 0.2 -> 0.1"]
