@@ -34,11 +34,12 @@ from core.methods import METHODS
 from results import gang
 from results.collect import collect, keep_stand_ins, status
 from results.paper import GPUS, TABLES, Row, Table
-from results.runs import Finished, load_recipe, read_run, stand_in_overrides
-from training.recipe import LARGEST, Recipe, find, parse
+from results.runs import Finished, differences, load_recipe, read_kept, read_run, run_name, stand_in_overrides
+from training.recipe import LARGEST, find, parse
 from training.script import launch
 
 ROOT = Path(__file__).resolve().parent
+KEPT = ROOT / "results/tables"  # the stand-ins that ran, here or elsewhere
 Cluster = Literal["a100", "3090"]
 NODES: dict[Cluster, int] = {"a100": 16, "3090": 10}  # of GPUS each
 
@@ -110,18 +111,21 @@ def main() -> None:
     if command.status:
         folders = {name: [(job.row, job.seed, ROOT / job.folder) for job in listed] for name, listed in jobs.items()}
         return print("\n".join(status(folders, "worker" if command.local else "GPU")))
+    kept = [] if extra else read_kept(KEPT)
     gang.preload({f"{job.row.task}.train" for listed in jobs.values() for job in listed})
     for name, listed in jobs.items():
         if command.local:
-            run_local(listed, command.workers, command.dry_run)
+            run_local(listed, kept, command)
         elif command.array:
             submit_arrays(name, unfinished(listed), command)
         else:
             for job in unfinished(listed):
                 run_sbatch(job.env, job.command, command.dry_run)
     if command.local and not command.dry_run:
-        print("\n".join(collect(tables, ROOT / "runs/local")))
-        keep_stand_ins(tables, ROOT / "runs/local", ROOT / "results/tables")
+        keep_stand_ins(tables, ROOT / "runs/local", KEPT)
+        if (ROOT / "runs/local").is_dir():
+            print("\n".join(collect(tables, ROOT / "runs/local")))
+        print(*(f"all of them: {KEPT / name}.md" for name in tables), sep="\n")
 
 
 def listing() -> Iterator[str]:
@@ -246,15 +250,6 @@ def options(overrides: Mapping[str, Any]) -> list[str]:
     return [argument for key, values in given for argument in (f"--{key}", *values)]
 
 
-def run_name(recipe: Recipe, row: Row, overrides: Mapping[str, Any], seed: int, nodes: int | None = None) -> str:
-    """The name of a run folder: all that differs between the runs of a recipe."""
-    parts = [recipe.name, row.method, f"tau{row.tau or recipe.co2.tau}"]
-    parts += [f"{nodes}nodes" if nodes else "", row.network if nodes else ""]
-    names = {key.split(".", 1)[-1]: value for key, value in overrides.items() if key != "co2.allow_unstable"}
-    parts += [name if value is True else f"{name}_{value}" for name, value in names.items()]
-    return "-".join([*filter(None, parts), f"seed{seed}"]).replace(" ", "_").replace("/", "_")
-
-
 def fitting_batch(recipe: Any, gpus: int) -> int:
     """The global batch nearest to the recipe's that the GPUs divide; an even share where Mixup pairs images."""
     share = max(1, round(recipe.batch_size / gpus))
@@ -297,10 +292,11 @@ def stand_in(row: Row, workers: int, seed: int, extra: Mapping[str, Any] | None 
     return folder, [*torchrun, "-m", f"{row.task}.train", row.local, *given, "--resume"]
 
 
-def unfinished(jobs: Sequence[Job]) -> Iterator[Job]:
-    """Those that are not; says which are."""
+def unfinished(jobs: Sequence[Job], kept: Sequence[Finished] = ()) -> Iterator[Job]:
+    """Those that are not, neither in their folders nor, with today's settings, among the kept; says which are."""
     for job in jobs:
-        if isinstance(read_run(ROOT / job.folder), Finished):
+        known = (run for run in kept if run.settings["seed"] == job.seed and not differences(run, job.row, None, True))
+        if isinstance(read_run(ROOT / job.folder), Finished) or any(known):
             print(f"# finished: {job.folder}", flush=True)
         else:
             yield job
@@ -334,14 +330,14 @@ def run_sbatch(env: Mapping[str, str], command: Sequence[str], dry_run: bool) ->
         raise UserError("sbatch refused this job, its own message is above; the jobs before it are submitted")
 
 
-def run_local(jobs: Sequence[Job], workers: int, dry_run: bool) -> None:
+def run_local(jobs: Sequence[Job], kept: Sequence[Finished], command: Command) -> None:
     """Runs stand-ins, one after the other; what is finished is left alone."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for job in unfinished(jobs):
+    for job in unfinished(jobs, kept):
         print(shlex.join(job.command), flush=True)
-        if dry_run:
+        if command.dry_run:
             continue
-        gang.train(module := f"{job.row.task}.train", train_options(job, module), workers)
+        gang.train(module := f"{job.row.task}.train", train_options(job, module), command.workers)
         if not isinstance(read_run(ROOT / job.folder), Finished):
             raise UserError(f"{job.folder} is not finished, see above; the command goes on from its last checkpoint")
 

@@ -16,7 +16,7 @@ from bench import report
 from bench.report import mean_sd, plus_minus
 from core import UserError
 from results.paper import GPUS, SHORT, TABLES, Metric, Row, Table
-from results.runs import Finished, differences, hours, load_recipe, read_run, stretched
+from results.runs import Finished, differences, hours, load_recipe, read_kept, read_run, stretched, write_kept
 from training.untrusted import printable
 
 CAPTION = (
@@ -54,17 +54,19 @@ def collect(tables: Mapping[str, Table], folder: Path) -> Iterator[str]:
 
 
 def keep_stand_ins(names: Iterable[str], folder: Path, out: Path) -> None:
-    """Writes to `out` the stand-ins of all rows of these tables, which ran under `folder`: NAME.md and NAME.json of
-    each table, and index.md, which counts them."""
-    runs = [run for path in sorted(folder.rglob("config.json")) if isinstance(run := read_run(path.parent), Finished)]
+    """Writes to `out` the stand-ins of all rows of these tables, which ran under `folder` or are in `out` from before:
+    NAME.md and NAME.json of each table, and index.md, which counts them."""
+    ran = [run for path in sorted(folder.rglob("config.json")) if isinstance(run := read_run(path.parent), Finished)]
+    anew = {run.folder.name for run in ran}
+    runs = ran + [run for run in read_kept(out) if run.folder.name not in anew]
     out.mkdir(parents=True, exist_ok=True)
     for name in names:
         table, counted = TABLES[name], set[Path]()
         lines = [*section(table, True, runs, counted)]
-        mine = [run for run in runs if run.folder in counted]
+        mine = sorted((run for run in runs if run.folder in counted), key=lambda run: run.folder.name)
         lines = [f"# {name}: {table.title}, stand-ins", "", CAPTION, "", *lines, "", *caption(name, table, mine)]
         (out / f"{name}.md").write_text("".join(f"{printable(line)}\n" for line in lines))
-        (out / f"{name}.json").write_text(json.dumps([_kept(run, table.metric) for run in mine], indent=1) + "\n")
+        write_kept(out / f"{name}.json", mine, table.metric)
     (out / "index.md").write_text(overview(out))
 
 
@@ -115,11 +117,6 @@ def described(task: str, name: str) -> str:
     return f"{name} ({millions:.2f} M parameters, {recipe.corpus if task == 'language' else recipe.dataset})"
 
 
-def _kept(run: Finished, metric: Metric) -> dict[str, object]:
-    asked = {key: run.settings[key] for key in ("name", "method", "co2.tau", "batch_size", "seed")}
-    return {**asked, "workers": run.workers, "commit": run.commit, metric.key: run.results[metric.key]}
-
-
 def section(table: Table, local: bool, runs: Sequence[Finished], counted: set[Path]) -> Iterator[str]:
     """One Markdown table, of the rows or of their stand-ins; adds the folders of the runs in it to `counted`."""
     titles = ["model", "method", "tau", "workers", "batch", "seeds", table.metric.title]
@@ -136,18 +133,18 @@ def section(table: Table, local: bool, runs: Sequence[Finished], counted: set[Pa
         # runs with tau auto last
         for (tau, workers, batch_size), group in sorted(groups.items(), key=lambda of: (of[0][0] == "auto", of[0])):
             counted |= {run.folder for run in group}
-            measured = measures(group, table.metric)
-            rows.append((label, row.method, tau or "", workers, batch_size, len(group), *measured, paper))
+            measured = [] if local else [*speed(group), paper]
+            value = mean_sd([run.results[table.metric.key] * table.metric.scale for run in group], table.metric.spec)
+            rows.append((label, row.method, tau or "", workers, batch_size, len(group), value, *measured))
     # stand-ins have no seconds and no number of the paper beside them
     titles += [] if local else ["samples/s", "exposed", "paper"]
     yield from report.table(titles, [row[: len(titles)] for row in rows]).splitlines()
 
 
-def measures(runs: Sequence[Finished], metric: Metric) -> list[str]:
-    """Means over the seeds: the metric with its standard deviation (n - 1), samples/s and the exposed share."""
+def speed(runs: Sequence[Finished]) -> list[str]:
+    """Means over the seeds: samples/s and the exposed share."""
     rate, exposed = ([run.results[key] for run in runs] for key in ("samples_per_second", "exposed_share"))
-    value = mean_sd([run.results[metric.key] * metric.scale for run in runs], metric.spec)
-    return [value, f"{statistics.mean(rate):,.1f}", f"{statistics.mean(exposed):.1%}"]
+    return [f"{statistics.mean(rate):,.1f}", f"{statistics.mean(exposed):.1%}"]
 
 
 def matching(runs: Sequence[Finished], row: Row, metric: Metric, local: bool) -> dict[tuple, list[Finished]]:

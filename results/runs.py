@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import json
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from core import UserError
 from core.checkpoints.untrusted import parse_json
 from core.methods import entry_of
 from results.paper import GPUS, SHORT, Metric, Row
@@ -27,6 +30,15 @@ def stand_in_overrides(row: Row) -> dict[str, Any]:
     have, too; L-GreCo decides when it does by default."""
     of = {key: value for key, value in row.overrides.items() if key.startswith(("co2.", "delayed.", "ddp_wire."))}
     return SHORT[row.task] | {key: of[key] for key in of if not key.endswith(("lgreco.first", "lgreco.every"))}
+
+
+def run_name(recipe: Recipe, row: Row, overrides: Mapping[str, Any], seed: int, nodes: int | None = None) -> str:
+    """The name of a run folder: all that differs between the runs of a recipe."""
+    parts = [recipe.name, row.method, f"tau{row.tau or recipe.co2.tau}"]
+    parts += [f"{nodes}nodes" if nodes else "", row.network if nodes else ""]
+    names = {key.split(".", 1)[-1]: value for key, value in overrides.items() if key != "co2.allow_unstable"}
+    parts += [name if value is True else f"{name}_{value}" for name, value in names.items()]
+    return "-".join([*filter(None, parts), f"seed{seed}"]).replace(" ", "_").replace("/", "_")
 
 
 # Settings that do not change what a row measures.
@@ -123,6 +135,33 @@ def read_run(folder: Path) -> Finished | str:
         return f"config.json or summary.json is damaged ({error!r})"
 
 
+def write_kept(path: Path, runs: Iterable[Finished], metric: Metric) -> None:
+    """Runs in JSON, a line each: read_kept gives back what counts in the same rows. Settings that no row asks for stay
+    away."""
+    asked = {"seed", "co2.tau"}.union(*SHORT.values())
+    lines = []
+    for run in runs:
+        without = idle_settings(run.settings["method"]) | FREE
+        told = {key: run.settings[key] for key in run.settings if key in asked or key.split(".")[0] not in without}
+        kept = {"folder": run.folder.name, "workers": run.workers, "commit": run.commit}
+        lines.append(json.dumps(kept | {metric.key: run.results[metric.key], "settings": told}))
+    path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+
+
+def read_kept(folder: Path) -> list[Finished]:
+    """The runs of all tables that `write_kept` wrote into the folder, each once. UserError for a damaged file."""
+    found: dict[str, Finished] = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            for row in json.loads(path.read_text()):
+                name, of, workers, commit = (row.pop(key) for key in ("folder", "settings", "workers", "commit"))
+                _check_types(run := Finished(Path(name), of, workers, commit, row))
+                found.setdefault(name, run)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} is damaged ({error!r}): take it from the repository, or remove it") from None
+    return [*found.values()]
+
+
 def _check_types(run: Finished) -> None:
     """TypeError where a value that the tables are made from is not what a run writes."""
     values: dict[str, Any] = {"world_size": run.workers, "commit": run.commit, "pretrained": None} | run.settings
@@ -147,14 +186,19 @@ GONE = {
 """Settings of earlier versions, and the values with which a run trained as one trains without them."""
 
 
-def differences(run: Finished, row: Row, metric: Metric, local: bool) -> list[str]:
+def idle_settings(method: str) -> set[str]:
+    """The groups of settings, and the settings, that say nothing of a run with this method."""
+    return of_other_methods(method) | (set() if entry_of(method).reads_co2 else {"co2"})
+
+
+def differences(run: Finished, row: Row, metric: Metric | None, local: bool) -> list[str]:
     """Where the run departs from the row or, if `local`, from its stand-in; empty when it counts."""
     name, overrides = (row.local, stand_in_overrides(row)) if local else (row.recipe, row.overrides)
     if name is None or (run.settings.get("name"), run.settings.get("method")) != (name, row.method):
         return ["another recipe or method"]
     recipe = load_recipe(row.task, name)
     wanted = settings(recipe) | {"co2.tau": row.tau or recipe.co2.tau, **overrides, "method": row.method}
-    idle = of_other_methods(row.method) | (set() if entry_of(row.method).reads_co2 else {"co2"})
+    idle = idle_settings(row.method)
     given = with_defaults(run.settings, type(recipe))
     free = FREE | {"batch_size", "co2.tau"} | {k for k in wanted.keys() | given.keys() if k.split(".")[0] in idle}
     free -= overrides.keys() | ({"co2.tau"} if row.tau or local else set())
@@ -172,5 +216,5 @@ def differences(run: Finished, row: Row, metric: Metric, local: bool) -> list[st
     if row.network and not local and row.network not in run.folder.name.split("-"):
         found.append(f"not over {row.network}, by its folder's name")
     found += run.stretched
-    found += [] if run.results.get(metric.key) is not None else [f"no {metric.key} in summary.json"]
+    found += [] if metric is None or run.results.get(metric.key) is not None else [f"no {metric.key} in summary.json"]
     return found

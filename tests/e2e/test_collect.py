@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+import reproduce
+from core import UserError
 from results.collect import collect, keep_stand_ins, overview, status
 from results.page import FIRST, write_page
 from results.paper import SHORT, TABLES
-from results.runs import load_recipe, read_run
+from results.runs import load_recipe, read_kept, read_run
 from tests.imports import ROOT
 
 
@@ -259,7 +261,7 @@ def test_stand_ins_are_kept_and_all_results_fit_one_page(tmp_path: Path):
     make_run(tmp_path / "runs/of_tau_vision", "vision", "digits_small", workers=4, tau=12, results={"test_top1": 0.8})
     keep_stand_ins(["imagenet"], tmp_path / "runs", tmp_path / "tables")
     (kept,) = json.loads((tmp_path / "tables/imagenet.json").read_text())
-    assert (kept["name"], kept["test_top1"], kept["commit"]) == ("digits_small", 0.9, "abc1234")
+    assert (kept["settings"]["name"], kept["test_top1"], kept["commit"]) == ("digits_small", 0.9, "abc1234")
     page = (tmp_path / "tables/imagenet.md").read_text()
     assert "- Workers: 4. Seeds: 0. Commits: abc1234. Command: `python reproduce.py imagenet --local`." in page
     assert "digits_small (0.32 M parameters, digits); digits_vit (" in page and "`--epochs 8 " in page
@@ -273,6 +275,34 @@ def test_stand_ins_are_kept_and_all_results_fit_one_page(tmp_path: Path):
     text = write_page(tmp_path).read_text()
     assert text.count('<a href="#tablesimagenet">Stand-ins</a>') == len(FIRST) and "<td>90.00</td>" in text
     assert 'src="data:image/png;base64,iVBORw=="' in text and "one.png" not in text
+
+
+def test_what_is_kept_counts_without_its_run_folders_and_runs_of_today_go_beside_it(tmp_path: Path):
+    small = {"task": "vision", "name": "digits_small", "workers": 4}
+    make_run(tmp_path / "first/a", **small, results={"test_top1": 0.9})
+    make_run(tmp_path / "first/other", **small, gap="none", results={"test_top1": 0.1})  # counts in no row of imagenet
+    out = tmp_path / "tables"
+    keep_stand_ins(["imagenet"], tmp_path / "first", out)
+    before = (out / "imagenet.md").read_text()
+    keep_stand_ins(["imagenet"], tmp_path / "nothing", out)
+    assert (out / "imagenet.md").read_text() == before
+    make_run(tmp_path / "later/b", **small, seed=1, results={"test_top1": 0.8})
+    make_run(tmp_path / "later/a", **small, results={"test_top1": 0.7})  # again: it replaces the first
+    keep_stand_ins(["imagenet", "tau_vision"], tmp_path / "later", out)
+    for name, label in (("imagenet", "ResNet-50"), ("tau_vision", "tau 6")):  # tables share runs
+        assert f"| {label}: digits_small | co2 | 6 | 4 | 64 | 2 | 75.00 ± 7.07 |" in (out / f"{name}.md").read_text()
+    (out / "gap.json").write_text('[{"folder": "a"}]')
+    with pytest.raises(UserError, match=r"gap.json is damaged"):
+        keep_stand_ins(["imagenet"], tmp_path / "later", out)
+
+
+def test_a_kept_run_is_finished_for_its_row_and_seed_alone(tmp_path: Path):
+    make_run(tmp_path / "runs/a", "vision", "digits_small", workers=4, seed=2, results={"test_top1": 0.9})
+    keep_stand_ins(["imagenet"], tmp_path / "runs", tmp_path)
+    row = next(row for row in TABLES["imagenet"].rows if (row.local, row.method) == ("digits_small", "co2"))
+    jobs = [reproduce.Job(of, seed, Path("nowhere"), {}, []) for of in (row, replace(row, tau=12)) for seed in (1, 2)]
+    left = [(job.row.tau, job.seed) for job in reproduce.unfinished(jobs, read_kept(tmp_path))]
+    assert left == [(None, 1), (12, 1), (12, 2)]
 
 
 def test_the_counts_of_the_stand_ins_are_current():
