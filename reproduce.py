@@ -34,7 +34,7 @@ from core.methods import METHODS
 from results import gang
 from results.collect import collect, keep_stand_ins, status
 from results.paper import GPUS, TABLES, Row, Table
-from results.runs import Finished, differences, load_recipe, read_kept, read_run, run_name, stand_in_overrides
+from results.runs import Finished, is_kept, load_recipe, read_kept, read_run, run_name, stand_in_overrides
 from training.recipe import LARGEST, find, parse
 from training.script import launch
 
@@ -108,10 +108,10 @@ def main() -> None:
     jobs = {name: jobs_of(table, command, extra) for name, table in tables.items()}
     if extra:
         check_options(job for listed in jobs.values() for job in listed if job.seed == job.row.seeds[0])
+    kept = read_kept(KEPT) if command.local and not extra else []
     if command.status:
         folders = {name: [(job.row, job.seed, ROOT / job.folder) for job in listed] for name, listed in jobs.items()}
-        return print("\n".join(status(folders, "worker" if command.local else "GPU")))
-    kept = [] if extra else read_kept(KEPT)
+        return print("\n".join(status(folders, "worker" if command.local else "GPU", kept)))
     gang.preload({f"{job.row.task}.train" for listed in jobs.values() for job in listed})
     for name, listed in jobs.items():
         if command.local:
@@ -293,10 +293,9 @@ def stand_in(row: Row, workers: int, seed: int, extra: Mapping[str, Any] | None 
 
 
 def unfinished(jobs: Sequence[Job], kept: Sequence[Finished] = ()) -> Iterator[Job]:
-    """Those that are not, neither in their folders nor, with today's settings, among the kept; says which are."""
+    """Those that are not, neither in their folders nor among the kept; says which are."""
     for job in jobs:
-        known = (run for run in kept if run.settings["seed"] == job.seed and not differences(run, job.row, None, True))
-        if isinstance(read_run(ROOT / job.folder), Finished) or any(known):
+        if isinstance(read_run(ROOT / job.folder), Finished) or is_kept(job.row, job.seed, kept):
             print(f"# finished: {job.folder}", flush=True)
         else:
             yield job

@@ -16,7 +16,7 @@ from bench import report
 from bench.report import mean_sd, plus_minus
 from core import UserError
 from results.paper import GPUS, SHORT, TABLES, Metric, Row, Table
-from results.runs import Finished, differences, hours, load_recipe, read_kept, read_run, stretched, write_kept
+from results.runs import Finished, differences, hours, is_kept, load_recipe, read_kept, read_run, stretched, write_kept
 from training.untrusted import printable
 
 CAPTION = (
@@ -190,11 +190,13 @@ def departure(run: Finished, tables: Mapping[str, Table]) -> str:
 # -- what ran -----------------------------------------------------------------------------------------------------
 
 
-def status(tables: Mapping[str, Sequence[tuple[Row, int, Path]]], worker: str) -> Iterator[str]:
+def status(
+    tables: Mapping[str, Sequence[tuple[Row, int, Path]]], worker: str, kept: Sequence[Finished] = ()
+) -> Iterator[str]:
     """Lines of Markdown: of each row's runs, given as (row, seed, folder), what ran, what is left, and the hours.
 
-    worker: what the hours are of, GPU or worker. What is left is known where one of the row's runs has finished. A line
-    more for each run whose schedule was stretched.
+    worker: what the hours are of, GPU or worker. kept: stand-ins that ran elsewhere. What is left is known where one of
+    the row's runs has finished here. A line more for each run whose schedule was stretched.
     """
     titles = ["table", "row", "method", "tau", "finished", "begun", "left", f"{worker} hours", f"{worker} hours left"]
     rows: list[tuple[object, ...]] = []
@@ -203,10 +205,12 @@ def status(tables: Mapping[str, Sequence[tuple[Row, int, Path]]], worker: str) -
     to_come: dict[Path, float] = {}
     for name, jobs in tables.items():
         for row in dict.fromkeys(_key(row) for row, _, _ in jobs):
-            folders = [folder for other, _, folder in jobs if _key(other) == row]
+            mine = [(of, seed, folder) for of, seed, folder in jobs if _key(of) == row]
+            folders = [folder for _, _, folder in mine]
             used = {folder: hours(folder) for folder in folders}
-            done = [folder for folder in folders if isinstance(read_run(folder), Finished)]
-            mean = statistics.mean(used[folder] for folder in done) if done else None
+            here = [folder for folder in folders if isinstance(read_run(folder), Finished)]
+            done = {*here, *(folder for of, seed, folder in mine if is_kept(of, seed, kept))}
+            mean = statistics.mean(used[folder] for folder in here) if here else None
             left = {folder: max(0.0, (mean or 0.0) - used[folder]) for folder in folders if folder not in done}
             known = mean is not None or not left
             begun = sum(used[folder] > 0 for folder in left)
@@ -214,7 +218,7 @@ def status(tables: Mapping[str, Sequence[tuple[Row, int, Path]]], worker: str) -
             rows.append((name, *row, len(done), begun, len(left) - begun, f"{sum(used.values()):,.1f}", needed))
             spent, to_come, open_end = spent | used, to_come | left, open_end or not known
     yield from report.table(titles, rows).splitlines()
-    more = ", and what the rows marked ? need, of which no run has finished yet" if open_end else ""
+    more = ", and what the rows marked ? need, of which no run has finished here" if open_end else ""
     yield f"\n{sum(spent.values()):,.1f} {worker} hours used; left: {sum(to_come.values()):,.1f}{more}."
     yield from (printable(f"{folder}: {where}.") for folder in spent for where in stretched(folder))
 

@@ -218,3 +218,8 @@ def differences(run: Finished, row: Row, metric: Metric | None, local: bool) -> 
     found += run.stretched
     found += [] if metric is None or run.results.get(metric.key) is not None else [f"no {metric.key} in summary.json"]
     return found
+
+
+def is_kept(row: Row, seed: int, kept: Iterable[Finished]) -> bool:
+    """Whether one of the runs is what the row's stand-in trains with this seed, and with today's settings."""
+    return any(run.settings["seed"] == seed and not differences(run, row, None, True) for run in kept)

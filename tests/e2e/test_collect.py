@@ -301,8 +301,11 @@ def test_a_kept_run_is_finished_for_its_row_and_seed_alone(tmp_path: Path):
     keep_stand_ins(["imagenet"], tmp_path / "runs", tmp_path)
     row = next(row for row in TABLES["imagenet"].rows if (row.local, row.method) == ("digits_small", "co2"))
     jobs = [reproduce.Job(of, seed, Path("nowhere"), {}, []) for of in (row, replace(row, tau=12)) for seed in (1, 2)]
-    left = [(job.row.tau, job.seed) for job in reproduce.unfinished(jobs, read_kept(tmp_path))]
-    assert left == [(None, 1), (12, 1), (12, 2)]
+    kept = read_kept(tmp_path)
+    assert [(job.row.tau, job.seed) for job in reproduce.unfinished(jobs, kept)] == [(None, 1), (12, 1), (12, 2)]
+    told = list(status({"imagenet": [(job.row, job.seed, tmp_path / str(job.seed)) for job in jobs]}, "worker", kept))
+    assert "| imagenet | ResNet-50 | co2 |  | 1 | 0 | 1 | 0.0 | ? |" in told
+    assert "| imagenet | ResNet-50 | co2 | 12 | 0 | 0 | 2 | 0.0 | ? |" in told
 
 
 def test_the_counts_of_the_stand_ins_are_current():
