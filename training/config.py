@@ -115,10 +115,12 @@ def version(package: str) -> str:
 
 
 def commit() -> str:
-    """The commit of this checkout, with a mark when it has changes; empty outside a checkout."""
-    git = ["git", "-C", str(Path(__file__).parent)]
+    """The commit of this checkout, with a mark when its code has changes; empty outside a checkout."""
+    git = ["git", "-C", str(Path(__file__).parents[1])]
     try:
-        head = subprocess.run([*git, "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=10)
-        return head.stdout.strip()
+        head = subprocess.run([*git, "describe", "--always"], capture_output=True, text=True, timeout=10)
+        but_results = [*git, "diff", "--quiet", "HEAD", "--", ".", ":(exclude)results"]  # which measurements write
+        changed = subprocess.run(but_results, capture_output=True, timeout=10).returncode == 1
+        return head.stdout.strip() + ("-dirty" if changed else "")
     except (OSError, subprocess.TimeoutExpired):
         return ""
