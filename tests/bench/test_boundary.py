@@ -1,14 +1,12 @@
 """The boundary's benchmark: its counts, its table, and a small run from the command line."""
 
 import json
-import sys
 
 import pytest
 import torch
 
 from bench import boundary
 from core import outer
-from core.errors import UserError
 from tests.core.test_boundary import RULES, check
 from tests.scripts import run_script
 
@@ -100,18 +98,3 @@ def test_a_small_run(tmp_path, ways):
     assert rows[0]["bytes_moved"] == 36e5 and rows[0]["memory_counted"] == 12e5
     assert all(row["memory_measured"] > 0 for row in rows)
     assert "| 1e+05 | plain |" in (tmp_path / "boundary.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "said"),
-    [
-        ("--sizes", "0", "sizes=(0.0,): give one or more numbers"),
-        ("--repeats", "0", "repeats=0: give 1 or more"),
-        ("--threads", "-1", "threads=-1: give a number of threads, or 0"),
-    ],
-)
-def test_a_mistake_is_one_line(monkeypatch, option, value, said):
-    monkeypatch.setattr(sys, "argv", ["boundary", option, value])
-    with pytest.raises(UserError) as error:
-        boundary.main()
-    assert str(error.value).startswith(said) and "\n" not in str(error.value)

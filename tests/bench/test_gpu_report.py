@@ -246,17 +246,6 @@ def test_without_a_device_everything_is_not_run_and_no_report_is_lost(tmp_path: 
     assert "finds no CUDA device, and" in mistake("bench.gpu", "--out", str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("--checks birds", "checks=birds: no check of correctness, costs, loops, search has such a name"),
-        ("--minutes 0", "minutes=0.0: give a number above 0"),
-    ],
-)
-def test_a_mistake_is_one_line(tmp_path: Path, mistake: Mistakes, inline: None, arguments: str, said: str):
-    assert said in mistake("bench.gpu", "--device", "cpu", "--out", str(tmp_path), *arguments.split())
-
-
 def test_another_file_is_not_taken_for_a_report(tmp_path: Path, mistake: Mistakes, inline: None):
     (tmp_path / "gpu.json").write_text('{"rows": [{"name": 1}]}')
     said = mistake("bench.gpu", "--device", "cpu", "--tiny", "--out", str(tmp_path), "--checks", "copy")

@@ -2,7 +2,6 @@
 
 import math
 import mmap
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -17,13 +16,10 @@ from bench.peers.__main__ import Bench, Choice, choices, run_all, steps_of, tune
 from bench.peers.adapters import PEERS, Peer, split
 from bench.peers.loop import Job, half
 from bench.peers.table import cell, limit, loss_at, markdown, seconds_to, summarise, table
-from bench.standin import LR, MLP_LAYERS, Pacer, build_model
+from bench.standin import LR, build_model
 from core import UserError
-from tests.bench.test_scaling import Clock
-from tests.scripts import Mistakes
 from vision import data
 
-ROOT = Path(__file__).parents[2]
 JOB = Job("local", 4, 2, 2, 8, 0.0, 0, 5.0, None, None, Path(), Path())
 DONE = {
     "seconds": 2.0,
@@ -267,30 +263,6 @@ def test_fragments_are_about_equal():
     assert [module for part in parts for module in part] == layers
 
 
-def test_gradients_come_spread_over_the_backward_pass():
-    """Six layers, a step of 0.3 s: forward ends at 0.1 s, a layer's gradients come every 0.033 s, the last layer's
-    first; the values are those of the model without a pacer."""
-    clock = Clock()
-    pacer = Pacer(0.3, MLP_LAYERS, clock, clock.sleep)
-    torch.manual_seed(0)
-    model, x = build_model(8, pacer), torch.randn(4, 1, 8, 8)
-    times: list[float] = []
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            layer.weight.register_post_accumulate_grad_hook(lambda _: times.append(clock.now))
-    start = clock.now
-    loss = model(x).square().sum()
-    forward = clock.now - start
-    loss.backward()
-    assert forward == pytest.approx(0.1)
-    assert [seen - start for seen in times] == pytest.approx([0.1 + 0.2 * k / 6 for k in range(1, 7)])
-    torch.manual_seed(0)
-    plain = build_model(8)
-    plain(x).square().sum().backward()
-    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
-
-
 def test_the_peak_is_that_since_the_reset():
     base = reset_peak()
     with mmap.mmap(-1, 32 << 20) as held:  # what malloc gives may have been resident before
@@ -304,26 +276,6 @@ def test_counters_are_those_of_the_interface():
     assert sent_bytes("lo") >= 0
     with pytest.raises(OSError, match="no interface nonesuch0"):
         sent_bytes("nonesuch0")
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--steps", "0"], "steps=0: give 1 or more"),
-        (["--rate", "-3"], "rate=-3.0: give a number above 0"),
-        (["--step_ms", "-1"], "step_ms=-1.0: give 0 or more"),
-        (["--methods", "co2", "dilocco"], "methods: 'dilocco' does not exist; choose among ddp, dpu"),
-    ],
-)
-def test_bad_options_are_refused(monkeypatch, options, says):
-    monkeypatch.setattr(sys, "argv", ["peers", *options])
-    with pytest.raises(UserError, match=says) as refusal:
-        compare.main()
-    assert "\n" not in str(refusal.value)
-
-
-def test_a_refusal_is_one_line(mistake: Mistakes):
-    assert mistake("bench.peers", "--tau", "0") == "error: tau=0: give 1 or more\n"
 
 
 def test_a_diverged_repeat_is_told_and_enters_no_median():

@@ -7,8 +7,6 @@ One start of two workers serves all tests but the command's: starting takes long
 import functools
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -31,10 +29,10 @@ from core.testing import run_distributed
 from core.wires.formats import nbytes
 from core.wires.quantized import chunk_of
 from tests import problems
+from tests.bench.emulated import python
 from tests.problems import flat
 from vision import data
 
-ROOT = Path(__file__).parents[2]
 STEPS, TAU = 7, 3
 
 
@@ -260,13 +258,24 @@ def on_ranks() -> dict[str, tuple[Any, Any]]:
 
 
 def bench(folder: Path, *options: str) -> tuple[str, dict]:
-    argv = [sys.executable, "-m", "bench.peers", "--workers", "2", "--repeats", "1", "--steps", "6", "--tau", "2"]
-    argv += ["--step_ms", "0", "--width", "16", "--out", str(folder), *options]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=100, env=env)
-    assert done.returncode == 0, done.stderr
-    assert (folder / "peers.md").read_text().strip() in done.stdout
-    return done.stdout, json.loads((folder / "peers.json").read_text())
+    fixed = [
+        "--workers",
+        "2",
+        "--repeats",
+        "1",
+        "--steps",
+        "6",
+        "--tau",
+        "2",
+        "--step_ms",
+        "0",
+        "--width",
+        "16",
+        "--out",
+    ]
+    said = python("-m", "bench.peers", *fixed, folder, *options, timeout=100)
+    assert (folder / "peers.md").read_text().strip() in said
+    return said, json.loads((folder / "peers.json").read_text())
 
 
 @pytest.mark.slow

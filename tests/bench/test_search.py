@@ -16,7 +16,7 @@ from bench.search.rows import Rows, markdown
 from bench.search.task import Inner, Task, stacked_draw
 from core.errors import UserError
 from tests.problems import small_net
-from tests.scripts import Mistakes, run_script
+from tests.scripts import run_script
 
 
 @pytest.fixture
@@ -116,37 +116,6 @@ def test_how_long_a_mean_may_take_unnoticed(asked: str, steps: float):
 )
 def test_how_many_bits_a_parameter_takes_a_step(asked: str, bits: float):
     assert parse(asked)[0].bits_a_step(8) == pytest.approx(bits)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("--tasks birds", "tasks: 'birds' does not exist; choose among digits, cifar, cifar_vit"),
-        ("--tau 0", "tau=0: give 1 or more"),
-        ("--steps 0", "steps=0: give 1 or more"),
-        ("--workers 0", "workers=0: give a number above 0"),
-        ("--methods adam", "method 'adam' does not exist; choose among ddp, dpu"),
-        ("--methods co2:speed=1", "co2 has no option 'speed'"),
-        ("--methods local:beta=1", "local has no option 'beta'; it has: wire"),
-        ("--device cuda", "device=cuda: this torch finds no CUDA device"),
-        ("--methods co2:merge=half", "merge='half'; choose among outer, mix, keep"),
-        ("--methods co2:beta=x", "beta='x'; give a number, 0 or more"),
-        ("--methods co2:delay=1.5", "delay='1.5'; give a whole number, 0 or more"),
-        ("--methods co2:fragments=9 --tau 6", "fragments=9: between 1 and tau=6"),
-        ("--methods co2:fragments=2,gap=inner", "fragments: they have no gap inner"),
-        ("--methods ddp:wire=int1", "wire='int1'; choose among float32, bfloat16"),
-        ("--methods co2:nesterov=1", "nesterov='1'; choose true or false"),
-        ("--methods co2:delay=9 --tau 6", "delay=9: between 0 and tau=6"),
-        ("--methods co2:beta=0|0.1|0.2 --configurations 2", "make 3 configurations; allow as many"),
-        ("--seeds 0 1 --tuning_seeds 1", "seeds=1: it is a tuning seed too"),
-        ("--budget_minutes 0", "budget_minutes=0.0: give a number above 0"),
-        ("--batch 7 --methods acco", "batch=7: acco halves it"),
-        ("--report", "no rows to report"),
-    ],
-)
-def test_mistakes(mistake: Mistakes, tmp_path: Path, arguments: str, said: str):
-    message = mistake("bench.search", *arguments.split(), "--rows", str(tmp_path / "rows.jsonl"))
-    assert said in message and message.startswith("error: ") and message.count("\n") == 1
 
 
 def test_every_method_gets_equally_many_configurations(tmp_path: Path, tiny: Task):

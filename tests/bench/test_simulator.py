@@ -1,21 +1,18 @@
 """The model of rounds: hand-computed runs, the choice of tau, the paper's cells, the command line."""
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bench.simulator import paper
-from bench.simulator.__main__ import Simulate, build, main, predict, prediction
+from bench.simulator.__main__ import Simulate, build, predict, prediction
 from bench.simulator.events import Work, expected_skew, recommend_tau, simulate
 from bench.simulator.network import PRESETS
 from core.errors import UserError
 from core.methods import METHODS
-from tests.scripts import Mistakes, run_script
+from tests.scripts import run_script
 
-ROOT = Path(__file__).resolve().parents[2]
 DGX = PRESETS["dgx-a100-tcp"].cluster
 
 
@@ -232,27 +229,3 @@ def test_every_option_changes_the_prediction():
     base = prediction(BASE)
     for name, value in OPTIONS.items():
         assert prediction(dataclasses.replace(BASE, **{name: value})) != base, name
-
-
-def test_a_mistake_is_one_line_without_a_traceback(mistake: Mistakes):
-    said = mistake("bench.simulator", "--preset", "dgx")
-    assert said.startswith("error: preset 'dgx' does not exist") and said.count("\n") == 1
-    assert "choose one of dgx-a100-roce, dgx-a100-tcp, rtx3090, internet-1000, internet-10000" in said
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (("--inter_gbps", "0"), "inter_gbps=0: give a finite number above 0"),
-        (("--inter_gbps", "-1"), "inter_gbps=-1: give a finite number above 0"),
-        (("--tau", "0"), "tau=0: give 1 or more"),
-        (("--rounds", "2"), "rounds=2: give 3 or more"),
-        (("--step_ms", "nan"), "step_ms=nan"),
-        (("--quantile", "1"), "quantile=1"),
-        (("--paper", "--params", "1e15"), "the 16-GPU cell cannot be matched"),
-    ],
-)
-def test_mistakes_name_the_value_and_the_remedy(monkeypatch, args, words):
-    monkeypatch.setattr(sys, "argv", ["simulate", *args])
-    with pytest.raises(UserError, match=words):
-        main()
