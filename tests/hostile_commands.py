@@ -176,7 +176,6 @@ COMMANDS = [
     ("bench.search", "methods", ("nope", "")),
     ("bench.search", "configurations", (*SHARED, "inf")),
     ("bench.search", "lr_factors", ("-1", "nan", "inf", "0", "ü")),
-    ("bench.search", "budget_minutes", ("-1", "nan", "ü", "")),
     ("bench.simulator", "nodes", (*SHARED, "inf")),
     ("bench.simulator", "inter_gbps", (*SHARED, "inf")),
     ("bench.simulator", "params", (*SHARED, "inf")),

@@ -30,12 +30,13 @@ from bench.search.engine import TASKS, Plan, load_task
 from bench.search.methods import Settings
 from bench.search.rows import Lines
 from bench.simulator.network import Cluster, allreduce_seconds, fastest
+from bench.trainings import TUNING_SEED
 from bench.uneven.train import SCENARIOS, Way, run, ways, work_of
 from core.errors import UserError
 from training.config import commit
 from training.script import launch
 
-ALIKE, TUNING_SEED = "even", 100
+ALIKE = "even"
 CROWDS = (1, 2, 4, 8, 16, 64, 1000)
 CPU_SSP = Settings("ddp", (("wire", "float32"),))  # stands in Plan.settings where a way has none
 
@@ -63,7 +64,6 @@ class Uneven:
     """Make the tables from the rows that are there; run nothing."""
 
     def check(self) -> None:
-        """A UserError names the first option that cannot be."""
         require(self, once="allreduce scenarios lr_factors seeds", ones="tau", scenarios=SCENARIOS)
         require(self, positive="seconds allreduce lr_factors")
         require_company(self)

@@ -21,7 +21,7 @@ def with_runs(path: Path, losses: dict[str, list[float | None]], batch: int = 16
     (search, _) = OPTIONS.searches()
     for asked, ends in losses.items():
         plan = Plan("digits", parse(asked)[0], 0.05, 4, batch, search.steps, tau, "iid", 100, "tuning")
-        rows.add_choice(asked, search.tuning, plan, 3, (100,))
+        rows.add_choice(asked, search.tuning, plan, 3)
         for seed, loss in enumerate(ends):
             rows.add_run(replace(plan, seed=seed, split="test"), Result(loss, loss, 1.0))
     return rows

@@ -18,7 +18,7 @@ def made(path: Path, steps: int = 240) -> Rows:
     for task, losses in LOSSES.items():
         for asked, loss in zip(METHODS, losses, strict=True):
             plan = Plan(task, parse(asked)[0], 0.01, 4, 8, steps, 24, "iid", 0, "test")
-            rows.add_choice(asked, "of a test", plan, 1, (100,))
+            rows.add_choice(asked, "of a test", plan, 1)
             if loss is not None:
                 rows.add_run(plan, Result(loss, loss, 1.0))
     return rows
