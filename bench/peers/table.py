@@ -41,7 +41,7 @@ LOWEST = ("exposed", "loss_at_samples", "loss_at_seconds", "seconds_to_target") 
 
 def summarise(o: Options, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row a method: each measure as a list over the repeats, or the reason why it has none."""
-    budget = o["seconds"] or time_budget(runs)
+    budget = time_budget(runs)
     reference = {run["repeat"]: run["seconds"] for run in runs if run["method"] == REFERENCE and "seconds" in run}
     rows = []
     for method in (REFERENCE, *o["methods"]):

@@ -76,15 +76,17 @@ def test_a_row_that_failed_is_not_tried_again(monkeypatch, tmp_path):
     [
         (TimeoutError("rank 0 still running after 5 s"), "killed: still running after 5 s"),
         (UserError("ValueError: sync_every must divide"), "failed: ValueError: sync_every must divide"),
-        (RuntimeError("rank 1 died without a result\nand more"), "failed: rank 1 died without a result"),
+        (RuntimeError("rank 1:\nTraceback\nValueError: no period"), "failed: ValueError: no period"),
     ],
 )
-def test_an_error_becomes_the_reason_of_its_row(monkeypatch, error, reason):
+def test_an_error_becomes_the_reason_of_its_row_and_its_traceback_is_in_the_log(monkeypatch, tmp_path, error, reason):
     def fail(*_, **__):
         raise error
 
     monkeypatch.setattr(compare, "run_ranks", fail)
-    assert compare.attempt(JOB, None, ()) == {"reason": reason}
+    assert compare.attempt(replace(JOB, logs=tmp_path), None, ()) == {"reason": reason}
+    logs = [path.read_text() for path in tmp_path.glob("local-0-failed.log")]
+    assert logs == ([] if reason.startswith("killed") else [str(error)])
 
 
 def test_a_row_is_as_slow_as_its_slowest_worker(monkeypatch):
@@ -125,23 +127,10 @@ def test_measures_by_hand():
 
 def test_every_method_is_tuned_over_the_same():
     """ddp and acco have no period to choose, and co2_auto and auto choose their own."""
-    assert choices("local", (0.5, 1.0), (6, 24)) == [
-        Choice(LR / 2, 6),
-        Choice(LR / 2, 24),
-        Choice(LR, 6),
-        Choice(LR, 24),
-    ]
-    assert (
-        choices("ddp", (0.5, 1.0), (6, 24))
-        == choices("acco", (0.5, 1.0), (6, 24))
-        == choices("ddp:wire=int4", (0.5, 1.0), (6, 24))
-        == choices("co2_auto", (0.5, 1.0), (6,))
-        == choices("auto", (0.5, 1.0), (6, 24))
-        == [
-            Choice(LR / 2, 6),
-            Choice(LR, 6),
-        ]
-    )
+    grid = [Choice(LR * factor, tau) for factor in (0.5, 1.0) for tau in (6, 24)]
+    assert choices("local", (0.5, 1.0), (6, 24)) == grid
+    for own in ("ddp", "acco", "ddp:wire=int4", "co2_auto", "auto"):
+        assert choices(own, (0.5, 1.0), (6, 24)) == grid[::2]
 
 
 def test_the_first_to_the_target_is_chosen_and_else_the_least_loss():
