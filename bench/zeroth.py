@@ -11,7 +11,6 @@ zeroth.json and zeroth.md.
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from bench.report import require
 from bench.trainings import FAST
 from bench.zeroth_memory import measure_memory, measure_sharing, memory_text, opt_table, opt_text, sharing_text
 from bench.zeroth_quality import Quality, measure_quality, measure_tuning, quality_text, tuning_text
+from core.errors import UserError
 from core.zeroth import ZerothConfig, ZerothOrder
 from language.model import build_model
 from training.script import launch
@@ -50,9 +50,10 @@ class ZerothBench(Quality):
     """Of each measurement of speed."""
 
     def check(self) -> None:
-        """A UserError names the first option that cannot be."""
         require(self, once="parts forward_ms", positive="rate delay_ms forward_ms seconds")
         super().check()
+        if "quality" in self.parts and "tuning" not in self.parts:
+            raise UserError("parts: quality takes the learning rates of tuning; name both")
 
 
 # -- speed ------------------------------------------------------------------------------------------------------
@@ -179,7 +180,7 @@ def text(result: dict[str, Any]) -> str:
         "memory": ("Blocks, over an emulated bus", memory_text),
         "sharing": ("Uploads shared by the workers of a node", sharing_text),
         "opt": ("Device memory of OPT, computed, beside ZO2's README", opt_text),
-        "tuning": ("Learning rates", functools.partial(tuning_text, seed=o.get("tuning_seed"))),
+        "tuning": ("Learning rates", tuning_text),
         "quality": ("Quality", quality_text),
     }
     lines = [f"Zeroth-order training. {report.source(result)}", ""]

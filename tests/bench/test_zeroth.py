@@ -58,7 +58,7 @@ def test_the_learning_rate_is_that_of_the_run_that_ended_lowest():
     ]
     names = ("zo", "MeZO, one process", "co2", "ddp, AdamW")
     assert [tuned_lr(rows, name) for name in names] == [1e-3, 1e-3, 1e-2, None]
-    text = tuning_text(rows, 100)
+    text = tuning_text(rows)
     assert "| final loss at | 0.0001 | 0.001 | 0.01 | 0.1 |  |" in text
     assert "| zo | 5.0000 | **4.0000** | failed | failed |  |" in text
     assert "| co2 |  | 4.5000 | **4.2500** |  | at the grid's end |" in text
