@@ -96,7 +96,6 @@ class Simulate:
     """--paper: words per GPU and step."""
 
     def check(self) -> None:
-        """A UserError names the first option that cannot be."""
         for name in ("params", "bytes_per_param", "step_ms", "batch", "words"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise UserError(f"{name}={getattr(self, name):g}: give a finite number above 0")
@@ -104,15 +103,6 @@ class Simulate:
             raise UserError(f"rounds={self.rounds}: give {WARMUP + 1} or more; the first {WARMUP} are not counted")
         if self.tau is not None and self.tau < 1:
             raise UserError(f"tau={self.tau}: give 1 or more local steps, or leave it out to have it picked")
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One number that a prediction rests on, in the option's unit, and where it comes from."""
-
-    name: str
-    value: float
-    source: str
 
 
 def main() -> None:
@@ -123,29 +113,27 @@ def main() -> None:
         prediction(options)
 
 
-def settings(options: Simulate) -> tuple[Cluster, list[Setting]]:
+Settings = dict[str, tuple[float, str]]  # by option: a number that a prediction rests on, and where it comes from
+
+
+def settings(options: Simulate) -> tuple[Cluster, Settings]:
     """The cluster, and every number with its source: the command line, the preset, or assumed."""
     name = options.preset or DEFAULT_PRESET
-    base = preset(name)
-    found, cluster = [], base.cluster
+    base, given, found = preset(name), {}, Settings()
     for field in fields(Cluster):
         option, unit = IN_MS.get(field.name, field.name), 1e-3 if field.name in IN_MS else 1
-        label = f"preset {name}" if field.name in base.facts else "assumed"
-        found.append(_setting(options, option, getattr(base.cluster, field.name) / unit, label))
-        if found[-1].source == "given":
-            cluster = replace(cluster, **{field.name: found[-1].value * unit})
-    return cluster, found + [_setting(options, option, value, "assumed") for option, value in ASSUMED.items()]
+        found[option] = getattr(base.cluster, field.name) / unit, f"preset {name}" * (field.name in base.facts)
+        if (value := getattr(options, option)) is not None:
+            given[field.name] = value * unit
+    found |= {option: (value, "") for option, value in ASSUMED.items()}
+    asked = {option: (value, "given") for option in found if (value := getattr(options, option)) is not None}
+    return replace(base.cluster, **given), found | asked
 
 
-def _setting(options: Simulate, name: str, value: float, label: str) -> Setting:
-    given = getattr(options, name)
-    return Setting(name, value, label) if given is None else Setting(name, given, "given")
-
-
-def build(options: Simulate) -> tuple[Cluster, Algorithm, Work, list[Setting]]:
+def build(options: Simulate) -> tuple[Cluster, Algorithm, Work, Settings]:
     """All that the model needs, and the settings to print."""
     cluster, found = settings(options)
-    v = {s.name: s.value for s in found}
+    v = {option: value for option, (value, _) in found.items()}
     nbytes = options.params * options.bytes_per_param
     algorithm = fastest(cluster, nbytes) if options.algorithm == "auto" else options.algorithm
     step = options.step_ms / 1e3
@@ -217,16 +205,16 @@ def prediction(options: Simulate) -> list[Line]:
     return methods
 
 
-def settings_markdown(options: Simulate, found: list[Setting]) -> str:
+def settings_markdown(options: Simulate, found: Settings) -> str:
     """What the prediction rests on, by source."""
-    workload = {n: getattr(options, n) for n in ("params", "bytes_per_param", "step_ms", "batch", "stall_chance")}
-    if options.stall_chance:
-        workload["stall_ms"] = options.stall_ms
-    defaults = {f.name: f.default for f in fields(Simulate)}
-    found = found + [Setting(n, v, "assumed" if v == defaults[n] else "given") for n, v in workload.items()]
-    by_source: dict[str, list[str]] = {}
-    for s in found:
-        by_source.setdefault(s.source, []).append(f"{s.name} {s.value:g}")
+    workload = ["params", "bytes_per_param", "step_ms", "batch", "stall_chance"]
+    workload += ["stall_ms"] if options.stall_chance else []
+    usual, by_source = Simulate(), dict[str, list[str]]()
+    for name in workload:
+        value = getattr(options, name)
+        found[name] = value, "" if value == getattr(usual, name) else "given"
+    for name, (value, source) in found.items():
+        by_source.setdefault(source or "assumed", []).append(f"{name} {value:g}")
     return "\n".join(f"- {source}: {', '.join(items)}" for source, items in by_source.items())
 
 

@@ -9,7 +9,7 @@ import torch
 
 from bench.cluster import Cluster
 from bench.layouts import Layouts, StandIn, layers
-from bench.layouts_report import device, kendall, predict, text
+from bench.layouts_report import device, predict, text
 from tests.bench.emulated import python
 
 
@@ -30,11 +30,6 @@ def test_the_tables_stand_beside_the_predictions():
     assert "Within 5 %: 1 of 2. The worst: 10.0%." in told
     assert "Of the new ones within 5 %: 0 of 1." in told
     assert "| 50 | -1.00 | pp4.dp2 | dp8 | +100.0% | 30.0% | no |" in told and "| 50 | 6 | 1 | 1000 | 0.1 |" in told
-
-
-def test_kendall_counts_pairs_in_order():
-    assert kendall([(1, 1), (2, 2), (3, 3)]) == 1 and kendall([(1, 3), (2, 2), (3, 1)]) == -1
-    assert kendall([(1, 1), (2, 3), (3, 2)]) == pytest.approx(1 / 3)
 
 
 def test_the_stand_in_s_device_takes_what_it_paces():
