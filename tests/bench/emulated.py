@@ -31,11 +31,11 @@ print("rank", rank, "of", os.environ["WORLD_SIZE"], "ends", sys.argv[3:])
 """
 
 
-def python(*argv: object, timeout: float = 300.0, skips: bool = False) -> str:
+def python(*argv: object, timeout: float = 300.0, skips: bool = False, **env: str) -> str:
     """`python *argv`, in a process of its own, to its end; returns what it prints. skips: the test, where the kernel
     grants no namespaces."""
     command = [sys.executable, *map(str, argv)]
-    done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run(command, cwd=ROOT, env=ENV | env, capture_output=True, text=True, timeout=timeout)
     if skips and ("grants no network namespace" in done.stderr or "no command" in done.stderr):
         pytest.skip(done.stderr.splitlines()[-1])
     assert done.returncode == 0, done.stdout + done.stderr

@@ -72,15 +72,13 @@ bench.search --methods ddp:wire=int1 => wire='int1'; choose among float32, bfloa
 bench.search --methods co2:nesterov=1 => nesterov='1'; choose true or false
 bench.search --methods co2:delay=9 --tau 6 => delay=9: between 0 and tau=6
 bench.search --methods co2:beta=0|0.1|0.2 --configurations 2 => make 3 configurations; allow as many
-bench.search --seeds 0 1 --tuning_seeds 1 => seeds=1: it is a tuning seed too
-bench.search --budget_minutes 0 => budget_minutes=0.0: give a number above 0
+bench.search --seeds 0 100 => seeds=100: it is the tuning seed
 bench.search --batch 7 --methods acco => batch=7: acco halves it
 bench.search --report --rows EMPTY/rows.jsonl => no rows to report
 bench.search.controls --tasks gpt2 => tasks: 'gpt2' does not exist
 bench.search.controls --wires int2 => wires: 'int2' does not exist
 bench.search.controls --taus 0 => taus=0: give a number above 0
-bench.search.controls --seeds 100 => seeds=100: it is a tuning seed
-bench.search.controls --budget_minutes 0 => budget_minutes=0.0: give a number above 0
+bench.search.controls --seeds 100 => seeds=100: it is the tuning seed
 bench.search.sizes --rows EMPTY/rows.jsonl => run bench.search
 bench.simulator --preset dgx => choose one of dgx-a100-roce, dgx-a100-tcp, rtx3090, internet-1000, internet-10000
 bench.simulator --inter_gbps 0 => inter_gbps=0: give a finite number above 0
@@ -111,9 +109,9 @@ bench.uneven --workers 1 => give 2 or more
 bench.zeroth --parts => parts=
 bench.zeroth --rates 0 => rates=0.0
 bench.zeroth --epochs 0 => epochs=0
-bench.zeroth --lr -1 => lr=-1
 bench.zeroth --lrs 1e-3 0 => lrs=0.0
-bench.zeroth --tuning_seed 2 => tuning_seed=2 is one of seeds
+bench.zeroth --seeds 100 => seeds=100: it is the tuning seed
+bench.zeroth --parts quality => parts: quality takes the learning rates of tuning
 bench.zeroth_limit --ways SGD => ways: 'SGD'
 bench.zeroth_limit --large 0 64 => large=0 64: give layers, 1 or more, and a width that 64 divides
 bench.zeroth_limit --small 2 100 => small=2 100
