@@ -181,7 +181,6 @@ COMMANDS = [
     ("bench.simulator", "params", (*SHARED, "inf")),
     ("bench.simulator", "step_ms", (*SHARED, "inf")),
     ("bench.simulator", "tau", (*SHARED, "inf")),
-    ("bench.simulator", "quantile", ("-1", "nan", "2", "ü")),
     ("bench.simulator", "rounds", (*SHARED, "inf")),
     ("bench.simulator", "efficiency", ("-1", "nan", "0", "2", "ü")),
     ("bench.simulator", "latency_ms", ("-1", "nan", "inf", "ü")),

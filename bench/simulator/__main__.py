@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, fields, replace
-from typing import Literal
 
 from bench.report import read_options, table
 from bench.simulator import paper
-from bench.simulator.events import SSP, Outcome, Rule, Work, recommend_tau, simulate
+from bench.simulator.events import MARGIN, QUANTILE, SSP, Outcome, Rule, Work, recommend_tau, simulate
 from bench.simulator.network import Algorithm, Cluster, allreduce_seconds, fastest, preset
 from core.errors import UserError
 from results.paper import TAUS
@@ -27,6 +26,7 @@ METHODS = {
 }
 WARMUP = 2  # rounds until a hidden method's first all-reduce has been waited for
 DDP_STEPS = 200
+BYTES, WORDS = 4, 4096  # of a parameter; of a GPU and step, in the paper's table
 # Ours, not the paper's and not measured: every output that uses one says so.
 ASSUMED = {
     "step_spread": 0.05,
@@ -48,20 +48,12 @@ class Simulate:
     workers_per_node: int | None = None
     inter_gbps: float | None = None
     """Gbit/s of one node's network cards together."""
-    intra_gbps: float | None = None
-    """Gbit/s of one worker to the others in its node."""
     latency_ms: float | None = None
     """Per hop between nodes."""
-    intra_latency_ms: float | None = None
     efficiency: float | None = None
     """Share of the nominal bandwidth that an all-reduce gets."""
-    overhead_ms: float | None = None
-    """Of every all-reduce, whatever its size."""
-    algorithm: Literal["auto", "ring", "tree", "hierarchical"] = "auto"
-    """auto: the one that takes least by its formula."""
     params: float = 125e6
-    """Parameters of the model."""
-    bytes_per_param: float = 4.0
+    """Of the model, float32."""
     step_ms: float = 500.0
     """Mean local step without communication."""
     step_spread: float | None = None
@@ -76,27 +68,19 @@ class Simulate:
     """Samples per worker and step."""
     boundary_ms: float | None = None
     """What closing a round costs a worker besides waiting (not ddp)."""
-    backward_share: float | None = None
-    """Share of a step that is the backward pass."""
     ddp_overlap: float | None = None
     """Share of the backward pass that ddp's communication can run under."""
     allreduce_spread: float | None = None
     """Standard deviation of an all-reduce's time as a share of its mean."""
     tau: int | None = None
     """Local steps per round; None picks the smallest that hides the all-reduce."""
-    quantile: float = 0.95
-    """Of the all-reduce's time, that tau must cover."""
-    margin: float = 0.25
-    """And this share more."""
     rounds: int = 50
     seed: int = 0
     paper: bool = False
     """Compare with the known cells of the paper's throughput table."""
-    words: int = 4096
-    """--paper: words per GPU and step."""
 
     def check(self) -> None:
-        for name in ("params", "bytes_per_param", "step_ms", "batch", "words"):
+        for name in ("params", "step_ms", "batch"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise UserError(f"{name}={getattr(self, name):g}: give a finite number above 0")
         if self.rounds <= WARMUP:
@@ -123,10 +107,10 @@ def settings(options: Simulate) -> tuple[Cluster, Settings]:
     for field in fields(Cluster):
         option, unit = IN_MS.get(field.name, field.name), 1e-3 if field.name in IN_MS else 1
         found[option] = getattr(base.cluster, field.name) / unit, f"preset {name}" * (field.name in base.facts)
-        if (value := getattr(options, option)) is not None:
+        if (value := getattr(options, option, None)) is not None:
             given[field.name] = value * unit
     found |= {option: (value, "") for option, value in ASSUMED.items()}
-    asked = {option: (value, "given") for option in found if (value := getattr(options, option)) is not None}
+    asked = {option: (value, "given") for option in found if (value := getattr(options, option, None)) is not None}
     return replace(base.cluster, **given), found | asked
 
 
@@ -134,8 +118,8 @@ def build(options: Simulate) -> tuple[Cluster, Algorithm, Work, Settings]:
     """All that the model needs, and the settings to print."""
     cluster, found = settings(options)
     v = {option: value for option, (value, _) in found.items()}
-    nbytes = options.params * options.bytes_per_param
-    algorithm = fastest(cluster, nbytes) if options.algorithm == "auto" else options.algorithm
+    nbytes = options.params * BYTES
+    algorithm = fastest(cluster, nbytes)
     step = options.step_ms / 1e3
     work = Work(
         workers=cluster.workers,
@@ -182,7 +166,7 @@ def predict(options: Simulate, work: Work, method: str, tau: int) -> Line:
 def prediction(options: Simulate) -> list[Line]:
     """Prints the methods at one tau, then taus for CO2 and Local-SGD; returns the first."""
     cluster, algorithm, work, found = build(options)
-    best = recommend_tau(work, quantile=options.quantile, margin=options.margin, seed=options.seed)
+    best = recommend_tau(work, options.seed)
     tau = best if options.tau is None else options.tau
     started = time.perf_counter()
     methods = [predict(options, work, method, tau) for method in METHODS]
@@ -195,8 +179,8 @@ def prediction(options: Simulate) -> list[Line]:
     print(settings_markdown(options, found))
     print(f"\nall-reduce: {work.allreduce:.4g} s = {work.allreduce / work.step:.3g} steps, {algorithm}")
     print(
-        f"tau to use: {best}, the smallest whose steps last {1 + options.margin:g} times the all-reduce's "
-        f"{options.quantile:.0%} quantile\n"
+        f"tau to use: {best}, the smallest whose steps last {1 + MARGIN:g} times the all-reduce's "
+        f"{QUANTILE:.0%} quantile\n"
     )
     print(lines_markdown(methods))
     print(f"\nOver tau:\n\n{lines_markdown(taus)}\n")
@@ -207,7 +191,7 @@ def prediction(options: Simulate) -> list[Line]:
 
 def settings_markdown(options: Simulate, found: Settings) -> str:
     """What the prediction rests on, by source."""
-    workload = ["params", "bytes_per_param", "step_ms", "batch", "stall_chance"]
+    workload = ["params", "step_ms", "batch", "stall_chance"]
     workload += ["stall_ms"] if options.stall_chance else []
     usual, by_source = Simulate(), dict[str, list[str]]()
     for name in workload:
@@ -236,12 +220,11 @@ def papers_table(options: Simulate) -> None:
 def papers_report(options: Simulate) -> tuple[paper.Report, str]:
     """The comparison, and what it assumes in words."""
     cluster, _, work, _ = build(replace(options, preset=DEFAULT_PRESET, nodes=None, workers_per_node=None))
-    nbytes = options.params * options.bytes_per_param
     shares = work.backward_share, work.overlap, work.allreduce_spread
-    return paper.report(cluster, nbytes, options.words, *shares), (
-        f"Assumed or given: {options.params:g} parameters of {options.bytes_per_param:g} bytes, {options.words} "
-        f"words per GPU and step, backward pass {work.backward_share:.2g} of a step, ddp's overlap {work.overlap:g} of "
-        f"it, an all-reduce's standard deviation {work.allreduce_spread:g} of its mean, {cluster.latency * 1e3:g} ms a "
+    return paper.report(cluster, options.params * BYTES, WORDS, *shares), (
+        f"Assumed or given: {options.params:g} parameters of {BYTES} bytes, {WORDS} words per GPU and step, "
+        f"backward pass {work.backward_share:.2g} of a step, ddp's overlap {work.overlap:g} of it, an "
+        f"all-reduce's standard deviation {work.allreduce_spread:g} of its mean, {cluster.latency * 1e3:g} ms a "
         "hop. Which model the table is of is not known here: size and words only scale the fitted constants, apart "
         "from latency and the traffic inside a node."
     )

@@ -86,7 +86,6 @@ bench.simulator --inter_gbps -1 => inter_gbps=-1: give a finite number above 0
 bench.simulator --tau 0 => tau=0: give 1 or more
 bench.simulator --rounds 2 => rounds=2: give 3 or more
 bench.simulator --step_ms nan => step_ms=nan
-bench.simulator --quantile 1 => quantile=1
 bench.simulator --paper --params 1e15 => the 16-GPU cell cannot be matched
 bench.slow_links --methods ddp zip => methods: 'zip'
 bench.slow_links --workers 1 => workers=1

@@ -125,19 +125,16 @@ def test_impossible_work_is_refused(change):
 
 def test_tau_is_the_smallest_that_covers_the_allreduce_with_margin():
     work = Work(8, step=0.5, allreduce=10.0)
-    assert recommend_tau(work, quantile=0.95, margin=0.0) == 20
-    assert recommend_tau(work, quantile=0.95, margin=0.25) == 25
-    assert recommend_tau(dataclasses.replace(work, allreduce=0.01), quantile=0.95, margin=0.25) == 1
-    spread = dataclasses.replace(work, allreduce_spread=0.1)
+    assert recommend_tau(work) == 25
+    assert recommend_tau(dataclasses.replace(work, allreduce=0.01)) == 1
     # a lognormal's 95 % quantile: exp(mu + 1.645 sigma) with sigma^2 = ln 1.01: 1.173 times the mean
-    assert recommend_tau(spread, quantile=0.95, margin=0.0) == 24
-    assert recommend_tau(spread, quantile=0.5, margin=0.0) == 20
+    assert recommend_tau(dataclasses.replace(work, allreduce_spread=0.1)) == 30
 
 
 def test_the_recommended_tau_hides_and_half_of_it_does_not():
     options = Simulate(preset="internet-1000", seed=3)
     _, _, work, _ = build(options)
-    tau = recommend_tau(work, quantile=0.95, margin=0.25)
+    tau = recommend_tau(work)
     assert predict(options, work, "co2", tau).exposed_share < 0.02
     assert predict(options, work, "co2", tau // 2).exposed_share > 0.2
 
@@ -200,26 +197,18 @@ OPTIONS = dict(
     nodes=8,
     workers_per_node=4,
     inter_gbps=2.0,
-    intra_gbps=5.0,
     latency_ms=5.0,
-    intra_latency_ms=5.0,
     efficiency=0.5,
-    overhead_ms=500.0,
-    algorithm="ring",
     params=250e6,
-    bytes_per_param=2.0,
     step_ms=400.0,
     step_spread=0.2,
     batch=4,
     boundary_ms=100.0,
-    backward_share=0.5,
     ddp_overlap=0.1,
     allreduce_spread=0.3,
     slow=(2.0,),
     stall_chance=0.1,
     tau=7,
-    quantile=0.5,
-    margin=1.0,
     rounds=8,
     seed=1,
 )
