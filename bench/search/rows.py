@@ -39,11 +39,6 @@ class Group:
     shards: str
 
 
-def group_of(plan: Plan | dict[str, Any]) -> Group:
-    values = plan if isinstance(plan, dict) else vars(plan)
-    return Group(*(values[name] for name in Group.__dataclass_fields__))
-
-
 def describe(plan: Plan) -> dict[str, Any]:
     """A plan as in the file."""
     values = vars(plan) | {"method": plan.settings.name, "options": dict(plan.settings.options)}
@@ -139,7 +134,7 @@ def _key(row: dict[str, Any]) -> str:
 
 
 def _choice_key(row: dict[str, Any]) -> tuple[Group, str, str]:
-    return group_of(row), row["tuning"], row["asked"]
+    return Group(*(row[name] for name in Group.__dataclass_fields__)), row["tuning"], row["asked"]
 
 
 # -- the tables -------------------------------------------------------------------------------------------------

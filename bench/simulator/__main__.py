@@ -92,7 +92,9 @@ class Simulate:
 def main() -> None:
     options = read_options(Simulate, "bench.simulator")
     if options.paper:
-        papers_table(options)
+        result, assumed = papers_report(options)
+        title = "## The paper's throughput table, 80 Gbit/s TCP/IP (CO2, arXiv 2401.16265)"
+        print(f"\n{title}\n\n{assumed}\n\n{paper.markdown(result)}\n\n{paper.remarks(result)}", flush=True)
     if options.preset or not options.paper:
         prediction(options)
 
@@ -208,13 +210,6 @@ def lines_markdown(lines: list[Line]) -> str:
         return x.method, x.tau, f"{x.samples_per_second:,.1f}", *shares
 
     return table(["method", "tau", "samples/s", "of ideal", "exposed"], map(cells, lines))
-
-
-def papers_table(options: Simulate) -> None:
-    """Prints the comparison with the paper's cells."""
-    result, assumed = papers_report(options)
-    title = "## The paper's throughput table, 80 Gbit/s TCP/IP (CO2, arXiv 2401.16265)"
-    print(f"\n{title}\n\n{assumed}\n\n{paper.markdown(result)}\n\n{paper.remarks(result)}", flush=True)
 
 
 def papers_report(options: Simulate) -> tuple[paper.Report, str]:

@@ -55,14 +55,6 @@ def test_the_ways_compute_the_same():
         torch.testing.assert_close(end, ends[0], rtol=1e-5, atol=1e-6)
 
 
-def test_the_plain_way_is_made_of_the_specification(monkeypatch):
-    called = []
-    real = outer.momentum
-    monkeypatch.setattr(outer, "momentum", lambda *a: called.append(1) or real(*a))
-    boundary.WAYS["plain"]([torch.nn.Parameter(torch.randn(5))])()
-    assert called
-
-
 def test_the_compiled_pass_is_the_specification_compiled(monkeypatch):
     """Bit for bit where the compiler is left out, which takes half a minute; what it is given is outer.update."""
     monkeypatch.setattr(torch, "compile", lambda f, dynamic: f)
