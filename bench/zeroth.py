@@ -32,6 +32,7 @@ from core.zeroth import ZerothConfig, ZerothOrder
 from language.model import build_model
 from training.script import launch
 
+FORWARD_MS = (500.0, 60.0)  # of the whole batch on one device, in speed
 Part = Literal["speed", "traffic", "memory", "sharing", "tuning", "quality"]
 
 
@@ -44,13 +45,11 @@ class ZerothBench(Quality):
     """Mbit/s of the links in speed."""
     delay_ms: float = 5.0
     """Of each link in speed, one way."""
-    forward_ms: tuple[float, ...] = (500.0, 60.0)
-    """Of the whole batch on one device."""
     seconds: float = 10.0
     """Of each measurement of speed."""
 
     def check(self) -> None:
-        require(self, once="parts forward_ms", positive="rate delay_ms forward_ms seconds")
+        require(self, once="parts", positive="rate delay_ms seconds")
         super().check()
         if "quality" in self.parts and "tuning" not in self.parts:
             raise UserError("parts: quality takes the learning rates of tuning; name both")
@@ -115,7 +114,7 @@ def unpaced(pairs: bool, steps: int) -> dict[str, float]:
 
 def measure_speed(o: ZerothBench) -> Iterator[dict[str, Any]]:
     with Cluster(4, o.rate, o.delay_ms) as cluster:
-        for forward_ms in o.forward_ms:
+        for forward_ms in FORWARD_MS:
             for mesh, (workers, pairs) in MESHES.items():
                 for delay in (0, 1) if workers > 1 else (0,):
                     steps = max(3, round(o.seconds / (2e-3 * forward_ms / workers)))

@@ -21,6 +21,9 @@ from language.train import make_objective, train
 from training.run import Run
 
 TUNED_AS = {"MeZO, one process": "zo"}  # the same steps
+BASE_EPOCHS = 3  # of the run on Python's documentation whose model goes on
+LRS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # that tuning tries for methods without gradients
+ADAM_LRS = (3e-4, 1e-3, 3e-3, 1e-2)  # for ddp and co2
 
 
 @dataclass(frozen=True)
@@ -34,16 +37,9 @@ class Quality(Asked):
     """Steps between two evaluations in quality."""
     epochs: int = 30
     """Evaluations of methods without gradients; the others get a fifth as many steps."""
-    base_epochs: int = 3
-    """Of the run on Python's documentation whose model goes on."""
-    lrs: tuple[float, ...] = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
-    """Those that tuning tries for methods without gradients."""
-    adam_lrs: tuple[float, ...] = (3e-4, 1e-3, 3e-3, 1e-2)
-    """Those that it tries for ddp and co2."""
 
     def check(self) -> None:
-        require(self, once="rates seeds lrs adam_lrs", positive="rates lrs adam_lrs")
-        require(self, ones="epoch_steps epochs base_epochs")
+        require(self, once="rates seeds", positive="rates", ones="epoch_steps epochs")
         if TUNING_SEED in self.seeds:
             raise UserError(f"seeds={TUNING_SEED}: it is the tuning seed; report other seeds")
 
@@ -83,7 +79,7 @@ def base_run(folder: Path, o: Quality) -> Path:
     """The run on Python's documentation whose model goes on; made where it is not there yet."""
     base = folder / "runs" / "base"
     if not base.exists():
-        r = replace(gpt2_pydoc_small(), out=base, device="cpu", method="ddp", recommended=False, epochs=o.base_epochs)
+        r = replace(gpt2_pydoc_small(), out=base, device="cpu", method="ddp", recommended=False, epochs=BASE_EPOCHS)
         with Cluster(2, FAST) as cluster:
             found = trainings.train(fine_tune, cluster, 2, base, r, False, timeout=1200)
         if "failed" in found:
@@ -120,7 +116,7 @@ def measure_tuning(o: Quality, folder: Path) -> Iterator[dict[str, Any]]:
     base = base_run(folder, o)
     with Cluster(4, FAST) as cluster:
         for name, (workers, recipe) in recipes(o, base).items():
-            for lr in (o.lrs if recipe.method == "zo" else o.adam_lrs) if name not in TUNED_AS else ():
+            for lr in (LRS if recipe.method == "zo" else ADAM_LRS) if name not in TUNED_AS else ():
                 out = folder / "runs" / slug("tuning", name, f"lr{lr:g}")
                 yield measured(cluster, out, name, workers, recipe, TUNING_SEED, lr)
 

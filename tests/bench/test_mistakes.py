@@ -108,7 +108,6 @@ bench.uneven --workers 1 => give 2 or more
 bench.zeroth --parts => parts=
 bench.zeroth --rates 0 => rates=0.0
 bench.zeroth --epochs 0 => epochs=0
-bench.zeroth --lrs 1e-3 0 => lrs=0.0
 bench.zeroth --seeds 100 => seeds=100: it is the tuning seed
 bench.zeroth --parts quality => parts: quality takes the learning rates of tuning
 bench.zeroth_limit --ways SGD => ways: 'SGD'
