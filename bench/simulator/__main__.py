@@ -108,10 +108,11 @@ def settings(options: Simulate) -> tuple[Cluster, Settings]:
     base, given, found = preset(name), {}, Settings()
     for field in fields(Cluster):
         option, unit = IN_MS.get(field.name, field.name), 1e-3 if field.name in IN_MS else 1
-        found[option] = getattr(base.cluster, field.name) / unit, f"preset {name}" * (field.name in base.facts)
+        source = f"preset {name}" if field.name in base.facts else "assumed"
+        found[option] = getattr(base.cluster, field.name) / unit, source
         if (value := getattr(options, option, None)) is not None:
             given[field.name] = value * unit
-    found |= {option: (value, "") for option, value in ASSUMED.items()}
+    found |= {option: (value, "assumed") for option, value in ASSUMED.items()}
     asked = {option: (value, "given") for option in found if (value := getattr(options, option, None)) is not None}
     return replace(base.cluster, **given), found | asked
 
@@ -198,9 +199,9 @@ def settings_markdown(options: Simulate, found: Settings) -> str:
     usual, by_source = Simulate(), dict[str, list[str]]()
     for name in workload:
         value = getattr(options, name)
-        found[name] = value, "" if value == getattr(usual, name) else "given"
+        found[name] = value, "assumed" if value == getattr(usual, name) else "given"
     for name, (value, source) in found.items():
-        by_source.setdefault(source or "assumed", []).append(f"{name} {value:g}")
+        by_source.setdefault(source, []).append(f"{name} {value:g}")
     return "\n".join(f"- {source}: {', '.join(items)}" for source, items in by_source.items())
 
 
