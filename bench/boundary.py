@@ -145,10 +145,6 @@ def model(size: int, device: str) -> list[torch.nn.Parameter]:
     return params
 
 
-def co2_way(params: list[torch.nn.Parameter]) -> Callable[[], Any]:
-    return CO2(params, CO2Config(tau=1, outer_lr=ALPHA, outer_momentum=BETA, clip=PHI)).step
-
-
 class CompiledBoundary(outer.Boundary):
     """core/outer.py's `update`, compiled by torch: what the hand-written passes are compared with."""
 
@@ -188,7 +184,7 @@ def state(params: list[torch.nn.Parameter]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 WAYS: dict[Way, Callable[[list[torch.nn.Parameter]], Callable[[], Any]]] = {
-    "co2": co2_way,
+    "co2": lambda params: CO2(params, CO2Config(tau=1, outer_lr=ALPHA, outer_momentum=BETA, clip=PHI)).step,
     **{kind: functools.partial(pass_way, kind) for kind in PASSES},
 }
 

@@ -25,11 +25,17 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.autograd.profiler import profile
+
 from bench import layouts_report, report
 from bench.cluster import Cluster, prepare_to_fork, run_ranks
 from bench.layouts_report import NAME, SEEN, combine, combine_links, device, predict
 from bench.report import read_options, require
 from core import CO2Config
+from core.flat import local_shard
+from language.metrics import token_loss
 from training.layouts.layout import Layout
 from training.plan.clusters import probed
 from training.plan.model import Model, preset_model
@@ -65,7 +71,6 @@ class Layouts:
     """Where to write; runs/layouts-DATE by default."""
 
     def check(self) -> None:
-        """A UserError names the first option that cannot be."""
         require(self, once="layouts rates", ones="nodes ranks_per_node batch context tau steps repeats")
         require(self, positive="rates layer_ms")
         for name in self.layouts:
@@ -91,9 +96,6 @@ class Trainer:
     """One rank's part of a model under a layout, and its steps."""
 
     def __init__(self, o: Layouts, layout: Layout):
-        import torch
-        import torch.distributed as dist
-
         from language.model import build_model
         from training.layouts.parallel import Parallel
         from training.zero import shard_optimizer
@@ -123,8 +125,6 @@ class Trainer:
                 stand_in.takes(own.head, head, 2 * head)
 
     def step(self) -> None:
-        from language.metrics import token_loss
-
         def loss(logits: Any, tokens: Any) -> Any:
             return token_loss(logits, tokens) / self.layout.parts
 
@@ -167,8 +167,6 @@ def measure(o: Layouts, name: str, asked: Path) -> dict[str, Any]:
 
 
 def time_steps(o: Layouts, trainer: Trainer, rate: float, asked: Path) -> dict[str, Any]:
-    import torch.distributed as dist
-
     many = math.ceil(o.steps / trainer.round) * trainer.round
     if trainer.co2:
         trainer.co2.flight.settle()
@@ -186,8 +184,6 @@ def time_steps(o: Layouts, trainer: Trainer, rate: float, asked: Path) -> dict[s
 
 def probe_links(o: Layouts) -> dict[str, float]:
     """Bytes/s and a hop's seconds, of a ring in a node and of one across nodes, as core.doctor measures them."""
-    import torch.distributed as dist
-
     found: dict[str, float] = {}
     with joined():
         world, g = range(o.nodes * o.ranks_per_node), o.ranks_per_node
@@ -202,9 +198,6 @@ def probe_links(o: Layouts) -> dict[str, float]:
 
 def allreduce_seconds(elements: int, repeats: int, group: Any) -> float:
     """Of one of so many in a row; the median of three rows."""
-    import torch
-    import torch.distributed as dist
-
     payload = torch.zeros(elements)
 
     def some() -> None:
@@ -231,8 +224,6 @@ def thread_seconds(o: Layouts, name: str, steps: int = 10) -> float:
 
 @contextlib.contextmanager
 def joined() -> Iterator[None]:
-    import torch.distributed as dist
-
     dist.init_process_group("gloo")
     yield
     dist.destroy_process_group()
@@ -240,8 +231,6 @@ def joined() -> Iterator[None]:
 
 def timed(act: Callable[[], Any]) -> float:
     """Seconds until the last rank has done it."""
-    import torch.distributed as dist
-
     dist.barrier()
     began = time.perf_counter()
     act()
@@ -275,10 +264,6 @@ def computed() -> float:
 
 def held_bytes(trainer: Trainer) -> int:
     """Of all tensors that lie here between two steps, and of DistributedDataParallel's buckets."""
-    import torch
-
-    from core.flat import local_shard
-
     gc.collect()  # the whole model is in circles
     found = [local_shard(t).untyped_storage() for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
     sizes = {storage.data_ptr(): storage.nbytes() for storage in found if storage.device.type == "cpu"}
@@ -289,8 +274,6 @@ def held_bytes(trainer: Trainer) -> int:
 @contextlib.contextmanager
 def peak_bytes() -> Iterator[list[int]]:
     """The most that torch's allocator has given out meanwhile and not got back."""
-    from torch.autograd.profiler import profile
-
     found: list[int] = []
     with profile(profile_memory=True) as prof:
         yield found

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from scipy.stats import kendalltau
 
 from bench import report
 from bench.report import mean_sd
@@ -89,15 +90,9 @@ def verdict(rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     best, chosen = (min(pairs, key=lambda name, i=i: pairs[name][i]) for i in (0, 1))
     behind = pairs[chosen][0] / pairs[best][0] - 1
     off = statistics.median(abs(said / seen - 1) for seen, said in pairs.values())
-    tau = kendall([*pairs.values()])
+    tau = kendalltau(*zip(*pairs.values(), strict=True)).statistic
     held = "yes" if tau >= TAU and behind <= NEAR and off <= MEDIAN else "no"
     return f"{rows[0]['rate']:g}", f"{tau:.2f}", chosen, best, f"{behind:+.1%}", f"{off:.1%}", held
-
-
-def kendall(pairs: Sequence[tuple[float, float]]) -> float:
-    """Kendall's tau-a: the share of pairs in the same order less that in the other; equal ones count as neither."""
-    signs = [np.sign((a - c) * (b - d)) for i, (a, b) in enumerate(pairs) for c, d in pairs[:i]]
-    return float(np.mean(signs))
 
 
 def text(result: dict[str, Any]) -> str:

@@ -37,6 +37,7 @@ BITS = 8 * 16 * WIDTH  # of a token's keys and values in 16 bits, twice, and of 
 LONGEST, TOKENS = 65536, 8192  # tokens of a document, at most, and of a device and step
 LINKS = {"800 Gbit/s": 800e9, "25 Gbit/s": 25e9, "1 Gbit/s": 1e9}
 MOST = 300_000  # places that the search for the optimum looks at
+Placement = tuple[list[int], list[Ring]]  # lengths, and the ranks of each
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,7 @@ def planned(lengths: Sequence[int], i: Island) -> list[Ring]:
     return plan(torch.tensor([0, *lengths]).cumsum(0), i)
 
 
-# -- rivals: lengths and island -> rings, and seconds of a layer -----------------------------------------------------
-
-
-def ours(lengths: Sequence[int], i: Island) -> float:
-    return layer_seconds(lengths, planned(lengths, i), i)
+# -- ways: lengths and island -> rings, and seconds of a layer -------------------------------------------------------
 
 
 def even(lengths: Sequence[int], i: Island) -> float:
@@ -88,20 +85,12 @@ def by_cost(lengths: Sequence[int], i: Island) -> list[Ring]:
     return rings  # pyright: ignore[reportReturnType]
 
 
-def whole(lengths: Sequence[int], i: Island) -> float:
-    return layer_seconds(lengths, by_cost(lengths, i), i)
-
-
 def cut_rows(lengths: Sequence[int], i: Island) -> tuple[list[int], list[Ring]]:
     """Lengths of the pieces where documents are cut to rows of as many tokens, and the rank of each."""
     ends = np.cumsum(lengths)
     row = -(-int(ends[-1]) // i.size)
     cuts = np.union1d(ends, np.arange(row, ends[-1], row))
     return np.diff(cuts, prepend=0).tolist(), [(rank,) for rank in ((cuts - 1) // row).tolist()]
-
-
-def cut(lengths: Sequence[int], i: Island) -> float:
-    return layer_seconds(*cut_rows(lengths, i), i)
 
 
 def in_groups(lengths: Sequence[int], i: Island) -> list[Ring]:
@@ -134,10 +123,6 @@ def partitions(total: int, largest: int | None = None) -> list[list[int]]:
         return [[]]
     sizes = [1 << k for k in range(total.bit_length()) if 1 << k <= min(total, largest or total)]
     return [[g, *rest] for g in reversed(sizes) for rest in partitions(total - g, g)]
-
-
-def thresholds(lengths: Sequence[int], i: Island) -> float:
-    return layer_seconds(lengths, zones(lengths, i), i)
 
 
 def zones(lengths: Sequence[int], i: Island) -> list[Ring]:
@@ -176,9 +161,21 @@ def zones(lengths: Sequence[int], i: Island) -> list[Ring]:
     return rings
 
 
-RIVALS: dict[str, Callable[[Sequence[int], Island], float]] = {
-    f.__name__: f for f in (even, grouped, whole, cut, thresholds)
+WAYS: dict[str, Callable[[list[int], Island], Placement]] = {
+    "plan": lambda lengths, i: (lengths, planned(lengths, i)),
+    "even": lambda lengths, i: (lengths, [tuple(range(i.size))] * len(lengths)),
+    "grouped": lambda lengths, i: (lengths, in_groups(lengths, i)),
+    "whole": lambda lengths, i: (lengths, by_cost(lengths, i)),
+    "cut": cut_rows,
+    "thresholds": lambda lengths, i: (lengths, zones(lengths, i)),
 }
+OWN = {"even": even, "grouped": grouped}  # prices of ways whose hops are hidden otherwise than the plan's
+RIVALS = tuple(way for way in WAYS if way != "plan")
+
+
+def price(way: str, lengths: list[int], i: Island) -> float:
+    """Seconds of a layer."""
+    return OWN[way](lengths, i) if way in OWN else layer_seconds(*WAYS[way](lengths, i), i)
 
 
 # -- the optimum ------------------------------------------------------------------------------------------------------
@@ -222,12 +219,12 @@ def against_optimum(o: Plans) -> list[dict[str, Any]]:
         i = island(rate, 2, 2)
         for seed in range(o.draws):
             lengths = drawn("github_like", seed, 3 + seed % 5)
-            took = ours(lengths, i)
+            took = price("plan", lengths, i)
             if (best := optimum(lengths, i, took * (1 + 1e-6))) is None:
                 row["open"] += 1
                 continue
             row["plan"].append(took / best)
-            row["thresholds"].append(thresholds(lengths, i) / best)
+            row["thresholds"].append(price("thresholds", lengths, i) / best)
         rows.append(row)
     return rows
 
@@ -252,8 +249,8 @@ def against_rivals(o: Plans) -> list[dict[str, Any]]:
                 lengths = drawn(law, seed, 4000, TOKENS * i.size)
                 rings = planned(lengths, i)
                 row["split"].append(statistics.fmean(len(ring) > 1 for ring in rings))
-                for rival, price in RIVALS.items():
-                    row[rival].append(price(lengths, i) / layer_seconds(lengths, rings, i))
+                for rival in RIVALS:
+                    row[rival].append(price(rival, lengths, i) / layer_seconds(lengths, rings, i))
             rows.append(row)
     return rows
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,10 @@ from torch import Tensor
 
 from bench import report
 from bench.cluster import Cluster, run_ranks
-from bench.lengths_plans import ATTENTION, BITS, LINEAR, by_cost, cut_rows, drawn, in_groups, planned, zones
+from bench.lengths_plans import ATTENTION, BITS, LINEAR, RIVALS, WAYS, Placement, drawn
 from bench.report import Asked, mean_sd, require
 from language.lengths import laws
-from language.lengths.plan import Island, Ring, layer_seconds
+from language.lengths.plan import Island, layer_seconds
 from language.lengths.rings import hop_of, slowest
 from training.layouts import ring
 from training.layouts.ring import Shares, ring_attention
@@ -44,7 +44,6 @@ NAME = "lengths_rings"
 NODES, DEVICES = 2, 2
 PAPERS = 200.0  # Gbit/s of a NIC of the paper
 SHOWN = ("even", "whole", "plan")  # in the picture
-Placement = tuple[list[int], list[Ring]]  # lengths, and the ranks of each
 
 
 @dataclass(frozen=True)
@@ -65,16 +64,6 @@ class Bench(Asked):
 
     def check(self) -> None:
         require(self, once="links", positive="links rate stretch", ones="draws tokens", laws=laws.LAWS)
-
-
-WAYS: dict[str, Callable[[list[int], Island], Placement]] = {
-    "plan": lambda lengths, i: (lengths, planned(lengths, i)),
-    "even": lambda lengths, i: (lengths, [tuple(range(i.size))] * len(lengths)),
-    "grouped": lambda lengths, i: (lengths, in_groups(lengths, i)),
-    "whole": lambda lengths, i: (lengths, by_cost(lengths, i)),
-    "cut": cut_rows,
-    "thresholds": lambda lengths, i: (lengths, zones(lengths, i)),
-}
 
 
 # -- the stand-in -----------------------------------------------------------------------------------------------------
@@ -184,7 +173,7 @@ def cells(rows: Sequence[dict[str, Any]]) -> list[object]:
     speeds = [r["stretch"] * r["tokens"] / r["seconds"]["plan"] / 1e3 for r in rows]
     least = mean_sd([100 * r["least"] / r["seconds"]["plan"] for r in rows], ".0f")
     model = mean_sd([100 * r["seconds"]["plan"] / r["model"]["plan"] - 100 for r in rows], "+.0f")
-    rivals = [mean_sd(ratios(rows, way), ".2f") for way in WAYS if way != "plan"]
+    rivals = [mean_sd(ratios(rows, way), ".2f") for way in RIVALS]
     return [f"{rows[0]['link']:g}", rows[0]["law"], mean_sd(speeds, ".0f"), *rivals, least, model]
 
 
@@ -226,7 +215,7 @@ def verdicts(result: dict[str, Any]) -> Iterator[str]:
 
 def text_of(result: dict[str, Any]) -> str:
     o, rows = result["options"], result["rows"]
-    rivals = [f"{way} / plan" for way in WAYS if way != "plan"]
+    rivals = [f"{way} / plan" for way in RIVALS]
     titles = ("link, Gbit/s", "law", "plan, 1,000 tokens/s", *rivals, "least / plan, %", "plan beside the model, %")
     tokens = NODES * DEVICES * o["tokens"]
     stretch = ", ".join(f"{s:.2f}" for s in dict.fromkeys(row["stretch"] for row in rows))

@@ -34,6 +34,7 @@ from language.lengths.plan import Island, Loads, Ring, layer_seconds
 from training.script import launch
 
 NICS = 4  # of a node of the paper
+MEGABYTES = 2.0  # of the message that is timed
 HIDDEN = 0.5  # bytes of a token's hidden states, to and fro, forward and backward, of those that a hop of a ring sends
 
 
@@ -48,12 +49,10 @@ class Routes(Asked):
     """Measure on an emulated cluster of two nodes with so many links each, and a rank for each link."""
     rate: float = 100.0
     """Mbit/s of a link."""
-    megabytes: float = 2.0
-    """Of the message."""
     repeats: int = 5
 
     def check(self) -> None:
-        require(self, positive="rate megabytes", ones="draws repeats", laws=laws.LAWS)
+        require(self, positive="rate", ones="draws repeats", laws=laws.LAWS)
         for nics in self.nics:
             if not 1 <= nics <= 16:
                 raise UserError(f"nics={nics}: give 1 to 16")
@@ -169,11 +168,11 @@ def send_by_proxies(x: Tensor, nodes: int, rank: int) -> None:
 WAYS = {"direct": send_direct, "proxies": send_by_proxies}
 
 
-def timed_ways(megabytes: float, repeats: int) -> dict[str, list[float]]:
+def timed_ways(repeats: int) -> dict[str, list[float]]:
     """Seconds of each way, of all ranks, on one rank of the cluster; the ways take turns."""
     dist.init_process_group("gloo")
     rank, took = int(os.environ["RANK"]), {way: [] for way in WAYS}
-    x = torch.zeros(int(megabytes * 250_000))
+    x = torch.zeros(int(MEGABYTES * 250_000))
     for repeat in range(repeats + 1):  # the first one connects
         for way, send in WAYS.items():
             x.copy_(torch.arange(len(x)) % 1000 if rank == 0 else torch.zeros(len(x)))
@@ -193,7 +192,7 @@ def measure(o: Routes) -> list[dict[str, Any]]:
     rows = []
     for nics in o.nics:
         with Cluster(2, o.rate, nics=nics) as cluster:
-            took = run_ranks(timed_ways, cluster, nics, 2, o.megabytes, o.repeats, timeout=600.0)[0]
+            took = run_ranks(timed_ways, cluster, nics, 2, o.repeats, timeout=600.0)[0]
         rows += [dict(nics=nics, way=way, seconds=seconds) for way, seconds in took.items()]
     return rows
 
@@ -243,7 +242,7 @@ def text_of(result: dict[str, Any]) -> str:
     if not result["measured"]:
         return text + "The routing on the emulated cluster: not run.\n"
     text += (
-        f"- A message of {o['megabytes']:g} MB from a rank to one of the other node, links of {o['rate']:g} Mbit/s, "
+        f"- A message of {MEGABYTES:g} MB from a rank to one of the other node, links of {o['rate']:g} Mbit/s, "
         f"{o['repeats']} repeats in turns; {report.source(result)}\n\n"
     )
     cells = ([r["nics"], r["way"], mean_sd([1e3 * s for s in r["seconds"]], ".0f")] for r in result["measured"])

@@ -28,6 +28,10 @@ SIZES |= {"co2_recommended": (4, 1.2)}
 MARKERS = {1: "o", 3: "v", 12: "s", 48: "D", "auto": "*"}
 
 
+def named(method: str, tau: int | str) -> str:
+    return method if method == "ddp" else f"{method} tau {tau}"
+
+
 @dataclass(frozen=True)
 class Cell:
     """The repeats of one method at one number of workers and one link rate."""
@@ -46,7 +50,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        return self.method if self.method == "ddp" else f"{self.method} tau {self.tau_setting}"
+        return named(self.method, self.tau_setting)
 
 
 def summarise(rows: Iterable[dict[str, Any]]) -> list[Cell]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.linalg import solve_discrete_lyapunov
 
 Array = NDArray[np.float64]
 
@@ -78,9 +79,7 @@ class Quadratic:
     def variance(self, workers: int) -> float:
         """Of the outer iterate in the end, under local noise of variance 1: Lyapunov's equation for the round's map."""
         rows, noise = self.round_map()
-        size = len(rows)
-        moments = np.linalg.solve(np.eye(size * size) - np.kron(rows, rows), noise.reshape(-1) / workers)
-        return float(moments[0])
+        return float(solve_discrete_lyapunov(rows, noise / workers)[0, 0])
 
     def apart(self, workers: int) -> float:
         """mean_i (x^i - mean)^2 in the end, under local noise of variance 1, when the workers send; with keep and a

@@ -36,7 +36,8 @@ Text = Callable[[dict[str, Any]], str]  # makes the page of what the JSON holds
 
 
 def read_options(kind: type[Options], module: str, **how: Any) -> Options:
-    """The options of `python -m MODULE`, once their check() has found nothing; how: see tyro.cli.
+    """The options of `python -m MODULE`, once their check(), a UserError of which names the first option that cannot
+    be, has found nothing; how: see tyro.cli.
 
     check() is not called by the dataclass itself, for tyro would dress its UserError up.
     """

@@ -71,7 +71,7 @@ class Setting:
         return self.tau == "auto" or self.method == RECOMMENDED
 
     def __str__(self) -> str:
-        return self.method if self.method == "ddp" else f"{self.method} tau {self.tau}"
+        return plots.named(self.method, self.tau)
 
 
 def wire_seconds(workers: int, rate: float | None) -> float:

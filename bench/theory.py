@@ -54,7 +54,6 @@ class Theory:
     """Where to write, over what is there."""
 
     def check(self) -> None:
-        """A UserError names the first option that cannot be."""
         require(self, once="parts seeds", ones="replicas", parts=PARTS)
         if self.steps < 1600:
             raise UserError(f"steps={self.steps}: the shortest run takes a sixteenth of them; give 1600 or more")

@@ -24,12 +24,11 @@ from bench import loss_table, report, trainings
 from bench.cluster import Cluster, run_ranks
 from bench.loss_table import METHODS, USUAL, Outcome, follow, options_of
 from bench.report import Asked, require, require_company
-from bench.trainings import Metrics
+from bench.trainings import rows_of
 from training.script import launch
 
 LOG_EVERY = 5  # steps; ddp's waiting is logged at these, a local method's at every round
 Planned = tuple[int, float, str, str]  # seed, rate, task, method of a run
-START = 4.0  # seconds that a run takes beside its training: guessed, for the estimate only
 
 
 @dataclass(frozen=True)
@@ -109,12 +108,11 @@ class TimeToLoss(Asked):
 def train(o: TimeToLoss, cluster: Cluster | None, module: ModuleType, run: Planned, folder: Path) -> Outcome:
     """One run until its outcome is known."""
     seed, rate, task, method = run
-    metrics = Metrics(folder)
     goal = (TASKS[task].loss, o.target(task), o.limit_seconds)
     argv = o.command(rate, task, method, seed, folder)
     patience = 2 * o.limit_seconds + 120  # wall-clock, with start and evaluations
     try:
-        known = lambda: follow(metrics.read(), *goal) is not None  # noqa: E731
+        known = lambda: follow(rows_of(folder), *goal) is not None  # noqa: E731
         job = module, argv, folder / "log.txt"
         run_ranks(trainings.run_script, cluster, 1, o.workers, *job, timeout=patience, until=known)
         ended, reason = "not reached", ""
@@ -123,7 +121,7 @@ def train(o: TimeToLoss, cluster: Cluster | None, module: ModuleType, run: Plann
     except RuntimeError as error:  # one of the ranks has failed
         lines = str(error).strip().splitlines()
         ended, reason = "failed", f"{lines[0]} {lines[-1]}"
-    outcome = follow(metrics.read(), *goal, ended=ended, reason=reason)
+    outcome = follow(rows_of(folder), *goal, ended=ended, reason=reason)
     assert outcome is not None
     return outcome
 
@@ -135,8 +133,6 @@ def run_all(o: TimeToLoss, session: report.Session) -> None:
     """Trains everything."""
     session.result |= trainings.of_link(o.throttle) | {"tasks": {task: o.told(task) for task in o.tasks}}
     plan, modules = o.plan(), {task: importlib.import_module(f"{task}.train") for task in o.tasks}
-    started = time.monotonic()
-    print(f"{len(plan)} runs, at most about {clock(len(plan) * (START + 1.2 * o.limit_seconds))}", flush=True)
 
     def runs(cluster: Cluster | None) -> Iterator[dict[str, Any]]:
         for done, (seed, rate, task, method) in enumerate(plan, start=1):
@@ -146,18 +142,12 @@ def run_all(o: TimeToLoss, session: report.Session) -> None:
             folder.mkdir(parents=True)
             began = time.monotonic()
             outcome = train(o, cluster, modules[task], (seed, rate, task, method), folder)
-            left = clock((time.monotonic() - started) / done * (len(plan) - done))
-            what = f"{task} {rate:g} Mbit/s {method} seed {seed}: {outcome}"
-            print(f"{done}/{len(plan)} {what} | left: about {left}", flush=True)
+            print(f"{done}/{len(plan)} {task} {rate:g} Mbit/s {method} seed {seed}: {outcome}", flush=True)
             row = {"task": task, "rate_mbit": rate, "method": method, "seed": seed, **asdict(outcome)}
             yield row | {"wall_seconds": time.monotonic() - began}
 
     with trainings.network(o.throttle, o.workers, o.rates[0]) as cluster:
         session.take("runs", runs(cluster), None)
-
-
-def clock(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d} min"
 
 
 def main() -> None:

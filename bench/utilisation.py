@@ -50,7 +50,7 @@ def modelled(result: dict[str, Any], label: str, workers: int) -> list[tuple[flo
     """The same of bench.simulator's model of rounds, fitted to all rows that kept their pace."""
     rows = [row for row in result["rows"] if not row.get("late") and row["method"] in METHODS]
     constants = calibrate.fit(rows, result["model"]["bytes"])
-    mine = [row for row in rows if row["workers"] == workers and label_of(row) == label]
+    mine = [r for r in rows if r["workers"] == workers and plots.named(r["method"], r["tau_setting"]) == label]
     rates = sorted(row["rate_mbit"] for row in mine)
     ideal = workers * result["batch"] / (result["step_ms"] / 1e3)
     ask: Callable[[float], float] = lambda rate: (  # noqa: E731
@@ -58,10 +58,6 @@ def modelled(result: dict[str, Any], label: str, workers: int) -> list[tuple[flo
     )
     count = max(2, round(FINE * math.log10(rates[-1] / rates[0])))
     return [(float(rate), ask(float(rate)) / ideal) for rate in np.geomspace(rates[0], rates[-1], count)]
-
-
-def label_of(row: dict[str, Any]) -> str:
-    return row["method"] if row["method"] == "ddp" else f"{row['method']} tau {row['tau_setting']}"
 
 
 def markdown(result: dict[str, Any]) -> str:

@@ -11,7 +11,6 @@ zeroth.json and zeroth.md.
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,10 +27,12 @@ from bench.report import require
 from bench.trainings import FAST
 from bench.zeroth_memory import measure_memory, measure_sharing, memory_text, opt_table, opt_text, sharing_text
 from bench.zeroth_quality import Quality, measure_quality, measure_tuning, quality_text, tuning_text
+from core.errors import UserError
 from core.zeroth import ZerothConfig, ZerothOrder
 from language.model import build_model
 from training.script import launch
 
+FORWARD_MS = (500.0, 60.0)  # of the whole batch on one device, in speed
 Part = Literal["speed", "traffic", "memory", "sharing", "tuning", "quality"]
 
 
@@ -44,15 +45,14 @@ class ZerothBench(Quality):
     """Mbit/s of the links in speed."""
     delay_ms: float = 5.0
     """Of each link in speed, one way."""
-    forward_ms: tuple[float, ...] = (500.0, 60.0)
-    """Of the whole batch on one device."""
     seconds: float = 10.0
     """Of each measurement of speed."""
 
     def check(self) -> None:
-        """A UserError names the first option that cannot be."""
-        require(self, once="parts forward_ms", positive="rate delay_ms forward_ms seconds")
+        require(self, once="parts", positive="rate delay_ms seconds")
         super().check()
+        if "quality" in self.parts and "tuning" not in self.parts:
+            raise UserError("parts: quality takes the learning rates of tuning; name both")
 
 
 # -- speed ------------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def unpaced(pairs: bool, steps: int) -> dict[str, float]:
 
 def measure_speed(o: ZerothBench) -> Iterator[dict[str, Any]]:
     with Cluster(4, o.rate, o.delay_ms) as cluster:
-        for forward_ms in o.forward_ms:
+        for forward_ms in FORWARD_MS:
             for mesh, (workers, pairs) in MESHES.items():
                 for delay in (0, 1) if workers > 1 else (0,):
                     steps = max(3, round(o.seconds / (2e-3 * forward_ms / workers)))
@@ -179,7 +179,7 @@ def text(result: dict[str, Any]) -> str:
         "memory": ("Blocks, over an emulated bus", memory_text),
         "sharing": ("Uploads shared by the workers of a node", sharing_text),
         "opt": ("Device memory of OPT, computed, beside ZO2's README", opt_text),
-        "tuning": ("Learning rates", functools.partial(tuning_text, seed=o.get("tuning_seed"))),
+        "tuning": ("Learning rates", tuning_text),
         "quality": ("Quality", quality_text),
     }
     lines = [f"Zeroth-order training. {report.source(result)}", ""]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import tempfile
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,15 +70,14 @@ def run(job: Job) -> dict[str, Any] | None:
 
 def smallest(job: Job) -> tuple[float | None, dict[str, Any] | None]:
     """The least limit of the ladder in which the job runs, in units of its weights, and what it measured there."""
-    low, high, best, measured = 0, len(LADDER), None, None
-    while low < high:
-        middle = (low + high) // 2
-        found = run(job.within(LADDER[middle]))
-        if found is None:
-            low = middle + 1
-        else:
-            high, best, measured = middle, LADDER[middle], found
-    return best, measured
+    found: dict[float, dict[str, Any] | None] = {}
+
+    def suffices(limit: float) -> bool:
+        found[limit] = run(job.within(limit))
+        return found[limit] is not None
+
+    at = bisect_left(LADDER, True, key=suffices)
+    return (LADDER[at], found[LADDER[at]]) if at < len(LADDER) else (None, None)
 
 
 def measure_memory(o: ZerothLimit, base: Path, shape: tuple[int, int]) -> Iterator[dict[str, Any]]:

@@ -21,6 +21,9 @@ from language.train import make_objective, train
 from training.run import Run
 
 TUNED_AS = {"MeZO, one process": "zo"}  # the same steps
+BASE_EPOCHS = 3  # of the run on Python's documentation whose model goes on
+LRS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # that tuning tries for methods without gradients
+ADAM_LRS = (3e-4, 1e-3, 3e-3, 1e-2)  # for ddp and co2
 
 
 @dataclass(frozen=True)
@@ -34,24 +37,11 @@ class Quality(Asked):
     """Steps between two evaluations in quality."""
     epochs: int = 30
     """Evaluations of methods without gradients; the others get a fifth as many steps."""
-    base_epochs: int = 3
-    """Of the run on Python's documentation whose model goes on."""
-    lr: float = 1e-4
-    """Of methods without gradients in quality, where tuning is not among the parts."""
-    adam_lr: float = 1e-3
-    """Of ddp and co2, likewise."""
-    lrs: tuple[float, ...] = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
-    """Those that tuning tries for methods without gradients."""
-    adam_lrs: tuple[float, ...] = (3e-4, 1e-3, 3e-3, 1e-2)
-    """Those that it tries for ddp and co2."""
-    tuning_seed: int = TUNING_SEED
-    """The seed of tuning, which is none of `seeds`."""
 
     def check(self) -> None:
-        require(self, once="rates seeds lrs adam_lrs", positive="rates lr adam_lr lrs adam_lrs")
-        require(self, ones="epoch_steps epochs base_epochs")
-        if self.tuning_seed in self.seeds:
-            raise UserError(f"tuning_seed={self.tuning_seed} is one of seeds: give another, for figures are of others")
+        require(self, once="rates seeds", positive="rates", ones="epoch_steps epochs")
+        if TUNING_SEED in self.seeds:
+            raise UserError(f"seeds={TUNING_SEED}: it is the tuning seed; report other seeds")
 
 
 def fine_tune(recipe: LanguageRecipe, wikitext: bool, log: Path) -> None:
@@ -89,7 +79,7 @@ def base_run(folder: Path, o: Quality) -> Path:
     """The run on Python's documentation whose model goes on; made where it is not there yet."""
     base = folder / "runs" / "base"
     if not base.exists():
-        r = replace(gpt2_pydoc_small(), out=base, device="cpu", method="ddp", recommended=False, epochs=o.base_epochs)
+        r = replace(gpt2_pydoc_small(), out=base, device="cpu", method="ddp", recommended=False, epochs=BASE_EPOCHS)
         with Cluster(2, FAST) as cluster:
             found = trainings.train(fine_tune, cluster, 2, base, r, False, timeout=1200)
         if "failed" in found:
@@ -126,9 +116,9 @@ def measure_tuning(o: Quality, folder: Path) -> Iterator[dict[str, Any]]:
     base = base_run(folder, o)
     with Cluster(4, FAST) as cluster:
         for name, (workers, recipe) in recipes(o, base).items():
-            for lr in (o.lrs if recipe.method == "zo" else o.adam_lrs) if name not in TUNED_AS else ():
+            for lr in (LRS if recipe.method == "zo" else ADAM_LRS) if name not in TUNED_AS else ():
                 out = folder / "runs" / slug("tuning", name, f"lr{lr:g}")
-                yield measured(cluster, out, name, workers, recipe, o.tuning_seed, lr)
+                yield measured(cluster, out, name, workers, recipe, TUNING_SEED, lr)
 
 
 def tuned_lr(tuning: list[dict[str, Any]], name: str) -> float | None:
@@ -144,8 +134,7 @@ def measure_quality(o: Quality, result: dict[str, Any], folder: Path) -> Iterato
                 for name, (workers, recipe) in recipes(o, base).items():
                     if workers == 1 and rate != o.rates[0]:
                         continue  # it has no link
-                    usual = o.lr if recipe.method == "zo" else o.adam_lr
-                    lr = tuned_lr(result["tuning"], name) if "tuning" in result else usual
+                    lr = tuned_lr(result["tuning"], name)
                     row = {"rate_mbit": rate if workers > 1 else None}
                     if lr is None:
                         yield row | {"method": name, "seed": seed, "failed": "no learning rate of the grid trains it"}
@@ -157,7 +146,7 @@ def measure_quality(o: Quality, result: dict[str, Any], folder: Path) -> Iterato
 # -- the tables -------------------------------------------------------------------------------------------------
 
 
-def tuning_text(rows: Sequence[dict[str, Any]], seed: int) -> str:
+def tuning_text(rows: Sequence[dict[str, Any]]) -> str:
     """Each method's final loss at each learning rate, the least in bold, and a word where that is the grid's end."""
     lrs = sorted({row["lr"] for row in rows})
     cells = []
@@ -170,7 +159,7 @@ def tuning_text(rows: Sequence[dict[str, Any]], seed: int) -> str:
         ends = best in (min(found), max(found)) and len(found) > 1
         cells.append([name, *(shown.get(lr, "") for lr in lrs), "at the grid's end" if ends else ""])
     return report.table(("final loss at", *(f"{lr:g}" for lr in lrs), ""), cells) + (
-        f"\n\nSeed {seed}, over links that do not slow. MeZO takes zo's, whose steps it takes."
+        f"\n\nSeed {TUNING_SEED}, over links that do not slow. MeZO takes zo's, whose steps it takes."
     )
 
 

@@ -31,6 +31,7 @@ from bench import report
 from bench.chaos.crew import Crew, group
 from bench.chaos.worker import PHASES, work
 from bench.cluster.nodes import Cluster, require_namespaces
+from bench.trainings import rows_of
 from training.script import launch
 
 Row = dict[str, Any]
@@ -123,40 +124,32 @@ def suffer(context: Any, planned: Row) -> Row:
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="chaos"))
     try:
-        seen = (elastic if planned["config"] in ELASTIC else restarted)(context, planned, folder)
-        return (
-            seen | measured(planned, folder, seen["attempts"]) | {"minutes": round((time.monotonic() - began) / 60, 2)}
-        )
+        seen = trained(context, planned, folder)
+        minutes = round((time.monotonic() - began) / 60, 2)
+        return seen | measured(planned, folder, seen["attempts"]) | {"minutes": minutes}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def elastic(context: Any, planned: Row, folder: Path) -> Row:
-    """Goes on by itself; only where it cannot write it ends, and is started again."""
+def trained(context: Any, planned: Row, folder: Path) -> Row:
+    """Is started again, with --resume, until it comes to its end; an elastic run, which goes on by itself, only where
+    it cannot write. The harm is done once."""
+    elastic = planned["config"] in ELASTIC
     attempts, status, hung = 0, 1, False
-    while status and attempts < 3 and not hung:
+    while status and attempts < (3 if elastic else 4) and not hung:
         harm = named(planned, f"{planned.get('who')}.0") if attempts == 0 else {}
-        with Net(planned, folder) as net:
-            options = {"cluster": net.cluster, "watch": net.watch, "late": 400.0}
-            args = arguments(planned, folder, harm, attempts)
-            make = functools.partial(Crew, context, work, args, WORKERS, int(planned["harm"] == "rejoin"), **options)
-            crew = net.cluster.inside(WORKERS, make) if net.cluster else make()
-            status = crew.run()
-        if crew.signalled:
-            sys.exit(status)
-        attempts, hung = attempts + 1, crew.timed_out
-    return {"attempts": attempts, "status": status, "hung": hung}
-
-
-def restarted(context: Any, planned: Row, folder: Path) -> Row:
-    """Is started again, with --resume, until it comes to its end."""
-    attempts, status, hung = 0, 1, False
-    while status and attempts < 4 and not hung:
-        harm = named(planned, f"{planned.get('who')}.0")
+        args = arguments(planned, folder, harm, attempts)
         with Net(planned if attempts == 0 else {}, folder) as net:
-            args = arguments(planned, folder, harm, attempts)
-            options = {"cluster": net.cluster, "watch": net.watch, "late": 400.0, "attempt": attempts}
-            status, hung = group(context, work, args, WORKERS, **options)
+            options = {"cluster": net.cluster, "watch": net.watch, "late": 400.0}
+            if elastic:
+                back = int(planned["harm"] == "rejoin")
+                make = functools.partial(Crew, context, work, args, WORKERS, back, **options)
+                crew = net.cluster.inside(WORKERS, make) if net.cluster else make()
+                status, hung = crew.run(), crew.timed_out
+                if crew.signalled:
+                    sys.exit(status)
+            else:
+                status, hung = group(context, work, args, WORKERS, attempt=attempts, **options)
         attempts += 1
     return {"attempts": attempts, "status": status, "hung": hung}
 
@@ -183,7 +176,7 @@ class Net:
     """The emulated cluster of a run whose link goes down, and the hand that takes it down; else nothing."""
 
     def __init__(self, planned: Row, folder: Path):
-        self.planned, self.metrics = planned, folder / "run" / "metrics.jsonl"
+        self.planned, self.run = planned, folder / "run"
         self.cluster = Cluster(WORKERS + 1, RATE_MBIT) if planned.get("harm") == "outage" else None
         self._down_since = 0.0
 
@@ -200,21 +193,13 @@ class Net:
         """Takes the link down at its step, and up again after its seconds."""
         if not self.cluster or self._down_since < 0:
             return
-        if not self._down_since and last_step(self.metrics) >= self.planned["step"]:
+        last = max((line["step"] for line in rows_of(self.run)), default=0)
+        if not self._down_since and last >= self.planned["step"]:
             self.cluster.set_link(self.planned["who"], up=False)
             self._down_since = time.monotonic()
         if self._down_since and time.monotonic() - self._down_since > self.planned["seconds"]:
             self.cluster.set_link(self.planned["who"], up=True)
             self._down_since = -1.0
-
-
-def lines(metrics: Path) -> list[Row]:
-    found = metrics.read_text().splitlines() if metrics.exists() else []
-    return [json.loads(line) for line in found if line.endswith("}")]
-
-
-def last_step(metrics: Path) -> int:
-    return max((line["step"] for line in lines(metrics)), default=0)
 
 
 def measured(planned: Row, folder: Path, attempts: int) -> Row:
@@ -224,7 +209,7 @@ def measured(planned: Row, folder: Path, attempts: int) -> Row:
     summary = json.loads((run / "summary.json").read_text()) if (run / "summary.json").exists() else {}
     history = json.loads((run / "config.json").read_text()).get("history", []) if (run / "config.json").exists() else []
     harmed = json.loads(trace.read_text()) if trace.exists() else None
-    metrics = lines(run / "metrics.jsonl")
+    metrics = rows_of(run)
     seconds = [line["seconds"] for line in metrics if "train_loss" in line]
     left_out = int(sum(line.get("round/left_out", 0) for line in metrics))
     lost = left_out * TAU

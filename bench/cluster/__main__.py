@@ -53,7 +53,6 @@ class Launch:
     """No namespaces: all ranks on loopback, slowed down in software (adds --link_mbit RATE to COMMAND)."""
 
     def check(self) -> None:
-        """UserError for a value that cannot be meant."""
         require(self, ones="nodes ranks_per_node nics")
         if not self.rate_mbit > 0:
             raise UserError(f"rate={self.rate!r}: give more than 0")

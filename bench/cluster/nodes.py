@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -111,21 +112,8 @@ def _check(status: int) -> None:
 
 def _in_thread(fn: Callable[[], T]) -> T:
     """fn() in a thread of its own: a namespace belongs to a thread, so the caller's stays as it is."""
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(fn())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(fn).result()
 
 
 BURST = "256kb"  # of the token bucket; with 64kb gloo runs several times too slow although plain sockets do not

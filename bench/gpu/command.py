@@ -43,7 +43,6 @@ class Options:
     """Of the code, where there is no git."""
 
     def check(self) -> None:
-        """A UserError names the first option that cannot be."""
         if not self.parts:
             raise UserError(f"parts: give one or more of {', '.join(PARTS)}")
         if not self.minutes > 0:

@@ -8,6 +8,7 @@ import signal
 import tempfile
 import time
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +108,7 @@ def comes(folder: str, device: str, settings: dict[str, Any]) -> None:
     if name == "2.1":
         Path(folder, "came").touch()
     joined = joining.join()
-    began = [t.detach().cpu().double().tolist() for t in p.params] if joined else None
-    outer = [t.tolist() for t in method.state["outer_iterate"]] if joined else None
+    began, outer = (numbers(of) if joined else [] for of in (p.params, method.state["outer_iterate"]))
     while at["step"] < STEPS:
         while rank < 2 and at["step"] == WAITS_AT and not Path(folder, "came").exists():
             time.sleep(0.05)
@@ -119,8 +119,7 @@ def comes(folder: str, device: str, settings: dict[str, Any]) -> None:
         at["step"] += 1
         method.step()
     method.finish()
-    end = [t.detach().cpu().double().tolist() for t in p.params]
-    found = {"joined": joined, "began": flat(began), "outer": flat(outer), "end": flat(end)}
+    found = {"joined": joined, "began": began, "outer": outer, "end": numbers(p.params)}
     Path(folder, f"{rank}.tmp").write_text(json.dumps(found))
     Path(folder, f"{rank}.tmp").rename(Path(folder, f"{rank}.json"))
     joining.flight.sum_of_all(torch.zeros(1))
@@ -128,11 +127,8 @@ def comes(folder: str, device: str, settings: dict[str, Any]) -> None:
     method.close()
 
 
-def flat(numbers: Any) -> list[float]:
-    """All numbers of nested lists; nothing of None."""
-    if numbers is None:
-        return []
-    return [n for part in numbers for n in flat(part)] if isinstance(numbers, list) else [numbers]
+def numbers(tensors: Iterable[torch.Tensor]) -> list[float]:
+    return torch.cat([t.detach().reshape(-1) for t in tensors]).double().tolist()
 
 
 @check("correctness", cases=("paper", "keep"))

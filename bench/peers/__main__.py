@@ -58,8 +58,6 @@ class Bench(Asked):
     """Of the five hidden layers: 256 makes 0.28 million parameters."""
     step_ms: float = 20.0
     """Stand-in for a step's computing time, so that the workers do not fight for the cores."""
-    seconds: float | None = None
-    """The time budget of "loss at equal seconds"; by default what the fastest row took."""
     target: float = 0.2
     """The held-out loss whose seconds are told."""
     tune_lr: tuple[float, ...] = (1.0,)
@@ -74,7 +72,6 @@ class Bench(Asked):
     """Throttle the link in software instead of making namespaces; the other packages cannot take part."""
 
     def check(self) -> None:
-        """UserError for options that cannot be."""
         require(self, ones="steps tau workers repeats width", methods=KNOWN)
         require(self, positive="rate timeout target tune_lr tune_tau most_seconds")
         require_no_crowd(self)
@@ -235,7 +232,8 @@ def attempt(job: Job, cluster: Cluster | None, sets: tuple[data.Images, data.Ima
     except TimeoutError:
         return {"reason": f"killed: still running after {job.timeout:g} s"}
     except (UserError, RuntimeError) as error:
-        return {"reason": f"failed: {str(error).strip().splitlines()[0]}"}
+        (job.logs / f"{job.method}-{job.seed}-failed.log").write_text(str(error))
+        return {"reason": f"failed: {str(error).strip().splitlines()[-1]}"}
     sent = [rank["sent"] for rank in ranks]
     return {
         "seconds": max(rank["seconds"] for rank in ranks),

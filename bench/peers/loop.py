@@ -8,7 +8,6 @@ import copy
 import itertools
 import os
 import time
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -28,8 +27,8 @@ from bench.cluster import sent_bytes
 from bench.memory import peak_bytes, reset_peak
 from bench.peers.adapters import PEERS, Task, Trainer
 from bench.standin import LR, MLP_LAYERS, Pacer, build_model, make_optimizer
-from bench.trainings import split_wire
-from core import CO2Config, UserError, WireConfig, flat, make_method
+from bench.trainings import split_wire, write_to
+from core import CO2Config, WireConfig, flat, make_method
 from core.methods import METHODS, DelayedConfig
 from core.reducer import Reducer
 from core.rounds import Rounds
@@ -173,22 +172,11 @@ class Job:
 
 
 def worker(job: Job, train: Images, test: Images) -> dict[str, Any]:
-    """One rank of one row, after run_ranks has placed it; what goes wrong becomes the one line of a UserError.
-
-    What the rank, its package and their processes print goes to a file, and so does a traceback.
-    """
-    log = job.logs / f"{job.method}-{job.seed}-rank{os.environ['RANK']}.log"
-    with open(log, "wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    try:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", timeout=timedelta(seconds=job.timeout))
-        return run(job, train, test)
-    except Exception as error:
-        traceback.print_exc()
-        line = (str(error).strip().splitlines() or ["no message"])[0]
-        raise UserError(f"{type(error).__name__}: {line}") from error
+    """One rank of one row, after run_ranks has placed it. What it, its package and their processes print goes to a
+    file."""
+    write_to(job.logs / f"{job.method}-{job.seed}-rank{os.environ['RANK']}.log")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=job.timeout))
+    return run(job, train, test)
 
 
 def run(job: Job, train: Images, test: Images) -> dict[str, Any]:

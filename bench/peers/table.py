@@ -41,7 +41,8 @@ LOWEST = ("exposed", "loss_at_samples", "loss_at_seconds", "seconds_to_target") 
 
 def summarise(o: Options, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row a method: each measure as a list over the repeats, or the reason why it has none."""
-    budget = o["seconds"] or time_budget(runs)
+    communicated = [run["seconds"] for run in runs if run["method"] != REFERENCE and "seconds" in run]
+    budget = min(communicated, default=0.0)  # of "loss at equal seconds"
     reference = {run["repeat"]: run["seconds"] for run in runs if run["method"] == REFERENCE and "seconds" in run}
     rows = []
     for method in (REFERENCE, *o["methods"]):
@@ -62,11 +63,6 @@ def limit_row(o: Options, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]
     seeds = [repeat for method, repeat in done if method == "ddp" and (REFERENCE, repeat) in done]
     seconds = [limit(done["ddp", seed], done[REFERENCE, seed], o["target"]) for seed in seeds]
     return [{"method": LIMIT, "seconds_to_target": seconds}] if seconds else []
-
-
-def time_budget(runs: Sequence[dict[str, Any]]) -> float:
-    """Seconds of the fastest run that communicated; 0 when none did."""
-    return min((run["seconds"] for run in runs if run["method"] != REFERENCE and "seconds" in run), default=0.0)
 
 
 def measures(

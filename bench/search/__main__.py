@@ -7,7 +7,7 @@ A method is NAME or NAME:OPTION=VALUE,...; two or more values, VALUE|VALUE, are 
 the options of bench.reference.LateReference, whatever is combined: co2:merge=mix,kappa=0.5,delay=3,gap=none,beta=0.
 
 A method's configurations are its options' values times learning rates, as many of these as --configurations allows.
-Each is trained on the tuning seeds and evaluated on the tuning split; the best is trained on the other seeds and
+Each is trained on the tuning seed and evaluated on the tuning split; the best is trained on the other seeds and
 evaluated on the test split. Initial weights and batches depend on the seed alone: they are the same for all methods.
 Every run is a line of --rows, and one that is there is not run again: a search goes on where it was stopped. The tables
 are in the .md beside it.
@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +30,7 @@ from bench.search.engine import TASKS, Plan, load_task, run
 from bench.search.methods import KINDS, Settings
 from bench.search.rows import Rows, markdown
 from bench.search.task import Shards
+from bench.trainings import TUNING_SEED
 from core.errors import UserError
 from core.wires.formats import WIRES
 from training.script import launch
@@ -65,34 +64,26 @@ class Search:
     """sorted: each worker draws from its own part of the training set, by label or, for bytes, its own books."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Reported."""
-    tuning_seeds: tuple[int, ...] = (100,)
     configurations: int = 6
     """That each method may try."""
     lr_factors: tuple[float, ...] = ()
     """Of the task's learning rate, in place of as many as `configurations` allows; a method with one configuration is
     not tuned."""
-    budget_minutes: float = math.inf
-    """No run is begun that would likely end later than this."""
     rows: Path = Path("results/search.jsonl")
     device: Literal["cpu", "cuda"] = "cpu"
     """Where all workers of a run lie; on cuda products are in TF32, as in the train scripts."""
-    compile: bool = False
-    """The gradient, by torch.compile, which needs a C++ compiler: minutes at the start, then up to twice as fast."""
     report: bool = False
     """Make the tables from the rows that are there; run nothing."""
 
     def check(self) -> None:
-        """A UserError names the first option that cannot be."""
-        require(self, once="tasks methods workers seeds tuning_seeds", positive="workers lr_factors", tasks=TASKS)
+        require(self, once="tasks methods workers seeds", positive="workers lr_factors", tasks=TASKS)
         require_no_crowd(self)
         require(self, ones="steps tau configurations")
         require_device(self)
-        if not self.budget_minutes > 0:
-            raise UserError(f"budget_minutes={self.budget_minutes}: give a number above 0")
         if self.batch is not None and self.batch < 1:
             raise UserError(f"batch={self.batch}: give 1 or more, or leave it out")
-        if both := set(self.seeds) & set(self.tuning_seeds):
-            raise UserError(f"seeds={min(both)}: it is a tuning seed too; report other seeds")
+        if TUNING_SEED in self.seeds:
+            raise UserError(f"seeds={TUNING_SEED}: it is the tuning seed; report other seeds")
         for asked in self.methods:
             self.candidates(asked)
         if "acco" in self.methods and self.batch is not None and self.batch % 2:
@@ -170,9 +161,9 @@ def _value(text: str, key: str, usual: Any, given: str) -> Any:
 
 
 def plans(o: Search, task: str, workers: int, asked: str) -> list[Plan]:
-    """A method's configurations on the first tuning seed."""
+    """A method's configurations."""
     t = load_task(task)
-    rest = workers, o.batch or t.batch, o.steps, o.tau, o.shards, o.tuning_seeds[0], "tuning"
+    rest = workers, o.batch or t.batch, o.steps, o.tau, o.shards, TUNING_SEED, "tuning"
     return [Plan(task, settings, t.inner.lr * factor, *rest) for settings, factor in o.candidates(asked)]
 
 
@@ -183,9 +174,9 @@ def pending(o: Search, rows: Rows) -> Iterator[Plan]:
             for asked in o.methods:
                 tried = plans(o, task, workers, asked)
                 if len(tried) > 1:
-                    yield from missing(rows, [replace(p, seed=s) for p in tried for s in o.tuning_seeds])
-                best = min(tried, key=lambda p: tuning_loss(o, rows, p)) if len(tried) > 1 else tried[0]
-                rows.add_choice(asked, o.tuning, best, len(tried), o.tuning_seeds)
+                    yield from missing(rows, tried)
+                best = min(tried, key=lambda p: tuning_loss(rows, p)) if len(tried) > 1 else tried[0]
+                rows.add_choice(asked, o.tuning, best, len(tried))
                 yield from missing(rows, [replace(best, seed=s, split="test") for s in o.seeds])
 
 
@@ -193,11 +184,10 @@ def missing(rows: Rows, wanted: list[Plan]) -> Iterator[Plan]:
     return (plan for plan in wanted if rows.find(plan) is None)
 
 
-def tuning_loss(o: Search, rows: Rows, plan: Plan) -> float:
-    """The mean over the tuning seeds; infinite where one has diverged."""
-    found = [rows.find(replace(plan, seed=seed)) for seed in o.tuning_seeds]
-    losses = [row["loss"] for row in found if row is not None]
-    return math.inf if None in losses else statistics.fmean(losses)
+def tuning_loss(rows: Rows, plan: Plan) -> float:
+    """Infinite where the run has diverged."""
+    row = rows.find(plan)
+    return math.inf if row is None or row["loss"] is None else row["loss"]
 
 
 def at_most(o: Search) -> int:
@@ -205,23 +195,17 @@ def at_most(o: Search) -> int:
     count = 0
     for asked in o.methods:
         tried = len(o.candidates(asked))
-        count += len(o.seeds) + (tried * len(o.tuning_seeds) if tried > 1 else 0)
+        count += len(o.seeds) + (tried if tried > 1 else 0)
     return count * len(o.tasks) * len(o.workers)
 
 
 def search(o: Search, rows: Rows) -> None:
-    """Runs what has no row until all is there or the time is up."""
+    """Runs what has no row."""
     print(f"{at_most(o)} runs, of which those in {o.rows} are not run again", flush=True)
-    began, longest, count = time.monotonic(), 0.0, 0
-    for plan in pending(o, rows):
-        if time.monotonic() - began + longest > 60 * o.budget_minutes:
-            print(
-                f"stopped after {count} runs: budget_minutes={o.budget_minutes:g}; the same command goes on from here"
-            )
-            return
-        result = run(load_task(plan.task), plan, o.compile, o.device)
+    count = 0
+    for count, plan in enumerate(pending(o, rows), start=1):
+        result = run(load_task(plan.task), plan, o.device)
         rows.add_run(plan, result)
-        longest, count = max(longest, result.seconds), count + 1
         loss = "diverged" if result.loss is None else f"{result.loss:.4f}"
         what = f"{plan.task}, {plan.workers} workers, {plan.settings}, lr {plan.lr:g}, seed {plan.seed}"
         print(f"{count} {what}, {plan.split} loss {loss} ({result.seconds:.1f} s)", flush=True)

@@ -12,7 +12,6 @@ command goes on where it was stopped. The tables are in the .md beside it.
 
 from __future__ import annotations
 
-import math
 import statistics
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -24,7 +23,7 @@ from bench import report
 from bench.report import read_options, require
 from bench.search.__main__ import Search, conclude
 from bench.search.rows import Group, Rows, about, test_runs
-from core.errors import UserError
+from bench.trainings import TUNING_SEED
 from training.script import launch
 
 FACTORS = {"digits": (0.25, 0.5, 1.0), "bytes": (1.0, 0.5), "cifar": (0.5, 1.0)}  # of the task's learning rate
@@ -41,7 +40,7 @@ MOMENTUM = f"{KEEP}0.3,delay=1,wire=int4"
 FRESH, LATE = f"{KEEP}0,delay=1,wire=", f"{KEEP}0,wire="
 MOMENTA = {beta: f"{KEEP}{beta},delay=1,wire=int4" for beta in ("0", "0.3", "0.5")}
 MANY: dict[str, Any] = {"tasks": ("digits",), "workers": (4, 16, 64), "batch": 2, "tau": 24}  # of their search
-SHARED = ("steps", "seeds", "budget_minutes", "rows")  # options that every search takes
+SHARED = ("steps", "seeds", "rows")  # options that every search takes
 Losses = dict[int, float | None]  # seed -> held-out loss, None where the run diverged
 STEPS = {  # what changes -> from which method to which
     "local steps, without compression or hiding": ("ddp:wire=float32", "local:wire=float32"),
@@ -70,17 +69,12 @@ class Controls:
     steps: int = 480
     """Local steps of every worker, of which there are four."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    budget_minutes: float = math.inf
-    """For each task and tau; no run is begun that would likely end later."""
     rows: Path = Path("results/controls.jsonl")
     report: bool = False
     """Make the tables from the rows that are there; run nothing."""
 
     def check(self) -> None:
-        """A UserError names the first option that cannot be."""
         require(self, once="tasks taus wires seeds", positive="taus", ones="steps", tasks=FACTORS, wires=WIRES)
-        if not self.budget_minutes > 0:
-            raise UserError(f"budget_minutes={self.budget_minutes}: give a number above 0")
         for o in self.searches():
             o.check()
 
@@ -174,7 +168,7 @@ def notes(found: list[Found]) -> list[str]:
         *(f"{task}: {about(task)}; each method tuned over {factors(task)} times the learning rate." for task in tasks),
         "All workers in one process, in float32; no time is measured. Hidden: local steps run while a mean is on its "
         "way. How long a link takes for it is left out, so that the columns differ in rounding alone.",
-        f"Command: `python -m bench.search.controls`; tuning seed 100; commits of the runs: "
+        f"Command: `python -m bench.search.controls`; tuning seed {TUNING_SEED}; commits of the runs: "
         f"{', '.join(sorted(commits)) or 'none'}.",
     ]
 

@@ -73,14 +73,12 @@ class Result:
 class Stack:
     """A model's parameters as rows. Buffers are kept as they are: no task has any that training changes."""
 
-    def __init__(self, task: Task, compile: bool = False, device: str = "cpu"):
+    def __init__(self, task: Task, device: str = "cpu"):
         self.task, self.device = task, device
         with torch.device(device):
             self.model = task.build()
         self.template = {name: p.detach() for name, p in self.model.named_parameters()}
         self.gradient = vmap_gradient(self.loss, self.template)
-        if compile:
-            self.gradient = torch.compile(self.gradient, dynamic=False)
 
     def start(self, seed: int) -> Tensor:
         """The initial weights, [n]."""
@@ -104,12 +102,12 @@ class Stack:
         return inputs.to(self.device), targets.to(self.device)
 
 
-stack_of = functools.lru_cache(maxsize=1)(Stack)  # one for all runs of a task, for compiling takes minutes
+stack_of = functools.lru_cache(maxsize=1)(Stack)  # one for all runs of a task
 
 
-def train(task: Task, plan: Plan, compile: bool = False, device: str = "cpu") -> tuple[Stack, Method]:
+def train(task: Task, plan: Plan, device: str = "cpu") -> tuple[Stack, Method]:
     """Trains up to the last step, before `finish`."""
-    stack = stack_of(task, compile, device)
+    stack = stack_of(task, device)
     x = stack.start(plan.seed).expand(plan.workers, -1).clone()
     method = plan.settings.make(x, plan.tau)
     inner = task.inner.start(x)
@@ -119,11 +117,11 @@ def train(task: Task, plan: Plan, compile: bool = False, device: str = "cpu") ->
     return stack, method
 
 
-def run(task: Task, plan: Plan, compile: bool = False, device: str = "cpu") -> Result:
-    """compile: the gradient, by torch.compile; the same but for rounding. device: where all workers lie; the start and
-    the batches are drawn on the host, and so are the same on every device."""
+def run(task: Task, plan: Plan, device: str = "cpu") -> Result:
+    """device: where all workers lie; the start and the batches are drawn on the host, and so are the same on every
+    device."""
     began = time.monotonic()
-    stack, method = train(task, plan, compile, device)
+    stack, method = train(task, plan, device)
     data = task.held_out[plan.split]
     loss_of_mean = stack.held_out_loss(method.x.mean(dim=0), data)
     method.finish()

@@ -18,6 +18,7 @@ from bench import report
 from bench.report import FORMAT, mean_sd
 from bench.search.engine import Plan, Result, load_task
 from bench.search.methods import KINDS, Settings
+from bench.trainings import TUNING_SEED
 from core.checkpoints.untrusted import parse_json
 from core.errors import UserError
 from training.config import commit, version
@@ -36,11 +37,6 @@ class Group:
     steps: int
     tau: int
     shards: str
-
-
-def group_of(plan: Plan | dict[str, Any]) -> Group:
-    values = plan if isinstance(plan, dict) else vars(plan)
-    return Group(*(values[name] for name in Group.__dataclass_fields__))
 
 
 def describe(plan: Plan) -> dict[str, Any]:
@@ -110,11 +106,11 @@ class Rows(Lines):
     def add_run(self, plan: Plan, result: Result) -> None:
         self.append(describe(plan) | asdict(result) | {"date": time.strftime("%Y-%m-%d %H:%M:%S")} | self.source)
 
-    def add_choice(self, asked: str, tuning: str, plan: Plan, tried: int, tuning_seeds: tuple[int, ...]) -> None:
+    def add_choice(self, asked: str, tuning: str, plan: Plan, tried: int) -> None:
         """asked: the method as on the command line; tuning: what each method was given, in words; plan: with the
         settings and lr that came of it."""
         row = describe(plan) | {"kind": "choice", "asked": asked, "tuning": tuning, "tried": tried}
-        row["tuning_seeds"] = list(tuning_seeds)
+        row["tuning_seeds"] = [TUNING_SEED]
         del row["seed"], row["split"]
         if self.choices.get(_choice_key(row)) != row:
             self.append(row)
@@ -138,7 +134,7 @@ def _key(row: dict[str, Any]) -> str:
 
 
 def _choice_key(row: dict[str, Any]) -> tuple[Group, str, str]:
-    return group_of(row), row["tuning"], row["asked"]
+    return Group(*(row[name] for name in Group.__dataclass_fields__)), row["tuning"], row["asked"]
 
 
 # -- the tables -------------------------------------------------------------------------------------------------

@@ -38,7 +38,6 @@ class Sizes:
     tau: int = 24
 
     def check(self) -> None:
-        """A UserError names the first option that cannot be."""
         require(self, ones="steps tau")
 
 

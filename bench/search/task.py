@@ -19,7 +19,6 @@ from training.sampling import generator
 
 Split = Literal["tuning", "test"]
 Shards = Literal["iid", "sorted"]
-SHARDS: tuple[Shards, ...] = ("iid", "sorted")
 Batch = tuple[Tensor, Tensor]
 Matrix = tuple[slice, int, int]  # where it lies in a row of parameters; its rows and columns
 MUON_MOMENTUM = 0.95  # torch's default

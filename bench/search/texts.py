@@ -169,35 +169,28 @@ def with_muon(task: Task) -> Task:
     return replace(task, name=f"{task.name}_muon", about=about, inner=inner)
 
 
+def gpt2_model(sizes: dict[str, int]) -> nn.Module:
+    """Without dropout."""
+    from language.model import GPT2Config, GPT2LMHeadModel
+
+    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
+    none |= {"bos_token_id": None, "eos_token_id": None}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **none, attn_implementation="eager"))  # vmap has no other
+
+
 def gpt2() -> Task:
-    def build() -> nn.Module:
-        from language.model import GPT2Config, GPT2LMHeadModel
-
-        return GPT2LMHeadModel(
-            GPT2Config(
-                **{"vocab_size": 256, "n_positions": CONTEXT, "n_layer": 2, "n_head": 4, "n_embd": 48},
-                **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False},
-                **{"bos_token_id": None, "eos_token_id": None, "attn_implementation": "eager"},  # vmap has no other
-            )
-        )
-
-    return causal_task("gpt2", build, "transformers' GPT-2 of 2 layers, 48 wide, 0.07 M parameters")
+    sizes = {"vocab_size": 256, "n_positions": CONTEXT, "n_layer": 2, "n_head": 4, "n_embd": 48}
+    model = "transformers' GPT-2 of 2 layers, 48 wide, 0.07 M parameters"
+    return causal_task("gpt2", lambda: gpt2_model(sizes), model)
 
 
 def gpt2_small() -> Task:
     training, held = tokens()
-
-    def build() -> nn.Module:
-        from language.model import GPT2Config, GPT2LMHeadModel
-
-        none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
-        return GPT2LMHeadModel(GPT2Config(**GPT2_SMALL, **none, attn_implementation="eager"))
-
     held_out: dict[Split, Batch] = {split: spread(text, GPT2_CONTEXT, GPT2_WINDOWS) for split, text in held.items()}
     return books_task(
         "gpt2_small",
         "transformers' GPT-2 Small, 124 M parameters, without dropout",
-        build,
+        lambda: gpt2_model(GPT2_SMALL),
         windows_draw(training, GPT2_CONTEXT),
         held_out,
         lr=3e-4,

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, fields, replace
-from typing import Literal
 
 from bench.report import read_options, table
 from bench.simulator import paper
-from bench.simulator.events import SSP, Outcome, Rule, Work, recommend_tau, simulate
+from bench.simulator.events import MARGIN, QUANTILE, SSP, Outcome, Rule, Work, recommend_tau, simulate
 from bench.simulator.network import Algorithm, Cluster, allreduce_seconds, fastest, preset
 from core.errors import UserError
 from results.paper import TAUS
@@ -27,6 +26,7 @@ METHODS = {
 }
 WARMUP = 2  # rounds until a hidden method's first all-reduce has been waited for
 DDP_STEPS = 200
+BYTES, WORDS = 4, 4096  # of a parameter; of a GPU and step, in the paper's table
 # Ours, not the paper's and not measured: every output that uses one says so.
 ASSUMED = {
     "step_spread": 0.05,
@@ -48,20 +48,12 @@ class Simulate:
     workers_per_node: int | None = None
     inter_gbps: float | None = None
     """Gbit/s of one node's network cards together."""
-    intra_gbps: float | None = None
-    """Gbit/s of one worker to the others in its node."""
     latency_ms: float | None = None
     """Per hop between nodes."""
-    intra_latency_ms: float | None = None
     efficiency: float | None = None
     """Share of the nominal bandwidth that an all-reduce gets."""
-    overhead_ms: float | None = None
-    """Of every all-reduce, whatever its size."""
-    algorithm: Literal["auto", "ring", "tree", "hierarchical"] = "auto"
-    """auto: the one that takes least by its formula."""
     params: float = 125e6
-    """Parameters of the model."""
-    bytes_per_param: float = 4.0
+    """Of the model, float32."""
     step_ms: float = 500.0
     """Mean local step without communication."""
     step_spread: float | None = None
@@ -76,28 +68,19 @@ class Simulate:
     """Samples per worker and step."""
     boundary_ms: float | None = None
     """What closing a round costs a worker besides waiting (not ddp)."""
-    backward_share: float | None = None
-    """Share of a step that is the backward pass."""
     ddp_overlap: float | None = None
     """Share of the backward pass that ddp's communication can run under."""
     allreduce_spread: float | None = None
     """Standard deviation of an all-reduce's time as a share of its mean."""
     tau: int | None = None
     """Local steps per round; None picks the smallest that hides the all-reduce."""
-    quantile: float = 0.95
-    """Of the all-reduce's time, that tau must cover."""
-    margin: float = 0.25
-    """And this share more."""
     rounds: int = 50
     seed: int = 0
     paper: bool = False
     """Compare with the known cells of the paper's throughput table."""
-    words: int = 4096
-    """--paper: words per GPU and step."""
 
     def check(self) -> None:
-        """A UserError names the first option that cannot be."""
-        for name in ("params", "bytes_per_param", "step_ms", "batch", "words"):
+        for name in ("params", "step_ms", "batch"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise UserError(f"{name}={getattr(self, name):g}: give a finite number above 0")
         if self.rounds <= WARMUP:
@@ -106,48 +89,40 @@ class Simulate:
             raise UserError(f"tau={self.tau}: give 1 or more local steps, or leave it out to have it picked")
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One number that a prediction rests on, in the option's unit, and where it comes from."""
-
-    name: str
-    value: float
-    source: str
-
-
 def main() -> None:
     options = read_options(Simulate, "bench.simulator")
     if options.paper:
-        papers_table(options)
+        result, assumed = papers_report(options)
+        title = "## The paper's throughput table, 80 Gbit/s TCP/IP (CO2, arXiv 2401.16265)"
+        print(f"\n{title}\n\n{assumed}\n\n{paper.markdown(result)}\n\n{paper.remarks(result)}", flush=True)
     if options.preset or not options.paper:
         prediction(options)
 
 
-def settings(options: Simulate) -> tuple[Cluster, list[Setting]]:
+Settings = dict[str, tuple[float, str]]  # by option: a number that a prediction rests on, and where it comes from
+
+
+def settings(options: Simulate) -> tuple[Cluster, Settings]:
     """The cluster, and every number with its source: the command line, the preset, or assumed."""
     name = options.preset or DEFAULT_PRESET
-    base = preset(name)
-    found, cluster = [], base.cluster
+    base, given, found = preset(name), {}, Settings()
     for field in fields(Cluster):
         option, unit = IN_MS.get(field.name, field.name), 1e-3 if field.name in IN_MS else 1
-        label = f"preset {name}" if field.name in base.facts else "assumed"
-        found.append(_setting(options, option, getattr(base.cluster, field.name) / unit, label))
-        if found[-1].source == "given":
-            cluster = replace(cluster, **{field.name: found[-1].value * unit})
-    return cluster, found + [_setting(options, option, value, "assumed") for option, value in ASSUMED.items()]
+        source = f"preset {name}" if field.name in base.facts else "assumed"
+        found[option] = getattr(base.cluster, field.name) / unit, source
+        if (value := getattr(options, option, None)) is not None:
+            given[field.name] = value * unit
+    found |= {option: (value, "assumed") for option, value in ASSUMED.items()}
+    asked = {option: (value, "given") for option in found if (value := getattr(options, option, None)) is not None}
+    return replace(base.cluster, **given), found | asked
 
 
-def _setting(options: Simulate, name: str, value: float, label: str) -> Setting:
-    given = getattr(options, name)
-    return Setting(name, value, label) if given is None else Setting(name, given, "given")
-
-
-def build(options: Simulate) -> tuple[Cluster, Algorithm, Work, list[Setting]]:
+def build(options: Simulate) -> tuple[Cluster, Algorithm, Work, Settings]:
     """All that the model needs, and the settings to print."""
     cluster, found = settings(options)
-    v = {s.name: s.value for s in found}
-    nbytes = options.params * options.bytes_per_param
-    algorithm = fastest(cluster, nbytes) if options.algorithm == "auto" else options.algorithm
+    v = {option: value for option, (value, _) in found.items()}
+    nbytes = options.params * BYTES
+    algorithm = fastest(cluster, nbytes)
     step = options.step_ms / 1e3
     work = Work(
         workers=cluster.workers,
@@ -194,7 +169,7 @@ def predict(options: Simulate, work: Work, method: str, tau: int) -> Line:
 def prediction(options: Simulate) -> list[Line]:
     """Prints the methods at one tau, then taus for CO2 and Local-SGD; returns the first."""
     cluster, algorithm, work, found = build(options)
-    best = recommend_tau(work, quantile=options.quantile, margin=options.margin, seed=options.seed)
+    best = recommend_tau(work, options.seed)
     tau = best if options.tau is None else options.tau
     started = time.perf_counter()
     methods = [predict(options, work, method, tau) for method in METHODS]
@@ -207,8 +182,8 @@ def prediction(options: Simulate) -> list[Line]:
     print(settings_markdown(options, found))
     print(f"\nall-reduce: {work.allreduce:.4g} s = {work.allreduce / work.step:.3g} steps, {algorithm}")
     print(
-        f"tau to use: {best}, the smallest whose steps last {1 + options.margin:g} times the all-reduce's "
-        f"{options.quantile:.0%} quantile\n"
+        f"tau to use: {best}, the smallest whose steps last {1 + MARGIN:g} times the all-reduce's "
+        f"{QUANTILE:.0%} quantile\n"
     )
     print(lines_markdown(methods))
     print(f"\nOver tau:\n\n{lines_markdown(taus)}\n")
@@ -217,16 +192,16 @@ def prediction(options: Simulate) -> list[Line]:
     return methods
 
 
-def settings_markdown(options: Simulate, found: list[Setting]) -> str:
+def settings_markdown(options: Simulate, found: Settings) -> str:
     """What the prediction rests on, by source."""
-    workload = {n: getattr(options, n) for n in ("params", "bytes_per_param", "step_ms", "batch", "stall_chance")}
-    if options.stall_chance:
-        workload["stall_ms"] = options.stall_ms
-    defaults = {f.name: f.default for f in fields(Simulate)}
-    found = found + [Setting(n, v, "assumed" if v == defaults[n] else "given") for n, v in workload.items()]
-    by_source: dict[str, list[str]] = {}
-    for s in found:
-        by_source.setdefault(s.source, []).append(f"{s.name} {s.value:g}")
+    workload = ["params", "step_ms", "batch", "stall_chance"]
+    workload += ["stall_ms"] if options.stall_chance else []
+    usual, by_source = Simulate(), dict[str, list[str]]()
+    for name in workload:
+        value = getattr(options, name)
+        found[name] = value, "assumed" if value == getattr(usual, name) else "given"
+    for name, (value, source) in found.items():
+        by_source.setdefault(source, []).append(f"{name} {value:g}")
     return "\n".join(f"- {source}: {', '.join(items)}" for source, items in by_source.items())
 
 
@@ -238,22 +213,14 @@ def lines_markdown(lines: list[Line]) -> str:
     return table(["method", "tau", "samples/s", "of ideal", "exposed"], map(cells, lines))
 
 
-def papers_table(options: Simulate) -> None:
-    """Prints the comparison with the paper's cells."""
-    result, assumed = papers_report(options)
-    title = "## The paper's throughput table, 80 Gbit/s TCP/IP (CO2, arXiv 2401.16265)"
-    print(f"\n{title}\n\n{assumed}\n\n{paper.markdown(result)}\n\n{paper.remarks(result)}", flush=True)
-
-
 def papers_report(options: Simulate) -> tuple[paper.Report, str]:
     """The comparison, and what it assumes in words."""
     cluster, _, work, _ = build(replace(options, preset=DEFAULT_PRESET, nodes=None, workers_per_node=None))
-    nbytes = options.params * options.bytes_per_param
     shares = work.backward_share, work.overlap, work.allreduce_spread
-    return paper.report(cluster, nbytes, options.words, *shares), (
-        f"Assumed or given: {options.params:g} parameters of {options.bytes_per_param:g} bytes, {options.words} "
-        f"words per GPU and step, backward pass {work.backward_share:.2g} of a step, ddp's overlap {work.overlap:g} of "
-        f"it, an all-reduce's standard deviation {work.allreduce_spread:g} of its mean, {cluster.latency * 1e3:g} ms a "
+    return paper.report(cluster, options.params * BYTES, WORDS, *shares), (
+        f"Assumed or given: {options.params:g} parameters of {BYTES} bytes, {WORDS} words per GPU and step, "
+        f"backward pass {work.backward_share:.2g} of a step, ddp's overlap {work.overlap:g} of it, an "
+        f"all-reduce's standard deviation {work.allreduce_spread:g} of its mean, {cluster.latency * 1e3:g} ms a "
         "hop. Which model the table is of is not known here: size and words only scale the fitted constants, apart "
         "from latency and the traffic inside a node."
     )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
+from scipy.optimize import nnls
 
 from bench import report
 from bench.simulator.events import HIDDEN, Outcome, Work, expected_skew, simulate
@@ -153,29 +153,12 @@ def _fit_link(rows: list[Row], nbytes: float, spread: float) -> Link:
     y, a = np.array(measured), np.array(columns)
     if not (y > 0).all():
         raise UserError("an all-reduce took no longer than the spread of the steps: measure on a slower link")
-    slope, latency, overhead = _nonnegative(a / y[:, None], np.ones_like(y))
+    slope, latency, overhead = (float(x) for x in nnls(a / y[:, None], np.ones_like(y))[0])
     if not slope > 0:
         raise UserError(
             "the all-reduces took no longer at lower rates or with more workers: nothing to fit; measure again"
         )
     return Link(1 / slope, latency, overhead)
-
-
-def _nonnegative(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float]:
-    """argmin ||a x - b|| over x >= 0 by trying which of the three are 0; the first never is. a: (rows, 3).
-
-    Where two columns are proportional (hops and 1, with one worker count) overhead is preferred to latency.
-    """
-    best, answer = math.inf, np.zeros(3)
-    for size in range(3):
-        for others in combinations((2, 1), size):
-            keep = [0, *others]
-            x, _, deficient, _ = np.linalg.lstsq(a[:, keep], b, rcond=None)
-            error = float(((a[:, keep] @ x - b) ** 2).sum())
-            if (x >= 0).all() and x[0] > 0 and deficient == len(keep) and error < best * (1 - 1e-9) - 1e-15:
-                best, answer = error, np.zeros(3)
-                answer[keep] = x
-    return float(answer[0]), float(answer[1]), float(answer[2])
 
 
 def _fit_overlap(rows: list[Row], c: Constants, nbytes: float) -> float | None:

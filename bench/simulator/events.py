@@ -20,6 +20,7 @@ from core.methods import METHODS
 HIDDEN = ("co2", "overlap_local")  # their all-reduce runs under the next round
 SSP = "ssp"  # stale synchronous parallel, which core has not: a comparator (bench/uneven)
 KNOWN = (*METHODS, SSP)
+QUANTILE, MARGIN = 0.95, 0.25  # what of an all-reduce's times the tau to use covers, and the share more
 COMPUTE, ALLREDUCE, STALLS = range(3)  # random streams: a knob of one leaves the others' draws alone
 
 
@@ -255,14 +256,12 @@ def expected_skew(work: Work, tau: int) -> float:
     return NormalDist().inv_cdf((n - 0.375) / (n + 0.25)) * _deviation(work, tau)
 
 
-def recommend_tau(work: Work, *, quantile: float, margin: float, seed: int = 0) -> int:
-    """Smallest tau such that tau mean steps last 1 + margin times the all-reduce's quantile.
+def recommend_tau(work: Work, seed: int = 0) -> int:
+    """Smallest tau such that tau mean steps last 1 + MARGIN times the all-reduce's QUANTILE.
 
     Waiting for slow workers is left out: no tau hides it, for it grows along with the round.
     """
-    if not 0 < quantile < 1 or not 0 <= margin < math.inf:
-        raise UserError(f"quantile={quantile:g}, margin={margin:g}: give a quantile between 0 and 1, a margin from 0")
     rng = np.random.default_rng([seed, ALLREDUCE])
     draws = _lognormal(rng, work.allreduce, work.allreduce * work.allreduce_spread, 10_000)
-    needed = (1 + margin) * float(np.quantile(draws, quantile)) / work.step
+    needed = (1 + MARGIN) * float(np.quantile(draws, QUANTILE)) / work.step
     return max(1, math.ceil(needed - 1e-9))

@@ -30,12 +30,13 @@ from bench.search.engine import TASKS, Plan, load_task
 from bench.search.methods import Settings
 from bench.search.rows import Lines
 from bench.simulator.network import Cluster, allreduce_seconds, fastest
+from bench.trainings import TUNING_SEED
 from bench.uneven.train import SCENARIOS, Way, run, ways, work_of
 from core.errors import UserError
 from training.config import commit
 from training.script import launch
 
-ALIKE, TUNING_SEED = "even", 100
+ALIKE = "even"
 CROWDS = (1, 2, 4, 8, 16, 64, 1000)
 CPU_SSP = Settings("ddp", (("wire", "float32"),))  # stands in Plan.settings where a way has none
 
@@ -63,7 +64,6 @@ class Uneven:
     """Make the tables from the rows that are there; run nothing."""
 
     def check(self) -> None:
-        """A UserError names the first option that cannot be."""
         require(self, once="allreduce scenarios lr_factors seeds", ones="tau", scenarios=SCENARIOS)
         require(self, positive="seconds allreduce lr_factors")
         require_company(self)
@@ -140,10 +140,6 @@ def chosen(o: Uneven, rows: Rows, allreduce: float, way: Way) -> float | None:
 # -- the page ---------------------------------------------------------------------------------------------------
 
 
-def loss_cell(runs: list[dict[str, Any] | None]) -> str:
-    return report.of_seeds([row["loss"] for row in runs if row is not None], ".3f", len(runs))
-
-
 def section(o: Uneven, rows: Rows, allreduce: float) -> str:
     """A link's table: for each way its speed and its loss in each scenario."""
     lines = []
@@ -153,7 +149,9 @@ def section(o: Uneven, rows: Rows, allreduce: float) -> str:
         for scenario in o.scenarios:
             keys = [key_of(o, allreduce, scenario, way, factor or 0.0, seed) for seed in o.seeds]
             runs = [None if factor is None else ensure(o, rows, key, way) for key in keys]
-            cells += [f"{way.speed(work_of(scenario, o.workers, allreduce)):.0%}", loss_cell(runs)]
+            losses = [row["loss"] for row in runs if row is not None]
+            cells.append(f"{way.speed(work_of(scenario, o.workers, allreduce)):.0%}")
+            cells.append(report.of_seeds(losses, ".3f", len(runs)))
         lines.append(cells)
     titles = [part for name in o.scenarios for part in (f"{name}: speed", "loss")]
     title = f"## An all-reduce takes {allreduce:g} local steps"

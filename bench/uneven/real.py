@@ -137,6 +137,7 @@ class StaleSync:
         nn.utils.vector_to_parameters(self.begun.clone(), self.params)
 
 
+FITTED = Path("results/scaling.json")  # of bench.scaling: what the link's constants are fitted to
 METHODS: dict[str, tuple[str, Rule]] = {
     "ddp": ("ddp", Rule()),
     "local": ("local", Rule()),
@@ -173,8 +174,6 @@ class Real(Asked):
     seed: int = 0
     throttle: bool = False
     """Hold collectives back in software instead of making network namespaces."""
-    fit: Path = Path("results/scaling.json")
-    """Of bench.scaling: what the link's constants are fitted to."""
 
     def check(self) -> None:
         require(self, once="scenarios methods", scenarios=SCENARIOS, methods=METHODS)
@@ -290,7 +289,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 def run(o: Real, result: dict[str, Any]) -> None:
     """Measures every scenario; predicts each of its rows."""
-    data = calibrate.read(o.fit)
+    data = calibrate.read(FITTED)
     on_time = [row for row in data["rows"] if not row.get("late")]
     constants = calibrate.fit(calibrate.split(on_time)[0], data["model"]["bytes"])
     result |= of_link(o.throttle) | {"rows": [], "cells": []}

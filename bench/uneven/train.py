@@ -128,7 +128,7 @@ class Crew:
     """The workers' parameters, the rows of x, [workers, n], each with an optimiser of its own."""
 
     def __init__(self, task: Task, plan: Plan):
-        self.plan, self.stack = plan, stack_of(task, False, "cpu")
+        self.plan, self.stack = plan, stack_of(task)
         self.x = self.stack.start(plan.seed).expand(plan.workers, -1).clone()
         self.inners = [task.inner.start(row[None]) for row in self.x]
         self._draw = functools.lru_cache(maxsize=64)(
@@ -155,7 +155,7 @@ def run(task: Task, plan: Plan, way: Way, clock: Run, seconds: float) -> float |
     else:
         result: Result = run_alike(task, plan)
         return result.loss
-    return stack_of(task, False, "cpu").held_out_loss(end, task.held_out[plan.split])
+    return stack_of(task).held_out_loss(end, task.held_out[plan.split])
 
 
 def train_by_speed(task: Task, plan: Plan, parts: np.ndarray) -> Tensor:

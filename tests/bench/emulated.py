@@ -9,6 +9,8 @@ import textwrap
 import time
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONPATH": str(ROOT)}
 
@@ -29,13 +31,21 @@ print("rank", rank, "of", os.environ["WORLD_SIZE"], "ends", sys.argv[3:])
 """
 
 
+def python(*argv: object, timeout: float = 300.0, skips: bool = False, **env: str) -> str:
+    """`python *argv`, in a process of its own, to its end; returns what it prints. skips: the test, where the kernel
+    grants no namespaces."""
+    command = [sys.executable, *map(str, argv)]
+    done = subprocess.run(command, cwd=ROOT, env=ENV | env, capture_output=True, text=True, timeout=timeout)
+    if skips and ("grants no network namespace" in done.stderr or "no command" in done.stderr):
+        pytest.skip(done.stderr.splitlines()[-1])
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def script(folder: Path, code: str) -> str:
     """Runs code in a process of its own, as run_ranks forks one that has no threads; returns its output."""
     (folder / "script.py").write_text(textwrap.dedent(code))
-    argv = [sys.executable, str(folder / "script.py")]
-    done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return python(folder / "script.py", timeout=120)
 
 
 @contextlib.contextmanager

@@ -1,14 +1,12 @@
 """The boundary's benchmark: its counts, its table, and a small run from the command line."""
 
 import json
-import sys
 
 import pytest
 import torch
 
 from bench import boundary
 from core import outer
-from core.errors import UserError
 from tests.core.test_boundary import RULES, check
 from tests.scripts import run_script
 
@@ -57,14 +55,6 @@ def test_the_ways_compute_the_same():
         torch.testing.assert_close(end, ends[0], rtol=1e-5, atol=1e-6)
 
 
-def test_the_plain_way_is_made_of_the_specification(monkeypatch):
-    called = []
-    real = outer.momentum
-    monkeypatch.setattr(outer, "momentum", lambda *a: called.append(1) or real(*a))
-    boundary.WAYS["plain"]([torch.nn.Parameter(torch.randn(5))])()
-    assert called
-
-
 def test_the_compiled_pass_is_the_specification_compiled(monkeypatch):
     """Bit for bit where the compiler is left out, which takes half a minute; what it is given is outer.update."""
     monkeypatch.setattr(torch, "compile", lambda f, dynamic: f)
@@ -100,18 +90,3 @@ def test_a_small_run(tmp_path, ways):
     assert rows[0]["bytes_moved"] == 36e5 and rows[0]["memory_counted"] == 12e5
     assert all(row["memory_measured"] > 0 for row in rows)
     assert "| 1e+05 | plain |" in (tmp_path / "boundary.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "said"),
-    [
-        ("--sizes", "0", "sizes=(0.0,): give one or more numbers"),
-        ("--repeats", "0", "repeats=0: give 1 or more"),
-        ("--threads", "-1", "threads=-1: give a number of threads, or 0"),
-    ],
-)
-def test_a_mistake_is_one_line(monkeypatch, option, value, said):
-    monkeypatch.setattr(sys, "argv", ["boundary", option, value])
-    with pytest.raises(UserError) as error:
-        boundary.main()
-    assert str(error.value).startswith(said) and "\n" not in str(error.value)

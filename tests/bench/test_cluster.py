@@ -2,7 +2,6 @@
 
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -10,9 +9,6 @@ from bench.cluster import __main__ as launch
 from bench.cluster import nodes, require_namespaces
 from bench.cluster.beside import VNET_HEADER, targets
 from core.errors import UserError
-from tests.scripts import Mistakes
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -25,37 +21,6 @@ def test_rates(text, mbit):
 @pytest.mark.parametrize("text, ms", [("5ms", 5.0), ("0.5s", 500.0), ("500us", 0.5), ("0ms", 0.0)])
 def test_delays(text, ms):
     assert launch.Launch(rate="1mbit", delay=text).delay_ms == pytest.approx(ms)
-
-
-@pytest.mark.parametrize(
-    "options, says",
-    [
-        ("--rate 200 -- x", "rate='200': give a number and one of kbit, mbit, gbit"),
-        ("--rate 200MB -- x", "rate='200MB'"),
-        ("--rate -1mbit -- x", "rate='-1mbit'"),
-        ("--rate 0mbit -- x", "more than 0"),
-        ("--rate 1mbit --delay 5 -- x", "delay='5': give a number and one of us, ms, s"),
-        ("--rate 1mbit --nodes 0 -- x", "nodes=0"),
-        ("--rate 1mbit --ranks-per-node 0 -- x", "ranks_per_node=0"),
-        ("--rate 1mbit --nodes 1 --verify -- x", "2 or more"),
-        ("--rate 1mbit --throttle --delay 5ms -- x", "--delay needs network namespaces"),
-        ("--rate 1mbit --throttle --verify -- x", "--verify needs network namespaces"),
-        ("--rate 1mbit --throttle --nics 2 -- x", "--nics needs network namespaces"),
-        ("--rate 1mbit --nics 0 -- x", "nics=0"),
-        ("--rate 1mbit", "no command"),
-        ("--rate 1mbit --", "no command"),
-    ],
-)
-def test_a_mistake_is_refused(monkeypatch, options, says):
-    monkeypatch.setattr(sys, "argv", ["cluster", *options.split()])
-    with pytest.raises(UserError, match=says) as refusal:
-        launch.main()
-    assert "\n" not in str(refusal.value)
-
-
-def test_a_refusal_is_one_line(mistake: Mistakes):
-    said = mistake("bench.cluster", "--rate", "fast", "--", "x")
-    assert said.startswith("error: rate='fast'") and said.count("\n") == 1
 
 
 def test_missing_iproute2_is_named(monkeypatch, tmp_path):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from bench.cluster import Cluster, hold_port, nodes
 from bench.cluster.beside import members
 from core.errors import UserError
-from tests.bench.emulated import ENV, ROOT, WORKER, as_nobody, assert_gone, network, script, worker
+from tests.bench.emulated import ENV, ROOT, WORKER, as_nobody, assert_gone, network, python, script, worker
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
@@ -273,10 +273,13 @@ def test_a_second_signal_kills(root, tmp_path):
 @pytest.mark.root
 def test_training_over_the_emulated_link(root, tmp_path):
     recipe = ["-m", "vision.train", "digits_small", "--epochs", "1", "--out", str(tmp_path / "run")]
-    argv = ["--nodes", "2", "--ranks-per-node", "1", "--rate", "100mbit", "--verify", "--", *recipe]
-    done = subprocess.run([sys.executable, "-m", "bench.cluster", *argv], cwd=ROOT, env=ENV, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
-    assert b"link: measured" in done.stdout
+    said = python(
+        "-m",
+        "bench.cluster",
+        *["--nodes", "2", "--ranks-per-node", "1", "--rate", "100mbit", "--verify", "--"],
+        *recipe,
+    )
+    assert "link: measured" in said
     assert json.loads((tmp_path / "run/summary.json").read_text())["bytes_sent"] > 0
 
 

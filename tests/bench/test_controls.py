@@ -1,11 +1,8 @@
 """The table of two axes, from rows made by hand; and the command."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,9 +10,8 @@ from bench.search.__main__ import parse
 from bench.search.controls import FRESH, STEPS, Controls, Found, change, markdown
 from bench.search.engine import Plan, Result
 from bench.search.rows import Rows
-from core.errors import UserError
+from tests.bench.emulated import python
 
-ROOT = Path(__file__).parents[2]
 OPTIONS = Controls(tasks=("digits",), taus=(6,))
 
 
@@ -25,7 +21,7 @@ def with_runs(path: Path, losses: dict[str, list[float | None]], batch: int = 16
     (search, _) = OPTIONS.searches()
     for asked, ends in losses.items():
         plan = Plan("digits", parse(asked)[0], 0.05, 4, batch, search.steps, tau, "iid", 100, "tuning")
-        rows.add_choice(asked, search.tuning, plan, 3, (100,))
+        rows.add_choice(asked, search.tuning, plan, 3)
         for seed, loss in enumerate(ends):
             rows.add_run(replace(plan, seed=seed, split="test"), Result(loss, loss, 1.0))
     return rows
@@ -70,30 +66,13 @@ def test_every_step_is_between_methods_of_the_table():
     assert {method for pair in STEPS.values() for method in pair} <= set(search.methods)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"tasks": ("gpt2",)}, "tasks: 'gpt2' does not exist"),
-        ({"wires": ("int2",)}, "wires: 'int2' does not exist"),
-        ({"taus": (0,)}, "taus=0: give a number above 0"),
-        ({"seeds": (100,)}, "seeds=100: it is a tuning seed"),
-        ({"budget_minutes": 0.0}, "budget_minutes=0.0: give a number above 0"),
-    ],
-)
-def test_a_bad_option_is_refused(options: dict[str, Any], said: str):
-    with pytest.raises(UserError, match=said):
-        Controls(**options).check()
-
-
 @pytest.mark.slow
 def test_the_command_goes_on_where_it_was_stopped(tmp_path: Path):
     """Two steps of everything, but the momenta of 64 workers, for which there is no time."""
-    command = [sys.executable, "-m", "bench.search.controls", "--tasks", "digits", "--taus", "2", "--steps", "2"]
-    command += ["--seeds", "0", "--rows", str(tmp_path / "rows.jsonl")]
-    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert first.returncode == 0, first.stderr
+    options = ["--tasks", "digits", "--taus", "2", "--steps", "2", "--seeds", "0", "--rows"]
+    command = ["-m", "bench.search.controls", *options, tmp_path / "rows.jsonl"]
+    python(*command)
     runs = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert {run["workers"] for run in runs} == {4, 16, 64}
-    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert again.stdout.count("complete; 0 runs were new") == 2
+    assert python(*command).count("complete; 0 runs were new") == 2
     assert "not run" not in (tmp_path / "rows.md").read_text()

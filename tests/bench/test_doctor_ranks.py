@@ -2,14 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-ENV = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONPATH": str(ROOT)}
+from tests.bench.emulated import python
 
 # The doctor's own functions, and beside them CO2 with the recommended settings and a step of a known length.
 SCRIPT = """
@@ -83,14 +80,10 @@ def test_its_rate_is_the_links_and_its_tau_that_of_tau_auto(
 ):
     """Of the message's bytes few must fit the shaper's bucket, 256 kB, which is full again after each rest."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    argv = [sys.executable, str(tmp_path / "script.py"), f"{rate}", f"{params}", f"{step}", given]
-    done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)
-    if "grants no network namespace" in done.stderr or "no command" in done.stderr:
-        pytest.skip(done.stderr.splitlines()[-1])
-    assert done.returncode == 0, done.stderr
-    bandwidth, tau, wire, settled, over = done.stdout.split()
+    said = python(tmp_path / "script.py", rate, params, step, given, skips=True)
+    bandwidth, tau, wire, settled, over = said.split()
     assert float(bandwidth) == pytest.approx(1e6 * rate, rel=0.1)
-    assert wire == over and abs(int(tau) - int(settled)) <= 1 < int(tau), (done.stdout, done.stderr)
+    assert wire == over and abs(int(tau) - int(settled)) <= 1 < int(tau), said
 
 
 @pytest.mark.slow
@@ -98,15 +91,10 @@ def test_the_command_on_nodes_of_two(tmp_path: Path):
     """By torchrun on each node: what links carry within and across, one screen, and the file."""
     file = tmp_path / "cluster.json"
     doctor = ["-m", "core.doctor", "--params", "125e6", "--step_ms", "80", "--out", str(file)]
-    argv = ["--nodes", "2", "--ranks-per-node", "2", "--rate", "100mbit", "--", *doctor]
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.cluster", *argv], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=400
-    )
-    if "grants no network namespace" in done.stderr or "no command" in done.stderr:
-        pytest.skip(done.stderr.splitlines()[-1])
-    assert done.returncode == 0, done.stdout + done.stderr
-    _, *screen = done.stdout.splitlines()
-    assert len(screen) <= 45 and max(map(len, screen)) <= 100, done.stdout
+    nodes = ["--nodes", "2", "--ranks-per-node", "2", "--rate", "100mbit", "--"]
+    said = python("-m", "bench.cluster", *nodes, *doctor, timeout=400, skips=True)
+    _, *screen = said.splitlines()
+    assert len(screen) <= 45 and max(map(len, screen)) <= 100, said
     assert screen[0] == f"workers      4 on 2 nodes ({os.uname().nodename}), gloo"
     found = json.loads(file.read_text())
     rates = {name: link["bandwidth_bits_per_second"] for name, link in found["links"].items()}

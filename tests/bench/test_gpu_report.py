@@ -3,8 +3,6 @@
 import json
 import multiprocessing
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from bench.gpu.loops import SCRIPTS, overlap
 from core.adaptive.merging import MergingInPlace
 from core.errors import UserError
 from core.wires import formats as wire
+from tests.bench.emulated import python
 from tests.scripts import Mistakes, run_script
 
 ROOT = Path(__file__).parents[2]
@@ -214,22 +213,9 @@ def test_what_the_end_cuts_off_is_left_for_the_next_call(tmp_path: Path, inline:
 def test_the_command_by_itself(tmp_path: Path):
     """In a process of its own, with wheels that its Python lacks."""
     (tmp_path / "wheels").mkdir()
-    env = os.environ | {"CO2_WHEELS": str(tmp_path / "wheels"), "OMP_NUM_THREADS": "1"}
-    arguments = [
-        "--device",
-        "cpu",
-        "--tiny",
-        "--checks",
-        "delay 0 sends",
-        "copy bandwidth",
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.gpu", *arguments], cwd=ROOT, env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"2 ok, 0 failed, {len(CHECKS) - 2} not run; written to" in done.stdout
+    arguments = ["--device", "cpu", "--tiny", "--checks", "delay 0 sends", "copy bandwidth", "--out", tmp_path / "out"]
+    said = python("-m", "bench.gpu", *arguments, CO2_WHEELS=str(tmp_path / "wheels"))
+    assert f"2 ok, 0 failed, {len(CHECKS) - 2} not run; written to" in said
     text = (tmp_path / "out" / "gpu.md").read_text()
     assert "- Device: cpu, tiny sizes: a test of the command" in text and "| copy bandwidth | ok | GB/s" in text
     assert "| loss of gpt2 small: paper | not run |" in text
@@ -244,17 +230,6 @@ def test_without_a_device_everything_is_not_run_and_no_report_is_lost(tmp_path: 
     assert "- Device: none was at hand" in text and text.count("| not run |") == len(CHECKS) and "| ok |" not in text
     called(tmp_path, "--checks", CHEAP[0])
     assert "finds no CUDA device, and" in mistake("bench.gpu", "--out", str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("--checks birds", "checks=birds: no check of correctness, costs, loops, search has such a name"),
-        ("--minutes 0", "minutes=0.0: give a number above 0"),
-    ],
-)
-def test_a_mistake_is_one_line(tmp_path: Path, mistake: Mistakes, inline: None, arguments: str, said: str):
-    assert said in mistake("bench.gpu", "--device", "cpu", "--out", str(tmp_path), *arguments.split())
 
 
 def test_another_file_is_not_taken_for_a_report(tmp_path: Path, mistake: Mistakes, inline: None):

@@ -1,37 +1,16 @@
 """bench.layouts: what it refuses, its tables beside the planner's predictions, and a small run."""
 
 import json
-import subprocess
-import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from bench.cluster import Cluster
 from bench.layouts import Layouts, StandIn, layers
-from bench.layouts_report import device, kendall, predict, text
-from core import UserError
-
-ROOT = Path(__file__).resolve().parents[2]
-SMALL = Layouts(("tp2.pp2", "pp4"), nodes=2, batch=8)
-
-
-@pytest.mark.parametrize(
-    ("given", "part"),
-    [
-        ({"layouts": ()}, "give one or more"),
-        ({"layouts": ("tp2.pp2.dp2",)}, "it takes 8 processes"),
-        ({"layouts": ("tp2.dp2.zero1",)}, "takes no DTensors"),
-        ({"layouts": ("tp2.pp2.mb4",), "batch": 6}, "multiple of 4"),
-        ({"rates": (0.0,)}, "rates=0"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(given: dict[str, Any], part: str):
-    with pytest.raises(UserError, match=part):
-        replace(SMALL, **given).check()
+from bench.layouts_report import device, predict, text
+from tests.bench.emulated import python
 
 
 def test_the_tables_stand_beside_the_predictions():
@@ -51,11 +30,6 @@ def test_the_tables_stand_beside_the_predictions():
     assert "Within 5 %: 1 of 2. The worst: 10.0%." in told
     assert "Of the new ones within 5 %: 0 of 1." in told
     assert "| 50 | -1.00 | pp4.dp2 | dp8 | +100.0% | 30.0% | no |" in told and "| 50 | 6 | 1 | 1000 | 0.1 |" in told
-
-
-def test_kendall_counts_pairs_in_order():
-    assert kendall([(1, 1), (2, 2), (3, 3)]) == 1 and kendall([(1, 3), (2, 2), (3, 1)]) == -1
-    assert kendall([(1, 1), (2, 3), (3, 2)]) == pytest.approx(1 / 3)
 
 
 def test_the_stand_in_s_device_takes_what_it_paces():
@@ -95,9 +69,7 @@ def test_layouts_are_measured(tmp_path: Path):
     """What is counted and what is predicted agree for each kind of parallelism."""
     names = ["pp2.dp2", "tp2.dp2", "dp4.fsdp", "pp2.co2x2"]
     small = ["--nodes", "2", "--batch", "8", "--context", "64", "--layer_ms", "4", "--rates", "200", "1000"]
-    command = [sys.executable, "-m", "bench.layouts", "--layouts", *names, *small, "--tau", "2", "--repeats", "1"]
-    done = subprocess.run([*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    python("-m", "bench.layouts", "--layouts", *names, *small, "--tau", "2", "--repeats", "1", "--out", tmp_path)
     found = json.loads((tmp_path / "layouts.json").read_text())
     assert [*found["bytes"]] == names and len(found["rows"]) == 8
     assert all(said == pytest.approx(n, rel=0.1) for n, said in found["bytes"].values())

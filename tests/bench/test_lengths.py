@@ -7,7 +7,6 @@ import pytest
 
 from bench import lengths, lengths_loss
 from bench.lengths import Bench, Case, cells, measure, one_run, owners, text, wait, wait_with_slack
-from core.errors import UserError
 
 
 def test_waits_by_hand():
@@ -46,15 +45,6 @@ def test_the_page_says_where_marks_are_met_and_where_nothing_is_won(monkeypatch:
     for row in rows:
         row["mean"][0]["round"] = 0.05
     assert "tau 24: at most 1 %: missed" in text(result)
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [({"workers": (1,)}, "give 2 workers"), ({"rounds": 0}, "rounds=0"), ({"seeds": (1, 1)}, "seeds=1 1")],
-)
-def test_options_without_meaning_are_refused(values: dict, said: str):
-    with pytest.raises(UserError, match=said):
-        Bench(**values).check()
 
 
 def test_the_losses_verdict_is_within_the_seeds_or_not():

@@ -34,10 +34,10 @@ def test_the_rivals_on_a_case_that_is_plain():
     """Documents of 4, 2 and 2 tokens on two devices, a second for each squared token and for each token."""
     i = Island(1, 2, attention=1.0, linear=1.0, inside=(0.0, 0.0), across=(0.0, 0.0))
     lengths = [4, 2, 2]
-    prices = {name: price(lengths, i) for name, price in bench.RIVALS.items()}
-    assert prices == {"even": 16.0, "grouped": 16.0, "whole": 20.0, "cut": 20.0, "thresholds": 16.0}
-    assert bench.ours(lengths, i) == pytest.approx(16.0)
-    assert bench.cut([8], i) == 20.0  # two pieces of 4, where the whole document costs 72
+    prices = {way: bench.price(way, lengths, i) for way in bench.WAYS}
+    rivals = {"even": 16.0, "grouped": 16.0, "whole": 20.0, "cut": 20.0, "thresholds": 16.0}
+    assert prices == {"plan": pytest.approx(16.0)} | rivals
+    assert bench.price("cut", [8], i) == 20.0  # two pieces of 4, where the whole document costs 72
 
 
 def test_partitions_into_powers_of_two():

@@ -2,7 +2,6 @@
 
 import math
 import mmap
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -17,13 +16,10 @@ from bench.peers.__main__ import Bench, Choice, choices, run_all, steps_of, tune
 from bench.peers.adapters import PEERS, Peer, split
 from bench.peers.loop import Job, half
 from bench.peers.table import cell, limit, loss_at, markdown, seconds_to, summarise, table
-from bench.standin import LR, MLP_LAYERS, Pacer, build_model
+from bench.standin import LR, build_model
 from core import UserError
-from tests.bench.test_scaling import Clock
-from tests.scripts import Mistakes
 from vision import data
 
-ROOT = Path(__file__).parents[2]
 JOB = Job("local", 4, 2, 2, 8, 0.0, 0, 5.0, None, None, Path(), Path())
 DONE = {
     "seconds": 2.0,
@@ -80,15 +76,17 @@ def test_a_row_that_failed_is_not_tried_again(monkeypatch, tmp_path):
     [
         (TimeoutError("rank 0 still running after 5 s"), "killed: still running after 5 s"),
         (UserError("ValueError: sync_every must divide"), "failed: ValueError: sync_every must divide"),
-        (RuntimeError("rank 1 died without a result\nand more"), "failed: rank 1 died without a result"),
+        (RuntimeError("rank 1:\nTraceback\nValueError: no period"), "failed: ValueError: no period"),
     ],
 )
-def test_an_error_becomes_the_reason_of_its_row(monkeypatch, error, reason):
+def test_an_error_becomes_the_reason_of_its_row_and_its_traceback_is_in_the_log(monkeypatch, tmp_path, error, reason):
     def fail(*_, **__):
         raise error
 
     monkeypatch.setattr(compare, "run_ranks", fail)
-    assert compare.attempt(JOB, None, ()) == {"reason": reason}
+    assert compare.attempt(replace(JOB, logs=tmp_path), None, ()) == {"reason": reason}
+    logs = [path.read_text() for path in tmp_path.glob("local-0-failed.log")]
+    assert logs == ([] if reason.startswith("killed") else [str(error)])
 
 
 def test_a_row_is_as_slow_as_its_slowest_worker(monkeypatch):
@@ -129,23 +127,10 @@ def test_measures_by_hand():
 
 def test_every_method_is_tuned_over_the_same():
     """ddp and acco have no period to choose, and co2_auto and auto choose their own."""
-    assert choices("local", (0.5, 1.0), (6, 24)) == [
-        Choice(LR / 2, 6),
-        Choice(LR / 2, 24),
-        Choice(LR, 6),
-        Choice(LR, 24),
-    ]
-    assert (
-        choices("ddp", (0.5, 1.0), (6, 24))
-        == choices("acco", (0.5, 1.0), (6, 24))
-        == choices("ddp:wire=int4", (0.5, 1.0), (6, 24))
-        == choices("co2_auto", (0.5, 1.0), (6,))
-        == choices("auto", (0.5, 1.0), (6, 24))
-        == [
-            Choice(LR / 2, 6),
-            Choice(LR, 6),
-        ]
-    )
+    grid = [Choice(LR * factor, tau) for factor in (0.5, 1.0) for tau in (6, 24)]
+    assert choices("local", (0.5, 1.0), (6, 24)) == grid
+    for own in ("ddp", "acco", "ddp:wire=int4", "co2_auto", "auto"):
+        assert choices(own, (0.5, 1.0), (6, 24)) == grid[::2]
 
 
 def test_the_first_to_the_target_is_chosen_and_else_the_least_loss():
@@ -267,30 +252,6 @@ def test_fragments_are_about_equal():
     assert [module for part in parts for module in part] == layers
 
 
-def test_gradients_come_spread_over_the_backward_pass():
-    """Six layers, a step of 0.3 s: forward ends at 0.1 s, a layer's gradients come every 0.033 s, the last layer's
-    first; the values are those of the model without a pacer."""
-    clock = Clock()
-    pacer = Pacer(0.3, MLP_LAYERS, clock, clock.sleep)
-    torch.manual_seed(0)
-    model, x = build_model(8, pacer), torch.randn(4, 1, 8, 8)
-    times: list[float] = []
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            layer.weight.register_post_accumulate_grad_hook(lambda _: times.append(clock.now))
-    start = clock.now
-    loss = model(x).square().sum()
-    forward = clock.now - start
-    loss.backward()
-    assert forward == pytest.approx(0.1)
-    assert [seen - start for seen in times] == pytest.approx([0.1 + 0.2 * k / 6 for k in range(1, 7)])
-    torch.manual_seed(0)
-    plain = build_model(8)
-    plain(x).square().sum().backward()
-    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
-
-
 def test_the_peak_is_that_since_the_reset():
     base = reset_peak()
     with mmap.mmap(-1, 32 << 20) as held:  # what malloc gives may have been resident before
@@ -304,26 +265,6 @@ def test_counters_are_those_of_the_interface():
     assert sent_bytes("lo") >= 0
     with pytest.raises(OSError, match="no interface nonesuch0"):
         sent_bytes("nonesuch0")
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--steps", "0"], "steps=0: give 1 or more"),
-        (["--rate", "-3"], "rate=-3.0: give a number above 0"),
-        (["--step_ms", "-1"], "step_ms=-1.0: give 0 or more"),
-        (["--methods", "co2", "dilocco"], "methods: 'dilocco' does not exist; choose among ddp, dpu"),
-    ],
-)
-def test_bad_options_are_refused(monkeypatch, options, says):
-    monkeypatch.setattr(sys, "argv", ["peers", *options])
-    with pytest.raises(UserError, match=says) as refusal:
-        compare.main()
-    assert "\n" not in str(refusal.value)
-
-
-def test_a_refusal_is_one_line(mistake: Mistakes):
-    assert mistake("bench.peers", "--tau", "0") == "error: tau=0: give 1 or more\n"
 
 
 def test_a_diverged_repeat_is_told_and_enters_no_median():

@@ -6,16 +6,12 @@ One start of two workers serves all tests but the command's: starting takes long
 
 import functools
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -31,10 +27,10 @@ from core.testing import run_distributed
 from core.wires.formats import nbytes
 from core.wires.quantized import chunk_of
 from tests import problems
+from tests.bench.emulated import python
 from tests.problems import flat
 from vision import data
 
-ROOT = Path(__file__).parents[2]
 STEPS, TAU = 7, 3
 
 
@@ -219,33 +215,13 @@ def test_a_row_over_a_narrow_format_sends_so_much_less(method: str, rounds: int)
     )  # out, and their mean
 
 
-def failing(rank: int, _: int, folder: Path) -> str:
-    """What loop.worker makes of a method's error: the process group is there already."""
-    os.environ["RANK"] = str(rank)
-    dist.destroy_process_group()
-    try:
-        loop.worker(job("ddp", folder), *data.digits())
-    except Exception as error:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/again", rank=rank, world_size=2)
-        return f"{type(error).__name__}|{error}"
-    return "no error"
-
-
-def test_an_error_is_one_line_and_its_traceback_is_in_the_log():
-    """No MASTER_ADDR is set, so the rendezvous fails."""
-    for said, log in on_ranks()["failing"]:
-        assert said.startswith("UserError|ValueError: Error initializing torch.distributed") and "\n" not in said
-        assert "Traceback" in log
-
-
 def everything(rank: int, _: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"post_local": post_local(rank, 2), "late": late(rank, 2)}
     found |= {f"power {terms}": power(rank, 2, terms) for terms in (1, 3)}
     for method in ("none", "local", "dpu", "acco", "diloco", "ddp:wire=int8", "local:wire=int4", "diloco:wire=int4"):
         (folder / method).mkdir(exist_ok=True)
         found[method] = trained(rank, 2, method, folder / method)
-    said = failing(rank, 2, folder)  # the last: it gives the process group up
-    return found | {"failing": (said, (folder / f"ddp-3-rank{rank}.log").read_text())}
+    return found
 
 
 @functools.cache
@@ -260,13 +236,24 @@ def on_ranks() -> dict[str, tuple[Any, Any]]:
 
 
 def bench(folder: Path, *options: str) -> tuple[str, dict]:
-    argv = [sys.executable, "-m", "bench.peers", "--workers", "2", "--repeats", "1", "--steps", "6", "--tau", "2"]
-    argv += ["--step_ms", "0", "--width", "16", "--out", str(folder), *options]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=100, env=env)
-    assert done.returncode == 0, done.stderr
-    assert (folder / "peers.md").read_text().strip() in done.stdout
-    return done.stdout, json.loads((folder / "peers.json").read_text())
+    fixed = [
+        "--workers",
+        "2",
+        "--repeats",
+        "1",
+        "--steps",
+        "6",
+        "--tau",
+        "2",
+        "--step_ms",
+        "0",
+        "--width",
+        "16",
+        "--out",
+    ]
+    said = python("-m", "bench.peers", *fixed, folder, *options, timeout=100)
+    assert (folder / "peers.md").read_text().strip() in said
+    return said, json.loads((folder / "peers.json").read_text())
 
 
 @pytest.mark.slow

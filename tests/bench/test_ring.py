@@ -1,11 +1,8 @@
 """What bench.ring expects and refuses, and on real processes that delays are hidden."""
 
-import sys
-
 import pytest
 
-from bench.ring import Ring, expected, main, measure
-from core.errors import UserError
+from bench.ring import Ring, expected, measure
 from core.testing import run_distributed
 
 
@@ -16,22 +13,6 @@ def test_what_the_schedule_expects():
     assert expected(3, 100, 60, at_once=False) == (260, 400)
     assert expected(3, 100, 60, at_once=True) == (380, 580)
     assert expected(3, 0, 60, at_once=False) == expected(3, 0, 60, at_once=True)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ("--workers 1", "workers=1"),
-        ("--delays 0 0", "delays=0.0 0.0: give one or more, each once"),
-        ("--delays -1", "-1.0: delays, block and whole are 0 or more"),
-        ("--split 0", "split=0: give 1 or more"),
-        ("--block 0", "block=0: give the time of a block, or --clock real"),
-    ],
-)
-def test_a_mistake_is_refused(monkeypatch, options, says):
-    monkeypatch.setattr(sys, "argv", ["ring", *options.split()])
-    with pytest.raises(UserError, match=says):
-        main()
 
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)])

@@ -1,7 +1,7 @@
 """The stand-in's pacing, what is made of measured rows, and the options of bench.scaling."""
 
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +13,8 @@ import torch
 from bench import plots, scaling, standin
 from bench.report import Spread
 from bench.scaling import Setting, round_seconds, rounds_to_measure, wire_seconds
-from bench.standin import LAYERS, PARAMS, PATIENCE, Pacer, StandIn
+from bench.standin import LAYERS, MLP_LAYERS, PARAMS, PATIENCE, PacedLinear, Pacer, StandIn, build_model
 from core.errors import UserError
-from training.script import launch
 
 
 class Clock:
@@ -75,25 +74,26 @@ def test_what_is_very_late_is_given_up():
     )  # PATIENCE steps were caught up, the others took their time
 
 
-def test_gradients_become_ready_one_layer_after_the_other_and_are_right():
+@pytest.mark.parametrize(
+    ("count", "make"), [(LAYERS, lambda pacer: StandIn(pacer, 64)), (MLP_LAYERS, lambda pacer: build_model(8, pacer))]
+)
+def test_gradients_become_ready_one_layer_after_the_other_and_are_right(
+    count: int, make: Callable[[Pacer], torch.nn.Module], monkeypatch: pytest.MonkeyPatch
+):
+    """A step of 1.2 s: forward ends at 0.4 s, then come the layers' gradients, the last layer's first."""
     clock = Clock()
     torch.manual_seed(0)
-    model = StandIn(pacer(clock, step=1.2, layers=LAYERS), width=16)
-    x = torch.randn(5, 16)
+    model, x = make(pacer(clock, step=1.2, layers=count)), torch.randn(5, 64)
     ready: dict[int, float] = {}
-    for i, layer in enumerate(model.layers):
+    for i, layer in enumerate(m for m in model.modules() if isinstance(m, PacedLinear)):
         layer.weight.register_post_accumulate_grad_hook(lambda _, i=i: ready.update({i: clock.now - 100}))
     model(x).square().sum().backward()
-    parts = 3 * LAYERS
-    assert ready == {i: pytest.approx((LAYERS + 2 * (LAYERS - i)) / parts * 1.2) for i in range(LAYERS)}
-    plain = torch.nn.Sequential()
-    for layer in model.layers:
-        plain.extend([torch.nn.Linear(16, 16), torch.nn.ReLU()])
-        plain[-2].load_state_dict(layer.state_dict())
-    plain[:-1](x)[:, :10].square().sum().backward()
-    for layer, other in zip(model.layers, plain[::2], strict=True):
-        torch.testing.assert_close(layer.weight.grad, other.weight.grad)
-        torch.testing.assert_close(layer.bias.grad, other.bias.grad)
+    assert ready == {i: pytest.approx((count + 2 * (count - i)) / (3 * count) * 1.2) for i in range(count)}
+    paced = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    monkeypatch.setattr(PacedLinear, "forward", torch.nn.Linear.forward)
+    model(x).square().sum().backward()
+    torch.testing.assert_close(paced, [p.grad for p in model.parameters()])
 
 
 def test_the_stand_in_has_the_stated_size_and_real_data():
@@ -170,31 +170,6 @@ def test_auto_settles_when_tau_rests(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(scaling, "run_round", lambda t: setattr(t.method, "tau", next(taus)))
     scaling.settle(trainer)
     assert next(taus) == 21 and sum(1 for _ in taus) == 100 - scaling.SETTLED - 1
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--workers", "0"], "workers=0: give a number above 0"),
-        (["--workers", "2", "99999"], "workers=99999: give up to 1024, for each is a process on this machine"),
-        (["--rates", "200", "200"], "rates=200.0 200.0: give one or more, each once"),
-        (["--seconds", "inf"], "seconds=inf: give a number above 0"),
-        (["--methods", "co2"], "methods: 'co2': ddp has no tau"),
-        (["--throttle", "--out", "FOLDER"], "FOLDER holds a measurement: choose another --out"),
-    ],
-)
-def test_a_bad_option_is_one_line(
-    options: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
-):
-    (tmp_path / "scaling.json").write_text("{}")
-    argv = [option.replace("FOLDER", str(tmp_path)) for option in options]
-    codes: list[int] = []
-    monkeypatch.setattr("os._exit", codes.append)
-    monkeypatch.setattr(sys, "argv", ["bench.scaling", *argv])
-    launch(scaling.main)
-    error = capsys.readouterr().err
-    assert codes == [2]
-    assert error.startswith("error: " + said.replace("FOLDER", str(tmp_path))) and error.count("\n") == 1
 
 
 # -- what is made of the rows -----------------------------------------------------------------------------------

@@ -20,58 +20,40 @@ WORKERS, TAU, STEPS, LR = 3, 4, 14, 0.1
 INNERS = {"sgd": Inner("sgd", LR), "adamw": Inner("adamw", LR, clip=0.5)}
 NO_GAP: dict[str, Any] = {"tau": TAU, "gap": "none", "clip": None}
 CLIPPED = NO_GAP | {"clip": 1.0}
-INT4 = CO2Config(TAU, wire=WireConfig("int4"))
+INT4, INT8 = WireConfig("int4"), WireConfig("int8")
+OF_DILOCO: dict[str, Any] = NO_GAP | {"outer_momentum": 0.9, "outer_lr": 0.7, "delay": 0}
+OWN = {  # settings of methods of core, beside CO2Config
+    "slowmo": SlowMoConfig(outer_momentum=0.3),
+    "overlap_local": OverlapLocalConfig(anchor_momentum=0.4),
+    "delayed": DelayedConfig(nesterov=True),
+}
 # what the search calls a method, and how core makes it
-PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
-    "co2": ("co2", {"co2": CO2Config(TAU)}),
-    "co2:beta=0,gap=norm,phi=0.1": ("co2", {"co2": CO2Config(TAU, outer_momentum=0.0, gap="norm", clip=0.1)}),
+PAIRS: dict[str, tuple[str, CO2Config]] = {
+    "co2": ("co2", CO2Config(TAU)),
+    "co2:beta=0,gap=norm,phi=0.1": ("co2", CO2Config(TAU, outer_momentum=0.0, gap="norm", clip=0.1)),
     "co2:merge=mix,kappa=0.3,gap=none,beta=0.2,alpha=0.5,phi=none": (
         "co2",
-        {"co2": CO2Config(**NO_GAP, outer_momentum=0.2, outer_lr=0.5, merge="mix", mix=0.3)},
+        CO2Config(**NO_GAP, outer_momentum=0.2, outer_lr=0.5, merge="mix", mix=0.3),
     ),
-    "co2:merge=mix,gap=none,beta=0,delay=1": (
-        "co2",
-        {"co2": CO2Config(**CLIPPED, outer_momentum=0.0, merge="mix", delay=1)},
-    ),
+    "co2:merge=mix,gap=none,beta=0,delay=1": ("co2", CO2Config(**CLIPPED, outer_momentum=0.0, merge="mix", delay=1)),
     "co2:merge=keep,gap=none,beta=0.3,delay=3": (
         "co2",
-        {"co2": CO2Config(**CLIPPED, outer_momentum=0.3, merge="keep", delay=3)},
+        CO2Config(**CLIPPED, outer_momentum=0.3, merge="keep", delay=3),
     ),
     "co2:merge=keep,gap=none,beta=0,delay=1,wire=int4": (
         "co2",
-        {"co2": CO2Config(**CLIPPED, outer_momentum=0.0, merge="keep", delay=1, wire=WireConfig("int4"))},
+        CO2Config(**CLIPPED, outer_momentum=0.0, merge="keep", delay=1, wire=INT4),
     ),
-    "co2:merge=mix,wire=int8": ("co2", {"co2": CO2Config(TAU, merge="mix", wire=WireConfig("int8"))}),
-    "diloco": (
-        "delayed",
-        {
-            "co2": CO2Config(**NO_GAP, outer_momentum=0.9, outer_lr=0.7, delay=0),
-            "delayed": DelayedConfig(nesterov=True),
-        },
-    ),
-    "local": ("local", {"co2": CO2Config(TAU)}),
-    "slowmo:beta=0.3": ("slowmo", {"co2": CO2Config(TAU), "slowmo": SlowMoConfig(outer_momentum=0.3)}),
-    "overlap_local:mu=0.4": (
-        "overlap_local",
-        {"co2": CO2Config(TAU), "overlap_local": OverlapLocalConfig(anchor_momentum=0.4)},
-    ),
-    "ddp": ("ddp", {}),
-    "local:wire=int4": ("local", {"co2": INT4}),
-    "slowmo:beta=0.3,wire=int8": (
-        "slowmo",
-        {"co2": CO2Config(TAU, wire=WireConfig("int8")), "slowmo": SlowMoConfig(outer_momentum=0.3)},
-    ),
-    "overlap_local:mu=0.4,wire=int4": (
-        "overlap_local",
-        {"co2": INT4, "overlap_local": OverlapLocalConfig(anchor_momentum=0.4)},
-    ),
-    "diloco:beta=0.9,wire=int4": (
-        "delayed",
-        {
-            "co2": CO2Config(**NO_GAP, outer_momentum=0.9, outer_lr=0.7, delay=0, wire=WireConfig("int4")),
-            "delayed": DelayedConfig(nesterov=True),
-        },
-    ),
+    "co2:merge=mix,wire=int8": ("co2", CO2Config(TAU, merge="mix", wire=INT8)),
+    "diloco": ("delayed", CO2Config(**OF_DILOCO)),
+    "local": ("local", CO2Config(TAU)),
+    "slowmo:beta=0.3": ("slowmo", CO2Config(TAU)),
+    "overlap_local:mu=0.4": ("overlap_local", CO2Config(TAU)),
+    "ddp": ("ddp", CO2Config(TAU)),
+    "local:wire=int4": ("local", CO2Config(TAU, wire=INT4)),
+    "slowmo:beta=0.3,wire=int8": ("slowmo", CO2Config(TAU, wire=INT8)),
+    "overlap_local:mu=0.4,wire=int4": ("overlap_local", CO2Config(TAU, wire=INT4)),
+    "diloco:beta=0.9,wire=int4": ("delayed", CO2Config(**OF_DILOCO, wire=INT4)),
 }
 
 
@@ -115,11 +97,12 @@ def on_ranks(rank: int, world_size: int, cases: list[tuple[str, str]]) -> dict[t
     }
 
 
-def on_rank(rank: int, pair: tuple[str, dict[str, Any]], inner: Inner) -> torch.Tensor:
+def on_rank(rank: int, pair: tuple[str, CO2Config], inner: Inner) -> torch.Tensor:
     """The same with a model, torch's optimisers and a method of core, on one of the workers."""
-    name, options = pair
+    name, config = pair
+    own = {name: OWN[name]} if name in OWN else {}
     net, rate = small_net(), [LR]
-    model, method = make_method(name, net, lr=lambda: rate[0], **options)
+    model, method = make_method(name, net, lr=lambda: rate[0], co2=config, **own)
     train_on_rank(rank, model, inner, method.step, rate)
     method.finish()
     method.close()

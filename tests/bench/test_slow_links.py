@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,16 +12,14 @@ import torch
 
 from bench import codecs, equal_error, report, slow_links
 from bench.codecs import Codecs
-from bench.equal_error import WAYS, EqualError, compare
+from bench.equal_error import WAYS, compare
 from bench.slow_links import METHODS, SlowLinks, text
 from bench.trainings import TUNING_SEED
 from core import UserError
 from core.lgreco.choices import parse as choice
 from language.recipes import RECIPES
-from tests.scripts import Mistakes
+from tests.bench.emulated import python
 from training.recipe import parse
-
-ROOT = Path(slow_links.__file__).parents[1]
 
 
 def unlike() -> list[torch.Tensor]:
@@ -51,15 +47,6 @@ def test_measured_errors_are_the_reducers():
     errors = sender.errors([choice("rank1"), choice("int2")])
     assert errors[0] < 1e-3 * float(unlike()[0].norm()) and errors[1] == 0.0
     assert sender.errors([choice("top0.01"), choice("int2")])[0] > 1.0
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [({"models": ("bert",)}, "models: 'bert'"), ({"steps": 0}, "steps=0"), ({"likes": ()}, "likes=")],
-)
-def test_bad_options_of_equal_error(settings: dict[str, Any], text: str):
-    with pytest.raises(UserError, match=text):
-        EqualError(**settings).check()
 
 
 def test_codecs(monkeypatch: pytest.MonkeyPatch):
@@ -151,33 +138,12 @@ def test_what_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         session(replace(o, workers=3, epochs=1))
 
 
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"methods": ("ddp", "zip")}, "methods: 'zip'"),
-        ({"workers": 1}, "workers=1"),
-        ({"rates": (0.0,)}, "rates=0.0"),
-        ({"throttle": True}, "throttle with torch_powersgd"),
-    ],
-)
-def test_bad_options(settings: dict[str, Any], text: str):
-    with pytest.raises(UserError, match=text):
-        replace(SlowLinks(), **settings).check()
-
-
-def test_a_mistake_is_one_line(mistake: Mistakes):
-    assert "models: 'x'" in mistake("bench.equal_error", "--models", "x")
-    assert "repeats=0" in mistake("bench.codecs", "--repeats", "0")
-    assert "methods: 'x'" in mistake("bench.slow_links", "--methods", "x")
-
-
 @pytest.mark.slow
 def test_a_real_run_over_a_throttled_link(tmp_path: Path):
     options = (
         "--throttle --workers 2 --rates 500 --seeds 0 --lrs 1 --epochs 1 --epoch_steps 12 --methods ddp lgreco_int4"
     )
-    command = [sys.executable, "-m", "bench.slow_links", *options.split(), "--out", str(tmp_path / "out")]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=400)
+    python("-m", "bench.slow_links", *options.split(), "--out", tmp_path / "out", timeout=400)
     result = json.loads((tmp_path / "out" / "slow_links.json").read_text())
     by = {row["method"]: row for row in result["rows"]}
     assert by["lgreco_int4"]["bytes_a_step"] < 0.5 * by["ddp"]["bytes_a_step"]

@@ -14,7 +14,6 @@ from bench.quadratic import Quadratic
 from bench.theory import PARTS, Theory, page, take, variances
 from core.adaptive.merging import largest_outer_lr
 from tests.imports import ROOT
-from tests.scripts import Mistakes
 
 SMALL = Theory(replicas=1000)
 
@@ -71,11 +70,6 @@ def test_the_command_writes_its_tables_and_fails_where_one_does_not_hold(
     monkeypatch.setattr(quadratic, "momentum_inside", lambda mu, lh, steps: np.eye(2) * lh[:, None, None])
     with pytest.raises(SystemExit, match="4 did not hold"):
         theory.main()
-
-
-def test_mistakes_are_told_in_one_line(mistake: Mistakes):
-    assert "steps=100" in mistake("bench.theory", "--steps", "100")
-    assert "parts" in mistake("bench.theory", "--parts", "practice")
 
 
 def test_the_committed_tables_are_whole_and_hold():

@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -13,16 +12,15 @@ from typing import Any
 
 import pytest
 
-from bench import loss_table, time_to_loss
+from bench import time_to_loss
 from bench.loss_table import CHOSEN, METHODS, OF_CO2, USUAL, Outcome, cells, follow, markdown, speed_up, unpaid
 from bench.time_to_loss import TimeToLoss
-from bench.trainings import Metrics, split_wire
+from bench.trainings import rows_of, split_wire
 from core.errors import UserError
 from language.recipes import RECIPES
+from tests.bench.emulated import python
 from training.recipe import parse
-from training.script import launch
 
-ROOT = Path(__file__).parents[2]
 KEY = "test_loss"
 
 
@@ -273,44 +271,11 @@ def test_the_emulated_link_is_an_option_of_the_recipe():
     assert "--link_mbit" not in TimeToLoss().command(40.0, "vision", "co2", 3, "F")
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--tasks", "speech"], "tasks: 'speech' does not exist; choose among vision, language"),
-        (["--methods", "co2", "sgd"], "methods: 'sgd' does not exist"),
-        (["--rates", "0"], "rates=0.0: give a number above 0"),
-        (["--seeds", "1", "1"], "seeds=1 1: give one or more, each once"),
-        (["--workers", "1"], "workers=1: a lone worker has no link"),
-        (["--vision_loss", "nan"], "vision_loss=nan: give a number above 0"),
-        (["--throttle", "--out", "FOLDER"], "FOLDER holds a measurement: choose another --out"),
-    ],
-)
-def test_a_bad_option_is_refused(
-    options: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
-):
-    (tmp_path / "time_to_loss.json").write_text("{}")
-    monkeypatch.setattr(sys, "argv", ["x", *(option.replace("FOLDER", str(tmp_path)) for option in options)])
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    with pytest.raises(SystemExit) as exit:
-        launch(time_to_loss.main)
-    error = capsys.readouterr().err
-    assert exit.value.code == 2 and error.count("\n") == 1
-    assert error.startswith("error: " + said.replace("FOLDER", str(tmp_path)))
-
-
-def test_what_a_folder_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(sys, "argv", ["x", str(tmp_path)])
-    with pytest.raises(UserError, match="holds no time_to_loss.json"):
-        loss_table.main()
-
-
 def small(folder: Path, *options: str) -> tuple[list[dict[str, Any]], str]:
     """Runs and output of two workers on digits, with a target that the first evaluation meets."""
-    fixed = ["--tasks", "vision", "--seeds", "0", "--workers", "2", "--vision_loss", "50", "--out", str(folder)]
-    command = [sys.executable, "-m", "bench.time_to_loss", *fixed, *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((folder / "time_to_loss.json").read_text())["runs"], done.stdout
+    fixed = ["--tasks", "vision", "--seeds", "0", "--workers", "2", "--vision_loss", "50", "--out"]
+    said = python("-m", "bench.time_to_loss", *fixed, folder, *options, timeout=120)
+    return json.loads((folder / "time_to_loss.json").read_text())["runs"], said
 
 
 @pytest.mark.slow
@@ -318,7 +283,7 @@ def test_a_small_run(tmp_path: Path):
     (co2,), output = small(tmp_path, "--throttle", "--rates", "400", "--methods", "co2")
     assert (co2["status"], co2["steps"], co2["method"]) == ("reached", 24, "co2")  # the first boundary after 22 steps
     folder = tmp_path / "runs" / "vision-400mbit-co2-seed0"
-    rows = Metrics(folder).read()
+    rows = rows_of(folder)
     evaluation = next(row for row in rows if KEY in row)
     assert co2["loss"] == evaluation[KEY]
     assert co2["seconds"] == pytest.approx(evaluation["seconds"] + co2["credit_seconds"])

@@ -193,19 +193,3 @@ def test_the_command_runs_each_run_once_and_reports(tmp_path: Path, monkeypatch:
     assert len(lines) == len(ways(4, 1.0)) * (2 + 2)
     assert markdown(replace(o, report=True), Rows(o.rows)) == text and o.rows.read_text().splitlines() == lines
     assert "not run" in markdown(replace(o, report=True), Rows(tmp_path / "none.jsonl"))
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (("--task", "nope"), "task: 'nope' does not exist"),
-        (("--allreduce", "24"), "tau=24: an all-reduce takes 24 local steps; give a tau above 24"),
-        (("--scenarios", "odd"), "scenarios: 'odd' does not exist; choose among even, half, stalls"),
-        (("--seeds", "100"), "seeds=100: it is the tuning seed"),
-        (("--workers", "1"), "give 2 or more"),
-    ],
-)
-def test_mistakes_name_the_value_and_the_remedy(monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], words: str):
-    monkeypatch.setattr("sys.argv", ["uneven", *args])
-    with pytest.raises(UserError, match=words):
-        command.main()

@@ -1,9 +1,6 @@
 """What trains in a given memory: ways of one kind take the same steps, the limit holds, and the table."""
 
 import math
-import subprocess
-import sys
-import textwrap
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +10,9 @@ import torch
 from bench import report, zeroth_limit, zeroth_ways
 from bench.zeroth_limit import LADDER, ZerothLimit, smallest, text
 from bench.zeroth_ways import CONTEXT, KINDS, WAYS, Job, _train, opened, random_base
-from core import UserError
-from tests.scripts import Mistakes
+from tests.bench.emulated import script
 from training.sampling import generator
 
-ROOT = Path(zeroth_limit.__file__).parents[1]
 SHAPE = 2, 64
 TOKENS = torch.randint(1024, (8 * CONTEXT + 1,), generator=generator(1))
 
@@ -113,26 +108,5 @@ def test_memory_is_limited(tmp_path):
             job = ways.Job(way, (8, 256), base, 2, 2, 1e-4, limit=limit)
             print(way, limit, zeroth_limit.run(job) is not None)
     """
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     lines = "AdamW 2.5 False\nAdamW 8.0 True\nzo, offload 2.5 True\nzo, offload 0.1 False\n"
-    assert done.stdout == lines, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"ways": ("SGD",)}, "ways: 'SGD'"),
-        ({"large": (0, 64)}, "large=0 64: give layers, 1 or more, and a width that 64 divides"),
-        ({"small": (2, 100)}, "small=2 100"),
-        ({"zo_steps": 0}, "zo_steps=0"),
-        ({"lrs": (0.0,)}, "lrs=0.0"),
-    ],
-)
-def test_options_that_cannot_be_are_refused(changes: dict, message: str):
-    with pytest.raises(UserError, match=message):
-        replace(ZerothLimit(), **changes).check()
-
-
-def test_a_mistake_is_one_line(mistake: Mistakes):
-    assert "batch=0" in mistake("bench.zeroth_limit", "--batch", "0")
+    assert script(tmp_path, code) == lines

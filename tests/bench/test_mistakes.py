@@ -1,0 +1,131 @@
+"""A user's mistake with a command of bench is one line on stderr that names the value and the remedy, and status 2."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.scripts import Mistakes
+
+# a case a line: the command, and what it says. FOLDER holds measurements, EMPTY nothing
+CASES = """
+bench.boundary --sizes 0 => sizes=(0.0,): give one or more numbers
+bench.boundary --repeats 0 => repeats=0: give 1 or more
+bench.boundary --threads -1 => threads=-1: give a number of threads, or 0
+bench.cluster --rate 200 -- x => rate='200': give a number and one of kbit, mbit, gbit
+bench.cluster --rate 200MB -- x => rate='200MB'
+bench.cluster --rate -1mbit -- x => rate='-1mbit'
+bench.cluster --rate 0mbit -- x => more than 0
+bench.cluster --rate 1mbit --delay 5 -- x => delay='5': give a number and one of us, ms, s
+bench.cluster --rate 1mbit --nodes 0 -- x => nodes=0
+bench.cluster --rate 1mbit --ranks-per-node 0 -- x => ranks_per_node=0
+bench.cluster --rate 1mbit --nodes 1 --verify -- x => 2 or more
+bench.cluster --rate 1mbit --throttle --delay 5ms -- x => --delay needs network namespaces
+bench.cluster --rate 1mbit --throttle --verify -- x => --verify needs network namespaces
+bench.cluster --rate 1mbit --throttle --nics 2 -- x => --nics needs network namespaces
+bench.cluster --rate 1mbit --nics 0 -- x => nics=0
+bench.cluster --rate 1mbit => no command
+bench.cluster --rate 1mbit -- => no command
+bench.codecs --repeats 0 => repeats=0
+bench.equal_error --models bert => models: 'bert'
+bench.equal_error --steps 0 => steps=0
+bench.equal_error --likes => likes=
+bench.gpu --device cpu --checks birds => checks=birds: no check of correctness, costs, loops, search has such a name
+bench.gpu --device cpu --minutes 0 => minutes=0.0: give a number above 0
+bench.layouts --layouts => give one or more
+bench.layouts --layouts tp2.pp2 => it takes 4 processes
+bench.layouts --layouts tp2.dp4.zero1 => takes no DTensors
+bench.layouts --layouts tp2.pp4.mb4 --batch 6 => multiple of 4
+bench.layouts --rates 0 => rates=0
+bench.lengths --workers 1 => give 2 workers
+bench.lengths --rounds 0 => rounds=0
+bench.lengths --seeds 1 1 => seeds=1 1
+bench.loss_table EMPTY => holds no time_to_loss.json
+bench.peers --steps 0 => steps=0: give 1 or more
+bench.peers --rate -3 => rate=-3.0: give a number above 0
+bench.peers --step_ms -1 => step_ms=-1.0: give 0 or more
+bench.peers --methods co2 dilocco => methods: 'dilocco' does not exist; choose among ddp, dpu
+bench.ring --workers 1 => workers=1
+bench.ring --delays 0 0 => delays=0.0 0.0: give one or more, each once
+bench.ring --delays -1 => -1.0: delays, block and whole are 0 or more
+bench.ring --split 0 => split=0: give 1 or more
+bench.ring --block 0 => block=0: give the time of a block, or --clock real
+bench.scaling --workers 0 => workers=0: give a number above 0
+bench.scaling --workers 2 99999 => workers=99999: give up to 1024, for each is a process on this machine
+bench.scaling --rates 200 200 => rates=200.0 200.0: give one or more, each once
+bench.scaling --seconds inf => seconds=inf: give a number above 0
+bench.scaling --methods co2 => methods: 'co2': ddp has no tau
+bench.scaling --throttle --out FOLDER => holds a measurement: choose another --out
+bench.search --tasks birds => tasks: 'birds' does not exist; choose among digits, cifar, cifar_vit
+bench.search --tau 0 => tau=0: give 1 or more
+bench.search --steps 0 => steps=0: give 1 or more
+bench.search --workers 0 => workers=0: give a number above 0
+bench.search --methods adam => method 'adam' does not exist; choose among ddp, dpu
+bench.search --methods co2:speed=1 => co2 has no option 'speed'
+bench.search --methods local:beta=1 => local has no option 'beta'; it has: wire
+bench.search --device cuda => device=cuda: this torch finds no CUDA device
+bench.search --methods co2:merge=half => merge='half'; choose among outer, mix, keep
+bench.search --methods co2:beta=x => beta='x'; give a number, 0 or more
+bench.search --methods co2:delay=1.5 => delay='1.5'; give a whole number, 0 or more
+bench.search --methods co2:fragments=9 --tau 6 => fragments=9: between 1 and tau=6
+bench.search --methods co2:fragments=2,gap=inner => fragments: they have no gap inner
+bench.search --methods ddp:wire=int1 => wire='int1'; choose among float32, bfloat16
+bench.search --methods co2:nesterov=1 => nesterov='1'; choose true or false
+bench.search --methods co2:delay=9 --tau 6 => delay=9: between 0 and tau=6
+bench.search --methods co2:beta=0|0.1|0.2 --configurations 2 => make 3 configurations; allow as many
+bench.search --seeds 0 100 => seeds=100: it is the tuning seed
+bench.search --batch 7 --methods acco => batch=7: acco halves it
+bench.search --report --rows EMPTY/rows.jsonl => no rows to report
+bench.search.controls --tasks gpt2 => tasks: 'gpt2' does not exist
+bench.search.controls --wires int2 => wires: 'int2' does not exist
+bench.search.controls --taus 0 => taus=0: give a number above 0
+bench.search.controls --seeds 100 => seeds=100: it is the tuning seed
+bench.search.sizes --rows EMPTY/rows.jsonl => run bench.search
+bench.simulator --preset dgx => choose one of dgx-a100-roce, dgx-a100-tcp, rtx3090, internet-1000, internet-10000
+bench.simulator --inter_gbps 0 => inter_gbps=0: give a finite number above 0
+bench.simulator --inter_gbps -1 => inter_gbps=-1: give a finite number above 0
+bench.simulator --tau 0 => tau=0: give 1 or more
+bench.simulator --rounds 2 => rounds=2: give 3 or more
+bench.simulator --step_ms nan => step_ms=nan
+bench.simulator --paper --params 1e15 => the 16-GPU cell cannot be matched
+bench.slow_links --methods ddp zip => methods: 'zip'
+bench.slow_links --workers 1 => workers=1
+bench.slow_links --rates 0 => rates=0.0
+bench.slow_links --throttle => throttle with torch_powersgd
+bench.theory --steps 100 => steps=100
+bench.theory --parts practice => parts: 'practice'
+bench.time_to_loss --tasks speech => tasks: 'speech' does not exist; choose among vision, language
+bench.time_to_loss --methods co2 sgd => methods: 'sgd' does not exist
+bench.time_to_loss --rates 0 => rates=0.0: give a number above 0
+bench.time_to_loss --seeds 1 1 => seeds=1 1: give one or more, each once
+bench.time_to_loss --workers 1 => workers=1: a lone worker has no link
+bench.time_to_loss --vision_loss nan => vision_loss=nan: give a number above 0
+bench.time_to_loss --throttle --out FOLDER => holds a measurement: choose another --out
+bench.uneven --task nope => task: 'nope' does not exist
+bench.uneven --allreduce 24 => tau=24: an all-reduce takes 24 local steps; give a tau above 24
+bench.uneven --scenarios odd => scenarios: 'odd' does not exist; choose among even, half, stalls
+bench.uneven --seeds 100 => seeds=100: it is the tuning seed
+bench.uneven --workers 1 => give 2 or more
+bench.zeroth --parts => parts=
+bench.zeroth --rates 0 => rates=0.0
+bench.zeroth --epochs 0 => epochs=0
+bench.zeroth --seeds 100 => seeds=100: it is the tuning seed
+bench.zeroth --parts quality => parts: quality takes the learning rates of tuning
+bench.zeroth_limit --ways SGD => ways: 'SGD'
+bench.zeroth_limit --large 0 64 => large=0 64: give layers, 1 or more, and a width that 64 divides
+bench.zeroth_limit --small 2 100 => small=2 100
+bench.zeroth_limit --zo_steps 0 => zo_steps=0
+bench.zeroth_limit --lrs 0 => lrs=0.0
+bench.zeroth_limit --batch 0 => batch=0
+"""
+
+
+@pytest.mark.parametrize("case", CASES.strip().splitlines())
+def test_a_mistake_is_one_line(mistake: Mistakes, tmp_path: Path, case: str):
+    """Within a command's own process; nothing is measured, nor written."""
+    command, said = case.split(" => ")
+    for name in ("scaling", "time_to_loss"):
+        (tmp_path / f"{name}.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    module, *arguments = command.replace("FOLDER", f"{tmp_path}").replace("EMPTY", f"{tmp_path}/empty").split()
+    message = mistake(module, *arguments)
+    assert message.startswith("error: ") and said in message and message.count("\n") == 1, message
