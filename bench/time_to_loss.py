@@ -134,6 +134,8 @@ def run_all(o: TimeToLoss, session: report.Session) -> None:
     session.result |= trainings.of_link(o.throttle) | {"tasks": {task: o.told(task) for task in o.tasks}}
     plan, modules = o.plan(), {task: importlib.import_module(f"{task}.train") for task in o.tasks}
 
+    started = time.monotonic()
+
     def runs(cluster: Cluster | None) -> Iterator[dict[str, Any]]:
         for done, (seed, rate, task, method) in enumerate(plan, start=1):
             if cluster:
@@ -142,7 +144,9 @@ def run_all(o: TimeToLoss, session: report.Session) -> None:
             folder.mkdir(parents=True)
             began = time.monotonic()
             outcome = train(o, cluster, modules[task], (seed, rate, task, method), folder)
-            print(f"{done}/{len(plan)} {task} {rate:g} Mbit/s {method} seed {seed}: {outcome}", flush=True)
+            left = (time.monotonic() - started) / done * (len(plan) - done) / 60
+            what = f"{task} {rate:g} Mbit/s {method} seed {seed}: {outcome}"
+            print(f"{done}/{len(plan)} {what} | left: about {left:.0f} min", flush=True)
             row = {"task": task, "rate_mbit": rate, "method": method, "seed": seed, **asdict(outcome)}
             yield row | {"wall_seconds": time.monotonic() - began}
 

@@ -88,7 +88,7 @@ def without_device(o: Options) -> dict[str, Any]:
 def begin(o: Options, facts: dict[str, Any]) -> dict[str, Any]:
     """A report without lines."""
     result = report.header("bench.gpu", o) | {"tiny": o.tiny} | facts
-    result["commit"] = o.commit or result["commit"].removesuffix("-dirty")  # the report itself may be in the checkout
+    result["commit"] = o.commit or result["commit"]
     return result
 
 
