@@ -16,6 +16,7 @@ from core import UserError
 from core.methods import METHODS
 from results.paper import TABLES, TAUS
 from tests.e2e.test_collect import make_run
+from tests.scripts import Mistakes
 from training.recipe import flat, parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -289,11 +290,9 @@ def test_a_mistake_is_one_clear_line(told: Told, monkeypatch: pytest.MonkeyPatch
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_bad_folder_ends_with_status_2_and_no_traceback():
-    command = [sys.executable, str(ROOT / "reproduce.py"), "--collect", "nowhere"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 2 and result.stderr.startswith("error: --collect nowhere: ")
-    assert result.stderr.count("\n") == 1 and not result.stdout
+def test_a_bad_folder_ends_with_status_2_and_no_traceback(mistake: Mistakes):
+    said = mistake("reproduce", "--collect", "nowhere")
+    assert said.startswith("error: --collect nowhere: ") and said.count("\n") == 1
 
 
 def test_jobs_are_submitted_with_their_environment(told: Told, sbatch: Any, tmp_path: Path):
