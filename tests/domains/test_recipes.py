@@ -1,10 +1,12 @@
-"""Every recipe of every task: the memory that its dry run prints, and values that no run could use."""
+"""Every recipe of every task: the memory that its dry run prints, and what is said where its data is missing."""
 
 import importlib
 import sys
+from pathlib import Path
 
 import pytest
 
+from tests.scripts import Mistakes
 from training.recipe import Recipe
 
 TASKS = ("vision", "segmentation", "pointcloud", "language")
@@ -36,3 +38,22 @@ def test_a_dry_run_estimates_the_memory(
     importlib.import_module(f"{task}.train").main()
     printed = capsys.readouterr().out
     assert f'"name": "{name}"' in printed and f" {workers} workers of " in printed and "activations" in printed
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "what", "stand_in"),
+    [
+        ("vision", "imagenet_resnet50", "ImageNet in @/imagenet: expected train/CLASS", "digits_small"),
+        ("vision", "cifar10_small", "CIFAR-10 in @: expected cifar10_jpeg.tar.xz", "digits_small"),
+        ("segmentation", "ade20k_resnet50", "ADE20K in @/ade/ADEChallengeData2016: expected images", "digits_small"),
+        ("pointcloud", "shapenet_folding", "data set shapenet in @: expected ShapeNetCore.v2.PC15k/", "surfaces_small"),
+        ("language", "gpt2_small_owt", "openwebtext token files in @/openwebtext: expected", "gpt2_pydoc_small"),
+    ],
+)
+def test_missing_data_is_one_line_that_names_a_stand_in(
+    task: str, name: str, what: str, stand_in: str, tmp_path: Path, mistake: Mistakes, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("CO2_DATA", str(tmp_path))
+    said = mistake(f"{task}.train", name, "--out", str(tmp_path / "run"))
+    assert said.startswith(f"error: no {what.replace('@', str(tmp_path))}") and said.count("\n") == 1
+    assert said.endswith(f", or train {stand_in}, which needs no data\n")

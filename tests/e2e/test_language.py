@@ -20,7 +20,7 @@ from language.model import GPT2_SIZES, ROBERTA_SIZES, TRANSNORMER_SIZES
 from language.recipe import LanguageRecipe
 from language.recipes import RECIPES, gpt2_pydoc_small
 from tests.runs import logged, summary
-from tests.scripts import Mistakes, fork_script
+from tests.scripts import fork_script
 from training.progress import Due
 from training.run import Run
 
@@ -74,7 +74,7 @@ DEALT = LONG | {"balance": "round", "context": 64}  # rounds of whole documents
 JOBS = (
     {"ddp": LONG | {"method": "ddp"}, "co2": LONG}
     | {model: {"model": model, "epochs": 3} for model in ("roberta_tiny", "transnormer_tiny")}
-    | {name: {"epochs": 1, "seed": seed} for name, seed in (("a", 0), ("b", 0), ("c", 1))}
+    | {name: {"epochs": 1, "seed": seed} for name, seed in (("a", 0), ("b", 1))}
     | {"two parts": {"epochs": 1, "accumulate": 2}}
     | {
         "stopped": LONG | {"stop_at": 13, "name": "halves"},
@@ -126,12 +126,12 @@ def test_the_other_models_learn_on_two_workers(folder: Path, model: str):
     assert ("val_bits_per_byte" in end) == (model == "transnormer_tiny")
 
 
-def test_equal_seeds_give_equal_runs_and_micro_batches_the_same_losses(losses: dict[str, list[float]]):
-    assert losses["a"] == losses["b"] != losses["c"]
+def test_another_seed_gives_another_run_and_micro_batches_the_same_losses(losses: dict[str, list[float]]):
+    assert losses["a"] != losses["b"]
     assert losses["two parts"] == pytest.approx(losses["a"], rel=1e-4)
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(losses: dict[str, list[float]]):
+def test_a_resumed_run_equals_an_uninterrupted_one_of_an_equal_seed(losses: dict[str, list[float]]):
     assert losses["halves"] == losses["co2"] and len(losses["co2"]) == 6
 
 
@@ -171,10 +171,3 @@ def test_one_process_trains_on_books_and_is_evaluated_on_wikitext2(tmp_path: Pat
     events = EventAccumulator(str(folder)).Reload()
     assert len(events.Tensors("sample/text_summary")) == 2
     assert events.Tensors("sample/text_summary")[0].tensor_proto.string_val[0].startswith(b"**")
-
-
-def test_a_users_mistake_is_one_line(tmp_path: Path, mistake: Mistakes, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("CO2_DATA", str(tmp_path))
-    said = mistake("language.train", "gpt2_small_owt")
-    assert said.startswith(f"error: no openwebtext token files in {tmp_path}/openwebtext: expected train.bin")
-    assert "gpt2_pydoc_small" in said and said.count("\n") == 1

@@ -15,7 +15,6 @@ from segmentation import train as script
 from segmentation.data import build_dataset
 from segmentation.recipes import digits_small
 from tests.runs import logged, summary
-from tests.scripts import Mistakes
 from training.run import Run
 
 
@@ -79,19 +78,3 @@ def test_a_run_folder_holds_per_class_results_and_pictures(folder: Path) -> None
     assert {"train_loss", "lr", "val_mIoU", "val_mAcc", "val_aAcc"} <= set(events.Tags()["scalars"])
     config = json.loads((folder / "co2" / "config.json").read_text())
     assert config["recipe"]["backbone"] == "resnet_mini"
-
-
-def test_mistakes_are_one_line(tmp_path: Path, mistake: Mistakes, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*options: str) -> str:
-        text = mistake("segmentation.train", *options)
-        assert text.count("error:") == 1 and "Traceback" not in text
-        return text
-
-    out = ("--device", "cpu", "--out", str(tmp_path / "run"))
-    monkeypatch.setenv("CO2_DATA", str(tmp_path))
-    text = fails("ade20k_resnet50", *out)
-    assert f"no ADE20K in {tmp_path}/ade/ADEChallengeData2016: expected images/training" in text
-    assert "digits_small" in text
-    text = fails("digits_small", *out, "--batch_size", "1")
-    assert "batch_size=1 (global) over 1 workers: BatchNorm needs two samples a worker; give 2 or more" in text
-    assert "did you mean digits_small" in fails("digits_smal", *out)

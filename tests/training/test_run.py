@@ -223,7 +223,8 @@ def test_a_signal_to_one_worker_stops_all_at_the_same_step(tmp_path: Path):
 
 def test_batch_norm_needs_more_than_one_sample_a_worker(tmp_path: Path):
     recipe = Toy(name="toy", out=tmp_path, device="cpu")
-    with Run(recipe) as run, pytest.raises(UserError, match="batch_size=1 .* over 1 workers: BatchNorm needs two"):
+    said = "batch_size=1 .global. over 1 workers: BatchNorm needs two samples a worker; give 2 or more$"
+    with Run(recipe) as run, pytest.raises(UserError, match=said):
         run.shard(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     run.shard(nn.Linear(2, 2))
 
