@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import itertools
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -179,5 +178,3 @@ def page() -> str:
 
 if __name__ == "__main__":
     Path(ROOT, "docs/messages.md").write_text(page())
-    if "--unread" in sys.argv:
-        print("\n".join(f"{file}: {text}" for _, text, file in messages() if len(text.replace(FILLED, "")) < 12))

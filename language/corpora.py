@@ -35,15 +35,8 @@ _FORMAT = "1"  # part of every cache key: raise it when the files' content chang
 
 
 def open_corpus(name: CorpusName, vocab_size: int) -> Corpus:
-    """Open a corpus by name, tokenising a stand-in on first use.
-
-    Args:
-        name: one of `CorpusName`.
-        vocab_size: vocabulary of a stand-in's tokenizer; the paper's corpora bring their own.
-
-    Raises:
-        UserError: the data is missing; the message says which folder was looked in and what runs without it.
-    """
+    """Opens a corpus, tokenising a stand-in on first use; UserError where its data is missing. vocab_size: of a
+    stand-in's tokenizer; the paper's corpora bring their own."""
     if name == "pydoc":
         return _open_pydoc(vocab_size)
     if name == "gutenberg":
@@ -109,7 +102,7 @@ def open_text(folder: Path, tokenizer: Tokenizer, end: int) -> Corpus:
     train, val = (open_tokens(made / f"{split}.bin", dtype, size) for split in files)
     by_bytes = '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str())["decoder"])
     sizes = bytes_per_token(tokenizer) if by_bytes else None
-    return Corpus(folder, train, val, size, end, None, None, None, tokenizer, sizes)
+    return Corpus(folder, train, val, size, end, tokenizer=tokenizer, token_bytes=sizes)
 
 
 def _content(path: Path) -> bytes:

@@ -36,15 +36,10 @@ Batch = tuple[Tensor, Tensor]  # inputs and targets
 class Corpus:
     """The token files of one corpus and what is needed to read them.
 
-    Attributes:
-        folder: where the files lie.
-        train, val: read-only memory maps, 1-D, uint16 or uint32.
-        vocab_size: number of token ids.
-        eot: id that ends each document.
-        pad, mask: ids for masked language models, None where the vocabulary has none (GPT-2's).
-        bos: id that begins a masked model's window, None where the end-of-text token does (all but RoBERTa's own).
-        tokenizer: None when the folder has no tokenizer.json.
-        token_bytes: int64 [vocab_size], UTF-8 bytes that each token stands for; None without a tokenizer.
+    train, val: read-only memory maps, 1-D, uint16 or uint32. eot: the id that ends each document. pad, mask: ids for
+    masked language models, None where the vocabulary has none (GPT-2's). bos: the id that begins a masked model's
+    window, None where the end-of-text token does (all but RoBERTa's own). tokenizer: None where the folder has no
+    tokenizer.json. token_bytes: int64 [vocab_size], UTF-8 bytes that each token stands for.
     """
 
     folder: Path
@@ -52,18 +47,17 @@ class Corpus:
     val: np.ndarray
     vocab_size: int
     eot: int
-    pad: int | None
-    mask: int | None
-    bos: int | None
-    tokenizer: Tokenizer | None
-    token_bytes: Tensor | None
+    pad: int | None = None
+    mask: int | None = None
+    bos: int | None = None
+    tokenizer: Tokenizer | None = None
+    token_bytes: Tensor | None = None
 
 
 def load_corpus(folder: Path) -> Corpus:
     """Open the token files in `folder`; UserError names the file that is missing, empty or inconsistent."""
-    meta = _read_meta(folder)
+    meta, tokenizer_file = _read_meta(folder), folder / "tokenizer.json"
     vocab_size = meta["vocab_size"]
-    tokenizer_file = folder / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file.is_file() else None
     except Exception as error:  # the library raises nothing more specific
@@ -75,18 +69,10 @@ def load_corpus(folder: Path) -> Corpus:
             f"{tokenizer_file} has {tokenizer.get_vocab_size()} tokens but the token files use {vocab_size}: "
             "put the tokenizer that made them beside them, or remove it"
         )
-    return Corpus(
-        folder=folder,
-        train=open_tokens(folder / "train.bin", meta["dtype"], vocab_size, meta["train"]),
-        val=open_tokens(folder / "val.bin", meta["dtype"], vocab_size, meta["val"]),
-        vocab_size=vocab_size,
-        eot=meta["eot"],
-        pad=meta["pad"],
-        mask=meta["mask"],
-        bos=meta["bos"],
-        tokenizer=tokenizer,
-        token_bytes=None if tokenizer is None else bytes_per_token(tokenizer),
-    )
+    files = (open_tokens(folder / f"{f}.bin", meta["dtype"], vocab_size, meta[f]) for f in ("train", "val"))
+    ids = {key: meta[key] for key in ("eot", "pad", "mask", "bos")}
+    sizes = None if tokenizer is None else bytes_per_token(tokenizer)
+    return Corpus(folder, *files, vocab_size, **ids, tokenizer=tokenizer, token_bytes=sizes)
 
 
 def _read_meta(folder: Path) -> dict:
@@ -161,13 +147,10 @@ def bytes_per_token(tokenizer: Tokenizer) -> Tensor:
 
 @dataclass(frozen=True)
 class CausalObjective:
-    """Predict each next token.
-
-    Attributes:
-        context: tokens that the model reads, and predicts, per window.
-    """
+    """Predict each next token."""
 
     context: int
+    """Tokens that the model reads, and predicts, per window."""
 
     @property
     def read(self) -> int:
@@ -190,14 +173,11 @@ class MaskedObjective:
 
     15 % of the tokens are predicted; of these 80 % are replaced by the mask token, 10 % by a random token and
     10 % are kept. Each window is put between RoBERTa's <s> and </s>, or two end-of-text tokens, which play them;
-    windows run across documents ("FULL-SENTENCES").
-
-    Attributes:
-        context: tokens that the model reads per window, the two end-of-text tokens included.
-        vocab_size, eot, mask, bos: of the corpus.
+    windows run across documents ("FULL-SENTENCES"). vocab_size, eot, mask, bos: of the corpus.
     """
 
     context: int
+    """Tokens that the model reads per window, the two end-of-text tokens included."""
     vocab_size: int
     eot: int
     mask: int
@@ -208,10 +188,8 @@ class MaskedObjective:
         """Tokens taken from the file per window."""
         return self.context - 2
 
-    @property
-    def stride(self) -> int:
-        """Distance of neighbouring windows in the file."""
-        return self.context - 2
+    stride = read
+    """Distance of neighbouring windows in the file."""
 
     def batch(self, windows: Tensor, keys: list[tuple[int, ...]]) -> Batch:
         """Windows int64 [batch, n] to inputs and targets, both [batch, n + 2].
@@ -260,7 +238,7 @@ def train_batches(
 ) -> Iterator[Batch]:
     """This worker's (inputs, targets) of each step, int64 [batch_size / world_size, context]; see window_keys."""
     keys = window_keys(len(tokens), objective, recipe, rank, world_size, start, total)
-    return load_batches(Windows(tokens, objective), keys, recipe.loader_workers, collate=_as_it_is)
+    return load_batches(Windows(tokens, objective), keys, recipe.loader_workers, collate=tuple)
 
 
 class Windows(Dataset[Any]):
@@ -273,10 +251,6 @@ class Windows(Dataset[Any]):
         """The inputs and targets, see the objective's batch()."""
         windows = read_windows(self.tokens, [at for *_, at in keys], self.objective.read)
         return self.objective.batch(windows, keys)
-
-
-def _as_it_is(batch: Batch) -> Batch:
-    return batch
 
 
 def held_out_batches(

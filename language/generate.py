@@ -20,12 +20,8 @@ def continue_text(
     """Sample from a causal model: int64 [batch, time] -> [batch, time + new_tokens].
 
     Not by transformers' generate(), which TransNormer does not have: it draws from the generator that dropout uses, and
-    ends at the model's last position.
-
-    Args:
-        context: the model reads at most the last `context` tokens.
-        top_k: sample among the k most likely tokens; 1 is greedy.
-        generator: on the CPU; the same seed gives the same text.
+    ends at the model's last position. The model reads at most the last `context` tokens, and the next one is drawn
+    among the top_k most likely ones by the generator, which is on the CPU.
     """
     was_training = model.training
     model.eval()

@@ -17,11 +17,8 @@ from language.data import IGNORE
 
 
 def token_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross-entropy in nats over the targets that are not IGNORE, in float32 or what is finer.
-
-    Args:
-        logits: [batch, time, vocab_size] or [n, vocab_size]; targets: int64 [batch, time] or [n].
-    """
+    """Cross-entropy in nats over the targets that are not IGNORE, in float32 or what is finer. logits: [batch, time,
+    vocab_size] or [n, vocab_size]; targets: int64 [batch, time] or [n]."""
     logits = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction=reduction)
 

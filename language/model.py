@@ -58,14 +58,10 @@ def build_model(
     pad: int | None = None,
     attention: LinearAttention = "torch",
 ) -> nn.Module:
-    """Build a model with random weights, drawn from torch's default generator.
+    """A model with random weights, drawn from torch's default generator.
 
-    Args:
-        vocab_size: number of token ids.
-        context: longest input, in tokens.
-        dropout: on embeddings, attention weights and residual branches; TransNormer has none.
-        pad: id of the pad token, for RoBERTa only, whose position numbers begin after it.
-        attention: how TransNormer's is computed.
+    context: longest input, in tokens. dropout: on embeddings, attention weights and residual branches; TransNormer has
+    none. pad: id of the pad token, for RoBERTa only, whose position numbers begin after it. attention: TransNormer's.
     """
     if name in GPT2_SIZES:
         return _gpt2(name, vocab_size, context, dropout)

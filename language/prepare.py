@@ -39,12 +39,8 @@ PIECE = 1 << 20  # characters that are encoded at a time, to bound memory on doc
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of some text files, read anew by each iteration: never more than one is in memory.
-
-    Attributes:
-        files: what read_documents takes.
-        chosen: indices of the documents to give, in the order of the files; None gives all.
-    """
+    """The documents of some text files, read anew by each iteration: never more than one is in memory. files: what
+    read_documents takes. chosen: indices of the documents to give, in the order of the files; None gives all."""
 
     files: tuple[Path, ...]
     chosen: frozenset[int] | None = None
@@ -239,14 +235,9 @@ def _pieces(document: str) -> Iterator[str]:
 def write_corpus(
     train: Iterable[str], val: Iterable[str], folder: Path, tokenizer: Tokenizer | int, sources: list[str]
 ) -> dict:
-    """Write a corpus folder and return its meta.json.
-
-    Args:
-        train, val: documents; iterated over more than once, so no generators.
-        folder: an existing, empty folder.
-        tokenizer: the tokenizer to use, or the size of the vocabulary to train one with.
-        sources: names of what the text came from, recorded in meta.json.
-    """
+    """Writes a corpus into an empty folder, and returns what its meta.json holds. train, val: documents; iterated over
+    more than once, so no generators. tokenizer: the one to use, or the size of the vocabulary to train one with.
+    sources: names of what the text came from."""
     if isinstance(tokenizer, int):
         tokenizer = train_tokenizer(train, tokenizer)
     meta = dict(

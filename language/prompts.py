@@ -7,8 +7,9 @@ as in MeZO's evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,7 +107,7 @@ def encode(lines: list[Line], answers: list[str], tokenizer: Any, limit: int) ->
     prompts = []
     for line in lines:
         prompt, *whole = (next(tokens) for _ in range(1 + len(answers)))
-        n = min(_common(prompt, ids) for ids in whole)
+        n = len(commonprefix([prompt, *whole]))
         found = Prompt(whole[0][:n], [ids[n:] for ids in whole], answers.index(line.answer))
         if (longest := max(map(len, whole))) - 1 > limit:
             raise UserError(f"{line.where} has {longest} tokens with its answer, the model reads {limit}: shorten it")
@@ -116,11 +117,6 @@ def encode(lines: list[Line], answers: list[str], tokenizer: Any, limit: int) ->
             )
         prompts.append(found)
     return prompts
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens both begin with."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def collate(samples: Iterable[tuple[list[int], int]]) -> Batch:

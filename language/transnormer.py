@@ -20,15 +20,9 @@ from language.recipe import LinearAttention
 
 @dataclass(frozen=True)
 class TransNormerConfig:
-    """Sizes of the model.
-
-    Attributes:
-        vocab_size: number of token ids.
-        width: of the residual stream; a multiple of `heads`.
-        glu_width: of the channel mixer.
-        chunk: tokens per chunk of the attention; changes speed and rounding, not the function.
-        attention: how it is computed on a GPU; elsewhere always by torch.
-    """
+    """Sizes of the model. width: of the residual stream; a multiple of `heads`. glu_width: of the channel mixer. chunk:
+    tokens per chunk of the attention; changes speed and rounding, not the function. attention: how it is computed on a
+    GPU; elsewhere always by torch."""
 
     vocab_size: int
     layers: int
@@ -165,17 +159,9 @@ def decay_slopes(heads: int, layer: int, layers: int) -> Tensor:
 def chunked_attention(query: Tensor, key: Tensor, value: Tensor, slope: Tensor, chunk: int) -> Tensor:
     """o_t = sum over s <= t of exp(-slope (t - s)) (q_t . k_s) v_s, in time linear in the sequence length.
 
-    Inside a chunk this is computed as written; earlier chunks enter by a running sum of k_s v_s^T. Every exponent is
-    at most 0, so nothing overflows at any length.
-
-    Args:
-        query, key: [batch, heads, time, d].
-        value: [batch, heads, time, e].
-        slope: [heads].
-        chunk: tokens per chunk.
-
-    Returns:
-        [batch, heads, time, e].
+    Inside a chunk of so many tokens this is computed as written; earlier chunks enter by a running sum of k_s v_s^T.
+    Every exponent is at most 0, so nothing overflows at any length. query, key: [batch, heads, time, d]; value: [batch,
+    heads, time, e], as what is returned; slope: [heads].
     """
     time = query.shape[-2]
     padding = -time % chunk  # zero keys at the end change nothing before it

@@ -38,10 +38,7 @@ class PointClouds(Dataset[Tensor]):
 
     Each epoch takes another random subset of every cloud's points. `augment` stretches each
     axis by a factor in [2/3, 3/2] and moves it by up to 0.2, the augmentation of Point-MAE's pre-training; the result
-    may leave the unit sphere.
-
-    Raises:
-        UserError: on access, for a cloud with too few points, not finite, or of the wrong shape; names the file.
+    may leave the unit sphere. UserError, on access, names the file of a cloud that cannot be used.
     """
 
     def __init__(self, source: Source, points: int, augment: bool = False):

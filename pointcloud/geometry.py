@@ -6,16 +6,10 @@ from torch import Tensor
 
 @torch.no_grad()
 def farthest_points(x: Tensor, count: int) -> Tensor:
-    """Indices of points that cover each cloud evenly: each next one is farthest from all chosen before.
+    """Indices of points that cover each cloud of x [B, n, 3] evenly, each next one farthest from all chosen before:
+    [B, count], int64, distinct unless points coincide.
 
     Starts from point 0, as PointNet++'s kernel does; the loaders shuffle the points, so that one is random.
-
-    Args:
-        x: [B, n, 3].
-        count: at most n.
-
-    Returns:
-        [B, count], int64, distinct unless points coincide.
     """
     chosen = torch.zeros(x.shape[0], count, dtype=torch.long, device=x.device)
     to_chosen = torch.full(x.shape[:2], torch.inf, dtype=x.dtype, device=x.device)
@@ -34,14 +28,8 @@ def nearest_neighbours(x: Tensor, centres: Tensor, count: int) -> Tensor:
 
 
 def patches(x: Tensor, groups: int, size: int) -> tuple[Tensor, Tensor]:
-    """Overlapping patches of a cloud around evenly spread centres, as in Point-MAE (arXiv 2203.06604).
-
-    Args:
-        x: [B, n, 3], with n at least `groups` and `size`.
-
-    Returns:
-        patches [B, groups, size, 3], each relative to its centre, and centres [B, groups, 3].
-    """
+    """Overlapping patches of each cloud of x [B, n, 3] around evenly spread centres, as in Point-MAE (arXiv
+    2203.06604): [B, groups, size, 3], each relative to its centre, and the centres, [B, groups, 3]."""
     centres = torch.take_along_dim(x, farthest_points(x, groups)[..., None], dim=1)
     members = nearest_neighbours(x, centres, size).flatten(1)
     grouped = torch.take_along_dim(x, members[..., None], dim=1).unflatten(1, (groups, size))

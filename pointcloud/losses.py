@@ -18,17 +18,11 @@ _ACCELERATOR_TILE = 1 << 26
 
 @torch.no_grad()
 def nearest(x: Tensor, y: Tensor, tile: int | None = None) -> Tensor:
-    """Index of the point of y that is nearest to each point of x.
+    """Index of the point of y [B, m, 3] that is nearest to each point of x [B, n, 3], float32 or float64: int64 [B, n].
 
     Never builds an n x m x 3 tensor, and only `tile` elements of the n x m distance matrix at a time (one row of
-    every cloud at least): |x - y|^2 = |x|^2 - 2 x.y + |y|^2, where |x|^2 does not change which y is nearest.
-
-    Args:
-        x, y: [B, n, 3] and [B, m, 3], float32 or float64.
-        tile: elements of the largest temporary; by default chosen for the device.
-
-    Returns:
-        [B, n], int64, values in [0, m).
+    every cloud at least): |x - y|^2 = |x|^2 - 2 x.y + |y|^2, where |x|^2 does not change which y is nearest. tile: by
+    default chosen for the device.
     """
     if tile is None:
         tile = _CPU_TILE if x.device.type == "cpu" else _ACCELERATOR_TILE
@@ -43,36 +37,22 @@ def nearest(x: Tensor, y: Tensor, tile: int | None = None) -> Tensor:
 
 
 def chamfer_distance(x: Tensor, y: Tensor, tile: int | None = None) -> Tensor:
-    """Squared Chamfer distance of each pair of clouds (convention: see the module).
+    """Squared Chamfer distance of each pair of clouds, [B, n, 3] and [B, m, 3] (convention: see the module): [B].
 
     Only the search for neighbours uses the expanded form: the distances are computed again from coordinate
-    differences, exact also for coinciding points, and gradients flow through those differences to both clouds.
-
-    Args:
-        x, y: [B, n, 3] and [B, m, 3]; half precision is raised to float32.
-        tile: see `nearest`.
-
-    Returns:
-        [B], float32 or float64, in squared units of the coordinates.
+    differences, exact also for coinciding points, and gradients flow through those differences to both clouds. Half
+    precision is raised to float32. tile: see `nearest`.
     """
     x, y = _at_least_float32(x), _at_least_float32(y)
     return _one_way(x, y, tile) + _one_way(y, x, tile)
 
 
 def earth_mover_distance(x: Tensor, y: Tensor) -> Tensor:
-    """Exact earth mover's distance of each pair of equally large clouds (convention: see the module).
+    """Exact earth mover's distance of each pair of clouds, [B, n, 3] both (convention: see the module): [B].
 
     The matching is solved on the CPU in O(n^3) (scipy's `linear_sum_assignment`; a few ms at 256 points): meant for
-    small clouds. Gradients flow through the matched pairs. A cloud that holds NaN or inf gets NaN or inf.
-
-    Args:
-        x, y: [B, n, 3] both; half precision is raised to float32.
-
-    Returns:
-        [B], float32 or float64, in units of the coordinates.
-
-    Raises:
-        ValueError: the clouds differ in size, so no bijection exists.
+    small clouds. Gradients flow through the matched pairs. A cloud that holds NaN or inf gets NaN or inf. Half
+    precision is raised to float32.
     """
     if x.shape != y.shape:
         raise ValueError(f"EMD needs clouds of equal size, got {list(x.shape)} and {list(y.shape)}")

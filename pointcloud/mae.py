@@ -93,13 +93,7 @@ class MaskedAutoencoder(nn.Module):
     The encoder sees visible patches only; a lighter decoder gets its tokens and one shared mask token, with the
     centres' positions, for every hidden patch. While training, masks come from torch's global generator; in
     evaluation all clouds share one fixed mask over the order of the centres, so that a result depends neither on
-    the batch nor on the rank.
-
-    Args:
-        points: of the clouds to come.
-
-    Raises:
-        UserError: the clouds have too few points for the groups.
+    the batch nor on the rank. points: of the clouds to come.
     """
 
     def __init__(self, points: int, config: MaskedAutoencoderConfig):

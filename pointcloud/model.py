@@ -5,7 +5,7 @@ Every model of this domain maps points [B, n, 3] to a `Reconstruction`, so one t
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +35,6 @@ class AutoencoderConfig:
     mlp_widths: tuple[int, ...] = (1024, 2048)
 
     def __post_init__(self) -> None:
-        if self.decoder not in get_args(Decoder):
-            raise UserError(f"decoder={self.decoder!r}: choose one of {', '.join(get_args(Decoder))}")
         for name in ("encoder_widths", "latent", "folding_width", "mlp_widths"):
             value = getattr(self, name)
             widths = value if isinstance(value, tuple) else (value,)
@@ -111,11 +109,8 @@ class MLPDecoder(nn.Module):
 
 
 class Autoencoder(nn.Module):
-    """Compresses a cloud to `latent` numbers and reconstructs it with about `points` points.
-
-    Args:
-        points: of the clouds to come; a folding decoder gives the largest square number up to it.
-    """
+    """Compresses a cloud to `latent` numbers and reconstructs it with `points` points; a folding decoder gives the
+    largest square number up to that."""
 
     def __init__(self, points: int, config: AutoencoderConfig):
         super().__init__()

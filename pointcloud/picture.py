@@ -10,14 +10,8 @@ from matplotlib.figure import Figure
 def draw_clouds(rows: Mapping[str, Sequence[np.ndarray]], labels: Sequence[str], caption: str = "") -> np.ndarray:
     """One row of 3-D scatter plots for each entry of `rows`, one column for each cloud.
 
-    All plots share their limits, so that sizes compare; colour is the height z.
-
-    Args:
-        rows: what the row shows ("input", "reconstruction") -> clouds, float [n, 3] each.
-        labels: one title a column.
-
-    Returns:
-        uint8 [height, width, 3], for a PNG (`matplotlib.image.imsave`) and TensorBoard (dataformats="HWC").
+    All plots share their limits, so that sizes compare; colour is the height z. rows: what the row shows ("input",
+    "reconstruction") -> clouds, float [n, 3] each. labels: one title a column. Returns uint8 [height, width, 3].
     """
     columns = len(labels)
     figure = Figure(figsize=(2.2 * columns + 0.4, 2.2 * len(rows) + 0.4), dpi=100)

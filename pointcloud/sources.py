@@ -155,9 +155,6 @@ SOURCES = {"shapenet": ShapeNetPC15k, "shapenet55": ShapeNet55, "modelnet10": Mo
 
 
 def unpacked(name: str, split: str) -> Source:
-    """The clouds of data set `name` (a key of `SOURCES`), split train or test, from the files of its release.
-
-    Raises:
-        UserError: the data is not there; says where it was looked for, and what runs without it.
-    """
+    """The clouds of data set `name` (a key of `SOURCES`), split train or test, from the files of its release; UserError
+    where they are missing."""
     return SOURCES[name](data_root(), split)

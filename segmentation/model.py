@@ -20,7 +20,6 @@ from mmseg.registry import MODELS
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from core import UserError
 from segmentation.backbones import SCHEME, check_backbone
 from segmentation.data import IGNORE
 from segmentation.recipes import BackboneName
@@ -92,8 +91,6 @@ def upernet(
     crop: (height, width) of training images. norm: SyncBN shares batch statistics in every forward pass, with whom
     segmentation.sync_bn says. pretrained: the backbone's weights, see segmentation.backbones.
     """
-    if name not in BACKBONES:
-        raise UserError(f"backbone {name!r}: choose one of {', '.join(BACKBONES)}")
     b = BACKBONES[name]
     config: Config = ConfigFile.fromfile(BASES / f"{b.base}.py").model.to_dict() | {"pretrained": None}
     backbone, heads = config["backbone"], (config["decode_head"], config["auxiliary_head"])

@@ -1,6 +1,8 @@
 """Shared by all tests: their order, and what several folders need."""
 
 import gc
+import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -34,3 +36,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def mistake(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> Mistakes:
     return Mistakes(monkeypatch, capfd)
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers() -> Iterator[None]:
+    """A run in a test's own process installs its own."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

@@ -77,12 +77,8 @@ class Files:
         meta = dict(vocab_size=300, dtype="uint16", eot=0, pad=1, mask=2, bos=None, sources=[], **counts)
         (owt / "meta.json").write_text(json.dumps(meta))
         images = [("train", "a"), ("train", "b"), ("test", "a"), ("test", "b")]
-        with tarfile.open(data / "cifar10_jpeg.tar.xz", "w:xz") as tar:
-            for split, name in images * 2:
-                content = _jpeg(rng, 32)
-                member = tarfile.TarInfo(f"{split}/{name}/{len(tar.getmembers())}.jpg")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
+        members = {f"{split}/{name}/{i}.jpg": _jpeg(rng, 32) for i, (split, name) in enumerate(images * 2)}
+        write_tar(data / "cifar10_jpeg.tar.xz", members, "w:xz")
         for i, (split, name) in enumerate(images * 2):
             folder = data / "imagenet" / {"test": "val"}.get(split, split) / name
             folder.mkdir(parents=True, exist_ok=True)
@@ -112,6 +108,19 @@ class Files:
                 target.parent.mkdir(exist_ok=True)
                 shutil.copytree(path, target) if path.is_dir() else shutil.copy(path, target)
         return sorted(path for path in (folder / "data").rglob("*") if path.is_file())
+
+
+def write_tar(path: Path, members: dict[str, Any], mode: Any = "w") -> None:
+    """members: name -> content, or the member itself, such as a link."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, mode) as tar:
+        for name, content in members.items():
+            if isinstance(content, tarfile.TarInfo):
+                tar.addfile(content)
+            else:
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
 
 
 def _jpeg(rng: np.random.Generator, size: int) -> bytes:

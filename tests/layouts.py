@@ -121,9 +121,7 @@ def train(rank: int, world_size: int, kind: str, names: list[str], steps: int, c
         parallel = Parallel(build(kind), layout, CPU)
         optimizer, losses, norms = torch.optim.AdamW(parallel.parameters(), lr=1e-2, weight_decay=0.1), [], []
         for step in range(steps):
-            tokens, targets = (t.chunk(layout.dp)[parallel.place.data] for t in batch(step))
-            optimizer.zero_grad()
-            loss = parallel.backward(tokens, targets, partial(part_of_mean, many=targets.numel()))
+            loss = backward(parallel, step)
             dist.all_reduce(loss, group=parallel.island)
             losses.append(loss.item() / world_size)
             norms.append(parallel.clip_gradients(clip).item())
@@ -131,6 +129,13 @@ def train(rank: int, world_size: int, kind: str, names: list[str], steps: int, c
         losses.append(evaluated(parallel, *batch(steps)))
         traces.append((losses, norms, whole(parallel)))
     return traces
+
+
+def backward(parallel: Parallel, step: int) -> Tensor:
+    """The gradient of this rank's worker at a step, and its part of the loss."""
+    tokens, targets = (t.chunk(parallel.layout.dp)[parallel.place.data] for t in batch(step, parallel.place.island))
+    parallel.zero_grad()
+    return parallel.backward(tokens, targets, partial(part_of_mean, many=targets.numel()))
 
 
 @torch.no_grad()
@@ -176,14 +181,11 @@ def islands(
     plain SGD."""
     found = []
     for name in names:
-        layout = Layout.parse(name)
-        parallel = Parallel(build(kind), layout, CPU)
+        parallel = Parallel(build(kind), Layout.parse(name), CPU)
         co2 = parallel.co2(config)
         trace, stats = [], []
         for step in range(steps):
-            tokens, targets = (t.chunk(layout.dp)[parallel.place.data] for t in batch(step, parallel.place.island))
-            parallel.zero_grad()
-            parallel.backward(tokens, targets, partial(part_of_mean, many=targets.numel()))
+            backward(parallel, step)
             sgd(parallel)
             last = parallel.place.island == 1 and rank == world_size - 1
             poisoned(parallel, last, step, poison)
@@ -260,13 +262,10 @@ def difference(results: list[list[dict[str, Tensor]]], expected: list[dict[str, 
 def drifted(rank: int, world_size: int, kind: str, name: str, rounds: int) -> tuple[list[float], float]:
     """What rounds of one step tell of drifted replicas, where the last rank's outer iterate is off after the first; and
     how far in the end this rank's is from that of its place on the other island."""
-    layout = Layout.parse(name)
-    parallel = Parallel(build(kind), layout, CPU)
+    parallel = Parallel(build(kind), Layout.parse(name), CPU)
     co2, told = parallel.co2(CO2Config(1, outer_momentum=0.4)), []
     for step in range(rounds):
-        tokens, targets = batch(step, parallel.place.island)
-        parallel.zero_grad()
-        parallel.backward(tokens, targets, partial(part_of_mean, many=targets.numel()))
+        backward(parallel, step)
         sgd(parallel)
         co2.step()
         told.append(co2.stats.drifted)
@@ -302,9 +301,7 @@ def chained(
         others = held.load(folder) if number else {"steps": 0}
         assert others is not None and others["steps"] == number * steps
         for step in range(others["steps"], others["steps"] + steps):
-            tokens, targets = (t.chunk(layout.dp)[parallel.place.data] for t in batch(step, parallel.place.island))
-            optimizer.zero_grad()
-            parallel.backward(tokens, targets, partial(part_of_mean, many=targets.numel()))
+            backward(parallel, step)
             parallel.clip_gradients(0.5)
             optimizer.step()
             method.step()

@@ -4,11 +4,14 @@ import os
 import runpy
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from core import UserError
 from core.testing import _context
 
 
@@ -42,6 +45,14 @@ def _in_file(said: Path, env: dict[str, str], module: str, *arguments: str) -> N
     with said.open("w") as file:
         os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
     run_script(module, *arguments)
+
+
+@contextmanager
+def refused(part: str) -> Iterator[None]:
+    """Inside, a user's mistake is to be told in one line that has this part."""
+    with pytest.raises(UserError) as caught:
+        yield
+    assert part in str(caught.value) and "\n" not in str(caught.value), str(caught.value)
 
 
 class Mistakes:

@@ -182,11 +182,22 @@ class Fixed:
             self.rounds.read()
             if isinstance(trained.method, Zeroth):
                 trained.method.order.flush()
-            live = trained.state_dict() | {"means": run.means.state_dict(), "rng": random_state(run.device)}
+            live = trained.state_dict() | self._counted() | {"node": self._per_node, "rng": random_state(run.device)}
             tensors: dict[str, Tensor] = {}
-            totals = self.rounds.state_dict() | {"seconds": run.clock.seconds}
-            state = stored.take_out(live, tensors) | {"step": run.step, "node": self._per_node, "totals": totals}
+            state = stored.take_out(live, tensors)
             trained.snapshot(functools.partial(self._write, time.monotonic(), state, tensors))
+
+    def _counted(self) -> dict[str, Any]:
+        """Of a checkpoint, what the loop counts with and logs."""
+        run, totals = self.run, self.rounds.state_dict() | {"seconds": self.run.clock.seconds}
+        return {"step": run.step, "means": run.means.state_dict(), "totals": totals}
+
+    def _count_on(self, state: dict[str, Any]) -> float:
+        """Goes on from it; returns the seconds of training that led to it."""
+        self.rounds.load_state_dict(state["totals"])
+        self.run.means.load_state_dict(state["means"])
+        self.run.step = int(state["step"])
+        return state["totals"]["seconds"]
 
     def saved(self) -> bool:
         """Waits until the last checkpoint is written; False: it is not, for the model is not finite."""
@@ -214,14 +225,12 @@ class Fixed:
                 f"resume with --per_node {state['node']}"
             )
         self._trained.load_state_dict(state)
-        self.rounds.load_state_dict(state["totals"])
-        run.means.load_state_dict(state["means"])
-        run.step = int(state["step"])
+        seconds = self._count_on(state)
         if workers == run.world_size:
             set_random_state(state["rng"], run.device)
         else:
             self._change_workers(workers)
-        return state["totals"]["seconds"]
+        return seconds
 
     def _change_workers(self, before: int) -> None:
         """Says what of a checkpoint of `before` workers goes on, and gives all random states of their own."""

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
 from core.checkpoints.untrusted import parse_json
 from core.errors import UserError
-from core.groups import host_group
+from core.groups import of_all
 from training import config
 from training.progress import Stopwatch
 from training.recipe import Recipe, flat
@@ -65,16 +64,14 @@ class RunFolder:
     def open(self, recipe: Recipe, world_size: int, device: torch.device) -> None:
         """Takes the folder for this run. Every worker must call it; all raise UserError when the folder holds another
         run, or one that goes on."""
-        answer = ["", secrets.token_hex(4)]
+        refusal = ""
         if self.writes:
             try:
-                answer[0] = self._take(recipe, world_size, device, resume=recipe.resume)
+                refusal = self._take(recipe, world_size, device, resume=recipe.resume)
             except (OSError, ValueError) as error:  # the latter of a name that no file can have
                 reason = getattr(error, "strerror", None) or error
-                answer[0] = f"{self.path} cannot be written ({reason}): choose another --out"
-        if dist.is_initialized():
-            dist.broadcast_object_list(answer, src=0, group=host_group())
-        refusal, self.attempt = answer
+                refusal = f"{self.path} cannot be written ({reason}): choose another --out"
+        refusal, self.attempt = of_all((refusal, secrets.token_hex(4)))[0]
         if refusal:
             self.close()
             raise UserError(refusal)
@@ -168,7 +165,8 @@ class RunFolder:
             return
         known = {name: value if math.isfinite(value) else None for name, value in summary.items()}
         _replace(self.path / "summary.json", _json(known))
-        settings = _hparams(dataclasses.asdict(recipe))
+        known_types = (bool, int, float, str)  # to TensorBoard
+        settings = {k: v if isinstance(v, known_types) else str(v) for k, v in flat(dataclasses.asdict(recipe)).items()}
         self.writer.add_hparams(settings, {f"summary/{k}": v for k, v in summary.items()}, run_name=".")
         print(f"{recipe.name} {recipe.method}: {self.path}\n{table(summary)}", flush=True)
         if unknown := [name for name, value in known.items() if value is None]:
@@ -227,8 +225,3 @@ def table(summary: Mapping[str, float]) -> str:
         number = f"{value * factor:,.0f}" if isinstance(value, int) and factor == 1 else f"{value * factor:,.4g}"
         lines.append(f"  {name.replace('_', ' '):24}{number:>12} {unit}".rstrip())
     return "\n".join(lines)
-
-
-def _hparams(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings as TensorBoard takes them: numbers, truth values and texts."""
-    return {key: v if isinstance(v, (bool, int, float, str)) else str(v) for key, v in flat(recipe).items()}

@@ -18,10 +18,6 @@ def prepare_torchvision() -> None:
     is enough for transforms, datasets and models; nms itself, deform_conv2d and the image codecs still fail.
 
     Does nothing where torch has CUDA or ROCm, or where torchvision imports; calling it again does no harm.
-
-    Raises:
-        ImportError: torchvision is not installed.
-        RuntimeError: torchvision fails to import for another reason; its own error is passed on.
     """
     if torch.version.cuda or torch.version.hip:
         return

@@ -206,14 +206,18 @@ def pacing_of(method: Method) -> Adaptive | None:
     return pacing if isinstance(pacing, Adaptive) else None
 
 
+def names_of(method: Rounds, model: nn.Module) -> dict[int, str]:
+    """id -> the name in the model, of each parameter that the method trains."""
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    return {id(p): name for p, name in zip(method.params, trained, strict=True)}
+
+
 def of_method(method: Method, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """The method's state_dict with {name: tensor} for each flat tensor; what lies behind the parameters is under "".
     What its reducer keeps has an order of its own, and stays as it is."""
     if not isinstance(method, Rounds):
         return state
-    ((rank, own),) = state.items()
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    names = {id(p): name for p, name in zip(method.params, trained, strict=True)}
+    ((rank, own),), names = state.items(), names_of(method, model)
     flats = own["state"]
     kept = flats | {key: _by_name(flats[key], method.buckets, names) for key in method.state}
     return {rank: own | {"state": kept, "flats": _by_name(own["flats"], method.buckets, names)}}

@@ -65,8 +65,7 @@ class Overlap:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        for f in fields(self):
-            setattr(self, f.name, state[f.name])
+        vars(self).update({f.name: state[f.name] for f in fields(self)})
 
 
 class RoundLog:

@@ -10,7 +10,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -118,12 +118,21 @@ def check_nodes(n: int, zero: int, world: int) -> None:
         raise UserError(f"per_node={n} does not divide {world} workers: start equally many on each node")
 
 
+def least_seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Of so many repeats, after one that warms up."""
+    times = []
+    for _ in range(1 + repeats):
+        began = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - began)
+    return min(times[1:])
+
+
 def largest_of_workers(numbers: Sequence[int]) -> list[int]:
     """The largest of all workers' numbers, each by itself; every worker must call it."""
-    largest = torch.tensor(numbers)
-    if dist.is_initialized():
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=host_group())
-    return largest.tolist()
+    return [max(of) for of in zip(*of_all(list(numbers)), strict=True)]
 
 
 # -- the start ----------------------------------------------------------------------------------------------------

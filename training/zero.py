@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from core.flat import local_shard
+from core.groups import broadcast
 
 Stage = Literal[0, 1, 2, 3]
 
@@ -46,7 +46,8 @@ def shard_model(
         logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
         over = mesh if everywhere else mesh["shard"]
         for group in over.get_all_groups():
-            _start_alike(model, group)
+            # once sharded they could not be compared
+            broadcast([local_shard(p.detach()) for p in model.parameters()], group, next(model.parameters()).device)
         lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
         policy = MixedPrecisionPolicy()
         if compute != torch.float32:
@@ -105,9 +106,3 @@ def gathered(model: nn.Module, stage: Stage) -> Iterator[None]:
     for module in sharded:
         module.set_reshard_after_forward(stage == 3, recurse=False)
         module.reshard()
-
-
-def _start_alike(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """The first worker's parameters for all: once sharded they could not be compared."""
-    for p in model.parameters():
-        dist.broadcast(local_shard(p.detach()), group_src=0, group=group)

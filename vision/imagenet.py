@@ -72,7 +72,6 @@ class ImageNet:
         An image's crop and colours are seeded by (seed, epoch, index, number of the copy) alone: loader workers do not
         change them. What is erased, and how a batch is mixed, by (seed, epoch, number of the batch, rank).
         """
-        recipe.check_share(world_size)
         plan, ahead = itertools.tee(train_keys(recipe, len(self), rank, world_size, start, total, recipe.repeats))
         mixup, erasing = self._mixup(recipe), erasing_of(recipe, device)
         augmented = Augmented(self.samples, train_transform(recipe))

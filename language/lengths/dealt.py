@@ -48,7 +48,8 @@ class TextDocuments:
     """
 
     def __init__(self, tokens: np.ndarray, end: int, context: int):
-        ends = np.concatenate([at + 1 + np.flatnonzero(tokens[at : at + SCANNED] == end) for at in _parts(tokens)])
+        parts = range(0, len(tokens), SCANNED)
+        ends = np.concatenate([at + 1 + np.flatnonzero(tokens[at : at + SCANNED] == end) for at in parts])
         if not len(ends) or ends[-1] < len(tokens):
             ends = np.append(ends, len(tokens))
         begins = np.concatenate([[0], ends[:-1]])
@@ -69,10 +70,6 @@ class TextDocuments:
         at, length = self.starts[number], self.lengths[number]
         found = torch.from_numpy(self.tokens[at : at + length + 1].astype(np.int64))
         return found[:-1], found[1:]
-
-
-def _parts(tokens: np.ndarray) -> range:
-    return range(0, len(tokens), SCANNED)
 
 
 @dataclass(frozen=True)

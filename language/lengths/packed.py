@@ -154,16 +154,6 @@ def _check_apart(model: nn.Module, split: bool) -> None:
         raise UserError(f"{type(model).__name__} mixes the documents of a row: leave --balance out")
 
 
-def document_attention(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, attend: Any) -> Tensor:
-    """attend(query, key, value) of each document by itself, joined again along the tokens.
-
-    query, key, value: [1, heads, tokens, d]. attend: returns [1, tokens of the document, ...].
-    """
-    lengths = boundaries.diff().tolist()
-    parts = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
-    return torch.cat([attend(*part) for part in parts], dim=1)
-
-
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -175,7 +165,8 @@ def _attention(
     sliding_window: int | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention by torch's kernels, of each document by itself where there are documents."""
+    """transformers' attention by torch's kernels, of each document by itself where there are documents: [1, heads,
+    tokens, d] each -> [1, tokens, heads, d]."""
     if dropout:
         raise UserError(f"attention to documents has no dropout, the model's is {dropout}: set it to 0")
     reach = documents.longest if isinstance(documents, Shares) else query.shape[2]
@@ -187,11 +178,9 @@ def _attention(
         raise UserError("attention_mask goes with padded rows, documents with packed ones: leave one of them out")
     if isinstance(documents, Shares):
         return _around_rings(query, key, value, documents, **rest), None
-
-    def attend(*part: Tensor) -> Tensor:
-        return sdpa_attention_forward(module, *part, None, **rest)[0]
-
-    return document_attention(query, key, value, documents, attend), None
+    lengths = documents.diff().tolist()
+    parts = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
+    return torch.cat([sdpa_attention_forward(module, *part, None, **rest)[0] for part in parts], dim=1), None
 
 
 def _around_rings(

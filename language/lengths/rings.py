@@ -6,7 +6,6 @@ with is measured when a run starts, by the model itself and by messages as a rin
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -18,12 +17,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from core.errors import UserError
-from core.groups import host_group, new_group
+from core.groups import new_group, of_all
 from core.sharded.mesh import local_world_size
 from language.lengths.packed import Document, Packed, pack, pack_share
 from language.lengths.plan import Island, plan
 from language.metrics import token_loss
 from language.recipe import TextRecipe
+from training.workers import least_seconds
 
 TOKENS, PARTS = 2048, 8  # of a row that is timed, as one document and as so many; fewer where there are fewer positions
 REPEATS, SENT = 3, 12  # of a row, and of a message, of which the first ones wait for connections
@@ -80,7 +80,7 @@ def measured(model: nn.Module, group: dist.ProcessGroup, devices: int, tokens: i
     size = 2 if torch.is_autocast_enabled(device.type) else next(model.parameters()).element_size()
     nbytes = 2 * config.hidden_size * (2 * size + max(size, 4))  # of a token: keys, values, their gradients
     rows = [row_of(lengths).to(device) for lengths in ([tokens], [tokens // parts] * parts)]
-    times = [least_seconds(lambda row=row: trained_on(model, row), device) for row in rows]  # pyright: ignore
+    times = [least_seconds(lambda row=row: trained_on(model, row), device, REPEATS) for row in rows]  # pyright: ignore
     one, many = slowest(times, group)
     inside, across = (hop_of(group, ring, nbytes, tokens, device) for ring in (devices, dist.get_world_size(group)))
     layers = config.num_hidden_layers
@@ -132,23 +132,9 @@ def exchange(group: dist.ProcessGroup, devices: int, nbytes: int, device: torch.
     return send
 
 
-def least_seconds(work: Callable[[], None], device: torch.device, repeats: int = REPEATS) -> float:
-    """Of the repeats, after one that warms up."""
-    times = []
-    for _ in range(1 + repeats):
-        began = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - began)
-    return min(times[1:])
-
-
 def slowest(seconds: Sequence[float], group: dist.ProcessGroup) -> list[float]:
     """Each the largest that a rank of the group has."""
-    largest = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=host_group(group))
-    return largest.tolist()
+    return [max(of) for of in zip(*of_all(list(seconds), group), strict=True)]
 
 
 def check_room(tokens: float, room: int | None, workers: int) -> None:

@@ -267,22 +267,3 @@ def test_lora_puts_equal_adapters_in_and_writes_them_alone(models: dict[str, Pat
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
     with pytest.raises(UserError, match="lora.targets=nothing"):
         pretrained.open_model(recipe_of(models["opt"], lora=LoraConfig(4, targets=("nothing",))))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(context=3), "context=3: give 4 or more"),
-        (dict(eval_samples=0), "eval_samples=0: give 1 or more"),
-        (dict(lora=LoraConfig(-1)), "lora rank=-1"),
-        (dict(lora=LoraConfig(2), trainable=("*bias",)), "leave one out"),
-        (dict(answers=("a", "a")), "give two or more, each once"),
-        (dict(weights="bfloat16"), "weights=bfloat16 with method 'ddp'"),
-        (dict(zero=3, per_node=0), "zero=3: one worker"),
-        (dict(elastic=True, method="co2"), "elastic=True: one worker"),
-        (dict(loader_workers=-1), "loader_workers=-1"),
-    ],
-)
-def test_bad_settings_are_refused(changes: dict, message: str):
-    with pytest.raises(UserError, match=message):
-        recipe_of(None, **changes)

@@ -9,11 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, models, processors
 
 from core.errors import UserError
 from language.data import MaskedObjective, bytes_per_token, load_corpus
-from language.prepare import Documents, prepare, read_documents, split_documents, text_files, token_dtype
+from language.prepare import (
+    Documents,
+    prepare,
+    read_documents,
+    split_documents,
+    text_files,
+    token_dtype,
+    train_tokenizer,
+)
 from tests.scripts import run_script
 
 BOOKS = [f"Book {i}.\nIt says that {i} and {i + 1} are 日本 — numbers.\n" * 4 for i in range(6)]
@@ -198,17 +206,9 @@ def test_the_command_prints_counts_and_fails_without_a_traceback(library, tmp_pa
 
 def robertas(folder: Path) -> Path:
     """A tokenizer.json in RoBERTa's layout: its special tokens first, and <s> and </s> around all that is encoded."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(BOOKS, trainer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("language.prepare.SPECIAL_TOKENS", ("<s>", "<pad>", "</s>", "<unk>", "<mask>"))
+        tokenizer = train_tokenizer(BOOKS, 300)
     tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
     tokenizer.save(str(folder / "robertas.json"))
     return folder / "robertas.json"

@@ -40,14 +40,15 @@ def corpus():
     lengths = np.minimum(rng.lognormal(3.3, 1.0, 300).astype(int) + 2, 200)
     tokens = rng.integers(1, 64, lengths.sum()).astype(np.uint16)
     tokens[np.cumsum(lengths) - 1] = END
-    return Corpus(Path("none"), tokens, tokens[:161], 64, END, None, None, None, None, None)
+    return Corpus(Path("none"), tokens, tokens[:161], 64, END)
 
 
 def trained(rank: int, ranks: int, folder: str, jobs: dict[str, LanguageRecipe]) -> dict[str, Trained]:
     """Runs of a GPT-2 in float64; a job that ends in "stopped" does so after 5 steps."""
     from language import train
     from language.model import GPT2_SIZES
-    from tests.e2e.test_language import rows, stop_after
+    from tests.e2e.test_language import stop_after
+    from tests.runs import logged
 
     if ranks > 1:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
@@ -60,7 +61,7 @@ def trained(rank: int, ranks: int, folder: str, jobs: dict[str, LanguageRecipe])
                 stop_after(run, 5)
             model = run.shard(train.initial(recipe, None).double())
             train.learn(run, recipe, model, train.TextTask(text, train.make_objective(recipe, text), text.val, {}))
-        found[name] = flat(model.parameters()), [r["train_loss"] for r in rows(recipe.folder) if "train_loss" in r]
+        found[name] = flat(model.parameters()), logged(recipe.folder)
     return found
 
 
@@ -131,24 +132,6 @@ def test_all_ranks_plan_with_the_slowest_ranks_costs():
     assert island.inside == island.across == (12.0, 0.0)
     assert sum(tokens for _, tokens, _ in found) == 169 and {empty for *_, empty in found} == {1}
     assert max(tokens for _, tokens, _ in found) < 45
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"per_node": 1}, "balance='rings' with per_node=1: nobody could split a document; add --per_node 2"),
-        ({"zero": 2}, "does not go with zero=2, whose parameters are not whole when a ring's costs are measured"),
-        ({"dry_run": True}, "does not go with dry_run"),
-        ({"rings": RingsConfig(room=0)}, "rings.room=0: give tokens, 1 or more"),
-        ({"rings": RingsConfig(costs=(1.0, 2.0))}, "rings.costs=1.0 2.0: give 4 or 6 numbers, 0 or more"),
-        ({"rings": RingsConfig(costs=(1.0, -2.0, 0.0, 0.0))}, "give 4 or 6 numbers, 0 or more"),
-        ({"balance": "round", "per_node": 1}, r"rings.costs=\(1.0, .* is balance rings' own: leave it out, or add"),
-        ({"model": "transnormer_tiny"}, "whose attention costs no square"),
-    ],
-)
-def test_settings_that_do_not_go_with_islands_are_one_line(changes: dict, message: str):
-    with pytest.raises(UserError, match=message):
-        replace(ISLANDS, **changes)
 
 
 def test_what_an_island_cannot_hold_is_refused():

@@ -16,7 +16,6 @@ from language.data import IGNORE
 from language.lengths import laws, packed, rounds
 from language.lengths.dealt import Dealt, TextDocuments, steps_ahead
 from language.prompts import PromptDocuments
-from language.recipe import LanguageRecipe
 from language.recipes import gpt2_pydoc_small
 
 END = 0
@@ -222,27 +221,6 @@ def test_a_deal_is_for_a_round_and_for_a_step_while_workers_are_apart(monkeypatc
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"crossing": 0.0}, "crossing=0.0: give tokens, above 0"),
-        ({"crossing": 9.0, "balance": "tokens"}, "crossing=9.0 is balance round's own: leave it out"),
-        ({"dropout": 0.1}, "does not go with dropout=0.1, which attention to documents lacks"),
-        ({"model": "roberta_tiny"}, "does not go with model=roberta_tiny"),
-        ({"model": "transnormer_tiny"}, "whose attention costs no square: add --balance tokens"),
-        ({"per_node": 2}, "does not go with per_node=2"),
-        ({"elastic": True}, "does not go with elastic"),
-        ({"compile": True}, "does not go with compile"),
-        ({"loader_workers": 1}, "does not go with loader_workers=1"),
-        ({"co2": CO2Config(steps="by_speed")}, "does not go with co2.steps='by_speed'"),
-    ],
-)
-def test_settings_that_do_not_go_with_it_are_one_line(changes: dict, message: str):
-    with pytest.raises(UserError, match=message):
-        replace(RECIPE, **changes)
-    assert isinstance(replace(RECIPE, model="transnormer_tiny", balance="tokens"), LanguageRecipe)
 
 
 def test_fewer_documents_than_workers_or_than_a_step_are_refused(monkeypatch: pytest.MonkeyPatch):

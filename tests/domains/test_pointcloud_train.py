@@ -1,7 +1,5 @@
 """The train script in one process on a handful of surfaces: recipes, knobs, resuming."""
 
-import json
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +8,7 @@ import pytest
 
 from pointcloud.sources import Surfaces
 from pointcloud.train import main
+from tests.runs import logged, summary
 from training.run import Run
 
 TINY = """
@@ -21,31 +20,23 @@ TINY = """
 
 @pytest.fixture
 def train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Runs surfaces_small with few, small clouds and no picture; returns (metrics.jsonl's lines, the summary)."""
+    """Runs surfaces_small with few, small clouds and no picture; returns (the training losses, the summary)."""
     monkeypatch.setattr(Surfaces, "COUNTS", {"train": 24, "test": 9})
     monkeypatch.setattr("pointcloud.train.save_picture", lambda *_: None)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
 
-    def run(*overrides: str, name: str = "run") -> tuple[list[dict], dict]:
+    def run(*overrides: str, name: str = "run") -> tuple[list[float], dict]:
         out = tmp_path / name
         monkeypatch.setattr(sys, "argv", ["train", "surfaces_small", *TINY.split(), *overrides, "--out", str(out)])
         main()
-        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        return lines, json.loads((out / "summary.json").read_text())
+        return logged(out), summary(out)
 
-    yield run
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
-def losses(lines: list[dict]) -> list[float]:
-    return [line["train_loss"] for line in lines if "train_loss" in line]
+    return run
 
 
 @pytest.mark.parametrize("model", ["autoencoder", "mae"])
 def test_a_run_resumed_after_a_crash_ends_as_if_uninterrupted(model: str, train, monkeypatch: pytest.MonkeyPatch):
-    whole, _ = train("--model", model, name="whole")
-    assert len(losses(whole)) == 6  # 2 epochs of 24 / 8 steps
+    whole, end = train("--model", model, name="whole")
+    assert len(whole) == 6  # 2 epochs of 24 / 8 steps
 
     def crash(run: Run, *_: Any) -> bool:
         assert run.step < 5, "crash"
@@ -54,10 +45,9 @@ def test_a_run_resumed_after_a_crash_ends_as_if_uninterrupted(model: str, train,
     with monkeypatch.context() as patch, pytest.raises(AssertionError, match="crash"):
         patch.setattr(Run, "_granted", crash)
         train("--model", model, name="parts")
-    resumed, summary = train("--model", model, "--resume", name="parts")  # from step 4, within the second epoch
-    assert summary["steps"] == 6
-    assert losses(resumed)[-2:] == losses(whole)[-2:]
-    assert resumed[-1]["test_chamfer"] == whole[-1]["test_chamfer"]
+    resumed, again = train("--model", model, "--resume", name="parts")  # from step 4, within the second epoch
+    assert again["steps"] == 6 and resumed[-2:] == whole[-2:]
+    assert again["test_chamfer"] == end["test_chamfer"]
 
 
 def test_each_knob_changes_the_result(train):

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from core import CO2Config, UserError
+from core import CO2Config
 from core.testing import run_distributed
 from segmentation import sync_bn
 from segmentation.data import build_dataset
@@ -79,23 +79,6 @@ def test_a_nodes_workers_share_statistics_and_start_all_collectives_in_one_order
 # -- what is refused, and what is built ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"sync_bn": "all"}, "sync_bn='all' does not go with method='co2'"),
-        ({"skip_after": 1.0, "co2": ON_ARRIVAL}, "sync_bn='node' does not go with skip_after"),
-        ({"elastic": True}, "sync_bn='node' does not go with elastic"),
-        ({"co2": CO2Config(tau=6, steps="by_speed")}, "sync_bn='node' does not go with co2.steps='by_speed'"),
-        ({"co2": replace(ON_ARRIVAL, tau="auto")}, "does not go with co2.tau='auto' and co2.delay='auto'"),
-    ],
-)
-def test_what_leads_workers_of_a_node_apart_is_refused(settings: dict, message: str) -> None:
-    """One would wait in a forward pass for another that waits at its boundary."""
-    with pytest.raises(UserError) as error:
-        replace(digits_small(), **{"sync_bn": "node"} | settings)
-    assert message in str(error.value) and "\n" not in str(error.value)
-
-
 def test_a_run_that_cannot_share_statistics_is_refused(tmp_path: Path, mistake: Mistakes) -> None:
     out = ("--out", str(tmp_path / "run"), "--device", "cpu", "--batch_size", "4")
     text = mistake("segmentation.train", "digits_small", "--no_recommended", "--sync_bn", "node", *out)
@@ -115,8 +98,7 @@ def test_a_dry_run_stands_for_the_cluster(capsys: pytest.CaptureFixture[str], mo
 
 
 @pytest.mark.parametrize(("setting", "kind"), [("no", "BatchNorm2d"), ("node", "SyncBatchNorm")])
-@pytest.mark.parametrize("method", ["ddp", "co2", "slowmo"])
-def test_the_layers_are_what_the_recipe_says(setting: Any, kind: str, method: Any) -> None:
-    recipe = replace(RECIPES["ade20k_resnet50"], method=method, sync_bn=setting)
+def test_the_layers_are_what_the_recipe_says(setting: Any, kind: str) -> None:
+    recipe = replace(RECIPES["ade20k_resnet50"], sync_bn=setting)
     with torch.device("meta"):
         assert {type(m).__name__ for m in make_model(recipe).modules() if "BatchNorm" in type(m).__name__} == {kind}

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import mmseg
 import numpy as np
 import pytest
 import torch
@@ -17,6 +16,7 @@ from segmentation.pictures import side_by_side
 from segmentation.recipes import RECIPES, digits_small
 from segmentation.train import make_model
 from tests.domains.test_segmentation_data import write_ade20k
+from tests.domains.test_segmentation_model import OWN
 from training.optim import make_optimizer
 
 
@@ -100,33 +100,15 @@ def test_pictures_show_colours_black_where_ignored_and_a_legend() -> None:
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["road", "tree"]  # no sky is seen
 
 
-def test_ade20k_recipes_cover_the_three_backbones_and_fit_128_workers() -> None:
-    rows = {name: r for name, r in RECIPES.items() if r.dataset == "ade20k"}
-    assert {r.backbone.split("_")[0] for r in rows.values()} == {"resnet50", "resnet101", "swin", "vit"}
-    assert all(r.batch_size % 128 == 0 and r.batch_size >= 2 * 128 for r in rows.values())
-    assert data.CROP["ade20k"] == (512, 512) and data.NUM_CLASSES["ade20k"] == 150
-
-
-@pytest.mark.parametrize("name", ["ade20k_resnet50", "ade20k_swin_tiny", "ade20k_vit_base"])
+@pytest.mark.parametrize("name", OWN)
 def test_weight_decay_is_that_of_mmsegs_own_config(name: str) -> None:
-    recipe, configs = RECIPES[name], Path(mmseg.__path__[0], ".mim", "configs")
-    file = {
-        "ade20k_resnet50": "upernet/upernet_r50_4xb4-160k_ade20k-512x512.py",
-        "ade20k_swin_tiny": "swin/swin-tiny-patch4-window7-in1k-pre_upernet_8xb2-160k_ade20k-512x512.py",
-        "ade20k_vit_base": "vit/vit_vit-b16_mln_upernet_8xb2-160k_ade20k-512x512.py",
-    }[name]
-    theirs = Config.fromfile(configs / file).optim_wrapper
+    recipe, theirs = RECIPES[f"ade20k_{name}"], Config.fromfile(OWN[name]).optim_wrapper
     with torch.device("meta"):
         model = make_model(recipe)
-    spared = {
-        p
-        for g in build_optim_wrapper(model, theirs).optimizer.param_groups
-        if not g["weight_decay"]
-        for p in g["params"]
-    }
-    groups = make_optimizer(model, recipe.optim).param_groups
-    assert {p for g in groups if not g["weight_decay"] for p in g["params"]} == spared
+    optimizers = build_optim_wrapper(model, theirs).optimizer, make_optimizer(model, recipe.optim)
+    spared, ours = ({p for g in o.param_groups if not g["weight_decay"] for p in g["params"]} for o in optimizers)
+    assert ours == spared
     assert recipe.optim.weight_decay == theirs.optimizer.weight_decay
-    if name != "ade20k_resnet50":
+    if name != "resnet50":
         named = dict(model.named_parameters())
         assert {p for key, p in named.items() if "pos_embed" in key or "position_bias" in key} <= spared != set()

@@ -47,12 +47,6 @@ def test_weight_decay_is_timms(name: str):
     assert all(id(p) in decayed[0.0] for p in tables)
 
 
-@pytest.mark.parametrize("name", ["mixup", "cutmix", "color_jitter", "random_erasing"])
-def test_settings_of_imagenet_are_refused_elsewhere(name: str):
-    with pytest.raises(UserError, match=f"{name}=0.5 is for imagenet only, not digits: leave it out"):
-        replace(digits_small(), **{name: 0.5})
-
-
 def test_stochastic_depth_where_a_model_has_none():
     with pytest.raises(UserError, match="drop_path=0.1: resnet_small has no stochastic depth"):
         build_model("resnet_small", num_classes=10, drop_path=0.1)

@@ -2,7 +2,6 @@
 
 import io
 import lzma
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from PIL import Image
 
 from core import UserError
-from tests.hostile_files import DAMAGES
+from tests.hostile_files import DAMAGES, write_tar
 from training.data import data_root
 from vision import data
 
@@ -45,11 +44,7 @@ def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(path: Path, files: dict[str, bytes]) -> None:
-    with tarfile.open(path, "w:xz") as tar:
-        for name, content in files.items():
-            info = tarfile.TarInfo(f"cifar10/{name}")
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
+    write_tar(path, {f"cifar10/{name}": content for name, content in files.items()}, "w:xz")
 
 
 def test_cifar_is_decoded_once_with_labels_from_folders(archive: Path):

@@ -1,12 +1,14 @@
 """ImageNet from class folders and tar shards: batches, their index in the cache, and what is broken."""
 
-import io
 import shutil
 import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import training.prepared  # noqa: F401, timm imports torchvision
+
+# isort: split
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from PIL import Image
 from timm.data.distributed_sampler import RepeatAugSampler
 
 from core import UserError
+from tests.hostile_files import write_tar
 from training.sampling import epoch_batches, mix
 from vision import data, index
 from vision.imagenet import CPU, STATISTICS, Augmented, erasing_of, on_device, train_transform
@@ -75,11 +78,11 @@ def test_repeats_are_dealt_as_timm_deals_them(repeats: int, workers: int, sample
         assert len(set(ours.tolist())) == len(ours), "each copy has a number of its own"
 
 
-def test_an_odd_share_is_refused_where_mixup_pairs_images(folders: Path):
+def test_an_odd_share_is_refused_where_mixup_pairs_images():
     with pytest.raises(UserError, match=r"^batch_size=4080 .* 80 workers: 51 images a worker.*give 4000 or 4160$"):
         replace(imagenet_vit_base(), batch_size=4080).check_share(80)
     with pytest.raises(UserError, match="give 2$"):
-        imagenet_batches(batch_size=1, mixup=0.8)
+        VisionRecipe(dataset="imagenet", batch_size=1, mixup=0.8).check_share(1)
     replace(imagenet_vit_base(), batch_size=4080, mixup=0.0, cutmix=0.0).check_share(80)
 
 
@@ -113,15 +116,6 @@ def test_erasing_follows_the_seed_and_spares_the_models_random_numbers(folders: 
     assert not torch.equal(erased[0][0], imagenet_batches(random_erasing=1.0, seed=1)[0][0])
 
 
-def write_shard(path: Path, members: dict[str, bytes]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-
-
 @pytest.fixture
 def shards(folders: Path) -> Path:
     """The images of `folders`, in tar files as WebDataset has them, the labels not in order."""
@@ -132,7 +126,7 @@ def shards(folders: Path) -> Path:
             picture = (folders / split / f"{name}.JPEG").read_bytes()
             key = name.replace("/", "_")
             members = {f"{key}.cls": label, f"{key}.jpg": picture, f"{key}.json": b"{}"}
-            write_shard(root / split / f"shard-{number // 3}-{number % 3}.tar", members)
+            write_tar(root / split / f"shard-{number // 3}-{number % 3}.tar", members)
     return root
 
 
@@ -158,7 +152,7 @@ def test_shards_that_are_none_are_named(
     shards: Path, monkeypatch: pytest.MonkeyPatch, members: dict[str, bytes], words: str
 ):
     monkeypatch.setenv("CO2_DATA", str(shards.parent))
-    write_shard(shards / "train" / "other.tar", members)
+    write_tar(shards / "train" / "other.tar", members)
     with pytest.raises(UserError, match=rf"^\S*train/other.tar: {words}"):
         data.load("imagenet")
     (shards / "train" / "other.tar").write_bytes(b"no tar at all")
@@ -171,16 +165,9 @@ def test_shards_that_are_none_are_named(
 def test_a_link_in_a_shard_is_named(shards: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: bytes):
     monkeypatch.setenv("CO2_DATA", str(shards.parent))
     path = shards / "train" / "linked.tar"
-    write_shard(path, {"x.jpg": b"", "x.cls": b"7"} | {name: b""})
-    with tarfile.open(path, "w") as tar:
-        for member, content in {"x.jpg": b"", "x.cls": b"7"}.items():
-            info = tarfile.TarInfo(member)
-            info.size = len(content)
-            if member != name:
-                tar.addfile(info, io.BytesIO(content))
-        info = tarfile.TarInfo(name)
-        info.type, info.linkname = kind, "/etc/passwd"
-        tar.addfile(info)
+    link = tarfile.TarInfo(name)
+    link.type, link.linkname = kind, "/etc/passwd"
+    write_tar(path, {"x.jpg": b"", "x.cls": b"7", name: link})
     if name == "other.txt":  # nobody's
         assert len(data.load("imagenet")[0]) == 5
     else:
@@ -205,7 +192,7 @@ def test_a_damaged_index_is_named(shards: Path, monkeypatch: pytest.MonkeyPatch,
 
 def test_a_broken_image_in_a_shard_is_named(shards: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CO2_DATA", str(shards.parent))
-    write_shard(shards / "train" / "bad.tar", {"x.jpg": b"no image", "x.cls": b"7"})
+    write_tar(shards / "train" / "bad.tar", {"x.jpg": b"no image", "x.cls": b"7"})
     with pytest.raises(UserError, match=r"^\S*train/bad.tar, the image at byte 512: not a readable image"):
         imagenet_batches(batch_size=5)
 

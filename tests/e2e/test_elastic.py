@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.runs import logged, rows, summary
+
 ROOT = Path(__file__).parents[2]
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
 VISION = ("vision.train", "digits_small", "--batch_size", "48")
@@ -48,32 +50,15 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], se
 
 
 @pytest.mark.slow
-def test_the_first_worker_is_killed_and_comes_back(tmp_path: Path):
-    process = start(tmp_path, 1, "--epochs", "40")
-    wait_until(lambda: len(lines(tmp_path)) > 20, process)
-    os.kill(children(process)["0"], signal.SIGKILL)
-    wait_until(lambda: any("0.1 came" in line.get("workers", "") for line in lines(tmp_path)), process)
-    process.send_signal(signal.SIGTERM)
-    text = process.communicate(timeout=100)[0]
-    assert process.returncode == 128 + signal.SIGTERM and "Traceback" not in text, text
-    assert (tmp_path / "summary.json").exists(), text
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["stopped_by_signal"] == signal.SIGTERM
-    ended = start(tmp_path, 0, "--epochs", str(summary["steps"] // 29 + 2), "--resume", "--extend")
-    text = ended.communicate(timeout=300)[0]
-    assert ended.returncode == 0, text
-    assert json.loads((tmp_path / "summary.json").read_text())["steps"] > summary["steps"]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "of",
     [
+        VISION,
         ("segmentation.train", "digits_small", "--batch_size", "12"),
         ("pointcloud.train", "surfaces_small", "--batch_size", "12"),
         ("language.train", "gpt2_pydoc_small", "--batch_size", "6"),
     ],
-    ids=["segmentation", "pointcloud", "language"],
+    ids=["vision", "segmentation", "pointcloud", "language"],
 )
 def test_every_task_goes_on_and_takes_a_worker_back(of: tuple[str, ...], tmp_path: Path):
     process = start(tmp_path, 1, "--epochs", "400", of=of)
@@ -85,14 +70,11 @@ def test_every_task_goes_on_and_takes_a_worker_back(of: tuple[str, ...], tmp_pat
     process.send_signal(signal.SIGTERM)
     text = process.communicate(timeout=200)[0]
     assert process.returncode == 128 + signal.SIGTERM and "Traceback" not in text, text
-    assert json.loads((tmp_path / "summary.json").read_text())["stopped_by_signal"] == signal.SIGTERM
-    steps = [line["step"] for line in lines(tmp_path) if "train_loss" in line]
+    assert summary(tmp_path)["stopped_by_signal"] == signal.SIGTERM
+    steps = [row["step"] for row in rows(tmp_path) if "train_loss" in row]
     assert steps == list(range(1, len(steps) + 1)), "worker 0 lives, and takes each step once"
-    assert [line["workers"] for line in lines(tmp_path) if "workers" in line] == [
-        "2 workers: 1.0 lost",
-        "3 workers: 1.1 came",
-    ]
-    losses = [line["train_loss"] for line in lines(tmp_path) if "train_loss" in line]
+    assert logged(tmp_path, "workers") == ["2 workers: 1.0 lost", "3 workers: 1.1 came"]
+    losses = logged(tmp_path)
     assert sum(losses[-10:]) < sum(losses[:10])
 
 
@@ -115,11 +97,3 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-@pytest.mark.slow
-def test_a_users_mistake_ends_all_in_one_line(tmp_path: Path):
-    process = start(tmp_path, 2, "--batch_size", "47")
-    text = process.communicate(timeout=200)[0]
-    assert process.returncode == 2
-    assert text == "error: batch_size=47 (global) over 3 workers: choose a positive multiple of 3, such as 48\n", text

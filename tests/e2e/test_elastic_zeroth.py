@@ -1,6 +1,5 @@
 """Elastic runs of the language models' train script by method zo: a worker dies, and one comes back by replaying."""
 
-import json
 import os
 import signal
 import time
@@ -23,8 +22,8 @@ from language.recipe import LanguageRecipe
 from language.train import initial, make_objective, train
 from tests.e2e.test_finetune import tiny as tiny_finetune
 from tests.e2e.test_finetune import weights
-from tests.e2e.test_language import rows, tiny
-from tests.e2e.test_zeroth import OPTIM, ZO
+from tests.e2e.test_language import OPTIM, ZO, tiny
+from tests.runs import logged, rows, summary
 from tests.tiny_models import make_model, make_prompts
 from training.run import Run
 
@@ -80,12 +79,10 @@ def test_a_worker_is_lost_another_replays_the_run_and_it_is_resumed(tmp_path: Pa
     assert set(weights) == {"0.0", "1.1", "2.0"} and len(set(weights.values())) == 1
     joined, steps = map(int, (tmp_path / "1.1.joined").read_text().split())
     assert joined == 1 and WAITS_AT < steps < 60
-    lines = rows(tmp_path / "run")
-    assert [line["workers"] for line in lines if "workers" in line] == ["2 workers: 1.0 lost", "3 workers: 1.1 came"]
-    logged = [line["step"] for line in lines if "train_loss" in line]
-    assert logged == list(range(1, 61)), "each step once, also where one was given up"
-    assert all(line["train_loss"] > 0 for line in lines if "train_loss" in line)
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 60
+    assert logged(tmp_path / "run", "workers") == ["2 workers: 1.0 lost", "3 workers: 1.1 came"]
+    steps = [row["step"] for row in rows(tmp_path / "run") if "train_loss" in row]
+    assert steps == list(range(1, 61)), "each step once, also where one was given up"
+    assert all(loss > 0 for loss in logged(tmp_path / "run")) and summary(tmp_path / "run")["steps"] == 60
 
     found = checkpoint.load(tmp_path / "run" / "checkpoints", rank=0)
     assert found is not None and "model" not in found[0]
@@ -100,7 +97,7 @@ def test_a_worker_is_lost_another_replays_the_run_and_it_is_resumed(tmp_path: Pa
 
     resumed = go(tmp_path, 0, epochs=4, resume=True, extend=True)
     assert len(set(resumed.values()) - set(weights.values())) == 1, "three workers hold the same new weights"
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 80
+    assert summary(tmp_path / "run")["steps"] == 80
 
 
 def tuner(folder: str) -> None:
@@ -122,7 +119,7 @@ def test_a_tuned_model_is_written_by_one_that_lives(tmp_path: Path):
     make_prompts(tmp_path / "data")
     crew = Crew(testing._context(), tuner, (str(tmp_path),), 2, late=400)
     assert crew.run() == 0 and not crew.timed_out
-    assert [line["workers"] for line in rows(tmp_path / "run") if "workers" in line] == ["1 workers: 0.0 lost"]
+    assert logged(tmp_path / "run", "workers") == ["1 workers: 0.0 lost"]
     zo_replay.replay(tmp_path / "run" / "replay", tmp_path / "model", tmp_path / "out")
     first, tuned, again = (weights(tmp_path / name) for name in ("model", "run/model", "out"))
     assert all(torch.equal(tuned[name], again[name]) for name in tuned | again)

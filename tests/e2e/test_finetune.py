@@ -1,6 +1,5 @@
 """Fine-tuning as its users start it, of tiny models made here."""
 
-import json
 import os
 import shutil
 from dataclasses import replace
@@ -16,6 +15,7 @@ from core.testing import run_distributed
 from language import zo_replay
 from language.finetune import tune
 from language.finetune_recipes import RECIPES, FinetuneRecipe
+from tests.runs import logged, summary
 from tests.scripts import Mistakes, run_script
 from tests.tiny_models import make_model, make_prompts, make_text
 
@@ -50,8 +50,6 @@ JOBS = {
     "ddp": {"method": "ddp"},
     "co2": {"method": "co2"},
     "dealt": {"method": "co2", "balance": "round", "seed": 1},
-    "first half": {"method": "ddp", "name": "halves", "epochs": 1},
-    "second half": {"method": "ddp", "name": "halves", "resume": True, "extend": True},
     "norms": {"method": "local", "trainable": ("*ln_*",), "epochs": 1},
     "text": {"method": "ddp", "task": "text", "context": 16},
     "zo": ZO,
@@ -72,18 +70,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def rows(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(folder: Path) -> list[float]:
-    return [row["train_loss"] for row in rows(folder) if "train_loss" in row]
-
-
-def summary(folder: Path) -> dict:
-    return json.loads((folder / "summary.json").read_text())
-
-
 def equal(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
     return some.keys() == others.keys() and all(torch.equal(t, others[name]) for name, t in some.items())
 
@@ -94,10 +80,10 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("method", ["ddp", "co2", "dealt"])
 def test_two_workers_learn_the_answers(folder: Path, method: str):
-    found = losses(folder / method)
+    found = logged(folder / method)
     assert found[-1] < found[0] - 1 and summary(folder / method)["val_loss"] < 2, "guessing among all tokens: 6.1"
     assert summary(folder / method)["steps"] == STEPS and summary(folder / method)["val_samples"] == 20
-    assert [row["val_samples"] for row in rows(folder / method) if "val_samples" in row] == [8, 8, 20]
+    assert logged(folder / method, "val_samples") == [8, 8, 20]
 
 
 def test_the_tuned_folder_is_the_model_that_was_evaluated(folder: Path, tmp_path: Path):
@@ -108,11 +94,6 @@ def test_the_tuned_folder_is_the_model_that_was_evaluated(folder: Path, tmp_path
     assert summary(tmp_path / "run")["val_accuracy"] == summary(folder / "ddp")["val_accuracy"]
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(folder: Path):
-    assert losses(folder / "halves") == losses(folder / "ddp")
-    assert equal(weights(folder / "halves" / "model"), weights(folder / "ddp" / "model"))
-
-
 def test_what_no_pattern_names_stays_as_it_was(folder: Path):
     before, after = weights(folder / "model"), weights(folder / "norms" / "model")
     assert {name for name in before if not torch.equal(before[name], after[name])} == {n for n in before if "ln_" in n}
@@ -120,7 +101,7 @@ def test_what_no_pattern_names_stays_as_it_was(folder: Path):
 
 def test_text_is_learned(folder: Path):
     found = summary(folder / "text")
-    assert found["val_perplexity"] < 50 and found["val_bits_per_byte"] < losses(folder / "text")[0]
+    assert found["val_perplexity"] < 50 and found["val_bits_per_byte"] < logged(folder / "text")[0]
 
 
 # -- without gradients --------------------------------------------------------------------------------------------
@@ -128,7 +109,7 @@ def test_text_is_learned(folder: Path):
 
 @pytest.mark.parametrize("run", ["zo", "zo 16 bits"])
 def test_the_held_out_loss_falls_without_gradients(folder: Path, run: str):
-    found = [row["val_loss"] for row in rows(folder / run) if "val_loss" in row]
+    found = logged(folder / run, "val_loss")
     assert len(found) == 3 and found[-1] < found[0] - 0.2
 
 
@@ -140,7 +121,7 @@ def test_one_worker_tunes_as_a_pair_does(folder: Path, tmp_path: Path):
 
 
 def test_a_resumed_run_without_gradients_equals_an_uninterrupted_one(folder: Path):
-    assert losses(folder / "zo halves") == losses(folder / "zo")
+    assert logged(folder / "zo halves") == logged(folder / "zo")
     assert equal(weights(folder / "zo halves" / "model"), weights(folder / "zo" / "model"))
 
 

@@ -4,8 +4,10 @@ import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from core import UserError
 from core.methods import METHODS
 from results.paper import TABLES, TAUS
 from tests.e2e.test_collect import make_run
+from tests.scripts import Mistakes
 from training.recipe import flat, parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,39 +133,50 @@ def test_the_stand_ins_commands_are_understood_by_the_train_scripts(name: str):
 # -- the command --------------------------------------------------------------------------------------------------
 
 
-def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["reproduce.py", *arguments])
-    reproduce.main()
+Told = Callable[..., list[str]]
 
 
-def test_list_names_every_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    run_main(monkeypatch, "list")
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(TABLES)
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Told:
+    """The lines that the command prints, by its arguments."""
+
+    def run_main(*arguments: str) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["reproduce.py", *arguments])
+        reproduce.main()
+        return capsys.readouterr().out.splitlines()
+
+    return run_main
 
 
-def test_dry_run_prints_a_line_a_row_and_seed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    run_main(monkeypatch, "throughput", "--dry-run")
-    lines = capsys.readouterr().out.splitlines()
+@pytest.fixture
+def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Puts an sbatch of such lines of bash on the path."""
+
+    def make(text: str) -> None:
+        (tmp_path / "sbatch").write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / "sbatch").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+    return make
+
+
+def test_list_names_every_table(told: Told):
+    assert [line.split()[0] for line in told("list")] == list(TABLES)
+
+
+def test_dry_run_prints_a_line_a_row_and_seed(told: Told):
+    lines = told("throughput", "--dry-run")
     assert len(lines) == 15 and all(line.startswith("NCCL_IB_DISABLE=1 RECIPE=gpt2_large_owt ") for line in lines)
     name = "gpt2_large_owt-co2-tau48-16nodes-tcp-epochs_1-seed0"
     sbatch = f" sbatch --nodes=16 --job-name={name} --dependency=singleton slurm/gpt2_a100.sh --epochs 1"
     assert lines[5].endswith(sbatch) and " TAU=48 BATCH_SIZE=512 " in lines[5]
-    run_main(monkeypatch, "gap", "--local", "--workers", "2", "--seeds", "5,6,7", "--dry-run")  # of no run here
-    lines = capsys.readouterr().out.splitlines()
+    lines = told("gap", "--local", "--workers", "2", "--seeds", "5,6,7", "--dry-run")  # of no run here
     assert len(lines) == 6 and all("--nproc-per-node=2 -m language.train gpt2_pydoc_small" in line for line in lines)
 
 
-def dry_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
-    table, *more = arguments
-    run_main(monkeypatch, table, "--dry-run", *more)
-    return capsys.readouterr().out.splitlines()
-
-
-def test_rows_methods_and_seeds_are_chosen_and_options_passed_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    chosen = ["--rows", "resnet50,imagenet_vit_base", "--methods", "co2,ddp", "--seeds", "0,7"]
-    lines = dry_run(monkeypatch, capsys, "imagenet", *chosen, "--", "--optim.lr", "0.5", "--co2.tau=24")
+def test_rows_methods_and_seeds_are_chosen_and_options_passed_on(told: Told):
+    chosen = ["--dry-run", "--rows", "resnet50,imagenet_vit_base", "--methods", "co2,ddp", "--seeds", "0,7"]
+    lines = told("imagenet", *chosen, "--", "--optim.lr", "0.5", "--co2.tau=24")
     got = [
         tuple(part.split("=")[1] for part in line.split()[:6] if part[:4] in ("RECI", "METH", "SEED")) for line in lines
     ]
@@ -170,13 +184,10 @@ def test_rows_methods_and_seeds_are_chosen_and_options_passed_on(
     assert got == [(recipe, method, seed) for recipe in recipes for method in ("ddp", "co2") for seed in "07"]
     assert all(line.endswith("slurm/vision_a100.sh --optim.lr 0.5") and " TAU=24 " in line for line in lines)
     assert "OUT=runs/a100/imagenet_resnet50-co2-tau24-16nodes-lr_0.5-seed7 " in lines[3], "a folder of its own"
-    (line,) = dry_run(
-        monkeypatch, capsys, "gpt2", "--rows", "gpt2-small", "--methods", "local", "--seeds", "1", "--local"
-    )
+    few = ["--dry-run", "--local", "--rows"]
+    (line,) = told("gpt2", *few, "gpt2-small", "--methods", "local", "--seeds", "1")
     assert " --epochs 1 --epoch_steps 100 " in line and "--out runs/local/language-gpt2_pydoc_small-local-tau6-" in line
-    (line,) = dry_run(
-        monkeypatch, capsys, "tau_language", "--local", "--rows", "tau12", "--seeds", "0", "--", "--epochs", "2"
-    )
+    (line,) = told("tau_language", *few, "tau12", "--seeds", "0", "--", "--epochs", "2")
     assert " --method co2 --co2.tau 12 --epochs 2 " in line and "-co2-tau12-epochs_2-" in line
 
 
@@ -186,17 +197,15 @@ def test_every_tau_that_the_paper_searched_has_a_row():
         assert tuple(row.tau for row in TABLES[name].rows) == TAUS
 
 
-def test_throughput_is_asked_of_both_networks_and_all_methods_that_hide(monkeypatch: pytest.MonkeyPatch):
+def test_throughput_is_asked_of_both_networks_and_all_methods_that_hide():
     asked = {(row.network, row.method, row.tau, row.nodes) for name in THROUGHPUT for row in TABLES[name].rows}
     methods = (("ddp", None), ("co2", 48), ("co2", 12), ("slowmo", 48), ("overlap_local", 48))
     assert asked == {(net, *method, nodes) for net in ("tcp", "roce") for method in methods for nodes in (1, 2, 16)}
     assert TABLES["throughput"].env == {"NCCL_IB_DISABLE": "1"} and not TABLES["throughput_roce"].env
 
 
-def test_rows_with_more_nodes_than_the_cluster_are_left_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    lines = dry_run(monkeypatch, capsys, "throughput", "--cluster", "3090")
+def test_rows_with_more_nodes_than_the_cluster_are_left_out(told: Told):
+    lines = told("throughput", "--dry-run", "--cluster", "3090")
     assert sum(line == "# left out: 128 GPUs, for the 3090 cluster has 10 nodes" for line in lines) == 5
     assert not any("--nodes=16" in line for line in lines) and len(lines) == 15
 
@@ -213,38 +222,32 @@ def finish(root: Path, name: str, tau: int, hours: float, *, seed: int = 0, done
 
 
 def test_status_shows_what_ran_and_the_gpu_hours_that_are_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(reproduce, "ROOT", tmp_path)
     finish(tmp_path, "co2", 48, 30.0)
     finish(tmp_path, "co2", 48, 12.0, seed=1, done=False)
-    run_main(monkeypatch, "imagenet", "--status", "--rows", "resnet50")
-    lines = capsys.readouterr().out.splitlines()
+    lines = told("imagenet", "--status", "--rows", "resnet50")
     assert "| imagenet | ResNet-50 | co2 |  | 1 | 1 | 1 | 42.0 | 48.0 |" in lines  # 30 - 12, and another 30
     assert "| imagenet | ResNet-50 | ddp |  | 0 | 0 | 3 | 0.0 | ? |" in lines
     assert lines[-1].startswith("42.0 GPU hours used; left: 48.0, and what the rows marked ? need")
 
 
-def test_what_is_finished_is_not_submitted_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_what_is_finished_is_not_submitted_again(told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(reproduce, "ROOT", tmp_path)
     done = finish(tmp_path, "co2", 48, 30.0)
     finish(tmp_path, "co2", 48, 12.0, seed=1, done=False)
-    lines = dry_run(monkeypatch, capsys, "imagenet", "--rows", "resnet50", "--methods", "co2")
+    lines = told("imagenet", "--dry-run", "--rows", "resnet50", "--methods", "co2")
     assert lines[0] == f"# finished: {done.relative_to(tmp_path)}"
     assert [line.split("SEED=")[1][0] for line in lines[1:]] == ["1", "2"], "what was begun goes on"
 
 
-def test_an_array_has_a_line_for_each_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    fake = tmp_path / "sbatch"
-    fake.write_text(f'#!/bin/bash\necho "$JOBS $*" >> {tmp_path}/submitted\n')
-    fake.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+def test_an_array_has_a_line_for_each_job(told: Told, sbatch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    sbatch(f'echo "$JOBS $*" >> {tmp_path}/submitted')
     monkeypatch.setattr(reproduce, "ROOT", tmp_path)
-    run_main(monkeypatch, "gap", "--array", "4", "--seeds", "0,1", "--", "--epochs", "3")
-    jobs, *sbatch = (tmp_path / "submitted").read_text().split()
-    assert sbatch == ["--nodes=8", "--job-name=gap-gpt2_a100-8nodes", "--array=0-3%4", "slurm/gpt2_a100.sh"]
+    told("gap", "--array", "4", "--seeds", "0,1", "--", "--epochs", "3")
+    jobs, *submitted = (tmp_path / "submitted").read_text().split()
+    assert submitted == ["--nodes=8", "--job-name=gap-gpt2_a100-8nodes", "--array=0-3%4", "slurm/gpt2_a100.sh"]
     lines = (tmp_path / jobs).read_text().splitlines()
     assert len(lines) == 4 and lines[1].startswith(
         "export RECIPE=gpt2_small_owt METHOD=co2 TAU=48 BATCH_SIZE=512 SEED=1"
@@ -280,27 +283,22 @@ def test_an_array_has_a_line_for_each_job(tmp_path: Path, monkeypatch: pytest.Mo
         (["throughput", "--local"], "throughput has no stand-ins: it needs a cluster"),
     ],
 )
-def test_a_mistake_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str):
+def test_a_mistake_is_one_clear_line(told: Told, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError) as error:
-        run_main(monkeypatch, *arguments)
+        told(*arguments)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_bad_folder_ends_with_status_2_and_no_traceback():
-    command = [sys.executable, str(ROOT / "reproduce.py"), "--collect", "nowhere"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 2 and result.stderr.startswith("error: --collect nowhere: ")
-    assert result.stderr.count("\n") == 1 and not result.stdout
+def test_a_bad_folder_ends_with_status_2_and_no_traceback(mistake: Mistakes):
+    said = mistake("reproduce", "--collect", "nowhere")
+    assert said.startswith("error: --collect nowhere: ") and said.count("\n") == 1
 
 
-def test_jobs_are_submitted_with_their_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    fake = tmp_path / "sbatch"
-    fake.write_text(f'#!/bin/bash\necho "$TAU $NCCL_IB_DISABLE $*" >> {tmp_path}/jobs\n[ "$TAU $SEED" = "48 0" ]\n')
-    fake.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+def test_jobs_are_submitted_with_their_environment(told: Told, sbatch: Any, tmp_path: Path):
+    sbatch(f'echo "$TAU $NCCL_IB_DISABLE $*" >> {tmp_path}/jobs\n[ "$TAU $SEED" = "48 0" ]')
     with pytest.raises(UserError, match="sbatch refused this job"):  # the first with tau 12
-        run_main(monkeypatch, "throughput")
+        told("throughput")
     jobs = (tmp_path / "jobs").read_text().splitlines()
     assert jobs[0].startswith("48 1 --nodes=1 --job-name=") and jobs[0].endswith(" slurm/gpt2_a100.sh --epochs 1")
     assert [job.split()[0] for job in jobs] == ["48"] * 6 + ["12"]

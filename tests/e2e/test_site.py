@@ -58,19 +58,6 @@ def address(site: Path) -> Iterator[str]:
         server.shutdown()
 
 
-def test_no_link_inside_the_site_is_dead(site: Path):
-    pages = {page: Links(page) for page in site.rglob("*.html") if page.name != "404.html"}
-    for page, links in pages.items():
-        for link in links.found:
-            if re.match(r"[a-z]+:|//", link):
-                continue
-            path, _, name = link.partition("#")
-            other = (page.parent / path).resolve() if path else page
-            other = other / "index.html" if other.is_dir() else other
-            assert other.exists(), f"{page.relative_to(site)}: {link}"
-            assert not name or other not in pages or name in pages[other].names, f"{page.relative_to(site)}: {link}"
-
-
 def test_the_page_of_all_results_holds_what_it_shows():
     links = Links(write_page(ROOT / "results"))
     for link in links.found:

@@ -13,13 +13,19 @@ from tests.slurm_fakes import FAKES, ROOT, SCRIPTS, SMALL, WORK, install, start,
 # -- signals ------------------------------------------------------------------------------------------------------
 
 
+def begun(folder: Path, **env: str) -> subprocess.Popen[str]:
+    """A job whose workers run."""
+    programs = {"torchrun": WORK} | {name: env.pop(name) for name in ("torchrun", "worker") if name in env}
+    job = start("slurm/vision_a100.sh", install(folder, **programs) | {"OUT": str(folder)} | env)
+    wait_for(folder / "ready", job)
+    return job
+
+
 @pytest.mark.parametrize("refused", [False, True])
 def test_the_signal_reaches_the_workers_and_the_job_is_requeued(refused: bool, tmp_path: Path):
-    env = install(tmp_path, torchrun=WORK) | {"OUT": str(tmp_path)}
     if refused:
         (tmp_path / "refuse").touch()
-    job = start("slurm/vision_a100.sh", env)
-    wait_for(tmp_path / "ready", job)
+    job = begun(tmp_path)
     job.send_signal(signal.SIGUSR1)  # to the batch script alone, as --signal=B: does
     text, _ = job.communicate(timeout=60)
     assert "job 17 was told to stop, and its run has saved: back into the queue" in text
@@ -31,9 +37,7 @@ def test_the_signal_reaches_the_workers_and_the_job_is_requeued(refused: bool, t
 
 def test_a_run_that_has_ended_is_not_requeued(tmp_path: Path):
     """The signal came in its last minutes."""
-    env = install(tmp_path, torchrun=WORK) | {"OUT": str(tmp_path), "SUMMARY": '{"steps": 22}'}
-    job = start("slurm/vision_a100.sh", env)
-    wait_for(tmp_path / "ready", job)
+    job = begun(tmp_path, SUMMARY='{"steps": 22}')
     job.send_signal(signal.SIGUSR1)
     text, _ = job.communicate(timeout=60)
     assert job.returncode == 0 and not (tmp_path / "requeued").exists(), text
@@ -45,8 +49,7 @@ def test_a_stopped_run_is_requeued_if_it_was_preempted_but_not_if_it_was_cancell
 ):
     """Slurm has sent SIGTERM to all processes, torchrun's among them."""
     (tmp_path / "job").write_text(f"JobState=RUNNING PreemptTime={when}")
-    job = start("slurm/vision_a100.sh", install(tmp_path, torchrun=WORK) | {"OUT": str(tmp_path)})
-    wait_for(tmp_path / "ready", job)
+    job = begun(tmp_path)
     subprocess.run(["pkill", "-TERM", "-P", str(job.pid)], check=True)
     text, _ = job.communicate(timeout=60)
     assert job.returncode == 0 and (tmp_path / "requeued").exists() == requeued, text
@@ -54,10 +57,7 @@ def test_a_stopped_run_is_requeued_if_it_was_preempted_but_not_if_it_was_cancell
 
 def test_a_run_that_does_not_stop_in_time_is_requeued_before_the_limit(tmp_path: Path):
     """The workers ignore the signal, as in a round that is too long."""
-    ignores = 'touch "$FAKES/ready"; until [ -e "$FAKES/enough" ]; do sleep 0.1; done'
-    env = install(tmp_path, torchrun=ignores)
-    job = start("slurm/vision_a100.sh", env)
-    wait_for(tmp_path / "ready", job)
+    job = begun(tmp_path, torchrun='touch "$FAKES/ready"; until [ -e "$FAKES/enough" ]; do sleep 0.1; done')
     (tmp_path / "end").write_text(str(int(time.time()) + 62))
     assert not (tmp_path / "requeued").exists()
     job.send_signal(signal.SIGUSR1)
@@ -97,8 +97,7 @@ def test_a_second_signal_does_not_reach_the_workers(tmp_path: Path):
     """It would end them without a checkpoint."""
     count = 'open(fakes / "signals", "a").write("x"); time.sleep(1.5)'
     worker = FAKES["worker"].replace("def save(*_):", f"def save(*_):\n    {count}")
-    job = start("slurm/vision_a100.sh", install(tmp_path, torchrun=WORK, worker=worker) | {"OUT": str(tmp_path)})
-    wait_for(tmp_path / "ready", job)
+    job = begun(tmp_path, worker=worker)
     for _ in range(2):
         job.send_signal(signal.SIGUSR1)
         wait_for(tmp_path / "signals", job)

@@ -25,6 +25,7 @@ from core.adaptive.tau import TauTuner
 from core.methods import METHODS
 from core.stats import RoundStats
 from core.testing import run_distributed
+from tests.runs import logged, rows, summary
 from tests.scripts import fork_script, run_on_worker
 from training.progress import Due
 from training.run import Run
@@ -32,19 +33,9 @@ from vision import data
 from vision.recipes import digits_small
 from vision.train import train
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 ROOT = Path(__file__).parents[2]
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 STEPS = 22  # of an epoch
-
-
-def start(folder: Path, *options: str) -> subprocess.Popen:
-    command = [*TORCHRUN, "-m", "vision.train", "digits_small", "--device", "cpu", "--out", str(folder), *options]
-    return subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def rows(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def train_in_process(rank: int, world_size: int, folder: str, jobs: dict[str, dict]) -> dict[str, list[float]]:
@@ -55,7 +46,7 @@ def train_in_process(rank: int, world_size: int, folder: str, jobs: dict[str, di
         recipe = replace(digits_small(), device="cpu", log_every=4, out=Path(folder, name), optim=optim, **changes)
         with Run(recipe) as job:
             train(job, recipe, *data.load(recipe.dataset))
-    return {name: [r["train_loss"] for r in rows(Path(folder, name)) if "train_loss" in r] for name in jobs}
+    return {name: logged(Path(folder, name)) for name in jobs}
 
 
 def on_worker(rank: int, world_size: int, folder: Path, *options: str) -> str:
@@ -115,11 +106,11 @@ def trained(folder: Path) -> list[dict[str, Any]]:
 def check_learning(folder: Path, losses: dict[str, list[float]], methods: tuple[str, ...]) -> None:
     for method in methods:
         assert losses[method][-1] < losses[method][0] / 3, method
-        summary = json.loads((folder / method / "summary.json").read_text())
+        end = summary(folder / method)
         events = EventAccumulator(str(folder / method)).Reload()
         assert {"lr", "train_loss", "test_top1", "round/gap_mean"} <= set(events.Tags()["scalars"])
         assert "test/images" in events.Tags()["images"], method
-        assert 0.8 < summary["test_top1"] <= summary["test_top5"] and summary["bytes_sent"] > 0, method
+        assert 0.8 < end["test_top1"] <= end["test_top5"] and end["bytes_sent"] > 0, method
 
 
 def test_two_methods_learn_on_two_workers(folder: Path, trained: list[dict[str, Any]]):
@@ -139,9 +130,8 @@ def test_equal_seeds_give_equal_runs_and_others_do_not(trained: list[dict[str, A
 
 def test_tau_is_chosen_and_the_trace_shows_the_all_reduce(folder: Path, trained: list[dict[str, Any]]):
     folder, text = folder / "auto", trained[0]["auto"]
-    decisions = [row for row in rows(folder) if "tau" in row]
-    assert decisions and decisions[0]["tau"].startswith("tau 4 -> ") and decisions[0]["tau"] in text
-    taus = [row["round/tau"] for row in rows(folder) if "round/tau" in row]
+    decisions, taus = logged(folder, "tau"), logged(folder, "round/tau")
+    assert decisions and decisions[0].startswith("tau 4 -> ") and decisions[0] in text
     assert taus[0] == 4 and taus[-1] == 7
     landed = [row for row in rows(folder) if row.get("round/allreduce_seconds")]
     for row in landed:
@@ -149,37 +139,6 @@ def test_tau_is_chosen_and_the_trace_shows_the_all_reduce(folder: Path, trained:
         assert whole >= row["round/allreduce_seconds"] * 0.99 and 0 < row["round/link_mbit"] < 206
     names = [e.get("name") for e in json.loads((folder / "trace.json").read_text())["traceEvents"]]
     assert "gloo:all_reduce" in names and "aten::convolution_backward" in names
-
-
-OF_ZERO: dict[str, dict[str, Any]] = {
-    "3": {"zero": 3, "per_node": 0},
-    "3 again": {"zero": 3, "per_node": 0, "epochs": 3, "resume": True, "extend": True},
-    "1": {"zero": 1, "per_node": 2},
-    "3 ddp": {"zero": 3, "per_node": 0, "method": "ddp"},
-}
-
-
-def zero_in_process(rank: int, world_size: int, folder: str, names: tuple[str, ...]) -> dict[str, float]:
-    """Trains with ZeRO; the test losses of the ends."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": "2"}
-    ends = {}
-    train_set, test_set = data.load("digits")
-    train_set = replace(train_set, images=train_set.images[:320], labels=train_set.labels[:320])  # five steps an epoch
-    for name in names:
-        out = Path(folder, name.removesuffix(" again"))
-        settings = {"model": "vit_small", "epochs": 2, "device": "cpu", "log_every": 2, "out": out}
-        with Run(recipe := replace(digits_small(), **settings | OF_ZERO[name])) as job:
-            train(job, recipe, train_set, test_set)
-        ends[name] = json.loads((out / "summary.json").read_text())["test_loss"] if rank == 0 else 0.0
-    return ends
-
-
-@pytest.mark.slow  # tests/training/test_zero.py compares and resumes all stages
-def test_each_zero_stage_trains_and_resumes(tmp_path: Path):
-    ends = run_distributed(zero_in_process, 2, str(tmp_path), tuple(OF_ZERO), timeout=120)[0]
-    assert ends["3"] == pytest.approx(ends["1"], rel=1e-3)  # one node: CO2 has nobody to average with
-    assert ends["3 ddp"] < 4 and ends["3 again"] != ends["3"] and ends["3 again"] < 4
-    assert sorted(row["step"] for row in rows(tmp_path / "3") if "train_loss" in row) == list(range(2, 15, 2))
 
 
 def at_two_speeds(rank: int, world_size: int, folder: str) -> dict[str, list[int]]:
@@ -207,9 +166,8 @@ def test_a_slower_worker_takes_fewer_steps_and_both_come_to_the_same_end(folder:
     fast, slow = (of["speeds"] for of in trained)
     assert fast["steps"] == [4] * 11 and slow["steps"] == [4, 4] + [2] * 9
     assert fast["at"] == slow["at"] == [24] and fast["end"] == slow["end"] == [44, 44]
-    summary = json.loads((folder / "speeds" / "summary.json").read_text())
-    losses = [row["train_loss"] for row in rows(folder / "speeds") if "train_loss" in row]
-    assert summary["steps"] == 44 and losses[-1] < losses[0]
+    losses = logged(folder / "speeds")
+    assert summary(folder / "speeds")["steps"] == 44 and losses[-1] < losses[0]
 
 
 def trains(folder: Path) -> bool:
@@ -234,84 +192,68 @@ def stopped_and_resumed(rank: int, world_size: int, folder: str) -> tuple[dict, 
     threading.Thread(target=interrupt_once_it_trains, args=(Path(folder),), daemon=True).start()
     on_worker(rank, world_size, Path(folder), "--epochs", "60", "--log_every", "2")
     dist.barrier()
-    summary, names = left_by(Path(folder))
+    end, names = left_by(Path(folder))
     dist.barrier()
-    epochs = str(summary["steps"] // STEPS + 1)
+    epochs = str(end["steps"] // STEPS + 1)
     on_worker(rank, world_size, Path(folder), "--resume", "--extend", "--epochs", epochs)
-    return summary, names
+    return end, names
 
 
 def left_by(folder: Path) -> tuple[dict, list[str]]:
     """The summary of a run that was stopped, and the files of its newest checkpoint, by their paths."""
     newest = max((folder / "checkpoints").glob("step*"))
     names = sorted(f"{newest.name}/{path.name}" for path in newest.iterdir())
-    return json.loads((folder / "summary.json").read_text()), names
+    return summary(folder), names
 
 
-def check_the_stop(summary: dict, names: list[str]) -> None:
-    assert summary["stopped_by_signal"] == signal.SIGINT and 0 < summary["steps"] < 60 * STEPS
+def check_the_stop(end: dict, names: list[str]) -> None:
+    assert end["stopped_by_signal"] == signal.SIGINT and 0 < end["steps"] < 60 * STEPS
     parts = ("manifest.json", ".metadata", "__0_0.distcp", "__1_0.distcp")
-    assert names == sorted(f"step{summary['steps']:09d}/{part}" for part in parts)
+    assert names == sorted(f"step{end['steps']:09d}/{part}" for part in parts)
 
 
 def check_the_end(folder: Path, stopped: int) -> None:
-    resumed = json.loads((folder / "summary.json").read_text())
+    resumed = summary(folder)
     assert resumed["steps"] > stopped and resumed["steps"] % STEPS == 0 and "stopped_by_signal" not in resumed
     steps = [row["step"] for row in rows(folder) if "train_loss" in row]
     assert steps == sorted(set(steps)), "no step is trained twice"
 
 
 def test_a_signal_to_each_worker_saves_and_resume_finishes(folder: Path, trained: list[dict[str, Any]]):
-    summary, names = trained[0]["stopped"]
-    check_the_stop(summary, names)
-    check_the_end(folder / "stopped", summary["steps"])
+    end, names = trained[0]["stopped"]
+    check_the_stop(end, names)
+    check_the_end(folder / "stopped", end["steps"])
 
 
 def interrupt(folder: Path, method: str) -> None:
-    process = start(folder, "--epochs", "60", "--method", method, "--log_every", "2")
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "vision.train",
+    ]
+    command += ["digits_small", "--device", "cpu", "--out", str(folder), "--epochs", "60", "--method", method]
+    out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen([*command, "--log_every", "2"], cwd=ROOT, env=ENV, **out)
     wait_for_it(folder, lambda: process.poll() is None, lambda: process.communicate()[0])
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
 
 
 @pytest.mark.slow
-def test_ctrl_c_under_torchrun_saves(tmp_path: Path):
-    """ddp's workers must stop at the same step, co2's may not. tests/training/test_stop.py resumes both."""
-    interrupt(tmp_path / "run", "ddp")
-    check_the_stop(*left_by(tmp_path / "run"))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ddp", "co2"])
 def test_ctrl_c_saves_and_resume_finishes(method: str, tmp_path: Path):
+    """ddp's workers must stop at the same step, co2's may not."""
     folder = tmp_path / "run"
     interrupt(folder, method)
-    summary, names = left_by(folder)
-    check_the_stop(summary, names)
-    options = "--resume", "--extend", "--epochs", str(summary["steps"] // STEPS + 2), "--method", method
+    end, names = left_by(folder)
+    check_the_stop(end, names)
+    options = "--resume", "--extend", "--epochs", str(end["steps"] // STEPS + 2), "--method", method
     run_distributed(on_worker, 2, folder, *options, timeout=240)
-    check_the_end(folder, summary["steps"])
-
-
-MISTAKE = "error: batch_size=63 (global) over 2 workers: choose a positive multiple of 2, such as 64\n"
-
-
-@pytest.mark.slow  # tests/training/test_script.py has a smaller script's
-def test_a_users_mistake_is_one_line_and_in_torchruns_report(tmp_path: Path):
-    process = start(tmp_path / "run", "--batch_size", "63")
-    text, _ = process.communicate(timeout=120)
-    assert process.returncode != 0
-    assert text.count(f"\n{MISTAKE}") + text.startswith(MISTAKE) == 1 and f"traceback : {MISTAKE}" in text, text
-    assert "vision/train.py" not in text and "new message format" not in text, "no traceback of ours"
-
-
-@pytest.mark.slow  # as well
-def test_our_launcher_ends_with_the_users_mistake(tmp_path: Path):
-    command = [sys.executable, "-m", "training.launch", *TORCHRUN[3:], "-m", "vision.train", "digits_small"]
-    options = ["--out", str(tmp_path), "--batch_size", "63"]
-    ended = subprocess.run([*command, *options], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
-    assert ended.stderr.endswith(MISTAKE) and ended.stderr.count("batch_size=63") == 1, ended.stderr
+    check_the_end(folder, end["steps"])
 
 
 def test_ctrl_c_in_one_process_saves_and_exits_with_130(tmp_path: Path):
@@ -333,10 +275,9 @@ def test_lgreco_from_the_command_line(tmp_path: Path):
         options += ["--method", method, "--epochs", "1", "--co2.tau", "4"]
         said = run_distributed(on_worker, 2, tmp_path / method, *options, timeout=120)
         assert "L-GreCo: " in said[0] and "of int4" not in said[0]
-        logged = [r for r in rows(tmp_path / method) if "lgreco/bytes" in r]
-        assert logged and 0 < logged[0]["lgreco/bytes"] <= logged[0]["lgreco/uniform_bytes"]
-        summary = json.loads((tmp_path / method / "summary.json").read_text())
-        assert summary["lgreco_seconds"] == pytest.approx(sum(r["lgreco/seconds"] for r in logged))
-        assert summary["lgreco_share"] == pytest.approx(summary["lgreco_seconds"] / summary["seconds"])
+        decided, end = [r for r in rows(tmp_path / method) if "lgreco/bytes" in r], summary(tmp_path / method)
+        assert decided and 0 < decided[0]["lgreco/bytes"] <= decided[0]["lgreco/uniform_bytes"]
+        assert end["lgreco_seconds"] == pytest.approx(sum(r["lgreco/seconds"] for r in decided))
+        assert end["lgreco_share"] == pytest.approx(end["lgreco_seconds"] / end["seconds"])
         events = EventAccumulator(str(tmp_path / method)).Reload()
         assert "lgreco/bits" in events.Tags()["images"] and "lgreco/layers/text_summary" in events.Tags()["tensors"]

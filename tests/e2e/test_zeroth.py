@@ -1,6 +1,5 @@
-"""Method zo in the language models' train script: from another run's weights, stopped and resumed, and refused."""
+"""Method zo in the language models' train script: what is refused, and what a dry run counts; runs: test_language."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,66 +8,12 @@ import torch
 from torch import nn
 
 from core import UserError
-from core.testing import run_distributed
-from core.zeroth import ZerothConfig
 from language.recipes import RECIPES
 from language.train import fake_step, make_model
-from tests.e2e.test_language import rows, tiny, train_in_process
+from tests.e2e.test_language import ZO, tiny
 from tests.scripts import Mistakes
 from training import memory
 from training.run import Run
-from vision.recipes import digits_small
-
-OPTIM = replace(RECIPES["gpt2_zo_small"].optim, lr=1e-3)
-ZO = {"method": "zo", "recommended": False, "optim": OPTIM, "zeroth": ZerothConfig(weight_decay=0.01)}
-
-
-def summary(folder: Path) -> dict:
-    return json.loads((folder / "summary.json").read_text())
-
-
-def test_a_run_starts_from_anothers_weights_and_resumes_as_if_it_had_not_been_stopped(tmp_path):
-    more = ZO | {"init_from": tmp_path / "base", "epoch_steps": 6, "batch_size": 15}  # a pair takes it whole
-    streamed = {"offload": True, "per_node": 2}  # the half of each block is uploaded
-    jobs = {
-        "base": {"method": "ddp", "epochs": 1},
-        "whole": more | {"epochs": 2},
-        "first half": more | {"epochs": 1, "name": "halves"} | streamed,
-        "second half": more | {"epochs": 2, "name": "halves", "resume": True, "extend": True} | streamed,
-    }
-    losses = run_distributed(train_in_process, 2, str(tmp_path), jobs, timeout=600)[0]
-    base, whole, halves = (summary(tmp_path / name) for name in ("base", "whole", "halves"))
-    assert whole["val_loss"] != base["val_loss"]
-    assert abs(whole["val_loss"] - base["val_loss"]) < 0.1, "it goes on from there"
-    first = losses["whole"][0]
-    assert abs(first - losses["base"][-1]) < 0.5, "a random model's would be log(1024)"
-    assert whole["bytes_sent"] == 12 * 8 * 5, "12 steps, to one worker: a loss a side, the tokens, and two wishes"
-    assert any("round/exposed_seconds" in row for row in rows(tmp_path / "whole"))
-    assert list((tmp_path / "whole").glob("**/events.out.tfevents.*"))
-    assert halves["steps"] == whole["steps"] == 12 and halves["val_loss"] == whole["val_loss"]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "changes", "message"),
-    [
-        (
-            tiny(),
-            {"method": "zo"},
-            "optim.name='adamw' with method 'zo', which has no gradients: give --optim.name sgd",
-        ),
-        (tiny(), {"method": "zo", "optim": replace(OPTIM, weight_decay=0.1)}, "and --zeroth.weight_decay for that"),
-        (tiny(), ZO | {"recompute": True}, "recompute=True with method 'zo'"),
-        (tiny(), ZO | {"compile": True}, "compile=True with method 'zo'"),
-        (tiny(), ZO | {"per_node": 2}, "per_node=2 with method 'zo', which makes no use of it"),
-        (tiny(), {"method": "ddp", "offload": True}, "offload=True is CO2's own"),
-        (tiny(), ZO | {"elastic": True, "offload": True}, "elastic does not go with offload=True"),
-        (tiny(), ZO | {"elastic": True, "zeroth": ZerothConfig(delay=1)}, "elastic does not go with zeroth.delay=1"),
-        (digits_small(), {"method": "zo"}, "method='zo' is of language models"),
-    ],
-)
-def test_what_it_would_leave_unused_is_refused(recipe, changes: dict, message: str):
-    with pytest.raises(UserError, match=message):
-        replace(recipe, **changes)
 
 
 def test_a_model_without_a_list_of_blocks_cannot_be_streamed(tmp_path: Path):

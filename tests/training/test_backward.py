@@ -78,10 +78,12 @@ def step(task: str, dropout: bool, **changes: Any) -> tuple[Any, list[Tensor]]:
 
 @pytest.mark.parametrize("task", [task for task in TASKS if task != "mae"])
 def test_micro_batches_give_the_gradient_of_the_batch(task: str):
-    (whole, expected), (parts, found) = step(task, False), step(task, False, accumulate=2)
-    for name in whole:
-        torch.testing.assert_close(parts[name], whole[name], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    whole, expected = step(task, False)
+    for accumulate in (2, 3):
+        parts, found = step(task, False, accumulate=accumulate)
+        for name in whole:
+            torch.testing.assert_close(parts[name], whole[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("task", [task for task in TASKS if task != "autoencoder"])
@@ -95,20 +97,3 @@ def test_recomputing_what_has_no_blocks_is_refused():
     with pytest.raises(UserError, match="recompute with model=autoencoder"):
         replace(surfaces_small(), recompute=True)
     assert vision_model(replace(digits_small(), recompute=True)).grad_checkpointing
-
-
-def test_a_trajectory_in_micro_batches_is_the_same():
-    recipe, make, _ = TASKS["vision"]
-    losses, ends = [], []
-    for accumulate in (1, 4):
-        job = replace(recipe, device="cpu", accumulate=accumulate)
-        torch.manual_seed(0)
-        model = make(job).train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        for _ in range(6):
-            losses.append(vision_backward(Run(job), job, model, torch.randn(8, 1, 8, 8), torch.arange(8))["train_loss"])
-            optimizer.step()
-            optimizer.zero_grad()
-        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    torch.testing.assert_close(torch.stack(losses[6:]), torch.stack(losses[:6]), rtol=1e-4, atol=0)
-    torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=1e-4)

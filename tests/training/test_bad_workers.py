@@ -1,10 +1,10 @@
 """A worker that is not finite, or dies, in a run: what is left behind, and what the others say."""
 
-import json
 import os
 import signal
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,51 +16,47 @@ from core.checkpoints import checkpoint
 from core.errors import CollectiveError, DivergedError
 from core.robust.guard import LEFT_OUT_AGAIN
 from core.testing import run_distributed
+from tests.runs import Loop, logged, summary
 from tests.training.test_run import Toy
-from training.optim import make_schedule
+from training.optim import OptimConfig
 from training.run import Run
 
+ADAM = OptimConfig("adamw", lr=0.01, schedule="constant")
 
-def steps(run: Run, recipe: Toy, total: int, before: Any, sharded: bool = False) -> nn.Module:
-    """`total` steps of Adam on a model of few parameters; before(step, model) may do harm, before each of them."""
-    model = run.shard(nn.Linear(4, 2))
-    optimizer = run.shard_optimizer(torch.optim.AdamW(model.parameters(), 0.01))
-    schedule = make_schedule(optimizer, total, recipe.optim)
-    called, method = run.make_method(model, optimizer)
-    run.begin(model, optimizer, schedule, method, epoch=3, total=total)
+
+def steps(run: Run, total: int, before: Callable[[int], None]) -> nn.Module:
+    """`total` steps of a model of few parameters; before(step) may do harm, before each of them."""
+    loop = Loop(run, nn.Linear(4, 2), total, epoch=3)
     for step in range(total):
-        before(step, model)
+        before(step)
         factor = float("nan") if getattr(run, "spoilt", False) else 1.0
-        (called(torch.ones(1, 4) * (1 + run.rank)) - 1).square().sum().mul(factor).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        due = run.after_step(method.step(), loss=torch.tensor(0.0))
+        due = loop.step((loop.wrapped(torch.ones(1, 4) * (1 + run.rank)) - 1).square().sum().mul(factor))
         if due.evaluation:
-            before(-1, model)
+            before(-1)
             run.sum(1.0)
         if due.checkpoint:
-            before(-2, model)
+            before(-2)
             run.save()
-    method.finish()
+    loop.method.finish()
     run.end({"loss": float("nan")})
-    return model
+    return loop.model
 
 
 def not_finite(rank: int, world_size: int, folder: str, method: str, bad_steps: list[int]) -> dict[str, Any]:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     out = Path(folder, "run")
-    recipe = Toy(name="toy", batch_size=2, out=out, device="cpu", method=method, checkpoint_every=1)  # type: ignore
+    settings: dict[str, Any] = {"batch_size": 2, "method": method, "checkpoint_every": 1, "optim": ADAM}
+    recipe = Toy(name="toy", out=out, device="cpu", **settings)
     found: dict[str, Any] = {"error": ""}
 
-    def harm(step: int, _: nn.Module) -> None:
+    def harm(step: int) -> None:
         run.spoilt = rank == 1 and step in bad_steps  # type: ignore[attr-defined]
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             with Run(recipe) as run:
-                model = steps(run, recipe, 36, harm)
+                model = steps(run, 36, harm)
                 found["finite"] = all(bool(p.isfinite().all()) for p in model.parameters())
         except DivergedError as error:
             found["error"] = str(error)
@@ -83,10 +79,9 @@ def test_a_worker_that_is_spoilt_once_goes_on_with_the_others(method: str, tmp_p
     for found in run_distributed(not_finite, 2, str(tmp_path), method, [13], timeout=120):
         assert found["error"] == "" and found["finite"]
     assert finite_checkpoints(tmp_path)
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["steps"] == 36 and summary["loss"] is None
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert sum(row.get("round/left_out", 0) for row in rows) == 1
+    end = summary(tmp_path / "run")
+    assert end["steps"] == 36 and end["loss"] is None
+    assert sum(logged(tmp_path / "run", "round/left_out")) == 1
 
 
 @pytest.mark.parametrize("method", ["co2", "ddp"])
@@ -117,16 +112,16 @@ PATHS = {  # what of the recipe, the process that dies, and where: a step, -1 in
 def dies(rank: int, world_size: int, folder: str, path: str) -> str:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     options, who, where = PATHS[path]
-    settings: dict[str, Any] = {"batch_size": 4, "timeout": 20.0, "checkpoint_every": 1, "eval_every": 1} | options
+    settings: dict[str, Any] = {"batch_size": 4, "timeout": 20.0, "checkpoint_every": 1, "optim": ADAM} | options
     recipe = Toy(name="toy", out=Path(folder, path), device="cpu", **settings)
 
-    def harm(step: int, _: nn.Module) -> None:
+    def harm(step: int) -> None:
         if rank == who and step == where:
             os.kill(os.getpid(), signal.SIGKILL)
 
     try:
         with Run(recipe) as run:
-            steps(run, recipe, 60, harm)
+            steps(run, 60, harm)
     except CollectiveError as error:
         time.sleep(1.0 + rank)  # as a process that ends takes some time to
         return str(error)

@@ -1,6 +1,8 @@
 """What a run refuses before its first step a dry run refuses, too: every recipe on both clusters, by one function."""
 
+import functools
 import importlib
+import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,9 +33,10 @@ class Toy(Recipe):
     device: Any = "cpu"
 
 
-def build(task: str, recipe: Any) -> nn.Module:
-    pad = {"pad": 1} if task == "language" else {}
-    return importlib.import_module(f"{task}.train").make_model(recipe, **pad)
+@functools.cache  # on the meta device, once for both clusters
+def build(task: str, name: str) -> nn.Module:
+    script, pad = importlib.import_module(f"{task}.train"), {"pad": 1} if task == "language" else {}
+    return script.make_model(script.RECIPES[name], **pad)
 
 
 @pytest.mark.parametrize("cluster", NODES)
@@ -41,14 +44,19 @@ def build(task: str, recipe: Any) -> nn.Module:
 def test_every_recipe_starts_on_its_clusters_or_is_refused_in_one_line(
     task: str, name: str, cluster: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
-    """With the batch that slurm/'s scripts give it (tests/e2e/test_slurm.py), and with its own."""
+    """With the batch that slurm/'s scripts give it (tests/e2e/test_slurm.py), a small one on four workers; and with its
+    own."""
     recipe, gpus = importlib.import_module(f"{task}.recipes").RECIPES[name], NODES[cluster] * GPUS
-    monkeypatch.setenv("WORLD_SIZE", str(gpus))
+    workers = gpus if any(mark in name for mark in FULL) else 4
+    monkeypatch.setenv("WORLD_SIZE", str(workers))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(GPUS))
-    if any(mark in name for mark in FULL):
-        fit = replace(recipe, batch_size=fitting_batch(recipe, gpus))
-        dry_run(fit, lambda: build(task, fit))
-        assert f"{gpus} workers of {fit.batch_size // fit.data_workers(gpus)} samples" in capsys.readouterr().out
+    fit = replace(recipe, batch_size=fitting_batch(recipe, workers))
+    dry_run(fit, lambda: build(task, name))
+    shown, rest = capsys.readouterr().out.split("\n}\n")
+    settings = json.loads(shown[shown.index("{") :] + "}")  # mmcv prints at its import, too
+    assert settings["batch_size"] == fit.batch_size and float(rest.split()[0]) > 0.03
+    assert f"{workers} workers of {fit.batch_size // fit.data_workers(workers)} samples" in rest
+    monkeypatch.setenv("WORLD_SIZE", str(gpus))
     try:
         dry_run(recipe, lambda: nn.Linear(1, 1))
     except UserError as error:

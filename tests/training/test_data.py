@@ -1,10 +1,9 @@
 """What tasks share: the folder of data sets and one sentence where something is not in it, the cache, samples' keys."""
 
 import errno
-import importlib
 import multiprocessing
+import pkgutil
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,40 +13,19 @@ import pytest
 from core import UserError
 from training.data import build_whole, cached, data_root, eval_keys, train_keys
 
-
-def opens(module: str, function: str, *arguments: Any) -> Callable[[], Any]:
-    return lambda: getattr(importlib.import_module(module), function)(*arguments)
-
-
-# what opens a data set -> (what it is called, the file below the folder, the recipe that needs no data)
-OPENED: dict[str, tuple[Callable[[], Any], str, str]] = {
-    "CIFAR-10": (opens("vision.data", "load", "cifar10"), "", "digits_small"),
-    "ImageNet": (opens("vision.data", "load", "imagenet"), "/imagenet", "digits_small"),
-    "CamVid": (opens("segmentation.data", "build_dataset", "camvid", "train"), "", "digits_small"),
-    "ADE20K": (
-        opens("segmentation.data", "build_dataset", "ade20k", "train"),
-        "/ade/ADEChallengeData2016",
-        "digits_small",
-    ),
-    "data set shapenet": (opens("pointcloud.data", "load_source", "shapenet", "train"), "", "surfaces_small"),
-    "data set shapenet55": (opens("pointcloud.data", "load_source", "shapenet55", "train"), "", "surfaces_small"),
-    "data set modelnet10": (opens("pointcloud.data", "load_source", "modelnet10", "train"), "", "surfaces_small"),
-    "openwebtext token files": (
-        opens("language.corpora", "open_corpus", "openwebtext", 300),
-        "/openwebtext",
-        "gpt2_pydoc_small",
-    ),
-    "wikibooks token files": (
-        opens("language.corpora", "open_corpus", "wikibooks", 300),
-        "/wikibooks",
-        "gpt2_pydoc_small",
-    ),
-    "WikiText-2": (
-        opens("language.corpora", "open_wikitext2", SimpleNamespace(tokenizer="any")),
-        "",
-        "gpt2_pydoc_small",
-    ),
-    "Gutenberg books": (opens("language.corpora", "open_corpus", "gutenberg", 300), "", "gpt2_pydoc_small"),
+# what is not there -> (what opens it, and with what; the folder below that of all data; the recipe that needs no data)
+OPENED: dict[str, tuple[str, tuple[Any, ...], str, str]] = {
+    "CIFAR-10": ("vision.data.load", ("cifar10",), "", "digits_small"),
+    "ImageNet": ("vision.data.load", ("imagenet",), "/imagenet", "digits_small"),
+    "CamVid": ("segmentation.data.build_dataset", ("camvid", "train"), "", "digits_small"),
+    "ADE20K": ("segmentation.data.build_dataset", ("ade20k", "train"), "/ade/ADEChallengeData2016", "digits_small"),
+    "data set shapenet": ("pointcloud.data.load_source", ("shapenet", "train"), "", "surfaces_small"),
+    "data set shapenet55": ("pointcloud.data.load_source", ("shapenet55", "train"), "", "surfaces_small"),
+    "data set modelnet10": ("pointcloud.data.load_source", ("modelnet10", "train"), "", "surfaces_small"),
+    "openwebtext token files": ("language.corpora.open_corpus", ("openwebtext", 9), "/openwebtext", "gpt2_pydoc_small"),
+    "wikibooks token files": ("language.corpora.open_corpus", ("wikibooks", 9), "/wikibooks", "gpt2_pydoc_small"),
+    "WikiText-2": ("language.corpora.open_wikitext2", (SimpleNamespace(tokenizer="any"),), "", "gpt2_pydoc_small"),
+    "Gutenberg books": ("language.corpora.open_corpus", ("gutenberg", 9), "", "gpt2_pydoc_small"),
 }
 
 
@@ -63,10 +41,10 @@ def test_what_is_missing_is_told_in_one_sentence(
         monkeypatch.setenv("CO2_DATA", given)
     root = {"~/sets": f"{tmp_path}/sets", "/nowhere/sets": "/nowhere/sets"}.get(given or "", "data")
     assert str(data_root()) == root
-    open_it, below, stand_in = OPENED[what]
+    opener, arguments, below, stand_in = OPENED[what]
     unset = "" if given else " (CO2_DATA is not set)"
     with pytest.raises(UserError) as caught:
-        open_it()
+        pkgutil.resolve_name(opener)(*arguments)
     begin, end = re.escape(f"no {what} in {root}{below}{unset}: expected "), f"or train {stand_in}, which needs no data"
     assert re.fullmatch(f"{begin}.*; set CO2_DATA to the folder that holds .*, {end}", str(caught.value))
 

@@ -1,6 +1,5 @@
 """Elastic runs: how samples are dealt, checkpoints of the first worker alone, and whole runs."""
 
-import json
 import os
 import signal
 import time
@@ -19,6 +18,7 @@ from core.adaptive.tau import Tuned
 from core.assembly import elastic_co2
 from core.checkpoints import checkpoint
 from core.elastic.members import Members
+from tests.runs import Loop, logged, rows, summary
 from training.elastic import run as elastic
 from training.elastic.run import Deal, repeated
 from training.folder import RunFolder
@@ -105,25 +105,6 @@ def test_its_gpu_is_the_current_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert taken == [torch.device("cuda:1")]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"method": "ddp"}, "method='ddp'"),
-        ({"per_node": 2}, "per_node=2"),
-        ({"zero": 2}, "zero=2"),
-        ({"shard": True}, "shard=True"),
-        ({"co2": CO2Config(tau="auto")}, "tau='auto'"),
-        ({"co2": CO2Config(steps="by_speed")}, "steps='by_speed'"),
-        ({"co2": CO2Config(wire=WireConfig("int8"))}, "wire.format='int8'"),
-        ({"skip_after": 1.0}, "skip_after"),
-    ],
-)
-def test_what_does_not_go_with_it_is_refused(changes: dict[str, Any], message: str):
-    with pytest.raises(UserError, match=message) as caught:
-        Recipe(elastic=True, **changes)
-    assert "\n" not in str(caught.value)
-
-
 def test_the_recommended_settings_go_with_it():
     """Their wire is auto: of the formats elastic knows float32 alone."""
     co2 = replace(CO2Config.recommended(4), tau=6)
@@ -142,7 +123,7 @@ class Toy(Recipe):
     """Rounds of three steps."""
 
     co2: CO2Config = CO2Config(tau=3, gap="none", merge="keep", outer_momentum=0.0, outlier=20.0)
-    optim: OptimConfig = OptimConfig(schedule="constant")
+    optim: OptimConfig = OptimConfig(momentum=0.0, schedule="constant")
     batch_size: int = 6
     log_every: int = 1
     elastic: bool = True
@@ -176,33 +157,24 @@ def toy(folder: str, where: str, who: str, resume: bool, pace: float) -> None:
     @repeated
     def evaluate() -> float:
         dies("evaluation")
-        total, count = run.sum(sum(p.sum().item() for p in model.parameters()), 1.0)
+        total, count = run.sum(sum(p.sum().item() for p in loop.model.parameters()), 1.0)
         run.log(mean=total / count)
         return total / count
 
     with Run(recipe) as run:
-        model = nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        schedule = make_schedule(optimizer, STEPS, recipe.optim)
-        wrapped, method = run.make_method(model, optimizer)
-        run.begin(model, optimizer, schedule, method, epoch=EPOCH, total=STEPS, samples=SAMPLES)
+        loop = Loop(run, nn.Linear(4, 1), STEPS, EPOCH, SAMPLES)
         for x in run.batches(batches):
             dies("step")
             dies("signal")
             time.sleep(pace)
-            loss = (wrapped(x) - x.sum(1, keepdim=True)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            due = run.after_step(method.step(), train_loss=loss)
+            due = loop.step((loop.wrapped(x) - x.sum(1, keepdim=True)).square().mean())
             if due.evaluation:
                 evaluate()
             if due.checkpoint:
                 run.save()
             if due.stop:
                 return run.stop()
-        method.finish()
+        loop.method.finish()
         run.end({"mean": evaluate()})
 
 
@@ -211,12 +183,11 @@ def train(
 ) -> dict[str, Any]:
     crew = Crew(testing._context(), toy, (str(folder), where, who, resume, pace), workers, int(pace > 0), late=90)
     assert crew.run() == 0 and not crew.timed_out
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [line["step"] for line in lines if "train_loss" in line]
+    steps = [row["step"] for row in rows(folder) if "train_loss" in row]
     assert steps == sorted(set(steps)) and len(steps) > STEPS - 9, "no step twice, whoever writes"
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["steps"] == STEPS and summary["mean"] == pytest.approx(4, abs=0.2)
-    return {"lines": lines, "mean": summary["mean"]}
+    end = summary(folder)
+    assert end["steps"] == STEPS and end["mean"] == pytest.approx(4, abs=0.2)
+    return {"notes": logged(folder, "workers"), "mean": end["mean"]}
 
 
 SLOW = pytest.mark.slow  # the workers' own tests, in tests/core/test_elastic.py, are like it
@@ -232,17 +203,14 @@ SLOW = pytest.mark.slow  # the workers' own tests, in tests/core/test_elastic.py
     ],
 )
 def test_a_run_goes_on_without_a_worker(tmp_path: Path, where: str, who: str):
-    ended = train(tmp_path, where, who)
-    notes = [line["workers"] for line in ended["lines"] if "workers" in line]
-    assert notes == [f"2 workers: {who} lost"]
+    assert train(tmp_path, where, who)["notes"] == [f"2 workers: {who} lost"]
     assert not list(tmp_path.glob("checkpoints/*.tmp*"))
 
 
 @pytest.mark.slow
 def test_the_first_worker_comes_back_and_the_run_is_resumed(tmp_path: Path):
     ended = train(tmp_path, "step", "0.0", pace=0.25)
-    notes = [line["workers"] for line in ended["lines"] if "workers" in line]
-    assert notes == ["2 workers: 0.0 lost", "3 workers: 0.1 came"]
+    assert ended["notes"] == ["2 workers: 0.0 lost", "3 workers: 0.1 came"]
     assert train(tmp_path, resume=True)["mean"] == pytest.approx(ended["mean"], abs=1e-6)  # it ends where it was
 
 
@@ -279,6 +247,6 @@ def test_workers_that_are_all_killed_are_told_of(capsys: pytest.CaptureFixture, 
 def test_a_signal_to_one_worker_saves_and_the_run_is_resumed(tmp_path: Path):
     crew = Crew(testing._context(), toy, (str(tmp_path), "signal", "1.0", False, 0.0), 3, late=60)
     assert crew.run() == 0 and not crew.timed_out
-    stopped = json.loads((tmp_path / "summary.json").read_text())
+    stopped = summary(tmp_path)
     assert stopped["stopped_by_signal"] == signal.SIGTERM and 12 < stopped["steps"] < STEPS
     train(tmp_path, resume=True, workers=2)

@@ -1,6 +1,5 @@
 """Of which model an evaluation in the middle of a run is: the workers' common one, or each worker's own."""
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +12,9 @@ from torch import nn
 
 from core import CO2Config
 from core.testing import run_distributed
+from tests.runs import Loop, rows
 from tests.training.test_run import Toy
-from training.optim import make_schedule
+from training.optim import OptimConfig
 from training.run import Run
 from training.sampling import generator
 
@@ -46,23 +46,16 @@ def evaluated(rank: int, world_size: int, folder: str, names: list[str]) -> dict
         run.log_evaluation({"score": 1.0})
 
     for name in names:
-        recipe = Toy(name="toy", batch_size=2, out=Path(folder, name), device="cpu", **SETTINGS[name])
+        settings = {"batch_size": 2, "optim": OptimConfig(lr=0.01, momentum=0.0, schedule="constant"), **SETTINGS[name]}
         alike[name] = []
-        with Run(recipe) as run:
-            model = nn.Linear(2, 2)
-            optimizer = torch.optim.SGD(model.parameters(), 0.01)
-            called, method = run.make_method(model, optimizer)
-            schedule = make_schedule(optimizer, 12, recipe.optim)
-            run.begin(model, optimizer, schedule, method, epoch=3, total=12)
+        with Run(Toy(name="toy", out=Path(folder, name), device="cpu", **settings)) as run:
+            loop = Loop(run, nn.Linear(2, 2), 12, epoch=3)
             for step in range(12):
-                called(torch.randn(1, 2, generator=generator(step, rank))).square().sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                schedule.step()
-                if run.after_step(method.step(), loss=torch.tensor(0.0)).evaluation:
-                    evaluate(run, model)
-            method.finish()
-            evaluate(run, model)
+                x = torch.randn(1, 2, generator=generator(step, rank))
+                if loop.step(loop.wrapped(x).square().sum()).evaluation:
+                    evaluate(run, loop.model)
+            loop.method.finish()
+            evaluate(run, loop.model)
             run.end({})
     return alike
 
@@ -72,8 +65,7 @@ def test_an_evaluation_says_of_which_model_it_is(names: list[str], tmp_path: Pat
     """It says `own` just where the workers' models do differ."""
     alike, _ = run_distributed(evaluated, 2, str(tmp_path), names)
     for name, same in alike.items():
-        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        said = [row["of_model"] for row in rows if "score" in row]
+        said = [row["of_model"] for row in rows(tmp_path / name) if "score" in row]
         assert said == ["shared" if each else "own" for each in same] and said[-1] == "shared", name
         differ = name in ("keep", "mix")
         assert (len(said) > 2) and (set(said[:-1]) == {"own" if differ else "shared"}), name

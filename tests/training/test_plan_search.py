@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from core import UserError
+from tests.scripts import refused
 from tests.training.test_plan import CLUSTER, CUT, MODEL, case
 from training.layouts.layout import Layout
 from training.plan import show, time, trial
@@ -68,21 +69,22 @@ def test_a_config_of_transformers_has_the_parameters_of_its_model(kind: str, tmp
 )
 def test_a_config_that_is_no_decoder_s_is_one_line(config: object, said: str, tmp_path: Path):
     (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
-    with pytest.raises(UserError, match=re.escape(said)) as error:
+    with refused(said):
         main(["--preset", "laptops", "--model", str(tmp_path), "--batch", "8"])
-    assert "\n" not in str(error.value)
+
+
+LINK = {"workers": 2, "latency_seconds": 2e-4, "bandwidth_bits_per_second": 8e8}
 
 
 def report(**links: object) -> dict[str, object]:
     """A part of what core.doctor writes for two nodes of two."""
-    link = {"workers": 2, "latency_seconds": 2e-4, "bandwidth_bits_per_second": 8e8}
     return {
         "format": 1,
         "workers": 4,
         "workers_per_node": 2,
         "nodes": [{}, {}],
         "device": {"type": "cuda", "name": "NVIDIA A100-SXM4-40GB", "memory_bytes_per_worker": 42e9},
-        "links": {"within": link, "across": link, "all": None} | links,
+        "links": {"within": LINK, "across": LINK, "all": None} | links,
     }
 
 
@@ -109,6 +111,7 @@ def test_the_doctor_s_cluster_is_read(tmp_path: Path):
         ({"workers_per_node": 2.5}, "workers_per_node=2.5: the planner needs a whole number"),
         ({"workers": 5}, "workers=5, but 2 nodes of 2"),
         ({"links": {"across": {"workers": 2, "latency_seconds": -1}}}, "links.within.workers=None"),
+        (report(across=LINK | {"bandwidth_bits_per_second": -8}), "links.across.bandwidth_bits_per_second=-8: the"),
         ({"device": {"name": "x", "memory_bytes_per_worker": -4}}, "device.memory_bytes_per_worker=-4"),
         (
             {"device": {"name": "x", "memory_bytes_per_worker": 4}},
@@ -119,13 +122,7 @@ def test_the_doctor_s_cluster_is_read(tmp_path: Path):
 def test_a_cluster_file_that_cannot_be_is_one_line(changes: dict[str, object], said: str, tmp_path: Path):
     file = tmp_path / "cluster.json"
     file.write_text(json.dumps(report() | changes))
-    with pytest.raises(UserError, match=re.escape(said)) as error:
-        from_doctor(file, probe=False)
-    assert "\n" not in str(error.value)
-    file.write_text(json.dumps(report(across={"workers": 2, "latency_seconds": 1, "bandwidth_bits_per_second": -8})))
-    with pytest.raises(
-        UserError, match="links.across.bandwidth_bits_per_second=-8: the planner needs a number above 0"
-    ):
+    with refused(said):
         from_doctor(file, probe=False)
 
 
@@ -164,9 +161,8 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("arguments", "said"), MISTAKES)
 def test_a_mistake_is_one_line(arguments: str, said: str):
-    with pytest.raises(UserError, match=re.escape(said)) as error:
+    with refused(said):
         main(arguments.replace("TCP", " ".join(TCP)).split())
-    assert "\n" not in str(error.value)
 
 
 def test_nothing_but_a_batch_of_too_few_is_told_with_the_nearest():
@@ -300,11 +296,7 @@ def test_seconds_of_a_step_leave_the_first_steps_out(tmp_path: Path):
 
 def test_measured_layouts_are_ranked_by_what_was_measured(monkeypatch: pytest.MonkeyPatch):
     def start(command: list[str], stdout: Any, **_: Any) -> Any:
-        assert command[3:6] == ["--standalone", "--nproc-per-node", "8"] and command[6:9] == [
-            "-m",
-            "language.train",
-            "r",
-        ]
+        assert command[3:9] == ["--standalone", "--nproc-per-node", "8", "-m", "language.train", "r"]
         if command[9] == "--bad":
             stdout.write("W1 noise\nerror: layout: no\nE1 more\n")
             return SimpleNamespace(returncode=2)

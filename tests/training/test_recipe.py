@@ -1,14 +1,16 @@
 """Recipes from the command line, and how a mistake is reported."""
 
+import errno
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from core import CO2Config, SlowMoConfig, UserError
+from tests.scripts import refused
 from training.checks import dry_run
 from training.recipe import Recipe, momentum_note, parse
 from training.script import launch
@@ -65,18 +67,13 @@ def test_a_recipe_unlike_any_other_gets_no_list_of_all():
     ],
 )
 def test_settings_of_another_method_are_refused(options: list[str], said: str):
-    with pytest.raises(UserError) as error:
+    with refused(said):
         parse(RECIPES, ["toy_a", *options])
-    assert said in str(error.value) and "\n" not in str(error.value)
 
 
 def test_settings_of_the_own_method_and_what_a_recipe_brings_are_not_refused():
-    assert (
-        parse(
-            RECIPES, ["toy_a", "--method", "slowmo", "--slowmo.outer_momentum", "0.1", "--co2.tau", "3"]
-        ).slowmo.outer_momentum
-        == 0.1
-    )
+    slowmo = parse(RECIPES, ["toy_a", "--method", "slowmo", "--slowmo.outer_momentum", "0.1", "--co2.tau", "3"])
+    assert slowmo.slowmo.outer_momentum == 0.1
     assert parse(RECIPES, ["toy_a", "--method", "ddp", "--co2.tau", "3", "--co2.tau_max", "5"]).co2.tau == 3
     own = {"toy": replace(Toy(), slowmo=SlowMoConfig(outer_momentum=0.3))}
     assert parse(own, ["toy", "--method", "co2"]).slowmo.outer_momentum == 0.3
@@ -127,9 +124,8 @@ def test_the_recommended_settings_are_another_recipes_when_asked_for_alone():
 def test_a_dry_run_refuses_what_a_run_would(options: list[str], said: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(UserError) as error:
+    with refused(said):
         dry_run(parse(RECIPES, ["toy_a", *options]), lambda: nn.Linear(1, 1))
-    assert said in str(error.value)
 
 
 def test_a_dry_run_in_one_process_leaves_the_number_of_workers_open(capsys: pytest.CaptureFixture):
@@ -170,16 +166,39 @@ def test_bad_options_end_with_status_2_and_a_remedy(options: list[str], said: st
     assert said in " ".join((captured.err + captured.out).replace("│", " ").split())
 
 
-def test_launch_prints_one_line_for_a_users_mistake(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+def raises(error: BaseException) -> None:
+    raise error
+
+
+def fills_a_disk() -> None:
+    with open("/dev/full", "w") as file:
+        file.write("a line")
+
+
+MISTAKE = "error: no such folder 'x': make it"
+ENDS: dict[str, tuple[Callable[[], None], int, str]] = {  # what main does, the exit status, what is said
+    "a mistake": (lambda: raises(UserError(MISTAKE[7:])), 2, f"{MISTAKE}\n"),
+    "Ctrl-C": (lambda: raises(KeyboardInterrupt()), 130, ""),
+    "a file that takes no more": (
+        lambda: raises(OSError(errno.EFBIG, "File too large", "run/events")),
+        2,
+        "error: run/events: File too large; make room or choose another --out\n",
+    ),
+    "a full disk": (
+        fills_a_disk,
+        2,
+        "error: the run folder: No space left on device; make room or choose another --out\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ENDS)
+def test_launch_ends_without_a_traceback(what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     codes: list[int] = []
     monkeypatch.setattr("os._exit", codes.append)
-
-    def main() -> None:
-        raise UserError("no such folder 'x': make it")
-
+    main, code, said = ENDS[what]
     launch(main)
-    assert codes == [2]
-    assert capsys.readouterr().err == "error: no such folder 'x': make it\n"
+    assert codes == [code] and capsys.readouterr().err == said
 
 
 def test_torchrun_is_told_what_went_wrong(
@@ -189,50 +208,15 @@ def test_torchrun_is_told_what_went_wrong(
     monkeypatch.setattr("os._exit", codes.append)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setenv("CO2_LAUNCH", "1")
-
-    def main() -> None:
-        raise UserError("no such folder 'x': make it")
-
-    launch(main)
+    launch(ENDS["a mistake"][0])
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
-    assert failure.message["message"] == "error: no such folder 'x': make it" and failure.timestamp > 0
+    assert failure.message["message"] == MISTAKE and failure.timestamp > 0
     assert codes == [2] and capsys.readouterr().err == "", "training.launch says it"
 
 
-def test_ctrl_c_before_the_run_ends_with_130_and_no_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-):
-    codes: list[int] = []
-    monkeypatch.setattr("os._exit", codes.append)
-
-    def main() -> None:
-        raise KeyboardInterrupt
-
-    launch(main)
-    assert codes == [130] and capsys.readouterr().err == ""
-
-
-def test_launch_prints_one_line_for_a_full_disk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    codes: list[int] = []
-    monkeypatch.setattr("os._exit", codes.append)
-
-    def main() -> None:
-        with open("/dev/full", "w") as file:
-            file.write("a line")
-
-    launch(main)
-    assert codes == [2]
-    assert capsys.readouterr().err == (
-        "error: the run folder: No space left on device; make room or choose another --out\n"
-    )
-
-
 def test_launch_does_not_hide_a_bug():
-    def main() -> None:
-        raise ValueError("a bug")
-
     with pytest.raises(ValueError, match="a bug"):
-        launch(main)
+        launch(lambda: raises(ValueError("a bug")))
 
 
 @pytest.mark.parametrize(("workers", "usual"), [(1, None), (4, 0), (16, 0), (17, 0.2), (64, 0.5), (80, None)])
@@ -243,20 +227,3 @@ def test_another_outer_momentum_than_the_releases_is_noted(workers: int, usual: 
     assert said.endswith(wanted) if usual is not None else not said
     assert not momentum_note(Recipe(method="ddp", co2=CO2Config(outer_momentum=0.6)), workers)
     assert not momentum_note(Recipe(co2=CO2Config(outer_lr=0.5, outer_momentum=0.4)), workers), "another pair"
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"method": "ddp"}, "method='ddp', which waits for every mean"),
-        ({"co2": CO2Config(tau="auto")}, "co2.tau='auto', which needs a number"),
-        ({"co2": CO2Config(delay=0, gap="none")}, "co2.delay=0, which waits"),
-        ({"co2": CO2Config(steps="by_speed")}, "co2.steps='by_speed', which gives workers' rounds unlike lengths"),
-        ({"save_minutes": 1.0}, "save_minutes, which saves"),
-        ({"per_node": 2}, "per_node=2, which has workers of a node that must close rounds together"),
-        ({"zero": 1}, "zero=1, which has"),
-    ],
-)
-def test_what_does_not_go_with_skip_after_is_refused(changes: dict[str, Any], message: str):
-    with pytest.raises(UserError, match=f"^skip_after does not go with {message}.*: leave one of them out$"):
-        Recipe(skip_after=1.0, **changes)

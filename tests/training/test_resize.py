@@ -5,7 +5,6 @@ import io
 import json
 import os
 import shutil
-import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ from torch.distributed import checkpoint as dcp
 
 from core import CO2, CO2Config, UserError, WireConfig
 from core.testing import run_distributed
+from tests.runs import Loop
 from training import progress
-from training.optim import OptimConfig, make_optimizer, make_schedule
+from training.optim import OptimConfig
 from training.recipe import Recipe
 from training.run import Run
 from training.sampling import generator
@@ -47,25 +47,16 @@ def train(recipe: Toy, save_at: int = 0, until: int = STEPS) -> tuple[dict[int, 
     """Trains to step `until`, with a checkpoint at `save_at`; the parameters at some steps, and what Adam held at the
     start."""
     with Run(recipe) as run:
-        model = run.shard(network())
-        optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
-        schedule = make_schedule(optimizer, STEPS, recipe.optim)
-        wrapped, method = run.make_method(model, optimizer)
-        seen = {}
-        start = run.begin(model, optimizer, schedule, method, epoch=STEPS, total=STEPS)
-        held = [s["exp_avg"].clone() for s in optimizer.state.values()]
-        for step in range(start, until):
-            loss = wrapped(torch.randn(5, 40, generator=generator(step, run.rank))).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            due = run.after_step(method.step(), loss=loss)
-            seen[run.step] = [p.detach().clone() for p in model.parameters()]
+        loop, seen = Loop(run, network(), STEPS), {}
+        held = [s["exp_avg"].clone() for s in loop.optimizer.state.values()]
+        for step in range(loop.start, until):
+            x = torch.randn(5, 40, generator=generator(step, run.rank))
+            due = loop.step(loop.wrapped(x).square().mean())
+            seen[run.step] = [p.detach().clone() for p in loop.model.parameters()]
             if run.step == save_at or due.checkpoint:
                 run.save()
         if until == SAVED:
-            held = [s["exp_avg"].clone() for s in optimizer.state.values()]
+            held = [s["exp_avg"].clone() for s in loop.optimizer.state.values()]
     return seen, held
 
 
@@ -159,15 +150,9 @@ def wide(rank: int, world_size: int, folder: str, widths: list[int]) -> None:
 
 def save_wide(rank: int, folder: Path, width: int) -> None:
     with Run(Toy(out=folder)) as run:
-        model = nn.Linear(width, width)
-        optimizer = make_optimizer(model, run.recipe.optim)
-        schedule = make_schedule(optimizer, STEPS, run.recipe.optim)
-        wrapped, method = run.make_method(model, optimizer)
-        run.begin(model, optimizer, schedule, method, epoch=STEPS, total=STEPS)
+        loop = Loop(run, model := nn.Linear(width, width), STEPS)
         for step in range(SAVED):
-            wrapped(torch.randn(5, width, generator=generator(step, rank))).square().mean().backward()
-            optimizer.step()
-            run.after_step(method.step(), loss=torch.tensor(0.0))
+            loop.step(loop.wrapped(torch.randn(5, width, generator=generator(step, rank))).square().mean())
         run.save()
     read = {f"model.{name}": torch.zeros_like(p) for name, p in model.named_parameters()}
     dcp.load(read, checkpoint_id=folder / "checkpoints" / f"step{SAVED:09d}", no_dist=True)  # by DCP's own means
@@ -186,15 +171,8 @@ def test_a_methods_state_by_name_and_back(wire: WireConfig):
     state = co2.state_dict()
     by_name = progress.of_method(co2, model, state)
     ((rank, own),) = by_name.items()
-    assert rank == "rank0" and [*own["flats"][0]] == [
-        "0.weight",
-        "0.bias",
-        "1.weight",
-        "1.bias",
-        "2.weight",
-        "2.bias",
-        "",
-    ]
+    names = [f"{layer}.{kind}" for layer in range(3) for kind in ("weight", "bias")]
+    assert rank == "rank0" and [*own["flats"][0]] == [*names, ""]
     assert torch.equal(own["state"]["outer_iterate"][0]["2.bias"], co2.state["outer_iterate"][0][-2:])
     back = progress.flat_of_method(co2, by_name)
     CO2(network().parameters(), CO2Config(tau=1, wire=wire), buffers=model.buffers()).load_state_dict(back)
@@ -212,22 +190,14 @@ def timed(rank: int, world_size: int, folder: str, methods: list[str]) -> dict[s
     for name in methods:
         recipe = Toy(out=Path(folder, name), method=name, save_minutes=1.0)
         with Run(recipe) as run:
-            model = nn.Linear(2, 2)
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            schedule = make_schedule(optimizer, 60, recipe.optim)
-            called, method = run.make_method(model, optimizer)
             run._minutes.clock = lambda: clock[0] if rank == 0 else 1e9
-            run.begin(model, optimizer, schedule, method, epoch=60, total=60)
-            found[name] = []
+            loop, found[name] = Loop(run, nn.Linear(2, 2), 60), []
             for step in range(1, 61):
                 clock[0] += 3.0
-                called(torch.ones(1, 2)).sum().backward()
-                optimizer.step()
-                schedule.step()
-                if run.after_step(method.step(), loss=torch.tensor(0.0)).checkpoint:
+                if loop.step(loop.wrapped(torch.ones(1, 2)).sum()).checkpoint:
                     found[name].append(step)
                     run.save()
-            method.finish()
+            loop.method.finish()
     return found
 
 
@@ -236,10 +206,5 @@ def test_checkpoints_by_the_minute_are_due_on_all_workers_at_once(tmp_path: Path
     assert zero == one
     assert zero["co2"] == [27, 48], "a minute is over where the round ends at 21, sent at 24, and landed at 27"
     assert zero["ddp"] == [32, 56], "over at step 20, sent after step 24, read after step 32"
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-    try:
-        alone = timed(0, 1, str(tmp_path / "alone"), ["co2", "ddp"])
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    alone = timed(0, 1, str(tmp_path / "alone"), ["co2", "ddp"])
     assert alone == {"co2": [21, 42], "ddp": [20, 40]}

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,12 @@ from core.methods.auto import Auto, AutoConfig
 from core.robust.requests import Requests
 from core.rounds import Rounds
 from core.testing import run_distributed
+from tests.runs import Loop, rows, summary
 from training.folder import table
 from training.optim import OptimConfig, make_schedule
 from training.recipe import Recipe
 from training.run import Run
 from training.sampling import generator
-from training.script import SIGNALS
 
 
 @dataclass(frozen=True)
@@ -40,15 +39,6 @@ class Toy(Recipe):
     optim: OptimConfig = OptimConfig(schedule="constant")
     batch_size: int = 1
     log_every: int = 1
-
-
-@pytest.fixture(autouse=True)
-def signal_handlers() -> Iterator[None]:
-    """A run installs its own."""
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 def train(
@@ -63,24 +53,17 @@ def train(
     """A few steps of a linear model under Run, with dropout so that random state matters; the final parameters."""
     recipe = Toy(name="toy", out=folder, resume=resume, device="cpu", compile=compile, **settings)
     with Run(recipe) as run:
-        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-        schedule = make_schedule(optimizer, steps, recipe.optim)
-        wrapped, method = run.make_method(model, optimizer)
-        for step in range(run.begin(model, optimizer, schedule, method, epoch=steps, total=steps), steps):
-            loss = wrapped(torch.randn(2, 4, generator=generator(step))).square().sum()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            run.after_step(method.step(), loss=loss)
+        loop = Loop(run, nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), steps)
+        for step in range(loop.start, steps):
+            loss = loop.wrapped(torch.randn(2, 4, generator=generator(step))).square().sum()
+            loop.step(loss)
             if run.step == crash_at:
                 run.save()
                 break
         else:
-            method.finish()
+            loop.method.finish()
             run.end({"loss": loss.item()})
-        return [p.detach().clone() for p in model.parameters()]
+        return [p.detach().clone() for p in loop.model.parameters()]
 
 
 def test_resume_goes_on_bit_for_bit(tmp_path: Path):
@@ -106,21 +89,19 @@ def test_auto_goes_from_ddp_to_co2_and_resumes_in_either(
     resumed = train(tmp_path / "parts", 20, resume=True, **auto)
     assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
     assert said in capsys.readouterr().err
-    summary = json.loads((tmp_path / "parts" / "summary.json").read_text())
-    assert summary["rounds"] == 4 + 16 // 3, "a round is a step of ddp, then three of CO2"
+    assert summary(tmp_path / "parts")["rounds"] == 4 + 16 // 3, "a round is a step of ddp, then three of CO2"
 
 
 def test_run_folder_is_complete_and_never_overwritten(tmp_path: Path):
     train(tmp_path, 6)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["recipe"]["co2"]["tau"] == 3 and config["versions"]["torch"] == torch.__version__
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "loss" in row]
+    steps = [row for row in rows(tmp_path) if "train_loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6] and steps[4]["lr"] == 0.1
-    assert {"seconds", "loss", "hidden_share"} <= steps[4].keys()
-    assert [row["step"] for row in rows if "round/tau" in row] == [3, 6]
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["steps"] == 6 and summary["loss"] == steps[-1]["loss"] and summary["rounds"] == 2
+    assert {"seconds", "train_loss", "hidden_share"} <= steps[4].keys()
+    assert [row["step"] for row in rows(tmp_path) if "round/tau" in row] == [3, 6]
+    end = summary(tmp_path)
+    assert end["steps"] == 6 and end["loss"] == steps[-1]["train_loss"] and end["rounds"] == 2
     assert list(tmp_path.glob("events.out.tfevents*"))
     with pytest.raises(UserError, match="holds a run: add --resume"):
         train(tmp_path, 6)
@@ -159,16 +140,8 @@ def test_the_summary_is_a_table_with_units_after_the_bar(tmp_path: Path, capsys:
     shown = {line[:26].strip(): line[26:].split() for line in lines}
     assert shown["steps"] == ["6"] and shown["seconds"][1] == "s" and shown["steps per second"][1] == "steps/s"
     assert shown["hidden share"][1] == "%" and shown["bytes sent"] == ["0", "MB"]
-    assert table({"test_top1": 0.98765, "bytes_sent": 2_549_000}).split() == [
-        "test",
-        "top1",
-        "98.77",
-        "%",
-        "bytes",
-        "sent",
-        "2.549",
-        "MB",
-    ]
+    said = table({"test_top1": 0.98765, "bytes_sent": 2_549_000})
+    assert said.split() == ["test", "top1", "98.77", "%", "bytes", "sent", "2.549", "MB"]
 
 
 def test_tensorboard_gets_the_settings_beside_the_results(tmp_path: Path):
@@ -183,14 +156,10 @@ def test_tensorboard_gets_the_settings_beside_the_results(tmp_path: Path):
 def due_steps(recipe: Toy, epoch: int, total: int) -> tuple[list[int], list[int], list[int]]:
     """The steps at which evaluations, checkpoints and the stop are due, a round being three steps long."""
     with Run(recipe) as run:
-        model = nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        schedule = make_schedule(optimizer, total, recipe.optim)
-        _, method = run.make_method(model, optimizer)
-        run.begin(model, optimizer, schedule, method, epoch=epoch, total=total)
+        loop = Loop(run, nn.Linear(1, 1), total, epoch)
         found: tuple[list[int], list[int], list[int]] = ([], [], [])
         for step in range(1, total + 1):
-            due = run.after_step(method.step(), loss=torch.tensor(0.0))
+            due = loop.step(torch.tensor(0.0))
             for steps, is_due in zip(found, (due.evaluation, due.checkpoint, due.stop), strict=True):
                 steps += [step] * is_due
     return found
@@ -226,25 +195,18 @@ def stopped_by_one(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     for method in ("co2", "local", "ddp"):
         recipe = Toy(name="toy", batch_size=2, out=Path(folder, method), device="cpu", method=method)
         with Run(recipe) as run:
-            model = nn.Linear(2, 2)
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            schedule = make_schedule(optimizer, 200, recipe.optim)
-            called, kept = run.make_method(model, optimizer)
-            run.begin(model, optimizer, schedule, kept, epoch=3, total=200)
+            loop = Loop(run, nn.Linear(2, 2), 200, epoch=3)
             for step in range(1, 201):
-                called(torch.ones(1, 2)).sum().backward()
                 time.sleep(0.002 * rank)
                 if rank == 1 and step == 11:  # a round is three steps long
                     signal.raise_signal(signal.SIGUSR1)
-                optimizer.step()
-                schedule.step()
-                due = run.after_step(kept.step(), loss=torch.tensor(0.0))
+                due = loop.step(loop.wrapped(torch.ones(1, 2)).sum())
                 if due.evaluation:
                     run.sum(1.0)
                 if due.stop:
                     break
             run.stop()
-            ends[method] = run.step, schedule.last_epoch
+            ends[method] = run.step, loop.schedule.last_epoch
     return ends
 
 
@@ -255,13 +217,14 @@ def test_a_signal_to_one_worker_stops_all_at_the_same_step(tmp_path: Path):
     assert zero["local"] == (12, 12), "it is sent at step 12 and lands there"
     assert zero["ddp"] == (24, 24), "it is sent after step 16 and read after step 24"
     for method, (step, _) in zero.items():
-        summary = json.loads((tmp_path / method / "summary.json").read_text())
-        assert summary["stopped_by_signal"] == signal.SIGUSR1 and summary["steps"] == step
+        end = summary(tmp_path / method)
+        assert end["stopped_by_signal"] == signal.SIGUSR1 and end["steps"] == step
 
 
 def test_batch_norm_needs_more_than_one_sample_a_worker(tmp_path: Path):
     recipe = Toy(name="toy", out=tmp_path, device="cpu")
-    with Run(recipe) as run, pytest.raises(UserError, match="batch_size=1 .* over 1 workers: BatchNorm needs two"):
+    said = "batch_size=1 .global. over 1 workers: BatchNorm needs two samples a worker; give 2 or more$"
+    with Run(recipe) as run, pytest.raises(UserError, match=said):
         run.shard(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     run.shard(nn.Linear(2, 2))
 
@@ -300,5 +263,4 @@ def test_a_slower_worker_leaves_out_batches_and_keeps_step(tmp_path: Path, monke
         assert (seen, run.step, schedule.last_epoch) == ([0, 1, 4, 5, 8, 9, 12, 13], 14, 14)
         run.end({})
     assert evaluated == [8]
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "loss" in row] == [4, 8, 9, 12]
+    assert [row["step"] for row in rows(tmp_path) if "loss" in row] == [4, 8, 9, 12]

@@ -1,6 +1,5 @@
 """Behind a boundary a run reads only what a GPU has passed; a CPU stands in for it."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 import core.stats
 import training.run
 from core.rounds import Rounds
+from tests.runs import rows
 from tests.training.test_run import train
 from training.round_log import RoundLog
 from training.run import Run
@@ -17,9 +17,8 @@ from training.run import Run
 
 def numbers(folder: Path) -> list[str]:
     """What a run has logged, without times."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     timed = ("seconds", "hidden_share", "link_mbit")
-    return sorted(str({name: v for name, v in row.items() if not name.endswith(timed)}) for row in rows)
+    return sorted(str({name: v for name, v in row.items() if not name.endswith(timed)}) for row in rows(folder))
 
 
 class StandIn:

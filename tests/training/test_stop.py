@@ -1,7 +1,6 @@
 """A run that was stopped by a signal and resumed is, bit for bit, the run that was never stopped."""
 
 import gc
-import json
 import os
 import signal
 import time
@@ -11,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from core import CO2Config, WireConfig
 from core.methods import DelayedConfig
 from core.testing import run_distributed
-from training.optim import OptimConfig, make_optimizer, make_schedule
+from tests.problems import flat
+from tests.runs import Loop, logged, rows, summary
+from training.optim import OptimConfig
 from training.recipe import Recipe
 from training.run import Run
 from training.sampling import generator
@@ -48,14 +49,12 @@ CASES: dict[str, dict[str, Any]] = {
     "local": {"method": "local"},
     "slowmo": {"method": "slowmo"},
     "overlap_local": {"method": "overlap_local"},
-    "delayed": {
-        "method": "delayed",
-        "delayed": DelayedConfig(nesterov=True),
-        "co2": SETTLING,
-    },
+    "delayed": {"method": "delayed", "delayed": DelayedConfig(nesterov=True), "co2": SETTLING},
     "ddp": {"method": "ddp"},
     "zero 1": {"zero": 1, "per_node": 2},
     "zero 2": {"zero": 2, "per_node": 2},
+    "zero 3": {"zero": 3, "per_node": 2},
+    "zero 3, ddp": {"zero": 3, "per_node": 2, "method": "ddp"},
 }
 
 
@@ -63,27 +62,24 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 2))
 
 
+def loss_at(loop: Loop, step: int) -> Tensor:
+    """On this worker's five samples of a step."""
+    return loop.wrapped(torch.randn(5, 4, generator=generator(step, loop.run.rank))).square().mean()
+
+
 def train(recipe: Toy, stop_asked: int = 0) -> Any:
     """Trains under Run; the end's parameters and buffers, or the step of the stop."""
     with Run(recipe) as run:
-        model = run.shard(network())
-        optimizer = run.shard_optimizer(make_optimizer(model, recipe.optim))
-        schedule = make_schedule(optimizer, STEPS, recipe.optim)
-        wrapped, method = run.make_method(model, optimizer)
-        for step in range(run.begin(model, optimizer, schedule, method, epoch=STEPS, total=STEPS), STEPS):
-            loss = wrapped(torch.randn(5, 4, generator=generator(step, run.rank))).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            if stop_asked and run.step == stop_asked:
+        loop = Loop(run, network(), STEPS)
+        for step in range(loop.start, STEPS):
+            if stop_asked and step == stop_asked:
                 signal.raise_signal(signal.SIGUSR1)
-            if run.after_step(method.step(), loss=loss).stop:
+            if loop.step(loss_at(loop, step)).stop:
                 run.stop()
                 return run.step
-        method.finish()
+        loop.method.finish()
         run.end({})
-        held = [*model.parameters(), *model.buffers()]
+        held = [*loop.model.parameters(), *loop.model.buffers()]
         return [(t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for t in held]
 
 
@@ -102,11 +98,6 @@ def stopped_and_whole(rank: int, world_size: int, folder: str, cases: list[str])
     return ends
 
 
-def rows(folder: Path) -> list[tuple[int, float | None]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["loss"]) for line in lines if "loss" in line]
-
-
 def check(folder: Path, cases: list[str]) -> None:
     for ends in run_distributed(stopped_and_whole, 2, str(folder), cases, timeout=240):
         for name, (whole, resumed, stopped) in ends.items():
@@ -114,7 +105,11 @@ def check(folder: Path, cases: list[str]) -> None:
             assert len(whole) == len(resumed)
             assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True)), name
     for name in cases:
-        assert rows(folder / name) == rows(folder / f"{name} whole"), name
+        losses, wanted = (
+            [(r["step"], r["train_loss"]) for r in rows(folder / of) if "train_loss" in r]
+            for of in (name, f"{name} whole")
+        )
+        assert losses == wanted, name
 
 
 def test_a_stop_does_not_change_the_run(tmp_path: Path):
@@ -127,17 +122,11 @@ def test_a_stop_changes_no_methods_run(tmp_path: Path):
 
 
 def test_a_lone_worker_stops_where_a_round_closes(tmp_path: Path):
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-    try:
-        recipe = Toy(out=tmp_path / "stopped")
-        whole = train(replace(recipe, out=tmp_path / "whole"))
-        assert train(recipe, STOP_ASKED) == 12
-        assert json.loads((recipe.folder / "summary.json").read_text())["steps"] == 12
-        resumed = train(replace(recipe, resume=True))
-        assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    recipe = Toy(out=tmp_path / "stopped")
+    whole = train(replace(recipe, out=tmp_path / "whole"))
+    assert train(recipe, STOP_ASKED) == 12 == summary(recipe.folder)["steps"]
+    resumed = train(replace(recipe, resume=True))
+    assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
 
 
 class Held:
@@ -164,12 +153,9 @@ def skipping(rank: int, world_size: int, folder: str, resume: bool) -> dict[str,
             out=Path(folder, what), skip_after=0.01, timeout=60.0, resume=resume, checkpoint_every=every, eval_every=99
         )
         with Run(recipe) as run:
-            model = nn.Linear(4, 2)
-            optimizer = make_optimizer(model, recipe.optim)
-            schedule = make_schedule(optimizer, STEPS, recipe.optim)
             run.link = Held(run) if rank == 1 and not resume else None  # pyright: ignore[reportAttributeAccessIssue]
-            wrapped, method = run.make_method(model, optimizer)
-            start = run.begin(model, optimizer, schedule, method, epoch=RELEASED, total=STEPS)
+            loop = Loop(run, nn.Linear(4, 2), STEPS, RELEASED)
+            method: Any = loop.method
             together, asked = run._workers.come_together, []
 
             def come(due: Any, run: Run = run, method: Any = method, asked: Any = asked, of: Any = together, **more):
@@ -177,24 +163,20 @@ def skipping(rank: int, world_size: int, folder: str, resume: bool) -> dict[str,
                 return of(due, **more)
 
             run._workers.come_together = come  # pyright: ignore[reportAttributeAccessIssue]
-            for step in range(start, STEPS):
+            for step in range(loop.start, STEPS):
                 # nobody skips before the third is sent, and worker 0 waits for it
                 method.pacing.skip_after = 0.01 if (rank or step > 13) and step > 9 and not resume else None
-                wrapped(torch.randn(5, 4, generator=generator(step, rank))).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                schedule.step()
                 if what == "stop" and rank == 0 and step == 7:
                     signal.raise_signal(signal.SIGUSR1)
-                due = run.after_step(method.step(), loss=torch.tensor(0.0))
+                due = loop.step(loss_at(loop, step))
                 if due.stop or (due.checkpoint and not resume):
                     run.stop()
-                    found[what] = tuple(asked), (run.step, method.rounds, schedule.last_epoch)
+                    found[what] = tuple(asked), (run.step, method.rounds, loop.schedule.last_epoch)
                     break
             else:
                 method.finish()
                 run.end({})
-                found[what] = (start, method.rounds), torch.cat([p.detach().flatten() for p in model.parameters()])
+                found[what] = (loop.start, method.rounds), flat(loop.model.parameters())
     return found
 
 
@@ -209,8 +191,7 @@ def test_a_stop_and_a_checkpoint_where_skip_after_has_led_workers_apart(tmp_path
     for what in ("stop", "save"):
         assert first[what][0] == second[what][0] and first[what][0][0] == one[what][1][0], what
         assert torch.equal(first[what][1], second[what][1]), what
-        lines = (tmp_path / what / "metrics.jsonl").read_text().splitlines()
-        assert not any(json.loads(line).get("round/drifted") for line in lines), what
+        assert not any(logged(tmp_path / what, "round/drifted")), what
 
 
 AHEAD: dict[str, dict[str, int]] = {  # where worker 0 waits
@@ -227,22 +208,14 @@ def one_ahead(rank: int, world_size: int, folder: str, resume: bool, cases: list
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": "1"}
     found = {}
     for where in cases:
-        sizes = AHEAD[where]
         skip_after, asked = (None, 13) if where == "finish" else (0.01, 7)
         recipe = Toy(out=Path(folder, where), skip_after=skip_after, timeout=20.0, resume=resume)
         there = Path(folder, f"{where} there")
         with Run(recipe) as run:
-            model = nn.Linear(4, 2)
-            optimizer = make_optimizer(model, recipe.optim)
-            schedule = make_schedule(optimizer, sizes["total"], recipe.optim)
-            wrapped, method = run.make_method(model, optimizer)
-            start = run.begin(model, optimizer, schedule, method, **sizes)
-            for step in range(start, sizes["total"]):
+            loop = Loop(run, nn.Linear(4, 2), **AHEAD[where])
+            method: Any = loop.method
+            for step in range(loop.start, run.total):
                 method.pacing.skip_after = skip_after if step > asked else None
-                wrapped(torch.randn(5, 4, generator=generator(step, rank))).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                schedule.step()
                 if rank == 0 and step == 14:
                     there.touch()
                 while rank == 1 and step == asked and not there.exists():
@@ -250,7 +223,7 @@ def one_ahead(rank: int, world_size: int, folder: str, resume: bool, cases: list
                 if rank == 1 and step == asked:
                     time.sleep(0.5)
                     signal.raise_signal(signal.SIGTERM)
-                due = run.after_step(method.step(last=run.at_last_step), loss=torch.tensor(0.0))
+                due = loop.step(loss_at(loop, step), last=run.at_last_step)
                 if due.evaluation:
                     run.sum(1.0)
                 if due.stop:
@@ -259,7 +232,7 @@ def one_ahead(rank: int, world_size: int, folder: str, resume: bool, cases: list
             else:
                 method.finish()
                 run.end({})
-            found[where] = start, run.step, torch.cat([p.detach().flatten() for p in model.parameters()])
+            found[where] = loop.start, run.step, flat(loop.model.parameters())
     return found
 
 
@@ -268,16 +241,16 @@ def test_a_stop_that_others_hear_of_where_they_wait_for_this_worker(cases: list[
     zero, one = run_distributed(one_ahead, 2, str(tmp_path), False, cases, timeout=120)
     for where in cases:
         step = 15 if where == "evaluation" else 16
-        summary = json.loads((tmp_path / where / "summary.json").read_text())
+        end = summary(tmp_path / where)
         assert zero[where][1] == one[where][1] == step
         if where == "finish":
-            assert torch.equal(zero[where][2], one[where][2]) and "stopped_by_signal" not in summary, "it came too late"
+            assert torch.equal(zero[where][2], one[where][2]) and "stopped_by_signal" not in end, "it came too late"
             continue
         assert [path.name for path in (tmp_path / where / "checkpoints").iterdir()] == [f"step{step:09d}"]
-        assert summary["stopped_by_signal"] == signal.SIGTERM
+        assert end["stopped_by_signal"] == signal.SIGTERM
     ends = {"end": (16, 16), "evaluation": (15, 24), "finish": (16, 16)}
     zero, one = run_distributed(one_ahead, 2, str(tmp_path), True, cases, timeout=120)
     for where in cases:
         assert zero[where][:2] == one[where][:2] == ends[where]
         assert torch.equal(zero[where][2], one[where][2])
-        assert "stopped_by_signal" not in json.loads((tmp_path / where / "summary.json").read_text())
+        assert "stopped_by_signal" not in summary(tmp_path / where)

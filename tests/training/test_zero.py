@@ -2,6 +2,7 @@
 
 import functools
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from bench.reference import vmap_gradient
 from core import CO2Config, UserError, WireConfig, make_method
+from core.flat import local_shard
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
 from core.testing.reference import Reference
@@ -69,20 +71,24 @@ def build(stage: Any, inner: str, shard: bool = False) -> tuple[nn.Module, nn.Mo
     return model, *make_method("co2", model, co2=CONFIG, mesh=mesh(), shard=shard), optimizer
 
 
+def steps(rank: int, built: tuple[Any, ...], numbers: Iterable[int]) -> Iterator[bool]:
+    """Takes steps; whether each has closed a round."""
+    _, wrapped, method, optimizer = built
+    for step in numbers:
+        loss(wrapped, batch(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield method.step()
+
+
 def train_all(rank: int, world_size: int, inner: str, cases: list[tuple[int, bool]], rounds: int) -> list[list[Tensor]]:
     """cases: a stage, and whether the outer state is shared out over all."""
     return [train(rank, stage, inner, shard, rounds) for stage, shard in cases]
 
 
 def train(rank: int, stage: Any, inner: str, shard: bool, rounds: int) -> list[Tensor]:
-    model, wrapped, method, optimizer = build(stage, inner, shard)
-    trace = []
-    for step in range(TAU * rounds):
-        loss(wrapped, batch(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if method.step():
-            trace.append(whole(model))
+    model, _, method, _ = built = build(stage, inner, shard)
+    trace = [whole(model) for closed in steps(rank, built, range(TAU * rounds)) if closed]
     method.finish()
     method.close()
     return [*trace, whole(model)]
@@ -144,18 +150,15 @@ def held_in(rank: int, stage: Any) -> dict[str, int]:
         optimizer.step()
         method.step()
     state = optimizer.state_dict()["state"].values()
-    moments = [s["exp_avg"] for s in state]
-    local = [t.to_local() if isinstance(t, DTensor) else t for t in moments]
-    params = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    grads = [p.grad for p in model.parameters()]
+    held = {
+        "parameters": [*model.parameters()],
+        "gradients": [p.grad for p in model.parameters() if p.grad is not None],
+        "optimiser": [s["exp_avg"] for s in state],
+        "outer": method._x,
+    }
     method.flight.wait()
     method.close()
-    return {
-        "parameters": sum(p.numel() for p in params),
-        "gradients": sum((g.to_local() if isinstance(g, DTensor) else g).numel() for g in grads if g is not None),
-        "optimiser": sum(t.numel() for t in local),
-        "outer": sum(len(x) for x in method._x),
-    }
+    return {name: sum(local_shard(t).numel() for t in tensors) for name, tensors in held.items()}
 
 
 def test_what_each_stage_shards(found: list[dict[str, Any]]):
@@ -173,22 +176,19 @@ def test_what_each_stage_shards(found: list[dict[str, Any]]):
 
 def resumed(rank: int, stage: Any, path: str) -> tuple[Tensor, Tensor]:
     ends = []
-    for stop in (4, None):
-        model, wrapped, method, optimizer = build(stage, "adamw")
-        for step in range(11):  # two rounds after it was resumed
-            loss(wrapped, batch(rank, step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            method.step()
-            if step == stop:
-                states = [part.state_dict() for part in (model, optimizer, method)]
-                torch.save(states, f"{path}/{rank}")
-                method.flight.wait()
-                method.close()
-                model, wrapped, method, optimizer = build(stage, "adamw")
-                states = torch.load(f"{path}/{rank}", weights_only=True)
-                for part, state in zip((model, optimizer, method), states, strict=True):
-                    part.load_state_dict(state)
+    for stop in (5, None):
+        model, _, method, optimizer = built = build(stage, "adamw")
+        if stop:
+            [*steps(rank, built, range(stop))]
+            states = [part.state_dict() for part in (model, optimizer, method)]
+            torch.save(states, f"{path}/{rank}")
+            method.flight.wait()
+            method.close()
+            model, _, method, optimizer = built = build(stage, "adamw")
+            states = torch.load(f"{path}/{rank}", weights_only=True)
+            for part, state in zip((model, optimizer, method), states, strict=True):
+                part.load_state_dict(state)
+        [*steps(rank, built, range(stop or 0, 11))]  # two rounds after it was resumed
         method.finish()
         ends.append(whole(model))
         method.close()
@@ -262,12 +262,7 @@ def test_evaluations_may_be_uneven(found: list[dict[str, Any]]):
 def end_of(rank: int, name: str, model: nn.Module, config: CO2Config = CONFIG) -> tuple[Tensor, Any]:
     """The parameters after eight steps, and the method."""
     wrapped, method = make_method(name, model, co2=config, mesh=mesh())
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    for step in range(8):
-        loss(wrapped, batch(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        method.step()
+    [*steps(rank, (model, wrapped, method, torch.optim.SGD(model.parameters(), lr=LR)), range(8))]
     method.finish()
     return whole(model), method
 

@@ -95,13 +95,8 @@ class LaidOut(Fixed):
         run, trained = self.run, self._trained
         with run.clock.paused():
             self.rounds.read()
-            others = {
-                "step": run.step,
-                "schedule": trained.schedule.state_dict(),
-                "groups": [group_settings(group) for group in trained.optimizer.param_groups],
-                "means": run.means.state_dict(),
-                "totals": self.rounds.state_dict() | {"seconds": run.clock.seconds},
-            }
+            groups = [group_settings(group) for group in trained.optimizer.param_groups]
+            others = self._counted() | {"schedule": trained.schedule.state_dict(), "groups": groups}
             self._finite = self._held.save(self.folder.checkpoints, run.step, self.folder.attempt, others)
 
     def saved(self) -> bool:
@@ -109,15 +104,13 @@ class LaidOut(Fixed):
 
     def _resume(self) -> float:
         """Restores the newest checkpoint, of this layout or another; returns the seconds of training that led to it."""
-        run, trained = self.run, self._trained
+        trained = self._trained
         found = self._held.load(self.folder.checkpoints)
         if found is None:
             return 0.0
         trained.schedule.load_state_dict(found["schedule"])
         for group, saved in zip(trained.optimizer.param_groups, found["groups"], strict=False):
             group.update(saved)
-        self.rounds.load_state_dict(found["totals"])
-        run.means.load_state_dict(found["means"])
-        run.step = int(found["step"])
+        seconds = self._count_on(found)
         self._draw_anew()
-        return found["totals"]["seconds"]
+        return seconds

@@ -30,6 +30,7 @@ from core.groups import host_group, of_all
 from core.methods import Method
 from core.rounds import Rounds
 from training.layouts.parallel import Parallel
+from training.progress import names_of
 
 Named = dict[str, Tensor]
 RECORDS = ".metadata"  # DCP's, of where each tensor lies
@@ -47,6 +48,7 @@ class Resharded:
         self._states, self._groups = own.state, own.param_groups
         self._named = dict(parallel.named_parameters())
         self._buckets: Sequence[Bucket] = method.buckets if isinstance(method, Rounds) else ()
+        self._names = names_of(method, parallel) if isinstance(method, Rounds) else {}
 
     # -- writing --------------------------------------------------------------------------------------------
 
@@ -121,10 +123,7 @@ class Resharded:
 
     def _names_of(self, bucket: Bucket) -> list[str]:
         """Its parameters'."""
-        assert isinstance(self.method, Rounds)
-        trained = [name for name, p in self._named.items() if p.requires_grad]
-        names = {id(p): name for p, name in zip(self.method.params, trained, strict=True)}
-        return [names[id(p)] for p in bucket.params]
+        return [self._names[id(p)] for p in bucket.params]
 
     def _joined(self, flat: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """The payload whole, of which the ranks of an island may keep a share each; and what lies behind it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +14,11 @@ import torch
 from core.checkpoints.untrusted import parse_json, reason
 from core.errors import UserError
 from training.plan.model import of_preset, presets
+from training.workers import least_seconds
 
 Numbers = Any  # a number, or an array with one for each layout
 BITS = 8
+REPEATS = 4  # of what is timed
 
 
 @dataclass(frozen=True)
@@ -159,26 +160,14 @@ def probed(name: str, ranks: int = 1) -> Device:
     """Measured here: float32 products on a CPU, bfloat16 on a GPU, at full rate as a 1024-wide layer has them, and a
     copy. What is measured is what programs get, so that top is 1; passes are the A100's, assumed. ranks: share it."""
     gpu = torch.cuda.is_available()
-    where, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
+    where, dtype = (torch.device("cuda"), torch.bfloat16) if gpu else (torch.device("cpu"), torch.float32)
     width = 8192 if gpu else 1024
     a, b = (torch.ones(width, width, device=where, dtype=dtype) for _ in range(2))
-    product = _fastest(lambda: a @ b, gpu)
+    product = least_seconds(lambda: a @ b, where, REPEATS)
     copied = torch.ones(1 << 26 if gpu else 1 << 23, device=where)
     target = torch.empty_like(copied)
-    moved = _fastest(lambda: target.copy_(copied), gpu)
+    moved = least_seconds(lambda: target.copy_(copied), where, REPEATS)
     memory = torch.cuda.get_device_properties(0).total_memory if gpu else math.inf
     host = device("a100").host if gpu else 2 * copied.nbytes / moved
     rate, bandwidth = 2 * width**3 / product / ranks, 2 * copied.nbytes / moved / ranks
     return Device(name, rate, memory, bandwidth, host / ranks, top=1.0)
-
-
-def _fastest(act: Any, gpu: bool, times: int = 5) -> float:
-    """Seconds."""
-    best = math.inf
-    for _ in range(times):
-        began = time.perf_counter()
-        act()
-        if gpu:
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - began)
-    return best

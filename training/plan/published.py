@@ -12,7 +12,7 @@ import json
 import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -258,24 +258,16 @@ The spans are wider than what lies between the published figures, so they decide
 """
 
 
-@dataclass(frozen=True)
-class Options:
-    """Writes plan.md and plan.json: published figures beside the planner's."""
-
-    out: Path = Path("results")
-    """The folder."""
-
-
-def main() -> None:
-    options = tyro.cli(Options, prog="python -m training.plan.published", use_underscores=True)
+def write(out: Path = Path("results")) -> None:
+    """Writes plan.md and plan.json, published figures beside the planner's, to a folder."""
     found = {"format": 1, "date": time.strftime("%Y-%m-%d"), "commit": commit()}
     found |= {"command": "python -m training.plan.published"}
     found |= {"megatron": megatron(), "co2": co2(), "frontier": frontier()}
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "plan.json").write_text(json.dumps(found, indent=1) + "\n")
-    (options.out / "plan.md").write_text(page(found))
-    print(f"written to {options.out}/plan.md and plan.json")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "plan.json").write_text(json.dumps(found, indent=1) + "\n")
+    (out / "plan.md").write_text(page(found))
+    print(f"written to {out}/plan.md and plan.json")
 
 
 if __name__ == "__main__":
-    launch(main)
+    launch(lambda: tyro.cli(write, prog="python -m training.plan.published"))

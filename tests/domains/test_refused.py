@@ -1,0 +1,127 @@
+"""Settings that no run could have, or that would be left unused: each is one line that names the value."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from core import CO2Config, WireConfig
+from core.zeroth import ZerothConfig
+from language.finetune_recipes import LoraConfig, prompts_adamw
+from language.recipe import RingsConfig
+from language.recipes import RECIPES, gpt2_pydoc_small
+from pointcloud.recipes import surfaces_small
+from segmentation import recipes as segmentation
+from tests.scripts import refused
+from training.recipe import Recipe
+from vision import recipes as vision
+
+DOCUMENTS = replace(gpt2_pydoc_small(), balance="round", recommended=False)
+ISLANDS = replace(DOCUMENTS, balance="rings", rings=RingsConfig(costs=(1.0, 0.0, 0.0, 0.0)), per_node=2)
+GPT2, ZO = gpt2_pydoc_small(), RECIPES["gpt2_zo_small"]
+DIGITS, SCENES, CLOUDS, PROMPTS = vision.digits_small(), segmentation.digits_small(), surfaces_small(), prompts_adamw()
+SYNC_BN, SKIPPING, ELASTIC = replace(SCENES, sync_bn="node"), Recipe(skip_after=1.0), Recipe(elastic=True)
+ON_ARRIVAL = CO2Config(tau=2, outer_momentum=0.0, gap="none", merge="keep", delay="auto")
+BY_SPEED = CO2Config(tau=6, steps="by_speed")
+MUST_CLOSE = "which has workers of a node that must close rounds together"
+REFUSED: list[tuple[Recipe, dict[str, Any], str]] = [
+    # numbers
+    (DIGITS, {"label_smoothing": 2.0}, "label_smoothing=2.0: give a number from"),
+    (DIGITS, {"mixup": -3.0}, "mixup=-3.0: give a number from"),
+    (DIGITS, {"random_erasing": 1.5}, "random_erasing=1.5: give a number from"),
+    (DIGITS, {"drop_path": 2.0}, "drop_path=2.0: give a number from"),
+    (DIGITS, {"loader_workers": -1}, "loader_workers=-1: give a number from"),
+    (SCENES, {"loader_workers": -1}, "loader_workers=-1: give a number from"),
+    (CLOUDS, {"points": 0}, "points=0: give a number from"),
+    (CLOUDS, {"emd_points": 0}, "emd_points=0: give a number from"),
+    (CLOUDS, {"loader_workers": -1}, "loader_workers=-1: give a number from"),
+    (GPT2, {"dropout": 2.0}, "dropout=2.0: give a number from"),
+    (GPT2, {"vocab_size": 900_000_000}, "vocab_size=900000000: give a number from"),
+    (GPT2, {"context": 900_000_000}, "context=900000000: give a number from"),
+    (GPT2, {"context": 3}, "context=3: give 4 or more"),
+    (GPT2, {"accumulate": 0}, "accumulate=0"),
+    (GPT2, {"epoch_steps": 0}, "epoch_steps=0"),
+    (GPT2, {"eval_tokens": 64}, "eval_tokens=64: give 65 or more"),
+    (PROMPTS, {"context": 3}, "context=3: give 4 or more"),
+    (PROMPTS, {"eval_samples": 0}, "eval_samples=0: give 1 or more"),
+    (PROMPTS, {"loader_workers": -1}, "loader_workers=-1"),
+    # of another data set, model or method
+    (DIGITS, {"mixup": 0.5}, "mixup=0.5 is for imagenet only, not digits: leave it out"),
+    (DIGITS, {"cutmix": 0.5}, "cutmix=0.5 is for imagenet only, not digits: leave it out"),
+    (DIGITS, {"color_jitter": 0.5}, "color_jitter=0.5 is for imagenet only, not digits: leave it out"),
+    (DIGITS, {"random_erasing": 0.5}, "random_erasing=0.5 is for imagenet only, not digits: leave it out"),
+    # fine-tuning
+    (PROMPTS, {"lora": LoraConfig(-1)}, "lora rank=-1"),
+    (PROMPTS, {"lora": LoraConfig(2), "trainable": ("*bias",)}, "leave one out"),
+    (PROMPTS, {"answers": ("a", "a")}, "give two or more, each once"),
+    (PROMPTS, {"weights": "bfloat16"}, "weights=bfloat16 with method 'ddp'"),
+    (PROMPTS, {"zero": 3, "per_node": 0}, "zero=3: one worker"),
+    (PROMPTS, {"elastic": True, "method": "co2"}, "elastic=True: one worker"),
+    # without gradients
+    (GPT2, {"method": "zo"}, "optim.name='adamw' with method 'zo', which has no gradients: give --optim.name sgd"),
+    (ZO, {"optim": replace(ZO.optim, weight_decay=0.1)}, "and --zeroth.weight_decay for that"),
+    (ZO, {"recompute": True}, "recompute=True with method 'zo'"),
+    (ZO, {"compile": True}, "compile=True with method 'zo'"),
+    (ZO, {"per_node": 2}, "per_node=2 with method 'zo', which makes no use of it"),
+    (GPT2, {"method": "ddp", "offload": True}, "offload=True is CO2's own"),
+    (ZO, {"elastic": True, "offload": True}, "elastic does not go with offload=True"),
+    (ZO, {"elastic": True, "zeroth": ZerothConfig(delay=1)}, "elastic does not go with zeroth.delay=1"),
+    (DIGITS, {"method": "zo"}, "method='zo' is of language models"),
+    # whole documents
+    (DOCUMENTS, {"crossing": 0.0}, "crossing=0.0: give tokens, above 0"),
+    (DOCUMENTS, {"crossing": 9.0, "balance": "tokens"}, "crossing=9.0 is balance round's own: leave it out"),
+    (DOCUMENTS, {"dropout": 0.1}, "does not go with dropout=0.1, which attention to documents lacks"),
+    (DOCUMENTS, {"model": "roberta_tiny"}, "does not go with model=roberta_tiny"),
+    (DOCUMENTS, {"model": "transnormer_tiny"}, "whose attention costs no square: add --balance tokens"),
+    (DOCUMENTS, {"per_node": 2}, "does not go with per_node=2"),
+    (DOCUMENTS, {"elastic": True}, "does not go with elastic"),
+    (DOCUMENTS, {"compile": True}, "does not go with compile"),
+    (DOCUMENTS, {"loader_workers": 1}, "does not go with loader_workers=1"),
+    (DOCUMENTS, {"co2": BY_SPEED}, "does not go with co2.steps='by_speed'"),
+    # documents that are split
+    (ISLANDS, {"per_node": 1}, "balance='rings' with per_node=1: nobody could split a document; add --per_node 2"),
+    (ISLANDS, {"zero": 2}, "zero=2, whose parameters are not whole when a ring's costs are measured"),
+    (ISLANDS, {"dry_run": True}, "does not go with dry_run"),
+    (ISLANDS, {"rings": RingsConfig(room=0)}, "rings.room=0: give tokens, 1 or more"),
+    (ISLANDS, {"rings": RingsConfig(costs=(1.0, 2.0))}, "rings.costs=1.0 2.0: give 4 or 6 numbers, 0 or more"),
+    (ISLANDS, {"rings": RingsConfig(costs=(1.0, -2.0, 0.0, 0.0))}, "give 4 or 6 numbers, 0 or more"),
+    (ISLANDS, {"balance": "round", "per_node": 1}, "is balance rings' own: leave it out, or add"),
+    (ISLANDS, {"model": "transnormer_tiny"}, "whose attention costs no square"),
+    # workers that come and go
+    (ELASTIC, {"method": "ddp"}, "method='ddp'"),
+    (ELASTIC, {"per_node": 2}, "per_node=2"),
+    (ELASTIC, {"zero": 2}, "zero=2"),
+    (ELASTIC, {"shard": True}, "shard=True"),
+    (ELASTIC, {"co2": CO2Config(tau="auto")}, "tau='auto'"),
+    (ELASTIC, {"co2": BY_SPEED}, "steps='by_speed'"),
+    (ELASTIC, {"co2": CO2Config(wire=WireConfig("int8"))}, "wire.format='int8'"),
+    (ELASTIC, {"skip_after": 1.0}, "skip_after"),
+    # rounds that go on without a mean
+    (SKIPPING, {"method": "ddp"}, "skip_after does not go with method='ddp', which waits for every mean: leave"),
+    (SKIPPING, {"co2": CO2Config(tau="auto")}, "skip_after does not go with co2.tau='auto', which needs a number"),
+    (SKIPPING, {"co2": CO2Config(delay=0, gap="none")}, "skip_after does not go with co2.delay=0, which waits"),
+    (
+        SKIPPING,
+        {"co2": BY_SPEED},
+        "skip_after does not go with co2.steps='by_speed', which gives workers' rounds unlike",
+    ),
+    (SKIPPING, {"save_minutes": 1.0}, "skip_after does not go with save_minutes, which saves"),
+    (SKIPPING, {"per_node": 2}, f"skip_after does not go with per_node=2, {MUST_CLOSE}"),
+    (SKIPPING, {"zero": 1}, f"skip_after does not go with zero=1, {MUST_CLOSE}"),
+    # SyncBN inside a node, of which one would wait in a forward pass for another that waits at its boundary
+    (SYNC_BN, {"sync_bn": "all"}, "sync_bn='all' does not go with method='co2'"),
+    (SYNC_BN, {"skip_after": 1.0, "co2": ON_ARRIVAL}, "sync_bn='node' does not go with skip_after"),
+    (SYNC_BN, {"elastic": True}, "sync_bn='node' does not go with elastic"),
+    (SYNC_BN, {"co2": BY_SPEED}, "sync_bn='node' does not go with co2.steps='by_speed'"),
+    (SYNC_BN, {"co2": replace(ON_ARRIVAL, tau="auto")}, "does not go with co2.tau='auto' and co2.delay='auto'"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "changes", "message"), REFUSED, ids=[message[:40] for *_, message in REFUSED])
+def test_what_no_run_could_do_is_refused_in_one_line(recipe: Recipe, changes: dict[str, Any], message: str):
+    with refused(message):
+        replace(recipe, **changes)
+
+
+def test_what_goes_with_documents_by_tokens_alone_is_not_refused():
+    assert replace(DOCUMENTS, model="transnormer_tiny", balance="tokens").model == "transnormer_tiny"

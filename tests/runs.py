@@ -1,0 +1,49 @@
+"""Runs of small models, a step at a time, and what their folders say."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from training.optim import make_optimizer, make_schedule
+from training.progress import Due
+from training.run import Run
+
+
+class Loop:
+    """A train script's loop, a step at a time. Attributes: start, the steps that were taken before; and its parts.
+
+    epoch: steps between evaluations and checkpoints; the whole run's by default. samples: of the data, of elastic runs.
+    """
+
+    def __init__(self, run: Run, model: nn.Module, total: int, epoch: int | None = None, samples: int = 0):
+        self.run, self.model = run, run.shard(model)
+        self.optimizer = run.shard_optimizer(make_optimizer(self.model, run.recipe.optim))
+        self.schedule = make_schedule(self.optimizer, total, run.recipe.optim)
+        self.wrapped, self.method = run.make_method(self.model, self.optimizer)
+        parts = self.model, self.optimizer, self.schedule, self.method
+        self.start = run.begin(*parts, epoch=epoch or total, total=total, samples=samples)
+
+    def step(self, loss: Tensor, **how: Any) -> Due:
+        """loss: without a gradient nothing is trained. how: what the method's step is told."""
+        if loss.requires_grad:
+            loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        return self.run.after_step(self.method.step(**how), train_loss=loss)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def logged(folder: Path, name: str = "train_loss") -> list[Any]:
+    """What its lines have of that name."""
+    return [row[name] for row in rows(folder) if name in row]
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
