@@ -20,9 +20,10 @@ from results.runs import Finished, differences, hours, is_kept, load_recipe, rea
 from training.untrusted import printable
 
 CAPTION = (
-    "Measured here: small models, and short runs of them; no number of the paper compares with these. Mean ± standard "
-    "deviation over the seeds. The learning rate is the recipe's, not tuned for each method; CO2 has the paper's "
-    "settings. Seconds are measured elsewhere, over links that are slow."
+    "Measured here: small models, and short runs of them; no number of the paper compares with these. Where there are "
+    "several seeds: mean ± standard deviation over them. The learning rate is the recipe's, not tuned for each method; "
+    "CO2 has the settings of the authors' released example, and our reading of the penalty. Seconds are measured "
+    "elsewhere, over links that are slow."
 )
 
 
@@ -64,7 +65,8 @@ def keep_stand_ins(names: Iterable[str], folder: Path, out: Path) -> None:
         table, counted = TABLES[name], set[Path]()
         lines = [*section(table, True, runs, counted)]
         mine = sorted((run for run in runs if run.folder in counted), key=lambda run: run.folder.name)
-        lines = [f"# {name}: {table.title}, stand-ins", "", CAPTION, "", *lines, "", *caption(name, table, mine)]
+        head = [f"# {name}: {table.title}, stand-ins", "", f"[All tables](index.md). {CAPTION}", ""]
+        lines = [*head, *lines, "", *caption(name, table, mine)]
         (out / f"{name}.md").write_text("".join(f"{printable(line)}\n" for line in lines))
         write_kept(out / f"{name}.json", mine, table.metric)
     (out / "index.md").write_text(overview(out))
@@ -82,7 +84,8 @@ def overview(out: Path) -> str:
         rows.append((f"[{name}]({name}.md)" if kept.exists() else name, table.title, ran))
     shown = report.table(["table", "subject", "runs"], rows)
     end = f"- Command: `python reproduce.py TABLE --local`. No stand-ins: {', '.join(without)}."
-    return f"# The paper's tables, small\n\n[All results](../index.md). {CAPTION}\n\n{shown}\n\n{end}\n"
+    shared = "- Tables share runs: one that is in several rows is trained once, and counts in each."
+    return f"# The paper's tables, small\n\n[All results](../index.md). {CAPTION}\n\n{shown}\n\n{end}\n{shared}\n"
 
 
 def caption(name: str, table: Table, runs: Sequence[Finished]) -> Iterator[str]:
@@ -93,9 +96,14 @@ def caption(name: str, table: Table, runs: Sequence[Finished]) -> Iterator[str]:
     for task in dict.fromkeys(row.task for row in rows):
         if changes := " ".join(f"--{key} {value}" for key, value in SHORT[task].items()):
             yield f"- Runs shorter than the recipes': `{changes}`."
+    of_co2 = [load_recipe(row.task, row.local) for row in rows if row.method == "co2" and row.local]
+    if momenta := sorted({recipe.co2.outer_momentum for recipe in of_co2}):
+        told = " and ".join(map(str, momenta))
+        yield f"- CO2's outer momentum: {told}. The released example has 0 with up to 16 GPUs."
+    one_by_one = {commit for run in runs for commit in run.commit.split(", ")}
     workers, seeds, commits = (
         ", ".join(map(str, sorted(of))) or "none"
-        for of in ({r.workers for r in runs}, {r.settings["seed"] for r in runs}, {r.commit for r in runs} - {""})
+        for of in ({r.workers for r in runs}, {r.settings["seed"] for r in runs}, one_by_one - {""})
     )
     yield f"- Workers: {workers}. Seeds: {seeds}. Commits: {commits}. Command: `python reproduce.py {name} --local`."
     wanted = missing = 0
