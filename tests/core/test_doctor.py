@@ -89,9 +89,10 @@ def test_tau_is_what_the_tuner_says():
 
 def test_what_does_not_fit_is_a_failure_and_what_hardly_does_a_warning():
     least, most = (memory(5.5, 1000, has) for has in (30e3, 38e3))
-    assert (least.co2, least.trained, least.adam) == (22e3, 8e3, 8e3)
-    assert (least.failure, most.failure, most.warning) == ("", "", "") and "with AdamW" in least.warning
-    assert "parameters, gradients and CO2 take" in memory(5.5, 1000, 29e3).failure
+    assert (least.co2_bytes, least.parameters_and_gradients_bytes, least.adam_bytes) == (22e3, 8e3, 8e3)
+    (nothing, (hardly,)), (fails, others) = least.judge(), memory(5.5, 1000, 29e3).judge()
+    assert nothing == others == [] and most.judge() == ([], []) and "with AdamW" in hardly
+    assert "parameters, gradients and CO2 take" in fails[0]
 
 
 # -- the facts ------------------------------------------------------------------------------------------------------
@@ -176,7 +177,6 @@ def test_a_worker_with_a_gpu(monkeypatch: pytest.MonkeyPatch):
     assert (found.device, found.device_name, found.memory, chosen) == ("cuda", "NVIDIA H100", 80 << 30, [3])
     assert found.versions["NCCL"] == "2.27.3" and found.versions["CUDA"] == "12.8"
     assert (found.variables, found.problems) == ({"NCCL_DEBUG": "INFO"}, [])
-    assert Facts.heard(found.told()) == found
     many = own_facts(7, env | {"LOCAL_WORLD_SIZE": "8", "TORCH_NCCL_BLOCKING_WAIT": "1", "GLOO_SOCKET_IFNAME": "none9"})
     assert [text.partition(":")[0] for text in many.problems] == [
         "8 workers on a node with 4 GPUs",
