@@ -14,19 +14,16 @@ from ..wires.quantized import chunk_of
 from .choices import Choice, Layer
 
 
-@dataclass(frozen=True)
+@dataclass
 class Part:
     """In place of a bucket in core/wires/quantized.py: the layers of one format; the first part has the values that
     travel as they are."""
 
     flat: Tensor
+    numel: int
     payload: Tensor
     values: Tensor
     scalars: Tensor
-
-    @property
-    def numel(self) -> int:
-        return len(self.payload)
 
 
 class Memory:
@@ -107,7 +104,7 @@ class Layout:
         place = 0
         for wire, begin, size, chunk in self._ints or [(INTS[0], 0, 0, 0)]:
             own = self.memory.errors[begin : begin + self.world_size * chunk]
-            part = Part(staging, staging[begin : begin + size], values, self.bucket.scalars)
+            part = Part(staging, size, staging[begin : begin + size], values, self.bucket.scalars)
             yield part, wire, own, self.memory.means[place : place + chunk]
             values, place = values[:0], place + chunk
 

@@ -36,54 +36,31 @@ HELD_BACK = ("error_feedback", "mean_error_feedback")  # names of a checkpoint's
 class Encoded(Protocol):
     """The parts of a bucket that this reducer reads and writes: its payload, which is rounded, and the exact rest."""
 
-    @property
-    def flat(self) -> Tensor: ...
-    @property
-    def numel(self) -> int: ...
-    @property
-    def payload(self) -> Tensor: ...
-    @property
-    def values(self) -> Tensor: ...
-    @property
-    def scalars(self) -> Tensor: ...
+    flat: Tensor
+    numel: int
+    payload: Tensor
+    values: Tensor
+    scalars: Tensor
 
 
-class Codec(Protocol):
-    """Payloads <-> their encoded bytes, uint8 [workers, bytes], row j the chunk of worker j; rows may lie apart."""
-
-    def encode(self, payload: Tensor, rows: Tensor, wire: Wire, error: Tensor | None, moved: Tensor) -> None:
-        """payload [numel], zeros beyond it -> rows: Q(d + e), e <- d + e - Q(d + e); without movement Q(d),
-        e <- e + d - Q(d). error: [workers x chunk]. moved: 0-d bool on the device."""
-        ...
-
-    def average(
-        self, rows: Tensor, out: Tensor, wire: Wire, dtype: torch.dtype, error: Tensor | None, moved: Tensor
-    ) -> None:
-        """rows, all of one chunk, summed in their order and in dtype -> their mean, encoded likewise, uint8 [bytes]."""
-        ...
-
-    def decode(self, rows: Tensor, wire: Wire, payload: Tensor) -> None:
-        """rows -> payload, [numel]; what comes beyond is padding."""
-        ...
-
-    def mean(self, rows: Tensor) -> Tensor:
-        """[workers, elements] -> [elements], summed in the rows' order."""
-        ...
-
-
-def make_codec(device: torch.device) -> Codec:
-    """Triton's kernels where they run."""
+def make_codec(device: torch.device) -> SegmentCodec:
+    """Triton's kernels where they run: a TritonCodec has the same methods."""
     kernels = kernels_of(device)
     return SegmentCodec(device) if kernels is None else kernels.TritonCodec()
 
 
 class SegmentCodec:
-    """core/wires/formats.py's functions, a segment at a time."""
+    """Payloads <-> their encoded bytes, uint8 [workers, bytes], row j the chunk of worker j; rows may lie apart.
+
+    By core/wires/formats.py's functions, a segment at a time.
+    """
 
     def __init__(self, device: torch.device):
         self._segment = GPU_SEGMENT if device.type == "cuda" else SEGMENT
 
     def encode(self, payload: Tensor, rows: Tensor, wire: Wire, error: Tensor | None, moved: Tensor) -> None:
+        """payload [numel], zeros beyond it -> rows: Q(d + e), e <- d + e - Q(d + e); without movement Q(d),
+        e <- e + d - Q(d). error: [workers x chunk]. moved: 0-d bool on the device."""
         chunk = _chunk(rows, wire)
         few = self._few(chunk)
         for j, to in enumerate(rows.split(few)):
@@ -95,6 +72,7 @@ class SegmentCodec:
     def average(
         self, rows: Tensor, out: Tensor, wire: Wire, dtype: torch.dtype, error: Tensor | None, moved: Tensor
     ) -> None:
+        """rows, all of one chunk, summed in their order and in dtype -> their mean, encoded likewise, uint8 [bytes]."""
         chunk = _chunk(rows, wire)
         mean = torch.zeros(chunk, dtype=dtype, device=rows.device)
         for start, values in self._decoded(rows, wire, dtype):
@@ -104,11 +82,13 @@ class SegmentCodec:
         self._encode(mean.div_(mean.new_full((), len(rows))), out[None], wire, error, moved)
 
     def decode(self, rows: Tensor, wire: Wire, payload: Tensor) -> None:
+        """rows -> payload, [numel]; what comes beyond is padding."""
         for start, decoded in self._decoded(rows, wire, payload.dtype):
             target = payload[start : start + decoded.numel()]
             target.copy_(decoded.view(-1)[: len(target)])
 
     def mean(self, rows: Tensor) -> Tensor:
+        """[workers, elements] -> [elements], summed in the rows' order."""
         total = torch.zeros_like(rows[0])
         for row in rows:
             total.add_(row)

@@ -25,12 +25,11 @@ from ..errors import UserError
 from ..flat import unique
 from ..offload.pinned import pinned
 from .forward import weights_uncached
-from .lanes import Hold
 from .noise import Noise
 from .replay import Update
 from .turns import Passes
 from .weights import Weights
-from .window import Block, Window, aligned
+from .window import Block, Hold, Window, aligned
 
 
 class BlockStream:
