@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -18,7 +14,7 @@ from core.lgreco.choices import code, padded_bytes
 from core.lgreco.config import LGrecoConfig
 from core.testing import run_distributed
 from tests.core.lgreco_reference import Reference
-from tests.core.test_wire_bytes import loopback_bytes
+from tests.core.test_wire_bytes import in_a_namespace, loopback_bytes
 from tests.problems import Mean
 from training.sampling import generator
 
@@ -166,13 +162,6 @@ def test_bytes_sent_are_those_allocated(world_size: int):
             assert counted == pytest.approx(allocated, rel=0.02), f"{like}: {choices}"
 
 
-COUNT = """
-from core.testing import run_distributed
-from tests.core.test_lgreco import counted_by_the_kernel
-print(run_distributed(counted_by_the_kernel, 3, timeout=200))
-"""
-
-
 def counted_by_the_kernel(rank: int, world_size: int) -> dict[str, tuple[float, int]]:
     """By the uniform setting: the bytes allocated to this worker, and what the kernel sent over lo, of all workers."""
     counted = {}
@@ -200,14 +189,8 @@ def counted_once(mean: Mean, values: Tensor) -> tuple[float, int]:
 
 @pytest.mark.root
 def test_the_kernel_counts_what_is_allocated():
-    """In a network namespace of its own, whose packets of 64 KiB have few headers: within 2 %, and 16 KB for barriers,
-    acknowledgements and gloo's preambles."""
-    inside = ["sh", "-c", 'ip link set lo up && exec "$0" -c "$1"', sys.executable, COUNT]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
-    run = subprocess.run(["unshare", "-rn", *inside], capture_output=True, text=True, env=environment, timeout=240)
-    assert run.returncode == 0, run.stderr
-    results = ast.literal_eval(run.stdout)
-    for like, (allocated, counted) in results[0].items():
+    """Packets of 64 KiB have few headers: within 2 %, and 16 KB for barriers, acknowledgements and gloo's preambles."""
+    for like, (allocated, counted) in in_a_namespace(counted_by_the_kernel, 3)[0].items():
         assert abs(counted - 3 * allocated) <= 0.02 * 3 * allocated + 16e3, like
 
 
