@@ -134,7 +134,7 @@ def test_bad_settings(settings: dict[str, Any], text: str):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("family", "all"), ("rule", "best"), ("error", "max"), ("share", 0.0), ("lowest_rank", 2.0)]
+    [("family", "all"), ("rule", "best"), ("error", "max"), ("lowest_rank", 2.0)]
     + [("highest_rank", 0.5), ("every", 0), ("first", 1.5)],
 )
 def test_bad_lgreco_settings(name: str, value: Any):
