@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..checks import refuse_shared_storage
+from ..checks import check_inputs
 from ..errors import UserError
 from ..flat import is_dtensor
 from .config import ZerothConfig
@@ -40,18 +40,14 @@ class Weights:
         )
 
     def _check(self) -> None:
-        if not any(p.numel() for p in self.params):
-            raise UserError("nothing to train: no parameter requires a gradient")
         for name, p in zip(self.names, self.params, strict=True):
-            if not p.is_floating_point():
-                raise UserError(f"{name} is of dtype {p.dtype}: only floating point can be perturbed; freeze it")
             if is_dtensor(p):
                 raise UserError(
                     f"{name} is a DTensor: zeroth-order training holds whole tensors; do not shard the model"
                 )
             if not p.is_contiguous():
                 raise UserError(f"{name} is not contiguous: give it contiguous memory before")
-        refuse_shared_storage(self.params)
+        check_inputs(self.params, self.params, ())
 
     @torch.no_grad()
     def perturb(self, index: int, w: Tensor, out: Tensor, step: int, direction: int, sign: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,7 @@ from tests.integrations import plain
 from tests.integrations.plain import BATCH, EPOCHS, PAPER, Net
 from tests.integrations.ranks import Ranks
 
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks("accelerate", "core.integrations.accelerate", "torch.utils.tensorboard") as ranks:
-        yield ranks
+MODULES = ("accelerate", "core.integrations.accelerate", "torch.utils.tensorboard")
 
 
 def accelerator_of(log: str, **settings: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import os
 import signal
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,7 @@ from tests.integrations.plain import BATCH, EPOCHS, PAPER, Net
 from tests.integrations.ranks import Ranks
 from tests.problems import flat
 
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks("lightning.pytorch", "core.integrations.lightning") as ranks:
-        yield ranks
+MODULES = ("lightning.pytorch", "core.integrations.lightning")
 
 
 class Resumable(DataLoader):

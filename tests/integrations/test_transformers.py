@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,6 @@ from tests.integrations.ranks import Ranks
 from tests.problems import flat
 
 MODULES = ("transformers.trainer", "core.integrations.transformers", "tensorboard", "torch.utils.tensorboard")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(*MODULES) as ranks:
-        yield ranks
 
 
 class ForTrainer(Net):
