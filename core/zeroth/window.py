@@ -43,28 +43,27 @@ class Lane:
         share: each worker of this group copies its part of `source`, of which all have the same, and sends it to the
         others.
         """
-        part = own_part(target, share)
-        source = source[part]
+        source = own_part(source, share)
         self.bytes += source.nbytes
         if self._thread is not None:
-            return self._thread.submit(self._copy, target, part, source, after, share)
+            return self._thread.submit(self._copy, target, source, after, share)
         assert self._stream is not None
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         if after is not None:
             self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
-            target[part].copy_(source, non_blocking=True)
+            own_part(target, share).copy_(source, non_blocking=True)
             if share is not None:
                 gather(target, share)
             return self._stream.record_event()
 
     def _copy(
-        self, target: Tensor, part: slice, source: Tensor, after: Future[None] | None, share: dist.ProcessGroup | None
+        self, target: Tensor, source: Tensor, after: Future[None] | None, share: dist.ProcessGroup | None
     ) -> None:
         if after is not None:
             after.result()
         began = time.perf_counter()
-        target[part].copy_(source)
+        own_part(target, share).copy_(source)
         if self._hold is not None:
             self._hold(source.nbytes)
         self.seconds += time.perf_counter() - began
@@ -72,12 +71,9 @@ class Lane:
             gather(target, share)
 
 
-def own_part(flat: Tensor, share: dist.ProcessGroup | None) -> slice:
-    """Which of its bytes this worker copies, of those of the group; all without one."""
-    if share is None:
-        return slice(None)
-    size = flat.nbytes // dist.get_world_size(share)
-    return slice(dist.get_rank(share) * size, (dist.get_rank(share) + 1) * size)
+def own_part(flat: Tensor, share: dist.ProcessGroup | None) -> Tensor:
+    """The part that this worker copies, of those of the group; all without one."""
+    return flat if share is None else flat.view(dist.get_world_size(share), -1)[dist.get_rank(share)]
 
 
 def gather(flat: Tensor, share: dist.ProcessGroup) -> None:

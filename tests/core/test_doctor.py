@@ -159,11 +159,11 @@ def test_the_interface_that_gloo_takes(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_worker_with_a_gpu(monkeypatch: pytest.MonkeyPatch):
     """A stand-in for CUDA: the calls as torch documents them."""
-    properties = SimpleNamespace(name="NVIDIA H100", total_memory=80 << 30)
+    properties, chosen = SimpleNamespace(name="NVIDIA H100", total_memory=80 << 30), list[int]()
     for owner, name, stand_in in (
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "device_count", lambda: 4),
-        (torch.cuda, "set_device", chosen.append if (chosen := []) is not None else None),
+        (torch.cuda, "set_device", chosen.append),
         (torch.cuda, "current_device", lambda: chosen[-1]),
         (torch.cuda, "get_device_properties", lambda device: properties),
         (torch.version, "cuda", "12.8"),

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from core.assembly.wire import WireConfig
@@ -14,7 +13,6 @@ from core.lgreco.choices import code, padded_bytes
 from core.lgreco.config import LGrecoConfig
 from core.testing import run_distributed
 from tests.core.lgreco_reference import Reference
-from tests.core.test_wire_bytes import in_a_namespace, loopback_bytes
 from tests.problems import Mean
 from training.sampling import generator
 
@@ -157,41 +155,10 @@ def bytes_of(rank: int, world_size: int) -> list[tuple[str, float, float, list[s
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_bytes_sent_are_those_allocated(world_size: int):
+    """By the stages' count, which test_wire_bytes.py compares with the kernel's."""
     for result in run_distributed(bytes_of, world_size):
         for like, counted, allocated, choices in result:
             assert counted == pytest.approx(allocated, rel=0.02), f"{like}: {choices}"
-
-
-def counted_by_the_kernel(rank: int, world_size: int) -> dict[str, tuple[float, int]]:
-    """By the uniform setting: the bytes allocated to this worker, and what the kernel sent over lo, of all workers."""
-    counted = {}
-    for like in ("int4", "top0.01", "rank32"):
-        mean = mean_of(lgreco(like, first=2), [(2000, 1500), (1000, 700), (20000,)])
-        draw = torch.randn(mean.buckets[0].numel, generator=generator(rank))
-        for _ in range(3):  # connections are made, and the choices
-            before = counted_once(mean, draw * torch.linspace(0.01, 3, len(draw)) ** 3)
-        counted[like] = before
-        mean.close()
-    return counted
-
-
-def counted_once(mean: Mean, values: Tensor) -> tuple[float, int]:
-    workers = mean.flight.world_size
-    allocated = sum(padded_bytes(mean.reducer.layers, mean.reducer.chosen, workers))
-    dist.barrier()
-    before = loopback_bytes()
-    dist.barrier()  # nobody starts before all have read
-    mean.buckets[0].payload.copy_(values)
-    mean.reduce()
-    dist.barrier()
-    return allocated, loopback_bytes() - before
-
-
-@pytest.mark.root
-def test_the_kernel_counts_what_is_allocated():
-    """Packets of 64 KiB have few headers: within 2 %, and 16 KB for barriers, acknowledgements and gloo's preambles."""
-    for like, (allocated, counted) in in_a_namespace(counted_by_the_kernel, 3)[0].items():
-        assert abs(counted - 3 * allocated) <= 0.02 * 3 * allocated + 16e3, like
 
 
 def unlike_workers(rank: int, world_size: int) -> list[list[str]]:

@@ -4,10 +4,8 @@ import ast
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -76,20 +74,21 @@ def test_bytes_sent_by_hand(world_size: int):
             assert counted[wire][0] == counted[wire][1] == others * (2 * blocks * size + (8 + world_size) * 4)
 
 
-def in_a_namespace(counts: Callable[..., Any], world_size: int) -> list[Any]:
-    """What each rank returns in a network namespace of its own, so that nobody else is counted."""
-    run = f"print(run_distributed({counts.__name__}, {world_size}, timeout=200))"
-    code = f"from core.testing import run_distributed\nfrom {counts.__module__} import {counts.__name__}\n{run}"
-    inside = ["sh", "-c", 'ip link set lo up && exec "$0" -c "$1"', sys.executable, code]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(["unshare", "-rn", *inside], capture_output=True, text=True, env=environment, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return ast.literal_eval(done.stdout)
+COUNT = """
+from core.testing import run_distributed
+from tests.core.test_wire_bytes import bytes_of_a_round
+print(run_distributed(bytes_of_a_round, 3))
+"""
 
 
 @pytest.mark.root
 def test_the_kernel_counts_the_same_bytes():
-    results = in_a_namespace(bytes_of_a_round, 3)
+    """In a network namespace of its own, so that nobody else is counted."""
+    inside = ["sh", "-c", 'ip link set lo up && exec "$0" -c "$1"', sys.executable, COUNT]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    run = subprocess.run(["unshare", "-rn", *inside], capture_output=True, text=True, env=environment, timeout=120)
+    assert run.returncode == 0, run.stderr
+    results = ast.literal_eval(run.stdout)
     seen = {}
     for wire in WIRES:
         ours = sum(r[wire][0] for r in results)
