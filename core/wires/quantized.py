@@ -14,7 +14,7 @@ Buffers such as BatchNorm's statistics and the scalars travel in the same messag
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..collectives.stages import all_gather
-from ..flat import Scalars, kernels_of
+from ..flat import Bucket, Scalars, kernels_of
 from ..groups import Stage
 from ..reducer import Reducer
 from . import formats as wires
@@ -33,8 +33,10 @@ GPU_SEGMENT = 1 << 24  # few kernels, and temporaries of some 64 MiB
 HELD_BACK = ("error_feedback", "mean_error_feedback")  # names of a checkpoint's tensors
 
 
-class Encoded(Protocol):
-    """The parts of a bucket that this reducer reads and writes: its payload, which is rounded, and the exact rest."""
+@dataclass
+class Part:
+    """In place of a bucket, as far as this reducer reads and writes it: the payload is rounded, the values and the
+    scalars are exact."""
 
     flat: Tensor
     numel: int
@@ -129,7 +131,7 @@ def chunk_of(numel: int, world_size: int) -> int:
 
 
 def nothing_held_back(
-    buckets: Sequence[Encoded], world_size: int, device: str | None = None
+    buckets: Sequence[Bucket | Part], world_size: int, device: str | None = None
 ) -> dict[str, list[Tensor]]:
     """Error feedback as it begins, for both stages, a tensor a bucket; device: None for the bucket's."""
     pairs = [(b, chunk_of(b.numel, world_size)) for b in buckets]
@@ -154,7 +156,7 @@ class Quantized(Reducer):
 
     def __init__(
         self,
-        buckets: Sequence[Encoded],
+        buckets: Sequence[Bucket | Part],
         scalars: Scalars,
         rank: int,
         world_size: int,

@@ -46,7 +46,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bfloat16, no feedback": {"co2": replace(CO2, wire=WireConfig("bfloat16", error_feedback=False))},
     "keep": {"co2": replace(CO2, merge="keep", delay=1, gap="none")},
     "mix": {"co2": replace(CO2, merge="mix")},
-    "lgreco int4": {"co2": wired("lgreco", **TWICE, share=2.0)},  # so that the first decision changes something
+    "lgreco int4": {"co2": wired("lgreco", **TWICE, rule="bench.rules.Accordion")},  # which changes all at first
     "lgreco top": {"co2": wired("lgreco", "top0.01", **TWICE)},
     "lgreco rank": {"co2": wired("lgreco", "rank4", **TWICE)},
     "lgreco any": {"co2": wired("lgreco", "rank4", family="any", **TWICE)},
