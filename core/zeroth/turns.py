@@ -46,16 +46,16 @@ class Passes:
         def go(number: int) -> T:
             # a thread has a grad mode, an autocast and a stream of its own; a cache would mix up the passes' weights
             passing = torch.autocast(kind, **cast, cache_enabled=False)
-            with self.under_way(number), torch.no_grad(), passing, torch.cuda.stream(stream):
-                try:
+            try:
+                with self.under_way(number), torch.no_grad(), passing, torch.cuda.stream(stream):
                     self._await(number)
                     return work()
-                except BaseException:
-                    self._failed = True
-                    raise
-                finally:
-                    self._going.discard(number)
-                    self._give(1 - number)
+            except BaseException:
+                self._failed = True
+                raise
+            finally:
+                self._going.discard(number)
+                self._give(1 - number)
 
         with ThreadPoolExecutor(1) as pool:
             beside = [pool.submit(go, number) for number in range(1, count)]
