@@ -90,6 +90,10 @@ class LGreco(Reducer):
             "asked": [self._asked, self._asked_by],
         }
 
+    def due(self, number: int) -> bool:
+        """Whether the curves are taken in this reduction."""
+        return not self.decider.fixed and self.clock.due(number)
+
     @torch.no_grad()
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
         yield [], 0  # the encoding, too, is done in the background
@@ -100,7 +104,7 @@ class LGreco(Reducer):
             layout.gather()
         own = moved(self.scalars)
         self._sum_up(number, own)
-        asked = self._ask(number) if not self.decider.fixed and self.clock.due(number) else None
+        asked = self._ask(number) if self.due(number) else None
         for layout in self._layouts:
             layout.release_raw(own)
         parts = [self._ints.stages(group, number), *(stages(group) for stages in self._others)]
