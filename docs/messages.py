@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PLACES = ("core", "training", "vision", "segmentation", "pointcloud", "language", "reproduce.py")
 ERRORS = {"UserError": "error", "CollectiveError": "collective", "DivergedError": "diverged", "warn": "warning"}
+ERRORS |= {"ArgumentTypeError": "error"}
 FILLED = "…"
 MOST = 12  # texts of one call
 DEEP = 4  # variables and functions that are followed, one inside another

@@ -76,39 +76,27 @@ def exposed(allreduce: float, under: float) -> float:
 
 @dataclass(frozen=True)
 class Memory:
-    """Of one worker, bytes."""
+    """Of one worker. copies: float32 copies of the parameters that CO2 holds; worker_bytes: what there is."""
 
     copies: float
-    co2: float
-    trained: float
-    """Parameters and gradients, float32."""
-    adam: float
-    has: float
+    co2_bytes: float
+    parameters_and_gradients_bytes: float
+    adam_bytes: float
+    worker_bytes: float
 
-    @property
-    def failure(self) -> str:
-        """Why training cannot fit."""
-        if self.co2 + self.trained <= self.has:
-            return ""
-        return (
-            f"a worker has {gib(self.has)}, but parameters, gradients and CO2 take {gib(self.co2 + self.trained)}: "
-            f"{self.remedy}"
-        )
-
-    @property
-    def warning(self) -> str:
-        """What fits without an optimiser alone."""
-        if self.failure or self.co2 + self.trained + self.adam <= self.has:
-            return ""
-        return f"with AdamW's moments {gib(self.co2 + self.trained + self.adam)} of {gib(self.has)}: {self.remedy}"
-
-    @property
-    def remedy(self) -> str:
-        return "merge='mix' or wire float32 take fewer copies, ShardedCO2 shares them out or offloads them"
+    def judge(self) -> tuple[list[str], list[str]]:
+        """Why training cannot fit, and what fits without an optimiser alone."""
+        least, has = self.co2_bytes + self.parameters_and_gradients_bytes, gib(self.worker_bytes)
+        remedy = "merge='mix' or wire float32 take fewer copies, ShardedCO2 shares them out or offloads them"
+        if least > self.worker_bytes:
+            return [f"a worker has {has}, but parameters, gradients and CO2 take {gib(least)}: {remedy}"], []
+        if least + self.adam_bytes > self.worker_bytes:
+            return [], [f"with AdamW's moments {gib(least + self.adam_bytes)} of {has}: {remedy}"]
+        return [], []
 
 
 def memory(copies: float, params: int, has: float) -> Memory:
-    """copies: float32 copies of the parameters that CO2 holds."""
+    """Of a model trained in float32."""
     return Memory(copies, 4 * copies * params, TRAINED * params, ADAM * params, has)
 
 

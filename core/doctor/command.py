@@ -13,7 +13,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,19 +33,6 @@ class Unfit(Exception):
     """Why there is nothing to measure, in one line."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The options."""
-
-    params: int
-    step_seconds: float | None
-    tau_max: int | None
-    memory: float | None
-    """Bytes of a worker."""
-    timeout: float
-    out: Path | None
-
-
 class Parser(argparse.ArgumentParser):
     """Mistakes are one line, without the usage."""
 
@@ -53,42 +40,32 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (--help lists the options)")
 
 
-def options(argv: Sequence[str]) -> Asked:
+def options(argv: Sequence[str]) -> argparse.Namespace:
     """UserError names the first option that cannot be."""
     parser = Parser(prog="doctor", description="Measures these nodes, and says which settings CO2 would take on them.")
     add = parser.add_argument
-    add("--params", required=True, metavar="N", help="trained parameters of the model, such as 125e6")
-    add("--step_ms", "--step-ms", metavar="MS", help="of a local step (forward, backward, optimiser); else several")
-    add("--tau_max", "--tau-max", metavar="N", help="never more local steps than this (192)")
-    add("--memory_gb", "--memory-gb", metavar="GB", help="GiB a worker may take, in place of what is found")
-    add("--timeout", default="60", metavar="S", help="seconds until a missing rank is an error (60)")
+    add("--params", required=True, type=whole, metavar="N", help="trained parameters of the model, such as 125e6")
+    add("--step_ms", "--step-ms", type=positive, metavar="MS", help="of a whole local step; else several lengths")
+    add("--tau_max", "--tau-max", type=whole, metavar="N", help="never more local steps than this (192)")
+    add("--memory_gb", "--memory-gb", type=positive, metavar="GB", help="GiB a worker may take, else what is found")
+    add("--timeout", default=60.0, type=positive, metavar="S", help="seconds until a missing rank is an error (60)")
     add("--out", type=Path, metavar="FILE", help="writes what was found there as JSON, such as cluster.json")
-    given = parser.parse_args(argv)
-    step, gb = (_number(given, name) for name in ("step_ms", "memory_gb"))
-    tau_max = _number(given, "tau_max", whole=True)
-    asked = Asked(
-        params=int(_number(given, "params", whole=True) or 0),
-        step_seconds=step and step / 1e3,
-        tau_max=None if tau_max is None else int(tau_max),
-        memory=gb and gb * (1 << 30),
-        timeout=_number(given, "timeout") or 0.0,
-        out=given.out,
-    )
-    return asked
+    return parser.parse_args(argv)
 
 
-def _number(given: argparse.Namespace, name: str, *, whole: bool = False) -> float | None:
-    """Above 0; whole: 1 or more, and no fraction."""
-    if (text := getattr(given, name)) is None:
-        return None
+def positive(given: str, *, is_whole: bool = False) -> float:
+    kind = "a whole number, 1 or more, such as 125e6" if is_whole else "a number above 0, such as 80"
     try:
-        value = float(text)
+        value = float(given)
     except ValueError:
         value = math.nan
-    if not (0 < value < math.inf) or (whole and value != int(value)):
-        kind = "a whole number, 1 or more" if whole else "a number above 0"
-        raise UserError(f"--{name} {text}: give {kind}, such as {'125e6' if name == 'params' else '80'}")
+    if not 0 < value < math.inf or (is_whole and not value.is_integer()):
+        raise argparse.ArgumentTypeError(f"{given}: give {kind}")
     return value
+
+
+def whole(given: str) -> int:
+    return int(positive(given, is_whole=True))
 
 
 def main() -> None:
@@ -124,7 +101,7 @@ def _end(line: str, status: int) -> NoReturn:
     os._exit(status)
 
 
-def diagnose(asked: Asked, rank: int) -> dict[str, Any]:
+def diagnose(asked: argparse.Namespace, rank: int) -> dict[str, Any]:
     """The report, equal on all ranks but for what rank 0 alone knows."""
     workers = int(os.environ.get("WORLD_SIZE", "1"))
     facts = [own_facts(rank)]
@@ -132,8 +109,8 @@ def diagnose(asked: Asked, rank: int) -> dict[str, Any]:
     if workers > 1:
         store = meet(rank, workers, asked.timeout)
         facts = tell(store, facts[0], workers, asked.timeout)
-    if asked.memory is not None:
-        facts = [replace(f, memory=int(asked.memory)) for f in facts]
+    if asked.memory_gb is not None:
+        facts = [replace(f, memory=int(asked.memory_gb * (1 << 30))) for f in facts]
     found = reports.header(facts, asked.params)
     found["failures"], found["warnings"] = failures(facts), warnings(facts)
     if found["failures"]:
@@ -178,7 +155,7 @@ def meet(rank: int, workers: int, timeout: float) -> Store:
 
 def tell(store: Store, own: Facts, workers: int, timeout: float) -> list[Facts]:
     """Everybody's facts, by rank; Unfit names the ranks that do not come."""
-    store.set(str(own.rank), own.told())
+    store.set(str(own.rank), json.dumps(asdict(own)))
     until = time.monotonic() + timeout
     missing = list(range(workers))
     while missing := [rank for rank in missing if not store.check([str(rank)])]:
@@ -187,7 +164,7 @@ def tell(store: Store, own: Facts, workers: int, timeout: float) -> list[Facts]:
             text = f"{ranks_text(missing)} of {workers} did not come within {timeout:g} s: look at what it printed"
             raise Unfit(text if own.rank == first else "")
         time.sleep(0.05)
-    return [Facts.heard(store.get(str(rank))) for rank in range(workers)]
+    return [Facts(**json.loads(store.get(str(rank)))) for rank in range(workers)]
 
 
 def _leave(store: Store | None, rank: int, workers: int) -> None:
@@ -201,7 +178,7 @@ def _leave(store: Store | None, rank: int, workers: int) -> None:
         left = store.add("left", 0)
 
 
-def measured(found: dict[str, Any], asked: Asked, nodes: list[list[int]], device: torch.device) -> None:
+def measured(found: dict[str, Any], asked: argparse.Namespace, nodes: list[list[int]], device: torch.device) -> None:
     """Puts into the report what takes time."""
     workers, timeout = found["workers"], max(60.0, asked.timeout)
     if workers > 1 and (wrong := sound(device)):
@@ -215,18 +192,19 @@ def measured(found: dict[str, Any], asked: Asked, nodes: list[list[int]], device
         found["wires"] = {name: reports.of_wire(wire, asked.params) for name, wire in of_wires.items()}
         copies = _choose(found, asked, of_wires)
     needed = memory(copies, asked.params, found["device"]["memory_bytes_per_worker"])
-    found["memory"] = reports.of_memory(needed)
-    found["failures"] += [needed.failure] if needed.failure else []
-    found["warnings"] += [needed.warning] if needed.warning else []
+    found["memory"] = asdict(needed)
+    fails, warns = needed.judge()
+    found["failures"] += fails
+    found["warnings"] += warns
 
 
-def _choose(found: dict[str, Any], asked: Asked, of_wires: dict[str, Wire]) -> float:
+def _choose(found: dict[str, Any], asked: argparse.Namespace, of_wires: dict[str, Wire]) -> float:
     """Puts the settings into the report; the copies that CO2 then holds."""
-    workers, steps = found["workers"], STEPS if asked.step_seconds is None else (asked.step_seconds,)
+    workers, steps = found["workers"], STEPS if asked.step_ms is None else (asked.step_ms / 1e3,)
     config = recommended(workers, asked.tau_max)
     choices = [choose(config, workers, step, of_wires, found["boundary_seconds"], asked.params) for step in steps]
-    found["settings"] = [reports.of_choice(c) for c in choices]
-    if asked.step_seconds is not None and choices[0].exposed_share > 0.05:
+    found["settings"] = [asdict(c) for c in choices]
+    if asked.step_ms is not None and choices[0].exposed_share > 0.05:
         found["warnings"].append(
             f"the link is too slow for tau_max={config.tau_max}: {choices[0].exposed_share:.0%} of the time stays "
             "exposed; a larger tau_max, steps over more samples, or a smaller model hide it"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import re
@@ -12,7 +11,7 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -53,13 +52,6 @@ class Facts:
     infiniband: list[str]
     pins: bool
     """Whether the host's memory can be pinned, for copies to and from a GPU in the background."""
-
-    def told(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def heard(cls, text: str | bytes) -> Facts:
-        return cls(**json.loads(text))
 
 
 def own_facts(rank: int, env: Mapping[str, str] = os.environ) -> Facts:

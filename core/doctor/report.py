@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
-from .choose import Choice, Memory, gib
+from .choose import gib
 from .facts import Facts, nodes_of
 from .measure import Link, Wire
 
@@ -65,20 +64,6 @@ def of_wire(wire: Wire, params: int) -> dict[str, Any]:
         "extrapolated": wire.params < params,
         "copies": wire.copies,
         "measured": {"params": wire.params, "seconds": wire.measured},
-    }
-
-
-def of_choice(choice: Choice) -> dict[str, Any]:
-    return asdict(choice)
-
-
-def of_memory(memory: Memory) -> dict[str, Any]:
-    return {
-        "copies": memory.copies,
-        "co2_bytes": memory.co2,
-        "parameters_and_gradients_bytes": memory.trained,
-        "adam_bytes": memory.adam,
-        "worker_bytes": memory.has,
     }
 
 

@@ -114,7 +114,6 @@ class CO2Strategy(DDPStrategy):
         return self.lightning_module
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """See Strategy."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._rounds.step()
         return result
@@ -122,20 +121,17 @@ class CO2Strategy(DDPStrategy):
     # -- each worker's own part of a checkpoint -------------------------------------------------------------------
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """See Strategy."""
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.co2 is not None and "optimizer_states" in checkpoint:
             filepath = self.broadcast(str(filepath))  # Slurm's next number may be taken when a later worker looks
             save_own(f"{filepath}.co2", self.global_rank, **self._parts())
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """See Strategy."""
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             shutil.rmtree(f"{filepath}.co2", ignore_errors=True)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """See Strategy."""
         self._loaded = os.path.realpath(checkpoint_path)  # last.ckpt may be a link
         return super().load_checkpoint(checkpoint_path, weights_only)
 
@@ -155,14 +151,12 @@ class CO2Strategy(DDPStrategy):
     # -- the end --------------------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
-        """See Strategy."""
         if self.co2 is not None:
             self.co2.leave()
             self.co2 = None
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        """See Strategy."""
         self._rounds.end()
         if self.co2 is not None:
             self.co2.close()

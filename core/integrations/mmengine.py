@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import torch
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.model import is_model_wrapper
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
-from mmengine.utils.dl_utils.parrots_wrapper import SyncBatchNorm
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..checkpoints.saved import Saved
@@ -98,7 +97,7 @@ class CO2Hook(Hook):
                 f"CO2Hook: the model is wrapped in {type(runner.model).__name__}: leave model_wrapper_cfg out"
             )
         for name, module in runner.model.named_modules():
-            if isinstance(module, (SyncBatchNorm, torch.nn.SyncBatchNorm)):
+            if isinstance(module, nn.SyncBatchNorm):
                 raise UserError(
                     f"CO2Hook: {name} is SyncBN, which waits for all workers in every forward pass: set norm_cfg to "
                     "dict(type='BN'); its statistics are averaged with the parameters"

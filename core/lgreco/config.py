@@ -22,8 +22,6 @@ class LGrecoConfig:
     Decider of one's own by its name, such as bench.rules.Accordion."""
     error: Literal["norm", "squared"] = "norm"
     """The measure of a layer's error that adds up: its norm (as released), or its square, as in the whole model's."""
-    share: float = 1.0
-    """The budget, as a share of the uniform setting's error: alpha."""
     lowest_rank: float = 0.5
     """The lowest rank that is tried, in units of the uniform one: gamma."""
     highest_rank: float = 2.0
@@ -40,8 +38,6 @@ class LGrecoConfig:
                 raise UserError(f"wire.lgreco.{name}={getattr(self, name)!r}: choose one of {', '.join(known)}")
         if self.rule not in RULES and "." not in self.rule:
             raise UserError(f"wire.lgreco.rule={self.rule!r}: choose one of {', '.join(RULES)}, or name module.Class")
-        if not 0 < self.share < float("inf"):
-            raise UserError(f"wire.lgreco.share={self.share!r}: give a finite number above 0")
         if not 0 < self.lowest_rank <= 1:
             raise UserError(f"wire.lgreco.lowest_rank={self.lowest_rank!r}: give a number in (0, 1]")
         if not 1 <= self.highest_rank < float("inf"):

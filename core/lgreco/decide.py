@@ -85,10 +85,9 @@ class Decider:
     def pick(self, errors: Tensor, norms: Tensor, known: list[int]) -> list[int]:
         """The index of the choice of each of the `known` layers. errors: float64 [layers, choices], in the measure that
         adds up, infinite where not offered; norms: [layers], of the tensors that the workers want to send."""
-        share = self.config.share ** (2 if self.config.error == "squared" else 1)
         like = self.indices(self.uniform, known)
-        found = self._merged(allocate(errors[known], self.sizes[known], like, share=share), errors, known)
-        return like if share >= 1 and self._size(like, known) < self._size(found, known) else found
+        found = self._merged(allocate(errors[known], self.sizes[known], like), errors, known)
+        return like if self._size(like, known) < self._size(found, known) else found
 
     def _merged(self, picked: list[int], errors: Tensor, known: list[int]) -> list[int]:
         """Each int format is padded to whole blocks: where that costs more than it saves, all layers that have one take
@@ -153,31 +152,26 @@ def make_decider(layers: Sequence[Layer], like: str, config: LGrecoConfig, world
 # -- the dynamic programme ----------------------------------------------------------------------------------------
 
 
-def allocate(errors: Tensor, sizes: Tensor, reference: Sequence[int], *, share: float = 1.0, bins: int = BINS) -> list:
-    """The choice of each layer that minimises the summed sizes with summed errors <= share x the reference's.
+def allocate(errors: Tensor, sizes: Tensor, reference: Sequence[int], *, bins: int = BINS) -> list[int]:
+    """The choice of each layer that minimises the summed sizes with summed errors <= the reference's.
 
     errors: float64 [layers, choices], >= 0; infinite where a layer has no such choice. sizes: [layers, choices], any
     unit. reference: the choice of each layer whose errors make the budget. Errors are rounded up to whole bins of
     budget / bins, so that the budget is always kept: with L layers the result is at most as large as the optimum
-    at (1 - L / bins) of the budget. The reference is a candidate of its own where it is within the budget, for rounding
-    can exclude it. Where nothing fits, which only a share below 1 can cause, each layer gets its least error.
+    at (1 - L / bins) of the budget. The reference is a candidate of its own, for rounding can exclude it.
     """
-    assert 0 <= share < math.inf and (errors >= 0).all() and sizes.isfinite().all()
+    assert (errors >= 0).all() and sizes.isfinite().all()
     assert errors[torch.arange(len(errors)), list(reference)].isfinite().all(), "the reference has no such choice"
     errors, sizes = _scaled(errors), _scaled(sizes)
-    budget = share * total(errors, reference)
-    best = _programme(_in_bins(errors, budget, bins), sizes, bins) or _least(errors, sizes)
-    if share >= 1 and total(sizes, best) > total(sizes, reference):
+    best = _programme(_in_bins(errors, total(errors, reference), bins), sizes, bins)
+    if best is None or total(sizes, best) > total(sizes, reference):
         best = list(reference)
     return best
 
 
 def total(table: Tensor, choices: Sequence[int]) -> float:
     """The sum over the layers of table[layer, its choice], >= 0: rounded once, so alike on workers of any processor."""
-    try:
-        return math.fsum(table.double()[torch.arange(len(table)), list(choices)].tolist())
-    except OverflowError:  # where the sum rounds to infinity
-        return math.inf
+    return math.fsum(table.double()[torch.arange(len(table)), list(choices)].tolist())
 
 
 def _scaled(table: Tensor) -> Tensor:
@@ -222,9 +216,3 @@ def _worth_a_look(cost: list[int], sizes: list[float], bins: int) -> list[int]:
         if cost[c] <= bins and (not kept or sizes[c] < sizes[kept[-1]]):
             kept.append(c)
     return kept
-
-
-def _least(errors: Tensor, sizes: Tensor) -> list[int]:
-    """The choice of least error of each layer, the smallest of several."""
-    pairs = zip(errors.tolist(), sizes.tolist(), strict=True)
-    return [min(range(len(e)), key=lambda c, e=e, z=z: (e[c], z[c])) for e, z in pairs]

@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..flat import Bucket, copy
 from ..wires.formats import BLOCK, INTS, Wire
-from ..wires.quantized import chunk_of
+from ..wires.quantized import Part, chunk_of
 from .choices import Choice, Layer
-
-
-@dataclass(frozen=True)
-class Part:
-    """In place of a bucket in core/wires/quantized.py: the layers of one format; the first part has the values that
-    travel as they are."""
-
-    flat: Tensor
-    payload: Tensor
-    values: Tensor
-    scalars: Tensor
-
-    @property
-    def numel(self) -> int:
-        return len(self.payload)
 
 
 class Memory:
@@ -101,13 +85,14 @@ class Layout:
         held.copy_(torch.where(moved, 0.0, held))
 
     def parts(self) -> Iterator[tuple[Part, Wire, Tensor, Tensor]]:
-        """For each int format, at least one: its part, and the memory of error feedback's two stages."""
+        """For each int format, at least one: its layers, in the first part also the values that travel as they are, and
+        the memory of error feedback's two stages."""
         start, count = self.raw
         staging, values = self.memory.staging, self.memory.staging[start : start + count + len(self._buffers)]
         place = 0
         for wire, begin, size, chunk in self._ints or [(INTS[0], 0, 0, 0)]:
             own = self.memory.errors[begin : begin + self.world_size * chunk]
-            part = Part(staging, staging[begin : begin + size], values, self.bucket.scalars)
+            part = Part(staging, size, staging[begin : begin + size], values, self.bucket.scalars)
             yield part, wire, own, self.memory.means[place : place + chunk]
             values, place = values[:0], place + chunk
 

@@ -15,8 +15,9 @@ from the first worker's errors.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ from .config import LGrecoConfig
 from .curves import curve, norm
 from .decide import Allocation, make_decider
 from .layout import Layout, Memory, layers_of
-from .senders import Factored, LowRank, Sparse, TopK, fill, moved
+from .senders import Factored, Sparse, fill, low_rank, moved, top_k
 
 NOT_FINITE, NOBODY = -1.0, -2.0  # in place of a layer's curve
 EVERY, FIRST = 20, 3  # reductions, where the settings leave them open
@@ -106,7 +107,7 @@ class LGreco(Reducer):
         asked = self._ask(number) if self.due(number) else None
         for layout in self._layouts:
             layout.release_raw(own)
-        parts = [self._ints.stages(group, number), *(part.stages(group) for part in self._others)]
+        parts = [self._ints.stages(group, number), *(stages(group) for stages in self._others)]
         if asked is not None and group is not None:
             parts.append(iter([all_reduce([asked], group)]))
         yield from together(parts)
@@ -235,17 +236,17 @@ class LGreco(Reducer):
         ]
         parts, wires, own, means = map(list, zip(*(p for each in self._layouts for p in each.parts()), strict=True))
         self._ints = Quantized(parts, self.scalars, self.rank, n, wires, memory=(own, means))
-        self._others: list[TopK | LowRank] = []
+        self._others: list[Callable[..., Iterator[Stage]]] = []
         for layout in self._layouts:
             values, held, chosen = layout.values, layout.held, self.chosen
             if top := layout.of_kind["top"]:
                 sparse = [Sparse(values[i], held[i], self.layers[i].kept(chosen[i].value)) for i in top]
-                self._others.append(TopK(sparse, self.scalars, n))
+                self._others.append(partial(top_k, sparse, self.scalars, n))
             if ranks := layout.of_kind["rank"]:
                 rows = {i: (self.layers[i].rows, -1) for i in ranks}
                 qs = {i: self._q_of(i, int(chosen[i].value)) for i in ranks}
                 factored = [Factored(values[i].view(rows[i]), held[i].view(rows[i]), qs[i]) for i in ranks]
-                self._others.append(LowRank(factored, self.scalars, n))
+                self._others.append(partial(low_rank, factored, self.scalars, n))
 
 
 def together(parts: Sequence[Iterator[Stage]]) -> Iterator[Stage]:

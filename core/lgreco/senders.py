@@ -38,46 +38,45 @@ class Sparse:
     k: int
 
 
-class TopK:
+def top_k(
+    layers: Sequence[Sparse], scalars: Scalars, world_size: int, group: dist.ProcessGroup | None
+) -> Iterator[Stage]:
     """The mean over the workers of each worker's top-k, which everyone gathers. The message is all values, then all
     indices in their layers, int32. Sums go in rank order, so that all workers hold the same bits."""
+    sent = _outgoing(layers, moved(scalars))
+    received = sent[None]
+    if group is not None:
+        received = sent.new_empty(world_size, len(sent))
+        yield all_gather(received, sent, group)
+    _average(layers, received)
 
-    def __init__(self, layers: Sequence[Sparse], scalars: Scalars, world_size: int):
-        self.layers, self.scalars, self.world_size = layers, scalars, world_size
-        self.counts = [layer.k for layer in layers]
 
-    def stages(self, group: dist.ProcessGroup | None) -> Iterator[Stage]:
-        sent = self._outgoing(moved(self.scalars))
-        received = sent[None]
-        if group is not None:
-            received = sent.new_empty(self.world_size, len(sent))
-            yield all_gather(received, sent, group)
-        self._average(received)
+def _outgoing(layers: Sequence[Sparse], moved: Tensor) -> Tensor:
+    """uint8 [bytes]. With movement of d + e, e <- d + e - sent; without, of d, e <- e + d - sent."""
+    values, indices = [], []
+    for layer in layers:
+        kept = layer.error.add_(layer.values)
+        send = torch.where(moved, kept, layer.values)
+        where = largest(send.abs(), layer.k)
+        values.append(send[where])
+        indices.append(where.int())
+        kept[where] -= values[-1]
+    return torch.cat([torch.cat(values).view(torch.uint8), torch.cat(indices).view(torch.uint8)])
 
-    def _outgoing(self, moved: Tensor) -> Tensor:
-        """uint8 [bytes]. With movement of d + e, e <- d + e - sent; without, of d, e <- e + d - sent."""
-        values, indices = [], []
-        for layer in self.layers:
-            kept = layer.error.add_(layer.values)
-            send = torch.where(moved, kept, layer.values)
-            where = largest(send.abs(), layer.k)
-            values.append(send[where])
-            indices.append(where.int())
-            kept[where] -= values[-1]
-        return torch.cat([torch.cat(values).view(torch.uint8), torch.cat(indices).view(torch.uint8)])
 
-    def _average(self, received: Tensor) -> None:
-        """uint8 [workers, bytes] -> the mean, in the layers' values."""
-        dtype, count = self.layers[0].values.dtype, sum(self.counts)
-        for layer in self.layers:
-            layer.values.zero_()
-        for row in received:
-            values = row[: count * dtype.itemsize].clone().view(dtype).split(self.counts)
-            indices = row[count * dtype.itemsize :].clone().view(torch.int32).split(self.counts)
-            for layer, value, index in zip(self.layers, values, indices, strict=True):
-                layer.values.index_add_(0, index, value)  # no index comes twice in a row
-        for layer in self.layers:
-            layer.values.div_(self.world_size)
+def _average(layers: Sequence[Sparse], received: Tensor) -> None:
+    """uint8 [workers, bytes] -> the mean, in the layers' values."""
+    dtype, counts = layers[0].values.dtype, [layer.k for layer in layers]
+    values_end = sum(counts) * dtype.itemsize
+    for layer in layers:
+        layer.values.zero_()
+    for row in received:
+        values = row[:values_end].clone().view(dtype).split(counts)
+        indices = row[values_end:].clone().view(torch.int32).split(counts)
+        for layer, value, index in zip(layers, values, indices, strict=True):
+            layer.values.index_add_(0, index, value)  # no index comes twice in a row
+    for layer in layers:
+        layer.values.div_(len(received))
 
 
 def largest(magnitudes: Tensor, k: int) -> Tensor:
@@ -108,7 +107,9 @@ class Factored:
     q: Tensor
 
 
-class LowRank:
+def low_rank(
+    layers: Sequence[Factored], scalars: Scalars, world_size: int, group: dist.ProcessGroup | None
+) -> Iterator[Stage]:
     """The mean over the workers, projected: with M the mean of d + e, P = orth(M Q), Q <- M^T P, D = P Q^T, and every
     worker keeps d + e - D; one power iteration a reduction (PowerSGD, Vogels et al., NeurIPS 2019; torch's
     powerSGD_hook knows one rank for all layers, and DistributedDataParallel alone).
@@ -117,26 +118,21 @@ class LowRank:
     each computes orth and P Q^T for itself. A column of Q of which M has nothing, or that is not finite, stays as it
     was: of zeros orth would make the first unit vectors, and of a matrix whose first rows nobody uses, as of an
     embedding, nothing would ever be sent again."""
-
-    def __init__(self, layers: Sequence[Factored], scalars: Scalars, world_size: int):
-        self.layers, self.scalars, self.world_size = layers, scalars, world_size
-
-    def stages(self, group: dist.ProcessGroup | None) -> Iterator[Stage]:
-        own = moved(self.scalars)
-        sends = [torch.where(own, layer.error.add_(layer.values), layer.values) for layer in self.layers]
-        flat, factors = _flat([product(m, layer.q) for m, layer in zip(sends, self.layers, strict=True)])
-        if group is not None:
-            yield all_reduce([flat], group)
-        orthogonal = [orthonormal(p) for p in factors]  # of a sum it is the same as of the mean
-        flat, factors = _flat([product(m.T, p) for m, p in zip(sends, orthogonal, strict=True)])
-        if group is not None:
-            yield all_reduce([flat], group)
-        flat.div_(self.world_size)
-        anyone = moved(self.scalars).to(flat.dtype)  # else the mean is thrown away by its owner
-        for layer, p, q in zip(self.layers, orthogonal, factors, strict=True):
-            layer.q.copy_(torch.where(usable(q), q, layer.q))
-            torch.matmul(p, q.T, out=layer.values)
-            layer.error.addcmul_(layer.values, anyone, value=-1)
+    own = moved(scalars)
+    sends = [torch.where(own, layer.error.add_(layer.values), layer.values) for layer in layers]
+    flat, factors = _flat([product(m, layer.q) for m, layer in zip(sends, layers, strict=True)])
+    if group is not None:
+        yield all_reduce([flat], group)
+    orthogonal = [orthonormal(p) for p in factors]  # of a sum it is the same as of the mean
+    flat, factors = _flat([product(m.T, p) for m, p in zip(sends, orthogonal, strict=True)])
+    if group is not None:
+        yield all_reduce([flat], group)
+    flat.div_(world_size)
+    anyone = moved(scalars).to(flat.dtype)  # else the mean is thrown away by its owner
+    for layer, p, q in zip(layers, orthogonal, factors, strict=True):
+        layer.q.copy_(torch.where(usable(q), q, layer.q))
+        torch.matmul(p, q.T, out=layer.values)
+        layer.error.addcmul_(layer.values, anyone, value=-1)
 
 
 def product(matrix: Tensor, thin: Tensor) -> Tensor:

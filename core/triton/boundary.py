@@ -169,12 +169,10 @@ class TritonBoundary(MergingBoundary):
 
     @torch.no_grad()
     def take(self) -> None:
-        """See MergingBoundary."""
         self._copy(takes=True, where=None)
 
     @torch.no_grad()
     def restart(self, where: Tensor | None = None) -> None:
-        """See MergingBoundary."""
         self._copy(takes=False, where=where)
 
     def _copy(self, takes: bool, where: Tensor | None) -> None:

@@ -237,7 +237,7 @@ def mean_kernel(rows_ptr, workers, out_ptr, numel, D: tl.constexpr, ELEMENTS: tl
 
 
 class TritonCodec:
-    """See core/wires/quantized.py: Codec."""
+    """See core/wires/quantized.py: SegmentCodec."""
 
     def encode(self, payload: Tensor, rows: Tensor, wire: str, error: Tensor | None, moved: Tensor) -> None:
         blocks = _blocks(rows, wire)

@@ -14,7 +14,7 @@ Buffers such as BatchNorm's statistics and the scalars travel in the same messag
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..collectives.stages import all_gather
-from ..flat import Scalars, kernels_of
+from ..flat import Bucket, Scalars, kernels_of
 from ..groups import Stage
 from ..reducer import Reducer
 from . import formats as wires
@@ -33,57 +33,36 @@ GPU_SEGMENT = 1 << 24  # few kernels, and temporaries of some 64 MiB
 HELD_BACK = ("error_feedback", "mean_error_feedback")  # names of a checkpoint's tensors
 
 
-class Encoded(Protocol):
-    """The parts of a bucket that this reducer reads and writes: its payload, which is rounded, and the exact rest."""
+@dataclass
+class Part:
+    """In place of a bucket, as far as this reducer reads and writes it: the payload is rounded, the values and the
+    scalars are exact."""
 
-    @property
-    def flat(self) -> Tensor: ...
-    @property
-    def numel(self) -> int: ...
-    @property
-    def payload(self) -> Tensor: ...
-    @property
-    def values(self) -> Tensor: ...
-    @property
-    def scalars(self) -> Tensor: ...
+    flat: Tensor
+    numel: int
+    payload: Tensor
+    values: Tensor
+    scalars: Tensor
 
 
-class Codec(Protocol):
-    """Payloads <-> their encoded bytes, uint8 [workers, bytes], row j the chunk of worker j; rows may lie apart."""
-
-    def encode(self, payload: Tensor, rows: Tensor, wire: Wire, error: Tensor | None, moved: Tensor) -> None:
-        """payload [numel], zeros beyond it -> rows: Q(d + e), e <- d + e - Q(d + e); without movement Q(d),
-        e <- e + d - Q(d). error: [workers x chunk]. moved: 0-d bool on the device."""
-        ...
-
-    def average(
-        self, rows: Tensor, out: Tensor, wire: Wire, dtype: torch.dtype, error: Tensor | None, moved: Tensor
-    ) -> None:
-        """rows, all of one chunk, summed in their order and in dtype -> their mean, encoded likewise, uint8 [bytes]."""
-        ...
-
-    def decode(self, rows: Tensor, wire: Wire, payload: Tensor) -> None:
-        """rows -> payload, [numel]; what comes beyond is padding."""
-        ...
-
-    def mean(self, rows: Tensor) -> Tensor:
-        """[workers, elements] -> [elements], summed in the rows' order."""
-        ...
-
-
-def make_codec(device: torch.device) -> Codec:
-    """Triton's kernels where they run."""
+def make_codec(device: torch.device) -> SegmentCodec:
+    """Triton's kernels where they run: a TritonCodec has the same methods."""
     kernels = kernels_of(device)
     return SegmentCodec(device) if kernels is None else kernels.TritonCodec()
 
 
 class SegmentCodec:
-    """core/wires/formats.py's functions, a segment at a time."""
+    """Payloads <-> their encoded bytes, uint8 [workers, bytes], row j the chunk of worker j; rows may lie apart.
+
+    By core/wires/formats.py's functions, a segment at a time.
+    """
 
     def __init__(self, device: torch.device):
         self._segment = GPU_SEGMENT if device.type == "cuda" else SEGMENT
 
     def encode(self, payload: Tensor, rows: Tensor, wire: Wire, error: Tensor | None, moved: Tensor) -> None:
+        """payload [numel], zeros beyond it -> rows: Q(d + e), e <- d + e - Q(d + e); without movement Q(d),
+        e <- e + d - Q(d). error: [workers x chunk]. moved: 0-d bool on the device."""
         chunk = _chunk(rows, wire)
         few = self._few(chunk)
         for j, to in enumerate(rows.split(few)):
@@ -95,6 +74,7 @@ class SegmentCodec:
     def average(
         self, rows: Tensor, out: Tensor, wire: Wire, dtype: torch.dtype, error: Tensor | None, moved: Tensor
     ) -> None:
+        """rows, all of one chunk, summed in their order and in dtype -> their mean, encoded likewise, uint8 [bytes]."""
         chunk = _chunk(rows, wire)
         mean = torch.zeros(chunk, dtype=dtype, device=rows.device)
         for start, values in self._decoded(rows, wire, dtype):
@@ -104,11 +84,13 @@ class SegmentCodec:
         self._encode(mean.div_(mean.new_full((), len(rows))), out[None], wire, error, moved)
 
     def decode(self, rows: Tensor, wire: Wire, payload: Tensor) -> None:
+        """rows -> payload, [numel]; what comes beyond is padding."""
         for start, decoded in self._decoded(rows, wire, payload.dtype):
             target = payload[start : start + decoded.numel()]
             target.copy_(decoded.view(-1)[: len(target)])
 
     def mean(self, rows: Tensor) -> Tensor:
+        """[workers, elements] -> [elements], summed in the rows' order."""
         total = torch.zeros_like(rows[0])
         for row in rows:
             total.add_(row)
@@ -149,7 +131,7 @@ def chunk_of(numel: int, world_size: int) -> int:
 
 
 def nothing_held_back(
-    buckets: Sequence[Encoded], world_size: int, device: str | None = None
+    buckets: Sequence[Bucket | Part], world_size: int, device: str | None = None
 ) -> dict[str, list[Tensor]]:
     """Error feedback as it begins, for both stages, a tensor a bucket; device: None for the bucket's."""
     pairs = [(b, chunk_of(b.numel, world_size)) for b in buckets]
@@ -174,7 +156,7 @@ class Quantized(Reducer):
 
     def __init__(
         self,
-        buckets: Sequence[Encoded],
+        buckets: Sequence[Bucket | Part],
         scalars: Scalars,
         rank: int,
         world_size: int,

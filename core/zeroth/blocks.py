@@ -25,12 +25,11 @@ from ..errors import UserError
 from ..flat import unique
 from ..offload.pinned import pinned
 from .forward import weights_uncached
-from .lanes import Hold
 from .noise import Noise
 from .replay import Update
 from .turns import Passes
 from .weights import Weights
-from .window import Block, Window, aligned
+from .window import Block, Hold, Window, aligned
 
 
 class BlockStream:
@@ -258,15 +257,15 @@ def _refuse(model: nn.Module, blocks: Sequence[nn.Module], inside: set[int]) -> 
     if not blocks:
         raise UserError("no blocks to stream: give the modules that the model calls one after the other")
     owners: dict[int, str] = {}
-    for name, module in model.named_modules():
-        holds = any(id(m) in inside for m in module.modules())
-        if id(module) not in inside and holds and (module._parameters or module._buffers):
-            raise UserError(f"{name or 'the model'} has tensors of its own beside blocks: they cannot be streamed")
     for i, block in enumerate(blocks):
         for t in unique([*block.parameters(), *block.buffers()]):
             if owners.setdefault(id(t), f"block {i}") != f"block {i}":
                 raise UserError(f"block {i} shares a tensor with {owners[id(t)]}: such blocks cannot be streamed")
     for name, module in model.named_modules():
-        shared = [t for t in (*module._parameters.values(), *module._buffers.values()) if id(t) in owners]
-        if id(module) not in inside and shared:
-            raise UserError(f"{name} shares a tensor with {owners[id(shared[0])]}: such blocks cannot be streamed")
+        own = [*module._parameters.values(), *module._buffers.values()]
+        if id(module) in inside or not own:
+            continue
+        if any(id(m) in inside for m in module.modules()):
+            raise UserError(f"{name or 'the model'} has tensors of its own beside blocks: they cannot be streamed")
+        if shared := [owners[id(t)] for t in own if id(t) in owners]:
+            raise UserError(f"{name} shares a tensor with {shared[0]}: such blocks cannot be streamed")

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import UserError
+from ..config import is_whole, require
 
 MOST_DIRECTIONS = 10_000  # each is two forward passes, and a number that every worker keeps for every step
 
@@ -33,20 +33,13 @@ class ZerothConfig:
     """Where z is drawn. Devices of different kinds draw different numbers: workers that mix them need host."""
 
     def __post_init__(self) -> None:
-        def require(ok: bool, name: str, remedy: str) -> None:
-            if not ok:
-                raise UserError(f"{name}={getattr(self, name)!r}: {remedy}")
-
-        require(math.isfinite(self.eps) and self.eps > 0, "eps", "give a number above 0, such as 1e-3")
-        few = is_whole(self.directions) and 1 <= self.directions <= MOST_DIRECTIONS
-        require(few, "directions", f"give a whole number from 1 to {MOST_DIRECTIONS}")
-        require(is_whole(self.delay) and self.delay in (0, 1), "delay", "give 0 or 1")
-        require(math.isfinite(self.weight_decay) and self.weight_decay >= 0, "weight_decay", "give 0 or more")
-        require(is_whole(self.seed) and 0 <= self.seed < 1 << 63, "seed", "give a whole number from 0 to 2^63 - 1")
-        require(self.pairs in (None, True, False), "pairs", "give True, False or None")
-        require(self.rng in ("device", "host"), "rng", "choose device or host")
-
-
-def is_whole(value: object) -> bool:
-    """Whether it is an integer, truth values not being numbers."""
-    return isinstance(value, int) and not isinstance(value, bool)
+        require(self, math.isfinite(self.eps) and self.eps > 0, "eps", "give a number above 0, such as 1e-3")
+        few = is_whole(self.directions) and self.directions <= MOST_DIRECTIONS
+        require(self, few, "directions", f"give a whole number from 1 to {MOST_DIRECTIONS}")
+        require(self, type(self.delay) is int and self.delay in (0, 1), "delay", "give 0 or 1")
+        decays = math.isfinite(self.weight_decay) and self.weight_decay >= 0
+        require(self, decays, "weight_decay", "give 0 or more")
+        seeds = type(self.seed) is int and 0 <= self.seed < 1 << 63
+        require(self, seeds, "seed", "give a whole number from 0 to 2^63 - 1")
+        require(self, self.pairs in (None, True, False), "pairs", "give True, False or None")
+        require(self, self.rng in ("device", "host"), "rng", "choose device or host")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from ..elastic.members import Came, Members, Report, Workers
 from ..errors import CollectiveError, UserError
 from ..groups import set_timeout
-from ..riders import Rider
-from ..testing.link import Link
 from .config import ZerothConfig
 from .exchange import Place
 from .forward import Loss, evaluating
@@ -44,18 +42,10 @@ class ElasticZeroth(Zeroth, Workers):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        config: ZerothConfig,
-        *,
-        lr: Callable[[], float],
-        members: Members,
-        timeout: float = 600.0,
-        link: Link | None = None,
-        riders: Sequence[Rider] = (),
+        self, model: nn.Module, config: ZerothConfig, *, members: Members, timeout: float = 600.0, **options: Any
     ):
         check_elastic(config)
-        Zeroth.__init__(self, model, config, lr=lr, timeout=timeout, link=link, riders=riders)
+        Zeroth.__init__(self, model, config, timeout=timeout, **options)
         Workers.__init__(self, members)
         self._timeout = timeout
         self._initial = digest([*model.parameters(), *model.buffers()])

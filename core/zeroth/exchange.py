@@ -82,12 +82,12 @@ class Place:
                 for side in ((1 - sign) // 2 for sign in place.signs):
                     sums[direction][side] += losses[side]
                     samples[direction][side] += count
-        counts = [row[NUMBERS - 1] for row in rows]
-        for plus, minus in zip(places[::2], places[1::2], strict=True) if self.pairs else ():
-            if counts[plus.rank] != counts[minus.rank]:
+        for plus in range(0, self.workers, 2) if self.pairs else ():
+            own, other = (rows[rank][NUMBERS - 1] for rank in (plus, plus + 1))
+            if own != other:
                 raise UserError(
-                    f"rank {plus.rank} had {counts[plus.rank]:g} samples and rank {minus.rank} {counts[minus.rank]:g}: "
-                    "a pair takes the same batch; deal data out by data_rank and data_workers"
+                    f"rank {plus} had {own:g} samples and rank {plus + 1} {other:g}: a pair takes the same batch; deal "
+                    "data out by data_rank and data_workers"
                 )
         plus, minus = (
             tuple(s[side] / n[side] if n[side] else float("nan") for s, n in zip(sums, samples, strict=True))

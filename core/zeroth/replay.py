@@ -79,8 +79,9 @@ class ScalarLog:
 
     def save(self, path: str | Path) -> None:
         """Writes a line of JSON, and the numbers in little-endian float64."""
-        header = {"format": _FORMAT, "steps": len(self), **self._header()}
-        Path(path).write_bytes(json.dumps(header).encode() + b"\n" + struct.pack(f"<{len(self.g)}d", *self.g))
+        header = {"format": _FORMAT, "steps": len(self), **self.state_dict()}
+        numbers = header.pop("g")
+        Path(path).write_bytes(json.dumps(header).encode() + b"\n" + struct.pack(f"<{len(numbers)}d", *numbers))
 
     @classmethod
     def load(cls, path: str | Path) -> ScalarLog:
@@ -88,24 +89,20 @@ class ScalarLog:
         line, _, numbers = Path(path).read_bytes().partition(b"\n")
         try:
             header = json.loads(line)
-            known = header.pop("format") == _FORMAT
-            expected = header.pop("steps") * header["directions"]
-            log = cls(**header | {"lrs": [(int(step), float(rate)) for step, rate in header["lrs"]]})
+            known = header["format"] == _FORMAT and len(numbers) == 8 * header["steps"] * header["directions"]
+            log = cls.from_state(header | {"g": []})
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-            known, expected, log = False, 0, cls(0)
-        if not known or len(numbers) != 8 * expected:
+            known, log = False, cls(0)
+        if not known:
             raise UserError(f"{path} is no whole list of a zeroth-order run's scalars: give a file of save_scalars")
         log.g.extend(struct.unpack(f"<{len(numbers) // 8}d", numbers))
         return log
 
     def state_dict(self) -> dict[str, Any]:
-        return self._header() | {"g": list(self.g)}
+        names = ("seed", "directions", "weight_decay", "lrs")
+        return {name: getattr(self, name) for name in names} | {"g": list(self.g)}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> ScalarLog:
         lrs = [(int(step), float(rate)) for step, rate in state["lrs"]]
         return cls(state["seed"], state["directions"], state["weight_decay"], array("d", state["g"]), lrs)
-
-    def _header(self) -> dict[str, Any]:
-        names = ("seed", "directions", "weight_decay", "lrs")
-        return {name: getattr(self, name) for name in names}

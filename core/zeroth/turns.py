@@ -20,8 +20,7 @@ class Passes:
         self._device = device
         self._local = threading.local()
         self._condition = threading.Condition()
-        self._turn, self._over = 0, {0, 1}  # whose turn it is; the passes that have ended
-        self._failed = False
+        self._turn, self._going, self._failed = 0, set[int](), False  # whose turn it is; the passes that have not ended
 
     @property
     def number(self) -> int | None:
@@ -39,7 +38,7 @@ class Passes:
 
     def run(self, work: Callable[[], T], count: int) -> list[T]:
         """What `work` returns in each of `count` passes, one or two. Raises what the first of them to fail raised."""
-        self._turn, self._over, self._failed = 0, set(range(count, 2)), False
+        self._turn, self._going, self._failed = 0, set(range(count)), False
         kind = self._device.type
         stream = torch.cuda.current_stream(self._device) if kind == "cuda" else None
         cast = {"enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
@@ -47,9 +46,16 @@ class Passes:
         def go(number: int) -> T:
             # a thread has a grad mode, an autocast and a stream of its own; a cache would mix up the passes' weights
             passing = torch.autocast(kind, **cast, cache_enabled=False)
-            with self._until_its_end(number), torch.no_grad(), passing, torch.cuda.stream(stream):
-                self._await(number)
-                return work()
+            try:
+                with self.under_way(number), torch.no_grad(), passing, torch.cuda.stream(stream):
+                    self._await(number)
+                    return work()
+            except BaseException:
+                self._failed = True
+                raise
+            finally:
+                self._going.discard(number)
+                self._give(1 - number)
 
         with ThreadPoolExecutor(1) as pool:
             beside = [pool.submit(go, number) for number in range(1, count)]
@@ -63,31 +69,20 @@ class Passes:
         """The other pass's turn, if there is one, and then again this thread's."""
         me = self.number
         assert me is not None
+        if 1 - me in self._going:
+            self._give(1 - me)
+            self._await(me)
+
+    def _give(self, turn: int) -> None:
         with self._condition:
-            if 1 - me in self._over:
-                return
-            self._turn = 1 - me
+            self._turn = turn
             self._condition.notify_all()
-        self._await(me)
 
     def _await(self, me: int) -> None:
         with self._condition:
             self._condition.wait_for(lambda: self._turn == me or self._failed)
         if self._failed:
             raise _OtherFailed
-
-    @contextlib.contextmanager
-    def _until_its_end(self, me: int) -> Iterator[None]:
-        failed = True
-        try:
-            with self.under_way(me):
-                yield
-            failed = False
-        finally:
-            with self._condition:
-                self._over.add(me)
-                self._turn, self._failed = 1 - me, self._failed or failed
-                self._condition.notify_all()
 
 
 class _OtherFailed(Exception):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..checks import refuse_shared_storage
+from ..checks import check_inputs
 from ..errors import UserError
 from ..flat import is_dtensor
 from .config import ZerothConfig
@@ -34,21 +34,20 @@ class Weights:
         self._check()
         device = self.params[0].device if config.rng == "device" else torch.device("cpu")
         self.noise = Noise(config.seed, device)
-        self._counts = {"perturbation": Swallowed("eps", config.eps), "update": Swallowed("lr", None)} if warns else {}
+        # of a change of 16-bit weights: the elements that it left as they were, below half their spacing, and all
+        self._swallowed: dict[str, tuple[float | Tensor, int]] = (
+            {"perturbation": (0, 0), "update": (0, 0)} if warns else {}
+        )
 
     def _check(self) -> None:
-        if not any(p.numel() for p in self.params):
-            raise UserError("nothing to train: no parameter requires a gradient")
         for name, p in zip(self.names, self.params, strict=True):
-            if not p.is_floating_point():
-                raise UserError(f"{name} is of dtype {p.dtype}: only floating point can be perturbed; freeze it")
             if is_dtensor(p):
                 raise UserError(
                     f"{name} is a DTensor: zeroth-order training holds whole tensors; do not shard the model"
                 )
             if not p.is_contiguous():
                 raise UserError(f"{name} is not contiguous: give it contiguous memory before")
-        refuse_shared_storage(self.params)
+        check_inputs(self.params, self.params, ())
 
     @torch.no_grad()
     def perturb(self, index: int, w: Tensor, out: Tensor, step: int, direction: int, sign: int) -> None:
@@ -89,41 +88,27 @@ class Weights:
         return z.double() if like.dtype == torch.float64 else z
 
     def _count(self, what: str, before: Tensor, after: Tensor) -> None:
-        if what in self._counts:
-            self._counts[what].add(before, after)
+        if what in self._swallowed:
+            unchanged, elements = self._swallowed[what]
+            self._swallowed[what] = unchanged + (before == after).sum(), elements + before.numel()
 
     def leave_warning(self) -> None:
         """Another worker warns from here on."""
-        self._counts.clear()
+        self._swallowed.clear()
 
     def warn(self) -> None:
         """After a step: warns once where most of the first perturbation, or of the first update, was swallowed."""
-        for what, count in list(self._counts.items()):
-            if count.elements:
-                del self._counts[what]
-                count.warn(what)
-
-
-class Swallowed:
-    """How many elements of 16 bits a change left as they were, being below half their spacing."""
-
-    def __init__(self, name: str, value: float | None):
-        self._remedy = f"{name}={value:g}" if value is not None else name
-        self.elements = 0
-        self._unchanged: float | Tensor = 0
-
-    def add(self, before: Tensor, after: Tensor) -> None:
-        self.elements += before.numel()
-        self._unchanged = self._unchanged + (before == after).sum()
-
-    def warn(self, what: str) -> None:
-        share = float(self._unchanged) / self.elements
-        if share > MOSTLY:
-            warnings.warn(
-                f"rounding to 16 bits swallows the {what} of {share:.0%} of the elements: raise {self._remedy}, or "
-                "train float32 weights",
-                stacklevel=2,
-            )
+        for what, (unchanged, elements) in list(self._swallowed.items()):
+            if not elements:
+                continue
+            del self._swallowed[what]
+            if (share := float(unchanged) / elements) > MOSTLY:
+                remedy = f"eps={self.config.eps:g}" if what == "perturbation" else "lr"
+                warnings.warn(
+                    f"rounding to 16 bits swallows the {what} of {share:.0%} of the elements: raise {remedy}, or "
+                    "train float32 weights",
+                    stacklevel=2,
+                )
 
 
 def is_16_bit(t: Tensor) -> bool:

@@ -1,21 +1,101 @@
-"""Where a model's blocks lie: all in the host's memory, and of those that compute next, copies on the device."""
+"""Where a model's blocks lie: all in the host's memory, and of those that compute next, copies on the device.
+
+Copies go beside the computation; the workers of a node may share each.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..collectives.stages import gather_parts
+from ..errors import CollectiveError
 from ..flat import unique
-from .lanes import Hold, Lane, wait
 from .replay import Update
 from .weights import Weights
 
+Hold = Callable[[int], None]
 ALIGNED = 64  # bytes, where a tensor begins in a block
+
+
+class Lane:
+    """Copies beside the computation, one after the other: a thread on a CPU, a stream on a GPU.
+
+    hold: called with a copy's bytes when it is done, to emulate a slow bus on a CPU. Attributes: bytes, seconds (on a
+    CPU), of this worker's part of all copies.
+    """
+
+    def __init__(self, device: torch.device, hold: Hold | None):
+        self._device, self._hold = device, hold
+        self.bytes, self.seconds = 0, 0.0
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._thread = None if self._stream else ThreadPoolExecutor(1)
+
+    def copy(self, target: Tensor, source: Tensor, after: Any = None, share: dist.ProcessGroup | None = None) -> Any:
+        """Begins a copy, after another lane's and what the device computes so far; returns what `wait` takes.
+
+        share: each worker of this group copies its part of `source`, of which all have the same, and sends it to the
+        others.
+        """
+        source = own_part(source, share)
+        self.bytes += source.nbytes
+        if self._thread is not None:
+            return self._thread.submit(self._copy, target, source, after, share)
+        assert self._stream is not None
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if after is not None:
+            self._stream.wait_event(after)
+        with torch.cuda.stream(self._stream):
+            own_part(target, share).copy_(source, non_blocking=True)
+            if share is not None:
+                gather(target, share)
+            return self._stream.record_event()
+
+    def _copy(
+        self, target: Tensor, source: Tensor, after: Future[None] | None, share: dist.ProcessGroup | None
+    ) -> None:
+        if after is not None:
+            after.result()
+        began = time.perf_counter()
+        own_part(target, share).copy_(source)
+        if self._hold is not None:
+            self._hold(source.nbytes)
+        self.seconds += time.perf_counter() - began
+        if share is not None:
+            gather(target, share)
+
+
+def own_part(flat: Tensor, share: dist.ProcessGroup | None) -> Tensor:
+    """The part that this worker copies, of those of the group; all without one."""
+    return flat if share is None else flat.view(dist.get_world_size(share), -1)[dist.get_rank(share)]
+
+
+def gather(flat: Tensor, share: dist.ProcessGroup) -> None:
+    """Fills in the other workers' parts of a flat tensor."""
+    try:
+        for work in gather_parts(flat, share)[0]:
+            work.wait()
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"rank {dist.get_rank()}: another worker's part of a block did not come: "
+            f"{str(error).strip().partition(chr(10))[0]}"
+        ) from None
+
+
+def wait(copy: Any, device: torch.device, *, host: bool = False) -> None:
+    """Until a copy is through: the host on a CPU, or where it asks for that; else the GPU's current stream."""
+    if isinstance(copy, Future):
+        copy.result()
+    elif copy is not None and host:
+        copy.synchronize()
+    elif copy is not None:
+        torch.cuda.current_stream(device).wait_event(copy)
 
 
 def aligned(nbytes: int, to: int = ALIGNED) -> int:

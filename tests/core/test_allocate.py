@@ -41,31 +41,21 @@ def test_against_brute_force(bins: int):
     for seed in range(1000):
         layers, choices = pick.randint(1, 5), pick.randint(2, 5)
         errors, sizes, uniform = table(seed, layers, choices)
-        share = pick.choice((1.0, 1.0, 0.8, 1.5))
-        budget = share * total(errors, uniform)
-        found = allocate(errors, sizes, uniform, share=share, bins=bins)
-        least = optimum(errors, sizes, budget)
-        if least == float("inf"):
-            assert found == errors.argmin(1).tolist(), "nothing fits: the least errors"
-            continue
-        size = total(sizes, found)
-        within = optimum(errors, sizes, budget * (1 - layers / bins))
-        if within < float("inf"):
-            assert total(errors, found) <= budget * (1 + 1e-9)
-        assert size <= within and (size >= least or total(errors, found) > budget)
-        if share >= 1:
-            assert size <= total(sizes, uniform)
-            assert least <= size and total(errors, found) <= budget * (1 + 1e-9)
+        found = allocate(errors, sizes, uniform, bins=bins)
+        least, size = optimum(errors, sizes, total(errors, uniform)), total(sizes, found)
+        within = optimum(errors, sizes, total(errors, uniform) * (1 - layers / bins))
+        assert least <= size <= min(within, total(sizes, uniform))
+        assert total(errors, found) <= total(errors, uniform) * (1 + 1e-9)
         exact += size == least
     assert exact > (900 if bins == BINS else 400)
 
 
 def test_by_hand():
-    """Two layers, budget 4: the first gives up what it gains, 6 bytes, to the second, which loses 1."""
+    """Two layers, budget 5: the first gives up what it gains to the second, which loses less."""
     errors = torch.tensor([[4.0, 2.0, 1.0], [4.0, 2.0, 1.0]])
     sizes = torch.tensor([[1.0, 4.0, 5.0], [8.0, 9.0, 10.0]])
     assert allocate(errors, sizes, [1, 1]) == [1, 1]  # 4 + 1 would be 5
-    assert allocate(errors, sizes, [1, 1], share=1.25) == [0, 2]
+    assert allocate(errors, sizes, [2, 0]) == [0, 2]
     assert allocate(errors, sizes, [0, 0]) == [0, 0]
 
 
@@ -102,12 +92,6 @@ def test_an_error_beyond_the_budget_is_no_choice():
     assert allocate(errors, torch.tensor([[1.0, 2.0], [1.0, 2.0]]), [1, 1]) == [1, 1]
 
 
-def test_one_layer_and_equal_layers():
-    assert allocate(torch.tensor([[2.0, 1.0]]), torch.tensor([[1.0, 2.0]]), [1]) == [1]
-    draws = [allocate(torch.ones(5, 3), torch.ones(5, 3), [c] * 5) for c in range(3)]
-    assert all(total(torch.ones(5, 3), d) == 5 for d in draws)
-
-
 def test_totals_depend_on_no_order():
     """Processors add the terms of a tensor in orders of their own; workers have to come to the same budget."""
     terms = torch.tensor([[1e16], [1.0], [1.0]], dtype=torch.float64)
@@ -116,18 +100,17 @@ def test_totals_depend_on_no_order():
 
 
 @pytest.mark.parametrize(
-    ("errors", "sizes", "share"),
+    ("errors", "sizes"),
     [
-        ([[1.0, NAN], [1.0, 2.0]], SIZES, 1.0),
-        ([[1.0, 2.0], [-1.0, 2.0]], SIZES, 1.0),
-        ([[1.0, 2.0], [1.0, INF]], SIZES, 1.0),
-        ([[1.0, 2.0], [3.0, 4.0]], [[1.0, 2.0], [INF, 2.0]], 1.0),
-        ([[1.0, 2.0], [3.0, 4.0]], SIZES, NAN),
+        ([[1.0, NAN], [1.0, 2.0]], SIZES),
+        ([[1.0, 2.0], [-1.0, 2.0]], SIZES),
+        ([[1.0, 2.0], [1.0, INF]], SIZES),
+        ([[1.0, 2.0], [3.0, 4.0]], [[1.0, 2.0], [INF, 2.0]]),
     ],
 )
-def test_numbers_that_no_error_or_size_can_be_are_refused(errors: list, sizes: list, share: float):
+def test_numbers_that_no_error_or_size_can_be_are_refused(errors: list, sizes: list):
     with pytest.raises(AssertionError):
-        allocate(torch.tensor(errors), torch.tensor(sizes), [1, 1], share=share)
+        allocate(torch.tensor(errors), torch.tensor(sizes), [1, 1])
 
 
 @pytest.mark.parametrize("unit", [1e308, 1e307, 1e-300, 5e-324 * 2**20])
@@ -135,12 +118,11 @@ def test_no_size_of_the_errors_matters(unit: float):
     """Two errors of 1e308 have a sum that no float64 holds."""
     errors = torch.tensor([[4.0, 2.0, 1.0], [4.0, 2.0, 1.0]], dtype=torch.float64) / 4
     sizes = torch.tensor([[1.0, 4.0, 5.0], [8.0, 9.0, 10.0]])
-    for share in (1.0, 1.25, 0.4):
-        found = allocate(errors * unit, sizes, [1, 1], share=share)
-        assert found == allocate(errors, sizes, [1, 1], share=share)
-        assert found == allocate(errors, sizes.double() / 10 * unit, [1, 1], share=share)
+    found = allocate(errors, sizes, [1, 1])
+    assert allocate(errors * unit, sizes, [1, 1]) == found
+    assert allocate(errors * unit, sizes.double() / 10 * unit, [1, 1]) == found
     least = torch.full((2, 1), unit, dtype=torch.float64)
-    assert total(least, [0, 0]) == 2 * unit and allocate(least, least, [0, 0]) == [0, 0]
+    assert allocate(least, least, [0, 0]) == [0, 0]
 
 
 def test_quick_enough():
@@ -150,10 +132,3 @@ def test_quick_enough():
     found = allocate(errors, sizes, uniform)
     assert time.perf_counter() - began < 3
     assert total(sizes, found) < total(sizes, uniform)
-
-
-def test_the_same_table_gives_the_same_choices():
-    assert len({tuple(allocate(*table(3, 6, 5))) for _ in range(3)}) == 1
-    for errors, sizes, uniform in itertools.islice((table(s, 4, 4) for s in itertools.count()), 20):
-        found = allocate(errors, sizes, uniform)
-        assert found == allocate(errors * 1e-20, sizes * 7, uniform), "no unit matters"

@@ -1,6 +1,7 @@
 """attach(): CO2 on an optimiser's own step, equal to a plain loop."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,26 +32,17 @@ def trained(rank: int, world_size: int, config: CO2Config, parts: int) -> list[T
     for attached in (True, False):
         net, trace = problems.small_net(), []
         optimizer = torch.optim.AdamW(net.parameters(), 0.05)
-        if attached:
-            with attach(optimizer, net.parameters(), config, buffers=net.buffers()) as co2:
-                for step in range(STEPS):
-                    optimizer.zero_grad()
-                    backward(net, rank, step, parts)
-                    optimizer.step()
-                    trace.append(flat(net.parameters()))
-            optimizer.step()  # nothing hangs on it any more
-            trace.append(flat(co2.state["outer_iterate"]))
-        else:
-            co2 = CO2(net.parameters(), config, buffers=net.buffers())
+        make = partial(attach, optimizer) if attached else CO2
+        with make(net.parameters(), config, buffers=net.buffers()) as co2:
             for step in range(STEPS):
                 optimizer.zero_grad()
                 backward(net, rank, step, parts)
                 optimizer.step()
-                co2.step()
+                if not attached:
+                    co2.step()
                 trace.append(flat(net.parameters()))
-            co2.finish()
-            co2.close()
-            trace.append(flat(co2.state["outer_iterate"]))
+        optimizer.step()  # nothing hangs on it any more
+        trace.append(flat(co2.state["outer_iterate"]))
         ends.append(torch.stack([t[: sum(p.numel() for p in net.parameters())] for t in trace]))
     return ends
 

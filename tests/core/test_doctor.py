@@ -89,9 +89,10 @@ def test_tau_is_what_the_tuner_says():
 
 def test_what_does_not_fit_is_a_failure_and_what_hardly_does_a_warning():
     least, most = (memory(5.5, 1000, has) for has in (30e3, 38e3))
-    assert (least.co2, least.trained, least.adam) == (22e3, 8e3, 8e3)
-    assert (least.failure, most.failure, most.warning) == ("", "", "") and "with AdamW" in least.warning
-    assert "parameters, gradients and CO2 take" in memory(5.5, 1000, 29e3).failure
+    assert (least.co2_bytes, least.parameters_and_gradients_bytes, least.adam_bytes) == (22e3, 8e3, 8e3)
+    (nothing, (hardly,)), (fails, others) = least.judge(), memory(5.5, 1000, 29e3).judge()
+    assert nothing == others == [] and most.judge() == ([], []) and "with AdamW" in hardly
+    assert "parameters, gradients and CO2 take" in fails[0]
 
 
 # -- the facts ------------------------------------------------------------------------------------------------------
@@ -158,11 +159,11 @@ def test_the_interface_that_gloo_takes(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_worker_with_a_gpu(monkeypatch: pytest.MonkeyPatch):
     """A stand-in for CUDA: the calls as torch documents them."""
-    properties = SimpleNamespace(name="NVIDIA H100", total_memory=80 << 30)
+    properties, chosen = SimpleNamespace(name="NVIDIA H100", total_memory=80 << 30), list[int]()
     for owner, name, stand_in in (
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "device_count", lambda: 4),
-        (torch.cuda, "set_device", chosen.append if (chosen := []) is not None else None),
+        (torch.cuda, "set_device", chosen.append),
         (torch.cuda, "current_device", lambda: chosen[-1]),
         (torch.cuda, "get_device_properties", lambda device: properties),
         (torch.version, "cuda", "12.8"),
@@ -176,7 +177,6 @@ def test_a_worker_with_a_gpu(monkeypatch: pytest.MonkeyPatch):
     assert (found.device, found.device_name, found.memory, chosen) == ("cuda", "NVIDIA H100", 80 << 30, [3])
     assert found.versions["NCCL"] == "2.27.3" and found.versions["CUDA"] == "12.8"
     assert (found.variables, found.problems) == ({"NCCL_DEBUG": "INFO"}, [])
-    assert Facts.heard(found.told()) == found
     many = own_facts(7, env | {"LOCAL_WORLD_SIZE": "8", "TORCH_NCCL_BLOCKING_WAIT": "1", "GLOO_SOCKET_IFNAME": "none9"})
     assert [text.partition(":")[0] for text in many.problems] == [
         "8 workers on a node with 4 GPUs",

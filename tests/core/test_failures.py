@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from core import CO2Config, CollectiveError, ShardedCO2, make_method, node_mesh
+from core import CO2Config, CollectiveError, ShardedCO2, WireConfig, make_method, node_mesh
 from core.robust import peers
 from core.testing import run_distributed
 from tests import problems
@@ -36,10 +36,13 @@ def outlast(files: list[Path]) -> None:
         time.sleep(0.05)
 
 
-def bad_worker(rank: int, world_size: int, name: str, how: str, who: int, folder: str) -> dict[str, Any] | None:
+def bad_worker(
+    rank: int, world_size: int, name: str, how: str, who: int, folder: str, wire: Any = "float32"
+) -> dict[str, Any] | None:
     """Worker `who` dies or stalls before its tenth step; the survivors write what they saw to the folder."""
     params = problems.odd_parameters()
-    _, method = make_method(name, nn.ParameterList(params), co2=CO2Config(tau=2), timeout=TIMEOUT)
+    config = CO2Config(tau=2, wire=WireConfig(wire))
+    _, method = make_method(name, nn.ParameterList(params), co2=config, timeout=TIMEOUT)
     if how == "stall":
         method.flight.timeout = STALLED  # from now on: two workers may be farther apart at their start
     for step in range(40):
@@ -85,11 +88,18 @@ def check(seen: dict[str, Any], rank: int, who: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "who", "name"),
-    [(2, 1, "co2"), (4, 0, "co2"), (4, 2, "co2"), (3, 1, "slowmo"), (3, 2, "overlap_local")],
+    ("world_size", "who", "name", "wire"),
+    [
+        (2, 1, "co2", "float32"),
+        (4, 0, "co2", "float32"),
+        (4, 2, "co2", "float32"),
+        (3, 1, "co2", "int8"),
+        (3, 1, "slowmo", "float32"),
+        (3, 2, "overlap_local", "float32"),
+    ],
 )
-def test_the_others_name_a_killed_worker(world_size: int, who: int, name: str, tmp_path: Path):
-    results = run_distributed(bad_worker, world_size, name, "sigkill", who, str(tmp_path), expect_death=(who,))
+def test_the_others_name_a_killed_worker(world_size: int, who: int, name: str, wire: str, tmp_path: Path):
+    results = run_distributed(bad_worker, world_size, name, "sigkill", who, str(tmp_path), wire, expect_death=(who,))
     for rank in set(range(world_size)) - {who}:
         check(results[rank], rank, who)
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from core.assembly.wire import WireConfig
@@ -18,7 +13,6 @@ from core.lgreco.choices import code, padded_bytes
 from core.lgreco.config import LGrecoConfig
 from core.testing import run_distributed
 from tests.core.lgreco_reference import Reference
-from tests.core.test_wire_bytes import loopback_bytes
 from tests.problems import Mean
 from training.sampling import generator
 
@@ -161,54 +155,10 @@ def bytes_of(rank: int, world_size: int) -> list[tuple[str, float, float, list[s
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_bytes_sent_are_those_allocated(world_size: int):
+    """By the stages' count, which test_wire_bytes.py compares with the kernel's."""
     for result in run_distributed(bytes_of, world_size):
         for like, counted, allocated, choices in result:
             assert counted == pytest.approx(allocated, rel=0.02), f"{like}: {choices}"
-
-
-COUNT = """
-from core.testing import run_distributed
-from tests.core.test_lgreco import counted_by_the_kernel
-print(run_distributed(counted_by_the_kernel, 3, timeout=200))
-"""
-
-
-def counted_by_the_kernel(rank: int, world_size: int) -> dict[str, tuple[float, int]]:
-    """By the uniform setting: the bytes allocated to this worker, and what the kernel sent over lo, of all workers."""
-    counted = {}
-    for like in ("int4", "top0.01", "rank32"):
-        mean = mean_of(lgreco(like, first=2), [(2000, 1500), (1000, 700), (20000,)])
-        draw = torch.randn(mean.buckets[0].numel, generator=generator(rank))
-        for _ in range(3):  # connections are made, and the choices
-            before = counted_once(mean, draw * torch.linspace(0.01, 3, len(draw)) ** 3)
-        counted[like] = before
-        mean.close()
-    return counted
-
-
-def counted_once(mean: Mean, values: Tensor) -> tuple[float, int]:
-    workers = mean.flight.world_size
-    allocated = sum(padded_bytes(mean.reducer.layers, mean.reducer.chosen, workers))
-    dist.barrier()
-    before = loopback_bytes()
-    dist.barrier()  # nobody starts before all have read
-    mean.buckets[0].payload.copy_(values)
-    mean.reduce()
-    dist.barrier()
-    return allocated, loopback_bytes() - before
-
-
-@pytest.mark.root
-def test_the_kernel_counts_what_is_allocated():
-    """In a network namespace of its own, whose packets of 64 KiB have few headers: within 2 %, and 16 KB for barriers,
-    acknowledgements and gloo's preambles."""
-    inside = ["sh", "-c", 'ip link set lo up && exec "$0" -c "$1"', sys.executable, COUNT]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
-    run = subprocess.run(["unshare", "-rn", *inside], capture_output=True, text=True, env=environment, timeout=240)
-    assert run.returncode == 0, run.stderr
-    results = ast.literal_eval(run.stdout)
-    for like, (allocated, counted) in results[0].items():
-        assert abs(counted - 3 * allocated) <= 0.02 * 3 * allocated + 16e3, like
 
 
 def unlike_workers(rank: int, world_size: int) -> list[list[str]]:

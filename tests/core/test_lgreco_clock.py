@@ -13,7 +13,7 @@ from core.lgreco.config import LGrecoConfig
 from tests.core import test_stats
 from tests.core.test_host_reads import HostReads
 from tests.core.test_lgreco import SETTINGS, SHAPES, built, once
-from tests.core.test_lgreco_state import train
+from tests.core.test_lgreco_state import going_on, train
 
 
 def test_decisions_come_at_fixed_reductions_twice_as_far_apart_up_to_every():
@@ -62,21 +62,14 @@ def test_asking_is_timed_where_it_runs(monkeypatch: pytest.MonkeyPatch):
 def test_over_nccl_the_launch_after_decides_the_same(setting: Any, monkeypatch: pytest.MonkeyPatch):
     """As if decided at once, also from a checkpoint in between: means of one choice are equal but for rounding,
     for a BLAS rounds one product in two ways by where in memory it lies."""
-    at_once, later, resumed = built(*setting), built(*setting), built(*setting)
+    at_once, later, first = built(*setting), built(*setting), built(*setting)
     monkeypatch.setattr(reducer.LGreco, "_at_once", lambda self, group: self is at_once.reducer)
     for round in range(7):
         train(at_once, range(round, round + 1)), train(later, range(round, round + 1))
         torch.testing.assert_close(at_once.buckets[0].payload, later.buckets[0].payload, rtol=1e-12, atol=1e-12)
     assert later.reducer.allocation is not None
-    for round in range(3):
-        train(resumed, range(round, round + 1))
-    again = built(*setting)
-    for name, flats in resumed.reducer.state.items():
-        for to, source in zip(again.reducer.state[name], flats, strict=True):
-            to.copy_(source)
-    again.flight.restore(3, False)
-    for round in range(3, 7):
-        train(again, range(round, round + 1))
+    train(first, range(3))
+    train(again := going_on(first, setting), range(3, 7))
     assert again.reducer.chosen == later.reducer.chosen
     torch.testing.assert_close(again.buckets[0].payload, later.buckets[0].payload, rtol=1e-12, atol=1e-12)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from core import CO2Config, UserError, make_method
 from core.elastic.joining import check_elastic
@@ -24,22 +26,39 @@ CO2S = {
 }
 
 
-def co2_trained(rank: int, world_size: int) -> list[tuple[str, Tensor, list[str], list[Tensor]]]:
-    """By (setting, wire): parameters, the last choices; and, uninterrupted and resumed, parameters again."""
+def made(config: CO2Config, name: str = "co2") -> tuple[nn.Sequential, torch.optim.Optimizer, Any]:
+    model = net()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), make_method(name, model, co2=config, timeout=30.0)[1]
+
+
+def go(run: tuple[nn.Sequential, torch.optim.Optimizer, Any], rank: int, steps: range, bad: Any = None) -> Any:
+    """Local steps; the method. bad: the rank and the step after which parameters are no numbers."""
+    model, optimizer, co2 = run
+    for number in steps:
+        step(model, optimizer, rank, number)
+        if (rank, number) == bad:
+            model[3].weight.data[2:4] = float("nan")
+        co2.step()
+    return co2
+
+
+def ended(run: tuple[nn.Sequential, torch.optim.Optimizer, Any]) -> tuple[Tensor, list[str]]:
+    """Parameters, and the last choices."""
+    run[2].finish()
+    seen = flat(run[0].parameters()), [str(c) for c in run[2].reducer.chosen]
+    run[2].close()
+    return seen
+
+
+def co2_trained(rank: int, world_size: int) -> list[tuple[str, Tensor, list[str]]]:
     seen = []
     for name, settings in CO2S.items():
         for wire in LGRECO.values() if name == "paper" else [LGRECO["rank2"]]:
             config = CO2Config(**({"tau": 2, "outer_lr": 0.7} | settings), wire=wire)
-            model = net()
-            _, co2 = make_method("delayed" if name == "delayed" else "co2", model, co2=config, timeout=30.0)
-            co2.pacing.skip_after = 1e-3 if name == "late" else None
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for number in range(24 + rank):  # they end at different steps
-                step(model, optimizer, rank, number)
-                co2.step()
-            co2.finish()
-            seen.append((f"{name} {wire.like}", flat(model.parameters()), [str(c) for c in co2.reducer.chosen]))
-            co2.close()
+            run = made(config, "delayed" if name == "delayed" else "co2")
+            run[2].pacing.skip_after = 1e-3 if name == "late" else None
+            go(run, rank, range(24 + rank))  # they end at different steps
+            seen.append((f"{name} {wire.like}", *ended(run)))
     return seen
 
 
@@ -50,51 +69,27 @@ def test_co2_with_every_rule():
     assert len({tuple(chosen) for _, _, chosen in first}) > 2
 
 
-def co2_poisoned(rank: int, world_size: int) -> list[tuple[Tensor, list[str], int]]:
+def co2_poisoned(rank: int, world_size: int) -> list[tuple[int, Tensor, list[str]]]:
     """A worker's parameters are no numbers in the second round, which decides."""
-    seen = []
-    for like in ("int4", "rank2", "top0.05"):
-        model = net()
-        _, co2 = make_method("co2", model, co2=CO2Config(tau=2, wire=LGRECO[like]), timeout=30.0)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for number in range(14):
-            step(model, optimizer, rank, number)
-            if (rank, number) == (1, 3):
-                model[3].weight.data[2:4] = float("nan")
-            co2.step()
-        decided = co2.reducer.allocation
-        co2.finish()
-        seen.append((flat(model.parameters()), [str(c) for c in co2.reducer.chosen], decided.number))
-        co2.close()
-    return seen
+    runs = [made(CO2Config(tau=2, wire=LGRECO[like])) for like in ("int4", "rank2", "top0.05")]
+    return [(go(run, rank, range(14), bad=(1, 3)).reducer.allocation.number, *ended(run)) for run in runs]
 
 
 def test_one_workers_nan_reaches_nobody():
-    for (ours, chosen, number), (others, theirs, _) in zip(*run_distributed(co2_poisoned, 2, timeout=120), strict=True):
+    for (number, ours, chosen), (_, others, theirs) in zip(*run_distributed(co2_poisoned, 2, timeout=120), strict=True):
         assert torch.equal(ours, others) and ours.isfinite().all() and chosen == theirs and number > 2
 
 
-def interrupted(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
+def interrupted(rank: int, world_size: int) -> list[list[Tensor]]:
     seen = []
     for like in ("int4", "rank2"):
-        runs = []
-        for _ in range(2):
-            model = net()
-            _, co2 = make_method("co2", model, co2=CO2Config(tau=2, wire=LGRECO[like]), timeout=30.0)
-            runs.append((model, co2, torch.optim.SGD(model.parameters(), lr=0.1)))
-        (model, co2, optimizer), second = runs
-        for number in range(8):
-            step(model, optimizer, rank, number)
-            co2.step()
-        state = co2.state_dict()
-        second[0].load_state_dict(model.state_dict())
-        second[1].load_state_dict(state)
-        for each in runs:
-            for number in range(8, 20):
-                step(each[0], each[2], rank, number)
-                each[1].step()
-            each[1].finish()
-        seen.append((flat(model.parameters()), flat(second[0].parameters())))
+        first, second = (made(CO2Config(tau=2, wire=LGRECO[like])) for _ in range(2))
+        go(first, rank, range(8))
+        for to, saved in zip(second, [part.state_dict() for part in first], strict=True):
+            to.load_state_dict(saved)
+        for run in (first, second):
+            go(run, rank, range(8, 20))
+        seen.append([ended(run)[0] for run in (first, second)])
     return seen
 
 

@@ -28,6 +28,20 @@ def train(mean: Mean, rounds: range, scale: Any = 1.0) -> None:
         mean.reduce()
 
 
+def state_of(mean: Mean) -> list[torch.Tensor]:
+    return [flat for flats in mean.reducer.state.values() for flat in flats]
+
+
+def going_on(first: Mean, setting: Any) -> Mean:
+    """Another one, with the state of the first."""
+    second = built(*setting)
+    for to, source in zip(state_of(second), state_of(first), strict=True):
+        assert to.shape == source.shape
+        to.copy_(source)
+    second.flight.restore(first.flight.launched, False)
+    return second
+
+
 @pytest.mark.parametrize("like", ["int4", "top0.01", "rank4"])
 def test_a_layer_that_is_not_finite_keeps_its_choice_and_the_others_go_on(like: str):
     mean = built(like, LGrecoConfig(every=1, first=1))
@@ -60,7 +74,7 @@ def test_low_rank_goes_on_after_a_first_round_of_nothing_or_nan(bad: float):
     for sent in (torch.full_like(matrix, bad), matrix):
         mean.buckets[0].payload.copy_(sent.view(-1))
         mean.reduce()
-        for flat in (flat for flats in mean.reducer.state.values() for flat in flats):
+        for flat in state_of(mean):
             flat.nan_to_num_(0.0, 0.0, 0.0)  # as ddp's hook does
     torch.testing.assert_close(mean.buckets[0].payload.view(100, 20), matrix, rtol=1e-5, atol=1e-5)
 
@@ -70,8 +84,7 @@ def test_the_sum_is_of_what_was_to_be_sent_and_of_workers_that_moved():
     mean = built("int4", LGrecoConfig(every=3, first=3))
     reducer, expected = mean.reducer, 0.0
     for round in range(2):
-        held_before = torch.cat([reducer._layouts[0].held[i] for i in range(len(SHAPES))])
-        expected = expected + held_before + torch.cat([written(0, round, i) for i in range(len(SHAPES))])
+        expected = expected + held(mean) + torch.cat([written(0, round, i) for i in range(len(SHAPES))])
         train(mean, range(round, round + 1))
         reducer._switch([Choice("int", 8 - 2 * round)] * len(SHAPES))
     torch.testing.assert_close(reducer._sums[0], expected, rtol=0, atol=1e-12)
@@ -81,24 +94,14 @@ def test_the_sum_is_of_what_was_to_be_sent_and_of_workers_that_moved():
     assert reducer.allocation.number == 3 and not reducer._sums[0].any() and not reducer._summands.any()
 
 
-def test_one_layer():
-    for like in ("int4", "top0.01", "rank4"):
-        mean = mean_of(lgreco(like, first=1), [(40, 50)])
-        mean.buckets[0].payload.copy_(torch.randn(2000, generator=generator(1)))
-        mean.reduce()
-        found = mean.reducer.allocation
-        assert sum(found.bytes) <= found.uniform_bytes
-
-
 def test_a_matrix_narrower_than_the_largest_rank():
     """Released: the branch by singular values fails there. (3, 90) has rank 3 at most."""
     mean = built("rank4", LGrecoConfig("any", first=1, highest_rank=16.0))
     assert max(c.value for c in mean.reducer.decider.choices if c.kind == "rank") == 64
     train(mean, range(2))
-    narrow = mean.reducer.decider.offered[5].tolist()
-    assert not any(
-        ok and c.kind == "rank" and c.value > 3 for ok, c in zip(narrow, mean.reducer.decider.choices, strict=True)
-    )
+    decider = mean.reducer.decider
+    narrow = [c for ok, c in zip(decider.offered[5].tolist(), decider.choices, strict=True) if ok]
+    assert not any(c.kind == "rank" and c.value > 3 for c in narrow)
 
 
 def test_the_report_counts_what_is_sent_not_the_uniform_setting():
@@ -139,7 +142,7 @@ def over_every_switch(rank: int, world_size: int) -> list[tuple[str, torch.Tenso
     shapes, seen = [(60, 80), (80, 60), (90, 70)], []
     mean = mean_of(lgreco("top0.01", "any", "uniform"), shapes, torch.float64)
     for first, second in itertools.product(WAYS, WAYS):
-        for flat in (flat for flats in mean.reducer.state.values() for flat in flats):
+        for flat in state_of(mean):
             flat.zero_()
         bucket, landed, sums = mean.buckets[0], 0.0, 0.0
         for round, choices in enumerate([(first, first, second), (first, second, first), (second, second, first)]):
@@ -171,13 +174,8 @@ def test_nothing_is_lost_between_any_two_ways_of_sending(world_size: int):
 @pytest.mark.parametrize("setting", SETTINGS[:5], ids=lambda s: s[0])
 @pytest.mark.parametrize("at", [1, 3, 4])
 def test_a_resumed_reducer_goes_on_bit_for_bit(setting: Any, at: int):
-    first, second = built(*setting), built(*setting)
-    train(first, range(at))
-    for name, flats in first.reducer.state.items():
-        for to, source in zip(second.reducer.state[name], flats, strict=True):
-            assert to.shape == source.shape
-            to.copy_(source)
-    second.flight.restore(first.flight.launched, False)
+    train(first := built(*setting), range(at))
+    second = going_on(first, setting)
     for round in range(at, 7):
         train(first, range(round, round + 1)), train(second, range(round, round + 1))
         assert torch.equal(first.buckets[0].payload, second.buckets[0].payload), round
@@ -189,7 +187,7 @@ def test_state_of_zeros_is_the_start():
     for setting in SETTINGS[:5]:
         used, fresh = built(*setting), built(*setting)
         train(used, range(5))
-        for flat in (flat for flats in used.reducer.state.values() for flat in flats):
+        for flat in state_of(used):
             flat.zero_()
         used.flight.restore(0, False)
         for round in range(5):

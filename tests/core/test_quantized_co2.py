@@ -1,8 +1,5 @@
 """CO2 with every wire format, on real processes."""
 
-import io
-import os
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core import CollectiveError, UserError
+from core import UserError
 from core.assembly.wire import WireConfig
 from core.testing import run_distributed
 from tests import problems
 from tests.core.test_quantized import NARROW, ROUNDS, WAYS, templates, written
-from tests.core.test_resume import Net, everything, go
-from tests.problems import Mean, Settings, flat
+from tests.problems import Mean, Settings
 
 BASE = Settings(tau=2, outer_momentum=0.4, outer_lr=0.5, clip=0.1)
 CONFIGS = [BASE, *(replace(BASE, wire=w, error_feedback=f) for w, f in WAYS)]
@@ -136,55 +132,6 @@ def test_nothing_is_lost_not_even_where_empty_means_are_thrown_away():
         assert all(torch.equal(r[0], results[0][0]) for r in results)
 
 
-def uneven(rank: int, world_size: int) -> dict[str, tuple[Tensor, int, Tensor]]:
-    return {wire: ended(rank, replace(BASE, wire=wire)) for wire in ("float32", *NARROW)}
-
-
-def ended(rank: int, config: Settings) -> tuple[Tensor, int, Tensor]:
-    """Parameters after a second finish(), the rounds, and parameters after the first."""
-    params = problems.odd_parameters()
-    co2 = config.build(params)
-    for step in range(5 + 4 * rank):
-        problems.sgd_step(params, rank, step)
-        co2.step()
-    co2.finish()
-    once = flat(params)
-    co2.finish()
-    return flat(params), co2.rounds, once
-
-
-def test_workers_that_stop_at_different_steps_end_with_equal_parameters():
-    results = run_distributed(uneven, 3)
-    plain = results[0]["float32"]
-    for wire in NARROW:
-        for parameters, rounds, once in (result[wire] for result in results):
-            assert torch.equal(parameters, results[0][wire][0]) and rounds == plain[1], wire
-            assert torch.equal(parameters, once), "finishing again moves nothing"
-            assert (parameters - plain[0]).abs().max() < 2 * WITHIN[wire], wire
-
-
-def first_buffers(rank: int, world_size: int) -> list[Tensor]:
-    """BatchNorm's statistics when the first mean has landed, for float32 and int4."""
-    seen = []
-    for wire in ("float32", "int4"):
-        model = Net(0)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        method = replace(BASE, wire=wire, delay=0, gap="none").build(model.parameters(), buffers=model.buffers())
-        go(model, optimizer, method, rank, range(2))
-        seen += [torch.cat([b.double().flatten() for b in model.buffers()]), method.buckets[0].scalars.clone()]
-        seen.append(everything(model))
-    return seen
-
-
-def test_batch_norm_and_the_scalars_are_exact():
-    for buffers, scalars, parameters, narrow_buffers, narrow_scalars, narrow_parameters in run_distributed(
-        first_buffers, 2
-    ):
-        assert torch.equal(buffers, narrow_buffers)
-        assert torch.equal(narrow_scalars, scalars), "means of whole numbers"
-        assert not torch.equal(parameters, narrow_parameters)
-
-
 def poisoned(rank: int, world_size: int) -> list[Tensor]:
     ends = []
     for wire in NARROW:
@@ -208,62 +155,7 @@ def test_one_workers_nan_reaches_nobody():
             torch.testing.assert_close(p, want, rtol=0, atol=1.1 * half_a_level.get(wire, 0.073))
 
 
-def loses_a_worker(rank: int, world_size: int) -> tuple[str, bool, float]:
-    params = problems.odd_parameters()
-    co2 = replace(BASE, wire="int8").build(params, timeout=4.0)
-    for step in range(20):
-        if rank == 1 and step == 7:
-            os._exit(1)
-        problems.sgd_step(params, rank, step)
-        before, start = [flat(params), co2._x[0].clone(), co2._m[0].clone()], time.perf_counter()
-        try:
-            co2.step()
-        except CollectiveError as error:
-            kept = all(torch.equal(a, b) for a, b in zip(before, [flat(params), co2._x[0], co2._m[0]], strict=True))
-            time.sleep(3)  # the others look who is silent
-            return str(error), kept, time.perf_counter() - start
-    return "", False, 0.0
-
-
-def test_a_dead_worker_is_named_and_nothing_is_computed_from_ruins():
-    results = run_distributed(loses_a_worker, 3, expect_death=(1,))
-    for message, kept, seconds in (results[0], results[2]):
-        assert "no answer from rank 1 (" in message and "\n" not in message
-        assert kept and seconds < 30
-
-
 # -- checkpoints ------------------------------------------------------------------------------------------------
-
-
-def interrupted(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
-    return [interrupt(rank, replace(BASE, tau=3, wire=wire)) for wire in ("int4", "float16")]
-
-
-def interrupt(rank: int, config: Settings) -> tuple[Tensor, Tensor]:
-    def build(seed: int) -> tuple[Any, Any, Any]:
-        model = Net(seed)
-        return (
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9),
-            config.build(model.parameters(), buffers=model.buffers()),
-        )
-
-    first, second = build(0), build(1)
-    go(*first, rank, range(6))
-    file = io.BytesIO()
-    torch.save([part.state_dict() for part in first], file)
-    for part, saved in zip(second, torch.load(io.BytesIO(file.getvalue()), weights_only=True), strict=True):
-        part.load_state_dict(saved)
-    for run in (second, first):
-        go(*run, rank, range(6, 14))
-        run[2].finish()
-    return everything(first[0]), everything(second[0])
-
-
-def test_a_resumed_run_is_bit_identical():
-    for results in run_distributed(interrupted, 2):
-        for unbroken, resumed in results:
-            assert torch.equal(unbroken, resumed)
 
 
 @pytest.mark.parametrize("other", [{"wire": "float32"}, {"wire": "int8", "error_feedback": False}])

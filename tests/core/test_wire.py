@@ -13,14 +13,11 @@ from core import UserError
 from core.assembly.wire import WireConfig
 from core.wires.formats import BLOCK, WIRES, decode, encode, nbytes
 from tests.problems import Mean
+from training.sampling import generator
 
 NARROW = WIRES[1:]
 INT = {"int8": 8, "int6": 6, "int5": 5, "int4": 4, "int3": 3, "int2": 2}
 BITS = {"bfloat16": 16.0, "float16": 16 + 1 / 8} | {wire: bits + 1 / 8 for wire, bits in INT.items()}  # an element
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def block(*values: float, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -93,8 +93,6 @@ def test_the_kernel_counts_the_same_bytes():
     for wire in WIRES:
         ours = sum(r[wire][0] for r in results)
         seen[wire] = results[0][wire][2]
-        assert seen[wire] == pytest.approx(ours, rel=0.1), (
-            f"{wire}: {ours} bytes counted here, {seen[wire]} by the kernel"
-        )
+        assert seen[wire] == pytest.approx(ours, rel=0.1), f"{wire}: counted here, and by the kernel"
     for wire, size in BLOCKS.items():
         assert seen[wire] / seen["float32"] == pytest.approx(size / 1024, rel=0.1)

@@ -74,6 +74,11 @@ def both_step(step: int, zo: ZerothOrder, whole: ZerothOrder, within: Callable =
     assert str(whole.step(loss, 4)) == str(zo.step(loss, 4)), step
 
 
+def one_step(step: int, *orders: ZerothOrder) -> None:
+    for zo in orders:
+        zo.step(lambda m: loss_of(m, batch(step)), 4)
+
+
 def compared(rank: int, world_size: int, config: ZerothConfig, blocks: int = BLOCKS, norms: int = 1) -> bool:
     plain = Model(blocks, norms)
     whole = ZerothOrder(plain, config, lr=0.1, timeout=60)
@@ -179,10 +184,9 @@ def test_a_step_moves_each_block_once_each_way_and_three_lie_on_the_device():
     model, zo, stream = streamed(ZerothConfig())
     each = [block.nbytes for block in stream.blocks]
     for step in range(3):
-        zo.step(lambda m, ids=batch(step): loss_of(m, ids), 4)  # noqa: B008
-    assert stream.window.upload.bytes == 3 * sum(each) + each[0], (
-        "both sides of a step share an upload; the next has begun"
-    )
+        one_step(step, zo)
+    uploaded = stream.window.upload.bytes
+    assert uploaded == 3 * sum(each) + each[0], "both sides of a step share an upload; the next has begun"
     assert stream.window.offload.bytes == 2 * sum(each), "in the first step nothing had changed"
     embedding = model.embed.weight.nbytes
     assert embedding <= max(each)
@@ -205,7 +209,7 @@ def test_what_of_a_large_embedding_is_held_beyond_the_window_is_counted():
     model.embed = nn.Embedding(2000, 8)
     model.head.weight = model.embed.weight
     _, zo, stream = streamed(ZerothConfig(), model)
-    zo.step(lambda m: loss_of(m, batch(0)), 4)
+    one_step(0, zo)
     assert stream.device_bytes == 3 * max(b.nbytes for b in stream.blocks) + model.embed.weight.nbytes
 
 
@@ -216,7 +220,7 @@ def test_uploads_hide_under_computation_that_outlasts_them():
     shares, window = [], stream.window
     for step in range(5):
         before, uploaded = window.waited, window.upload.seconds
-        zo.step(lambda m, ids=batch(step): loss_of(m, ids), 4)  # noqa: B008
+        one_step(step, zo)
         shares.append((window.waited - before) / (window.upload.seconds - uploaded))
     assert min(shares[1:]) < 0.2, "the first block's, too; in one step at least, for other programs run beside"
 
@@ -226,15 +230,14 @@ def test_a_run_resumes_where_updates_were_put_off():
     plain = Model()
     whole = ZerothOrder(plain, lr=0.1)
     for step in range(3):
-        zo.step(lambda m, ids=batch(step): loss_of(m, ids), 4)  # noqa: B008
+        one_step(step, zo)
     state = zo.state_dict()
     assert len(state["pending"]) == 1
     for each, net in ((resumed, other), (whole, plain)):
         net.load_state_dict(model.state_dict())
         each.load_state_dict(state)
     for step in range(3, 6):
-        for each in (zo, resumed, whole):
-            each.step(lambda m, ids=batch(step): loss_of(m, ids), 4)  # noqa: B008
+        one_step(step, zo, resumed, whole)
     for each in (zo, resumed, whole):
         each.finish()
     assert same(model, other) and same(model, plain)
@@ -258,7 +261,7 @@ def test_a_model_whose_loss_fails_is_left_as_it_was():
         with pytest.raises(IndexError):
             zo.step(lambda m: loss_of(m, batch(0) + 20), 4)
         assert same(model, Model()), "also where the embedding fails, which is perturbed meanwhile"
-        zo.step(lambda m: loss_of(m, batch(0)), 4)
+        one_step(0, zo)
 
 
 def test_frozen_tensors_of_a_block_go_along():
@@ -267,7 +270,7 @@ def test_frozen_tensors_of_a_block_go_along():
         p.requires_grad_("2.weight" in name)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     _, zo, _ = streamed(ZerothConfig(), model)
-    zo.step(lambda m: loss_of(m, batch(0)), 4)
+    one_step(0, zo)
     zo.flush()
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert changed == {f"blocks.{i}.2.weight" for i in range(BLOCKS)}
@@ -296,36 +299,19 @@ def test_modules_of_no_block_may_lie_in_each_other():
     assert same(*nets)
 
 
-def shared_blocks() -> Model:
-    model = Model()
-    model.blocks[2] = model.blocks[1]
-    return model
-
-
-def shared_with_head() -> Model:
-    model = Model()
-    model.head.weight = model.blocks[0][0].weight
-    return model
-
-
-def with_a_tensor_of_its_own() -> Model:
-    model = Model()
-    model.scale = nn.Parameter(torch.ones(1))
-    return model
-
-
 @pytest.mark.parametrize(
-    ("model", "message"),
+    ("spoil", "message"),
     [
-        (lambda: Model(0), "no blocks to stream"),
-        (shared_blocks, "block 2 shares a tensor with block 1"),
-        (shared_with_head, "head shares a tensor with block 0"),
-        (with_a_tensor_of_its_own, "the model has tensors of its own beside blocks"),
+        (lambda m: m.blocks.__delitem__(slice(None)), "no blocks to stream"),
+        (lambda m: m.blocks.__setitem__(2, m.blocks[1]), "block 2 shares a tensor with block 1"),
+        (lambda m: setattr(m.head, "weight", m.blocks[0][0].weight), "head shares a tensor with block 0"),
+        (lambda m: setattr(m, "scale", nn.Parameter(torch.ones(1))), "the model has tensors of its own beside blocks"),
     ],
 )
-def test_what_cannot_be_streamed_is_refused(model: Callable[[], Model], message: str):
+def test_what_cannot_be_streamed_is_refused(spoil: Callable[[Model], None], message: str):
+    spoil(model := Model())
     with pytest.raises(UserError, match=message):
-        streamed(ZerothConfig(), model())
+        streamed(ZerothConfig(), model)
 
 
 def test_blocks_in_another_order_are_refused():
@@ -333,4 +319,4 @@ def test_blocks_in_another_order_are_refused():
     make = functools.partial(BlockStream, blocks=list(model.blocks)[::-1])
     zo = ZerothOrder(model, lr=0.1, make_forward=make)
     with pytest.raises(UserError, match="block 3 is called after block -1: give `blocks` in the order"):
-        zo.step(lambda m: loss_of(m, batch(0)), 4)
+        one_step(0, zo)

@@ -13,7 +13,7 @@ from torch import nn
 from core import CollectiveError, UserError
 from core.testing import run_distributed
 from core.zeroth import ZerothConfig, ZerothOrder
-from core.zeroth.exchange import Exchange, Place
+from core.zeroth.exchange import Place
 from core.zeroth.weights import digest
 from tests.zeroth_net import SAMPLES, Net, batch, losses_of
 
@@ -67,6 +67,12 @@ def test_what_requires_no_gradient_is_left_alone():
         (lambda: ZerothConfig(weight_decay=-1.0), "weight_decay=-1.0"),
         (lambda: ZerothConfig(seed=-1), "seed=-1"),
         (lambda: ZerothOrder(Net(), ZerothConfig(pairs=True), lr=0.1), "pairs=True with 1 worker: a pair is two"),
+        (lambda: Place.make(0, 3, ZerothConfig(pairs=True)), "pairs=True with 3 workers: a pair is two, start an even"),
+        (lambda: Place.make(0, 3, ZerothConfig(directions=2)), "directions=2 over 3 groups of workers with data of"),
+        (
+            lambda: Place.make(0, 2, ZerothConfig()).combine([[1.0, 0.0, 2.0], [0.0, 1.0, 3.0]]),
+            "rank 0 had 2 samples and rank 1 3: a pair takes the same batch",
+        ),
         (lambda: ZerothOrder(Net().requires_grad_(False), lr=0.1), "nothing to train"),
         (lambda: ZerothOrder(nn.BatchNorm1d(3), lr=0.1), "BatchNorm whose statistics have seen no data"),
         (
@@ -106,20 +112,10 @@ def test_what_16_bits_swallow_is_told():
         ZerothOrder(net(), ZerothConfig(eps=1e-2), lr=1e-3).step(lambda m: next(values), 1)
 
 
-def test_where_workers_cannot_be_shared_out():
-    with pytest.raises(UserError, match="directions=2 over 3 groups of workers with data of their own"):
-        Place.make(0, 3, ZerothConfig(directions=2))
-    with pytest.raises(UserError, match="pairs=True with 3 workers: a pair is two, start an even number"):
-        Place.make(0, 3, ZerothConfig(pairs=True))
+def test_two_neighbours_take_the_sides_of_one_share_of_the_data():
     places = [Place.make(rank, 4, ZerothConfig()) for rank in range(4)]
-    assert [(p.data_rank, p.data_workers, p.signs) for p in places] == [
-        (0, 2, (1,)),
-        (0, 2, (-1,)),
-        (1, 2, (1,)),
-        (1, 2, (-1,)),
-    ]
-    with pytest.raises(UserError, match="rank 0 had 2 samples and rank 1 3: a pair takes the same batch"):
-        Place.make(0, 2, ZerothConfig()).combine([[1.0, 0.0, 2.0], [0.0, 1.0, 3.0]])
+    assert [(p.data_rank, *p.signs) for p in places] == [(0, 1), (0, -1), (1, 1), (1, -1)]
+    assert {p.data_workers for p in places} == {2}
 
 
 DIFFERENCES = {
@@ -175,11 +171,3 @@ def one_leaves(rank: int, world_size: int) -> str:
 def test_a_worker_that_is_gone_is_named():
     text = run_distributed(one_leaves, 2, expect_death=(1,))[0]
     assert text.startswith("rank 0: the scalars of step 0 did not come; no answer from rank 1")
-
-
-def test_an_exchange_over_a_slow_link_takes_as_long():
-    class Link:
-        def reserve(self, nbytes: float) -> float:
-            raise AssertionError("a lone worker sends nothing")
-
-    assert Exchange([1.0, 2.0, 3.0], None, Link()).wait(0) == [[1.0, 2.0, 3.0]]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from core import CO2, CO2Config
+from core import CO2, CO2Config, UserError
 from tests.problems import flat
 
 EXAMPLES, BATCH, EPOCHS, TAU = 48, 2, 3, 5  # with two workers an epoch has 12 batches: no whole number of rounds
@@ -120,3 +122,31 @@ def assert_equal(ours: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     for step, (a, b) in enumerate(zip(ours, expected, strict=True)):
         assert torch.equal(a, b), f"step {step}: {(a - b).abs().max()} apart"
     assert len(ours) == 1 or not torch.equal(ours[0], ours[-1])
+
+
+def tags(folder: Path) -> set[str]:
+    """Of TensorBoard's scalars."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found: set[str] = set()
+    for file in folder.rglob("events*"):
+        events = EventAccumulator(str(file))
+        events.Reload()
+        found |= set(events.Tags()["scalars"])
+    return found
+
+
+def said_of(mistakes: Sequence[dict[str, Any]], run: Callable[..., Any]) -> list[str]:
+    """What a run says of each of these settings."""
+    said = []
+    for mistake in mistakes:
+        with pytest.raises(UserError) as refusal:
+            run(**mistake)
+        said.append(str(refusal.value))
+    return said
+
+
+def assert_lines(said: Sequence[str], who: str, *parts: str) -> None:
+    """One for each part, which is in it."""
+    for line, part in zip(said, parts, strict=True):
+        assert line.startswith(f"{who}: ") and part in line and "\n" not in line

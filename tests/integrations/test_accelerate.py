@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,7 @@ from tests.integrations import plain
 from tests.integrations.plain import BATCH, EPOCHS, PAPER, Net
 from tests.integrations.ranks import Ranks
 
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks("accelerate", "core.integrations.accelerate", "torch.utils.tensorboard") as ranks:
-        yield ranks
+MODULES = ("accelerate", "core.integrations.accelerate", "torch.utils.tensorboard")
 
 
 def accelerator_of(log: str, **settings: Any) -> Any:
@@ -120,19 +115,7 @@ def test_trains_as_the_plain_loop_and_goes_on_from_checkpoints(ranks: Ranks, wor
     for boundaries in zip(*every, strict=True):
         assert all(alike for _, alike, _ in boundaries) and len({step for step, _, _ in boundaries}) == 1
     assert [step for step, _, _ in every[0]][:3] == [5, 10, 15]
-    assert tags(tmp_path) >= {"co2/round", "co2/exposed_seconds"}
-
-
-def tags(folder: Path) -> set[str]:
-    """Of TensorBoard's scalars."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    found: set[str] = set()
-    for file in folder.rglob("events*"):
-        events = EventAccumulator(str(file))
-        events.Reload()
-        found |= set(events.Tags()["scalars"])
-    return found
+    assert plain.tags(tmp_path) >= {"co2/round", "co2/exposed_seconds"}
 
 
 def recommended(rank: int, workers: int) -> Any:

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from core import CO2Config, outer
@@ -18,6 +18,7 @@ from core.adaptive import merging
 from core.assembly.wire import LGrecoConfig, WireConfig
 from core.flight import Flight
 from core.lgreco import curves, decide
+from core.lgreco.choices import parse
 from core.lgreco.decide import allocate
 from core.methods import DelayedConfig, SlowMoConfig, Zeroth, ZerothConfig, make_method
 from core.methods.gradient_wire import GradientWire
@@ -34,6 +35,13 @@ SEGMENT = 1 << 13
 TWICE = {"first": 1, "every": 1}
 
 
+class Fewer(decide.Decider):
+    """Its first decision changes something: a bit less for every layer."""
+
+    def pick(self, errors: Tensor, norms: Tensor, known: list[int]) -> list[int]:
+        return [self.choices.index(parse("int3"))] * len(known)
+
+
 def wired(format: Any, like: str = "int4", **lgreco: Any) -> CO2Config:
     return replace(CO2, wire=WireConfig(format, like=like, lgreco=LGrecoConfig(**lgreco)))
 
@@ -46,7 +54,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bfloat16, no feedback": {"co2": replace(CO2, wire=WireConfig("bfloat16", error_feedback=False))},
     "keep": {"co2": replace(CO2, merge="keep", delay=1, gap="none")},
     "mix": {"co2": replace(CO2, merge="mix")},
-    "lgreco int4": {"co2": wired("lgreco", **TWICE, share=2.0)},  # so that the first decision changes something
+    "lgreco int4": {"co2": wired("lgreco", **TWICE, rule=f"{__name__}.Fewer")},
     "lgreco top": {"co2": wired("lgreco", "top0.01", **TWICE)},
     "lgreco rank": {"co2": wired("lgreco", "rank4", **TWICE)},
     "lgreco any": {"co2": wired("lgreco", "rank4", family="any", **TWICE)},
