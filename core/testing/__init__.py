@@ -21,7 +21,6 @@ from typing import Any
 # What the server that forks the ranks imports, once, with what the first optimiser step would import. Modules of your
 # own may be added before the first call of run_distributed: each rank imports the rest by itself.
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", __package__]
-_forkserver: Any = None
 
 
 def run_distributed(
@@ -54,11 +53,9 @@ def run_distributed(
 
 def _context() -> Any:
     """A forkserver that has imported what is in PRELOAD."""
-    global _forkserver
-    if _forkserver is None:
-        _forkserver = multiprocessing.get_context("forkserver")
-        _forkserver.set_forkserver_preload(PRELOAD)
-    return _forkserver
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
 
 
 def _worker(
