@@ -72,14 +72,6 @@ class Entry:
         return self.kind in ("hidden", "blocking")
 
 
-def find(entries: Iterable[Entry], name: str) -> Entry:
-    """UserError where there is no such method."""
-    known = {entry.name: entry for entry in entries}
-    if name not in known:
-        raise UserError(f"method {name!r}: choose one of {', '.join(known)}")
-    return known[name]
-
-
 def own_settings(entries: Iterable[Entry], entry: Entry, given: Mapping[str, Any]) -> Any:
     """The method's own, of those given by key, or its defaults. Refuses another method's, rather than to leave them
     unused."""
