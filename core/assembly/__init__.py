@@ -4,7 +4,7 @@ from . import kernels as kernels
 from .co2 import CO2 as CO2
 from .co2 import ShardedCO2 as ShardedCO2
 from .config import CO2Config as CO2Config
-from .config import checked as checked
+from .config import of_kind as of_kind
 from .elastic import elastic_co2 as elastic_co2
 from .plugged import Options as Options
 from .plugged import plugs as plugs

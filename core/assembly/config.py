@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -11,6 +12,8 @@ from ..config import is_number, is_whole, require
 from ..errors import UserError
 from ..sharded.checks import check_mesh
 from .wire import WireConfig
+
+Config = TypeVar("Config")
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,8 @@ class CO2Config(AdaptiveConfig):
         return cls(tau="auto", tau_max=tau_max, outer_momentum=beta, wire=wire, **late)  # pyright: ignore
 
 
-def checked(config: CO2Config | None) -> CO2Config:
-    """The settings, or the defaults; UserError for an object of another class."""
-    if isinstance(config, CO2Config | None):
-        return config or CO2Config()
-    raise UserError(f"config={config!r}: give a CO2Config, such as CO2Config(tau=48)")
+def of_kind(given: Any, kind: type[Config], name: str) -> Config:
+    """The settings, or the defaults where none are given; UserError for an object of another class."""
+    if given is not None and not isinstance(given, kind):
+        raise UserError(f"{name}={given!r}: give an object of {kind.__name__}, or leave it out")
+    return given if given is not None else kind()

@@ -16,7 +16,7 @@ from ..elastic.flight import ElasticFlight
 from ..elastic.joining import Joining, check_elastic
 from ..elastic.members import Members
 from ..testing.link import SlowFlight
-from .config import CO2Config, checked
+from .config import CO2Config, of_kind
 from .plugged import Options, plugs
 from .wire import WireConfig
 
@@ -45,7 +45,7 @@ def elastic_co2(
     takes a copy of the parameters more. members: see Members. Make it on every worker before any process group exists,
     then call the rider's `join` on all.
     """
-    given = checked(config)
+    given = of_kind(config, CO2Config, "config")
     check_elastic(given)
     c = replace(given, wire=WireConfig())
     settings = settings_of(c, schedule)

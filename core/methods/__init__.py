@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..adaptive.schedules import Schedule
 from ..assembly import CO2 as CO2
-from ..assembly import CO2Config, Options, checked
+from ..assembly import CO2Config, Options, of_kind
 from ..assembly import LGrecoConfig as LGrecoConfig
 from ..assembly import ShardedCO2 as ShardedCO2
 from ..assembly import WireConfig as WireConfig
@@ -83,7 +83,8 @@ def make_method(
     ddp_wire, how ddp's gradients cross the network.
     """
     entry = entry_of(name)
-    co2 = checked(co2) if co2 is not None else entry.usual(dist.get_world_size(group) if dist.is_initialized() else 1)
+    workers = dist.get_world_size(group) if dist.is_initialized() else 1
+    co2 = entry.usual(workers) if co2 is None else of_kind(co2, CO2Config, "co2")
     if not isinstance(model, nn.Module):
         raise UserError(f"model: a {type(model).__name__} is given: give the module itself")
     own = check_settings(name, co2, shard=shard, offload=offload, schedule=schedule, **settings)

@@ -127,10 +127,10 @@ def params() -> list[nn.Parameter]:
 @pytest.mark.parametrize(
     ("build", "named"),
     [
-        (lambda: CO2(params(), 48), "config=48: give a CO2Config"),
-        (lambda: CO2(params(), OuterConfig()), "give a CO2Config"),
-        (lambda: make_method("co2", nn.Linear(2, 2), co2=48), "config=48: give a CO2Config"),
-        (lambda: make_method("slowmo", nn.Linear(2, 2), slowmo={"lr": 1}), "give a SlowMoConfig"),
+        (lambda: CO2(params(), 48), "config=48: give an object of CO2Config"),
+        (lambda: CO2(params(), OuterConfig()), "give an object of CO2Config"),
+        (lambda: make_method("co2", nn.Linear(2, 2), co2=48), "co2=48: give an object of CO2Config"),
+        (lambda: make_method("slowmo", nn.Linear(2, 2), slowmo=7), "slowmo=7: give an object of SlowMoConfig"),
         (lambda: make_method("co2", params()), "give the module itself"),
         (lambda: CO2(params(), buffers=None), "buffers: one NoneType is given"),
         (lambda: ShardedCO2(params(), mesh=(2, 2)), "mesh=(2, 2): give a DeviceMesh"),
