@@ -1,4 +1,4 @@
-"""The paper's settings. Those of a room are declared there, and put together in core/assembly/config.py."""
+"""The paper's settings. Those of core/adaptive are declared there, all others in core/assembly/config.py."""
 
 from __future__ import annotations
 

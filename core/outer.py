@@ -219,9 +219,13 @@ class Boundary:
         self.segments, start = [], 0
         for pieces in group_pieces(self.params, segment_size(self.d)):
             end = start + sum(p.numel() for p in pieces)
-            d, x, m = (f[start:end] for f in (self.d, self.x, self.m))
-            self.segments.append(Segment(pieces, views(x, pieces), views(d, pieces), d, x, m))
+            self.segments.append(self.segment(pieces, slice(start, end)))
             start = end
+
+    def segment(self, pieces: list[Tensor], place: slice) -> Segment:
+        """The one of these slices of the parameters, which lies there in the flat tensors."""
+        d, x, m = (f[place] for f in (self.d, self.x, self.m))
+        return Segment(pieces, views(x, pieces), views(d, pieces), d, x, m)
 
     def update(self, rule: Rule) -> Tensor:
         return all_seen([update(s, rule) for s in self.segments])

@@ -166,7 +166,7 @@ class Rounds(Held, Loop):
 
     def send(self, *, finished: bool) -> None:
         """Launches the reduction of what the payloads hold, of the buffers' values, and of the scalars."""
-        self.send_buffers(self._own_buffers)
+        self.send_buffers()
         for name, value in (("finished", float(finished)), ("steps", float(self.local_steps)), ("weight", 1.0)):
             self.scalars.set(name, value)
         for rider in self.riders:
@@ -176,10 +176,10 @@ class Rounds(Held, Loop):
         self.flight.launch(self.stages())
         self.local_steps = 0
 
-    def send_buffers(self, own: list[list[Tensor]]) -> None:
-        """The buffers' values travel, `own` of each bucket."""
-        for bucket, values in zip(self.buckets, own, strict=True):
-            copy(bucket.buffer_views, values)
+    def send_buffers(self) -> None:
+        """The buffers' values travel, as they were at the boundary's beginning; the host waits for no copy."""
+        for bucket, own in zip(self.buckets, self._own_buffers, strict=True):
+            copy(bucket.buffer_views, own, queued=True)
 
     def stages(self) -> Iterator[Stage]:
         """What is launched."""

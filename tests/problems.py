@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+import core.outer
 from bench.reference import LateReference
-from core import CO2, CO2Config, make_method
+from core import CO2, CO2Config, UserError, make_method
 from core.assembly.wire import WireConfig
 from core.flat import Scalars, make_buckets
 from core.methods.delayed import DelayedCO2, DelayedConfig
 from core.reducer import Reducer
+from core.testing import run_distributed
 from core.testing.link import flight_over
 
 LR = 0.1
@@ -92,6 +97,33 @@ class Mean:
         return self.buckets[0].payload
 
 
+class SlowLink:
+    """A link that takes so many seconds for each reduction."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+
+    def reserve(self, nbytes: float) -> float:  # noqa: ARG002
+        return time.perf_counter() + self.seconds
+
+
+def wait_for(*files: Path, seconds: float = 40.0) -> None:
+    """A gate between processes: returns once others have made the files."""
+    until = time.monotonic() + seconds
+    while missing := [file.name for file in files if not file.exists()]:
+        assert time.monotonic() < until, f"nobody made {missing[0]}"
+        time.sleep(0.01)
+
+
+def refusal(call: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """The text of the UserError that the call raises, which must be one line."""
+    with pytest.raises(UserError) as caught:
+        call(*args, **options)
+    text = str(caught.value)
+    assert text and "\n" not in text
+    return text
+
+
 def odd_parameters() -> list[nn.Parameter]:
     """Shapes that tile no bucket: 0-d, empty, odd, channels_last, transposed, and the first one twice; float64."""
     generator = torch.Generator().manual_seed(0)
@@ -121,6 +153,21 @@ def sgd_step(params: Iterable[Tensor], worker: int, step: int, lr: float = LR) -
         p.sub_(lr * gradient(p, worker, step).to(p.dtype))
 
 
+def take_steps(method: Any, params: Iterable[Tensor], worker: int, steps: Iterable[int]) -> None:
+    """Those local steps of a loop, without its end."""
+    params = list(params)
+    for step in steps:
+        sgd_step(params, worker, step)
+        method.step()
+
+
+@torch.no_grad()
+def node_step(params: Iterable[Tensor], workers: list[int], step: int) -> None:
+    """As `sgd_step`, with the mean gradient of a node's workers, as after their all-reduce."""
+    for p in {id(p): p for p in params}.values():
+        p.sub_(LR * torch.stack([gradient(p, worker, step) for worker in workers]).mean(0))
+
+
 def train(name: str, params: list[nn.Parameter], rank: int, steps: int, **options: Any) -> list[Tensor]:
     """Trains with a method by name; the parameters after each closed round and after finish(), [n] each."""
     _, method = make_method(name, nn.ParameterList(params), **options)
@@ -133,27 +180,59 @@ def train_co2(params: list[nn.Parameter], rank: int, steps: int, settings: Setti
 
 
 def train_with(method: Any, params: list[nn.Parameter], rank: int, steps: int) -> list[Tensor]:
+    return trace_of(method, lambda step: sgd_step(params, rank, step), lambda: flat(params), steps)
+
+
+def trace_of(method: Any, go: Callable[[int], Any], read: Callable[[], Tensor], steps: int) -> list[Tensor]:
+    """go(step): a local step. What is read after each closed round and after finish()."""
     trace = []
     for step in range(steps):
-        sgd_step(params, rank, step)
+        go(step)
         if method.step():
-            trace.append(flat(params))
+            trace.append(read())
     method.finish()
     method.close()
-    return [*trace, flat(params)]
+    return [*trace, read()]
+
+
+def reference(c: Settings, world_size: int, x: Tensor) -> tuple[LateReference, Tensor]:
+    """The specification with these settings, all starting from x [n]; and the workers' numbers, [workers, 1]."""
+    late = {"delay": None if c.delay == "boundary" else c.delay, "merge": c.merge, "kappa": c.mix}
+    outer = c.tau, c.outer_lr, c.outer_momentum, c.gap, c.clip
+    ref = LateReference(x.expand(world_size, -1).clone(), *outer, **late, nesterov=c.nesterov)
+    return ref, torch.arange(world_size, dtype=torch.float64)[:, None]
 
 
 def train_reference(settings: Settings, world_size: int, steps: int, x: Tensor, worker: int = 0) -> list[Tensor]:
     """What `train_co2` must return on a worker; all start from x [n]."""
-    c = settings
-    late = {"delay": None if c.delay == "boundary" else c.delay, "merge": c.merge, "kappa": c.mix}
-    outer = c.tau, c.outer_lr, c.outer_momentum, c.gap, c.clip
-    ref = LateReference(x.expand(world_size, -1).clone(), *outer, **late, nesterov=c.nesterov)
-    workers = torch.arange(world_size, dtype=torch.float64)[:, None]
+    ref, workers = reference(settings, world_size, x)
     ref.run(lambda rows, step: gradient(rows, workers, step), LR, steps)
     rounds = [rows[worker] for rows in ref.restarts]
     ref.finish()
     return [*rounds, ref.x[worker].clone()]
+
+
+def train_grid(rank: int, world_size: int, configs: list[Settings], steps: int, chunk: int = 16) -> list[list[Tensor]]:
+    """Odd shapes (see odd_parameters) and slices of 16 elements, so that no boundary falls on a tensor's end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core.outer, "SEGMENT", chunk)
+        return [train_co2(odd_parameters(), rank, steps, c) for c in configs]
+
+
+def check_grid(world_size: int, configs: list[Settings], steps: int) -> None:
+    """Each setting on real processes, or on one worker without a process group, against the specification, round by
+    round; workers are equal, bit for bit, where they restart from the outer iterate, and at the end."""
+    x, alone = flat(odd_parameters()), world_size == 1
+    given = world_size, configs, steps
+    results = [train_grid(0, *given)] if alone else run_distributed(train_grid, *given, timeout=300)
+    for i, c in enumerate(configs):
+        first, *others = (traces[i] for traces in results)
+        for worker, trace in enumerate((first, *others)):
+            assert_traces_equal(trace, train_reference(c, world_size, steps, x, worker))
+        apart = (c.merge == "mix" and c.mix < 1) or (c.merge == "keep" and c.delay != 0)
+        for other in others:
+            same = [torch.equal(a, b) for a, b in zip(first, other, strict=True)]
+            assert same[-1] and (not same[0] if apart else all(same)), c
 
 
 def assert_traces_equal(ours: list[Tensor], expected: list[Tensor], tolerance: float = 1e-9) -> None:

@@ -33,7 +33,6 @@ class OnArrival(CO2):
     def make_boundaries(self) -> list[MergingBoundary]:  # pyright: ignore[reportIncompatibleMethodOverride]
         c, self._finishing = self.config, False
         self.starts_roughly = c.merge != "outer"
-        self._first = next((r for r in self.riders if isinstance(r, FirstStep)), None)
         sent = self.state.new("sent", of_params=True, own=True) if c.merge == "keep" else [None] * len(self.buckets)
         flats = zip(self.buckets, self._x, self._m, sent, strict=True)
         return [make_boundary(b.params, b.payload, x, m, y) for b, x, m, y in flats if b.numel]
@@ -71,9 +70,9 @@ class OnArrival(CO2):
         return MergeRule(**vars(rule), merge="outer" if finishing else c.merge, share=c.mix)
 
     def one_gap(self, delta_norm: Tensor) -> Tensor | None:
-        if self.config.gap != "inner" or self._first is None:
+        if self.config.gap != "inner":
             return super().one_gap(delta_norm)
-        return outer.gap_scalar(self.last_step_norm(), self.sent_tau * self._first.largest_now())
+        return outer.gap_scalar(self.last_step_norm(), self.sent_tau * self.rider(FirstStep).largest_now())
 
     def settings(self) -> Any:
         return self.config.changing(self.tau)

@@ -125,15 +125,9 @@ class MergingBoundary(Boundary):
                 copy_where(where, s.params, s.x_views)
                 copy_where(where, s.sent, s.params[: len(s.sent)])
 
-    def plan(self) -> None:
-        super().plan()
-        found, start = [], 0
-        for s in self.segments:
-            end = start + len(s.d)
-            sent = [] if self.sent is None else views(self.sent[start:end], s.params)
-            found.append(MergeSegment(**vars(s), sent=sent))
-            start = end
-        self.segments = found  # pyright: ignore[reportIncompatibleVariableOverride]
+    def segment(self, pieces: list[Tensor], place: slice) -> MergeSegment:
+        sent = [] if self.sent is None else views(self.sent[place], pieces)
+        return MergeSegment(**vars(super().segment(pieces, place)), sent=sent)
 
     def update(self, rule: Rule) -> Tensor:
         return all_seen([update(s, with_merge(rule)) for s in self.segments])

@@ -73,7 +73,6 @@ class Adaptive(Pacing):
         return self.tuned.decision if self.tuned is not None else None
 
     def begin(self, number: int, taken: int = 0) -> None:
-        """See Pacing."""
         if self.tuned is not None and self.tuned.chooses:
             self.tau = self.tuned.tuner.tau
         else:
@@ -81,7 +80,7 @@ class Adaptive(Pacing):
             if self.tuned is not None:
                 self.tuned.tuner.given = self.tuned.tuner.tau = self.tau
         lead = self.tuned.lead if self.tuned is not None else 0
-        part = self.by_speed.pace.steps(self.tau) if self.by_speed is not None else self.tau
+        part = self.by_speed.steps(self.tau) if self.by_speed is not None else self.tau
         self.skipped, self._sparing = self._sparing, self.tau - part
         self.own = part + lead
         self._spans = taken // self.own + 1  # each of `own` local steps, that the round has

@@ -16,7 +16,7 @@ from ..checks import tensors_of
 from ..sharded import sharded
 from ..sharded.checks import check_shared, groups_of
 from ..sharded.placement import Holders
-from .config import CO2Config, checked
+from .config import CO2Config, of_kind
 from .plugged import Options, plugs
 
 
@@ -43,7 +43,7 @@ class CO2(Saved, OnArrival):
         schedule: Schedule | None = None,
         **options: Unpack[Options],
     ):
-        c, params = checked(config), tensors_of(params, "parameters")
+        c, params = of_kind(config, CO2Config, "config"), tensors_of(params, "parameters")
         c.wire.check(params, options.get("group"))
         settings = settings_of(c, schedule)
         super().__init__(params, settings, **plugs(c, lambda number: settings(number).tau, options))
@@ -76,7 +76,7 @@ class ShardedCO2(sharded.ShardedCO2):
         schedule: Schedule | None = None,
         **options: Unpack[Options],
     ):
-        c = checked(config)
+        c = of_kind(config, CO2Config, "config")
         settings = settings_of(c, schedule)
         check_shared(settings(0), c.wire.format)
         options["group"], inner_group = groups_of(mesh, options.get("group"), inner_group)

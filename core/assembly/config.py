@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..adaptive.config import AdaptiveConfig
-from ..config import is_whole
+from ..config import is_number, is_whole, require
 from ..errors import UserError
-from ..robust.guard import Guarded
 from ..sharded.checks import check_mesh
-from .wire import WireConfig, Wired
+from .wire import WireConfig
+
+Config = TypeVar("Config")
 
 
 @dataclass(frozen=True)
-class CO2Config(Wired, Guarded, AdaptiveConfig):
+class CO2Config(AdaptiveConfig):
     """All settings of CO2; defaults as in the example that the authors released."""
 
+    _: KW_ONLY
+    outlier: float | None = 10.0
+    """A worker is left out of a round's mean, and starts anew, where its difference is more than so many times as large
+    as its own usual one (core/robust/guard.py); None: only where it is not finite."""
+    wire: WireConfig = field(default_factory=WireConfig)
+    """How the pseudo-gradient crosses the network, and what local, overlap_local and slowmo send; ddp has ddp_wire."""
+
     def check(self) -> None:
-        for part in (AdaptiveConfig, Guarded, Wired):
-            part.check(self)
+        super().check()
+        limits = self.outlier is None or (is_number(self.outlier) and self.outlier > 1)
+        require(self, limits, "outlier", "give a number above 1, or None for no limit")
+        require(self, isinstance(self.wire, WireConfig), "wire", "give a WireConfig, such as WireConfig('int8')")
 
     @classmethod
     def recommended(cls, workers: int, steps: int | None = None, *, mesh: DeviceMesh | None = None) -> CO2Config:
@@ -50,8 +61,8 @@ class CO2Config(Wired, Guarded, AdaptiveConfig):
         return cls(tau="auto", tau_max=tau_max, outer_momentum=beta, wire=wire, **late)  # pyright: ignore
 
 
-def checked(config: CO2Config | None) -> CO2Config:
-    """The settings, or the defaults; UserError for an object of another class."""
-    if isinstance(config, CO2Config | None):
-        return config or CO2Config()
-    raise UserError(f"config={config!r}: give a CO2Config, such as CO2Config(tau=48)")
+def of_kind(given: Any, kind: type[Config], name: str) -> Config:
+    """The settings, or the defaults where none are given; UserError for an object of another class."""
+    if given is not None and not isinstance(given, kind):
+        raise UserError(f"{name}={given!r}: give an object of {kind.__name__}, or leave it out")
+    return given if given is not None else kind()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Unpack
 
 from torch import Tensor
 
@@ -14,9 +15,8 @@ from ..checkpoints.saved import Saved
 from ..elastic.flight import ElasticFlight
 from ..elastic.joining import Joining, check_elastic
 from ..elastic.members import Members
-from ..riders import Rider
-from ..testing.link import Link, SlowFlight
-from .config import CO2Config, checked
+from ..testing.link import SlowFlight
+from .config import CO2Config, of_kind
 from .plugged import Options, plugs
 from .wire import WireConfig
 
@@ -36,11 +36,8 @@ def elastic_co2(
     config: CO2Config | None = None,
     *,
     members: Members,
-    buffers: Iterable[Tensor] = (),
-    timeout: float = 600.0,
-    link: Link | None = None,
     schedule: Schedule | None = None,
-    riders: Sequence[Rider] = (),
+    **options: Unpack[Options],
 ) -> tuple[OnArrival, Joining]:
     """CO2 whose workers come and go (core/elastic/joining.py), and the rider that lets them in.
 
@@ -48,11 +45,11 @@ def elastic_co2(
     takes a copy of the parameters more. members: see Members. Make it on every worker before any process group exists,
     then call the rider's `join` on all.
     """
-    given = checked(config)
+    given = of_kind(config, CO2Config, "config")
     check_elastic(given)
     c = replace(given, wire=WireConfig())
     settings = settings_of(c, schedule)
-    options = Options(buffers=buffers, timeout=timeout, riders=riders)
+    link = options.get("link")
     carrier = functools.partial(SlowElasticFlight, link=link) if link else ElasticFlight
     flight = functools.partial(carrier, members=members)
     plugged = plugs(c, lambda number: settings(number).tau, options, times=False, flight=flight)

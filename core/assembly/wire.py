@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import require
 from ..errors import UserError
 from ..flat import Bucket, Scalars
 from ..groups import backend_for
@@ -86,15 +85,3 @@ class WireConfig:
             return LGreco(buckets, scalars, *workers, self.like, self.lgreco)
         assert self.format not in ("float32", "auto")
         return Quantized(buckets, scalars, *workers, self.format, self.error_feedback)
-
-
-@dataclass(frozen=True)
-class Wired:
-    """The settings of how a method's payload crosses the network."""
-
-    _: KW_ONLY
-    wire: WireConfig = field(default_factory=WireConfig)
-    """How the pseudo-gradient crosses the network, and what local, overlap_local and slowmo send; ddp has ddp_wire."""
-
-    def check(self) -> None:
-        require(self, isinstance(self.wire, WireConfig), "wire", "give a WireConfig, such as WireConfig('int8')")

@@ -43,8 +43,8 @@ class Saver:
     """Writes checkpoints in a thread, one after the other, over a process group of its own.
 
     attempt: the same on all workers, and another one each time that the run is started. timeout: seconds until a
-    missing worker is an error. keep: how many checkpoints stay. group: the workers, over gloo, where write() alone is
-    called; None: one of its own. Every one of world_size workers must make one; 1: this worker writes alone.
+    missing worker is an error. keep: how many checkpoints stay. group: the workers, over gloo, where nothing but
+    write() is called; None: one of its own. Every one of world_size workers must make one; 1: this worker writes alone.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class Saver:
         group: dist.ProcessGroup | None = None,
     ):
         self.folder, self.rank, self.world_size, self.attempt, self.timeout = folder, rank, world_size, attempt, timeout
-        self.keep, self._lent = keep, group is not None
+        self.keep = keep
         stored.library()  # now, and not beside the local steps
-        own = world_size > 1 and not self._lent
+        own = world_size > 1 and group is None
         self._group = new_group(None, timeout, torch.device("cpu"), "gloo") if own else group
         self._thread: threading.Thread | None = None
         self._finite = True
@@ -114,7 +114,7 @@ class Saver:
     def close(self) -> None:
         """Waits, and leaves the group."""
         self.wait()
-        if self._group is not None and not self._lent:
+        if self._group is not None:
             leave_group(self._group, self.timeout)
             self._group = None
 
@@ -171,11 +171,6 @@ def load(folder: Path, *, rank: int, alone: bool = False) -> tuple[Any, int] | N
     which checkpoints were refused, and why: on a network file system another worker may not see the newest one yet.
     UserError when there are some and none can be loaded.
     """
-    if old := sorted(folder.glob("step*.elastic")):
-        raise UserError(
-            f"{old[-1]} is of an older version, with a format of its own for elastic runs: resume with the version "
-            "that wrote it, or start afresh with another folder"
-        )
     refused: list[str] = []
 
     def gather(mine: Any) -> list[Any]:

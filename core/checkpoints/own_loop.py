@@ -58,7 +58,15 @@ def save(
         co2.pacing.check_saving(co2)
         if not co2.pacing.together:
             co2.catch_up(max(of_all(co2.rounds)))
-    held = _state(model, optimizer, co2, others or {}) | {"step": step}
+    held = {
+        "model": model.state_dict(),
+        "optimizer": of_optimizer(optimizer, model) if optimizer is not None else {},
+        "optimizer_kind": type(optimizer).__name__,
+        "method": co2.state_dict(),
+        "others": {name: other.state_dict() for name, other in (others or {}).items()},
+        "random": random_state(_device(model)),
+        "step": step,
+    }
     tensors: dict[str, Tensor] = {}
     state = stored.take_out(held, tensors)
     group = host_group()
@@ -105,19 +113,6 @@ def load(
         taken = f"each takes what the worker of its rank modulo {before} held; torch's random states begin anew"
         warnings.warn(f"{wrote}: {taken}", stacklevel=2)
     return state["step"]
-
-
-def _state(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, co2: Stateful, others: Mapping[str, Stateful]
-) -> dict[str, Any]:
-    return {
-        "model": model.state_dict(),
-        "optimizer": of_optimizer(optimizer, model) if optimizer is not None else {},
-        "optimizer_kind": type(optimizer).__name__,
-        "method": co2.state_dict(),
-        "others": {name: other.state_dict() for name, other in others.items()},
-        "random": random_state(_device(model)),
-    }
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -104,7 +104,8 @@ class Saved(Rounds):
         check_run(state, self.name, workers, equal=bool(self.replicas) or not self.state)
         others = (state["workers"], state["places"]) != (workers, self.flight.places)
         # among others the error feedback is lost; a sum that has landed brings its weight along
-        held_back = not others and self._holds_back(state["reducer"])
+        sums = state["reducer"] == Reducer.kind and (self.reducer.kind == Reducer.kind or self.reducer.changes)
+        held_back = not others and not sums  # which hold nothing back
         saved = dict(state.get("state", {}))  # DCP's tools drop an empty one
         saved |= state.get("held_back", {}) if held_back else {}
         flats = [b.flat for b in self.buckets]
@@ -126,11 +127,6 @@ class Saved(Rounds):
             rider.load_state_dict(state.get("riders", {}).get(rider.name), of_others=others)
         self.begin_round(self.flight.launched)
         self.pacing.begin(self.flight.launched, self.local_steps)
-
-    def _holds_back(self, kind: str) -> bool:
-        """Whether a checkpoint of a reducer of this kind has to have what this one holds back."""
-        plain = kind == Reducer.kind and (self.reducer.kind == Reducer.kind or self.reducer.changes)
-        return not plain
 
     def _kept(self, held_back: bool) -> dict[str, list[Tensor]]:
         """What is loaded here, by name."""

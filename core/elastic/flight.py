@@ -97,18 +97,11 @@ class ElasticFlight(Flight, Workers):
         return through
 
     def settle(self) -> bool:
-        """See Flight."""
         while True:
             try:
                 return super().settle()
             except CollectiveError:
                 self.mend()
-
-    def close(self) -> None:
-        """See Flight."""
-        self.let_go()
-
-    leave = close
 
     # -- another generation -----------------------------------------------------------------------------------
 
@@ -164,6 +157,8 @@ class ElasticFlight(Flight, Workers):
         """Leaves the group, so that those who wait for this worker there see it broken."""
         self.group, self.timed_groups = None, []
         self.members.leave()
+
+    close = leave = let_go
 
     def _report(self) -> Report:
         phase = self.phase if self.in_flight else AGREED

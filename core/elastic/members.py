@@ -10,7 +10,6 @@ import contextlib
 import io
 import json
 import socket
-import struct
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -118,11 +117,14 @@ class Members:
         self._await([f"donor/{self.generation}"])
         host, port = self.store.get(f"donor/{self.generation}").decode().split()
         try:
-            with socket.create_connection((host, int(port)), timeout=self.timeout) as connection:
-                (size,) = struct.unpack("!Q", _receive(connection, 8))
-                data = _receive(connection, size)
+            address = host, int(port)
+            with socket.create_connection(address, self.timeout) as connection, connection.makefile("rb") as sent:
+                size = int.from_bytes(sent.read(8))
+                data = sent.read(size)
         except OSError as error:
             raise RuntimeError(f"the state cannot be fetched: {error}") from None
+        if not size or len(data) < size:
+            raise RuntimeError("the state cannot be fetched: the sender has gone")
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
     def end(self) -> None:
@@ -233,16 +235,5 @@ def _serve(server: socket.socket, data: memoryview, newcomers: int) -> None:
         for _ in range(newcomers):
             connection, _ = server.accept()
             with contextlib.suppress(OSError), connection:
-                connection.sendall(struct.pack("!Q", len(data)))
+                connection.sendall(len(data).to_bytes(8))
                 connection.sendall(data)
-
-
-def _receive(connection: socket.socket, size: int) -> bytearray:
-    data = bytearray(size)
-    view, count = memoryview(data), 0
-    while count < size:
-        received = connection.recv_into(view[count:])
-        if not received:
-            raise OSError("the sender has gone")
-        count += received
-    return data

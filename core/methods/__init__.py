@@ -11,60 +11,36 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ..adaptive.schedules import Schedule
-from ..assembly import CO2, CO2Config, Options, ShardedCO2, checked
-from ..assembly.wire import LGrecoConfig, WireConfig
-from ..checkpoints.own_loop import load, save
+from ..assembly import CO2 as CO2
+from ..assembly import CO2Config, Options, of_kind
+from ..assembly import LGrecoConfig as LGrecoConfig
+from ..assembly import ShardedCO2 as ShardedCO2
+from ..assembly import WireConfig as WireConfig
+from ..checkpoints.own_loop import load as load
+from ..checkpoints.own_loop import save as save
 from ..checkpoints.saved import Saved
 from ..errors import UserError
 from ..flat import is_dtensor
 from ..riders import Rider
 from ..sharded.checks import check_mesh
 from ..testing.link import Link
-from ..zeroth import ZerothConfig
-from ..zeroth.elastic import ElasticZeroth
+from ..zeroth import ZerothConfig as ZerothConfig
+from ..zeroth.elastic import ElasticZeroth as ElasticZeroth
 from ..zeroth.method import Zeroth
 from . import auto, ddp, delayed, local_sgd, overlap_local_sgd, registry, slowmo, zeroth
 from . import co2 as of_co2
-from .auto import Auto, AutoConfig
+from .auto import Auto as Auto
+from .auto import AutoConfig as AutoConfig
 from .ddp import DDP
-from .delayed import DelayedCO2, DelayedConfig
-from .local_sgd import LocalSGD
-from .overlap_local_sgd import OverlapLocalConfig, OverlapLocalSGD
-from .registry import Entry, Given, Settings
-from .slowmo import SlowMo, SlowMoConfig
-
-__all__ = [
-    "Auto",
-    "AutoConfig",
-    "CO2",
-    "CO2Config",
-    "DDP",
-    "DelayedCO2",
-    "DelayedConfig",
-    "ElasticZeroth",
-    "Entry",
-    "Given",
-    "LGrecoConfig",
-    "LocalSGD",
-    "METHODS",
-    "Method",
-    "OverlapLocalConfig",
-    "OverlapLocalSGD",
-    "REGISTRY",
-    "Settings",
-    "ShardedCO2",
-    "SlowMo",
-    "SlowMoConfig",
-    "UserError",
-    "WireConfig",
-    "Zeroth",
-    "ZerothConfig",
-    "check_settings",
-    "entry_of",
-    "load",
-    "make_method",
-    "save",
-]
+from .delayed import DelayedCO2 as DelayedCO2
+from .delayed import DelayedConfig as DelayedConfig
+from .local_sgd import LocalSGD as LocalSGD
+from .overlap_local_sgd import OverlapLocalConfig as OverlapLocalConfig
+from .overlap_local_sgd import OverlapLocalSGD as OverlapLocalSGD
+from .registry import Entry, Given
+from .registry import Settings as Settings
+from .slowmo import SlowMo as SlowMo
+from .slowmo import SlowMoConfig as SlowMoConfig
 
 REGISTRY: list[Entry] = [
     of_co2.ENTRY,
@@ -107,7 +83,8 @@ def make_method(
     ddp_wire, how ddp's gradients cross the network.
     """
     entry = entry_of(name)
-    co2 = checked(co2) if co2 is not None else entry.usual(dist.get_world_size(group) if dist.is_initialized() else 1)
+    workers = dist.get_world_size(group) if dist.is_initialized() else 1
+    co2 = entry.usual(workers) if co2 is None else of_kind(co2, CO2Config, "co2")
     if not isinstance(model, nn.Module):
         raise UserError(f"model: a {type(model).__name__} is given: give the module itself")
     own = check_settings(name, co2, shard=shard, offload=offload, schedule=schedule, **settings)
@@ -141,4 +118,7 @@ def check_settings(
 
 def entry_of(name: str) -> Entry:
     """UserError where there is no such method."""
-    return registry.find(REGISTRY, name)
+    known = {entry.name: entry for entry in REGISTRY}
+    if name not in known:
+        raise UserError(f"method {name!r}: choose one of {', '.join(known)}")
+    return known[name]

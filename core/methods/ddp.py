@@ -175,11 +175,9 @@ class DDP(Loop):
             copy(self._buffers, views(together.div_(self.world_size), self._buffers))
 
     def state_dict(self) -> dict[str, Any]:
-        """See Rounds."""
         return under_rank({"rounds": self.rounds} | ({"wire": self.wire.state_dict()} if self.wire else {}))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Rounds."""
         state = of_rank(state)
         self.rounds = state["rounds"]
         if self._exchange is not None:

@@ -14,10 +14,10 @@ from torch import Tensor
 from .. import outer
 from ..adaptive.config import AdaptiveConfig
 from ..adaptive.merging import MergingBoundary, largest_outer_lr, restart, with_merge
-from ..assembly import CO2, CO2Config, Options
+from ..assembly import CO2, CO2Config, Options, of_kind
 from ..config import require
 from ..errors import UserError
-from .registry import Entry, Settings, of_kind
+from .registry import Entry, Settings
 
 
 def nesterov(m: Tensor, new: Tensor, beta: float) -> Tensor:

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from ..adaptive.pacing import lands_within
-from ..assembly import CO2Config, Options, plugs_of_other
+from ..assembly import CO2Config, Options, of_kind, plugs_of_other
 from ..assembly.wire import WireConfig
 from ..checkpoints.saved import Saved
 from ..checks import tensors_of
 from ..errors import UserError
 from ..flat import copy, copy_where, rescale, views
 from ..outer import carried
-from .registry import Entry, Given, Settings, of_kind
+from .registry import Entry, Given, Settings
 
 
 @dataclass(frozen=True)

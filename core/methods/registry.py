@@ -5,16 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..adaptive.schedules import Schedule
-from ..assembly import CO2Config, Options
+from ..assembly import CO2Config, Options, of_kind
 from ..errors import UserError
-
-Own = TypeVar("Own")
 
 
 @dataclass(frozen=True)
@@ -72,14 +70,6 @@ class Entry:
         return self.kind in ("hidden", "blocking")
 
 
-def find(entries: Iterable[Entry], name: str) -> Entry:
-    """UserError where there is no such method."""
-    known = {entry.name: entry for entry in entries}
-    if name not in known:
-        raise UserError(f"method {name!r}: choose one of {', '.join(known)}")
-    return known[name]
-
-
 def own_settings(entries: Iterable[Entry], entry: Entry, given: Mapping[str, Any]) -> Any:
     """The method's own, of those given by key, or its defaults. Refuses another method's, rather than to leave them
     unused."""
@@ -88,9 +78,7 @@ def own_settings(entries: Iterable[Entry], entry: Entry, given: Mapping[str, Any
         if key not in owners:
             raise TypeError(f"make_method() got an unexpected keyword argument {key!r}")
         owner, config = owners[key]
-        if not isinstance(value, config | None):
-            raise UserError(f"{key}={value!r}: give a {config.__name__}")
-        if owner == entry.name or value is None or value == (usual := config()):
+        if owner == entry.name or of_kind(value, config, key) == (usual := config()):
             continue
         name, own = next((k, v) for k, v in vars(value).items() if v != getattr(usual, k))
         raise UserError(
@@ -98,8 +86,7 @@ def own_settings(entries: Iterable[Entry], entry: Entry, given: Mapping[str, Any
         )
     if entry.settings is None:
         return None
-    own = given.get(entry.settings.key)
-    return entry.settings.config() if own is None else own
+    return of_kind(given.get(entry.settings.key), entry.settings.config, entry.settings.key)
 
 
 def check(entry: Entry, given: Given) -> None:
@@ -125,10 +112,3 @@ def _check_unread(entry: Entry, co2: CO2Config) -> None:
     for key in ("merge", "delay", "steps", "outlier"):
         if (value := getattr(co2, key)) != getattr(CO2Config(), key):
             raise UserError(f"{key}={value!r} is CO2's own, method {name!r} does not have it: leave it out")
-
-
-def of_kind(given: Any, kind: type[Own], name: str) -> Own:
-    """The settings, or the defaults where none are given; UserError for an object of another class."""
-    if given is not None and not isinstance(given, kind):
-        raise UserError(f"{name}={given!r}: give an object of {kind.__name__}, or leave it out")
-    return given if given is not None else kind()

@@ -8,14 +8,14 @@ from typing import Unpack
 
 from torch import Tensor, nn
 
-from ..assembly import Options
+from ..assembly import Options, of_kind
 from ..assembly.wire import WireConfig
 from ..config import LARGE
 from ..errors import UserError
 from ..flat import copy, views
 from ..outer import carried
 from .local_sgd import Blocking, tau_of
-from .registry import Entry, Given, Settings, of_kind
+from .registry import Entry, Given, Settings
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import is_number, require
 from ..errors import DivergedError
 from ..flat import Bucket, left_by_kernel, local_shard, read_blocks
 from ..groups import Stage
@@ -32,20 +30,6 @@ MEMORY = 10  # sound rounds over which the usual size is taken
 LEFT_OUT_AGAIN = 3  # rounds in which a worker may be left out again, right after the first one
 
 LeftOut = Callable[[Tensor], None]
-
-
-@dataclass(frozen=True)
-class Guarded:
-    """The settings of who is left out of a mean."""
-
-    _: KW_ONLY
-    outlier: float | None = 10.0
-    """A worker is left out of a round's mean, and starts anew, where its difference is more than so many times as large
-    as its own usual one (core/robust/guard.py); None: only where it is not finite."""
-
-    def check(self) -> None:
-        limits = self.outlier is None or (is_number(self.outlier) and self.outlier > 1)
-        require(self, limits, "outlier", "give a number above 1, or None for no limit")
 
 
 class Guard(Rider):
@@ -85,7 +69,6 @@ class Guard(Rider):
         if m.sends_later:
             return
         self.judge(size_of(m.buckets))
-        self.weigh()
         m.left_out(self.is_left_out)
 
     def stages(self) -> Iterator[Stage]:
@@ -94,7 +77,6 @@ class Guard(Rider):
             square = size_of(self.method.buckets).square().view(1)
             yield from self.method.sum_parts(square)
             self.judge(square[0].sqrt())
-            self.weigh()
 
     def left_out(self, where: Tensor) -> None:
         if self.on_left_out is not None and (read_blocks(where) or where):
@@ -124,13 +106,10 @@ class Guard(Rider):
 
     @torch.no_grad()
     def judge(self, size: Tensor) -> None:
-        """Finds `verdict` on what is about to be sent. size: 0-d, its norm: not finite where any number is not."""
+        """Finds `verdict` on what the buckets hold, about to be sent, makes zeros of it if it is left out, and writes
+        the scalars. size: 0-d, its norm: not finite where any number is not."""
         self.size = size.to(self.state)
         self.verdict.copy_(self._judge(self.size, self._steps))
-
-    @torch.no_grad()
-    def weigh(self) -> None:
-        """Makes zeros of what the buckets hold, if it is left out, and writes the scalars."""
         scalars = self.method.scalars
         wipe([part for b in self.method.buckets for part in (b.payload, b.values)], self.is_left_out)
         scalars.set("weight", torch.where(self.is_left_out, 0.0, scalars["weight"]))

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..checks import tensors_of
 from ..errors import UserError
 from ..flat import copy, local_shard
 from ..held import Held
@@ -21,7 +20,7 @@ class Masters(Rider):
     """
 
     def __init__(self, model_params: Iterable[Tensor]):
-        self.model_params = [local_shard(p) for p in tensors_of(model_params, "parameters")]
+        self.model_params = [local_shard(p) for p in model_params]
 
     def attach(self, method: Held) -> None:
         super().attach(method)

@@ -63,16 +63,12 @@ class Peers:
         self.address = Address(host, self._server.getsockname()[1], socket.gethostname(), secrets.token_hex(8))
         self._known: dict[int, Address] = {}
         self.rank = 0
-        self.forget()
-        os.register_at_fork(after_in_child=self._server.close)  # a data loader's process must not keep the port open
-        threading.Thread(target=self._answer, daemon=True).start()
-
-    def forget(self) -> None:
-        """For a process that goes on in another group after a failure."""
         self.verdict: list[int] | None = None
         self._has_failed = False
         self._left: set[int] = set()  # those who have told that they failed
         self.stopped = 0.0
+        os.register_at_fork(after_in_child=self._server.close)  # a data loader's process must not keep the port open
+        threading.Thread(target=self._answer, daemon=True).start()
 
     def meet(self, group: dist.ProcessGroup | None) -> None:
         """Learns the addresses of a group's members; every member must call it."""

@@ -35,10 +35,9 @@ class Live:
             copy(g, difference)
         return ~finite
 
-    def send_buffers(self, own: list[list[Tensor]]) -> None:
-        """The buffers' values travel, `own` of each bucket."""
-        for bucket, values in zip(self._buckets, own, strict=True):
-            copy(bucket.buffer_views, values)
+    def own_stream(self) -> contextlib.AbstractContextManager[None]:
+        """That of copies between a GPU and the host, of which there are none."""
+        return contextlib.nullcontext()
 
     def settle(self) -> None:
         """Nothing that is queued still reads g: it may be written to anew."""
@@ -76,19 +75,13 @@ class HostCopies:
         spoilt = torch.zeros((), dtype=torch.bool, device=self._device)
         if snapshot:
             spoilt = ~all_finite(p for b in self._buckets for p in b.params)
-        with self._own_stream():
+        with self.own_stream():
             for bucket, copies in zip(self._buckets, self._copies, strict=True):
                 for p, g, on_host in zip(bucket.params, bucket.payload_views, copies, strict=True):
                     if snapshot:
                         on_host.copy_(p, non_blocking=True)
                     p.copy_(g, non_blocking=True)
         return spoilt
-
-    def send_buffers(self, own: list[list[Tensor]]) -> None:
-        """Queues the buffers' values, `own` of each bucket, which then travel."""
-        with self._own_stream():
-            for bucket, values in zip(self._buckets, own, strict=True):
-                copy(bucket.buffer_views, values, queued=True)
 
     def settle(self) -> None:
         """Waits until nothing that is queued still reads or writes the host's memory."""
@@ -103,7 +96,7 @@ class HostCopies:
                 g.sub_(on_host)
 
     @contextlib.contextmanager
-    def _own_stream(self) -> Iterator[None]:
+    def own_stream(self) -> Iterator[None]:
         """What is queued in here follows the compute stream, which then waits for it."""
         if self._stream is None:
             yield

@@ -26,22 +26,18 @@ from ..checks import tensors_of
 from ..collectives.stages import gather_parts
 from ..errors import UserError
 from ..flat import Bucket, copy, make_buckets, unique
-from ..flight import Flight
 from ..groups import Stage, all_reduce
 from ..offload.pinned import pinned
-from ..pacing import Pacing
 from ..stats import send_off
 from .checks import check_shared
 from .live import HostCopies, Live, beside
 from .placement import Holders, Placement, sum_parts
 
-Settings = Callable[[int], AdaptiveConfig]
-
 
 class ShardedCO2(Saved):
     """CO2 whose outer state is shared out over the workers of a node, over all workers, or lies on the host.
 
-    config: of a round, or a function of its number, from 0. inner_group: ranks that synchronise gradients every step,
+    settings: of a round, by its number, from 0. inner_group: ranks that synchronise gradients every step,
     as a node's do, so that at a boundary their parameters are equal (DistributedDataParallel, ZeRO-1), or hold one
     model's shards (DTensors: ZeRO-2 and 3, tensor parallelism, where a rank's share is its shard; plain tensors beside
     them are equal on all ranks, and made so again every round). Each keeps and sends its own share to the ranks with
@@ -51,7 +47,7 @@ class ShardedCO2(Saved):
     either, buffers are averaged over the flight's group only, else over both groups.
     shard: shares are cut further over the workers of the flight's group. offload: the outer state and its all-reduce
     lie in the host's (pinned) memory, no copy of the parameters on a GPU. timeout: of the inner group, in seconds.
-    plugged: see Rounds. core.ShardedCO2 is the same with all that runs on real clusters need.
+    plugged: see Rounds; core.ShardedCO2 gives them.
     """
 
     name = "ShardedCO2"
@@ -62,32 +58,29 @@ class ShardedCO2(Saved):
     def __init__(
         self,
         params: Iterable[Tensor],
-        config: AdaptiveConfig | Settings | None = None,
+        settings: Callable[[int], AdaptiveConfig],
         *,
-        inner_group: dist.ProcessGroup | None = None,
-        shards: bool | Holders = False,
-        shard: bool = False,
-        offload: bool = False,
+        inner_group: dist.ProcessGroup | None,
+        shards: bool | Holders,
+        shard: bool,
+        offload: bool,
         timeout: float = 600.0,
         **plugged: Any,
     ):
-        given = config or AdaptiveConfig()
-        self._settings: Settings = given if callable(given) else lambda number: given
+        self._settings = settings
         self.shards, self.shard, self.offload = shards is not False, shard, offload
         self.begin_round(0)
         params = unique(tensors_of(params, "parameters"))
         if not params:
             raise UserError("no parameter is given: nothing to train; each stage of a pipeline needs one")
-        plugged["buffers"] = unique(tensors_of(plugged.get("buffers", ()), "buffers"))
+        plugged["buffers"] = unique(tensors_of(plugged["buffers"], "buffers"))
         device, backend = (torch.device("cpu"), "gloo") if offload else (params[0].device, None)
         of_group: dict[str, Any] = {"timeout": timeout, "device": device, "backend": backend}
         self._node = Placement(params, plugged["buffers"], inner_group, shards, **of_group)
         self._node.agree((self.name, self.signature()))
         self.title = "rank" if inner_group is None else "the node of rank"  # whose workers are left out together
         if offload:
-            plugged["flight"] = functools.partial(plugged.get("flight", Flight), backend="gloo")
-        if "pacing" not in plugged:
-            plugged["pacing"] = Pacing(lambda number: self._settings(number).tau)  # pyright: ignore
+            plugged["flight"] = functools.partial(plugged["flight"], backend="gloo")
         super().__init__(params, **plugged)
         self.reducer.scale = 1 / self.everybody  # of what is summed over both groups
         self.flight.timed_groups += [self._node.group] if self._node.group is not None else []
@@ -129,7 +122,6 @@ class ShardedCO2(Saved):
         return make_buckets(self.params, self.buffers, self.scalars.numel, parts, pinned if self.offload else None)
 
     def resync(self) -> None:
-        """See Rounds."""
         self.flight.restore(self.rounds, in_flight=False)  # of which a part runs over the same group
         self._node.agree(("resync",))
         super().resync()
@@ -161,8 +153,9 @@ class ShardedCO2(Saved):
         """The workers of a node take turns: their shares differ."""
         return self.rounds // self._node.size if self.rounds % self._node.size == self._node.rank else None
 
-    def send_buffers(self, own: list[list[Tensor]]) -> None:
-        self._live.send_buffers(own)
+    def send_buffers(self) -> None:
+        with self._live.own_stream():
+            super().send_buffers()
 
     def sum_parts(self, numbers: Tensor) -> Iterator[Stage]:
         """A node's workers hold one model's parts, or gave each other their gradients: they are judged as one."""

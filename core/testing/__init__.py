@@ -21,7 +21,6 @@ from typing import Any
 # What the server that forks the ranks imports, once, with what the first optimiser step would import. Modules of your
 # own may be added before the first call of run_distributed: each rank imports the rest by itself.
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", __package__]
-_forkserver: Any = None
 
 
 def run_distributed(
@@ -45,20 +44,22 @@ def run_distributed(
         for worker in workers:
             worker.start()
         late = _join(workers, time.monotonic() + timeout)
-        _raise_first_error(Path(folder))
-        late = [rank for rank in late if not Path(folder, f"result{rank}").exists()]  # others only waited for them
-        if late:
-            raise TimeoutError(f"rank {', '.join(map(str, late))} still running after {timeout:g} s")
-        return [_result(Path(folder), rank, rank in expect_death) for rank in range(world_size)]
+        files = {rank: Path(folder, f"rank{rank}") for rank in range(world_size)}
+        told = {rank: pickle.loads(file.read_bytes()) for rank, file in files.items() if file.exists()}
+    if errors := [(at, text) for at, text, _ in told.values() if text]:
+        raise RuntimeError(min(errors)[1])
+    if late := [rank for rank in late if rank not in told]:  # others only waited for them
+        raise TimeoutError(f"rank {', '.join(map(str, late))} still running after {timeout:g} s")
+    if lost := [rank for rank in files if rank not in told and rank not in expect_death]:
+        raise RuntimeError(f"rank {lost[0]} died without a result or an error")
+    return [told[rank][2] if rank in told else None for rank in files]
 
 
 def _context() -> Any:
     """A forkserver that has imported what is in PRELOAD."""
-    global _forkserver
-    if _forkserver is None:
-        _forkserver = multiprocessing.get_context("forkserver")
-        _forkserver.set_forkserver_preload(PRELOAD)
-    return _forkserver
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
 
 
 def _worker(
@@ -77,21 +78,20 @@ def _worker(
             world_size=world_size,
             timeout=timedelta(seconds=timeout),
         )
-        result = fn(rank, world_size, *args)
-        _write(Path(folder, f"result{rank}"), pickle.dumps(result))
+        _tell(Path(folder, f"rank{rank}"), "", fn(rank, world_size, *args))
         if stay:  # nobody leaves while a peer still needs it
             with contextlib.suppress(RuntimeError):  # a peer that failed tells its own story
                 dist.barrier()
             dist.destroy_process_group()
     except BaseException:
-        text = f"rank {rank}:\n{traceback.format_exc()}"
-        _write(Path(folder, f"error{rank}"), pickle.dumps((time.time(), text)))
+        _tell(Path(folder, f"rank{rank}"), f"rank {rank}:\n{traceback.format_exc()}", None)
         os._exit(1)
 
 
-def _write(path: Path, data: bytes) -> None:
-    path.with_suffix(".tmp").write_bytes(data)
-    path.with_suffix(".tmp").rename(path)
+def _tell(file: Path, error: str, result: Any) -> None:
+    """When and how it ended, whole or not at all: the process may be killed here."""
+    file.with_suffix(".tmp").write_bytes(pickle.dumps((time.time(), error, result)))
+    file.with_suffix(".tmp").rename(file)
 
 
 def _join(workers: list[Any], deadline: float) -> list[int]:
@@ -107,18 +107,3 @@ def _join(workers: list[Any], deadline: float) -> list[int]:
         worker.kill()
         worker.join()
     return late
-
-
-def _raise_first_error(folder: Path) -> None:
-    errors = [pickle.loads(path.read_bytes()) for path in folder.glob("error?*") if path.suffix != ".tmp"]
-    if errors:
-        raise RuntimeError(min(errors)[1])
-
-
-def _result(folder: Path, rank: int, may_be_missing: bool) -> Any:
-    path = folder / f"result{rank}"
-    if path.exists():
-        return pickle.loads(path.read_bytes())
-    if may_be_missing:
-        return None
-    raise RuntimeError(f"rank {rank} died without a result or an error")

@@ -14,7 +14,7 @@ from bench.simulator.events import SSP, Rule, Work, Workers, simulate
 from bench.uneven import __main__ as command
 from bench.uneven.__main__ import Rows, Uneven, markdown
 from bench.uneven.train import Crew, Way, train_by_speed, train_ssp, ways
-from core.adaptive.pace import Pace
+from core.adaptive.pace import BySpeed
 from core.errors import UserError
 from tests.bench.test_search_ranks import draw
 from tests.problems import small_net
@@ -78,10 +78,9 @@ def test_by_speed_the_slow_one_takes_its_part_once_the_times_are_known():
     assert state.clock.tolist() == [36 + 12, 42]  # the fast one waited until 36 for the slow one's second round
     warm = simulate("co2", SLOW, 6, 30, warmup=10, rule=rule)
     assert (warm.seconds, warm.steps) == pytest.approx((20 * 6, 20 * 4))
-    pace = Pace(0, 2)
-    pace.hear([3.0, 1.0])
-    pace.follow()
-    assert pace.steps(6) == 2
+    by_speed = BySpeed(0, 2)
+    by_speed.load_state_dict({"seconds": [[3.0], [1.0]], "told": 0.0}, of_others=False)
+    assert by_speed.steps(6) == 2
 
 
 def test_a_mean_with_a_delay_is_awaited_in_mid_round():

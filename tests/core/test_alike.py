@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from core import CO2, CO2Config, make_method
+from core import make_method
 from core.groups import broadcast
 from core.testing import run_distributed
 from tests import problems
@@ -102,10 +102,7 @@ def bytes_of_start(rank: int, world_size: int, method: str) -> dict[str, Any]:
             mock.patch.object(dist, "broadcast", side_effect=dist.broadcast) as ours,
             mock.patch.object(dist, "_broadcast_coalesced", side_effect=dist._broadcast_coalesced) as torchs,
         ):
-            if method == "co2":
-                made = CO2(model.parameters(), CO2Config(tau=2))
-            else:
-                _, made = make_method(method, model)
+            _, made = make_method(method, model)
         sent[what] = ours.call_count + torchs.call_count > 0
         made.close()
     return sent

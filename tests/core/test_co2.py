@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import core.outer
 from core import CO2, CO2Config
 from core.testing import run_distributed
 from core.testing.reference import Reference
 from tests import problems
-from tests.core.test_collectives import wait_for
-from tests.problems import Settings, assert_traces_equal, flat, sgd_step, train_co2, train_reference
+from tests.problems import Settings, assert_traces_equal, check_grid, flat, sgd_step, trace_of, train_co2, wait_for
 
 STEPS = 11  # tau = 4 does not divide it
 CLIPS: tuple[dict[str, Any], ...] = ({"clip": None}, {"clip": 0.15}, {"clip": 0.6})
@@ -36,29 +35,17 @@ CORNERS = grid()[::7]  # every value of every setting
 GRIDS = [pytest.param(CORNERS, id="corners"), pytest.param(grid(), id="whole", marks=pytest.mark.slow)]
 
 
-def train_grid(rank: int, world_size: int, configs: list[Settings], chunk: int) -> list[list[Tensor]]:
-    core.outer.SEGMENT = chunk
-    return [train_co2(problems.odd_parameters(), rank, STEPS, c) for c in configs]
-
-
 @pytest.mark.parametrize("configs", GRIDS)
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_equals_the_reference_round_by_round(world_size: int, configs: list[Settings]):
-    """Odd shapes (see odd_parameters) and slices of 16 elements, so that no boundary falls on a tensor's end."""
-    x = flat(problems.odd_parameters())
-    results = run_distributed(train_grid, world_size, configs, 16, timeout=300)
-    for i, config in enumerate(configs):
-        expected = train_reference(config, world_size, STEPS, x)
-        for rank in range(world_size):
-            assert_traces_equal(results[rank][i], expected)
-            assert all(torch.equal(a, b) for a, b in zip(results[rank][i], results[0][i], strict=True)), config
+    check_grid(world_size, configs, STEPS)
 
 
 def test_one_worker_in_and_out_of_a_process_group():
     configs = [replace(c, clip=0.4) for c in grid()[:5]]
     x = flat(problems.odd_parameters())
-    for c, inside in zip(configs, run_distributed(train_grid, 1, configs, 1 << 18)[0], strict=True):
-        assert_traces_equal(inside, train_reference(c, 1, STEPS, x))
+    for c, inside in zip(configs, run_distributed(problems.train_grid, 1, configs, STEPS, 1 << 18)[0], strict=True):
+        assert_traces_equal(inside, problems.train_reference(c, 1, STEPS, x))
         assert_traces_equal(train_co2(problems.odd_parameters(), 0, STEPS, c), inside, 0.0)
 
 
@@ -90,13 +77,8 @@ def train_net(rank: int, name: str) -> list[Tensor]:
     model = problems.small_net()
     optimizer, schedule = inner(model, name)
     co2 = CO2(model.parameters(), NET)
-    trace = []
-    for step in range(20):
-        optimizer_step(model, optimizer, schedule, rank, step)
-        if co2.step():
-            trace.append(flat(model.parameters()))
-    co2.finish()
-    return [*trace, flat(model.parameters())]
+    go = partial(optimizer_step, model, optimizer, schedule, rank)
+    return trace_of(co2, go, lambda: flat(model.parameters()), 20)
 
 
 def train_net_in_one_process(world_size: int, name: str) -> list[Tensor]:
@@ -138,18 +120,22 @@ def train_dtypes(rank: int, world_size: int, config: Settings) -> list[Tensor]:
     return train_co2(three_dtypes(), rank, 6, config)
 
 
+def check_dtypes(config: Settings, float64: float, float32: float, bfloat16: float) -> None:
+    """They train as one float64 model does, within a tolerance for each dtype."""
+    tolerance = {torch.float64: float64, torch.float32: float32, torch.bfloat16: bfloat16}
+    allowed = torch.cat([torch.full((p.numel(),), tolerance[p.dtype]).double() for p in three_dtypes()])
+    for rank, result in enumerate(run_distributed(train_dtypes, 2, config)):
+        expected = problems.train_reference(config, 2, 6, flat(three_dtypes()), rank)
+        for ours, want in zip(result, expected, strict=True):
+            assert ((ours - want).abs() <= allowed * (1 + want.abs())).all()
+
+
 @pytest.mark.parametrize(
     ("gap", "float64", "float32"), [("none", 1e-12, 1e-6), ("elementwise", 3e-3, 3e-3), ("norm", 3e-3, 3e-3)]
 )
 def test_several_dtypes_in_one_model(gap: Any, float64: float, float32: float):
-    """As one float64 model. Without a gap the dtypes are independent; else bfloat16's rounding is in the norms."""
-    config = Settings(tau=2, outer_momentum=0.3, outer_lr=0.6, gap=gap, clip=0.2)
-    tolerance = {torch.float64: float64, torch.float32: float32, torch.bfloat16: 0.02}
-    allowed = torch.cat([torch.full((p.numel(),), tolerance[p.dtype]).double() for p in three_dtypes()])
-    expected = train_reference(config, 2, 6, flat(three_dtypes()))
-    for result in run_distributed(train_dtypes, 2, config):
-        for ours, want in zip(result, expected, strict=True):
-            assert ((ours - want).abs() <= allowed * (1 + want.abs())).all()
+    """Without a gap the dtypes are independent; else bfloat16's rounding is in the norms."""
+    check_dtypes(Settings(tau=2, outer_momentum=0.3, outer_lr=0.6, gap=gap, clip=0.2), float64, float32, 0.02)
 
 
 def small_steps_in_bf16(rank: int, world_size: int, dtype: torch.dtype) -> list[float]:
@@ -256,28 +242,3 @@ def aliases(co2: CO2) -> bool:
 def test_a_slow_peer_delays_nobody_and_live_parameters_stay_untouched(tmp_path: Path):
     for result in run_distributed(hidden_round, 2, str(tmp_path)):
         assert result == {"untouched": True, "moved": True, "closed": True, "aliases": False}
-
-
-# -- the quadratic of paper.md --------------------------------------------------------------------------------
-
-
-def quadratic(rank: int, world_size: int, gaps: list[Any]) -> list[float]:
-    """Directions of which two local steps remove 5 to 100 %; beta = 1/2, alpha = 1. The largest |x| at the end."""
-    rate = 1 - (1 - torch.linspace(0.05, 1.0, 20, dtype=torch.float64)) ** 0.5
-    largest = []
-    for gap in gaps:
-        p = nn.Parameter(torch.ones(20, dtype=torch.float64))
-        co2 = CO2([p], CO2Config(tau=2, gap=gap, clip=None, allow_unstable=True))
-        for _ in range(800):
-            with torch.no_grad():
-                p.sub_(rate * p)
-            co2.step()
-        assert torch.equal(flat([p]), co2._x[0]), "all parameters are x_{n,0}, bit for bit"
-        largest.append(p.abs().max().item())
-    return largest
-
-
-def test_the_quadratic_diverges_without_the_penalty_and_settles_with_it():
-    for without, with_penalty in run_distributed(quadratic, 2, ["none", "elementwise"]):
-        assert without > 1e12
-        assert with_penalty < 0.2

@@ -9,32 +9,12 @@ import torch
 from torch import nn
 
 import core.co2 as bare
-from core import (
-    CO2,
-    CO2Config,
-    DelayedCO2,
-    LocalSGD,
-    OverlapLocalSGD,
-    ShardedCO2,
-    SlowMo,
-    UserError,
-    WireConfig,
-    make_method,
-)
+from core import CO2, CO2Config, LocalSGD, OverlapLocalSGD, ShardedCO2, SlowMo, UserError, WireConfig, make_method
 from core.config import OuterConfig
-from core.methods import METHODS, DelayedConfig, OverlapLocalConfig, SlowMoConfig
+from core.methods import METHODS, DelayedCO2, DelayedConfig, OverlapLocalConfig, SlowMoConfig
 from core.robust.requests import Requests
 from core.testing.link import ThrottledLink
-from tests.problems import Settings
-
-
-def message(build: Callable[[], Any]) -> str:
-    """The UserError's text, which must be one line."""
-    with pytest.raises(UserError) as caught:
-        build()
-    text = str(caught.value)
-    assert text and "\n" not in text
-    return text
+from tests.problems import Settings, refusal
 
 
 @pytest.mark.parametrize(
@@ -67,7 +47,7 @@ def message(build: Callable[[], Any]) -> str:
     ids=str,
 )
 def test_bad_co2_setting(settings: dict[str, Any], named: str, remedy: str):
-    text = message(lambda: CO2Config(**settings))
+    text = refusal(lambda: CO2Config(**settings))
     assert named in text and remedy in text
 
 
@@ -92,7 +72,7 @@ def test_bad_co2_setting(settings: dict[str, Any], named: str, remedy: str):
     ids=str,
 )
 def test_bad_delayed_setting(settings: dict[str, Any], named: str, remedy: str):
-    text = message(lambda: build(**settings))
+    text = refusal(lambda: build(**settings))
     assert named in text and remedy in text
 
 
@@ -122,11 +102,13 @@ def build(**settings: Any) -> CO2:
         (lambda: CO2([nn.Parameter(torch.zeros(1), requires_grad=False)]), "no parameter", "nothing to train"),
         (lambda: CO2([torch.zeros(1, dtype=torch.complex64, requires_grad=True)]), "complex64", "floating"),
         (lambda: LocalSGD([torch.zeros(1, requires_grad=True)], tau=0), "tau=0", "1 or more"),
-        (lambda: CO2(nn.Linear(1, 1).parameters(), model_params=nn.Linear(1, 1)), "one Linear", "give a list"),  # pyright: ignore
+        (lambda: CO2(params(), model_params=nn.Linear(1, 1)), "one Linear", "give a list"),  # pyright: ignore
+        (lambda: CO2(params(), model_params=[torch.ones(2)]), "1 model_params for 2 parameters", "one of each shape"),
+        (lambda: CO2(params(), buffers=[torch.ones(1).expand(3)]), "shape (3,) is expanded", "clone()"),
     ],
 )
 def test_other_bad_settings(build: Callable[[], Any], named: str, remedy: str):
-    text = message(build)
+    text = refusal(build)
     assert named in text and remedy in text
 
 
@@ -145,10 +127,10 @@ def params() -> list[nn.Parameter]:
 @pytest.mark.parametrize(
     ("build", "named"),
     [
-        (lambda: CO2(params(), 48), "config=48: give a CO2Config"),
-        (lambda: CO2(params(), OuterConfig()), "give a CO2Config"),
-        (lambda: make_method("co2", nn.Linear(2, 2), co2=48), "config=48: give a CO2Config"),
-        (lambda: make_method("slowmo", nn.Linear(2, 2), slowmo={"lr": 1}), "give a SlowMoConfig"),
+        (lambda: CO2(params(), 48), "config=48: give an object of CO2Config"),
+        (lambda: CO2(params(), OuterConfig()), "give an object of CO2Config"),
+        (lambda: make_method("co2", nn.Linear(2, 2), co2=48), "co2=48: give an object of CO2Config"),
+        (lambda: make_method("slowmo", nn.Linear(2, 2), slowmo=7), "slowmo=7: give an object of SlowMoConfig"),
         (lambda: make_method("co2", params()), "give the module itself"),
         (lambda: CO2(params(), buffers=None), "buffers: one NoneType is given"),
         (lambda: ShardedCO2(params(), mesh=(2, 2)), "mesh=(2, 2): give a DeviceMesh"),
@@ -164,6 +146,10 @@ def params() -> list[nn.Parameter]:
         (lambda: SlowMo(params(), 4, CO2Config()), "give an object of SlowMoConfig"),  # pyright: ignore
         (lambda: OverlapLocalSGD(params(), 4, CO2Config()), "give an object of OverlapLocalConfig"),  # pyright: ignore
         (lambda: CO2(params(), schedule=lambda number: None), "gives None for round 0: return a dict"),  # pyright: ignore
+        (lambda: CO2(params(), schedule=lambda n: {"gap": "norm"}), "the schedule changes gap: only tau, outer_lr"),
+        (lambda: CO2(params(), schedule=lambda n: {"outer_lr": 0}), "outer_lr=0"),
+        (lambda: CO2(params(), CO2Config("auto"), schedule=lambda n: {"tau": 3}), "give numbers, or only auto"),
+        (lambda: CO2Config(steps="fair"), "steps='fair'"),  # pyright: ignore
         (lambda: CO2(params(), timeout=-1), "timeout=-1: give seconds, above 0"),
         (lambda: ShardedCO2(params(), timeout=float("nan")), "timeout=nan: give seconds"),
         (lambda: CO2(params(), timeout="60"), "timeout='60': give seconds"),  # pyright: ignore
@@ -174,13 +160,13 @@ def params() -> list[nn.Parameter]:
     ],
 )
 def test_what_is_of_another_kind_is_refused(build: Callable[[], Any], named: str):
-    assert named in message(build)
+    assert named in refusal(build)
 
 
 def test_a_rider_goes_along_with_one_method():
     requests = Requests("stop")
     CO2(params(), riders=[requests])
-    assert "make one for each" in message(lambda: CO2(params(), riders=[requests]))
+    assert "make one for each" in refusal(lambda: CO2(params(), riders=[requests]))
 
 
 @pytest.mark.parametrize("method", [CO2, LocalSGD, SlowMo, DelayedCO2, OverlapLocalSGD, ShardedCO2])
@@ -203,7 +189,7 @@ def test_frozen_integers_are_none_of_its_business():
 def test_parameters_over_one_memory_are_refused():
     whole = torch.zeros(6)
     for one, other in ((whole[:4], whole[3:]), (whole, whole.view(2, 3)), (whole, whole[2:3])):
-        text = message(lambda a=one, b=other: CO2([nn.Parameter(a), nn.Parameter(b)]))
+        text = refusal(lambda a=one, b=other: CO2([nn.Parameter(a), nn.Parameter(b)]))
         assert "share their memory" in text
     matrix = torch.zeros(4, 6)
     for one, other in ((whole[:3], whole[3:]), (matrix[:, :2], matrix[:, 2:])):
@@ -212,20 +198,20 @@ def test_parameters_over_one_memory_are_refused():
 
 def test_a_worker_of_several_that_would_train_alone_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    text = message(lambda: CO2([nn.Parameter(torch.zeros(1))]))
+    text = refusal(lambda: CO2([nn.Parameter(torch.zeros(1))]))
     assert "WORLD_SIZE=4" in text and "init_process_group" in text
 
 
 @pytest.mark.parametrize(("beta", "alpha"), [(0.5, 1.0), (0.5, 0.5), (0.0, 1.0), (0.9, 0.2)])
 def test_unstable_settings_explain_the_condition(beta: float, alpha: float):
-    text = message(lambda: build(outer_momentum=beta, outer_lr=alpha, gap="none"))
+    text = refusal(lambda: build(outer_momentum=beta, outer_lr=alpha, gap="none"))
     for part in (f"outer_momentum={beta}", f"outer_lr={alpha}", "beta + alpha rho / Lambda < 1", "gap='elementwise'"):
         assert part in text
     assert "allow_unstable=True" in text
     build(outer_momentum=beta, outer_lr=alpha, gap="none", allow_unstable=True)
     build(outer_momentum=beta, outer_lr=alpha)
     shared = CO2Config(outer_momentum=beta, outer_lr=alpha, gap="none")
-    assert text == message(lambda: ShardedCO2([nn.Parameter(torch.ones(1))], shared))
+    assert text == refusal(lambda: ShardedCO2([nn.Parameter(torch.ones(1))], shared))
 
 
 def grows(delayed: DelayedConfig | None = None, **settings: Any) -> bool:
@@ -264,7 +250,7 @@ def test_merges_on_arrival_have_limits_of_their_own(alpha: float, beta: float, s
             CO2([nn.Parameter(torch.ones(1))], CO2Config(gap="none", **given))
             assert not grows(**given)
         else:
-            text = message(lambda given=given: CO2([nn.Parameter(torch.ones(1))], CO2Config(gap="none", **given)))
+            text = refusal(lambda given=given: CO2([nn.Parameter(torch.ones(1))], CO2Config(gap="none", **given)))
             assert f"outer_lr={given['outer_lr']}" in text and "diverges from" in text
 
 
@@ -276,7 +262,7 @@ def test_keep_a_round_late_grows_beyond_its_limit():
 def test_nesterov_has_a_limit_of_its_own():
     """At outer_momentum 1/2 it is (sqrt(17) - 3) / 2 = 0.5616."""
     build(outer_lr=0.56, gap="none", nesterov=True)
-    assert "(Nesterov)" in message(lambda: build(outer_lr=0.563, gap="none", nesterov=True))
+    assert "(Nesterov)" in refusal(lambda: build(outer_lr=0.563, gap="none", nesterov=True))
 
 
 @pytest.mark.parametrize(("nesterov", "limit"), [(False, 3.8), (True, 3.8 / 2.8)])
@@ -285,21 +271,19 @@ def test_blocking_has_a_limit_too(nesterov: bool, limit: float):
     given, delayed = {"tau": 4, "outer_momentum": 0.9, "delay": 0}, DelayedConfig(nesterov=nesterov)
     make = lambda lr: DelayedCO2([nn.Parameter(torch.ones(1))], CO2Config(gap="none", outer_lr=lr, **given), delayed)  # noqa: E731
     make(limit * 0.99)
-    assert "diverges from" in message(lambda: make(limit * 1.01))
+    assert "diverges from" in refusal(lambda: make(limit * 1.01))
     assert not grows(delayed, outer_lr=limit * 0.97, **given) and grows(delayed, outer_lr=limit * 1.06, **given)
 
 
-def test_settings_below_the_boundary_need_no_penalty():
+def test_settings_below_the_boundary_or_without_delay_need_no_penalty():
     build(outer_momentum=0.5, outer_lr=0.49, gap="none")
-
-
-def test_without_delay_the_same_sum_is_accepted():
     build(outer_momentum=0.5, outer_lr=1.0, gap="none", delay=0)
 
 
 def test_defaults_are_those_of_the_released_example():
     c = CO2Config()
     assert (c.tau, c.outer_lr, c.outer_momentum, c.clip, c.gap) == (48, 1.0, 0.5, 1.0, "elementwise")
+    assert (c.merge, c.delay, c.at_boundary) == ("outer", "boundary", True)  # the paper's order
 
 
 def test_config_is_frozen_and_refuses_unknown_keys():
@@ -319,7 +303,7 @@ def test_thawing_a_frozen_parameter_is_refused_at_the_boundary():
     co2 = CO2([trained, frozen], CO2Config(tau=1))
     co2.step()
     frozen.requires_grad_(True)
-    assert "requires a gradient" in message(co2.step)
+    assert "requires a gradient" in refusal(co2.step)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -338,10 +322,13 @@ def test_every_method_runs_with_one_worker_and_no_process_group(name: str):
 
 
 @pytest.mark.parametrize(
-    ("settings", "remedy"),
-    [({"merge": "keep"}, "merge outer"), ({"merge": "mix", "delay": 1}, "merge outer"), ({"delay": 0}, "merge outer")],
+    ("settings", "said"),
+    [
+        *((settings, "it knows merge outer with") for settings in ({"merge": "keep"}, {"merge": "mix"}, {"delay": 0})),
+        *((settings, "unshared outer state") for settings in ({"gap": "inner"}, {"wire": WireConfig("int8")})),
+    ],
+    ids=str,
 )
-def test_shared_state_says_which_merges_it_knows(settings: dict[str, Any], remedy: str):
-    config = CO2Config(tau=3, gap="none", allow_unstable=True, **settings)
-    with pytest.raises(UserError, match=remedy):
-        ShardedCO2([nn.Parameter(torch.ones(2))], config, shard=True)
+def test_what_needs_unshared_state_is_refused(settings: dict[str, Any], said: str):
+    config = CO2Config(**{"tau": 3, "gap": "none", "allow_unstable": True} | settings)
+    assert said in refusal(lambda: ShardedCO2(params(), config, shard=True))

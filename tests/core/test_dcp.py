@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -11,11 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from core import CO2, CO2Config, ShardedCO2, UserError, WireConfig
+from core import CO2, CO2Config, ShardedCO2, WireConfig
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
 from tests import problems
-from tests.problems import flat
+from tests.problems import flat, refusal
 
 SAVE_AT, STEPS = 6, 13
 KEEP = CO2Config(
@@ -101,9 +100,7 @@ def test_another_number_of_workers_goes_on_from_one_dict(tmp_path: Path):
 def test_a_state_without_a_rank_is_refused_in_one_line():
     co2 = CO2(problems.small_net().parameters())
     (own,) = co2.state_dict().values()
-    with pytest.raises(UserError, match="no key with a worker's rank.*resume with the version that wrote it") as caught:
-        co2.load_state_dict(own)
-    assert "\n" not in str(caught.value)
+    assert "no key with a worker's rank" in refusal(co2.load_state_dict, own)
 
 
 def with_adam(rank: int, world_size: int, folder: str) -> list[Tensor]:

@@ -294,21 +294,13 @@ def check_trace(trace: dict[str, list[float]], expected: list[torch.Tensor]) -> 
 def by_hand(rounds: int, with_third: int, alone: int | None = None) -> list[torch.Tensor]:
     """x after each of the boundaries, where the third worker counts in the first `with_third` rounds, and in round
     `alone`, from 0, only the first."""
-    x = flat(problems.odd_parameters())
-    m, delta, found = torch.zeros_like(x), None, []
+    ref, workers = problems.reference(problems.Settings(**SIMPLE), 3, flat(problems.odd_parameters()))
     for t in range(rounds):
-        differences = []
-        for worker in range(1 if t == alone else 3 if t < with_third else 2):
-            p = x.clone()
-            for step in range(3 * t, 3 * t + 3):
-                p -= problems.LR * problems.gradient(p, worker, step)
-            differences.append(x - p)
-        if delta is not None:
-            m = 0.2 * m + delta
-            x = x - 0.5 * m
-        delta = sum(differences) / len(differences)
-        found.append(x)
-    return found
+        ref.weights = torch.tensor([1.0, float(t != alone), float(t < with_third)])
+        for step in range(3 * t, 3 * t + 3):
+            ref.x.sub_(problems.LR * problems.gradient(ref.x, workers, step))
+            ref.local_step()
+    return ref.outer[1:]
 
 
 @pytest.mark.slow

@@ -14,10 +14,11 @@ from core import CO2Config, CollectiveError, ShardedCO2, WireConfig, make_method
 from core.robust import peers
 from core.testing import run_distributed
 from tests import problems
-from tests.problems import Mean, flat, sgd_step
+from tests.problems import Mean, flat, sgd_step, wait_for
 
 TIMEOUT, STALLED = 4.0, 1.5
 PATIENCE = 25.0  # seconds on a busy machine beyond the timeout
+LONG = TIMEOUT + 2 * PATIENCE  # until the others have waited and have looked who is silent
 
 
 def die(how: str, peers: list[Path]) -> None:
@@ -26,14 +27,7 @@ def die(how: str, peers: list[Path]) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "exception":
         raise KeyError("deliberate")
-    outlast(peers)
-
-
-def outlast(files: list[Path]) -> None:
-    """Returns once all files are there: their writers have waited and have looked who is silent."""
-    until = time.monotonic() + TIMEOUT + 2 * PATIENCE
-    while not all(file.exists() for file in files) and time.monotonic() < until:
-        time.sleep(0.05)
+    wait_for(*peers, seconds=LONG)
 
 
 def bad_worker(
@@ -127,7 +121,7 @@ def absent_peer(rank: int, world_size: int, folder: str) -> str:
     """Rank 1 never launches; rank 0's partial sums must not come out of wait()."""
     mean = Mean([torch.zeros(3)], timeout=2.0, roll=peers)
     if rank == 1:
-        outlast([Path(folder, "seen")])
+        wait_for(Path(folder, "seen"), seconds=LONG)
         return ""
     mean.launch()
     with pytest.raises(CollectiveError) as caught:

@@ -110,8 +110,13 @@ def test_lgreco_chooses_and_sends_as_on_a_cpu(like: str):
     torch.testing.assert_close(landed, expected, rtol=1e-6, atol=1e-6)
 
 
-def streams(trace: Path) -> dict[str, set[int]]:
+def streams(params: list[nn.Parameter], co2: CO2 | ShardedCO2, steps: int, trace: Path) -> dict[str, set[int]]:
     """Streams of matrix products, of copies to the host, and of NCCL's kernels."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
+        local_steps(params, co2, steps)
+        torch.cuda.synchronize()
+    traced.export_chrome_trace(str(trace))
+    co2.finish()
     found: dict[str, set[int]] = {"compute": set(), "copies": set(), "nccl": set()}
     for event in json.loads(trace.read_text())["traceEvents"]:
         stream = event.get("args", {}).get("stream")
@@ -129,32 +134,21 @@ def test_offloading_copies_in_a_stream_of_its_own(tmp_path: Path):
     params = parameters()
     co2 = ShardedCO2(params, CO2Config(tau=2), offload=True)
     local_steps(params, co2, 4)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
-        local_steps(params, co2, 6)
-        torch.cuda.synchronize()
-    traced.export_chrome_trace(str(tmp_path / "trace.json"))
-    seen = streams(tmp_path / "trace.json")
+    seen = streams(params, co2, 6, tmp_path / "trace.json")
     assert seen["compute"] and seen["copies"] and not seen["compute"] & seen["copies"], seen
-    co2.finish()
 
 
-def traced_collective(rank: int, world_size: int, folder: str) -> None:
+def traced_collective(rank: int, world_size: int, folder: str) -> dict[str, set[int]]:
     torch.cuda.set_device(rank)
     group = dist.new_group(backend="nccl")
     assert isinstance(group, dist.ProcessGroup)
     params = parameters()
     co2 = CO2(params, CO2Config(tau=4), group=group)
     local_steps(params, co2, 8)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
-        local_steps(params, co2, 12)
-        torch.cuda.synchronize()
-    traced.export_chrome_trace(f"{folder}/{rank}.json")
-    co2.finish()
+    return streams(params, co2, 12, Path(folder, f"{rank}.json"))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a device for each of two workers")
 def test_the_collective_runs_outside_the_compute_stream(tmp_path: Path):
-    run_distributed(traced_collective, 2, str(tmp_path), timeout=300)
-    for rank in range(2):
-        seen = streams(tmp_path / f"{rank}.json")
+    for seen in run_distributed(traced_collective, 2, str(tmp_path), timeout=300):
         assert seen["compute"] and seen["nccl"] and not seen["compute"] & seen["nccl"], seen

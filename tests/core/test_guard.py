@@ -1,19 +1,19 @@
 """A worker whose numbers are not finite, or jump, is left out of the mean: one bad worker is not everybody's ruin."""
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from bench.reference import LateReference
 from core import CO2, CO2Config, ShardedCO2, make_method
 from core.errors import DivergedError
 from core.robust.guard import LEFT_OUT_AGAIN, Guard, forget
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
-from tests.problems import LR, Settings, flat, gradient, odd_parameters, sgd_step
+from tests.problems import LR, Settings, flat, gradient, odd_parameters, reference, sgd_step, trace_of
 
 NAN, INF = float("nan"), float("inf")
 STEPS, BAD, SPOILT_AT, JUMP_AT = 24, 1, 7, 20
@@ -28,20 +28,11 @@ WAYS = {
     "blocking": Settings(tau=3, delay=0, gap="none"),
     "nesterov": Settings(tau=3, nesterov=True),
 }
-SHARED = {
-    "shard": (Settings(tau=3), {"shard": True}),
-    "offload": (Settings(tau=3), {"offload": True}),
-}
+SHARED = ("shard", "offload")  # with the paper's settings
 
 
 def expected(s: Settings, steps: int) -> list[Tensor]:
-    late = {"delay": None if s.delay == "boundary" else s.delay, "merge": s.merge, "kappa": s.mix}
-    start = flat(odd_parameters())
-    ref = LateReference(
-        start.expand(3, -1).clone(), s.tau, s.outer_lr, s.outer_momentum, s.gap, s.clip, **late,
-        nesterov=s.nesterov,
-    )  # fmt: skip
-    workers = torch.arange(3, dtype=torch.float64)[:, None]
+    ref, workers = reference(s, 3, flat(odd_parameters()))
     for step in range(steps):
         ref.x.sub_(LR * gradient(ref.x, workers, step))
         if step == SPOILT_AT:
@@ -55,38 +46,28 @@ def expected(s: Settings, steps: int) -> list[Tensor]:
     return [*rounds, ref.x]
 
 
-def trained(method: Any, params: list[nn.Parameter], rank: int, steps: int) -> list[Tensor]:
-    trace = []
-    for step in range(steps):
-        sgd_step(params, rank, step)
-        if rank == BAD and step == SPOILT_AT:
-            params[1].data[0] = NAN
-        if rank == BAD and step == JUMP_AT:
-            torch._foreach_mul_([p.detach() for p in params[:-1]], 1e5)
-        if method.step():
-            trace.append(flat(params))
-    method.finish()
-    return [*trace, flat(params)]
+def train_or_spoil(params: list[nn.Parameter], rank: int, step: int) -> None:
+    sgd_step(params, rank, step)
+    if rank == BAD and step == SPOILT_AT:
+        params[1].data[0] = NAN
+    if rank == BAD and step == JUMP_AT:
+        torch._foreach_mul_([p.detach() for p in params[:-1]], 1e5)
 
 
 def with_a_bad_worker(rank: int, world_size: int) -> dict[str, Any]:
-    traces, told = {}, []
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        for name, s in WAYS.items():
-            params = odd_parameters()
-            traces[name] = trained(s.build(params), params, rank, STEPS)
-        for name, (s, options) in SHARED.items():
-            params = odd_parameters()
-            _, method = make_method("co2", nn.ParameterList(params), co2=s.co2, **options)
-            traces[name] = trained(method, params, rank, STEPS)
-        told = [str(w.message) for w in seen if "left out" in str(w.message)]
-    return {"traces": traces, "told": told}
+    kinds: dict[str, Any] = {name: s.build for name, s in WAYS.items()}
+    kinds |= {how: partial(ShardedCO2, config=WAYS["paper"].co2, **{how: True}) for how in SHARED}
+    traces = {}
+    with warnings.catch_warnings(record=True, action="always") as seen:
+        for name, build in kinds.items():
+            go = partial(train_or_spoil, params := odd_parameters(), rank)
+            traces[name] = trace_of(build(params), go, partial(flat, params), STEPS)
+    return {"traces": traces, "told": [str(w.message) for w in seen if "left out" in str(w.message)]}
 
 
 def test_the_others_train_as_the_reference_does_without_the_bad_one():
     results = run_distributed(with_a_bad_worker, 3, timeout=240)
-    for name, s in (WAYS | {name: s for name, (s, _) in SHARED.items()}).items():
+    for name, s in (WAYS | dict.fromkeys(SHARED, WAYS["paper"])).items():
         want = expected(s, STEPS)
         for rank, result in enumerate(results):
             ours = result["traces"][name]
@@ -181,8 +162,7 @@ def nodes(rank: int, world_size: int, pieces: bool) -> dict[str, Any]:
     s = Settings(tau=1, outer_momentum=0.0, gap="none", clip=None, allow_unstable=True)
     co2 = ShardedCO2([p], s.co2, **options)
     seen = []
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as told:
         for step in range(5):
             with torch.no_grad():
                 p.sub_(1.0 + node + (10.0 * place if pieces else 0.0))
@@ -211,8 +191,7 @@ def left_out_once(build: Any, **options: Any) -> list[float]:
     """A worker alone: the outer iterate after each round, one of which jumps and so is left out."""
     p = nn.Parameter(torch.zeros(5, dtype=torch.float64))
     co2, trace = build([p], CO2Config(tau=2, gap="norm", outer_momentum=0.3), **options), []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         for step in range(20):
             with torch.no_grad():
                 p -= 1e6 if step == 11 else 0.1
@@ -252,8 +231,7 @@ def with_adam(rank: int, world_size: int) -> dict[str, Any]:
         _, method = make_method("co2", nn.ParameterList(params), co2=CO2Config(tau=3), **options)
         optimizer = torch.optim.Adam(params[:-1], 0.01)  # the last is the first one once more
         method.rider(Guard).on_left_out, trace = forget(optimizer), []
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as seen:
             for step in range(STEPS):
                 for p in params[:-1]:
                     p.grad = gradient(p.detach(), rank, step) * (NAN if rank == BAD and step == SPOILT_AT else 1.0)
@@ -277,9 +255,8 @@ def test_an_optimiser_that_was_spoilt_spoils_one_round_also_of_shared_state():
 def resumed(rank: int, world_size: int) -> dict[str, Any]:
     """Goes on from a checkpoint in other objects, between a bad sending and its landing."""
     warnings.simplefilter("ignore")
-    s = SHARED["shard"][0]
     models = [odd_parameters(), odd_parameters()]
-    first, second = (make_method("co2", nn.ParameterList(p), co2=s.co2, shard=True)[1] for p in models)
+    first, second = (make_method("co2", nn.ParameterList(p), co2=WAYS["paper"].co2, shard=True)[1] for p in models)
     told: list[list[int]] = [[], []]
     for method, steps in zip((first, second), told, strict=True):
         method.rider(Guard).on_left_out = lambda _, method=method, steps=steps: steps.append(method.rounds)

@@ -61,9 +61,7 @@ def test_statistics_of_shared_state_go_off_before_what_follows_is_launched(monke
         Flight.launch(co2.flight, stages)
 
     monkeypatch.setattr(co2.flight, "launch", launch)
-    for step in range(4):
-        problems.sgd_step(params, 0, step)
-        co2.step()
+    problems.take_steps(co2, params, 0, range(4))
     assert left == [] and co2.stats.as_dict()["momentum_norm"] > 0
 
 
@@ -71,9 +69,7 @@ def test_a_snapshot_is_asked_for_without_waiting_for_the_device():
     """A number that the steps of the next round change, such as gap inner's, is kept on the device."""
     params = problems.odd_parameters()
     co2 = CO2(params, CO2Config(tau=2, gap="inner"), riders=[snapshot := Snapshot()])
-    for step in range(4):
-        problems.sgd_step(params, 0, step)
-        co2.step()
+    problems.take_steps(co2, params, 0, range(4))
     with HostReads(torch.ops.aten._to_copy.default) as reads:
         snapshot.ask(lambda state: None)
     assert reads.seen == []
@@ -84,14 +80,8 @@ def reads_in_rounds(co2: CO2 | ShardedCO2, params: list[nn.Parameter]) -> list[s
     with pytest.MonkeyPatch.context() as patch:
         for module in (flat, guard):
             patch.setattr(module, "read_blocks", lambda t: True)
-        return _reads_in_rounds(co2, params)
-
-
-def _reads_in_rounds(co2: CO2 | ShardedCO2, params: list[nn.Parameter]) -> list[str]:
-    for step in range(4):  # the first rounds look where the parameters lie
-        problems.sgd_step(params, 0, step)
-        co2.step()
-    with HostReads() as reads:
-        for _ in range(4):
-            co2.step()
+        problems.take_steps(co2, params, 0, range(4))  # the first rounds look where the parameters lie
+        with HostReads() as reads:
+            for _ in range(4):
+                co2.step()
     return reads.seen

@@ -14,7 +14,7 @@ from core import CO2, CO2Config, CollectiveError, LocalSGD, OverlapLocalSGD, Sha
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
 from tests import problems
-from tests.problems import flat, sgd_step
+from tests.problems import flat, sgd_step, take_steps
 
 TAU, STEPS = 3, 11
 PAPERS = CO2Config(tau=TAU, outer_momentum=0.5)
@@ -84,9 +84,7 @@ def like_a_plain_loop(rank: int, world_size: int) -> list[Tensor]:
         if in_block:
             with co2 as given:
                 assert given is co2
-                for step in range(STEPS):
-                    sgd_step(params, rank, step)
-                    co2.step()
+                take_steps(co2, params, rank, range(STEPS))
         else:
             problems.train_with(co2, params, rank, STEPS)
         ends.append(flat(params))
@@ -102,9 +100,7 @@ def test_the_block_ends_as_finish_and_close_do(workers: int):
 def test_without_a_process_group_too():
     model = problems.small_net()
     with CO2(model.parameters(), PAPERS) as co2:
-        for step in range(STEPS):
-            sgd_step(model.parameters(), 0, step)
-            co2.step()
+        take_steps(co2, model.parameters(), 0, range(STEPS))
         assert not co2.at_boundary and not co2.settle()
     assert co2.at_boundary and co2.settle()
 

@@ -6,11 +6,9 @@ otherwise is compared, too: it must differ, or the comparison would see nothing.
 """
 
 import copy
-import time
 from collections import defaultdict
 from functools import partial
 from itertools import product
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,7 +23,7 @@ TAU, STEPS = 3, 11  # the last round is not full
 SAVE_AT = (1, 5, 9)  # before the first boundary, at one, and mid-round
 CONFIG = CO2Config(tau=TAU, outer_momentum=0.4, outer_lr=0.9, clip=0.05)
 NAMES = ("co2", "local", "slowmo", "overlap_local")
-SLOW_LINK = SimpleNamespace(reserve=lambda nbytes: time.perf_counter() + 0.04)  # one can look at what is under way
+SLOW_LINK = problems.SlowLink(0.04)  # one can look at what is under way
 batch = partial(problems.batch, size=8)
 sgd = partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=1e-2)
 

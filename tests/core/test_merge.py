@@ -11,14 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import core.outer
 from core import CO2, CO2Config
 from core.methods import LocalSGD, OverlapLocalSGD
 from core.passes import ChunkedBoundary
 from core.testing import run_distributed
 from tests import problems
 from tests.core.test_co2 import STEPS
-from tests.problems import Settings, assert_traces_equal, flat, sgd_step, train_co2, train_reference
+from tests.problems import Settings, SlowLink, assert_traces_equal, check_grid, flat, sgd_step, train_reference
 
 BASE = Settings(tau=4, outer_momentum=0.3, outer_lr=0.6, clip=0.1)
 MERGES: list[dict[str, Any]] = [
@@ -29,6 +28,7 @@ MERGES: list[dict[str, Any]] = [
     {"merge": "keep"},
     {"merge": "keep", "delay": 1},
     {"merge": "keep", "delay": 3},
+    {"merge": "mix", "mix": 1.0},
 ]
 BLOCKING: list[dict[str, Any]] = [{"delay": 0}, {"delay": 0, "merge": "mix"}, {"delay": 0, "merge": "keep"}]
 
@@ -47,29 +47,10 @@ CORNERS = grid()[:3] + grid()[3::5]  # every merge, delay and penalty, with and 
 GRIDS = [pytest.param(CORNERS, id="corners"), pytest.param(grid(), id="whole", marks=pytest.mark.slow)]
 
 
-def train_grid(rank: int, world_size: int, configs: list[Settings]) -> list[list[Tensor]]:
-    core.outer.SEGMENT = 16  # so that no piece ends where a tensor does
-    return [train_co2(problems.odd_parameters(), rank, STEPS + 3, c) for c in configs]
-
-
 @pytest.mark.parametrize("configs", GRIDS)
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_equals_the_reference_round_by_round(world_size: int, configs: list[Settings]):
-    x = flat(problems.odd_parameters())
-    results = run_distributed(train_grid, world_size, configs, timeout=300)
-    for i, config in enumerate(configs):
-        for rank in range(world_size):
-            assert_traces_equal(results[rank][i], train_reference(config, world_size, STEPS + 3, x, rank))
-            assert torch.equal(results[rank][i][-1], results[0][i][-1]), f"finish() left them apart: {config}"
-        apart = not torch.equal(results[0][i][0], results[1][i][0])
-        assert apart is (config.merge == "mix" or (config.merge == "keep" and config.delay != 0)), config
-
-
-def test_one_worker_without_a_process_group():
-    x = flat(problems.odd_parameters())
-    for config in CORNERS:
-        expected = train_reference(config, 1, STEPS, x)
-        assert_traces_equal(train_co2(problems.odd_parameters(), 0, STEPS, config), expected)
+    check_grid(world_size, configs, STEPS + 3)
 
 
 def arriving(rank: int, world_size: int, merge: str) -> dict[str, Any]:
@@ -94,36 +75,6 @@ def test_replicas_stay_equal_though_each_worker_merges_when_its_own_copy_lands(m
     assert all(torch.equal(a, b) for a, b in zip(zero["outers"], one["outers"], strict=True))
     assert torch.equal(zero["end"], one["end"]) and not zero["drifted"]
     assert min(zero["merged"][1:] + one["merged"][1:]) < 6, "nothing was merged before the boundary"
-
-
-def test_mean_of_kept_progress_is_not_late_at_all():
-    """With alpha 1 and beta 0 the workers' mean moves as in blocking Local-SGD, for a gradient that is linear."""
-    runs = {}
-    for delay in ("boundary", 2, 0):
-        config = replace(
-            BASE, tau=3, outer_lr=1.0, outer_momentum=0.0, gap="none", clip=None, merge="keep", delay=delay
-        )
-        runs[delay] = run_distributed(linear, 2, config)
-    for delay in ("boundary", 2):
-        for ours, blocking in zip(mean_of(runs[delay]), mean_of(runs[0]), strict=True):
-            torch.testing.assert_close(ours, blocking, rtol=1e-12, atol=1e-12)
-        assert not torch.equal(runs[delay][0][3], runs[0][0][3])
-
-
-def linear(rank: int, world_size: int, config: Settings) -> list[Tensor]:
-    p = nn.Parameter(torch.linspace(-1, 1, 5, dtype=torch.float64))
-    co2, seen = config.build([p]), []
-    for _ in range(12):
-        with torch.no_grad():
-            p.sub_(0.1 * (p - rank))
-        if co2.step():
-            seen.append(p.detach().clone())
-    co2.finish()
-    return [*seen, p.detach().clone()]
-
-
-def mean_of(results: list[list[Tensor]]) -> list[Tensor]:
-    return [torch.stack(rows).mean(0) for rows in zip(*results, strict=True)]
 
 
 def evaluating(rank: int, world_size: int) -> dict[str, Any]:
@@ -169,16 +120,6 @@ def test_an_evaluation_sees_one_model_where_the_method_has_one():
     assert_traces_equal([after for *_, after in zero["keep"][:-1]] + [zero["keep"][-1][1]], blocking)
 
 
-class Slow:
-    """A link that takes so many seconds for each reduction."""
-
-    def __init__(self, seconds: float):
-        self.seconds = seconds
-
-    def reserve(self, nbytes: float) -> float:  # noqa: ARG002
-        return time.perf_counter() + self.seconds
-
-
 def asked_at_every_step(rank: int, world_size: int) -> dict[str, list[tuple[bool, Tensor]]]:
     """Whether shared_model says that the model is shared, and the model; rank 1's means come 20 ms later."""
     at_once = {"merge": "mix", "delay": 0, "gap": "none"}
@@ -186,7 +127,7 @@ def asked_at_every_step(rank: int, world_size: int) -> dict[str, list[tuple[bool
         "outer": lambda p: BASE.build(p),
         "mix at once": lambda p: replace(BASE, **at_once).build(p),
         "local": lambda p: LocalSGD(p, BASE.tau),
-        "skipping": lambda p: BASE.build(p, link=Slow(0.02 * rank)),
+        "skipping": lambda p: BASE.build(p, link=SlowLink(0.02 * rank)),
     }
     found: dict[str, list[tuple[bool, Tensor]]] = {}
     for name, build in methods.items():
@@ -219,9 +160,8 @@ def lent(rank: int, world_size: int) -> dict[str, Any]:
     """Overlap-Local-SGD, evaluated under inference_mode by a loop of torch's optimiser, over a link of 0.2 s."""
     net = problems.small_net()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    method = OverlapLocalSGD(net.parameters(), 3, link=Slow(0.2))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    method = OverlapLocalSGD(net.parameters(), 3, link=SlowLink(0.2))
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for step in range(6):
             optimizer.zero_grad()
             problems.loss(net, problems.batch(rank, step)).backward()
@@ -252,7 +192,7 @@ def test_what_overlap_local_sgd_lends_it_takes_back():
 def evaluated_too_soon(rank: int, world_size: int) -> list[bool]:
     """At step 8 rank 0 has closed two rounds of tau auto, and rank 1, whose mean has not come, one."""
     params = problems.odd_parameters()
-    co2 = CO2(params, replace(CO2Config.recommended(2), outlier=None), timeout=20.0, link=Slow(0.6 * rank))
+    co2 = CO2(params, replace(CO2Config.recommended(2), outlier=None), timeout=20.0, link=SlowLink(0.6 * rank))
     told = []
     for step in range(8):
         sgd_step(params, rank, step)
@@ -278,11 +218,6 @@ def test_merges_run_in_the_fast_pass_and_only_keep_holds_another_copy():
         co2 = replace(BASE, merge=merge).build(problems.odd_parameters())
         assert all(isinstance(b, ChunkedBoundary) for b in co2._boundaries)
         assert set(co2.state) - {"outer_iterate", "outer_momentum"} == ({"sent"} if merge == "keep" else set())
-
-
-def test_the_papers_order_is_the_default():
-    config = CO2Config()
-    assert (config.merge, config.delay, config.at_boundary) == ("outer", "boundary", True)
 
 
 @pytest.mark.parametrize(("workers", "beta"), [(1, 0.0), (16, 0.0), (17, 0.2), (64, 0.5), (65, 0.6)])

@@ -8,16 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from core import CO2Config, ShardedCO2, UserError, make_method
-from core.assembly.wire import WireConfig
 from core.sharded.mesh import local_world_size, node_mesh
 from core.testing import run_distributed
-from tests import problems
-
-
-@pytest.mark.parametrize("setting", [{"gap": "inner"}, {"wire": WireConfig("int8")}], ids=str)
-def test_what_needs_unshared_state_is_refused(setting: dict[str, Any]):
-    with pytest.raises(UserError, match="unshared outer state"):
-        ShardedCO2(problems.odd_parameters(), CO2Config(**setting), shard=True)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core import CO2Config, DivergedError, UserError, WireConfig, make_method
+from core import CO2Config, DivergedError, WireConfig, make_method
 from core.methods import OverlapLocalConfig, SlowMoConfig
 from core.testing import run_distributed
 from tests import problems
-from tests.problems import LR, Settings, assert_traces_equal, flat, gradient, sgd_step, train
+from tests.problems import LR, Settings, assert_traces_equal, flat, gradient, take_steps, train
 
 TAU, STEPS = 3, 11
 
@@ -117,12 +117,6 @@ def test_a_narrow_wire_changes_a_baseline_by_what_it_rounds(traces: Any):
         assert 1e-6 < (wide - narrow).abs().max() < 0.1 * wide.abs().max(), key
 
 
-def test_a_wire_chosen_from_times_is_co2s_alone():
-    for name in ("local", "slowmo", "overlap_local"):
-        with pytest.raises(UserError, match="wire.format='auto' is CO2's own choice"):
-            make_method(name, problems.small_net(), co2=CO2Config(tau=TAU, wire=WireConfig("auto")))
-
-
 def test_local_sgd_averages_the_parameters(traces: Any):
     rows, workers = start(WORLD)
     expected = []
@@ -173,9 +167,7 @@ def test_overlap_local_sgd_agrees_only_after_finish(traces: Any):
 def test_slowmo_survives_a_schedule_that_ends_at_zero():
     p = nn.Parameter(torch.ones(2))
     _, method = make_method("slowmo", nn.ParameterList([p]), co2=CO2Config(tau=1), lr=lambda: 0.0)
-    for step in range(3):
-        sgd_step([p], 0, step)
-        method.step()
+    take_steps(method, [p], 0, range(3))
     assert torch.isfinite(p).all()
 
 

@@ -17,25 +17,13 @@ from core.flat import local_shard
 from core.sharded.mesh import node_mesh
 from core.testing import run_distributed
 from core.testing.reference import Reference
-from tests.problems import LR, assert_traces_equal, batch, flat, loss, sgd_step
+from tests.problems import LR, assert_traces_equal, batch, flat, loss, node_step, odd_parameters, sgd_step, trace_of
 
 TAU, STEPS = 3, 17  # 5 rounds and an incomplete one
 CONFIGS = [CO2Config(TAU, outer_momentum=0.4, gap=g, clip=c) for g, c in [("elementwise", None), ("norm", 0.02)]]
 WAYS: list[dict[str, bool]] = [{}, {"shard": True}, {"offload": True}, {"shard": True, "offload": True}]
 CASES = list(product(CONFIGS, WAYS))
 CORNERS = [CASES[i] for i in (0, 5, 2, 7)]  # each way, each setting twice
-
-
-def trace_of(co2: Any, go: Callable[[int], None], read: Callable[[], Tensor], steps: int = STEPS) -> list[Tensor]:
-    """go(step): a local step. What is read after each round, and at the end."""
-    trace = []
-    for step in range(steps):
-        go(step)
-        if co2.step():
-            trace.append(read())
-    co2.finish()
-    co2.close()
-    return [*trace, read()]
 
 
 def whole_net() -> nn.Sequential:
@@ -72,7 +60,7 @@ def split_layers(rank: int, world_size: int, replicated: bool, cases: list[Any])
         net = tensor_parallel(mesh, replicated)
         wrapped, co2 = make_method("co2", net, co2=config, mesh=mesh, **how)
         assert wrapped is net
-        traces.append(trace_of(co2, lambda step, n=net: learn(n, rank // 2, step), lambda n=net: gathered(n)))
+        traces.append(trace_of(co2, lambda step, n=net: learn(n, rank // 2, step), lambda n=net: gathered(n), STEPS))
     return traces
 
 
@@ -170,6 +158,14 @@ def test_stages_of_a_pipeline_equal_the_whole_model(dtype: torch.dtype, toleranc
             assert_traces_equal(ours, whole, tolerance)
 
 
+def whole_parameters() -> nn.Module:
+    return nn.ParameterList(odd_parameters())
+
+
+def in_a_node(net: nn.Module, node: int, step: int) -> None:
+    node_step(list(net.parameters()), [2 * node, 2 * node + 1], step)
+
+
 def resumed(rank: int, world_size: int) -> list[list[Tensor]]:
     """Of each kind of model the ends: straight, and after a resume at a boundary, and between two."""
     mesh, ends = node_mesh("cpu", 2), []
@@ -179,6 +175,7 @@ def resumed(rank: int, world_size: int) -> list[list[Tensor]]:
         (lambda: tensor_parallel(mesh, True), learn, ["shard"]),
         (lambda: stage(i), partial(advance, i), ["shards"]),
         (lambda: stage(i), partial(advance, i), ["shards", "offload"]),
+        *((whole_parameters, in_a_node, names) for names in ([], ["shard"], ["offload"])),
     ]
     for build, go, names in kinds:
         how: dict[str, Any] = dict.fromkeys(names, True)

@@ -32,39 +32,29 @@ def test_norm_of_a_model_too_large_for_float32_accumulators():
     assert outer.norm([torch.ones(3 * 10**8)]).item() == pytest.approx((3e8) ** 0.5, rel=1e-6)
 
 
-def test_gap_elementwise():
-    gap = outer.gap_elementwise(vector(0.0, -1.0, 3.0), torch.tensor(2.0, dtype=torch.float64))
-    torch.testing.assert_close(gap, vector(1.0, 1.5, 2.5))
-
-
-def test_gap_scalar():
-    assert outer.gap_scalar(vector(6.0)[0], vector(3.0)[0]).item() == pytest.approx(3.0)
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (outer.gap_elementwise(vector(0.0, -1.0, 3.0), vector(2.0)[0]), [1.0, 1.5, 2.5]),
+        (outer.gap_scalar(vector(6.0), vector(3.0)), [3.0]),
+        (outer.momentum(vector(10.0, 10.0), vector(4.0, 4.0), 0.5), [9.0, 9.0]),
+        # the gap scales the new term alone
+        (outer.momentum(vector(10.0, 10.0), vector(4.0, 4.0), 0.5, vector(1.0, 2.0)), [9.0, 7.0]),
+        (outer.momentum(vector(10.0, 10.0), vector(4.0, 4.0), 0.5, vector(4.0)[0]), [6.0, 6.0]),
+        (outer.clip_elements(vector(-3.0, -0.5, 2.0), 1.0), [-1.0, -0.5, 1.0]),
+        (outer.outer_step(vector(1.0, 2.0), vector(4.0, -4.0), 0.5), [-1.0, 4.0]),
+        (merging.mix(vector(4.0), vector(8.0), 0.25), [7.0]),
+        (merging.mix(vector(4.0), vector(8.0), 1.0), [4.0]),
+    ],
+)
+def test_formulas_by_hand(found: Tensor, expected: list[float]):
+    torch.testing.assert_close(found, vector(*expected))
 
 
 @pytest.mark.parametrize("gap", [outer.gap_elementwise, outer.gap_scalar])
 def test_gap_is_finite_when_the_pseudo_gradient_is_zero(gap):
     assert gap(vector(0.0)[0], vector(0.0)[0]).item() == 1.0
     assert torch.isfinite(gap(vector(1.0)[0], vector(0.0)[0]))
-
-
-def test_gap_scales_only_the_new_term_of_the_momentum():
-    m, delta = vector(10.0, 10.0), vector(4.0, 4.0)
-    torch.testing.assert_close(outer.momentum(m, delta, 0.5), vector(9.0, 9.0))
-    torch.testing.assert_close(outer.momentum(m, delta, 0.5, vector(1.0, 2.0)), vector(9.0, 7.0))
-    torch.testing.assert_close(outer.momentum(m, delta, 0.5, vector(4.0)[0]), vector(6.0, 6.0))
-
-
-def test_clip_by_element():
-    torch.testing.assert_close(outer.clip_elements(vector(-3.0, -0.5, 2.0), 1.0), vector(-1.0, -0.5, 1.0))
-
-
-def test_outer_step():
-    torch.testing.assert_close(outer.outer_step(vector(1.0, 2.0), vector(4.0, -4.0), 0.5), vector(-1.0, 4.0))
-
-
-def test_mix_lies_between():
-    assert merging.mix(vector(4.0), vector(8.0), 0.25).item() == 7.0
-    assert merging.mix(vector(4.0), vector(8.0), 1.0).item() == 4.0
 
 
 def test_nesterov_is_that_of_torch():

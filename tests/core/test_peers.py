@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,7 @@ from core.robust import peers
 from core.robust.peers import Address, Peers
 from core.testing import run_distributed
 from tests.ports import listening_at
-
-
-def until(file: Path) -> None:
-    """Waits for a file that another worker makes."""
-    deadline = time.monotonic() + 40
-    while not file.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
+from tests.problems import wait_for
 
 
 def one_is_gone(rank: int, world_size: int, folder: str, who: int, how: str) -> list[int] | None:
@@ -65,7 +60,7 @@ def one_wakes(rank: int, world_size: int, folder: str) -> str:
     if rank == 1:
         pid.write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
-    until(pid)
+    wait_for(pid)
     with pytest.raises(CollectiveError) as failed:
         background.launch(iter([([dist.all_reduce(value, group=background.group, async_op=True)], 0)]))
         background.wait()
@@ -83,7 +78,7 @@ def test_one_that_wakes_does_not_blame_the_others(tmp_path: Path):
 def one_hangs(rank: int, world_size: int, folder: str, known: bool) -> list[int] | None:
     peers.meet()
     if rank == 1:
-        until(Path(folder, "0")), until(Path(folder, "2"))
+        wait_for(Path(folder, "0"), Path(folder, "2"))
         return None
     found = peers.find(range(world_size) if known else ())
     Path(folder, str(rank)).touch()
@@ -108,9 +103,9 @@ def failing_one_after_the_other(rank: int, world_size: int, folder: str, first: 
         told.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 2:
-        until(through)
+        wait_for(through)
         return None
-    until(told)
+    wait_for(told)
     time.sleep(0.5)  # it has ended
     found = peers.find()
     through.touch()
@@ -125,14 +120,11 @@ def test_one_that_has_told_of_its_failure_is_not_blamed(first: int | None, named
 
 def test_an_address_of_no_use_here_blames_nobody(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(peers, "ANSWERS_WITHIN", 0.3)
-    here: Any = Peers()
     held = hold_port()  # nobody listens there
-    free = held.getsockname()[1]
-    here._known = {1: Address("127.0.0.1", free, "another machine", "")}
-    assert here.find() == []
-    here.forget()
-    here._known = {1: Address("127.0.0.1", free, here.address.machine, "")}
-    assert here.find() == [1]
+    for machine, named in (("another machine", []), (socket.gethostname(), [1])):
+        here: Any = Peers()
+        here._known = {1: Address("127.0.0.1", held.getsockname()[1], machine, "")}
+        assert here.find() == named
     held.close()
 
 

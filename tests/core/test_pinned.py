@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from core import CO2Config, ShardedCO2, UserError
+from core import CO2Config, ShardedCO2
 from core.offload.pinned import pinned
 from core.sharded.live import beside
+from tests.problems import refusal
 
 N = 1500  # float32: 6,000 bytes, of which a power of two is 8,192
 
@@ -84,11 +85,8 @@ def test_pinned_memory_is_there_until_nothing_is_queued_that_uses_it(monkeypatch
 
 def test_memory_that_cannot_be_pinned_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch):
     stand_in(monkeypatch, code=2)
-    with pytest.raises(
-        UserError, match="6000 bytes of the host's memory cannot be pinned.*leave out offload"
-    ) as caught:
-        pinned(N, torch.float32)
-    assert "\n" not in str(caught.value)
+    said = refusal(pinned, N, torch.float32)
+    assert said.startswith("6000 bytes of the host's memory cannot be pinned") and said.endswith("leave out offload")
 
 
 def offloaded() -> tuple[ShardedCO2, list[Tensor], Tensor]:

@@ -22,49 +22,35 @@ def by_hand(steps: list[tuple[float, float]], **options: Any) -> LateReference:
     return ref
 
 
-def test_mix_a_whole_round_late_by_hand():
-    ref = by_hand([(1, 3), (2, 6)], tau=1, merge="mix", kappa=0.5)
-    # own (1, 3), then 0 - (-2.5, -7.5), while z takes the first mean, 2
-    assert [rows[:, 0].tolist() for rows in ref.restarts] == [[-0.5, -1.5], [-2.25, -4.75]]
+ON_ARRIVAL = {"tau": 3, "delay": 1, "merge": "mix", "kappa": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "rows", "end"),
+    [
+        # a whole round late: own (1, 3), then 0 - (-2.5, -7.5), while z takes the first mean, 2; at the end the mean of
+        # (2.5, 7.5), too: the mixed share is no progress
+        ({"tau": 1, "merge": "mix"}, [(1, 3)], [-0.5, -1.5], -2),
+        ({"tau": 1, "merge": "mix"}, [(1, 3), (2, 6)], [-2.25, -4.75], -7),
+        # workers do not restart at the sending; then z = -6, a quarter of it and three of (-4, -12); their mean
+        (ON_ARRIVAL, [(1, 3)] * 3, [-3, -9], -6),
+        (ON_ARRIVAL, [(1, 3)] * 4, [-4.5, -10.5], -7.5),
+        # finished while the mean of (3, 9) is on its way, a step after it was sent: with one's own progress whole
+        (ON_ARRIVAL | {"delay": 2}, [(1, 3)] * 4, [-4, -12], -8),
+        # z is 0, -2, -6; each keeps the round that it has just sent
+        ({"tau": 1, "merge": "keep"}, [(1, 3)], [-1, -3], -2),
+        ({"tau": 1, "merge": "keep"}, [(1, 3), (2, 6)], [-4, -8], -6),
+        ({"tau": 1, "merge": "keep"}, [(1, 3), (2, 6), (1, 1)], [-7, -7], -7),
+        # z = -4, and a step of one's own, then another, which are sent
+        ({"tau": 2, "delay": 1, "merge": "keep"}, [(1, 3)] * 3, [-5, -7], -6),
+        ({"tau": 2, "delay": 1, "merge": "keep"}, [(1, 3)] * 4, [-6, -10], -8),
+    ],
+)
+def test_merges_by_hand(options: dict[str, Any], steps: list[tuple[float, float]], rows: list[float], end: float):
+    ref = by_hand(steps, **options)
+    assert ref.x[:, 0].tolist() == rows
     ref.finish()
-    assert ref.x[:, 0].tolist() == [-7.0, -7.0]  # 2, and the mean of (2.5, 7.5); the mixed share is no progress
-
-
-def test_mix_on_arrival_by_hand():
-    """tau 3, merged 1 step after sending; the workers do not restart at the sending."""
-    ref = by_hand([(1, 3)] * 3, tau=3, delay=1, merge="mix", kappa=0.25)
-    assert ref.x[:, 0].tolist() == [-3.0, -9.0] and len(ref.outer) == 1
-    ref.x -= vector(1, 3)[:, None]
-    ref.local_step()  # z = -6; a quarter of it and three quarters of (-4, -12)
-    assert ref.x[:, 0].tolist() == [-4.5, -10.5]
-    ref.finish()
-    assert ref.x[:, 0].tolist() == [-7.5, -7.5]  # the mean of those
-
-
-def test_mix_ends_with_its_own_progress_whole():
-    """Finished while the mean of (3, 9) is on its way, a step after it was sent."""
-    ref = by_hand([(1, 3)] * 4, tau=3, delay=2, merge="mix", kappa=0.25)
-    ref.finish()
-    assert ref.x[:, 0].tolist() == [-8.0, -8.0]
-
-
-def test_keep_a_whole_round_late_by_hand():
-    ref = by_hand([(1, 3), (2, 6), (1, 1)], tau=1, merge="keep")
-    # z is 0, -2, -6; each keeps the round that it has just sent
-    assert [rows[:, 0].tolist() for rows in ref.restarts] == [[-1, -3], [-4, -8], [-7, -7]]
-    ref.finish()
-    assert ref.x[:, 0].tolist() == [-7.0, -7.0]
-
-
-def test_keep_on_arrival_by_hand():
-    ref = by_hand([(1, 3)] * 3, tau=2, delay=1, merge="keep")
-    assert ref.x[:, 0].tolist() == [-5.0, -7.0]  # z = -4, and a step of one's own
-    ref.x -= vector(1, 3)[:, None]
-    ref.local_step()
-    assert torch.stack([sent.own for sent in ref.in_flight]).flatten().tolist() == [2.0, 6.0]
-    assert torch.cat(ref.deltas).tolist() == [4.0, 4.0]
-    ref.finish()
-    assert ref.x[:, 0].tolist() == [-8.0, -8.0]
+    assert ref.x[:, 0].tolist() == [end, end]
 
 
 @pytest.mark.parametrize(

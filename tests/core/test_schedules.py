@@ -16,7 +16,7 @@ from core.methods import OverlapLocalSGD, SlowMo, SlowMoConfig
 from core.outer import carried
 from core.testing import run_distributed
 from tests import problems
-from tests.problems import LR, Settings, assert_traces_equal, flat, gradient, sgd_step
+from tests.problems import LR, Settings, assert_traces_equal, flat, gradient, train_with
 
 
 def ramp_tau(tau: int, first: int = 1) -> Schedule:
@@ -24,17 +24,19 @@ def ramp_tau(tau: int, first: int = 1) -> Schedule:
     return lambda number: {"tau": min(tau, first << number)}
 
 
-def test_co2_follows_a_schedule_of_tau():
-    co2 = CO2([nn.Parameter(torch.ones(2))], CO2Config(tau=12), schedule=ramp_tau(12, first=3))
-    assert [step for step in range(1, 40) if co2.step()] == [3, 9, 21, 33]
-
-
-def test_a_schedule_says_of_each_round_what_differs_from_the_config():
-    """Of that round alone: a run that goes on from a checkpoint asks only for those to come."""
-    co2 = CO2(
-        [nn.Parameter(torch.ones(2))], CO2Config(tau=2), schedule=lambda number: {"tau": 3} if number == 1 else {}
-    )
-    assert [step for step in range(1, 12) if co2.step()] == [2, 5, 7, 9, 11]
+@pytest.mark.parametrize(
+    ("config", "schedule", "closes"),
+    [
+        (CO2Config(tau=12), ramp_tau(12, first=3), [3, 9, 21, 33]),
+        (CO2Config(tau=4, merge="keep", delay=2), ramp_tau(4, first=2), [2, 6, 10]),
+        (CO2Config(tau=2), lambda number: {"tau": 3} if number == 1 else {}, [2, 5, 7, 9, 11]),
+    ],
+)
+def test_co2_follows_a_schedule_of_tau(config: CO2Config, schedule: Schedule, closes: list[int]):
+    """It says of each round what differs in it from the config, of that round alone: a run that goes on from a
+    checkpoint asks only for those to come."""
+    co2 = CO2([nn.Parameter(torch.ones(2))], config, schedule=schedule)
+    assert [step for step in range(1, closes[-1] + 2) if co2.step()] == closes
 
 
 def test_the_choice_of_a_wire_knows_the_tau_of_now():
@@ -56,8 +58,6 @@ def test_a_schedule_that_turns_the_order_of_a_round_round_is_refused():
     with pytest.raises(UserError, match="tau=2 after tau=4, with merge='mix' and delay=2: [^\n]*$"):
         for _ in range(4):
             co2.step()
-    keeps = CO2([nn.Parameter(torch.ones(2))], CO2Config(tau=4, merge="keep", delay=2), schedule=ramp_tau(4, first=2))
-    assert [step for step in range(1, 11) if keeps.step()] == [2, 6, 10]
 
 
 # -- the outer step when tau changes --------------------------------------------------------------------------
@@ -119,15 +119,6 @@ def test_momentum_shrinks_with_tau_and_a_checkpoint_holds_its_length():
     assert descend(resumed, p, 4) == [-7, -10.5]
 
 
-def test_nesterov_looks_ahead_with_the_momentum_of_now():
-    """tau 1, 2: m = 1, step 0.5 x 1 + 1; m = 0.5 x 2 x 1 + 2 = 3, step 0.5 x 3 + 2."""
-    p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    settings = Settings(tau=1, gap="none", clip=None, delay=0, nesterov=True)
-    method = with_taus(settings.build([p]), 1, 2)
-    assert descend(method, p, 1) == [-1.5]
-    assert descend(method, p, 2) == [-5]
-
-
 def test_momenta_of_the_baselines_grow_with_tau_too():
     """SlowMo as above. Overlap-Local-SGD pulls by 0.6, and what lands was sent a round before: rounds of 1, 1, 2 steps
     send -0.4, -0.8, -1.768; z moves to -0.4, -1.08; then v = min(1, 0.7 x 2) x -0.68 + (-1.768 + 1.08)."""
@@ -162,25 +153,13 @@ def changing(rank: int, world_size: int, configs: list[Settings], how: dict[str,
     for c in configs:
         params = problems.odd_parameters()
         method = ShardedCO2(params, c.co2, **how) if how else c.build(params)
-        with_taus(method, *RAMPS)
-        trace = []
-        for step in range(26):
-            sgd_step(params, rank, step)
-            if method.step():
-                trace.append(flat(params))
-        method.finish()
-        method.close()
-        traces.append([*trace, flat(params)])
+        traces.append(train_with(with_taus(method, *RAMPS), params, rank, 26))
     return traces
 
 
 def changing_reference(c: Settings, world_size: int, rank: int) -> list[Tensor]:
-    late = {"delay": None if c.delay == "boundary" else c.delay, "merge": c.merge, "kappa": c.mix}
-    x = flat(problems.odd_parameters()).expand(world_size, -1).clone()
-    ref = LateReference(
-        x, RAMPS[0], c.outer_lr, c.outer_momentum, c.gap, c.clip, nesterov=c.nesterov, **late
-    )  # fmt: skip
-    workers, number, trace = torch.arange(world_size, dtype=torch.float64)[:, None], 0, []
+    ref, workers = problems.reference(c, world_size, flat(problems.odd_parameters()))
+    number, trace = 0, []
     for step in range(26):
         ref.x.sub_(LR * gradient(ref.x, workers, step))
         if ref.local_step():

@@ -16,7 +16,7 @@ from core.sharded.placement import sum_parts
 from core.testing import run_distributed
 from core.testing.reference import Reference
 from tests import problems
-from tests.problems import LR, assert_traces_equal, flat, gradient
+from tests.problems import LR, assert_traces_equal, flat, gradient, node_step, trace_of
 
 TAU, STEPS = 3, 32  # 10 rounds and an incomplete one
 CONFIGS = [
@@ -28,25 +28,11 @@ CORNERS = [CONFIGS[i] for i in (0, 3, 7, 10)]  # every value of every setting
 GRIDS = [pytest.param(CORNERS, id="corners"), pytest.param(CONFIGS, id="whole", marks=pytest.mark.slow)]
 
 
-def node_step(params: list[nn.Parameter], ranks: list[int], step: int) -> None:
-    """SGD with the mean gradient of a node's workers, as after their all-reduce."""
-    with torch.no_grad():
-        for p in {id(p): p for p in params}.values():
-            p.sub_(LR * torch.stack([gradient(p, rank, step) for rank in ranks]).mean(0))
-
-
 def run_co2(config: CO2Config, ranks: list[int], **how: Any) -> tuple[list[Tensor], Any]:
     """how: what ShardedCO2 takes; CO2 itself without."""
     params = problems.odd_parameters()
     co2 = ShardedCO2(params, config, **how) if how else CO2(params, config)
-    trace = []
-    for step in range(STEPS):
-        node_step(params, ranks, step)
-        if co2.step():
-            trace.append(flat(params))
-    co2.finish()
-    co2.close()
-    return [*trace, flat(params)], co2
+    return trace_of(co2, lambda step: node_step(params, ranks, step), lambda: flat(params), STEPS), co2
 
 
 def expected(config: CO2Config, nodes: list[list[int]]) -> list[Tensor]:
@@ -118,42 +104,6 @@ def test_parts_are_summed_and_gathered():
     for rank, (own, everything) in enumerate(run_distributed(parts, 3)):
         whole = 3 * torch.arange(150, dtype=torch.float64) + 3
         assert torch.equal(own, whole.view(3, -1)[rank]) and torch.equal(everything, whole)
-
-
-def resumed(rank: int, world_size: int, at: int) -> list[tuple[Tensor, Tensor]]:
-    mesh, ends = node_mesh("cpu", 2), []
-    config = CONFIGS[1]
-    for how in ({}, {"shard": True}, {"offload": True}):
-        ranks = [rank // 2 * 2, rank // 2 * 2 + 1]
-        params, co2 = problems.odd_parameters(), None
-        for step in range(30):
-            if step in (0, at):
-                state = co2.state_dict() if co2 else None
-                fresh = problems.odd_parameters()
-                for new, old in zip(fresh, params, strict=True):
-                    new.data.copy_(old.data)
-                params, co2 = fresh, ShardedCO2(fresh, config, mesh=mesh, **how)
-                if state:
-                    co2.load_state_dict(state)
-            node_step(params, ranks, step)
-            assert co2 is not None
-            co2.step()
-        assert co2 is not None
-        co2.finish()
-        straight = ShardedCO2(other := problems.odd_parameters(), config, mesh=mesh, **how)
-        for step in range(30):
-            node_step(other, ranks, step)
-            straight.step()
-        straight.finish()
-        ends.append((flat(params), flat(other)))
-    return ends
-
-
-@pytest.mark.parametrize("at", [pytest.param(9, marks=pytest.mark.slow), 12])
-def test_a_resumed_run_goes_on_bit_for_bit(at: int):
-    for ends in run_distributed(resumed, 4, at, timeout=120):
-        for again, straight in ends:
-            assert torch.equal(again, straight)
 
 
 def uneven(rank: int, world_size: int) -> list[Tensor]:

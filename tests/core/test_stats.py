@@ -4,10 +4,8 @@ import time
 
 import pytest
 import torch
-from torch import nn
 
 import core.stats
-from core import CO2, CO2Config
 from core.stats import RoundClock, RoundStats, between, mark, ready
 from training.round_log import Overlap
 
@@ -56,14 +54,6 @@ def test_a_merge_in_mid_round_is_no_part_of_a_local_step(gpu: bool, monkeypatch:
         assert ready(clock.stats.step_seconds) and float(clock.stats.step_seconds) == pytest.approx(0.03)
         assert float(clock.stats.merge_seconds) == pytest.approx(merge / 1e3)
         assert float(clock.stats.boundary_seconds) == pytest.approx(0.05)
-
-
-def test_the_only_step_of_a_round_is_timed_from_the_round_before():
-    co2 = CO2([nn.Parameter(torch.ones(2))], CO2Config(tau=1))
-    for _ in range(2):
-        time.sleep(0.05)
-        co2.step()
-        assert float(co2.stats.step_seconds) >= 0.05
 
 
 def test_what_skip_after_waits_for_is_no_part_of_a_local_step():

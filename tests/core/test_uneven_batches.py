@@ -6,55 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core import CO2, CO2Config, LocalSGD, OverlapLocalSGD, ShardedCO2, UserError, make_method
+from core import CO2, CO2Config, LocalSGD, OverlapLocalSGD, ShardedCO2, UserError
 from core.testing import run_distributed
 from tests import problems
-from tests.core.test_rounds import LOCAL_METHODS
 from tests.problems import flat, sgd_step
-
-
-def uneven(rank: int, world_size: int, name: str) -> dict[str, Any]:
-    params = problems.odd_parameters()
-    _, method = make_method(name, nn.ParameterList(params), co2=CO2Config(tau=3))
-    for step in range((4, 11, 6)[rank]):
-        sgd_step(params, rank, step)
-        method.step()
-    method.finish()
-    first = flat(params)
-    for step in range(5):  # and once more: training may go on after finish()
-        sgd_step(params, rank, step)
-        method.step()
-    method.finish()
-    method.close()
-    return {"first": first, "second": flat(params)}
-
-
-@pytest.mark.parametrize("name", LOCAL_METHODS)
-def test_uneven_workers_end_cleanly_with_equal_parameters(name: str):
-    results = run_distributed(uneven, 3, name)
-    for when in ("first", "second"):
-        assert all(torch.equal(r[when], results[0][when]) for r in results)
-        assert torch.isfinite(results[0][when]).all()
-    assert not torch.equal(results[0]["first"], flat(problems.odd_parameters()))
-    assert not torch.equal(results[0]["first"], results[0]["second"])
-
-
-def finish_again(rank: int, world_size: int, name: str) -> bool:
-    params = problems.odd_parameters()
-    _, method = make_method(name, nn.ParameterList(params), co2=CO2Config(tau=2))
-    for step in range(5):
-        sgd_step(params, rank, step)
-        method.step()
-    method.finish()
-    before = flat(params)
-    method.finish()
-    return torch.equal(before, flat(params))
-
-
-@pytest.mark.parametrize("name", ["co2", "local", "slowmo"])
-def test_finish_without_a_step_since_changes_nothing(name: str):
-    assert run_distributed(finish_again, 2, name) == [True, True]
-
 
 HIDDEN = {
     "co2": CO2Config(tau=3),

@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 
 from core import CO2Config
-from core.adaptive.pace import Pace
+from core.adaptive.pace import BySpeed
 from core.adaptive.tau import TauTuner
 from core.methods import METHODS
 from core.stats import RoundStats
@@ -147,7 +147,7 @@ def at_two_speeds(rank: int, world_size: int, folder: str) -> dict[str, list[int
     recipe = replace(digits_small(), device="cpu", epochs=2, eval_every=1, log_every=1, out=Path(folder), co2=co2)
     found: dict[str, list[int]] = {"steps": [], "at": []}
     with pytest.MonkeyPatch.context() as patch, Run(recipe) as job:
-        patch.setattr(Pace, "tell", lambda pace, stats, before, at: at.zero_()[rank].fill_(0.01 * (1 + rank)))
+        patch.setattr(BySpeed, "hear", lambda by_speed, sums, of: setattr(by_speed, "_heard", [0.01, 0.02]))
         after_step = job.after_step
 
         def noted(closed: bool, **scalars: Tensor) -> Due:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
 from core import CO2Config, UserError
-from core.adaptive.pace import BySpeed, Pace
+from core.adaptive.pace import BySpeed
 from core.adaptive.pacing import Adaptive
 from core.methods.auto import Auto, AutoConfig
 from core.robust.requests import Requests
@@ -247,10 +247,9 @@ def test_a_slower_worker_leaves_out_batches_and_keeps_step(tmp_path: Path, monke
         schedule = make_schedule(optimizer, 14, recipe.optim)
         _, method = run.make_method(model, optimizer)
         assert isinstance(method, Rounds)
-        pace = method.rider(BySpeed).pace = Pace(0, 2)
-        pace.hear([0.2, 0.1])
-        pace.follow()
-        monkeypatch.setattr(pace, "hear", lambda seconds: None)
+        by_speed = method.rider(BySpeed)
+        by_speed.load_state_dict({"seconds": [[0.2], [0.1]], "told": 0.0}, of_others=False)
+        monkeypatch.setattr(by_speed, "hear", lambda sums, of: None)
         method.pacing.begin(0)
         run.begin(model, optimizer, schedule, method, epoch=8, total=14)
         for batch in run.batches(lambda recipe, rank, world_size, start, total: iter(range(start, total))):
