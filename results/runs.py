@@ -178,7 +178,7 @@ GONE = {
     "co2.sync_steps": 0,
     "co2.update": "fast",
     **{f"{wire}.rounding": "nearest" for wire in ("co2.wire", "ddp_wire")},
-    **{f"{wire}.lgreco.time_share": 1.0 for wire in ("co2.wire", "ddp_wire")},
+    **{f"{wire}.lgreco.{share}": 1.0 for wire in ("co2.wire", "ddp_wire") for share in ("share", "time_share")},
     "schedule": [],
     "sampling": "tiled",
     "loss": "chamfer",
