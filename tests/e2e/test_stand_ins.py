@@ -23,6 +23,7 @@ def test_local_runs_what_is_missing_and_stops_at_a_failure(tmp_path: Path, monke
 
     monkeypatch.setattr(sys, "argv", ["reproduce.py", "gap", "--local"])
     monkeypatch.setattr(reproduce, "ROOT", tmp_path)
+    monkeypatch.setattr(reproduce, "KEPT", tmp_path / "kept")
     monkeypatch.setattr(reproduce.gang, "preload", lambda _: None)
     monkeypatch.setattr(reproduce.gang, "train", train)
     done, *_ = TABLES["gap"].rows

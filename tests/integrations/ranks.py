@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> None:
     folder = Path(arguments[0])
     fn, world_size, args = pickle.loads((folder / "job").read_bytes())
     gc.freeze()  # libraries collect garbage in every run: not among what they have imported
-    core.testing._forkserver = multiprocessing.get_context("fork")
+    core.testing._context = lambda: multiprocessing.get_context("fork")
     results = core.testing.run_distributed(as_by_torchrun, world_size, fn, *args, timeout=SECONDS)
     (folder / "result").write_bytes(pickle.dumps(results))
 
