@@ -230,7 +230,7 @@ def notes(result: dict[str, Any]) -> list[str]:
     if any(method in CHOSEN for method, _ in methods):
         lines.append(
             "auto: ddp over int4 at first; where more than a tenth of its step is exposed, co2_auto takes over. tau 1: "
-            "ddp has stayed to the end."
+            "ddp stayed, or CO2 at tau 1."
         )
     if any(method == "diloco" for method, _ in methods):
         lines.append("diloco: method delayed with delay 0 and Nesterov's momentum 0.9, outer learning rate 0.7.")

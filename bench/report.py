@@ -26,6 +26,8 @@ from core.errors import UserError
 from training.config import commit, version
 
 FORMAT = 1  # of the JSON
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+UNRECORDED = "-dirty: the working tree had changes that were not recorded"
 MOST_WORKERS = 1024
 MOST_PARAMETERS = 1e12
 Options = TypeVar("Options")
@@ -181,7 +183,8 @@ def header(module: str, options: Any, packages: Sequence[str] = ("torch",)) -> d
 def source(result: dict[str, Any]) -> str:
     """Command, commit and date of a measurement in words."""
     command = f"`{result['command']}`, " if "command" in result else ""
-    return f"{command}commit {result['commit'] or 'unknown'}, {result['date']}"
+    changed = f" ({UNRECORDED})" if (result["commit"] or "").endswith("-dirty") else ""
+    return f"{command}commit {result['commit'] or 'unknown'}{changed}, {result['date']}"
 
 
 # -- files ------------------------------------------------------------------------------------------------------
@@ -206,13 +209,27 @@ def new_folder(name: str, out: Path | None) -> Path:
     return folder
 
 
+def linked(text: str, page: Path) -> str:
+    """The text of a page; of one in results/ with the way to the list of all, below its title where it has one."""
+    folder = page.resolve().parent
+    if RESULTS not in (folder, *folder.parents) or "[All results](" in text:
+        return text
+    link = f"[All results]({os.path.relpath(RESULTS / 'index.md', folder)})."
+    title, rest = text.split("\n\n", 1) if text.startswith("# ") else ("", text)
+    return "\n\n".join([title, link, rest] if title else [link, rest])
+
+
+def write(page: Path, text: str) -> None:
+    page.write_text(linked(text, page))
+
+
 def save(folder: Path, name: str, result: dict[str, Any], text: str | None = None) -> None:
     """Writes NAME.json, never half of it, and NAME.md when there is a text."""
     partial = folder / f".{name}.json"
     partial.write_text(json.dumps(result, indent=1, default=str) + "\n")
     partial.rename(folder / f"{name}.json")
     if text is not None:
-        (folder / f"{name}.md").write_text(text)
+        write(folder / f"{name}.md", text)
 
 
 def conclude(folder: Path, name: str, result: dict[str, Any], text: str) -> None:
@@ -314,5 +331,5 @@ def remake(module: str, about: str | None, holds: str, name: str, page: Callable
     folder = Annotated[tyro.conf.Positional[Path], positional]
     where = tyro.cli(folder, prog=f"python -m {module}", description=about)
     text = page(where)
-    (where / f"{name}.md").write_text(text)
+    write(where / f"{name}.md", text)
     print(text)

@@ -211,7 +211,8 @@ TITLES = ("method", "lr", "samples/s", "x ddp", "final loss", "MB sent a step an
 def text(result: dict[str, Any]) -> str:
     model = result["options"].get("model", RECIPE_MODEL)
     name = "GPT-2 (tiny)" if model == RECIPE_MODEL else model
-    lines = [f"{name} on {result['options']['workers']} workers. {report.source(result)}", ""]
+    renamed = " (bench.slow_links was called bench.lgreco then)" if "bench.lgreco" in result.get("command", "") else ""
+    lines = [f"{name} on {result['options']['workers']} workers. {report.source(result)}{renamed}", ""]
     for again in result.get("resumed", ()):
         lines[0] += f"; gone on with at commit {again['commit']}, {again['date']}"
     for rate in result["options"]["rates"]:

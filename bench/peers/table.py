@@ -108,7 +108,7 @@ def limit(ddp: dict[str, Any], reference: dict[str, Any], target: float) -> floa
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown: median (least to greatest) over the repeats, or the reason across the row."""
-    tuned = len({(row.get("lr"), row.get("tau")) for row in rows if "lr" in row}) > 1
+    own = tuned(rows)
     best = {name: least(rows, name) for name in LOWEST}
     lines = []
     for row in rows:
@@ -121,9 +121,14 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             f"**{text}**" if best.get(name) == row["method"] else text
             for name, text in zip(COLUMNS, texts, strict=True)
         ]
-        lines.append((row["method"], *([settings(row)] if tuned else []), *texts))
-    titles = ["method", *(["lr, tau"] if tuned else []), *(title for title, _ in COLUMNS.values())]
+        lines.append((row["method"], *([settings(row)] if own else []), *texts))
+    titles = ["method", *(["lr, tau"] if own else []), *(title for title, _ in COLUMNS.values())]
     return report.table(titles, lines)
+
+
+def tuned(rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether rows differ in their learning rates or taus."""
+    return len({(row.get("lr"), row.get("tau")) for row in rows if "lr" in row}) > 1
 
 
 def least(rows: Sequence[dict[str, Any]], name: str) -> str | None:
@@ -165,9 +170,10 @@ def markdown(result: dict[str, Any]) -> str:
     tau, workers, steps = o["tau"], o["workers"], o["steps"]
     millions = sum(p.numel() for p in build_model(o["width"]).parameters()) / 1e6
     sent = "the method's own count, without protocol headers" if o["throttle"] else "counter of each node's interface"
+    rate = "the lr of each row in its column" if tuned(rows) else f"lr {LR:g}"
     notes = [
         f"Link: {result['link']}. {workers} workers, each on its own node; {steps} steps, tau {tau}.",
-        f"Task: scikit-learn's digits, a perceptron of {millions:.2f} M parameters, SGD lr {LR:g} momentum "
+        f"Task: scikit-learn's digits, a perceptron of {millions:.2f} M parameters, SGD {rate}, momentum "
         f"{MOMENTUM:g}, {BATCH} samples per worker and step. Forward and backward are stretched to "
         f"{o['step_ms']:g} ms, layer by layer, a stand-in for computing on hardware of one's own.",
         f"Median (least to greatest) of {o['repeats']} runs, a seed each; a repeat whose loss is not finite has "

@@ -221,7 +221,7 @@ def conclude(o: Any, searches: Sequence[Search], text: Callable[[Rows], str]) ->
         for one in searches if not o.report else ():
             search(one, rows)
     tables = text(rows)
-    o.rows.with_suffix(".md").write_text(tables)
+    report.write(o.rows.with_suffix(".md"), tables)
     print("\n" + tables)
 
 

@@ -170,6 +170,7 @@ def notes(found: list[Found]) -> list[str]:
         "way. How long a link takes for it is left out, so that the columns differ in rounding alone.",
         f"Command: `python -m bench.search.controls`; tuning seed {TUNING_SEED}; commits of the runs: "
         f"{', '.join(sorted(commits)) or 'none'}.",
+        *([f"{report.UNRECORDED}."] if any(commit.endswith("-dirty") for commit in commits) else []),
     ]
 
 

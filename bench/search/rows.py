@@ -232,7 +232,8 @@ def notes(group: Group, choices: list[dict[str, Any]], losses: dict[str, list[di
     runs = [run for found in losses.values() for run in found]
     tuned = ", ".join(map(str, sorted({seed for choice in choices for seed in choice["tuning_seeds"]})))
     commits = ", ".join(sorted({run["commit"] or "unknown" for run in runs}))
-    return [f"Task: {about(group.task)}.", f"Tuning seed {tuned}; commits {commits}."]
+    changed = [f"{report.UNRECORDED}."] if "-dirty" in commits else []
+    return [f"Task: {about(group.task)}.", f"Tuning seed {tuned}; commits {commits}.", *changed]
 
 
 def about(task: str) -> str:

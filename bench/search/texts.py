@@ -162,10 +162,13 @@ def bytes_(name: str, width: int, parameters: str, layers: int = 2, lr: float = 
     return causal_task(name, lambda: ByteGPT(width, layers), about, lr)
 
 
+MUON = "torch.optim.Muon for the layers' matrices, AdamW for the rest"
+
+
 def with_muon(task: Task) -> Task:
     """The task with Muon for the matrices of its layers and AdamW for the rest, by one learning rate."""
     inner = replace(task.inner, name="muon", matrices=matrices_inside(task.build(), "layers."))
-    about = task.about.replace("AdamW (weight decay 0.01)", "Muon inside, AdamW outside (weight decay 0.01)")
+    about = task.about.replace("AdamW (weight decay 0.01)", f"{MUON} (weight decay 0.01)")
     return replace(task, name=f"{task.name}_muon", about=about, inner=inner)
 
 

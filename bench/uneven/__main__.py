@@ -38,6 +38,11 @@ from training.script import launch
 
 ALIKE = "even"
 CROWDS = (1, 2, 4, 8, 16, 64, 1000)
+STALLED = {  # what the page says of stalls: in words -> how the names of the ways begin
+    "the recommended merge (keep)": "co2, keep, ",
+    "the paper's rule": "co2, tau ",
+    "SSP with s = 8 and long clocks": "ssp, s = 8, clocks of ",
+}
 CPU_SSP = Settings("ddp", (("wire", "float32"),))  # stands in Plan.settings where a way has none
 
 
@@ -158,6 +163,20 @@ def section(o: Uneven, rows: Rows, allreduce: float) -> str:
     return f"{title}\n\n{report.table(['way', 'lr', *titles], lines)}"
 
 
+def merits(o: Uneven, allreduce: float) -> str:
+    """Who is faster where steps stall, of few workers and of the most, of which the all-reduce takes longer."""
+    told = []
+    for words, begins in STALLED.items():
+        spans = []
+        for n in (o.workers, CROWDS[-1]):
+            takes = allreduce * _ring(n) / _ring(o.workers)
+            work = work_of("stalls", n, takes)
+            speeds = [100 * way.speed(work) for way in ways(o.tau, takes) if way.name.startswith(begins)]
+            spans.append(" to ".join(dict.fromkeys((f"{min(speeds):.0f}", f"{max(speeds):.0f}"))))
+        told.append(f"{words} {' and '.join(f'{span} %' for span in spans)}")
+    return f"Speed where steps stall, with {o.workers} workers and, predicted, with {CROWDS[-1]:,}: {', '.join(told)}."
+
+
 def crowds(o: Uneven, scenario: str, allreduce: float) -> str:
     """The speed alone, for more workers; the all-reduce grows as the fastest algorithm has it."""
     takes = {n: _ring(n) for n in CROWDS}
@@ -179,7 +198,7 @@ def markdown(o: Uneven, rows: Rows) -> str:
     """The page."""
     sections = [section(o, rows, allreduce) for allreduce in o.allreduce]
     commits = ", ".join(sorted({row["commit"] or "unknown" for row in rows.found.values()})) or "none"
-    about = ", ".join(f"{name}: {scenario.about}" for name, scenario in SCENARIOS.items())
+    about = ", ".join(f"{name}: {scenario.about}" for name, scenario in SCENARIOS.items() if name in o.scenarios)
     factors, seeds = (", ".join(f"{value:g}" for value in values) for values in (o.lr_factors, o.seeds))
     given = [word for word in sys.argv[1:] if word != "--report"]
     notes = [
@@ -197,6 +216,7 @@ def markdown(o: Uneven, rows: Rows) -> str:
         "how many clocks a worker may be ahead of the slowest. An update is divided by the number of workers.",
         "keep: merge keep, no gap, outer momentum 0, merged after as many local steps as the all-reduce takes. co2 "
         "else: the paper's rule with outer momentum 0.",
+        *([merits(o, max(o.allreduce))] if "stalls" in o.scenarios else []),
         f"Command: `{shlex.join(['python', '-m', 'bench.uneven', *given])}`. Commits: {commits}.",
     ]
     crowd = [f"### {SCENARIOS[name].about}\n\n{crowds(o, name, max(o.allreduce))}" for name in o.scenarios]
@@ -219,7 +239,7 @@ def main() -> None:
     rows = Rows(o.rows)
     with report.stoppable(f"the runs that ended are in {o.rows}"):
         text = markdown(o, rows)
-    o.rows.with_suffix(".md").write_text(text)
+    report.write(o.rows.with_suffix(".md"), text)
     print("\n" + text)
 
 

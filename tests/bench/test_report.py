@@ -56,6 +56,8 @@ def test_a_result_says_where_it_comes_from(monkeypatch: pytest.MonkeyPatch):
         r"`python -m bench.x --out 'a folder'`, commit \S+, 2\d{3}-\d\d-\d\d \S+", report.source(result)
     )
     assert report.source({"commit": "", "date": "today"}) == "commit unknown, today"
+    changed = "commit abc-dirty (-dirty: the working tree had changes that were not recorded), today"
+    assert report.source({"commit": "abc-dirty", "date": "today"}) == changed
 
 
 def test_what_is_saved_can_be_loaded_and_is_not_overwritten(tmp_path: Path):
@@ -96,7 +98,24 @@ def test_the_published_tables_are_those_of_the_published_figures():
     }
     for name, made in written.items():
         table_of = RESULTS / f"{name.replace('scaling', 'utilisation') if made is utilisation.markdown else name}.md"
-        assert table_of.read_text() == made(json.loads((RESULTS / f"{name}.json").read_text())), name
+        text = made(json.loads((RESULTS / f"{name}.json").read_text()))
+        assert table_of.read_text() == report.linked(text, table_of), name
+
+
+def test_every_page_of_results_leads_back_to_the_list_of_all():
+    for page in RESULTS.rglob("*.md"):
+        if page.parent.name != "tables" and page != RESULTS / "index.md":
+            link = re.search(r"\[All results\]\(([^)]*)\)", page.read_text())
+            assert link is not None and (page.parent / link[1]).resolve() == RESULTS / "index.md", page
+    assert report.linked("# A page\n\nText.\n", RESULTS / "a" / "page.md") == (
+        "# A page\n\n[All results](../index.md).\n\nText.\n"
+    )
+    assert report.linked("Text.\n", RESULTS / "page.md") == "[All results](index.md).\n\nText.\n"
+
+
+def test_a_page_elsewhere_has_no_link_to_a_list_that_is_not_there(tmp_path: Path):
+    report.save(tmp_path, "page", {}, "# A page\n\nText.\n")
+    assert (tmp_path / "page.md").read_text() == "# A page\n\nText.\n"
 
 
 def test_the_simulator_is_within_its_bounds_where_the_link_decides_and_the_page_says_so():
