@@ -53,7 +53,8 @@ def test_a_result_says_where_it_comes_from(monkeypatch: pytest.MonkeyPatch):
     assert result["versions"].keys() == {"python", "torch", "co2-no-such-package"}
     assert result["versions"]["co2-no-such-package"] == "absent" and result["versions"]["torch"][0].isdigit()
     assert re.fullmatch(
-        r"`python -m bench.x --out 'a folder'`, commit \S+, 2\d{3}-\d\d-\d\d \S+", report.source(result)
+        r"`python -m bench.x --out 'a folder'`, commit \S+( \(-dirty: .*\))?, 2\d{3}-\d\d-\d\d \S+",
+        report.source(result),
     )
     assert report.source({"commit": "", "date": "today"}) == "commit unknown, today"
     changed = "commit abc-dirty (-dirty: the working tree had changes that were not recorded), today"
