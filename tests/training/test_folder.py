@@ -11,6 +11,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import training.config
 from core import UserError
 from training.config import stretches
 from training.folder import RunFolder
@@ -199,3 +200,21 @@ def test_a_default_of_another_method_that_has_changed_since_is_no_other_run(tmp_
     (tmp_path / "config.json").write_text(json.dumps(older))
     start(recipe, 1, 2).close()
     assert config(tmp_path)["history"][-1]["changed"] == ["auto.share: 0.2 -> 0.1"]
+
+
+def test_a_commit_is_dirty_where_code_is_and_not_where_results_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    for name in ("training/config.py", "results/page.md"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("before\n")
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *command], check=True)
+    monkeypatch.setattr(training.config, "__file__", str(tmp_path / "training/config.py"))
+    clean = training.config.commit()
+    assert clean and "dirty" not in clean
+    (tmp_path / "results/page.md").write_text("measured\n")
+    assert training.config.commit() == clean
+    (tmp_path / "training/config.py").write_text("changed\n")
+    assert training.config.commit() == f"{clean}-dirty"
+    monkeypatch.setattr(training.config, "__file__", "/no/such/training/config.py")
+    assert training.config.commit() == ""
