@@ -95,9 +95,13 @@ def caption(name: str, table: Table, runs: Sequence[Finished]) -> Iterator[str]:
     for task in dict.fromkeys(row.task for row in rows):
         if changes := " ".join(f"--{key} {value}" for key, value in SHORT[task].items()):
             yield f"- Runs shorter than the recipes': `{changes}`."
-    of_co2 = [load_recipe(row.task, row.local) for row in rows if row.method == "co2" and row.local]
-    if momenta := sorted({recipe.co2.outer_momentum for recipe in of_co2}):
-        told = " and ".join(map(str, momenta))
+    momenta = {
+        row.overrides.get("co2.outer_momentum", load_recipe(row.task, row.local).co2.outer_momentum)
+        for row in rows
+        if row.method == "co2" and row.local
+    }
+    if momenta:
+        told = " and ".join(map(str, sorted(momenta)))
         yield f"- CO2's outer momentum: {told}. The released example has 0 with up to 16 GPUs."
     one_by_one = {commit for run in runs for commit in run.commit.split(", ")}
     workers, seeds, commits = (
