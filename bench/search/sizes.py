@@ -5,6 +5,7 @@ Of rows of bench.search with equal steps and tau: a table, and a picture beside 
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,11 @@ def table(runs: Runs, millions: dict[str, float]) -> str:
 def picture(runs: Runs, millions: dict[str, float], file: Path) -> None:
     figure, axes = plt.subplots(figsize=(6, 4))
     for (asked, words), marker in zip(METHODS.items(), "osx", strict=True):
-        points = sorted((millions[task], loss) for task in runs for loss in finite(runs[task].get(asked, []), "loss"))
-        axes.plot(*zip(*points, strict=True), marker=marker, label=words)
+        losses = {millions[task]: of for task in runs if (of := finite(runs[task].get(asked, []), "loss"))}
+        sizes = sorted(losses)
+        deviations = [statistics.stdev(losses[size]) if len(losses[size]) > 1 else 0.0 for size in sizes]
+        means = [statistics.fmean(losses[size]) for size in sizes]
+        axes.errorbar(sizes, means, deviations, marker=marker, label=words, capsize=3)
     axes.set(xscale="log", xlabel="parameters, millions", ylabel="held-out loss, nats")
     axes.legend()
     figure.tight_layout()
