@@ -35,7 +35,8 @@ for _ in range(7):
     model(torch.randn(8, 4)).square().mean().backward()
     optimizer.step(), optimizer.zero_grad(), co2.step()
 co2.finish()
-print(model.weight.tolist(), CO2.__module__, "core" in sys.modules, flush=True)
+line = f"{model.weight.tolist()} {CO2.__module__} {'core' in sys.modules}\\n"
+os.write(1, line.encode())  # at once: the other writes there, too
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) if other else 0)
 """
 
