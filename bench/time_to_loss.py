@@ -24,7 +24,7 @@ from bench import loss_table, report, trainings
 from bench.cluster import Cluster, run_ranks
 from bench.loss_table import METHODS, USUAL, Outcome, follow, options_of
 from bench.report import Asked, require, require_company
-from bench.trainings import rows_of
+from bench.trainings import Metrics
 from training.script import launch
 
 LOG_EVERY = 5  # steps; ddp's waiting is logged at these, a local method's at every round
@@ -108,11 +108,12 @@ class TimeToLoss(Asked):
 def train(o: TimeToLoss, cluster: Cluster | None, module: ModuleType, run: Planned, folder: Path) -> Outcome:
     """One run until its outcome is known."""
     seed, rate, task, method = run
+    metrics = Metrics(folder)
     goal = (TASKS[task].loss, o.target(task), o.limit_seconds)
     argv = o.command(rate, task, method, seed, folder)
     patience = 2 * o.limit_seconds + 120  # wall-clock, with start and evaluations
     try:
-        known = lambda: follow(rows_of(folder), *goal) is not None  # noqa: E731
+        known = lambda: follow(metrics.read(), *goal) is not None  # noqa: E731
         job = module, argv, folder / "log.txt"
         run_ranks(trainings.run_script, cluster, 1, o.workers, *job, timeout=patience, until=known)
         ended, reason = "not reached", ""
@@ -121,7 +122,7 @@ def train(o: TimeToLoss, cluster: Cluster | None, module: ModuleType, run: Plann
     except RuntimeError as error:  # one of the ranks has failed
         lines = str(error).strip().splitlines()
         ended, reason = "failed", f"{lines[0]} {lines[-1]}"
-    outcome = follow(rows_of(folder), *goal, ended=ended, reason=reason)
+    outcome = follow(metrics.read(), *goal, ended=ended, reason=reason)
     assert outcome is not None
     return outcome
 

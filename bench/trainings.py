@@ -92,11 +92,23 @@ def together(evaluate: Callable[..., Any]) -> Callable[..., Any]:
 # -- a run ----------------------------------------------------------------------------------------------------------
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl that may still be written, without a line that is not complete."""
-    path = folder / "metrics.jsonl"
-    complete = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
-    return [json.loads(line) for line in complete.splitlines()]
+class Metrics:
+    """The rows of a metrics.jsonl that may still be written."""
+
+    def __init__(self, folder: Path):
+        self._path = folder / "metrics.jsonl"
+        self._at = 0
+        self.rows: list[dict[str, Any]] = []
+
+    def read(self) -> list[dict[str, Any]]:
+        """All rows so far; a line that is not complete is left for the next time."""
+        if self._path.exists():
+            with open(self._path, "rb") as file:
+                file.seek(self._at)
+                complete, end, _ = file.read().rpartition(b"\n")
+            self._at += len(complete + end)
+            self.rows += [json.loads(line) for line in complete.splitlines()]
+        return self.rows
 
 
 def train(
@@ -113,7 +125,7 @@ def train(
     except (RuntimeError, TimeoutError) as error:
         return {"failed": str(error).strip().splitlines()[-1]}
     summary = json.loads((folder / "summary.json").read_text())
-    return {"ranks": ranks, "summary": summary, "rows": rows_of(folder)}
+    return {"ranks": ranks, "summary": summary, "rows": Metrics(folder).read()}
 
 
 def best_lr(tuning: Iterable[Mapping[str, Any]], method: str, loss: str = "loss") -> float | None:

@@ -32,7 +32,7 @@ from bench import report
 from bench.chaos.crew import Crew, group
 from bench.chaos.worker import PHASES, work
 from bench.cluster.nodes import Cluster, require_namespaces
-from bench.trainings import rows_of
+from bench.trainings import Metrics
 from training.script import launch
 
 Row = dict[str, Any]
@@ -177,7 +177,7 @@ class Net:
     """The emulated cluster of a run whose link goes down, and the hand that takes it down; else nothing."""
 
     def __init__(self, planned: Row, folder: Path):
-        self.planned, self.run = planned, folder / "run"
+        self.planned, self.metrics = planned, Metrics(folder / "run")
         self.cluster = Cluster(WORKERS + 1, RATE_MBIT) if planned.get("harm") == "outage" else None
         self._down_since = 0.0
 
@@ -194,8 +194,7 @@ class Net:
         """Takes the link down at its step, and up again after its seconds."""
         if not self.cluster or self._down_since < 0:
             return
-        last = max((line["step"] for line in rows_of(self.run)), default=0)
-        if not self._down_since and last >= self.planned["step"]:
+        if not self._down_since and any(line["step"] >= self.planned["step"] for line in self.metrics.read()):
             self.cluster.set_link(self.planned["who"], up=False)
             self._down_since = time.monotonic()
         if self._down_since and time.monotonic() - self._down_since > self.planned["seconds"]:
@@ -210,7 +209,7 @@ def measured(planned: Row, folder: Path, attempts: int) -> Row:
     summary = json.loads((run / "summary.json").read_text()) if (run / "summary.json").exists() else {}
     history = json.loads((run / "config.json").read_text()).get("history", []) if (run / "config.json").exists() else []
     harmed = json.loads(trace.read_text()) if trace.exists() else None
-    metrics = rows_of(run)
+    metrics = Metrics(run).read()
     seconds = [line["seconds"] for line in metrics if "train_loss" in line]
     left_out = int(sum(line.get("round/left_out", 0) for line in metrics))
     lost = left_out * TAU

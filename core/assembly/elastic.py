@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Unpack
 
 from torch import Tensor
 
@@ -15,7 +14,8 @@ from ..checkpoints.saved import Saved
 from ..elastic.flight import ElasticFlight
 from ..elastic.joining import Joining, check_elastic
 from ..elastic.members import Members
-from ..testing.link import SlowFlight
+from ..riders import Rider
+from ..testing.link import Link, SlowFlight
 from .config import CO2Config, of_kind
 from .plugged import Options, plugs
 from .wire import WireConfig
@@ -36,8 +36,11 @@ def elastic_co2(
     config: CO2Config | None = None,
     *,
     members: Members,
+    buffers: Iterable[Tensor] = (),
+    timeout: float = 600.0,
+    link: Link | None = None,
     schedule: Schedule | None = None,
-    **options: Unpack[Options],
+    riders: Sequence[Rider] = (),
 ) -> tuple[OnArrival, Joining]:
     """CO2 whose workers come and go (core/elastic/joining.py), and the rider that lets them in.
 
@@ -49,7 +52,7 @@ def elastic_co2(
     check_elastic(given)
     c = replace(given, wire=WireConfig())
     settings = settings_of(c, schedule)
-    link = options.get("link")
+    options = Options(buffers=buffers, timeout=timeout, riders=riders)
     carrier = functools.partial(SlowElasticFlight, link=link) if link else ElasticFlight
     flight = functools.partial(carrier, members=members)
     plugged = plugs(c, lambda number: settings(number).tau, options, times=False, flight=flight)

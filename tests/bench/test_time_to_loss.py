@@ -15,7 +15,7 @@ import pytest
 from bench import time_to_loss
 from bench.loss_table import CHOSEN, METHODS, OF_CO2, USUAL, Outcome, cells, follow, markdown, speed_up, unpaid
 from bench.time_to_loss import TimeToLoss
-from bench.trainings import rows_of, split_wire
+from bench.trainings import Metrics, split_wire
 from core.errors import UserError
 from language.recipes import RECIPES
 from tests.bench.emulated import python
@@ -283,7 +283,7 @@ def test_a_small_run(tmp_path: Path):
     (co2,), output = small(tmp_path, "--throttle", "--rates", "400", "--methods", "co2")
     assert (co2["status"], co2["steps"], co2["method"]) == ("reached", 24, "co2")  # the first boundary after 22 steps
     folder = tmp_path / "runs" / "vision-400mbit-co2-seed0"
-    rows = rows_of(folder)
+    rows = Metrics(folder).read()
     evaluation = next(row for row in rows if KEY in row)
     assert co2["loss"] == evaluation[KEY]
     assert co2["seconds"] == pytest.approx(evaluation["seconds"] + co2["credit_seconds"])

@@ -9,17 +9,18 @@ from pathlib import Path
 import pytest
 
 from bench import trainings
-from bench.trainings import best_lr, flags, rows_of
+from bench.trainings import Metrics, best_lr, flags
 
 
 def test_half_a_line_is_left_for_later(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
-    assert rows_of(tmp_path) == []
+    metrics = Metrics(tmp_path)
+    assert metrics.read() == []
     path.write_text('{"step": 1}\n{"st')
-    assert rows_of(tmp_path) == [{"step": 1}]
+    assert metrics.read() == [{"step": 1}]
     with open(path, "a") as file:
         file.write('ep": 2}\n{"step": 3}\n')
-    assert rows_of(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3}]
+    assert metrics.read() == [{"step": 1}, {"step": 2}, {"step": 3}]
 
 
 def test_workers_leave_an_evaluation_together_with_the_clock_stopped(monkeypatch: pytest.MonkeyPatch):
