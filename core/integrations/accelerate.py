@@ -33,7 +33,7 @@ from torch import nn
 
 from ..assembly import CO2, CO2Config
 from ..errors import UserError
-from .common import check_accelerator, check_loader, check_model, load_own, logged, save_own
+from .common import check_accelerator, check_loader, check_model, leave_at_exit, load_own, logged, save_own
 
 WHO = "CO2Training"
 
@@ -90,6 +90,7 @@ class CO2Training(CO2):
         """See core.CO2; save_state() is accelerate's own again."""
         self._checkpoint.leave()
         super().close()
+        leave_at_exit()
 
     def leave(self) -> None:
         """See core.CO2; as close()."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +137,16 @@ def _state_of(part: Any) -> dict[str, Any]:
 def logged(stats: RoundStats) -> dict[str, float]:
     """The statistics of a round, as loggers take them."""
     return {f"co2/{name}": value for name, value in stats.as_dict().items()}
+
+
+@functools.cache
+def leave_at_exit() -> None:
+    """After a training that has ended well: the process leaves torch.distributed before the interpreter ends, where the
+    framework does not. A thread of gloo's that drops a collective's tensor later waits for Python's lock, finds the
+    interpreter gone, and takes the process down by std::terminate."""
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    if dist.is_initialized() and not hasattr(sys, "last_type"):  # after an uncaught exception others may be waited for
+        dist.destroy_process_group()

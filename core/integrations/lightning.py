@@ -32,7 +32,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from ..assembly import CO2, CO2Config
 from ..errors import UserError
 from ..robust.requests import Requests
-from .common import check_model, check_pace, load_own, logged, save_own
+from .common import check_model, check_pace, leave_at_exit, load_own, logged, save_own
 
 WHO = "CO2Strategy"
 SAVES = ("_save_topk_checkpoint", "_save_last_checkpoint")
@@ -161,6 +161,7 @@ class CO2Strategy(DDPStrategy):
         if self.co2 is not None:
             self.co2.close()
             self.co2 = None
+            leave_at_exit()
         super().teardown()
 
 

@@ -34,6 +34,7 @@ from ..methods import (
 )
 from ..robust.guard import Guard, forget
 from ..stats import RoundStats
+from .common import leave_at_exit
 
 Settings = Mapping[str, Any] | None
 
@@ -163,6 +164,7 @@ class CO2Hook(Hook):
         self.method.finish()
         self.method.close()
         self.method = None
+        leave_at_exit()
 
     def _saves_now(self, runner: Runner, by_epoch: bool) -> bool:
         """Whether a CheckpointHook is about to save, which only rank 0 is told of."""

@@ -30,7 +30,16 @@ from transformers.utils import logging
 from ..assembly import CO2, CO2Config
 from ..errors import UserError
 from .accelerate import agree_once
-from .common import check_accelerator, check_loader, check_model, check_pace, load_own, logged, save_own
+from .common import (
+    check_accelerator,
+    check_loader,
+    check_model,
+    check_pace,
+    leave_at_exit,
+    load_own,
+    logged,
+    save_own,
+)
 
 WHO = "CO2Callback"
 HELD = ("should_log", "should_evaluate", "should_save")  # each makes workers wait for each other
@@ -158,6 +167,7 @@ class CO2Callback(TrainerCallback):
         if self.co2 is not None:
             self.co2.close()
             self.co2 = None
+            leave_at_exit()
 
     def _hold(self, control: TrainerControl) -> None:
         """Logs, evaluations and checkpoints wait for the next boundary."""

@@ -1,8 +1,11 @@
 """Each worker's own part of a checkpoint, where the files are not what one save has written."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -10,6 +13,17 @@ from core import CO2, CO2Config, UserError
 from core.integrations.common import load_own, save_own
 from core.testing import run_distributed
 from tests.problems import sgd_step
+from tests.zygote import ROOT
+
+ENDS = """
+import atexit, sys
+import torch.distributed as dist
+from core.integrations.common import leave_at_exit
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+atexit.register(lambda: print("still a member:", dist.is_initialized()))  # called after what is registered later
+leave_at_exit()
+leave_at_exit()
+"""
 
 
 def loads(rank: int, folder: str, **parts: object) -> str:
@@ -52,3 +66,11 @@ def test_files_that_no_one_save_has_written_are_refused_by_all(tmp_path: Path):
     assert "lacks/rank1.pt is missing" in lacks and "not of one checkpoint" in mixed
     assert "damaged/rank1.pt cannot be read" in damaged and "holds no scaler" in other
     assert all("\n" not in line for line in first)
+
+
+@pytest.mark.parametrize(("last", "member"), [("", False), ("raise SystemExit(0)", False), ("1 / 0", True)])
+def test_the_process_leaves_torch_distributed_where_it_ends_well(last: str, member: bool, tmp_path: Path):
+    """After an exception it waits for nobody."""
+    command = [sys.executable, "-c", ENDS + last, str(tmp_path / "store")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == (f"still a member: {member}\n", int(member)), done.stderr
