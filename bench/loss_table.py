@@ -235,7 +235,8 @@ def notes(result: dict[str, Any]) -> list[str]:
     if any(method == "diloco" for method, _ in methods):
         lines.append("diloco: method delayed with delay 0 and Nesterov's momentum 0.9, outer learning rate 0.7.")
     for name, task in result["tasks"].items():
-        lines.append(f"{name}: `{name}.train {task['command']}`, target {task['loss']} {task['target']:g}.")
+        package = task.get("package", name)  # results of before have none: then they have one name
+        lines.append(f"{name}: `{package}.train {task['command']}`, target {task['loss']} {task['target']:g}.")
     return [*lines, f"{report.source(result)}."]
 
 

@@ -33,7 +33,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "optim.lr": POSITIVE, "optim.momentum": BELOW_ONE, "optim.eps": POSITIVE, "optim.weight_decay": DECAY,
     "optim.power": POSITIVE, "optim.warmup_steps": (0, 1e9), "optim.min_lr_share": SHARE,
     "optim.clip_grad_norm": POSITIVE, "batch_size": COUNT, "epochs": COUNT, "seed": (0, 1e9), "accumulate": COUNT,
-    "per_node": (0, 1e9), "zero": (0, 3), "timeout": (5e-324, 1e9), "link_mbit": (5e-324, 1e9), "eval_every": COUNT,
+    "per_node": (0, 1e9), "zero": (0, 3), "timeout": (5e-324, 1e9), "link_mbit": (5e-324, 1e9), "eval_every": POSITIVE,
     "checkpoint_every": (0, 1e9), "log_every": COUNT, "gpu_gb": (5e-324, 1e9),
     "label_smoothing": BELOW_ONE, "mixup": (0, 100), "cutmix": (0, 100), "color_jitter": SHARE,
     "random_erasing": SHARE, "repeats": COUNT, "drop_path": BELOW_ONE, "loader_workers": (0, 1000),

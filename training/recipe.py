@@ -121,8 +121,8 @@ class Recipe(OfMethods):
     extend: bool = False
     """With resume: accept another number of epochs, or of steps in them. The learning rate goes on as in a run of that
     length, its schedule stretched: config.json's history says where, and reproduce.py --collect counts it in no row."""
-    eval_every: int = 1
-    """Epochs between evaluations."""
+    eval_every: int | float = 1
+    """Epochs between evaluations; 0.1: ten in each."""
     checkpoint_every: int = 1
     """Epochs between checkpoints; 0 for none but the last."""
     save_minutes: float = 0.0
@@ -138,7 +138,7 @@ class Recipe(OfMethods):
     """Of a dry run: warn where a GPU of so many GB (GiB, as makers count) is too small."""
 
     def __post_init__(self) -> None:
-        least_of = dict.fromkeys(("epochs", "batch_size", "eval_every", "log_every", "accumulate"), 1)
+        least_of = dict.fromkeys(("epochs", "batch_size", "log_every", "accumulate"), 1)
         for name, least in (least_of | dict.fromkeys(("seed", "checkpoint_every", "per_node"), 0)).items():
             if getattr(self, name) < least:
                 raise UserError(f"{name}={getattr(self, name)}: give {least} or more")
@@ -147,6 +147,7 @@ class Recipe(OfMethods):
             if isinstance(value, float) and not math.isfinite(value):
                 raise UserError(f"{name}={value}: give a finite number")
         for ok, name, remedy in (
+            (self.eval_every > 0, "eval_every", "epochs, or a part of one, above 0"),
             (self.save_minutes >= 0, "save_minutes", "minutes, or 0 for none by time"),
             (self.gpu_gb is None or self.gpu_gb > 0, "gpu_gb", "the GB of a GPU, above 0"),
             (0 < self.timeout <= LARGEST, "timeout", f"seconds, above 0 and up to {LARGEST}"),
@@ -234,6 +235,10 @@ class Recipe(OfMethods):
         """The method's own, under its key, as make_method takes them."""
         own = entry_of(self.method).settings
         return {own.key: getattr(self, own.key)} if own else {}
+
+    def eval_steps(self, epoch: int) -> int:
+        """Steps between evaluations; epoch: those of an epoch."""
+        return max(1, round(epoch * self.eval_every))
 
     @property
     def folder(self) -> Path:

@@ -138,7 +138,7 @@ class Run(Progress):
         seconds = self._workers.begin(self._trained, samples, epoch)
         if self.rank == 0:
             self._tell_settings(total)
-        self.evaluation = Every(epoch * self.recipe.eval_every, self.step)
+        self.evaluation = Every(self.recipe.eval_steps(epoch), self.step)
         self._saving = Every(epoch * self.recipe.checkpoint_every, self.step)
         self._minutes.restart()
         interval = 0.5 if sys.stderr.isatty() else 20.0

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from bench import time_to_loss
+from bench import time_to_loss, trainings
 from bench.loss_table import CHOSEN, METHODS, OF_CO2, USUAL, Outcome, cells, follow, markdown, speed_up, unpaid
 from bench.time_to_loss import TimeToLoss
 from bench.trainings import Metrics, split_wire
@@ -20,6 +21,7 @@ from core.errors import UserError
 from language.recipes import RECIPES
 from tests.bench.emulated import python
 from training.recipe import parse
+from vision import data
 
 KEY = "test_loss"
 
@@ -269,6 +271,19 @@ def test_the_emulated_link_is_an_option_of_the_recipe():
     command = TimeToLoss(throttle=True).command(40.0, "vision", "co2", 3, "F")
     assert command[0] == "digits_small" and command[-2:] == ["--link_mbit", "40.0"]
     assert "--link_mbit" not in TimeToLoss().command(40.0, "vision", "co2", 3, "F")
+
+
+def test_a_part_of_the_test_set_is_evaluated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    load, found = data.load, []
+    monkeypatch.setattr(data, "load", load)  # which the rank below replaces
+    module: Any = SimpleNamespace(data=data)
+    monkeypatch.setattr(trainings, "run_script", lambda *_: found.extend(module.data.load("digits")))
+    time_to_loss.run_task(module, [], tmp_path, held_out=5)
+    train_set, test_set = load("digits")
+    assert len(found[0]) == len(train_set) == 1437 and len(test_set) == 360
+    assert (
+        torch.equal(found[1].images, test_set.images[::5]) and found[1].labels.tolist() == test_set.labels[::5].tolist()
+    )
 
 
 def small(folder: Path, *options: str) -> tuple[list[dict[str, Any]], str]:

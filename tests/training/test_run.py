@@ -169,6 +169,8 @@ def test_evaluations_and_checkpoints_are_due_where_rounds_close_but_not_at_the_e
     recipe = Toy(name="toy", device="cpu", eval_every=1, checkpoint_every=2, out=tmp_path / "a")
     assert due_steps(recipe, epoch=4, total=12) == ([6, 9], [9], [])  # 12, the end, would be due for both
     assert due_steps(replace(recipe, checkpoint_every=0, out=tmp_path / "b"), 6, 18) == ([6, 12], [], [])
+    often = replace(recipe, eval_every=0.5, checkpoint_every=0, out=tmp_path / "c")
+    assert due_steps(often, 6, 12) == ([3, 6, 9], [], []) and replace(often, eval_every=0.01).eval_steps(6) == 1
 
 
 def test_nothing_is_due_while_workers_close_rounds_at_unlike_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

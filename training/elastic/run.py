@@ -134,7 +134,7 @@ class Elastic:
     def begin(self, trained: Trained, samples: int, epoch: int) -> float:
         """Comes among the workers, with their state; returns the seconds of training that led to it."""
         self._trained = trained
-        tau, every = self.method.tau, epoch * self.run.recipe.eval_every
+        tau, every = self.method.tau, self.run.recipe.eval_steps(epoch)
         if every <= tau:
             smaller = " or a smaller --co2.tau" if tau > 1 else ""
             raise UserError(
