@@ -213,9 +213,9 @@ def notes(result: dict[str, Any]) -> list[str]:
         "as if there had been none.",
         "Methods share data, order, seeds, learning rate, steps and tau, but that of co2_auto, which measures it, 24 "
         "at most; lgreco: L-GreCo within the error of rank 4 (_int4: of int4), among its family or any formats. "
-        "Evaluations are due every epoch and take place at the next round boundary, of one model on all workers. It is "
-        "the mean of theirs, for which overlap_local, co2_recommended and co2_auto wait; the wait is charged. Of co2 "
-        "it is the outer iterate, which holds what was sent a round ago.",
+        "Evaluations are due at fixed steps and take place at the next round boundary, of one model on all workers. It "
+        "is the mean of theirs, for which overlap_local, co2_recommended and co2_auto wait; the wait is charged. Of "
+        "co2 it is the outer iterate, which holds what was sent a round ago.",
         "Speed-up: ratio of the mean seconds over the seeds; `>`: a lower bound, as ddp ran out of time. Mean ± sample "
         "standard deviation over the seeds; steps over those that reached the target; final loss at each run's last "
         "evaluation.",
@@ -235,8 +235,10 @@ def notes(result: dict[str, Any]) -> list[str]:
     if any(method == "diloco" for method, _ in methods):
         lines.append("diloco: method delayed with delay 0 and Nesterov's momentum 0.9, outer learning rate 0.7.")
     for name, task in result["tasks"].items():
-        package = task.get("package", name)  # results of before have none: then they have one name
-        lines.append(f"{name}: `{package}.train {task['command']}`, target {task['loss']} {task['target']:g}.")
+        package = task.get("package", name)  # an older result names none, where it is the task's name
+        every = task.get("held_out", 1)
+        of = f", on one of {every} images of the test set" if every > 1 else ""
+        lines.append(f"{name}: `{package}.train {task['command']}`, target {task['loss']} {task['target']:g}{of}.")
     return [*lines, f"{report.source(result)}."]
 
 

@@ -1,6 +1,6 @@
 """Seconds of training to a fixed held-out loss, of every method on the emulated cluster.
 
-python -m bench.time_to_loss [--tasks vision language] [--rates 40 200] [--seeds 0 1 2] [--methods ...] [--throttle]
+python -m bench.time_to_loss [--tasks vision language cifar10] [--rates 40 200] [--seeds 0 1 2] [--methods ...]
 
 Each run is a recipe's own train script on four workers, a node each; the ranks are forked from this process, which has
 imported the script once. A run is followed through its metrics and killed at the first evaluation at or below the
@@ -118,6 +118,7 @@ class TimeToLoss(Asked):
         command = shlex.join(self.command(self.rates[0], task, "METHOD", 0, "FOLDER"))
         return {
             "package": TASKS[task].package,
+            "held_out": TASKS[task].held_out,
             "loss": TASKS[task].loss,
             "target": self.target(task),
             "command": command,

@@ -202,6 +202,9 @@ def test_the_table():
     for said in ("4 workers", "40: 40.0", "share 2 CPU cores", "after 60 s", "target test_loss 0.25", "commit abc"):
         assert said in text
     assert "link: throttled in software" in markdown(RESULT | {"link": "throttled in software"})
+    part = {"loss": KEY, "target": 1.6, "command": "cifar10_small", "package": "vision", "held_out": 5}
+    said = "cifar10: `vision.train cifar10_small`, target test_loss 1.6, on one of 5 images of the test set."
+    assert said in markdown(RESULT | {"tasks": {"cifar10": part}})
 
 
 def test_the_limit_is_ddp_without_communication_where_its_steps_are_known_for_every_seed():
@@ -281,9 +284,7 @@ def test_a_part_of_the_test_set_is_evaluated(monkeypatch: pytest.MonkeyPatch, tm
     time_to_loss.run_task(module, [], tmp_path, held_out=5)
     train_set, test_set = load("digits")
     assert len(found[0]) == len(train_set) == 1437 and len(test_set) == 360
-    assert (
-        torch.equal(found[1].images, test_set.images[::5]) and found[1].labels.tolist() == test_set.labels[::5].tolist()
-    )
+    assert all(torch.equal(getattr(found[1], of), getattr(test_set, of)[::5]) for of in ("images", "labels"))
 
 
 def small(folder: Path, *options: str) -> tuple[list[dict[str, Any]], str]:

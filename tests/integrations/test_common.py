@@ -1,4 +1,4 @@
-"""Each worker's own part of a checkpoint, where the files are not what one save has written."""
+"""Each worker's own part of a checkpoint, where the files are not what one save has written; the process's end."""
 
 import shutil
 import subprocess
