@@ -207,7 +207,7 @@ LGRECO_NOTE = (
 # What the stand-ins change of their recipes, so that one of them takes seconds; the captions say so.
 SHORT: dict[str, dict[str, Any]] = {
     "vision": {"epochs": 8, "eval_every": 8, "optim.warmup_steps": 10},
-    "segmentation": {},
+    "segmentation": {"epochs": 5, "batch_size": 8, "eval_every": 5},
     "pointcloud": {"epochs": 1, "batch_size": 32, "points": 128, "optim.warmup_steps": 10},
     "language": {"epochs": 1, "epoch_steps": 100, "batch_size": 16, "context": 32, "optim.warmup_steps": 10},
 }
@@ -221,11 +221,11 @@ IMAGENET = {
     "RegNetY-16GF": ("imagenet_regnet", "digits_regnet"),
 }
 ADE20K = {
-    "ResNet-50": ("ade20k_resnet50", "digits_small"),
-    "ResNet-101": ("ade20k_resnet101", "digits_resnet34"),
-    "Swin-T": ("ade20k_swin_tiny", "digits_swin"),
-    "Swin-B": ("ade20k_swin_base", "digits_swin_wide"),
-    "ViT-B": ("ade20k_vit_base", "digits_vit"),
+    "ResNet-50": ("ade20k_resnet50", "camvid_small"),
+    "ResNet-101": ("ade20k_resnet101", "camvid_resnet34"),
+    "Swin-T": ("ade20k_swin_tiny", "camvid_swin"),
+    "Swin-B": ("ade20k_swin_base", "camvid_swin_wide"),
+    "ViT-B": ("ade20k_vit_base", "camvid_vit"),
 }
 SHAPENET = {
     "autoencoder, folding": ("shapenet_folding", "surfaces_folding"),

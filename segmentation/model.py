@@ -109,7 +109,7 @@ def upernet(
         every = isinstance(head["in_index"], list)
         head["in_channels"] = list(b.channels) if every else b.channels[head["in_index"]]
         head |= {"num_classes": num_classes, "ignore_index": IGNORE}
-        if name.endswith("mini"):
+        if "_mini" in name:
             head["channels"] = 32
     return config
 
