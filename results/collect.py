@@ -95,6 +95,8 @@ def caption(name: str, table: Table, runs: Sequence[Finished]) -> Iterator[str]:
     for task in dict.fromkeys(row.task for row in rows):
         if changes := " ".join(f"--{key} {value}" for key, value in SHORT[task].items()):
             yield f"- Runs shorter than the recipes': `{changes}`."
+    if table.note:
+        yield f"- {table.note}"
     momenta = {
         row.overrides.get("co2.outer_momentum", load_recipe(row.task, row.local).co2.outer_momentum)
         for row in rows
