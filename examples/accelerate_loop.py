@@ -1,6 +1,6 @@
 """A classifier of scikit-learn's digits in one's own loop with accelerate and CO2.
 
-pip install "co2-training[accelerate]" scikit-learn
+pip install ".[accelerate]" scikit-learn
 torchrun --nproc-per-node 2 examples/accelerate_loop.py
 """
 

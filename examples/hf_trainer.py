@@ -1,6 +1,6 @@
 """A small GPT-2 on Python's own documentation, byte by byte, with Hugging Face's Trainer and CO2.
 
-pip install "co2-training[transformers]"
+pip install ".[transformers]"
 torchrun --nproc-per-node 2 examples/hf_trainer.py [folder]
 """
 

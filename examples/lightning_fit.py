@@ -1,6 +1,6 @@
 """A classifier of scikit-learn's digits with Lightning and CO2.
 
-pip install "co2-training[lightning]" scikit-learn
+pip install ".[lightning]" scikit-learn
 torchrun --nproc-per-node 2 examples/lightning_fit.py [folder]
 """
 

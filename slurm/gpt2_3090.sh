@@ -19,7 +19,7 @@ source slurm/env.sh && source slurm/launch.sh && array_job || exit 2
 
 RECIPE="${RECIPE:-gpt2_small_owt}" # or gpt2_medium_owt, gpt2_large_owt, transnormer_7b_owt, gpt2_small_wikitext103
 METHOD="${METHOD:-co2}"            # or ddp, local, overlap_local, slowmo; zo with RECIPE=gpt2_medium_zo_owt
-TAU="${TAU:-48}"                   # local steps per round, of every method but ddp
+TAU="${TAU:-48}"                   # local steps per round, of every method but ddp and zo
 ACCUMULATE="${ACCUMULATE-}" # micro-batches per step and GPU; more need less memory; empty: the recipe's
 SEED="${SEED:-${SLURM_ARRAY_TASK_ID:-0}}"
 GPU_GB="${GPU_GB:-24}" # GB of a GPU

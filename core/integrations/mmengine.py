@@ -1,4 +1,4 @@
-"""CO2 for any mmengine project: one line in a config.
+"""CO2 for any mmengine project: two lines in a config.
 
     custom_imports = dict(imports=["co2_training.integrations.mmengine"])
     custom_hooks = [dict(type="CO2Hook", tau=48, co2=dict(outer_lr=1.0, outer_momentum=0.5))]
