@@ -257,10 +257,10 @@ TABLES = {
         "Segmentation on ADE20K",
         MIOU,
         every_method("segmentation", ADE20K) + without_node_statistics("ResNet-50", "ade20k_resnet50"),
-        "SyncBN shares BatchNorm's statistics over the images of a node, 8 GPUs x 2 = 16 (3 on the 3090s: 24), under "
-        "every method and as many as in mmsegmentation's published runs, but in the rows that say otherwise: over all, "
-        "256 (240), or without SyncBN, a GPU's 2 (3). The paper's choice is unknown to us. No "
-        "stand-in has these two kinds of rows: workers on one machine are one node.",
+        "SyncBN shares BatchNorm's statistics over the images of a node under every method: 8 GPUs x 2 = 16, as in "
+        "mmsegmentation's published runs (8 x 3 on the 3090s). Two kinds of rows say otherwise: over all, 256 (240), "
+        "and without SyncBN, a GPU's 2 (3). The paper's choice is unknown to us. No stand-in has these two kinds of "
+        "rows: workers on one machine are one node.",
     ),
     "shapenet": Table("3-D reconstruction on ShapeNet", CHAMFER, every_method("pointcloud", SHAPENET)),
     "gpt2": Table(

@@ -143,16 +143,19 @@ def digits_small() -> SegmentationRecipe:
     )
 
 
+def _transformer(small: SegmentationRecipe, backbone: BackboneName, undecayed: tuple[str, ...]) -> SegmentationRecipe:
+    """A small recipe with another backbone, and its weight decay."""
+    return replace(small, backbone=backbone, optim=replace(small.optim, undecayed=undecayed))
+
+
 def digits_swin() -> SegmentationRecipe:
     """The same data with a small Swin. Not run to its end."""
-    small = digits_small()
-    return replace(small, backbone="swin_mini", optim=replace(small.optim, undecayed=SWIN_UNDECAYED))
+    return _transformer(digits_small(), "swin_mini", SWIN_UNDECAYED)
 
 
 def digits_vit() -> SegmentationRecipe:
     """The same data with a small ViT. Not run to its end."""
-    small = digits_small()
-    return replace(small, backbone="vit_mini", optim=replace(small.optim, undecayed=VIT_UNDECAYED))
+    return _transformer(digits_small(), "vit_mini", VIT_UNDECAYED)
 
 
 def camvid_small() -> SegmentationRecipe:
@@ -181,19 +184,17 @@ def camvid_resnet34() -> SegmentationRecipe:
 
 def camvid_swin() -> SegmentationRecipe:
     """The same data with a small Swin."""
-    small = camvid_small()
-    return replace(small, backbone="swin_mini", optim=replace(small.optim, undecayed=SWIN_UNDECAYED))
+    return _transformer(camvid_small(), "swin_mini", SWIN_UNDECAYED)
 
 
 def camvid_swin_wide() -> SegmentationRecipe:
     """The same data with a wider Swin."""
-    return replace(camvid_swin(), backbone="swin_mini_wide")
+    return _transformer(camvid_small(), "swin_mini_wide", SWIN_UNDECAYED)
 
 
 def camvid_vit() -> SegmentationRecipe:
     """The same data with a small ViT."""
-    small = camvid_small()
-    return replace(small, backbone="vit_mini", optim=replace(small.optim, undecayed=VIT_UNDECAYED))
+    return _transformer(camvid_small(), "vit_mini", VIT_UNDECAYED)
 
 
 _ALL = (
