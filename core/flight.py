@@ -167,7 +167,7 @@ class Flight:
             raise UserError("close() with an all-reduce in flight, whose mean would be lost: call finish() before")
         if self.group is not None:
             leave_group(self.group, self.timeout, hidden=self._hidden)
-            self.group = None
+            self.group, self.timed_groups = None, []
 
     def leave(self) -> None:
         """Leaves the groups without waiting, what is in flight being lost: an exception has ended the training. Who

@@ -9,12 +9,14 @@ import contextlib
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # noqa: F401 - whose arguments' defaults else hold a default group past its end
 from torch import Tensor
 
 from .errors import UserError
@@ -39,8 +41,9 @@ def ring_bytes(nbytes: int, world_size: int) -> int:
     return round(2 * (world_size - 1) / world_size * nbytes)
 
 
-_spare: dict[tuple[object, ...], list[dist.ProcessGroup]] = {}  # of new_group's arguments: left, not destroyed
-_hosts: dict[tuple[int, ...], dist.ProcessGroup] = {}  # of ranks: those that host_group has made
+# Weakly held: gloo's threads end with the last reference, and one that outlives the interpreter aborts the process.
+_spare: dict[tuple[object, ...], list[weakref.ref[dist.ProcessGroup]]] = {}  # of new_group's arguments: left
+_hosts = weakref.WeakValueDictionary[tuple[int, ...], dist.ProcessGroup]()  # of ranks: those that host_group has made
 
 
 def backend_for(group: dist.ProcessGroup | None, device: torch.device) -> str:
@@ -90,8 +93,8 @@ def new_group(
             "backend 'cpu:gloo,cuda:nccl'"
         )
     left = _spare.get((tuple(ranks), timeout, backend, hidden), []) if ranks else []
-    if left and is_alive(left[-1]):
-        return left.pop()
+    if left and is_alive(left[-1]()):
+        return left.pop()()
     within = timedelta(seconds=timeout)
     made = dist.new_group(
         ranks,
@@ -131,11 +134,9 @@ def host_group(group: dist.ProcessGroup | None = None, timeout: float = 600.0) -
     for known in (group, *everyone):
         if backend_for(known, cpu) == "gloo":
             return known
-    if ranks not in _hosts or not is_alive(_hosts[ranks]):
-        made = new_group(group, timeout, cpu, "gloo")
-        assert made is not None
-        _hosts[ranks] = made
-    return _hosts[ranks]
+    if not is_alive(known := _hosts.get(ranks)):
+        known = _hosts[ranks] = new_group(group, timeout, cpu, "gloo")
+    return known
 
 
 def of_all(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -160,7 +161,7 @@ def leave_group(group: dist.ProcessGroup, timeout: float, *, hidden: bool = Fals
     """
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) < dist.get_world_size():
-        _spare.setdefault((tuple(ranks), timeout, dist.get_backend(group), hidden), []).append(group)
+        _spare.setdefault((tuple(ranks), timeout, dist.get_backend(group), hidden), []).append(weakref.ref(group))
     else:
         dist.destroy_process_group(group)
 
@@ -176,7 +177,7 @@ def drop_groups(groups: list[dist.ProcessGroup], after: threading.Thread | None)
             dist.destroy_process_group(groups.pop())
 
 
-def is_alive(group: dist.ProcessGroup) -> bool:
+def is_alive(group: dist.ProcessGroup | None) -> bool:
     """Whether torch.distributed still knows the group; not after destroy_process_group() and a new start."""
     return group in dist.distributed_c10d._world.pg_map
 
