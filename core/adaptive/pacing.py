@@ -52,6 +52,10 @@ class Adaptive(Pacing):
     def skip_after(self, seconds: float | None) -> None:
         if seconds is not None and not (is_number(seconds) and seconds >= 0):
             raise UserError(f"skip_after={seconds!r}: give seconds, 0 or more, or None to wait as long as it takes")
+        if seconds is not None and self.tuned is not None and self.tuned.chooses:
+            raise UserError("skip_after with tau='auto', which needs rounds of known lengths: give tau a number")
+        if seconds is not None and self.by_speed is not None:
+            raise UserError("skip_after with steps='by_speed', whose rounds have unlike lengths: leave one of them out")
         self._skip_after = seconds
 
     @property

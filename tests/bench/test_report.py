@@ -93,7 +93,14 @@ def test_the_published_tables_are_those_of_the_published_figures():
         "utilisation/scaling": utilisation.markdown,
         "utilisation/settled/scaling": utilisation.markdown,
         **dict.fromkeys(
-            ("time_to_loss", "int4/time_to_loss", "int4_cifar10/time_to_loss", "int8/time_to_loss"), loss_table.markdown
+            (
+                "time_to_loss",
+                "int4/time_to_loss",
+                "int4_cifar10/time_to_loss",
+                "int8/time_to_loss",
+                "int8_cifar10/time_to_loss",
+            ),
+            loss_table.markdown,
         ),
         **dict.fromkeys(("slow_links", "slow_links_10", "slow_links_bytes"), slow_links.text),
         **dict.fromkeys(("zeroth", "zeroth_quality", "zeroth_sharing"), zeroth.text),

@@ -91,6 +91,19 @@ def test_workers_of_a_node_cannot_skip(rounds: int):
         assert said == "skip_after with an inner group, whose workers must close their rounds together: leave it out"
 
 
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"tau": "auto"}, "tau='auto', which needs rounds of known lengths: give tau a number"),
+        ({"steps": "by_speed"}, "steps='by_speed', whose rounds have unlike lengths: leave one of them out"),
+    ],
+)
+def test_rounds_of_unlike_lengths_cannot_skip(settings: dict, why: str):
+    method = CO2(problems.odd_parameters(), CO2Config(**settings))
+    method.pacing.skip_after = None
+    assert problems.refusal(setattr, method.pacing, "skip_after", 1.0) == f"skip_after with {why}"
+
+
 def by_hand(steps: list[list[int]]) -> list[torch.Tensor]:
     """x_{t+1,0} of each round of the paper's order with alpha 0.5, beta 0.2, where worker i takes steps[i][t] in it."""
     x = problems.flat(problems.odd_parameters())
