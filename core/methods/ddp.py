@@ -198,7 +198,7 @@ class DDP(Loop):
                 # Its reducer's destructor holds the interpreter's lock: where it had the last reference to the group,
                 # it would wait for a thread of the group that may need that lock, to free a tensor.
                 del self.model.logger, self.model.reducer
-                self.model.process_group = None  # passes without gradients go on
+                self.model.process_group = None  # pyright: ignore[reportArgumentType] - passes without gradients go on
             leave_group(self.group, self._timeout)
             self.group = None
 
