@@ -134,8 +134,8 @@ def host_group(group: dist.ProcessGroup | None = None, timeout: float = 600.0) -
     for known in (group, *everyone):
         if backend_for(known, cpu) == "gloo":
             return known
-    if not is_alive(known := _hosts.get(ranks)):
-        known = _hosts[ranks] = new_group(group, timeout, cpu, "gloo")
+    if not is_alive(known := _hosts.get(ranks)) and (known := new_group(group, timeout, cpu, "gloo")):
+        _hosts[ranks] = known
     return known
 
 
