@@ -1,6 +1,7 @@
 """Any optimiser, by its step's hook: torchrun --nproc-per-node 2 examples/attach.py
 
 For a loop that somebody else wrote: here `fit` knows nothing of other workers. Not with a GradScaler, see attach().
+pip install . scikit-learn
 """
 
 import torch

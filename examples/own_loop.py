@@ -1,4 +1,7 @@
-"""A loop of your own, with save and resume: torchrun --nproc-per-node 2 examples/own_loop.py [FOLDER]"""
+"""A loop of your own, with save and resume: torchrun --nproc-per-node 2 examples/own_loop.py [FOLDER]
+
+pip install . scikit-learn
+"""
 
 import sys
 

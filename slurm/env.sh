@@ -29,8 +29,8 @@ fi
 # The folder of this site's data sets, for all scripts; empty: each script's own default, which stands at its top.
 CO2_DATA="${CO2_DATA-}"
 
-# The network interface between nodes, such as bond0 or eth; empty: NCCL and gloo choose. NCCL takes a prefix or a list,
-# gloo a full name. For TCP/IP in place of RoCE or InfiniBand: NCCL_IB_DISABLE=1 sbatch ...
+# The network interface between nodes, by its full name, such as bond0; empty: NCCL and gloo choose. A prefix or a list,
+# which NCCL alone takes, goes into NCCL_SOCKET_IFNAME. For TCP/IP in place of RoCE or InfiniBand: NCCL_IB_DISABLE=1 sbatch ...
 IFACE="${IFACE-}"
 if [ -n "$IFACE" ]; then
     export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-$IFACE}" GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$IFACE}"

@@ -1,6 +1,7 @@
 #!/bin/bash
 # Fine-tuning of a causal language model in Hugging Face's format on 16 x DGX-A100 (128 GPUs).
-# From the repository's root: MODEL=opt-1.3b DATA=sst2 sbatch slurm/finetune_a100.sh [--lora.rank 8 ...]
+# From the repository's root: MODEL=/path/opt-1.3b DATA=/path/sst2 sbatch slurm/finetune_a100.sh [--epochs 2 ...]
+# --lora.rank 8 needs peft: docs/zeroth.md.
 # Account and partition, if needed: SBATCH_ACCOUNT and SBATCH_PARTITION in your shell; see slurm/README.md.
 #SBATCH --job-name=finetune_a100
 #SBATCH --nodes=16
@@ -25,7 +26,8 @@ TAU="${TAU:-48}"            # local steps per round, of every method but zo and 
 ACCUMULATE="${ACCUMULATE-}" # micro-batches per step and GPU; more need less memory; empty: the recipe's
 SEED="${SEED:-${SLURM_ARRAY_TASK_ID:-0}}"
 GPU_GB="${GPU_GB:-40}" # GB of a GPU; 80 in the larger DGX-A100
-BATCH_SIZE="${BATCH_SIZE-128}" # over all GPUs: the recipe's 16 does not divide by 128; empty: the recipe's
+fit=128 # over all GPUs: the recipe's 16 does not divide by 128
+BATCH_SIZE="${BATCH_SIZE-$fit}" # empty: the recipe's
 export CO2_DATA="${CO2_DATA:-$PWD/data}"
 MODEL="${MODEL:-$CO2_DATA/model}"  # config.json, *.safetensors and the tokenizer's files
 DATA="${DATA:-$CO2_DATA/prompts}"  # train.jsonl and val.jsonl, or train.txt and val.txt

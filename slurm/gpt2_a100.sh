@@ -24,6 +24,7 @@ ACCUMULATE="${ACCUMULATE-}" # micro-batches per step and GPU; more need less mem
 SEED="${SEED:-${SLURM_ARRAY_TASK_ID:-0}}"
 GPU_GB="${GPU_GB:-40}" # GB of a GPU; 80 in the larger DGX-A100
 case "$RECIPE" in
+    gpt2_medium_zo_owt) ;; # its own 512 divides by 64 pairs of GPUs
     gpt2_*_owt) fit=512 ;; # 4 a GPU: the recipe's 480 does not divide by 128
     transnormer_*_owt) [ "$GPU_GB" -ge 80 ] || more=(--zero 3) ;; # to fit 40 GB
 esac

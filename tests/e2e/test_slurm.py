@@ -124,7 +124,9 @@ def test_gpt2_large_takes_two_samples_at_a_time_on_24_gb(nodes: int, batch_size:
         ("gpt2_a100", "gpt2_small_owt", "batch 512 over all GPUs, not the recipe's, which does not divide"),
         ("gpt2_3090", "gpt2_small_wikitext103", "batch 240 over all GPUs, not the recipe's"),
         ("gpt2_3090", "gpt2_medium_zo_owt", "batch 480 over all GPUs, not the recipe's"),
+        ("finetune_a100", "prompts", "batch 128 over all GPUs, not the recipe's"),
         ("gpt2_3090", "gpt2_small_owt", ""),
+        ("gpt2_a100", "gpt2_medium_zo_owt", ""),
         ("vision_a100", "imagenet_resnet50", ""),
     ],
 )
