@@ -142,6 +142,9 @@ class Fixed:
         one stops they leave out steps, too, and all go on from that of the one ahead.
         """
         run, method = self.run, self._trained.method
+        if isinstance(method, Rounds) and method.everybody < run.world_size and method.at_boundary:
+            assert self.mesh is not None  # each of a node's workers has heard those of its place alone
+            return Due(*map(bool, largest_of_workers([*vars(due).values()], self.mesh.get_group(1))))
         if run.recipe.skip_after is None or not (ended or any(vars(due).values())):
             return due
         assert isinstance(method, Rounds)

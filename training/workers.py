@@ -130,9 +130,9 @@ def least_seconds(work: Callable[[], object], device: torch.device, repeats: int
     return min(times[1:])
 
 
-def largest_of_workers(numbers: Sequence[int]) -> list[int]:
-    """The largest of all workers' numbers, each by itself; every worker must call it."""
-    return [max(of) for of in zip(*of_all(list(numbers)), strict=True)]
+def largest_of_workers(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
+    """The largest of the group's workers' numbers (None: of all), each by itself; each of them must call it."""
+    return [max(of) for of in zip(*of_all(list(numbers), group), strict=True)]
 
 
 # -- the start ----------------------------------------------------------------------------------------------------

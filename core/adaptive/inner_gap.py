@@ -51,4 +51,4 @@ class FirstStep(Rider):
 
     def load_state_dict(self, state: Any, *, of_others: bool) -> None:
         if state:
-            self.first, self.largest = (t.to(self.first) for t in state)
+            self.first, self.largest = (t.to(self.first, copy=True) for t in state)

@@ -312,7 +312,7 @@ class Tuned(Rider):
         m.reducer.become(self.tuner.wire)  # chosen from what has landed, so alike on all workers
 
     def hear(self, sums: Mapping[str, Sequence[float]], of: Heard) -> None:
-        times = sums["times"]
+        times = [t * of.workers / of.everybody for t in sums["times"]]  # the ranks of a node share a place
         self._decided = self.tuner.hear(self.method.rounds, *(times[i::NUMBERS] for i in range(NUMBERS)))
 
     def end(self) -> None:

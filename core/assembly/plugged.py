@@ -25,6 +25,7 @@ from ..robust.guard import Guard
 from ..robust.masters import Masters
 from ..robust.spread import Spread
 from ..robust.watch import Watch
+from ..sharded.checks import check_names
 from ..testing.link import Link, flight_over
 from ..wires.auto import AutoWire
 from .config import CO2Config
@@ -65,7 +66,7 @@ def plugs(
         raise TypeError(f"unexpected keyword argument {min(unknown)!r}: the options are {known}")
     if not isinstance(more := options.get("riders", ()), Sequence):
         raise UserError(f"riders={more!r}: give a list of them")
-    group = options.get("group")
+    check_names(group := options.get("group"))
     rank, workers = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
     by_speed = BySpeed(rank, workers) if c.steps == "by_speed" else None
     tuned = tuned_for(c, workers) if times else None

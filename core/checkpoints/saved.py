@@ -90,6 +90,7 @@ class Saved(Rounds):
             "in_flight": self.flight.in_flight,
             "reducer": self.reducer.kind,
             "held_back": {name: on_host(flats) for name, flats in self.reducer.state.items()},
+            "rank": self.flight.rank,
             "workers": self.flight.world_size,
             "places": self.flight.places,
             "local_steps": self.local_steps,
@@ -115,9 +116,11 @@ class Saved(Rounds):
         self.reducer.become(state["reducer"])
         for name, held in self._kept(held_back).items():
             copy(held, saved[name])
+        if state.get("rank", self.flight.rank) != self.flight.rank:
+            self._forget_errors()
         for name in self.numbers:
             value, held = state[name.removeprefix("_")], getattr(self, name)
-            setattr(self, name, value.to(held) if isinstance(held, Tensor) else value)
+            setattr(self, name, value.to(held, copy=True) if isinstance(held, Tensor) else value)
         self.scalars["finished"].zero_()  # another run may train on
         self._late = Late()
         self.local_steps, self._ended = state["local_steps"], None
@@ -127,6 +130,12 @@ class Saved(Rounds):
             rider.load_state_dict(state.get("riders", {}).get(rider.name), of_others=others)
         self.begin_round(self.flight.launched)
         self.pacing.begin(self.flight.launched, self.local_steps)
+
+    def _forget_errors(self) -> None:
+        """What error feedback held back of another worker's is not this one's."""
+        for name, flats in self.reducer.state.items():
+            for flat in flats if name.endswith("error_feedback") else []:
+                flat.zero_()
 
     def _kept(self, held_back: bool) -> dict[str, list[Tensor]]:
         """What is loaded here, by name."""

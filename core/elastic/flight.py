@@ -23,6 +23,7 @@ from ..flat import copy
 from ..flight import Flight
 from ..groups import Stage, all_reduce
 from ..rounds import Rounds
+from ..stats import Late
 from .members import AGREED, SENT, SUMMED, Came, Members, Report, Workers, agreed
 
 MOST = 1024  # workers: checksums are so narrow that the sums over as many are exact
@@ -127,6 +128,7 @@ class ElasticFlight(Flight, Workers):
         assert self.members.group is not None
         self.group, self.rank = self.members.group, self.members.rank
         self.timed_groups = [self.group]
+        self.owner._late = Late()  # on a GPU the next landing tells a newcomer nothing yet, so nobody else either
         known = [r for r in reports if r is not None]
         latest = max((r["launched"] for r in known), default=self.launched)
         self.adopt_sums(known)

@@ -76,15 +76,18 @@ class CO2Training(CO2):
         self._bare = model
         given: dict[str, Any] = {"buffers": model.buffers()} | options
         super().__init__(model.parameters(), config, **given)
+        self._closed = self.stats  # of the last round
         self._checkpoint = _Checkpoint(self)
 
     def step(self, *, last: bool = False) -> bool:
         """See core.CO2; nothing where the batch ended no update. last: this was the last batch."""
-        return self.accelerator.sync_gradients and super().step(last=last)
+        closed = self.accelerator.sync_gradients and super().step(last=last)
+        self._closed = self.stats if closed else self._closed  # of later ones only a part is known
+        return closed
 
     def metrics(self) -> dict[str, float]:
         """The last round's statistics, for accelerator.log(); on a GPU the host waits for them."""
-        return logged(self.stats)
+        return logged(self._closed)
 
     def close(self) -> None:
         """See core.CO2; save_state() is accelerate's own again."""

@@ -215,7 +215,8 @@ class _Rounds(Callback):
             last |= loop.max_epochs == trainer.current_epoch + 1 or self._check(loop._data_fetcher)
             last |= not self._co2.pacing.together  # an epoch's metrics may be reduced, and all must come to it
         self._finished = False
-        self._unlogged |= self._co2.step(last=last)
+        if self._co2.step(last=last):
+            self._closed, self._unlogged = self._co2.stats, True  # of later rounds only a part is known
         if last:
             self._finish()
 
@@ -269,7 +270,7 @@ class _Rounds(Callback):
     def _log(self) -> None:
         if self._unlogged and self._trainer.is_global_zero:
             for logger in self._trainer.loggers:
-                logger.log_metrics(logged(self._co2.stats), self._trainer.fit_loop.epoch_loop._batches_that_stepped)
+                logger.log_metrics(logged(self._closed), self._trainer.fit_loop.epoch_loop._batches_that_stepped)
         self._unlogged = False
 
     # -- signals --------------------------------------------------------------------------------------------------

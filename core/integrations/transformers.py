@@ -113,7 +113,7 @@ class CO2Callback(TrainerCallback):
         if "train_loss" in logs:  # the last call before load_best_model_at_end, whatever has ended the training
             self._end()
         if self.co2 is not None and "loss" in logs:
-            logs |= logged(self.co2.stats)
+            logs |= logged(self._closed)
         log(logs, *args, **kwargs)
 
     def _save(self, save: Any, folder: str) -> None:
@@ -145,6 +145,7 @@ class CO2Callback(TrainerCallback):
         self._due, self._ended = set(), False
         given: dict[str, Any] = {"buffers": model.buffers()} | self.options
         self.co2 = CO2(model.parameters(), self.config, **given)
+        self._closed = self.co2.stats
         if self._resumed:
             load_own(WHO, f"{self._resumed}/co2", args.process_index, **self._parts(), co2=self.co2)
             self._resumed = ""
@@ -152,7 +153,8 @@ class CO2Callback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         assert self.co2 is not None
         last = state.global_step >= state.max_steps or control.should_training_stop
-        self.co2.step(last=last)
+        if self.co2.step(last=last):
+            self._closed = self.co2.stats  # of the round that closed last: of later ones only a part is known
         if last:
             self._end()
         self._hold(control)

@@ -98,9 +98,9 @@ def padded_bytes(layers: Sequence[Layer], choices: Sequence[Choice], world_size:
 
 def parse(text: str) -> Choice:
     """int4, top0.01, rank4."""
-    name = text.rstrip("0123456789.")
+    name = str(text).rstrip("0123456789.")
     try:
-        value = float(text[len(name) :])
+        value = float(str(text)[len(name) :])
     except ValueError:
         value = -1.0
     whole = value.is_integer()

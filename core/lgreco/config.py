@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..config import is_number, is_whole
 from ..errors import UserError
 
 KNOWN = {"family": ("same", "any"), "error": ("norm", "squared")}
@@ -36,13 +37,13 @@ class LGrecoConfig:
         for name, known in KNOWN.items():
             if getattr(self, name) not in known:
                 raise UserError(f"wire.lgreco.{name}={getattr(self, name)!r}: choose one of {', '.join(known)}")
-        if self.rule not in RULES and "." not in self.rule:
+        if self.rule not in RULES and "." not in str(self.rule):
             raise UserError(f"wire.lgreco.rule={self.rule!r}: choose one of {', '.join(RULES)}, or name module.Class")
-        if not 0 < self.lowest_rank <= 1:
+        if not (is_number(self.lowest_rank) and 0 < self.lowest_rank <= 1):
             raise UserError(f"wire.lgreco.lowest_rank={self.lowest_rank!r}: give a number in (0, 1]")
-        if not 1 <= self.highest_rank < float("inf"):
+        if not (is_number(self.highest_rank) and 1 <= self.highest_rank < float("inf")):
             raise UserError(f"wire.lgreco.highest_rank={self.highest_rank!r}: give a finite number, 1 or more")
         for name in ("every", "first"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int) and value >= 1):
+            if value is not None and not is_whole(value):
                 raise UserError(f"wire.lgreco.{name}={value!r}: give a whole number of reductions, 1 or more")

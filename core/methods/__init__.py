@@ -78,7 +78,8 @@ def make_method(
     name: one of METHODS, or auto. co2: None for CO2Config(), and with auto for the recommended settings. The period of
     every local method is co2.tau, so that comparisons share it. schedule: of co2, see CO2. lr: returns the current
     inner learning rate, for SlowMo. mesh: [nodes, workers of a node]: these synchronise gradients every step, and the
-    method runs across nodes; ddp synchronises all every step anyway. shard, offload: see ShardedCO2. group, timeout,
+    method runs across nodes; ddp synchronises all every step anyway. With methods other than co2 riders then hear, of
+    each node, the worker of their own place alone. shard, offload: see ShardedCO2. group, timeout,
     link, riders: see assembly.Options. settings: of the method, by its key: auto, delayed, slowmo, overlap_local, or
     ddp_wire, how ddp's gradients cross the network.
     """
@@ -95,6 +96,7 @@ def make_method(
         if not any(map(is_dtensor, model.parameters())):  # sharded ones synchronise by themselves
             model = DistributedDataParallel(model, process_group=mesh.get_group(1))
         if "shard" not in entry.takes:
+            check_apart(name, co2, mesh.size(1))
             options["group"] = mesh.get_group(0)
     return entry.make(Given(co2, own, model, options, {"shard": shard, "offload": offload}, schedule, lr, mesh))
 
@@ -114,6 +116,15 @@ def check_settings(
     own = registry.own_settings(REGISTRY, entry, settings)
     registry.check(entry, Given(co2, own, outer_state={"shard": shard, "offload": offload}, schedule=schedule))
     return own
+
+
+def check_apart(name: str, co2: CO2Config, per_node: int) -> None:
+    """Refuses what workers choose from measured times where a node's ranks take part in unlike groups."""
+    if per_node > 1 and "shard" not in entry_of(name).takes and "auto" in (co2.tau, co2.wire.format):
+        raise UserError(
+            f"tau={co2.tau!r}, wire.format={co2.wire.format!r} with method {name!r} and {per_node} workers a node: they"
+            " would choose unlike ones; give a number and a format"
+        )
 
 
 def entry_of(name: str) -> Entry:

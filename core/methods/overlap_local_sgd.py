@@ -16,6 +16,7 @@ from ..assembly import CO2Config, Options, of_kind, plugs_of_other
 from ..assembly.wire import WireConfig
 from ..checkpoints.saved import Saved
 from ..checks import tensors_of
+from ..config import is_number
 from ..errors import UserError
 from ..flat import copy, copy_where, rescale, views
 from ..outer import carried
@@ -32,9 +33,9 @@ class OverlapLocalConfig:
     """Momentum of the anchor."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.pull <= 1:
+        if not (is_number(self.pull) and 0 < self.pull <= 1):
             raise UserError(f"overlap_local pull={self.pull}: give a number in (0, 1]")
-        if not 0 <= self.anchor_momentum < 1:
+        if not (is_number(self.anchor_momentum) and 0 <= self.anchor_momentum < 1):
             raise UserError(f"overlap_local anchor_momentum={self.anchor_momentum}: give a number in [0, 1)")
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..assembly import Options, of_kind
 from ..assembly.wire import WireConfig
-from ..config import LARGE
+from ..config import LARGE, is_number
 from ..errors import UserError
 from ..flat import copy, views
 from ..outer import carried
@@ -28,9 +28,9 @@ class SlowMoConfig:
     """beta"""
 
     def __post_init__(self) -> None:
-        if not 0 < self.outer_lr < LARGE:
+        if not (is_number(self.outer_lr) and 0 < self.outer_lr < LARGE):
             raise UserError(f"slowmo.outer_lr={self.outer_lr}: give a finite number above 0, as 1.0 is usual")
-        if not 0 <= self.outer_momentum < 1:
+        if not (is_number(self.outer_momentum) and 0 <= self.outer_momentum < 1):
             raise UserError(f"slowmo outer_momentum={self.outer_momentum}: give a number in [0, 1)")
 
 

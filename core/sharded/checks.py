@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..adaptive.config import AdaptiveConfig
 from ..errors import UserError
+from ..groups import backend_for, of_all
 
 
 def check_shared(c: AdaptiveConfig, wire: str = "float32") -> None:
@@ -55,4 +57,20 @@ def groups_of(
         group, inner_group = mesh.get_group(0), mesh.get_group(1)
     if inner_group is not None and group is None:
         raise UserError("inner_group without group: give also the ranks across nodes, or both at once with mesh")
+    check_names(inner_group)
     return group, inner_group
+
+
+def check_names(group: dist.ProcessGroup | None) -> None:
+    """torch names a group of some ranks after these and the number of groups that each of them knows. UserError where
+    that is unlike: they would wait for each other under unlike names."""
+    if group is None or dist.get_world_size(group) == dist.get_world_size():
+        return
+    if backend_for(group, torch.device("cpu")) != "gloo":  # through which they could tell
+        return
+    known = of_all(len(dist.distributed_c10d._world.pg_names), group)
+    if len({*known}) > 1:
+        raise UserError(
+            f"ranks {dist.get_process_group_ranks(group)} know {known} process groups, so that torch would name their "
+            "next one unlike: make this before groups of some ranks alone, or as many groups for each rank"
+        )

@@ -13,11 +13,14 @@ from ..groups import set_timeout
 
 
 def local_world_size(env: Mapping[str, str] = os.environ) -> int:
-    """Workers per node, as torchrun or SLURM says; 1 without either."""
+    """Workers per node, as torchrun or SLURM says; 1 without either. UserError where SLURM says unlike numbers."""
     if "LOCAL_WORLD_SIZE" in env:
         return int(env["LOCAL_WORLD_SIZE"])
-    per_node = env.get("SLURM_NTASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "1")  # "8" or "8(x16)"
-    return int(per_node.partition("(")[0])
+    per_node = env.get("SLURM_NTASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "1")  # "8", "8(x16)" or "8(x2),4"
+    first, *others = {int(part.partition("(")[0]) for part in per_node.split(",")}
+    if others:
+        raise UserError(f"SLURM_TASKS_PER_NODE={per_node}: start equally many on each node")
+    return first
 
 
 def node_mesh(device_type: str, per_node: int | None = None, timeout: float | None = None) -> DeviceMesh:

@@ -15,6 +15,7 @@ from ..collectives.stages import gather_parts, send_first
 from ..errors import UserError
 from ..flat import Bucket, copy, is_dtensor, local_shard, views
 from ..groups import (
+    Pending,
     Stage,
     all_reduce,
     backend_for,
@@ -30,6 +31,20 @@ PIECES = 16  # a sum over the workers goes in so many pieces, for the sake of it
 Holders = Mapping[Tensor, Sequence[int]]  # a parameter, as it is given -> the ranks that hold its elements held here
 Key = TypeVar("Key", bound=Hashable)
 Where = list[tuple[int, slice]]  # [(which flat tensor, where in it)]
+
+
+class Through:
+    """A send or a receive in the background. Over gloo it says that it is through to who waits for it alone: asked, it
+    says so at once, and the thread waits there, not only from the next boundary on."""
+
+    def __init__(self, work: Pending):
+        self._work = work
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        return self._work.wait(*args, **kwargs)
 
 
 class Placement:
@@ -122,7 +137,7 @@ class Placement:
             ops += [dist.P2POp(dist.isend if me == s[0] else dist.irecv, flats[s], peer, self.group) for peer in peers]
             sent += flats[s].nbytes * (len(s) - 1) if me == s[0] else 0
         if ops:
-            yield dist.batch_isend_irecv(ops), sent
+            yield [Through(work) for work in dist.batch_isend_irecv(ops)], sent
 
     def check(self, trained: Sequence[Tensor]) -> str:
         """UserError if parameters that all ranks of the inner group should hold alike have come to differ. Returns why

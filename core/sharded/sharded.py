@@ -293,6 +293,12 @@ class ShardedCO2(Saved):
 
     # -- checkpoints ----------------------------------------------------------------------------------------
 
+    def recount(self) -> None:
+        """After another rank's state was loaded, and this one's share of the momentum: the sum of its squares."""
+        squares = [torch.dot(m, m).double() for _, _, _, m in self._segments()]
+        total = torch.stack([torch.zeros_like(self._m_squares), *squares]).sum()  # in the order of _update_share
+        self._m_squares.copy_(total - self._node.surplus(self._m))
+
     def load_own_state(self, state: dict[str, Any]) -> None:
         self._live.settle()
         super().load_own_state(state)  # g, too, in the flats

@@ -188,8 +188,10 @@ class BlockStream:
 
     def _end(self) -> None:
         """After all passes: everything is in its place on the host, and the first block on its way to the device."""
+        if self._updated and self._came < len(self._signs):  # a pass failed, and the updates are on the device alone
+            self.window.keep()
         self.window.close()
-        self._came = 0
+        self._came, self._updated = 0, False
         for block in self.blocks:
             block.show(block.views(block.host))
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from ..config import is_whole, require
+from ..config import is_number, is_whole, require
 
 MOST_DIRECTIONS = 10_000  # each is two forward passes, and a number that every worker keeps for every step
 
@@ -33,11 +33,11 @@ class ZerothConfig:
     """Where z is drawn. Devices of different kinds draw different numbers: workers that mix them need host."""
 
     def __post_init__(self) -> None:
-        require(self, math.isfinite(self.eps) and self.eps > 0, "eps", "give a number above 0, such as 1e-3")
+        require(self, is_number(self.eps) and 0 < self.eps < math.inf, "eps", "give a number above 0, such as 1e-3")
         few = is_whole(self.directions) and self.directions <= MOST_DIRECTIONS
         require(self, few, "directions", f"give a whole number from 1 to {MOST_DIRECTIONS}")
         require(self, type(self.delay) is int and self.delay in (0, 1), "delay", "give 0 or 1")
-        decays = math.isfinite(self.weight_decay) and self.weight_decay >= 0
+        decays = is_number(self.weight_decay) and 0 <= self.weight_decay < math.inf
         require(self, decays, "weight_decay", "give 0 or more")
         seeds = type(self.seed) is int and 0 <= self.seed < 1 << 63
         require(self, seeds, "seed", "give a whole number from 0 to 2^63 - 1")

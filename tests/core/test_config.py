@@ -86,6 +86,9 @@ def build(**settings: Any) -> CO2:
         (lambda: SlowMoConfig(outer_lr=0.0), "outer_lr=0.0", "above 0"),
         (lambda: SlowMoConfig(outer_momentum=1.0), "outer_momentum=1.0", "[0, 1)"),
         (lambda: SlowMoConfig(outer_momentum=-0.5), "outer_momentum=-0.5", "[0, 1)"),
+        (lambda: SlowMoConfig(outer_lr="1"), "outer_lr=1", "above 0"),  # pyright: ignore[reportArgumentType]
+        (lambda: OverlapLocalConfig(pull="0.6"), "pull=0.6", "(0, 1]"),  # pyright: ignore[reportArgumentType]
+        (lambda: WireConfig("lgreco", like=4), "wire.like=4", "int4"),  # pyright: ignore[reportArgumentType]
         (lambda: OverlapLocalConfig(pull=0.0), "pull=0.0", "(0, 1]"),
         (lambda: OverlapLocalConfig(pull=1.5), "pull=1.5", "(0, 1]"),
         (lambda: OverlapLocalConfig(anchor_momentum=1.0), "anchor_momentum=1.0", "[0, 1)"),

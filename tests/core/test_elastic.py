@@ -6,6 +6,7 @@ import random
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from core import CO2, CO2Config, testing
 from core.assembly import elastic_co2
 from core.elastic.flight import ElasticFlight
 from core.elastic.members import Members, Over
+from core.stats import Late
 from tests import problems
 from tests.problems import flat, sgd_step
 
@@ -165,6 +167,21 @@ def run(tmp_path: Path, workers: int, settings: dict[str, Any], deaths: dict[str
     assert not crew.timed_out, "some worker hangs"
     ends = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     return status, ends
+
+
+def test_what_came_late_before_others_joined_is_heard_by_nobody():
+    """On a GPU a landing is heard a round later, of which a newcomer knows nothing."""
+    before = Late()
+    owner = SimpleNamespace(_late=before, riders=[])
+    flight = SimpleNamespace(
+        members=SimpleNamespace(group=object(), rank=0),
+        owner=owner,
+        launched=3,
+        adopt_sums=lambda known: None,
+        on_change=lambda reports: None,
+    )
+    ElasticFlight.adopt(flight, [None])  # pyright: ignore[reportArgumentType]
+    assert owner._late is not before
 
 
 def check_equal(ends: dict[str, Any]) -> None:

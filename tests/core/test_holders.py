@@ -1,5 +1,7 @@
 """Ranks of a node that hold the same elements, stages with a tied embedding or replicas: these count once."""
 
+import time
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -49,6 +51,25 @@ def test_what_several_stages_hold_counts_once_and_stays_equal(islands: int, stag
             assert_traces_equal(trace, wanted)
             tied = {0: slice(SIZES[0]), stages - 1: slice(-SIZES[0], None)}.get(stage, slice(0))
             assert all(torch.equal(a[tied], b[: len(a[tied])]) for a, b in zip(trace, first, strict=True))
+
+
+def comes_by_itself(rank: int, world_size: int) -> bool:
+    """Whether a reduction with sends from one stage to another is through while nobody waits for it."""
+    params = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(3))]
+    mesh = node_mesh("cpu", 3)  # the last of three holds nothing of what the first two share
+    holders = {params[0]: [0, 1] if rank < 2 else [2], params[1]: [rank]}
+    co2 = ShardedCO2(params, Settings(tau=1).co2, mesh=mesh, shards=holders)
+    co2.step()
+    began = time.monotonic()
+    while not co2.flight.done() and time.monotonic() - began < 10:
+        time.sleep(0.01)
+    through = co2.flight.done()
+    co2.finish()
+    return through
+
+
+def test_what_one_stage_sends_another_is_hidden_too():
+    assert run_distributed(comes_by_itself, 3, timeout=60) == [True] * 3
 
 
 def refusals(rank: int, world_size: int) -> list[str]:

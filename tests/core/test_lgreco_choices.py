@@ -135,7 +135,8 @@ def test_bad_settings(settings: dict[str, Any], text: str):
 @pytest.mark.parametrize(
     ("name", "value"),
     [("family", "all"), ("rule", "best"), ("error", "max"), ("lowest_rank", 2.0)]
-    + [("highest_rank", 0.5), ("every", 0), ("first", 1.5)],
+    + [("highest_rank", 0.5), ("every", 0), ("first", 1.5)]
+    + [("rule", 5), ("lowest_rank", "1"), ("highest_rank", "2"), ("first", True)],
 )
 def test_bad_lgreco_settings(name: str, value: Any):
     with pytest.raises(UserError, match=f"wire.lgreco.{name}={value!r}: "):

@@ -4,12 +4,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from core import CO2Config, ShardedCO2, UserError, make_method
+from core import CO2, CO2Config, ShardedCO2, UserError, make_method
+from core.methods import check_apart
 from core.sharded.mesh import local_world_size, node_mesh
 from core.testing import run_distributed
+from tests.problems import refusal
 
 
 @pytest.mark.parametrize(
@@ -19,11 +22,46 @@ from core.testing import run_distributed
         ({"LOCAL_WORLD_SIZE": "8"}, 8),
         ({"SLURM_NTASKS_PER_NODE": "4"}, 4),
         ({"SLURM_TASKS_PER_NODE": "8(x16)"}, 8),
+        ({"SLURM_TASKS_PER_NODE": "8(x2),8"}, 8),
         ({"LOCAL_WORLD_SIZE": "2", "SLURM_NTASKS_PER_NODE": "4"}, 2),
     ],
 )
 def test_workers_per_node_come_from_the_environment(env: dict[str, str], n: int):
     assert local_world_size(env) == n
+
+
+def test_unlike_numbers_of_workers_on_slurms_nodes_are_refused():
+    with pytest.raises(UserError, match="SLURM_TASKS_PER_NODE=8\\(x2\\),4: start equally many on each node"):
+        local_world_size({"SLURM_TASKS_PER_NODE": "8(x2),4"})
+
+
+def unlike_names(rank: int, world_size: int) -> list[str]:
+    """All make a group of some, as a program must; only its members know it then."""
+    mesh, lines = node_mesh("cpu", 2), list[str]()
+    config, model = CO2Config(tau=2), nn.Linear(3, 2)
+    CO2(model.parameters(), config, group=mesh.get_group(0), timeout=20).close()
+    dist.new_group([0, 1])
+    for make in (
+        lambda: ShardedCO2(model.parameters(), config, mesh=mesh, timeout=20),
+        lambda: CO2(model.parameters(), config, group=mesh.get_group(0), timeout=20),
+        lambda: make_method("local", model, co2=config, mesh=mesh, timeout=20)[1],
+    ):
+        lines.append(refusal(make))
+    CO2(model.parameters(), config, timeout=20).close()  # of all
+    return lines
+
+
+def test_ranks_that_know_unlike_numbers_of_groups_are_told_before_they_wait_in_vain():
+    for lines in run_distributed(unlike_names, 4, timeout=60):
+        assert all("process groups, so that torch would name" in line and "\n" not in line for line in lines), lines
+
+
+@pytest.mark.parametrize("name", ["overlap_local", "delayed"])
+def test_what_a_nodes_workers_would_choose_unlike_is_refused(name: str):
+    with pytest.raises(UserError, match=f"tau='auto', .* with method '{name}' and 2 workers a node"):
+        check_apart(name, CO2Config("auto"), 2)
+    check_apart(name, CO2Config("auto"), 1)
+    check_apart("co2", CO2Config("auto"), 2)
 
 
 def three_in_twos(rank: int, world_size: int) -> None:

@@ -1,5 +1,6 @@
 """Saving at a boundary, all-reduce in flight, and going on in new objects: bit for bit as without the break."""
 
+import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import core.co2
 from core import CO2, CO2Config, LocalSGD, ShardedCO2, SlowMo, UserError, WireConfig, make_method
@@ -15,6 +17,7 @@ from core.adaptive.pace import BySpeed
 from core.checkpoints.saved import Saved, of_rank, under_rank
 from core.checkpoints.snapshot import Snapshot
 from core.config import OuterConfig
+from core.groups import of_all
 from core.methods import DelayedCO2, DelayedConfig
 from core.testing import run_distributed
 from tests import problems
@@ -64,6 +67,46 @@ def go(model: Net, optimizer: torch.optim.Optimizer, method: Any, rank: int, ste
         optimizer.step()
         optimizer.zero_grad()
         method.step()
+
+
+@pytest.mark.parametrize(("kind", "config"), [(CO2, CO2Config(2, gap="inner")), (ShardedCO2, CO2Config(2))])
+def test_what_was_loaded_may_be_loaded_again(kind: Any, config: CO2Config):
+    """As where training is rolled back: a method keeps nothing of the caller's, which it would write to."""
+    params = [nn.Parameter(torch.ones(5))]
+    method = kind(params, config)
+
+    def go_on(steps: int) -> None:
+        for step in range(steps):
+            params[0].data += 0.1 * (step + 1)
+            method.step()
+
+    go_on(3)
+    state = method.state_dict()
+    kept = copy.deepcopy(state)
+    method.load_state_dict(state)
+    go_on(6)
+    method.finish()
+    pairs = zip(tree_leaves(state), tree_leaves(kept), strict=True)
+    assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
+
+
+def of_rank_0(rank: int, world_size: int) -> list[float]:
+    """All go on from what the first one held, as from a checkpoint that holds no other: what error feedback then holds
+    back, and what it held back before."""
+    params = [nn.Parameter(torch.zeros(300))]
+    co2 = CO2(params, CO2Config(tau=1, merge="keep", gap="none", delay=0, wire=WireConfig("int4")))
+    for step in range(3):
+        params[0].data += torch.randn(300, generator=torch.Generator().manual_seed(2 * step + rank))
+        co2.step()
+    states = of_all(co2.state_dict())
+    before = co2.reducer.state["error_feedback"][0].norm().item()
+    co2.load_state_dict(states[0])
+    return [before, co2.reducer.state["error_feedback"][0].norm().item()]
+
+
+def test_what_another_workers_error_feedback_held_back_is_not_ones_own():
+    (before, after), (others, forgotten) = run_distributed(of_rank_0, 2)
+    assert after == before > 0 and others > 0 and forgotten == 0
 
 
 def everything(model: Net) -> Tensor:

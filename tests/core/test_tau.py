@@ -2,14 +2,16 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from core import CO2, CO2Config, UserError, make_method
-from core.adaptive.tau import CALIBRATION_TAU, NUMBERS, SETTLE, WAITS, TauTuner, smallest_tau
+from core.adaptive.tau import CALIBRATION_TAU, NUMBERS, SETTLE, WAITS, TauTuner, Tuned, smallest_tau
 from core.assembly.wire import WireConfig
+from core.riders import Heard
 from core.stats import Coming, RoundStats
 
 
@@ -132,6 +134,17 @@ def test_a_state_of_other_settings_does_not_override_them():
     other = TauTuner(192, wires={"int4": 0.5})
     other.load_state_dict(wide.state_dict())
     assert (other.wire, other.needed, other.decisions) == ("int4", None, [])
+
+
+def test_the_ranks_of_a_node_share_a_place_and_their_times_are_their_mean():
+    tuned = Tuned(TauTuner(192))
+    tuned.method = SimpleNamespace(rounds=1)  # pyright: ignore[reportAttributeAccessIssue]
+    for _ in range(3):
+        place = [8 * t for t in (0.04, 0.8)] + [0.0] * (NUMBERS - 2)  # the sum over a node's 8 ranks
+        tuned.hear({"times": place * 2}, Heard(1, everybody=16, workers=2))
+    tuned.end()
+    assert tuned.decision is not None
+    assert (tuned.decision.step_seconds, tuned.decision.allreduce_seconds) == pytest.approx((0.04, 0.8))
 
 
 def test_rounds_without_numbers_are_no_measurements():

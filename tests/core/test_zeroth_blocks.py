@@ -264,6 +264,26 @@ def test_a_model_whose_loss_fails_is_left_as_it_was():
         one_step(0, zo)
 
 
+def test_an_update_that_was_put_off_is_there_after_a_loss_that_fails():
+    """A block takes it when it comes by: here in the first of two passes, and the second never comes."""
+
+    def fails(m: Model) -> Tensor:
+        inside = m.blocks[1][0].register_forward_hook(lambda *_: 1 // 0)
+        try:
+            return loss_of(m, batch(1))
+        finally:
+            inside.remove()
+
+    (model, zo, _), (other, plain, _) = streamed(ZerothConfig()), streamed(ZerothConfig())
+    for one in (zo, plain):
+        one_step(0, one)
+    with pytest.raises(ZeroDivisionError):
+        zo.step(fails, 4)
+    for one in (zo, plain):
+        one.flush()
+    assert same(model, other)
+
+
 def test_frozen_tensors_of_a_block_go_along():
     model = Model()
     for name, p in model.named_parameters():

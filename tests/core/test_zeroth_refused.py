@@ -61,6 +61,8 @@ def test_what_requires_no_gradient_is_left_alone():
     [
         (lambda: ZerothConfig(eps=0.0), "eps=0.0: give a number above 0"),
         (lambda: ZerothConfig(eps=math.nan), "eps=nan"),
+        (lambda: ZerothConfig(eps="1e-3"), "eps='1e-3'"),  # pyright: ignore[reportArgumentType]
+        (lambda: ZerothConfig(weight_decay="0"), "weight_decay='0'"),  # pyright: ignore[reportArgumentType]
         (lambda: ZerothConfig(directions=0), "directions=0: give a whole number"),
         (lambda: ZerothConfig(directions=10**8), "directions=100000000: give a whole number from 1 to 10000"),
         (lambda: ZerothConfig(delay=2), "delay=2: give 0 or 1"),  # pyright: ignore[reportArgumentType]

@@ -172,6 +172,7 @@ def test_validations_and_checkpoints_wait_for_a_boundary(ranks: Ranks, tmp_path:
     rounds = [int(float(row["co2/round"])) for row in rows if row.get("co2/round")]
     assert rounds[:4] == [0, 1, 2, 3] and len(rounds) >= 7
     assert all(row["co2/tau"] and row["co2/exposed_seconds"] for row in rows if row.get("co2/round"))
+    assert all(float(row["co2/boundary_seconds"]) > 0 for row in rows if row.get("co2/round"))
 
 
 def stopping(rank: int, workers: int, folder: str) -> Any:

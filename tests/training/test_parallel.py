@@ -91,24 +91,27 @@ def test_a_replica_that_has_drifted_is_seen_and_mended(name: str):
         assert spread == 0.0
 
 
-CHAINS = [
-    ["tp2.pp2.co2x2", "pp4.co2x2", "tp4.co2x2"],
-    ["tp4.co2x2", "pp2.dp2.fsdp.co2x2", "pp2.v2.dp2.co2x2", "dp4.co2x2", "dp4.fsdp.co2x2", "tp2.pp2.co2x2"],
-    ["tp2.pp2.dp2.fsdp", "pp4.dp2", "dp8.zero1", "dp8", "tp4.pp2"],
+CHAINS: list[tuple[CO2Config | None, list[str]]] = [
+    (CONFIGS[0], ["tp2.pp2.co2x2", "pp4.co2x2", "tp4.co2x2"]),
+    (
+        CONFIGS[0],
+        ["tp4.co2x2", "pp2.dp2.fsdp.co2x2", "pp2.v2.dp2.co2x2", "dp4.co2x2", "dp4.fsdp.co2x2", "tp2.pp2.co2x2"],
+    ),
+    (CONFIGS[1], ["tp2.co2x2", "pp2.co2x2", "tp2.co2x2"]),  # whose gap is a norm over all ranks' shares
+    (None, ["tp2.pp2.dp2.fsdp", "pp4.dp2", "dp8.zero1", "dp8", "tp4.pp2"]),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", CHAINS, ids=lambda names: names[0])
-def test_a_checkpoint_goes_on_under_another_layout(names: list[str], tmp_path: Path):
+@pytest.mark.parametrize(("config", "names"), CHAINS, ids=[names[0] for _, names in CHAINS])
+def test_a_checkpoint_goes_on_under_another_layout(config: CO2Config | None, names: list[str], tmp_path: Path):
     """CO2's state included: as the run that stayed under the first. A round and a step on each layout."""
-    config = CONFIGS[0] if "co2" in names[0] else None
-    steps = TAU + 1
-    ours = run_distributed(layouts.chained, 8, "gpt2-short", names, config, steps, tmp_path / "a", timeout=900)
+    steps, devices = TAU + 1, Layout.parse(names[0]).devices
+    ours = run_distributed(layouts.chained, devices, "gpt2-short", names, config, steps, tmp_path / "a", timeout=900)
     stayed = [names[0]] * len(names)
     whole: dict[str, Any] = {}
     for params in run_distributed(
-        layouts.chained, 8, "gpt2-short", stayed[:1], config, len(names) * steps, tmp_path / "b", timeout=900
+        layouts.chained, devices, "gpt2-short", stayed[:1], config, len(names) * steps, tmp_path / "b", timeout=900
     ):
         whole |= params
     assert layouts.difference([[params] for params in ours], [whole]) < 1e-10

@@ -121,6 +121,22 @@ def test_a_stop_changes_no_methods_run(tmp_path: Path):
     check(tmp_path, list(CASES))
 
 
+def stopped_in_nodes(rank: int, world_size: int, folder: str) -> list[Any]:
+    """One worker alone gets the signal, or asks for a checkpoint; means are over those of its place in their nodes."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    recipe = Toy(out=Path(folder, "stopped"), method="local", per_node=2, batch_size=8)
+    stopped = train(recipe, STOP_ASKED if rank == 1 else 0)
+    gc.collect()
+    ends = train(replace(recipe, out=Path(folder, "saved"), save_minutes=1e-9))
+    return [stopped, ends]
+
+
+def test_one_worker_of_a_node_stops_and_saves_for_all(tmp_path: Path):
+    (first, ends), *others = run_distributed(stopped_in_nodes, 4, str(tmp_path), timeout=120)
+    assert isinstance(first, int) and STOP_ASKED < first < STEPS and all(stopped == first for stopped, _ in others)
+    assert all(torch.equal(a, b) for _, theirs in others for a, b in zip(ends[:4], theirs[:4], strict=True))
+
+
 def test_a_lone_worker_stops_where_a_round_closes(tmp_path: Path):
     recipe = Toy(out=tmp_path / "stopped")
     whole = train(replace(recipe, out=tmp_path / "whole"))

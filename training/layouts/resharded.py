@@ -29,6 +29,7 @@ from core.flat import Bucket, is_dtensor, local_shard, views
 from core.groups import host_group, of_all
 from core.methods import Method
 from core.rounds import Rounds
+from core.sharded.sharded import ShardedCO2
 from training.layouts.parallel import Parallel
 from training.progress import names_of
 
@@ -223,6 +224,8 @@ class Resharded:
                 whole = torch.cat([local_shard(t).to(flats[i].device).reshape(-1) for t in pieces])
                 flats[i] = torch.cat([self._part(whole, bucket, likes[key][i]), flats[i]])
         self.method.load_state_dict(under_rank(own))
+        if isinstance(self.method, ShardedCO2):  # whose share of the momentum is not the leader's
+            self.method.recount()
 
     @property
     def _leads(self) -> bool:
