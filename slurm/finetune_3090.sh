@@ -1,6 +1,6 @@
 #!/bin/bash
 # Fine-tuning of a causal language model in Hugging Face's format on 10 servers of 8 x RTX 3090 (80 GPUs).
-# From the repository's root: MODEL=/path/opt-1.3b DATA=/path/sst2 sbatch slurm/finetune_3090.sh [--epochs 2 ...]
+# From the repository's root: MODEL=/path/opt-1.3b DATA=/path/sst2 sbatch slurm/finetune_3090.sh [--optim.lr 2e-6 ...]
 # --lora.rank 8 needs peft: docs/zeroth.md.
 # Account and partition, if needed: SBATCH_ACCOUNT and SBATCH_PARTITION in your shell; see slurm/README.md.
 #SBATCH --job-name=finetune_3090
