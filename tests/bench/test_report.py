@@ -99,6 +99,7 @@ def test_the_published_tables_are_those_of_the_published_figures():
                 "int4_cifar10/time_to_loss",
                 "int8/time_to_loss",
                 "int8_cifar10/time_to_loss",
+                "float_cifar10/time_to_loss",
             ),
             loss_table.markdown,
         ),
