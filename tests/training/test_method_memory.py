@@ -31,6 +31,7 @@ from training.method_memory import Held, Live
 from training.recipe import Recipe
 
 CO2 = CO2Config(tau=2)
+FEWER = f"{__name__}.Fewer"  # what is said counts a switch, so one must come
 SEGMENT = 1 << 13
 TWICE = {"first": 1, "every": 1}
 
@@ -54,14 +55,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bfloat16, no feedback": {"co2": replace(CO2, wire=WireConfig("bfloat16", error_feedback=False))},
     "keep": {"co2": replace(CO2, merge="keep", delay=1, gap="none")},
     "mix": {"co2": replace(CO2, merge="mix")},
-    "lgreco int4": {"co2": wired("lgreco", **TWICE, rule=f"{__name__}.Fewer")},
+    "lgreco int4": {"co2": wired("lgreco", **TWICE, rule=FEWER)},
     "lgreco top": {"co2": wired("lgreco", "top0.01", **TWICE)},
     "lgreco rank": {"co2": wired("lgreco", "rank4", **TWICE)},
     "lgreco any": {"co2": wired("lgreco", "rank4", family="any", **TWICE)},
     "lgreco uniform": {"co2": wired("lgreco", "rank4", rule="uniform")},
     "local": {"method": "local"},
     **{f"{m} int4": {"method": m, "co2": wired("int4", "")} for m in ("local", "slowmo", "overlap_local")},
-    "local lgreco": {"method": "local", "co2": wired("lgreco", **TWICE)},
+    "local lgreco": {"method": "local", "co2": wired("lgreco", **TWICE, rule=FEWER)},
     "slowmo": {"method": "slowmo", "slowmo": SlowMoConfig()},
     "overlap_local": {"method": "overlap_local"},
     "delayed": {"method": "delayed", "co2": CO2Config(tau=2)},
