@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from core import CO2, CO2Config, UserError
+from core.robust.requests import Requests
 from tests.problems import flat
 
 EXAMPLES, BATCH, EPOCHS, TAU = 48, 2, 3, 5  # with two workers an epoch has 12 batches: no whole number of rounds
@@ -88,13 +89,15 @@ def train(
     updates: int = 10**9,
     finishes: bool = False,
     dtype: torch.dtype | None = None,
+    asks: Sequence[str] = (),
 ) -> list[Tensor]:
     """Everything after each update, behind the last one with finish(). epochs: the batches of each. micro: batches an
     update, fewer at an epoch's end. clip: the gradients' norm, 0 for no limit. updates: after which training stops.
-    finishes: whether every epoch ends with finish(). dtype: of autocast, None for none."""
+    finishes: whether every epoch ends with finish(). dtype: of autocast, None for none. asks: what Requests go along:
+    of more than two workers the order of an element's sum depends on how long the whole tensor is."""
     model = Net()
     optimizer = adam(model)
-    co2 = CO2(model.parameters(), config, buffers=model.buffers())
+    co2 = CO2(model.parameters(), config, buffers=model.buffers(), riders=[Requests(*asks)] if asks else [])
     trace: list[Tensor] = []
     parts = [[batches[i : i + micro] for i in range(0, len(batches), micro)] for batches in epochs]
     ends = {sum(map(len, parts[: epoch + 1])) for epoch in range(len(parts)) if finishes}

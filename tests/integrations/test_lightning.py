@@ -124,7 +124,7 @@ def equal_runs(rank: int, workers: int, folder: str) -> list[str]:
     """The paper's settings; accumulation with a clipped norm; a last step that is no epoch's end."""
     batches, quiet = plain.shuffled(rank, workers), {"limit_val_batches": 0, "devices": workers}
     own = run(folder, after_batch=lambda trainer, _: plain.go_apart(folder, rank, trainer.global_step), **quiet)
-    plain.assert_equal(own["trace"], plain.train(batches))
+    plain.assert_equal(own["trace"], plain.train(batches, asks=["stop", "requeue"]))
     if workers == 2:
         other = run(folder, accumulate_grad_batches=3, gradient_clip_val=0.5, **quiet)
         plain.assert_equal(other["trace"][2::3], plain.train(batches, micro=3, clip=0.5))
