@@ -165,9 +165,9 @@ def test_a_run_is_stopped_requeued_and_resumed(tmp_path: Path):
     assert stopped["stopped_by_signal"] == signal.SIGUSR1 and 0 < stopped["steps"] < 60 * 22
 
     epochs = stopped["steps"] // 22 + 2
-    job = start("slurm/vision_3090.sh", env, *options, "--epochs", str(epochs))
+    job = start("slurm/vision_3090.sh", env, *options, "--epochs", str(epochs), "--extend")
     text, _ = job.communicate(timeout=240)
-    assert job.returncode == 0 and (tmp_path / "requeued").read_text() == "17\n", "not once more"
+    assert job.returncode == 0 and (tmp_path / "requeued").read_text() == "17\n", f"not once more: {text}"
     finished = json.loads((run / "summary.json").read_text())
     assert finished["steps"] == 22 * epochs and "stopped_by_signal" not in finished
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
