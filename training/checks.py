@@ -47,9 +47,9 @@ def check_start(recipe: Recipe, workers: int | None) -> int:
         check_nodes(node, recipe.zero, workers or node)
     if recipe.method == "co2" and (node > 1 or recipe.layout):  # which shares its outer state out inside the node
         check_shared(recipe.co2, recipe.co2.wire.format)
-    check_apart(recipe.method, recipe.co2, node)
     if recipe.method == "auto":
         check_alike(node > 1)
+    check_apart(recipe.method, recipe.co2, node)
     if recipe.method == "ddp":
         check_wire(recipe.ddp_wire, sharded=recipe.zero >= 2)
     return share

@@ -120,7 +120,8 @@ def check_settings(
 
 def check_apart(name: str, co2: CO2Config, per_node: int) -> None:
     """Refuses what workers choose from measured times where a node's ranks take part in unlike groups."""
-    if per_node > 1 and "shard" not in entry_of(name).takes and "auto" in (co2.tau, co2.wire.format):
+    entry = entry_of(name)
+    if per_node > 1 and entry.local and "shard" not in entry.takes and "auto" in (co2.tau, co2.wire.format):
         raise UserError(
             f"tau={co2.tau!r}, wire.format={co2.wire.format!r} with method {name!r} and {per_node} workers a node: they"
             " would choose unlike ones; give a number and a format"
