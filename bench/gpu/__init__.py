@@ -20,7 +20,7 @@ On a device that is lent for a few minutes at a time, without a network, a handf
 `--minutes` counts from the start of the command: what does not fit is left for the next call, and a check that the end
 cuts off begins anew there. Where each call begins on a bare machine, results/gpu.json, results/gpu.md and
 results/gpu_search.jsonl are carried from one to the next. Without .venv the command takes `python3`: torch from 2.6 on
-with CUDA and triton, numpy, transformers and tokenizers, and for loops and search scikit-learn, timm and tensorboard.
+with CUDA and triton, numpy, transformers and tokenizers, and for loops scikit-learn, timm, tensorboard and matplotlib.
 CO2_WHEELS is a folder of pure Python wheels that this Python lacks; they are read where they lie. The search needs the
 Gutenberg books in CO2_DATA. Where there is no git, `--commit` names the code.
 """

@@ -20,7 +20,7 @@ import_checks()
 
 NAME = "gpu"
 LEAST = 15.0  # seconds that must be left for another check, or as many as its other cases took
-SAME = ("commit", "device", "torch", "triton", "tiny")  # of one report
+SAME = ("device", "torch", "triton", "tiny")  # of one report, and the commit without --keep
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class Options:
     out: Path = Path("results")
     commit: str = ""
     """Of the code, where there is no git."""
+    keep: bool = False
+    """Lines of other commits stay, with their commit; without, another commit begins anew."""
 
     def check(self) -> None:
         if not self.parts:
@@ -112,6 +114,7 @@ def run(o: Options, until: float) -> dict[str, Any]:
                     "state": "not run",
                     "says": f"cut off by minutes={o.minutes:g}: the same command begins it anew",
                 }
+            row["commit"] = result["commit"]
             result["rows"] = [r for r in result["rows"] if r["name"] != one.name] + [row]
             write(o, result)
             print(f"{row['state']:8}{row['seconds']:6.1f} s  {row['name']}: {row['says']}", flush=True)
@@ -130,7 +133,7 @@ def kept(o: Options, result: dict[str, Any]) -> list[dict[str, Any]]:
     """The lines of the calls before, where they are of the same code on the same device."""
     before = read(o)
     rows = [row for row in before.get("rows", []) if row["name"] in CHECKS and row["state"] != "not run"]
-    changed = [name for name in SAME if before.get(name) != result[name]]
+    changed = [name for name in SAME + ("commit",) * (not o.keep) if before.get(name) != result[name]]
     if changed and rows:
         said = ", ".join(f"{name} {before.get(name)!r}, now {result[name]!r}" for name in changed)
         print(f"the report begins anew: its lines are of {said}", flush=True)
@@ -179,21 +182,22 @@ def markdown(result: dict[str, Any], rows: list[dict[str, Any]]) -> str:
                 f"Device: {result['device'] or 'none was at hand'}"
                 + ", tiny sizes: a test of the command" * result["tiny"],
                 ", ".join(f"{name} {value}" for name, value in versions.items()),
-                f"Commit {result['commit'] or 'unknown'}, {result['date']}",
+                f"Commit {result['commit'] or 'unknown'}, {result['date']}; a line of another commit names it",
             ]
         ),
     ]
-    return "\n\n".join([*head, *(section(part, rows) for part in PARTS)]) + "\n"
+    return "\n\n".join([*head, *(section(part, rows, result["commit"]) for part in PARTS)]) + "\n"
 
 
-def section(part: Part, rows: list[dict[str, Any]]) -> str:
+def section(part: Part, rows: list[dict[str, Any]], commit: str) -> str:
     lines = [row for row in rows if row["part"] == part]
     failed, not_run = (sum(row["state"] == state for row in lines) for state in ("failed", "not run"))
     seconds = sum(row["seconds"] for row in lines)
     title = f"## {ABOUT[part]}: {len(lines)} checks, {failed} failed, {not_run} not run, {seconds:.0f} s"
-    return f"{title}\n\n{report.table(TITLES, map(cells, lines))}"
+    return f"{title}\n\n{report.table(TITLES, [cells(row, commit) for row in lines])}"
 
 
-def cells(row: dict[str, Any]) -> list[str]:
+def cells(row: dict[str, Any], commit: str) -> list[str]:
     state = f"**{row['state']}**" if row["state"] == "failed" else row["state"]
+    state += f" ({row['commit']})" if row.get("commit", commit) != commit else ""
     return [row["name"], state, row["says"].replace("|", "\\|"), f"{row['seconds']:.1f}" if row["seconds"] else ""]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.gpu import checks, command
+from bench.gpu import checks, command, loops
 from bench.gpu.checks import CHECKS, Scope, outcome
 from bench.gpu.loops import SCRIPTS, overlap
 from core.adaptive.merging import MergingInPlace
@@ -190,13 +190,30 @@ def test_a_second_call_goes_on_where_the_first_was_stopped(
     assert status == 0 and begun == list(CHEAP) and [rows[name]["state"] for name in CHEAP] == ["ok"] * 3
     called(tmp_path, "--checks", "codec")
     assert begun == [*CHEAP, CHEAP[2]], "a check that is named runs again"
-    assert called(tmp_path, "--commit", "another")[1].keys() == set(CHEAP) and len(begun) == 7
+    status, rows = called(tmp_path, "--commit", "another", "--keep", "--checks", "codec")
+    text = (tmp_path / "gpu.md").read_text()
+    assert len(begun) == 5 and [rows[name]["commit"] == "another" for name in CHEAP] == [False, False, True]
+    assert f"| {CHEAP[0]} | ok ({rows[CHEAP[0]]['commit']}) |" in text and f"| {CHEAP[2]} | ok |" in text
+    assert called(tmp_path, "--commit", "third")[1].keys() == set(CHEAP) and len(begun) == 8
     assert "begins anew" in capsys.readouterr().out
 
 
 def test_nothing_is_begun_that_would_likely_be_cut_off():
     one, rows = CHECKS["loss of gpt2 small: paper"], [checks.line("search", "loss of gpt2 small: ddp", "ok", "", 200.0)]
     assert command.expected(one, rows) == 200 and command.expected(CHECKS[CHEAP[0]], rows) == command.LEAST
+
+
+def test_a_run_of_the_search_that_is_there_is_not_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(loops.subprocess, "run", lambda *_, **__: pytest.fail("the search is asked"))
+    of_paper = {"task": "digits", "steps": 3, "method": "co2", "options": "beta 0.5", "workers": 2}
+    of_other = of_paper | {"options": "beta 0.2"}
+    run = {"kind": "run", "loss": 2.5, "loss_of_mean": 2.6, "seconds": 7.0}
+    rows = [of_paper | {"kind": "choice", "asked": "co2:beta=0.5"}, of_other | run | {"loss": 1.0}, of_paper | run]
+    (tmp_path / "gpu_search.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    found = loops.loss_of_gpt2_small(Scope("cpu", tmp_path, tiny=True), "paper")
+    assert found == {"held-out loss": 2.5, "before the end's drain": 2.6, "seconds": 7.0}
+    with pytest.raises(pytest.fail.Exception, match="the search is asked"):
+        loops.loss_of_gpt2_small(Scope("cpu", tmp_path, tiny=True), "ddp")
 
 
 def test_what_the_end_cuts_off_is_left_for_the_next_call(tmp_path: Path, inline: None, monkeypatch: pytest.MonkeyPatch):
