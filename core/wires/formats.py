@@ -89,6 +89,7 @@ def decode(payload: Tensor, wire: str, dtype: torch.dtype = torch.float32) -> Te
 def _scales(blocks: Tensor, wire: str) -> Tensor:
     """[blocks], float32; not finite where the block is not, 0 where it is 0 (or below float32's range)."""
     top = torch.maximum(blocks.amax(1), -blocks.amin(1)).float()  # on a CPU a tenth of vector_norm's time
+    top = top.abs()  # of zeros and -zeros each device takes another
     if wire != "float16":
         return top / top.new_full((), LEVELS[wire])  # by a number CUDA would take its reciprocal, which rounds
     exponent = torch.frexp(top).exponent.clamp(min=-111) - 15  # the largest lands in [2^14, 2^15)

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,16 @@ def test_a_process_that_cannot_begin_is_told(forked: checks.Worker, monkeypatch:
     monkeypatch.setattr(checks, "serve", lambda pipe, scope: os._exit(3))
     with pytest.raises(UserError, match="ends as it begins, with status 3"):
         forked.facts()
+
+
+def test_what_torch_says_of_its_debug_mode_is_no_synchronisation(monkeypatch: pytest.MonkeyPatch):
+    once = "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"
+    monkeypatch.setattr(
+        torch.cuda, "set_sync_debug_mode", lambda mode: mode == "warn" and warnings.warn(once, stacklevel=1)
+    )
+    with checks.synchronisations() as found:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+    assert len(found) == 1 and found[0].startswith("test_gpu_report.py:")
 
 
 # -- calls ------------------------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def sent_by_lgreco(device: str, like: str, config: LGrecoConfig) -> tuple[list[s
         draw = torch.randn(mean.buckets[0].numel, generator=torch.Generator().manual_seed(round), dtype=torch.float64)
         mean.buckets[0].payload.copy_(draw * torch.linspace(0.01, 3, len(draw), dtype=torch.float64) ** 3)
         mean.reduce()
-        landed.append(mean.buckets[0].payload.cpu())
+        landed.append(mean.buckets[0].payload.clone().cpu())
     return [str(c) for c in mean.reducer.chosen], torch.stack(landed)
 
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import UserError
 from core.assembly.wire import WireConfig
-from core.wires.formats import BLOCK, WIRES, decode, encode, nbytes
+from core.wires.formats import BLOCK, INTS, WIRES, decode, encode, nbytes
 from tests.problems import Mean
 from training.sampling import generator
 
@@ -131,6 +131,13 @@ def test_what_is_not_finite_stays_so(wire: str, bad: float):
 def test_a_float64_beyond_float32_does_not_become_finite(wire: str):
     assert not through(block(1e300, 1.0, dtype=torch.float64), wire)[0].isfinite()
     assert torch.equal(through(block(1e-300, dtype=torch.float64), wire), torch.zeros(BLOCK).double())
+
+
+@pytest.mark.parametrize("wire", INTS)
+def test_the_scale_of_zeros_has_no_sign(wire: str):
+    """Whether maximum(0, -0) is 0 or -0 is the device's choice: the bytes must not depend on it."""
+    plus, minus = encode(torch.zeros(BLOCK), wire), encode(-torch.zeros(BLOCK), wire)
+    assert plus[:4].tolist() == minus[:4].tolist() == [0, 0, 0, 0]
 
 
 class Divisors(TorchDispatchMode):
