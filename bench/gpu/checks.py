@@ -104,7 +104,7 @@ def outcome(one: Check, scope: Scope) -> dict[str, Any]:
 
 def in_words(figures: dict[str, Any]) -> str:
     return ", ".join(
-        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in figures.items()
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in figures.items()
     )
 
 

@@ -277,10 +277,12 @@ def test_how_much_of_a_sleeping_kernel_lies_under_others():
     others = [
         kernel("gemm", 7, 0, 60),
         kernel("add", 7, 50, 20),
-        kernel("gemm", 9, 90, 200),
+        kernel("gemm", 9, 90, 150),
+        kernel("add", 9, 260, 30),
         kernel("copy", 20, 0, 500),
     ]
     sleeping = [kernel("spin_kernel(long)", 20, 20, 100), kernel("spin_kernel(long)", 20, 300, 100)]
-    assert overlap([*others, *sleeping, {"cat": "cpu_op", "name": "x"}]) == pytest.approx((50 + 30) / 200)
+    found = overlap([*others, *sleeping, {"cat": "cpu_op", "name": "x"}])  # nothing comes after the second sleep
+    assert found == pytest.approx({"computing under the sleep": 80 / 100, "computing else": 170 / 190})
     with pytest.raises(checks.NotRun, match="no sleeping kernel"):
         overlap(others)
