@@ -59,8 +59,8 @@ TAU, ROUNDS, TRACED = 6, 8, 2
 
 @check("loops", cases=WAYS, limit=240.0)
 def gpt2_beside_a_sleeping_collective(scope: Scope, case: str) -> dict[str, Any]:
-    """The tiny GPT-2 on Python's documentation. The share of the sleeping kernel's time, and of the rest, in which other
-    streams computed: equal shares say that it is hidden. From the trace of two rounds, which
+    """The tiny GPT-2 on Python's documentation. The shares of the sleeping kernel's time, and of the rest, in which
+    other streams computed: equal ones say that it is hidden. From the trace of two rounds, which
     OUT/gpu_trace_METHOD.json.gz keeps. ddp has none to hide."""
     from language.recipes import gpt2_pydoc_small
     from language.train import make_model, make_objective, open_corpus

@@ -12,7 +12,7 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -35,8 +35,22 @@ def run_distributed(
     fn must be importable (defined at a module's top level) and return something that pickles. The rendezvous is a
     file, so parallel tests share no port. When a rank fails, RuntimeError shows the traceback of the first that did:
     its peers' "connection reset" hides the cause. TimeoutError names the ranks that still run after `timeout`
-    seconds; all are killed. Ranks in `expect_death` may end without a result; theirs is None.
+    seconds; all are killed. Ranks in `expect_death` may end without a result; theirs is None. Where the ranks could not
+    reach each other, before any of them called fn, all of them are started once more.
     """
+    try:
+        return _attempt(fn, world_size, args, timeout, expect_death)
+    except _Unmet:
+        return _attempt(fn, world_size, args, timeout, expect_death)
+
+
+class _Unmet(RuntimeError):
+    """No rank has called fn."""
+
+
+def _attempt(
+    fn: Callable[..., Any], world_size: int, args: Any, timeout: float, expect_death: tuple[int, ...]
+) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         context = _context()
         job = (fn, world_size, args, folder, timeout, not expect_death)
@@ -46,8 +60,9 @@ def run_distributed(
         late = _join(workers, time.monotonic() + timeout)
         files = {rank: Path(folder, f"rank{rank}") for rank in range(world_size)}
         told = {rank: pickle.loads(file.read_bytes()) for rank, file in files.items() if file.exists()}
+        met = Path(folder, "met").exists()
     if errors := [(at, text) for at, text, _ in told.values() if text]:
-        raise RuntimeError(min(errors)[1])
+        raise (RuntimeError if met else _Unmet)(min(errors)[1])
     if late := [rank for rank in late if rank not in told]:  # others only waited for them
         raise TimeoutError(f"rank {', '.join(map(str, late))} still running after {timeout:g} s")
     if lost := [rank for rank in files if rank not in told and rank not in expect_death]:
@@ -71,13 +86,15 @@ def _worker(
 
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/rendezvous",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout),
-        )
+        with _barrier_behind():
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{folder}/rendezvous",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout),
+            )
+        Path(folder, "met").touch()
         _tell(Path(folder, f"rank{rank}"), "", fn(rank, world_size, *args))
         if stay:  # nobody leaves while a peer still needs it
             with contextlib.suppress(RuntimeError):  # a peer that failed tells its own story
@@ -86,6 +103,14 @@ def _worker(
     except BaseException:
         _tell(Path(folder, f"rank{rank}"), f"rank {rank}:\n{traceback.format_exc()}", None)
         os._exit(1)
+
+
+@contextlib.contextmanager
+def _barrier_behind() -> Iterator[None]:
+    """No rank leaves init_process_group before all have reached each other."""
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
+    yield
+    del os.environ["TORCH_DIST_INIT_BARRIER"]
 
 
 def _tell(file: Path, error: str, result: Any) -> None:
