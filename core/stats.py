@@ -1,7 +1,7 @@
 """What a round did and what it cost: statistics of the outer step, and how much communication was hidden.
 
 Times are taken where the work happens: on a CPU by the host's clock, on a GPU by events in its streams, which are
-read a round later, when they have long passed. Nothing here makes the host wait for the device.
+read a round later: the host waits for nothing that it has queued since, and is at most a round ahead of the GPU.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Late:
         if not read_blocks(numbers):
             return numbers.tolist(), of
         arrived, self._coming = self._coming, (OnTheWay(numbers), of)
-        return arrived and (arrived[0].read(), arrived[1])  # there long ago
+        return arrived and (arrived[0].read(), arrived[1])  # the host gets no further ahead than a call
 
 
 Number = float | Tensor | Coming

@@ -1,7 +1,7 @@
 """Training a model that does not fit the device: its blocks lie in the host's memory and pass through one at a time.
 
 While block i computes, block i + 1 is uploaded and block i - 1 offloaded: two threads beside the computation on a CPU,
-two streams beside its own on a GPU (which was not run). After the last block comes the first one again: it is uploaded
+two streams beside its own on a GPU. After the last block comes the first one again: it is uploaded
 under the last one, the head and the exchange of scalars, and takes this step's update when the next step comes to it.
 So a block is moved once a step each way: its update is applied when it next comes by (ZO2's idea), and where one
 process measures both W + eps z and W - eps z, two passes go through the model side by side, block by block.

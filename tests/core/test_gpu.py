@@ -1,6 +1,6 @@
 """On a CUDA device: nothing synchronises, offloaded state leaves the device alone, copies and collectives run beside.
 
-`pytest -m gpu`. Nothing here has run yet: no CUDA device was at hand when it was written.
+`pytest -m gpu`. Ran on one H200, but for what needs two devices.
 """
 
 import json
