@@ -40,7 +40,7 @@ class Flight:
     Stages are a generator that yields the collectives it has started. Where NCCL moves the tensors, all of it is queued
     at once in a stream of its own. Elsewhere a wait blocks, so a thread goes along them, one reduction long; what it
     does on a GPU lies in a stream of its own, too. What the calling thread spends in launch(), done() and wait() is
-    exposed time, as is what the current stream waits in wait().
+    exposed time; on a GPU, what the current stream stands still in wait().
     """
 
     def __init__(
@@ -131,11 +131,11 @@ class Flight:
         CollectiveError when a worker died or stayed away for too long: the tensors then hold partial sums, of no use.
         """
         assert self.in_flight, "nothing was launched"
-        start = mark(self.device)
+        start, before = mark(self.device), self._host_seconds
         with self.counted():
-            self.settle()
-        in_stream = between(start, mark(self.device)) if self._side is not None else 0.0
-        self.exposed = plus(in_stream, self._host_seconds)
+            self.settle()  # while the host waits, as over gloo, a GPU's stream stands still, too
+        in_stream = self._side is not None
+        self.exposed = plus(between(start, mark(self.device)), before) if in_stream else self._host_seconds
         for call in landed:
             call()
         self.in_flight = False

@@ -97,6 +97,19 @@ def test_a_host_that_is_held_up_while_launching_is_exposed(background: Flight):
     assert 0.4 <= float(background.exposed) < 0.6
 
 
+class GlooWork(NcclWork):
+    def wait(self, timeout: timedelta | None = None) -> None:
+        time.sleep(max(0.0, self.ends - time.perf_counter()))
+
+
+def test_what_the_host_waits_for_gloo_is_counted_once(background: Flight):
+    """A GPU's stream stands still while the host waits: four workers on one GPU had told twice the time."""
+    background._by_nccl = False
+    background.launch(iter([([GlooWork()], 100)]))
+    background.wait()
+    assert SECONDS / 2 < float(background.exposed) < 1.5 * SECONDS
+
+
 @pytest.mark.parametrize(
     ("config", "device", "backend"),
     [
