@@ -35,22 +35,8 @@ def run_distributed(
     fn must be importable (defined at a module's top level) and return something that pickles. The rendezvous is a
     file, so parallel tests share no port. When a rank fails, RuntimeError shows the traceback of the first that did:
     its peers' "connection reset" hides the cause. TimeoutError names the ranks that still run after `timeout`
-    seconds; all are killed. Ranks in `expect_death` may end without a result; theirs is None. Where the ranks could not
-    reach each other, before any of them called fn, all of them are started once more.
+    seconds; all are killed. Ranks in `expect_death` may end without a result; theirs is None.
     """
-    try:
-        return _attempt(fn, world_size, args, timeout, expect_death)
-    except _Unmet:
-        return _attempt(fn, world_size, args, timeout, expect_death)
-
-
-class _Unmet(RuntimeError):
-    """No rank has called fn."""
-
-
-def _attempt(
-    fn: Callable[..., Any], world_size: int, args: Any, timeout: float, expect_death: tuple[int, ...]
-) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         context = _context()
         job = (fn, world_size, args, folder, timeout, not expect_death)
@@ -60,9 +46,8 @@ def _attempt(
         late = _join(workers, time.monotonic() + timeout)
         files = {rank: Path(folder, f"rank{rank}") for rank in range(world_size)}
         told = {rank: pickle.loads(file.read_bytes()) for rank, file in files.items() if file.exists()}
-        met = Path(folder, "met").exists()
     if errors := [(at, text) for at, text, _ in told.values() if text]:
-        raise (RuntimeError if met else _Unmet)(min(errors)[1])
+        raise RuntimeError(min(errors)[1])
     if late := [rank for rank in late if rank not in told]:  # others only waited for them
         raise TimeoutError(f"rank {', '.join(map(str, late))} still running after {timeout:g} s")
     if lost := [rank for rank in files if rank not in told and rank not in expect_death]:
@@ -94,7 +79,6 @@ def _worker(
                 world_size=world_size,
                 timeout=timedelta(seconds=timeout),
             )
-        Path(folder, "met").touch()
         _tell(Path(folder, f"rank{rank}"), "", fn(rank, world_size, *args))
         if stay:  # nobody leaves while a peer still needs it
             with contextlib.suppress(RuntimeError):  # a peer that failed tells its own story
@@ -107,7 +91,8 @@ def _worker(
 
 @contextlib.contextmanager
 def _barrier_behind() -> Iterator[None]:
-    """No rank leaves init_process_group before all have reached each other."""
+    """No rank leaves init_process_group before all have reached each other: one that calls destroy_process_group() at
+    once would close connections that others still make, which fails there with gloo's "Connection closed by peer"."""
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     yield
     del os.environ["TORCH_DIST_INIT_BARRIER"]

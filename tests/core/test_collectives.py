@@ -1,7 +1,5 @@
 """The asynchronous mean, and the helper that runs a function on several processes."""
 
-import contextlib
-import functools
 import os
 import time
 from collections.abc import Iterator
@@ -12,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from core.errors import CollectiveError, UserError
 from core.flight import Flight
@@ -220,46 +219,31 @@ def test_a_rank_that_vanishes_is_no_success():
     assert run_distributed(die_on_rank_1, 2, expect_death=(1,)) == ["alive", None]
 
 
-class Unreachable:
-    """An argument on whose arrival in a rank its rendezvous is set to fail, for the first `times` starts of it."""
-
-    def __init__(self, folder: Path, times: int):
-        self.told = folder, times
+class SlowToMeet:
+    """An argument on whose arrival rank 1 is set to have made its connections half a second before it knows."""
 
     def __reduce__(self) -> Any:
-        return unreachable, self.told
+        return slow_to_meet, ()
 
 
-def unreachable(folder: Path, times: int) -> Path:
-    meet = dist.init_process_group
+def slow_to_meet() -> list[float]:
+    make, met = distributed_c10d._new_process_group_helper, []
 
-    def broken(*args: Any, rank: int, **options: Any) -> None:
-        with Path(folder, f"starts{rank}").open("a") as starts:
-            starts.write("x")
-        if Path(folder, f"starts{rank}").stat().st_size <= times:
-            raise RuntimeError("Gloo connectFullMesh failed with Connection closed by peer")
-        meet(*args, rank=rank, **options)
+    def slow(world_size: int, rank: int, *args: Any, **options: Any) -> Any:
+        found = make(world_size, rank, *args, **options)
+        time.sleep(0.5 * rank)
+        met.append(time.monotonic())
+        return found
 
-    dist.init_process_group = broken
-    return folder
-
-
-def fail_unless_met(rank: int, world_size: int, folder: Path, *, fails: bool = False) -> int:
-    with Path(folder, f"called{rank}").open("a") as called:
-        called.write("x")
-    if fails:
-        raise KeyError("deliberate")
-    return rank
+    distributed_c10d._new_process_group_helper = slow
+    return met
 
 
-@pytest.mark.parametrize("times", [0, 1, 2])
-def test_ranks_that_could_not_reach_each_other_are_started_once_more(tmp_path: Path, times: int):
-    with pytest.raises(RuntimeError, match="connectFullMesh") if times == 2 else contextlib.nullcontext():
-        assert run_distributed(fail_unless_met, 2, Unreachable(tmp_path, times)) == [0, 1]
-    assert Path(tmp_path, "starts0").stat().st_size == min(times + 1, 2)
+def when_called(rank: int, world_size: int, met: list[float]) -> tuple[float, float]:
+    return met[0], time.monotonic()
 
 
-def test_ranks_that_met_are_not_started_again(tmp_path: Path):
-    with pytest.raises(RuntimeError, match="deliberate"):
-        run_distributed(functools.partial(fail_unless_met, fails=True), 2, tmp_path)
-    assert Path(tmp_path, "called0").stat().st_size == 1
+def test_no_rank_is_called_before_all_have_met():
+    """It could end its group, whose connections others are still making."""
+    (first, called), (second, _) = run_distributed(when_called, 2, SlowToMeet())
+    assert first < second < called
