@@ -118,10 +118,12 @@ def measure(bench: Bench, way: Way, size: int) -> dict[str, Any]:
     }
 
 
-def timed(fn: Callable[[], Any], device: str) -> float:
-    """Seconds; on CUDA between two events."""
+def timed(fn: Callable[[], Any], device: str, asleep: int = 0) -> float:
+    """Seconds; on CUDA between two events. asleep: cycles that the stream first sleeps, while the host queues."""
     if device == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if asleep:
+            torch.cuda._sleep(asleep)
         start.record()
         fn()
         end.record()

@@ -121,7 +121,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 def text(result: dict[str, Any]) -> str:
     o, versions = result["options"], result["versions"]
     source = f"{o['device']}, {o['threads']} threads, torch {versions['torch']}; {report.source(result)}"
-    rest = "\n\nCUDA: not run.\n" * (o["device"] == "cpu")
+    rest = "\n\nCUDA: [gpu.md](gpu.md).\n" * (o["device"] == "cpu")
     return f"{source}\n\n{report.table(TITLES, map(cells, result['rows']))}{rest}"
 
 

@@ -39,8 +39,8 @@ class Flight:
 
     Stages are a generator that yields the collectives it has started. Where NCCL moves the tensors, all of it is queued
     at once in a stream of its own. Elsewhere a wait blocks, so a thread goes along them, one reduction long; what it
-    does on a GPU lies in a stream of its own, too. What the calling thread spends in launch(), done() and wait() is
-    exposed time; on a GPU, what the current stream stands still in wait().
+    does on a GPU lies in a stream of its own, too. Exposed is what the calling thread spends in launch() and done(),
+    and in wait() on a CPU; on a GPU, in place of the last, how long the current stream stands still there.
     """
 
     def __init__(

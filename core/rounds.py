@@ -211,7 +211,7 @@ class Rounds(Held, Loop):
         return Landing(last, empty)
 
     def _hear(self) -> None:
-        """On a GPU what landed a round ago: the host waits for nothing."""
+        """On a GPU what landed a round ago: the host waits until the GPU has passed that, for nothing queued since."""
         of = Heard(self.rounds - 1, self.everybody, self.flight.world_size)
         if told := self._late.exchange(self.scalars.place * self.everybody, of):
             sums = self.scalars.named(told[0])

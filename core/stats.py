@@ -80,7 +80,7 @@ class OnTheWay:
 
 def send_off(values: Mapping[str, Any]) -> dict[str, Any]:
     """`values` with all numbers that lie on a GPU, 0-d each, on their way to the host: read a round later by float(),
-    they make it wait for nothing. Others as they are."""
+    they make it wait for nothing queued since. Others as they are."""
     there = {name: v for name, v in values.items() if isinstance(v, Tensor) and read_blocks(v)}
     if not there:
         return dict(values)
@@ -89,7 +89,7 @@ def send_off(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Late:
-    """A device's numbers for the host, which does not wait for them: on a GPU it gets those of the call before."""
+    """A device's numbers for the host: on a GPU it gets those of the call before, and waits until they are there."""
 
     def __init__(self) -> None:
         self._coming: tuple[OnTheWay, Any] | None = None
@@ -109,7 +109,7 @@ Number = float | Tensor | Coming
 class RoundStats:
     """One closed round, as seen by this worker. Times are seconds; bytes are sent, not received.
 
-    Values may still be on their way on a GPU: as_dict() reads them, without waiting where a round has closed since.
+    Values may still be on their way on a GPU: as_dict() reads them, and waits for nothing that was queued since.
     """
 
     round: int = 0
@@ -132,7 +132,7 @@ class RoundStats:
     bytes_sent: int = 0
 
     def as_dict(self) -> dict[str, float]:
-        """Plain floats, with what follows from them; the only place where the host may wait for a GPU's values."""
+        """Plain floats, with what follows from them; of a GPU's values of this round the host may wait here."""
         values = {name: float(value) for name, value in vars(self).items()}
         busy = values["allreduce_seconds"]
         values["hidden_seconds"] = max(0.0, busy - values["exposed_seconds"])

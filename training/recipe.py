@@ -92,7 +92,7 @@ class Recipe(OfMethods):
     """On GPUs: images with their channels innermost, as convolutions on tensor cores want them."""
     compile: bool = False
     """torch.compile the model: the same up to rounding, and faster after the minutes that it takes at the start. Off by
-    default, for it was not run on a GPU yet; on a CPU it needs a C++ compiler."""
+    default, for no speed on a GPU was measured; on a CPU it needs a C++ compiler."""
     per_node: int = 1
     """How many workers (consecutive ranks) make a node. They synchronise gradients at every step, and the method runs
     across nodes. 0 takes the workers that torchrun or SLURM started on one machine."""

@@ -87,7 +87,7 @@ class RoundLog:
 
     def close_round(self, step: int, method: Method) -> None:
         """Call it when a round has closed. On a GPU the round's statistics are read when the next one closes, so that
-        the host does not wait for them."""
+        the host waits for nothing that it has queued since."""
         self._synchronous = method.tau == 1
         self._unread.append((step, method.stats))
         self.read(leave=int(self._on_gpu))

@@ -3,11 +3,11 @@
     make gpu-report                                     # everything, on the machine that has the GPU
     make gpu-report GPU="--parts correctness --minutes 9"
 
-Four parts, in this order: `correctness` (planned for 6 minutes), `costs`, `loops`, `search`. A line a check goes into
+Four parts, in this order: `correctness` (5 minutes on an H200), `costs`, `loops`, `search`. A line a check goes into
 OUT/gpu.json as soon as it is known, and OUT/gpu.md is made of that. A check that raises, hangs or takes its process
 down is a line with its error; the exit status is then 1. A line that is there is not run again, so a second call goes
-on where the first one was stopped; `--checks WORD...` runs those checks again whose names hold a WORD. Another commit,
-torch or device begins anew.
+on where the first one was stopped; `--checks WORD...` runs those checks again whose names hold a WORD. Another
+torch or device begins anew, and another commit without `--keep`.
 
 On a device that is lent for a few minutes at a time, without a network, a handful of calls is enough:
 

@@ -133,7 +133,11 @@ def one_rank(scope: Scope) -> Iterator[None]:
 
 @contextlib.contextmanager
 def synchronisations() -> Iterator[list[str]]:
-    """Where the host waits for the GPU in the block, as torch's sync debug mode tells."""
+    """Where calls in the block make the host wait for all that is queued, as torch's sync debug mode tells.
+
+    It does not see Event.synchronize(), by which the step that closes a round waits until the GPU has passed the
+    boundary before.
+    """
     found: list[str] = []
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

@@ -130,9 +130,10 @@ def expected(one: Check, rows: list[dict[str, Any]]) -> float:
 
 
 def kept(o: Options, result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The lines of the calls before, where they are of the same code on the same device."""
+    """The lines of the calls before, where they are of the same device and, without --keep, of the same code."""
     before = read(o)
     rows = [row for row in before.get("rows", []) if row["name"] in CHECKS and row["state"] != "not run"]
+    rows = [{"commit": before.get("commit")} | row for row in rows]
     changed = [name for name in SAME + ("commit",) * (not o.keep) if before.get(name) != result[name]]
     if changed and rows:
         said = ", ".join(f"{name} {before.get(name)!r}, now {result[name]!r}" for name in changed)

@@ -222,7 +222,7 @@ def blocks() -> Tensor:
 
 
 @check("correctness", cases=wire.WIRES[1:])
-def codec_gives_the_hosts_bytes(scope: Scope, case: str) -> str:
+def plain_codec_gives_the_hosts_bytes(scope: Scope, case: str) -> str:
     """And they decode within half a level, which the host's own bytes are held to as well."""
     x, sound = blocks(), slice(0, 63 * wire.BLOCK)
     ours, theirs = wire.encode(x.to(scope.device), case), wire.encode(x, case)

@@ -80,7 +80,7 @@ def warmed(scope: Scope, name: str) -> Iterator[tuple[Any, Any]]:
 
 
 @check("correctness", cases=METHODS, cuda=True)
-def step_does_not_wait_for_the_gpu(scope: Scope, case: str) -> str:
+def step_makes_no_synchronising_call(scope: Scope, case: str) -> str:
     with warmed(scope, case) as (p, method), synchronisations() as found:
         go(p.params, method, range(WATCHED))
     assert not found, f"{len(found) / (WATCHED / 4):g} a round, first at {', '.join(sorted(set(found))[:3])}"
@@ -88,7 +88,7 @@ def step_does_not_wait_for_the_gpu(scope: Scope, case: str) -> str:
 
 
 @check("correctness", cases=("co2", "recommended"), cuda=True)
-def statistics_are_read_without_waiting(scope: Scope, case: str) -> str:
+def statistics_make_no_synchronising_call(scope: Scope, case: str) -> str:
     with warmed(scope, case) as (_, method), synchronisations() as found:
         method.stats.as_dict()
     assert not found, f"{len(found)} synchronisations at {', '.join(sorted(set(found))[:3])}"
@@ -278,7 +278,7 @@ def delay_0_sends_what_was_just_done(scope: Scope) -> str:
 
 
 @check("correctness", cuda=True)
-def recommended_settings_do_not_wait(scope: Scope) -> str:
+def recommended_settings_make_no_synchronising_call(scope: Scope) -> str:
     """With delay auto and wire auto, as users get them, once the first rounds have found what to take."""
     with one_rank(scope):
         p = problem(scope.device)

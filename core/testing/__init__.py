@@ -22,6 +22,8 @@ from typing import Any
 # own may be added before the first call of run_distributed: each rank imports the rest by itself.
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", __package__]
 
+BARRIER = "TORCH_DIST_INIT_BARRIER"
+
 
 def run_distributed(
     fn: Callable[..., Any],
@@ -93,9 +95,11 @@ def _worker(
 def _barrier_behind() -> Iterator[None]:
     """No rank leaves init_process_group before all have reached each other: one that calls destroy_process_group() at
     once would close connections that others still make, which fails there with gloo's "Connection closed by peer"."""
-    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
+    before = os.environ.get(BARRIER)
+    os.environ[BARRIER] = "1"
     yield
-    del os.environ["TORCH_DIST_INIT_BARRIER"]
+    os.environ.pop(BARRIER)
+    os.environ |= {BARRIER: before} if before is not None else {}
 
 
 def _tell(file: Path, error: str, result: Any) -> None:

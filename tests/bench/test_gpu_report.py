@@ -25,7 +25,7 @@ OF_ITS_OWN = "collectives begin in one order"  # see test_collectives_begin_in_o
 CHEAP = (
     "boundary is the plain pass: outer float32",
     "boundary takes and restarts: keep",
-    "codec gives the hosts bytes: int4",
+    "plain codec gives the hosts bytes: int4",
 )
 
 
@@ -218,11 +218,12 @@ def test_a_run_of_the_search_that_is_there_is_not_asked_for_again(tmp_path: Path
     monkeypatch.setattr(loops.subprocess, "run", lambda *_, **__: pytest.fail("the search is asked"))
     of_paper = {"task": "digits", "steps": 3, "method": "co2", "options": "beta 0.5", "workers": 2}
     of_other = of_paper | {"options": "beta 0.2"}
-    run = {"kind": "run", "loss": 2.5, "loss_of_mean": 2.6, "seconds": 7.0}
+    run = {"kind": "run", "loss": 2.5, "loss_of_mean": 2.6, "seconds": 7.0, "device": "cpu", "commit": "abc"}
     rows = [of_paper | {"kind": "choice", "asked": "co2:beta=0.5"}, of_other | run | {"loss": 1.0}, of_paper | run]
+    rows += [of_paper | run | {"loss": 1.0, "device": "cuda"}]
     (tmp_path / "gpu_search.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     found = loops.loss_of_gpt2_small(Scope("cpu", tmp_path, tiny=True), "paper")
-    assert found == {"held-out loss": 2.5, "before the end's drain": 2.6, "seconds": 7.0}
+    assert found == {"held-out loss": 2.5, "before the end's drain": 2.6, "seconds": 7.0, "commit": "abc"}
     with pytest.raises(pytest.fail.Exception, match="the search is asked"):
         loops.loss_of_gpt2_small(Scope("cpu", tmp_path, tiny=True), "ddp")
 
