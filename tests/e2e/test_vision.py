@@ -131,8 +131,8 @@ def test_equal_seeds_give_equal_runs_and_others_do_not(trained: list[dict[str, A
 def test_tau_is_chosen_and_the_trace_shows_the_all_reduce(folder: Path, trained: list[dict[str, Any]]):
     folder, text = folder / "auto", trained[0]["auto"]
     decisions, taus = logged(folder, "tau"), logged(folder, "round/tau")
-    assert decisions and decisions[0].startswith("tau 4 -> ") and decisions[0] in text
-    assert taus[0] == 4 and taus[-1] == 7
+    assert decisions and decisions[0].startswith("tau 2 -> ") and decisions[0] in text
+    assert taus[0] == 2 and taus[-1] == 7
     landed = [row for row in rows(folder) if row.get("round/allreduce_seconds")]
     for row in landed:
         whole = row["round/exposed_seconds"] + row["round/hidden_seconds"]
