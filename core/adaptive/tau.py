@@ -16,7 +16,7 @@ from torch import Tensor
 from ..riders import Heard, Rider
 from ..stats import RoundStats, ready
 
-CALIBRATION_TAU = 2  # local steps a round until the first decision; 4 and 1 led later to a loss, where losses fall fast
+CALIBRATION_TAU = 2  # local steps a round until the first decision; 4 led later to a loss that falls fast
 WARM_UP = 1  # rounds whose numbers are left out: kernels are picked, connections opened
 WINDOW = 5  # rounds over which medians are taken
 COST = 0.05  # a boundary's own work, as a share of the local steps' time; 2 % and 10 % led later to a loss
