@@ -189,11 +189,11 @@ def loss_of_gpt2_small(scope: Scope, case: str) -> dict[str, Any]:
 
 
 def search_row(rows: Path, asked: str, steps: int, device: str) -> dict[str, Any] | None:
-    """The search's run of a method, where there is one, of whatever commit, which the row names. bench.search itself
-    would take a minute to make its tokens."""
+    """The search's run of a method with seed 0, where there is one, of whatever commit, which the row names.
+    bench.search itself would take a minute to make its tokens, and may have added runs with other seeds."""
     found = [json.loads(text) for text in rows.read_text().splitlines()] if rows.exists() else []
     choices = [row for row in found if row["kind"] == "choice" and (row["asked"], row["steps"]) == (asked, steps)]
     keys = ("task", "steps", "method", "options", "workers")
-    runs = [row for row in found if row["kind"] == "run" and row["device"] == device and choices]
+    runs = [row for row in found if row["kind"] == "run" and row["device"] == device and row["seed"] == 0 and choices]
     runs = [row for row in runs if all(row[k] == choices[-1][k] for k in keys)]
     return runs[-1] if runs else None

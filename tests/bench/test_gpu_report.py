@@ -219,8 +219,9 @@ def test_a_run_of_the_search_that_is_there_is_not_asked_for_again(tmp_path: Path
     of_paper = {"task": "digits", "steps": 3, "method": "co2", "options": "beta 0.5", "workers": 2}
     of_other = of_paper | {"options": "beta 0.2"}
     run = {"kind": "run", "loss": 2.5, "loss_of_mean": 2.6, "seconds": 7.0, "device": "cpu", "commit": "abc"}
+    run |= {"seed": 0}
     rows = [of_paper | {"kind": "choice", "asked": "co2:beta=0.5"}, of_other | run | {"loss": 1.0}, of_paper | run]
-    rows += [of_paper | run | {"loss": 1.0, "device": "cuda"}]
+    rows += [of_paper | run | {"loss": 1.0, "device": "cuda"}, of_paper | run | {"loss": 1.0, "seed": 1}]
     (tmp_path / "gpu_search.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     found = loops.loss_of_gpt2_small(Scope("cpu", tmp_path, tiny=True), "paper")
     assert found == {"held-out loss": 2.5, "before the end's drain": 2.6, "seconds": 7.0, "commit": "abc"}
