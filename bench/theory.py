@@ -68,6 +68,7 @@ class Part:
     """Divided by |."""
     rows: list[list[str]]
     holds: dict[str, bool]
+    note: str = ""
 
 
 # -- the engine -------------------------------------------------------------------------------------------------
@@ -295,7 +296,8 @@ def rate(o: Theory) -> Part:
 def text(o: Theory) -> Part:
     """What the delay costs in training, from rows of bench.search; against local on the same seeds."""
     losses: dict[tuple[str, float, int, int], dict[int, float]] = {}
-    for row in Rows(ROWS).runs.values():
+    known = Rows(ROWS).runs.values()
+    for row in known:
         delay = 0 if row["method"] == "local" else row["options"]["delay"]
         where = row["task"], row["lr"], row["tau"], row["tau"] if delay == "round" else delay
         losses.setdefault(where, {})[row["seed"]] = math.inf if row["loss"] is None else row["loss"]
@@ -308,7 +310,14 @@ def text(o: Theory) -> Part:
         loss = mean_sd(list(found.values()), ".4f")
         rows.append([task, f"{lr:g}", f"{tau}", f"{delay}", loss, seeds, f"{over:+.1%}", f"{window:.2f}", a_window])
     titles = "task | lr | tau | delay | loss | seeds | over local's | windows beyond local's | a window costs"
-    return Part("keep in training, beta 0, 4 workers, 480 steps", titles, rows, {})
+    commits = ", ".join(sorted({row["commit"] for row in known}))
+    note = (
+        "Rows of `bench.search`, which this command does not train: `python -m bench.search --tasks digits bytes "
+        "--tau TAU --lr_factors FACTOR --methods local co2:merge=keep,gap=none,beta=0,delay=DELAY --rows "
+        "results/staleness.jsonl` ([all](staleness.md)). digits: the perceptron of bench.peers, 0.28 M parameters, "
+        f"on scikit-learn's digits; bytes: a GPT of 0.07 M on the Gutenberg books. Not tuned. Commits: {commits}."
+    )
+    return Part("keep in training, beta 0, 4 workers, 480 steps", titles, rows, {}, note)
 
 
 PARTS = {part.__name__: part for part in (regions, limits, momentum, apart, staleness, rate, text)}
@@ -322,7 +331,11 @@ def take(o: Theory, name: str) -> Part:
 
 def page(parts: Sequence[Part]) -> str:
     """The tables, and below each what was to hold."""
-    told = lambda part: [f"{claim}: {'holds' if ok else 'DOES NOT HOLD'}" for claim, ok in part.holds.items()]  # noqa: E731
+
+    def told(part: Part) -> list[str]:
+        held = [f"{claim}: {'holds' if ok else 'DOES NOT HOLD'}" for claim, ok in part.holds.items()]
+        return held + [part.note] * bool(part.note)
+
     return "\n".join(
         f"## {p.title}\n\n{report.table(p.titles.split(' | '), p.rows)}\n\n{report.bullets(told(p))}\n" for p in parts
     )

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+import statistics
 import sys
 import time
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from bench.search.methods import Settings
 from bench.search.rows import Lines
 from bench.simulator.network import Cluster, allreduce_seconds, fastest
 from bench.trainings import TUNING_SEED
-from bench.uneven.train import SCENARIOS, Way, run, ways, work_of
+from bench.uneven.train import COUNTED, SCENARIOS, Way, run, ways, work_of
 from core.errors import UserError
 from training.config import commit
 from training.script import launch
@@ -155,10 +156,12 @@ def section(o: Uneven, rows: Rows, allreduce: float) -> str:
             keys = [key_of(o, allreduce, scenario, way, factor or 0.0, seed) for seed in o.seeds]
             runs = [None if factor is None else ensure(o, rows, key, way) for key in keys]
             losses = [row["loss"] for row in runs if row is not None]
+            steps = [row["steps"] for row in runs if row is not None]
             cells.append(f"{way.speed(work_of(scenario, o.workers, allreduce)):.0%}")
+            cells.append(f"{statistics.fmean(steps):.0f}" if steps else "")
             cells.append(report.of_seeds(losses, ".3f", len(runs)))
         lines.append(cells)
-    titles = [part for name in o.scenarios for part in (f"{name}: speed", "loss")]
+    titles = [part for name in o.scenarios for part in (f"{name}: speed", "steps", "loss")]
     title = f"## An all-reduce takes {allreduce:g} local steps"
     return f"{title}\n\n{report.table(['way', 'lr', *titles], lines)}"
 
@@ -203,7 +206,9 @@ def markdown(o: Uneven, rows: Rows) -> str:
     given = [word for word in sys.argv[1:] if word != "--report"]
     notes = [
         f"Scenarios: {about}. Everywhere a step's standard deviation is 5 % of its mean.",
-        "speed: local steps of all workers a second, of as many undisturbed workers that never wait. Simulated.",
+        f"speed: local steps of all workers a second, of as many undisturbed workers that never wait; simulated over "
+        f"{COUNTED} rounds or more, where slack of a few clocks no longer counts.",
+        "steps: a worker's, on average, of the runs that have the loss.",
         f"loss: on the test split after the time of {o.seconds:g} local steps of an undisturbed worker, of the model "
         f"that all workers then share; mean ± standard deviation over seeds {seeds}. Whole rounds and clocks that end "
         "in time count, and CO2's last all-reduce is charged. The learning rate falls by a cosine to the end.",
