@@ -1,0 +1,293 @@
+"""Compares training here with training at an earlier commit, bit for bit.
+
+    python tests/equal_to.py 2daac89            # every case
+    python tests/equal_to.py 2daac89 paper keep # only the cases whose names contain one of these words
+
+Makes a git worktree of the commit in a temporary folder. Runs the same cases there and here, on two gloo processes
+each, and compares SHA-256 digests of the parameters and buffers after every step, and of the tensors in the method's
+state after the last one. Keys of the state are not compared, so that they may be renamed. The cases that resume save
+in mid-round in one pair of processes, and go on in a second pair. Exit status 1 if anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent.parent
+WORKERS = 2
+RENAMED: dict[tuple[str, Any], tuple[str, Any]] = {}  # (setting, value) at the earlier commit -> here
+
+
+def cases() -> dict[str, dict[str, Any]]:
+    """Name -> what is otherwise than in train(). Imports nothing of the project."""
+    late = {"merge": "keep", "gap": "none", "outer_momentum": 0.0, "delay": 2}
+    lgreco = {"wire": ("lgreco", {"like": "int4"}, {"every": 3, "first": 2}), "tau": 2}
+    found: dict[str, dict[str, Any]] = {
+        "paper": {},
+        "paper, float64": {"dtype": "float64"},
+        "paper, gap norm": {"co2": {"gap": "norm"}},
+        "paper, clip": {"co2": {"clip": 1e-3}},
+        "paper, no clip, momentum 0.2": {"co2": {"clip": None, "outer_momentum": 0.2}},
+        "paper, tau 1": {"co2": {"tau": 1}},
+        "paper, bfloat16": {"dtype": "bfloat16"},
+        "paper, batch norm, uneven finish": {"batch_norm": True, "fewer": 6},
+        "paper, a NaN": {"nan_at": 14},
+        "paper, schedule": {"schedule": True},
+        "keep": {"co2": late},
+        "keep, a NaN": {"co2": late, "nan_at": 14},
+        "keep, bfloat16": {"co2": late, "dtype": "bfloat16"},
+        "keep, delay 0": {"co2": late | {"delay": 0}},
+        "keep, delay boundary, momentum 0.2": {"co2": late | {"delay": "boundary", "outer_momentum": 0.2}},
+        "keep, as soon as it is there": {"co2": late | {"delay": "auto"}, "at_once": True},
+        "keep, batch norm, uneven finish": {"co2": late, "batch_norm": True, "fewer": 6},
+        "mix": {"co2": late | {"merge": "mix"}},
+        "mix, delay boundary, gap norm": {"co2": {"merge": "mix", "gap": "norm"}},
+        "mix, delay boundary, bfloat16": {"co2": {"merge": "mix"}, "dtype": "bfloat16"},
+        "outer, delay 0": {"co2": {"delay": 0, "gap": "none"}},
+        "int8, error feedback": {"co2": {"wire": ("int8", {}, {})}},
+        "int4, error feedback, keep": {"co2": late | {"wire": ("int4", {}, {})}},
+        "int4, no error feedback": {"co2": {"wire": ("int4", {"error_feedback": False}, {})}},
+        "bfloat16 wire, batch norm": {"co2": {"wire": ("bfloat16", {}, {})}, "batch_norm": True},
+        "lgreco": {"co2": lgreco},
+        "lgreco, keep": {"co2": late | lgreco},
+        "sharded": {"make": {"shard": True}},
+        "sharded, batch norm, uneven finish": {"make": {"shard": True}, "batch_norm": True, "fewer": 6},
+        "sharded, a NaN": {"make": {"shard": True}, "nan_at": 14},
+        "sharded, two to a node": {"make": {"shard": True}, "per_node": 2},
+        "sharded, offload": {"make": {"offload": True}},
+        "local": {"method": "local"},
+        "local, batch norm, uneven finish": {"method": "local", "batch_norm": True, "fewer": 6},
+        "local, int8": {"method": "local", "co2": {"wire": ("int8", {}, {})}},
+        "slowmo": {"method": "slowmo"},
+        "slowmo, a NaN": {"method": "slowmo", "nan_at": 14},
+        "overlap_local": {"method": "overlap_local"},
+        "overlap_local, a NaN": {"method": "overlap_local", "nan_at": 14},
+        "nesterov, delayed": {"method": "delayed", "nesterov": True, "co2": {"outer_lr": 0.5, "outer_momentum": 0.5}},
+        "diloco": {"method": "delayed", "nesterov": True, "co2": {"delay": 0, "gap": "none", "outer_lr": 0.5}},
+        "delayed, no nesterov": {"method": "delayed"},
+        "ddp": {"method": "ddp", "batch_norm": True},
+        "ddp, int8": {"method": "ddp", "ddp_wire": ("int8", {}, {})},
+        "paper, no outlier filter": {"guarded": False},
+    }
+    resumed = ("paper, batch norm, uneven finish", "paper, bfloat16", "keep", "keep, batch norm, uneven finish", "mix")
+    resumed += (
+        "int8, error feedback",
+        "int4, error feedback, keep",
+        "lgreco, keep",
+        "local",
+        "slowmo",
+        "overlap_local",
+    )
+    resumed += ("sharded", "sharded, offload", "nesterov, delayed", "ddp, int8", "outer, delay 0")
+    return found | {f"resume: {name}": found[name] | {"resumes": True} for name in resumed}
+
+
+# -- in a worker ---------------------------------------------------------------------------------------------------
+
+
+def digest(tensors: Any) -> str:
+    """SHA-256 of the bits of all, in their order."""
+    import torch
+
+    summed = hashlib.sha256()
+    for t in tensors:
+        summed.update(f"{t.dtype} {tuple(t.shape)}".encode())
+        summed.update(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return summed.hexdigest()[:16]
+
+
+def tensors_in(state: Any, path: str = "") -> Iterator[Any]:
+    """All tensors, but for the flat ones that travel: those hold measured times, too."""
+    import torch
+
+    if isinstance(state, torch.Tensor) and "flats" not in path:
+        yield state
+    elif isinstance(state, dict):
+        for name in state:
+            yield from tensors_in(state[name], f"{path}/{name}")
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from tensors_in(value, path)
+
+
+def made(what: dict[str, Any]) -> tuple[Any, Any, Any, Any, Callable[..., Any]]:
+    """The model, what the loop calls, the optimiser, the method, and a batch."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    import core
+
+    def wire(given: Any) -> Any:
+        name, settings, of_lgreco = given
+        more = {"lgreco": core.LGrecoConfig(**of_lgreco)} if of_lgreco else {}
+        return core.WireConfig(name, **settings, **more)
+
+    def config(given: dict[str, Any]) -> Any:
+        given = {key: wire(value) if key == "wire" else value for key, value in ({"tau": 4} | given).items()}
+        try:
+            return core.CO2Config(**given)
+        except (TypeError, core.UserError):
+            return core.CO2Config(**dict(RENAMED.get(pair, pair) for pair in given.items()))
+
+    rank, dtype = dist.get_rank(), getattr(torch, what.get("dtype", "float32"))
+    torch.manual_seed(rank)  # the first worker's values must reach all
+    norm = [nn.BatchNorm1d(24)] if what.get("batch_norm") else []
+    layers = [nn.Linear(16, 24), *norm, nn.Tanh(), nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 16)]
+    model = nn.Sequential(*layers).to(dtype)
+    more: dict[str, Any] = dict(what.get("make", {}))
+    if what.get("per_node"):
+        from core.sharded.mesh import node_mesh
+
+        more["mesh"] = node_mesh("cpu", what["per_node"])
+    if what.get("schedule"):
+        more["schedule"] = lambda number: {"tau": 2 + number % 3, "outer_lr": 0.5 + number / 10}
+    if what.get("nesterov"):
+        more["delayed"] = core.DelayedConfig(nesterov=True)
+    if what.get("ddp_wire"):
+        more["ddp_wire"] = wire(what["ddp_wire"])
+    co2 = dict(what.get("co2", {}))
+    if not what.get("guarded", True):
+        co2["outlier"] = None
+    called, method = core.make_method(what.get("method", "co2"), model, co2=config(co2), timeout=60.0, **more)
+    if what.get("at_once"):
+        method.flight.landed = lambda: not method.flight.in_flight or method.flight.settle()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.0 if "nan_at" in what else 0.5)
+    return model, called, optimizer, method, lambda data: torch.randn(8, 16, generator=data).to(dtype)
+
+
+STEPS, SAVED_AT = 26, 13
+
+
+def train(name: str, what: dict[str, Any], folder: Path, *, again: bool) -> list[str] | None:
+    """The digests after every step, after finish() and of the state. again: in the second pair of processes."""
+    import torch
+    import torch.distributed as dist
+
+    import core
+
+    resumes = what.get("resumes", False)
+    if again and not resumes:
+        return None
+    rank = dist.get_rank()
+    model, called, optimizer, method, batch = made(what)
+    saved_in = folder / name.replace(" ", "_").replace(":", "").replace(",", "")
+    data, seen, first = torch.Generator().manual_seed(100 + rank), [], 0
+    if again:
+        first = core.load(saved_in, model, optimizer, method)
+        assert first == SAVED_AT, first
+    for step in range(STEPS - rank * what.get("fewer", 0)):
+        inputs = batch(data)
+        if step < first:
+            continue
+        called(inputs).square().mean().backward()
+        if step == what.get("nan_at") and rank == 1:
+            next(model.parameters()).grad.fill_(float("nan"))
+        optimizer.step(), optimizer.zero_grad(), method.step()
+        seen.append(digest([*model.parameters(), *model.buffers()]))
+        if resumes and not again and step + 1 == SAVED_AT:
+            assert core.save(saved_in, model, optimizer, method, step=SAVED_AT)
+    in_mid_round = sorted(digest([t]) for t in tensors_in(method.state_dict())) if not what.get("fewer") else []
+    payloads = [digest([b.payload for b in method.buckets])] if in_mid_round and hasattr(method, "buckets") else []
+    method.finish()
+    seen.append(digest([*model.parameters(), *model.buffers()]))
+    ended = sorted(digest([t]) for t in tensors_in(method.state_dict()))
+    method.close()
+    return [*seen, *payloads, "state", *in_mid_round, "state at the end", *ended]
+
+
+def work(root: Path, folder: Path, rank: int, again: bool, words: list[str]) -> None:
+    sys.path[:] = [str(root), *(p for p in sys.path if p and Path(p).resolve() != Path(__file__).resolve().parent)]
+    warnings.simplefilter("ignore")
+    import torch
+    import torch.distributed as dist
+
+    import core
+
+    assert Path(core.__file__).is_relative_to(root), core.__file__
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store{int(again)}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORKERS)
+    chosen = {n: c for n, c in cases().items() if not words or any(w in n for w in words)}
+    seen = {name: train(name, what, folder, again=again) for name, what in chosen.items()}
+    Path(folder, f"seen{int(again)}.{rank}").write_text(json.dumps(seen))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# -- in the first process ------------------------------------------------------------------------------------------
+
+
+def run(root: Path, folder: Path, words: list[str]) -> dict[str, Any]:
+    """What every worker has seen, by case."""
+    found: dict[str, Any] = {}
+    env = os.environ | {"PYTHONPATH": str(root), "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+    for again in (False, True):
+        command = [sys.executable, __file__, "--work", str(root), str(folder), str(int(again))]
+        ranks = [subprocess.Popen([*command, str(r), *words], cwd=root, env=env) for r in range(WORKERS)]
+        if any([process.wait() for process in ranks]):
+            raise SystemExit(f"the cases failed in {root}")
+        for rank in range(WORKERS):
+            for name, seen in json.loads(Path(folder, f"seen{int(again)}.{rank}").read_text()).items():
+                if seen is not None:
+                    found[f"{name}, rank {rank}{', resumed' * again}"] = seen
+    return found
+
+
+def compare(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    problems = [f"{name}: not run on both sides" for name in before.keys() ^ now.keys()]
+    for name in [n for n in before if n in now]:
+        (moves, old), (moves_now, new) = (seen_and_state(s[name]) for s in (before, now))
+        if moves != moves_now:
+            first = next((i for i, (a, b) in enumerate(zip(moves, moves_now, strict=False)) if a != b), "length")
+            problems.append(f"{name}: parameters differ from step {first} on, of {len(moves)}")
+        elif old - new:
+            problems.append(f"{name}: {sum((old - new).values())} tensors of the state are not found here")
+        elif len(set(moves)) < 3:
+            problems.append(f"{name}: nothing has moved")
+    return problems
+
+
+def seen_and_state(seen: list[str]) -> tuple[list[str], Counter[str]]:
+    """What is compared in its order, and what is only to be found again: new tensors are no difference."""
+    at = seen.index("state")
+    return seen[:at], Counter(seen[at:])
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--work"]:
+        root, folder, again, rank, *words = sys.argv[2:]
+        return work(Path(root), Path(folder), int(rank), again == "1", words)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("commit")
+    parser.add_argument("words", nargs="*", help="run only the cases whose names contain one of these")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        there, results = Path(folder, "there"), {}
+        git = ["git", "-C", str(HERE), "worktree"]
+        subprocess.run([*git, "add", "--detach", "--quiet", str(there), given.commit], check=True)
+        try:
+            for root in (there, HERE):
+                of_root = Path(folder, f"of_{len(results)}")
+                of_root.mkdir()
+                results[root] = run(root, of_root, given.words)
+        finally:
+            subprocess.run([*git, "remove", "--force", str(there)], check=False)
+    problems = compare(results[there], results[HERE])
+    print("\n".join(problems) or f"equal, bit for bit: {len(results[HERE])} runs of {len(cases())} cases")
+    raise SystemExit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()
