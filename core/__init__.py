@@ -4,7 +4,6 @@ from .errors import CollectiveError as CollectiveError
 from .errors import DivergedError as DivergedError
 from .errors import UserError as UserError
 from .methods import CO2 as CO2
-from .methods import AutoConfig as AutoConfig
 from .methods import CO2Config as CO2Config
 from .methods import DelayedCO2 as DelayedCO2
 from .methods import DelayedConfig as DelayedConfig

@@ -65,12 +65,12 @@ class OuterConfig:
     def check(self) -> None:
         """UserError for a value with which nothing can be trained."""
         require(self, is_whole(self.tau), "tau", "give a whole number of local steps, 1 or more")
-        require(self, self.gap in GAPS, "gap", f"choose one of {', '.join(GAPS)}")
         self.check_outer()
 
     def check_outer(self) -> None:
         """The part of check() that no room extends."""
         alpha, beta, phi = self.outer_lr, self.outer_momentum, self.clip
+        require(self, self.gap in GAPS, "gap", f"choose one of {', '.join(GAPS)}")
         above_0 = "give a finite number above 0, as 1.0 is usual"
         require(self, is_number(alpha) and 0 < alpha < LARGE, "outer_lr", above_0)
         require(self, is_number(beta) and 0 <= beta < 1, "outer_momentum", "give a number in [0, 1)")

@@ -28,7 +28,7 @@ class Heard(NamedTuple):
 
 class Rider:
     """Every hook does nothing unless it is overridden. A reduction calls pack, stages, landed and hear, in this order;
-    a round calls began first, end and moved last. Where reductions are hidden, landed and hear are about the reduction
+    a round calls end and moved last. Where reductions are hidden, landed and hear are about the reduction
     that was launched a round ago, and come before pack.
 
     name: under which a checkpoint keeps its state; "" keeps none. shared, of_each: its scalars, name -> how many
@@ -38,15 +38,11 @@ class Rider:
     name = ""
     shared: Mapping[str, int] = {}
     of_each: Mapping[str, int] = {}
-    steps_change_it = False  # whether local steps change its state
     method: Held
 
     def attach(self, method: Held) -> None:
         """The method is made."""
         self.method = method
-
-    def began(self) -> None:
-        """This worker has taken the round's first local step."""
 
     def pack(self) -> None:
         """Before a launch: writes its scalars; may change what is sent, and its weight."""

@@ -96,12 +96,9 @@ class Rounds(Held, Loop):
         if self._ended is not None:
             raise UserError("step() after step(last=True): call finish() between them")
         self.local_steps += 1
-        if self.local_steps == 1:
-            for rider in self.riders:
-                rider.began()
-            if self.pacing.tau > 1:  # else the round's only step is timed, from the last boundary on
-                self.clock.steps_begin()
-        if self.pacing.closes(self, last=last):
+        if self.local_steps == 1 and self.pacing.tau > 1:  # else the only step is timed, from the last boundary on
+            self.clock.steps_begin()
+        if self.pacing.closes(self):
             if any(p.requires_grad for p in self._frozen):
                 raise UserError(
                     "a parameter that was frozen when this object was built now requires a gradient and would never be "
@@ -131,7 +128,7 @@ class Rounds(Held, Loop):
 
     @property
     def at_boundary(self) -> bool:
-        return not self.local_steps and (self.pacing.together or not self.flight.in_flight)
+        return not self.local_steps
 
     def settle(self) -> bool:
         return self.at_boundary and not (self.flight.in_flight and self.starts_roughly)

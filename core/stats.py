@@ -154,7 +154,6 @@ class RoundClock:
         """The steps that are timed begin here."""
         self._since = mark(self._device)
         self._away: Seconds = 0.0  # from them since then, in a merge
-        self._paused = 0.0  # and beside that
 
     @contextlib.contextmanager
     def boundary(self, tau: int, local_steps: int) -> Iterator[None]:
@@ -165,17 +164,11 @@ class RoundClock:
         self.stats, self._early = self._early or RoundStats(merged_after=local_steps), None
         self.stats.tau, self.stats.local_steps = tau, local_steps
         if timed > 0:
-            self.stats.step_seconds = between(self._since, arrived, timed, plus(self._away, self._paused))
-        self.stats.merge_seconds = plus(self.stats.merge_seconds, self._paused)
+            self.stats.step_seconds = between(self._since, arrived, timed, self._away)
         yield
         vars(self.stats).update(send_off(vars(self.stats)))
         self.steps_begin()
         self.stats.boundary_seconds = between(arrived, self._since)
-
-    def pause(self, seconds: float) -> None:
-        """The host has waited so long for a mean; where it computes that is no part of a local step."""
-        if isinstance(self._since, float):
-            self._paused += seconds
 
     @contextlib.contextmanager
     def early_merge(self, local_steps: int) -> Iterator[None]:

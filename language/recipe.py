@@ -72,7 +72,6 @@ class TextRecipe(Recipe):
             (rings or not self.zero, f"zero={self.zero}", meet),
             (self.zero < 2, f"zero={self.zero}", "whose parameters are not whole when a ring's costs are measured"),
             (not rings or not self.dry_run, "dry_run", "which does not know how documents are split"),
-            (self.co2.steps == "even", f"co2.steps={self.co2.steps!r}", "which evens unlike workers out by itself"),
             (not self.compile, "compile", "which would compile every step's documents anew"),
             (not self.loader_workers, f"loader_workers={self.loader_workers}", "which read ahead of the next tau"),
         ):

@@ -45,13 +45,9 @@ class SegmentationRecipe(Recipe):
     def _check_sync_bn(self) -> None:
         """Refuses it where workers of a node come to a forward pass, or to a boundary, at unlike steps: one would wait
         for another that waits for it elsewhere."""
-        co2, uneven = self.co2, "leads workers of a node to unlike steps"
         for ok, what, why in (
             (self.sync_bn != "all", f"method={self.method!r}", "lets nodes run apart: give --sync_bn node"),
             (not self.elastic, "elastic", "lets workers of a node come and go"),
-            (self.skip_after is None, f"skip_after={self.skip_after}", "lets workers of a node close unlike rounds"),
-            (co2.steps == "even", f"co2.steps={co2.steps!r}", uneven),
-            (co2.tau != "auto" or co2.delay != "auto", "co2.tau='auto' and co2.delay='auto'", f"{uneven} at first"),
         ):
             if not ok:
                 raise UserError(f"sync_bn={self.sync_bn!r} does not go with {what}, which {why}")

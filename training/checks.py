@@ -14,7 +14,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from core.errors import UserError
 from core.methods import check_apart
-from core.methods.auto import check_alike
 from core.methods.ddp import check_wire
 from core.sharded.checks import check_shared
 from core.sharded.mesh import local_world_size
@@ -47,8 +46,6 @@ def check_start(recipe: Recipe, workers: int | None) -> int:
         check_nodes(node, recipe.zero, workers or node)
     if recipe.method == "co2" and (node > 1 or recipe.layout):  # which shares its outer state out inside the node
         check_shared(recipe.co2, recipe.co2.wire.format)
-    if recipe.method == "auto":
-        check_alike(node > 1)
     check_apart(recipe.method, recipe.co2, node)
     if recipe.method == "ddp":
         check_wire(recipe.ddp_wire, sharded=recipe.zero >= 2)

@@ -22,7 +22,7 @@ PACKAGES = ("torch", "torchvision", "timm", "numpy", "transformers", "onedl-mmse
 # What a resumed run may change, for it does not change the run's numbers.
 FREE = {
     "out", "resume", "extend", "dry_run", "device", "timeout", "link_mbit", "trace", "eval_every", "checkpoint_every",
-    "save_minutes", "log_every", "skip_after", "accumulate", "recompute", "gpu_gb", "loader_workers", "eval_tokens",
+    "save_minutes", "log_every", "accumulate", "recompute", "gpu_gb", "loader_workers", "eval_tokens",
     "wikitext2", "eval_samples", "emd_points", "init_from",
 }  # fmt: skip
 LENGTH = {"epochs", "epoch_steps"}  # of the run, which its learning rate follows: free with --extend

@@ -27,7 +27,7 @@ from core.zeroth.blocks import BlockStream
 from training.config import settings
 from training.folder import RunFolder
 from training.optim import lent_rate
-from training.progress import Due, Progress, Trained, pacing_of
+from training.progress import Due, Progress, Trained
 from training.round_log import RoundLog
 from training.sampling import mix
 from training.workers import join, largest_of_workers, make_mesh
@@ -110,8 +110,6 @@ class Fixed:
             riders=[self.run.requests, self.run.snapshots],
             **r.own_settings,
         )
-        if pacing := pacing_of(method):
-            pacing.skip_after = r.skip_after
         return wrapped, method
 
     def _stream(self, blocks: Sequence[nn.Module]) -> Callable[..., BlockStream]:
@@ -134,32 +132,16 @@ class Fixed:
             place = method.order.data_rank, method.order.data_workers
         return make(self.run.recipe, *place, start, total)
 
-    def come_together(self, due: Due, *, ended: bool) -> Due:
-        """What is due to all: with skip_after, what is due to any worker, for they hear of a stop at unlike steps.
-
-        So who has something due, or has ended its steps, waits here for the others: in finish(), or in an evaluation,
-        nobody would hear that another one stops. For a checkpoint those behind wait for the means that they miss; where
-        one stops they leave out steps, too, and all go on from that of the one ahead.
-        """
+    def come_together(self, due: Due) -> Due:
+        """What is due to all. Each worker of a node has heard only those of its own place on other nodes."""
         run, method = self.run, self._trained.method
         if isinstance(method, Rounds) and method.everybody < run.world_size and method.at_boundary:
-            assert self.mesh is not None  # each of a node's workers has heard those of its place alone
+            assert self.mesh is not None
             return Due(*map(bool, largest_of_workers([*vars(due).values()], self.mesh.get_group(1))))
-        if run.recipe.skip_after is None or not (ended or any(vars(due).values())):
-            return due
-        assert isinstance(method, Rounds)
-        mine = [run.step, method.rounds, *vars(due).values()]
-        step, rounds, *flags = largest_of_workers(mine)
-        due = Due(*map(bool, flags))
-        if due.checkpoint or due.stop:
-            method.catch_up(rounds)
-        for _ in range(step - run.step):
-            self._trained.schedule.step()
-        run.step = step
         return due
 
     def sum(self, values: Tensor) -> Tensor:
-        """Over all workers, in the host's memory: with skip_after they may be in unlike rounds."""
+        """Over all workers, in the host's memory."""
         total = values.cpu()
         if dist.is_initialized():
             dist.all_reduce(total, group=host_group())

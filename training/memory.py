@@ -78,7 +78,7 @@ def estimate(recipe: Recipe, build_model: Callable[[], nn.Module], backward: Bac
     zeroth_order = recipe.method == "zo"
     # Muon has one moment for its matrices, two for the rest: two is the bound
     moments = {"sgd": 1 if recipe.optim.momentum else 0}.get(recipe.optim.name, 2)
-    synchronises = world_size > 1 and recipe.zero < 2 and (recipe.method in ("ddp", "auto") or node > 1)
+    synchronises = world_size > 1 and recipe.zero < 2 and (recipe.method == "ddp" or node > 1)
     return Memory(
         parameters=streamed(model) if zeroth_order and recipe.offload else size / (node if recipe.zero >= 2 else 1),
         gradients=0.0 if zeroth_order else shard,

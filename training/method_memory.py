@@ -90,10 +90,6 @@ def held(recipe: Recipe, model: nn.Module, node: int, workers: int, *, on_gpu: b
         return _shared(recipe, trained / parts, node // parts, workers // node, on_gpu)
     if recipe.method == "ddp" and (recipe.ddp_wire.format == "float32" or workers == 1):
         return Held()
-    if recipe.method == "auto":  # what both need, until it goes over
-        parts = replace(recipe, method="co2"), replace(recipe, method="ddp", ddp_wire=recipe.auto.wire, co2=CO2Config())
-        co2, ddp = (held(part, model, node, workers, on_gpu=on_gpu) for part in parts)
-        return Held(co2.always + ddp.always, max(co2.staging, ddp.staging))
     found = count(recipe, model, workers // node if recipe.method != "ddp" else workers, on_gpu)
     return Held(found.always / parts, found.staging / parts)
 

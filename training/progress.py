@@ -201,7 +201,7 @@ class Trained:
 
 
 def pacing_of(method: Method) -> Adaptive | None:
-    """What tells of a method's rounds of unlike lengths; None where all are alike."""
+    """What tells of tau auto's decisions; None where a method has no rounds."""
     pacing = method.pacing if isinstance(method, Rounds) else None
     return pacing if isinstance(pacing, Adaptive) else None
 

@@ -61,14 +61,12 @@ class Recipe(OfMethods):
     least_part: ClassVar[int] = 2
     """Samples that BatchNorm needs at once; 1 where it is taken over the many points of each sample."""
     method: MethodName = "co2"
-    """How the workers are kept together. The period of every local method is co2.tau. auto: ddp, and co2 from where
-    ddp's communication is measured to cost more. zo: no backward pass, the workers exchange losses alone; of language
+    """How the workers are kept together. The period of every local method is co2.tau. zo: no backward pass, the workers exchange losses alone; of language
     models."""
     co2: CO2Config = field(default_factory=CO2Config)
     recommended: bool = False
     """Start from CO2Config.recommended, at the recipe's tau, instead of the paper's settings; --co2.* change it. Small
-    recipes do so by themselves, with method co2 and outer state that is not shared out; --no_recommended for not. So
-    does every recipe with method auto, with tau auto."""
+    recipes do so by themselves, with method co2 and outer state that is not shared out; --no_recommended for not."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     batch_size: int = 64
     """Samples per optimiser step over all workers together (global)."""
@@ -109,9 +107,6 @@ class Recipe(OfMethods):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout: float = 600.0
     """Seconds until a missing worker is an error."""
-    skip_after: float | None = None
-    """Seconds that a boundary waits for a mean, as while a link is down: then the round goes on for tau steps more;
-    with --co2.delay auto also within a round, once. None: as long as it takes, up to --timeout."""
     link_mbit: float | None = None
     """Hold collectives back in software as a link of this many Mbit/s would; None for the real link."""
     out: Path | None = None
@@ -163,25 +158,6 @@ class Recipe(OfMethods):
             self._check_zeroth_order()
         if self.elastic:
             self._check_elastic()
-        if self.skip_after is not None:
-            self._check_skip_after()
-
-    def _check_skip_after(self) -> None:
-        """Refuses it where nothing is in flight at a boundary, or boundaries would lie at unlike steps."""
-        if not 0 < self.skip_after <= LARGEST:  # pyright: ignore[reportOptionalOperand]
-            raise UserError(f"skip_after={self.skip_after}: give seconds, above 0 and up to {LARGEST}")
-        for ok, what, remedy in (
-            (entry_of(self.method).kind == "hidden", f"method={self.method!r}", "waits for every mean"),
-            (not self.elastic, "elastic", "drops a worker that is silent for --timeout seconds"),
-            (self.co2.tau != "auto", "co2.tau='auto'", "needs a number of local steps"),
-            (self.co2.steps == "even", "co2.steps='by_speed'", "gives workers' rounds unlike lengths"),
-            (self.co2.delay != 0, "co2.delay=0", "waits for every mean"),
-            (self.per_node == 1, f"per_node={self.per_node}", "has workers of a node that must close rounds together"),
-            (not self.zero, f"zero={self.zero}", "has workers of a node that must close rounds together"),
-            (not self.save_minutes, "save_minutes", "saves where a round closes, which is not at one step then"),
-        ):
-            if not ok:
-                raise UserError(f"skip_after does not go with {what}, which {remedy}: leave one of them out")
 
     def _check_zeroth_order(self) -> None:
         """Refuses what zeroth-order steps would leave unused: gradients, and an optimiser beyond its learning rate."""
@@ -299,10 +275,6 @@ def starting_point(recipe: R, overrides: Sequence[str]) -> R:
     if given.get("layout") and "method" not in given:  # whose name says it
         recipe = dataclasses.replace(recipe, method=Layout.parse(given["layout"]).method)
     method = given.get("method", recipe.method)
-    if method == "auto":
-        own = "no_recommended" in given
-        co2 = recipe.co2 if own else entry_of(method).usual(world_size())
-        return dataclasses.replace(recipe, recommended=not own, co2=co2)
     if "recommended" in given and method != "co2":
         raise UserError(f"recommended is CO2's own, method {method!r} does not have it: leave it out")
     usual = recipe.recommended and method == "co2" and not given.keys() & SHARES and "no_recommended" not in given

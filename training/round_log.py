@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from core.lgreco import Allocation, LGreco
-from core.methods import Auto, Method
+from core.methods import Method
 from core.rounds import Rounds
 from core.stats import RoundStats, send_off
 from training.folder import RunFolder
@@ -95,8 +95,6 @@ class RoundLog:
             sent = f"{method.stats.bytes_sent / 1e6:.3g} MB a round, {decision.exposed_share:.0%} of the time exposed"
             new = f"tau {decision.old} -> {decision.new}, wire {decision.wire}"
             self._folder.note(step, "tau", f"{new}: {decision.reason}; {sent}")
-        if isinstance(method, Auto) and method.look:
-            self._folder.note(step, "auto", f"auto: {method.look}")
         self.allocations.read(step, method)
         if self._trace and self._trace.close_round():
             self._folder.note(step, "trace", f"trace in {self._trace.path}")

@@ -24,7 +24,7 @@ from training.checks import check_batch_norm, check_start
 from training.elastic.run import Elastic
 from training.fixed import Fixed
 from training.folder import RunFolder
-from training.progress import Due, Every, Progress, Timer, Trained, pacing_of
+from training.progress import Due, Every, Progress, Timer, Trained
 from training.recipe import Recipe, momentum_note
 from training.round_log import RoundLog
 from training.script import StopSignal
@@ -57,7 +57,6 @@ class Run(Progress):
         self._workers = kind(self, self.folder, self.rounds)
         self._minutes = Timer(recipe.save_minutes)
         self._stop = StopSignal()
-        self._to_skip = 0  # batches
         self._shared = True  # whether what was evaluated last is one model on all workers
         self._bar: tqdm[Any] | None = None
 
@@ -162,14 +161,9 @@ class Run(Progress):
     # -- in the loop ----------------------------------------------------------------------------------------
 
     def batches(self, make: Callable[[Any, int, int, int, int], Iterator[T]]) -> Iterator[T]:
-        """This worker's training batches, without those of the steps that it leaves out (CO2Config.steps by_speed): the
-        next round begins with the same batch number on all workers, and step counts all of them. make: (recipe, rank,
-        world_size, start, total) -> those of the steps from `start` to `total` of a run whose workers stay the same."""
-        for batch in self._workers.batches(make, self.step, self.total):
-            if self._to_skip:
-                self._to_skip -= 1
-            else:
-                yield batch
+        """This worker's training batches. make: (recipe, rank, world_size, start, total) -> those of the steps from
+        `start` to `total` of a run whose workers stay the same."""
+        yield from self._workers.batches(make, self.step, self.total)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Autocast to the recipe's precision where the device has it."""
@@ -191,40 +185,23 @@ class Run(Progress):
         step, and not at the run's last step, after which they happen anyway.
         """
         assert self._bar is not None, "call begin() before the loop"
-        before = self.step
-        self.step += 1 + (self._skip_steps() if closed else 0)
-        self._bar.update(self.step - before)
+        self.step += 1
+        self._bar.update(1)
         self.means.add(scalars)
         if closed:
             self.rounds.close_round(self.step, self._trained.method)
-        if self.step // self.recipe.log_every > before // self.recipe.log_every:
+        if self.step % self.recipe.log_every == 0:
             self._log_means()
-        pacing = pacing_of(self._trained.method)
-        apart = pacing is not None and pacing.apart
         running = self.step < self.total
         stops = running and self._granted("stop", bool(self._stop.number)) and (closed or dist.is_initialized())
-        open_end = running and not apart and (closed or self._skipped())
+        open_end = running and closed
         minutes_over = open_end and self.rank == 0 and self._minutes.due()  # of which all hear a round later
         due = Due(
             evaluation=open_end and self.evaluation.due(self.step),
             checkpoint=open_end and (self._saving.due(self.step) | self._granted("save", minutes_over)),
-            stop=stops and not apart,
+            stop=stops,
         )
-        return self._workers.come_together(due, ended=self.step == self.total)
-
-    def _skipped(self) -> bool:
-        """Whether this step would have closed a round, but for a mean that did not come: evaluations and checkpoints
-        are due at the same steps on all workers, though some close their rounds later."""
-        m = self._trained.method
-        return self.recipe.skip_after is not None and isinstance(m, Rounds) and m.local_steps % m.tau == 0
-
-    def _skip_steps(self) -> int:
-        """How many steps this worker leaves out here, being slower than others; the learning rate keeps step."""
-        pacing = pacing_of(self._trained.method)
-        self._to_skip = min(pacing.skipped if pacing else 0, self.total - self.step - 1)
-        for _ in range(self._to_skip):
-            self._trained.schedule.step()
-        return self._to_skip
+        return self._workers.come_together(due)
 
     def _granted(self, name: str, mine: bool) -> bool:
         """Whether a worker asks for it, and all have heard so, at the same step; one that is alone need not wait."""

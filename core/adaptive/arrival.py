@@ -13,14 +13,12 @@ from ..co2 import CO2
 from ..flat import views
 from ..rounds import Landing
 from .config import AdaptiveConfig
-from .inner_gap import FirstStep
 from .merging import MergeRule, MergingBoundary, make_boundary
-from .pacing import merge_early
 
 
 class OnArrival(CO2):
     """The arguments: see CO2; config: an AdaptiveConfig, whose merge and delay say from what a worker continues, and
-    when. With gap inner a FirstStep is among the riders.
+    when.
 
     Where means are merged on arrival settle() waits for the one that was just sent, and merges it; the time counts as
     exposed.
@@ -36,6 +34,20 @@ class OnArrival(CO2):
         sent = self.state.new("sent", of_params=True, own=True) if c.merge == "keep" else [None] * len(self.buckets)
         flats = zip(self.buckets, self._x, self._m, sent, strict=True)
         return [make_boundary(b.params, b.payload, x, m, y) for b, x, m, y in flats if b.numel]
+
+    def step(self, *, last: bool = False) -> bool:
+        """See Rounds; merges the mean that is in flight where it is due within the round."""
+        closed = super().step(last=last)
+        if not closed and self.flight.in_flight and self.pacing.merges(self):
+            self._merge_early()
+        return closed
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _merge_early(self) -> None:
+        with self.clock.early_merge(self.local_steps):
+            self.merge()
+            self.moved(at_boundary=False)
 
     def close_round(self, *, finished: bool) -> bool:
         c, self._finishing = self.config, finished
@@ -69,11 +81,6 @@ class OnArrival(CO2):
             return replace(rule, merge=c.merge, share=0.0 if finishing and c.delay != 0 else c.mix)
         return MergeRule(**vars(rule), merge="outer" if finishing else c.merge, share=c.mix)
 
-    def one_gap(self, delta_norm: Tensor) -> Tensor | None:
-        if self.config.gap != "inner":
-            return super().one_gap(delta_norm)
-        return outer.gap_scalar(self.last_step_norm(), self.sent_tau * self.rider(FirstStep).largest_now())
-
     def settings(self) -> Any:
         return self.config.changing(self.tau)
 
@@ -90,7 +97,7 @@ class OnArrival(CO2):
         """See Loop: with merge keep no worker has progress of its own when it has merged what it just sent."""
         c = self.config
         if c.delay == "auto" and c.merge == "keep" and self.at_boundary and self.flight.in_flight:
-            merge_early(self)
+            self._merge_early()
             self.moved(at_boundary=True)
         # with merge mix and delay 0 workers differ though nothing is in flight
         return super().settle() and not (c.merge == "mix" and self._differs())

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
-from ..config import GAPS as PAPERS
 from ..config import OuterConfig, is_number, is_whole, require
 from .merging import MERGES, Merge, largest_outer_lr
 
 SCHEDULED = ("tau", "outer_lr", "outer_momentum", "clip")  # what may change from round to round
-GAPS = (*PAPERS[:2], "inner", *PAPERS[2:])
 
 
 @dataclass(frozen=True)
@@ -19,11 +17,9 @@ class AdaptiveConfig(OuterConfig):
 
     tau: int | Literal["auto"] = 48  # pyright: ignore[reportIncompatibleVariableOverride]
     """Local steps per round; the paper searched {1, 3, 6, 12, 24, 48, 96, 192}. auto: chosen from measured times, the
-    fewest that hide the all-reduce, and again when those change. Until they are known, with delay auto, a round goes on
-    until its predecessor's mean has come, on every worker by itself; later rounds close at one step on all again."""
+    fewest that hide the all-reduce, and again when those change. Until they are known, rounds have
+    two local steps."""
     _: KW_ONLY
-    gap: Literal["elementwise", "norm", "inner", "none"] = "elementwise"  # pyright: ignore
-    """The staleness gap penalty Lambda: one of elementwise, norm, inner, none."""
     tau_max: int = 192
     """With tau auto: never more local steps than this."""
     merge: Merge = "outer"
@@ -36,9 +32,6 @@ class AdaptiveConfig(OuterConfig):
     sending, waiting for it where need be; or auto: as soon as it is there, on every worker by itself, which waits
     for it after the local steps that the link needs, known after four rounds. Without that a mean would come as late as
     the slowest worker sends, up to a round, which costs loss. 0 waits at once: nothing is hidden, nor stale."""
-    steps: Literal["even", "by_speed"] = "even"
-    """even: every worker takes tau local steps a round, and all count alike in the mean. by_speed: a slower worker
-    takes fewer in proportion, so that nobody waits for it, and counts by its steps (core/adaptive/pace.py)."""
 
     def check(self) -> None:
         require(
@@ -49,12 +42,10 @@ class AdaptiveConfig(OuterConfig):
         )
         require(self, is_whole(self.tau_max), "tau_max", "give a whole number of local steps, 1 or more")
         self.check_outer()
-        require(self, self.gap in GAPS, "gap", f"choose one of {', '.join(GAPS)}")
         require(self, self.merge in MERGES, "merge", f"choose one of {', '.join(MERGES)}")
         shared = is_number(self.mix) and 0 < self.mix <= 1
         require(self, shared, "mix", "give a number in (0, 1]; 1 continues from the outer iterate alone")
         self._check_delay()
-        require(self, self.steps in ("even", "by_speed"), "steps", "choose even or by_speed")
 
     def _check_delay(self) -> None:
         number = self.delay if isinstance(self.delay, int) and not isinstance(self.delay, bool) else None
@@ -67,8 +58,6 @@ class AdaptiveConfig(OuterConfig):
         require(self, number != 0 or self.gap == "none", "delay", nothing_stale)
         thrown = "merge outer would throw the steps since the sending away: set merge mix or keep"
         require(self, self.merge != "outer" or self.at_boundary or number == 0, "delay", thrown)
-        from_outer = "gap inner measures from the outer iterate: set merge outer, or another gap"
-        require(self, self.merge == "outer" or self.gap != "inner", "merge", from_outer)
 
     def changing(self, tau: int) -> dict[str, float | None]:
         """What may change from round to round, to be compared among the workers. tau: the round's."""

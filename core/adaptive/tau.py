@@ -23,7 +23,7 @@ COST = 0.05  # a boundary's own work, as a share of the local steps' time; 2 % a
 SLACK = 0.25  # by how much the local steps after which a mean is waited for outlast the all-reduce
 SETTLE = 4  # rounds after another wire is taken until its times are heard, at most
 WAITS = 8  # rounds over which each worker takes the mean of how long it waited
-NUMBERS = 5  # each worker tells: seconds of a step, all-reduce and boundary's own work; steps taken; seconds waited
+NUMBERS = 4  # each worker tells seconds: of a step, the all-reduce, a boundary's own work, and waited for a mean
 FLOAT32 = {"float32": 4.0}  # format -> bytes an element
 
 
@@ -67,13 +67,9 @@ class TauTuner:
     of a wide one costs most. Where the next one's mean, by its bytes, would come within a local step, and so be fresh,
     or need no more steps, it is tried, once, and kept if that is so.
 
-    margin: by how much the local steps should outlast the all-reduce. tau_max: never above. by_speed: slower workers
-    take fewer steps, so that the fastest one's count. given: the user's tau, which holds; the wire alone is chosen, and
-    `needed`, where means are merged on arrival. waits: False: until the first decision a round that is over before its
-    mean has come goes on (`free`), on every worker by itself. Afterwards workers may be some steps apart, of which each
-    tells; one round then is so much longer for those behind (`lead`) that all close it, and those that follow, at one
-    step.
-    Attributes: tau; wire, to be taken for what is sent next; apart, whether rounds may close at unlike steps.
+    margin: by how much the local steps should outlast the all-reduce. tau_max: never above. given: the
+    user's tau, which holds; the wire alone is chosen, and `needed`, where means are merged on arrival.
+    Attributes: tau; wire, to be taken for what is sent next.
     """
 
     def __init__(
@@ -82,19 +78,12 @@ class TauTuner:
         margin: float = 0.25,
         wires: Mapping[str, float] = FLOAT32,
         *,
-        by_speed: bool = False,
         given: int | None = None,
-        waits: bool = True,
     ):
         self.given = given
-        self.apart = not waits and given is None
-        self.taken = 0  # local steps of this worker in closed rounds
-        self._rank = 0
-        self._leads: list[int] = []  # of the rounds to come, last first
         self.tau = given or min(CALIBRATION_TAU, tau_max)
         self.tau_max, self.margin = tau_max, margin
         self.wires = wires
-        self._pacing = min if by_speed else max
         self.wire, *self._wider = wires
         # while a wire is tried: the one before, the tau that it needs, and the seconds of its all-reduce
         self._before: tuple[str, int, float] | None = None
@@ -109,11 +98,6 @@ class TauTuner:
         self._judged = 0  # rounds heard since then
 
     @property
-    def free(self) -> bool:
-        """Whether no boundary waits for a mean yet."""
-        return self.apart and not self.decisions
-
-    @property
     def needed(self) -> int | None:
         """Local steps after its sending at which a worker waits for a mean; None: not known yet.
 
@@ -121,20 +105,12 @@ class TauTuner:
         ones. Where steps are uneven, now one worker's and then another's, that costs all of them time: if even the
         worker that waits least loses more than COST of it, so many steps are added. A slow one waits for nobody.
         """
-        if self.free or not (self._allreduces or self.decisions):
-            return None
         if self._allreduces:
             return smallest_tau(median(self._allreduces), median(self._steps), SLACK) + self._more
+        if not self.decisions:
+            return None
         last = self.decisions[-1]  # the wire has changed since
         return smallest_tau(last.allreduce_seconds, last.step_seconds, SLACK) + self._more
-
-    def lead(self) -> int:
-        """A round begins: how many more steps this worker takes in it than tau."""
-        if not self._leads:
-            return 0
-        lead = self._leads.pop()
-        self.apart = bool(self._leads)
-        return lead
 
     def tell(self, stats: RoundStats, before: RoundStats, rank: int, places: Tensor) -> None:
         """Writes this worker's latest times to places, [NUMBERS x workers], where all others write 0.
@@ -149,10 +125,7 @@ class TauTuner:
             waited = float(before.exposed_seconds)
             self._told[2] = max(0.0, float(before.boundary_seconds) + float(before.merge_seconds) - waited)
             self._waits.append(waited if before.merged_after else 0.0)  # what an evaluation waits for is not counted
-            self._told[4] = fmean(self._waits)
-        self.taken += stats.local_steps
-        self._rank = rank
-        self._told[3] = self.taken if self.apart and self.decisions else 0.0  # from here on rounds are equally long
+            self._told[3] = fmean(self._waits)
         places.zero_()
         for i, seconds in enumerate(self._told):
             places[NUMBERS * rank + i].fill_(seconds)
@@ -163,35 +136,23 @@ class TauTuner:
         step_seconds: Sequence[float],
         allreduce_seconds: Sequence[float],
         boundary_seconds: Sequence[float] = (0.0,),
-        taken: Sequence[float] = (0.0,),
         waited: Sequence[float] = (0.0,),
     ) -> TauDecision | None:
-        """One round's times of every worker, and the steps that they had taken, 0 where one has none, and how long they
-        waited in a round. Returns the first decision, and each change."""
-        if self.apart and not self._leads and all(taken):
-            self._leads = [0, int(max(taken) - taken[self._rank] + 0.5)]
+        """One round's times of every worker, 0 where one has none, and how long each waited in a round. Returns the
+        first decision, and each change."""
         steps, allreduces = [s for s in step_seconds if s > 0], [a for a in allreduce_seconds if a > 0]
         if not steps or not allreduces:
             return None
         self._heard += 1
         if self._heard <= WARM_UP:
             return None
-        self._steps.append(self._pacing(steps))
+        self._steps.append(max(steps))
         self._allreduces.append(min(allreduces))
         self._boundaries.append(max(boundary_seconds))
         self._judged += 1
         if self._judged == WAITS:
             self._judge(min(waited))
         return self._decide(round) if self._heard > WARM_UP + 1 else None
-
-    def know(self, round: int, step_seconds: float, allreduce_seconds: float) -> None:
-        """In place of the first rounds: all workers come, at one step, from a method that has measured both. What a
-        boundary's own work takes, the rounds that follow tell, again without the first of them."""
-        self.apart = False
-        for _ in range(WARM_UP + 2):
-            self.hear(round, [step_seconds], [allreduce_seconds])
-        self._boundaries.clear()
-        self._heard = 0
 
     def _judge(self, waited: float) -> None:
         """waited: by the worker that waits least, in a round."""
@@ -272,7 +233,6 @@ class TauTuner:
             "allreduces": list(self._allreduces),
             "boundaries": list(self._boundaries),
             "wire": (self.wire, list(self._wider), self._before),
-            "apart": (self.apart, self.taken, list(self._leads)),
             "waits": (self._more, list(self._waits), self._judged),
         }
 
@@ -287,22 +247,19 @@ class TauTuner:
         self._allreduces = deque(state["allreduces"], maxlen=WINDOW)
         self._boundaries = deque(state["boundaries"], maxlen=WINDOW)
         self.wire, self._wider, self._before = wire, list(wider), narrow
-        if not self.given:
-            self.apart, self.taken, self._leads = state.get("apart", (False, 0, []))
         self._more, self._waits, self._judged = state.get("waits", (0, [], 0))
 
 
 class Tuned(Rider):
     """The workers' times, from which all choose tau, wire and waiting alike.
 
-    Attributes: decision, taken at the last boundary, if any was; lead, how many more steps than tau this worker takes
-    in the round that runs; chooses, whether tau is chosen, and not given.
+    Attributes: decision, taken at the last boundary, if any was; chooses, whether tau is chosen, and not given.
     """
 
     name, of_each = "tuner", {"times": NUMBERS}
 
     def __init__(self, tuner: TauTuner):
-        self.tuner, self.chooses, self.lead = tuner, tuner.given is None, 0
+        self.tuner, self.chooses = tuner, tuner.given is None
         self.decision: TauDecision | None = None
         self._decided: TauDecision | None = None  # heard, and told from the round's end on
 
@@ -316,14 +273,13 @@ class Tuned(Rider):
         self._decided = self.tuner.hear(self.method.rounds, *(times[i::NUMBERS] for i in range(NUMBERS)))
 
     def end(self) -> None:
-        self.decision, self._decided, self.lead = self._decided, None, self.tuner.lead()
+        self.decision, self._decided = self._decided, None
 
     def state_dict(self) -> Any:
-        return self.tuner.state_dict() | {"lead": self.lead}
+        return self.tuner.state_dict()
 
     def load_state_dict(self, state: Any, *, of_others: bool) -> None:
         if state:
             self.tuner.load_state_dict(state)
-            self.lead = state["lead"]
         if of_others:
             self.method.scalars["times"].zero_()

@@ -44,7 +44,7 @@ def elastic_co2(
 ) -> tuple[OnArrival, Joining]:
     """CO2 whose workers come and go (core/elastic/joining.py), and the rider that lets them in.
 
-    The arguments: see CO2. tau auto, steps by speed and narrow wires are refused; wire auto stands for float32. It
+    The arguments: see CO2. tau auto and narrow wires are refused; wire auto stands for float32. It
     takes a copy of the parameters more. members: see Members. Make it on every worker before any process group exists,
     then call the rider's `join` on all.
     """

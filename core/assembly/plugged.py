@@ -9,8 +9,6 @@ from typing import Any, TypedDict
 import torch.distributed as dist
 from torch import Tensor
 
-from ..adaptive.inner_gap import FirstStep
-from ..adaptive.pace import BySpeed
 from ..adaptive.pacing import Adaptive
 from ..adaptive.tau import TauTuner, Tuned
 from ..checks import tensors_of
@@ -67,16 +65,14 @@ def plugs(
     if not isinstance(more := options.get("riders", ()), Sequence):
         raise UserError(f"riders={more!r}: give a list of them")
     check_names(group := options.get("group"))
-    rank, workers = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
-    by_speed = BySpeed(rank, workers) if c.steps == "by_speed" else None
-    tuned = tuned_for(c, workers) if times else None
+    tuned = tuned_for(c, dist.get_world_size(group) if dist.is_initialized() else 1) if times else None
     masters = tensors_of(options.get("model_params", ()), "parameters")
     guard = Guard(c.outlier)
-    riders = [guard, by_speed, Spread(guard), tuned, FirstStep() if c.gap == "inner" else None, Agreement()]
+    riders = [guard, Spread(guard), tuned, Agreement()]
     riders += [*more, Watch(masters), Masters(masters) if masters else None]
     carries = {name: given for name, given in options.items() if name in ("group", "timeout")}
     return {
-        "pacing": Adaptive(tau, c.delay, tuned=tuned, by_speed=by_speed),
+        "pacing": Adaptive(tau, c.delay, tuned=tuned),
         "buffers": options.get("buffers", ()),
         "flight": functools.partial(
             flight or flight_over(options.get("link")), hidden=hidden and c.delay != 0, roll=peers, **carries
@@ -109,6 +105,4 @@ def tuned_for(c: CO2Config, workers: int) -> Tuned | None:
     given = None if c.tau == "auto" else c.tau
     if given is not None and len(wires) == 1 and (c.delay != "auto" or workers == 1):
         return None
-    by_speed = c.steps == "by_speed"
-    waits = c.delay != "auto" or by_speed or workers == 1
-    return Tuned(TauTuner(c.tau_max, c.tau_margin, wires, by_speed=by_speed, given=given, waits=waits))
+    return Tuned(TauTuner(c.tau_max, c.tau_margin, wires, given=given))

@@ -16,7 +16,6 @@ from ..errors import UserError
 from ..groups import host_group, of_all
 from . import checkpoint, stored
 from .named import load_model, load_optimizer, of_optimizer, random_state, set_random_state
-from .saved import Saved
 
 STEPS = 10**9  # what a folder's name has room for
 
@@ -54,10 +53,6 @@ def save(
         raise UserError(f"step={step!r}: give the number of steps taken, from 0 to {STEPS - 1}")
     if not isinstance(keep, int) or keep < 1:
         raise UserError(f"keep={keep!r}: give the number of checkpoints that stay, 1 or more")
-    if isinstance(co2, Saved):
-        co2.pacing.check_saving(co2)
-        if not co2.pacing.together:
-            co2.catch_up(max(of_all(co2.rounds)))
     held = {
         "model": model.state_dict(),
         "optimizer": of_optimizer(optimizer, model) if optimizer is not None else {},

@@ -30,7 +30,6 @@ class Saved(Rounds):
         (BatchNorm's buffers, too) and optimiser. Of all objects with the same settings it has the same keys and shapes,
         so that torch.distributed.checkpoint can load into that of a new one.
         """
-        self.pacing.check_saving(self)  # first: own_state waits for what is in flight
         return under_rank(self.own_state())
 
     @torch.no_grad()
@@ -43,15 +42,6 @@ class Saved(Rounds):
         for outer state that is unlike on all workers (UserError); what a narrow wire format held back is lost then.
         """
         self.load_own_state(of_rank(state))
-
-    def catch_up(self, rounds: int) -> None:
-        """Closes rounds, waiting for each mean, until `rounds` have closed. Every worker must call it.
-
-        For a checkpoint, which needs all workers in one round, where a pacing such as skip_after lets them come to one
-        step in unlike rounds. rounds: the largest number of any worker.
-        """
-        while self.rounds < rounds:
-            self._boundary(finished=False)
 
     @torch.no_grad()
     def resync(self) -> None:
@@ -129,7 +119,7 @@ class Saved(Rounds):
         for rider in self.riders:
             rider.load_state_dict(state.get("riders", {}).get(rider.name), of_others=others)
         self.begin_round(self.flight.launched)
-        self.pacing.begin(self.flight.launched, self.local_steps)
+        self.pacing.begin(self.flight.launched)
 
     def _forget_errors(self) -> None:
         """What error feedback held back of another worker's is not this one's."""

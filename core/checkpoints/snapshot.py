@@ -7,7 +7,7 @@ from typing import Any
 
 from ..held import Held
 from ..riders import Rider
-from .saved import Saved, on_host, under_rank
+from .saved import Saved, under_rank
 
 
 class Snapshot(Rider):
@@ -31,8 +31,7 @@ class Snapshot(Rider):
         """
         self.hand_over()
         m, self._wanted = self._saved, then
-        riders = {rider.name: rider.state_dict() for rider in m.riders if rider.steps_change_it}
-        self._of_now = {"local_steps": m.local_steps, "riders": riders}
+        self._of_now = {"local_steps": m.local_steps}
         if not self.method.flight.in_flight:
             self.hand_over()
 
@@ -40,9 +39,7 @@ class Snapshot(Rider):
         """Waits for what is in flight and gives the snapshot that was asked for, where one was."""
         if self._wanted is not None:
             then, self._wanted = self._wanted, None
-            state, now = self._saved.own_state(), self._of_now
-            riders = {name: on_host(held) for name, held in now["riders"].items()}
-            then(under_rank(state | now | {"riders": state["riders"] | riders}))
+            then(under_rank(self._saved.own_state() | self._of_now))
 
     def landed(self) -> None:
         self.hand_over()

@@ -201,7 +201,7 @@ def _of_placement(facts: Sequence[Facts], nodes: list[list[int]]) -> Iterator[st
         yield f"LOCAL_WORLD_SIZE is not the number of workers on the node, on {ranks_text(wrong)}: start with torchrun"
     if len(names := _by_value({f.rank: f.device_name for f in facts})) > 1:
         listed = "; ".join(f"{name} on {who}" for name, who in names.items())
-        yield f"devices are unlike: {listed}: the slowest sets the pace; steps='by_speed' lets it take fewer steps"
+        yield f"devices are unlike: {listed}: the slowest sets the pace"
     if pageable := [f.rank for f in facts if not f.pins]:
         yield f"the host's memory cannot be pinned on {ranks_text(pageable)}: offload=True would be refused there"
 

@@ -125,7 +125,6 @@ def check_elastic(config: Any) -> None:
     for ok, name, remedy in (
         (config.tau != "auto", "tau='auto'", "give a number of local steps"),
         (config.wire.format in ("float32", "auto"), f"wire.format={config.wire.format!r}", "leave it out"),
-        (config.steps == "even", f"steps={config.steps!r}", "leave it out"),
     ):
         if not ok:
             raise UserError(f"elastic does not go with {name}: {remedy}")

@@ -63,14 +63,6 @@ def check_loader(who: str, loader: Any) -> None:
         )
 
 
-def check_pace(who: str, config: Any) -> None:
-    """UserError for workers that take unlike numbers of steps: a trainer evaluates and saves by its own step number."""
-    if getattr(config, "steps", "even") == "by_speed":
-        raise UserError(
-            f"{who}: steps='by_speed': the trainer counts equal steps on all workers: leave it out, or write the loop"
-        )
-
-
 def save_own(folder: str | os.PathLike[str], rank: int, **parts: Any) -> None:
     """Writes this worker's own state beside what the trainer writes for all. parts: name -> what has state_dict(); one
     is co2."""

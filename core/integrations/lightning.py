@@ -32,7 +32,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from ..assembly import CO2, CO2Config
 from ..errors import UserError
 from ..robust.requests import Requests
-from .common import check_model, check_pace, leave_at_exit, load_own, logged, save_own
+from .common import check_model, leave_at_exit, load_own, logged, save_own
 
 WHO = "CO2Strategy"
 SAVES = ("_save_topk_checkpoint", "_save_last_checkpoint")
@@ -56,7 +56,7 @@ class CO2Strategy(DDPStrategy):
 
     Attributes: co2, the core.CO2 while fit() runs, else None.
 
-    UserError: SyncBatchNorm, models in wrappers, several optimisers, steps="by_speed", ModelCheckpoint with
+    UserError: SyncBatchNorm, models in wrappers, several optimisers, ModelCheckpoint with
     train_time_interval and Trainer's max_time, which make all workers wait in every step.
     """
 
@@ -71,8 +71,7 @@ class CO2Strategy(DDPStrategy):
         **options: Any,
     ):
         super().__init__(process_group_backend=process_group_backend, start_method=start_method)
-        check_pace(WHO, config)
-        self._config, self._options = config, options
+            self._config, self._options = config, options
         self.co2: CO2 | None = None
         self._rounds = _Rounds(self)
         self._loaded = ""  # the checkpoint that this run goes on from
@@ -213,7 +212,6 @@ class _Rounds(Callback):
         last = trainer.global_step + 1 == trainer.max_steps
         if loop.epoch_loop._num_ready_batches_reached():
             last |= loop.max_epochs == trainer.current_epoch + 1 or self._check(loop._data_fetcher)
-            last |= not self._co2.pacing.together  # an epoch's metrics may be reduced, and all must come to it
         self._finished = False
         if self._co2.step(last=last):
             self._closed, self._unlogged = self._co2.stats, True  # of later rounds only a part is known

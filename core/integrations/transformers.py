@@ -34,7 +34,6 @@ from .common import (
     check_accelerator,
     check_loader,
     check_model,
-    check_pace,
     leave_at_exit,
     load_own,
     logged,
@@ -69,7 +68,7 @@ class CO2Callback(TrainerCallback):
 
     Attributes: co2, the core.CO2 while train() runs, else None.
 
-    UserError: DeepSpeed, FSDP, DataParallel, SyncBatchNorm, dispatched batches, steps="by_speed", and the arguments
+    UserError: DeepSpeed, FSDP, DataParallel, SyncBatchNorm, dispatched batches, and the arguments
     include_num_input_tokens_seen, auto_find_batch_size and enable_jit_checkpoint.
     """
 
@@ -80,7 +79,6 @@ class CO2Callback(TrainerCallback):
         self._due: set[str] = set()
         self._ended = False
         check_accelerator(WHO, trainer.accelerator)
-        check_pace(WHO, config)
         args: Any = trainer.args
         for name, (allowed, why) in REFUSED.items():
             if args.world_size > 1 and getattr(args, name) != allowed:

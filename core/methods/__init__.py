@@ -27,10 +27,8 @@ from ..testing.link import Link
 from ..zeroth import ZerothConfig as ZerothConfig
 from ..zeroth.elastic import ElasticZeroth as ElasticZeroth
 from ..zeroth.method import Zeroth
-from . import auto, ddp, delayed, local_sgd, overlap_local_sgd, registry, slowmo, zeroth
+from . import ddp, delayed, local_sgd, overlap_local_sgd, registry, slowmo, zeroth
 from . import co2 as of_co2
-from .auto import Auto as Auto
-from .auto import AutoConfig as AutoConfig
 from .ddp import DDP
 from .delayed import DelayedCO2 as DelayedCO2
 from .delayed import DelayedConfig as DelayedConfig
@@ -44,7 +42,6 @@ from .slowmo import SlowMoConfig as SlowMoConfig
 
 REGISTRY: list[Entry] = [
     of_co2.ENTRY,
-    auto.ENTRY,
     ddp.ENTRY,
     delayed.ENTRY,
     local_sgd.ENTRY,
@@ -52,7 +49,7 @@ REGISTRY: list[Entry] = [
     slowmo.ENTRY,
     zeroth.ENTRY,
 ]
-METHODS = tuple(entry.name for entry in REGISTRY if entry.kind not in ("chosen", "optimizer"))
+METHODS = tuple(entry.name for entry in REGISTRY if entry.kind != "optimizer")
 Method = Saved | DDP | Zeroth
 
 
@@ -75,17 +72,16 @@ def make_method(
 ) -> tuple[nn.Module, Method]:
     """The model to call in the loop, and the method whose step() follows every optimiser step.
 
-    name: one of METHODS, or auto. co2: None for CO2Config(), and with auto for the recommended settings. The period of
-    every local method is co2.tau, so that comparisons share it. schedule: of co2, see CO2. lr: returns the current
+    name: one of METHODS. co2: None for CO2Config(). The period of every local method is co2.tau, so that comparisons
+    share it. schedule: of co2, see CO2. lr: returns the current
     inner learning rate, for SlowMo. mesh: [nodes, workers of a node]: these synchronise gradients every step, and the
     method runs across nodes; ddp synchronises all every step anyway. With methods other than co2 riders then hear, of
     each node, the worker of their own place alone. shard, offload: see ShardedCO2. group, timeout,
-    link, riders: see assembly.Options. settings: of the method, by its key: auto, delayed, slowmo, overlap_local, or
+    link, riders: see assembly.Options. settings: of the method, by its key: delayed, slowmo, overlap_local, or
     ddp_wire, how ddp's gradients cross the network.
     """
     entry = entry_of(name)
-    workers = dist.get_world_size(group) if dist.is_initialized() else 1
-    co2 = entry.usual(workers) if co2 is None else of_kind(co2, CO2Config, "co2")
+    co2 = of_kind(co2, CO2Config, "co2")
     if not isinstance(model, nn.Module):
         raise UserError(f"model: a {type(model).__name__} is given: give the module itself")
     own = check_settings(name, co2, shard=shard, offload=offload, schedule=schedule, **settings)

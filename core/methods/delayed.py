@@ -44,8 +44,6 @@ class DelayedConfig:
 
     def check(self, co2: AdaptiveConfig) -> None:
         """Refuses what of CO2's settings does not go with these, and what may diverge."""
-        if co2.steps != "even":
-            raise UserError(f"steps={co2.steps!r}: the delayed methods know no weights by steps; leave it out")
         if co2.merge != "outer" or not (co2.at_boundary or co2.delay == 0):
             raise UserError(
                 f"merge={co2.merge!r}, delay={co2.delay!r}: the delayed methods restart from the outer iterate at a "

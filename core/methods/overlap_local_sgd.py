@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Unpack
@@ -11,7 +10,6 @@ from typing import Literal, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..adaptive.pacing import lands_within
 from ..assembly import CO2Config, Options, of_kind, plugs_of_other
 from ..assembly.wire import WireConfig
 from ..checkpoints.saved import Saved
@@ -77,7 +75,8 @@ class OverlapLocalSGD(Saved):
             return
         if not self.flight.landed():
             with self.clock.early_merge(self.tau):  # the waiting; it is merged at the round's end
-                lands_within(self.flight, math.inf)
+                with self.flight.counted():
+                    self.flight.settle()
         scale = 1 / self.scalars["weight"].double()  # NaN or infinite where no worker counts
         held = [t for b in self.buckets for t in (*b.params, *b.buffers)]
         own = [t.clone() for t in held]

@@ -49,21 +49,18 @@ class Entry:
     """A method.
 
     make: the model to call in the loop, and the method. kind: hidden, reductions run under local steps; blocking, local
-    steps wait for them; synchronous, every step is a round; chosen, one that picks among these; or optimizer, a method
-    in an optimiser's place. settings: its own, if it has any. check: refuses settings that do not go together.
+    steps wait for them; synchronous, every step is a round; or optimizer, a method in an optimiser's place. settings: its own, if it has any. check: refuses settings that do not go together.
     reads_co2: whether it reads all of CO2Config, or tau and tau_max alone. takes: which of shard, offload, schedule,
-    elastic and, of those that do not read all of CO2Config, wire. usual: CO2's settings where none are given, by the
-    number of workers.
+    elastic and, of those that do not read all of CO2Config, wire.
     """
 
     name: str
     make: Callable[[Given], tuple[nn.Module, Any]]
-    kind: Literal["hidden", "blocking", "synchronous", "chosen", "optimizer"]
+    kind: Literal["hidden", "blocking", "synchronous", "optimizer"]
     settings: Settings | None = None
     check: Callable[[Given], object] = lambda given: None
     reads_co2: bool = False
     takes: frozenset[str] = frozenset()
-    usual: Callable[[int], CO2Config] = lambda workers: CO2Config()
 
     @property
     def local(self) -> bool:
@@ -110,6 +107,6 @@ def _check_unread(entry: Entry, co2: CO2Config) -> None:
         remedy = "set ddp_wire" if name == "ddp" else "leave it out"
         raise UserError(f"wire.format={co2.wire.format!r} is CO2's own, method {name!r} does not have it: {remedy}")
     co2.wire.check_given()
-    for key in ("merge", "delay", "steps", "outlier"):
+    for key in ("merge", "delay", "outlier"):
         if (value := getattr(co2, key)) != getattr(CO2Config(), key):
             raise UserError(f"{key}={value!r} is CO2's own, method {name!r} does not have it: leave it out")

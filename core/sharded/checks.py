@@ -15,8 +15,6 @@ def check_shared(c: AdaptiveConfig, wire: str = "float32") -> None:
     """Refuses what may diverge, or needs the whole outer state in one place, all in one line. wire: its format."""
     c.check_stable()
     problems = []
-    if c.gap == "inner":
-        problems.append("gap='inner' needs unshared outer state: choose elementwise, norm or none")
     if c.merge != "outer" or not c.at_boundary:
         problems.append(
             f"merge={c.merge!r} with delay={c.delay!r} needs the outer state whole: shared, it knows merge outer with "

@@ -164,10 +164,6 @@ class ShardedCO2(Saved):
     # -- the boundary ---------------------------------------------------------------------------------------
 
     def close_round(self, *, finished: bool) -> bool:
-        if self._node.group is not None and not self.pacing.together:
-            raise UserError(
-                "skip_after with an inner group, whose workers must close their rounds together: leave it out"
-            )
         if not self._checked:  # once: each worker of a node sends a part of the parameters for all of them
             self._checked = True
             if reason := self._node.check(self.params):

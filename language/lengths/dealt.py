@@ -20,7 +20,6 @@ from language.lengths.packed import Document, Packed, Rows, attend_to_documents,
 from language.lengths.rings import Rings, check_room
 from language.lengths.rounds import Order, by_tokens, cost, crossing_of, deal, into_parts
 from language.recipe import TextRecipe
-from training.progress import pacing_of
 from training.run import Run
 from training.workers import rank, world_size
 
@@ -163,10 +162,6 @@ class Dealt:
 
 
 def steps_ahead(method: Method) -> int:
-    """The optimiser steps that all workers take before they meet next; 1 where they meet at every step, and while tau
-    auto has them at unlike steps, where a deal of more would not be the same on all. Asked between two rounds, or two
-    spans of one that goes on because its mean is late."""
-    if not isinstance(method, Rounds):
-        return 1
-    pacing = pacing_of(method)
-    return 1 if pacing is not None and pacing.apart else method.tau
+    """The optimiser steps that all workers take before they meet next; 1 where they meet at every step. Asked between
+    two rounds."""
+    return method.tau if isinstance(method, Rounds) else 1

@@ -168,7 +168,7 @@ class Elastic:
                 if self.deal is not deal:
                     break
 
-    def come_together(self, due: Due, *, ended: bool) -> Due:
+    def come_together(self, due: Due) -> Due:
         """Due to one is due to all: they are at one step."""
         return due
 
