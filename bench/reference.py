@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.testing.reference import EPS, Reference
+from core.testing.reference import Reference
 
 Mean = Callable[[Tensor, Tensor], Tensor]
 
@@ -25,8 +25,7 @@ def mean(values: Tensor, weights: Tensor) -> Tensor:
 class Sent:
     """What the workers sent at one boundary, until its mean is merged."""
 
-    number: int  # t: the round that it ended
-    tau: int  # its local steps
+    tau: int  # local steps of the round that it ended
     own: Tensor  # d^i: [workers, n]
     mean: Tensor  # Delta: [n]
 
@@ -47,7 +46,6 @@ class LateReference(Reference):
       moment is applied; with keep minus its own progress since its last sending, the sum of its local steps, so that
       nothing is counted twice.
     nesterov: the outer step takes beta m_t + Delta_t / Lambda_t in place of m_t.
-    gap: also inner, whose scale is tau times the largest mean length of a round's first local step.
     weights: of the workers in the next means, [workers]: a mean is sum(w^i d^i) / sum(w^i), and 0 where nobody has a
       weight. A worker whose difference is not finite, or has weight 0, is left out: its d^i is 0, its weight too, and
       once the boundary is through it continues from the outer iterate.
@@ -71,8 +69,6 @@ class LateReference(Reference):
     weights: Tensor | None = None  # None: all 1
     reduce: Mean = mean
     in_flight: list[Sent] = field(default_factory=list, init=False)  # pyright: ignore
-    first_steps: list[Tensor] = field(default_factory=list, init=False)
-    """mean_i ||first local step|| of each round."""
 
     def __post_init__(self) -> None:
         if self.merge not in ("outer", "mix", "keep"):
@@ -83,15 +79,12 @@ class LateReference(Reference):
         self.in_flight, self.m_tau = [], self.tau
         self.base = self.x.clone()  # x less the own local steps since the last sending
         self.left_out = torch.zeros_like(self.x[:, 0], dtype=torch.bool)  # at the last sending
-        self.first_step = torch.zeros_like(self.x[:, 0])
 
     @property
     def whole_round(self) -> bool:
         return self.delay is None or self.delay == self.tau
 
     def local_step(self) -> bool:
-        if self.steps == 0:
-            self.first_step = (self.x - self.base).norm(dim=1)
         if self.in_flight and self.steps + 1 == self.delay and not self.whole_round:
             self.land()
         return super().local_step()
@@ -116,8 +109,7 @@ class LateReference(Reference):
         weights = torch.where(self.left_out, 0.0, weights)
         own = torch.where(self.left_out[:, None], 0.0, own)
         self.deltas.append(self.reduce(own, weights))
-        self.first_steps.append(mean(torch.where(self.left_out, 0.0, self.first_step), weights))
-        self.in_flight.append(Sent(len(self.first_steps) - 1, self.tau, own, self.deltas[-1]))
+        self.in_flight.append(Sent(self.tau, own, self.deltas[-1]))
         self.base, self.steps = self.x.clone(), 0
 
     def land(self, *, finishing: bool = False) -> None:
@@ -148,13 +140,6 @@ class LateReference(Reference):
     def clipped(self, m: Tensor) -> Tensor:
         """Step 6."""
         return m if self.phi is None else torch.where(m.abs() > self.phi, self.phi * m.sign(), m)
-
-    def staleness(self, delta: Tensor) -> Tensor | float:
-        if self.gap != "inner":
-            return super().staleness(delta)
-        moved = self.outer[-1] - self.outer[-2] if len(self.outer) > 1 else torch.zeros_like(delta)
-        longest = torch.stack(self.first_steps[: self.landed.number + 1]).max()
-        return 1 + moved.norm() / (self.landed.tau * longest + EPS)
 
     def finish(self) -> None:
         """Applies what is pending, as the class's docstring says; all workers end with equal parameters."""

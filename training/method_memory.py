@@ -31,7 +31,7 @@ from core.flat import Bucket
 from core.flight import Flight
 from core.lgreco import curves, senders
 from core.lgreco.reducer import LGreco
-from core.methods import CO2Config, gradient_wire, make_method
+from core.methods import gradient_wire, make_method
 from core.reducer import Reducer
 from core.rounds import Rounds
 from core.wires import quantized

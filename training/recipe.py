@@ -61,8 +61,8 @@ class Recipe(OfMethods):
     least_part: ClassVar[int] = 2
     """Samples that BatchNorm needs at once; 1 where it is taken over the many points of each sample."""
     method: MethodName = "co2"
-    """How the workers are kept together. The period of every local method is co2.tau. zo: no backward pass, the workers exchange losses alone; of language
-    models."""
+    """How the workers are kept together. The period of every local method is co2.tau. zo: no backward pass, the workers
+    exchange losses alone; of language models."""
     co2: CO2Config = field(default_factory=CO2Config)
     recommended: bool = False
     """Start from CO2Config.recommended, at the recipe's tau, instead of the paper's settings; --co2.* change it. Small

@@ -28,7 +28,6 @@ STEPS = 26
 SETTINGS = {
     "paper": CO2Config(tau=4),
     "gap norm, no clip": CO2Config(tau=4, clip=None, gap="norm"),
-    "gap inner": CO2Config(tau=4, gap="inner"),
     "delay 0": CO2Config(tau=4, gap="none", delay=0),
     "delay 0, momentum": CO2Config(tau=4, gap="none", delay=0, outer_momentum=0.5, outer_lr=0.4),
     "mix": CO2Config(tau=4, merge="mix"),

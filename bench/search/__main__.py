@@ -113,7 +113,7 @@ class Search:
 
 # -- methods as they are written --------------------------------------------------------------------------------
 
-WORDS = {"gap": ("elementwise", "norm", "inner", "none"), "merge": ("outer", "mix", "keep"), "wire": WIRES}
+WORDS = {"gap": ("elementwise", "norm", "none"), "merge": ("outer", "mix", "keep"), "wire": WIRES}
 
 
 def parse(text: str) -> list[Settings]:

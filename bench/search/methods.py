@@ -206,8 +206,6 @@ class Outer(Method):
         self.delay = tau if options["delay"] is None else options["delay"]
         if not 1 <= count <= tau:
             raise ValueError(f"fragments={count}: between 1 and tau={tau}")
-        if count > 1 and options["gap"] == "inner":
-            raise ValueError("fragments: they have no gap inner")
         pieces = x.tensor_split(count, dim=1)
         self.parts = [LateReference(part, tau, **options, reduce=mean_over(wire)) for part in pieces]
         for i, part in enumerate(self.parts):

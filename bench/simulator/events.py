@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
-
 from core.adaptive.pace import WINDOW
+
 from core.errors import UserError
 from core.methods import METHODS
 

@@ -71,7 +71,7 @@ class CO2Strategy(DDPStrategy):
         **options: Any,
     ):
         super().__init__(process_group_backend=process_group_backend, start_method=start_method)
-            self._config, self._options = config, options
+        self._config, self._options = config, options
         self.co2: CO2 | None = None
         self._rounds = _Rounds(self)
         self._loaded = ""  # the checkpoint that this run goes on from

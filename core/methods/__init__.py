@@ -27,8 +27,8 @@ from ..testing.link import Link
 from ..zeroth import ZerothConfig as ZerothConfig
 from ..zeroth.elastic import ElasticZeroth as ElasticZeroth
 from ..zeroth.method import Zeroth
-from . import ddp, delayed, local_sgd, overlap_local_sgd, registry, slowmo, zeroth
 from . import co2 as of_co2
+from . import ddp, delayed, local_sgd, overlap_local_sgd, registry, slowmo, zeroth
 from .ddp import DDP
 from .delayed import DelayedCO2 as DelayedCO2
 from .delayed import DelayedConfig as DelayedConfig

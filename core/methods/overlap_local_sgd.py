@@ -74,9 +74,8 @@ class OverlapLocalSGD(Saved):
             yield equal
             return
         if not self.flight.landed():
-            with self.clock.early_merge(self.tau):  # the waiting; it is merged at the round's end
-                with self.flight.counted():
-                    self.flight.settle()
+            with self.clock.early_merge(self.tau), self.flight.counted():  # it is merged at the round's end
+                self.flight.settle()
         scale = 1 / self.scalars["weight"].double()  # NaN or infinite where no worker counts
         held = [t for b in self.buckets for t in (*b.params, *b.buffers)]
         own = [t.clone() for t in held]

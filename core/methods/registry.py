@@ -49,7 +49,8 @@ class Entry:
     """A method.
 
     make: the model to call in the loop, and the method. kind: hidden, reductions run under local steps; blocking, local
-    steps wait for them; synchronous, every step is a round; or optimizer, a method in an optimiser's place. settings: its own, if it has any. check: refuses settings that do not go together.
+    steps wait for them; synchronous, every step is a round; or optimizer, a method in an optimiser's place.
+    settings: its own, if it has any. check: refuses settings that do not go together.
     reads_co2: whether it reads all of CO2Config, or tau and tau_max alone. takes: which of shard, offload, schedule,
     elastic and, of those that do not read all of CO2Config, wire.
     """

@@ -67,7 +67,6 @@ bench.search --methods co2:merge=half => merge='half'; choose among outer, mix, 
 bench.search --methods co2:beta=x => beta='x'; give a number, 0 or more
 bench.search --methods co2:delay=1.5 => delay='1.5'; give a whole number, 0 or more
 bench.search --methods co2:fragments=9 --tau 6 => fragments=9: between 1 and tau=6
-bench.search --methods co2:fragments=2,gap=inner => fragments: they have no gap inner
 bench.search --methods ddp:wire=int1 => wire='int1'; choose among float32, bfloat16
 bench.search --methods co2:nesterov=1 => nesterov='1'; choose true or false
 bench.search --methods co2:delay=9 --tau 6 => delay=9: between 0 and tau=6

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from core.adaptive.pace import BySpeed
 
 from bench.search.__main__ import parse
 from bench.search.engine import Plan, train
@@ -14,7 +15,6 @@ from bench.simulator.events import SSP, Rule, Work, Workers, simulate
 from bench.uneven import __main__ as command
 from bench.uneven.__main__ import Rows, Uneven, markdown
 from bench.uneven.train import Crew, Way, train_by_speed, train_ssp, ways
-from core.adaptive.pace import BySpeed
 from core.errors import UserError
 from tests.bench.test_search_ranks import draw
 from tests.problems import small_net

@@ -108,6 +108,6 @@ def bytes_of_start(rank: int, world_size: int, method: str) -> dict[str, Any]:
     return sent
 
 
-@pytest.mark.parametrize("method", ["co2", "ddp", "auto"])
+@pytest.mark.parametrize("method", ["co2", "ddp"])
 def test_a_method_that_begins_alike_sends_no_model(method: str):
     assert run_distributed(bytes_of_start, 2, method) == [{"alike": False, "apart": True}] * 2

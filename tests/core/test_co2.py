@@ -26,7 +26,7 @@ def grid() -> list[Settings]:
     configs = []
     for (beta, alpha), clip, tau in product(OUTER, CLIPS, (1, 4)):
         base = Settings(tau=tau, outer_momentum=beta, outer_lr=alpha, **clip)
-        configs += [replace(base, gap=gap, allow_unstable=True) for gap in ("elementwise", "norm", "inner", "none")]
+        configs += [replace(base, gap=gap, allow_unstable=True) for gap in ("elementwise", "norm", "none")]
         configs.append(replace(base, gap="none", delay=0))
     return configs
 
@@ -165,7 +165,6 @@ VARIANTS = {
     "outer_lr": {"outer_lr": 0.4},
     "outer_momentum": {"outer_momentum": 0.3},
     "gap=norm": {"gap": "norm"},
-    "gap=inner": {"gap": "inner"},
     "gap=none": {"gap": "none"},
     "clip": {"clip": 0.2},
     "no clip": {"clip": None},

@@ -15,7 +15,7 @@ def grid() -> list[Settings]:
         for j, clip in enumerate(CLIPS):
             tau = (1, 4)[(i + j) % 2]
             base = Settings(tau=tau, outer_momentum=beta, outer_lr=alpha, allow_unstable=True, nesterov=True, **clip)
-            configs += [replace(base, gap=gap) for gap in ("elementwise", "norm", "inner", "none")]
+            configs += [replace(base, gap=gap) for gap in ("elementwise", "norm", "none")]
             configs.append(replace(base, gap="none", delay=0))
     return configs
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch, torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # a backend that moves nothing, as NCCL moves nothing of a CPU's
-from core import AutoConfig, CO2Config, WireConfig, make_method
+from core import CO2Config, WireConfig, make_method
 from core.groups import host_group
 
 rank, folder, kinds = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
@@ -33,7 +33,6 @@ def settings(kind):
         "co2 sharded": lambda: {"co2": CO2Config(tau=2), "shard": True},
         "co2 of a subgroup": lambda: {"co2": CO2Config(tau=2), "group": [dist.new_group([i]) for i in range(2)][rank]},
         "ddp over int4": lambda: {"ddp_wire": WireConfig("int4")},
-        "auto": lambda: {"auto": AutoConfig(share=1e-9, steps=4)},
     }[kind]()
 
 def train(kind):
@@ -46,7 +45,6 @@ def train(kind):
             model(torch.ones(1, 3)).sum().backward()
             optimizer.step()
             method.step()
-    assert kind != "auto" or method.ddp is None, "it has gone over to CO2"
     return model, method
 
 kept = []  # as a script's own names are at its end
@@ -63,7 +61,7 @@ for kind in kinds:
     dist.destroy_process_group()
     print(f"{kind}: {before > 0}, {threads()}")
 """
-KINDS = ("co2", "co2 sharded", "co2 of a subgroup", "ddp over int4", "auto", "host")
+KINDS = ("co2", "co2 sharded", "co2 of a subgroup", "ddp over int4", "host")
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in Linux's /proc")

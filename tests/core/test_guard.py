@@ -20,7 +20,6 @@ STEPS, BAD, SPOILT_AT, JUMP_AT = 24, 1, 7, 20
 WAYS = {
     "paper": Settings(tau=3),
     "norm": Settings(tau=3, gap="norm", clip=None),
-    "inner": Settings(tau=3, gap="inner"),
     "mix": Settings(tau=3, merge="mix"),
     "mix_late": Settings(tau=3, merge="mix", delay=2, gap="none", outer_momentum=0.3),
     "keep": Settings(tau=3, merge="keep", delay=1, gap="none"),

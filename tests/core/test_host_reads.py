@@ -9,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import CO2, CO2Config, ShardedCO2, flat
 from core.adaptive.merging import MergingBoundary
-from core.checkpoints.snapshot import Snapshot
 from core.flight import Flight
 from core.robust import guard
 from tests import problems
@@ -30,7 +29,7 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("gap", ["elementwise", "norm", "inner", "none"])
+@pytest.mark.parametrize("gap", ["elementwise", "norm", "none"])
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_a_round_reads_nothing_from_the_device(gap: Any, clip: float | None, monkeypatch: pytest.MonkeyPatch):
     """With the plain pass, which runs on a GPU where Triton is not installed; the one for CPUs reads its sums."""
@@ -63,16 +62,6 @@ def test_statistics_of_shared_state_go_off_before_what_follows_is_launched(monke
     monkeypatch.setattr(co2.flight, "launch", launch)
     problems.take_steps(co2, params, 0, range(4))
     assert left == [] and co2.stats.as_dict()["momentum_norm"] > 0
-
-
-def test_a_snapshot_is_asked_for_without_waiting_for_the_device():
-    """A number that the steps of the next round change, such as gap inner's, is kept on the device."""
-    params = problems.odd_parameters()
-    co2 = CO2(params, CO2Config(tau=2, gap="inner"), riders=[snapshot := Snapshot()])
-    problems.take_steps(co2, params, 0, range(4))
-    with HostReads(torch.ops.aten._to_copy.default) as reads:
-        snapshot.ask(lambda state: None)
-    assert reads.seen == []
 
 
 def reads_in_rounds(co2: CO2 | ShardedCO2, params: list[nn.Parameter]) -> list[str]:

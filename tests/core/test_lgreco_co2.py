@@ -18,10 +18,7 @@ CO2S = {
     "paper": {},
     "keep": {"merge": "keep", "delay": "auto", "gap": "none", "outer_momentum": 0.0},
     "mix": {"merge": "mix", "delay": 1, "gap": "norm"},
-    "inner": {"gap": "inner"},
     "auto": {"tau": "auto", "tau_max": 4},
-    "by speed": {"steps": "by_speed", "tau": 3},
-    "late": {"merge": "keep", "gap": "none"},
     "delayed": {},
 }
 
@@ -56,7 +53,6 @@ def co2_trained(rank: int, world_size: int) -> list[tuple[str, Tensor, list[str]
         for wire in LGRECO.values() if name == "paper" else [LGRECO["rank2"]]:
             config = CO2Config(**({"tau": 2, "outer_lr": 0.7} | settings), wire=wire)
             run = made(config, "delayed" if name == "delayed" else "co2")
-            run[2].pacing.skip_after = 1e-3 if name == "late" else None
             go(run, rank, range(24 + rank))  # they end at different steps
             seen.append((f"{name} {wire.like}", *ended(run)))
     return seen

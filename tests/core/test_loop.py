@@ -56,26 +56,6 @@ def test_a_boundary_is_where_a_round_has_closed_and_settle_says_whether_the_mode
     assert torch.equal(zero["end"], one["end"]) and zero["closed"]
 
 
-def apart(rank: int, world_size: int) -> list[bool]:
-    """tau auto's first rounds, which workers close at unlike steps."""
-    params = problems.odd_parameters()
-    told = []
-    with CO2(params, CO2Config.recommended(2)) as co2:
-        for step in range(60):
-            sgd_step(params, rank, step)
-            time.sleep(0.002)
-            co2.step()
-            if co2.pacing.apart:
-                told.append(co2.at_boundary and co2.flight.in_flight)
-                told.append(co2.flight.in_flight and co2.settle())
-    return told
-
-
-def test_no_boundary_while_workers_close_their_rounds_at_unlike_steps():
-    for told in run_distributed(apart, 2):
-        assert told and not any(told)
-
-
 def like_a_plain_loop(rank: int, world_size: int) -> list[Tensor]:
     ends = []
     for in_block in (True, False):

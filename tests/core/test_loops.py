@@ -124,7 +124,7 @@ def checkpoints(rank: int, world_size: int) -> None:
 
     narrow = CO2Config(TAU, wire=WireConfig("int4"))
     wired = [
-        ("co2", CO2Config(TAU, gap="inner", wire=WireConfig("int8"))),
+        ("co2", CO2Config(TAU, wire=WireConfig("int8"))),
         ("local", narrow),
         ("overlap_local", narrow),
     ]

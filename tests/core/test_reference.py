@@ -52,8 +52,7 @@ def test_finish_applies_the_mean_in_flight_and_then_the_incomplete_round():
 def run_quadratic(rho: Tensor, rounds: int, beta: float, alpha: float, gap: str = "none") -> list[Tensor]:
     """Loss x^2/2 in each direction with tau = 1 and the learning rate rho: one local step removes the share rho."""
     x = torch.ones(1, len(rho), dtype=torch.float64)
-    kind = LateReference if gap == "inner" else Reference
-    return kind(x, 1, alpha, beta, gap, phi=None).run(lambda rows, _: rows * rho, 1.0, rounds)
+    return Reference(x, 1, alpha, beta, gap, phi=None).run(lambda rows, _: rows * rho, 1.0, rounds)
 
 
 @pytest.mark.parametrize(("beta", "alpha"), [(0.5, 1.0), (0.0, 1.0), (0.8, 0.5), (0.3, 0.6)])

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 import core.co2
 from core import CO2, CO2Config, LocalSGD, ShardedCO2, SlowMo, UserError, WireConfig, make_method
-from core.adaptive.pace import BySpeed
 from core.checkpoints.saved import Saved, of_rank, under_rank
 from core.checkpoints.snapshot import Snapshot
 from core.config import OuterConfig
@@ -35,7 +34,7 @@ MERGES: list[dict[str, Any]] = [  # or what else meets a mean, such as Nesterov'
     {"nesterov": True},
     {"nesterov": True, "delay": 0, "gap": "none"},
 ]
-RUNS = [("co2", replace(BASE, gap=gap)) for gap in ("elementwise", "norm", "inner", "none")]
+RUNS = [("co2", replace(BASE, gap=gap)) for gap in ("elementwise", "norm", "none")]
 RUNS += [(s.method, s) for s in (replace(BASE, **{"gap": "none"} | changes) for changes in MERGES)]
 RUNS += [(name, BASE) for name in ("local", "slowmo", "overlap_local")]
 
@@ -69,7 +68,7 @@ def go(model: Net, optimizer: torch.optim.Optimizer, method: Any, rank: int, ste
         method.step()
 
 
-@pytest.mark.parametrize(("kind", "config"), [(CO2, CO2Config(2, gap="inner")), (ShardedCO2, CO2Config(2))])
+@pytest.mark.parametrize(("kind", "config"), [(CO2, CO2Config(2)), (ShardedCO2, CO2Config(2))])
 def test_what_was_loaded_may_be_loaded_again(kind: Any, config: CO2Config):
     """As where training is rolled back: a method keeps nothing of the caller's, which it would write to."""
     params = [nn.Parameter(torch.ones(5))]
@@ -263,17 +262,14 @@ def test_a_sum_in_flight_over_other_workers_lands_as_their_mean(changes: dict[st
 
 
 def test_what_is_of_each_worker_is_left_behind_by_another_number():
-    """Verdicts and speeds: one worker's would be heard as another's."""
-    config = CO2Config(tau=2, steps="by_speed")
+    """Verdicts: one worker's would be heard as another's."""
+    config = CO2Config(tau=2)
     writer, reader = CO2(params(3), config), CO2(params(3), config)
     state = of_rank(saved_by(writer))
-    assert "left_out" in writer.scalars.sizes and "step_seconds" in writer.scalars.sizes
-    state["flats"][0][-2:] = 1.0
-    state["riders"]["pace"] = {"seconds": [[1.0]] * 4, "told": 1.0}
+    assert "left_out" in writer.scalars.sizes
+    state["flats"][0][-1:] = 1.0
     reader.load_state_dict(under_rank(state | {"workers": 4, "places": 4}))
-    assert reader.scalars["left_out"].item() == reader.scalars["step_seconds"].item() == 0.0
-    assert reader.scalars["weight"].item() == 2.0, "the local steps of what is in flight"
-    assert reader.rider(BySpeed).state_dict() == {"seconds": [[]], "told": 0.0}
+    assert reader.scalars["left_out"].item() == 0.0
     assert reader.step() and reader.stats.left_out == 0
 
 
@@ -290,7 +286,7 @@ def test_shared_state_goes_on_after_the_end_with_another_number():
 
 def test_a_snapshot_is_the_state_of_its_boundary():
     """Whatever steps follow before it is handed over; without one to wait for it is given at once."""
-    for gap in ("elementwise", "inner"):
+    for gap in ("elementwise", "norm"):
         given: list[dict[str, Any]] = []
         p = params(3)
         co2 = CO2(p, CO2Config(tau=2, gap=gap), riders=[snapshot := Snapshot()])

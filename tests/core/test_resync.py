@@ -39,7 +39,6 @@ def go(method: Any, params: list[nn.Parameter], rank: int) -> Tensor:
 def resynced(rank: int, world_size: int) -> dict[str, tuple[Tensor, Tensor]]:
     """By method: trained from loaded weights after five other steps and resync(), and in a fresh object."""
     kinds = {name: lambda model, name=name: make_method(name, model, co2=CONFIG)[1] for name in LOCAL}
-    kinds["inner"] = lambda model: make_method("co2", model, co2=CO2Config(tau=2, gap="inner"))[1]
     kinds["int8"] = lambda model: make_method("co2", model, co2=CO2Config(tau=2, wire=WireConfig("int8")))[1]
     kinds["shard"] = lambda model: ShardedCO2(list(model.parameters()), CONFIG, shard=True)
     ends = {}

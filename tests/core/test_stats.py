@@ -56,20 +56,6 @@ def test_a_merge_in_mid_round_is_no_part_of_a_local_step(gpu: bool, monkeypatch:
         assert float(clock.stats.boundary_seconds) == pytest.approx(0.05)
 
 
-def test_what_skip_after_waits_for_is_no_part_of_a_local_step():
-    clock = RoundClock(torch.device("cpu"))
-    clock.steps_begin()
-    time.sleep(0.2)
-    clock.pause(0.2)
-    with clock.boundary(tau=4, local_steps=4):
-        pass
-    assert float(clock.stats.step_seconds) < 0.05 and float(clock.stats.merge_seconds) >= 0.2
-    clock.steps_begin()
-    with clock.boundary(tau=4, local_steps=4):
-        pass
-    assert float(clock.stats.merge_seconds) == 0.0
-
-
 def round_stats(**values: float) -> dict[str, float]:
     return RoundStats(**values).as_dict()  # pyright: ignore[reportArgumentType]
 

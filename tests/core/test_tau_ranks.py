@@ -5,14 +5,13 @@ import time
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import core.adaptive.tau
 from bench.reference import LateReference
-from core import CO2, CO2Config, ShardedCO2, UserError, make_method
-from core.adaptive.tau import Tuned
+from core import CO2, CO2Config, make_method
+from core.adaptive.tau import CALIBRATION_TAU, Tuned
 from core.flat import copy
 from core.robust.requests import Requests
 from core.stats import RoundStats
@@ -162,92 +161,60 @@ def test_uneven_workers_end_together_and_the_tuner_is_in_the_checkpoint():
     assert torch.equal(end, other_end) and tau == other_tau
 
 
-def saving_is_refused(co2: CO2 | ShardedCO2) -> bool:
-    """Without waiting for what is in flight, where it is not."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(co2, "own_state", dict)
-        try:
-            co2.state_dict()
-        except UserError as error:
-            assert "save at a boundary where pacing.apart is False" in str(error) and "\n" not in str(error)
-            return True
-    return False
-
-
-def saved_after_finish(rank: int, world_size: int) -> tuple[bool, Tensor, Tensor]:
-    """Of a run whose tau is not chosen yet: whether saving is refused before finish(), and where it and one that was
-    saved after finish() come to."""
-    ends: list[Tensor] = []
-    params, other = problems.odd_parameters(), problems.odd_parameters()
-    co2, resumed = (CO2(p, CO2Config.recommended(world_size)) for p in (params, other))
-    for step in range(6):
-        sgd_step(params, rank, step)
-        co2.step()
-    refused = saving_is_refused(co2)
-    co2.finish()
-    resumed.load_state_dict(co2.state_dict())
-    with torch.no_grad():
-        copy(other, params)
-    for trained, method in ((params, co2), (other, resumed)):
-        assert method.pacing.apart
-        sgd_step(trained, rank, 6)
-        method.step()
-        method.finish()
-        ends.append(flat(trained))
-    return refused, *ends
-
-
-def test_after_finish_workers_are_at_one_point_and_may_save():
-    for refused, end, resumed in run_distributed(saved_after_finish, 2):
-        assert refused and torch.equal(end, resumed)
-
-
 def merging_on_arrival(rank: int, world_size: int) -> dict[str, Any]:
-    """Each worker hears of a new tau, and that all stop, in mid-round, after another number of its own steps."""
+    """Rank 1's steps take more than twice as long: the steps at which rounds closed, and all heard of a stop."""
     params = problems.odd_parameters()
     config = CO2Config(tau="auto", merge="mix", delay="auto", gap="none", outer_momentum=0.0)
     link = Timed(0.06)  # some 0.1 s an all-reduce
     requests = Requests("stop")
     co2 = CO2(params, config, link=link, riders=[requests])
-    tuner = co2.rider(Tuned).tuner
     tell_times(co2, link, 0.003 + 0.004 * rank)
-    closed, stopped, told, waited, refused = [], [], [], [], [saving_is_refused(co2)]
-    wait = co2.flight.wait
-
-    def waits(*args: Any) -> None:
-        if not tuner.decisions:
-            waited.append(not co2.flight.landed())
-        wait(*args)
-
-    co2.flight.wait = waits
-    step = 0
-    while not (stopped and len(closed) > stopped[1] + 2):
+    closed, stopped, step = [], [], 0
+    while not (stopped and len(closed) > stopped[0] + 2):
         sgd_step(params, rank, step)
         time.sleep(0.003 + 0.004 * rank)
         if co2.step():
-            closed.append((step, co2.pacing.apart))
-            refused.append(saving_is_refused(co2) if not stopped else co2.pacing.apart)
-            told += [co2.pacing.decision] if co2.pacing.decision else []
-            if rank == 0 and not co2.pacing.apart:
+            assert co2.at_boundary
+            closed.append((step, co2.tau, co2.pacing.decision))
+            if rank == 0 and len(closed) == 3:
                 requests.ask("stop")
-        stopped = stopped or ([step, len(closed)] if "stop" in requests.granted else [])
+        stopped = stopped or ([len(closed), step] if "stop" in requests.granted else [])
         step += 1
     co2.finish()
-    decisions = tuner.decisions[: len(told)]
-    assert refused == [False, *(apart for _, apart in closed)], "saving is refused where workers are apart"
-    return {"closed": closed, "stopped": stopped[0], "told": told, "decisions": decisions, "waited": waited}
+    return {"closed": closed, "stopped": stopped}
 
 
-def test_where_means_merge_on_arrival_nobody_waits_until_tau_is_chosen_and_then_rounds_close_at_the_same_steps():
+def test_where_means_merge_on_arrival_rounds_close_at_the_same_steps_from_the_first_on():
     zero, one = run_distributed(merging_on_arrival, 2)
-    waited = zero.pop("waited") + one.pop("waited")
-    assert len(waited) >= 6 and not any(waited)
-    first = [step for step, apart in zero["closed"] if apart]
-    assert len(first) >= 6 and [apart for _, apart in zero["closed"]] == [apart for _, apart in one["closed"]]
-    assert first != [step for step, apart in one["closed"] if apart], "the faster worker closes its rounds later"
-    zero["closed"], one["closed"] = zero["closed"][len(first) :], one["closed"][len(first) :]
-    assert zero == one and len(zero["closed"]) >= 3 and (zero["stopped"], False) in zero["closed"]
-    assert zero["told"] and zero["told"] == zero["decisions"]
+    assert zero == one
+    steps = [step for step, *_ in zero["closed"]]
+    assert steps[:3] == [1, 3, 5] and zero["stopped"][1] in steps
+    assert max(tau for _, tau, _ in zero["closed"]) > CALIBRATION_TAU and any(d for *_, d in zero["closed"])
+
+
+def saved_while_calibrating(rank: int, world_size: int) -> list[Tensor]:
+    """Where a run that is saved at a boundary before tau is chosen comes to, and one that goes on from there."""
+    ends: list[Tensor] = []
+    params, other = problems.odd_parameters(), problems.odd_parameters()
+    co2, resumed = (CO2(p, CO2Config.recommended(world_size)) for p in (params, other))
+    for step in range(2 * CALIBRATION_TAU):
+        sgd_step(params, rank, step)
+        co2.step()
+    assert not co2.rider(Tuned).tuner.decisions
+    resumed.load_state_dict(co2.state_dict())
+    with torch.no_grad():
+        copy(other, params)
+    for trained, method in ((params, co2), (other, resumed)):
+        sgd_step(trained, rank, 6)
+        method.step()
+        method.finish()
+        ends.append(flat(trained))
+    return ends
+
+
+def test_a_run_may_be_saved_before_tau_is_chosen():
+    for end, resumed in run_distributed(saved_while_calibrating, 2):
+        assert torch.equal(end, resumed)
 
 
 def unlike_steps(rank: int, world_size: int) -> list[tuple[int, int | None]]:

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from core import CO2, CO2Config
-from core.adaptive.pacing import Adaptive
 from core.errors import UserError
 from language import model as models
 from language.data import IGNORE
@@ -207,7 +206,7 @@ def test_a_worker_without_documents_gets_fillers():
     assert row.targets.tolist() == [[IGNORE]] and row.boundaries.tolist() == [0, 1]
 
 
-def test_a_deal_is_for_a_round_and_for_a_step_while_workers_are_apart(monkeypatch: pytest.MonkeyPatch):
+def test_a_deal_is_for_a_round():
     params = [nn.Parameter(torch.zeros(2))]
     assert steps_ahead(nn.Linear(1, 1)) == 1  # pyright: ignore[reportArgumentType]
     co2 = CO2(params, CO2Config(tau=7))
@@ -215,8 +214,6 @@ def test_a_deal_is_for_a_round_and_for_a_step_while_workers_are_apart(monkeypatc
     co2.close()
     co2 = CO2(params, CO2Config(tau="auto", delay="auto", merge="mix", outer_momentum=0.0))
     assert steps_ahead(co2) == co2.tau > 1
-    monkeypatch.setattr(Adaptive, "apart", True)
-    assert steps_ahead(co2) == 1
     co2.close()
 
 

@@ -20,10 +20,7 @@ DOCUMENTS = replace(gpt2_pydoc_small(), balance="round", recommended=False)
 ISLANDS = replace(DOCUMENTS, balance="rings", rings=RingsConfig(costs=(1.0, 0.0, 0.0, 0.0)), per_node=2)
 GPT2, ZO = gpt2_pydoc_small(), RECIPES["gpt2_zo_small"]
 DIGITS, SCENES, CLOUDS, PROMPTS = vision.digits_small(), segmentation.digits_small(), surfaces_small(), prompts_adamw()
-SYNC_BN, SKIPPING, ELASTIC = replace(SCENES, sync_bn="node"), Recipe(skip_after=1.0), Recipe(elastic=True)
-ON_ARRIVAL = CO2Config(tau=2, outer_momentum=0.0, gap="none", merge="keep", delay="auto")
-BY_SPEED = CO2Config(tau=6, steps="by_speed")
-MUST_CLOSE = "which has workers of a node that must close rounds together"
+SYNC_BN, ELASTIC = replace(SCENES, sync_bn="node"), Recipe(elastic=True)
 REFUSED: list[tuple[Recipe, dict[str, Any], str]] = [
     # numbers
     (DIGITS, {"label_smoothing": 2.0}, "label_smoothing=2.0: give a number from"),
@@ -77,7 +74,6 @@ REFUSED: list[tuple[Recipe, dict[str, Any], str]] = [
     (DOCUMENTS, {"elastic": True}, "does not go with elastic"),
     (DOCUMENTS, {"compile": True}, "does not go with compile"),
     (DOCUMENTS, {"loader_workers": 1}, "does not go with loader_workers=1"),
-    (DOCUMENTS, {"co2": BY_SPEED}, "does not go with co2.steps='by_speed'"),
     # documents that are split
     (ISLANDS, {"per_node": 1}, "balance='rings' with per_node=1: nobody could split a document; add --per_node 2"),
     (ISLANDS, {"zero": 2}, "zero=2, whose parameters are not whole when a ring's costs are measured"),
@@ -93,27 +89,10 @@ REFUSED: list[tuple[Recipe, dict[str, Any], str]] = [
     (ELASTIC, {"zero": 2}, "zero=2"),
     (ELASTIC, {"shard": True}, "shard=True"),
     (ELASTIC, {"co2": CO2Config(tau="auto")}, "tau='auto'"),
-    (ELASTIC, {"co2": BY_SPEED}, "steps='by_speed'"),
     (ELASTIC, {"co2": CO2Config(wire=WireConfig("int8"))}, "wire.format='int8'"),
-    (ELASTIC, {"skip_after": 1.0}, "skip_after"),
-    # rounds that go on without a mean
-    (SKIPPING, {"method": "ddp"}, "skip_after does not go with method='ddp', which waits for every mean: leave"),
-    (SKIPPING, {"co2": CO2Config(tau="auto")}, "skip_after does not go with co2.tau='auto', which needs a number"),
-    (SKIPPING, {"co2": CO2Config(delay=0, gap="none")}, "skip_after does not go with co2.delay=0, which waits"),
-    (
-        SKIPPING,
-        {"co2": BY_SPEED},
-        "skip_after does not go with co2.steps='by_speed', which gives workers' rounds unlike",
-    ),
-    (SKIPPING, {"save_minutes": 1.0}, "skip_after does not go with save_minutes, which saves"),
-    (SKIPPING, {"per_node": 2}, f"skip_after does not go with per_node=2, {MUST_CLOSE}"),
-    (SKIPPING, {"zero": 1}, f"skip_after does not go with zero=1, {MUST_CLOSE}"),
     # SyncBN inside a node, of which one would wait in a forward pass for another that waits at its boundary
     (SYNC_BN, {"sync_bn": "all"}, "sync_bn='all' does not go with method='co2'"),
-    (SYNC_BN, {"skip_after": 1.0, "co2": ON_ARRIVAL}, "sync_bn='node' does not go with skip_after"),
     (SYNC_BN, {"elastic": True}, "sync_bn='node' does not go with elastic"),
-    (SYNC_BN, {"co2": BY_SPEED}, "sync_bn='node' does not go with co2.steps='by_speed'"),
-    (SYNC_BN, {"co2": replace(ON_ARRIVAL, tau="auto")}, "does not go with co2.tau='auto' and co2.delay='auto'"),
 ]
 
 

@@ -169,7 +169,7 @@ def test_a_run_older_than_a_field_had_its_default(tmp_path: Path):
     resnet50(tmp_path / "resnet", 0.75)
     for name in ("vit", "resnet"):
         config = json.loads((tmp_path / name / "config.json").read_text())
-        for key in ("repeats", "skip_after", "elastic"):
+        for key in ("repeats", "elastic"):
             del config["recipe"][key]
         del config["recipe"]["co2"]["outlier"]
         (tmp_path / name / "config.json").write_text(json.dumps(config))
@@ -183,7 +183,7 @@ def test_a_run_with_a_setting_that_is_gone_counts_where_it_trained_as_without(tm
         resnet50(tmp_path / name, 0.75)
         config = json.loads((tmp_path / name / "config.json").read_text())
         config["recipe"]["co2"] |= {"sync_steps": sync_steps, "update": "fast"}
-        config["recipe"]["auto"] |= {"share": 0.9}  # another method's: defaults of these may change
+        config["recipe"]["slowmo"] |= {"outer_lr": 0.9}  # another method's: defaults of these may change
         config["recipe"]["delayed"]["taylor"] = 0.25
         config["recipe"]["schedule"] = []
         (tmp_path / name / "config.json").write_text(json.dumps(config))

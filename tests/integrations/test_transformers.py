@@ -257,7 +257,6 @@ def mistakes(rank: int, workers: int, folder: str) -> list[str]:
         {"include_num_input_tokens_seen": "all"},
         {"auto_find_batch_size": True},
         {"enable_jit_checkpoint": True},
-        {"config": CO2Config(tau=3, steps="by_speed")},
         {"model": nn.Sequential(ForTrainer(), data)},
         {"model": nn.Sequential(ForTrainer(), nn.SyncBatchNorm(3))},
         {"resume": f"{folder}/plain/checkpoint-2"},
@@ -269,7 +268,7 @@ def test_alone_and_mistakes_get_one_line(ranks: Ranks, tmp_path: Path) -> None:
     said, others = ranks(mistakes, 2, str(tmp_path))
     assert said == others
     told = ("include_num_input_tokens_seen='all' makes all workers wait", "auto_find_batch_size=True lets")
-    told += ("enable_jit_checkpoint=True saves", "steps='by_speed'", "the model is in DataParallel", "SyncBatchNorm")
+    told += ("enable_jit_checkpoint=True saves", "the model is in DataParallel", "SyncBatchNorm")
     told += ("load the weights alone",)
     plain.assert_lines(said, "CO2Callback", *told)
     ranks(alone, 1, str(tmp_path))

@@ -89,7 +89,6 @@ def test_a_run_asks_the_functions_that_a_dry_run_asks(name: str, tmp_path: Path,
             {"per_node": 8, "co2": CO2Config(merge="mix", delay="auto", gap="none")},
             "merge='mix' with delay='auto' needs the outer state whole",
         ),
-        ({"method": "auto", "per_node": 8}, "method 'auto' takes all workers alike"),
         ({"method": "ddp", "per_node": 8, "zero": 2, "ddp_wire": WireConfig("int8")}, "ddp_wire.format='int8' with"),
     ],
 )

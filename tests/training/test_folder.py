@@ -192,14 +192,14 @@ def test_a_default_of_another_method_that_has_changed_since_is_no_other_run(tmp_
     recipe = Toy(out=tmp_path, resume=True)
     start(recipe, 0, 1).close()
     older = config(tmp_path)
-    older["recipe"]["auto"]["share"] = older["recipe"]["co2"]["outer_lr"] = 0.2
+    older["recipe"]["slowmo"]["outer_lr"] = older["recipe"]["co2"]["outer_lr"] = 0.2
     (tmp_path / "config.json").write_text(json.dumps(older))
     with pytest.raises(UserError, match=r"holds another run \(co2.outer_lr: 0.2 -> 1.0\)"):
         start(recipe)
     older["recipe"]["co2"]["outer_lr"] = 1.0
     (tmp_path / "config.json").write_text(json.dumps(older))
     start(recipe, 1, 2).close()
-    assert config(tmp_path)["history"][-1]["changed"] == ["auto.share: 0.2 -> 0.1"]
+    assert config(tmp_path)["history"][-1]["changed"] == ["slowmo.outer_lr: 0.2 -> 1.0"]
 
 
 def test_a_commit_is_dirty_where_code_is_and_not_where_results_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -187,16 +187,6 @@ FAST = ("paper", "recommended", "shard")
 REST = tuple(name for name in SETTINGS if name not in FAST)
 
 
-def test_auto_holds_what_ddp_and_co2_hold_until_it_goes_over():
-    found = []
-    for own in ({"method": "auto"}, {"method": "co2"}, {"method": "ddp", "ddp_wire": WireConfig("int4")}):
-        with torch.device("meta"):
-            model = net()
-        found.append(memory.held(Recipe(**own, co2=RECOMMENDED if own["method"] != "ddp" else CO2), model, 1, 2))
-    auto, co2, ddp = found
-    assert auto == Held(co2.always + ddp.always, max(co2.staging, ddp.staging)) and min(co2.always, ddp.always) > 0
-
-
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in REST)])
 def test_it_is_what_a_method_that_trains_holds(name: str):
     recipe = recipe_of(name)

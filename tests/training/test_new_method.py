@@ -50,7 +50,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "merge='mix' is CO2's own": {"co2": CO2Config(merge="mix", delay="auto")},
     "shard=True is CO2's own": {"shard": True},
     "elastic does not go with method='partway'": {"elastic": True},
-    "method='partway', which waits for every mean": {"skip_after": 1.0},
 }
 
 

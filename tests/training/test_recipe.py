@@ -91,8 +91,6 @@ PAPER = CO2Config(tau=6)
         (["--no-recommended", "--co2.clip", "0.5"], False, replace(PAPER, clip=0.5)),
         (["--method", "slowmo"], False, PAPER),
         (["--method=delayed"], False, PAPER),
-        (["--method", "auto", "--co2.tau_max", "24"], True, replace(CO2Config.recommended(2), tau_max=24)),
-        (["--method", "auto", "--no_recommended"], False, PAPER),
         (["--shard"], False, PAPER),
         (["--per_node", "2"], False, PAPER),
     ],

@@ -17,15 +17,12 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
 from core import CO2Config, UserError
-from core.adaptive.pace import BySpeed
 from core.adaptive.pacing import Adaptive
-from core.methods.auto import Auto, AutoConfig
 from core.robust.requests import Requests
-from core.rounds import Rounds
 from core.testing import run_distributed
 from tests.runs import Loop, rows, summary
 from training.folder import table
-from training.optim import OptimConfig, make_schedule
+from training.optim import OptimConfig
 from training.recipe import Recipe
 from training.run import Run
 from training.sampling import generator
@@ -74,22 +71,6 @@ def test_resume_goes_on_bit_for_bit(tmp_path: Path):
     assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
     other = train(tmp_path / "other", 19)
     assert not all(torch.equal(a, b) for a, b in zip(whole, other, strict=True)), "the comparison must be able to fail"
-
-
-@pytest.mark.parametrize("crash_at", [3, 10])
-def test_auto_goes_from_ddp_to_co2_and_resumes_in_either(
-    crash_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-):
-    monkeypatch.setattr(Auto, "times", lambda self, ddp: (0.7, 1.0))
-    auto = {"method": "auto", "auto": AutoConfig(share=0.3)}
-    whole = train(tmp_path / "whole", 20, **auto)
-    said = "step 4: auto: 70% of a step of ddp is exposed communication: CO2 takes over"
-    assert said in capsys.readouterr().err
-    train(tmp_path / "parts", 20, crash_at=crash_at, **auto)
-    resumed = train(tmp_path / "parts", 20, resume=True, **auto)
-    assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
-    assert said in capsys.readouterr().err
-    assert summary(tmp_path / "parts")["rounds"] == 4 + 16 // 3, "a round is a step of ddp, then three of CO2"
 
 
 def test_run_folder_is_complete_and_never_overwritten(tmp_path: Path):
@@ -237,31 +218,3 @@ def test_resuming_without_a_complete_checkpoint_says_so(tmp_path: Path, capsys: 
     whole.rename(f"{whole}.tmp-0")  # killed before it was whole
     train(tmp_path, 3, resume=True)
     assert f"warning: no complete checkpoint in {tmp_path}/checkpoints: starting from step 0" in capsys.readouterr().err
-
-
-def test_a_slower_worker_leaves_out_batches_and_keeps_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Half as fast as another, it takes two of each four steps; step, data and learning rate go on with the others'."""
-    recipe = Toy(name="toy", out=tmp_path, device="cpu", co2=CO2Config(tau=4, steps="by_speed"), log_every=3)
-    seen, evaluated = [], []
-    with Run(recipe) as run:
-        model = nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        schedule = make_schedule(optimizer, 14, recipe.optim)
-        _, method = run.make_method(model, optimizer)
-        assert isinstance(method, Rounds)
-        by_speed = method.rider(BySpeed)
-        by_speed.load_state_dict({"seconds": [[0.2], [0.1]], "told": 0.0}, of_others=False)
-        monkeypatch.setattr(by_speed, "hear", lambda sums, of: None)
-        method.pacing.begin(0)
-        run.begin(model, optimizer, schedule, method, epoch=8, total=14)
-        for batch in run.batches(lambda recipe, rank, world_size, start, total: iter(range(start, total))):
-            optimizer.step()
-            schedule.step()
-            seen.append(batch)
-            due = run.after_step(method.step(), loss=torch.tensor(float(batch)))
-            evaluated += [run.step] if due.evaluation else []
-        method.finish()
-        assert (seen, run.step, schedule.last_epoch) == ([0, 1, 4, 5, 8, 9, 12, 13], 14, 14)
-        run.end({})
-    assert evaluated == [8]
-    assert [row["step"] for row in rows(tmp_path) if "loss" in row] == [4, 8, 9, 12]
