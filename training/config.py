@@ -62,7 +62,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 def of_other_methods(method: str) -> set[str]:
     """The groups of settings that say nothing of a run with this one."""
-    return {entry.settings.key for entry in REGISTRY if entry.settings and entry.name != method}
+    return {entry.settings.key for entry in REGISTRY.values() if entry.settings and entry.name != method}
 
 
 def setting(change: str) -> str:

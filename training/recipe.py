@@ -25,13 +25,13 @@ from training.workers import rank, world_size
 
 SHARES = {"shard", "offload", "per_node", "zero", "layout"}  # options with which not all recommended settings go
 LARGEST = 10**9  # number of a recipe
-MethodName = Literal[tuple(entry.name for entry in REGISTRY)]
+MethodName = Literal[tuple(REGISTRY)]
 # each method's own settings, under its key
 OfMethods = dataclasses.make_dataclass(
     "OfMethods",
     [
         (own.key, Annotated[own.config, tyro.conf.arg(help=own.help)], field(default_factory=own.config))
-        for own in (entry.settings for entry in REGISTRY)
+        for own in (entry.settings for entry in REGISTRY.values())
         if own is not None
     ],
     frozen=True,
@@ -291,8 +291,8 @@ def refuse_unused(recipe: Recipe, default: Recipe) -> None:
     mistake.
     """
     shared = {"tau", "tau_max"} | ({"wire"} & entry_of(recipe.method).takes)
-    owners = [(entry.settings.key, [entry.name]) for entry in REGISTRY if entry.settings]
-    for part, methods in [*owners, ("co2", [entry.name for entry in REGISTRY if entry.reads_co2])]:
+    owners = [(entry.settings.key, [entry.name]) for entry in REGISTRY.values() if entry.settings]
+    for part, methods in [*owners, ("co2", [entry.name for entry in REGISTRY.values() if entry.reads_co2])]:
         usual = vars(getattr(default, part)) | (dict.fromkeys(shared, ...) if part == "co2" else {})
         given = {k: v for k, v in vars(getattr(recipe, part)).items() if usual[k] is not ... and v != usual[k]}
         if given and recipe.method not in methods:

@@ -22,13 +22,12 @@ from ..checkpoints.saved import Saved
 from ..errors import UserError
 from ..flat import is_dtensor
 from ..riders import Rider
-from ..sharded.checks import check_mesh
+from ..sharded.checks import check_mesh, check_shared
 from ..testing.link import Link
 from ..zeroth import ZerothConfig as ZerothConfig
 from ..zeroth.elastic import ElasticZeroth as ElasticZeroth
 from ..zeroth.method import Zeroth
-from . import co2 as of_co2
-from . import ddp, delayed, local_sgd, overlap_local_sgd, registry, slowmo, zeroth
+from . import zeroth
 from .ddp import DDP
 from .delayed import DelayedCO2 as DelayedCO2
 from .delayed import DelayedConfig as DelayedConfig
@@ -40,16 +39,72 @@ from .registry import Settings as Settings
 from .slowmo import SlowMo as SlowMo
 from .slowmo import SlowMoConfig as SlowMoConfig
 
-REGISTRY: list[Entry] = [
-    of_co2.ENTRY,
-    ddp.ENTRY,
-    delayed.ENTRY,
-    local_sgd.ENTRY,
-    overlap_local_sgd.ENTRY,
-    slowmo.ENTRY,
-    zeroth.ENTRY,
-]
-METHODS = tuple(entry.name for entry in REGISTRY if entry.kind != "optimizer")
+
+def _co2(given: Given) -> tuple[nn.Module, Any]:
+    more: dict[str, Any] = {"schedule": given.schedule, **given.options}
+    if given.mesh is None and not (given.shard or given.offload):
+        return given.model, CO2(given.params, given.co2, **more)
+    more |= {"mesh": given.mesh, "shard": given.shard, "offload": given.offload}
+    return given.model, ShardedCO2(given.params, given.co2, **more)
+
+
+def _check_co2(given: Given) -> None:
+    if given.shard or given.offload:
+        check_shared(given.co2, given.co2.wire.format)
+    else:
+        given.co2.check_stable()
+
+
+def _ddp(given: Given) -> tuple[nn.Module, Any]:
+    options: dict[str, Any] = {**given.options}
+    made = DDP(given.model, average_buffers=bool(options.pop("buffers")), wire=given.own, **options)
+    return made.model, made
+
+
+def _check_ddp(given: Given) -> None:
+    if given.own.format == "auto":
+        raise UserError("ddp_wire.format='auto' is chosen together with tau, which ddp does not have: give a format")
+
+
+def _delayed(given: Given) -> tuple[nn.Module, Any]:
+    return given.model, DelayedCO2(given.params, given.co2, given.own, **given.options)
+
+
+def _local(given: Given) -> tuple[nn.Module, Any]:
+    return given.model, LocalSGD(given.params, given.tau, wire=given.co2.wire, **given.options)
+
+
+def _overlap_local(given: Given) -> tuple[nn.Module, Any]:
+    c = given.co2
+    made = OverlapLocalSGD(given.params, c.tau, given.own, tau_max=c.tau_max, wire=c.wire, **given.options)
+    return given.model, made
+
+
+def _slowmo(given: Given) -> tuple[nn.Module, Any]:
+    made = SlowMo(given.params, given.tau, given.own, lr=given.lr, wire=given.co2.wire, **given.options)
+    return given.model, made
+
+
+OF_CO2, WIRE = frozenset({"shard", "offload", "schedule", "elastic"}), frozenset({"wire"})
+OF_DDP = Settings("ddp_wire", WireConfig, "Of method ddp: how gradients cross the network.")
+OF_DELAYED = Settings("delayed", DelayedConfig, "Of method delayed: co2 under another outer momentum.")
+OF_OVERLAP, OF_SLOWMO = Settings("overlap_local", OverlapLocalConfig), Settings("slowmo", SlowMoConfig)
+REGISTRY: dict[str, Entry] = {}
+
+
+def register(entry: Entry) -> None:
+    """Adds a method, which recipes and `entry_of` then know by its name."""
+    REGISTRY[entry.name] = entry
+
+
+register(Entry("co2", _co2, "hidden", check=_check_co2, reads_co2=True, takes=OF_CO2))
+register(Entry("ddp", _ddp, "synchronous", OF_DDP, check=_check_ddp))
+register(Entry("delayed", _delayed, "hidden", OF_DELAYED, lambda given: given.own.check(given.co2), reads_co2=True))
+register(Entry("local", _local, "blocking", check=lambda given: given.tau, takes=WIRE))
+register(Entry("overlap_local", _overlap_local, "hidden", OF_OVERLAP, takes=WIRE))
+register(Entry("slowmo", _slowmo, "blocking", OF_SLOWMO, check=lambda given: given.tau, takes=WIRE))
+register(zeroth.ENTRY)
+METHODS = tuple(name for name, entry in REGISTRY.items() if entry.kind != "optimizer")
 Method = Saved | DDP | Zeroth
 
 
@@ -94,7 +149,7 @@ def make_method(
         if "shard" not in entry.takes:
             check_apart(name, co2, mesh.size(1))
             options["group"] = mesh.get_group(0)
-    return entry.make(Given(co2, own, model, options, {"shard": shard, "offload": offload}, schedule, lr, mesh))
+    return entry.make(Given(co2, own, model, options, shard, offload, schedule, lr, mesh))
 
 
 def check_settings(
@@ -109,8 +164,21 @@ def check_settings(
     """Refuses settings that the method does not have, rather than to leave them unused, or that do not go together;
     returns the method's own. settings: see make_method."""
     entry = entry_of(name)
-    own = registry.own_settings(REGISTRY, entry, settings)
-    registry.check(entry, Given(co2, own, outer_state={"shard": shard, "offload": offload}, schedule=schedule))
+    own = entry.settings.config() if entry.settings else None
+    owners = {other.settings.key: other for other in REGISTRY.values() if other.settings}
+    for key, value in settings.items():
+        if key not in owners:
+            raise TypeError(f"make_method() got an unexpected keyword argument {key!r}")
+        owner, usual = owners[key], owners[key].settings.config()  # pyright: ignore[reportOptionalMemberAccess]
+        value = of_kind(value, type(usual), key)
+        if owner is entry:
+            own = value
+        elif value != usual:
+            option, given = next((k, v) for k, v in vars(value).items() if v != getattr(usual, k))
+            raise UserError(
+                f"{key}.{option}={given!r} is method {owner.name}'s own, method {name!r} does not have it: leave it out"
+            )
+    entry.refuse(Given(co2, own, shard=shard, offload=offload, schedule=schedule))
     return own
 
 
@@ -126,7 +194,6 @@ def check_apart(name: str, co2: CO2Config, per_node: int) -> None:
 
 def entry_of(name: str) -> Entry:
     """UserError where there is no such method."""
-    known = {entry.name: entry for entry in REGISTRY}
-    if name not in known:
-        raise UserError(f"method {name!r}: choose one of {', '.join(known)}")
-    return known[name]
+    if name not in REGISTRY:
+        raise UserError(f"method {name!r}: choose one of {', '.join(REGISTRY)}")
+    return REGISTRY[name]

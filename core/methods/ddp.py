@@ -25,7 +25,6 @@ from ..robust.requests import Requests
 from ..stats import Late, Mark, RoundStats, Seconds, between, mark
 from ..testing.link import Link
 from .gradient_wire import GradientWire
-from .registry import Entry, Given, Settings
 
 ASK_EVERY = 8  # steps between two exchanges of whether to stop
 
@@ -219,23 +218,3 @@ def _union(spans: list[tuple[Mark, Mark]]) -> Seconds:
         total += end - max(start, until)
         until = end
     return total
-
-
-def _make(given: Given) -> tuple[nn.Module, DDP]:
-    options: dict[str, Any] = {**given.options}
-    ddp = DDP(given.model, average_buffers=bool(options.pop("buffers")), wire=given.own, **options)
-    return ddp.model, ddp
-
-
-def _check(given: Given) -> None:
-    if given.own.format == "auto":
-        raise UserError("ddp_wire.format='auto' is chosen together with tau, which ddp does not have: give a format")
-
-
-ENTRY = Entry(
-    "ddp",
-    _make,
-    "synchronous",
-    Settings("ddp_wire", WireConfig, "Of method ddp: how gradients cross the network."),
-    check=_check,
-)

@@ -17,7 +17,6 @@ from ..adaptive.merging import MergingBoundary, largest_outer_lr, restart, with_
 from ..assembly import CO2, CO2Config, Options, of_kind
 from ..config import require
 from ..errors import UserError
-from .registry import Entry, Settings
 
 
 def nesterov(m: Tensor, new: Tensor, beta: float) -> Tensor:
@@ -125,13 +124,3 @@ class _NesterovBoundary(MergingBoundary):
             restart(s, merged)
             seen.append(numbers)
         return outer.all_seen(seen)
-
-
-ENTRY = Entry(
-    "delayed",
-    lambda given: (given.model, DelayedCO2(given.params, given.co2, given.own, **given.options)),
-    "hidden",
-    Settings("delayed", DelayedConfig, "Of method delayed: co2 under another outer momentum."),
-    check=lambda given: given.own.check(given.co2),
-    reads_co2=True,
-)

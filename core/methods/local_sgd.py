@@ -8,15 +8,13 @@ from collections.abc import Iterable
 from typing import Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..assembly import CO2Config, Options, plugs_of_other
 from ..assembly.wire import WireConfig
 from ..checkpoints.saved import Saved
 from ..checks import tensors_of
-from ..errors import UserError
 from ..flat import copy, rescale, views
-from .registry import Entry, Given
 
 
 class Blocking(Saved):
@@ -67,17 +65,3 @@ class LocalSGD(Blocking):
         for bucket, start in itertools.zip_longest(self.buckets, self.starts):
             mean = bucket.payload if start is None else start.sub_(bucket.payload)
             copy(bucket.params, views(mean, bucket.params))
-
-
-def tau_of(given: Given) -> int:
-    """UserError for auto, which chooses the fewest local steps that hide the communication."""
-    if given.co2.tau == "auto":
-        raise UserError("tau='auto' with a method that hides no communication: give a number of local steps")
-    return given.co2.tau
-
-
-def _make(given: Given) -> tuple[nn.Module, LocalSGD]:
-    return given.model, LocalSGD(given.params, tau_of(given), wire=given.co2.wire, **given.options)
-
-
-ENTRY = Entry("local", _make, "blocking", check=tau_of, takes=frozenset({"wire"}))

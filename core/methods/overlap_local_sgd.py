@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..assembly import CO2Config, Options, of_kind, plugs_of_other
 from ..assembly.wire import WireConfig
@@ -18,7 +18,6 @@ from ..config import is_number
 from ..errors import UserError
 from ..flat import copy, copy_where, rescale, views
 from ..outer import carried
-from .registry import Entry, Given, Settings
 
 
 @dataclass(frozen=True)
@@ -123,14 +122,3 @@ class OverlapLocalSGD(Saved):
             v.mul_(carried(self.config.anchor_momentum, self.growth)).sub_(bucket.payload)
             torch.sub(z, bucket.payload, out=bucket.payload)
             z.add_(v)
-
-
-def _make(given: Given) -> tuple[nn.Module, OverlapLocalSGD]:
-    c = given.co2
-    shared = {"tau_max": c.tau_max, "wire": c.wire}
-    return given.model, OverlapLocalSGD(given.params, c.tau, given.own, **shared, **given.options)
-
-
-ENTRY = Entry(
-    "overlap_local", _make, "hidden", Settings("overlap_local", OverlapLocalConfig), takes=frozenset({"wire"})
-)

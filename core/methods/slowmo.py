@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Unpack
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..assembly import Options, of_kind
 from ..assembly.wire import WireConfig
@@ -14,8 +14,7 @@ from ..config import LARGE, is_number
 from ..errors import UserError
 from ..flat import copy, views
 from ..outer import carried
-from .local_sgd import Blocking, tau_of
-from .registry import Entry, Given, Settings
+from .local_sgd import Blocking
 
 
 @dataclass(frozen=True)
@@ -67,11 +66,3 @@ class SlowMo(Blocking):
             u.mul_(carried(self.config.outer_momentum, self.growth)).add_(bucket.payload, alpha=1 / gamma)
             x.sub_(u, alpha=self.config.outer_lr * gamma)
             copy(bucket.params, views(x, bucket.params))
-
-
-def _make(given: Given) -> tuple[nn.Module, SlowMo]:
-    shared = tau_of(given), given.own
-    return given.model, SlowMo(given.params, *shared, lr=given.lr, wire=given.co2.wire, **given.options)
-
-
-ENTRY = Entry("slowmo", _make, "blocking", Settings("slowmo", SlowMoConfig), check=tau_of, takes=frozenset({"wire"}))

@@ -32,8 +32,7 @@ class Watch(Rider):
 
     model_params: see Masters; here for DistributedDataParallel's sake. torch counts what is written to a tensor, and
     torch's optimisers call before their step: so it costs nothing a step. Weights written through `.data` are noticed
-    where their memory is another one. Warns once, too, when an optimiser of these parameters trains others that no
-    method knows, as those of a layer that was added later; and where DistributedDataParallel averages their gradients.
+    where their memory is another one. Warns, too, where DistributedDataParallel averages their gradients.
     """
 
     def __init__(self, model_params: Sequence[Tensor] = ()):
@@ -71,9 +70,6 @@ class Watch(Rider):
         if m.starts:
             return _of_each(m.params, m.buckets, m.starts)
         return None if m.state else m.params  # nothing is kept that could pull anywhere
-
-    def knows(self, p: Tensor) -> bool:
-        return id(p) in self._number
 
     @torch.no_grad()
     def check(self, params: Any) -> None:
@@ -138,7 +134,6 @@ def _warn_of_pass(among: int, module: DistributedDataParallel) -> None:
 
 _looked_at: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
-_told: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those whose strangers were told of
 
 
 @functools.cache  # one hook for ever: torch may be walking its hooks when a watch is collected
@@ -149,27 +144,10 @@ def _listen() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    watches = list(_watches)
-    beginning = [watch for watch in watches if watch._unchecked]
-    if not beginning:
-        return
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    if optimizer not in _told and _strangers(params, watches):
-        _told.add(optimizer)
-        warnings.warn(
-            f"an optimiser trains {_strangers(params, watches)} parameters that are never averaged, beside others that "
-            "are: make the object that averages them anew with all, unless they are to stay this worker's own",
-            stacklevel=2,
-        )
+    beginning = [watch for watch in list(_watches) if watch._unchecked]
+    params = [p for group in optimizer.param_groups for p in group["params"]] if beginning else []
     for watch in beginning:
         watch.check(params)
-
-
-def _strangers(params: Sequence[Tensor], watches: Sequence[Watch]) -> int:
-    """How many of an optimiser's parameters are trained and no watch knows them; 0 where none of all is known."""
-    known = [any(watch.knows(p) for watch in watches) for p in params]
-    trained = (p.requires_grad and p.grad is not None for p in params)
-    return sum(t and not k for t, k in zip(trained, known, strict=True)) if any(known) else 0
 
 
 def _writes(p: Tensor) -> tuple[int, int]:

@@ -1,7 +1,6 @@
 """Who is gone is found out by asking: the right ones are named, and nobody where that cannot be known."""
 
 import os
-import re
 import signal
 import socket
 import time
@@ -72,7 +71,7 @@ def one_wakes(rank: int, world_size: int, folder: str) -> str:
 def test_one_that_wakes_does_not_blame_the_others(tmp_path: Path):
     first, second = run_distributed(one_wakes, 2, str(tmp_path), timeout=60)
     assert "no answer from rank 1" in first
-    assert re.search(r"this worker was stopped for \d", second) and "no answer from rank 0" not in second
+    assert "no answer from rank" not in second
 
 
 def one_hangs(rank: int, world_size: int, folder: str, known: bool) -> list[int] | None:
@@ -113,7 +112,7 @@ def failing_one_after_the_other(rank: int, world_size: int, folder: str, first: 
 
 
 @pytest.mark.parametrize(("first", "named"), [(2, [2]), (None, [])])
-def test_one_that_has_told_of_its_failure_is_not_blamed(first: int | None, named: list[int], tmp_path: Path):
+def test_one_that_has_asked_itself_is_not_blamed(first: int | None, named: list[int], tmp_path: Path):
     found = run_distributed(failing_one_after_the_other, 3, str(tmp_path), first, expect_death=(1, 2))
     assert found[0] == named
 
@@ -131,6 +130,6 @@ def test_an_address_of_no_use_here_blames_nobody(monkeypatch: pytest.MonkeyPatch
 def test_where_no_other_machine_can_be_reached_nobody_is_blamed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(peers, "ANSWERS_WITHIN", 0.3)
     here: Any = Peers()
-    monkeypatch.setattr(here, "_ask_one", lambda address, say: "silent")
+    monkeypatch.setattr(here, "_ask_one", lambda address: "silent")
     here._known = {rank: Address("192.0.2.7", 9, "elsewhere", "") for rank in (1, 2)}
     assert here.find() == []

@@ -206,29 +206,3 @@ def test_a_boundary_inside_inference_mode_leaves_nothing_that_training_cannot_wr
                 method.finish() if not step else method.step()
         ends.append(flat(params))
     assert torch.equal(*ends)
-
-
-def warnings_of(optimizer: torch.optim.Optimizer, methods: list[Any], rounds: int) -> list[str]:
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        for _ in range(CONFIG.tau * rounds):
-            for p in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
-                p.grad = torch.ones_like(p)
-            optimizer.step()
-            for method in methods:
-                method.step()
-    return [str(w.message) for w in caught]
-
-
-def test_parameters_that_nothing_averages_are_noticed_once():
-    """A layer's, added to the optimiser later; not a frozen one, nor one that another object averages."""
-    first, second, late = (nn.Parameter(torch.ones(3)) for _ in range(3))
-    frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-    optimizer = torch.optim.SGD([first, second, frozen], lr=0.1)
-    methods = [CO2([p], CONFIG) for p in (first, second)]
-    assert warnings_of(optimizer, methods, 2) == []
-    optimizer.add_param_group({"params": [late]})
-    told = warnings_of(optimizer, methods[:1], 3)
-    assert len(told) == 1 and told[0].startswith("an optimiser trains 1 parameters that are never averaged")
-    del methods
-    alone = torch.optim.SGD([late], lr=0.1)
-    assert warnings_of(alone, [], 1) == [], "an optimiser of a model that no method trains"

@@ -1,4 +1,4 @@
-"""A new method takes one file and one line: this file has all of it, and `REGISTRY.append(ENTRY)` is the line."""
+"""A new method takes one file and one line: this file has all of it, and `register(ENTRY)` is the line."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from core import CO2Config, UserError, make_method
-from core.methods import REGISTRY, Entry, Settings
-from core.methods.local_sgd import Blocking, tau_of
+from core.methods import Entry, Settings, register
+from core.methods.local_sgd import Blocking
 from core.testing import run_distributed
 
 
@@ -39,10 +39,10 @@ class Partway(Blocking):
 
 ENTRY = Entry(
     "partway",
-    lambda given: (given.model, Partway(given.params, tau_of(given), given.own, **given.options)),
+    lambda given: (given.model, Partway(given.params, given.tau, given.own, **given.options)),
     "blocking",
     Settings("partway", PartwayConfig, "Of method partway."),
-    check=tau_of,
+    check=lambda given: given.tau,
 )
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -55,7 +55,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 def trained(rank: int, world_size: int) -> tuple[float, list[str]]:
     """This worker's weight after four steps with options from the command line; what other settings are told."""
-    REGISTRY.append(ENTRY)  # the one line, which would stand in core/methods/__init__.py
+    register(ENTRY)  # the one line, which would stand in core/methods/__init__.py
     for name in [name for name in sys.modules if name.partition(".")[0] == "training"]:
         del sys.modules[name]  # imported before the line was there
     from training.recipe import Recipe, parse
