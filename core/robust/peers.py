@@ -100,17 +100,19 @@ class Peers:
             return [] if cut_off else of("silent")
         return [rank for rank in of("running") if rank in in_it]
 
-    def _ask(self, ranks: Sequence[int]) -> dict[int, str]:
+    def _ask(self, ranks: Sequence[int], say: str = "") -> dict[int, str]:
+        """say: this worker's rank, where it has failed."""
+        say = say or str(self.rank)
         with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
-            return dict(zip(ranks, pool.map(lambda rank: self._ask_one(self._known[rank]), ranks), strict=True))
+            return dict(zip(ranks, pool.map(lambda rank: self._ask_one(self._known[rank], say), ranks), strict=True))
 
-    def _ask_one(self, address: Address) -> str:
+    def _ask_one(self, address: Address, say: str) -> str:
         """running or failed, as it answers; gone, silent; unknown where the address is of no use here."""
         if address.host.startswith("127.") and address.machine != self.address.machine:
             return "unknown"
         try:
             with socket.create_connection((address.host, address.port), timeout=ANSWERS_WITHIN) as connection:
-                connection.sendall(f"{address.token} {self.rank}\n".encode())
+                connection.sendall(f"{address.token} {say}\n".encode())
                 answer = connection.makefile().readline().strip()
         except ConnectionRefusedError:
             return "gone"
@@ -127,9 +129,9 @@ class Peers:
                 return
             with contextlib.suppress(OSError, ValueError), connection:
                 connection.settimeout(ANSWERS_WITHIN)
-                token, rank = connection.makefile().readline(256).split()
+                token, said = connection.makefile().readline(256).split()
                 if token == self.address.token:
-                    self._asked_by.add(int(rank))
+                    self._asked_by.add(int(said))
                     connection.sendall(b"failed\n" if self._has_failed else b"running\n")
 
 
