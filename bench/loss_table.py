@@ -1,4 +1,4 @@
-"""The table of bench.time_to_loss, from its rows. python -m bench.loss_table FOLDER makes it anew."""
+"""The table of bench.time_to_loss, from its rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from bench import report
 from bench.peers.adapters import PEERS
 from bench.report import mean_sd
-from training.script import launch
 
 TITLES = (
     *("task", "link", "method", "reached", "seconds to loss", "speed-up over ddp", "steps to loss", "exposed share"),
@@ -137,18 +136,13 @@ def notes(result: Row) -> list[str]:
     step_ms = options.get("step_ms")
     pace = f"Forward and backward pass are stretched to {step_ms:g} ms." if step_ms else "Workers compete for cores."
     lines = [
-        f"{options['workers']} workers, each on its own node; link: {link}.",
-        f"All workers share {result['cpu_count']} CPU cores. {pace}",
-        f"A run stops after {options['limit_seconds']:g} s of training (`>`: it had not reached the target by then). "
-        "`not reached`: the target was not reached at the end of all steps.",
-        f"Every {options.get('eval_every')} steps we evaluate the mean of all workers' models. The clock stands still "
-        "while a worker copies its model; the evaluation itself follows the run.",
-        "Methods share model, initial values, data, order, inner optimizer and schedule, and the recipe's tau unless "
-        "their options set another.",
+        f"{options['workers']} workers, each on its own node, share {result['cpu_count']} CPU cores. {pace}",
+        f"Link: {link}.",
+        f"A run stops after {options['limit_seconds']:g} s of training (`>`). Every {options.get('eval_every')} steps "
+        "we evaluate the mean of all workers' models, after the run.",
         "Speed-up: ratio of the mean seconds over the seeds; `>`: a lower bound, because ddp ran out of time. Entries "
         "are mean ± sample standard deviation over the seeds; steps are over the seeds that reached the target.",
-        "limit: ddp, were its communication free: its steps to the loss (over any link), each as long as one of "
-        "local's without waiting.",
+        "limit: ddp's steps to the loss (over any link), each as long as one of local's without waiting.",
         "Exposed share: 1 - (seconds of `none`) / (seconds of the row) for the same steps; where `none` was not run, "
         "the share of time that the method waited for communication.",
     ]
@@ -159,14 +153,5 @@ def notes(result: Row) -> list[str]:
         of = f", on one of {task['held_out']} images of the test set" if task.get("held_out", 1) > 1 else ""
         command = f"{task.get('package', name)}.train {task['command']}"
         lines.append(f"{name}: the parts of `{command}`, target loss {task['target']:g}{of}.")
-    versions = ", ".join(f"{name} {version}" for name, version in result.get("versions", {}).items())
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return [*lines, f"Versions: {versions}.", f"{report.source(result)}."]
-
-
-def main() -> None:
-    load = lambda folder: report.load(folder / "time_to_loss.json", "bench.time_to_loss", "runs")  # noqa: E731
-    report.remake("bench.loss_table", __doc__, "time_to_loss.json", "time_to_loss", lambda at: markdown(load(at)))
-
-
-if __name__ == "__main__":
-    launch(main)

@@ -11,6 +11,7 @@ time_to_loss.json and time_to_loss.md (bench/loss_table.py).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import itertools
@@ -83,83 +84,81 @@ def options_of(method: str) -> list[str]:
 # -- tasks ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class Learned:
     """A recipe of a train script, changed in the same way for every method.
 
-    Args:
-        package: Whose train.py trains it.
+    Attributes:
+        package: Whose train.py trains it: vision or language.
+        target: The held-out cross-entropy to reach; for text per token.
         settings: Options that change the recipe.
         held_out: The evaluation takes every so many-th image.
-        perceptron: Train the perceptron of bench/standin.py in place of the recipe's model.
+        perceptron: Whether the model is the perceptron of bench/standin.py instead of the recipe's.
     """
 
-    def __init__(self, package: str, recipe: str, *settings: str, held_out: int = 1, perceptron: bool = False):
-        self.package, self.recipe, self.settings = package, recipe, settings
-        self.held_out, self.perceptron = held_out, perceptron
+    package: str
+    recipe: str
+    target: float
+    settings: tuple[str, ...] = ()
+    held_out: int = 1
+    perceptron: bool = False
 
     def parse(self, *options: str) -> Any:
         """The recipe with these options, too."""
         recipes = importlib.import_module(f"{self.package}.recipes").RECIPES
         return parse(recipes, [self.recipe, *self.settings, "--device", "cpu", *options])
 
-    @functools.cached_property
+    @property
     def script(self) -> Any:
         return importlib.import_module(f"{self.package}.train")
 
-    @functools.cached_property
-    def data(self) -> Any:
-        """The training set and the test set of images, or what language.train learns of a corpus."""
+    @functools.cache  # noqa: B019 (there are four)
+    def data(self) -> tuple[Any, Any]:
+        """The training set and the held-out set; of text, what language.train learns, and the objective."""
         recipe = self.parse()
         if self.package == "vision":
             train_set, test = self.script.data.load(recipe.dataset)
-            every = self.held_out
-            return train_set, replace(test, images=test.images[::every], labels=test.labels[::every])
+            some = slice(None, None, self.held_out)
+            return train_set, replace(test, images=test.images[some], labels=test.labels[some])
         corpus = self.script.open_corpus(recipe.corpus, recipe.vocab_size)
         objective = self.script.make_objective(recipe, corpus)
-        return self.script.TextTask(corpus, objective, corpus.val[: recipe.eval_tokens], {})
+        return self.script.TextTask(corpus, objective, corpus.val[: recipe.eval_tokens], {}), objective
 
     def model(self, recipe: Any) -> nn.Module:
         if self.perceptron:
             return standin.build_model(256)
-        pad_or_classes = len(self.data[0].classes) if self.package == "vision" else self.data.corpus.pad
-        return self.script.make_model(recipe, pad_or_classes)
+        learned = self.data()[0]
+        return self.script.make_model(recipe, len(learned.classes) if self.package == "vision" else learned.corpus.pad)
 
-    def steps(self, recipe: Any) -> int:
-        """Of the whole run, over which the learning rate falls."""
-        samples = len(self.data[0]) if self.package == "vision" else self.data.samples
-        return (getattr(recipe, "epoch_steps", None) or steps_per_epoch(samples, recipe.batch_size)) * recipe.epochs
-
-    def batches(self, recipe: Any, rank: int, workers: int) -> Iterator[Any]:
-        make = self.data[0].train_batches if self.package == "vision" else self.data.batches
-        return make(recipe, rank, workers, 0, self.steps(recipe))
-
-    def backward(self, step: Step, recipe: Any, model: nn.Module, batch: Any) -> None:
-        """Adds the gradient of this worker's mean loss over a batch."""
-        self.script.backward(step, recipe, model, *(batch if self.package == "vision" else [batch]))
+    def batches(self, recipe: Any, rank: int, workers: int) -> tuple[int, Iterator[Any]]:
+        """The steps of the whole run, over which the learning rate falls, and this worker's batches."""
+        learned = self.data()[0]
+        if self.package == "vision":
+            steps = steps_per_epoch(len(learned), recipe.batch_size) * recipe.epochs
+            return steps, learned.train_batches(recipe, rank, workers, 0, steps)
+        steps = recipe.epoch_steps * recipe.epochs
+        return steps, (([batch]) for batch in learned.batches(recipe, rank, workers, 0, steps))
 
     @torch.no_grad()
     def loss(self, recipe: Any, model: nn.Module) -> float:
-        """The held-out cross-entropy, of a text per token."""
+        """The held-out cross-entropy."""
         model.eval()
+        learned, held_out = self.data()
         if self.package == "vision":
-            test = self.data[1]
-            batches = test.test_batches(recipe, 0, 1)
-            return sum(F.cross_entropy(model(x), y, reduction="sum").item() for x, y in batches) / len(test)
-        batches = self.script.held_out_batches(self.data.some, self.data.objective, 8, rank=0, world_size=1)
+            batches = held_out.test_batches(recipe, 0, 1)
+            return sum(F.cross_entropy(model(x), y, reduction="sum").item() for x, y in batches) / len(held_out)
+        batches = self.script.held_out_batches(learned.some, held_out, 8, rank=0, world_size=1)
         nats, tokens, *_ = self.script.held_out_sums(model, batches, CPU, None).tolist()
         return nats / tokens
 
 
+FLAT = ("--epochs", "11", "--optim.schedule", "constant", "--optim.warmup_steps", "0", "--optim.weight_decay", "0")
 TASKS = {
-    "vision": Learned("vision", "digits_small"),
-    "language": Learned("language", "gpt2_pydoc_small", "--epoch_steps", "12", "--epochs", "20"),
+    "vision": Learned("vision", "digits_small", 0.25),
+    "language": Learned("language", "gpt2_pydoc_small", 5.7, ("--epoch_steps", "12", "--epochs", "20")),
     # the learning rate is the recipe's: of 0.0125 to 0.4 the best for ddp, seed 100
-    "cifar10": Learned("vision", "cifar10_small", "--batch_size", "64", "--optim.warmup_steps", "20", held_out=5),
-    "perceptron": Learned(
-        *("vision", "digits_small", "--epochs", "11", "--optim.schedule", "constant", "--optim.warmup_steps", "0"),
-        *("--optim.weight_decay", "0"),
-        perceptron=True,
-    ),
+    "cifar10": Learned("vision", "cifar10_small", 1.6, ("--batch_size", "64", "--optim.warmup_steps", "20"), 5),
+    "perceptron": Learned("vision", "digits_small", 0.2, FLAT, perceptron=True),
 }
 
 # -- options ----------------------------------------------------------------------------------------------------
@@ -184,14 +183,8 @@ class TimeToLoss(Asked):
     """Stretch forward and backward pass to this time, so that workers do not fight for the cores; 0: as they are."""
     eval_every: int = 12
     """Steps between evaluations."""
-    vision_loss: float = 0.25
-    """The target: test cross-entropy of digits_small."""
-    language_loss: float = 5.7
-    """The target: held-out nats per token of gpt2_pydoc_small."""
-    cifar10_loss: float = 1.6
-    """The target: test cross-entropy of cifar10_small, over a fifth of the test set."""
-    perceptron_loss: float = 0.2
-    """The target: test cross-entropy of a perceptron on digits."""
+    target: float | None = None
+    """The held-out loss to reach, in place of each task's own."""
     limit_seconds: float = 60.0
     """Of training, after which a run is stopped."""
     throttle: bool = False
@@ -199,10 +192,12 @@ class TimeToLoss(Asked):
 
     def check(self) -> None:
         require(self, once="tasks rates seeds methods", tasks=TASKS, ones="eval_every")
-        require(self, positive="rates workers limit_seconds " + " ".join(f"{task}_loss" for task in TASKS))
+        require(self, positive="rates workers limit_seconds" + (" target" if self.target is not None else ""))
         require_company(self)
         for method in self.methods:
-            options_of(method)
+            options = options_of(method)
+            if ":" in method:  # what it changes, the recipe checks
+                TASKS[self.tasks[0]].parse(*options)
         if not 0 <= self.step_ms < 1e6:
             raise UserError(f"step_ms={self.step_ms}: give 0 or more")
 
@@ -237,7 +232,8 @@ def work(o: TimeToLoss, run: Planned, task: Learned, interface: str | None, fold
     if o.step_ms:
         standin.pace(model, pacer)
     trainer = start(method, model, optimizer, recipe, rate if o.throttle else None)
-    total, step = task.steps(recipe), Step(CPU, lambda: torch.autocast("cpu", enabled=False))
+    total, batches = task.batches(recipe, rank, workers)
+    step = Step(CPU, contextlib.nullcontext)
 
     def set_rate(number: int) -> None:
         for group in trainer.optimizer.param_groups:
@@ -258,9 +254,9 @@ def work(o: TimeToLoss, run: Planned, task: Learned, interface: str | None, fold
         before = sent_bytes(interface) if interface else 0
         keep(0, 0.0)
         began, stopped = time.perf_counter(), 0.0
-        for number, batch in enumerate(task.batches(recipe, rank, workers), start=1):
+        for number, batch in enumerate(batches, start=1):
             pacer.restart()
-            task.backward(step, recipe, trainer.model, batch)
+            task.script.backward(step, recipe, trainer.model, *batch)
             clip_gradients(model, recipe.optim)
             trainer.optimizer.step()
             trainer.optimizer.zero_grad()
@@ -380,17 +376,17 @@ def run_all(o: TimeToLoss, session: report.Session) -> None:
     """Trains everything. A method that has failed at a task and rate is not tried again there."""
     about = {
         name: {
-            "target": getattr(o, f"{name}_loss"),
+            "target": o.target or TASKS[name].target,
             "held_out": TASKS[name].held_out,
             "package": TASKS[name].package,
-            "command": " ".join([TASKS[name].recipe, *TASKS[name].settings, "METHOD"]),
+            "command": " ".join([TASKS[name].recipe, *TASKS[name].settings]),
         }
         for name in o.tasks
     }
     options = {method: " ".join(options_of(method)) for method in o.methods if method.partition(":")[0] in OURS}
     session.result |= trainings.of_link(o.throttle) | {"tasks": about, "method_options": options}
     for name in o.tasks:  # once, and not in every rank
-        _ = TASKS[name].data
+        TASKS[name].data()
     plan, broken = o.plan(), dict[Any, dict[str, Any]]()
     logs = session.folder / "logs"
     logs.mkdir(parents=True)

@@ -26,12 +26,11 @@ def nothing(*_: Any, **__: Any) -> None:
 
 @dataclass
 class Trainer:
-    """A model with whatever keeps the workers together.
+    """A model with whatever keeps the workers together, as the training loop calls it.
 
     Attributes:
-        model: The training loop calls it.
         optimizer: The loop calls its step and zero_grad, and sets the learning rate of its param_groups.
-        after_step: The loop calls it after every step; `last` says whether it is the run's last.
+        after_step: Follows every step; `last` says whether it is the run's last.
         finish: Ends the training, inside the clock.
         close: Frees ports and processes, outside the clock.
         stats: What the method measures of itself, as entries of a row.
@@ -47,29 +46,18 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Task:
-    """What a package is given: a model with equal values on all workers, and the inner optimizer over it.
-
-    Attributes:
-        batch: Samples per worker and step.
-        timeout: Seconds until a missing worker is an error.
-    """
+    """What a package is given: a model with equal values on all workers, and the inner optimizer over it."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     tau: int
-    batch: int
-    timeout: float
+    batch: int  # samples per worker and step
+    timeout: float  # seconds until a missing worker is an error
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A method of another package.
-
-    Attributes:
-        package: The distribution that has it.
-        start: Makes its trainer.
-        note: Its settings, for the table.
-    """
+    """A method of another package: the distribution that has it, what starts it, and its settings for the table."""
 
     package: str
     start: Callable[[Task], Trainer]
@@ -204,6 +192,7 @@ def split(model: nn.Module, parts: int) -> list[nn.Module]:
     for module, size in sizes.items():
         groups[min(parts - 1, int((before + size / 2) * parts / total))].append(module)
         before += size
+    assert sum(len(list(group.parameters())) for group in groups) == len(found), "modules with parameters are nested"
     return list(groups)
 
 
@@ -291,7 +280,7 @@ def accelerate_local_sgd(task: Task) -> Trainer:
     local = LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=task.tau)
     local.__enter__()
     finish = lambda: local.__exit__(None, None, None)  # noqa: E731 (it averages once more)
-    stats = lambda: {"rounds": local.num_steps // task.tau + 1}  # noqa: E731
+    stats = lambda: {"rounds": local.num_steps // task.tau}  # noqa: E731
     return Trainer(model, optimizer, lambda **_: local.step(), finish, stats=stats)
 
 
