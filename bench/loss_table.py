@@ -151,7 +151,8 @@ def notes(result: Row) -> list[str]:
     lines += [f"{m}: {r}." for m, r in dict.fromkeys((r["method"], r["reason"]) for r in result["runs"]) if r]
     for name, task in result["tasks"].items():
         of = f", on one of {task['held_out']} images of the test set" if task.get("held_out", 1) > 1 else ""
-        command = f"{task.get('package', name)}.train {task['command']}"
+        command = task.get("command") or " ".join([task["recipe"], *task["settings"]])  # the first in older results
+        command = f"{task.get('package', name)}.train {command}"
         lines.append(f"{name}: the parts of `{command}`, target loss {task['target']:g}{of}.")
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return [*lines, f"Versions: {versions}.", f"{report.source(result)}."]

@@ -374,15 +374,7 @@ def train(o: TimeToLoss, cluster: Cluster | None, task: Learned, run: Planned, l
 
 def run_all(o: TimeToLoss, session: report.Session) -> None:
     """Trains everything. A method that has failed at a task and rate is not tried again there."""
-    about = {
-        name: {
-            "target": o.target or TASKS[name].target,
-            "held_out": TASKS[name].held_out,
-            "package": TASKS[name].package,
-            "command": " ".join([TASKS[name].recipe, *TASKS[name].settings]),
-        }
-        for name in o.tasks
-    }
+    about = {name: vars(TASKS[name]) | {"target": o.target or TASKS[name].target} for name in o.tasks}
     options = {method: " ".join(options_of(method)) for method in o.methods if method.partition(":")[0] in OURS}
     session.result |= trainings.of_link(o.throttle) | {"tasks": about, "method_options": options}
     for name in o.tasks:  # once, and not in every rank

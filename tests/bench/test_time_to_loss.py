@@ -112,7 +112,7 @@ def test_the_table():
         assert said in text
     assert "hivemind: Optimizer, use_local_updates" in text and "torch 1.2" in text
     assert "Link: throttled in software" in markdown(RESULT | {"link": "throttled in software"})
-    part = {"target": 1.6, "command": "cifar10_small", "package": "vision", "held_out": 5}
+    part = vars(replace(TASKS["cifar10"], settings=()))
     said = "cifar10: the parts of `vision.train cifar10_small`, target loss 1.6, on one of 5 images of the test set."
     assert said in markdown(RESULT | {"tasks": RESULT["tasks"] | {"cifar10": part}})
 
