@@ -117,7 +117,9 @@ class Learned:
         """The training set and the held-out set; of text, what language.train learns, and the objective."""
         recipe = self.parse()
         if self.package == "vision":
-            train_set, test = self.script.data.load(recipe.dataset)
+            from vision import data
+
+            train_set, test = data.load(recipe.dataset)
             some = slice(None, None, self.held_out)
             return train_set, replace(test, images=test.images[some], labels=test.labels[some])
         corpus = self.script.open_corpus(recipe.corpus, recipe.vocab_size)
