@@ -7,6 +7,7 @@ over the backward pass, so that a method which overlaps its all-reduces with it 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class Pacer:
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ):
-        self.step_seconds = step_seconds
+        self.step_seconds, self.layers = step_seconds, layers
         self.part = step_seconds / (3 * layers)
         self._clock, self._sleep = clock, sleep
         self.restart()
@@ -47,7 +48,7 @@ class Pacer:
         """The next part begins now."""
         self.passed_at = self._deadline = self._clock()
 
-    def wait(self, parts: int) -> None:
+    def wait(self, parts: float) -> None:
         """Ends the work of `parts` parts: returns at their deadline, or at once when that has passed."""
         now = self._clock()
         self._deadline = max(self._deadline + parts * self.part, now - PATIENCE * self.step_seconds)
@@ -60,40 +61,24 @@ class Pacer:
         self._deadline += seconds
 
 
-class PacedLinear(nn.Linear):
-    """A linear layer whose backward takes two of a step's parts, and whose forward takes `forward_parts`.
+def pace(model: nn.Module, pacer: Pacer) -> None:
+    """Stretches every step of the model: a third of its time in the forward pass, two in the backward pass.
 
-    A model waits once for its whole forward pass, in its last layer: nothing can be seen of the layers before, and
-    every sleep costs CPU time.
+    Each layer takes the share of the backward pass that it has of the parameters. Its gradients are ready when its time
+    has passed, so the layers' gradients become ready one after the other, as on a device of one's own.
     """
+    numel = {m: sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()}
+    total = sum(numel.values())
 
-    def __init__(self, inputs: int, outputs: int, pacer: Pacer, forward_parts: int = 0):
-        super().__init__(inputs, outputs)
-        self.pacer, self.forward_parts = pacer, forward_parts
+    def hold_back(module: nn.Module, _: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            parts = 2 * pacer.layers * numel[module] / total
+            output.register_hook(lambda _: pacer.wait(parts))  # runs before the layer's own backward
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [batch, inputs]; returns [batch, outputs]."""
-        return _PacedLinear.apply(x, self.weight, self.bias, self.pacer, self.forward_parts)  # pyright: ignore
-
-
-class _PacedLinear(torch.autograd.Function):
-    """x [batch, in] -> x W^T + b [batch, out]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, pacer: Pacer, parts: int) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.pacer = pacer
-        y = torch.addmm(bias, x, weight.t())
-        if parts:
-            pacer.wait(parts)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        x, weight = ctx.saved_tensors
-        grads = grad @ weight, grad.t() @ x, grad.sum(0)
-        ctx.pacer.wait(2)
-        return *grads, None, None
+    for module in model.modules():
+        if numel[module]:
+            module.register_forward_hook(hold_back)
+    model.register_forward_hook(lambda *_: pacer.wait(pacer.layers))
 
 
 # -- the model of bench.scaling -----------------------------------------------------------------------------------
@@ -113,8 +98,8 @@ class StandIn(nn.Module):
 
     def __init__(self, pacer: Pacer, width: int = WIDTH):
         super().__init__()
-        parts = [0] * (LAYERS - 1) + [LAYERS]
-        self.layers = nn.ModuleList(PacedLinear(width, width, pacer, n) for n in parts)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(LAYERS))
+        pace(self, pacer)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, width]; returns [batch, 10]."""
@@ -185,29 +170,16 @@ class Trainer:
         return Step(closed, compute, wait, boundary)
 
 
-# -- the model of bench.peers -------------------------------------------------------------------------------------
-
-HIDDEN_LAYERS = 5
-MLP_LAYERS = HIDDEN_LAYERS + 1
-LR, MOMENTUM = 0.05, 0.9
+# -- the perceptron of bench.time_to_loss -----------------------------------------------------------------------
 
 
-def build_model(width: int, pacer: Pacer | None = None) -> nn.Sequential:
-    """A perceptron of 8 x 8 pixels -> 10 logits with HIDDEN_LAYERS layers of `width`, He initialisation.
-
-    pacer: gives every layer an equal part of the backward pass's time, from restart() on.
-    """
-    sizes = [64, *[width] * HIDDEN_LAYERS, 10]
+def build_model(width: int) -> nn.Sequential:
+    """A perceptron of 8 x 8 pixels -> 10 logits with five hidden layers of `width`, He initialisation."""
+    sizes = [64, *[width] * 5, 10]
     layers: list[nn.Module] = [nn.Flatten()]
-    for number, shape in enumerate(zip(sizes[:-1], sizes[1:], strict=True), start=1):
-        forward_parts = MLP_LAYERS if number == MLP_LAYERS else 0
-        layer = PacedLinear(*shape, pacer, forward_parts) if pacer else nn.Linear(*shape)
+    for shape in itertools.pairwise(sizes):
+        layer = nn.Linear(*shape)
         nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
         nn.init.zeros_(layer.bias)
         layers += [layer, nn.ReLU()]
     return nn.Sequential(*layers[:-1])
-
-
-def make_optimizer(params: Any, lr: float = LR) -> torch.optim.Optimizer:
-    """The inner optimiser of every method."""
-    return torch.optim.SGD(params, lr=lr, momentum=MOMENTUM)

@@ -1,66 +1,171 @@
-"""Seconds of training to a fixed held-out loss, of every method on the emulated cluster.
+"""Seconds of training to a held-out loss, for this project's methods and other packages', on the emulated cluster.
 
-python -m bench.time_to_loss [--tasks vision language cifar10] [--rates 40 200] [--seeds 0 1 2] [--methods ...]
+python -m bench.time_to_loss [--tasks vision language cifar10 perceptron] [--rates 40 200] [--seeds 0 1 2]
+    [--methods ddp local:tau=12,wire=int4 co2_auto torchft_streaming ...] [--step_ms 30]
 
-Each run is a recipe's own train script on four workers, a node each; the ranks are forked from this process, which has
-imported the script once. A run is followed through its metrics and killed at the first evaluation at or below the
-target, or when it has trained for --limit_seconds. Writes time_to_loss.json and time_to_loss.md (bench/loss_table.py).
+All methods share the loop, the model and its initial values, the data and their order, the inner optimizer and the
+evaluation. Every --eval_every steps each worker writes its parameters to a file while its clock stands still. After
+the run, the mean of the workers' models is evaluated. Every run keeps its whole trajectory. The command writes
+time_to_loss.json and time_to_loss.md (bench/loss_table.py).
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import itertools
+import json
+import os
 import random
-import shlex
+import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from bench import loss_table, report, trainings
-from bench.cluster import Cluster, run_ranks
-from bench.loss_table import METHODS, USUAL, Outcome, follow, options_of
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench import loss_table, report, standin, trainings
+from bench.cluster import Cluster, run_ranks, sent_bytes
+from bench.peers.adapters import PEERS, Task, Trainer
 from bench.report import Asked, require, require_company
-from bench.trainings import Metrics
+from bench.trainings import AUTO, Metrics
+from core.errors import UserError
+from core.methods import make_method
+from core.testing.link import ThrottledLink
+from training.memory import Step
+from training.optim import clip_gradients, lr_factor
+from training.recipe import parse
+from training.sampling import per_worker, steps_per_epoch
 from training.script import launch
 
-LOG_EVERY = 5  # steps; ddp's waiting is logged at these, a local method's at every round
-Planned = tuple[int, float, str, str]  # seed, rate, task, method of a run
+TIMEOUT = 300.0  # seconds until a missing worker is an error
+NONE = "none"  # the same steps without communication
+CPU = torch.device("cpu")
+
+# -- methods ----------------------------------------------------------------------------------------------------
+
+DILOCO = ("--co2.outer_lr", "0.7", "--co2.outer_momentum", "0.9", "--co2.gap", "none", "--co2.clip", "None")
+LGRECO = (*AUTO, "--co2.wire.format", "lgreco", "--co2.wire.lgreco.every", "10", "--co2.wire.like")
+OURS = {  # name -> options of a train script; the period is the recipe's tau where they set none
+    **{name: ("--method", name, "--no_recommended") for name in ("ddp", "local", "overlap_local", "slowmo")},
+    "diloco": ("--method", "delayed", *DILOCO, "--co2.delay", "0", "--delayed.nesterov"),
+    "co2": ("--method", "co2", "--no_recommended"),
+    "co2_recommended": ("--method", "co2", "--recommended"),
+    "co2_auto": ("--method", "co2", *AUTO),
+    "co2_auto_lgreco": ("--method", "co2", *LGRECO, "rank4"),
+    "co2_auto_lgreco_int4": ("--method", "co2", *LGRECO, "int4"),
+}
+METHODS = (NONE, *OURS, *PEERS)
+
+
+def options_of(method: str) -> list[str]:
+    """NAME or NAME:key=value,..., with keys wire, tau and lr, as options of a train script."""
+    name, _, rest = method.partition(":")
+    if name not in METHODS:
+        raise UserError(f"methods: {name!r} does not exist; choose among {', '.join(METHODS)}")
+    keys = {"wire": "ddp_wire.format" if name == "ddp" else "co2.wire.format", "tau": "co2.tau", "lr": "optim.lr"}
+    options = list(OURS.get(name, OURS["local"]))
+    for text in filter(None, rest.split(",")):
+        key, _, value = text.partition("=")
+        if key not in keys or not value:
+            raise UserError(f"methods: {method!r} has {text!r}; give one of {', '.join(keys)}, as in {name}:tau=12")
+        options += [f"--{keys[key]}", value]
+    return options
+
+
+# -- tasks ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Task:
-    """A recipe, what is changed in it for every method alike, and where it logs the held-out loss."""
+class Learned:
+    """A recipe of a train script, changed in the same way for every method.
 
-    recipe: str
-    loss: str
-    """The key of the held-out loss in metrics.jsonl."""
-    settings: tuple[str, ...]
+    Attributes:
+        package: Whose train.py trains it: vision or language.
+        target: The held-out cross-entropy to reach; for text per token.
+        settings: Options that change the recipe.
+        held_out: The evaluation takes every so many-th image.
+        perceptron: Whether the model is the perceptron of bench/standin.py instead of the recipe's.
+    """
+
     package: str
-    """Whose train.py it is."""
+    recipe: str
+    target: float
+    settings: tuple[str, ...] = ()
     held_out: int = 1
-    """Every so many-th image of the test set is evaluated."""
+    perceptron: bool = False
+
+    def parse(self, *options: str) -> Any:
+        """The recipe with these options, too."""
+        recipes = importlib.import_module(f"{self.package}.recipes").RECIPES
+        return parse(recipes, [self.recipe, *self.settings, "--device", "cpu", *options])
+
+    @property
+    def script(self) -> Any:
+        return importlib.import_module(f"{self.package}.train")
+
+    @functools.cache  # noqa: B019 (there are four)
+    def data(self) -> tuple[Any, Any]:
+        """The training set and the held-out set; of text, what language.train learns, and the objective."""
+        recipe = self.parse()
+        if self.package == "vision":
+            from vision import data
+
+            train_set, test = data.load(recipe.dataset)
+            some = slice(None, None, self.held_out)
+            return train_set, replace(test, images=test.images[some], labels=test.labels[some])
+        corpus = self.script.open_corpus(recipe.corpus, recipe.vocab_size)
+        objective = self.script.make_objective(recipe, corpus)
+        return self.script.TextTask(corpus, objective, corpus.val[: recipe.eval_tokens], {}), objective
+
+    def model(self, recipe: Any) -> nn.Module:
+        if self.perceptron:
+            return standin.build_model(256)
+        learned = self.data()[0]
+        return self.script.make_model(recipe, len(learned.classes) if self.package == "vision" else learned.corpus.pad)
+
+    def batches(self, recipe: Any, rank: int, workers: int) -> tuple[int, Iterator[Any]]:
+        """The steps of the whole run, over which the learning rate falls, and this worker's batches."""
+        learned = self.data()[0]
+        if self.package == "vision":
+            steps = steps_per_epoch(len(learned), recipe.batch_size) * recipe.epochs
+            return steps, learned.train_batches(recipe, rank, workers, 0, steps)
+        steps = recipe.epoch_steps * recipe.epochs
+        return steps, (([batch]) for batch in learned.batches(recipe, rank, workers, 0, steps))
+
+    @torch.no_grad()
+    def loss(self, recipe: Any, model: nn.Module) -> float:
+        """The held-out cross-entropy."""
+        model.eval()
+        learned, held_out = self.data()
+        if self.package == "vision":
+            batches = held_out.test_batches(recipe, 0, 1)
+            return sum(F.cross_entropy(model(x), y, reduction="sum").item() for x, y in batches) / len(held_out)
+        batches = self.script.held_out_batches(learned.some, held_out, 8, rank=0, world_size=1)
+        nats, tokens, *_ = self.script.held_out_sums(model, batches, CPU, None).tolist()
+        return nats / tokens
 
 
+FLAT = ("--epochs", "11", "--optim.schedule", "constant", "--optim.warmup_steps", "0", "--optim.weight_decay", "0")
 TASKS = {
-    # an epoch, the time between two evaluations, is 22 steps
-    "vision": Task("digits_small", "test_loss", ("--eval_every", "1"), "vision"),
-    # 12 steps are two rounds of the recipe's tau: all methods are evaluated at the same steps; 240 in all, for time
-    "language": Task(
-        "gpt2_pydoc_small", "val_loss", ("--epoch_steps", "12", "--epochs", "20", "--eval_every", "1"), "language"
-    ),
-    # every 20 steps; the learning rate is the recipe's: of 0.0125 to 0.4 the best for ddp, seed 100
-    "cifar10": Task(
-        "cifar10_small",
-        "test_loss",
-        ("--batch_size", "64", "--optim.warmup_steps", "20", "--eval_every", "0.0256"),
-        "vision",
-        held_out=5,
-    ),
+    "vision": Learned("vision", "digits_small", 0.25),
+    "language": Learned("language", "gpt2_pydoc_small", 5.7, ("--epoch_steps", "12", "--epochs", "20")),
+    # the learning rate is the recipe's: of 0.0125 to 0.4 the best for ddp, seed 100
+    "cifar10": Learned("vision", "cifar10_small", 1.6, ("--batch_size", "64", "--optim.warmup_steps", "20"), 5),
+    "perceptron": Learned("vision", "digits_small", 0.2, FLAT, perceptron=True),
 }
+
+# -- options ----------------------------------------------------------------------------------------------------
+
+Planned = tuple[int, float, str, str]  # seed, rate, task, method of a run
 
 
 @dataclass(frozen=True)
@@ -68,32 +173,35 @@ class TimeToLoss(Asked):
     """What to train, over which links, and to which loss."""
 
     tasks: tuple[str, ...] = ("vision", "language")
-    """vision, language, and cifar10, which needs CO2_DATA."""
+    """vision, language, perceptron, and cifar10, which needs CO2_DATA."""
     rates: tuple[float, ...] = (40.0, 200.0)
     """Link rates, Mbit/s."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    methods: tuple[str, ...] = USUAL
-    """NAME or, over a narrow format, NAME:wire=int4 or int8; those over int8 where they are named."""
+    methods: tuple[str, ...] = tuple(OURS)
+    """none (no communication), a method of this project or of another package; changed as in local:tau=12,wire=int4."""
     workers: int = 4
     """Workers, each on a node of its own."""
-    vision_loss: float = 0.25
-    """The target: test cross-entropy of digits_small."""
-    language_loss: float = 5.7
-    """The target: held-out nats per token of gpt2_pydoc_small."""
-    cifar10_loss: float = 1.6
-    """The target: test cross-entropy of cifar10_small, over a fifth of the test set."""
+    step_ms: float = 0.0
+    """Stretch forward and backward pass to this time, so that workers do not fight for the cores; 0: as they are."""
+    eval_every: int = 12
+    """Steps between evaluations."""
+    target: float | None = None
+    """The held-out loss to reach, in place of each task's own."""
     limit_seconds: float = 60.0
     """Of training, after which a run is stopped."""
     throttle: bool = False
-    """Hold collectives back in software instead of making network namespaces."""
+    """Hold collectives back in software instead of making network namespaces; other packages cannot take part."""
 
     def check(self) -> None:
-        require(self, once="tasks rates seeds methods", tasks=TASKS, methods=METHODS)
-        require(self, positive="rates workers vision_loss language_loss cifar10_loss limit_seconds")
+        require(self, once="tasks rates seeds methods", tasks=TASKS, ones="eval_every")
+        require(self, positive="rates workers limit_seconds" + (" target" if self.target is not None else ""))
         require_company(self)
-
-    def target(self, task: str) -> float:
-        return getattr(self, f"{task}_loss")
+        for method in self.methods:
+            options = options_of(method)
+            if ":" in method:  # what it changes, the recipe checks
+                TASKS[self.tasks[0]].parse(*options)
+        if not 0 <= self.step_ms < 1e6:
+            raise UserError(f"step_ms={self.step_ms}: give 0 or more")
 
     def plan(self) -> list[Planned]:
         """Every run in order: shuffled within seed and rate, always alike.
@@ -107,92 +215,198 @@ class TimeToLoss(Asked):
             runs += group
         return runs
 
-    def command(self, rate: float, task: str, method: str, seed: int, out: Path | str) -> list[str]:
-        """The train script's command line, without the program."""
-        values = {"seed": seed, "out": out, "device": "cpu", "checkpoint_every": 0}
-        values |= {"log_every": LOG_EVERY, "timeout": 300} | ({"link_mbit": rate} if self.throttle else {})
-        return [TASKS[task].recipe, *TASKS[task].settings, *options_of(method), *trainings.flags(values)]
 
-    def told(self, task: str) -> dict[str, Any]:
-        """A task in the JSON."""
-        command = shlex.join(self.command(self.rates[0], task, "METHOD", 0, "FOLDER"))
-        return {
-            "package": TASKS[task].package,
-            "held_out": TASKS[task].held_out,
-            "loss": TASKS[task].loss,
-            "target": self.target(task),
-            "command": command,
-        }
+# -- one rank ---------------------------------------------------------------------------------------------------
 
 
-def run_task(module: ModuleType, argv: list[str], log: Path, held_out: int) -> None:
-    """One rank: the train script's main, evaluated on every so many-th image."""
-    if held_out > 1:
-        load: Any = module.data.load
-        module.data.load = lambda name: thinned(*load(name), held_out)
-    trainings.run_script(module, argv, log)
+def work(o: TimeToLoss, run: Planned, task: Learned, interface: str | None, folder: Path, log: Path) -> None:
+    """Trains as one rank; at every evaluation writes the model to `folder`, and a line about it."""
+    trainings.write_to(log)
+    seed, rate, _, method = run
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
+    rank, workers = dist.get_rank(), dist.get_world_size()
+    recipe = task.parse(*options_of(method), "--seed", str(seed))
+    torch.manual_seed(seed * 1_000_003)  # the same initial values on all workers
+    model = task.model(recipe).train()
+    torch.manual_seed(seed * 1_000_003 + rank)
+    optimizer = task.script.make_optimizer(model, recipe.optim)
+    pacer = standin.Pacer(o.step_ms / 1e3, 1)
+    if o.step_ms:
+        standin.pace(model, pacer)
+    trainer = start(method, model, optimizer, recipe, rate if o.throttle else None)
+    total, batches = task.batches(recipe, rank, workers)
+    step = Step(CPU, contextlib.nullcontext)
+
+    def set_rate(number: int) -> None:
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = recipe.optim.lr * lr_factor(number, total, recipe.optim)
+
+    def keep(number: int, seconds: float) -> None:
+        with open(folder / f"{number}.{rank}", "wb") as file:
+            for tensor in state_of(model):
+                tensor.detach().numpy().tofile(file)
+        line = {"step": number, "seconds": seconds} | trainer.stats()
+        line |= {"bytes_sent": sent_bytes(interface) - before} if interface else {}
+        lines.write(json.dumps(line) + "\n")
+
+    (folder / str(rank)).mkdir()
+    with open(folder / str(rank) / "metrics.jsonl", "w", buffering=1) as lines:
+        set_rate(0)
+        dist.barrier()
+        before = sent_bytes(interface) if interface else 0
+        keep(0, 0.0)
+        began, stopped = time.perf_counter(), 0.0
+        for number, batch in enumerate(batches, start=1):
+            pacer.restart()
+            task.script.backward(step, recipe, trainer.model, *batch)
+            clip_gradients(model, recipe.optim)
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
+            set_rate(number)
+            trainer.after_step(last=number == total)
+            if number == total:
+                trainer.finish()
+            if number % o.eval_every == 0 or number == total:
+                now = time.perf_counter()
+                keep(number, now - began - stopped)
+                stopped += time.perf_counter() - now
+    dist.barrier()
+    trainer.close()
+    dist.barrier()
 
 
-def thinned(train_set: Any, test_set: Any, every: int) -> tuple[Any, Any]:
-    """The sets, the second with every so many-th of its images alone."""
-    return train_set, replace(test_set, images=test_set.images[::every], labels=test_set.labels[::every])
+def start(
+    method: str, model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Any, link_mbit: float | None
+) -> Trainer:
+    """The method around the model."""
+    name = method.partition(":")[0]
+    if name == NONE:
+        return Trainer(model, optimizer)
+    if name in PEERS:
+        batch = per_worker(recipe.batch_size, dist.get_world_size())
+        return PEERS[name].start(Task(model, optimizer, recipe.co2.tau, batch, TIMEOUT))
+    wrapped, made = make_method(
+        recipe.method,
+        model,
+        co2=recipe.co2,
+        lr=lambda: optimizer.param_groups[0]["lr"],
+        timeout=TIMEOUT,
+        link=ThrottledLink(link_mbit) if link_mbit else None,
+        **recipe.own_settings,
+    )
+    sums = {"exposed_seconds": 0.0, "bytes_sent": 0.0}
+    stats = lambda: {"rounds": made.rounds, "tau": int(made.stats.tau), **sums}  # noqa: E731
+
+    def after_step(*, last: bool) -> None:
+        if made.step(last=last):
+            for key in sums:
+                sums[key] += float(getattr(made.stats, key))
+
+    return Trainer(wrapped, optimizer, after_step, made.finish, made.close, stats)
+
+
+def state_of(model: nn.Module) -> list[Tensor]:
+    """What evaluations average over the workers: parameters, and BatchNorm's statistics."""
+    return [*model.parameters(), *(b for b in model.buffers() if b.dtype == torch.float32)]
+
+
+# -- evaluation -------------------------------------------------------------------------------------------------
+
+
+def evaluate(task: Learned, folder: Path, workers: int, steps: list[int]) -> list[float]:
+    """As one of several processes: the held-out losses of the mean models at its share of the steps."""
+    torch.set_num_threads(1)
+    recipe, losses = task.parse(), []
+    model = task.model(recipe)
+    for step in steps[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]:
+        models = [np.fromfile(folder / f"{step}.{rank}", dtype=np.float32) for rank in range(workers)]
+        mean = torch.from_numpy(np.mean(models, axis=0))
+        state = state_of(model)
+        for tensor, values in zip(state, mean.split([t.numel() for t in state]), strict=True):
+            tensor.data.copy_(values.view_as(tensor))
+        losses.append(task.loss(recipe, model))
+    return losses
+
+
+def trajectory(o: TimeToLoss, task: Learned, folder: Path) -> list[dict[str, Any]]:
+    """A line an evaluation within the limit: rank 0's, with the slowest worker's seconds, and the loss."""
+    ranks = [{line["step"]: line for line in Metrics(folder / str(rank)).read()} for rank in range(o.workers)]
+    lines = []
+    for step, line in ranks[0].items():
+        if all(step in rank for rank in ranks):
+            line["seconds"] = max(rank[step]["seconds"] for rank in ranks)
+            lines += [line] if line["seconds"] <= o.limit_seconds else []
+    processes = len(os.sched_getaffinity(0))
+    job = task, folder, o.workers, [line["step"] for line in lines]
+    found = run_ranks(evaluate, None, 1, processes, *job, timeout=3600.0)
+    for number, line in enumerate(lines):
+        line["loss"] = found[number % processes][number // processes]
+    return lines
 
 
 # -- one run ----------------------------------------------------------------------------------------------------
 
 
-def train(o: TimeToLoss, cluster: Cluster | None, module: ModuleType, run: Planned, folder: Path) -> Outcome:
-    """One run until its outcome is known."""
-    seed, rate, task, method = run
-    metrics = Metrics(folder)
-    goal = (TASKS[task].loss, o.target(task), o.limit_seconds)
-    argv = o.command(rate, task, method, seed, folder)
-    patience = 2 * o.limit_seconds + 120  # wall-clock, with start and evaluations
-    try:
-        known = lambda: follow(metrics.read(), *goal) is not None  # noqa: E731
-        job = module, argv, folder / "log.txt", TASKS[task].held_out
-        run_ranks(run_task, cluster, 1, o.workers, *job, timeout=patience, until=known)
+def train(o: TimeToLoss, cluster: Cluster | None, task: Learned, run: Planned, log: Path) -> dict[str, Any]:
+    """One run to its end, and its trajectory. `ended` says how, `reason` why it failed or was not run."""
+    peer = PEERS.get(run[3].partition(":")[0])
+    if peer is not None and (why := "other packages need network namespaces" if cluster is None else peer.missing()):
+        return {"ended": "not run", "reason": why, "trajectory": []}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        metrics = Metrics(folder / "0")
+        over = lambda: bool(lines := metrics.read()) and lines[-1]["seconds"] > o.limit_seconds  # noqa: E731
+        job = o, run, task, cluster.interface if cluster else None, folder, log
+        patience = 2 * o.limit_seconds + 120  # wall-clock, with the start
         ended, reason = "not reached", ""
-    except TimeoutError:
-        ended, reason = "out of time", ""
-    except RuntimeError as error:  # one of the ranks has failed
-        lines = str(error).strip().splitlines()
-        ended, reason = "failed", f"{lines[0]} {lines[-1]}"
-    outcome = follow(metrics.read(), *goal, ended=ended, reason=reason)
-    assert outcome is not None
-    return outcome
+        try:
+            finished = run_ranks(work, cluster, 1, o.workers, *job, timeout=patience, until=over)
+            ended = "not reached" if finished else "out of time"
+        except TimeoutError:
+            ended = "out of time"
+        except RuntimeError as error:  # one of the ranks has failed
+            lines = str(error).strip().splitlines()
+            ended, reason = "failed", f"{lines[0]} {lines[-1]}"
+        read = all((folder / str(rank)).exists() for rank in range(o.workers))
+        return {"ended": ended, "reason": reason, "trajectory": trajectory(o, task, folder) if read else []}
 
 
 # -- all of them ------------------------------------------------------------------------------------------------
 
 
 def run_all(o: TimeToLoss, session: report.Session) -> None:
-    """Trains everything."""
-    session.result |= trainings.of_link(o.throttle) | {"tasks": {task: o.told(task) for task in o.tasks}}
-    plan, modules = o.plan(), {task: importlib.import_module(f"{TASKS[task].package}.train") for task in o.tasks}
-
-    started = time.monotonic()
+    """Trains everything. A method that has failed at a task and rate is not tried again there."""
+    about = {name: vars(TASKS[name]) | {"target": o.target or TASKS[name].target} for name in o.tasks}
+    options = {method: " ".join(options_of(method)) for method in o.methods if method.partition(":")[0] in OURS}
+    session.result |= trainings.of_link(o.throttle) | {"tasks": about, "method_options": options}
+    for name in o.tasks:  # once, and not in every rank
+        TASKS[name].data()
+    plan, broken = o.plan(), dict[Any, dict[str, Any]]()
+    logs = session.folder / "logs"
+    logs.mkdir(parents=True)
 
     def runs(cluster: Cluster | None) -> Iterator[dict[str, Any]]:
-        for done, (seed, rate, task, method) in enumerate(plan, start=1):
+        for done, planned in enumerate(plan, start=1):
+            seed, rate, name, method = planned
             if cluster:
                 cluster.shape(rate, session.result["verified_mbit"])
-            folder = session.folder / "runs" / f"{task}-{rate:g}mbit-{method}-seed{seed}"
-            folder.mkdir(parents=True)
-            began = time.monotonic()
-            outcome = train(o, cluster, modules[task], (seed, rate, task, method), folder)
-            left = (time.monotonic() - started) / done * (len(plan) - done) / 60
-            what = f"{task} {rate:g} Mbit/s {method} seed {seed}: {outcome}"
-            print(f"{done}/{len(plan)} {what} | left: about {left:.0f} min", flush=True)
-            row = {"task": task, "rate_mbit": rate, "method": method, "seed": seed, **asdict(outcome)}
-            yield row | {"wall_seconds": time.monotonic() - began}
+            log = logs / f"{name}-{rate:g}mbit-{method}-seed{seed}.txt"
+            found = broken.get(planned[1:]) or train(o, cluster, TASKS[name], planned, log)
+            if found["reason"]:
+                broken[planned[1:]] = found
+            row = {"task": name, "rate_mbit": rate, "method": method, "seed": seed, **found}
+            said = loss_table.say(loss_table.outcome(session.result, row))
+            print(f"{done}/{len(plan)} {name} {rate:g} Mbit/s {method} seed {seed}: {said}", flush=True)
+            yield row
 
     with trainings.network(o.throttle, o.workers, o.rates[0]) as cluster:
         session.take("runs", runs(cluster), None)
 
 
 def main() -> None:
-    report.run(TimeToLoss, loss_table.NAME, run_all, loss_table.markdown, forks=lambda o: not o.throttle)
+    packages = list(dict.fromkeys(peer.package for peer in PEERS.values()))
+    page = loss_table.markdown
+    report.run(TimeToLoss, "time_to_loss", run_all, page, packages=packages, forks=lambda o: not o.throttle)
 
 
 if __name__ == "__main__":

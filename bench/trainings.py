@@ -22,20 +22,7 @@ from bench.cluster import Cluster, run_ranks
 
 FAST = 10_000.0  # Mbit/s: a link that does not slow, over which learning rates are chosen
 TUNING_SEED = 100  # of the runs that choose them: no figure is of it
-OVER = ":wire="  # in a method's name: over which format it sends, with error feedback
-CONTROLS = ("int8", "int4")  # of the formats, those over which every method is compared
 AUTO = ("--recommended", "--co2.tau", "auto", "--co2.tau_max", "24")
-
-
-def over_each(methods: Iterable[str]) -> tuple[str, ...]:
-    """The methods' names over each narrow format, such as local:wire=int4."""
-    return tuple(f"{method}{OVER}{wire}" for method in methods for wire in CONTROLS)
-
-
-def split_wire(name: str) -> tuple[str, str]:
-    """A method's name without its format, and the format."""
-    method, _, wire = name.partition(OVER)
-    return method, wire or "float32"
 
 
 def network(throttle: bool, workers: int, rate_mbit: float) -> contextlib.AbstractContextManager[Cluster | None]:

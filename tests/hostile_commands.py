@@ -168,7 +168,8 @@ COMMANDS = [
     ("bench.time_to_loss", "rates", (*SHARED, "inf")),
     ("bench.time_to_loss", "workers", (*SHARED, "inf")),
     ("bench.time_to_loss", "limit_seconds", (*SHARED, "inf")),
-    ("bench.time_to_loss", "vision_loss", (*SHARED, "inf")),
+    ("bench.time_to_loss", "target", (*SHARED, "inf")),
+    ("bench.time_to_loss", "methods", ("nope", "", "local:", "local:tau", "co2:ü=1")),
     ("bench.search", "workers", (*SHARED, "inf")),
     ("bench.search", "steps", (*SHARED, "inf")),
     ("bench.search", "tau", (*SHARED, "inf")),
@@ -185,10 +186,6 @@ COMMANDS = [
     ("bench.simulator", "efficiency", ("-1", "nan", "0", "2", "ü")),
     ("bench.simulator", "latency_ms", ("-1", "nan", "inf", "ü")),
     ("bench.simulator", "preset", ("nope",)),
-    ("bench.peers", "steps", (*SHARED, "inf")),
-    ("bench.peers", "rate", (*SHARED, "inf")),
-    ("bench.peers", "workers", (*SHARED, "inf")),
-    ("bench.peers", "methods", ("nope", "")),
     ("bench.memory", "parameters", (*SHARED, "inf")),
     ("bench.boundary", "sizes", (*SHARED, "inf", "1e300")),
     ("bench.boundary", "repeats", SHARED),
@@ -197,7 +194,6 @@ COMMANDS = [
 COMMANDS_QUICKLY = {
     "bench.scaling": ["--throttle"],
     "bench.time_to_loss": ["--throttle"],
-    "bench.peers": ["--throttle"],
 }
 
 

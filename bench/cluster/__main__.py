@@ -1,6 +1,6 @@
 """The command line of the emulated cluster: one torchrun per node.
 
-python -m bench.cluster --nodes 4 --ranks_per_node 1 --rate 200mbit [--delay 5ms] [--verify] [--throttle] -- COMMAND
+python -m bench.cluster --nodes 4 --ranks_per_node 1 --rate 200mbit [--delay 5ms] [--verify] -- COMMAND
 
 COMMAND is what would follow torchrun, for example `-m vision.train digits_small --method co2`. Root is not needed
 where the kernel lets users make namespaces. Node 0's output is shown, that of another node when it is the first to
@@ -10,7 +10,6 @@ saves; the second one kills.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import re
@@ -22,10 +21,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from bench.cluster.nodes import Cluster, die_with, require_namespaces
+from bench.cluster.nodes import Cluster, require_namespaces
 from bench.report import read_options, require
 from core.errors import UserError
 from training.script import launch
@@ -49,17 +47,12 @@ class Launch:
     """Links of that rate that each node has; gloo sends one collective over the first, the next over the second."""
     verify: bool = False
     """Measure the link between two nodes first, and stop if it is more than 10 percent off."""
-    throttle: bool = False
-    """No namespaces: all ranks on loopback, slowed down in software (adds --link_mbit RATE to COMMAND)."""
 
     def check(self) -> None:
         require(self, ones="nodes ranks_per_node nics")
         if not self.rate_mbit > 0:
             raise UserError(f"rate={self.rate!r}: give more than 0")
-        delayed = self.delay_ms > 0
-        if self.throttle and (delayed or self.verify or self.nics > 1):
-            option = "--delay" if delayed else "--verify" if self.verify else "--nics"
-            raise UserError(f"{option} needs network namespaces: leave out --throttle, or {option}")
+        quantity("delay", self.delay, ("us", "ms", "s"), "5ms")
         if self.verify and self.nodes < 2:
             raise UserError("--verify measures between two nodes: give --nodes 2 or more")
 
@@ -81,37 +74,23 @@ def quantity(name: str, text: str, units: Sequence[str], example: str) -> float:
 
 
 def main() -> None:
-    own, command = split(sys.argv[1:])
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    own, command = sys.argv[1:end], sys.argv[end + 1 :]
     asked = read_options(Launch, "bench.cluster", args=own, description=__doc__)
     if not command:
         raise UserError("no command: end with `-- COMMAND`, where COMMAND is what follows torchrun")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    sys.exit(throttled(asked, command) if asked.throttle else emulated(asked, command))
-
-
-def split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """What stands before the first `--`, and what stands after it."""
-    end = argv.index("--") if "--" in argv else len(argv)
-    return argv[:end], argv[end + 1 :]
-
-
-def throttled(asked: Launch, command: list[str]) -> int:
-    """All ranks under one torchrun on loopback, held back by the train script itself; returns the exit status."""
-    ranks = asked.nodes * asked.ranks_per_node
-    print(f"link: throttled in software to {asked.rate_mbit:g} Mbit/s, {ranks} ranks on loopback", flush=True)
-    argv = [*TORCHRUN, "--standalone", f"--nproc-per-node={ranks}", *command, "--link_mbit", f"{asked.rate_mbit:g}"]
-    parent = os.getpid()
-    with Signals() as signals:
-        die = lambda: die_with(parent, signal.SIGTERM)  # noqa: E731 (torchrun then stops its ranks)
-        process = subprocess.Popen(argv, start_new_session=True, preexec_fn=die)
-        return wait([process], signals)[1]
+    require_namespaces()
+    sys.exit(emulated(asked, command))
 
 
 def emulated(asked: Launch, command: list[str]) -> int:
     """One torchrun per namespace; returns the exit status of the first that failed."""
-    require_namespaces()
+    signals: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: signals.append(number))
     cluster = Cluster(asked.nodes, asked.rate_mbit, asked.delay_ms, asked.nics)
-    with Signals() as signals, tempfile.TemporaryDirectory() as folder, cluster:
+    with tempfile.TemporaryDirectory() as folder, cluster:
         delay = f", {asked.delay_ms:g} ms one way" if asked.delay_ms else ""
         kind = "network namespaces + tbf" + (" + userspace switch" if delay else "")
         links = f" on each of {asked.nics} links" if asked.nics > 1 else ""
@@ -121,7 +100,7 @@ def emulated(asked: Launch, command: list[str]) -> int:
         logs = [Path(folder, f"node{node}.log") for node in range(asked.nodes)]
         processes = [start(cluster, node, asked.ranks_per_node, command, logs[node]) for node in range(asked.nodes)]
         failed, status = wait(processes, signals)
-        if status and failed and not signals.count:
+        if status and failed and not signals:
             lines = logs[failed].read_text(errors="replace").splitlines()[-60:]
             print("\n".join(f"[node {failed}] {line}" for line in lines), file=sys.stderr, flush=True)
         return status
@@ -139,25 +118,7 @@ def start(cluster: Cluster, node: int, ranks: int, command: list[str], log: Path
         return cluster.popen(node, argv, start_new_session=True, **quiet)
 
 
-class Signals:
-    """Counts SIGINT and SIGTERM instead of dying from them, as a context manager."""
-
-    def __init__(self) -> None:
-        self.count = self.number = 0
-
-    def __enter__(self) -> Signals:
-        self._before = {number: signal.signal(number, self._on) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _on(self, number: int, _: FrameType | None) -> None:
-        self.count, self.number = self.count + 1, number
-
-
-def wait(processes: list[subprocess.Popen[Any]], signals: Signals) -> tuple[int, int]:
+def wait(processes: list[subprocess.Popen[Any]], signals: list[int]) -> tuple[int, int]:
     """Waits for all; returns which failed first and its status. A failure or a signal stops the others.
 
     SIGTERM first: torchrun passes it on, and training saves. After 10 seconds (a failure) or 40 (a signal, torchrun
@@ -167,26 +128,17 @@ def wait(processes: list[subprocess.Popen[Any]], signals: Signals) -> tuple[int,
     while True:
         running = [p for p in processes if p.poll() is None]
         failures = [(node, p.returncode) for node, p in enumerate(processes) if p.returncode]
-        if not status and (failures or signals.count):
-            first, status = (0, 128 + signals.number) if signals.count else failures[0]
-            deadline = time.monotonic() + (40.0 if signals.count else 10.0)
+        if not status and (failures or signals):
+            first, status = (0, 128 + signals[0]) if signals else failures[0]
+            deadline = time.monotonic() + (40.0 if signals else 10.0)
             for process in running:
                 process.terminate()
         if not running:
             return first, status if status >= 0 else 128 - status
-        if time.monotonic() > deadline or signals.count > 1:
-            for process in running:
-                kill_tree(process.pid)
+        if time.monotonic() > deadline or len(signals) > 1:
+            for process in running:  # its ranks, whose sessions are their own, end with the cluster
+                process.kill()
         time.sleep(0.02)
-
-
-def kill_tree(pid: int) -> None:
-    """SIGKILL to a process and its descendants: torchrun's ranks have sessions of their own."""
-    with contextlib.suppress(OSError):  # it has ended
-        lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-        os.kill(pid, signal.SIGKILL)
-        for child in " ".join(lists).split():
-            kill_tree(int(child))
 
 
 if __name__ == "__main__":

@@ -68,11 +68,9 @@ def open_port(name: str) -> socket.socket:
     port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     port.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
     port.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
-    for forced, plain in ((SO_SNDBUFFORCE, socket.SO_SNDBUF), (SO_RCVBUFFORCE, socket.SO_RCVBUF)):
-        try:
-            port.setsockopt(socket.SOL_SOCKET, forced, BUFFER)
-        except PermissionError:  # root of a user namespace only: as much as the system grants anyone
-            port.setsockopt(socket.SOL_SOCKET, plain, BUFFER)
+    with contextlib.suppress(PermissionError):  # root of a user namespace keeps what the system grants anyone
+        port.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, BUFFER)
+        port.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, BUFFER)
     port.setblocking(False)
     port.bind((name, ETH_P_ALL))
     return port

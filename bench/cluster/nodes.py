@@ -29,7 +29,7 @@ CLONE_NEWNET = 0x40000000  # linux/sched.h
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SBIN = "/usr/sbin:/sbin"  # where tc is, and a user's PATH often is not
 PROBE = "{ip} link add pv0 type veth peer name pv1 && {tc} qdisc add dev pv0 root tbf rate 1mbit burst 9kb latency 9ms"
-REMEDY = "run with --throttle for a link that is throttled in software"
+REMEDY = "throttle the link in software (--throttle of a benchmark, --link_mbit of a train script)"
 
 T = TypeVar("T")
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -97,9 +97,9 @@ def sent_bytes(interface: str) -> int:
     raise OSError(f"no interface {interface} in this node")
 
 
-def die_with(parent: int, signum: int = signal.SIGKILL) -> None:
-    """Has the kernel send this process `signum` once its parent, process number `parent`, is gone."""
-    _check(_libc.prctl(PR_SET_PDEATHSIG, int(signum), 0, 0, 0))
+def die_with(parent: int) -> None:
+    """Has the kernel kill this process once its parent, process number `parent`, is gone."""
+    _check(_libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0))
     if os.getppid() != parent:
         os._exit(1)
 

@@ -1,1 +1,1 @@
-"""This project's methods beside those of other packages; its command line is python -m bench.peers."""
+"""Other packages' methods, which bench.time_to_loss runs next to this project's."""

@@ -1,12 +1,11 @@
-"""Methods of other packages, run by those packages' own code, behind the calls that bench/peers/loop.py makes.
+"""Methods of other packages, run by those packages' own code, as bench.time_to_loss calls them.
 
-Nothing here reimplements a peer: each function configures the package as its documentation says, for the period that
-the bench compares. Packages are imported inside the functions, so that a missing one costs nothing but its row.
+Nothing here reimplements a package's method. Each function configures a package as its documentation says, for the
+period that the benchmark compares. Functions import their packages, so a missing one costs nothing but its row.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import multiprocessing
 import os
@@ -20,70 +19,54 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 
-
-def nothing() -> None:
-    """What a peer without such a call does."""
+def nothing(*_: Any, **__: Any) -> None:
+    """What a method without such a call does."""
 
 
 @dataclass
 class Trainer:
-    """A model with whatever keeps the workers together.
+    """A model with whatever keeps the workers together, as the training loop calls it.
 
-    model: to be called in the loop. optimizer: its zero_grad and step are called. parts: into so many a batch is cut,
-    each of which calls these. after_step: follows every step. finish: ends the training (inside the clock). close:
-    frees ports and processes (outside it). rounds: how many synchronisations there were. sent: bytes that the method
-    says it sent; None where it does not say.
+    Attributes:
+        optimizer: The loop calls its step and zero_grad, and sets the learning rate of its param_groups.
+        after_step: Follows every step; `last` says whether it is the run's last.
+        finish: Ends the training, inside the clock.
+        close: Frees ports and processes, outside the clock.
+        stats: What the method measures of itself, as entries of a row.
     """
 
     model: nn.Module
     optimizer: Any
-    after_step: Callable[[], Any] = nothing
+    after_step: Callable[..., Any] = nothing
     finish: Callable[[], Any] = nothing
     close: Callable[[], Any] = nothing
-    rounds: Callable[[], int] = lambda: 0
-    sent: Callable[[], int | None] = lambda: None
-    parts: int = 1
+    stats: Callable[[], dict[str, Any]] = dict
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a peer is given. model: the same initial values on every worker. batch: samples per worker and step."""
+    """What a package is given: a model with equal values on all workers, and the inner optimizer over it."""
 
-    model: nn.Sequential
-    make_optimizer: OptimizerFactory
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
     tau: int
-    batch: int
-    steps: int
-    timeout: float
-
-    @property
-    def rank(self) -> int:
-        return dist.get_rank()
-
-    @property
-    def workers(self) -> int:
-        return dist.get_world_size()
+    batch: int  # samples per worker and step
+    timeout: float  # seconds until a missing worker is an error
 
 
 @dataclass(frozen=True)
 class Peer:
-    """package: the distribution that carries it. module: what to import. note: its settings, for the table."""
+    """A method of another package: the distribution that has it, what starts it, and its settings for the table."""
 
     package: str
-    module: str
     start: Callable[[Task], Trainer]
     note: str
 
     def missing(self) -> str:
-        """Why the package cannot be imported here; empty when it is there."""
-        try:
-            importlib.metadata.version(self.package)
-            found = importlib.util.find_spec(self.module.partition(".")[0])
-        except (importlib.metadata.PackageNotFoundError, ModuleNotFoundError, ValueError):
-            found = None
-        return "" if found else f"package {self.package} is not installed"
+        """Why the method cannot run here; empty where its package is installed."""
+        module = self.package.partition("-")[0]
+        return "" if importlib.util.find_spec(module) else f"package {self.package} is not installed"
 
 
 # -- torch ----------------------------------------------------------------------------------------------------
@@ -95,8 +78,8 @@ def post_local_sgd(task: Task) -> Trainer:
     from torch.distributed.optim import PostLocalSGDOptimizer
 
     averager = PeriodicModelAverager(period=task.tau, warmup_steps=0)
-    optimizer = PostLocalSGDOptimizer(task.make_optimizer(task.model.parameters()), averager)
-    return Trainer(task.model, optimizer, rounds=lambda: -(-averager.step // task.tau))
+    optimizer = PostLocalSGDOptimizer(task.optimizer, averager)
+    return Trainer(task.model, optimizer, stats=lambda: {"rounds": -(-averager.step // task.tau)})
 
 
 def powersgd(task: Task) -> Trainer:
@@ -111,7 +94,7 @@ def powersgd(task: Task) -> Trainer:
     state = PowerSGDState(process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=2)
     model = DistributedDataParallel(task.model, bucket_cap_mb=1 << 14)
     model.register_comm_hook(state, powerSGD_hook)
-    return Trainer(model, task.make_optimizer(model.parameters()), rounds=lambda: task.steps)
+    return Trainer(model, task.optimizer)
 
 
 # -- torchft --------------------------------------------------------------------------------------------------
@@ -140,7 +123,7 @@ def torchft_manager(task: Task) -> tuple[Any, Callable[[], None]]:
     from torchft.coordination import LighthouseServer
 
     patience = timedelta(seconds=task.timeout)
-    server: Any = LighthouseServer(bind="[::]:0", min_replicas=task.workers) if task.rank == 0 else None
+    server: Any = LighthouseServer(bind="[::]:0", min_replicas=dist.get_world_size()) if dist.get_rank() == 0 else None
     lighthouse = shared(lambda: f"http://{address}:{server.address().rpartition(':')[2]}")
     store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
     group = ProcessGroupGloo(timeout=patience)
@@ -148,7 +131,7 @@ def torchft_manager(task: Task) -> tuple[Any, Callable[[], None]]:
         pg=group,
         load_state_dict=None,
         state_dict=None,
-        min_replica_size=task.workers,
+        min_replica_size=dist.get_world_size(),
         use_async_quorum=False,  # DiLoCo requires it
         init_sync=False,  # every worker starts from the same values
         timeout=patience,
@@ -158,7 +141,7 @@ def torchft_manager(task: Task) -> tuple[Any, Callable[[], None]]:
         store_addr=address,
         store_port=store.port,
         lighthouse_addr=lighthouse,
-        replica_id=f"worker{task.rank}",
+        replica_id=f"worker{dist.get_rank()}",
         hostname=address,
     )
 
@@ -181,16 +164,13 @@ def diloco(task: Task, fragments: int = 1, delay: int = 0) -> Trainer:
     manager, end = torchft_manager(task)
     from torchft.local_sgd import DiLoCo
 
-    inner = task.make_optimizer(task.model.parameters())
     parts = split(task.model, fragments)
     outer = [torch.optim.SGD(part.parameters(), lr=0.7, momentum=0.9, nesterov=True) for part in parts]
-    context = DiLoCo(manager, parts, inner, outer, sync_every=task.tau, fragment_sync_delay=delay)
+    context = DiLoCo(manager, parts, task.optimizer, outer, sync_every=task.tau, fragment_sync_delay=delay)
     context.__enter__()
-
-    def finish() -> None:
-        context.__exit__(None, None, None)
-
-    return Trainer(task.model, inner, finish=finish, close=end, rounds=manager.current_step)
+    finish = lambda: context.__exit__(None, None, None)  # noqa: E731
+    stats = lambda: {"rounds": manager.current_step()}  # noqa: E731
+    return Trainer(task.model, task.optimizer, finish=finish, close=end, stats=stats)
 
 
 def streaming_diloco(task: Task) -> Trainer:
@@ -198,16 +178,22 @@ def streaming_diloco(task: Task) -> Trainer:
     return diloco(task, fragments=2, delay=max(0, task.tau // 2 - 1))
 
 
-def split(model: nn.Sequential, parts: int) -> list[nn.Module]:
-    """Consecutive layers in `parts` groups of about equally many parameters."""
-    total = sum(p.numel() for p in model.parameters())
-    groups: list[list[nn.Module]] = [[] for _ in range(parts)]
-    before = 0
-    for layer in model:
-        size = sum(p.numel() for p in layer.parameters())
-        groups[min(parts - 1, int((before + size / 2) * parts / total))].append(layer)
+def split(model: nn.Module, parts: int) -> list[nn.Module]:
+    """The modules that hold parameters, in order, in `parts` groups of about equally many parameters."""
+    found: set[int] = set()  # a tied parameter belongs to its first module
+    sizes: dict[nn.Module, int] = {}
+    for module in model.modules():
+        own = [p for p in module.parameters(recurse=False) if id(p) not in found]
+        found |= set(map(id, own))
+        if own:
+            sizes[module] = sum(p.numel() for p in own)
+    groups = [nn.ModuleList() for _ in range(parts)]
+    before, total = 0, sum(sizes.values())
+    for module, size in sizes.items():
+        groups[min(parts - 1, int((before + size / 2) * parts / total))].append(module)
         before += size
-    return [nn.Sequential(*group) for group in groups]
+    assert sum(len(list(group.parameters())) for group in groups) == len(found), "modules with parameters are nested"
+    return list(groups)
 
 
 # -- hivemind -------------------------------------------------------------------------------------------------
@@ -225,7 +211,7 @@ class UntilFirstEnds:
     def __init__(self, optimizer: Any):
         self._optimizer = optimizer
         self._store = dist.distributed_c10d._get_default_store()
-        self.zero_grad = optimizer.zero_grad
+        self.zero_grad, self.param_groups = optimizer.zero_grad, optimizer.param_groups
 
     def step(self) -> None:
         if self._store.check([self.KEY]):
@@ -249,23 +235,24 @@ def hivemind(task: Task) -> Trainer:
     multiprocessing.current_process()._config["daemon"] = False  # hivemind starts processes, a daemon must not
     from hivemind import DHT, Optimizer
 
+    inner, workers = task.optimizer, dist.get_world_size()
     offline: dict[str, Any] = dict(use_relay=False, use_auto_relay=False, nat_port_map=False, auto_nat=False)
     listen = [f"/ip4/{own_address()}/tcp/0"]
-    first = DHT(host_maddrs=listen, start=True, **offline) if task.rank == 0 else None
+    first = DHT(host_maddrs=listen, start=True, **offline) if dist.get_rank() == 0 else None
     peers = shared(lambda: [str(address) for address in first.get_visible_maddrs()])
     dht = first or DHT(host_maddrs=listen, initial_peers=peers, start=True, **offline)
     optimizer = Optimizer(
         dht=dht,
         run_id="bench",
-        params=list(task.model.parameters()),
-        optimizer=task.make_optimizer,
+        params=[{k: v for k, v in g.items() if k in ("params", "weight_decay")} for g in inner.param_groups],
+        optimizer=lambda groups: type(inner)(groups, **inner.defaults),
         batch_size_per_step=task.batch,
-        target_batch_size=task.tau * task.batch * task.workers,
+        target_batch_size=task.tau * task.batch * workers,
         use_local_updates=True,
         delay_state_averaging=True,
         matchmaking_time=1.0,
         averaging_timeout=5.0,
-        averager_opts=dict(request_timeout=0.5, target_group_size=task.workers),
+        averager_opts=dict(request_timeout=0.5, target_group_size=workers),
         tracker_opts=dict(min_refresh_period=0.1, max_refresh_period=0.1, default_refresh_period=0.1),
         verbose=True,
     )
@@ -276,7 +263,8 @@ def hivemind(task: Task) -> Trainer:
         dht.shutdown()
 
     steps = UntilFirstEnds(optimizer)
-    return Trainer(task.model, steps, finish=steps.end, close=close, rounds=lambda: optimizer.local_epoch)
+    stats = lambda: {"rounds": optimizer.local_epoch}  # noqa: E731
+    return Trainer(task.model, steps, finish=steps.end, close=close, stats=stats)
 
 
 # -- accelerate -----------------------------------------------------------------------------------------------
@@ -288,37 +276,31 @@ def accelerate_local_sgd(task: Task) -> Trainer:
     from accelerate.local_sgd import LocalSGD
 
     accelerator = Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(task.model, task.make_optimizer(task.model.parameters()))
+    model, optimizer = accelerator.prepare(task.model, task.optimizer)
     local = LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=task.tau)
     local.__enter__()
-
-    def finish() -> None:
-        local.__exit__(None, None, None)  # averages once more
-
-    return Trainer(model, optimizer, local.step, finish, rounds=lambda: local.num_steps // task.tau + 1)
+    finish = lambda: local.__exit__(None, None, None)  # noqa: E731 (it averages once more)
+    stats = lambda: {"rounds": local.num_steps // task.tau}  # noqa: E731
+    return Trainer(model, optimizer, lambda **_: local.step(), finish, stats=stats)
 
 
-PEERS: dict[str, Peer] = {
+PEERS = {
     "torch_post_local": Peer(
-        "torch", "torch", post_local_sgd, "PostLocalSGDOptimizer, PeriodicModelAverager(period=tau), no warm-up"
+        "torch", post_local_sgd, "PostLocalSGDOptimizer, PeriodicModelAverager(period=tau), no warm-up"
     ),
-    "torch_powersgd": Peer("torch", "torch", powersgd, "DDP with powerSGD_hook, rank 1, from step 2; every step"),
-    "torchft_diloco": Peer(
-        "torchft-nightly", "torchft", diloco, "DiLoCo, outer SGD lr 0.7, Nesterov momentum 0.9; blocks"
-    ),
+    "torch_powersgd": Peer("torch", powersgd, "DDP with powerSGD_hook, rank 1, from step 2; every step"),
+    "torchft_diloco": Peer("torchft-nightly", diloco, "DiLoCo, outer SGD lr 0.7, Nesterov momentum 0.9; blocks"),
     "torchft_streaming": Peer(
         "torchft-nightly",
-        "torchft",
         streaming_diloco,
-        "DiLoCo in 2 fragments, fragment_sync_delay tau/2 - 1, fragment_update_alpha 0 (torchft's default), outer "
-        "SGD as above",
+        "DiLoCo in 2 fragments, fragment_sync_delay tau/2 - 1, fragment_update_alpha 0 (torchft's default), outer SGD "
+        "as above",
     ),
     "hivemind": Peer(
         "hivemind",
-        "hivemind",
         hivemind,
         "Optimizer, use_local_updates, delay_state_averaging, target_batch_size tau global batches, matchmaking_time "
-        "1 s; it times its rounds itself: near tau (see rounds) only where tau steps take seconds",
+        "1 s; it times its rounds itself, near tau only where tau steps take seconds",
     ),
-    "accelerate_local": Peer("accelerate", "accelerate", accelerate_local_sgd, "LocalSGD(local_sgd_steps=tau)"),
+    "accelerate_local": Peer("accelerate", accelerate_local_sgd, "LocalSGD(local_sgd_steps=tau)"),
 }

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from bench import report
-from bench.peers.loop import BATCH, REFERENCE
 from bench.simulator import calibrate, paper
 from bench.simulator.__main__ import Simulate, papers_report
 from bench.simulator.calibrate import Constants, Row
@@ -33,6 +32,7 @@ from core.methods import METHODS
 from training.script import launch
 
 NAME = "simulator"
+BATCH, REFERENCE = 16, "none"  # of the rows of other packages: samples per worker and step; no communication
 BUSY = 0.5
 LIMIT = 0.15  # above which a row is listed
 NOT_MODELLED = {

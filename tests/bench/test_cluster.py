@@ -1,7 +1,6 @@
 """The emulated cluster's command line, what it refuses, and how its switch reads a frame."""
 
 import os
-import sys
 
 import pytest
 
@@ -26,7 +25,7 @@ def test_delays(text, ms):
 def test_missing_iproute2_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(nodes, "SBIN", str(tmp_path))
-    with pytest.raises(UserError, match="install iproute2, or run with --throttle"):
+    with pytest.raises(UserError, match="install iproute2, or throttle the link"):
         require_namespaces()
 
 
@@ -35,17 +34,8 @@ def test_a_kernel_that_refuses_is_quoted(monkeypatch, tmp_path):
         (tmp_path / name).write_text(f"#!/bin/sh\necho '{name}: not on this machine' >&2\nexit 1\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(UserError, match="unshare: not on this machine.*--throttle"):
+    with pytest.raises(UserError, match="unshare: not on this machine.*--throttle of a benchmark"):
         require_namespaces()
-
-
-def test_throttled_command_gets_all_ranks_and_the_rate(monkeypatch, capfd):
-    monkeypatch.setattr(launch, "TORCHRUN", (sys.executable, "-c", "import sys; print(sys.argv[1:]); sys.exit(7)"))
-    asked = launch.Launch(rate="0.2gbit", nodes=3, ranks_per_node=2, throttle=True)
-    assert launch.throttled(asked, ["-m", "x"]) == 7
-    link, argv = capfd.readouterr().out.splitlines()
-    assert link == "link: throttled in software to 200 Mbit/s, 6 ranks on loopback"
-    assert argv == str(["--standalone", "--nproc-per-node=6", "-m", "x", "--link_mbit", "200"])
 
 
 def test_the_switch_reads_the_destination():

@@ -21,14 +21,6 @@ from core.errors import UserError
 from tests.bench.emulated import ENV, ROOT, WORKER, as_nobody, assert_gone, network, python, script, worker
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
-def test_throttled_ranks_end_with_their_owner(tmp_path, sent):
-    with worker(tmp_path, "sleep", "--throttle") as process:
-        process.send_signal(sent)
-        assert process.wait(30) == {signal.SIGTERM: 143, signal.SIGKILL: -9}[sent]
-        assert_gone(tmp_path, process.pid)
-
-
 def test_a_held_port_is_given_to_nobody_but_the_server_that_names_it():
     with hold_port() as held, socket.create_server(("", 0)) as other, socket.socket() as client:
         port = held.getsockname()[1]

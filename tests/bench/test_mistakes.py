@@ -19,9 +19,6 @@ bench.cluster --rate 1mbit --delay 5 -- x => delay='5': give a number and one of
 bench.cluster --rate 1mbit --nodes 0 -- x => nodes=0
 bench.cluster --rate 1mbit --ranks-per-node 0 -- x => ranks_per_node=0
 bench.cluster --rate 1mbit --nodes 1 --verify -- x => 2 or more
-bench.cluster --rate 1mbit --throttle --delay 5ms -- x => --delay needs network namespaces
-bench.cluster --rate 1mbit --throttle --verify -- x => --verify needs network namespaces
-bench.cluster --rate 1mbit --throttle --nics 2 -- x => --nics needs network namespaces
 bench.cluster --rate 1mbit --nics 0 -- x => nics=0
 bench.cluster --rate 1mbit => no command
 bench.cluster --rate 1mbit -- => no command
@@ -39,11 +36,6 @@ bench.layouts --rates 0 => rates=0
 bench.lengths --workers 1 => give 2 workers
 bench.lengths --rounds 0 => rounds=0
 bench.lengths --seeds 1 1 => seeds=1 1
-bench.loss_table EMPTY => holds no time_to_loss.json
-bench.peers --steps 0 => steps=0: give 1 or more
-bench.peers --rate -3 => rate=-3.0: give a number above 0
-bench.peers --step_ms -1 => step_ms=-1.0: give 0 or more
-bench.peers --methods co2 dilocco => methods: 'dilocco' does not exist; choose among ddp, dpu
 bench.ring --workers 1 => workers=1
 bench.ring --delays 0 0 => delays=0.0 0.0: give one or more, each once
 bench.ring --delays -1 => -1.0: delays, block and whole are 0 or more
@@ -93,11 +85,14 @@ bench.slow_links --throttle => throttle with torch_powersgd
 bench.theory --steps 100 => steps=100
 bench.theory --parts practice => parts: 'practice'
 bench.time_to_loss --tasks speech => tasks: 'speech' does not exist; choose among vision, language
-bench.time_to_loss --methods co2 sgd => methods: 'sgd' does not exist
+bench.time_to_loss --methods co2 sgd => methods: 'sgd' does not exist; choose among none, ddp
 bench.time_to_loss --rates 0 => rates=0.0: give a number above 0
 bench.time_to_loss --seeds 1 1 => seeds=1 1: give one or more, each once
 bench.time_to_loss --workers 1 => workers=1: a lone worker has no link
-bench.time_to_loss --vision_loss nan => vision_loss=nan: give a number above 0
+bench.time_to_loss --target nan => target=nan: give a number above 0
+bench.time_to_loss --step_ms -1 => step_ms=-1.0: give 0 or more
+bench.time_to_loss --eval_every 0 => eval_every=0: give 1 or more
+bench.time_to_loss --methods local:beta=1 => 'local:beta=1' has 'beta=1'; give one of wire, tau, lr
 bench.time_to_loss --throttle --out FOLDER => holds a measurement: choose another --out
 bench.uneven --task nope => task: 'nope' does not exist
 bench.uneven --allreduce 24 => tau=24: an all-reduce takes 24 local steps; give a tau above 24

@@ -1,6 +1,7 @@
 """The report writer of all measurements, and the checks of their options."""
 
 import json
+import math
 import re
 import statistics
 import sys
@@ -13,7 +14,6 @@ import pytest
 import tyro
 
 from bench import loss_table, plots, report, slow_links, utilisation, zeroth
-from bench.peers import table
 from bench.report import Spread, mean_sd, require
 from bench.search import controls
 from bench.search.rows import Rows, markdown
@@ -92,25 +92,44 @@ def test_the_published_tables_are_those_of_the_published_figures():
         "scaling": plots.markdown,
         "utilisation/scaling": utilisation.markdown,
         "utilisation/settled/scaling": utilisation.markdown,
-        **dict.fromkeys(
-            (
-                "time_to_loss",
-                "int4/time_to_loss",
-                "int4_cifar10/time_to_loss",
-                "int8/time_to_loss",
-                "int8_cifar10/time_to_loss",
-                "float_cifar10/time_to_loss",
-            ),
-            loss_table.markdown,
-        ),
         **dict.fromkeys(("slow_links", "slow_links_10", "slow_links_bytes"), slow_links.text),
         **dict.fromkeys(("zeroth", "zeroth_quality", "zeroth_sharing"), zeroth.text),
-        **dict.fromkeys(("peers", *(f"peers_{rate}" for rate in (10, 20, 40, 200, 1000))), table.markdown),
     }
     for name, made in written.items():
         table_of = RESULTS / f"{name.replace('scaling', 'utilisation') if made is utilisation.markdown else name}.md"
         text = made(json.loads((RESULTS / f"{name}.json").read_text()))
         assert table_of.read_text() == report.linked(text, table_of), name
+
+
+def table_lines(text: str) -> list[str]:
+    return sorted(line for line in text.splitlines() if line.startswith("|"))
+
+
+def test_the_published_seconds_to_a_loss_stand_in_their_tables():
+    pages = [path.with_suffix(".md") for path in RESULTS.rglob("time_to_loss.json")]
+    assert len(pages) >= 6
+    for page in pages:
+        made = loss_table.markdown(json.loads(page.with_suffix(".json").read_text()))
+        assert table_lines(made) == table_lines(page.read_text()), page
+
+
+def test_the_published_rows_of_other_packages_stand_in_their_tables():
+    columns = {"exposed": ".0%", "loss_at_samples": ".3f", "seconds_to_target": ".1f", "bytes_per_sample": ".0f"}
+    for path in RESULTS.glob("peers*.json"):
+        lines = {
+            line.split(" | ")[0]: line.replace("**", "") for line in table_lines(path.with_suffix(".md").read_text())
+        }
+        rows = [row for row in json.loads(path.read_text())["rows"] if "reason" not in row]
+        assert len(rows) >= 7
+        for row in rows:
+            for name, spec in columns.items():
+                values = row.get(name, [None])
+                if None not in values and all(map(math.isfinite, values)):
+                    assert f" {Spread.of(values).show(spec)} |" in lines[f"| {row['method']}"], (
+                        path,
+                        row["method"],
+                        name,
+                    )
 
 
 def test_every_page_of_results_leads_back_to_the_list_of_all():

@@ -13,7 +13,7 @@ import torch
 from bench import plots, scaling, standin
 from bench.report import Spread
 from bench.scaling import Setting, round_seconds, rounds_to_measure, wire_seconds
-from bench.standin import LAYERS, MLP_LAYERS, PARAMS, PATIENCE, PacedLinear, Pacer, StandIn, build_model
+from bench.standin import LAYERS, PARAMS, PATIENCE, Pacer, StandIn, pace
 from core.errors import UserError
 
 
@@ -74,26 +74,37 @@ def test_what_is_very_late_is_given_up():
     )  # PATIENCE steps were caught up, the others took their time
 
 
-@pytest.mark.parametrize(
-    ("count", "make"), [(LAYERS, lambda pacer: StandIn(pacer, 64)), (MLP_LAYERS, lambda pacer: build_model(8, pacer))]
-)
-def test_gradients_become_ready_one_layer_after_the_other_and_are_right(
-    count: int, make: Callable[[Pacer], torch.nn.Module], monkeypatch: pytest.MonkeyPatch
-):
+def test_gradients_become_ready_one_layer_after_the_other_and_are_right():
     """A step of 1.2 s: forward ends at 0.4 s, then come the layers' gradients, the last layer's first."""
     clock = Clock()
-    torch.manual_seed(0)
-    model, x = make(pacer(clock, step=1.2, layers=count)), torch.randn(5, 64)
-    ready: dict[int, float] = {}
-    for i, layer in enumerate(m for m in model.modules() if isinstance(m, PacedLinear)):
-        layer.weight.register_post_accumulate_grad_hook(lambda _, i=i: ready.update({i: clock.now - 100}))
-    model(x).square().sum().backward()
-    assert ready == {i: pytest.approx((count + 2 * (count - i)) / (3 * count) * 1.2) for i in range(count)}
+    model, x = StandIn(pacer(clock, step=1.2, layers=LAYERS), 64), torch.randn(5, 64)
+    ready = ready_at(clock, [layer.weight for layer in model.layers], lambda: model(x))  # pyright: ignore
+    assert ready == [pytest.approx((LAYERS + 2 * (LAYERS - i)) / (3 * LAYERS) * 1.2) for i in range(LAYERS)]
+    plain = torch.nn.Sequential(model.layers[0], *(m for layer in model.layers[1:] for m in (torch.nn.ReLU(), layer)))
     paced = [p.grad for p in model.parameters()]
     model.zero_grad()
-    monkeypatch.setattr(PacedLinear, "forward", torch.nn.Linear.forward)
-    model(x).square().sum().backward()
+    plain(x)[:, :10].square().sum().backward()
     torch.testing.assert_close(paced, [p.grad for p in model.parameters()])
+
+
+def test_a_layer_takes_the_share_that_it_has_of_the_parameters():
+    """Of 0.8 s: 8 and 24 of 32 parameters; ReLU in place, as in a ResNet."""
+    clock = Clock()
+    model = torch.nn.Sequential(
+        torch.nn.Linear(2, 4, bias=False), torch.nn.ReLU(inplace=True), torch.nn.Linear(4, 6, bias=False)
+    )
+    pace(model, pacer(clock, step=1.2, layers=1))
+    ready = ready_at(clock, list(model.parameters()), lambda: model(torch.randn(5, 2)))
+    assert ready == pytest.approx([1.2, 0.4 + 0.75 * 0.8])
+
+
+def ready_at(clock: Clock, weights: list[torch.nn.Parameter], forward: Callable[[], torch.Tensor]) -> list[float]:
+    """When the gradient of each is ready, from the start of a step on."""
+    ready: dict[int, float] = {}
+    for i, weight in enumerate(weights):
+        weight.register_post_accumulate_grad_hook(lambda _, i=i: ready.update({i: clock.now - 100}))
+    forward().square().sum().backward()
+    return [ready[i] for i in range(len(weights))]
 
 
 def test_the_stand_in_has_the_stated_size_and_real_data():

@@ -1,171 +1,79 @@
-"""From metrics to a time to the loss, the table, the options, and one small real run of bench.time_to_loss."""
+"""From trajectories to a time to the loss, the table, the options, a run that ends early, and small real runs."""
 
 import json
+import math
 import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from bench import time_to_loss, trainings
-from bench.loss_table import CHOSEN, METHODS, OF_CO2, USUAL, Outcome, cells, follow, markdown, speed_up, unpaid
-from bench.time_to_loss import TimeToLoss
-from bench.trainings import Metrics, split_wire
+from bench import loss_table, time_to_loss
+from bench.cluster import Cluster
+from bench.loss_table import cells, markdown, outcome, speed_up
+from bench.peers.adapters import PEERS, Peer
+from bench.standin import build_model
+from bench.time_to_loss import METHODS, OURS, TASKS, TimeToLoss, options_of, trajectory
 from core.errors import UserError
-from language.recipes import RECIPES
 from tests.bench.emulated import python
-from training.recipe import parse
+from training.sampling import worker_batches
 from vision import data
 
-KEY = "test_loss"
+# -- trajectories to a time -------------------------------------------------------------------------------------
 
 
-def closed(number: int, seconds: float, wait: float = 0.0, busy: float = 0.0) -> dict[str, Any]:
-    """A row of a round of six steps, whose boundary took nothing but its waiting."""
-    times = {"exposed_seconds": wait, "boundary_seconds": wait, "allreduce_seconds": busy, "round": number}
-    return {"step": 6 * number, "seconds": seconds} | {f"round/{name}": value for name, value in times.items()}
+def lines(*losses: float, seconds: float = 2.0, **more: Any) -> list[dict[str, Any]]:
+    """An evaluation every six steps."""
+    return [{"step": 6 * i, "seconds": seconds * i, "loss": loss} | more for i, loss in enumerate(losses)]
 
 
-def evaluated(step: int, seconds: float, loss: float) -> dict[str, Any]:
-    return {"step": step, "seconds": seconds, KEY: loss, "test_top1": 0.5}
-
-
-# -- metrics to a time ------------------------------------------------------------------------------------------
-
-ROWS = [
-    closed(1, 2.0, wait=0.5),
-    evaluated(6, 2.0, 1.5),
-    {"step": 10, "seconds": 3.0, "train_loss": 0.1},
-    closed(2, 4.0, wait=0.3),
-    evaluated(12, 4.0, 0.9),
-    closed(3, 6.0, wait=0.4),
-    evaluated(18, 6.0, 0.7),
-]
+def of(run: dict[str, Any], target: float = 0.9, others: list[dict[str, Any]] = []) -> dict[str, Any]:  # noqa: B006
+    run = {"task": "vision", "method": "co2", "seed": 0, "ended": "not reached", "reason": "", **run}
+    result = {"tasks": {"vision": {"target": target}}, "options": {"limit_seconds": 60.0}, "runs": [*others, run]}
+    return outcome(result, run)
 
 
 def test_the_first_evaluation_at_the_target_counts():
-    outcome = follow(ROWS, KEY, 0.9, 60.0)
-    assert outcome == Outcome("reached", 4.0, 12, 0.9, pytest.approx(0.8 / 4.0), 0.0)
-    assert str(outcome) == "4.0 s (loss 0.900, 12 steps)"
+    found = of({"trajectory": lines(2.3, 1.5, 0.9, 0.7, exposed_seconds=1.0, tau=4)})
+    assert [found[k] for k in ("status", "seconds", "steps", "loss", "tau")] == ["reached", 4.0, 12, 0.9, 4]
+    assert found["exposed_share"] == 0.25
+    assert loss_table.say(found) == "4.0 (12 steps)"
 
 
-def test_a_run_above_the_target_is_open_until_it_ends():
-    assert follow(ROWS, KEY, 0.5, 60.0) is None
-    ended = follow(ROWS, KEY, 0.5, 60.0, ended="not reached")
-    assert ended == Outcome("not reached", 6.0, 18, 0.7, pytest.approx(0.2), 0.0)
-    assert str(ended) == "not reached (loss 0.700, 18 steps)"
-    failed = follow(ROWS, KEY, 0.5, 60.0, ended="failed", reason="rank 1: gone")
-    assert str(failed) == "failed (loss 0.700, 18 steps): rank 1: gone"
-
-
-def test_a_loss_that_came_after_the_limit_does_not_count():
-    outcome = follow(ROWS, KEY, 0.7, 5.0)
-    assert outcome is not None
-    assert (outcome.status, outcome.seconds, outcome.steps, outcome.loss) == ("out of time", 5.0, 12, 0.9)
-    assert str(outcome).startswith("> 5.0 s (loss 0.900")
-
-
-def test_a_run_without_an_evaluation():
-    assert follow([], KEY, 0.7, 5.0) is None
-    outcome = follow(ROWS[:1], KEY, 0.7, 1.0)
-    assert outcome is not None and (outcome.status, outcome.seconds, outcome.loss) == ("out of time", 1.0, None)
-    nothing = follow([], KEY, 0.7, 5.0, ended="failed", reason="rank 0: no")
-    assert nothing == Outcome("failed", 0.0, 0, None, None, 0.0, "rank 0: no")
+def test_a_run_that_did_not_reach_the_target_is_told_by_its_end():
+    short = {"trajectory": lines(2.3, 1.5)}
+    assert loss_table.say(of(short)) == "not reached (loss 1.500) (6 steps)"
+    late = of(short | {"ended": "out of time"})
+    assert (late["seconds"], loss_table.say(late)) == (60.0, "> 60.0 (6 steps)")
+    failed = of({"trajectory": [], "ended": "failed", "reason": "rank 1: gone"})
+    assert loss_table.say(failed) == "failed (0 steps): rank 1: gone" and failed["loss"] is None
 
 
 def test_not_a_number_is_not_the_target():
-    assert follow([evaluated(6, 2.0, float("nan"))], KEY, 1.0, 60.0) is None
+    assert of({"trajectory": lines(2.3, math.nan)})["status"] == "not reached"
 
 
-def test_rounds_that_were_not_logged_wait_like_the_logged_ones():
-    rows = [closed(5, 1.0, wait=0.1), closed(10, 2.0, wait=0.05), evaluated(10, 2.0, 0.1)]  # as ddp's
-    outcome = follow(rows, KEY, 0.5, 60.0)
-    assert outcome is not None and outcome.exposed_share == pytest.approx((5 * 0.1 + 5 * 0.05) / 2.0)
-    late = follow([closed(5, 1.0, wait=0.1), closed(10, 2.0, wait=0.19)], KEY, 0.5, 1.1)
-    assert late is not None and late.status == "out of time"
-    assert late.exposed_share == pytest.approx((5 * 0.1 + 5 * 0.19) / 2.0), "of the time in which it waited"
-
-
-def test_what_an_evaluation_hid_is_charged():
-    # 1 s of computing a round. The all-reduce takes 3 s: 2 s of waiting; 1.5 s of it passed during the evaluation.
-    rows = [
-        closed(0, 1.0),  # the first boundary of co2: nothing has been launched
-        closed(1, 4.0, wait=2.0, busy=3.0),
-        evaluated(12, 4.0, 0.9),
-        closed(2, 5.5, wait=0.5, busy=3.0),
-        closed(3, 8.5, wait=2.0, busy=3.1),  # no evaluation before it: the measured waiting stands
-        evaluated(24, 8.5, 0.4),
-    ]
-    outcome = follow(rows, KEY, 0.5, 60.0)
-    assert outcome is not None
-    assert (outcome.seconds, outcome.credit_seconds) == (pytest.approx(10.0), pytest.approx(1.5))
-    assert outcome.exposed_share == pytest.approx(0.6)
-    limited = follow(rows, KEY, 0.5, 9.0)
-    assert limited is not None and limited.status == "out of time"
-
-
-def test_nothing_is_charged_without_an_all_reduce_under_way():
-    assert unpaid(closed(2, 9.0, wait=0.0, busy=0.8), 1.0) == 0.0  # computing hides it anyway
-    assert unpaid(closed(2, 9.0, wait=3.0, busy=3.0), 4.0) == 0.0  # slowmo: launched and landed at the boundary
-
-
-# -- a run of a made-up script ------------------------------------------------------------------------------------
-
-
-def script(rows: list[dict[str, Any]], then: Callable[[], None]) -> Any:
-    """A train script's module: rank 0 writes the rows, then everyone does something else."""
-
-    def main() -> None:
-        if os.environ["RANK"] == "0":
-            folder = Path(sys.argv[sys.argv.index("--out") + 1])
-            (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        os.write(1, b"from a rank\n")
-        then()
-
-    return SimpleNamespace(__name__="script", evaluate=None, main=main)
-
-
-def fail() -> None:
-    raise ValueError("no such thing")
-
-
-@pytest.mark.parametrize(
-    ("target", "then", "status", "reason"),
-    [
-        (0.9, lambda: time.sleep(60), "reached", ""),
-        (0.5, lambda: None, "not reached", ""),
-        (0.7, lambda: None, "reached", ""),
-        (0.5, fail, "failed", "ValueError: no such thing"),
-    ],
-)
-def test_a_script_is_followed(target: float, then: Callable[[], None], status: str, reason: str, tmp_path: Path):
-    o = TimeToLoss(workers=2, vision_loss=target, throttle=True)
-    started = time.monotonic()
-    outcome = time_to_loss.train(o, None, script(ROWS, then), (0, 40.0, "vision", "co2"), tmp_path)
-    assert outcome.status == status and outcome.reason.endswith(reason)
-    assert time.monotonic() - started < 15 and not multiprocessing.active_children()
-    assert "from a rank" in (tmp_path / "log.txt").read_text()
-
-
-def test_a_user_s_mistake_in_a_script_is_told(tmp_path: Path):
-    def refuse() -> None:
-        raise UserError("batch_size=7: no")
-
-    with pytest.raises(UserError, match="batch_size=7: no"):
-        time_to_loss.train(TimeToLoss(workers=2), None, script([], refuse), (0, 40.0, "vision", "co2"), tmp_path)
+def test_the_exposed_share_is_what_the_run_without_communication_did_not_need():
+    free = {"task": "vision", "method": "none", "seed": 0, "trajectory": lines(2.3, 1.5, 1.2, seconds=1.5)}
+    run = {"trajectory": lines(2.3, 1.5, 0.9, exposed_seconds=0.1)}
+    assert of(run, others=[free])["exposed_share"] == 0.25
+    assert of(run, others=[free | {"seed": 1}])["exposed_share"] == pytest.approx(0.1 / 4.0)
+    assert of({"trajectory": lines(2.3, 0.9)})["exposed_share"] is None  # another package's
 
 
 # -- the table --------------------------------------------------------------------------------------------------
 
 
 def run(method: str, seed: int, seconds: float, status: str = "reached", **more: Any) -> dict[str, Any]:
-    values = {"task": "vision", "rate_mbit": 40.0, "method": method, "seed": seed, "status": status}
+    """A row of results from before trajectories were kept."""
+    values = {"task": "vision", "rate_mbit": 40.0, "method": method, "seed": seed, "status": status, "reason": ""}
     return values | {"seconds": seconds, "steps": 100, "loss": 0.2, "exposed_share": 0.5} | more
 
 
@@ -182,36 +90,47 @@ RESULT = {
     "date": "2026-01-02 03:04:05",
     "commit": "abc",
     "command": "python -m bench.time_to_loss",
+    "versions": {"torch": "1.2"},
     "link": "namespaces + tbf",
     "verified_mbit": {"40": 40.02},
     "cpu_count": 2,
-    "options": {"workers": 4, "limit_seconds": 60.0},
-    "tasks": {"vision": {"loss": KEY, "target": 0.25, "command": "digits_small --method METHOD"}},
+    "options": {"workers": 4, "limit_seconds": 60.0, "methods": ["ddp", "local", "co2", "hivemind"]},
+    "tasks": {"vision": {"target": 0.25, "command": "digits_small"}},
     "runs": RUNS,
 }
 
 
 def test_the_table():
-    lines = markdown(RESULT).splitlines()
-    assert lines[2:5] == [
+    shown = markdown(RESULT).splitlines()
+    assert shown[2:5] == [
         "| vision | 40 Mbit/s | ddp | 1 of 2 | 48.0, > 60.0 |  | 100 | 50% | 0.500 ± 0.424 |  |",
         "| vision | 40 Mbit/s | local | 1 of 2 | 20.0, not reached (loss 0.310) |  | 100 | 50% | 0.255 ± 0.078 |  |",
         "| vision | 40 Mbit/s | co2 | 2 of 2 | 11.0 ± 1.4 | > 4.9 x | 100 ± 14 | 38% | 0.200 ± 0.000 | 6, 12 |",
     ]
-    text = "\n".join(lines[5:])
-    for said in ("4 workers", "40: 40.0", "share 2 CPU cores", "after 60 s", "target test_loss 0.25", "commit abc"):
+    text = "\n".join(shown[5:])
+    for said in ("4 workers", "40: 40.0", "share 2 CPU cores", "after 60 s", "target loss 0.25", "commit abc"):
         assert said in text
-    assert "link: throttled in software" in markdown(RESULT | {"link": "throttled in software"})
-    part = {"loss": KEY, "target": 1.6, "command": "cifar10_small", "package": "vision", "held_out": 5}
-    said = "cifar10: `vision.train cifar10_small`, target test_loss 1.6, on one of 5 images of the test set."
-    assert said in markdown(RESULT | {"tasks": {"cifar10": part}})
+    assert "hivemind: Optimizer, use_local_updates" in text and "torch 1.2" in text
+    assert "Link: throttled in software" in markdown(RESULT | {"link": "throttled in software"})
+    part = vars(replace(TASKS["cifar10"], settings=()))
+    said = "cifar10: the parts of `vision.train cifar10_small`, target loss 1.6, on one of 5 images of the test set."
+    assert said in markdown(RESULT | {"tasks": RESULT["tasks"] | {"cifar10": part}})
+
+
+def test_a_trajectory_and_an_older_row_stand_in_one_table_and_a_reason_below_it():
+    new = {"task": "vision", "rate_mbit": 40.0, "method": "hivemind", "seed": 0, "reason": ""}
+    whole = new | {"ended": "not reached", "trajectory": lines(2.3, 0.2, 0.1)}
+    missing = new | {"seed": 1, "ended": "not run", "reason": "package hivemind is not installed", "trajectory": []}
+    text = markdown(RESULT | {"runs": [*RUNS, whole, missing]})
+    assert "| hivemind | 1 of 2 | 2.0, not run |  | 6 |  | 0.100 |  |" in text
+    assert "- hivemind: package hivemind is not installed." in text
 
 
 def test_the_limit_is_ddp_without_communication_where_its_steps_are_known_for_every_seed():
     assert "| limit |" not in markdown(RESULT)
     faster = run("ddp", 1, 15.0, rate_mbit=200.0, steps=80)  # as many steps as over any link
-    lines = markdown(RESULT | {"runs": [*RUNS, faster]}).splitlines()
-    assert lines[5] == "| vision | 40 Mbit/s | limit |  | 11.0 ± 1.4 |  |  |  |  |  |"  # 100 x 0.1 s and 80 x 0.15 s
+    shown = markdown(RESULT | {"runs": [*RUNS, faster]}).splitlines()
+    assert shown[5] == "| vision | 40 Mbit/s | limit |  | 11.0 ± 1.4 |  |  |  |  |  |"  # 100 x 0.1 s and 80 x 0.15 s
 
 
 def test_tasks_and_rates_stand_apart():
@@ -243,73 +162,218 @@ def test_a_method_whose_runs_all_failed():
 def test_the_plan_is_interleaved_and_always_alike():
     o = TimeToLoss()
     plan = o.plan()
-    assert plan == o.plan() and len(set(plan)) == 2 * 2 * len(USUAL) * 3
-    groups = [plan[i : i + 2 * len(USUAL)] for i in range(0, len(plan), 2 * len(USUAL))]
+    assert plan == o.plan() and len(set(plan)) == 2 * 2 * len(OURS) * 3
+    groups = [plan[i : i + 2 * len(OURS)] for i in range(0, len(plan), 2 * len(OURS))]
     assert [{(seed, rate) for seed, rate, *_ in g} for g in groups] == [
         {(seed, rate)} for seed in (0, 1, 2) for rate in (40.0, 200.0)
     ]
     assert len({tuple((task, method) for *_, task, method in g) for g in groups}) > 1
 
 
+@pytest.mark.parametrize("task", ["vision", "language"])
 @pytest.mark.parametrize("method", METHODS)
-def test_the_train_script_understands_every_command(method: str, monkeypatch: pytest.MonkeyPatch):
+def test_the_train_script_understands_every_method(method: str, task: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    recipe = parse(RECIPES, TimeToLoss().command(40.0, "language", method, 3, "F"))
-    name, wire = split_wire(method)
-    assert (
-        recipe.method == {"diloco": "delayed"}.get(name, name.split("_auto")[0].split("_rec")[0]) and recipe.seed == 3
-    )
-    assert (recipe.co2.tau == "auto") == ("auto" in method) and recipe.delayed.nesterov == (name == "diloco")
-    expected = "lgreco" if "lgreco" in method else "auto" if method in (*OF_CO2, *CHOSEN) else wire
-    assert (recipe.ddp_wire if name == "ddp" else recipe.co2.wire).format == expected
+    recipe = TASKS[task].parse(*options_of(method), "--seed", "3")
+    own = method if method in OURS else "local"
+    assert recipe.method == {"diloco": "delayed"}.get(own, own.split("_auto")[0].split("_rec")[0])
+    assert (recipe.co2.tau == "auto") == ("auto" in method) and recipe.delayed.nesterov == (method == "diloco")
+    expected = "lgreco" if "lgreco" in method else "auto" if method in ("co2_recommended", "co2_auto") else "float32"
+    assert recipe.co2.wire.format == expected and recipe.seed == 3
 
 
-def test_tau_at_the_end_is_kept():
-    rows = [closed(1, 2.0) | {"round/tau": 4}, closed(2, 4.0) | {"round/tau": 11}, evaluated(12, 4.0, 0.9)]
-    outcome = follow(rows, KEY, 0.9, 60.0)
-    assert outcome is not None and outcome.tau == 11
+def test_a_method_may_have_another_wire_tau_and_learning_rate():
+    recipe = TASKS["vision"].parse(*options_of("local:tau=12,wire=int4,lr=0.2"))
+    assert (recipe.co2.tau, recipe.co2.wire.format, recipe.optim.lr) == (12, "int4", 0.2)
+    assert TASKS["vision"].parse(*options_of("ddp:wire=int8")).ddp_wire.format == "int8"
+    assert TASKS["vision"].parse(*options_of("hivemind:tau=24")).co2.tau == 24
+    with pytest.raises(UserError, match="'local:beta=1' has 'beta=1'; give one of wire, tau, lr"):
+        options_of("local:beta=1")
 
 
-def test_the_emulated_link_is_an_option_of_the_recipe():
-    command = TimeToLoss(throttle=True).command(40.0, "vision", "co2", 3, "F")
-    assert command[0] == "digits_small" and command[-2:] == ["--link_mbit", "40.0"]
-    assert "--link_mbit" not in TimeToLoss().command(40.0, "vision", "co2", 3, "F")
+def test_the_parts_of_the_perceptrons_task():
+    recipe = TASKS["perceptron"].parse()
+    assert (recipe.optim.schedule, recipe.optim.weight_decay, recipe.batch_size) == ("constant", 0.0, 64)
+    assert sum(p.numel() for p in TASKS["perceptron"].model(recipe).parameters()) == 282_378
+    steps, batches = TASKS["perceptron"].batches(recipe, 0, 4)
+    assert steps == 242 and next(batches)[0].shape == (16, 1, 8, 8)
 
 
-def test_a_part_of_the_test_set_is_evaluated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    load, found = data.load, []
-    monkeypatch.setattr(data, "load", load)  # which the rank below replaces
-    module: Any = SimpleNamespace(data=data)
-    monkeypatch.setattr(trainings, "run_script", lambda *_: found.extend(module.data.load("digits")))
-    time_to_loss.run_task(module, [], tmp_path, held_out=5)
-    train_set, test_set = load("digits")
-    assert len(found[0]) == len(train_set) == 1437 and len(test_set) == 360
-    assert all(torch.equal(getattr(found[1], of), getattr(test_set, of)[::5]) for of in ("images", "labels"))
+def test_a_part_of_the_test_set_is_evaluated():
+    train_set, test_set = replace(TASKS["vision"], held_out=5).data()
+    _, whole = data.digits()
+    assert len(train_set) == 1437 and torch.equal(test_set.images, whole.images[::5]) and len(test_set) == 72
 
 
-def small(folder: Path, *options: str) -> tuple[list[dict[str, Any]], str]:
-    """Runs and output of two workers on digits, with a target that the first evaluation meets."""
-    fixed = ["--tasks", "vision", "--seeds", "0", "--workers", "2", "--vision_loss", "50", "--out"]
-    said = python("-m", "bench.time_to_loss", *fixed, folder, *options, timeout=120)
-    return json.loads((folder / "time_to_loss.json").read_text())["runs"], said
+# -- a run of made-up ranks ---------------------------------------------------------------------------------------
+
+
+def written(folder: Path, rank: int, seconds: float, steps: tuple[int, ...] = (0, 6)) -> None:
+    """As a rank that has evaluated so often, after `seconds` a step."""
+    (folder / str(rank)).mkdir()
+    rows = [{"step": step, "seconds": step * seconds, "tau": 2} for step in steps]
+    for step in steps:
+        model = build_model(256)
+        with open(folder / f"{step}.{rank}", "wb") as file:
+            for tensor in model.parameters():
+                tensor.detach().fill_(1e-3 * rank).numpy().tofile(file)
+    (folder / str(rank) / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_an_evaluation_is_of_the_mean_and_at_the_slowest_workers_time(tmp_path: Path):
+    written(tmp_path, 0, 0.1, steps=(0, 6, 12))
+    written(tmp_path, 1, 0.2)  # has not come to step 12
+    o = TimeToLoss(workers=2)
+    found = trajectory(o, TASKS["perceptron"], tmp_path)
+    mean = build_model(256)
+    for p in mean.parameters():
+        p.detach().fill_(0.5e-3)
+    loss = TASKS["perceptron"].loss(TASKS["perceptron"].parse(), mean)
+    assert [(line["step"], line["seconds"], line["tau"]) for line in found] == [(0, 0.0, 2), (6, pytest.approx(1.2), 2)]
+    assert [line["loss"] for line in found] == [pytest.approx(loss)] * 2
+    assert len(trajectory(replace(o, limit_seconds=1.0), TASKS["perceptron"], tmp_path)) == 1
+
+
+def fail() -> None:
+    raise ValueError("no such thing")
+
+
+@pytest.mark.parametrize(
+    ("limit", "then", "ended", "reason"),
+    [
+        (1.0, lambda: time.sleep(60), "out of time", ""),
+        (60.0, lambda: None, "not reached", ""),
+        (60.0, fail, "failed", "ValueError: no such thing"),
+    ],
+)
+def test_a_run_ends(limit: float, then: Callable[[], None], ended: str, reason: str, tmp_path: Path, monkeypatch):
+    def work(o, run, task, interface, folder, log):
+        written(folder, int(os.environ["RANK"]), 0.2)
+        log.write_text("from a rank")
+        then()
+
+    monkeypatch.setattr(time_to_loss, "work", work)
+    o, began = TimeToLoss(workers=2, limit_seconds=limit), time.monotonic()
+    planned = (0, 40.0, "perceptron", "co2")
+    found = time_to_loss.train(o, None, TASKS["perceptron"], planned, tmp_path / "log")
+    assert found["ended"] == ended and found["reason"].endswith(reason)
+    assert [line["step"] for line in found["trajectory"]] == ([0] if limit == 1.0 else [0, 6])
+    assert time.monotonic() - began < 30 and not multiprocessing.active_children()
+    assert (tmp_path / "log").read_text() == "from a rank"
+
+
+def test_a_users_mistake_ends_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def work(*_: Any) -> None:
+        raise UserError("batch_size=7: no")
+
+    monkeypatch.setattr(time_to_loss, "work", work)
+    with pytest.raises(UserError, match="batch_size=7: no"):
+        time_to_loss.train(TimeToLoss(workers=2), None, TASKS["vision"], (0, 40.0, "vision", "co2"), tmp_path / "log")
+
+
+def test_an_absent_package_is_named_and_a_software_throttle_refuses_every_package(monkeypatch, tmp_path: Path):
+    monkeypatch.setitem(PEERS, "hivemind", Peer("nosuchpackage-nightly", lambda _: pytest.fail("started"), ""))
+    planned, cluster = (0, 40.0, "vision", "hivemind:tau=12"), Cluster(2, 40.0)
+    found = time_to_loss.train(TimeToLoss(), cluster, TASKS["vision"], planned, tmp_path)
+    assert found["ended"] == "not run" and found["reason"] == "package nosuchpackage-nightly is not installed"
+    refused = time_to_loss.train(TimeToLoss(throttle=True), None, TASKS["vision"], planned, tmp_path)
+    assert refused["reason"] == "other packages need network namespaces"
+    assert PEERS["torch_powersgd"].missing() == ""
+
+
+def test_a_method_that_failed_is_not_tried_again_and_the_others_go_on(monkeypatch, tmp_path: Path, capsys):
+    tried = []
+
+    def train(o, cluster, task, planned, log):
+        tried.append(planned)
+        reason = "rank 0: gone" if planned[3] == "co2" else ""
+        return {"ended": "failed" if reason else "not reached", "reason": reason, "trajectory": lines(2.3, 0.1)}
+
+    monkeypatch.setattr(time_to_loss, "train", train)
+    o = TimeToLoss(tasks=("vision",), rates=(40.0,), methods=("co2", "local"), throttle=True)
+    session = SimpleNamespace(result={"options": {"limit_seconds": 60.0}, "runs": []}, folder=tmp_path)
+    session.take = lambda part, rows, say: session.result[part].extend(rows)
+    time_to_loss.run_all(o, session)  # pyright: ignore[reportArgumentType]
+    assert [planned[0] for planned in tried if planned[3] == "co2"] == [0]
+    assert sorted(planned[0] for planned in tried if planned[3] == "local") == [0, 1, 2]
+    assert [r["reason"] for r in session.result["runs"] if r["method"] == "co2"] == ["rank 0: gone"] * 3
+    assert "local seed 2: 2.0 (6 steps)" in capsys.readouterr().out
+
+
+# -- real runs --------------------------------------------------------------------------------------------------
+
+
+def small(folder: Path, *options: str) -> tuple[dict[str, Any], str]:
+    """What two workers' runs of the perceptron leave, by method, and the command's output."""
+    fixed = ["--tasks", "perceptron", "--seeds", "0", "--workers", "2", "--out"]
+    said = python("-m", "bench.time_to_loss", *fixed, folder, *options, timeout=300)
+    result = json.loads((folder / "time_to_loss.json").read_text())
+    assert (folder / "time_to_loss.md").read_text() in said
+    return {run["method"]: run for run in result["runs"]}, said
+
+
+def two_workers_by_hand(average_every: int, steps: int) -> list[float]:
+    """Losses of the mean model after every second step of two workers that average now and then (0: never)."""
+    train, test = data.digits()
+    torch.manual_seed(0)
+    models = [build_model(256), build_model(256)]
+    models[1].load_state_dict(models[0].state_dict())
+    mean = build_model(256)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.05, 0.9) for m in models]
+    order = dict(seed=0, world_size=2, start=0, total=steps)
+    batches = [worker_batches(len(train), 64, rank=rank, **order) for rank in range(2)]
+    losses = []
+    for step in range(steps + 1):
+        if step:
+            for model, optimizer, (*_, index) in zip(models, optimizers, map(next, batches), strict=True):
+                optimizer.zero_grad()
+                F.cross_entropy(model(train.normalise(train.images[index])), train.labels[index]).backward()
+                optimizer.step()
+        with torch.no_grad():
+            for m, a, b in zip(mean.parameters(), *(model.parameters() for model in models), strict=True):
+                m.copy_((a + b) / 2)
+                if average_every and step % average_every == 0:
+                    a.copy_(m)
+                    b.copy_(m)
+            if step % 2 == 0:
+                losses.append(F.cross_entropy(mean(test.normalise(test.images)), test.labels).item())
+    return losses
 
 
 @pytest.mark.slow
-def test_a_small_run(tmp_path: Path):
-    (co2,), output = small(tmp_path, "--throttle", "--rates", "400", "--methods", "co2")
-    assert (co2["status"], co2["steps"], co2["method"]) == ("reached", 24, "co2")  # the first boundary after 22 steps
-    folder = tmp_path / "runs" / "vision-400mbit-co2-seed0"
-    rows = Metrics(folder).read()
-    evaluation = next(row for row in rows if KEY in row)
-    assert co2["loss"] == evaluation[KEY]
-    assert co2["seconds"] == pytest.approx(evaluation["seconds"] + co2["credit_seconds"])
-    assert not (folder / "summary.json").exists()
-    assert "1 of 1" in output and (tmp_path / "time_to_loss.md").read_text() in output
+def test_the_loop_against_two_workers_by_hand(tmp_path: Path):
+    """Over an emulated link; a round of two workers sends the model once."""
+    options = [
+        "--throttle",
+        "--rates",
+        "400",
+        "--eval_every",
+        "2",
+        "--methods",
+        "none",
+        "local:tau=4",
+        "torch_powersgd",
+    ]
+    runs, said = small(tmp_path, *options)
+    for method, every in (("none", 0), ("local:tau=4", 4)):
+        losses = [line["loss"] for line in runs[method]["trajectory"]]
+        assert losses[:7] == pytest.approx(two_workers_by_hand(every, 12), rel=1e-3)
+        assert len(losses) == 122 and runs[method]["ended"] == "not reached"
+    at_12 = runs["local:tau=4"]["trajectory"][6]
+    assert (at_12["step"], at_12["rounds"], at_12["tau"]) == (12, 3, 4)
+    assert at_12["bytes_sent"] == pytest.approx(3 * 4 * 282_378, rel=0.01)  # 2 (n - 1) / n = 1; 4 bytes each
+    assert at_12["seconds"] > 0.95 * at_12["bytes_sent"] * 8 / 400e6  # what the link takes
+    assert "torch_powersgd seed 0: not run (0 steps): other packages need network namespaces" in said
 
 
 @pytest.mark.root
-def test_a_small_run_in_namespaces(tmp_path: Path):
-    runs, output = small(tmp_path, "--rates", "100", "--methods", "ddp", "slowmo")
-    assert {run["method"]: run["steps"] for run in runs} == {"ddp": 22, "slowmo": 24}
-    assert all(run["status"] == "reached" and run["exposed_share"] > 0.1 for run in runs)
-    assert "joined by shaped links" in output
+def test_own_methods_and_other_packages_in_namespaces(tmp_path: Path):
+    """Bytes are those of the interface: with headers, above the model's in every round. Steps are paced."""
+    options = ["--rates", "100", "--step_ms", "10", "--limit_seconds", "40"]
+    runs, said = small(tmp_path, *options, "--methods", "co2", "torch_post_local:tau=12", "torch_powersgd", "none")
+    assert all(run["trajectory"][-1]["step"] == 242 for run in runs.values()), said
+    first, last = (runs["torch_post_local:tau=12"]["trajectory"][i] for i in (0, -1))
+    assert first["bytes_sent"] == 0 and last["rounds"] == 21
+    assert 21 * 4 * 282_378 < last["bytes_sent"] < 1.1 * 21 * 4 * 282_378
+    assert runs["none"]["trajectory"][-1]["seconds"] > 242 * 0.01
+    assert "joined by shaped links" in said and "torch_post_local:tau=12 | 1 of 1" in said

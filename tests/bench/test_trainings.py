@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from bench import trainings
+from bench.cluster import sent_bytes
+from bench.memory import peak_bytes, reset_peak
 from bench.trainings import Metrics, best_lr, flags
 
 
@@ -72,3 +75,18 @@ def test_each_method_gets_its_own_best_learning_rate():
 
 def test_options_become_a_command_line():
     assert flags({"seed": 3, "optim.lr": 0.5}) == ["--seed", "3", "--optim.lr", "0.5"]
+
+
+def test_the_peak_is_that_since_the_reset():
+    base = reset_peak()
+    with mmap.mmap(-1, 32 << 20) as held:  # what malloc gives may have been resident before
+        for page in range(0, len(held), mmap.PAGESIZE):
+            held[page] = 1
+    assert 30 << 20 < peak_bytes() - base < 60 << 20
+    assert reset_peak() - base < 16 << 20
+
+
+def test_counters_are_those_of_the_interface():
+    assert sent_bytes("lo") >= 0
+    with pytest.raises(OSError, match="no interface nonesuch0"):
+        sent_bytes("nonesuch0")
