@@ -16,13 +16,15 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from bench import boundary, codecs
+from bench import boundary
 from bench.gpu.checks import NotRun, Scope, check, one_rank, sync
 from bench.gpu.equal import PASSES, RECOMMENDED, end, lgreco
 from bench.gpu.hidden import Slow, asleep
 from core import CO2, CO2Config, LocalSGD, WireConfig, outer
 from core.adaptive.merging import Merge, MergeRule, MergingBoundary
 from core.flat import Scalars, make_buckets
+from core.wires import formats
+from core.wires.quantized import GPU_SEGMENT
 
 PARAMETERS = 350_000_000
 REPEATS = 7
@@ -117,12 +119,18 @@ def a_reductions_bytes_a_parameter(scope: Scope, case: str) -> dict[str, Any]:
     return figures | {"kernels": kernels(scope, once)} if scope.cuda else figures
 
 
-@check("costs", cases=("encode", "decode"))
+@check("costs", cases=("bfloat16", "float16", "int8", "int4", "int2"))
 def a_plain_codecs_rate_as_a_share_of_a_copys(scope: Scope, case: str) -> dict[str, float]:
-    """bench.codecs, of 16 MiB, which a large GPU's cache holds: of float32 that goes in (encode) or comes out."""
-    rows = codecs.measure(codecs.Codecs(repeats=scope(9, 1), compiled=False, device=cast(Any, scope.device)))
-    median = statistics.median
-    return {row["way"]: median(row[case]) / median(row["copy"]) for row in rows if row[case]}
+    """Of 16 MiB of float32, in segments as core/wires/quantized.py has them; a large GPU's cache holds them."""
+    x = torch.randn(scope(1 << 22, 1 << 12), device=scope.device)
+    pieces = x.split(GPU_SEGMENT)
+    sent = [formats.encode(piece, case) for piece in pieces]
+    ways = {"encode": (formats.encode, pieces), "decode": (formats.decode, sent)}
+    found = {}
+    for name, (code, given) in ways.items():
+        seconds, rate = beside_copies(scope, lambda code=code, given=given: [code(piece, case) for piece in given])
+        found[name] = x.nbytes / seconds / rate
+    return found
 
 
 @check("costs", cases=("boundary.co2", "boundary.fast"))
