@@ -25,8 +25,7 @@ bench.cluster --rate 1mbit --throttle --nics 2 -- x => --nics needs network name
 bench.cluster --rate 1mbit --nics 0 -- x => nics=0
 bench.cluster --rate 1mbit => no command
 bench.cluster --rate 1mbit -- => no command
-bench.gpu --device cpu --checks birds => checks=birds: no check of correctness, costs, loops, search has such a name
-bench.gpu --device cpu --minutes 0 => minutes=0.0: give a number above 0
+bench.gpu --device cpu --checks birds => checks=birds: no measurement of costs, loops has that name
 bench.layouts --layouts => give one or more
 bench.layouts --layouts tp2.pp2 => it takes 4 processes
 bench.layouts --layouts tp2.dp4.zero1 => takes no DTensors
