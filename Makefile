@@ -48,7 +48,7 @@ test-examples: setup ## run every script of examples/ under torchrun, and the pa
 
 # also on a machine without .venv: docs/gpus.md. Other files may need packages that such a machine lacks
 test-gpu: ## run the tests that need a CUDA device
-	$(TEST_ENV) $(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m pytest -m gpu $$(grep -rl --include='*.py' mark.gpu tests) $(PYTEST_ARGS)
+	$(TEST_ENV) $(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m pytest -m gpu $$(grep -rlE --include='*.py' 'mark\.gpu|test_triton import' tests) $(PYTEST_ARGS)
 
 test-root: setup ## run the tests that make network namespaces
 	$(PYTEST) -m root $(PYTEST_ARGS)
