@@ -46,8 +46,9 @@ test-slow: setup ## run the slow tests
 test-examples: setup ## run every script of examples/ under torchrun, and the package in an environment of its own
 	$(PYTEST) -m "" -n 2 tests/e2e/test_examples.py tests/e2e/test_wheel.py $(PYTEST_ARGS)
 
-test-gpu: setup ## run the tests that need a CUDA device
-	$(PYTEST) -m gpu $(PYTEST_ARGS)
+# also on a machine without .venv: docs/gpus.md. Other files may need packages that such a machine lacks
+test-gpu: ## run the tests that need a CUDA device
+	$(TEST_ENV) $(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m pytest -m gpu $$(grep -rlE --include='*.py' 'mark\.gpu|test_triton import' tests) $(PYTEST_ARGS)
 
 test-root: setup ## run the tests that make network namespaces
 	$(PYTEST) -m root $(PYTEST_ARGS)
@@ -81,7 +82,7 @@ docs: setup ## build the site into site/; a warning is an error
 	$(PY) -m mkdocs build --strict
 
 ##@ Measure
-gpu-report: ## correctness, costs, loops and a search on a GPU: results/gpu.md (GPU="--parts correctness --minutes 9")
+gpu-report: ## costs and real loops on a GPU: results/gpu.md (GPU="--parts costs")
 	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m bench.gpu $(GPU)
 
 chaos: setup ## kill workers, cut links, fill disks under small runs: results/chaos.md (hours; CHAOS="--kills 10 ..." scales it)

@@ -1,12 +1,10 @@
 """What one outer boundary of CO2 costs against the model's size: seconds, share of the copy bandwidth, memory.
 
-python -m bench.boundary [--sizes 1e6 1e7 1e8 1e9] [--ways co2 fast plain compiled] [--threads N] [--repeats 5]
-    [--device cpu|cuda] [--out FOLDER]
+python -m bench.boundary [--sizes 1e6 1e7 1e8 1e9] [--ways co2 fast plain compiled] [--device cpu|cuda] [--out FOLDER]
 
-Four ways: `co2` is core.CO2 with one worker and tau 1, so that each step() is a boundary with nothing to wait for;
-`fast` is its single pass over memory alone; `plain` is core/outer.py's `update`, which defines it, segment by segment;
-`compiled` is that by torch.compile, the comparator of the kernel on CUDA. The copy, torch's copy_ of a large tensor, is
-measured in between with as many threads. Every case is a process of its own.
+`co2` is core.CO2 with one worker and tau 1, so that each step() is a boundary that waits for nothing; `fast` is its
+single pass over memory; `plain` is core/outer.py's `update`, which defines the pass; `compiled` is `update` by
+torch.compile. Between the boundaries we time torch's copy_ of a large tensor. Every case has its own process.
 """
 
 from __future__ import annotations
@@ -67,9 +65,8 @@ def main() -> None:
 
 
 def measure_all(bench: Bench, session: report.Session) -> None:
-    cuda = bench.device == "cuda"
-    machine = torch.cuda.get_device_name() if cuda else f"{bench.threads or torch.get_num_threads()} threads"
-    session.result["machine"] = machine
+    threads = f"{bench.threads or torch.get_num_threads()} threads"
+    session.result["machine"] = torch.cuda.get_device_name() if bench.device == "cuda" else threads
     cases = ((int(size), way) for size in bench.sizes for way in bench.ways)
     rows = ({"parameters": size, "way": way} | in_process(bench, way, size) for size, way in cases)
     session.take("rows", rows, lambda row: report.row(*cells(row)))
@@ -96,22 +93,18 @@ def measure(bench: Bench, way: Way, size: int) -> dict[str, Any]:
     params = model(size, bench.device)
     before = memory.reset_peak(bench.device)
     boundary_once = WAYS[way](params)
-    seconds: list[float] = []
-    copies: list[float] = []
+    seconds, copies = [], []
     for i in range(bench.repeats + 2):  # the first boundary has nothing to fold in; the second follows no outer step
         with torch.no_grad():
             torch._foreach_mul_(params, 1.001 if i % 2 else 0.999)  # training has moved the parameters
-        copied = timed(lambda: target.copy_(source), bench.device)
-        took = timed(boundary_once, bench.device)
-        if i > 1:
-            copies.append(copied)
-            seconds.append(took)
+        copies.append(timed(lambda: target.copy_(source), bench.device))
+        seconds.append(timed(boundary_once, bench.device))
     peak = memory.peak_bytes(bench.device)
     return {
         "threads": torch.get_num_threads(),
-        "seconds": seconds,
-        "copy_seconds": copies,
-        "copy_bytes_per_second": 8 * COPY / statistics.median(copies),
+        "seconds": seconds[2:],
+        "copy_seconds": copies[2:],
+        "copy_bytes_per_second": 8 * COPY / statistics.median(copies[2:]),
         "bytes_moved": size * BYTES,
         "memory_counted": 4 * size * COPIES,
         "memory_measured": peak - before,
@@ -198,20 +191,14 @@ def cells(row: dict[str, Any]) -> list[str]:
         return [*head, f"not run: {row['not_run']}"]
     took = Spread.of([1e3 * seconds for seconds in row["seconds"]])
     speed = row["copy_bytes_per_second"]
-    return [
-        *head,
-        took.show(".4g"),
-        f"{row['bytes_moved'] / 1e9:.3g}",
-        f"{speed / 1e9:.1f}",
-        f"{BYTES * row['parameters'] / (took.median / 1e3) / speed:.0%}",
-        f"{row['memory_counted'] / 1e6:.4g}",
-        f"{row['memory_measured'] / 1e6:.4g}",
-    ]
+    share = BYTES * row["parameters"] / (took.median / 1e3) / speed
+    memory = [f"{row[f'memory_{how}'] / 1e6:.4g}" for how in ("counted", "measured")]
+    return [*head, took.show(".4g"), f"{speed / 1e9:.1f}", f"{share:.0%}", *memory]
 
 
 TITLES = (
-    *("parameters", "way", "ms a boundary, median (range)", "GB moved, counted", "copy GB/s"),
-    *(f"share of it: {BYTES} bytes a parameter", "MB beyond the parameters, counted", "measured"),
+    *("parameters", "way", "ms a boundary, median (range)", "copy GB/s", f"share of it: {BYTES} bytes a parameter"),
+    *("MB beyond the parameters, counted", "measured"),
 )
 
 
@@ -219,8 +206,8 @@ def text(result: dict[str, Any]) -> str:
     return (
         f"{result['options']['device']}, {result['machine']}, torch {result['versions']['torch']}; "
         f"{report.source(result)}\n\n{report.table(TITLES, map(cells, result['rows']))}\n\n"
-        "The bytes counted are those of one pass, whichever way was taken. A model that fits into the processor's "
-        "cache can pass 100 %, and so can any other: the copy also reads what it overwrites, which is not counted.\n"
+        "The share can exceed 100 %: a small model fits into the processor's cache, and a copy also reads what it "
+        "overwrites, which we do not count.\n"
     )
 
 

@@ -263,21 +263,6 @@ class Session:
                 print(say(row), flush=True)
 
 
-def begin(
-    o: Any, name: str, module: str, text: Text, *, packages: Sequence[str] = ("torch",), goes_on: bool = False
-) -> Session:
-    """A new measurement; goes_on: or what --out holds, where that is of the same options."""
-    fresh, path = header(module, o, packages), Path(o.out or "", f"{name}.json")
-    if not goes_on or o.out is None or not path.exists():
-        return Session(name, new_folder(name, o.out), fresh, text)
-    found = load(path, module, "rows tuning")
-    differ = [k for k, v in fresh["options"].items() if k != "out" and v != found["options"].get(k)]
-    if differ:
-        raise UserError(f"{o.out} holds a measurement with other {', '.join(differ)}: choose another --out")
-    found.setdefault("resumed", []).append({k: fresh[k] for k in ("commit", "date")})
-    return Session(name, o.out, found, text)
-
-
 def run(
     kind: type[Options],
     name: str,
@@ -287,12 +272,11 @@ def run(
     packages: Sequence[str] = ("torch",),
     forks: Callable[[Options], bool] | None = None,
     module: str = "",
-    goes_on: bool = False,
 ) -> None:
     """A command, python -m MODULE, bench.NAME by default: its options, a measurement, NAME.json and NAME.md.
 
     measure: fills the session's result, which begins as the header. packages: whose versions that names. forks: where
-    ranks are forked; whether they sit on an emulated cluster. goes_on: see begin.
+    ranks are forked; whether they sit on an emulated cluster.
     """
     module = module or f"bench.{name}"
     o = read_options(kind, module)
@@ -300,9 +284,8 @@ def run(
         from bench.cluster import prepare_to_fork
 
         prepare_to_fork(namespaces=forks(o))
-    session = begin(o, name, module, text, packages=packages, goes_on=goes_on)
-    kept = f"what was measured is in {session.folder / name}.json"
-    with stoppable(f"to go on, give the same options and --out {session.folder}" if goes_on else kept):
+    session = Session(name, new_folder(name, o.out), header(module, o, packages), text)
+    with stoppable(f"what was measured is in {session.folder / name}.json"):
         measure(o, session)
     conclude(session.folder, name, session.result, text(session.result))
 

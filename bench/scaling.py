@@ -2,11 +2,10 @@
 
 python -m bench.scaling [--workers 1 2 4 8 16] [--rates 50 200 1000] [--repeats 3] [--throttle] [--out FOLDER]
 
-A worker is a node, a network namespace of its own, with links shaped to each rate; with --throttle all share the
-loopback device and collectives are held back in software. Computing is a stand-in (bench/standin.py). The workers are
-forked once per worker count and rate; they build every method once and measure all of them, in an order that is
-shuffled for each repeat, so that whatever else the machine does falls on all alike. Writes scaling.json, scaling.md and
-two plots.
+Each worker is a node: a network namespace of its own, with links shaped to each rate. With --throttle all workers share
+the loopback device, and software holds collectives back. The model's computation is a stand-in (bench/standin.py).
+Each group of workers and rate builds every method once and measures the methods in an order that is shuffled for each
+repeat. Writes scaling.json, scaling.md and two plots.
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ from training.script import launch
 RECOMMENDED = "co2_recommended"  # co2 with the settings of CO2Config.recommended
 TIMEOUT = 120.0  # seconds until a missing worker is an error
 TAU_MAX = 192  # of tau="auto": what the paper searched up to
+LIMIT = 3600.0  # seconds for one group of workers and rate
 SETTLED = 5  # rounds without a change after which tau="auto" counts as settled: the window of its medians
 
 
@@ -145,8 +145,8 @@ class Job:
 # -- one worker: builds every method over the stand-in, and measures them in turns ----------------------------------
 
 
-def work(job: Job) -> dict[str, Any]:
-    """One worker of a group, in a process of its own: its measurements, and the sizes of ddp's buckets."""
+def work(job: Job) -> list[dict[str, Any]]:
+    """One worker of a group, in a process of its own. Returns its measurements."""
     torch.set_num_threads(1)
     if job.workers > 1:
         dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
@@ -157,7 +157,7 @@ def work(job: Job) -> dict[str, Any]:
     return result
 
 
-def measure_all(job: Job) -> dict[str, Any]:
+def measure_all(job: Job) -> list[dict[str, Any]]:
     """Builds every method, then measures each `repeats` times. All workers shuffle alike."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     trainers = {setting: build(job, setting, rank) for setting in job.o.settings()}
@@ -168,13 +168,15 @@ def measure_all(job: Job) -> dict[str, Any]:
         for setting in order:
             cells.append(measure(job, setting, trainers[setting], repeat))
             if rank == 0:
-                tell(setting, cells[-1])
-    buckets = next((ddp_buckets(t.model) for s, t in trainers.items() if s.method == "ddp"), None)
+                print(
+                    f"{job.workers} workers, {job.rate} Mbit/s, {setting}: {cells[-1]['samples_per_second']:.0f}/s",
+                    flush=True,
+                )
     for trainer in trainers.values():
         if isinstance(trainer.method, Rounds) and trainer.method.flight.in_flight:
             trainer.method.flight.wait()  # finish() would take two more all-reduces; the models are thrown away
         trainer.method.close()
-    return {"cells": cells, "ddp_buckets": buckets}
+    return cells
 
 
 def build(job: Job, setting: Setting, rank: int) -> Trainer:
@@ -207,8 +209,8 @@ def measure(job: Job, setting: Setting, trainer: Trainer, repeat: int) -> dict[s
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     if isinstance(method, Rounds):
         method.flight.settle()
-    steps = [each for r in rounds for each in r.compute]
-    exposed = sum(r.wait for r in rounds)
+    steps = [each for r in rounds for each in r["compute"]]
+    exposed = sum(r["exposed"] for r in rounds)
     return {
         "method": setting.method,
         "tau_setting": setting.tau,
@@ -223,31 +225,26 @@ def measure(job: Job, setting: Setting, trainer: Trainer, repeat: int) -> dict[s
         "rounds": len(rounds),
         "exposed_seconds": exposed,
         "exposed_share": exposed / seconds,
-        "allreduce_seconds": statistics.fmean(r.allreduce for r in rounds),
-        "boundary_seconds": statistics.fmean(r.boundary for r in rounds),
-        "bytes_sent_per_worker": sum(r.sent for r in rounds),
+        "allreduce_seconds": statistics.fmean(r["allreduce"] for r in rounds),
+        "boundary_seconds": statistics.fmean(r["boundary"] for r in rounds),
+        "bytes_sent_per_worker": sum(r["sent"] for r in rounds),
         "cpu_seconds": cpu,
     }
 
 
-@dataclass(frozen=True)
-class Round:
-    """The steps of one round, and what its boundary cost. Seconds, bytes."""
-
-    compute: list[float]
-    wait: float
-    boundary: float
-    allreduce: float
-    sent: float
-
-
-def run_round(trainer: Trainer) -> Round:
+def run_round(trainer: Trainer) -> dict[str, Any]:
+    """One round. Returns its steps' seconds, and the seconds and bytes of its boundary."""
     steps = [trainer.step()]
     while not steps[-1].closed:
         steps.append(trainer.step())
     stats, last = trainer.method.stats, steps[-1]
-    compute = [step.compute for step in steps]
-    return Round(compute, last.wait, last.boundary, float(stats.allreduce_seconds), float(stats.bytes_sent))
+    return {
+        "compute": [step.compute for step in steps],
+        "exposed": last.wait,
+        "boundary": last.boundary,
+        "allreduce": float(stats.allreduce_seconds),
+        "sent": float(stats.bytes_sent),
+    }
 
 
 def settle(trainer: Trainer) -> None:
@@ -258,44 +255,14 @@ def settle(trainer: Trainer) -> None:
         taus.append(trainer.method.tau)
 
 
-def ddp_buckets(model: Any) -> list[int] | None:
-    """Bytes of the buckets that torch's DistributedDataParallel has made; None for a lone worker."""
-    if not hasattr(model, "_get_ddp_logging_data"):
-        return None
-    data = model._get_ddp_logging_data()
-    sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
-    return [int(size) for size in str(sizes).split(",")]
-
-
-def predict(o: Scaling, workers: int, rate: float | None) -> float:
-    """Seconds that a group will take, roughly: start, build (rank 0's parameters are broadcast), measure, drain."""
-    wire, step = wire_seconds(workers, rate), o.step_ms / 1e3
-    total = 1.0 + 0.1 * workers
-    for setting in o.settings():
-        tau = max(1, math.ceil(1.25 * wire / step)) if setting.tau == "auto" else setting.tau
-        one = round_seconds(setting, tau, step, wire)
-        total += wire * math.log2(max(2, workers)) / 2 + (2 * SETTLED * one if setting.settles else 0)
-        total += o.repeats * (one + rounds_to_measure(o.seconds, one) * one + wire / 2)
-    return total
-
-
-def tell(setting: Setting, row: dict[str, Any]) -> None:
-    link = f"{row['rate_mbit']:g} Mbit/s" if row["rate_mbit"] else "no link"
-    print(
-        f"{row['workers']:2d} workers, {link}, {setting}: {row['samples_per_second']:.0f} samples/s, "
-        f"{row['exposed_share']:.1%} exposed",
-        flush=True,
-    )
-
-
 MEANS = ("seconds", "step_seconds", "step_spread", "exposed_seconds", "exposed_share", "samples_per_second")
 MEANS += ("allreduce_seconds", "boundary_seconds")
 
 
-def combine(per_rank: Sequence[dict[str, Any]], step_ms: float) -> list[dict[str, Any]]:
+def combine(per_rank: Sequence[list[dict[str, Any]]], step_ms: float) -> list[dict[str, Any]]:
     """One row a measurement: means over the workers; late when the slowest worker's steps were, by over a tenth."""
     rows = []
-    for cells in zip(*(result["cells"] for result in per_rank), strict=True):
+    for cells in zip(*per_rank, strict=True):
         row = dict(cells[0])
         for name in MEANS:
             row[name] = statistics.fmean(c[name] for c in cells)
@@ -309,20 +276,17 @@ def combine(per_rank: Sequence[dict[str, Any]], step_ms: float) -> list[dict[str
 def run(o: Scaling, session: report.Session) -> None:
     """Measures every group."""
     session.result |= of_link(o.throttle) | {
-        "model": {"params": PARAMS, "bytes": BYTES, "layers": LAYERS, "ddp_bucket_bytes": None},
+        "model": {"params": PARAMS, "bytes": BYTES, "layers": LAYERS},
         **{"step_ms": o.step_ms, "batch": o.batch, "seed": o.seed, "rows": []},
     }
     result, data = session.result, digits()
-    most, seconds = max(o.workers), {group: predict(o, *group) for group in o.groups()}
+    most = max(o.workers)
     with network(o.throttle or most == 1, most, o.rates[0]) as cluster:
         for n, rate in o.groups():
             if cluster and rate:
                 cluster.shape(rate, result["verified_mbit"])
-            print(f"about {math.ceil(sum(seconds.values()) / 60)} min left", flush=True)
-            limit = 60 + 4 * seconds.pop((n, rate))
-            per_rank = run_ranks(work, cluster if rate else None, 1, n, Job(o, n, rate, data), timeout=limit)
+            per_rank = run_ranks(work, cluster if rate else None, 1, n, Job(o, n, rate, data), timeout=LIMIT)
             result["rows"] += combine(per_rank, o.step_ms)
-            result["model"]["ddp_bucket_bytes"] = per_rank[0]["ddp_buckets"] or result["model"]["ddp_bucket_bytes"]
             session.save()
     plots.draw(session.folder, result)
 

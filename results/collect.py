@@ -73,13 +73,16 @@ def keep_stand_ins(names: Iterable[str], folder: Path, out: Path) -> None:
 
 def overview(out: Path) -> str:
     """The page of all tables of stand-ins in `out`: how many of each table's runs are there."""
-    rows, without = list[tuple[str, ...]](), list[str]()
+    rows, without, runs = list[tuple[str, ...]](), list[str](), read_kept(out)
     for name, table in TABLES.items():
         if not table.has_stand_ins:
             without.append(name)
             continue
         kept, wanted = out / f"{name}.json", sum(len(row.seeds) for row in table.rows if row.local)
-        ran = f"{len(json.loads(kept.read_text()))} of {wanted}" if kept.exists() else "not run"
+        mine = {run["folder"] for run in json.loads(kept.read_text())} if kept.exists() else set[str]()
+        counted = set[Path]()
+        list(section(table, True, [run for run in runs if run.folder.name in mine], counted))
+        ran = f"{len(counted)} of {wanted}" if kept.exists() else "not run"
         rows.append((f"[{name}]({name}.md)" if kept.exists() else name, table.title, ran))
     shown = report.table(["table", "subject", "runs"], rows)
     notes = [

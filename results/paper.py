@@ -190,7 +190,6 @@ def lgreco(task: str, recipe: str, stand_in: str, rank: int, first: int, every: 
     return (
         row("float32", "ddp"),
         row(f"rank {rank}", "ddp", **ours, **{"lgreco.rule": "uniform"}),
-        row("Accordion", "ddp", **ours, **period, **{"lgreco.rule": "bench.rules.Accordion"}),
         row("L-GreCo", "ddp", **ours, **period),
         row("L-GreCo, any family", "ddp", **ours, **period, **{"lgreco.family": "any"}),
         row("float32", "co2"),

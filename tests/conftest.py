@@ -5,6 +5,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.scripts import Mistakes
 
@@ -24,6 +25,10 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: number for number, name in enumerate(FOLDERS)}
     items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     from core.testing import PRELOAD  # only where tests run: with -n, not in the process that hands them out
 
     if {"e2e", "bench"} & {item.path.parent.name for item in items}:

@@ -16,14 +16,16 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from bench import boundary, codecs
-from bench.gpu.checks import NotRun, Scope, check, one_rank, sync
-from bench.gpu.equal import PASSES, RECOMMENDED, end, lgreco
-from bench.gpu.hidden import Slow, asleep
-from core import CO2, CO2Config, LocalSGD, WireConfig, outer
-from core.adaptive.merging import Merge, MergeRule, MergingBoundary
+from bench import boundary
+from bench.gpu.command import NotRun, Scope, check
+from bench.gpu.slow import Slow, asleep, one_rank
+from core import CO2, CO2Config, LGrecoConfig, LocalSGD, WireConfig, outer
+from core.adaptive.merging import Merge, MergeRule, MergingBoundary, make_boundary
 from core.flat import Scalars, make_buckets
 
+# at a fixed step, so that runs compare
+RECOMMENDED = CO2Config(outer_momentum=0.0, gap="none", merge="keep", delay="auto")
+PASSES: dict[str, Callable[..., MergingBoundary]] = {"fast": make_boundary, "plain": MergingBoundary}
 PARAMETERS = 350_000_000
 REPEATS = 7
 COPY = 1 << 28  # elements: 1 GiB, which takes long enough to time
@@ -53,7 +55,7 @@ def copy_bandwidth(scope: Scope) -> dict[str, float]:
     return {"GB/s, read and written": beside_copies(scope, lambda: None)[1] / 1e9}
 
 
-@check("costs", cases=[f"{merge}, {kind}" for merge in LEAST for kind in ("fast", "plain")] + ["outer, compiled"])
+@check("costs", [f"{merge}, {kind}" for merge in LEAST for kind in ("fast", "plain")] + ["outer, compiled"])
 def a_boundarys_bytes_a_parameter(scope: Scope, case: str) -> dict[str, Any]:
     merge, _, kind = case.partition(", ")
     if kind == "compiled" and not scope.cuda:
@@ -77,17 +79,18 @@ def a_boundarys_bytes_a_parameter(scope: Scope, case: str) -> dict[str, Any]:
 
 def kernels(scope: Scope, once: Callable[[], Any]) -> int:
     """That a call queues on the device."""
-    sync(scope)
+    scope.sync()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         once()
-        sync(scope)
+        scope.sync()
     return sum(event.count for event in seen.key_averages() if event.device_type != torch.autograd.DeviceType.CPU)
 
 
-@check("costs", cases=("bfloat16", "int8", "int4", "lgreco int4"))
+@check("costs", ("bfloat16", "int8", "int4", "lgreco int4"))
 def a_reductions_bytes_a_parameter(scope: Scope, case: str) -> dict[str, Any]:
     """Encoding, error feedback, decoding and averaging of one worker, both stages; of L-GreCo with its choices."""
-    wire = lgreco(case.split()[1]) if " " in case else WireConfig(cast(Any, case))
+    uniform = LGrecoConfig(rule="uniform", every=2, first=1)
+    wire = WireConfig("lgreco", like="int4", lgreco=uniform) if " " in case else WireConfig(cast(Any, case))
     params = boundary.model(scope(PARAMETERS, 50_000), scope.device)
     scalars = Scalars({"steps": 1, "weight": 1})
     buckets = make_buckets(params, [], scalars.numel)
@@ -117,29 +120,6 @@ def a_reductions_bytes_a_parameter(scope: Scope, case: str) -> dict[str, Any]:
     return figures | {"kernels": kernels(scope, once)} if scope.cuda else figures
 
 
-@check("costs", cases=("encode", "decode"))
-def a_plain_codecs_rate_as_a_share_of_a_copys(scope: Scope, case: str) -> dict[str, float]:
-    """bench.codecs, of 16 MiB, which a large GPU's cache holds: of float32 that goes in (encode) or comes out."""
-    rows = codecs.measure(codecs.Codecs(repeats=scope(9, 1), compiled=False, device=cast(Any, scope.device)))
-    median = statistics.median
-    return {row["way"]: median(row[case]) / median(row["copy"]) for row in rows if row[case]}
-
-
-@check("costs", cases=("boundary.co2", "boundary.fast"))
-def benchs_own(scope: Scope, case: str) -> dict[str, float]:
-    """bench.boundary: core.CO2 with one worker and tau 1, whose step() is a boundary with the guard and all else."""
-    bench = boundary.Bench(repeats=scope(5, 1), device=cast(Any, scope.device))
-    way = cast(boundary.Way, case.partition(".")[2])
-    found = boundary.measure(bench, way, scope(PARAMETERS, 50_000))
-    seconds = statistics.median(found["seconds"])
-    share = found["bytes_moved"] / seconds / found["copy_bytes_per_second"]
-    return {
-        "ms": 1e3 * seconds,
-        "share of copy": share,
-        "copies held": 3 * found["memory_measured"] / found["memory_counted"],
-    }
-
-
 # -- a round beside a slow collective -----------------------------------------------------------------------------
 
 TAU = 8
@@ -147,14 +127,12 @@ WAYS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "local": lambda params: LocalSGD(params, TAU),
     "paper": lambda params: CO2(params, CO2Config(tau=TAU)),
     "paper, int4": lambda params: CO2(params, CO2Config(tau=TAU, wire=WireConfig("int4"))),
-    "recommended": lambda params: CO2(params, replace(RECOMMENDED, tau=TAU, delay="auto")),
-    "recommended, int4": lambda params: CO2(
-        params, replace(RECOMMENDED, tau=TAU, delay="auto", wire=WireConfig("int4"))
-    ),
+    "recommended": lambda params: CO2(params, replace(RECOMMENDED, tau=TAU)),
+    "recommended, int4": lambda params: CO2(params, replace(RECOMMENDED, tau=TAU, wire=WireConfig("int4"))),
 }
 
 
-@check("costs", cases=WAYS)
+@check("costs", WAYS)
 def a_round_beside_a_sleeping_collective_ms(scope: Scope, case: str) -> dict[str, float]:
     """A sleeping kernel in the stream of the reductions, half as long as a round's steps, stands for a slow network.
     host: what the calling thread spends in the step() that closes a round; others: in those that do not."""
@@ -164,10 +142,10 @@ def a_round_beside_a_sleeping_collective_ms(scope: Scope, case: str) -> dict[str
         p.grad = torch.randn_like(p)
     compute = products(scope)
     step_ms = 1e3 * paced(scope, compute, optimizer)
-    with one_rank(scope):
+    with one_rank(scope.device):
         method = WAYS[case](params)
         cycles = round(TAU / 2 * step_ms * cycles_a_ms(scope))
-        method.reducer = Slow(method.reducer, lambda: asleep(scope, cycles, TAU / 2 * step_ms / 1e3))
+        method.reducer = Slow(method.reducer, lambda: asleep(scope.device, cycles, TAU / 2 * step_ms / 1e3))
         stats, closing, others = [], [], []
         for _ in range(TAU * scope(8, 4)):
             compute()
@@ -176,9 +154,10 @@ def a_round_beside_a_sleeping_collective_ms(scope: Scope, case: str) -> dict[str
             closed = method.step()
             (closing if closed else others).append(time.perf_counter() - began)
             stats += [method.stats] if closed else []
-        sync(scope)
+        scope.sync()
         seen = [s.as_dict() for s in stats[2:-1]]
-        end(method)
+        method.finish()
+        method.close()
     median = {key: 1e3 * statistics.median(s[f"{key}_seconds"] for s in seen) for key in TIMES}
     host = {"host": 1e3 * statistics.median(closing[2:]), "others": 1e3 * statistics.median(others)}
     return {"step alone": step_ms} | median | host

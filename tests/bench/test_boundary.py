@@ -22,7 +22,7 @@ ROW = {
 
 
 def test_a_row_by_hand():
-    assert " | ".join(boundary.cells(ROW)) == "1e+09 | co2 | 2000 (1000 to 4000) | 36 | 36.0 | 50% | 1.2e+04 | 1.25e+04"
+    assert " | ".join(boundary.cells(ROW)) == "1e+09 | co2 | 2000 (1000 to 4000) | 36.0 | 50% | 1.2e+04 | 1.25e+04"
 
 
 def test_what_does_not_fit_is_not_run():

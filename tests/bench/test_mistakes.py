@@ -22,12 +22,7 @@ bench.cluster --rate 1mbit --nodes 1 --verify -- x => 2 or more
 bench.cluster --rate 1mbit --nics 0 -- x => nics=0
 bench.cluster --rate 1mbit => no command
 bench.cluster --rate 1mbit -- => no command
-bench.codecs --repeats 0 => repeats=0
-bench.equal_error --models bert => models: 'bert'
-bench.equal_error --steps 0 => steps=0
-bench.equal_error --likes => likes=
-bench.gpu --device cpu --checks birds => checks=birds: no check of correctness, costs, loops, search has such a name
-bench.gpu --device cpu --minutes 0 => minutes=0.0: give a number above 0
+bench.gpu --device cpu --checks birds => checks=birds: no measurement of costs, loops has that name
 bench.layouts --layouts => give one or more
 bench.layouts --layouts tp2.pp2 => it takes 4 processes
 bench.layouts --layouts tp2.dp4.zero1 => takes no DTensors
@@ -71,17 +66,10 @@ bench.search.controls --wires int2 => wires: 'int2' does not exist
 bench.search.controls --taus 0 => taus=0: give a number above 0
 bench.search.controls --seeds 100 => seeds=100: it is the tuning seed
 bench.search.sizes --rows EMPTY/rows.jsonl => run bench.search
-bench.simulator --preset dgx => choose one of dgx-a100-roce, dgx-a100-tcp, rtx3090, internet-1000, internet-10000
-bench.simulator --inter_gbps 0 => inter_gbps=0: give a finite number above 0
-bench.simulator --inter_gbps -1 => inter_gbps=-1: give a finite number above 0
-bench.simulator --tau 0 => tau=0: give 1 or more
-bench.simulator --rounds 2 => rounds=2: give 3 or more
-bench.simulator --step_ms nan => step_ms=nan
-bench.simulator --paper --params 1e15 => the 16-GPU cell cannot be matched
 bench.slow_links --methods ddp zip => methods: 'zip'
+bench.slow_links --models bert => models: 'bert'
 bench.slow_links --workers 1 => workers=1
 bench.slow_links --rates 0 => rates=0.0
-bench.slow_links --throttle => throttle with torch_powersgd
 bench.theory --steps 100 => steps=100
 bench.theory --parts practice => parts: 'practice'
 bench.time_to_loss --tasks speech => tasks: 'speech' does not exist; choose among vision, language
@@ -94,11 +82,6 @@ bench.time_to_loss --step_ms -1 => step_ms=-1.0: give 0 or more
 bench.time_to_loss --eval_every 0 => eval_every=0: give 1 or more
 bench.time_to_loss --methods local:beta=1 => 'local:beta=1' has 'beta=1'; give one of wire, tau, lr
 bench.time_to_loss --throttle --out FOLDER => holds a measurement: choose another --out
-bench.uneven --task nope => task: 'nope' does not exist
-bench.uneven --allreduce 24 => tau=24: an all-reduce takes 24 local steps; give a tau above 24
-bench.uneven --scenarios odd => scenarios: 'odd' does not exist; choose among even, half, stalls
-bench.uneven --seeds 100 => seeds=100: it is the tuning seed
-bench.uneven --workers 1 => give 2 or more
 bench.zeroth --parts => parts=
 bench.zeroth --rates 0 => rates=0.0
 bench.zeroth --epochs 0 => epochs=0

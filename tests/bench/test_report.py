@@ -3,23 +3,18 @@
 import json
 import math
 import re
-import statistics
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tyro
 
-from bench import loss_table, plots, report, slow_links, utilisation, zeroth
+from bench import loss_table, plots, report, zeroth
 from bench.report import Spread, mean_sd, require
 from bench.search import controls
 from bench.search.rows import Rows, markdown
-from bench.simulator import against
-from bench.uneven.__main__ import Rows as uneven_rows
-from bench.uneven.__main__ import Uneven, section
 from core.errors import UserError
 from results import paper
 
@@ -89,14 +84,10 @@ def test_a_folder_without_measurements_is_refused(text: str | None, said: str, t
 
 def test_the_published_tables_are_those_of_the_published_figures():
     written = {
-        "scaling": plots.markdown,
-        "utilisation/scaling": utilisation.markdown,
-        "utilisation/settled/scaling": utilisation.markdown,
-        **dict.fromkeys(("slow_links", "slow_links_10", "slow_links_bytes"), slow_links.text),
         **dict.fromkeys(("zeroth", "zeroth_quality", "zeroth_sharing"), zeroth.text),
     }
     for name, made in written.items():
-        table_of = RESULTS / f"{name.replace('scaling', 'utilisation') if made is utilisation.markdown else name}.md"
+        table_of = RESULTS / f"{name}.md"
         text = made(json.loads((RESULTS / f"{name}.json").read_text()))
         assert table_of.read_text() == report.linked(text, table_of), name
 
@@ -148,13 +139,6 @@ def test_a_page_elsewhere_has_no_link_to_a_list_that_is_not_there(tmp_path: Path
     assert (tmp_path / "page.md").read_text() == "# A page\n\nText.\n"
 
 
-def test_the_simulator_is_within_its_bounds_where_the_link_decides_and_the_page_says_so():
-    rows = [row for row in against.compare(RESULTS).rows if row.link_decides and "fitted" not in row.part]
-    errors = [abs(row.error) for row in rows]
-    assert len(rows) >= 60 and statistics.median(errors) < 0.03 and max(errors) < 0.15
-    assert (RESULTS / "simulator.md").read_text() == against.markdown(RESULTS)
-
-
 def test_the_published_search_is_read_and_its_rows_stand_in_its_tables(monkeypatch: pytest.MonkeyPatch):
     """Rows of before an option went, or came, count."""
     monkeypatch.setattr("bench.search.rows.about", lambda task: task)  # what stands there needs the task's data
@@ -162,16 +146,6 @@ def test_the_published_search_is_read_and_its_rows_stand_in_its_tables(monkeypat
     assert (len(rows.runs), len(rows.choices)) == (603, 175)
     told = [line for line in markdown(rows).splitlines() if line.startswith("|")]
     assert told == [line for line in (RESULTS / "search.md").read_text().splitlines() if line.startswith("|")]
-
-
-def test_the_published_workers_at_unlike_speeds_stand_in_their_tables():
-    page = (RESULTS / "uneven.md").read_text()
-    asked = re.search(r"`python -m bench.uneven ([^`]*)`", page)
-    assert asked is not None
-    o = tyro.cli(Uneven, args=asked[1].split(), use_underscores=True)
-    o = replace(o, report=True, rows=RESULTS / "uneven.jsonl")
-    for allreduce in o.allreduce:
-        assert section(o, uneven_rows(o.rows), allreduce) in page
 
 
 def test_the_published_controls_are_those_of_their_rows(monkeypatch: pytest.MonkeyPatch):

@@ -24,7 +24,6 @@ SETTINGS = [
     ("top0.01", LGrecoConfig(every=2, first=1, error="squared")),
     ("rank4", LGrecoConfig(every=2, first=2)),
     ("rank4", LGrecoConfig("any", every=3, first=1)),
-    ("top0.05", LGrecoConfig(rule="bench.rules.Accordion", every=2, first=1)),
     ("rank2", LGrecoConfig(rule="uniform", every=2, first=2)),
 ]
 
@@ -135,7 +134,6 @@ def bytes_of(rank: int, world_size: int) -> list[tuple[str, float, float, list[s
         (LARGE, "int4", LGrecoConfig(first=2)),
         (LARGE, "top0.01", LGrecoConfig(first=2)),
         (LARGE, "rank4", LGrecoConfig("any", first=2)),
-        (LARGE, "top0.01", LGrecoConfig(rule="bench.rules.Legacy")),
         *((SMALL, like, LGrecoConfig(family, first=2)) for like in ("int4", "rank4") for family in ("same", "any")),
     ):
         mean = mean_of(WireConfig("lgreco", like=like, lgreco=config), shapes)

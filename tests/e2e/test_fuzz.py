@@ -27,7 +27,6 @@ MODULES = (
     "bench.scaling",
     "bench.time_to_loss",
     "bench.search.__main__",
-    "bench.simulator.__main__",
 )
 
 

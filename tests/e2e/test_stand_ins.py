@@ -35,10 +35,10 @@ def test_local_runs_what_is_missing_and_stops_at_a_failure(tmp_path: Path, monke
 
 
 def test_a_stand_in_of_lgreco_decides_within_its_short_run():
-    row = next(row for row in TABLES["lgreco_vision"].rows if row.label == "Accordion")
+    row = next(row for row in TABLES["lgreco_vision"].rows if row.label == "L-GreCo")
     assert row.overrides["ddp_wire.lgreco.first"] == 1256, "more steps than a stand-in has"
     ours = reproduce.stand_in_overrides(row)
-    assert ours["ddp_wire.lgreco.rule"] == "bench.rules.Accordion" and ours["epochs"] == 8
+    assert ours["ddp_wire.format"] == "lgreco" and ours["epochs"] == 8
     assert not any(key.endswith((".first", ".every")) for key in ours)
 
 

@@ -1,0 +1,302 @@
+"""On a GPU without a process group: the kernels, the codecs, and what lies in the host's memory.
+
+tests/core has more of the kernels: test_triton, test_triton_wire, test_boundary_calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from bench.gpu.slow import one_rank
+from core import CO2, CO2Config, LGrecoConfig, ShardedCO2, WireConfig, make_method
+from core.adaptive.merging import Merge, MergeRule, MergingBoundary, make_boundary
+from core.outer import NOTHING_LANDED, Rule
+from core.testing import run_distributed
+from core.wires import formats
+from tests.gpu.problem import (
+    DEVICE,
+    DTYPES,
+    METHODS,
+    Problem,
+    Stack,
+    distance,
+    end,
+    go,
+    move,
+    problem,
+    same,
+    synchronisations,
+    train,
+)
+from tests.problems import Mean
+
+pytestmark = pytest.mark.gpu
+
+# -- the boundary's kernel ----------------------------------------------------------------------------------------
+
+ROUNDING = {"float32": 5e-6, "float64": 1e-13, "bfloat16": 5e-3}
+
+
+class Pass:
+    """A boundary over the problem's parameters, filled as in the middle of a run."""
+
+    def __init__(self, make: Any, dtype: torch.dtype, merge: Merge):
+        self.params = problem(dtype=dtype).params
+        n = sum(p.numel() for p in self.params)
+        random = torch.Generator().manual_seed(1)
+        state = torch.float64 if dtype == torch.float64 else torch.float32
+        flats = [(torch.randn(n, generator=random, dtype=torch.float64) * 0.02).to(DEVICE, state) for _ in range(4)]
+        self.held = [*self.params, *flats[: 4 if merge == "keep" else 3]]
+        self.boundary: MergingBoundary = make(self.params, *flats[:3], flats[3] if merge == "keep" else None)
+
+
+def rules(merge: Merge) -> list[Rule]:
+    """Every kind of gap with and without a clip, first with a number and then with a tensor as scale."""
+    number = torch.tensor(0.03, dtype=torch.float64, device=DEVICE)
+    gaps: list[dict[str, Any]] = [{}, {"gap": 1.5 + number}, {"c": number}]
+    how: dict[str, Any] = {"merge": merge, "share": 0.3, "sends": merge != "keep"}
+    return [NOTHING_LANDED] * (merge == "outer") + [
+        MergeRule(0.5, 0.7, 0.7, phi, scale, **gap, **how)
+        for gap, phi, scale in itertools.product(gaps, (None, 0.01), (0.25, 10 * number))
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("merge", ["outer", "mix", "keep"])
+def test_the_boundary_is_the_plain_pass(merge: Merge, dtype: str):
+    fast, plain = (Pass(make, DTYPES[dtype], merge) for make in (make_boundary, MergingBoundary))
+    for number, rule in enumerate(rules(merge)):
+        seen = []
+        for one in (fast, plain):
+            move(one.params, number)
+            if merge == "keep":
+                one.boundary.take()
+                move(one.params, number + 1)
+            seen.append(one.boundary.run(rule))
+        assert distance([*fast.held, seen[0]], [*plain.held, seen[1]]) <= ROUNDING[dtype], rule
+
+
+def test_channels_last_and_transposed_parameters_keep_their_strides():
+    p = problem()
+    strides, places = [t.stride() for t in p.params], [t.data_ptr() for t in p.params]
+    method = CO2(p.params, CO2Config(tau=2))
+    go(p.params, method, range(6))
+    method.finish()
+    assert strides == [t.stride() for t in p.params] and places == [t.data_ptr() for t in p.params]
+    p.params[0].data = nn.Parameter(p.params[0].detach().clone(memory_format=torch.contiguous_format)).data
+    move(p.params, 0)
+    assert method.step() is False and method.step(), "a parameter whose storage was replaced stops the rounds"
+    end(method)
+
+
+# -- compression --------------------------------------------------------------------------------------------------
+
+
+def blocks() -> Tensor:
+    """float32 [n]: ordinary blocks, one of zeros, of tiny, of huge and of mixed numbers, and one with a NaN last."""
+    random = torch.Generator().manual_seed(2)
+    x = torch.randn(64, formats.BLOCK, generator=random)
+    x[1], x[2, ::2] = 0.0, 0.0
+    x[3] *= 1e-30
+    x[4] *= 1e30
+    x[5, 0] = 1e4
+    x[-1, 7] = float("nan")
+    return x.view(-1)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "int8", "int4", "int2"])
+def test_the_plain_codec_gives_the_hosts_bytes(name: Any):
+    """And they decode within half a level, which the host's own bytes are held to as well."""
+    x, sound = blocks(), slice(0, 63 * formats.BLOCK)
+    ours, theirs = formats.encode(x.to(DEVICE), name), formats.encode(x, name)
+    assert not (ours.cpu() != theirs)[: formats.nbytes(name, 63 * formats.BLOCK)].any()
+    found = formats.decode(ours, name).cpu()
+    assert torch.equal(found[sound], formats.decode(theirs, name)[sound])
+    assert not found[-formats.BLOCK :].isfinite().all(), "a NaN has become a number"
+    top = x.view(-1, formats.BLOCK).abs().amax(1, keepdim=True)
+    of_numbers = x.view(-1, formats.BLOCK).abs() * 2**-7
+    level = top / formats.LEVELS[name] if name in formats.LEVELS else of_numbers
+    level = level + (top * 2**-28 if name == "float16" else 0)
+    beyond = ((found - x).view(-1, formats.BLOCK).abs() > 0.501 * level)[:63]
+    assert not beyond.any(), f"{int(beyond.sum())} numbers are off by more than half a level"
+    lost = x.to(DEVICE, copy=True)
+    formats.encode(lost.clone(), name, lost=lost)
+    assert torch.equal(lost.cpu()[sound], (x - found)[sound])
+
+
+def sent_by_lgreco(device: str, like: str, config: LGrecoConfig) -> tuple[list[str], Tensor]:
+    wire = WireConfig("lgreco", like=like, lgreco=config)
+    tensors = [torch.zeros(s, dtype=torch.float64, device=device) for s in [(400, 300), (300, 250), (5000,)]]
+    mean, landed = Mean(tensors, {"steps": 1, "weight": 1}, wire.reducer), []
+    for round in range(5):
+        draw = torch.randn(mean.buckets[0].numel, generator=torch.Generator().manual_seed(round), dtype=torch.float64)
+        mean.buckets[0].payload.copy_(draw * torch.linspace(0.01, 3, len(draw), dtype=torch.float64) ** 3)
+        mean.reduce()
+        landed.append(mean.buckets[0].payload.clone().cpu())
+    return [str(c) for c in mean.reducer.chosen], torch.stack(landed)
+
+
+@pytest.mark.parametrize("like", ["int4", "top0.01", "rank4"])
+def test_lgreco_chooses_and_sends_as_on_a_cpu(like: str):
+    """Of low rank uniformly: its curves begin with draws of the device's own."""
+    config = LGrecoConfig(rule="uniform" if like == "rank4" else "lgreco", every=2, first=1)
+    (ours, landed), (theirs, expected) = (sent_by_lgreco(device, like, config) for device in (DEVICE, "cpu"))
+    assert ours == theirs
+    torch.testing.assert_close(landed, expected, rtol=1e-6, atol=1e-6)
+
+
+# -- what lies in the host's memory -------------------------------------------------------------------------------
+
+
+def offloaded(p: Problem) -> ShardedCO2:
+    return ShardedCO2(p.params, CO2Config(tau=4), offload=True, buffers=p.buffers)
+
+
+def test_offloaded_state_trains_as_on_the_device_and_makes_no_synchronising_call():
+    assert distance(train(offloaded), train(METHODS["co2"])) < 2e-5
+    p = problem()
+    method = offloaded(p)
+    go(p.params, method, range(8))
+    with synchronisations() as found:
+        go(p.params, method, range(8))
+    end(method)
+    assert not found
+
+
+def pinned() -> int:
+    """Bytes that torch's own allocator of pinned memory has taken of the host."""
+    found = torch.cuda.host_memory_stats() if hasattr(torch.cuda, "host_memory_stats") else {}
+    return next((int(found[k]) for k in ("allocated_bytes.current", "allocated_bytes.all.current") if k in found), 0)
+
+
+def test_offloaded_state_takes_the_hosts_memory_as_asked():
+    """Nothing on the device, and of pinned memory what is needed, not the next power of two."""
+    p = problem(width=4200, layers=1)
+    size = sum(t.nbytes for t in p.params)
+    torch.cuda.synchronize()
+    on_device, on_host = torch.cuda.memory_allocated(), pinned()
+    method = ShardedCO2(p.params, CO2Config(tau=2), offload=True)
+    go(p.params, method, range(6))
+    torch.cuda.synchronize()
+    taken = (torch.cuda.memory_allocated() - on_device) / size, (pinned() - on_host) / size
+    flats = [b.flat for b in method.buckets]
+    end(method)
+    assert all(f.is_pinned() for f in flats), "what is sent is not pinned"
+    assert taken[0] < 0.01, f"{taken[0]:.2f} copies on the device"
+    assert taken[1] < 2.2, f"{taken[1]:.2f} copies of pinned memory, where 2 are needed"
+
+
+def test_blocks_that_pass_through_the_device_train_as_on_it():
+    """BlockStream, with the model on the host, against the model on the device, bit for bit; noise of the host."""
+    from core.zeroth import ZerothConfig, ZerothOrder
+    from core.zeroth.blocks import BlockStream
+
+    def run(streamed: bool) -> list[Tensor]:
+        model = Stack() if streamed else Stack().to(DEVICE)
+        forward = functools.partial(BlockStream, blocks=model.blocks, device=torch.device(DEVICE, 0))
+        how: dict[str, Any] = {"make_forward": forward} if streamed else {}
+        order = ZerothOrder(model, ZerothConfig(eps=1e-3, rng="host"), lr=1e-3, **how)
+        random = torch.Generator().manual_seed(1)
+        for _ in range(20):
+            x = torch.randn(32, 64, generator=random).to(DEVICE)
+            y = torch.randint(10, (32,), generator=random).to(DEVICE)
+            order.step(lambda net, x=x, y=y: nn.functional.cross_entropy(net(x), y), 32)
+        order.finish()
+        return [p.detach().cpu() for p in model.parameters()]
+
+    assert same(run(True), run(False))
+
+
+# -- memory -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["paper", "recommended"])
+def test_a_method_holds_what_the_dry_run_says(name: str):
+    """Of the tiny GPT-2's recipe, one worker."""
+    pytest.importorskip("tyro", reason="recipes need tyro: carry its wheel")
+    from language.recipes import gpt2_pydoc_small
+    from language.train import fake_step, make_model
+    from training.memory import estimate, size_of
+
+    small = replace(gpt2_pydoc_small(), batch_size=2)
+    settings = small.co2 if name == "paper" else replace(CO2Config.recommended(1), tau=small.co2.tau)
+    recipe = replace(small, co2=settings, recommended=name != "paper")
+    said = estimate(recipe, lambda: make_model(recipe, pad=1), fake_step, 1).method
+    with one_rank(DEVICE):
+        model = make_model(recipe, pad=1).to(DEVICE)
+        params = [p for p in model.parameters() if p.requires_grad]
+        gc.collect()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        _, method = make_method("co2", model, co2=recipe.co2)
+        go(params, method, range(6 * 6))
+        torch.cuda.synchronize()
+        found = torch.cuda.memory_allocated() - before
+        end(method)
+    size = size_of(params)
+    assert found <= 1.1 * said, f"holds {found / size:.2f} copies, the dry run says {said / size:.2f}"
+
+
+# -- streams ------------------------------------------------------------------------------------------------------
+
+SIZE = 1024
+
+
+def products(params: list[nn.Parameter], method: Any, steps: int) -> None:
+    """Local steps of matrix products, so that the computing stream has work."""
+    with torch.no_grad():
+        for step in range(steps):
+            for p in params:
+                p.mul_(0.99).add_(torch.tanh(p @ p) * 1e-3 * (step % 3))
+            method.step()
+
+
+def streams(make: Any, trace: Path) -> dict[str, set[int]]:
+    """Streams of matrix products, of copies to the host, and of NCCL's kernels."""
+    params = [nn.Parameter(torch.randn(SIZE, SIZE, device=DEVICE)) for _ in range(4)]
+    method = make(params)
+    products(params, method, 8)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
+        products(params, method, 12)
+        torch.cuda.synchronize()
+    traced.export_chrome_trace(str(trace))
+    end(method)
+    found: dict[str, set[int]] = {"compute": set(), "copies": set(), "nccl": set()}
+    for event in json.loads(trace.read_text())["traceEvents"]:
+        stream, name = event.get("args", {}).get("stream"), str(event.get("name", ""))
+        if event.get("cat") == "kernel" and ("gemm" in name or "cutlass" in name):
+            found["compute"].add(stream)
+        if event.get("cat") == "kernel" and "nccl" in name.lower():
+            found["nccl"].add(stream)
+        if event.get("cat") == "gpu_memcpy" and "DtoH" in name:
+            found["copies"].add(stream)
+    return found
+
+
+def test_offloading_copies_in_a_stream_of_its_own(tmp_path: Path):
+    seen = streams(lambda params: ShardedCO2(params, CO2Config(tau=2), offload=True), tmp_path / "trace.json")
+    assert seen["compute"] and seen["copies"] and not seen["compute"] & seen["copies"], seen
+
+
+def traced_collective(rank: int, world_size: int, folder: str) -> dict[str, set[int]]:
+    torch.cuda.set_device(rank)
+    group: Any = dist.new_group(backend="nccl")
+    return streams(lambda params: CO2(params, CO2Config(tau=4), group=group), Path(folder, f"{rank}.json"))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a device for each of two workers")
+def test_the_collective_runs_outside_the_compute_stream(tmp_path: Path):
+    for seen in run_distributed(traced_collective, 2, str(tmp_path), timeout=300):
+        assert seen["compute"] and seen["nccl"] and not seen["compute"] & seen["nccl"], seen
