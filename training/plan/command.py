@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ import tyro
 
 from core.errors import UserError
 from training.layouts.layout import Layout
-from training.plan import clusters, show
+from training.plan import clusters, methods, show
 from training.plan.block import measured
 from training.plan.case import FLOAT32, MERGES, WIRES, Case, Layouts, Software
 from training.plan.model import preset_model, presets
@@ -150,6 +151,10 @@ def recipe_of(options: Options) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["methods"]:
+        methods.main(argv[1:])
+        return
     options = tyro.cli(Options, prog="python -m training.plan", args=argv, use_underscores=True)
     options.check()
     named = Layout.parse(options.layout) if options.layout else None
