@@ -52,13 +52,14 @@ def a_checkpoint_takes_no_copy_on_the_device(scope: Scope, case: str) -> dict[st
 def a_method_holds_what_the_dry_run_says(scope: Scope, case: str) -> dict[str, float]:
     """Of the tiny GPT-2's recipe, one worker; both in copies of the parameters."""
     from language.recipes import gpt2_pydoc_small
-    from language.train import fake_step, make_model
-    from training.memory import estimate, size_of
+    from language.train import make_model
+    from training.memory import held, size_of
 
     small = replace(gpt2_pydoc_small(), batch_size=2)
     settings = small.co2 if case == "paper" else replace(CO2Config.recommended(1), tau=small.co2.tau)
     recipe = replace(small, co2=settings, recommended=case != "paper")
-    said = estimate(recipe, lambda: make_model(recipe, pad=1), fake_step, 1).method
+    with torch.device("meta"):
+        said = held(recipe, make_model(recipe, pad=1), 1, 1)
     with one_rank(scope):
         model = make_model(recipe, pad=1).to(scope.device)
         params = [p for p in model.parameters() if p.requires_grad]

@@ -1,6 +1,7 @@
 """The planner's speed of each method, against hand-computed numbers and against measured rows."""
 
 import json
+import re
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -130,6 +131,14 @@ def test_the_command_lists_every_method_up_to_ten_thousand_workers(capsys: pytes
     main(["methods", "--parameters", "125e6", "--step", "0.5", "--gbit", "1", "--workers", "2", "10000"])
     _, *lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 * len(METHODS) and lines[-1].split()[:3] == ["10,000", "co2", "recommended"]
+
+
+def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]):
+    page = (RESULTS.parent / "docs/planning.md").read_text()
+    shown = re.search(r"\$ python -m training\.plan (methods .*)\n```\n\n```text\n([^`]*)```", page)
+    assert shown is not None
+    main(shown[1].split())
+    assert capsys.readouterr().out == shown[2]
 
 
 @pytest.mark.parametrize(

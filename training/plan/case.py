@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from training.plan.block import measured
 from training.plan.clusters import Cluster, Numbers
 from training.plan.model import Model
 
@@ -157,16 +156,16 @@ class Case:
         return self.software.stream * self.tokens * self.model.width
 
     @cached_property
-    def measured(self) -> tuple[Numbers, Numbers]:
-        """b (whole + cut / t): bytes that a block keeps, and has more at its backward pass's peak, both measured [M]
+    def of_block(self) -> tuple[Numbers, Numbers]:
+        """b s (whole + cut / t): bytes that a block keeps, and has more at its backward pass's peak [O]
 
-        Megatron-LM's, which is not here: `kept` and the scores; 0.
+        Megatron-LM's: `kept` and the scores; 0.
         """
         x, s = self.layout, self.software
         if s.megatron:
             return self.kept + np.where(x.recompute == 0, self.scores, 0.0), 0.0
-        block = measured(self.model, int(s.value))
-        return tuple(x.micro * (whole + cut / x.tp) for whole, cut in (block.kept, block.more))  # pyright: ignore
+        kept, more = (self.tokens * (whole + cut / x.tp) for whole, cut in self.model.in_block(s.value))
+        return kept, more
 
     @cached_property
     def shares(self) -> Numbers:

@@ -159,7 +159,8 @@ def table(options: Options) -> Iterator[str]:
     """The lines of the table: every method at every number of workers."""
     o = options
     work = Work(o.parameters, o.step, o.gbit * 1e9 / BITS, o.latency, o.boundary, o.trees)
-    yield f"{'workers':>7}  {'method':<16}{'tau':>4}  {'wire':<8}{'steps/s':>9}{'exposed':>9}{'MB/step':>10}{'all-reduce':>13}"
+    titles = "workers", "method", "tau", "wire", "steps/s", "exposed", "MB/step", "all-reduce"
+    yield "{:>7}  {:<16}{:>4}  {:<8}{:>9}{:>9}{:>10}{:>13}".format(*titles)
     for workers in o.workers:
         for method in METHODS:
             s = predict(method, work, workers, o.tau)

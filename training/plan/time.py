@@ -134,7 +134,7 @@ def data(c: Case) -> Numbers:
 
 
 def under_backward(size: Numbers) -> Numbers:
-    """2/3 (1 - first bucket / size): of a step's computing, what is left of its backward pass once DDP can reduce [O]"""
+    """2/3 (1 - first bucket / size): of a step's computing, the rest of the backward pass once DDP can reduce [O]"""
     return BACKWARD * np.maximum(0.0, 1 - FIRST_BUCKET / size)
 
 
