@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import tyro
 
 from core.errors import UserError
@@ -18,7 +17,7 @@ from training.layouts.layout import Layout
 from training.plan import clusters, methods, show
 from training.plan.case import FLOAT32, MERGES, WIRES, Case, Layouts, Software
 from training.plan.model import preset_model, presets
-from training.plan.search import Plan, holds, plan
+from training.plan.search import plan
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,6 @@ class Options:
     """Measure this machine's device in place of looking it up by the name that the doctor found."""
     layout: str | None = None
     """Plan with this one alone, such as tp2.pp2.dp2.co2x2."""
-    why: tuple[str, str] | None = None
-    """Which term decides between two: numbers of the list, or names of layouts."""
     sbatch: bool = False
     """Shows the submission line and the overrides of the first."""
     recipe: str | None = None
@@ -76,18 +73,6 @@ def case(options: Options) -> Case:
     software = Software() if cluster.device.gpu else FLOAT32
     model = preset_model(options.model, options.context)
     return Case(model, cluster, software, options.batch, Layouts(1, 1, 1, 1, 1))
-
-
-def chosen(p: Plan, text: str) -> int:
-    """The row of a number of the list, or of the best layout of a name."""
-    if text.isdecimal():
-        if not 1 <= int(text) <= len(p.best):
-            raise UserError(f"number {text}: the list has 1 to {len(p.best)}")
-        return p.best[int(text) - 1]
-    held = np.flatnonzero(holds(Layout.parse(text), p.case))
-    if not len(held):
-        raise UserError(f"layout {text} is not among those that fit: --layout {text} says why")
-    return p.pick(held)
 
 
 # -- to start it -------------------------------------------------------------------------------------------------------
@@ -145,13 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     began = time.perf_counter()
     p = plan(asked, named)
     spent = time.perf_counter() - began
-    if options.why is not None:
-        a, b = (chosen(p, text) for text in options.why)
-        if a == b:
-            raise UserError(f"why={' '.join(options.why)}: both are {p.name(a)}: give two layouts")
-        print("\n".join(show.why(p, a, b)))
-    else:
-        print("\n".join(show.table(p)), f"\n{p.count:,} layouts in {spent:.2f} s")
+    print("\n".join(show.table(p)), f"\n{p.count:,} layouts in {spent:.2f} s")
     if options.sbatch:
         first = p.best[0]
         words = overrides(p.at(first), p.name(first))

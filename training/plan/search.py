@@ -205,7 +205,7 @@ def plan(case: Case, only: Layout | None = None) -> Plan:
     if only is not None and whole:
         kept = replace(kept, layout=kept.layout[holds(only, kept)])
     if not kept.layout.shape[0]:
-        raise UserError(f"no layout can be: {listed(dropped)}; {hint(case, dropped)}")
+        raise UserError(f"no layout can be: {listed(dropped)}: give another --batch, --nodes or --per_node")
     return fitting(kept, dropped if only is None else Counter())
 
 
@@ -237,17 +237,3 @@ def fitting(c: Case, dropped: Counter[str]) -> Plan:
 
 def listed(dropped: Counter[str]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in dropped.most_common())
-
-
-def hint(c: Case, dropped: Counter[str]) -> str:
-    """What would let more layouts be."""
-    m, n = c.model, c.cluster.devices
-    found = []
-    if dropped["batch"]:
-        near = max(1, round(c.batch / n)) * n
-        found.append(f"batch {c.batch}: {near} is the nearest that divides among {n} replicas")
-    if dropped["layers"]:
-        found.append(f"{m.layers} layers divide among {', '.join(map(str, divisors(m.layers)))} stages")
-    if dropped["heads"]:
-        found.append(f"{m.heads} heads are cut by TP up to {np.gcd(m.heads, np.gcd(m.kv_heads, 1 << 20))}")
-    return "; ".join(found)

@@ -1,4 +1,4 @@
-"""What a plan says: the ten best, and which term decides between two."""
+"""What a plan says: the ten best, with their bytes and seconds by part, and what CO2 gains."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from training.plan import time
 from training.plan.case import MERGES, RECOMPUTE, WIRES, Case
 from training.plan.clusters import Numbers
-from training.plan.search import ALIKE, GB, Plan, hint, listed, notes
+from training.plan.search import ALIKE, GB, Plan, listed, notes
 
 TEN, WIDTH = 10, 120
 COLUMNS = "{:>2} {:<30} {:<13} {:<20} {:>6} {:>8} {:>10} {:>6} {:>7} {:>8}"
@@ -51,11 +51,11 @@ def header(c: Case) -> Iterator[str]:
 
 
 def rows(p: Plan) -> Iterator[str]:
-    """Two lines for each of the best: its figures, and its gigabytes by part."""
+    """Three lines for each of the best: its figures, its gigabytes and its seconds by part."""
     yield COLUMNS.format(*TITLES)
     for number, row in enumerate(p.best[:TEN], 1):
         c, seconds = p.at(row), p.total[row]
-        x, parts = c.layout, {name: v[row] / p.bytes[row] for name, v in p.memory.items()}
+        x = c.layout
         shares = mfu(c, seconds), p.seconds["bubble"][row] / seconds, exposed(p.seconds)[row] / seconds
         co2 = f"{x.tau}, {list(WIRES)[x.wire]}, {'host' if x.offload else MERGES[x.merge]}"
         yield COLUMNS.format(
@@ -68,8 +68,14 @@ def rows(p: Plan) -> Iterator[str]:
             f"{tokens(c, seconds):,.0f}",
             *(f"{share:.1%}" for share in shares),
         )
-        large = (f"{name} {p.memory[name][row] / GB:.2g}" for name, share in parts.items() if share >= 0.01)
-        yield f"      GB: {', '.join(large)}" + (f"; {text}" if (text := notes(c)) else "")
+        yield f"      GB: {large(p.memory, row, GB)}" + (f"; {text}" if (text := notes(c)) else "")
+        yield f"      s: {large(p.seconds, row, 1)}"
+
+
+def large(parts: dict[str, Numbers], row: int, unit: float) -> str:
+    """Those that make 1 % of the sum or more."""
+    least = sum(values[row] for values in parts.values()) / 100
+    return ", ".join(f"{name} {v[row] / unit:.2g}" for name, v in parts.items() if v[row] and v[row] >= least)
 
 
 def table(p: Plan) -> Iterator[str]:
@@ -85,8 +91,6 @@ def sentences(p: Plan) -> Iterator[str]:
     yield f"the best of each TP x PP x DP, islands, interleaving and ZeRO; exposed: {', '.join(time.COMMUNICATION)}"
     if p.dropped:
         yield f"dropped: {listed(p.dropped)}" + (f"; nearest miss: {p.miss}" if p.miss else "")
-    if text := hint(p.case, p.dropped):
-        yield f"to allow more: {text}"
     yield from gain(p)
 
 
@@ -108,14 +112,3 @@ def decides(p: Plan, a: int, b: int) -> str:
     """The term whose seconds differ most."""
     name = max(p.seconds, key=lambda part: abs(p.seconds[part][a] - p.seconds[part][b]))
     return f"{name} decides, {p.seconds[name][a]:.4g} s against {p.seconds[name][b]:.4g}"
-
-
-def why(p: Plan, a: int, b: int) -> Iterator[str]:
-    """Each term of two layouts, and which one decides."""
-    yield f"{'':<14}{p.name(a):>34}{p.name(b):>34}{'difference':>14}"
-    for title, parts, unit, spec in (("s", p.seconds, 1.0, ".5f"), ("GB", p.memory, GB, ".3f")):
-        for name, value in [*parts.items(), ("sum", sum(parts.values()))]:
-            x, y = value[a] / unit, value[b] / unit
-            if x or y:
-                yield f"{name + ', ' + title:<14}{x:>34{spec}}{y:>34{spec}}{x - y:>+14{spec}}"
-    yield decides(p, a, b)
