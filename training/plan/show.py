@@ -61,7 +61,7 @@ def rows(p: Plan) -> Iterator[str]:
         yield COLUMNS.format(
             number,
             p.name(row),
-            f"{x.micro}, {RECOMPUTE[x.recompute]}{', seq' * int(x.sequence)}",
+            f"{x.micro}, {RECOMPUTE[x.recompute]}",
             co2 if x.islands > 1 else "ddp",
             f"{p.bytes[row] / GB:.3g}",
             f"{seconds:.4g}",

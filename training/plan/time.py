@@ -61,7 +61,7 @@ def host(c: Case) -> Numbers:
 
 
 def tensor(c: Case) -> Numbers:
-    """m l/p (4 + 2 again) allreduce(size b s h, t ranks) [N sec. 3.2]; cut in sequence it is as much [K sec. 4.2]"""
+    """m l/p (4 + 2 again) allreduce(size b s h, t ranks) [N sec. 3.2]"""
     x, size = c.layout, c.software.value * c.tokens * c.model.width
     return c.micro_batches * c.layers * (4 + 2 * again(c)) * c.cluster.allreduce(size, x.tp, 1)
 
@@ -79,7 +79,7 @@ def ends(c: Case) -> Numbers:
 def hop(c: Case) -> Numbers:
     """stream b s h / B + A: from a stage to the next; over t if scattered [N sec. 4.1]"""
     x = c.layout
-    size = c.given / np.where((x.sequence == 1) | c.software.megatron, x.tp, 1)
+    size = c.given / (x.tp if c.software.megatron else 1)
     return sent(c, size, x.pp, x.tp * x.dp)
 
 
