@@ -10,7 +10,7 @@ from bench import report
 from bench.report import mean_sd, plus_minus
 from core import UserError
 from results.paper import GPUS, TABLES, Metric, Row, Table
-from results.runs import Finished, differences, hours, is_kept, read_kept, read_run, stretched, write_kept
+from results.runs import Finished, differences, hours, is_kept, read_kept, read_run, write_kept
 from training.untrusted import printable
 
 
@@ -134,7 +134,7 @@ def status(
     """Lines of Markdown: of each row's runs, given as (row, seed, folder), what ran, what is left, and the hours.
 
     worker: what the hours are of, GPU or worker. kept: stand-ins that ran elsewhere. What is left is known where one of
-    the row's runs has finished here. A line more for each run whose schedule was stretched.
+    the row's runs has finished here.
     """
     titles = ["table", "row", "method", "tau", "finished", "begun", "left", f"{worker} hours", f"{worker} hours left"]
     rows: list[tuple[object, ...]] = []
@@ -158,7 +158,6 @@ def status(
     yield from report.table(titles, rows).splitlines()
     more = ", and what the rows marked ? need, of which no run has finished here" if open_end else ""
     yield f"\n{sum(spent.values()):,.1f} {worker} hours used; left: {sum(to_come.values()):,.1f}{more}."
-    yield from (printable(f"{folder}: {where}.") for folder in spent for where in stretched(folder))
 
 
 def _key(row: Row) -> tuple[str, str, object]:

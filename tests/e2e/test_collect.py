@@ -102,14 +102,6 @@ def test_runs_that_are_no_fair_measurement_are_left_out_with_the_reason(tmp_path
         assert any(line.startswith(start) for line in lines)
 
 
-def stretch(folder: Path) -> None:
-    """As a run of 10 epochs that was resumed for 90 after 1560 steps."""
-    config = json.loads((folder / "config.json").read_text())
-    history = [{"changed": ["epochs: 5 -> 10"], "step": 0}, {"changed": ["epochs: 10 -> 90"], "step": 1560}]
-    config["history"] = [line | {"commit": "abc1234"} for line in history]
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 def test_a_run_that_was_resumed_has_the_commits_of_all_its_parts(tmp_path: Path):
     resnet50(tmp_path / "a", 0.75)
     config = json.loads((tmp_path / "a" / "config.json").read_text())
@@ -118,16 +110,14 @@ def test_a_run_that_was_resumed_has_the_commits_of_all_its_parts(tmp_path: Path)
     assert "Commits: abc1234, def5678." in collected(tmp_path, "imagenet")
 
 
-def test_a_stretched_run_is_no_measurement_of_its_row_and_status_says_so(tmp_path: Path):
+def test_an_extended_run_is_no_measurement_of_its_row(tmp_path: Path):
     resnet50(tmp_path / "a", 0.75)
-    stretch(tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    config["recipe"]["extend"] = True
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
     lines = collected(tmp_path, "imagenet")
-    assert f"Not counted: {tmp_path / 'a'}: stretched at step 1560 (epochs: 10 -> 90)." in lines
+    assert f"Not counted: {tmp_path / 'a'}: extend=True in place of False." in lines
     assert "| ResNet-50 | co2 |  |  |  |  | not run |  |  | 77.14 ± 0.09 |" in lines
-    row = next(row for row in TABLES["imagenet"].rows if row.method == "co2")
-    (tmp_path / "a" / "metrics.jsonl").write_text("")
-    told = list(status({"imagenet": [(row, 0, tmp_path / "a")]}, "GPU"))
-    assert told[-1] == f"{tmp_path / 'a'}: stretched at step 1560 (epochs: 10 -> 90)."
 
 
 @pytest.mark.parametrize("wrong", [None, "x", -1.5, [1], {"a": 1}, True, float("inf")])
