@@ -89,9 +89,11 @@ def held(recipe: Recipe, model: nn.Module, node: int, workers: int) -> float:
     if recipe.elastic and method != "zo":  # in float32; what a worker has sent stays until it has arrived
         return trained * (copies + 1)
     config = recipe.ddp_wire if method == "ddp" else recipe.co2.wire  # pyright: ignore[reportAttributeAccessIssue]
-    if config.format != "float32" and method not in ("zo", "delayed") and workers > 1:
+    among = workers if method == "ddp" else workers // node
+    alone = workers == 1 and (method == "ddp" or config.format == "auto")  # nothing is encoded then
+    if config.format != "float32" and method not in ("zo", "delayed") and not alone:
         copies += {"ddp": 1, "local": 1}.get(method, 0)  # a payload, or an anchor to send differences from
-        copies += config.error_feedback * (1 + node / workers)
+        copies += config.error_feedback * (1 + 1 / among)
         copies += 2 * (config.format == "lgreco")
     return trained * copies
 

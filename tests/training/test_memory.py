@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from core import CO2Config
+from core.assembly.wire import WireConfig
 from language.train import RECIPES, make_model
 from results.paper import TABLES
 from training import memory
@@ -84,6 +85,21 @@ def test_the_recommended_settings_hold_more_than_the_papers(monkeypatch: pytest.
     found = estimate("language", "gpt2_small_owt", 8, co2=CO2Config.recommended(8))
     assert found.method / found.parameters == pytest.approx(5.125, rel=1e-3)
     assert "co2 2.4, " in next(memory.lines(found, Recipe()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"co2": replace(CO2Config.recommended(1), tau=2)}, 4.0),  # one worker's means cross nothing
+        ({"method": "local", "co2": CO2Config(tau=2, wire=WireConfig("int4"))}, 4.0),
+        ({"method": "slowmo", "co2": CO2Config(tau=2, wire=WireConfig("int4"))}, 5.0),
+        ({"method": "ddp", "ddp_wire": WireConfig("int8")}, 0.0),
+    ],
+)
+def test_one_worker_encodes_where_it_was_told_to(changes: dict[str, Any], expected: float):
+    with torch.device("meta"):
+        model = torch.nn.Linear(1024, 1024, bias=False)
+    assert memory.held(Recipe(**changes), model, 1, 1) / (4 * 1024**2) == pytest.approx(expected)
 
 
 def test_a_dry_run_prints_it_and_warns(capsys: pytest.CaptureFixture):
